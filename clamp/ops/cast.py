@@ -1,0 +1,47 @@
+"""Conversion between storage types."""
+
+from __future__ import annotations
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.program import get_kernel
+
+_SPAN_CPU = 16384  # elements a work-item; smaller tensors use less, so that every core has work
+_SPAN_GPU = 16
+
+
+def cast(x: Tensor, out_dtype: str) -> Tensor:
+    """x as ``out_dtype``, rounded to nearest even (numpy's ``astype``, bit for bit); x itself if it is that already.
+
+    Args:
+        x: tensor of any shape, float32, float16 or bfloat16.
+        out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+    """
+    if bridge.STORAGE[x.dtype] == bridge.STORAGE[out_dtype]:
+        return x
+    y = bridge.empty(x.queue, x.shape, out_dtype)
+    cast_into(x, y)
+    return y
+
+
+def cast_into(x: Tensor, y: Tensor) -> None:
+    """Writes x, converted to y's storage type, over y. Same number of elements."""
+    if x.size == 0:
+        return
+    span = span_for(x.queue, x.size)
+    kernel = get_kernel(
+        x.queue, "cast.cl", "cast", "ppq", X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], SPAN=span
+    )
+    kernel(x.queue, (-(-x.size // span),), None, x.buffer, y.buffer, x.size)
+
+
+def span_for(queue: object, size: int) -> int:
+    """Elements a work-item should handle in a pass over ``size`` contiguous elements."""
+    device = capabilities(queue)  # type: ignore[arg-type]
+    if not device.is_cpu:
+        return _SPAN_GPU
+    span = _SPAN_CPU
+    while span > 256 and size < span * 4 * device.compute_units:
+        span //= 4
+    return span

@@ -1,0 +1,1 @@
+"""The cast-policy lists of clamp, read with importlib.resources by clamp.policy."""

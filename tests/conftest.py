@@ -1,0 +1,94 @@
+"""Devices for the tests: every OpenCL device found, or those that CLAMP_TEST_DEVICES names.
+
+A test that takes the fixture ``queue`` runs once on each device. Oclgrind simulates a device slowly and
+watches every access: only tests marked ``kernel`` run on it, at small sizes (fixture ``sizes``), and a data
+race or an invalid access that it reports fails the test.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+# Oclgrind reads its settings when its library is loaded, at the first platform query.
+_OCLGRIND_LOG = Path(tempfile.mkdtemp(prefix="clamp-tests-")) / "oclgrind.log"
+os.environ["OCLGRIND_DATA_RACES"] = "1"
+os.environ["OCLGRIND_LOG"] = str(_OCLGRIND_LOG)
+
+import pyopencl as cl
+import pytest
+
+import clamp  # noqa: F401  (makes Intel's pip-installed runtime visible)
+from clamp.device import NoDeviceError, list_devices
+
+_PLATFORMS = {"Portable Computing Language": "pocl", "Intel(R) OpenCL": "intel", "Oclgrind": "oclgrind"}
+
+
+_CONTEXTS: list[cl.Context] = []  # Intel's runtime frees a context that only its queue refers to
+
+
+def _find_queues() -> dict[str, cl.CommandQueue]:
+    queues: dict[str, cl.CommandQueue] = {}
+    try:
+        devices = list_devices()
+    except NoDeviceError:
+        return queues
+    for device in devices:
+        name = _PLATFORMS.get(device.platform.name, device.name.lower().replace(" ", "-"))
+        if name not in queues:
+            _CONTEXTS.append(cl.Context([device]))
+            queues[name] = cl.CommandQueue(_CONTEXTS[-1], device)
+    return queues
+
+
+_QUEUES = _find_queues()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "kernel: tests kernels; runs on the Oclgrind simulator as well")
+    config.addinivalue_line("markers", "slow: the full sweep, run by CI (-m slow) and not by the everyday run")
+    wanted = [name for name in os.environ.get("CLAMP_TEST_DEVICES", "").split(",") if name]
+    missing = [name for name in wanted if name not in _QUEUES]
+    if missing or not _QUEUES:
+        raise pytest.UsageError(
+            f"CLAMP_TEST_DEVICES asks for {wanted or 'any'}, found {sorted(_QUEUES) or 'none'}; missing: {missing}"
+        )
+    for name in list(_QUEUES):
+        if wanted and name not in wanted:
+            del _QUEUES[name]
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return [f"device {name}: {queue.device.name} ({queue.device.platform.version})" for name, queue in _QUEUES.items()]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "queue" not in metafunc.fixturenames:
+        return
+    is_kernel_test = metafunc.definition.get_closest_marker("kernel") is not None
+    names = [name for name in _QUEUES if is_kernel_test or name != "oclgrind"]
+    metafunc.parametrize("queue", names, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def queue(request: pytest.FixtureRequest) -> cl.CommandQueue:
+    """A command queue of the device under test."""
+    return _QUEUES[request.param]
+
+
+@pytest.fixture
+def simulated(queue: cl.CommandQueue) -> bool:
+    """Whether the device is the (slow) simulator, so that a test takes its smallest sizes."""
+    return queue.device.platform.name == "Oclgrind"
+
+
+@pytest.fixture(autouse=True)
+def no_oclgrind_diagnostics() -> object:
+    """Fails a test during which Oclgrind reported anything."""
+    before = _OCLGRIND_LOG.stat().st_size if _OCLGRIND_LOG.exists() else 0
+    yield
+    if _OCLGRIND_LOG.exists() and _OCLGRIND_LOG.stat().st_size > before:
+        with _OCLGRIND_LOG.open() as log:
+            log.seek(before)
+            pytest.fail(f"Oclgrind reports:\n{log.read()[:4000]}")

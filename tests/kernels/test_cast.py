@@ -1,0 +1,40 @@
+"""Casts equal numpy's astype, bit for bit, for every pair of storage types."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp.ops.cast import cast
+from tests.reference import SPECIAL, STORAGE_DTYPES, quantize, to_device, to_numpy
+
+pytestmark = pytest.mark.kernel
+
+
+@pytest.mark.parametrize("target", STORAGE_DTYPES)
+@pytest.mark.parametrize("source", STORAGE_DTYPES)
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 1009])
+def test_cast_is_numpys_astype(queue: cl.CommandQueue, source: str, target: str, size: int) -> None:
+    values = np.random.default_rng(size).standard_normal(size).astype(np.float32) * 100
+    stored = quantize(values, source)
+    result = cast(to_device(queue, values, source), target)
+    assert result.dtype == target
+    np.testing.assert_array_equal(to_numpy(result), quantize(stored, target).astype(np.float64))
+
+
+@pytest.mark.parametrize("target", STORAGE_DTYPES)
+def test_special_values_survive(queue: cl.CommandQueue, target: str) -> None:
+    result = to_numpy(cast(to_device(queue, SPECIAL), target))
+    expected = quantize(SPECIAL, target).astype(np.float64)
+    np.testing.assert_array_equal(result, expected)
+    np.testing.assert_array_equal(np.signbit(result[~np.isnan(expected)]), np.signbit(expected[~np.isnan(expected)]))
+
+
+def test_every_half_round_trips(queue: cl.CommandQueue, simulated: bool) -> None:
+    bits = np.arange(0, 1 << 16, 61 if simulated else 1, dtype=np.uint16)
+    halves = bits.view(np.float16)
+    result = cast(cast(to_device(queue, halves, "float16"), "float32"), "float16").to_host()
+    numbers = ~np.isnan(halves)
+    np.testing.assert_array_equal(result.view(np.uint16)[numbers], bits[numbers])
+    assert np.isnan(result[~numbers]).all()
