@@ -16,7 +16,7 @@ from netcl.core.parameter import Parameter
 from netcl.core.tensor import Tensor
 from netcl.core.tensor import reshape as _reshape
 
-__all__ = ["Node", "Tape", "Parameter", "Tensor", "TensorLike"]
+__all__ = ["Node", "Parameter", "Tape", "Tensor", "TensorLike"]
 
 TensorLike: TypeAlias = Node | Tensor
 
@@ -107,6 +107,11 @@ def value_of(x: TensorLike) -> Any:
 def is_leaf(x: TensorLike) -> bool:
     """Whether x was not computed by a recorded op: a bare tensor, a parameter's node, an input's node."""
     return not isinstance(x, Node) or (x.grad_fn is None and not x.parents)
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether a tensor lives from one iteration to the next: a parameter, or a leaf that requires a gradient."""
+    return isinstance(tensor, Parameter) or bool(tensor.requires_grad)
 
 
 def needs_grad(x: TensorLike) -> bool:

@@ -1,0 +1,92 @@
+"""Where AMP is on: the state of the process, of this thread, and of the op that is running.
+
+``init`` sets the region of the process. ``autocast`` and ``disable_casts`` set one for the calling thread
+alone and nest. Inside an op, and during backward, nested calls do not cast again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from clamp.policy import PolicyTable
+
+
+@dataclass(frozen=True)
+class Region:
+    """How ops run inside a region.
+
+    Attributes:
+        enabled: whether ops cast at all.
+        dtype: the AMP dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"`` (clamp's kernels, no casting gain).
+        policies: which function runs in which precision.
+        cache_enabled: whether 16-bit copies of weights are kept.
+        allow_banned: whether banned functions run in fp32 instead of raising.
+        verbose: whether each cast prints a line.
+    """
+
+    enabled: bool
+    dtype: str
+    policies: PolicyTable
+    cache_enabled: bool = True
+    allow_banned: bool = False
+    verbose: bool = False
+
+
+class _Thread(threading.local):
+    region: Region | None = None  # set by a region of this thread; None: the process's region holds
+    depth: int = 0  # regions of this thread around this point
+    no_casts: int = 0  # ops and backward passes around this point
+
+
+_thread = _Thread()
+_process: Region | None = None
+
+
+def set_process_region(region: Region | None) -> None:
+    """Sets (or with None removes) the region that holds in every thread outside a thread's own regions."""
+    global _process
+    _process = region
+
+
+def current_region() -> Region | None:
+    """The region around this point, enabled or not; None where there is none."""
+    return _thread.region or _process
+
+
+def casting_region() -> Region | None:
+    """The region whose casts apply to an op called here; None where ops do not cast."""
+    if _thread.no_casts:
+        return None
+    region = _thread.region or _process
+    return region if region is not None and region.enabled else None
+
+
+def depth() -> int:
+    """How many regions of this thread are around this point."""
+    return _thread.depth
+
+
+@contextmanager
+def in_region(region: Region) -> Iterator[None]:
+    """Makes ``region`` hold for this thread inside the ``with``."""
+    outer = _thread.region
+    _thread.region = region
+    _thread.depth += 1
+    try:
+        yield
+    finally:
+        _thread.region = outer
+        _thread.depth -= 1
+
+
+@contextmanager
+def no_casts() -> Iterator[None]:
+    """Inside the ``with``, ops of this thread run in the dtypes they are given: within an op, and in backward."""
+    _thread.no_casts += 1
+    try:
+        yield
+    finally:
+        _thread.no_casts -= 1

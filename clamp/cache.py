@@ -1,0 +1,92 @@
+"""The weight cache: values derived from a parameter, kept until the parameter changes.
+
+It holds values (a 16-bit copy, packed panels), never autograd nodes: a cached node could drag a graph of an
+earlier iteration along, which is how apex and PyTorch came to lose or double gradients.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+from clamp.bridge import Tensor
+
+Value = TypeVar("Value")
+
+
+class _Entry:
+    __slots__ = ("buffer", "ref", "values")
+
+    def __init__(self, ref: weakref.ref[Tensor], buffer: Any) -> None:
+        self.ref = ref
+        self.buffer = buffer
+        self.values: dict[Hashable, Any] = {}
+
+
+class WeightCache:
+    """Derived values by tensor. Thread-safe; an entry dies with its tensor.
+
+    netcl's tensors are unhashable, so entries are found by ``id`` and checked against a weak reference. They
+    also remember the tensor's buffer: an optimizer that replaces it (fused AdamW does) ends the entry.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+        self._lock = threading.RLock()  # a collection inside the lock may run a weak reference's callback
+
+    def get(self, tensor: Tensor, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
+        """The value of this kind derived from ``tensor``: the kept one, or ``make(tensor)``, kept from now on."""
+        with self._lock:
+            entry = self._entries.get(id(tensor)) or self._new_entry(tensor)
+            if entry.ref() is not tensor or entry.buffer is not tensor.buffer:
+                entry = self._new_entry(tensor)
+            if kind not in entry.values:
+                entry.values[kind] = make(tensor)
+            value: Value = entry.values[kind]
+            return value
+
+    def _new_entry(self, tensor: Tensor) -> _Entry:
+        key = id(tensor)
+
+        def forget(ref: weakref.ref[Tensor]) -> None:
+            with self._lock:
+                entry = self._entries.get(key)
+                if entry is not None and entry.ref is ref:
+                    del self._entries[key]
+
+        entry = self._entries[key] = _Entry(weakref.ref(tensor, forget), tensor.buffer)
+        return entry
+
+    def drop(self, tensor: Tensor) -> None:
+        """Forgets what was derived from ``tensor``: its content is about to change, or has."""
+        with self._lock:
+            self._entries.pop(id(tensor), None)
+
+    def drop_buffer(self, buffer: Any) -> None:
+        """Forgets what was derived from tensors stored in ``buffer``, or in a part of it."""
+        with self._lock:
+            stale = [key for key, entry in self._entries.items() if _shares_memory(entry.buffer, buffer)]
+            for key in stale:
+                del self._entries[key]
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        with self._lock:
+            self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _shares_memory(ours: Any, written: Any) -> bool:
+    if ours is written:
+        return True
+    # Sub-buffers: writing the whole changes the part, and the other way round.
+    roots = [getattr(buffer, "associated_memobject", None) or buffer for buffer in (ours, written)]
+    return bool(roots[0] == roots[1])
+
+
+#: The cache of the process.
+weights = WeightCache()
