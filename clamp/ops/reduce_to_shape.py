@@ -1,0 +1,134 @@
+"""Sums to a smaller shape: the gradient of a broadcast, and the passes that any sum over axes is made of."""
+
+from __future__ import annotations
+
+import threading
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.ops.cast import cast
+from clamp.program import get_kernel
+
+_PANEL = 64  # columns a task of the kernel sum_rows
+_MIN_CHUNK = 4096  # elements below which cutting an axis into chunks costs more than it brings
+_LOCAL_GPU = 64
+
+
+class _Plans(threading.local):
+    """Launches prepared by this thread (kernels are per thread), by everything they depend on."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+
+_plans = _Plans()
+
+
+def sum_to_shape(x: Tensor, shape: tuple[int, ...], out_dtype: str) -> Tensor:
+    """The sum of x over every axis along which ``shape`` would be broadcast to x's shape.
+
+    Accumulated in float32 in a fixed order, whatever the storage types. With nothing to sum and nothing to
+    convert, x itself (or a view of it).
+
+    Args:
+        x: tensor of any shape, float32, float16 or bfloat16.
+        shape: a shape that numpy broadcasts to ``x.shape``.
+        out_dtype: dtype of the result.
+
+    Raises:
+        ValueError: ``shape`` does not broadcast to ``x.shape``.
+    """
+    if x.shape == shape:
+        return cast(x, out_dtype)
+    steps = _steps(tuple(x.shape), tuple(shape))
+    for index, (outer, rows, inner) in enumerate(steps):
+        x = sum_axis(x, outer, rows, inner, out_dtype if index == len(steps) - 1 else "float32")
+    return bridge.view(cast(x, out_dtype), shape)
+
+
+def sum_axis(x: Tensor, outer: int, rows: int, inner: int, out_dtype: str) -> Tensor:
+    """The sum over the middle axis of x, seen as ``[outer][rows][inner]``; shape ``(outer * inner,)``.
+
+    Args:
+        x: tensor of ``outer * rows * inner`` elements, float32, float16 or bfloat16.
+        out_dtype: dtype of the result; the accumulation is in float32.
+    """
+    if outer * inner == 0 or rows == 0:
+        return bridge.zeros(x.queue, (outer * inner,), out_dtype)
+    fold = _fold(rows, inner)
+    if fold > 1:
+        x = _sum_pass(x, outer, rows // fold, inner * fold, "float32")
+        rows = x.size // (outer * inner)
+    return _sum_pass(x, outer, rows, inner, out_dtype)
+
+
+def _sum_pass(x: Tensor, outer: int, rows: int, inner: int, out_dtype: str) -> Tensor:
+    key = (x.queue.int_ptr, x.dtype, out_dtype, outer, rows, inner)
+    plan = _plans.known.get(key) or _make_plan(x.queue, key)
+    kernel, global_size, local_size, y_shape, y_dtype, arguments, chunks = plan
+    y = bridge.empty(x.queue, y_shape, y_dtype)
+    kernel(x.queue, global_size, local_size, x.buffer, y.buffer, *arguments)
+    return y if chunks == 1 else _sum_pass(y, outer, chunks, inner, out_dtype)
+
+
+def _make_plan(queue: cl.CommandQueue, key: tuple[Any, ...]) -> tuple[Any, ...]:
+    _, x_dtype, out_dtype, outer, rows, inner = key
+    device = capabilities(queue)
+    local = 1 if device.is_cpu else _LOCAL_GPU
+    items_wanted = device.compute_units * (4 if device.is_cpu else 8 * local)
+    panels = -(-inner // _PANEL)
+    chunks = min(-(-items_wanted // (outer * panels)), rows * min(inner, _PANEL) // _MIN_CHUNK)
+    per_chunk = -(-rows // max(chunks, 1))
+    chunks = -(-rows // per_chunk)
+    tasks = outer * panels * chunks
+    tasks_per_item = max(1, min(tasks // (4 * items_wanted), 4096))
+    y_dtype = out_dtype if chunks == 1 else "float32"
+    names = {"X_T": bridge.STORAGE[x_dtype], "Y_T": bridge.STORAGE[y_dtype]}
+    name, extents = ("sum_row", (rows,)) if inner == 1 else ("sum_rows", (rows, inner))
+    arguments = (*extents, per_chunk, chunks, tasks, tasks_per_item)
+    kernel = get_kernel(queue, "reduce_to_shape.cl", name, "pp" + "q" * len(arguments), **names)
+    items = -(-tasks // tasks_per_item)
+    # PoCL compiles a kernel anew for every work-group size it picks itself, so the size is always given.
+    plan = (kernel, (-(-items // local) * local,), (local,), (outer * chunks * inner,), y_dtype, arguments, chunks)
+    if len(_plans.known) > 4096:  # shapes that never come back must not pile up
+        _plans.known.clear()
+    _plans.known[key] = plan
+    return plan
+
+
+def _fold(rows: int, inner: int) -> int:
+    """Rows to lay side by side as one: a narrow matrix is summed as a wider one with fewer rows first."""
+    fold = 1
+    while 1 < inner * fold < _PANEL and rows % (2 * fold) == 0 and rows > 32 * fold:
+        fold *= 2
+    return fold
+
+
+@lru_cache(maxsize=4096)
+def _steps(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """The passes ``(outer, rows, inner)`` that sum ``source`` to ``target``, the longest axis first."""
+    padded = (1,) * (len(source) - len(target)) + target
+    if len(padded) != len(source) or any(t not in (s, 1) for s, t in zip(source, padded, strict=True)):
+        raise ValueError(f"cannot sum a tensor of shape {source} to {target}: {target} does not broadcast to it")
+    axes: list[tuple[int, bool]] = []  # (extent, summed), neighbours of one kind merged
+    for s, t in zip(source, padded, strict=True):
+        if s == 1:
+            continue
+        if axes and axes[-1][1] == (s != t):
+            axes[-1] = (axes[-1][0] * s, s != t)
+        else:
+            axes.append((s, s != t))
+    steps = []
+    while any(summed for _, summed in axes):
+        k = max((k for k, (_, summed) in enumerate(axes) if summed), key=lambda k: axes[k][0])
+        extents = [extent for extent, _ in axes]
+        steps.append((prod(extents[:k]), extents[k], prod(extents[k + 1 :])))
+        axes[k] = (1, True)
+        axes = [axis for axis in axes if axis != (1, True)]
+    return steps

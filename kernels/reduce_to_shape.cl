@@ -1,0 +1,83 @@
+// reduce_to_shape.cl: sums one axis of a contiguous tensor, in float, in a fixed order.
+//
+// The host groups the dimensions around the summed axis: x is [outer][rows][inner] and the rows are added up.
+// They may be cut into chunks, so that a long axis keeps every core busy; y is then [outer][chunks][inner] and a
+// second launch adds the chunks.
+//
+//   sum_rows (inner > 1)      columns                   sum_row (inner == 1)
+//               |-- PANEL --|-- PANEL --|- rest -|          rows of x lie in memory one after the other
+//          row  0   work-       work-      work-          |-- chunk 0 --|-- chunk 1 --| ... of outer 0
+//          ...      item 0      item 1     item 2         |-- chunk 0 --|-- chunk 1 --| ... of outer 1
+//      per_chunk  ------------------------------            one task each
+//          ...      item 3      item 4     item 5
+//
+// A task is one panel of one chunk, or one chunk; a work-item does tasks_per_item neighbouring tasks, because on
+// a CPU device a work-item that adds only a few numbers costs more in scheduling than in adding.
+//
+//   X_T, Y_T    storage types: f32, f16 or bf16
+//   rows, inner extents of x; per_chunk rows a chunk; chunks chunks an outer index; tasks how many in all
+
+#define PANEL 64  // columns a task: long enough a run of memory in every row, four accumulators of 16
+
+__kernel void sum_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong rows,
+                       const ulong inner, const ulong per_chunk, const ulong chunks, const ulong tasks,
+                       const ulong tasks_per_item) {
+    const size_t panels = (inner + PANEL - 1) / PANEL;
+    size_t task = (size_t)get_global_id(0) * tasks_per_item;
+    const size_t last = min(task + tasks_per_item, (size_t)tasks);
+    for (; task < last; task++) {
+        const size_t slice = task / panels;  // chunk slice % chunks of outer index slice / chunks
+        const size_t first_row = (slice % chunks) * per_chunk;
+        const size_t count = min((size_t)per_chunk, (size_t)rows - first_row);
+        const size_t from = (slice / chunks * rows + first_row) * inner;
+        const size_t to = slice * inner;
+        size_t column = (task % panels) * PANEL;
+        const size_t end = min(column + PANEL, (size_t)inner);
+        if (column + PANEL == end) {
+            float16 s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;
+            for (size_t r = 0, i = from + column; r < count; r++, i += inner) {
+                s0 += LOAD16(X_T, x, i);
+                s1 += LOAD16(X_T, x, i + 16);
+                s2 += LOAD16(X_T, x, i + 32);
+                s3 += LOAD16(X_T, x, i + 48);
+            }
+            STORE16(Y_T, s0, y, to + column);
+            STORE16(Y_T, s1, y, to + column + 16);
+            STORE16(Y_T, s2, y, to + column + 32);
+            STORE16(Y_T, s3, y, to + column + 48);
+            continue;
+        }
+        for (; column + 16 <= end; column += 16) {
+            float16 s = 0.0f;
+            for (size_t r = 0, i = from + column; r < count; r++, i += inner) s += LOAD16(X_T, x, i);
+            STORE16(Y_T, s, y, to + column);
+        }
+        for (; column < end; column++) {
+            float s = 0.0f;
+            for (size_t r = 0, i = from + column; r < count; r++, i += inner) s += LOAD(X_T, x, i);
+            STORE(Y_T, s, y, to + column);
+        }
+    }
+}
+
+__kernel void sum_row(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong rows,
+                      const ulong per_chunk, const ulong chunks, const ulong tasks, const ulong tasks_per_item) {
+    size_t task = (size_t)get_global_id(0) * tasks_per_item;
+    const size_t last = min(task + tasks_per_item, (size_t)tasks);
+    for (; task < last; task++) {
+        const size_t first = (task % chunks) * per_chunk;
+        size_t i = task / chunks * rows + first;
+        const size_t end = i + min((size_t)per_chunk, (size_t)rows - first);
+        float16 s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;
+        for (; i + 64 <= end; i += 64) {
+            s0 += LOAD16(X_T, x, i);
+            s1 += LOAD16(X_T, x, i + 16);
+            s2 += LOAD16(X_T, x, i + 32);
+            s3 += LOAD16(X_T, x, i + 48);
+        }
+        for (; i + 16 <= end; i += 16) s0 += LOAD16(X_T, x, i);
+        float rest = 0.0f;
+        for (; i < end; i++) rest += LOAD(X_T, x, i);
+        STORE(Y_T, sum16((s0 + s1) + (s2 + s3)) + rest, y, task);
+    }
+}

@@ -1,0 +1,105 @@
+"""sum_to_shape is numpy's sum over the broadcast axes, accumulated in float32."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from clamp.ops.reduce_to_shape import sum_to_shape
+from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
+
+pytestmark = pytest.mark.kernel
+
+CASES = [
+    ((5,), (5,)),
+    ((5,), (1,)),
+    ((1, 1), (1,)),
+    ((7, 3), (3,)),
+    ((7, 3), (7, 1)),
+    ((64, 3), (3,)),
+    ((8201,), (1,)),  # cut into chunks
+    ((2, 3, 5), (3, 1)),
+    ((3, 17, 33), (17, 33)),
+    ((33, 130), (130,)),
+    ((2, 5, 4, 3), (1, 5, 1, 1)),
+    ((2, 3, 2, 3, 2, 3), (3, 1, 3, 1, 3)),
+    ((0, 4), (4,)),
+    ((4, 0), (4, 1)),
+]
+LARGE = [
+    ((256, 1024), (1024,)),
+    ((100_003,), (1,)),
+    ((10_007, 5), (5,)),
+    ((8, 64, 28, 28), (64, 1, 1)),
+    ((9, 5000), (9, 1)),
+]
+
+
+def reference(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    padded = (1,) * (array.ndim - len(shape)) + shape
+    axes = tuple(k for k, (s, t) in enumerate(zip(array.shape, padded, strict=True)) if t == 1 and s != 1)
+    return array.sum(axis=axes, keepdims=True).reshape(shape)
+
+
+def check(queue: cl.CommandQueue, source: tuple[int, ...], target: tuple[int, ...], dtype: str, out_dtype: str) -> None:
+    values = quantize(np.random.default_rng(len(source)).standard_normal(source) + 0.5, dtype).astype(np.float64)
+    result = sum_to_shape(to_device(queue, values, dtype), target, out_dtype)
+    assert result.dtype == out_dtype
+    terms = values.size // max(1, int(np.prod(target)))
+    assert_close(result, reference(values, target), slack=terms * 2.0**-24 * reference(np.abs(values), target))
+
+
+@pytest.mark.parametrize(("source", "target"), CASES)
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"), [("float32", "float32"), ("float16", "float32"), ("bfloat16", "float16")]
+)
+def test_sum_to_shape(
+    queue: cl.CommandQueue, source: tuple[int, ...], target: tuple[int, ...], dtype: str, out_dtype: str
+) -> None:
+    check(queue, source, target, dtype, out_dtype)
+
+
+@pytest.mark.parametrize(("source", "target"), LARGE)
+def test_large_sums(queue: cl.CommandQueue, simulated: bool, source: tuple[int, ...], target: tuple[int, ...]) -> None:
+    if simulated:
+        pytest.skip("too large for the simulator")
+    check(queue, source, target, "float16", "float32")
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_broadcast_shape(queue: cl.CommandQueue, data: st.DataObject) -> None:
+    source = tuple(data.draw(st.lists(st.sampled_from([1, 2, 3, 5, 18]), min_size=1, max_size=6), label="source"))
+    if np.prod(source) > 4096:
+        source = source[:3]
+    kept = data.draw(st.lists(st.booleans(), min_size=len(source), max_size=len(source)), label="kept")
+    target = tuple(s if keep else 1 for s, keep in zip(source, kept, strict=True))
+    drop = data.draw(st.integers(0, len(source) - 1), label="drop")
+    if all(t == 1 for t in target[:drop]):
+        target = target[drop:]
+    check(queue, source, target, "float32", "float32")
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_the_same_tensor_comes_back_when_nothing_is_to_do(queue: cl.CommandQueue, dtype: str) -> None:
+    x = to_device(queue, np.ones((3, 4)), dtype)
+    assert sum_to_shape(x, (3, 4), dtype) is x
+
+
+def test_half_sums_do_not_overflow_or_stall(queue: cl.CommandQueue) -> None:
+    x = to_device(queue, np.full((4096,), 100.0), "float16")  # beyond 65504, and past 2048 a half cannot count on
+    assert to_numpy(sum_to_shape(x, (1,), "float32"))[0] == 409600.0
+
+
+def test_sums_repeat_bit_for_bit(queue: cl.CommandQueue) -> None:
+    x = to_device(queue, np.random.default_rng(0).standard_normal((37, 129)))
+    first, second = (to_numpy(sum_to_shape(x, (129,), "float32")) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_a_shape_that_does_not_broadcast_is_refused(queue: cl.CommandQueue) -> None:
+    with pytest.raises(ValueError, match="does not broadcast"):
+        sum_to_shape(to_device(queue, np.ones((3, 4))), (3,), "float32")
