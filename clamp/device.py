@@ -102,6 +102,7 @@ class Capabilities:
         max_parameter_bytes: bytes of kernel arguments a launch can take.
         local_memory_bytes: local memory of a work-group.
         max_work_group: work-items of a work-group.
+        float_vector_width: floats in a vector register (16 with AVX-512); 1 where there are none.
     """
 
     is_cpu: bool
@@ -110,6 +111,7 @@ class Capabilities:
     max_parameter_bytes: int
     local_memory_bytes: int
     max_work_group: int
+    float_vector_width: int
 
 
 _capabilities: dict[int, Capabilities] = {}
@@ -128,6 +130,7 @@ def capabilities(queue: cl.CommandQueue) -> Capabilities:
             max_parameter_bytes=device.max_parameter_size,
             local_memory_bytes=device.local_mem_size,
             max_work_group=device.max_work_group_size,
+            float_vector_width=device.native_vector_width_float,
         )
     return _capabilities[device.int_ptr]
 

@@ -1,0 +1,78 @@
+"""What every GEMM kernel is told: the two operands as matrices with strides, and what happens in the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from clamp import bridge
+from clamp.bridge import Tensor
+
+#: what matrices may be stored as
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """op(A) or op(B) in a tensor: for each of ``batch`` matrices, ``rows`` vectors of length ``k``.
+
+    For A a row is a row of op(A); for B it is a column of op(B): both are walked along k. Strides are in elements.
+    """
+
+    tensor: Tensor
+    batch: tuple[int, ...]
+    rows: int
+    k: int
+    stride_row: int
+    stride_k: int
+
+    @property
+    def shape_a(self) -> tuple[int, ...]:
+        """Shape of op(A)."""
+        return (*self.batch, self.rows, self.k)
+
+    @property
+    def shape_b(self) -> tuple[int, ...]:
+        """Shape of op(B)."""
+        return (*self.batch, self.k, self.rows)
+
+    @property
+    def storage(self) -> str:
+        """The storage type's name in kernels."""
+        return bridge.STORAGE[self.tensor.dtype]
+
+    @property
+    def stride_batch(self) -> int:
+        """Elements from one matrix to the next; 0 where one matrix serves a whole batch."""
+        return self.rows * self.k if self.batch else 0
+
+    def as_one_matrix(self) -> Operand:
+        """The rows of the whole batch below one another. Rows must be contiguous."""
+        return Operand(self.tensor, (), prod(self.batch) * self.rows, self.k, self.k, 1)
+
+
+def operand_a(a: Tensor, transpose: bool) -> Operand:
+    """``a`` (…, M, K), or (…, K, M) if transposed, by rows of op(A)."""
+    *batch, first, second = a.shape
+    rows, k, strides = (second, first, (1, second)) if transpose else (first, second, (second, 1))
+    return Operand(a, tuple(batch), rows, k, *strides)
+
+
+def operand_b(b: Tensor, transpose: bool) -> Operand:
+    """``b`` (…, K, N), or (…, N, K) if transposed, by columns of op(B)."""
+    return operand_a(b, not transpose)
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What the store does with a sum: adds ``bias`` (N,), applies relu, rounds to ``out_dtype``, in this order."""
+
+    out_dtype: str
+    bias: Tensor | None = None
+    relu: bool = False
+
+    @property
+    def macros(self) -> dict[str, str]:
+        """Storage types of the output and of the bias, for the kernel."""
+        bias_dtype = self.bias.dtype if self.bias is not None else "float32"
+        return {"OUT_T": bridge.STORAGE[self.out_dtype], "BIAS_T": bridge.STORAGE[bias_dtype]}

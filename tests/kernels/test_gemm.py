@@ -1,0 +1,322 @@
+"""GEMM: every storage type, layout, kernel, batch and epilogue against float64 of the stored values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyopencl as cl
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from clamp.bridge import Tensor
+from clamp.ops.gemm import GemmKernel, gemm, pack_b
+from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
+
+pytestmark = pytest.mark.kernel
+
+KERNELS = pytest.mark.parametrize("kernel", list(GemmKernel), ids=lambda kernel: kernel.value)
+TRANSPOSES = pytest.mark.parametrize(("transpose_a", "transpose_b"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+Array = npt.NDArray[Any]
+
+
+def random(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def swap(x: Array, transpose: bool) -> Array:
+    return np.ascontiguousarray(np.swapaxes(x, -1, -2)) if transpose else x
+
+
+def stored(x: Array, dtype: str) -> Array:
+    return quantize(x, dtype).astype(np.float64)
+
+
+def check(
+    queue: cl.CommandQueue,
+    a: Array,
+    b: Array,
+    types: tuple[str, str, str] = ("float16", "float16", "float16"),
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    bias: tuple[Array, str] | None = None,
+    relu: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Runs gemm on op(a) = ``a`` and op(b) = ``b`` and compares it within the promised bound."""
+    a_type, b_type, out_dtype = types
+    result = gemm(
+        to_device(queue, swap(a, transpose_a), a_type),
+        to_device(queue, swap(b, transpose_b), b_type),
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        out_dtype=out_dtype,
+        bias=None if bias is None else to_device(queue, *bias),
+        relu=relu,
+        **options,
+    )
+    assert result.dtype == out_dtype
+    x, y = stored(a, a_type), stored(b, b_type)
+    expected, magnitude = x @ y, np.abs(x) @ np.abs(y)
+    if bias is not None:
+        expected, magnitude = expected + stored(*bias), magnitude + np.abs(stored(*bias))
+    if relu:
+        expected = np.maximum(expected, 0)
+    assert_close(result, expected, slack=(a.shape[-1] + 1) * 2.0**-24 * magnitude)
+    return result
+
+
+# ------------------------------------------------------------------------------------------- shapes, layouts
+
+
+@KERNELS
+@TRANSPOSES
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 1, 1), (1, 40, 7), (40, 1, 16), (12, 32, 16), (13, 33, 17), (24, 65, 33)],
+)
+def test_shapes(
+    queue: cl.CommandQueue, m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, kernel: GemmKernel
+) -> None:
+    check(queue, random(m, k), random(k, n), transpose_a=transpose_a, transpose_b=transpose_b, kernel=kernel)
+
+
+@KERNELS
+@TRANSPOSES
+def test_large_odd_shape(
+    queue: cl.CommandQueue, simulated: bool, transpose_a: bool, transpose_b: bool, kernel: GemmKernel
+) -> None:
+    m, n, k = (66, 18, 35) if simulated else (211, 613, 523)
+    check(queue, random(m, k), random(k, n), transpose_a=transpose_a, transpose_b=transpose_b, kernel=kernel)
+
+
+@KERNELS
+@pytest.mark.parametrize("k", [255, 256, 257, 512, 513])
+def test_k_around_its_blocks(queue: cl.CommandQueue, simulated: bool, k: int, kernel: GemmKernel) -> None:
+    if simulated and kernel is GemmKernel.TILED:
+        pytest.skip("the tiled kernel has no such blocks, and is slow to simulate")
+    types = ("float16", "bfloat16", "float32")
+    check(queue, random(13, k), random(k, 33), types, bias=(random(33), "float32"), relu=True, kernel=kernel)
+
+
+@KERNELS
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 4), (3, 0, 4), (0, 0, 0), (0, 5, 0)])
+def test_empty_result(queue: cl.CommandQueue, m: int, n: int, k: int, kernel: GemmKernel) -> None:
+    result = check(queue, np.zeros((m, k)), np.zeros((k, n)), kernel=kernel)
+    assert result.shape == (m, n)
+
+
+@KERNELS
+def test_empty_batch(queue: cl.CommandQueue, kernel: GemmKernel) -> None:
+    assert check(queue, np.zeros((0, 2, 3)), np.zeros((3, 4)), kernel=kernel).shape == (0, 2, 4)
+
+
+@KERNELS
+def test_sum_of_nothing_is_the_epilogue(queue: cl.CommandQueue, kernel: GemmKernel) -> None:
+    bias = np.array([1.5, -2.0, 0.25])
+    check(queue, np.zeros((2, 0)), np.zeros((0, 3)), kernel=kernel)
+    check(queue, np.zeros((2, 2, 0)), np.zeros((2, 0, 3)), bias=(bias, "float16"), relu=True, kernel=kernel)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    batch=st.lists(st.integers(1, 3), max_size=2).map(tuple),
+    shared=st.sampled_from(["neither", "a", "b"]),
+    m=st.integers(1, 40),
+    n=st.integers(1, 70),
+    k=st.integers(0, 40),
+    transposes=st.tuples(st.booleans(), st.booleans()),
+    types=st.tuples(*[st.sampled_from(STORAGE_DTYPES)] * 3),
+    kernel=st.sampled_from(list(GemmKernel)),
+    relu=st.booleans(),
+)
+def test_any_problem(
+    queue: cl.CommandQueue,
+    simulated: bool,
+    batch: tuple[int, ...],
+    shared: str,
+    m: int,
+    n: int,
+    k: int,
+    transposes: tuple[bool, bool],
+    types: tuple[str, str, str],
+    kernel: GemmKernel,
+    relu: bool,
+) -> None:
+    if simulated:
+        m, n, k = m % 14 + 1, n % 18 + 1, k % 18
+    a = random(*(() if shared == "a" else batch), m, k)
+    b = random(*(() if shared == "b" else batch), k, n, seed=1)
+    check(queue, a, b, types, transpose_a=transposes[0], transpose_b=transposes[1], relu=relu, kernel=kernel)
+
+
+# ------------------------------------------------------------------------------- storage types and epilogues
+
+
+@KERNELS
+@pytest.mark.parametrize("out_dtype", STORAGE_DTYPES)
+@pytest.mark.parametrize("b_type", STORAGE_DTYPES)
+@pytest.mark.parametrize("a_type", STORAGE_DTYPES)
+def test_every_mixture_of_storage_types(
+    queue: cl.CommandQueue, a_type: str, b_type: str, out_dtype: str, kernel: GemmKernel
+) -> None:
+    a, b = random(13, 20), random(20, 48)
+    check(queue, a, b, (a_type, b_type, out_dtype), transpose_a=True, kernel=kernel)
+
+
+@KERNELS
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("bias_type", STORAGE_DTYPES)
+@pytest.mark.parametrize("out_dtype", STORAGE_DTYPES)
+def test_epilogue(queue: cl.CommandQueue, out_dtype: str, bias_type: str, relu: bool, kernel: GemmKernel) -> None:
+    bias = random(45) * 5
+    types = ("float16", "float16", out_dtype)
+    check(queue, random(14, 9), random(9, 45), types, bias=(bias, bias_type), relu=relu, kernel=kernel)
+
+
+@KERNELS
+def test_rounds_once_after_the_epilogue(queue: cl.CommandQueue, kernel: GemmKernel) -> None:
+    # 2049 is no half: rounded before the bias is added the result would be 2047 or 2049, not 2048.
+    a, b = to_device(queue, [[1.0, 1.0]], "float16"), to_device(queue, [[2048.0], [1.0]], "float16")
+    bias = to_device(queue, [-1.0])
+    assert to_numpy(gemm(a, b, bias=bias, out_dtype="float16", kernel=kernel)) == 2048.0
+
+
+# --------------------------------------------------------------------------------------------------- batches
+
+
+@KERNELS
+@TRANSPOSES
+@pytest.mark.parametrize("batches", ["both", "a", "b"])
+def test_batches(
+    queue: cl.CommandQueue, batches: str, transpose_a: bool, transpose_b: bool, kernel: GemmKernel
+) -> None:
+    a = random(*(() if batches == "b" else (2, 3)), 13, 10)
+    b = random(*(() if batches == "a" else (2, 3)), 10, 35, seed=1)
+    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    check(queue, a, b, bias=(random(35), "float32"), kernel=kernel, **transposes)
+
+
+def test_batch_crosses_k_blocks(queue: cl.CommandQueue) -> None:
+    check(queue, random(3, 13, 300), random(3, 300, 33, seed=1), kernel=GemmKernel.PACKED)
+
+
+@KERNELS
+@pytest.mark.parametrize("transpose", [False, True])
+def test_packed_b_serves_many_calls(queue: cl.CommandQueue, transpose: bool, kernel: GemmKernel) -> None:
+    b = random(21, 37)
+    packed = pack_b(to_device(queue, swap(b, transpose), "float16"), transpose=transpose, kernel=kernel)
+    for m in (1, 30):
+        a = to_device(queue, random(m, 21), "float16")
+        expected = gemm(a, to_device(queue, b, "float16"), out_dtype="float16", kernel=kernel)
+        np.testing.assert_array_equal(gemm(a, packed, out_dtype="float16").to_host(), expected.to_host())
+
+
+# ------------------------------------------------------------------------------------------ numbers, promises
+
+
+def ones(queue: cl.CommandQueue, m: int, n: int, k: int, out_dtype: str, kernel: GemmKernel) -> Array:
+    a, b = to_device(queue, np.ones((m, k)), "float16"), to_device(queue, np.ones((k, n)), "float16")
+    return to_numpy(gemm(a, b, out_dtype=out_dtype, kernel=kernel))
+
+
+@KERNELS
+@pytest.mark.parametrize(
+    ("k", "out_dtype", "expected"),
+    [
+        (4096, "float16", 4096), (65504, "float16", 65504), (65536, "float16", np.inf), (65536, "bfloat16", 65536),
+        (65536, "float32", 65536),
+    ],
+)  # fmt: skip
+def test_long_sums_are_exact(
+    queue: cl.CommandQueue, simulated: bool, k: int, out_dtype: str, expected: float, kernel: GemmKernel
+) -> None:
+    if simulated and (k > 4096 or kernel is GemmKernel.TILED):
+        pytest.skip("too long for the simulator")
+    np.testing.assert_array_equal(ones(queue, 2, 3, k, out_dtype, kernel), expected)
+
+
+@KERNELS
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+def test_special_values_go_where_numpy_puts_them(queue: cl.CommandQueue, kernel: GemmKernel) -> None:
+    a = random(15, 19)
+    b = random(19, 35, seed=1)
+    a[2, 3], a[5, 0], a[14, 18], a[7, 7] = np.inf, np.nan, -np.inf, -0.0
+    b[4, 6], b[18, 34], b[3, 8], b[9, 0] = np.nan, np.inf, 0.0, 6e-8
+    x, y = stored(a, "float16"), stored(b, "float16")
+    result = gemm(to_device(queue, a, "float16"), to_device(queue, b, "float16"), out_dtype="float32", kernel=kernel)
+    magnitude = np.nan_to_num(np.abs(x), posinf=0) @ np.nan_to_num(np.abs(y), posinf=0)
+    assert_close(result, x @ y, slack=19 * 2.0**-24 * magnitude)
+
+
+@KERNELS
+def test_half_subnormals_and_overflow(queue: cl.CommandQueue, kernel: GemmKernel) -> None:
+    a = np.array([[2.0**-24, 0.0], [65504.0, 65504.0], [65504.0, -65504.0], [-65504.0, -65504.0], [-0.0, 0.0]])
+    b = np.array([[1.0, 1024.0, 0.5], [1.0, 1024.0, 0.5]])
+    check(queue, a, b, ("float16", "float16", "float16"), kernel=kernel)
+    check(queue, a, b, ("float16", "float16", "float32"), kernel=kernel)
+
+
+@KERNELS
+@pytest.mark.parametrize("n", [3, 32], ids=["edge", "whole tile"])
+def test_relu_keeps_nan_and_clips_minus_infinity(queue: cl.CommandQueue, n: int, kernel: GemmKernel) -> None:
+    a = np.ones((12, 1))
+    b = np.zeros((1, n))
+    b[0, :3] = np.nan, -np.inf, np.inf
+    result = to_numpy(gemm(to_device(queue, a), to_device(queue, b), out_dtype="float16", relu=True, kernel=kernel))
+    np.testing.assert_array_equal(result, np.broadcast_to(np.where(b == -np.inf, 0.0, b), (12, n)))
+
+
+@KERNELS
+def test_repeats_bit_for_bit(queue: cl.CommandQueue, simulated: bool, kernel: GemmKernel) -> None:
+    m, n, k = (13, 33, 40) if simulated else (130, 290, 600)
+    a, b = to_device(queue, random(m, k), "float16"), to_device(queue, random(k, n), "float16")
+    first = gemm(a, b, out_dtype="float32", kernel=kernel).to_host()
+    for _ in range(3):
+        np.testing.assert_array_equal(gemm(a, b, out_dtype="float32", kernel=kernel).to_host(), first)
+
+
+@pytest.mark.slow
+@KERNELS
+@TRANSPOSES
+def test_full_size(
+    queue: cl.CommandQueue, simulated: bool, transpose_a: bool, transpose_b: bool, kernel: GemmKernel
+) -> None:
+    if simulated:
+        pytest.skip("too large for the simulator")
+    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    for m, n, k in [(1024, 1024, 1024), (997, 1009, 1013), (8, 2048, 4096), (2048, 10, 300)]:
+        check(queue, random(m, k), random(k, n), kernel=kernel, **transposes)
+
+
+# ---------------------------------------------------------------------------------------------------- errors
+
+
+def test_errors_name_the_shapes_and_the_way_out(queue: cl.CommandQueue) -> None:
+    def zeros(*shape: int, dtype: str = "float16") -> Tensor:
+        return to_device(queue, np.zeros(shape), dtype)
+
+    a = zeros(2, 3)
+    with pytest.raises(ValueError, match=r"gemm: op\(a\) \(2, 3\) @ op\(b\) \(4, 5\).*3 and 4 differ.*transpose_b"):
+        gemm(a, zeros(4, 5), out_dtype="float16")
+    with pytest.raises(ValueError, match=r"gemm.*leading dimensions \(2,\) and \(3,\) differ"):
+        gemm(zeros(2, 4, 3), zeros(3, 3, 5), out_dtype="float16")
+    with pytest.raises(ValueError, match=r"gemm: a has shape \(3,\).*reshape"):
+        gemm(zeros(3), zeros(3, 4), out_dtype="float16")
+    with pytest.raises(ValueError, match=r"gemm.*bias has shape \(5,\); it must be \(4,\)"):
+        gemm(a, zeros(3, 4), bias=zeros(5), out_dtype="float16")
+    with pytest.raises(ValueError, match="gemm: out_dtype is 'float64'"):
+        gemm(a, zeros(3, 4), out_dtype="float64")
+    with pytest.raises(ValueError, match="gemm: b is packed already"):
+        gemm(a, pack_b(zeros(4, 3), transpose=True), transpose_b=True, out_dtype="float16")
+    with pytest.raises(ValueError, match="gemm: b is int32; cast"):
+        gemm(a, Tensor.from_shape(queue, (3, 4), dtype="int32"), out_dtype="float16")
+
+
+def test_tensors_of_two_queues_are_refused(queue: cl.CommandQueue) -> None:
+    other = cl.CommandQueue(queue.context)
+    with pytest.raises(ValueError, match=r"gemm.*different queues"):
+        gemm(to_device(queue, np.ones((2, 2))), to_device(other, np.ones((2, 2))), out_dtype="float32")
