@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from clamp.policy import PolicyTable
 
@@ -25,6 +26,7 @@ class Region:
         cache_enabled: whether 16-bit copies of weights are kept.
         allow_banned: whether banned functions run in fp32 instead of raising.
         verbose: whether each cast prints a line.
+        castings: how each function casts here, by name; filled as functions are called.
     """
 
     enabled: bool
@@ -33,6 +35,7 @@ class Region:
     cache_enabled: bool = True
     allow_banned: bool = False
     verbose: bool = False
+    castings: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 class _Thread(threading.local):
@@ -62,6 +65,11 @@ def casting_region() -> Region | None:
         return None
     region = _thread.region or _process
     return region if region is not None and region.enabled else None
+
+
+def thread_casts_off() -> bool:
+    """Whether this point is inside an op or a backward pass, where nested calls do not cast."""
+    return _thread.no_casts > 0
 
 
 def depth() -> int:

@@ -40,7 +40,7 @@ class WeightCache:
         """The value of this kind derived from ``tensor``: the kept one, or ``make(tensor)``, kept from now on."""
         with self._lock:
             entry = self._entries.get(id(tensor)) or self._new_entry(tensor)
-            if entry.ref() is not tensor or entry.buffer is not tensor.buffer:
+            if entry.buffer is not tensor.buffer or entry.ref() is not tensor:
                 entry = self._new_entry(tensor)
             if kind not in entry.values:
                 entry.values[kind] = make(tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -68,7 +68,7 @@ class PolicyTable:
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._entries = {entry.name: entry for entry in entries}
 
-    def __iter__(self) -> Iterable[Entry]:
+    def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
     def __getitem__(self, name: str) -> Entry:
@@ -76,6 +76,10 @@ class PolicyTable:
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
+
+    def policy_of(self, entry: Entry) -> CastPolicy:
+        """The policy this table gives to an entry of another table (its own, if this table has no such name)."""
+        return self._entries.get(entry.name, entry).policy
 
     def find(self, function: str) -> list[Entry]:
         """Entries whose full or own name is ``function``."""
@@ -117,10 +121,9 @@ class PolicyTable:
         table = self._with_policy(CastPolicy.HALF, lambda entry: bool(white & {entry.name, entry.function}))
         return table._with_policy(CastPolicy.FLOAT, lambda entry: bool(black & {entry.name, entry.function}))
 
-    def _with_policy(self, policy: CastPolicy, chosen: object) -> PolicyTable:
+    def _with_policy(self, policy: CastPolicy, chosen: Callable[[Entry], bool]) -> PolicyTable:
         return PolicyTable(
-            replace(entry, policy=policy) if chosen(entry) else entry  # type: ignore[operator]
-            for entry in self._entries.values()
+            replace(entry, policy=policy) if chosen(entry) else entry for entry in self._entries.values()
         )
 
 

@@ -47,7 +47,7 @@ _QUEUES = _find_queues()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernel: tests kernels; runs on the Oclgrind simulator as well")
-    config.addinivalue_line("markers", "slow: the full sweep, run by CI (-m slow) and not by the everyday run")
+    config.addinivalue_line("markers", "slow: part of the full sweep, which runs where CLAMP_TEST_SLOW is set (CI)")
     wanted = [name for name in os.environ.get("CLAMP_TEST_DEVICES", "").split(",") if name]
     missing = [name for name in wanted if name not in _QUEUES]
     if missing or not _QUEUES:
@@ -57,6 +57,14 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in list(_QUEUES):
         if wanted and name not in wanted:
             del _QUEUES[name]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("CLAMP_TEST_SLOW") or config.option.markexpr:
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

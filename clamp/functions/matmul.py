@@ -1,0 +1,166 @@
+"""Matrix products: forward and backward of netcl's matmul, bmm and linear_relu.
+
+A product's gradients are products again, with one operand transposed; the GEMM reads transposed operands as
+they lie, so nothing is transposed in memory. A weight's gradient is stored in the weight's own dtype straight
+from the fp32 accumulators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Tape, Tensor, TensorLike
+from clamp.functions.casting import Casting, NotOwned, Operand, Promote, as_node, implements, record
+from clamp.ops.elementwise import relu_backward
+from clamp.ops.gemm import gemm
+from clamp.ops.reduce_to_shape import sum_to_shape
+from clamp.ops.shape import permute
+
+Shape = tuple[int, ...]
+
+
+@implements("netcl.autograd.matmul_op")
+def matmul_op(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None = None) -> Any:
+    """a @ b for (M, K) @ (K, N), (..., M, K) @ (K, N), (M, K) @ (B, K, N) and (B, M, K) @ (B, K, N).
+
+    Raises:
+        ValueError: shapes that do not fit, or that netcl's matmul does not take.
+    """
+    x, w = casting.operands(as_node(a), as_node(b))
+    _check_matmul_shapes(x.shape, w.shape)
+    if len(x.shape) > 2 and len(w.shape) == 2:
+        return _rows_times_matrix(casting, x, w, tape)
+    return _product(casting, x, w, "matmul", tape)
+
+
+@implements("netcl.autograd.bmm")
+def bmm(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None = None) -> Any:
+    """(..., M, K) @ (..., K, N) with equal leading dimensions.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    x, w = casting.operands(as_node(a), as_node(b))
+    if len(x.shape) < 3 or len(x.shape) != len(w.shape) or x.shape[:-2] != w.shape[:-2] or x.shape[-1] != w.shape[-2]:
+        raise ValueError(
+            f"bmm takes (..., M, K) and (..., K, N) with equal leading dimensions, got {x.shape} and {w.shape}"
+        )
+    return _product(casting, x, w, "bmm", tape)
+
+
+def _check_matmul_shapes(a: Shape, b: Shape) -> None:
+    supported = len(b) == 2 <= len(a) or (len(b) == 3 and (len(a) == 2 or (len(a) == 3 and a[0] == b[0])))
+    if not supported:
+        raise ValueError(
+            f"matmul does not take shapes {a} @ {b}: pass (..., M, K) @ (K, N), (M, K) @ (B, K, N) "
+            f"or (B, M, K) @ (B, K, N)"
+        )
+    if a[-1] != b[-2]:
+        raise ValueError(f"matmul shape mismatch: {a} @ {b}, {a[-1]} columns against {b[-2]} rows")
+
+
+def _product(casting: Casting, x: Operand, w: Operand, op_name: str, tape: Tape | None) -> Any:
+    """(batched) x @ w, where a 2-D operand is shared by the whole batch of the other."""
+    out = gemm(x.value, w.value, out_dtype=casting.result_dtype(x, w))
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        gx = gw = None
+        if x.needs_grad:
+            gx = _grad_of_left(grad, x, w)
+        if w.needs_grad:
+            gw = gemm(x.value, grad, transpose_a=True, out_dtype=w.grad_dtype)
+        return [gx, gw]
+
+    return record(out, backward, (x, w), op_name, tape)
+
+
+def _grad_of_left(grad: Tensor, x: Operand, w: Operand) -> Tensor:
+    if len(x.shape) == len(w.shape):
+        return gemm(grad, w.value, transpose_b=True, out_dtype=x.grad_dtype)
+    # One x for a batch of w: the sum over the batch is part of the contraction, (M, B N) @ (B N, K).
+    batch, k, n = w.shape
+    m = x.shape[0]
+    wide_grad = bridge.view(permute(grad, (1, 0, 2)), (m, batch * n))
+    wide_w = bridge.view(permute(w.value, (1, 0, 2)), (k, batch * n))
+    return gemm(wide_grad, wide_w, transpose_b=True, out_dtype=x.grad_dtype)
+
+
+def _rows_times_matrix(casting: Casting, x: Operand, w: Operand, tape: Tape | None) -> Any:
+    """(..., K) @ (K, N): all leading dimensions of x are rows of one product."""
+    rows = (-1, x.shape[-1])
+    out = gemm(_flat(x.value, rows), w.value, out_dtype=casting.result_dtype(x, w))
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        flat_grad = _flat(grad, (-1, w.shape[1]))
+        gx = gw = None
+        if x.needs_grad:
+            gx = bridge.view(gemm(flat_grad, w.value, transpose_b=True, out_dtype=x.grad_dtype), x.shape)
+        if w.needs_grad:
+            gw = gemm(_flat(x.value, rows), flat_grad, transpose_a=True, out_dtype=w.grad_dtype)
+        return [gx, gw]
+
+    return record(bridge.view(out, (*x.shape[:-1], w.shape[1])), backward, (x, w), "matmul", tape)
+
+
+def _flat(tensor: Tensor, shape: tuple[int, int]) -> Tensor:
+    columns = shape[1]
+    rows = 1
+    for extent in tensor.shape[:-1]:
+        rows *= extent
+    return bridge.view(tensor, (rows, columns))
+
+
+@implements("netcl.autograd.linear_relu")
+def linear_relu(
+    casting: Casting, x: TensorLike, w: TensorLike, bias: TensorLike | None = None, tape: Tape | None = None
+) -> Any:
+    """relu(x @ w + bias) for x (M, K), w (K, N), bias (N,): one GEMM, bias and relu in its store.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    xo, wo = casting.operands(as_node(x), as_node(w))
+    # A bias is read in its own dtype (policy match), so it takes no part in the casting.
+    bo = None if bias is None else _as_is(as_node(bias))
+    if len(xo.shape) != 2 or len(wo.shape) != 2:
+        raise ValueError(f"linear_relu takes x (M, K) and w (K, N), got {xo.shape} and {wo.shape}")
+    out = gemm(
+        xo.value, wo.value, out_dtype=casting.result_dtype(xo, wo), bias=None if bo is None else bo.value, relu=True
+    )
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        grad = relu_backward(grad, out, out_dtype=out.dtype)
+        gx = gw = gb = None
+        if xo.needs_grad:
+            gx = gemm(grad, wo.value, transpose_b=True, out_dtype=xo.grad_dtype)
+        if wo.needs_grad:
+            gw = gemm(xo.value, grad, transpose_a=True, out_dtype=wo.grad_dtype)
+        if bo is not None and bo.needs_grad:
+            gb = sum_to_shape(grad, bo.shape, bo.grad_dtype)
+        return [gx, gw] if bo is None else [gx, gw, gb]
+
+    return record(out, backward, (xo, wo) if bo is None else (xo, wo, bo), "linear_relu", tape)
+
+
+def _as_is(x: TensorLike) -> Operand:
+    return Promote().operands(x)[0]
+
+
+@implements("netcl.ops.matmul.matmul")
+def matmul(
+    casting: Casting, a: Tensor, b: Tensor, tile: int = 16, out: Tensor | None = None, pool: Any = None,
+    force_naive: bool = False,
+) -> Any:  # fmt: skip
+    """netcl's matmul of bare tensors."""
+    if out is not None:
+        raise NotOwned
+    return matmul_op(casting, a, b)
+
+
+@implements("netcl.ops.bmm.bmm")
+def bmm_tensors(casting: Casting, a: Tensor, b: Tensor, out: Tensor | None = None, pool: Any = None) -> Any:
+    """netcl's bmm of bare tensors."""
+    if out is not None:
+        raise NotOwned
+    return bmm(casting, a, b)

@@ -1,0 +1,159 @@
+"""What stands between ``optimizer.step()`` and an overflow: one guard per optimizer.
+
+``step`` is wrapped on the optimizer's class, so an optimizer keeps its signature, its ``__self__`` and its
+picklability, and a scheduler that holds the bound method sees the same guard.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.cache import weights
+from clamp.ops.multi_tensor import non_finite
+from clamp.scaler import LossScale
+
+MAX_OPTIMIZERS = 32  # one bit each in a scaler's overflow word
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one ``optimizer.step()`` did.
+
+    Attributes:
+        stepped: whether the parameters were updated.
+        reason: why not; empty if they were.
+        scale: the loss scale after this step.
+    """
+
+    stepped: bool
+    reason: str
+    scale: float
+
+
+class StepGuard:
+    """Remembers which scaled backward passes an optimizer's gradients come from, and skips its step on overflow.
+
+    Args:
+        optimizer: any object with ``params`` and ``step``.
+        bit: this optimizer's bit in the overflow word of every scaler.
+        max_skips_at_floor: consecutive skips at the smallest scale after which ``step`` raises.
+    """
+
+    def __init__(self, optimizer: Any, bit: int, max_skips_at_floor: int) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.mask = 1 << bit
+        self._pending: list[LossScale] = []  # scalers with a pass since the last step
+        self._max_skips_at_floor = max_skips_at_floor
+        self._skips_at_floor = 0
+        self.last: StepReport | None = None
+
+    @property
+    def optimizer(self) -> Any:
+        """The guarded optimizer; None once it is gone."""
+        return self._optimizer()
+
+    def is_fresh(self, scaler: LossScale) -> bool:
+        """Whether this scaler has had no pass for this optimizer since its last step."""
+        return all(pending is not scaler for pending in self._pending)
+
+    def passed(self, scaler: LossScale) -> None:
+        """A scaled backward pass has reached this optimizer's parameters."""
+        if self.is_fresh(scaler):
+            self._pending.append(scaler)
+
+    def step(self, run: Callable[[], Any]) -> Any:
+        """Runs the optimizer's own step unless a pass since the last one overflowed; returns its result or None.
+
+        Raises:
+            FloatingPointError: every step for a while was skipped although the scale is at its floor.
+        """
+        pending, self._pending = self._pending, []
+        overflowed = [scaler for scaler in pending if scaler.overflowed(self.mask)]
+        if not overflowed:
+            self._skips_at_floor = 0
+            result = run()
+            self.written()
+            self.last = StepReport(True, "", pending[-1].scale if pending else 1.0)
+            return result
+        scaler = overflowed[-1]
+        self.last = StepReport(False, "inf or nan in the gradients", scaler.scale)
+        self._skips_at_floor = self._skips_at_floor + 1 if scaler.at_floor else 0
+        if self._skips_at_floor >= self._max_skips_at_floor:
+            self._give_up(scaler)
+        return None
+
+    def written(self) -> None:
+        """The parameters have changed: what was derived from them is stale."""
+        optimizer = self.optimizer
+        for param in getattr(optimizer, "params", ()) or ():
+            if isinstance(param, Tensor):
+                weights.drop(param)
+                weights.drop(bridge.model_parameter(param))
+
+    def _give_up(self, scaler: LossScale) -> None:
+        params = bridge.optimizer_parameters(self.optimizer)
+        grads = [(index, param.grad) for index, param in enumerate(params) if param.grad is not None]
+        bad = [grads[i][0] for i in non_finite([grad for _, grad in grads])]
+        names = ", ".join(f"params[{index}] of shape {tuple(params[index].shape)}" for index in bad)
+        raise FloatingPointError(
+            f"{self._skips_at_floor} steps in a row were skipped with the loss scale at its floor ({scaler.scale:g}): "
+            f"the gradients are not finite at any scale, so the model itself computes inf or nan. "
+            f"Non-finite gradients: {names or 'none any more'}."
+        )
+
+
+class StepGuards:
+    """The guards of a handle, by optimizer."""
+
+    def __init__(self, max_skips_at_floor: int) -> None:
+        self._by_id: dict[int, StepGuard] = {}
+        self._max_skips_at_floor = max_skips_at_floor
+        self._running: set[int] = set()
+
+    def of(self, optimizer: Any) -> StepGuard:
+        """The guard of an optimizer, made at its first use.
+
+        Raises:
+            TypeError: the optimizer has no usable ``params`` or no ``step``.
+            RuntimeError: more optimizers than a scaler has bits for.
+        """
+        guard = self._by_id.get(id(optimizer))
+        if guard is not None and guard.optimizer is optimizer:
+            return guard
+        bridge.optimizer_parameters(optimizer)
+        if not callable(getattr(optimizer, "step", None)):
+            raise TypeError(f"{type(optimizer).__name__} has no method step(): pass an optimizer")
+        guard = self._by_id[id(optimizer)] = StepGuard(optimizer, self._free_bit(), self._max_skips_at_floor)
+        return guard
+
+    def _free_bit(self) -> int:
+        self._by_id = {key: guard for key, guard in self._by_id.items() if guard.optimizer is not None}
+        used = {guard.mask for guard in self._by_id.values()}
+        for bit in range(MAX_OPTIMIZERS):
+            if 1 << bit not in used:
+                return bit
+        raise RuntimeError(f"more than {MAX_OPTIMIZERS} optimizers share one AMP handle")
+
+    def step(self, wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Wrapper of every optimizer's ``step`` (wrapt's form)."""
+        if id(optimizer) in self._running:  # an overriding step that calls its base class's
+            return wrapped(*args, **kwargs)
+        closure = next((x for x in (*args, *kwargs.values()) if callable(x)), None)
+        if closure is not None:
+            raise RuntimeError(
+                "optimizer.step(closure) cannot be used under AMP: a closure runs backward without loss scaling. "
+                "Run backward inside `with handle.scale_loss(...)` and call step() without arguments."
+            )
+        guard = self._by_id.get(id(optimizer))
+        if guard is None or guard.optimizer is not optimizer:
+            guard = StepGuard(optimizer, 0, self._max_skips_at_floor)  # never scaled: only the cache must hear of it
+        self._running.add(id(optimizer))
+        try:
+            return guard.step(lambda: wrapped(*args, **kwargs))
+        finally:
+            self._running.discard(id(optimizer))

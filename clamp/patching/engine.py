@@ -1,0 +1,120 @@
+"""What netcl's engine needs under AMP: seeds and sums of 16-bit gradients, backward without casts, a net under
+ops nobody patched, and word of every write to a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from clamp import bridge
+from clamp.autocast import current_region, no_casts, thread_casts_off
+from clamp.bridge import HALF_DTYPES, Node, Tape, Tensor
+from clamp.cache import weights
+from clamp.functions.casting import cast_node
+from clamp.ops.cast import cast
+from clamp.ops.elementwise import add
+from clamp.patching.wrap import Installed, reporter
+
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+
+def ones_like(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Tensor:
+    """The engine's seed gradient, for 16-bit losses as well."""
+    tensor = args[0]
+    if tensor.dtype not in HALF_DTYPES:
+        return wrapped(*args, **kwargs)
+    return cast(Tensor.from_shape(tensor.queue, tensor.shape, dtype="float32", fill=1.0), tensor.dtype)
+
+
+def add_gradients(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Tensor:
+    """The engine's sum of two gradients of one node, in the first one's dtype.
+
+    Out of place where a 16-bit gradient takes part: netcl has no such kernel that builds everywhere.
+    """
+    first, second = args
+    if first.dtype not in HALF_DTYPES and second.dtype not in HALF_DTYPES:
+        return wrapped(first, second)
+    return add(first, second, bridge.canonical_dtype(first.dtype))
+
+
+def tape_backward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> None:
+    """Backward with all casts off, from a graph without gradients of an earlier backward.
+
+    The engine adds to ``Node.grad`` whatever it finds there: what an earlier backward left in a shared part of
+    the graph would be propagated a second time, and a parameter's node that outlives ``zero_grad`` (which clears
+    only ``Tensor.grad``) would bring its old gradient back.
+    """
+    root = args[0] if args else kwargs["loss"]
+    for node in bridge.graph(root):
+        if node.parents:
+            node.grad = None
+            node.value.grad = None
+        elif node.grad is not None and getattr(node.value, "grad", None) is None:
+            node.grad = None
+    with no_casts():
+        wrapped(*args, **kwargs)
+
+
+def node_backward(self: Node, grad: Tensor | None = None) -> None:
+    """Runs backward from this node, as ``Tape().backward(node)`` does; only leaves keep their gradients.
+
+    Args:
+        grad: gradient of this node, of its shape; ones if not given.
+    """
+    Tape(retain_grads=False).backward(self, grad)
+
+
+def apply_op(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """The net under every recorded op that is neither clamp's nor wrapped: its 16-bit inputs are widened.
+
+    Inside a function that a user declared half, the user's kernels do read 16 bits; there nothing is widened.
+    """
+    nodes = args[2:]
+    if thread_casts_off() or not Installed.now or not any(_is_half(node) for node in nodes):
+        return wrapped(*args, **kwargs)
+    forward, backward = args[:2]
+    region = current_region()
+    name = kwargs.get("op_name") or getattr(forward, "__name__", "op")
+    report = reporter(region, name) if region is not None else _say_nothing
+    widened = [cast_node(node, "float32", report) if _is_half(node) else node for node in nodes]
+    swaps = [(node, wide) for node, wide in zip(nodes, widened, strict=True) if isinstance(node, Node)]
+    if backward is not None:
+        backward = _reading_widened(backward, swaps)
+    return wrapped(forward, backward, *widened, **kwargs)
+
+
+def _reading_widened(
+    backward: Callable[[Tensor], list[Tensor | None]], swaps: list[tuple[Node, Any]]
+) -> Callable[[Tensor], list[Tensor | None]]:
+    """``backward`` with the nodes that it closes over showing their widened values while it runs."""
+
+    def with_swapped_values(grad: Tensor) -> list[Tensor | None]:
+        kept = [(node, node.value) for node, _ in swaps]
+        for node, wide in swaps:
+            node.value = wide.value
+        try:
+            return backward(grad)
+        finally:
+            for node, value in kept:
+                node.value = value
+
+    return with_swapped_values
+
+
+def _is_half(x: Any) -> bool:
+    return getattr(getattr(x, "value", None), "dtype", None) in HALF_DTYPES
+
+
+def _say_nothing(source: str, target: str) -> None:
+    pass
+
+
+def transfer_write(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """netcl's copies and fills, ``f(queue, destination, ...)``: what was derived from the destination is stale."""
+    destination = args[1] if len(args) > 1 else kwargs.get("dst")
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        if len(weights):
+            weights.drop_buffer(destination)

@@ -1,0 +1,275 @@
+"""Puts the wrappers over netcl, wherever its functions are bound, and takes them off again.
+
+netcl's modules bind each other's functions at import (``from netcl.ops.matmul import matmul``), and so do
+users' scripts. A function is therefore replaced under every name that any loaded module has for it. Closures,
+partials and containers are not searched. Everything done is recorded and undone in reverse.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import wrapt
+
+from clamp.autocast import set_process_region
+from clamp.bridge import Node
+from clamp.functions.casting import OWNED
+from clamp.patching import engine
+from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, owned_wrapper, user_wrapper
+from clamp.policy import CastPolicy, Entry, PolicyTable
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A user's function to be cast: ``name`` in ``owner`` (a module or class)."""
+
+    owner: Any
+    name: str
+    policy: CastPolicy
+
+    @property
+    def full_name(self) -> str:
+        """``module.name`` or ``module.Class.name``."""
+        owner = self.owner
+        prefix = owner.__name__ if isinstance(owner, types.ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
+        return f"{prefix}.{self.name}"
+
+
+#: netcl functions that are met whatever the lists say
+_ENGINE: dict[str, Wrapper] = {
+    "netcl.autograd.engine.apply_op": engine.apply_op,
+    "netcl.autograd.engine.ones_like": engine.ones_like,
+    "netcl.autograd.engine.add_inplace": engine.add_gradients,
+    "netcl.autograd.engine.add_out_of_place": engine.add_gradients,
+    "netcl.autograd.engine.Tape.backward": engine.tape_backward,
+    "netcl.core.transfer.write": engine.transfer_write,
+    "netcl.core.transfer.copy": engine.transfer_write,
+    "netcl.core.transfer.fill": engine.transfer_write,
+}
+
+#: where netcl keeps functions that compute on tensors
+_TENSOR_MODULES = (
+    "netcl.autograd.ops", "netcl.autograd.shape_ops", "netcl.ops.", "netcl.nn.batchnorm", "netcl.nn.groupnorm",
+    "netcl.nn.layernorm", "netcl.nn.loss", "netcl.nn.padding", "netcl.nn.pooling",
+)  # fmt: skip
+
+_OPTIMIZERS = tuple(
+    f"netcl.optim.{module}.{name}"
+    for module, name in (
+        ("sgd", "SGD"),
+        ("momentum", "Momentum"),
+        ("adam", "Adam"),
+        ("adamw", "AdamW"),
+        ("rmsprop", "RMSProp"),
+    )
+)
+
+
+class Patches:
+    """The wrappers of one ``init``, from ``install`` to ``remove``."""
+
+    def __init__(self, policies: PolicyTable, registrations: Iterable[Registration], step: Wrapper) -> None:
+        self._policies = policies
+        self._registrations = list(registrations)
+        self._step = step
+        self._wrappers: dict[int, tuple[Any, Any]] = {}  # id of the original -> (original, wrapper)
+        self._undo: list[tuple[Any, str, Any, Any]] = []  # owner, name, what stood there, what we put there
+        self._stepped: weakref.WeakSet[type] = weakref.WeakSet()
+
+    # ------------------------------------------------------------------------------------------ install
+
+    def install(self) -> None:
+        """Wraps everything; on an error nothing stays wrapped."""
+        try:
+            for name, wrapper in _ENGINE.items():
+                self._wrap_attribute(*_resolve(name), wrapper)
+            for name in _OPTIMIZERS:
+                self.wrap_step(_resolve(name)[2])
+            self._wrap_listed()
+            self._wrap_unlisted()
+            for registration in self._registrations:
+                if registration.full_name not in self._policies:
+                    wrapper = user_wrapper(registration.name, registration.policy)
+                    self._wrap_registered(registration, wrapper)
+            self._rebind({key: wrapper for key, (_, wrapper) in self._wrappers.items()})
+            self._set(Node, "backward", engine.node_backward)
+            Installed.now = True
+        except BaseException:
+            self.remove()
+            raise
+
+    def _wrap_listed(self) -> None:
+        for entry in self._policies:
+            if entry.policy is CastPolicy.NONE or entry.function == "*":
+                continue
+            if entry.module not in sys.modules:
+                if not entry.name.startswith("netcl."):
+                    _when_imported(entry.module, self)
+                    continue
+                importlib.import_module(entry.module)
+            self._wrap_entry(entry)
+
+    def _wrap_unlisted(self) -> None:
+        """Functions on tensors that no list names: a newer netcl's, or netcl's inner ones. They run in fp32."""
+        none = {id(_function_of(entry)) for entry in self._policies if entry.policy is CastPolicy.NONE}
+        for module in list(sys.modules.values()):
+            name = getattr(module, "__name__", "")
+            if not name.startswith(_TENSOR_MODULES) or f"{name}.*" in self._policies:
+                continue
+            for function_name, function in list(vars(module).items()):
+                entry = Entry(f"{name}.{function_name}", CastPolicy.FLOAT, "on no list")
+                if id(function) not in none and _computes_on_tensors(function, module):
+                    self._wrapper_of(function, netcl_wrapper(entry))
+
+    def _wrap_entry(self, entry: Entry) -> None:
+        original = _function_of(entry)
+        if original is None:
+            return  # a function that this release of netcl does not have
+        if entry.name in OWNED:
+            wrapper = owned_wrapper(entry, OWNED[entry.name])
+        elif entry.name.startswith("netcl."):
+            wrapper = netcl_wrapper(entry)
+        else:
+            wrapper = user_wrapper(entry.function, entry.policy)
+        self._wrapper_of(original, wrapper)
+
+    def _wrap_registered(self, registration: Registration, wrapper: Wrapper) -> None:
+        owner = registration.owner
+        if isinstance(owner, types.ModuleType):
+            self._wrapper_of(getattr(owner, registration.name), wrapper)
+        else:
+            self._wrap_attribute(owner, registration.name, vars(owner)[registration.name], wrapper)
+
+    def _wrapper_of(self, original: Any, wrapper: Wrapper) -> Any:
+        """The wrapper object of a function; a function with two names keeps the first entry's."""
+        if id(original) not in self._wrappers:
+            self._wrappers[id(original)] = (original, wrapt.FunctionWrapper(original, wrapper))
+        return self._wrappers[id(original)][1]
+
+    def _wrap_attribute(self, owner: Any, name: str, original: Any, wrapper: Wrapper) -> None:
+        if isinstance(owner, types.ModuleType):
+            self._wrapper_of(original, wrapper)
+        else:
+            self._set(owner, name, wrapt.FunctionWrapper(original, wrapper))
+
+    def wrap_step(self, optimizer_class: type) -> None:
+        """Puts the step guard over ``step`` of the class that defines it for this optimizer class."""
+        owner = next((cls for cls in optimizer_class.__mro__ if "step" in vars(cls)), None)
+        if owner is not None and owner not in self._stepped:
+            self._stepped.add(owner)
+            self._set(owner, "step", wrapt.FunctionWrapper(vars(owner)["step"], self._step))
+
+    def module_imported(self, module: types.ModuleType) -> None:
+        """A module named in a list has just been imported: wrap what is listed of it."""
+        before = set(self._wrappers)
+        for entry in self._policies:
+            if entry.module == module.__name__ and entry.policy is not CastPolicy.NONE:
+                self._wrap_entry(entry)
+        self._rebind({key: self._wrappers[key][1] for key in self._wrappers.keys() - before})
+
+    # ------------------------------------------------------------------------------------------ rebinding
+
+    def _rebind(self, replacements: dict[int, Any]) -> None:
+        """Replaces objects, by id, under every name that a loaded module has for them."""
+        for module in _searched_modules():
+            for name, value in list(vars(module).items()):
+                replacement = replacements.get(id(value))
+                if replacement is not None:
+                    self._set(module, name, replacement)
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append((owner, name, vars(owner).get(name, _MISSING), value))
+        setattr(owner, name, value)
+
+    def remove(self) -> None:
+        """Restores every name to the identical object it had; what a user replaced meanwhile is left alone."""
+        Installed.now = False
+        for owner, name, original, ours in reversed(self._undo):
+            if vars(owner).get(name, _MISSING) is not ours:
+                continue
+            if original is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+        self._undo.clear()
+        # Modules imported since install have bound the wrappers themselves.
+        originals = {id(wrapper): original for original, wrapper in self._wrappers.values()}
+        for module in _searched_modules():
+            for name, value in list(vars(module).items()):
+                if id(value) in originals:
+                    setattr(module, name, originals[id(value)])
+        self._wrappers.clear()
+
+
+def _function_of(entry: Entry) -> Any:
+    """The function an entry names, as it stands now; None if it is not there."""
+    return getattr(sys.modules.get(entry.module), entry.function, None)
+
+
+def _computes_on_tensors(function: Any, module: types.ModuleType) -> bool:
+    """Whether a module's attribute is a public function of its own that takes tensors or nodes."""
+    if not inspect.isfunction(function) or function.__module__ != module.__name__ or function.__name__[0] == "_":
+        return False
+    annotations = [str(parameter.annotation) for parameter in inspect.signature(function).parameters.values()]
+    return any("Tensor" in annotation or "Node" in annotation for annotation in annotations)
+
+
+def _resolve(full_name: str) -> tuple[Any, str, Any]:
+    """Owner, name and object of ``package.module.function`` or ``package.module.Class.method``."""
+    module_name, _, path = full_name.rpartition(".")
+    while True:
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError:
+            module_name, _, head = module_name.rpartition(".")
+            path = f"{head}.{path}"
+            continue
+        # netcl.ops.matmul, the module, is hidden behind netcl.ops.matmul, the function.
+        owner, name, original = wrapt.resolve_path(sys.modules[module.__name__], path)
+        return owner, name, original
+
+
+def _searched_modules() -> list[types.ModuleType]:
+    """Loaded modules in which names are rebound: all but clamp's own, which must keep netcl's originals."""
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, types.ModuleType) and not name.startswith("clamp.") and name != "clamp"
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- late imports
+
+_active: weakref.ref[Patches] | None = None
+_hooked: set[str] = set()
+
+
+def set_active(patches: Patches | None) -> None:
+    """Tells the post-import hooks which patches are in place."""
+    global _active
+    _active = None if patches is None else weakref.ref(patches)
+    if patches is None:
+        set_process_region(None)
+
+
+def _when_imported(module: str, patches: Patches) -> None:
+    """Meets a module when it is imported. wrapt's hooks cannot be taken off, so there is one for each name."""
+    if module in _hooked:
+        return
+    _hooked.add(module)
+    wrapt.register_post_import_hook(_imported, module)
+
+
+def _imported(module: types.ModuleType) -> None:
+    patches = _active() if _active is not None else None
+    if patches is not None:
+        patches.module_imported(module)

@@ -1,0 +1,222 @@
+"""One policy -> one wrapper, in wrapt's form ``wrapper(wrapped, instance, args, kwargs)``.
+
+Three kinds of function are wrapped:
+
+* clamp has kernels for it (``OWNED``): clamp's function runs in place of netcl's, under the policy's casting;
+* netcl's own, without a kernel of clamp's: its 16-bit inputs are widened and it runs in fp32, forward and
+  backward, because netcl's 16-bit kernels are wrong or missing;
+* the user's: its arguments are cast as the policy says, and it runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from clamp import bridge
+from clamp.autocast import Region, casting_region, current_region, no_casts
+from clamp.bridge import HALF_DTYPES, Node, Tensor
+from clamp.functions.casting import (
+    Casting,
+    Float,
+    Function,
+    Half,
+    Match,
+    NotOwned,
+    Promote,
+    cast_node,
+    widest,
+)
+from clamp.policy import CastPolicy, Entry
+
+Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_AS_GIVEN = Promote()
+_CASTINGS: dict[CastPolicy, Callable[[], Casting]] = {
+    CastPolicy.FLOAT: Float,
+    CastPolicy.FLOAT_SET_DTYPE: Float,
+    CastPolicy.FLOAT_APPEND_DTYPE: Float,
+    CastPolicy.PROMOTE: Promote,
+    CastPolicy.MATCH: Match,
+    CastPolicy.VIEW: Match,
+}
+
+
+class Installed:
+    """Whether the patches are in place. A wrapper that somebody kept after shutdown passes straight through."""
+
+    now = False
+
+
+def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
+    """Wrapper for a netcl function that clamp has kernels for."""
+
+    def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        region = casting_region()
+        if region is None:
+            # No casts here, but a 16-bit input must still not reach netcl's kernels.
+            if not Installed.now or not holds_half(args, kwargs):
+                return wrapped(*args, **kwargs)
+            casting: Casting = _AS_GIVEN
+        else:
+            casting = region.castings.get(entry.name) or _add_casting(region, entry)
+        try:
+            return function(casting, *args, **kwargs)
+        except NotOwned:
+            return _run_widened(entry, wrapped, args, kwargs)
+
+    return call
+
+
+def netcl_wrapper(entry: Entry) -> Wrapper:
+    """Wrapper for a netcl function that clamp has no kernels for: 16-bit inputs are widened to fp32."""
+
+    def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        region = casting_region()
+        if region is not None and region.policies.policy_of(entry) is CastPolicy.BANNED and not region.allow_banned:
+            raise RuntimeError(banned_message(entry))
+        if not Installed.now or not holds_half(args, kwargs):
+            return wrapped(*args, **kwargs)
+        return _run_widened(entry, wrapped, args, kwargs)
+
+    return call
+
+
+def user_wrapper(name: str, policy: CastPolicy) -> Wrapper:
+    """Wrapper for a user's function: its arguments are cast, nested calls inside it cast nothing more."""
+
+    def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        region = casting_region()
+        if region is None:
+            return wrapped(*args, **kwargs)
+        if policy is CastPolicy.BANNED and not region.allow_banned:
+            raise RuntimeError(f"{name} is registered as banned under AMP")
+        if policy is CastPolicy.FLOAT_APPEND_DTYPE:
+            kwargs = {"dtype": "float32", **kwargs}
+        target = _target_dtype(policy, region, args, kwargs)
+        if target is not None:
+            args, kwargs = cast_arguments(args, kwargs, target, reporter(region, name))
+        with no_casts():
+            return wrapped(*args, **kwargs)
+
+    return call
+
+
+def _target_dtype(policy: CastPolicy, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The dtype a user's function gets its floating arguments in; None: as they are."""
+    if policy is CastPolicy.HALF:
+        return region.dtype
+    if policy is CastPolicy.FLOAT_SET_DTYPE and kwargs.get("dtype") is not None:
+        return None
+    if policy is CastPolicy.PROMOTE:
+        found = [value.dtype for value in _tensors((args, kwargs)) if value.dtype in bridge.STORAGE]
+        return widest(*found) if found else None
+    return "float32" if policy in (CastPolicy.FLOAT, CastPolicy.FLOAT_SET_DTYPE, CastPolicy.BANNED) else None
+
+
+def _add_casting(region: Region, entry: Entry) -> Casting:
+    """The casting of a function in a region, made once."""
+    policy = region.policies.policy_of(entry)
+    if policy is CastPolicy.BANNED:
+        if not region.allow_banned:
+            raise RuntimeError(banned_message(entry))
+        policy = CastPolicy.FLOAT
+    casting: Casting
+    if policy is CastPolicy.HALF:
+        casting = Half(region.dtype, reporter(region, entry.function), region.cache_enabled)
+    else:
+        casting = _CASTINGS[policy]()
+    region.castings[entry.name] = casting
+    return casting
+
+
+def banned_message(entry: Entry) -> str:
+    """What a user reads who calls a banned function."""
+    return (
+        f"{entry.function} is banned under AMP: {entry.reason} "
+        f"amp.init(allow_banned=True) runs it in fp32 all the same."
+    )
+
+
+def _run_widened(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for name in ("out", "dst", "mask_out"):
+        if getattr(kwargs.get(name), "dtype", None) in HALF_DTYPES:
+            raise TypeError(
+                f"{entry.name} writes into {name}=, a {kwargs[name].dtype} tensor, and clamp has no 16-bit kernel for "
+                f"it: pass a float32 tensor, or call it without {name}="
+            )
+    region = current_region()
+    report = reporter(region, entry.function) if region is not None else _say_nothing
+    args, kwargs = cast_arguments(args, kwargs, "float32", report)
+    with no_casts():
+        return wrapped(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------- arguments
+
+
+def cast_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: str, report: Callable[[str, str], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with every floating node and tensor in ``dtype``, inside nested lists, tuples and dicts too.
+
+    ``out=`` is a place to write to and is never cast; neither are integers, float64, host arrays.
+    """
+    convert = partial(_cast_nested, dtype=dtype, report=report)
+    return tuple(map(convert, args)), {name: x if name == "out" else convert(x) for name, x in kwargs.items()}
+
+
+def _cast_nested(x: Any, dtype: str, report: Callable[[str, str], None]) -> Any:
+    if isinstance(x, Node | Tensor):
+        value = x.value
+        castable = isinstance(value, Tensor) and value.dtype in bridge.STORAGE and bridge.on_device(value)
+        return cast_node(x, dtype, report) if castable else x
+    if isinstance(x, list | tuple):
+        items = [_cast_nested(item, dtype, report) for item in x]
+        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+    if isinstance(x, dict):
+        return {key: _cast_nested(item, dtype, report) for key, item in x.items()}
+    return x
+
+
+def holds_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a 16-bit tensor is among the arguments. On the path of every call: keep it short."""
+    for x in args:
+        if isinstance(x, Node):
+            if getattr(x.value, "dtype", None) in HALF_DTYPES:
+                return True
+        elif isinstance(x, Tensor):
+            if x.dtype in HALF_DTYPES:
+                return True
+        elif isinstance(x, list | tuple) and holds_half(tuple(x), {}):
+            return True
+    return bool(kwargs) and holds_half(tuple(kwargs.values()), {})
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    """Every tensor in nested arguments."""
+    if isinstance(x, Node | Tensor):
+        return [x.value] if isinstance(x.value, Tensor) else []
+    if isinstance(x, dict):
+        x = list(x.values())
+    if isinstance(x, list | tuple):
+        return [tensor for item in x for tensor in _tensors(item)]
+    return []
+
+
+# ---------------------------------------------------------------------------------------------- verbose
+
+
+def reporter(region: Region, function: str) -> Callable[[str, str], None]:
+    """What a real cast calls: prints a line if the region is verbose."""
+    return partial(_say, function) if region.verbose else _say_nothing
+
+
+def _say(function: str, source: str, target: str) -> None:
+    kinds = ["Half" if dtype in HALF_DTYPES else "Float" for dtype in (source, target)]
+    print(f"{kinds[0]}->{kinds[1]} ({function})")
+
+
+def _say_nothing(source: str, target: str) -> None:
+    pass
