@@ -1,0 +1,250 @@
+"""Losses under autograd. A scalar loss is float32 of shape (1,), under every policy.
+
+Reductions are netcl's: mse, l1, l2 and smooth_l1 are sums, the cross entropies and hinge means over the batch, and
+binary cross entropy is not reduced. Where netcl's gradient contradicts its value (mse ignores the incoming
+gradient; l2 has the gradient of half its value), the value rules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from clamp import bridge
+from clamp.bridge import Node, Tape, Tensor
+from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, record
+from clamp.ops import loss as ops
+
+IGNORE_INDEX = -100
+
+
+def _require_floats(name: str, **operands: Operand) -> None:
+    for argument, operand in operands.items():
+        if operand.value.dtype not in bridge.STORAGE:
+            raise TypeError(
+                f"{name}: {argument} is {operand.value.dtype}, and must be float32, float16 or bfloat16; "
+                f"convert it before the loss"
+            )
+
+
+def _require_same_shape(name: str, first: str, x: Operand, second: str, t: Operand, advice: str) -> None:
+    if x.shape != t.shape:
+        raise ValueError(
+            f"{name}: {first} has shape {x.shape}, {second} has shape {t.shape}; losses do not broadcast: {advice}"
+        )
+
+
+# --------------------------------------------------------------------------------------------------- pairs
+
+
+def _pair_loss(
+    casting: Casting, name: str, kind: str, pred: Any, target: Any, tape: Tape | None, beta: float = 1.0
+) -> Any:
+    x, t = casting.operands(as_node(pred), as_node(target))
+    _require_floats(name, pred=x, target=t)
+    _require_same_shape(name, "pred", x, "target", t, "reshape one of them to the other's shape")
+    loss = ops.pair_loss(kind, x.value, t.value, beta)
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        # The loss is a function of |x - t|: its gradient for t is that for x with the operands swapped.
+        return [
+            ops.pair_gradient(kind, x.value, t.value, grad, x.grad_dtype, beta) if x.needs_grad else None,
+            ops.pair_gradient(kind, t.value, x.value, grad, t.grad_dtype, beta) if t.needs_grad else None,
+        ]
+
+    return record(loss, backward, (x, t), name, tape)
+
+
+@implements("netcl.autograd.mse_loss", "netcl.nn.loss.mse_loss")
+def mse_loss(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) -> Any:
+    """Sum of ``(pred - target)**2``: float32, shape (1,). The gradient is ``2 * (pred - target) * grad``.
+
+    Args:
+        pred, target: the same shape, in any mixture of float32, float16 and bfloat16. Either may need a gradient.
+
+    Raises:
+        ValueError: the shapes differ.
+        TypeError: one of them is not floating.
+    """
+    return _pair_loss(casting, "mse_loss", "mse", pred, target, tape)
+
+
+@implements("netcl.autograd.l2_loss")
+def l2_loss(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) -> Any:
+    """netcl's second name for ``mse_loss``."""
+    return _pair_loss(casting, "l2_loss", "mse", pred, target, tape)
+
+
+@implements("netcl.autograd.l1_loss")
+def l1_loss(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) -> Any:
+    """Sum of ``|pred - target|``: float32, shape (1,). The gradient where they are equal is 0.
+
+    Arguments and errors as for ``mse_loss``.
+    """
+    return _pair_loss(casting, "l1_loss", "l1", pred, target, tape)
+
+
+@implements("netcl.autograd.smooth_l1_loss")
+def smooth_l1_loss(casting: Casting, pred: Any, target: Any, beta: float = 1.0, tape: Tape | None = None) -> Any:
+    """Sum of ``d*d / (2*beta)`` where ``d = |pred - target|`` is below beta, else ``d - beta/2``; float32, (1,).
+
+    Arguments and errors as for ``mse_loss``; besides
+
+    Raises:
+        ValueError: beta is negative.
+    """
+    if beta < 0:
+        raise ValueError(f"smooth_l1_loss: beta is {beta}, and must not be negative")
+    return _pair_loss(casting, "smooth_l1_loss", "smooth_l1", pred, target, tape, float(beta))
+
+
+@implements("netcl.autograd.binary_cross_entropy_with_logits")
+def binary_cross_entropy_with_logits(casting: Casting, logits: Any, target: Any, tape: Tape | None = None) -> Any:
+    """``max(x, 0) - x*t + log(1 + exp(-|x|))`` of each logit x and target t: no reduction, the logits' shape.
+
+    Args:
+        logits, target: the same shape, in any mixture of float32, float16 and bfloat16. Either may need a gradient.
+
+    Raises:
+        ValueError: the shapes differ.
+        TypeError: one of them is not floating.
+    """
+    name = "binary_cross_entropy_with_logits"
+    x, t = casting.operands(as_node(logits), as_node(target))
+    _require_floats(name, logits=x, target=t)
+    _require_same_shape(name, "logits", x, "target", t, "reshape one of them to the other's shape")
+    loss = ops.pair_terms("bce", x.value, t.value, casting.result_dtype(x, t))
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        return [
+            ops.pair_gradient("bce", x.value, t.value, grad, x.grad_dtype) if x.needs_grad else None,
+            ops.pair_gradient("bce_target", t.value, x.value, grad, t.grad_dtype) if t.needs_grad else None,
+        ]
+
+    return record(loss, backward, (x, t), name, tape)
+
+
+# ---------------------------------------------------------------------------------------------------- rows
+
+
+def _require_rows(name: str, x: Operand) -> tuple[int, int]:
+    _require_floats(name, logits=x)
+    if len(x.shape) != 2:
+        raise ValueError(f"{name}: logits have shape {x.shape}, and must be (N, C); reshape them to two dimensions")
+    return x.shape[0], x.shape[1]
+
+
+@implements("netcl.autograd.cross_entropy", "netcl.nn.functional.cross_entropy", "netcl.nn.loss.cross_entropy")
+def cross_entropy(casting: Casting, logits: Any, targets: Any, tape: Tape | None = None) -> Any:
+    """Mean over the batch of the cross entropy of ``softmax(logits)``: float32, shape (1,).
+
+    Args:
+        logits: (N, C), float32, float16 or bfloat16.
+        targets: probabilities or one-hot rows (N, C), in any of these dtypes; they get no gradient, as in netcl.
+            Or N class numbers (rank 1: a tensor of integers or whole floats, a host array, a list), which are read
+            on the device without a one-hot copy, and of which -100 is ignored (see ``cross_entropy_indices``).
+
+    Raises:
+        ValueError: the shapes do not match.
+        TypeError: the logits are not floating, or the targets neither floating nor labels.
+    """
+    if _rank(targets) == 1:
+        return cross_entropy_indices(casting, logits, targets, tape=tape)
+    x, t = casting.operands(as_node(logits), as_node(targets))
+    rows, _ = _require_rows("cross_entropy", x)
+    _require_floats("cross_entropy", targets=t)
+    _require_same_shape("cross_entropy", "logits", x, "targets", t, f"pass targets of that shape, or {rows} labels")
+    forward = ops.probability_loss(x.value, t.value)
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        if not x.needs_grad:
+            return [None, None]
+        return [ops.probability_gradient(x.value, t.value, forward, grad, x.grad_dtype), None]
+
+    return record(forward.loss, backward, (x, t), "cross_entropy", tape)
+
+
+@implements("netcl.autograd.cross_entropy_indices")
+def cross_entropy_indices(
+    casting: Casting, logits: Any, targets: Any, ignore_index: int = IGNORE_INDEX, tape: Tape | None = None
+) -> Any:
+    """Mean cross entropy of logits (N, C) against class numbers, over the rows that are not ignored; float32, (1,).
+
+    Args:
+        logits: (N, C), float32, float16 or bfloat16.
+        targets: N class numbers: an integer tensor, a floating one of whole numbers, a host array or a list, of any
+            shape. A class outside 0 .. C-1 makes the loss, and the gradient of its row, NaN: on the device it
+            cannot raise. Host labels are checked before they are sent there.
+        ignore_index: rows with this target take no part. If all do, loss and gradient are 0.
+
+    Raises:
+        ValueError: the number of targets is not N, or the logits are not (N, C).
+        IndexError: a label given on the host is no class.
+        TypeError: the logits are not floating.
+    """
+    (x,) = casting.operands(as_node(logits))
+    rows, classes = _require_rows("cross_entropy_indices", x)
+    labels = _labels(targets, x.value, classes, ignore_index)
+    if labels.size != rows:
+        raise ValueError(
+            f"cross_entropy_indices: logits have shape {x.shape}, targets have shape {labels.shape}; "
+            f"pass {rows} labels, one for each row"
+        )
+    forward = ops.label_loss(x.value, labels, ignore_index)
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        return [ops.label_gradient(x.value, labels, forward, grad, x.grad_dtype) if x.needs_grad else None]
+
+    return record(forward.loss, backward, (x,), "cross_entropy_indices", tape)
+
+
+def _rank(targets: Any) -> int:
+    value = targets.value if isinstance(targets, Node) else targets
+    return len(value.shape) if hasattr(value, "shape") else np.ndim(value)
+
+
+def _labels(targets: Any, logits: Tensor, classes: int, ignore_index: int) -> Tensor:
+    """Labels as a device tensor; those given on the host are checked and sent to the logits' queue."""
+    value = targets.value if isinstance(targets, Node) else targets
+    if isinstance(value, Tensor):
+        if not bridge.on_device(value) or value.dtype not in ops.LABEL_STORAGE:
+            raise NotOwned
+        bridge.require_same_queue("cross_entropy_indices", logits, value)
+        return value
+    try:
+        host = np.asarray(value).astype(np.int32).ravel()
+    except (TypeError, ValueError):
+        raise NotOwned from None  # a tracer's value, or no numbers: netcl's own function judges
+    wrong = host[((host < 0) | (host >= classes)) & (host != ignore_index)]
+    if wrong.size:
+        raise IndexError(f"cross_entropy_indices: label {wrong[0]} is no class of logits of shape {logits.shape}")
+    return (
+        Tensor.from_host(logits.queue, host, dtype="int32") if host.size else bridge.empty(logits.queue, (0,), "int32")
+    )
+
+
+@implements("netcl.autograd.hinge_loss")
+def hinge_loss(casting: Casting, logits: Any, targets: Any, margin: float = 1.0, tape: Tape | None = None) -> Any:
+    """Multi-class hinge: mean over the batch of ``sum(max(0, margin + x[c] - x[true]))``, c not true; float32, (1,).
+
+    Args:
+        logits: (N, C), float32, float16 or bfloat16.
+        targets: one-hot rows (N, C), in any of these dtypes; they get no gradient.
+
+    Raises:
+        ValueError: the shapes do not match.
+        TypeError: one of them is not floating.
+    """
+    x, t = casting.operands(as_node(logits), as_node(targets))
+    _require_rows("hinge_loss", x)
+    _require_floats("hinge_loss", targets=t)
+    _require_same_shape("hinge_loss", "logits", x, "targets", t, "pass one-hot targets of the logits' shape")
+    forward = ops.hinge_loss(x.value, t.value, float(margin))
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        if not x.needs_grad:
+            return [None, None]
+        return [ops.hinge_gradient(x.value, forward, grad, float(margin), x.grad_dtype), None]
+
+    return record(forward.loss, backward, (x, t), "hinge_loss", tape)

@@ -1,0 +1,119 @@
+"""Sums, means and softmax under autograd, and netcl's tensor-level versions of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Tape, Tensor
+from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, record
+from clamp.ops import reduce as ops
+from clamp.ops import softmax as softmax_ops
+
+
+def _operand(casting: Casting, x: Any) -> Operand:
+    (operand,) = casting.operands(as_node(x))
+    if operand.value.dtype not in bridge.STORAGE:
+        raise NotOwned  # integers: netcl says what it thinks of them
+    return operand
+
+
+def _reduce(casting: Casting, x: Any, axis: int | None, keepdims: bool, take_mean: bool, tape: Tape | None) -> Any:
+    operand = _operand(casting, x)
+    shape = operand.shape
+    axis = None if axis is None else int(axis)
+    divisor = float(ops.around_axis(shape, axis)[1]) if take_mean else 1.0
+    out = ops.reduce_sum(operand.value, axis, keepdims, out_dtype=casting.result_dtype(operand), divisor=divisor)
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        if not operand.needs_grad:
+            return [None]
+        return [ops.expand(grad, shape, axis, out_dtype=operand.grad_dtype, divisor=divisor)]
+
+    return record(out, backward, (operand,), "mean" if take_mean else "sum", tape)
+
+
+@implements("netcl.autograd.sum")
+def sum(casting: Casting, x: Any, axis: int | None = None, keepdims: bool = False, tape: Tape | None = None) -> Any:
+    """Sum over one axis, or over everything into shape (1,); accumulated in fp32, rounded once.
+
+    As in netcl, ``keepdims`` has no effect on a sum over everything.
+
+    Args:
+        x: float32, float16 or bfloat16, any shape.
+
+    Raises:
+        ValueError: there is no such axis.
+    """
+    return _reduce(casting, x, axis, keepdims and axis is not None, False, tape)
+
+
+@implements("netcl.autograd.mean")
+def mean(casting: Casting, x: Any, axis: int | None = None, keepdims: bool = False, tape: Tape | None = None) -> Any:
+    """Mean over one axis, or over everything into shape (1,). The sum stays in fp32 and cannot overflow in half.
+
+    Arguments and errors as for ``sum``.
+    """
+    return _reduce(casting, x, axis, keepdims and axis is not None, True, tape)
+
+
+@implements("netcl.autograd.softmax")
+def softmax(casting: Casting, x: Any, axis: int = -1, dim: int | None = None, tape: Tape | None = None) -> Any:
+    """``exp(x) / sum(exp(x))`` along an axis. Backward keeps the result, not the input.
+
+    Args:
+        x: float32, float16 or bfloat16, any shape.
+        axis, dim: the axis; ``dim`` wins.
+
+    Raises:
+        ValueError: there is no such axis.
+    """
+    operand = _operand(casting, x)
+    axis = axis if dim is None else dim
+    out = softmax_ops.softmax(operand.value, axis, out_dtype=casting.result_dtype(operand))
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        if not operand.needs_grad:
+            return [None]
+        return [softmax_ops.softmax_backward(out, grad, axis, out_dtype=operand.grad_dtype)]
+
+    return record(out, backward, (operand,), "softmax", tape)
+
+
+# ------------------------------------------------------------------------------------------ tensor level
+
+
+@implements("netcl.ops.reduction.reduce_sum")
+def tensor_reduce_sum(
+    casting: Casting,
+    x: Any,
+    axis: int | None = None,
+    keepdims: bool = False,
+    out: Tensor | None = None,
+    pool: Any = None,
+) -> Any:
+    """``sum`` of a bare tensor; here ``keepdims`` holds for a sum over everything as well.
+
+    Raises:
+        ValueError: there is no such axis.
+        NotOwned: ``out`` is given, or x is not floating.
+    """
+    if out is not None:
+        raise NotOwned
+    operand = _operand(casting, x)
+    axis = None if axis is None else int(axis)
+    return ops.reduce_sum(operand.value, axis, keepdims, out_dtype=casting.result_dtype(operand))
+
+
+@implements("netcl.ops.softmax.softmax")
+def tensor_softmax(casting: Casting, x: Any, out: Tensor | None = None, pool: Any = None, axis: int = -1) -> Any:
+    """``softmax`` of a bare tensor.
+
+    Raises:
+        ValueError: there is no such axis.
+        NotOwned: ``out`` is given, or x is not floating.
+    """
+    if out is not None:
+        raise NotOwned
+    operand = _operand(casting, x)
+    return softmax_ops.softmax(operand.value, axis, out_dtype=casting.result_dtype(operand))

@@ -1,0 +1,117 @@
+// reduce.cl: sums over one axis of a contiguous tensor, and the gradient of a sum spread back over that axis.
+//
+// Every tensor is seen as (outer, n, inner): n is the axis that is summed. A sum over everything is one row.
+//
+//   inner == 1: sum_rows                            inner > 1: sum_columns
+//
+//            n ->                                            inner ->
+//         |-- span --|-- span --|- ... -|                 |-- width --|-- width --| ...
+//   outer | part 0   | part 1   |       |              n  |  . . .    |           |   span of rows: part 0
+//         |  one work-group a piece     |                 |  . . .    |           |   span of rows: part 1
+//
+// Where rows or columns are too few to keep the device busy, each is cut into `parts` spans; their sums, laid out
+// (outer, parts, inner) in fp32, are summed by a second launch of the same kernel.
+//
+// Rounding: the innermost sums run over blocks (BLOCK elements in 4 x 16 lanes, or ROWS rows), whose sums are then
+// added. So a span of n elements costs about n / BLOCK roundings, not n.
+//
+//   X_T, Y_T  storage types of input and output
+//   WG        work-items of a work-group in sum_rows: 1 on CPU devices, else a power of two
+
+#define BLOCK 1024 // elements summed in one go by sum_rows, a multiple of 64
+#define ROWS 64    // rows summed in one go by sum_columns
+
+#ifdef WG
+inline float16 block_sum(__global const STORAGE(X_T) *x, size_t i) {
+    float16 a = 0, b = 0, c = 0, d = 0;
+    for (uint k = 0; k < BLOCK; k += 64) {
+        a += LOAD16(X_T, x, i + k);
+        b += LOAD16(X_T, x, i + k + 16);
+        c += LOAD16(X_T, x, i + k + 32);
+        d += LOAD16(X_T, x, i + k + 48);
+    }
+    return (a + b) + (c + d);
+}
+
+// y[row, part] = sum of the part's elements of the row / divisor; each work-group does `each` neighbouring pieces.
+__kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
+sum_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong pieces,
+         const ulong n, const ulong span, const uint parts, const uint each, const float divisor) {
+#if WG > 1
+    __local float scratch[WG];
+#endif
+    const size_t first = (size_t)get_group_id(0) * each;
+    const size_t last = min(first + each, (size_t)pieces);
+    for (size_t piece = first; piece < last; piece++) {
+        const size_t row = piece / parts;
+        size_t i = row * n + (piece - row * parts) * span;
+        const size_t end = min(i + span, (row + 1) * n);
+        float16 total = 0;
+#if WG == 1
+        for (; i + BLOCK <= end; i += BLOCK) total += block_sum(x, i);
+#endif
+        float16 rest = 0;
+        for (i += get_local_id(0) * 16; i < end; i += WG * 16) rest += LOAD_PART(X_T, x, i, end, 0.0f);
+        const float sum = group_sum(sum16(total + rest), scratch);
+        if (get_local_id(0) == 0) STORE(Y_T, sum / divisor, y, piece);
+    }
+}
+#endif
+
+// y[outer, part, column] = sum over the part's rows / divisor; a work-item sums `width` neighbouring columns.
+__kernel void sum_columns(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong n,
+                          const ulong inner, const ulong span, const ulong width, const float divisor) {
+    const size_t part = get_global_id(1), parts = get_global_size(1), outer = get_global_id(2);
+    const size_t begin = part * span, end = min(begin + span, (size_t)n);
+    const size_t last = min((get_global_id(0) + 1) * (size_t)width, (size_t)inner);
+    x += outer * n * inner;
+    y += (outer * parts + part) * inner;
+    size_t i = get_global_id(0) * (size_t)width;
+    for (; i + 16 <= last; i += 16) {
+        float16 total = 0;
+        for (size_t block = begin; block < end; block += ROWS) {
+            const size_t stop = min(block + ROWS, end);
+            float16 sum = 0;
+            for (size_t row = block; row < stop; row++) sum += LOAD16(X_T, x, row * inner + i);
+            total += sum;
+        }
+        STORE16(Y_T, total / divisor, y, i);
+    }
+    for (; i < last; i++) {
+        float total = 0;
+        for (size_t block = begin; block < end; block += ROWS) {
+            const size_t stop = min(block + ROWS, end);
+            float sum = 0;
+            for (size_t row = block; row < stop; row++) sum += LOAD(X_T, x, row * inner + i);
+            total += sum;
+        }
+        STORE(Y_T, total / divisor, y, i);
+    }
+}
+
+// y[row, 0 .. n-1] = x[row] / divisor: a gradient spread over the last axis. A work-item writes `span` elements.
+__kernel void expand_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y,
+                          const ulong size, const ulong n, const ulong span, const float divisor) {
+    size_t i = get_global_id(0) * (size_t)span;
+    const size_t end = min(i + span, (size_t)size);
+    while (i < end) {
+        const size_t row = i / n, stop = min((row + 1) * n, end);
+        const float value = LOAD(X_T, x, row) / divisor;
+        for (; i + 16 <= stop; i += 16) STORE16(Y_T, (float16)value, y, i);
+        for (; i < stop; i++) STORE(Y_T, value, y, i);
+    }
+}
+
+// y[outer, 0 .. n-1, inner] = x[outer, inner] / divisor: a gradient spread over an axis that is not the last.
+__kernel void expand_columns(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y,
+                             const ulong size, const ulong n, const ulong inner, const ulong span,
+                             const float divisor) {
+    size_t i = get_global_id(0) * (size_t)span;
+    const size_t end = min(i + span, (size_t)size);
+    while (i < end) {
+        const size_t row = i / inner, stop = min((row + 1) * inner, end);
+        size_t from = row / n * inner + (i - row * inner);
+        for (; i + 16 <= stop; i += 16, from += 16) STORE16(Y_T, LOAD16(X_T, x, from) / divisor, y, i);
+        for (; i < stop; i++, from++) STORE(Y_T, LOAD(X_T, x, from) / divisor, y, i);
+    }
+}

@@ -1,0 +1,112 @@
+// softmax.cl: softmax over one axis of a contiguous tensor seen as (outer, n, inner), and its backward.
+//
+//   forward    y = exp(x - max x) / sum exp(x - max x)      three passes: maximum, sum, result
+//   backward   dx = y * (dy - sum dy * y)                   two passes: sum, result
+//
+//   inner == 1: *_rows                              inner > 1: *_columns
+//
+//         n ->                                              inner ->
+//   outer |  a work-group takes `each` rows |           n  |-- width --|-- width --| ...
+//         |  and goes through each row in   |              |  a work-item goes down each of its columns,
+//         |  steps of 16 elements a work-item              |  16 columns at a time
+//
+// A row of nothing but -inf, or with +inf or NaN in it, becomes NaN, as in numpy.
+//
+//   X_T, G_T, Y_T, DX_T  storage types of input, incoming gradient, result and outgoing gradient
+//   WG                   work-items of a work-group in *_rows: 1 on CPU devices, else a power of two
+
+#ifdef SOFTMAX_ROWS
+__kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
+softmax_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong rows,
+             const ulong n, const uint each) {
+#if WG > 1
+    __local float scratch[WG];
+#endif
+    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);
+    const size_t lane = get_local_id(0) * 16;
+    for (size_t row = first; row < last; row++) {
+        const size_t begin = row * n + lane, end = (row + 1) * n;
+        float16 most = -INFINITY, sums = 0;
+        for (size_t i = begin; i < end; i += WG * 16) most = fmax(most, LOAD_PART(X_T, x, i, end, -INFINITY));
+        const float top = group_max(max16(most), scratch);
+        for (size_t i = begin; i < end; i += WG * 16) {
+            const float16 v = LOAD_PART(X_T, x, i, end, -INFINITY);
+            // The lanes beyond the end hold -inf; in a row of -inf they would add NaNs, which it gets anyway.
+            sums += exp(v - top);
+        }
+        const float total = group_sum(sum16(sums), scratch);
+        for (size_t i = begin; i < end; i += WG * 16)
+            STORE_PART(Y_T, exp(LOAD_PART(X_T, x, i, end, 0.0f) - top) / total, y, i, end);
+    }
+}
+#endif
+
+#ifdef SOFTMAX_ROWS_BACKWARD
+__kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
+softmax_rows_backward(__global const STORAGE(Y_T) *restrict y, __global const STORAGE(G_T) *restrict dy,
+                      __global STORAGE(DX_T) *restrict dx, const ulong rows, const ulong n, const uint each) {
+#if WG > 1
+    __local float scratch[WG];
+#endif
+    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);
+    const size_t lane = get_local_id(0) * 16;
+    for (size_t row = first; row < last; row++) {
+        const size_t begin = row * n + lane, end = (row + 1) * n;
+        float16 sums = 0;
+        for (size_t i = begin; i < end; i += WG * 16)
+            sums += LOAD_PART(Y_T, y, i, end, 0.0f) * LOAD_PART(G_T, dy, i, end, 0.0f);
+        const float dot_product = group_sum(sum16(sums), scratch);
+        for (size_t i = begin; i < end; i += WG * 16) {
+            const float16 slope = LOAD_PART(G_T, dy, i, end, 0.0f) - dot_product;
+            STORE_PART(DX_T, LOAD_PART(Y_T, y, i, end, 0.0f) * slope, dx, i, end);
+        }
+    }
+}
+#endif
+
+#ifdef SOFTMAX_COLUMNS
+__kernel void softmax_columns(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y,
+                              const ulong n, const ulong inner, const ulong width) {
+    const size_t last = min((get_global_id(0) + 1) * (size_t)width, (size_t)inner);
+    x += get_global_id(1) * n * inner;
+    y += get_global_id(1) * n * inner;
+    size_t i = get_global_id(0) * (size_t)width;
+    for (; i + 16 <= last; i += 16) {
+        float16 top = -INFINITY, total = 0;
+        for (size_t row = 0; row < n; row++) top = fmax(top, LOAD16(X_T, x, row * inner + i));
+        for (size_t row = 0; row < n; row++) total += exp(LOAD16(X_T, x, row * inner + i) - top);
+        for (size_t row = 0; row < n; row++)
+            STORE16(Y_T, exp(LOAD16(X_T, x, row * inner + i) - top) / total, y, row * inner + i);
+    }
+    for (; i < last; i++) {
+        float top = -INFINITY, total = 0;
+        for (size_t row = 0; row < n; row++) top = fmax(top, LOAD(X_T, x, row * inner + i));
+        for (size_t row = 0; row < n; row++) total += exp(LOAD(X_T, x, row * inner + i) - top);
+        for (size_t row = 0; row < n; row++)
+            STORE(Y_T, exp(LOAD(X_T, x, row * inner + i) - top) / total, y, row * inner + i);
+    }
+}
+#endif
+
+#ifdef SOFTMAX_COLUMNS_BACKWARD
+__kernel void softmax_columns_backward(__global const STORAGE(Y_T) *restrict y,
+                                       __global const STORAGE(G_T) *restrict dy,
+                                       __global STORAGE(DX_T) *restrict dx, const ulong n, const ulong inner,
+                                       const ulong width) {
+    const size_t last = min((get_global_id(0) + 1) * (size_t)width, (size_t)inner);
+    const size_t plane = get_global_id(1) * n * inner;
+    size_t i = get_global_id(0) * (size_t)width;
+    for (; i + 16 <= last; i += 16) {
+        float16 sum = 0;
+        for (size_t at = plane + i, row = 0; row < n; row++, at += inner) sum += LOAD16(Y_T, y, at) * LOAD16(G_T, dy, at);
+        for (size_t at = plane + i, row = 0; row < n; row++, at += inner)
+            STORE16(DX_T, LOAD16(Y_T, y, at) * (LOAD16(G_T, dy, at) - sum), dx, at);
+    }
+    for (; i < last; i++) {
+        float sum = 0;
+        for (size_t at = plane + i, row = 0; row < n; row++, at += inner) sum += LOAD(Y_T, y, at) * LOAD(G_T, dy, at);
+        for (size_t at = plane + i, row = 0; row < n; row++, at += inner)
+            STORE(DX_T, LOAD(Y_T, y, at) * (LOAD(G_T, dy, at) - sum), dx, at);
+    }
+}
+#endif
