@@ -1,5 +1,5 @@
-// gemm_packed.cl: C = epilogue(op(A) op(B)) for CPU devices. Both operands are first copied, widened to float, into
-// panels that the inner loop reads from front to back; one work-item then computes a block of C.
+// gemm_packed.cl: C = epilogue(op(A) op(B)) for CPU devices, from panels of floats that gemm_pack.cl has made. The inner
+// loop reads them from front to back; one work-item computes a block of C.
 //
 //      a_panels [M/MR][K][MR]         b_panels [N/NR][K][NR]             C, one work-item's block
 //
@@ -15,14 +15,12 @@
 // all its A panels, which stay in the second level. A tile of C is MR x NR/16 vectors in registers. Its sums between
 // two blocks of k rest in `partial`, a float workspace laid out tile by tile, and are rounded to storage once.
 //
-//   WIDTH    rows or columns of a panel (pack): MR or NR
-//   K_SPAN   steps of k that a work-item packs, a multiple of 16
 //   MR, NR   the register tile: 12 x 32 with 32 vector registers of 16 floats, else 6 x 16
 //   KC       steps of k between two visits to a tile
-//   SRC_T, OUT_T, BIAS_T   storage types of a packed matrix, of C and of the bias
+//   OUT_T, BIAS_T   storage types of C and of the bias
 //
-// All matrices of a batch are computed by one launch, its third dimension. Strides are in elements; a batch stride
-// of 0 uses one matrix for the whole batch.
+// All matrices of a batch are computed by one launch, its third dimension; a batch stride of 0 (in elements) uses one
+// matrix for the whole batch.
 
 #if defined(__has_attribute)
 #if __has_attribute(min_vector_width)
@@ -33,89 +31,6 @@
 #define WIDE_VECTORS
 #endif
 #define ONE_WORK_ITEM __attribute__((reqd_work_group_size(1, 1, 1)))
-
-#ifdef WIDTH
-
-// The first WIDTH elements of v (of 16 if there are more).
-inline void store_row(float16 v, __global float *d) {
-#if WIDTH == 6
-    vstore4(v.lo.lo, 0, d);
-    vstore2(v.lo.hi.lo, 0, d + 4);
-#elif WIDTH == 12
-    vstore8(v.lo, 0, d);
-    vstore4(v.hi.lo, 0, d + 8);
-#else
-    vstore16(v, 0, d);
-#endif
-}
-
-// Neighbouring rows (columns of B) are neighbours in memory: copy WIDTH of them at each k.
-inline void pack_rows_together(__global const STORAGE(SRC_T) *restrict s, __global float *restrict d, size_t stride_k,
-                               size_t begin, size_t end) {
-    for (size_t k = begin; k < end; k++)
-        for (size_t i = 0; i < WIDTH; i += 16) store_row(LOAD16(SRC_T, s, k * stride_k + i), d + k * WIDTH + i);
-}
-
-// x0 y0 x1 y1 ... of two vectors of 8, in floats and in pairs of floats
-#define ZIP4(x, y) (x).s0, (y).s0, (x).s1, (y).s1, (x).s2, (y).s2, (x).s3, (y).s3
-#define ZIP(x, y) ((float16)(ZIP4((x).lo, (y).lo), ZIP4((x).hi, (y).hi)))
-#define ZIP_PAIRS(x, y) as_float16((ulong8)(ZIP4(as_ulong4(x), as_ulong4(y))))
-
-inline void store_4_steps(float16 v, __global float *d) {
-    vstore4(v.lo.lo, 0, d);
-    vstore4(v.lo.hi, 0, d + WIDTH);
-    vstore4(v.hi.lo, 0, d + 2 * WIDTH);
-    vstore4(v.hi.hi, 0, d + 3 * WIDTH);
-}
-
-// Neighbouring k are neighbours in memory: transpose blocks of 4 rows by 16 k in registers.
-inline void pack_k_together(__global const STORAGE(SRC_T) *restrict s, __global float *restrict d, size_t stride_row,
-                            size_t begin, size_t end) {
-    for (size_t k = begin; k < end; k += 16)
-        for (size_t i = 0; i < WIDTH; i += 4) {
-            const size_t row = min(i, (size_t)(WIDTH - 4)); // 6 rows: the second block repeats two of the first
-            const float16 r0 = LOAD16(SRC_T, s, row * stride_row + k);
-            const float16 r1 = LOAD16(SRC_T, s, (row + 1) * stride_row + k);
-            const float16 r2 = LOAD16(SRC_T, s, (row + 2) * stride_row + k);
-            const float16 r3 = LOAD16(SRC_T, s, (row + 3) * stride_row + k);
-            const float16 lo01 = ZIP(r0.lo, r1.lo), lo23 = ZIP(r2.lo, r3.lo);
-            const float16 hi01 = ZIP(r0.hi, r1.hi), hi23 = ZIP(r2.hi, r3.hi);
-            __global float *e = d + k * WIDTH + row;
-            store_4_steps(ZIP_PAIRS(lo01.lo, lo23.lo), e);
-            store_4_steps(ZIP_PAIRS(lo01.hi, lo23.hi), e + 4 * WIDTH);
-            store_4_steps(ZIP_PAIRS(hi01.lo, hi23.lo), e + 8 * WIDTH);
-            store_4_steps(ZIP_PAIRS(hi01.hi, hi23.hi), e + 12 * WIDTH);
-        }
-}
-
-// Any strides, and the last panel of a matrix, which may have fewer than WIDTH rows.
-inline void pack_elements(__global const STORAGE(SRC_T) *restrict s, __global float *restrict d, size_t stride_row,
-                          size_t stride_k, size_t rows, size_t begin, size_t end) {
-    for (size_t k = begin; k < end; k++)
-        for (size_t i = 0; i < WIDTH; i++)
-            d[k * WIDTH + i] = i < rows ? LOAD(SRC_T, s, i * stride_row + k * stride_k) : 0.0f;
-}
-
-// Work-item (panel, block of K_SPAN steps, batch). `rows` of op(A), or columns of op(B).
-__kernel ONE_WORK_ITEM WIDE_VECTORS void pack(__global const STORAGE(SRC_T) *restrict src,
-                                              __global float *restrict panels, const ulong rows, const ulong K,
-                                              const ulong stride_row, const ulong stride_k, const ulong stride_batch) {
-    const size_t row = get_global_id(0) * WIDTH;
-    const size_t begin = get_global_id(1) * K_SPAN, end = min(begin + K_SPAN, (size_t)K);
-    __global const STORAGE(SRC_T) *s = src + get_global_id(2) * stride_batch + row * stride_row;
-    __global float *d = panels + (get_global_id(2) * get_global_size(0) + get_global_id(0)) * WIDTH * K;
-    const size_t whole = end - (end - begin) % 16;
-    if (stride_row == 1 && row + (WIDTH + 15) / 16 * 16 <= rows) {
-        pack_rows_together(s, d, stride_k, begin, end);
-    } else if (stride_k == 1 && row + WIDTH <= rows) {
-        pack_k_together(s, d, stride_row, begin, whole);
-        pack_elements(s, d, stride_row, 1, WIDTH, whole, end);
-    } else {
-        pack_elements(s, d, stride_row, stride_k, rows - row, begin, end);
-    }
-}
-
-#else
 
 // The tile's code, written once for each row i and vector of columns j. X(i) must come row by row: an element of A is
 // broadcast and used by all vectors of its row.
@@ -132,7 +47,14 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void pack(__global const STORAGE(SRC_T) *res
 
 #define CLEAR(i) FIRST_AND_SECOND(float16 c##i##_0 = 0.0f;, float16 c##i##_1 = 0.0f;)
 #define MULTIPLY_ADD(i) \
-    FIRST_AND_SECOND(c##i##_0 = (float16)(a[i]) * b0 + c##i##_0;, c##i##_1 = (float16)(a[i]) * b1 + c##i##_1;)
+    FIRST_AND_SECOND(c##i##_0 = (float16)(a_k[i]) * b0 + c##i##_0;, c##i##_1 = (float16)(a_k[i]) * b1 + c##i##_1;)
+#define STEP(k)                                                           \
+    {                                                                     \
+        __global const float *a_k = a + (k) * MR, *b_k = b + (k) * NR;    \
+        const float16 b0 = vload16(0, b_k);                               \
+        FIRST_AND_SECOND(, const float16 b1 = vload16(0, b_k + 16);)      \
+        EACH_ROW(MULTIPLY_ADD)                                            \
+    }
 #define RESUME(i) \
     FIRST_AND_SECOND(c##i##_0 = vload16(0, sums + i * NR);, c##i##_1 = vload16(0, sums + i * NR + 16);)
 #define SUSPEND(i) \
@@ -175,14 +97,9 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void gemm(__global const float *restrict a_p
                 __global float *sums = partial + (q * panels_a + p) * (MR * NR);
                 EACH_ROW(CLEAR)
                 if (k0 > 0) { EACH_ROW(RESUME) }
-#pragma unroll 4
-                for (int k = 0; k < steps; k++) {
-                    const float16 b0 = vload16(0, b);
-                    FIRST_AND_SECOND(, const float16 b1 = vload16(0, b + 16);)
-                    EACH_ROW(MULTIPLY_ADD)
-                    a += MR;
-                    b += NR;
-                }
+                int k = 0;
+                for (; k + 4 <= steps; k += 4) { STEP(k) STEP(k + 1) STEP(k + 2) STEP(k + 3) }
+                for (; k < steps; k++) { STEP(k) }
                 if (!is_last) {
                     EACH_ROW(SUSPEND)
                     continue;
@@ -206,5 +123,3 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void gemm(__global const float *restrict a_p
         k0 += KC;
     } while (k0 < K);
 }
-
-#endif

@@ -13,10 +13,10 @@ from clamp.device import capabilities
 from clamp.ops.gemm_operands import Epilogue, Operand
 from clamp.program import get_kernel
 
-_K_SPAN = 128  # steps of k that one work-item packs
+_STEP_SPAN = 128  # steps that one work-item packs
 _KC = 256  # steps of k between two visits to a tile: a panel of B, KC x 32 floats, fits a first-level cache
 _BLOCK_ROWS, _BLOCK_COLUMNS = 96, 256  # of C, for one work-item: with KC they fit a second-level cache
-_BLOCKS_PER_CORE = 4  # work-items that a core should get, so that the last ones even out
+_BLOCKS_PER_CORE = 8  # work-items that a core should get, so that the last ones even out
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,11 @@ def _pack(x: Operand, width: int) -> Panels:
     count, batches = -(-x.rows // width), prod(x.batch)
     data = bridge.empty(queue, (max(batches * count * width * x.k, 1),), "float32")
     if x.tensor.size > 0:
-        kernel = get_kernel(queue, "gemm_packed.cl", "pack", "ppqqqqq", SRC_T=x.storage, WIDTH=width, K_SPAN=_K_SPAN)
+        kernel = get_kernel(
+            queue, "gemm_pack.cl", "pack", "ppqqqqq", SRC_T=x.storage, WIDTH=width, STEP_SPAN=_STEP_SPAN, PAIRS=0
+        )
         kernel(
-            queue, (count, -(-x.k // _K_SPAN), batches), (1, 1, 1), x.tensor.buffer, data.buffer,
+            queue, (count, -(-x.k // _STEP_SPAN), batches), (1, 1, 1), x.tensor.buffer, data.buffer,
             x.rows, x.k, x.stride_row, x.stride_k, x.stride_batch,
         )  # fmt: skip
     return Panels(data, width, x.rows, x.k, x.batch)
