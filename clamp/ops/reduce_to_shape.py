@@ -69,7 +69,7 @@ def sum_axis(x: Tensor, outer: int, rows: int, inner: int, out_dtype: str) -> Te
 
 
 def _sum_pass(x: Tensor, outer: int, rows: int, inner: int, out_dtype: str) -> Tensor:
-    key = (x.queue.int_ptr, x.dtype, out_dtype, outer, rows, inner)
+    key = (x.context.int_ptr, x.dtype, out_dtype, outer, rows, inner)
     plan = _plans.known.get(key) or _make_plan(x.queue, key)
     kernel, global_size, local_size, y_shape, y_dtype, arguments, chunks = plan
     y = bridge.empty(x.queue, y_shape, y_dtype)

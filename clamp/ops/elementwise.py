@@ -1,0 +1,249 @@
+"""Functions applied element by element, forward and gradient, with numpy's broadcasting.
+
+Operands are float32, float16 or bfloat16 in any mixture, or Python numbers; arithmetic is in float32, and the
+result is stored in the dtype that the caller names::
+
+    y = elementwise("relu", "float16", x)
+    gx = elementwise("relu_grad", x.dtype, grad, y)          # one kernel, no temporaries
+    z = elementwise("mul", "float32", x, 0.5)
+    w = elementwise("clamp", x.dtype, x, parameters=(0.0, 6.0))
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.ops.cast import span_for
+from clamp.program import get_kernel
+
+#: Every function: how many operands it takes, and how many parameters. Gradients take the result's gradient g
+#: first, then what stands in the comment. The formulas are in kernels/elementwise.cl.
+OPS: dict[str, tuple[int, int]] = {
+    "copy": (1, 0), "neg": (1, 0), "abs": (1, 0), "square": (1, 0), "exp": (1, 0), "log": (1, 0), "log1p": (1, 0),
+    "sqrt": (1, 0), "rsqrt": (1, 0), "pow": (1, 1),  # exponent
+    "relu": (1, 0), "sigmoid": (1, 0), "tanh": (1, 0), "gelu_tanh": (1, 0), "gelu_erf": (1, 0), "swish": (1, 0),
+    "softplus": (1, 0), "hard_sigmoid": (1, 0), "hard_swish": (1, 0),
+    "leaky_relu": (1, 1), "elu": (1, 1), "clamp": (1, 2),  # slope; alpha; lowest, highest
+    "add": (2, 0), "sub": (2, 0), "mul": (2, 0), "div": (2, 0), "maximum": (2, 0), "minimum": (2, 0),
+    "lt": (2, 0), "le": (2, 0), "gt": (2, 0), "ge": (2, 0), "add_relu": (2, 0),
+    "where": (3, 0),  # condition, a, b
+    # Gradients: g, x
+    "abs_grad": (2, 0), "square_grad": (2, 0), "log1p_grad": (2, 0), "rsqrt_grad": (2, 0), "pow_grad": (2, 1),
+    "sigmoid_grad": (2, 0), "tanh_grad": (2, 0), "gelu_tanh_grad": (2, 0), "gelu_erf_grad": (2, 0),
+    "swish_grad": (2, 0), "softplus_grad": (2, 0), "hard_sigmoid_grad": (2, 0), "hard_swish_grad": (2, 0),
+    "leaky_relu_grad": (2, 1), "elu_grad": (2, 1), "clamp_grad": (2, 2),
+    # Gradients: g, y
+    "relu_grad": (2, 0), "sqrt_grad": (2, 0),
+    # Gradients: g, a, b (div_grad is that of the divisor)
+    "div_grad": (3, 0), "maximum_grad_a": (3, 0), "maximum_grad_b": (3, 0), "minimum_grad_a": (3, 0),
+    "minimum_grad_b": (3, 0),
+    # Gradients: g, condition
+    "where_grad_a": (2, 0), "where_grad_b": (2, 0),
+}  # fmt: skip
+
+_INPUT_STORAGE = bridge.STORAGE | {"int32": "i32", "int": "i32"}
+_FLOAT_MAX = float(np.finfo(np.float32).max)
+_LOCAL_GPU = 64
+_MAX_PLANS = 4096
+
+
+class _Plan(NamedTuple):
+    """A launch, prepared."""
+
+    kernel: cl.Kernel | None  # None where there is nothing to compute
+    global_size: tuple[int, ...]
+    local_size: tuple[int, ...]
+    shape: tuple[int, ...]  # of the result
+    layout: tuple[Any, ...]  # the kernel's arguments after the parameters
+
+
+class _Plans(threading.local):
+    """The plans of this thread (kernels are per thread), by everything that a plan depends on."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[Any, ...], _Plan] = {}
+
+
+_plans = _Plans()
+
+
+def elementwise(
+    op: str,
+    out_dtype: str,
+    *operands: Tensor | float,
+    parameters: tuple[float, ...] = (),
+    out: Tensor | None = None,
+) -> Tensor:
+    """The function ``op`` of the operands, broadcast against each other as in numpy.
+
+    Args:
+        op: a name in ``OPS``.
+        out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``; what is computed in float32 is rounded to it once.
+        operands: tensors (float32, float16, bfloat16; int32 is read too) and floats, at least one of them a
+            tensor. Floats reach the kernel as arguments: no value is ever compiled in.
+        parameters: floats that the function takes after its operands, for example a slope.
+        out: where to store the result, in place of a new tensor; it has the result's shape and ``out_dtype``,
+            and may be an operand of that shape.
+
+    Returns:
+        A tensor of the broadcast shape.
+
+    Raises:
+        ValueError: the shapes do not broadcast, or ``op`` does not exist or takes other operands.
+    """
+    key: list[Any] = [op, out_dtype, len(parameters)]
+    arguments: list[Any] = []
+    tensor = None
+    for operand in operands:
+        if isinstance(operand, Tensor):
+            tensor = operand
+            key += (operand.shape, operand.dtype)
+            arguments.append(operand.buffer)
+        else:
+            key.append("arg")
+            arguments.append(_in_float32(operand))
+    if tensor is None:
+        raise ValueError(f"{op} needs at least one tensor")
+    queue = tensor.queue
+    key.append(tensor.context.int_ptr)
+    plan_key = tuple(key)
+    plan = _plans.known.get(plan_key) or _make_plan(plan_key, queue, op, out_dtype, operands, len(parameters))
+    y = bridge.empty(queue, plan.shape, out_dtype) if out is None else out
+    if plan.kernel is not None:
+        if parameters:
+            arguments.append(y.buffer)
+            arguments += map(_in_float32, parameters)
+            plan.kernel(queue, plan.global_size, plan.local_size, *arguments, *plan.layout)
+        else:
+            plan.kernel(queue, plan.global_size, plan.local_size, *arguments, y.buffer, *plan.layout)
+    return y
+
+
+def _in_float32(value: float) -> float:
+    """The number, infinite where it lies beyond float32, as numpy would cast it."""
+    value = float(value)
+    return math.copysign(math.inf, value) if abs(value) > _FLOAT_MAX else value
+
+
+def _make_plan(
+    key: tuple[Any, ...],
+    queue: cl.CommandQueue,
+    op: str,
+    out_dtype: str,
+    operands: Sequence[Tensor | float],
+    parameter_count: int,
+) -> _Plan:
+    if OPS.get(op) != (len(operands), parameter_count):
+        raise ValueError(f"no function {op!r} of {len(operands)} operands and {parameter_count} parameters")
+    shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in operands]
+    shape = broadcast_shape(op, *(shapes[k] for k, x in enumerate(operands) if isinstance(x, Tensor)))
+    size = math.prod(shape)
+    plan = _Plan(None, (0,), (0,), shape, ())
+    if size:
+        inner, steps, dims = _collapse(shapes, shape)
+        macros: dict[str, object] = {"OP": f"op_{op}", "ARITY": len(operands), "PARAMETERS": parameter_count}
+        for k, x in enumerate(operands):
+            macros[f"X{k}_T"] = _INPUT_STORAGE[x.dtype] if isinstance(x, Tensor) else "arg"
+            macros[f"X{k}_STEP"] = int(steps[k])
+        macros |= {"Y_T": bridge.STORAGE[out_dtype], "STRIDED": int(bool(dims))}
+        types = "".join("p" if isinstance(x, Tensor) else "f" for x in operands) + "p" + "f" * parameter_count
+        span = span_for(queue, size)
+        layout: tuple[Any, ...] = (span, size)
+        types += "qq"
+        if dims:
+            layout += (inner, len(dims) // 4, _constants(queue.context, dims))
+            types += "qup"
+        # PoCL compiles a kernel anew for every work-group size it picks itself, so the size is always given.
+        local = 1 if capabilities(queue).is_cpu else _LOCAL_GPU
+        items = -(-size // span)
+        kernel = get_kernel(queue, "elementwise.cl", "elementwise", types, **macros)
+        plan = _Plan(kernel, (-(-items // local) * local,), (local,), shape, layout)
+    if len(_plans.known) >= _MAX_PLANS:  # shapes that never come back must not pile up
+        _plans.known.clear()
+    _plans.known[key] = plan
+    return plan
+
+
+def broadcast_shape(name: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that the shapes broadcast to, as in numpy.
+
+    Raises:
+        ValueError: they do not; the message starts with ``name``.
+    """
+    try:
+        return tuple(np.broadcast_shapes(*shapes))
+    except ValueError:
+        raise ValueError(f"{name}: the shapes {' and '.join(map(str, shapes))} do not broadcast") from None
+
+
+def _collapse(shapes: Sequence[tuple[int, ...]], out_shape: tuple[int, ...]) -> tuple[int, tuple[bool, ...], list[int]]:
+    """The fewest dimensions that tell how the operands broadcast.
+
+    Returns:
+        The innermost extent; for each operand, whether it moves along that dimension; and for each dimension
+        outside it, from the inside out, its extent and the strides of three operands (0: does not move).
+    """
+    padded = [(1,) * (len(out_shape) - len(shape)) + shape for shape in shapes]
+    merged: list[tuple[int, tuple[bool, ...]]] = []
+    for axis, extent in enumerate(out_shape):
+        moves = tuple(shape[axis] == extent for shape in padded)
+        if extent == 1:
+            continue
+        if merged and merged[-1][1] == moves:
+            merged[-1] = (merged[-1][0] * extent, moves)
+        else:
+            merged.append((extent, moves))
+    if not merged:
+        return 1, (False,) * len(shapes), []
+    inner, steps = merged.pop()
+    lengths = [inner if step else 1 for step in steps]
+    dims: list[int] = []
+    for extent, moves in reversed(merged):
+        strides = [length if move else 0 for length, move in zip(lengths, moves, strict=True)]
+        dims += [extent, *strides, *(0,) * (3 - len(strides))]
+        lengths = [length * extent if move else length for length, move in zip(lengths, moves, strict=True)]
+    return inner, steps, dims
+
+
+def _constants(context: cl.Context, values: list[int]) -> cl.Buffer:
+    flags = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
+    return cl.Buffer(context, flags, hostbuf=np.array(values, np.uint64))
+
+
+# ------------------------------------------------------------------------------------------------- dropout
+
+
+def dropout(x: Tensor, p: float, seed: int, out_dtype: str) -> Tensor:
+    """x with each element zeroed with probability p, the others multiplied by ``1 / (1 - p)``.
+
+    Which elements are kept depends on ``seed`` and the element's index alone, so backward calls this again on
+    the gradient with the same seed and no mask is stored. Philox4x32-10: Salmon, Moraes, Dror and Shaw,
+    "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+
+    Args:
+        x: tensor of any shape, float32, float16 or bfloat16.
+        p: in ``[0, 1)``, up to a multiple of 2^-32.
+        seed: of any size; its lowest 64 bits count.
+    """
+    y = bridge.empty(x.queue, x.shape, out_dtype)
+    if x.size == 0:
+        return y
+    names = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
+    kernel = get_kernel(x.queue, "elementwise_dropout.cl", "dropout", "ppufuuqq", **names)
+    span = max(span_for(x.queue, x.size), 64)
+    local = 1 if capabilities(x.queue).is_cpu else _LOCAL_GPU
+    items = -(-x.size // span)
+    dropped = min(round(p * 2**32), 2**32 - 1)
+    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    size = -(-items // local) * local
+    kernel(x.queue, (size,), (local,), x.buffer, y.buffer, dropped, 1.0 / (1.0 - p), low, high, span, x.size)
+    return y
