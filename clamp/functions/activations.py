@@ -1,0 +1,113 @@
+"""Functions of one tensor: activations, exp and log and their kin, dropout.
+
+Backward recomputes from the input where that is more accurate: 1 - y*y of a tanh stored in 16 bits is zero from
+x = 4.5 on, while the slope is not. It reads the result where nothing is lost by it (relu, exp, sqrt).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from clamp import bridge
+from clamp.bridge import Tape, Tensor, TensorLike
+from clamp.functions.casting import Casting, implements, record
+from clamp.functions.elementwise import apply_unary, float_operands
+from clamp.ops import elementwise as ops
+
+#: netcl's name -> forward, gradient, and whether the gradient reads the result instead of the input
+_PLAIN = {
+    "relu": ("relu", "relu_grad", True),
+    "sigmoid": ("sigmoid", "sigmoid_grad", False),
+    "tanh": ("tanh", "tanh_grad", False),
+    "swish": ("swish", "swish_grad", False),
+    "softplus": ("softplus", "softplus_grad", False),
+    "hard_sigmoid": ("hard_sigmoid", "hard_sigmoid_grad", False),
+    "hard_swish": ("hard_swish", "hard_swish_grad", False),
+    "abs": ("abs", "abs_grad", False),
+    "exp": ("exp", "mul", True),
+    "log": ("log", "div", False),
+    "log1p": ("log1p", "log1p_grad", False),
+    "sqrt": ("sqrt", "sqrt_grad", True),
+    "rsqrt": ("rsqrt", "rsqrt_grad", False),
+}
+
+
+def _plain(name: str, op: str, grad_op: str, from_out: bool) -> Callable[..., Any]:
+    def function(casting: Casting, x: TensorLike, tape: Tape | None = None) -> Any:
+        return apply_unary(casting, x, tape, op, grad_op, from_out=from_out)
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"{name} of every element."
+    return implements(f"netcl.autograd.{name}")(function)
+
+
+#: The functions of ``_PLAIN``, by name: ``f(casting, x, tape=None)``
+PLAIN = {name: _plain(name, *rule) for name, rule in _PLAIN.items()}
+
+
+@implements("netcl.autograd.leaky_relu")
+def leaky_relu(casting: Casting, x: TensorLike, negative_slope: float = 0.01, tape: Tape | None = None) -> Any:
+    """x where positive, negative_slope * x elsewhere."""
+    return apply_unary(casting, x, tape, "leaky_relu", "leaky_relu_grad", negative_slope)
+
+
+@implements("netcl.autograd.gelu")
+def gelu(casting: Casting, x: TensorLike, approximate: bool = True, tape: Tape | None = None) -> Any:
+    """x * Phi(x), Phi being the normal distribution, or with ``approximate`` its usual form in tanh."""
+    op = "gelu_tanh" if approximate else "gelu_erf"
+    return apply_unary(casting, x, tape, op, f"{op}_grad")
+
+
+@implements("netcl.autograd.elu")
+def elu(casting: Casting, x: TensorLike, alpha: float = 1.0, tape: Tape | None = None) -> Any:
+    """x where positive, alpha * (exp(x) - 1) elsewhere."""
+    return apply_unary(casting, x, tape, "elu", "elu_grad", alpha)
+
+
+@implements("netcl.autograd.clamp", "netcl.autograd.clip")
+def clamp(casting: Casting, x: TensorLike, min_val: float, max_val: float, tape: Tape | None = None) -> Any:
+    """x, not below min_val and not above max_val. The gradient passes at the bounds and between them."""
+    return apply_unary(casting, x, tape, "clamp", "clamp_grad", min_val, max_val)
+
+
+@implements("netcl.autograd.hard_tanh")
+def hard_tanh(
+    casting: Casting, x: TensorLike, min_val: float = -1.0, max_val: float = 1.0, tape: Tape | None = None
+) -> Any:
+    """x, not below min_val and not above max_val."""
+    return apply_unary(casting, x, tape, "clamp", "clamp_grad", min_val, max_val)
+
+
+@implements("netcl.autograd.pow")
+def pow(casting: Casting, x: TensorLike, exponent: float, tape: Tape | None = None) -> Any:
+    """x to a fixed power."""
+    return apply_unary(casting, x, tape, "pow", "pow_grad", float(exponent))
+
+
+@implements("netcl.autograd.dropout")
+def dropout(casting: Casting, x: TensorLike, p: float = 0.5, seed: int | None = None, tape: Tape | None = None) -> Any:
+    """x with a random part p of its elements zeroed and the others multiplied by 1 / (1 - p).
+
+    The same seed drops the same elements, on every device. Without a seed one is drawn from numpy's global
+    generator, so ``np.random.seed`` makes a run repeatable. p <= 0 returns x itself, p >= 1 zeros. The mask is
+    made on the device and made again in backward: it takes no memory, and it is not netcl's mask for that seed.
+    """
+    if p <= 0:
+        return x
+    (operand,) = float_operands(casting, x)
+    key = int.from_bytes(np.random.bytes(8), "little") if seed is None else int(seed)
+
+    def dropped(values: Tensor, dtype: str) -> Tensor:
+        if p >= 1:
+            return bridge.zeros(values.queue, values.shape, dtype)
+        return ops.dropout(values, p, key, dtype)
+
+    out = dropped(operand.value, casting.result_dtype(operand))
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        return [dropped(grad, operand.grad_dtype) if operand.needs_grad else None]
+
+    return record(out, backward, (operand,), "dropout", tape)

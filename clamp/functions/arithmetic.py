@@ -1,0 +1,169 @@
+"""Arithmetic, comparison and choice: functions of several operands that broadcast as in numpy.
+
+Signatures are netcl's with the casting in front; an operand may be a node, a tensor or a number. Values and ties
+are netcl's (the first operand of ``maximum`` wins), NaNs are numpy's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Node, Tape, TensorLike
+from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, owned_value, record
+from clamp.functions.elementwise import (
+    PASS,
+    apply_broadcast,
+    apply_unary,
+    as_constant_node,
+    float_operands,
+    gradient_of,
+    is_scalar,
+)
+from clamp.ops.elementwise import elementwise
+from clamp.ops.reduce_to_shape import sum_to_shape
+
+Argument = TensorLike | float
+
+
+@implements("netcl.autograd.add")
+def add(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
+    """a + b."""
+    return apply_broadcast(casting, (a, b), tape, "add", PASS, PASS)
+
+
+@implements("netcl.autograd.sub")
+def sub(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
+    """a - b."""
+    return apply_broadcast(casting, (a, b), tape, "sub", PASS, ("neg", "g"))
+
+
+@implements("netcl.autograd.mul")
+def mul(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
+    """a * b."""
+    return apply_broadcast(casting, (a, b), tape, "mul", ("mul", "g", 1), ("mul", "g", 0))
+
+
+@implements("netcl.autograd.div")
+def div(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
+    """a / b."""
+    return apply_broadcast(casting, (a, b), tape, "div", ("div", "g", 1), ("div_grad", "g", 0, 1))
+
+
+@implements("netcl.autograd.maximum")
+def maximum(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
+    """The larger of a and b. At a tie the gradient is a's, or the tensor's where the other is a number."""
+    return _extremum(casting, a, b, tape, "maximum")
+
+
+@implements("netcl.autograd.minimum")
+def minimum(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
+    """The smaller of a and b. At a tie the gradient is a's, or the tensor's where the other is a number."""
+    return _extremum(casting, a, b, tape, "minimum")
+
+
+def _extremum(casting: Casting, a: Argument, b: Argument, tape: Tape | None, op: str) -> Any:
+    if is_scalar(a):
+        a, b = b, a
+    rules = ((f"{op}_grad_a", "g", 0, 1), (f"{op}_grad_b", "g", 0, 1))
+    return apply_broadcast(casting, (a, b), tape, op, *rules)
+
+
+@implements("netcl.autograd.add_relu")
+def add_relu(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None = None) -> Any:
+    """relu(a + b), without the sum in between."""
+    operands = float_operands(casting, a, b)
+    out = elementwise("add_relu", casting.result_dtype(*operands), operands[0].value, operands[1].value)
+
+    def backward(grad: Any) -> list[Any]:
+        wanted = [operand for operand in operands if operand.needs_grad]
+        if not wanted:
+            return [None, None]
+        # Both operands get this one tensor, summed or rounded only where they differ from the result.
+        dtypes = {operand.grad_dtype for operand in wanted}
+        whole = all(operand.shape == out.shape for operand in wanted)
+        through = elementwise("relu_grad", dtypes.pop() if whole and len(dtypes) == 1 else "float32", grad, out)
+        return [sum_to_shape(through, x.shape, x.grad_dtype) if x.needs_grad else None for x in operands]
+
+    return record(out, backward, operands, "add_relu", tape)
+
+
+@implements("netcl.autograd.bias_add")
+def bias_add(casting: Casting, x: TensorLike, bias: TensorLike, tape: Tape | None = None) -> Any:
+    """x + bias, a bias of shape (N,) on every row of x, of shape (M, N).
+
+    Raises:
+        ValueError: other shapes.
+    """
+    require_bias_shapes(tuple(x.value.shape), tuple(bias.value.shape))
+    return apply_broadcast(casting, (x, bias), tape, "add", PASS, PASS)
+
+
+def require_bias_shapes(x: tuple[int, ...], bias: tuple[int, ...]) -> None:
+    """Raises ValueError unless a bias of this shape fits on the rows of x."""
+    if len(x) != 2 or len(bias) != 1:
+        raise ValueError(f"bias_add expects x of shape (M, N) and a bias of shape (N,), got {x} and {bias}")
+    if x[1] != bias[0]:
+        raise ValueError(f"bias dimension mismatch: rows of {x[1]} elements, a bias of {bias[0]}")
+
+
+@implements("netcl.autograd.square")
+def square(casting: Casting, x: TensorLike, tape: Tape | None = None) -> Any:
+    """x * x."""
+    return apply_unary(casting, x, tape, "square", "square_grad")
+
+
+# -------------------------------------------------------------------------------------- comparison, choice
+
+
+def _comparison(op: str) -> None:
+    def compare(casting: Casting, a: Argument, b: Argument) -> Node:
+        tensors = [x for x in (a, b) if not is_scalar(x)]
+        if not tensors:
+            raise NotOwned
+        operands = float_operands(casting, *tensors)
+        found = iter(operands)
+        values = [float(x) if is_scalar(x) else next(found).value for x in (a, b)]
+        # netcl returns a node here even for bare tensors and without grad mode.
+        return as_constant_node(elementwise(op, casting.result_dtype(*operands), *values))
+
+    compare.__name__ = compare.__qualname__ = op
+    compare.__doc__ = f"1 where {op} holds, else 0, in the operands' dtype; never differentiable."
+    implements(f"netcl.autograd.{op}")(compare)
+
+
+for _op in ("lt", "le", "gt", "ge"):
+    _comparison(_op)
+
+
+@implements("netcl.autograd.where")
+def where(casting: Casting, condition: TensorLike, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
+    """a where the condition is not zero, b elsewhere; nothing of the branch not taken gets into the result.
+
+    Args:
+        condition: tensor of any dtype that clamp reads, int32 included. It is never cast: a number that half
+            would round to zero is not zero.
+
+    Raises:
+        ValueError: a and b are both numbers, or the shapes do not broadcast.
+    """
+    if is_scalar(a) and is_scalar(b):
+        raise ValueError("where needs at least one Tensor/Node branch")
+    choice = Operand(condition, owned_value(as_node(condition)))
+    operands = float_operands(casting, *(x for x in (a, b) if not is_scalar(x)))
+    bridge.require_same_queue("where", choice.value, *(x.parent.value for x in operands))
+    found = iter(operands)
+    inputs: list[Operand | float] = [float(x) if is_scalar(x) else next(found) for x in (a, b)]
+    branches = [x.value if isinstance(x, Operand) else x for x in inputs]
+    out = elementwise("where", casting.result_dtype(*operands), choice.value, *branches)
+    del branches
+    rules = (("where_grad_a", "g", 0), ("where_grad_b", "g", 0))
+
+    def backward(grad: Any) -> list[Any]:
+        return [None] + [
+            gradient_of(x, rule, grad, (choice,)) if x.needs_grad else None
+            for x, rule in zip(inputs, rules, strict=True)
+            if isinstance(x, Operand)
+        ]
+
+    return record(out, backward, (choice, *operands), "where", tape)
