@@ -58,15 +58,16 @@ sum_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restric
 }
 #endif
 
-// y[outer, part, column] = sum over the part's rows / divisor; a work-item sums `width` neighbouring columns.
+// y[outer, part, column] = sum over the part's rows / divisor; a work-item sums a strip of `width` columns.
 __kernel void sum_columns(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong n,
-                          const ulong inner, const ulong span, const ulong width, const float divisor) {
-    const size_t part = get_global_id(1), parts = get_global_size(1), outer = get_global_id(2);
+                          const ulong inner, const ulong span, const ulong width, const uint strips,
+                          const uint parts, const float divisor) {
+    const size_t piece = get_global_id(0) / strips, part = piece % parts;
     const size_t begin = part * span, end = min(begin + span, (size_t)n);
-    const size_t last = min((get_global_id(0) + 1) * (size_t)width, (size_t)inner);
-    x += outer * n * inner;
-    y += (outer * parts + part) * inner;
-    size_t i = get_global_id(0) * (size_t)width;
+    x += piece / parts * n * inner;
+    y += piece * inner;
+    size_t i = (get_global_id(0) % strips) * width;
+    const size_t last = min(i + width, (size_t)inner);
     for (; i + 16 <= last; i += 16) {
         float16 total = 0;
         for (size_t block = begin; block < end; block += ROWS) {

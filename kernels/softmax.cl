@@ -66,11 +66,12 @@ softmax_rows_backward(__global const STORAGE(Y_T) *restrict y, __global const ST
 
 #ifdef SOFTMAX_COLUMNS
 __kernel void softmax_columns(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y,
-                              const ulong n, const ulong inner, const ulong width) {
-    const size_t last = min((get_global_id(0) + 1) * (size_t)width, (size_t)inner);
-    x += get_global_id(1) * n * inner;
-    y += get_global_id(1) * n * inner;
-    size_t i = get_global_id(0) * (size_t)width;
+                              const ulong n, const ulong inner, const ulong width, const uint strips) {
+    const size_t plane = get_global_id(0) / strips * n * inner;
+    x += plane;
+    y += plane;
+    size_t i = (get_global_id(0) % strips) * width;
+    const size_t last = min(i + width, (size_t)inner);
     for (; i + 16 <= last; i += 16) {
         float16 top = -INFINITY, total = 0;
         for (size_t row = 0; row < n; row++) top = fmax(top, LOAD16(X_T, x, row * inner + i));
@@ -92,19 +93,21 @@ __kernel void softmax_columns(__global const STORAGE(X_T) *restrict x, __global 
 __kernel void softmax_columns_backward(__global const STORAGE(Y_T) *restrict y,
                                        __global const STORAGE(G_T) *restrict dy,
                                        __global STORAGE(DX_T) *restrict dx, const ulong n, const ulong inner,
-                                       const ulong width) {
-    const size_t last = min((get_global_id(0) + 1) * (size_t)width, (size_t)inner);
-    const size_t plane = get_global_id(1) * n * inner;
-    size_t i = get_global_id(0) * (size_t)width;
+                                       const ulong width, const uint strips) {
+    const size_t plane = get_global_id(0) / strips * n * inner;
+    size_t i = (get_global_id(0) % strips) * width;
+    const size_t last = min(i + width, (size_t)inner);
     for (; i + 16 <= last; i += 16) {
         float16 sum = 0;
-        for (size_t at = plane + i, row = 0; row < n; row++, at += inner) sum += LOAD16(Y_T, y, at) * LOAD16(G_T, dy, at);
+        for (size_t at = plane + i, row = 0; row < n; row++, at += inner)
+            sum += LOAD16(Y_T, y, at) * LOAD16(G_T, dy, at);
         for (size_t at = plane + i, row = 0; row < n; row++, at += inner)
             STORE16(DX_T, LOAD16(Y_T, y, at) * (LOAD16(G_T, dy, at) - sum), dx, at);
     }
     for (; i < last; i++) {
         float sum = 0;
-        for (size_t at = plane + i, row = 0; row < n; row++, at += inner) sum += LOAD(Y_T, y, at) * LOAD(G_T, dy, at);
+        for (size_t at = plane + i, row = 0; row < n; row++, at += inner)
+            sum += LOAD(Y_T, y, at) * LOAD(G_T, dy, at);
         for (size_t at = plane + i, row = 0; row < n; row++, at += inner)
             STORE(DX_T, LOAD(Y_T, y, at) * (LOAD(G_T, dy, at) - sum), dx, at);
     }

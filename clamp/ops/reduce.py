@@ -145,9 +145,13 @@ def _sum_rows(x: Tensor, y: Tensor, outer: int, n: int, inner: int, parts: int, 
 def _sum_columns(x: Tensor, y: Tensor, outer: int, n: int, inner: int, parts: int, span: int, divisor: float) -> None:
     width = column_width(x.queue, outer * parts, min(n, span), inner)
     kernel = get_kernel(
-        x.queue, "reduce.cl", "sum_columns", "ppqqqqf", X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype]
+        x.queue, "reduce.cl", "sum_columns", "ppqqqquuf", X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype]
     )
-    kernel(x.queue, (-(-inner // width), parts, outer), None, x.buffer, y.buffer, n, inner, span, width, divisor)
+    strips = -(-inner // width)
+    kernel(
+        x.queue, (strips * parts * outer,), None,
+        x.buffer, y.buffer, n, inner, span, width, strips, parts, divisor,
+    )  # fmt: skip
 
 
 def column_width(queue: cl.CommandQueue, planes: int, n: int, inner: int) -> int:

@@ -30,8 +30,9 @@ def softmax(x: Tensor, axis: int = -1, *, out_dtype: str) -> Tensor:
         kernel(x.queue, plan.global_size, plan.local_size, x.buffer, out.buffer, outer, n, plan.each)
     else:
         width = column_width(x.queue, outer, n, inner)
-        kernel = get_kernel(x.queue, "softmax.cl", "softmax_columns", "ppqqq", SOFTMAX_COLUMNS=1, **types)
-        kernel(x.queue, (-(-inner // width), outer), None, x.buffer, out.buffer, n, inner, width)
+        strips = -(-inner // width)
+        kernel = get_kernel(x.queue, "softmax.cl", "softmax_columns", "ppqqqu", SOFTMAX_COLUMNS=1, **types)
+        kernel(x.queue, (strips * outer,), None, x.buffer, out.buffer, n, inner, width, strips)
     return out
 
 
@@ -62,7 +63,8 @@ def softmax_backward(y: Tensor, grad: Tensor, axis: int = -1, *, out_dtype: str)
     else:
         width = column_width(y.queue, outer, n, inner)
         kernel = get_kernel(
-            y.queue, "softmax.cl", "softmax_columns_backward", "pppqqq", SOFTMAX_COLUMNS_BACKWARD=1, **types
+            y.queue, "softmax.cl", "softmax_columns_backward", "pppqqqu", SOFTMAX_COLUMNS_BACKWARD=1, **types
         )
-        kernel(y.queue, (-(-inner // width), outer), None, y.buffer, grad.buffer, out.buffer, n, inner, width)
+        strips = -(-inner // width)
+        kernel(y.queue, (strips * outer,), None, y.buffer, grad.buffer, out.buffer, n, inner, width, strips)
     return out

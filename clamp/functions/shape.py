@@ -1,0 +1,143 @@
+"""Views and permutations under autograd. Views share the buffer, forward and backward; any dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Tape, Tensor
+from clamp.functions.casting import Casting, NotOwned, as_node, implements, record
+from clamp.ops import shape as ops
+from clamp.ops.reduce import normalize_axis
+
+
+def _view(casting: Casting, x: Any, shape: Sequence[int], op_name: str, tape: Tape | None) -> Any:
+    (operand,) = casting.operands(as_node(x))
+    before = operand.shape
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        return [bridge.view(grad, before) if operand.needs_grad else None]
+
+    return record(bridge.view(operand.value, shape), backward, (operand,), op_name, tape)
+
+
+def _shape_of(x: Any) -> tuple[int, ...]:
+    value = as_node(x).value
+    if not isinstance(value, Tensor):
+        raise NotOwned
+    return tuple(int(extent) for extent in value.shape)
+
+
+def _resolved(before: tuple[int, ...], shape: Any) -> tuple[int, ...]:
+    """A shape with its -1 filled in.
+
+    Raises:
+        ValueError: two are -1, another extent is negative, or the number of elements differs.
+    """
+    wanted = tuple(int(extent) for extent in (shape if isinstance(shape, Sequence) else tuple(shape)))
+    if wanted.count(-1) > 1:
+        raise ValueError(f"only one dimension can be -1, got {wanted}")
+    total, known = prod(before), prod(extent for extent in wanted if extent != -1)
+    if -1 in wanted and known > 0 and total % known == 0:
+        wanted = tuple(total // known if extent == -1 else extent for extent in wanted)
+    if min(wanted, default=0) < 0 or prod(wanted) != total:
+        raise ValueError(f"cannot reshape {before} into {tuple(shape)}: {total} elements against {known}")
+    return wanted
+
+
+@implements("netcl.autograd.reshape")
+def reshape(casting: Casting, x: Any, shape: Sequence[int], tape: Tape | None = None) -> Any:
+    """x under another shape of as many elements; one extent may be -1.
+
+    Raises:
+        ValueError: the number of elements differs, or two extents are -1.
+    """
+    return _view(casting, x, _resolved(_shape_of(x), shape), "reshape", tape)
+
+
+@implements("netcl.autograd.flatten")
+def flatten(casting: Casting, x: Any, shape: Sequence[int], tape: Tape | None = None) -> Any:
+    """netcl's other name for ``reshape``: the shape is given in full (an extent of -1 is filled in)."""
+    return _view(casting, x, _resolved(_shape_of(x), shape), "flatten", tape)
+
+
+@implements("netcl.autograd.unsqueeze")
+def unsqueeze(casting: Casting, x: Any, axis: int, tape: Tape | None = None) -> Any:
+    """x with an axis of extent 1 more, at ``axis`` of the result.
+
+    Raises:
+        ValueError: the result has no such axis.
+    """
+    shape = _shape_of(x)
+    if not -len(shape) - 1 <= axis <= len(shape):
+        raise ValueError(f"axis {axis} out of range for unsqueeze on {len(shape)}D tensor")
+    axis %= len(shape) + 1
+    return _view(casting, x, (*shape[:axis], 1, *shape[axis:]), "unsqueeze", tape)
+
+
+@implements("netcl.autograd.squeeze")
+def squeeze(casting: Casting, x: Any, axis: int | None = None, tape: Tape | None = None) -> Any:
+    """x without ``axis``, of extent 1, or without every axis of extent 1 (at least one axis is left).
+
+    Raises:
+        ValueError: there is no such axis, or its extent is not 1.
+    """
+    shape = _shape_of(x)
+    if axis is None:
+        return _view(casting, x, tuple(extent for extent in shape if extent != 1) or (1,), "squeeze", tape)
+    axis = normalize_axis(axis, len(shape))
+    if shape[axis] != 1:
+        raise ValueError(f"cannot squeeze axis {axis} with size {shape[axis]}")
+    return _view(casting, x, shape[:axis] + shape[axis + 1 :], "squeeze", tape)
+
+
+@implements("netcl.autograd.permute")
+def permute(casting: Casting, x: Any, dims: Sequence[int], tape: Tape | None = None) -> Any:
+    """A copy of x with its axes in the order ``dims``; any number of axes.
+
+    Raises:
+        ValueError: dims is no permutation of x's axes.
+    """
+    (operand,) = casting.operands(as_node(x))
+    out = ops.permute(operand.value, dims)
+    inverse = sorted(range(len(dims)), key=lambda axis: dims[axis])
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        return [ops.permute(grad, inverse) if operand.needs_grad else None]
+
+    return record(out, backward, (operand,), "permute", tape)
+
+
+# ------------------------------------------------------------------------------------------ tensor level
+
+
+@implements("netcl.ops.permute.permute")
+def tensor_permute(casting: Casting, x: Any, dims: Sequence[int], out: Tensor | None = None, pool: Any = None) -> Any:
+    """``permute`` of a bare tensor.
+
+    Raises:
+        ValueError: dims is no permutation of x's axes.
+        NotOwned: ``out`` is given.
+    """
+    if out is not None:
+        raise NotOwned
+    (operand,) = casting.operands(as_node(x))
+    return ops.permute(operand.value, dims)
+
+
+@implements("netcl.ops.transpose.transpose2d")
+def tensor_transpose2d(casting: Casting, x: Any, out: Tensor | None = None, pool: Any = None) -> Any:
+    """Transpose of a bare matrix.
+
+    Raises:
+        ValueError: x has not two dimensions.
+        NotOwned: ``out`` is given.
+    """
+    if out is not None:
+        raise NotOwned
+    (operand,) = casting.operands(as_node(x))
+    if len(operand.shape) != 2:
+        raise ValueError(f"transpose2d expects a 2D tensor, got shape {operand.shape}")
+    return ops.permute(operand.value, (1, 0))
