@@ -15,7 +15,7 @@ from clamp.autocast import Region, current_region, in_region, set_process_region
 from clamp.bridge import HALF_DTYPES, Node, Tape, Tensor
 from clamp.cache import weights
 from clamp.functions.casting import Operand, record
-from clamp.ops.elementwise import add
+from clamp.ops.elementwise import elementwise
 from clamp.optimizers import StepGuard, StepGuards, StepReport
 from clamp.patching.patch import Patches, Registration, set_active
 from clamp.scaler import LossScale
@@ -234,7 +234,7 @@ class NoOpHandle:
         pass
 
 
-class OptimWrapper(wrapt.ObjectProxy):  # type: ignore[misc]
+class OptimWrapper(wrapt.ObjectProxy[Any]):
     """An optimizer with ``scale_loss``; everything else is the optimizer's own.
 
     ``step`` does nothing if any of the losses since the last step overflowed.
@@ -300,7 +300,7 @@ def scaled_node(loss: Node, scaler: LossScale) -> Node:
     operand = Operand(loss, loss.value)
     return record(
         scaler.scale_loss(loss.value),
-        lambda grad: [scaler.scale_gradient(grad)],
+        lambda grad: [scaler.scale_gradient(grad, "float32")],
         (operand,),
         "scale_loss",
     )
@@ -358,7 +358,7 @@ class _Gradients:
             if slot.earlier is None:
                 continue
             now = slot.master.grad
-            slot.master.grad = slot.earlier if now is None else add(slot.earlier, now, "float32")
+            slot.master.grad = slot.earlier if now is None else elementwise("add", "float32", slot.earlier, now)
 
 
 def _target(grad: Tensor) -> Tensor:

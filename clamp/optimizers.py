@@ -73,18 +73,20 @@ class StepGuard:
             FloatingPointError: every step for a while was skipped although the scale is at its floor.
         """
         pending, self._pending = self._pending, []
-        overflowed = [scaler for scaler in pending if scaler.overflowed(self.mask)]
+        states = [scaler.read() for scaler in pending]  # the one read of the device in a step
+        overflowed = [index for index, state in enumerate(states) if state.overflow & self.mask]
         if not overflowed:
             self._skips_at_floor = 0
             result = run()
             self.written()
-            self.last = StepReport(True, "", pending[-1].scale if pending else 1.0)
+            self.last = StepReport(True, "", states[-1].scale if states else 1.0)
             return result
-        scaler = overflowed[-1]
-        self.last = StepReport(False, "inf or nan in the gradients", scaler.scale)
-        self._skips_at_floor = self._skips_at_floor + 1 if scaler.at_floor else 0
+        index = overflowed[-1]
+        scale = states[index].scale
+        self.last = StepReport(False, "inf or nan in the gradients", scale)
+        self._skips_at_floor = self._skips_at_floor + 1 if scale <= pending[index].floor else 0
         if self._skips_at_floor >= self._max_skips_at_floor:
-            self._give_up(scaler)
+            self._give_up(scale)
         return None
 
     def written(self) -> None:
@@ -95,13 +97,13 @@ class StepGuard:
                 weights.drop(param)
                 weights.drop(bridge.model_parameter(param))
 
-    def _give_up(self, scaler: LossScale) -> None:
+    def _give_up(self, scale: float) -> None:
         params = bridge.optimizer_parameters(self.optimizer)
         grads = [(index, param.grad) for index, param in enumerate(params) if param.grad is not None]
         bad = [grads[i][0] for i in non_finite([grad for _, grad in grads])]
         names = ", ".join(f"params[{index}] of shape {tuple(params[index].shape)}" for index in bad)
         raise FloatingPointError(
-            f"{self._skips_at_floor} steps in a row were skipped with the loss scale at its floor ({scaler.scale:g}): "
+            f"{self._skips_at_floor} steps in a row were skipped with the loss scale at its floor ({scale:g}): "
             f"the gradients are not finite at any scale, so the model itself computes inf or nan. "
             f"Non-finite gradients: {names or 'none any more'}."
         )

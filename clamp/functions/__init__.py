@@ -1,5 +1,10 @@
 """An op's forward and backward, bound into netcl's autograd: one file a family, mirroring ``ops/``.
 
 A function here takes netcl's arguments behind a ``Casting``, which decides what the kernels read and in which
-dtype the result is stored (casting.py). ``OWNED`` maps the netcl functions that clamp replaces to them.
+dtype the result is stored (casting.py). Importing a family registers it in ``OWNED``, by the full name of the
+netcl function whose place it takes.
 """
+
+from clamp.functions import activations, arithmetic, elementwise, loss, matmul, reduce, shape, tensor_level
+
+__all__ = ["activations", "arithmetic", "elementwise", "loss", "matmul", "reduce", "shape", "tensor_level"]

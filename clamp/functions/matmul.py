@@ -12,7 +12,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.functions.casting import Casting, NotOwned, Operand, Promote, as_node, implements, record
-from clamp.ops.elementwise import relu_backward
+from clamp.ops.elementwise import elementwise
 from clamp.ops.gemm import gemm
 from clamp.ops.reduce_to_shape import sum_to_shape
 from clamp.ops.shape import permute
@@ -130,7 +130,7 @@ def linear_relu(
     )
 
     def backward(grad: Tensor) -> list[Tensor | None]:
-        grad = relu_backward(grad, out, out_dtype=out.dtype)
+        grad = elementwise("relu_grad", out.dtype, grad, out)
         gx = gw = gb = None
         if xo.needs_grad:
             gx = gemm(grad, wo.value, transpose_b=True, out_dtype=xo.grad_dtype)

@@ -12,7 +12,7 @@ from clamp.bridge import HALF_DTYPES, Node, Tape, Tensor
 from clamp.cache import weights
 from clamp.functions.casting import cast_node
 from clamp.ops.cast import cast
-from clamp.ops.elementwise import add
+from clamp.ops.elementwise import elementwise
 from clamp.patching.wrap import Installed, reporter
 
 Arguments = tuple[Any, ...]
@@ -35,7 +35,7 @@ def add_gradients(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords
     first, second = args
     if first.dtype not in HALF_DTYPES and second.dtype not in HALF_DTYPES:
         return wrapped(first, second)
-    return add(first, second, bridge.canonical_dtype(first.dtype))
+    return elementwise("add", bridge.canonical_dtype(first.dtype), first, second)
 
 
 def tape_backward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> None:
@@ -75,7 +75,7 @@ def apply_op(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> 
         return wrapped(*args, **kwargs)
     forward, backward = args[:2]
     region = current_region()
-    name = kwargs.get("op_name") or getattr(forward, "__name__", "op")
+    name = str(kwargs.get("op_name") or getattr(forward, "__name__", "op"))
     report = reporter(region, name) if region is not None else _say_nothing
     widened = [cast_node(node, "float32", report) if _is_half(node) else node for node in nodes]
     swaps = [(node, wide) for node, wide in zip(nodes, widened, strict=True) if isinstance(node, Node)]

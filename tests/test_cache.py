@@ -1,0 +1,134 @@
+"""The weight cache: one cast per parameter until the parameter changes, however it changes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.core import transfer
+from netcl.core.transfer import write_tensor
+from netcl.nn.layers import Linear
+from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
+
+from clamp import amp
+from clamp.bridge import Parameter
+from clamp.cache import WeightCache, weights
+from tests.reference import to_device, to_numpy
+
+
+@pytest.fixture
+def handle() -> Iterator[amp.AmpHandle]:
+    with amp.init() as handle:
+        yield handle
+
+
+def test_a_value_is_made_once_and_dies_with_its_tensor(queue: cl.CommandQueue) -> None:
+    cache, tensor, made = WeightCache(), Parameter.from_host(queue, np.ones(3, np.float32)), []
+
+    def make(source: object) -> str:
+        made.append(1)
+        return "value"
+
+    assert cache.get(tensor, "kind", make) == cache.get(tensor, "kind", make) == "value"
+    assert made == [1]
+    cache.get(tensor, "other kind", make)
+    assert made == [1, 1]
+    cache.drop(tensor)
+    cache.get(tensor, "kind", make)
+    assert made == [1, 1, 1]
+    tensor.buffer = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 12)
+    cache.get(tensor, "kind", make)
+    assert made == [1, 1, 1, 1]
+    del tensor
+    gc.collect()
+    assert len(cache) == 0
+
+
+def output(weight: Parameter) -> float:
+    x = ag.tensor(to_device(weight.queue, np.ones((1, 4))))
+    with ag.no_grad():
+        return float(to_numpy(ag.matmul_op(x, ag.tensor(weight, requires_grad=True)))[0, 0])
+
+
+WRITES: dict[str, Callable[[Parameter], object]] = {
+    "Tensor.write": lambda p: p.write(np.full((4, 4), 2.0, np.float32)),
+    "write_tensor": lambda p: write_tensor(p, np.full((4, 4), 2.0, np.float32)),
+    "transfer.fill": lambda p: transfer.fill(p.queue, p.buffer, np.float32(2.0), 0, 64),
+    "transfer.copy": lambda p: transfer.copy(p.queue, p.buffer, to_device(p.queue, np.full((4, 4), 2.0)).buffer, 64),
+    "a replaced buffer": lambda p: setattr(p, "buffer", to_device(p.queue, np.full((4, 4), 2.0)).buffer),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_ends_the_entry(queue: cl.CommandQueue, handle: amp.AmpHandle, write: str) -> None:
+    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+    assert output(weight) == 4.0
+    assert len(weights) == 1
+    WRITES[write](weight)
+    assert output(weight) == 8.0
+
+
+def test_load_state_dict_ends_the_entry(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
+    layer = Linear(queue, 4, 4, bias=False)
+    output(layer.weight)
+    layer.load_state_dict({**layer.state_dict(), "weight": np.full((4, 4), 2.0, np.float32)})
+    assert output(layer.weight) == 8.0
+
+
+@pytest.mark.parametrize("make", [SGD, Adam, AdamW, Momentum, RMSProp])
+def test_an_optimizer_step_ends_the_entry(
+    queue: cl.CommandQueue, handle: amp.AmpHandle, make: Callable[..., object]
+) -> None:
+    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+    optimizer = make([weight], lr=0.5)
+    weight.grad = to_device(queue, np.ones((4, 4)))
+    assert output(weight) == 4.0
+    optimizer.step()  # type: ignore[attr-defined]
+    expected = float(weight.to_host().astype(np.float16).astype(np.float64)[:, 0].sum())
+    assert output(weight) == pytest.approx(expected, rel=1e-3)
+    assert expected != 4.0
+
+
+def test_clear_cache_is_for_kernels_of_the_users_own(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
+    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+    output(weight)
+    cl.enqueue_copy(queue, weight.buffer, np.full(16, 2.0, np.float32))
+    assert output(weight) == 4.0, "a raw write is invisible"
+    handle.clear_cache()
+    assert output(weight) == 8.0
+
+
+def test_regions_and_scale_loss_empty_it(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
+    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+    with amp.autocast():
+        with amp.autocast():
+            output(weight)
+        assert len(weights) == 1
+    assert len(weights) == 0
+    x = ag.tensor(to_device(queue, np.ones((1, 4))))
+    loss = ag.sum(ag.matmul_op(x, ag.tensor(weight, requires_grad=True)))
+    with handle.scale_loss(loss, SGD([weight])) as scaled_loss:
+        scaled_loss.backward()
+    assert len(weights) == 0
+
+
+def test_caching_can_be_turned_off(queue: cl.CommandQueue) -> None:
+    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+    with amp.init(enable_caching=False):
+        output(weight)
+        assert len(weights) == 0
+
+
+def test_eval_then_train_gives_the_weight_its_gradient(queue: cl.CommandQueue) -> None:
+    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+    x = ag.tensor(to_device(queue, np.ones((1, 4))))
+    with amp.init(loss_scale=1024.0) as handle:
+        output(weight)
+        loss = ag.sum(ag.matmul_op(x, ag.tensor(weight, requires_grad=True)))
+        with handle.scale_loss(loss, SGD([weight])) as scaled_loss:
+            scaled_loss.backward()
+    np.testing.assert_array_equal(weight.grad.to_host(), np.ones((4, 4)))

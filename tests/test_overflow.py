@@ -1,0 +1,195 @@
+"""An overflow skips exactly one step, bit for bit, halves the scale once, and costs nothing else."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
+
+from clamp import amp
+from clamp.bridge import Tensor
+from tests.networks import batch, loss_of, mlp, step, weights_of
+
+WIDTHS = (16, 128, 128, 64, 8)  # 8 parameters, 26,000 elements: enough for AdamW's fused path
+
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], Any]] = {
+    "sgd": lambda params: SGD(params, lr=1e-3),
+    "sgd_momentum": lambda params: SGD(params, lr=1e-3, momentum=0.9),
+    "momentum": lambda params: Momentum(params, lr=1e-3),
+    "adam": lambda params: Adam(params, lr=1e-3),
+    "adamw_fused": lambda params: AdamW(params, lr=1e-3),
+    "adamw_per_parameter": lambda params: AdamW(params[:4], lr=1e-3),
+    "rmsprop": lambda params: RMSProp(params, lr=1e-3),
+}
+
+
+@pytest.fixture
+def handle() -> Iterator[amp.AmpHandle]:
+    with amp.init() as handle:
+        yield handle
+
+
+def state_of(value: Any, queue: cl.CommandQueue) -> Any:
+    """Everything an optimizer holds, as bytes and plain values."""
+    if isinstance(value, cl.Buffer):
+        host = np.empty(value.size, np.uint8)
+        cl.enqueue_copy(queue, host, value)
+        return host.tobytes()
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, Tensor):
+        return value.to_host().tobytes()
+    if isinstance(value, dict):
+        return {str(key): state_of(item, queue) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [state_of(item, queue) for item in value]
+    return value if isinstance(value, int | float | str | bool | None) else type(value).__name__
+
+
+def optimizer_state(optimizer: Any, queue: cl.CommandQueue) -> Any:
+    state = {key: value for key, value in vars(optimizer).items() if key != "_fused_state"}
+    fused = getattr(optimizer, "_fused_state", None)
+    if fused is not None:
+        state["fused"] = [fused["m_flat"], fused["v_flat"], fused["p_flat"]]
+    return state_of(state, queue)
+
+
+def plant(param: Tensor, value: float = np.inf) -> None:
+    """Writes a non-finite value into the middle of a parameter's gradient."""
+    grad = param.grad.to_host().copy()
+    grad.reshape(-1)[grad.size // 2] = value
+    param.grad.write(grad)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_skipped_step_changes_no_bit(queue: cl.CommandQueue, handle: amp.AmpHandle, name: str, value: float) -> None:
+    model, data = mlp(queue, *WIDTHS), batch(queue, 32, 16, 8)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    step(handle, model, optimizer, data)
+    assert handle.last_step == amp.StepReport(True, "", 2.0**16)
+    weights, state = weights_of(model), optimizer_state(optimizer, queue)
+
+    optimizer.zero_grad()
+    with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        plant(optimizer.params[2], value)
+    assert optimizer.step() is None
+
+    for before, after in zip(weights, weights_of(model), strict=True):
+        np.testing.assert_array_equal(after, before)
+    assert optimizer_state(optimizer, queue) == state
+    assert handle.loss_scale == 2.0**15, "the scale halves once"
+    assert handle.last_step is not None
+    assert not handle.last_step.stepped
+    assert "inf or nan" in handle.last_step.reason
+
+    step(handle, model, optimizer, data)
+    assert handle.last_step.stepped
+    assert handle.loss_scale == 2.0**15
+    changed = [not np.array_equal(a, b) for a, b in zip(weights, weights_of(model), strict=True)]
+    assert all(changed[: len(optimizer.params)]), "the next step works"
+
+
+def test_a_real_overflow_is_found(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
+    model, (x, y) = mlp(queue, 16, 32, 8), batch(queue, 32, 16, 8)
+    y.write(y.to_host() * 1e4)  # 2 (p - y) / 1024 * 2^16 leaves half's range in the backward pass
+    optimizer = SGD(model.parameters(), lr=1e-9)
+    before = weights_of(model)
+    step(handle, model, optimizer, (x, y))
+    assert not handle.last_step.stepped
+    for old, new in zip(before, weights_of(model), strict=True):
+        np.testing.assert_array_equal(new, old)
+    skips = 1
+    while not handle.last_step.stepped and skips < 30:
+        step(handle, model, optimizer, (x, y))
+        skips += 1
+    assert handle.last_step.stepped, "the scale comes down to where the gradients fit"
+    assert handle.loss_scale == 2.0 ** (16 - (skips - 1))
+
+
+def test_any_overflow_since_the_last_step_skips_it_and_halves_once(
+    queue: cl.CommandQueue, handle: amp.AmpHandle
+) -> None:
+    model, data = mlp(queue, 16, 32, 8), batch(queue, 32, 16, 8)
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    before = weights_of(model)
+    for overflows in (False, True, True, False):
+        with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if overflows:
+                plant(optimizer.params[0])
+    optimizer.step()
+    assert not handle.last_step.stepped
+    assert handle.loss_scale == 2.0**15
+    for old, new in zip(before, weights_of(model), strict=True):
+        np.testing.assert_array_equal(new, old)
+    optimizer.zero_grad()
+    step(handle, model, optimizer, data)
+    assert handle.last_step.stepped
+
+
+def test_the_scale_grows_after_clean_steps(queue: cl.CommandQueue) -> None:
+    model, data = mlp(queue, 4, 4), batch(queue, 4, 4, 4)
+    optimizer = SGD(model.parameters(), lr=1e-6)
+    with amp.init() as handle:
+        for _ in range(1999):
+            step(handle, model, optimizer, data)
+        assert handle.loss_scale == 2.0**16
+        step(handle, model, optimizer, data)
+        assert handle.loss_scale == 2.0**17
+
+
+def test_a_model_that_computes_nan_raises_instead_of_stalling(queue: cl.CommandQueue) -> None:
+    model, data = mlp(queue, 4, 4), batch(queue, 4, 4, 4)
+    optimizer = SGD(model.parameters())
+    with amp.init() as handle, pytest.raises(FloatingPointError, match=r"params\[1\] of shape \(4,\)"):  # noqa: PT012
+        for _ in range(100):
+            optimizer.zero_grad()
+            with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                plant(optimizer.params[1], np.nan)
+            optimizer.step()
+    assert handle.loss_scale == 2.0**-14, "the floor"
+
+
+def test_an_exception_restores_gradients_scale_and_counters(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
+    model, data = mlp(queue, 16, 32, 8), batch(queue, 32, 16, 8)
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    kept = [param.grad for param in optimizer.params]
+    values = [grad.to_host().copy() for grad in kept]
+    state = amp.state_dict()
+    with pytest.raises(KeyError), handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:  # noqa: PT012
+        scaled_loss.backward()
+        raise KeyError
+    assert all(param.grad is grad for param, grad in zip(optimizer.params, kept, strict=True))
+    for grad, value in zip(kept, values, strict=True):
+        np.testing.assert_array_equal(grad.to_host(), value)
+    assert amp.state_dict() == state
+    assert amp.is_autocast_enabled()
+    optimizer.step()
+    assert handle.last_step.stepped
+
+
+def test_step_keeps_its_signature_and_refuses_a_closure(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
+    model, data = mlp(queue, *WIDTHS), batch(queue, 32, 16, 8)
+    optimizer = AdamW(model.parameters())
+    assert optimizer.step.__self__ is optimizer
+    with pytest.raises(RuntimeError, match="closure"):
+        optimizer.step(lambda: None)
+    assert optimizer.t == 0
+    with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step(max_norm=1.0)
+    queue.finish()  # AdamW's shared memory for max_norm dies with it, and kernels may still be using it
+    assert optimizer.t == 1
+    assert "step" not in vars(optimizer), "nothing unpicklable is left on the optimizer"
+    assert pickle.loads(pickle.dumps(copy.copy(vars(optimizer)["lr"]))) == optimizer.lr

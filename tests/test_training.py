@@ -1,0 +1,362 @@
+"""The two lines train: dtypes, gradients, accumulation, several losses, inference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.nn.layers import Linear
+from netcl.optim import SGD, Adam
+
+from clamp import amp
+from clamp.bridge import Node, Parameter, Tape, Tensor, graph
+from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, step, weights_of
+from tests.reference import quantize, to_device, to_numpy
+
+
+@pytest.fixture(autouse=True)
+def shut_down() -> Iterator[None]:
+    yield
+    if amp._handle is not None:
+        amp._handle.shutdown()
+
+
+def gradients(params: list[Tensor]) -> list[np.ndarray]:
+    return [param.grad.to_host().astype(np.float64) for param in params]
+
+
+def reference_gradients(model: object, data: tuple[Tensor, Tensor], dtype: str) -> list[np.ndarray]:
+    """float64 gradients of an MLP's loss, from weights and activations rounded to ``dtype``.
+
+    The activations are rounded too because a ReLU's input near zero changes sign in the rounding.
+    """
+
+    def rounded(array: np.ndarray) -> np.ndarray:
+        return quantize(array, dtype).astype(np.float64)
+
+    params = [param.to_host() for param in model.parameters()]
+    x, y = (tensor.to_host() for tensor in data)
+    weights, biases = [rounded(weight) for weight in params[::2]], params[1::2]
+    activations = [rounded(x)]
+    for index, (w, b) in enumerate(zip(weights, biases, strict=True)):
+        out = activations[-1] @ w + b
+        activations.append(rounded(np.maximum(out, 0) if index < len(weights) - 1 else out))
+    grad = 2 * LOSS_FACTOR * (activations[-1] - y)
+    result: list[np.ndarray] = []
+    for index in reversed(range(len(weights))):
+        result = [activations[index].T @ grad, grad.sum(0), *result]
+        grad = (grad @ weights[index].T) * (activations[index] > 0)
+    return result
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 5e-3), ("bfloat16", 4e-2), ("float32", 1e-5)])
+def test_gradients_are_those_of_the_network(queue: cl.CommandQueue, dtype: str, tolerance: float) -> None:
+    model, data = mlp(queue, 31, 64, 17, 5), batch(queue, 23, 31, 5)
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    expected = reference_gradients(model, data, dtype)
+    handle = amp.init(dtype=dtype)
+    with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    for param, want in zip(model.parameters(), expected, strict=True):
+        assert param.dtype == "float32"
+        assert param.grad.dtype == "float32"
+        error = np.abs(param.grad.to_host() - want).max() / np.abs(want).max()
+        assert error < tolerance
+
+
+def test_activations_are_16_bit_and_parameters_stay_fp32(queue: cl.CommandQueue) -> None:
+    model, data = mlp(queue, 16, 32, 32, 8), batch(queue, 8, 16, 8)
+    amp.init()
+    loss = loss_of(model, data)
+    assert loss.value.dtype == "float32"
+    computed = [node for node in graph(loss) if node.parents and node is not loss]
+    assert computed
+    # the network is in half, the loss (mse_loss, mul) in fp32
+    assert sorted(node.value.dtype for node in computed) == ["float16"] * 4 + ["float32"]
+    assert {param.dtype for param in model.parameters()} == {"float32"}
+    assert not any(node.op_name == "cast" for node in graph(loss)), "weights and inputs need no cast node"
+
+
+def test_the_tape_and_the_node_give_the_same_gradients(queue: cl.CommandQueue) -> None:
+    model, data = mlp(queue, 16, 32, 8), batch(queue, 8, 16, 8)
+    optimizer = SGD(model.parameters())
+    handle = amp.init()
+    with ag.Tape() as tape:
+        loss = loss_of(model, data)
+    with handle.scale_loss(loss, optimizer) as scaled_loss:
+        tape.backward(scaled_loss)
+    by_tape = gradients(model.parameters())
+    optimizer.zero_grad()
+    with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    for a, b in zip(by_tape, gradients(model.parameters()), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_training_is_repeatable_bit_for_bit(queue: cl.CommandQueue) -> None:
+    data = batch(queue, 32, 16, 8)
+
+    def run() -> list[np.ndarray]:
+        model = mlp(queue, 16, 64, 8)
+        optimizer = Adam(model.parameters(), lr=1e-2)
+        with amp.init() as handle:
+            for _ in range(10):
+                step(handle, model, optimizer, data)
+        return weights_of(model)
+
+    for a, b in zip(run(), run(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_amp_follows_fp32(queue: cl.CommandQueue) -> None:
+    data = batch(queue, 64, 16, 4)
+
+    def losses(dtype: str) -> list[float]:
+        model = mlp(queue, 16, 64, 4)
+        optimizer = Adam(model.parameters(), lr=3e-3)
+        with amp.init(dtype=dtype) as handle:
+            return [step(handle, model, optimizer, data) for _ in range(60)]
+
+    fp32 = losses("float32")
+    assert fp32[-1] < fp32[0] / 5, "the task can be learned"
+    for dtype in ("float16", "bfloat16"):
+        np.testing.assert_allclose(losses(dtype), fp32, rtol=0.1)
+
+
+def test_accumulated_gradients_are_the_sum(queue: cl.CommandQueue) -> None:
+    model, first, second = mlp(queue, 16, 32, 8), batch(queue, 8, 16, 8, 1), batch(queue, 8, 16, 8, 2)
+    optimizer = SGD(model.parameters())
+    handle = amp.init()
+    separate = []
+    for data in (first, second):
+        optimizer.zero_grad()
+        with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        separate.append(gradients(model.parameters()))
+    optimizer.zero_grad()
+    for data in (first, second):
+        with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    for a, b, total in zip(*separate, gradients(model.parameters()), strict=True):
+        np.testing.assert_allclose(total, a + b, rtol=1e-6, atol=1e-6)
+
+
+def test_two_losses_with_their_own_scales(queue: cl.CommandQueue) -> None:
+    model, first, second = mlp(queue, 16, 32, 8), batch(queue, 8, 16, 8, 1), batch(queue, 8, 16, 8, 2)
+    handle = amp.init()
+    optimizer = handle.wrap_optimizer(SGD(model.parameters(), lr=1e-3), num_loss=2)
+    with pytest.raises(RuntimeError, match=r"optimizer\.scale_loss"):
+        handle.scale_loss(loss_of(model, first), optimizer)
+    before = weights_of(model)
+    for data in (first, second):
+        with optimizer.scale_loss(loss_of(model, data)) as scaled_loss:
+            scaled_loss.backward()
+    with pytest.raises(RuntimeError, match="num_loss=2"), optimizer.scale_loss(loss_of(model, first)):
+        pass
+    grads = gradients(model.parameters())
+    optimizer.step()
+    for old, new, grad in zip(before, weights_of(model), grads, strict=True):
+        np.testing.assert_allclose(new, old - 1e-3 * grad, rtol=1e-5, atol=1e-7)
+    assert optimizer.lr == 1e-3
+    optimizer.lr = 0.5
+    assert optimizer.__wrapped__.lr == 0.5
+
+
+def test_an_overflow_of_one_loss_skips_the_step_of_both(queue: cl.CommandQueue) -> None:
+    model, data = mlp(queue, 16, 32, 8), batch(queue, 8, 16, 8)
+    handle = amp.init()
+    optimizer = handle.wrap_optimizer(SGD(model.parameters(), lr=1e-3), num_loss=2)
+    before = weights_of(model)
+    for index in range(2):
+        with optimizer.scale_loss(loss_of(model, data)) as scaled_loss:
+            scaled_loss.backward()
+            if index == 0:
+                model.parameters()[0].grad.write(np.full((16, 32), np.inf, np.float32))
+    optimizer.step()
+    for old, new in zip(before, weights_of(model), strict=True):
+        np.testing.assert_array_equal(new, old)
+    assert [scaler.scale for scaler in handle.scalers[1:]] == [2.0**15, 2.0**16]
+
+
+def test_two_losses_that_share_a_trunk_count_it_once(queue: cl.CommandQueue) -> None:
+    model, (x, y) = mlp(queue, 16, 32, 8), batch(queue, 8, 16, 8)
+    optimizer = SGD(model.parameters())
+    handle = amp.init(dtype="float32", loss_scale=8.0)
+    with ag.Tape() as tape:
+        out = model(ag.tensor(x))
+        losses = [ag.mse_loss(out, ag.tensor(y)), ag.sum(out)]
+    for loss in losses:
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            tape.backward(scaled_loss)
+    together = gradients(model.parameters())
+    optimizer.zero_grad()
+    out = model(ag.tensor(x))
+    total = ag.add(ag.mse_loss(out, ag.tensor(y)), ag.sum(out))
+    with handle.scale_loss(total, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    for a, b in zip(together, gradients(model.parameters()), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_parameters_own_node_that_outlives_zero_grad(queue: cl.CommandQueue) -> None:
+    weight = Parameter.from_host(queue, np.ones((4, 3), np.float32))
+    node = ag.tensor(weight, requires_grad=True)
+    x = ag.tensor(to_device(queue, np.ones((2, 4))))
+    optimizer = SGD([weight])
+    handle = amp.init(loss_scale=1024.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with handle.scale_loss(ag.sum(ag.matmul_op(x, node)), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        np.testing.assert_array_equal(weight.grad.to_host(), np.full((4, 3), 2.0))
+
+
+def test_one_gradient_buffer_for_two_parameters_is_unscaled_once(queue: cl.CommandQueue) -> None:
+    first, second = (Parameter.from_host(queue, np.ones(5, np.float32)) for _ in range(2))
+    optimizer = SGD([first, second])
+    handle = amp.init()
+    loss = ag.sum(ag.add(ag.tensor(first, requires_grad=True), ag.tensor(second, requires_grad=True)))
+    with handle.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    np.testing.assert_array_equal(first.grad.to_host(), np.ones(5))
+    np.testing.assert_array_equal(second.grad.to_host(), np.ones(5))
+
+
+def test_a_16_bit_parameter_trains_through_its_master(queue: cl.CommandQueue) -> None:
+    weight = Parameter.from_host(queue, np.ones((4, 3), np.float16), dtype="float16")
+    optimizer = SGD([weight], lr=2.0**-6)
+    x = ag.tensor(to_device(queue, np.ones((2, 4))))
+    handle = amp.init(loss_scale=1024.0)
+    for expected in (1 - 2 * 2.0**-6, 1 - 4 * 2.0**-6):
+        optimizer.zero_grad()
+        loss = ag.sum(ag.matmul_op(x, ag.tensor(weight, requires_grad=True)))
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert optimizer.params[0].grad.dtype == "float32"
+        optimizer.step()
+        np.testing.assert_array_equal(to_numpy(weight), np.full((4, 3), expected))
+
+
+def test_input_batches_get_no_gradient(queue: cl.CommandQueue) -> None:
+    model, (x, y) = mlp(queue, 8, 4), batch(queue, 4, 8, 4)
+    optimizer = SGD(model.parameters())
+    handle = amp.init()
+    for _ in range(2):
+        with handle.scale_loss(loss_of(model, (x, y)), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    assert x.grad is None
+    assert y.grad is None
+
+
+def test_no_grad_inference_equals_the_training_forward(queue: cl.CommandQueue) -> None:
+    model, (x, _) = mlp(queue, 16, 32, 8), batch(queue, 8, 16, 8)
+    amp.init()
+    trained = model(ag.tensor(x)).value
+    with ag.no_grad():
+        from_node = model(ag.tensor(x))
+        from_tensor = model(x)
+    for out in (from_node, from_tensor):
+        assert isinstance(out, Tensor)
+        assert out.dtype == trained.dtype == "float16"
+        np.testing.assert_allclose(to_numpy(out), to_numpy(trained), atol=2e-3)
+
+
+def test_backward_of_a_node_without_amp_lines(queue: cl.CommandQueue) -> None:
+    amp.init()
+    x = Parameter.from_host(queue, np.array([1.0, 2.0], np.float32))
+    ag.sum(ag.square(ag.tensor(x, requires_grad=True))).backward()
+    np.testing.assert_array_equal(x.grad.to_host(), [2.0, 4.0])
+
+
+def test_rnn_weights_are_cast_once_per_iteration(queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]) -> None:
+    cell = Linear(queue, 12, 12)
+    optimizer = SGD(cell.parameters(), lr=1e-3)
+    x = to_device(queue, np.random.default_rng(0).standard_normal((4, 12)) * 0.1)
+    handle = amp.init(verbose=True)
+    for _ in range(2):
+        capsys.readouterr()
+        optimizer.zero_grad()
+        state: Node = ag.tensor(x)
+        for _ in range(5):
+            state = ag.tanh(cell(state))
+        loss = ag.sum(ag.square(state))
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        lines = capsys.readouterr().out.splitlines()
+        # one line for the weight, one for the input batch; the loop adds none
+        assert lines.count("Float->Half (matmul_op)") == 2
+        assert cell.weight.grad.dtype == "float32"
+
+
+def test_disable_casts_and_autocast_islands(queue: cl.CommandQueue) -> None:
+    a, b = (ag.tensor(to_device(queue, np.ones((4, 4)))) for _ in range(2))
+    handle = amp.init()
+    assert ag.matmul_op(a, b).value.dtype == "float16"
+    with handle.disable_casts():
+        assert ag.matmul_op(a, b).value.dtype == "float32"
+        half = ag.matmul_op(amp.cast(a, "float16"), amp.cast(b, "float16"))
+        assert half.value.dtype == "float16"
+        np.testing.assert_array_equal(to_numpy(half.value), np.full((4, 4), 4.0))
+        with amp.autocast(dtype="bfloat16"):
+            assert ag.matmul_op(a, b).value.dtype == "bfloat16"
+            assert amp.get_autocast_dtype() == "bfloat16"
+    with amp.autocast(enabled=False):
+        assert not amp.is_autocast_enabled()
+        assert ag.matmul_op(a, b).value.dtype == "float32"
+    assert amp.is_autocast_enabled()
+
+
+def test_autocast_without_init(queue: cl.CommandQueue) -> None:
+    a, b = (ag.tensor(to_device(queue, np.ones((4, 4)))) for _ in range(2))
+
+    @amp.autocast()
+    def product() -> Node:
+        return ag.matmul_op(a, b)
+
+    assert product().value.dtype == "float16"
+    assert ag.matmul_op(a, b).value.dtype == "float32"
+    assert not amp.is_autocast_enabled()
+    amp.init().shutdown()
+    assert ag.matmul_op(a, b).value.dtype == "float32"
+
+
+def test_state_dict_continues_the_scale(queue: cl.CommandQueue) -> None:
+    model, data = mlp(queue, 8, 4), batch(queue, 4, 8, 4)
+    optimizer = SGD(model.parameters(), lr=1e-4)
+    with amp.init() as handle:
+        for _ in range(5):
+            step(handle, model, optimizer, data)
+        with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            optimizer.params[0].grad.write(np.full((8, 4), np.nan, np.float32))
+        optimizer.step()
+        saved = amp.state_dict()
+    with amp.init() as handle:
+        amp.load_state_dict(saved)
+        assert handle.loss_scale == 2.0**15
+        assert amp.state_dict() == saved
+        with pytest.raises(RuntimeError, match="empty"):
+            amp.load_state_dict({})
+        with pytest.raises(ValueError, match="loss_scaler1"):
+            amp.load_state_dict({"loss_scaler1": saved["loss_scaler0"]})
+    with pytest.raises(RuntimeError, match="init"):
+        amp.state_dict()
+
+
+def test_tape_backward_with_retained_gradients(queue: cl.CommandQueue) -> None:
+    model, data = mlp(queue, 8, 16, 4), batch(queue, 4, 8, 4)
+    amp.init()
+    with ag.Tape() as tape:
+        loss = loss_of(model, data)
+    tape.backward(loss)
+    first = gradients(model.parameters())
+    for param in model.parameters():
+        param.grad = None
+    tape.backward(loss)
+    for a, b in zip(first, gradients(model.parameters()), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert isinstance(tape, Tape)
