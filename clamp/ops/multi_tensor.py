@@ -1,0 +1,196 @@
+"""One pass over many tensors: unscale, widen to float32 and find inf and nan, in one launch for 100 tensors.
+
+After NVIDIA apex's ``multi_tensor_apply``; OpenCL has no arrays of pointers, so the tensors are kernel arguments
+(kernels/multi_tensor.cl draws it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.program import get_kernel
+
+Pair: TypeAlias = tuple[Tensor, Tensor, bool]  # source, target, whether they are one storage
+
+_SLOTS = 100  # tensors a launch, at most
+_TILE_CPU = 65536  # elements a work-group of one work-item
+_TILE_CPU_SMALLEST = 1024
+_TILES_PER_CORE = 4  # smaller tensors use smaller tiles until every core has this many
+_TILE_GPU = 8192  # elements a work-group
+_GROUP_GPU = 64
+_OTHER_ARGUMENTS_BYTES = 16  # tile table and state
+_TILE = np.dtype([("begin", np.uint64), ("tensor", np.uint32), ("count", np.uint32)])
+
+
+def unscale_(sources: Sequence[Tensor], targets: Sequence[Tensor], state: cl.Buffer) -> None:
+    """``targets[i] = sources[i] / scale`` in float32, for every i, and notes in the state whether any is inf or nan.
+
+    The scale's reciprocal is read from the state on the device; the check looks at each element after the
+    multiplication. All elements of all tensors are written, bad ones included. Storage that occurs several times
+    (netcl hands one gradient buffer to both parents of an addition) is unscaled once. Enqueues
+    ``ceil(n / 100)`` launches a source dtype and does not wait; a GPU whose launches take few argument bytes
+    (1024 on some) needs ``ceil(n / 60)`` where targets are not the sources.
+
+    Args:
+        sources: float32, float16 or bfloat16, any shapes, all on one queue.
+        targets: float32, of the same shapes; ``targets[i]`` may be ``sources[i]`` or share its buffer.
+        state: a loss scale's state, in the queue's context. Word 0 is the multiplier, float; word 1 is set to 1
+            if a result is not finite, else left alone.
+
+    Raises:
+        ValueError: the lengths, a shape, or the queues differ, or one target would get two results.
+        TypeError: a dtype is not one of the above, or a tensor is on netcl's numpy backend.
+            Nothing was changed if anything is raised.
+    """
+    _check(sources, targets)
+    for kind, pairs in _by_kind(_distinct(sources, targets)).items():
+        # The same storage for source and target is passed once, which leaves room for more tensors.
+        in_place = all(same for _, _, same in pairs)
+        slots = _slots(pairs[0][0].queue, in_place)
+        for start in range(0, len(pairs), slots):
+            _launch(pairs[start : start + slots], kind, in_place, slots, state)
+
+
+def non_finite(tensors: Sequence[Tensor]) -> list[int]:
+    """Indices of the tensors (float32, float16 or bfloat16) that hold an inf or a nan.
+
+    Reads every tensor to the host: for the message of an error, not for training.
+    """
+    return [index for index, tensor in enumerate(tensors) if tensor.size and not _all_finite(tensor)]
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    host = tensor.to_host()
+    if tensor.dtype == "bfloat16":  # netcl's words: the upper halves of float32
+        return bool(((host.view(np.uint16) & 0x7F80) != 0x7F80).all())
+    return bool(np.isfinite(host).all())
+
+
+def _check(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    if len(sources) != len(targets):
+        raise ValueError(f"unscale_: {len(sources)} sources and {len(targets)} targets; each source needs one target")
+    for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        if source.dtype not in bridge.STORAGE:
+            raise TypeError(f"unscale_: sources[{index}] is {source.dtype}; float32, float16 or bfloat16 is needed")
+        if bridge.STORAGE.get(target.dtype) != "f32":
+            raise TypeError(f"unscale_: targets[{index}] is {target.dtype}; unscaled gradients are float32")
+        if source.shape != target.shape:
+            raise ValueError(f"unscale_: sources[{index}] has shape {source.shape}, its target {target.shape}")
+    if sources:
+        if not bridge.on_device(sources[0]):
+            raise TypeError("unscale_: the tensors are on netcl's numpy backend; they must be on an OpenCL device")
+        bridge.require_same_queue("unscale_", *sources, *targets)
+
+
+def _storage(tensor: Tensor) -> int:
+    """An address that tensors have in common if they share memory: netcl's start where their buffer starts."""
+    buffer = tensor.buffer
+    return int(buffer.svm_ptr if isinstance(buffer, cl.SVM) else buffer.int_ptr)
+
+
+def _distinct(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterable[Pair]:
+    """The pairs with elements, each target's storage once.
+
+    Raises:
+        ValueError: two sources have one target, or a source is another one's target.
+    """
+    written: dict[int, Pair] = {}
+    moved: dict[int, int] = {}  # of targets elsewhere: where the source is
+    for source, target in zip(sources, targets, strict=True):
+        if 0 in target.shape:
+            continue
+        place = _storage(target)
+        origin = place if source is target else _storage(source)
+        known = written.get(place)
+        if known is None:
+            written[place] = source, target, origin == place
+            if origin != place:
+                moved[place] = origin
+        elif moved.get(place, place) != origin:
+            raise ValueError("unscale_: two different sources have the same target")
+        elif known[1].size < target.size:
+            written[place] = source, target, origin == place
+    if not written.keys().isdisjoint(moved.values()):
+        raise ValueError("unscale_: a source is the target of another one")
+    return written.values()
+
+
+def _by_kind(pairs: Iterable[Pair]) -> dict[str, list[Pair]]:
+    kinds: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        kinds.setdefault(bridge.STORAGE[pair[0].dtype], []).append(pair)
+    return kinds
+
+
+def _slots(queue: cl.CommandQueue, in_place: bool) -> int:
+    """Tensors that one launch can take, a multiple of 10."""
+    device = capabilities(queue)
+    if device.is_cpu:
+        # PoCL states the least that OpenCL allows, 1024 bytes, but hands arguments over as an array of any length.
+        return _SLOTS
+    pointers = (device.max_parameter_bytes - _OTHER_ARGUMENTS_BYTES) // (8 if in_place else 16)
+    return max(10, min(_SLOTS, pointers // 10 * 10))
+
+
+def _launch(pairs: Sequence[Pair], kind: str, in_place: bool, slots: int, state: cl.Buffer) -> None:
+    queue = pairs[0][0].queue
+    sizes = tuple([target.size for _, target, _ in pairs])
+    table, tiles = _tile_table(queue.context, _tile_elements(queue, sum(sizes)), sizes)
+    pointers = _filled([target.buffer for _, target, _ in pairs], slots)
+    if not in_place:
+        pointers = _filled([source.buffer for source, _, _ in pairs], slots) + pointers
+    kernel = get_kernel(
+        queue,
+        "multi_tensor.cl",
+        "unscale",
+        "p" * (2 + len(pointers)),
+        X_T=kind,
+        IN_PLACE=int(in_place),
+        DECADES=slots // 10,
+    )
+    group = 1 if capabilities(queue).is_cpu else _GROUP_GPU
+    kernel(queue, (tiles * group,), (group,), table, state, *pointers)
+
+
+def _filled(buffers: list[Any], slots: int) -> list[Any]:
+    """The buffers and, since a kernel wants all of its arguments, the first one again for the slots left over."""
+    return buffers + buffers[:1] * (slots - len(buffers))
+
+
+def _tile_elements(queue: cl.CommandQueue, total: int) -> int:
+    """Elements a tile should have when there are ``total`` in all."""
+    device = capabilities(queue)
+    if not device.is_cpu:
+        return _TILE_GPU
+    tile = _TILE_CPU
+    while tile > _TILE_CPU_SMALLEST and total < tile * _TILES_PER_CORE * device.compute_units:
+        tile //= 2
+    return tile
+
+
+@lru_cache(maxsize=64)  # a model has one set of sizes, or a few; a table is 16 bytes a tile
+def _tile_table(context: cl.Context, tile: int, sizes: tuple[int, ...]) -> tuple[cl.Buffer, int]:
+    """The tiles of tensors of these sizes on the device, and how many there are."""
+    tiles = np.concatenate(list(_tiles(tile, sizes)))
+    # Any fixed order does that spreads the tiles of a large tensor.
+    tiles = np.random.default_rng(0).permutation(tiles)
+    flags = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
+    return cl.Buffer(context, flags, hostbuf=tiles), len(tiles)
+
+
+def _tiles(tile: int, sizes: tuple[int, ...]) -> Iterator[np.ndarray[Any, np.dtype[np.void]]]:
+    for tensor, size in enumerate(sizes):
+        begin = np.arange(0, size, tile, dtype=np.uint64)
+        tiles = np.empty(len(begin), _TILE)
+        tiles["begin"] = begin
+        tiles["tensor"] = tensor
+        tiles["count"] = np.minimum(np.uint64(size) - begin, np.uint64(tile))
+        yield tiles

@@ -1,0 +1,424 @@
+"""Loss scales: keep 16-bit gradients away from zero and infinity by scaling the loss.
+
+Three classes with one interface, so that nobody asks which one it holds (after jmp's loss scales):
+
+    scale = make_loss_scale("auto", "float16")
+    scaled = scale.scale_loss(loss)                 # backward starts here
+    scale.unscale_(gradients, gradients)            # after backward, for all optimizers' gradients
+    scale.update(mask=1, fresh=1)                   # the pass is over; the scale may move
+    if not scale.overflowed(mask=1):                # the only line that waits for the device
+        optimizer.step()
+
+The scale and all that decides about it live in 32 bytes on the device (kernels/loss_scale.cl). No kernel has the
+scale built in or passed as an argument: nothing is compiled when it changes, and a recorded graph replays with
+the live one.
+
+An optimizer is a bit, chosen by the caller: ``mask`` has the bits of the optimizers that a backward pass reached,
+``fresh`` those among them for which it was the first pass since their last step.
+"""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.ops.cast import cast
+from clamp.ops.loss_scale import DeviceState, ScaleState
+from clamp.ops.multi_tensor import unscale_
+
+_OPTIMIZERS = 32  # bits of a mask
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def _check_dtypes(name: str, *dtypes: str) -> None:
+    for dtype in dtypes:
+        if dtype not in bridge.STORAGE:
+            raise TypeError(f"{name}: {dtype} cannot be scaled; float32, float16 or bfloat16 is needed")
+
+
+def _check_masks(mask: int, fresh: int) -> None:
+    if not 0 < mask < 1 << _OPTIMIZERS:
+        raise ValueError(f"mask must have between 1 and {_OPTIMIZERS} bits, not {mask:#b}")
+    if fresh & ~mask:
+        raise ValueError(f"fresh {fresh:#b} has bits that mask {mask:#b} has not")
+
+
+def _positive(name: str, value: Any) -> float:
+    """The value rounded to float32, which the device computes with."""
+    try:
+        with np.errstate(over="ignore"):
+            rounded = float(np.float32(value))
+    except (TypeError, ValueError):
+        rounded = 0.0
+    if not 0 < rounded <= _LARGEST:
+        raise ValueError(f"{name} must be a finite positive number, not {value!r}")
+    return rounded
+
+
+def _count(name: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> int:
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = least - 1
+    if not least <= count <= most:
+        raise ValueError(f"{name} must be an integer from {least} to {most}, not {value!r}")
+    return count
+
+
+def _parse_state(state: Mapping[str, Any]) -> ScaleState:
+    """The content of a ``state_dict``; raises as ``load_state_dict`` does."""
+    if not state:
+        raise RuntimeError("the state dict is empty: it was saved while loss scaling was disabled")
+    known = {"loss_scale", "unskipped", "overflow", "bad_steps"}
+    if not {"loss_scale", "unskipped"} <= state.keys() <= known:
+        raise ValueError(f"a loss scale's state dict has the keys {sorted(known)}, not {sorted(state)}")
+    return ScaleState(
+        _positive("loss_scale", state["loss_scale"]),
+        _count("unskipped", state["unskipped"]),
+        _count("overflow", state.get("overflow", 0), most=2**_OPTIMIZERS - 1),
+        _count("bad_steps", state.get("bad_steps", 0)),
+    )
+
+
+class LossScale(ABC):
+    """The interface of all loss scales."""
+
+    #: Whether the scale moves by itself.
+    is_dynamic: bool = False
+
+    @property
+    @abstractmethod
+    def floor(self) -> float:
+        """The scale that overflows cannot lower any further."""
+
+    @abstractmethod
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """``loss * scale`` as a float32 tensor of the loss's shape.
+
+        Args:
+            loss: float32, float16 or bfloat16.
+
+        Raises:
+            TypeError: the loss has another dtype.
+            ValueError: it is on another queue than before.
+        """
+
+    @abstractmethod
+    def scale_gradient(self, grad: Tensor, out_dtype: str) -> Tensor:
+        """The gradient of the loss from the gradient of the scaled loss: ``grad * scale`` in the loss's dtype.
+
+        Args:
+            grad: float32, float16 or bfloat16.
+            out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        """
+
+    @abstractmethod
+    def unscale_(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """``targets[i] = sources[i] / scale`` in float32; remembers whether any result is inf or nan.
+
+        See :func:`clamp.ops.multi_tensor.unscale_` for what it accepts and raises.
+        """
+
+    @abstractmethod
+    def record(self, mask: int, fresh: int) -> None:
+        """Ends a backward pass: what ``unscale_`` met since the last one counts for the optimizers in ``mask``.
+
+        The scale stays, so that several optimizers' gradients can be unscaled one after the other; ``adjust``
+        moves it.
+
+        Args:
+            mask: bits of the optimizers whose gradients the pass reached, 1 to 2**32 - 1.
+            fresh: those among them that this was the first pass for since their last step.
+
+        Raises:
+            ValueError: mask has no bit or more than 32, or fresh has one that mask has not.
+        """
+
+    @abstractmethod
+    def adjust(self) -> None:
+        """Moves the scale by what was recorded since the last call."""
+
+    @abstractmethod
+    def update(self, mask: int, fresh: int) -> None:
+        """``record`` and ``adjust`` in one launch."""
+
+    @abstractmethod
+    def read(self) -> ScaleState:
+        """The state now, by one small blocking read. Not cached: a replayed graph changes it unseen."""
+
+    @abstractmethod
+    def set_scale(self, value: float) -> None:
+        """Sets the scale, and nothing else. Waits for the device.
+
+        Raises:
+            ValueError: the value is not finite and positive as a float32, or beyond the limits of the scale.
+        """
+
+    @property
+    def scale(self) -> float:
+        """The factor on the loss; reads the device."""
+        return self.read().scale
+
+    @property
+    def growth_tracker(self) -> int:
+        """Clean steps since the last overflow or growth of the scale; reads the device."""
+        return self.read().growth_tracker
+
+    def overflowed(self, mask: int) -> bool:
+        """Whether the gradients of any optimizer in ``mask`` overflowed since its last step; reads the device."""
+        return bool(self.read().overflow & mask)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``load_state_dict`` needs to go on identically: apex's two keys and two more."""
+        scale, growth_tracker, overflow, bad_steps = self.read()
+        return {"loss_scale": scale, "unskipped": growth_tracker, "overflow": overflow, "bad_steps": bad_steps}
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a ``state_dict``; apex's, which has only ``loss_scale`` and ``unskipped``, will do.
+
+        Raises:
+            RuntimeError: the dict is empty (it was saved while loss scaling was disabled).
+            ValueError: it is malformed, or its scale is beyond the limits. Nothing was changed.
+        """
+
+
+class NoLossScale(LossScale):
+    """No scaling, for float32 and bfloat16: the scale is 1, gradients stay as they are, nothing ever overflows."""
+
+    def __init__(self) -> None:
+        self._state = DeviceState(1.0)
+
+    @property
+    def floor(self) -> float:
+        return 1.0
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        _check_dtypes("scale_loss", loss.dtype)
+        return cast(loss, "float32")
+
+    def scale_gradient(self, grad: Tensor, out_dtype: str) -> Tensor:
+        _check_dtypes("scale_gradient", grad.dtype, out_dtype)
+        return cast(grad, out_dtype)
+
+    def unscale_(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        # Gradients that become others' are still to be widened; a division by 1 is the fused way.
+        pairs = [(source, target) for source, target in zip(sources, targets, strict=True) if source is not target]
+        if pairs:
+            widened, wide = zip(*pairs, strict=True)
+            unscale_(widened, wide, self._state.buffer(widened[0].queue))
+
+    def record(self, mask: int, fresh: int) -> None:
+        _check_masks(mask, fresh)
+
+    def adjust(self) -> None:
+        pass
+
+    def update(self, mask: int, fresh: int) -> None:
+        _check_masks(mask, fresh)
+
+    def read(self) -> ScaleState:
+        return ScaleState(1.0, 0, 0, 0)
+
+    def set_scale(self, value: float) -> None:
+        if value != 1:
+            raise ValueError(f"loss scaling is off: the scale is 1 and cannot become {value!r}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        _parse_state(state)  # a float16 run's, continued in bfloat16, is as good as any
+
+
+class StaticLossScale(LossScale):
+    """A scale that never changes by itself. Overflows are noticed all the same, so that their steps are skipped.
+
+    Args:
+        scale: finite and positive.
+
+    Raises:
+        ValueError: it is not.
+    """
+
+    def __init__(self, scale: float) -> None:
+        self._state = DeviceState(_positive("the loss scale", scale))
+
+    @property
+    def floor(self) -> float:
+        return self.scale
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        _check_dtypes("scale_loss", loss.dtype)
+        return self._state.multiply(loss, "float32")
+
+    def scale_gradient(self, grad: Tensor, out_dtype: str) -> Tensor:
+        _check_dtypes("scale_gradient", grad.dtype, out_dtype)
+        return self._state.multiply(grad, out_dtype)
+
+    def unscale_(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        if sources or targets:
+            unscale_(sources, targets, self._state.buffer((*sources, *targets)[0].queue))
+
+    def record(self, mask: int, fresh: int) -> None:
+        _check_masks(mask, fresh)
+        self._state.launch("record", "uu", mask, fresh)
+
+    def adjust(self) -> None:
+        pass
+
+    def update(self, mask: int, fresh: int) -> None:
+        self.record(mask, fresh)
+
+    def read(self) -> ScaleState:
+        return self._state.read()
+
+    def set_scale(self, value: float) -> None:
+        self._state.write(scale=self._check_scale(value))
+
+    def _check_scale(self, value: float) -> float:
+        return _positive("the loss scale", value)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        scale, growth_tracker, overflow, bad_steps = _parse_state(state)
+        self._state.write(
+            scale=self._check_scale(scale), growth_tracker=growth_tracker, overflow=overflow, bad_steps=bad_steps
+        )
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """How a dynamic loss scale moves; :class:`DynamicLossScale` has the algorithm.
+
+    Args:
+        growth_factor: above 1.
+        backoff_factor: between 0 and 1.
+        growth_interval: clean steps, at least 1.
+        decr_every_n_nan_or_inf: overflowed steps in a row that lower the scale once, at least 1.
+        min_scale, max_scale: finite, positive, in this order.
+
+    Raises:
+        ValueError: a value is none of these, as a float32.
+    """
+
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    decr_every_n_nan_or_inf: int = 1
+    min_scale: float = 2.0**-14
+    max_scale: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        if not _positive("growth_factor", self.growth_factor) > 1:
+            raise ValueError(f"growth_factor must be above 1, not {self.growth_factor!r}")
+        if not _positive("backoff_factor", self.backoff_factor) < 1:
+            raise ValueError(f"backoff_factor must be between 0 and 1, not {self.backoff_factor!r}")
+        _count("growth_interval", self.growth_interval, least=1)
+        _count("decr_every_n_nan_or_inf", self.decr_every_n_nan_or_inf, least=1)
+        if _positive("min_scale", self.min_scale) > _positive("max_scale", self.max_scale):
+            raise ValueError(f"min_scale {self.min_scale!r} is above max_scale {self.max_scale!r}")
+
+    @property
+    def arguments(self) -> tuple[float, float, int, int, float, float]:
+        """In the order of the kernels."""
+        return (
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+            self.decr_every_n_nan_or_inf,
+            self.min_scale,
+            self.max_scale,
+        )
+
+
+DEFAULT_RULE = ScaleRule()
+
+
+class DynamicLossScale(StaticLossScale):
+    """As large a scale as gradients bear: lowered when they overflow, raised after a while without::
+
+        when a pass ends (record):
+            overflow[fresh] = False                   # their last overflows were answered by skipped steps
+            if found_inf:
+                first = not any(overflow[mask])       # the first overflow of this step
+                overflow[mask] = True
+
+        then (adjust):
+            if found_inf:
+                growth_tracker = 0
+                if first:                             # once a step, however many of its passes overflow
+                    bad_steps += 1
+                    if bad_steps == decr_every_n_nan_or_inf:
+                        bad_steps = 0
+                        scale = max(scale * backoff_factor, min_scale)
+            elif fresh == mask:                       # the first pass of a step
+                bad_steps = 0
+                growth_tracker += 1
+                if growth_tracker == growth_interval:
+                    growth_tracker = 0
+                    if isfinite(scale * growth_factor):
+                        scale = min(scale * growth_factor, max_scale)
+
+    Several ``record`` before one ``adjust`` count as one pass: overflowed if any of them was.
+
+    Args:
+        init_scale: the first scale, within the rule's limits.
+        rule: factors, interval and limits; may be replaced at any time.
+
+    Raises:
+        ValueError: init_scale is not a finite positive number within the limits.
+
+    Example:
+        >>> scale = DynamicLossScale(2.0**10, ScaleRule(growth_interval=500))
+    """
+
+    is_dynamic = True
+
+    def __init__(self, init_scale: float = 2.0**16, rule: ScaleRule = DEFAULT_RULE) -> None:
+        self.rule = rule
+        super().__init__(self._check_scale(init_scale))
+
+    @property
+    def floor(self) -> float:
+        return self.rule.min_scale
+
+    def adjust(self) -> None:
+        self._state.launch("adjust", "ffiiff", *self.rule.arguments)
+
+    def update(self, mask: int, fresh: int) -> None:
+        _check_masks(mask, fresh)
+        self._state.launch("update", "uuffiiff", mask, fresh, *self.rule.arguments)
+
+    def _check_scale(self, value: float) -> float:
+        value = _positive("the loss scale", value)
+        if not self.rule.min_scale <= value <= self.rule.max_scale:
+            raise ValueError(
+                f"the loss scale {value!r} is not between min_scale {self.rule.min_scale!r} "
+                f"and max_scale {self.rule.max_scale!r}"
+            )
+        return value
+
+
+def make_loss_scale(loss_scale: str | float, dtype: str) -> LossScale:
+    """The loss scale for an AMP dtype.
+
+    Args:
+        loss_scale: ``"auto"`` (dynamic for float16, off otherwise), ``"dynamic"``, or a number: a static scale.
+        dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``.
+
+    Raises:
+        ValueError: neither argument is any of these, or the number is not finite and positive.
+    """
+    if dtype not in ("float16", "bfloat16", "float32"):
+        raise ValueError(f"dtype must be 'float16', 'bfloat16' or 'float32', not {dtype!r}")
+    if loss_scale == "auto":
+        return DynamicLossScale() if dtype == "float16" else NoLossScale()
+    if loss_scale == "dynamic":
+        return DynamicLossScale()
+    if isinstance(loss_scale, str | bool):
+        raise ValueError(f"loss_scale must be 'auto', 'dynamic' or a positive number, not {loss_scale!r}")
+    return StaticLossScale(loss_scale)

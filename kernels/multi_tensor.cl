@@ -1,0 +1,86 @@
+// multi_tensor.cl: one launch over many tensors, y_k[i] = x_k[i] * multiplier, and a flag for inf and nan.
+//
+//   tensors   x_0 |--------|--------|---|    x_1 |----|    x_2 |--------|-------|   ...   SLOTS of them
+//   tiles         (0, 0)    (0, T)   (0, 2T)     (1, 0)        (2, 0)    (2, T)
+//
+//   tile table  | 2 @ T | 0 @ 2T | 1 @ 0 | 0 @ 0 | ...    one work-group a tile, in a shuffled order
+//
+// The pointers are kernel arguments, because OpenCL has no arrays of pointers to buffers; a tile's tensor is
+// found by a switch over them. The order is shuffled on the host: drivers that give each thread a contiguous
+// range of work-groups would otherwise give one thread all of the large tensors. Every element is written,
+// whatever the flag says.
+//
+//   X_T        storage type of the sources: f32, f16 or bf16. The targets are f32
+//   IN_PLACE   1: the sources are the targets and are passed once, 0: both are passed, sources first
+//   DECADES    tensors a launch / 10: SLOTS = 10, 20 ... 100
+//
+// A CPU device takes a work-group of one work-item, which runs through its tile 16 elements at a time; on a
+// GPU the work-items of a group take turns, so that neighbours touch neighbouring memory.
+
+// EACH_SLOT(F) is F(0) F(1) ... F(SLOTS - 1).
+#define DECADE(F, d) F(d##0) F(d##1) F(d##2) F(d##3) F(d##4) F(d##5) F(d##6) F(d##7) F(d##8) F(d##9)
+#define EACH_1(F) DECADE(F, )
+#define EACH_2(F) EACH_1(F) DECADE(F, 1)
+#define EACH_3(F) EACH_2(F) DECADE(F, 2)
+#define EACH_4(F) EACH_3(F) DECADE(F, 3)
+#define EACH_5(F) EACH_4(F) DECADE(F, 4)
+#define EACH_6(F) EACH_5(F) DECADE(F, 5)
+#define EACH_7(F) EACH_6(F) DECADE(F, 6)
+#define EACH_8(F) EACH_7(F) DECADE(F, 7)
+#define EACH_9(F) EACH_8(F) DECADE(F, 8)
+#define EACH_10(F) EACH_9(F) DECADE(F, 9)
+#define EACH_SLOT CAT(EACH_, DECADES)
+
+#define TARGET_PARAMETER(k) , __global float *y##k
+#if IN_PLACE
+#define SOURCE_PARAMETER(k)
+#define SLOT_CASE(k) case k: x = y = y##k; break;
+#else
+#define SOURCE_PARAMETER(k) , __global const STORAGE(X_T) *x##k
+#define SLOT_CASE(k) case k: x = x##k; y = y##k; break;
+#endif
+
+// count elements from begin on. 64 bits for where a tile begins: a tensor may have more than 2^32 elements.
+typedef struct {
+    ulong begin;
+    uint tensor;
+    uint count;
+} tile;
+
+// How the loss scale's state begins (loss_scale.cl has the rest).
+typedef struct {
+    float multiplier;
+    int found_inf;
+} unscale_state;
+
+// By the bits of the exponent, so that no compiler setting can assume inf and nan away.
+#define EXPONENT 0x7f800000
+
+__kernel void unscale(__global const tile *restrict tiles, __global unscale_state *state
+                      EACH_SLOT(SOURCE_PARAMETER) EACH_SLOT(TARGET_PARAMETER)) {
+    const tile t = tiles[get_group_id(0)];
+    __global const STORAGE(X_T) *x;
+    __global float *y;
+    switch (t.tensor) {
+        EACH_SLOT(SLOT_CASE)
+        default: return;
+    }
+    x += t.begin;
+    y += t.begin;
+
+    const float multiplier = state->multiplier;
+    const size_t vectors = t.count / 16;
+    int16 bad16 = 0;
+    for (size_t i = get_local_id(0); i < vectors; i += get_local_size(0)) {
+        const float16 v = LOAD16(X_T, x, 16 * i) * multiplier;
+        bad16 |= (as_int16(v) & EXPONENT) == EXPONENT;
+        STORE16(f32, v, y, 16 * i);
+    }
+    int bad = any(bad16);
+    for (size_t i = 16 * vectors + get_local_id(0); i < t.count; i += get_local_size(0)) {
+        const float v = LOAD(X_T, x, i) * multiplier;
+        bad |= (as_int(v) & EXPONENT) == EXPONENT;
+        STORE(f32, v, y, i);
+    }
+    if (bad) atomic_or(&state->found_inf, 1);
+}
