@@ -15,14 +15,14 @@
 //     row 1   |ck | block  | block  | |      gathered one by one. Where the row starts in an operand is the sum of
 //     row 2   |block  | block  | block|      index * stride over the outer dimensions.
 //
-//     dims holds, for each outer dimension from the innermost on: extent, stride of x0, of x1, of x2
-//     (in elements; 0 where the operand broadcasts).
+//     dims holds, for each dimension from the innermost on: extent, stride of x0, of x1, of x2 (in elements; 0
+//     where the operand broadcasts).
 //
 //   ARITY           number of operands, 1 to 3
 //   OP              the function, one of op_* below (the prefix keeps drivers that #define abs and exp out)
 //   PARAMETERS      number of float parameters p0, p1 that OP takes after its operands
 //   X0_T .. X2_T    storage types: f32, f16, bf16, i32, or `arg` for a number passed as a kernel argument
-//   X0_STEP ..      1: one element after the other along the innermost dimension, 0: the same one throughout
+//   X0_STEP ..      STRIDED 0 only. 1: as large as y, 0: a single element
 //   Y_T             storage type of y
 
 // ------------------------------------------------------------------------------------------------ operators
@@ -163,6 +163,12 @@ inline float16 load16_i32(__global const int *p, size_t i) { return convert_floa
 #define input_i32(x) __global const int *x
 #define input_arg(x) const float x
 
+#if STRIDED  // read from dims, so that one program serves every way to broadcast
+#define X0_STEP dims[1]
+#define X1_STEP dims[2]
+#define X2_STEP dims[3]
+#endif
+
 // M(storage type, step, operand, where its row starts, its block of 16, its block one by one, column in dims)
 #if ARITY == 1
 #define EACH(M) M(X0_T, X0_STEP, x0, at0, v0, lanes0, 1)
@@ -205,7 +211,7 @@ inline float16 load16_i32(__global const int *p, size_t i) { return convert_floa
     {                                            \
         EACH(AT_ZERO)                            \
         size_t rest = row;                       \
-        for (uint d = 0; d < outer_dims; d++) {  \
+        for (uint d = 1; d < rank; d++) {        \
             const size_t index = rest % dims[4 * d]; \
             rest /= dims[4 * d];                 \
             EACH(ADD_STRIDE)                     \
@@ -214,7 +220,7 @@ inline float16 load16_i32(__global const int *p, size_t i) { return convert_floa
 
 __kernel void elementwise(EACH(INPUT) __global STORAGE(Y_T) *y, PARAMETER_LIST const ulong span, const ulong n
 #if STRIDED
-                          , const ulong inner, const uint outer_dims, __global const ulong *dims
+                          , const uint rank, __global const ulong *dims
 #endif
 ) {
     size_t i = (size_t)get_global_id(0) * span;
@@ -222,6 +228,7 @@ __kernel void elementwise(EACH(INPUT) __global STORAGE(Y_T) *y, PARAMETER_LIST c
     if (i >= end) return;
     EACH(DECLARE)
 #if STRIDED
+    const size_t inner = dims[0];
     size_t row = i / inner, col = i % inner;
     LOCATE_ROW
 #else

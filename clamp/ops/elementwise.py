@@ -149,19 +149,20 @@ def _make_plan(
     size = math.prod(shape)
     plan = _Plan(None, (0,), (0,), shape, ())
     if size:
-        inner, steps, dims = _collapse(shapes, shape)
+        dims = _collapse(shapes, shape)
         macros: dict[str, object] = {"OP": f"op_{op}", "ARITY": len(operands), "PARAMETERS": parameter_count}
         for k, x in enumerate(operands):
             macros[f"X{k}_T"] = _INPUT_STORAGE[x.dtype] if isinstance(x, Tensor) else "arg"
-            macros[f"X{k}_STEP"] = int(steps[k])
-        macros |= {"Y_T": bridge.STORAGE[out_dtype], "STRIDED": int(bool(dims))}
+            if len(dims) == 1:
+                macros[f"X{k}_STEP"] = dims[0][1 + k]
+        macros |= {"Y_T": bridge.STORAGE[out_dtype], "STRIDED": int(len(dims) > 1)}
         types = "".join("p" if isinstance(x, Tensor) else "f" for x in operands) + "p" + "f" * parameter_count
         span = span_for(queue, size)
         layout: tuple[Any, ...] = (span, size)
         types += "qq"
-        if dims:
-            layout += (inner, len(dims) // 4, _constants(queue.context, dims))
-            types += "qup"
+        if len(dims) > 1:
+            layout += (len(dims), _constants(queue.context, dims))
+            types += "up"
         # PoCL compiles a kernel anew for every work-group size it picks itself, so the size is always given.
         local = 1 if capabilities(queue).is_cpu else _LOCAL_GPU
         items = -(-size // span)
@@ -185,12 +186,11 @@ def broadcast_shape(name: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
         raise ValueError(f"{name}: the shapes {' and '.join(map(str, shapes))} do not broadcast") from None
 
 
-def _collapse(shapes: Sequence[tuple[int, ...]], out_shape: tuple[int, ...]) -> tuple[int, tuple[bool, ...], list[int]]:
-    """The fewest dimensions that tell how the operands broadcast.
+def _collapse(shapes: Sequence[tuple[int, ...]], out_shape: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+    """The fewest dimensions that tell how up to three operands broadcast.
 
     Returns:
-        The innermost extent; for each operand, whether it moves along that dimension; and for each dimension
-        outside it, from the inside out, its extent and the strides of three operands (0: does not move).
+        For each dimension, from the innermost on: its extent and each operand's stride (0: does not move).
     """
     padded = [(1,) * (len(out_shape) - len(shape)) + shape for shape in shapes]
     merged: list[tuple[int, tuple[bool, ...]]] = []
@@ -202,19 +202,17 @@ def _collapse(shapes: Sequence[tuple[int, ...]], out_shape: tuple[int, ...]) -> 
             merged[-1] = (merged[-1][0] * extent, moves)
         else:
             merged.append((extent, moves))
-    if not merged:
-        return 1, (False,) * len(shapes), []
-    inner, steps = merged.pop()
-    lengths = [inner if step else 1 for step in steps]
-    dims: list[int] = []
+    lengths = [1, 1, 1]
+    dims = []
     for extent, moves in reversed(merged):
+        moves += (False,) * (3 - len(moves))
         strides = [length if move else 0 for length, move in zip(lengths, moves, strict=True)]
-        dims += [extent, *strides, *(0,) * (3 - len(strides))]
+        dims.append((extent, *strides))
         lengths = [length * extent if move else length for length, move in zip(lengths, moves, strict=True)]
-    return inner, steps, dims
+    return dims or [(1, 0, 0, 0)]  # type: ignore[return-value]
 
 
-def _constants(context: cl.Context, values: list[int]) -> cl.Buffer:
+def _constants(context: cl.Context, values: Sequence[Sequence[int]]) -> cl.Buffer:
     flags = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
     return cl.Buffer(context, flags, hostbuf=np.array(values, np.uint64))
 
