@@ -12,6 +12,7 @@ import platform
 import sys
 import sysconfig
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pyopencl as cl
@@ -63,8 +64,8 @@ def make_cpu_runtime_visible() -> None:
 def _write_vendors(vendors: dict[str, str]) -> Path:
     """A folder in the user's cache with these ``.icd`` files; the same files give the same folder."""
     digest = hashlib.sha256(repr(sorted(vendors.items())).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "clamp" / f"vendors-{digest}"
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache_home / "clamp" / f"vendors-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in vendors.items():
         file = folder / name
@@ -89,6 +90,17 @@ def list_devices() -> list[cl.Device]:
     if not devices:
         raise NoDeviceError
     return devices
+
+
+@cache
+def host_cpu_flags() -> frozenset[str]:
+    """Instruction sets of the host's processor that the operating system lets programs use; empty if unknown."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    flags = (line.partition(":")[2] for line in lines if line.startswith("flags"))
+    return frozenset(next(flags, "").split())
 
 
 @dataclass(frozen=True)

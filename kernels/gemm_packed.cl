@@ -86,8 +86,7 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void gemm(__global const float *restrict a_p
     b_panels += batch * b_batch;
     C += batch * M * N;
     partial += batch * panels_a * panels_b * (MR * NR);
-    size_t k0 = 0;
-    do { // once even if K is 0: the epilogue of a sum of nothing
+    for (size_t k0 = 0; k0 < K; k0 += KC) {
         const int steps = (int)min((size_t)KC, (size_t)K - k0);
         const bool is_last = k0 + steps >= K;
         for (size_t q = first_b; q < end_b; q++)
@@ -120,6 +119,5 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void gemm(__global const float *restrict a_p
                         }
                 }
             }
-        k0 += KC;
-    } while (k0 < K);
+    }
 }

@@ -1,7 +1,8 @@
 """Matrix multiplication: 16-bit or fp32 storage, fp32 sums, bias and relu in the store.
 
-Two kernels compute it. On CPU devices both operands are packed into panels for a register-blocked loop; every
-other device gets tiles in local memory. The choice is made here and nowhere else.
+Three kernels compute it, and the choice is made here and nowhere else. On CPU devices both operands are packed into
+panels for a register-blocked loop, which for two bfloat16 operands uses the processor's dot product if it has one;
+every other device gets tiles in local memory.
 """
 
 from __future__ import annotations
@@ -9,25 +10,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import Capabilities, capabilities
+from clamp.device import capabilities
+from clamp.ops import gemm_dot_bf16, gemm_packed, gemm_tiled
 from clamp.ops.gemm_operands import DTYPES, Epilogue, Operand, operand_a, operand_b
-from clamp.ops.gemm_packed import Panels, multiply_packed, pack_columns
-from clamp.program import get_kernel
-
-_PER_ITEM = 4  # a work-item of the tiled kernel computes 4 x 4 elements of C
-_TILE_K = 16
+from clamp.ops.gemm_panels import Panels
 
 
 class GemmKernel(Enum):
     """Which kernel multiplies."""
 
-    PACKED = "packed"
-    TILED = "tiled"
+    PACKED = "packed"  # CPU devices
+    DOT_BF16 = "dot_bf16"  # CPU devices with a bfloat16 dot product, both operands bfloat16
+    TILED = "tiled"  # every device
+
+
+#: each has pack_columns(b) and multiply(a, what pack_columns returned, c, epilogue)
+_KERNELS: dict[GemmKernel, Any] = {
+    GemmKernel.PACKED: gemm_packed,
+    GemmKernel.DOT_BF16: gemm_dot_bf16,
+    GemmKernel.TILED: gemm_tiled,
+}
 
 
 @dataclass(frozen=True)
@@ -38,8 +46,7 @@ class PackedB:
     """
 
     kernel: GemmKernel
-    operand: Operand
-    panels: Panels | None
+    matrix: Panels | Operand
 
 
 def gemm(
@@ -73,7 +80,7 @@ def gemm(
     if isinstance(b, PackedB) and (transpose_b or kernel not in (None, b.kernel)):
         raise ValueError("gemm: b is packed already; give transpose and kernel to pack_b instead")
     left = _matrix("gemm", "a", a, transpose_a, operand_a)
-    right = b.operand if isinstance(b, PackedB) else _matrix("gemm", "b", b, transpose_b, operand_b)
+    right = b.matrix if isinstance(b, PackedB) else _matrix("gemm", "b", b, transpose_b, operand_b)
     _check(left, right, out_dtype, bias)
     queue = bridge.require_same_queue("gemm", a, right.tensor, *([] if bias is None else [bias]))
     c = bridge.empty(queue, (*(left.batch or right.batch), left.rows, right.rows), out_dtype)
@@ -81,35 +88,36 @@ def gemm(
         return c
     if left.batch and not right.batch and not transpose_a:
         left = left.as_one_matrix()
-    epilogue = Epilogue(out_dtype, bias, relu)
-    packed = b if isinstance(b, PackedB) else _pack(right, kernel or default_kernel(queue))
-    if packed.panels is None:
-        _multiply_tiled(left, right, c, epilogue)
-    else:
-        multiply_packed(left, packed.panels, c, epilogue)
+    packed = b if isinstance(b, PackedB) else pack_b(b, transpose=transpose_b, a_dtype=a.dtype, kernel=kernel)
+    _KERNELS[packed.kernel].multiply(left, packed.matrix, c, Epilogue(out_dtype, bias, relu))
     return c
 
 
-def pack_b(b: Tensor, *, transpose: bool = False, kernel: GemmKernel | None = None) -> PackedB:
+def pack_b(
+    b: Tensor, *, transpose: bool = False, a_dtype: str | None = None, kernel: GemmKernel | None = None
+) -> PackedB:
     """Prepares ``b`` for repeated use in `gemm`: a weight in the steps of an RNN, say.
 
     Args:
         b: (…, K, N), or (…, N, K) with ``transpose``; float32, float16 or bfloat16.
-        kernel: overrides the choice by device.
+        a_dtype: storage type of the matrices it will be multiplied with; by default b's own.
+        kernel: overrides the choice by device and types.
 
     Raises:
         ValueError: fewer than two dimensions, or an unknown dtype.
     """
-    return _pack(_matrix("pack_b", "b", b, transpose, operand_b), kernel or default_kernel(b.queue))
+    right = _matrix("pack_b", "b", b, transpose, operand_b)
+    kernel = kernel or default_kernel(b.queue, a_dtype or b.dtype, b.dtype)
+    return PackedB(kernel, _KERNELS[kernel].pack_columns(right))
 
 
-def default_kernel(queue: cl.CommandQueue) -> GemmKernel:
-    """The kernel for the queue's device."""
-    return GemmKernel.PACKED if capabilities(queue).is_cpu else GemmKernel.TILED
-
-
-def _pack(right: Operand, kernel: GemmKernel) -> PackedB:
-    return PackedB(kernel, right, pack_columns(right) if kernel is GemmKernel.PACKED else None)
+def default_kernel(queue: cl.CommandQueue, a_dtype: str, b_dtype: str) -> GemmKernel:
+    """The fastest kernel for the queue's device and the operands' storage types."""
+    if not capabilities(queue).is_cpu:
+        return GemmKernel.TILED
+    if a_dtype == b_dtype == "bfloat16" and gemm_dot_bf16.works(queue):
+        return GemmKernel.DOT_BF16
+    return GemmKernel.PACKED
 
 
 def _matrix(function: str, name: str, x: Tensor, transpose: bool, view: Callable[[Tensor, bool], Operand]) -> Operand:
@@ -120,8 +128,8 @@ def _matrix(function: str, name: str, x: Tensor, transpose: bool, view: Callable
     return view(x, transpose)
 
 
-def _check(left: Operand, right: Operand, out_dtype: str, bias: Tensor | None) -> None:
-    shapes = f"op(a) {left.shape_a} @ op(b) {right.shape_b}"
+def _check(left: Operand, right: Operand | Panels, out_dtype: str, bias: Tensor | None) -> None:
+    shapes = f"op(a) {(*left.batch, left.rows, left.k)} @ op(b) {(*right.batch, right.k, right.rows)}"
     if left.k != right.k:
         raise ValueError(
             f"gemm: {shapes}: the inner dimensions {left.k} and {right.k} differ; transpose_a or transpose_b may help"
@@ -139,30 +147,3 @@ def _check(left: Operand, right: Operand, out_dtype: str, bias: Tensor | None) -
         raise ValueError(f"gemm: {shapes}: bias has shape {tuple(bias.shape)}; it must be ({right.rows},)")
     if bias.dtype not in bridge.STORAGE:
         raise ValueError(f"gemm: bias is {bias.dtype}; cast it to one of {', '.join(DTYPES)}")
-
-
-def _multiply_tiled(a: Operand, b: Operand, c: Tensor, epilogue: Epilogue) -> None:
-    """Writes op(A) op(B), through the epilogue, over c (…, M, N), with kernels/gemm_tiled.cl."""
-    queue = c.queue
-    side = _tiled_side(capabilities(queue))
-    tile = side * _PER_ITEM
-    kernel = get_kernel(
-        queue, "gemm_tiled.cl", "gemm", "ppppqqqqqqqqqii",
-        A_T=a.storage, B_T=b.storage, SIDE=side, PER_ITEM=_PER_ITEM, TILE_K=_TILE_K, **epilogue.macros,
-    )  # fmt: skip
-    bias = c if epilogue.bias is None else epilogue.bias  # a kernel's pointer must point somewhere
-    kernel(
-        queue, (-(-b.rows // tile) * side, -(-a.rows // tile) * side, c.size // (a.rows * b.rows)), (side, side, 1),
-        a.tensor.buffer, b.tensor.buffer, c.buffer, bias.buffer, a.rows, b.rows, a.k,
-        a.stride_row, a.stride_k, a.stride_batch, b.stride_row, b.stride_k, b.stride_batch,
-        epilogue.bias is not None, epilogue.relu,
-    )  # fmt: skip
-
-
-def _tiled_side(device: Capabilities) -> int:
-    """The largest work-group, SIDE x SIDE, that the device takes and whose tiles its local memory holds."""
-    for side in (16, 8, 4, 2):
-        local_bytes = 2 * _TILE_K * (side * _PER_ITEM + 1) * 4
-        if side * side <= device.max_work_group and local_bytes <= device.local_memory_bytes:
-            return side
-    return 1

@@ -27,16 +27,6 @@ class Operand:
     stride_k: int
 
     @property
-    def shape_a(self) -> tuple[int, ...]:
-        """Shape of op(A)."""
-        return (*self.batch, self.rows, self.k)
-
-    @property
-    def shape_b(self) -> tuple[int, ...]:
-        """Shape of op(B)."""
-        return (*self.batch, self.k, self.rows)
-
-    @property
     def storage(self) -> str:
         """The storage type's name in kernels."""
         return bridge.STORAGE[self.tensor.dtype]

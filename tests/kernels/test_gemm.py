@@ -12,12 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clamp.bridge import Tensor
-from clamp.ops.gemm import GemmKernel, gemm, pack_b
+from clamp.ops import gemm_dot_bf16
+from clamp.ops.gemm import GemmKernel, default_kernel, gemm, pack_b
 from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
 
-KERNELS = pytest.mark.parametrize("kernel", list(GemmKernel), ids=lambda kernel: kernel.value)
+ANY_TYPE_KERNELS = (GemmKernel.PACKED, GemmKernel.TILED)
+KERNELS = pytest.mark.parametrize("kernel", ANY_TYPE_KERNELS, ids=lambda kernel: kernel.value)
 TRANSPOSES = pytest.mark.parametrize(("transpose_a", "transpose_b"), [(0, 0), (0, 1), (1, 0), (1, 1)])
 Array = npt.NDArray[Any]
 
@@ -130,7 +132,7 @@ def test_sum_of_nothing_is_the_epilogue(queue: cl.CommandQueue, kernel: GemmKern
     k=st.integers(0, 40),
     transposes=st.tuples(st.booleans(), st.booleans()),
     types=st.tuples(*[st.sampled_from(STORAGE_DTYPES)] * 3),
-    kernel=st.sampled_from(list(GemmKernel)),
+    kernel=st.sampled_from(ANY_TYPE_KERNELS),
     relu=st.booleans(),
 )
 def test_any_problem(
@@ -290,6 +292,69 @@ def test_full_size(
     transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     for m, n, k in [(1024, 1024, 1024), (997, 1009, 1013), (8, 2048, 4096), (2048, 10, 300)]:
         check(queue, random(m, k), random(k, n), kernel=kernel, **transposes)
+
+
+# -------------------------------------------------------------------------- the processor's bfloat16 dot product
+
+BF16 = ("bfloat16", "bfloat16", "float32")
+
+
+@pytest.fixture
+def dot_queue(queue: cl.CommandQueue) -> cl.CommandQueue:
+    if not gemm_dot_bf16.works(queue):
+        pytest.skip("no bfloat16 dot product here")
+    return queue
+
+
+@TRANSPOSES
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 1, 1), (1, 40, 7), (40, 1, 16), (12, 32, 64), (13, 33, 65), (111, 290, 1031)]
+)
+def test_dot_shapes(dot_queue: cl.CommandQueue, m: int, n: int, k: int, transpose_a: bool, transpose_b: bool) -> None:
+    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    check(dot_queue, random(m, k), random(k, n), BF16, kernel=GemmKernel.DOT_BF16, **transposes)
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 31, 32, 33, 511, 512, 513, 514, 1024, 1025])
+def test_dot_k_around_its_blocks(dot_queue: cl.CommandQueue, k: int) -> None:
+    a, b = random(13, k), random(k, 45)
+    check(dot_queue, a, b, BF16, bias=(random(45), "bfloat16"), relu=True, kernel=GemmKernel.DOT_BF16)
+
+
+@pytest.mark.parametrize("out_dtype", STORAGE_DTYPES)
+def test_dot_batches_and_epilogues(dot_queue: cl.CommandQueue, out_dtype: str) -> None:
+    types, bias = ("bfloat16", "bfloat16", out_dtype), (random(49), "float16")
+    for a, b in [((3, 13, 600), (3, 600, 49)), ((600, 9), (2, 9, 49)), ((2, 25, 9), (9, 49))]:
+        check(dot_queue, random(*a), random(*b), types, bias=bias, relu=True, kernel=GemmKernel.DOT_BF16)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+def test_dot_special_values(dot_queue: cl.CommandQueue) -> None:
+    a, b = random(15, 19), random(19, 35, seed=1)
+    a[2, 3], a[5, 0], a[14, 18], b[4, 6], b[18, 34], b[3, 8] = np.inf, np.nan, -np.inf, np.nan, np.inf, 0.0
+    x, y = stored(a, "bfloat16"), stored(b, "bfloat16")
+    x_device, y_device = to_device(dot_queue, a, "bfloat16"), to_device(dot_queue, b, "bfloat16")
+    magnitude = np.nan_to_num(np.abs(x), posinf=0) @ np.nan_to_num(np.abs(y), posinf=0)
+    result = gemm(x_device, y_device, out_dtype="float32", kernel=GemmKernel.DOT_BF16)
+    assert_close(result, x @ y, slack=19 * 2.0**-24 * magnitude)
+
+
+def test_dot_is_exact_for_integers_and_repeats(dot_queue: cl.CommandQueue) -> None:
+    a, b = np.round(random(30, 65536) * 2), np.ones((65536, 3))
+    x, y = to_device(dot_queue, a, "bfloat16"), to_device(dot_queue, b, "bfloat16")
+    packed = pack_b(y)
+    assert packed.kernel is GemmKernel.DOT_BF16
+    for _ in range(2):
+        np.testing.assert_array_equal(to_numpy(gemm(x, packed, out_dtype="float32")), a @ b)
+
+
+def test_dot_is_chosen_for_two_bfloat16_operands_only(dot_queue: cl.CommandQueue) -> None:
+    assert default_kernel(dot_queue, "bfloat16", "bfloat16") is GemmKernel.DOT_BF16
+    assert default_kernel(dot_queue, "float16", "bfloat16") is GemmKernel.PACKED
+    a, b = to_device(dot_queue, random(2, 3), "float16"), to_device(dot_queue, random(3, 4), "bfloat16")
+    with pytest.raises(ValueError, match=r"gemm.*not float16.*a_dtype"):
+        gemm(a, pack_b(b), out_dtype="float16")
+    gemm(a, pack_b(b, a_dtype="float16"), out_dtype="float16")
 
 
 # ---------------------------------------------------------------------------------------------------- errors

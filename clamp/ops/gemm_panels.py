@@ -1,0 +1,90 @@
+"""Operands of a GEMM copied into panels, in the order in which a CPU's inner loop reads them (kernels/gemm_pack.cl)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.ops.gemm_operands import Operand
+from clamp.program import get_kernel
+
+_STEP_SPAN = 128  # steps that one work-item packs
+_BLOCK_ROWS, _BLOCK_COLUMNS = 96, 256  # of C, for one work-item: what its panels need fits a second-level cache
+_BLOCKS_PER_CORE = 8  # work-items that a core should get, so that the last ones even out
+
+
+@dataclass(frozen=True)
+class Panels:
+    """An operand in panels of ``width`` rows, each (steps, width) 32-bit elements, zero beyond the matrix.
+
+    Attributes:
+        tensor: the panels, matrix after matrix.
+        batch, rows, k: as in `Operand`.
+        steps: elements of a row: k floats, or half as many pairs of bfloat16.
+        width: rows of a panel.
+    """
+
+    tensor: Tensor
+    batch: tuple[int, ...]
+    rows: int
+    k: int
+    steps: int
+    width: int
+
+    @property
+    def count(self) -> int:
+        """Panels of one matrix."""
+        return -(-self.rows // self.width)
+
+    @property
+    def stride_batch(self) -> int:
+        """Elements from one matrix's panels to the next's; 0 where one matrix serves a whole batch."""
+        return self.count * self.width * self.steps if self.batch else 0
+
+
+def pack(x: Operand, width: int, *, pairs: bool = False) -> Panels:
+    """Copies an operand into panels: as floats, or (a bfloat16 operand only) as pairs of bfloat16."""
+    queue = x.tensor.queue
+    count, batches = -(-x.rows // width), prod(x.batch)
+    steps = max(-(-x.k // 2) if pairs else x.k, 1)
+    shape = (batches * count * width * steps,)
+    if x.tensor.size == 0:  # the sum of nothing, for kernels that take at least one step: a step of zeros
+        return Panels(bridge.zeros(queue, shape, "float32"), x.batch, x.rows, x.k, steps, width)
+    panels = bridge.empty(queue, shape, "float32")
+    kernel = get_kernel(
+        queue, "gemm_pack.cl", "pack", "ppqqqqq",
+        SRC_T=x.storage, WIDTH=width, STEP_SPAN=_STEP_SPAN, PAIRS=int(pairs),
+    )  # fmt: skip
+    kernel(
+        queue, (count, -(-steps // _STEP_SPAN), batches), (1, 1, 1), x.tensor.buffer, panels.buffer,
+        x.rows, x.k, x.stride_row, x.stride_k, x.stride_batch,
+    )  # fmt: skip
+    return Panels(panels, x.batch, x.rows, x.k, steps, width)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How C is dealt out: a work-item computes the product of ``panels_a`` panels of A with ``panels_b`` of B."""
+
+    panels_a: int
+    panels_b: int
+    grid: tuple[int, int, int]
+
+
+def blocks_of(a: Panels, b: Panels, c: Tensor) -> Blocks:
+    """Blocks as large as the cache allows, smaller for a small C so that every core has work."""
+    batches = c.size // (a.rows * b.rows)
+    enough = _BLOCKS_PER_CORE * capabilities(c.queue).compute_units
+    panels_a = min(_BLOCK_ROWS // a.width, a.count)
+    panels_b = min(_BLOCK_COLUMNS // b.width, b.count)
+    while True:
+        grid = (-(-a.count // panels_a), -(-b.count // panels_b), batches)
+        if prod(grid) >= enough or panels_a * panels_b == 1:
+            return Blocks(panels_a, panels_b, grid)
+        if panels_b > 1 and panels_b * b.width >= panels_a * a.width:
+            panels_b = -(-panels_b // 2)
+        else:
+            panels_a = -(-panels_a // 2)
