@@ -12,12 +12,11 @@ from typing import Any, TypeAlias
 import pyopencl as cl
 from netcl.autograd import engine
 from netcl.autograd.engine import Node, Tape
-from netcl.core.memory import PersistentBufferPool as BufferPool
 from netcl.core.parameter import Parameter
 from netcl.core.tensor import Tensor
 from netcl.core.tensor import reshape as _reshape
 
-__all__ = ["BufferPool", "Node", "Parameter", "Tape", "Tensor", "TensorLike"]
+__all__ = ["Node", "Parameter", "Tape", "Tensor", "TensorLike"]
 
 TensorLike: TypeAlias = Node | Tensor
 

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-from clamp.bridge import Tensor
+from clamp.bridge import Tensor, nbytes
 
 Value = TypeVar("Value")
 
@@ -75,6 +75,12 @@ class WeightCache:
         """Forgets everything."""
         with self._lock:
             self._entries.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held."""
+        values = [value for entry in self._entries.values() for value in entry.values.values()]
+        return sum(nbytes(value) for value in values if isinstance(value, Tensor))
 
     def __len__(self) -> int:
         return len(self._entries)
