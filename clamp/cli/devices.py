@@ -1,0 +1,55 @@
+"""Choosing and naming OpenCL devices."""
+
+from __future__ import annotations
+
+import re
+
+import pyopencl as cl
+
+from clamp.device import list_devices
+
+_SIMULATORS = ("Oclgrind",)
+
+
+class UnknownDeviceError(ValueError):
+    """No device has the name asked for; the message lists those that are there."""
+
+
+def is_simulator(device: cl.Device) -> bool:
+    """Whether the device simulates one: right but slow, and never what a user means by "the device"."""
+    return device.platform.name in _SIMULATORS
+
+
+def describe(device: cl.Device) -> str:
+    """Platform and device in one line."""
+    return f"{device.platform.name.strip()}: {device.name.strip()}"
+
+
+def choose_device(name: str | None) -> cl.Device:
+    """The first device whose platform, or else whose own name, contains ``name``; without a name the first of all.
+
+    Simulators are chosen only by name.
+
+    Raises:
+        NoDeviceError: there is no device.
+        UnknownDeviceError: none has that name.
+    """
+    devices = list_devices()
+    if name is None:
+        return next((device for device in devices if not is_simulator(device)), devices[0])
+    wanted = name.lower()
+    # Platforms first: "intel" means Intel's runtime, not another one on a CPU made by Intel. PoCL calls itself so
+    # only in its version.
+    for text_of in (lambda device: f"{device.platform.name} {device.platform.version}", lambda device: device.name):
+        for device in devices:
+            if wanted in text_of(device).lower():
+                return device
+    found = "\n  ".join(describe(device) for device in devices)
+    raise UnknownDeviceError(f"no OpenCL device is called {name!r}; found:\n  {found}")
+
+
+def slug(device: cl.Device) -> str:
+    """A short name for files: ``pocl-amd-epyc``."""
+    platform = "pocl" if device.platform.name == "Portable Computing Language" else device.platform.name
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\((r|tm)\)", "", f"{platform} {device.name}".lower()))
+    return "-".join(dict.fromkeys(words))[:60]

@@ -1,0 +1,117 @@
+"""``python -m clamp doctor``: what clamp finds on this machine, and whether it computes correctly there."""
+
+from __future__ import annotations
+
+import os
+import platform
+from argparse import Namespace
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pyopencl as cl
+from netcl.core.device import manager
+
+import clamp
+from clamp import amp
+from clamp.bridge import Tensor
+from clamp.cli.devices import describe, is_simulator
+from clamp.device import NoDeviceError, capabilities, intel_cpu_runtime, list_devices
+from clamp.ops.cast import cast
+from clamp.ops.gemm import default_kernel, gemm
+
+_M, _N, _K = 33, 17, 40  # no multiples of a tile: the edges are checked, too
+_PRECISIONS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}  # steps at 1
+
+
+def run(args: Namespace) -> int:
+    """Runs the command; see `clamp.cli`."""
+    names = ("netcl", "pyopencl", "numpy")
+    print(f"clamp {clamp.__version__}, python {platform.python_version()}, ", end="")
+    print(", ".join(f"{name} {version(name)}" for name in names))
+    print(f"OCL_ICD_VENDORS  {_vendors()}")
+    try:
+        devices = list_devices()
+    except NoDeviceError as error:
+        print(f"\n{error}")
+        return 1
+    default = manager.default()
+    failures = 0
+    for device in devices:
+        is_default = default is not None and default.queue.device == device
+        print(f"\n{describe(device)}{'  (what netcl picks)' if is_default else ''}")
+        for label, text in _facts(device):
+            print(f"  {label:<16} {text}")
+        problem = self_check(device)
+        failures += bool(problem)
+        print(f"  {'self-check':<16} {f'FAILED: {problem}' if problem else 'ok: products and casts agree with numpy'}")
+    print(f"\n{len(devices)} devices, {failures} failed" if failures else f"\n{len(devices)} devices, all well")
+    return 1 if failures else 0
+
+
+def _vendors() -> str:
+    """Where the OpenCL loader looks for drivers, and who told it so."""
+    folder = os.environ.get("OCL_ICD_VENDORS")
+    if folder is None:
+        note = "" if intel_cpu_runtime() is None else " (Intel's CPU runtime is registered there)"
+        return f"not set: drivers of the system{note}"
+    path = Path(folder)
+    by_clamp = path.name.startswith("vendors-") and path.parent.name == "clamp"
+    return f"{folder} (set by {'clamp, which adds the pip-installed CPU runtime' if by_clamp else 'you'})"
+
+
+def _facts(device: cl.Device) -> Iterator[tuple[str, str]]:
+    yield "driver", f"{device.driver_version.strip()}, {device.platform.version.strip()}"
+    if is_simulator(device):
+        yield "note", "a simulator: right, but slow"
+    try:
+        context = cl.Context([device])
+        queue = cl.CommandQueue(context, device)
+        found = capabilities(queue)
+        dtypes = ", ".join(amp.get_amp_supported_dtype(queue))
+        kernels = ", ".join(f"{dtype} {default_kernel(queue, dtype, dtype).value}" for dtype in _PRECISIONS)
+    except Exception as error:  # a driver in any state must not keep doctor from the next one
+        yield "unusable", f"{type(error).__name__}: {error}"
+        return
+    yield "kind", f"{'CPU' if found.is_cpu else 'GPU or other'}, {found.compute_units} compute units"
+    yield "AMP dtypes", dtypes
+    yield "half storage", "yes" if found.half_storage else "no: kernels that load and store float16 fail here"
+    yield "cl_khr_fp16", "listed" if "cl_khr_fp16" in device.extensions else "not listed (clamp does not need it)"
+    yield "GEMM kernel", kernels
+    yield "vector width", f"{found.float_vector_width} floats"
+    yield "work-group", f"up to {found.max_work_group} work-items, {found.local_memory_bytes // 1024} KiB local memory"
+    yield "arguments", f"up to {found.max_parameter_bytes} bytes a launch"
+
+
+def self_check(device: cl.Device) -> str:
+    """Compares one small product and the casts of each dtype with numpy; returns what is wrong, or nothing."""
+    try:
+        context = cl.Context([device])
+        queue = cl.CommandQueue(context, device)
+        for dtype, epsilon in _PRECISIONS.items():
+            problem = _check_dtype(queue, dtype, epsilon)
+            if problem:
+                return problem
+    except Exception as error:  # as above
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _check_dtype(queue: cl.CommandQueue, dtype: str, epsilon: float) -> str:
+    rng = np.random.default_rng(0)
+    tensors, values = [], []
+    for shape in ((_M, _K), (_K, _N)):
+        host = rng.standard_normal(shape, dtype=np.float32)
+        tensor = cast(Tensor.from_host(queue, host), dtype)
+        value = cast(tensor, "float32").to_host()
+        if not np.all(np.abs(value - host) <= epsilon / 2 * np.abs(host)):
+            return f"a cast to {dtype} and back is off by up to {np.max(np.abs(value - host)):g}"
+        tensors.append(tensor)
+        values.append(value.astype(np.float64))
+    product = cast(gemm(*tensors, out_dtype=dtype), "float32").to_host()
+    exact = values[0] @ values[1]
+    # rounding of the result, and of the sums in float32
+    allowed = epsilon * np.abs(exact) + _K * 2.0**-24 * (np.abs(values[0]) @ np.abs(values[1]))
+    error = np.abs(product - exact)
+    return "" if np.all(error <= allowed) else f"a product in {dtype} is off by up to {error.max():g}"

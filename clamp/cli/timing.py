@@ -1,0 +1,137 @@
+"""Timing contenders against each other: turn about, in one run, compared by their medians.
+
+A machine's speed drifts by more than the differences that matter. Contenders that take turns drift together, so
+their ratios stay true even where the figures themselves do not repeat.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+Turn = Callable[[int], list[float]]
+"""One contender's turn: takes the number of calls to time and returns the seconds of each."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        rounds: turns that a fast contender gets; a slow one's fewer calls are spread over them.
+        seconds: time for each contender, all its timed calls together.
+        least, most: bounds on the number of its calls, whatever they take.
+    """
+
+    rounds: int
+    seconds: float
+    least: int
+    most: int
+
+    def calls(self, seconds_per_call: float) -> int:
+        """How many calls to time in all."""
+        return max(self.least, min(self.most, int(self.seconds / max(seconds_per_call, 1e-9))))
+
+
+NORMAL = Effort(rounds=6, seconds=0.6, least=3, most=40)
+QUICK = Effort(rounds=3, seconds=0.2, least=2, most=10)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The timed calls of one contender, in seconds."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median of the calls."""
+        return median(self.seconds)
+
+    @property
+    def best(self) -> float:
+        """Fastest call."""
+        return min(self.seconds)
+
+    @property
+    def slow(self) -> float:
+        """The call that nine in ten are faster than."""
+        return quantiles(self.seconds, n=10, method="inclusive")[-1] if len(self.seconds) > 1 else self.seconds[0]
+
+
+@dataclass(frozen=True)
+class Race:
+    """What `interleave` measured: a timing, or the reason for having none, for each contender."""
+
+    timings: dict[str, Timing]
+    failures: dict[str, str]
+
+
+def interleave(
+    turns: Mapping[str, Turn], effort: Effort, before_turn: Callable[[str], None] = lambda name: None
+) -> Race:
+    """Times the contenders in rounds, each taking its turn in every round.
+
+    The first, untimed turn warms up: it compiles kernels and fills pools. Round 0 times one call each and so
+    tells how many more each contender gets. A contender that raises leaves the race; the others go on.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in turns}
+    failures: dict[str, str] = {}
+    for number in range(-1, effort.rounds):
+        for name, turn in turns.items():
+            calls = 1 if number < 1 else _calls_in(number, effort, samples[name])
+            if name in failures or calls == 0:
+                continue
+            before_turn(name)
+            try:
+                seconds = turn(calls)
+            except Exception as error:  # a driver or library that fails is a result, too
+                failures[name] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+                continue
+            if number >= 0:
+                samples[name] += seconds
+    return Race({name: Timing(tuple(samples[name])) for name in turns if name not in failures}, failures)
+
+
+def _calls_in(number: int, effort: Effort, samples: list[float]) -> int:
+    """Calls in round ``number``, from 1 on, such that all rounds together make the number that round 0 led to."""
+    if not samples:
+        return 0
+    rest = effort.calls(samples[0]) - 1
+    last = effort.rounds - 1
+    return rest * number // last - rest * (number - 1) // last
+
+
+def timed(call: Callable[[], object], finish: Callable[[], object]) -> Turn:
+    """A turn that times ``call`` until ``finish``. A turn of several calls starts with an untimed one, because the
+    caches still hold the data of the contender before."""
+
+    def turn(calls: int) -> list[float]:
+        if calls > 1:
+            call()
+            finish()
+        seconds = []
+        for _ in range(calls):
+            start = time.perf_counter()
+            call()
+            finish()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    return turn
+
+
+def settle(limit: float = 1.0) -> None:
+    """Waits, for at most ``limit`` seconds, until this process is idle.
+
+    Threads of BLAS, OpenMP and OpenCL libraries spin for a while after their last call; whoever is timed next
+    would share the cores with them.
+    """
+    end = time.perf_counter() + limit
+    while time.perf_counter() < end:
+        wall, busy = time.perf_counter(), time.process_time()
+        time.sleep(0.005)
+        if time.process_time() - busy < 0.2 * (time.perf_counter() - wall):
+            return
