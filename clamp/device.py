@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 import sysconfig
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -66,7 +67,10 @@ def _write_vendors(vendors: dict[str, str]) -> Path:
     digest = hashlib.sha256(repr(sorted(vendors.items())).encode()).hexdigest()[:16]
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache_home / "clamp" / f"vendors-{digest}"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a home that cannot be written to
+        folder = Path(tempfile.mkdtemp(prefix="clamp-vendors-"))
     for name, text in vendors.items():
         file = folder / name
         if not file.exists() or file.read_text() != text:

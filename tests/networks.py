@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ def mlp(queue: cl.CommandQueue, *widths: int, seed: int = 0) -> Sequential:
     """Linear layers with a ReLU between each two; the same seed gives the same weights."""
     np.random.seed(seed)
     layers: list[Any] = []
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in pairwise(widths):
         layers += [Linear(queue, inputs, outputs), ReLU()]
     return Sequential(*layers[:-1])
 

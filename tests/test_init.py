@@ -102,10 +102,14 @@ def test_shutdown_restores_after_an_exception_inside_a_step(queue: cl.CommandQue
     before = snapshot()
     model, data = mlp(queue, 8, 16, 4), batch(queue, 8, 8, 4)
     optimizer = SGD(model.parameters())
-    with pytest.raises(ZeroDivisionError), amp.init() as handle:  # noqa: PT012
+
+    def failing_step(handle: amp.AmpHandle) -> None:
         with handle.scale_loss(loss_of(model, data), optimizer) as scaled:
             scaled.backward()
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), amp.init() as handle:
+        failing_step(handle)
     assert_identical(before)
 
 

@@ -56,6 +56,9 @@ _ENGINE: dict[str, Wrapper] = {
     "netcl.core.transfer.fill": engine.transfer_write,
 }
 
+#: where netcl keeps its differentiable functions
+_RECORDED_MODULES = ("netcl.autograd.ops", "netcl.autograd.shape_ops", "netcl.autograd.bf16_ops")
+
 #: where netcl keeps functions that compute on tensors
 _TENSOR_MODULES = (
     "netcl.autograd.ops", "netcl.autograd.shape_ops", "netcl.ops.", "netcl.nn.batchnorm", "netcl.nn.groupnorm",
@@ -179,11 +182,16 @@ class Patches:
     # ------------------------------------------------------------------------------------------ rebinding
 
     def _rebind(self, replacements: dict[int, Any]) -> None:
-        """Replaces objects, by id, under every name that a loaded module has for them."""
+        """Replaces objects, by id, under every name that a loaded module has for them.
+
+        The modules that define netcl's recorded functions keep what they imported themselves: whatever reaches
+        the inside of one of these functions has passed its wrapper, and need not pay for a second one.
+        """
         for module in _searched_modules():
+            only_own = module.__name__ in _RECORDED_MODULES
             for name, value in list(vars(module).items()):
                 replacement = replacements.get(id(value))
-                if replacement is not None:
+                if replacement is not None and not (only_own and value.__module__ != module.__name__):
                     self._set(module, name, replacement)
 
     def _set(self, owner: Any, name: str, value: Any) -> None:

@@ -180,7 +180,10 @@ def _cast_nested(x: Any, dtype: str, report: Callable[[str, str], None]) -> Any:
     return x
 
 
-def holds_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+_NONE: dict[str, Any] = {}
+
+
+def holds_half(args: tuple[Any, ...] | list[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a 16-bit tensor is among the arguments. On the path of every call: keep it short."""
     for x in args:
         if isinstance(x, Node):
@@ -189,9 +192,9 @@ def holds_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         elif isinstance(x, Tensor):
             if x.dtype in HALF_DTYPES:
                 return True
-        elif isinstance(x, list | tuple) and holds_half(tuple(x), {}):
+        elif isinstance(x, (list, tuple)) and x and not isinstance(x[0], int) and holds_half(x, _NONE):
             return True
-    return bool(kwargs) and holds_half(tuple(kwargs.values()), {})
+    return bool(kwargs) and holds_half(tuple(kwargs.values()), _NONE)
 
 
 def _tensors(x: Any) -> list[Tensor]:
