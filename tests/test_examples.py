@@ -1,0 +1,211 @@
+"""The examples, the README's script and the documents' scripts: they run, and show what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp import amp
+from clamp.device import list_devices
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def run_script(queue: cl.CommandQueue, *command: str) -> str:
+    """Output of a script on the device under test; fails the test if the script fails."""
+    platforms = cl.get_platforms()
+    platform = platforms.index(queue.device.platform)
+    device = platforms[platform].get_devices().index(queue.device)
+    environment = {**os.environ, "PYOPENCL_CTX": f"{platform}:{device}", "COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def run_example(queue: cl.CommandQueue, name: str, *options: str) -> str:
+    """Output of an example on the device under test."""
+    index = list_devices().index(queue.device)
+    return run_script(queue, str(EXAMPLES / name), "--device", str(index), *options)
+
+
+def python_blocks(file: str) -> list[str]:
+    """The Python code blocks of a document."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(encoding="utf-8"), re.DOTALL)
+
+
+# ---------------------------------------------------------------------------------------------- examples
+
+
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_digits_compares_three_runs(queue: cl.CommandQueue, tmp_path: Path, dtype: str) -> None:
+    picture = tmp_path / "digits.png"
+    output = run_example(queue, "digits.py", "--epochs", "1", "--dtype", dtype, "--plot", str(picture))
+    rows = [line for line in output.splitlines() if " %" in line]
+    assert [row.split("  ")[1].strip() for row in rows] == ["netcl fp32", "clamp float32", f"AMP {dtype}"]
+    accuracies = [float(re.search(r"([\d.]+) %", row)[1]) for row in rows]
+    assert max(accuracies) - min(accuracies) < 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_unknown_device_is_named_with_those_there_are(queue: cl.CommandQueue) -> None:
+    command = [sys.executable, str(EXAMPLES / "digits.py"), "--device", "no such device"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "'no such device'" in done.stderr
+    assert queue.device.name in done.stderr
+
+
+def test_two_lines_change_the_dtype_and_not_the_loss(queue: cl.CommandQueue) -> None:
+    output = run_example(queue, "two_lines.py")
+    before, after = (float(loss) for loss in re.findall(r"loss ([\d.]+) per sample", output))
+    assert after == pytest.approx(before, rel=0.2)
+    assert "dtype of the prediction: float16" in output
+
+
+def test_custom_kernel_gets_the_dtypes_it_declares(queue: cl.CommandQueue) -> None:
+    output = run_example(queue, "custom_kernel.py")
+    assert "without AMP: snake got float32, energy got float32; gradient float32" in output
+    assert "with AMP   : snake got float16, energy got float32; gradient float32" in output
+    without, under_amp = (float(error) for error in re.findall(r"relative error (\S+)", output))
+    assert without < 1e-5
+    assert under_amp < 5e-3
+
+
+def test_rnn_cell_casts_each_weight_once(queue: cl.CommandQueue) -> None:
+    output = run_example(queue, "rnn_cell.py", "--iterations", "30")
+    assert "16 matrix products with 3 weights: 3 casts of weights" in output
+    assert "with enable_caching=False 13 more" in output
+    assert "Gradients of the weights: float32;" in output
+    losses = [float(loss) for loss in output.split("Loss:")[1].split()]
+    assert losses[-1] < losses[0]
+
+
+# ---------------------------------------------------------------------------------------------- documents
+
+
+def test_script_of_the_readme_runs(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    script = tmp_path / "readme.py"
+    script.write_text(python_blocks("README.md")[0], encoding="utf-8")
+    output = run_script(queue, str(script))
+    loss = float(re.search(r"loss ([\d.]+)", output)[1])
+    assert loss < 0.5
+    assert "prediction float16" in output
+
+
+@pytest.mark.parametrize("file", ["docs/loss-scaling.md", "docs/policies.md"])
+def test_scripts_of_a_document_run(queue: cl.CommandQueue, tmp_path: Path, file: str) -> None:
+    script = tmp_path / "document.py"
+    script.write_text("\n".join(python_blocks(file)), encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(list_file_of("docs/policies.md"), encoding="utf-8")
+    code = f"import os, runpy; os.chdir({str(tmp_path)!r}); runpy.run_path({str(script)!r}, run_name='__main__')"
+    run_script(queue, "-c", code)
+
+
+def list_file_of(file: str) -> str:
+    """The list file that a document shows."""
+    return re.search(r"```toml\n(.*?)```", (ROOT / file).read_text(encoding="utf-8"), re.DOTALL)[1]
+
+
+DEFECTS = """
+import sys, warnings
+warnings.simplefilter("ignore")
+blocks = open(sys.argv[1], encoding="utf-8").read().split("# --- next")
+names = {}
+exec(blocks[0], names)
+if sys.argv[2] == "clamp":
+    from clamp import amp
+    amp.init(dtype="float32")
+for block in blocks[1:]:
+    try:
+        exec(block, names)
+    except Exception as error:
+        print("raised", type(error).__name__)
+"""
+
+WITH_NETCL = """
+[[2. 6.]]
+l1_loss raises
+l2_loss raises
+[[2. 2. 2. 2. 2. 2. 2. 2.]]
+[[-1.642
+[2.]
+[4.]
+[6.]
+"""
+
+WITH_CLAMP = """
+[[2048. 6144.]]
+l1_loss [[1. 1.]]
+l2_loss [[2. 6.]]
+[[-0.0907
+4096.0
+[2.]
+[2.]
+[2.]
+"""
+
+
+@pytest.mark.parametrize(("who", "expected"), [("netcl", WITH_NETCL), ("clamp", WITH_CLAMP)], ids=["netcl", "clamp"])
+def test_defects_of_netcl_are_as_documented(queue: cl.CommandQueue, tmp_path: Path, who: str, expected: str) -> None:
+    blocks = tmp_path / "defects.py"
+    blocks.write_text("# --- next\n".join(python_blocks("docs/netcl-defects.md")), encoding="utf-8")
+    output = run_script(queue, "-c", DEFECTS, str(blocks), who)
+    position = 0
+    for line in expected.strip().splitlines():
+        position = output.find(line, position)
+        assert position >= 0, f"{line!r} is missing, or out of order, in\n{output}"
+        position += len(line)
+
+
+# ---------------------------------------------------------------------------------------------- acceptance
+
+
+@pytest.fixture
+def digits(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """examples/digits.py as a module."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what other packages warn of when they are imported is theirs
+        import digits
+
+    return digits
+
+
+def test_digits_keeps_weights_in_float32_and_activations_in_float16(queue: cl.CommandQueue, digits: ModuleType) -> None:
+    from netcl import autograd as ag
+    from netcl.core.tensor import Tensor
+
+    run = digits.train(queue, digits.load(), {"dtype": "float16"}, epochs=1)
+    assert set(run.weights) == {"float32"}
+    with amp.init():
+        model = digits.make_model(queue)
+        with ag.Tape() as tape:
+            logits = model(ag.tensor(Tensor.from_host(queue, np.ones((4, 64), np.float32))))
+        assert logits.value.dtype == "float16"
+        assert {node.value.dtype for node in tape.nodes} == {"float16"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_digits_learns_as_well_as_in_fp32(queue: cl.CommandQueue, digits: ModuleType, dtype: str) -> None:
+    data = digits.load()
+    fp32 = digits.Result("fp32", [digits.train(queue, data, {"enabled": False}, seed) for seed in range(3)])
+    half = digits.Result(dtype, [digits.train(queue, data, {"dtype": dtype}, seed) for seed in range(3)])
+
+    assert abs(np.mean(half.accuracies) - np.mean(fp32.accuracies)) <= 0.5
+    curves = np.array([run.epoch_losses for run in fp32.runs])
+    spread = np.ptp(curves, axis=0)
+    distance = np.abs(np.mean([run.epoch_losses for run in half.runs], axis=0) - curves.mean(axis=0))
+    assert np.all(distance <= spread)
