@@ -84,15 +84,12 @@ class Variant:
         workspaces and those copies.
         """
         with self._amp() as handle:
-            self._optimizer.zero_grad()
-            self._forward()  # fills the weight cache, whose copies are then older than the meter
+            self._forget(handle)
             with MemoryMeter() as meter:
                 graph = self._forward()
                 activations = meter.activations
             del graph
-            if handle is not None:
-                handle.clear_cache()
-            gc.collect()
+            self._forget(handle)
             with MemoryMeter() as meter:
                 self._train(handle)
             return {"activations": activations, "peak of a step": meter.peak}
