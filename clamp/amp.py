@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pyopencl as cl
 import wrapt
 
-from clamp import bridge
+from clamp import bridge, debugging
 from clamp.autocast import Region, current_region, depth, in_region
 from clamp.bridge import TensorLike
 from clamp.cache import weights
@@ -34,6 +34,7 @@ __all__ = [
     "StepReport",
     "autocast",
     "cast",
+    "debugging",
     "float_function",
     "get_amp_supported_dtype",
     "get_autocast_dtype",
@@ -43,6 +44,7 @@ __all__ = [
     "is_bfloat16_supported",
     "is_float16_supported",
     "load_state_dict",
+    "master_params",
     "promote_function",
     "register",
     "register_float_function",
@@ -279,6 +281,15 @@ def _release_autocast_patches() -> None:
     if _autocast_patches is not None:
         _autocast_patches.remove()
         _autocast_patches = None
+
+
+def master_params(optimizer: Any) -> list[bridge.Tensor]:
+    """The fp32 tensors that ``optimizer.step()`` updates: the parameters, or the masters of 16-bit ones.
+
+    Raises:
+        TypeError: the optimizer has no ``params``.
+    """
+    return bridge.optimizer_parameters(optimizer)
 
 
 def is_autocast_enabled() -> bool:

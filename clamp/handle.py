@@ -14,7 +14,7 @@ from clamp import bridge
 from clamp.autocast import Region, current_region, in_region, set_process_region
 from clamp.bridge import HALF_DTYPES, Node, Tape, Tensor
 from clamp.cache import weights
-from clamp.functions.casting import Operand, record
+from clamp.functions.casting import Operand, note_numpy_backend, record
 from clamp.ops.elementwise import elementwise
 from clamp.optimizers import StepGuard, StepGuards, StepReport
 from clamp.patching.patch import Patches, Registration, set_active
@@ -148,6 +148,10 @@ class AmpHandle:
     def scaled(self, loss: Node, optimizers: Sequence[Any], scaler: LossScale) -> Iterator[Node]:
         """One scaled backward pass: the body of every ``scale_loss``."""
         check_loss(loss)
+        if not bridge.on_device(loss.value):
+            note_numpy_backend()
+            yield loss
+            return
         guards = [self.guard(optimizer) for optimizer in optimizers]
         gradients = _Gradients(optimizers)
         gradients.set_aside()

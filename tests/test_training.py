@@ -8,11 +8,13 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.core.device import CPUQueue
 from netcl.nn.layers import Linear
 from netcl.optim import SGD, Adam
 
 from clamp import amp
 from clamp.bridge import Node, Parameter, Tape, Tensor, graph
+from clamp.functions.casting import note_numpy_backend
 from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, step, weights_of
 from tests.reference import quantize, to_device, to_numpy
 
@@ -360,3 +362,17 @@ def test_tape_backward_with_retained_gradients(queue: cl.CommandQueue) -> None:
     for a, b in zip(first, gradients(model.parameters()), strict=True):
         np.testing.assert_array_equal(a, b)
     assert isinstance(tape, Tape)
+
+
+def test_netcls_numpy_backend_is_left_alone_and_said_so_once() -> None:
+    note_numpy_backend.cache_clear()
+    host = CPUQueue()
+    model = mlp(host, 8, 16, 4)
+    x, y = (Tensor.from_host(host, np.ones((4, width), np.float32)) for width in (8, 4))
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    before = weights_of(model)
+    with amp.init() as handle:
+        with pytest.warns(UserWarning, match="numpy backend"):
+            step(handle, model, optimizer, (x, y))
+        step(handle, model, optimizer, (x, y))
+    assert not any(np.array_equal(a, b) for a, b in zip(before, weights_of(model), strict=True))

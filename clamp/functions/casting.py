@@ -18,7 +18,9 @@ and runs under every policy: ``Half`` casts the operands, ``Float`` lets the ker
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 from clamp import bridge
@@ -187,11 +189,25 @@ def owned_value(x: TensorLike) -> Tensor:
         NotOwned: it is something else.
     """
     value = bridge.value_of(x)
-    if not isinstance(value, Tensor) or not bridge.on_device(value):
+    if not isinstance(value, Tensor):
+        raise NotOwned
+    if not bridge.on_device(value):
+        note_numpy_backend()
         raise NotOwned
     if value.dtype not in bridge.STORAGE and value.dtype not in ("int32", "int"):
         raise NotOwned
     return value
+
+
+@cache
+def note_numpy_backend() -> None:
+    """Says, once in a process, that netcl's numpy backend is left alone."""
+    warnings.warn(
+        "AMP leaves netcl's numpy backend (device 'cpu') alone: it computes in fp32 on the host, without OpenCL "
+        "kernels. For mixed precision on a CPU use an OpenCL driver; `python -m clamp doctor` shows what is there.",
+        UserWarning,
+        stacklevel=6,
+    )
 
 
 def widest(*dtypes: str) -> str:
