@@ -39,6 +39,7 @@
 #else
 #define EACH_ROW(X) X(0) X(1) X(2) X(3) X(4) X(5)
 #endif
+// A row of the tile is one vector of 16 columns or two; with one, the second's code disappears.
 #if NR == 32
 #define FIRST_AND_SECOND(first, second) first second
 #else
@@ -69,6 +70,7 @@ inline float relu_1(float v) { return v < 0.0f ? 0.0f : v; }
 inline float16 relu_16(float16 v) { return select(v, (float16)(0.0f), v < 0.0f); }
 #define EPILOGUE(v, b, relu_n) (relu ? relu_n((v) + (b)) : (v) + (b))
 #define NO_BIAS (-0.0f) // v + -0 is v for every v, -0 included
+#define BIAS16(n) (has_bias ? LOAD16(BIAS_T, bias, n) : (float16)(NO_BIAS))
 
 // Work-item (block of rows, block of columns, batch): block_panels_a x block_panels_b tiles of C.
 __kernel ONE_WORK_ITEM WIDE_VECTORS void gemm(__global const float *restrict a_panels,
@@ -106,16 +108,16 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void gemm(__global const float *restrict a_p
                 const size_t m = p * MR, n = q * NR;
                 if (m + MR <= M && n + NR <= N) {
                     __global STORAGE(OUT_T) *out = C + m * N + n;
-                    const float16 bias0 = has_bias ? LOAD16(BIAS_T, bias, n) : (float16)(NO_BIAS);
-                    FIRST_AND_SECOND(, const float16 bias1 = has_bias ? LOAD16(BIAS_T, bias, n + 16) : (float16)(NO_BIAS);)
+                    const float16 bias0 = BIAS16(n);
+                    FIRST_AND_SECOND(, const float16 bias1 = BIAS16(n + 16);)
                     EACH_ROW(FINISH)
                 } else {
                     float edge[MR * NR];
                     EACH_ROW(SPILL)
                     for (size_t i = 0; i < MR && m + i < M; i++)
                         for (size_t j = 0; j < NR && n + j < N; j++) {
-                            const float b = has_bias ? LOAD(BIAS_T, bias, n + j) : NO_BIAS;
-                            STORE(OUT_T, EPILOGUE(edge[i * NR + j], b, relu_1), C, (m + i) * N + n + j);
+                            const float bias_j = has_bias ? LOAD(BIAS_T, bias, n + j) : NO_BIAS;
+                            STORE(OUT_T, EPILOGUE(edge[i * NR + j], bias_j, relu_1), C, (m + i) * N + n + j);
                         }
                 }
             }

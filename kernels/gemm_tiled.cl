@@ -25,7 +25,7 @@
     for (int e = item; e < TILE * TILE_K; e += SIDE * SIDE) {                                                       \
         const int r = (stride_k) == 1 ? e / TILE_K : e % TILE, k = (stride_k) == 1 ? e % TILE_K : e / TILE;         \
         tile[k * PITCH + r] =                                                                                       \
-            (size_t)r < (rows) && (size_t)k < (steps) ? LOAD(T, src, (stride_row)*r + (stride_k)*k) : 0.0f; \
+            (size_t)r < (rows) && (size_t)k < (steps) ? LOAD(T, src, (stride_row) * r + (stride_k) * k) : 0.0f;     \
     }
 
 // Work-item (column, row, batch) of a grid that covers C with whole tiles.

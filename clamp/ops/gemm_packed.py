@@ -43,10 +43,12 @@ def multiply(a_operand: Operand, b: Panels, c: Tensor, epilogue: Epilogue) -> No
     queue = c.queue
     a = pack(a_operand, tile_of(queue).rows)
     blocks = blocks_of(a, b, c)
-    # One visit leaves no sums behind; a kernel's pointer must point somewhere all the same.
-    slots = a.count * b.count * blocks.grid[2] if a.steps > _KC else 1
-    partial = bridge.empty(queue, (slots * a.width * b.width,), "float32")
+    # A kernel's pointers must point somewhere: c stands in for a bias or sums that are not there.
     bias = c if epilogue.bias is None else epilogue.bias
+    partial = c
+    if a.steps > _KC:
+        sums = blocks.grid[2] * a.count * a.width * b.count * b.width
+        partial = bridge.empty(queue, (sums,), "float32")
     kernel = get_kernel(
         queue, "gemm_packed.cl", "gemm", "pppppqqqqquuii", MR=a.width, NR=b.width, KC=_KC, **epilogue.macros
     )
