@@ -52,8 +52,10 @@
 #ifdef MOVE_ROWS
 __kernel void move_rows(__global const WORD *restrict x, __global WORD *restrict y, const ulong inner,
                         const ulong column_span, const ulong rows, const ulong row_span, const ulong from_step,
-                        const ulong to_step, const uint across, const uint down, BATCH_ARGUMENTS) {
+                        const ulong to_step, const uint across, const uint down, const uint batches,
+                        BATCH_ARGUMENTS) {
     const uint item = get_global_id(0), line = item / across;
+    if (line >= down * batches) return;
     GO_TO_BATCH(line / down);
     const size_t column = (item % across) * (size_t)column_span, end = min(column + column_span, (size_t)inner);
     const size_t first = (line % down) * (size_t)row_span, last = min(first + row_span, (size_t)rows);
@@ -61,7 +63,7 @@ __kernel void move_rows(__global const WORD *restrict x, __global WORD *restrict
         __global const WORD *from = x + row * from_step;
         __global WORD *to = y + row * to_step;
         size_t i = column;
-        for (; i + 16 <= end; i += 16) vstore16(vload16(0, from + i), 0, to + i);
+        for (; i + 16 <= end; i += 16) STORE_ANY(VECTOR, LOAD_ANY(VECTOR, from + i), to + i);
         for (; i < end; i++) to[i] = from[i];
     }
 }
@@ -85,20 +87,21 @@ inline void riffle(const VECTOR *in, VECTOR *out) {
 inline void transpose_tile(__global const WORD *x, size_t from_step, __global WORD *y, size_t to_step) {
     VECTOR tile[16], other[16];
 #pragma unroll
-    for (uint k = 0; k < 16; k++) tile[k] = vload16(0, x + k * from_step);
+    for (uint k = 0; k < 16; k++) tile[k] = LOAD_ANY(VECTOR, x + k * from_step);
     riffle(tile, other);
     riffle(other, tile);
     riffle(tile, other);
     riffle(other, tile);
 #pragma unroll
-    for (uint k = 0; k < 16; k++) vstore16(tile[k], 0, y + k * to_step);
+    for (uint k = 0; k < 16; k++) STORE_ANY(VECTOR, tile[k], y + k * to_step);
 }
 
 // A work-item moves 16 neighbours of a, for `b_span` neighbours of b.
 __kernel void transpose(__global const WORD *restrict x, __global WORD *restrict y, const ulong a_extent,
                         const ulong b_extent, const ulong b_span, const ulong from_step, const ulong to_step,
-                        const uint across, const uint down, BATCH_ARGUMENTS) {
+                        const uint across, const uint down, const uint batches, BATCH_ARGUMENTS) {
     const uint item = get_global_id(0), line = item / across;
+    if (line >= down * batches) return;
     GO_TO_BATCH(line / down);
     const size_t a = (item % across) * (size_t)16, a_end = min(a + 16, (size_t)a_extent);
     const size_t b_first = (line % down) * (size_t)b_span, b_end = min(b_first + b_span, (size_t)b_extent);
@@ -121,7 +124,7 @@ __kernel void transpose(__global const WORD *restrict x, __global WORD *restrict
 __kernel __attribute__((reqd_work_group_size(TILE, LINES, 1))) void
 transpose_local(__global const WORD *restrict x, __global WORD *restrict y, const ulong a_extent,
                 const ulong b_extent, const ulong from_step, const ulong to_step, const uint across,
-                const uint down, BATCH_ARGUMENTS) {
+                const uint down, const uint batches, BATCH_ARGUMENTS) {
     __local WORD tile[TILE][TILE + 1]; // one word more a line, so that a column's words lie in different banks
     const uint item = get_group_id(0), line_of_tiles = item / across;
     GO_TO_BATCH(line_of_tiles / down);

@@ -59,15 +59,35 @@ sum_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restric
 #endif
 
 // y[outer, part, column] = sum over the part's rows / divisor; a work-item sums a strip of `width` columns.
-__kernel void sum_columns(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong n,
-                          const ulong inner, const ulong span, const ulong width, const uint strips,
-                          const uint parts, const float divisor) {
+__kernel void sum_columns(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y,
+                          const ulong n, const ulong inner, const ulong span, const ulong width,
+                          const ulong pieces, const uint strips, const uint parts, const float divisor) {
     const size_t piece = get_global_id(0) / strips, part = piece % parts;
+    if (piece >= pieces) return;
     const size_t begin = part * span, end = min(begin + span, (size_t)n);
     x += piece / parts * n * inner;
     y += piece * inner;
     size_t i = (get_global_id(0) % strips) * width;
     const size_t last = min(i + width, (size_t)inner);
+    // 64 columns at a time: whole cache lines of each row, also in 16-bit storage.
+    for (; i + 64 <= last; i += 64) {
+        float16 a = 0, b = 0, c = 0, d = 0;
+        for (size_t block = begin; block < end; block += ROWS) {
+            const size_t stop = min(block + ROWS, end);
+            float16 block_a = 0, block_b = 0, block_c = 0, block_d = 0;
+            for (size_t row = block, at = block * inner + i; row < stop; row++, at += inner) {
+                block_a += LOAD16(X_T, x, at);
+                block_b += LOAD16(X_T, x, at + 16);
+                block_c += LOAD16(X_T, x, at + 32);
+                block_d += LOAD16(X_T, x, at + 48);
+            }
+            a += block_a, b += block_b, c += block_c, d += block_d;
+        }
+        STORE16(Y_T, a / divisor, y, i);
+        STORE16(Y_T, b / divisor, y, i + 16);
+        STORE16(Y_T, c / divisor, y, i + 32);
+        STORE16(Y_T, d / divisor, y, i + 48);
+    }
     for (; i + 16 <= last; i += 16) {
         float16 total = 0;
         for (size_t block = begin; block < end; block += ROWS) {

@@ -66,7 +66,9 @@ softmax_rows_backward(__global const STORAGE(Y_T) *restrict y, __global const ST
 
 #ifdef SOFTMAX_COLUMNS
 __kernel void softmax_columns(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y,
-                              const ulong n, const ulong inner, const ulong width, const uint strips) {
+                              const ulong n, const ulong inner, const ulong width, const uint strips,
+                              const ulong planes) {
+    if (get_global_id(0) / strips >= planes) return;
     const size_t plane = get_global_id(0) / strips * n * inner;
     x += plane;
     y += plane;
@@ -93,7 +95,8 @@ __kernel void softmax_columns(__global const STORAGE(X_T) *restrict x, __global 
 __kernel void softmax_columns_backward(__global const STORAGE(Y_T) *restrict y,
                                        __global const STORAGE(G_T) *restrict dy,
                                        __global STORAGE(DX_T) *restrict dx, const ulong n, const ulong inner,
-                                       const ulong width, const uint strips) {
+                                       const ulong width, const uint strips, const ulong planes) {
+    if (get_global_id(0) / strips >= planes) return;
     const size_t plane = get_global_id(0) / strips * n * inner;
     size_t i = (get_global_id(0) % strips) * width;
     const size_t last = min(i + width, (size_t)inner);

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
-from clamp.ops.cast import span_for
+from clamp.ops.cast import launch, span_for
 from clamp.ops.reduce import RowPlan, parts_of, plan_rows, reduce_sum
 from clamp.program import get_kernel
 
@@ -57,7 +57,7 @@ def pair_terms(kind: str, x: Tensor, t: Tensor, out_dtype: str) -> Tensor:
         x.queue, "loss.cl", "pair_terms", "pppqqf", PAIR_TERMS=1, KIND=kind,
         X_T=bridge.STORAGE[x.dtype], T_T=bridge.STORAGE[t.dtype], Y_T=bridge.STORAGE[out_dtype],
     )  # fmt: skip
-    kernel(x.queue, (-(-x.size // span),), None, x.buffer, t.buffer, out.buffer, x.size, span, 0.0)
+    kernel(x.queue, *launch(x.queue, -(-x.size // span)), x.buffer, t.buffer, out.buffer, x.size, span, 0.0)
     return out
 
 
@@ -79,7 +79,7 @@ def pair_gradient(kind: str, x: Tensor, t: Tensor, grad: Tensor, out_dtype: str,
         DX_T=bridge.STORAGE[out_dtype], **macros,
     )  # fmt: skip
     kernel(
-        x.queue, (-(-x.size // span),), None, x.buffer, t.buffer, grad.buffer, out.buffer, x.size, span, beta
+        x.queue, *launch(x.queue, -(-x.size // span)), x.buffer, t.buffer, grad.buffer, out.buffer, x.size, span, beta
     )  # fmt: skip
     return out
 

@@ -11,10 +11,11 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
-from clamp.ops.cast import span_for
+from clamp.ops.cast import launch, span_for
 from clamp.program import get_kernel
 
 _MIN_SPAN = 4096  # elements that are worth a work-group of their own on a CPU
+_STRIP = 64  # columns that a CPU's work-item sums at a time
 _GPU_GROUP = 256  # work-items that share one row on a GPU; each takes 16 elements at a time
 
 
@@ -89,7 +90,7 @@ def parts_of(queue: cl.CommandQueue, sums: int, n: int, wide: int = 1) -> tuple[
     """(parts, span): into how many spans n elements are cut where ``sums`` independent sums are formed.
 
     Args:
-        wide: elements of a row that a step of the kernel takes; a span is worth its launch at any width.
+        wide: sums that are formed side by side, so that shorter spans are worth their launch.
     """
     device = capabilities(queue)
     target = (4 if device.is_cpu else 16) * device.compute_units
@@ -121,7 +122,7 @@ def reduce_sum(
     if outer * inner == 0:
         return out
     sum_stage = _sum_rows if inner == 1 else _sum_columns
-    parts, span = parts_of(x.queue, outer if inner == 1 else outer * inner, n, 1 if inner == 1 else min(inner, 64))
+    parts, span = parts_of(x.queue, outer * -(-inner // _STRIP), n, min(inner, _STRIP))
     if parts > 1:
         partial = bridge.empty(x.queue, (outer * parts * inner,), "float32")
         sum_stage(x, partial, outer, n, inner, parts, span, 1.0)
@@ -145,23 +146,23 @@ def _sum_rows(x: Tensor, y: Tensor, outer: int, n: int, inner: int, parts: int, 
 def _sum_columns(x: Tensor, y: Tensor, outer: int, n: int, inner: int, parts: int, span: int, divisor: float) -> None:
     width = column_width(x.queue, outer * parts, min(n, span), inner)
     kernel = get_kernel(
-        x.queue, "reduce.cl", "sum_columns", "ppqqqquuf", X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype]
+        x.queue, "reduce.cl", "sum_columns", "ppqqqqquuf", X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype]
     )
     strips = -(-inner // width)
     kernel(
-        x.queue, (strips * parts * outer,), None,
-        x.buffer, y.buffer, n, inner, span, width, strips, parts, divisor,
+        x.queue, *launch(x.queue, strips * parts * outer),
+        x.buffer, y.buffer, n, inner, span, width, outer * parts, strips, parts, divisor,
     )  # fmt: skip
 
 
 def column_width(queue: cl.CommandQueue, planes: int, n: int, inner: int) -> int:
-    """Neighbouring columns a work-item should take: one on a GPU; on a CPU a multiple of 16 worth a work-item."""
+    """Neighbouring columns a work-item should take: one on a GPU; on a CPU a multiple of 64 worth a work-item."""
     device = capabilities(queue)
     if not device.is_cpu:
         return 1
-    worth = max(16, _MIN_SPAN // max(n, 1))
+    worth = _MIN_SPAN // max(n, 1)
     fair = -(-inner * planes // (4 * device.compute_units))
-    return max(16, -(-min(worth, fair) // 16) * 16)
+    return max(_STRIP, -(-min(worth, fair) // _STRIP) * _STRIP)
 
 
 def expand(x: Tensor, shape: Sequence[int], axis: int | None = None, *, out_dtype: str, divisor: float = 1.0) -> Tensor:
@@ -182,11 +183,11 @@ def expand(x: Tensor, shape: Sequence[int], axis: int | None = None, *, out_dtyp
         return out
     types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
     span = span_for(x.queue, out.size)
-    groups = (-(-out.size // span),)
+    sizes = launch(x.queue, -(-out.size // span))
     if inner == 1:
         kernel = get_kernel(x.queue, "reduce.cl", "expand_rows", "ppqqqf", **types)
-        kernel(x.queue, groups, None, x.buffer, out.buffer, out.size, n, span, divisor)
+        kernel(x.queue, *sizes, x.buffer, out.buffer, out.size, n, span, divisor)
     else:
         kernel = get_kernel(x.queue, "reduce.cl", "expand_columns", "ppqqqqf", **types)
-        kernel(x.queue, groups, None, x.buffer, out.buffer, out.size, n, inner, span, divisor)
+        kernel(x.queue, *sizes, x.buffer, out.buffer, out.size, n, inner, span, divisor)
     return out

@@ -10,6 +10,7 @@ from math import prod
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
+from clamp.ops.cast import launch
 from clamp.program import get_kernel
 
 _WORD = {2: "ushort", 4: "uint"}
@@ -94,7 +95,7 @@ def _macros(x: Tensor, kernel: str, rank: int) -> dict[str, object]:
     return {kernel: 1, "WORD": _WORD[itemsize], "RANK": rank}
 
 
-_ARGUMENTS = "qq" + "uu" + "u" * _MAX_BATCH + "q" * 2 * _MAX_BATCH  # steps, across and down, the batch
+_ARGUMENTS = "qq" + "uuu" + "u" * _MAX_BATCH + "q" * 2 * _MAX_BATCH  # steps; across, down, batches; the batch
 
 
 def _move_rows(x: Tensor, y: Tensor, axes: tuple[Axis, ...]) -> None:
@@ -109,8 +110,8 @@ def _move_rows(x: Tensor, y: Tensor, axes: tuple[Axis, ...]) -> None:
     across, down = -(-inner // column_span), -(-runs.extent // row_span)
     kernel = get_kernel(x.queue, "permute.cl", "move_rows", "ppqqqq" + _ARGUMENTS, **_macros(x, "MOVE_ROWS", rank))
     kernel(
-        x.queue, (across * down * batches,), None, x.buffer, y.buffer,
-        inner, column_span, runs.extent, row_span, runs.from_step, runs.to_step, across, down, *batch,
+        x.queue, *launch(x.queue, across * down * batches), x.buffer, y.buffer,
+        inner, column_span, runs.extent, row_span, runs.from_step, runs.to_step, across, down, batches, *batch,
     )  # fmt: skip
 
 
@@ -132,8 +133,8 @@ def _transpose(x: Tensor, y: Tensor, axes: tuple[Axis, ...]) -> None:
         across, down = -(-a.extent // 16), -(-b.extent // b_span)
         kernel = get_kernel(x.queue, "permute.cl", "transpose", "ppqqq" + _ARGUMENTS, **_macros(x, "TRANSPOSE", rank))
         kernel(
-            x.queue, (across * down * batches,), None,
-            x.buffer, y.buffer, a.extent, b.extent, b_span, *steps, across, down, *batch,
+            x.queue, *launch(x.queue, across * down * batches),
+            x.buffer, y.buffer, a.extent, b.extent, b_span, *steps, across, down, batches, *batch,
         )  # fmt: skip
         return
     across, down = -(-a.extent // _TILE), -(-b.extent // _TILE)
@@ -141,5 +142,5 @@ def _transpose(x: Tensor, y: Tensor, axes: tuple[Axis, ...]) -> None:
     kernel = get_kernel(x.queue, "permute.cl", "transpose_local", "ppqq" + _ARGUMENTS, **macros)
     kernel(
         x.queue, (across * down * batches * _TILE, _LINES), (_TILE, _LINES),
-        x.buffer, y.buffer, a.extent, b.extent, *steps, across, down, *batch,
+        x.buffer, y.buffer, a.extent, b.extent, *steps, across, down, batches, *batch,
     )  # fmt: skip

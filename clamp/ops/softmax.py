@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.ops.cast import launch
 from clamp.ops.reduce import around_axis, column_width, plan_rows
 from clamp.program import get_kernel
 
@@ -31,8 +32,8 @@ def softmax(x: Tensor, axis: int = -1, *, out_dtype: str) -> Tensor:
     else:
         width = column_width(x.queue, outer, n, inner)
         strips = -(-inner // width)
-        kernel = get_kernel(x.queue, "softmax.cl", "softmax_columns", "ppqqqu", SOFTMAX_COLUMNS=1, **types)
-        kernel(x.queue, (strips * outer,), None, x.buffer, out.buffer, n, inner, width, strips)
+        kernel = get_kernel(x.queue, "softmax.cl", "softmax_columns", "ppqqquq", SOFTMAX_COLUMNS=1, **types)
+        kernel(x.queue, *launch(x.queue, strips * outer), x.buffer, out.buffer, n, inner, width, strips, outer)
     return out
 
 
@@ -63,8 +64,9 @@ def softmax_backward(y: Tensor, grad: Tensor, axis: int = -1, *, out_dtype: str)
     else:
         width = column_width(y.queue, outer, n, inner)
         kernel = get_kernel(
-            y.queue, "softmax.cl", "softmax_columns_backward", "pppqqqu", SOFTMAX_COLUMNS_BACKWARD=1, **types
+            y.queue, "softmax.cl", "softmax_columns_backward", "pppqqquq", SOFTMAX_COLUMNS_BACKWARD=1, **types
         )
         strips = -(-inner // width)
-        kernel(y.queue, (strips * outer,), None, y.buffer, grad.buffer, out.buffer, n, inner, width, strips)
+        sizes = launch(y.queue, strips * outer)
+        kernel(y.queue, *sizes, y.buffer, grad.buffer, out.buffer, n, inner, width, strips, outer)
     return out
