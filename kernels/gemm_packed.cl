@@ -1,5 +1,5 @@
-// gemm_packed.cl: C = epilogue(op(A) op(B)) for CPU devices, from panels of floats that gemm_pack.cl has made. The inner
-// loop reads them from front to back; one work-item computes a block of C.
+// gemm_packed.cl: C = epilogue(op(A) op(B)) for CPU devices, from panels of floats that gemm_pack.cl has made. The
+// inner loop reads them from front to back; one work-item computes a block of C.
 //
 //      a_panels [M/MR][K][MR]         b_panels [N/NR][K][NR]             C, one work-item's block
 //

@@ -30,10 +30,10 @@
 
 // Work-item (column, row, batch) of a grid that covers C with whole tiles.
 __kernel __attribute__((reqd_work_group_size(SIDE, SIDE, 1))) void gemm(
-    __global const STORAGE(A_T) *restrict A, __global const STORAGE(B_T) *restrict B, __global STORAGE(OUT_T) *restrict C,
-    __global const STORAGE(BIAS_T) *restrict bias, const ulong M, const ulong N, const ulong K, const ulong a_row,
-    const ulong a_k, const ulong a_batch, const ulong b_col, const ulong b_k, const ulong b_batch, const int has_bias,
-    const int relu) {
+    __global const STORAGE(A_T) *restrict A, __global const STORAGE(B_T) *restrict B,
+    __global STORAGE(OUT_T) *restrict C, __global const STORAGE(BIAS_T) *restrict bias, const ulong M, const ulong N,
+    const ulong K, const ulong a_row, const ulong a_k, const ulong a_batch, const ulong b_col, const ulong b_k,
+    const ulong b_batch, const int has_bias, const int relu) {
     __local float a_tile[TILE_K * PITCH], b_tile[TILE_K * PITCH];
     const int x = get_local_id(0), y = get_local_id(1), item = y * SIDE + x;
     const size_t m0 = get_group_id(1) * TILE, n0 = get_group_id(0) * TILE, batch = get_group_id(2);
