@@ -156,12 +156,17 @@ def test_contenders_take_turns_and_slow_ones_fewer() -> None:
         return turn
 
     effort = Effort(rounds=5, seconds=1.0, least=3, most=9)
-    race = interleave({"fast": contender("fast", 0.001), "slow": contender("slow", 10.0)}, effort)
+    race = interleave({"fast": contender("fast", 0.001), "slow": contender("slow", 2.0)}, effort)
     assert len(race.timings["fast"].seconds) == 9
     assert len(race.timings["slow"].seconds) == 3
     assert [turn for turn in order if turn[0] == "slow"] == [("slow", 1)] * 4  # one of them warms up
     assert order[:4] == [("fast", 1), ("slow", 1)] * 2
     assert [turn for turn in order[4:] if turn[0] == "fast"] == [("fast", 2)] * 4
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(1e-9, 40), (0.1, 10), (2.0, 3), (5.0, 2), (100.0, 1)])
+def test_the_slower_a_call_the_fewer(seconds: float, calls: int) -> None:
+    assert Effort(rounds=5, seconds=1.0, least=3, most=40, patience=12.0).calls(seconds) == calls
 
 
 @pytest.mark.parametrize("good_turns", [0, 1, 3])

@@ -28,6 +28,7 @@ from clamp.device import NoDeviceError, capabilities
 
 SIZES = (256, 512, 1024, 2048)
 QUICK_SIZES = (256, 1024)
+_BUSY = 0.3  # load per core
 
 
 def run(args: Namespace) -> int:
@@ -164,7 +165,10 @@ def _print_head(console: Console, head: dict[str, Any]) -> None:
         f"{device['platform_version']}, driver {device['driver']}",
         ", ".join(f"{name} {number}" for name, number in versions.items()),
         *(f"{name}: {text}" for name, text in head["peers"].items()),
-        f"{head['date']}, load before {head['machine']['load_before']}",
+        head["date"],
     ]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+    load, cpus = head["machine"]["load_before"], head["machine"]["cpus"]
+    if load is not None and cpus and load > _BUSY * cpus:
+        console.print(f"[yellow]other programs kept the machine busy (load {load:.1f}): do not trust these figures[/]")

@@ -51,5 +51,6 @@ def choose_device(name: str | None) -> cl.Device:
 def slug(device: cl.Device) -> str:
     """A short name for files: ``pocl-amd-epyc``."""
     platform = "pocl" if device.platform.name == "Portable Computing Language" else device.platform.name
-    words = re.findall(r"[a-z0-9]+", re.sub(r"\((r|tm)\)", "", f"{platform} {device.name}".lower()))
+    name = re.sub(r"^(pthread|cpu)-[a-z0-9-]*-", "", device.name)  # PoCL's thread model and LLVM's CPU come first
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\((r|tm)\)", "", f"{platform} {name}".lower()))
     return "-".join(dict.fromkeys(words))[:60]

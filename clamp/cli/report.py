@@ -104,11 +104,13 @@ def print_rows(console: Console, rows: Sequence[Row]) -> None:
 
 
 def _table(work: str, rows: Sequence[Row]) -> Table:
-    bases = list(dict.fromkeys(base for row in rows for base in row.ratios))
+    compared = {base for row in rows for base in row.ratios}
+    bases = [name for name in dict.fromkeys(row.contender for row in rows) if name in compared]
     extras = list(dict.fromkeys(name for row in rows for name in row.extra))
-    table = Table(title=f"{work}, {rows[0].unit}")
-    table.add_column("", no_wrap=True)
     is_timed = rows[0].unit != "MiB"
+    meaning = "above 1 is faster" if is_timed else "below 1 is less memory"
+    table = Table(title=f"{work}, {rows[0].unit}", caption=f"/ {' / '.join(bases)}: {meaning}" if bases else None)
+    table.add_column("", no_wrap=True)
     for name in ("median", "best", "90 %", "calls") if is_timed else ("",):
         table.add_column(name, justify="right")
     for name in (*(f"/ {base}" for base in bases), *extras):

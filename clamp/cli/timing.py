@@ -22,21 +22,25 @@ class Effort:
     Attributes:
         rounds: turns that a fast contender gets; a slow one's fewer calls are spread over them.
         seconds: time for each contender, all its timed calls together.
-        least, most: bounds on the number of its calls, whatever they take.
+        least, most: bounds on the number of its calls.
+        patience: seconds after which a contender gets fewer than ``least``, though one at the least.
     """
 
     rounds: int
     seconds: float
     least: int
     most: int
+    patience: float = 12.0
 
     def calls(self, seconds_per_call: float) -> int:
         """How many calls to time in all."""
-        return max(self.least, min(self.most, int(self.seconds / max(seconds_per_call, 1e-9))))
+        seconds_per_call = max(seconds_per_call, 1e-9)
+        least = max(1, min(self.least, int(self.patience / seconds_per_call)))
+        return max(least, min(self.most, int(self.seconds / seconds_per_call)))
 
 
 NORMAL = Effort(rounds=6, seconds=0.6, least=3, most=40)
-QUICK = Effort(rounds=3, seconds=0.2, least=2, most=10)
+QUICK = Effort(rounds=3, seconds=0.2, least=2, most=10, patience=4.0)
 
 
 @dataclass(frozen=True)
