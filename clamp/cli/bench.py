@@ -53,7 +53,12 @@ def run(args: Namespace) -> int:
         console.print(f"[yellow]{note}[/]", highlight=False)
     if args.json:
         name = f"{slug(device)}-{head['date'][:10]}.json"
-        console.print(f"written: {write_json(args.json, name, head, bench.rows)}", highlight=False, soft_wrap=True)
+        try:
+            file = write_json(args.json, name, head, bench.rows)
+        except OSError as error:  # the tables are printed already: nothing is lost
+            print(f"cannot write {args.json}: {error}", file=sys.stderr)
+            return 1
+        console.print(f"written: {file}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -100,7 +105,9 @@ class Bench:
     def _start_peers(self, stack: ExitStack) -> list[PeerProcess]:
         if self.args.no_peers:
             return []
-        peers = stack.enter_context(installed_peers(self._threads(), gpu=not capabilities(self.queue).is_cpu))
+        on_gpu = not capabilities(self.queue).is_cpu
+        peers, failures = stack.enter_context(installed_peers(self._threads(), on_gpu))
+        self.notes += [f"{kind} did not start: {reason}" for kind, reason in failures.items()]
         self.peers = {peer.info.label: peer.info.version for peer in peers}
         return peers
 
@@ -121,6 +128,7 @@ class Bench:
             shape = StepShape(*args.step)
             variants = make_variants(self.queue, shape)
             yield step_case(variants, shape, peers)
+            # Here the step's rows stand: a generator goes on when its consumer asks for the next case.
             finished = {row.contender for row in self.rows if row.work == "step"}
             self.rows += memory_rows(
                 str(shape), {name: variant.memory() for name, variant in variants.items() if name in finished}

@@ -15,7 +15,7 @@ import wrapt
 from netcl.ops.matmul import matmul
 from netcl.ops.transpose import transpose2d
 
-from clamp import bridge
+from clamp import amp, bridge
 from clamp.bridge import Tensor
 from clamp.cli.peers import PeerProcess
 from clamp.cli.timing import Turn, timed
@@ -23,7 +23,6 @@ from clamp.ops.cast import cast, cast_into
 from clamp.ops.gemm import gemm
 from clamp.scaler import DynamicLossScale
 
-DTYPES = ("float32", "float16", "bfloat16")
 LAYOUTS = ("NN", "NT", "TN")
 TENSORS = 100
 
@@ -66,6 +65,11 @@ class Case:
     contenders: Sequence[Contender]
 
 
+def dtypes_of(queue: cl.CommandQueue) -> tuple[str, ...]:
+    """The dtypes that clamp computes in on a device."""
+    return ("float32", *amp.get_amp_supported_dtype(queue))
+
+
 def random_tensor(queue: cl.CommandQueue, shape: Sequence[int], dtype: str, seed: int = 0) -> Tensor:
     """Normally distributed numbers."""
     host = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
@@ -88,7 +92,8 @@ def gemm_cases(queue: cl.CommandQueue, sizes: Sequence[int], peers: Sequence[Pee
     """n x n matrices; NT and TN have their second or first operand transposed, as in backward passes."""
     for n in sizes:
         operands = {
-            dtype: (random_tensor(queue, (n, n), dtype), random_tensor(queue, (n, n), dtype, 1)) for dtype in DTYPES
+            dtype: (random_tensor(queue, (n, n), dtype), random_tensor(queue, (n, n), dtype, 1))
+            for dtype in dtypes_of(queue)
         }
         flops = 2.0 * n**3
         for layout in LAYOUTS:
@@ -113,15 +118,15 @@ def _netcl_gemm(a: Tensor, b: Tensor, layout: str) -> Tensor:
 
 def cast_cases(queue: cl.CommandQueue, elements: int) -> Iterator[Case]:
     """Casts beside a copy, which moves bytes as fast as a kernel can. netcl's own cast goes through the host."""
-    tensors = {dtype: random_tensor(queue, (elements,), dtype) for dtype in DTYPES}
+    tensors = {dtype: random_tensor(queue, (elements,), dtype) for dtype in dtypes_of(queue)}
     target = bridge.empty(queue, (elements,), "float32")
     copy = timed(partial(cast_into, tensors["float32"], target), queue.finish)
     contenders = [Contender("copy kernel", copy, 8.0 * elements, is_baseline=True)]
     if netcl.amp.supports_fp16(queue):
         through_host = timed(partial(_netcl_cast, tensors["float32"]), queue.finish)
         contenders.append(Contender("netcl float32->float16", through_host, 6.0 * elements, is_baseline=True))
-    for source, result in (("float32", "float16"), ("float32", "bfloat16"), ("float16", "float32"),
-                           ("bfloat16", "float32")):  # fmt: skip
+    halves = dtypes_of(queue)[1:]
+    for source, result in [("float32", half) for half in halves] + [(half, "float32") for half in halves]:
         out = bridge.empty(queue, (elements,), result)
         turn = timed(partial(cast_into, tensors[source], out), queue.finish)
         contenders.append(Contender(f"clamp {source}->{result}", turn, 6.0 * elements))
@@ -146,7 +151,7 @@ def unscale_cases(queue: cl.CommandQueue, elements: int) -> Iterator[Case]:
     contenders = [
         Contender("netcl", timed(netcls, queue.finish), is_baseline=True, extra=partial(_count_launches, netcls))
     ]
-    for dtype in DTYPES:
+    for dtype in dtypes_of(queue):
         gradients = [random_tensor(queue, (size,), dtype) for size in sizes]
         # As scale_loss does it: float32 gradients in place, others into new ones.
         wide = gradients if dtype == "float32" else [bridge.empty(queue, (size,), "float32") for size in sizes]

@@ -150,7 +150,8 @@ def main() -> None:
     """``python -m clamp.cli.peer_child numpy|torch THREADS cpu|gpu``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the parent; its end of the pipe ends this process
     kind, threads, device = sys.argv[1:]
-    peer: Peer = NumpyPeer() if kind == "numpy" else TorchPeer(int(threads), device)
+    makers: dict[str, Callable[[], Peer]] = {"numpy": NumpyPeer, "torch": lambda: TorchPeer(int(threads), device)}
+    peer = makers[kind]()
     _say(json.dumps({"label": peer.label, "version": peer.version, "works": peer.works}))
     serve(peer)
 

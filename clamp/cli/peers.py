@@ -59,6 +59,9 @@ class PeerProcess:
         )
         try:
             hello = json.loads(self._answer())
+        except ValueError as error:
+            self._stop()
+            raise PeerError(f"it did not introduce itself: {error}") from error
         except BaseException:
             self._stop()
             raise
@@ -113,11 +116,19 @@ class PeerProcess:
 
 
 @contextmanager
-def installed_peers(threads: int, gpu: bool) -> Iterator[list[PeerProcess]]:
-    """The processes of those peers that are installed."""
+def installed_peers(threads: int, gpu: bool) -> Iterator[tuple[list[PeerProcess], dict[str, str]]]:
+    """The processes of those peers that are installed, and by kind the reasons why others did not start."""
+    peers: list[PeerProcess] = []
+    failures: dict[str, str] = {}
     with ExitStack() as stack:
-        kinds = [kind for kind in KINDS if importlib.util.find_spec(kind) is not None]
-        yield [stack.enter_context(PeerProcess(kind, threads, gpu)) for kind in kinds]
+        for kind in KINDS:
+            if importlib.util.find_spec(kind) is None:
+                continue
+            try:
+                peers.append(stack.enter_context(PeerProcess(kind, threads, gpu)))
+            except PeerError as error:  # an installation that is broken, for instance
+                failures[kind] = str(error)
+        yield peers, failures
 
 
 def blas_settings(threads: int) -> dict[str, str]:

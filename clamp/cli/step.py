@@ -20,7 +20,7 @@ from netcl.optim import SGD
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
-from clamp.cli.cases import DTYPES, Case, Contender
+from clamp.cli.cases import Case, Contender, dtypes_of
 from clamp.cli.peers import PeerProcess
 from clamp.cli.timing import timed
 from clamp.debugging import MemoryMeter
@@ -145,7 +145,7 @@ class Variant:
 
 def make_variants(queue: cl.CommandQueue, shape: StepShape) -> dict[str, Variant]:
     """netcl alone, and clamp in each dtype."""
-    dtypes = {"netcl": None, **{f"clamp {dtype}": dtype for dtype in DTYPES}}
+    dtypes = {"netcl": None, **{f"clamp {dtype}": dtype for dtype in dtypes_of(queue)}}
     return {name: Variant(queue, shape, dtype) for name, dtype in dtypes.items()}
 
 
