@@ -116,7 +116,10 @@ def tolerance(dtype: str, expected: Array) -> Array:
 # ------------------------------------------------------------------------------------------ values, gradients
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype",
+    ["float16", pytest.param("float32", marks=pytest.mark.slow), pytest.param("bfloat16", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", sorted(UNARY))
 def test_unary(queue: cl.CommandQueue, name: str, dtype: str) -> None:
     arguments, f = UNARY[name]
@@ -131,10 +134,16 @@ def test_unary(queue: cl.CommandQueue, name: str, dtype: str) -> None:
     assert_close(x.grad, expected, slack=tolerance(dtype, expected))
 
 
+SAME, BIAS, BOTH = ((5, 7), (5, 7)), ((5, 7), (7,)), ((4, 1, 3), (5, 1))
+#: Each way to broadcast and each mixture of dtypes once; all of them together are the slow sweep.
+EVERYDAY = [(SAME, ("float16", "float16")), (BIAS, ("float16", "float32")), (BOTH, ("float32", "float32"))]
+PAIRS = [("float32", "float32"), ("float16", "float16"), ("float16", "float32"), ("bfloat16", "float16")]
+SWEEP = [(shapes, dtypes) for shapes in (SAME, BIAS, BOTH) for dtypes in PAIRS if (shapes, dtypes) not in EVERYDAY]
+
+
 @pytest.mark.parametrize(
-    "dtypes", [("float32", "float32"), ("float16", "float16"), ("float16", "float32"), ("bfloat16", "float16")]
+    ("shapes", "dtypes"), EVERYDAY + [pytest.param(*case, marks=pytest.mark.slow) for case in SWEEP]
 )
-@pytest.mark.parametrize("shapes", [((5, 7), (5, 7)), ((5, 7), (7,)), ((4, 1, 3), (5, 1))])
 @pytest.mark.parametrize("name", sorted(BINARY))
 def test_binary(
     queue: cl.CommandQueue, name: str, shapes: tuple[tuple[int, ...], tuple[int, ...]], dtypes: tuple[str, str]
