@@ -47,6 +47,18 @@ class WeightCache:
             value: Value = entry.values[kind]
             return value
 
+    def get_reused(self, tensor: Tensor, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
+        """As ``get``, but a value is kept only from the second time it is asked for.
+
+        For what is large and pays off only if it is used again, such as the packed panels of a weight in a loop.
+        """
+        with self._lock:
+            asked = ("asked", kind)
+            if self.get(tensor, asked, lambda _: [0])[0]:
+                return self.get(tensor, kind, make)
+            self._entries[id(tensor)].values[asked][0] = 1
+        return make(tensor)
+
     def _new_entry(self, tensor: Tensor) -> _Entry:
         key = id(tensor)
 
@@ -78,9 +90,9 @@ class WeightCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held."""
+        """Bytes of device memory held: of tensors, and of values that say their ``nbytes``."""
         values = [value for entry in self._entries.values() for value in entry.values.values()]
-        return sum(nbytes(value) for value in values if isinstance(value, Tensor))
+        return sum(nbytes(value) if isinstance(value, Tensor) else getattr(value, "nbytes", 0) for value in values)
 
     def __len__(self) -> int:
         return len(self._entries)

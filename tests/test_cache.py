@@ -132,3 +132,22 @@ def test_eval_then_train_gives_the_weight_its_gradient(queue: cl.CommandQueue) -
         with handle.scale_loss(loss, SGD([weight])) as scaled_loss:
             scaled_loss.backward()
     np.testing.assert_array_equal(weight.grad.to_host(), np.ones((4, 4)))
+
+
+def test_what_pays_off_only_in_a_loop_is_kept_from_the_second_use(queue: cl.CommandQueue) -> None:
+    cache, tensor, made = WeightCache(), Parameter.from_host(queue, np.ones(3, np.float32)), []
+    for _ in range(4):
+        assert cache.get_reused(tensor, "panels", lambda _: made.append(1) or "value") == "value"
+    assert len(made) == 2
+    cache.clear()
+    cache.get_reused(tensor, "panels", lambda _: made.append(1) or "value")
+    assert len(made) == 3
+
+
+def test_a_weight_in_a_loop_is_packed_once_and_again_after_a_write(
+    queue: cl.CommandQueue, handle: amp.AmpHandle
+) -> None:
+    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+    assert [output(weight) for _ in range(4)] == [4.0] * 4
+    weight.write(np.full((4, 4), 2.0, np.float32))
+    assert [output(weight) for _ in range(4)] == [8.0] * 4

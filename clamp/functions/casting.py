@@ -40,13 +40,15 @@ class Operand:
     Attributes:
         parent: the node (or bare tensor) that the gradient goes to.
         value: the tensor that the kernels read.
+        weight: the parameter whose derived values the weight cache may hold; None if it must not, or is none.
     """
 
-    __slots__ = ("parent", "value")
+    __slots__ = ("parent", "value", "weight")
 
-    def __init__(self, parent: TensorLike, value: Tensor) -> None:
+    def __init__(self, parent: TensorLike, value: Tensor, weight: Tensor | None = None) -> None:
         self.parent = parent
         self.value = value
+        self.weight = weight
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,6 +80,7 @@ class _InputOperand(Operand):
 
     def __init__(self, parent: TensorLike, dtype: str) -> None:
         self.parent = parent
+        self.weight = None
         self._dtype = dtype
         self._value: Tensor | None = None
 
@@ -165,13 +168,16 @@ class Half:
     def _operand(self, x: TensorLike) -> Operand:
         value = owned_value(x)
         storage = bridge.STORAGE.get(value.dtype)
-        if storage is None or storage == self._storage:
+        if storage is None:
             return Operand(x, value)
+        weight = value if self._use_cache and bridge.is_leaf(x) and bridge.is_weight(value) else None
+        if storage == self._storage:
+            return Operand(x, value, weight)
         if not bridge.is_leaf(x):
             node = cast_node(x, self.dtype, self._report)
             return Operand(node, node.value)
         if bridge.is_weight(value):
-            return Operand(x, self._weight(value))
+            return Operand(x, self._weight(value), weight)
         if bridge.needs_grad(x):
             self._report(value.dtype, self.dtype)
             return Operand(x, cast(value, self.dtype))

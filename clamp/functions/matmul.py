@@ -11,9 +11,10 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
+from clamp.cache import weights
 from clamp.functions.casting import Casting, NotOwned, Operand, Promote, as_node, implements, record
 from clamp.ops.elementwise import elementwise
-from clamp.ops.gemm import gemm
+from clamp.ops.gemm import gemm, pack_b
 from clamp.ops.reduce_to_shape import sum_to_shape
 from clamp.ops.shape import permute
 
@@ -62,7 +63,7 @@ def _check_matmul_shapes(a: Shape, b: Shape) -> None:
 
 def _product(casting: Casting, x: Operand, w: Operand, op_name: str, tape: Tape | None) -> Any:
     """(batched) x @ w, where a 2-D operand is shared by the whole batch of the other."""
-    out = gemm(x.value, w.value, out_dtype=casting.result_dtype(x, w))
+    out = _times(x.value, w, out_dtype=casting.result_dtype(x, w))
 
     def backward(grad: Tensor) -> list[Tensor | None]:
         gx = gw = None
@@ -75,9 +76,18 @@ def _product(casting: Casting, x: Operand, w: Operand, op_name: str, tape: Tape 
     return record(out, backward, (x, w), op_name, tape)
 
 
+def _times(a: Tensor, w: Operand, *, transpose: bool = False, **epilogue: Any) -> Tensor:
+    """a @ w. A weight that is multiplied with again and again, as in a loop over time, is packed once."""
+    if w.weight is None or len(w.shape) != 2:
+        return gemm(a, w.value, transpose_b=transpose, **epilogue)
+    value, kind = w.value, ("panels", transpose, w.value.dtype, a.dtype)
+    panels = weights.get_reused(w.weight, kind, lambda _: pack_b(value, transpose=transpose, a_dtype=a.dtype))
+    return gemm(a, panels, **epilogue)
+
+
 def _grad_of_left(grad: Tensor, x: Operand, w: Operand) -> Tensor:
     if len(x.shape) == len(w.shape):
-        return gemm(grad, w.value, transpose_b=True, out_dtype=x.grad_dtype)
+        return _times(grad, w, transpose=True, out_dtype=x.grad_dtype)
     # One x for a batch of w: the sum over the batch is part of the contraction, (M, B N) @ (B N, K).
     batch, k, n = w.shape
     m = x.shape[0]
@@ -89,13 +99,13 @@ def _grad_of_left(grad: Tensor, x: Operand, w: Operand) -> Tensor:
 def _rows_times_matrix(casting: Casting, x: Operand, w: Operand, tape: Tape | None) -> Any:
     """(..., K) @ (K, N): all leading dimensions of x are rows of one product."""
     rows = (-1, x.shape[-1])
-    out = gemm(_flat(x.value, rows), w.value, out_dtype=casting.result_dtype(x, w))
+    out = _times(_flat(x.value, rows), w, out_dtype=casting.result_dtype(x, w))
 
     def backward(grad: Tensor) -> list[Tensor | None]:
         flat_grad = _flat(grad, (-1, w.shape[1]))
         gx = gw = None
         if x.needs_grad:
-            gx = bridge.view(gemm(flat_grad, w.value, transpose_b=True, out_dtype=x.grad_dtype), x.shape)
+            gx = bridge.view(_times(flat_grad, w, transpose=True, out_dtype=x.grad_dtype), x.shape)
         if w.needs_grad:
             gw = gemm(_flat(x.value, rows), flat_grad, transpose_a=True, out_dtype=w.grad_dtype)
         return [gx, gw]
@@ -125,15 +135,14 @@ def linear_relu(
     bo = None if bias is None else _as_is(as_node(bias))
     if len(xo.shape) != 2 or len(wo.shape) != 2:
         raise ValueError(f"linear_relu takes x (M, K) and w (K, N), got {xo.shape} and {wo.shape}")
-    out = gemm(
-        xo.value, wo.value, out_dtype=casting.result_dtype(xo, wo), bias=None if bo is None else bo.value, relu=True
-    )
+    dtype = casting.result_dtype(xo, wo)
+    out = _times(xo.value, wo, out_dtype=dtype, bias=None if bo is None else bo.value, relu=True)
 
     def backward(grad: Tensor) -> list[Tensor | None]:
         grad = elementwise("relu_grad", out.dtype, grad, out)
         gx = gw = gb = None
         if xo.needs_grad:
-            gx = gemm(grad, wo.value, transpose_b=True, out_dtype=xo.grad_dtype)
+            gx = _times(grad, wo, transpose=True, out_dtype=xo.grad_dtype)
         if wo.needs_grad:
             gw = gemm(xo.value, grad, transpose_a=True, out_dtype=wo.grad_dtype)
         if bo is not None and bo.needs_grad:

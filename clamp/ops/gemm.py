@@ -48,6 +48,11 @@ class PackedB:
     kernel: GemmKernel
     matrix: Panels | Operand
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the panels take (of b itself, where the kernel reads it in place)."""
+        return bridge.nbytes(self.matrix.tensor)
+
 
 def gemm(
     a: Tensor,
