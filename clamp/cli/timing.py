@@ -39,7 +39,7 @@ class Effort:
         return max(least, min(self.most, int(self.seconds / seconds_per_call)))
 
 
-NORMAL = Effort(rounds=6, seconds=0.6, least=3, most=40)
+NORMAL = Effort(rounds=6, seconds=1.0, least=3, most=40)
 QUICK = Effort(rounds=3, seconds=0.2, least=2, most=10, patience=4.0)
 
 
