@@ -18,7 +18,7 @@ pytestmark = pytest.mark.kernel
 SHAPES = [(1,), (17,), (5, 1), (1, 7), (3, 10), (6, 64), (2, 3, 5), (4, 7, 67), (2, 2, 3, 16)]
 
 
-@pytest.fixture(params=["own plan", "other plan"])
+@pytest.fixture
 def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device's own kind of plan, and the other."""
     if request.param == "other plan":
@@ -33,26 +33,38 @@ def reference(x: np.ndarray, axis: int) -> np.ndarray:
     return exps / exps.sum(axis, keepdims=True)
 
 
-@pytest.mark.usefixtures("plan")
 @pytest.mark.parametrize(
-    ("source", "target"), [("float32", "float32"), ("float16", "float16"), ("bfloat16", "float32")]
+    ("plan", "source", "target"),
+    [
+        ("own plan", "float32", "float32"),
+        ("own plan", "float16", "float16"),
+        ("own plan", "bfloat16", "float32"),
+        ("other plan", "float16", "bfloat16"),
+    ],
+    indirect=["plan"],
 )
 @pytest.mark.parametrize("shape", SHAPES)
-def test_softmax_over_every_axis(queue: cl.CommandQueue, shape: tuple[int, ...], source: str, target: str) -> None:
+def test_softmax_over_every_axis(
+    queue: cl.CommandQueue, plan: None, shape: tuple[int, ...], source: str, target: str
+) -> None:
     x = to_device(queue, np.random.default_rng(0).standard_normal(shape) * 5, source)
     for axis in range(-len(shape), len(shape)):
         slack = (8 + shape[axis]) * 2.0**-24
         assert_close(softmax(x, axis, out_dtype=target), reference(to_numpy(x), axis), slack=slack)
 
 
-@pytest.mark.usefixtures("plan")
 @pytest.mark.parametrize(
-    ("result", "gradient", "target"),
-    [("float32", "float32", "float32"), ("float16", "float16", "float16"), ("bfloat16", "float32", "bfloat16")],
+    ("plan", "result", "gradient", "target"),
+    [
+        ("own plan", "float32", "float32", "float32"),
+        ("own plan", "float16", "float16", "float16"),
+        ("other plan", "bfloat16", "float32", "bfloat16"),
+    ],
+    indirect=["plan"],
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_softmax_backward_over_every_axis(
-    queue: cl.CommandQueue, shape: tuple[int, ...], result: str, gradient: str, target: str
+    queue: cl.CommandQueue, plan: None, shape: tuple[int, ...], result: str, gradient: str, target: str
 ) -> None:
     rng = np.random.default_rng(1)
     g = to_device(queue, rng.standard_normal(shape), gradient)
@@ -74,8 +86,8 @@ def test_long_rows(queue: cl.CommandQueue, simulated: bool, dtype: str) -> None:
     np.testing.assert_allclose(to_numpy(y).sum(-1), 1.0, atol=1e-5)
 
 
-@pytest.mark.usefixtures("plan")
-def test_extreme_and_special_rows(queue: cl.CommandQueue) -> None:
+@pytest.mark.parametrize("plan", ["own plan", "other plan"], indirect=True)
+def test_extreme_and_special_rows(queue: cl.CommandQueue, plan: None) -> None:
     inf, nan = np.inf, np.nan
     rows = np.array([[65504, -65504, 0], [-inf, 0, 0], [-inf, -inf, -inf], [inf, 0, 1], [nan, 0, 1], [-inf, -inf, 3]])
     with np.errstate(invalid="ignore"):
