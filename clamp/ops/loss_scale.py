@@ -93,7 +93,7 @@ class DeviceState:
         if x.size:
             types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
             kernel = get_kernel(x.queue, "loss_scale.cl", "multiply", "ppp", **types)
-            kernel(x.queue, (x.size,), None, x.buffer, y.buffer, state)
+            kernel(x.queue, (x.size,), (1,), x.buffer, y.buffer, state)
         return y
 
     def launch(self, kernel: str, args: str, *scalars: float) -> None:
