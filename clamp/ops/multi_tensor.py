@@ -75,11 +75,14 @@ def _all_finite(tensor: Tensor) -> bool:
 
 
 def _check(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Raises as ``unscale_`` says. Runs for every gradient of every step: keep the loop short."""
     if len(sources) != len(targets):
         raise ValueError(f"unscale_: {len(sources)} sources and {len(targets)} targets; each source needs one target")
     for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
         if source.dtype not in bridge.STORAGE:
             raise TypeError(f"unscale_: sources[{index}] is {source.dtype}; float32, float16 or bfloat16 is needed")
+        if source is target and source.dtype == "float32":
+            continue
         if bridge.STORAGE.get(target.dtype) != "f32":
             raise TypeError(f"unscale_: targets[{index}] is {target.dtype}; unscaled gradients are float32")
         if source.shape != target.shape:
@@ -87,17 +90,13 @@ def _check(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     if sources:
         if not bridge.on_device(sources[0]):
             raise TypeError("unscale_: the tensors are on netcl's numpy backend; they must be on an OpenCL device")
-        bridge.require_same_queue("unscale_", *sources, *targets)
-
-
-def _storage(tensor: Tensor) -> int:
-    """An address that tensors have in common if they share memory: netcl's start where their buffer starts."""
-    buffer = tensor.buffer
-    return int(buffer.svm_ptr if isinstance(buffer, cl.SVM) else buffer.int_ptr)
+        bridge.require_same_queue("unscale_", *sources)
+        if targets is not sources:
+            bridge.require_same_queue("unscale_", sources[0], *targets)
 
 
 def _distinct(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterable[Pair]:
-    """The pairs with elements, each target's storage once.
+    """The pairs with elements, each target's storage once. netcl's views share the very buffer object.
 
     Raises:
         ValueError: two sources have one target, or a source is another one's target.
@@ -105,20 +104,19 @@ def _distinct(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterable[
     written: dict[int, Pair] = {}
     moved: dict[int, int] = {}  # of targets elsewhere: where the source is
     for source, target in zip(sources, targets, strict=True):
-        if 0 in target.shape:
-            continue
-        place = _storage(target)
-        origin = place if source is target else _storage(source)
+        place = id(target.buffer)
+        origin = place if source is target else id(source.buffer)
         known = written.get(place)
         if known is None:
-            written[place] = source, target, origin == place
-            if origin != place:
-                moved[place] = origin
+            if 0 not in target.shape:
+                written[place] = source, target, origin == place
+                if origin != place:
+                    moved[place] = origin
         elif moved.get(place, place) != origin:
             raise ValueError("unscale_: two different sources have the same target")
         elif known[1].size < target.size:
             written[place] = source, target, origin == place
-    if not written.keys().isdisjoint(moved.values()):
+    if moved and not written.keys().isdisjoint(moved.values()):
         raise ValueError("unscale_: a source is the target of another one")
     return written.values()
 
