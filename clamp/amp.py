@@ -87,7 +87,8 @@ def init(
         verbose: print a line for every cast: ``Float->Half (matmul_op)``.
         allow_banned: run banned functions in fp32 instead of raising.
         dtype: ``"float16"``, ``"bfloat16"``, or ``"float32"``: clamp's kernels without casting.
-        level: ``"O0"`` off (fp32, netcl's kernels); ``"OD"`` only the half list in half; ``"O1"`` the lists;
+        level: ``"O0"`` everything in fp32, 16-bit inputs too (losses are still scaled); ``"OD"`` only
+            the half list in half; ``"O1"`` the lists;
             ``"O2"`` everything in half but what the lists keep in fp32.
         loss_scale: ``"auto"`` (dynamic for float16, otherwise off), ``"dynamic"``, or a number.
         custom_white_list: names of functions to run in half.
@@ -110,8 +111,8 @@ def init(
         _release_autocast_patches()
         make_loss_scale(loss_scale, dtype)  # raises before anything is patched
         region = Region(
-            enabled=level != "O0",
-            dtype=dtype,
+            enabled=True,
+            dtype="float32" if level == "O0" else dtype,
             policies=_policies(level, custom_white_list, custom_black_list, lists),
             cache_enabled=enable_caching,
             allow_banned=allow_banned,

@@ -92,12 +92,14 @@ class PolicyTable:
     def at_level(self, level: str) -> PolicyTable:
         """The table as Paddle's levels see it.
 
-        OD computes only the half list in half and everything else in fp32; O1 is the lists as they are; O2
-        computes everything in half but what the lists keep in fp32.
+        O0 computes everything in fp32; OD only the half list in half and the rest in fp32; O1 is the lists as
+        they are; O2 computes everything in half but what the lists keep in fp32.
         """
         if level not in LEVELS:
             raise PolicyError(f"unknown level {level!r}: pass one of {', '.join(LEVELS)}")
         kept = {CastPolicy.HALF, CastPolicy.BANNED, CastPolicy.NONE}
+        if level == "O0":
+            return self._with_policy(CastPolicy.FLOAT, lambda entry: entry.policy is not CastPolicy.NONE)
         if level == "OD":
             return self._with_policy(CastPolicy.FLOAT, lambda entry: entry.policy not in kept)
         if level == "O2":

@@ -36,7 +36,7 @@ def run(args: Namespace) -> int:
 
 def runs_as(entry: Entry, level: str, dtype: str) -> str:
     """Whose kernel runs for a function at a level, and in which dtype it returns."""
-    if level == "O0" or entry.policy is CastPolicy.NONE:
+    if entry.policy is CastPolicy.NONE:
         return "netcl, as it is"
     if entry.policy is CastPolicy.BANNED:
         return "raises"
