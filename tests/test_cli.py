@@ -392,7 +392,7 @@ def test_lists_finds_a_function_by_own_or_full_name(name: str, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("name", "level", "runs_as"),
     [
-        ("netcl.autograd.matmul_op", "O0", "netcl, as it is"),
+        ("netcl.autograd.matmul_op", "O0", "clamp in float32"),
         ("netcl.autograd.add", "O1", "clamp in the widest input's dtype"),
         ("netcl.autograd.add", "O2", "clamp in float16"),
         ("netcl.autograd.add", "OD", "clamp in float32"),
