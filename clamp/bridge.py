@@ -10,13 +10,13 @@ from math import prod
 from typing import Any, TypeAlias
 
 import pyopencl as cl
-from netcl.autograd import engine
+from netcl.autograd import compiler, engine
 from netcl.autograd.engine import Node, Tape
 from netcl.core.parameter import Parameter
 from netcl.core.tensor import Tensor
 from netcl.core.tensor import reshape as _reshape
 
-__all__ = ["Node", "Parameter", "Tape", "Tensor", "TensorLike"]
+__all__ = ["Node", "Parameter", "Tape", "Tensor", "TensorLike", "compiler"]
 
 TensorLike: TypeAlias = Node | Tensor
 

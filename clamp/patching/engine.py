@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import wrapt
+
 from clamp import bridge
 from clamp.autocast import current_region, no_casts, thread_casts_off
 from clamp.bridge import HALF_DTYPES, Node, Tape, Tensor
@@ -13,7 +15,8 @@ from clamp.cache import weights
 from clamp.functions.casting import cast_node
 from clamp.ops.cast import cast
 from clamp.ops.elementwise import elementwise
-from clamp.patching.wrap import Installed, reporter
+from clamp.patching.wrap import Installed, netcl_wrapper, reporter
+from clamp.policy import CastPolicy, Entry
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -118,3 +121,43 @@ def transfer_write(wrapped: Any, instance: Any, args: Arguments, kwargs: Keyword
     finally:
         if len(weights):
             weights.drop_buffer(destination)
+
+
+_COMPILED = Entry("netcl.autograd.jit_compile", CastPolicy.FLOAT, "netcl compiles kernels of float.")
+
+
+def jit_compile(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """netcl's compiler makes kernels that read every input as float: what it compiles gets 16-bit inputs widened."""
+    return wrapt.FunctionWrapper(wrapped(*args, **kwargs), netcl_wrapper(_COMPILED))
+
+
+class FloatKernels(dict[Any, Any]):
+    """netcl's cache of compiled kernels, which refuses to be asked about 16-bit inputs.
+
+    A function compiled before ``init`` is a closure that no patch reaches, and would read and write 16-bit
+    buffers as float, beyond their ends. But it looks up its kernels here first, by shapes and dtypes.
+    """
+
+    def __init__(self, kernels: dict[Any, Any]) -> None:
+        super().__init__()
+        self._kernels = kernels
+
+    def __contains__(self, key: object) -> bool:
+        if Installed.now and _names_half(key):
+            raise TypeError(
+                "a function compiled by jit_compile before amp.init() got a 16-bit input, and its kernels read float: "
+                'compile it after amp.init(), or pass amp.cast(x, "float32")'
+            )
+        return key in self._kernels
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._kernels[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._kernels[key] = value
+
+
+def _names_half(key: object) -> bool:
+    if isinstance(key, tuple):
+        return any(_names_half(part) for part in key)
+    return isinstance(key, str) and key in HALF_DTYPES

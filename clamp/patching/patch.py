@@ -19,7 +19,7 @@ from typing import Any
 import wrapt
 
 from clamp.autocast import set_process_region
-from clamp.bridge import Node
+from clamp.bridge import Node, compiler
 from clamp.functions.casting import OWNED
 from clamp.patching import engine
 from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, owned_wrapper, user_wrapper
@@ -51,6 +51,7 @@ _ENGINE: dict[str, Wrapper] = {
     "netcl.autograd.engine.add_inplace": engine.add_gradients,
     "netcl.autograd.engine.add_out_of_place": engine.add_gradients,
     "netcl.autograd.engine.Tape.backward": engine.tape_backward,
+    "netcl.autograd.compiler.jit_compile": engine.jit_compile,
     "netcl.core.transfer.write": engine.transfer_write,
     "netcl.core.transfer.copy": engine.transfer_write,
     "netcl.core.transfer.fill": engine.transfer_write,
@@ -105,6 +106,7 @@ class Patches:
                     self._wrap_registered(registration, wrapper)
             self._rebind({key: wrapper for key, (_, wrapper) in self._wrappers.items()})
             self._set(Node, "backward", engine.node_backward)
+            self._set(compiler, "_COMPILER_CACHE", engine.FloatKernels(compiler._COMPILER_CACHE))
             Installed.now = True
         except BaseException:
             self.remove()
