@@ -5,6 +5,7 @@ A new netcl release is met here. The rest of clamp speaks in the names below.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, TypeAlias
@@ -143,8 +144,6 @@ def make_node(
         return Node(value=value, op_name=op_name)
     node = Node(value=value, grad_fn=backward, parents=nodes, requires_grad=True, op_name=op_name)
     if engine._detect_anomaly:
-        import traceback  # netcl's engine formats a trace only in anomaly mode; so do we
-
         node.creation_trace = traceback.format_stack()
     tape = tape or engine.get_current_tape()
     if tape is not None:

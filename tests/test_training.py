@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyopencl as cl
@@ -376,3 +377,30 @@ def test_netcls_numpy_backend_is_left_alone_and_said_so_once() -> None:
             step(handle, model, optimizer, (x, y))
         step(handle, model, optimizer, (x, y))
     assert not any(np.array_equal(a, b) for a, b in zip(before, weights_of(model), strict=True))
+
+
+def test_init_reaches_every_thread_and_regions_only_their_own(queue: cl.CommandQueue) -> None:
+    a = ag.tensor(to_device(queue, np.eye(4)))
+
+    def product_dtype() -> str:
+        return str(ag.matmul_op(a, a).value.dtype)
+
+    with ThreadPoolExecutor(1) as pool, amp.init() as handle:
+        assert pool.submit(product_dtype).result() == "float16"
+        with handle.disable_casts():
+            assert product_dtype() == "float32"
+            assert pool.submit(product_dtype).result() == "float16"
+        with amp.autocast(dtype="bfloat16"):
+            assert product_dtype() == "bfloat16"
+            assert pool.submit(product_dtype).result() == "float16"
+
+
+def test_threads_compute_side_by_side(queue: cl.CommandQueue) -> None:
+    def work(seed: int) -> np.ndarray:
+        x = np.random.default_rng(seed).integers(-4, 4, (16, 16))
+        node = ag.tensor(to_device(queue, x))
+        return to_numpy(ag.relu(ag.matmul_op(node, node)).value) - np.maximum(x @ x, 0)
+
+    with amp.init(), ThreadPoolExecutor(4) as pool:
+        for difference in pool.map(work, range(40)):
+            np.testing.assert_array_equal(difference, 0)

@@ -53,10 +53,12 @@ def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
     """Wrapper for a netcl function that clamp has kernels for."""
 
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not Installed.now:
+            return wrapped(*args, **kwargs)
         region = casting_region()
         if region is None:
             # No casts here, but a 16-bit input must still not reach netcl's kernels.
-            if not Installed.now or not holds_half(args, kwargs):
+            if not holds_half(args, kwargs):
                 return wrapped(*args, **kwargs)
             casting: Casting = _AS_GIVEN
         else:
@@ -73,10 +75,12 @@ def netcl_wrapper(entry: Entry) -> Wrapper:
     """Wrapper for a netcl function that clamp has no kernels for: 16-bit inputs are widened to fp32."""
 
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not Installed.now:
+            return wrapped(*args, **kwargs)
         region = casting_region()
         if region is not None and region.policies.policy_of(entry) is CastPolicy.BANNED and not region.allow_banned:
             raise RuntimeError(banned_message(entry))
-        if not Installed.now or not holds_half(args, kwargs):
+        if not holds_half(args, kwargs):
             return wrapped(*args, **kwargs)
         return _run_widened(entry, wrapped, args, kwargs)
 
