@@ -272,8 +272,7 @@ def _ensure_patched() -> None:
 
 def _plain_step(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = wrapped(*args, **kwargs)
-    for param in optimizer.params:
-        weights.drop(param)
+    weights.clear()
     return result
 
 

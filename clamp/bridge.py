@@ -12,12 +12,13 @@ from typing import Any, TypeAlias
 
 import pyopencl as cl
 from netcl.autograd import compiler, engine
+from netcl.autograd import ops as recorded_ops
 from netcl.autograd.engine import Node, Tape
 from netcl.core.parameter import Parameter
 from netcl.core.tensor import Tensor
 from netcl.core.tensor import reshape as _reshape
 
-__all__ = ["Node", "Parameter", "Tape", "Tensor", "TensorLike", "compiler"]
+__all__ = ["Node", "Parameter", "Tape", "Tensor", "TensorLike", "compiler", "recorded_ops"]
 
 TensorLike: TypeAlias = Node | Tensor
 
@@ -111,15 +112,32 @@ def is_leaf(x: TensorLike) -> bool:
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor lives from one iteration to the next: a parameter, or a leaf that requires a gradient."""
-    return isinstance(tensor, Parameter) or bool(tensor.requires_grad)
+    """Whether a tensor lives from one iteration to the next: a parameter, or a leaf that is trained."""
+    return isinstance(tensor, Parameter) or is_trained(tensor)
+
+
+def is_trained(tensor: Tensor) -> bool:
+    """Whether a leaf wants a gradient: it requires one, or an optimizer holds it.
+
+    netcl's engine gives a gradient to every leaf, and netcl's own ResNet trains plain tensors that never said that
+    they require one. Its optimizers leave a link on every tensor they are given.
+    """
+    if tensor.requires_grad:
+        return True
+    held = not isinstance(tensor, Parameter) and "_model_param" in vars(tensor)
+    return held and not getattr(tensor, "_frozen", False)
+
+
+def mark_trained(tensor: Tensor) -> None:
+    """Leaves the link that netcl's optimizers leave, on a tensor that an optimizer of the user's holds."""
+    tensor._model_param = tensor
 
 
 def needs_grad(x: TensorLike) -> bool:
     """Whether backward must deliver a gradient to x: a computed node, or a leaf that requires one."""
     if not isinstance(x, Node):
-        return bool(x.requires_grad)
-    return x.grad_fn is not None or x.requires_grad or bool(getattr(x.value, "requires_grad", False))
+        return is_trained(x)
+    return x.grad_fn is not None or x.requires_grad or (isinstance(x.value, Tensor) and is_trained(x.value))
 
 
 def make_node(

@@ -152,7 +152,7 @@ class AmpHandle:
             note_numpy_backend()
             yield loss
             return
-        guards = [self.guard(optimizer) for optimizer in optimizers]
+        guards = self._guards.sharing([self.guard(optimizer) for optimizer in optimizers])
         gradients = _Gradients(optimizers)
         gradients.set_aside()
         try:
@@ -165,7 +165,7 @@ class AmpHandle:
         scaler.update(sum(guard.mask for guard in guards), fresh)
         for guard in guards:
             guard.passed(scaler)
-        self._last = guards[-1]
+        self._last = guards[len(optimizers) - 1]
         weights.clear()
 
     # ------------------------------------------------------------------------------------------ end
@@ -250,23 +250,26 @@ class OptimWrapper(wrapt.ObjectProxy[Any]):
         self._self_scalers = scalers
         self._self_losses = 0
 
-    def scale_loss(self, loss: Node) -> AbstractContextManager[Node]:
-        """Scales one loss of this step, as ``AmpHandle.scale_loss`` does.
+    @contextmanager
+    def scale_loss(self, loss: Node) -> Iterator[Node]:
+        """Scales one loss of this step, as ``AmpHandle.scale_loss`` does. One that ends in an error does not count.
 
         Raises:
             RuntimeError: more losses than ``num_loss`` since the last step.
         """
         handle = self._self_handle
         if isinstance(handle, NoOpHandle):
-            return handle.scale_loss(loss, self.__wrapped__)
+            with handle.scale_loss(loss, self.__wrapped__) as unscaled:
+                yield unscaled
+            return
         if self._self_losses == len(self._self_scalers):
             raise RuntimeError(
                 f"scale_loss was called more than num_loss={len(self._self_scalers)} times since the last step(): "
                 f"pass the number of backward passes per step to handle.wrap_optimizer(optimizer, num_loss=...)"
             )
-        scaler = self._self_scalers[self._self_losses]
+        with handle.scaled(loss, [self.__wrapped__], self._self_scalers[self._self_losses]) as scaled_loss:
+            yield scaled_loss
         self._self_losses += 1
-        return handle.scaled(loss, [self.__wrapped__], scaler)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own step, unless a loss overflowed."""

@@ -6,8 +6,9 @@ picklability, and a scheduler that holds the bound method sees the same guard.
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,12 +91,8 @@ class StepGuard:
         return None
 
     def written(self) -> None:
-        """The parameters have changed: what was derived from them is stale."""
-        optimizer = self.optimizer
-        for param in getattr(optimizer, "params", ()) or ():
-            if isinstance(param, Tensor):
-                weights.drop(param)
-                weights.drop(bridge.model_parameter(param))
+        """The parameters have changed: what was derived from them, or from views of them, is stale."""
+        weights.clear()
 
     def _give_up(self, scale: float) -> None:
         params = bridge.optimizer_parameters(self.optimizer)
@@ -106,6 +103,20 @@ class StepGuard:
             f"{self._skips_at_floor} steps in a row were skipped with the loss scale at its floor ({scale:g}): "
             f"the gradients are not finite at any scale, so the model itself computes inf or nan. "
             f"Non-finite gradients: {names or 'none any more'}."
+        )
+
+
+def _mark_plain_tensors(optimizer: Any, params: Sequence[Tensor]) -> None:
+    """Makes sure that the tensors of an optimizer that is not netcl's get gradients from now on."""
+    plain = [index for index, param in enumerate(params) if not bridge.is_weight(param)]
+    for index in plain:
+        bridge.mark_trained(params[index])
+    if plain and not getattr(params[plain[0]], "_frozen", False):
+        warnings.warn(
+            f"{type(optimizer).__name__}.params{plain} are plain tensors with requires_grad=False: what was computed "
+            "before this call gives them no gradient. Set requires_grad=True on tensors that are to be trained.",
+            UserWarning,
+            stacklevel=4,
         )
 
 
@@ -127,11 +138,20 @@ class StepGuards:
         guard = self._by_id.get(id(optimizer))
         if guard is not None and guard.optimizer is optimizer:
             return guard
-        bridge.optimizer_parameters(optimizer)
+        params = bridge.optimizer_parameters(optimizer)
         if not callable(getattr(optimizer, "step", None)):
             raise TypeError(f"{type(optimizer).__name__} has no method step(): pass an optimizer")
         guard = self._by_id[id(optimizer)] = StepGuard(optimizer, self._free_bit(), self._max_skips_at_floor)
+        _mark_plain_tensors(optimizer, params)
         return guard
+
+    def sharing(self, guards: Sequence[StepGuard]) -> list[StepGuard]:
+        """These guards and those of other optimizers that step one of the same parameters."""
+        if len(self._by_id) == len(guards):
+            return list(guards)
+        reached = {id(param) for guard in guards for param in bridge.optimizer_parameters(guard.optimizer)}
+        others = [guard for guard in self._by_id.values() if guard not in guards and guard.optimizer is not None]
+        return [*guards, *(guard for guard in others if any(id(p) in reached for p in guard.optimizer.params))]
 
     def _free_bit(self) -> int:
         self._by_id = {key: guard for key, guard in self._by_id.items() if guard.optimizer is not None}

@@ -10,9 +10,13 @@ import pyopencl as cl
 import pytest
 from netcl import autograd as ag
 from netcl.core import transfer
+from netcl.core.tensor import reshape
 from netcl.core.transfer import write_tensor
 from netcl.nn.layers import Linear
+from netcl.ops import elementwise
+from netcl.ops.indexing import as_index_tensor, index_add
 from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
+from netcl.optim.ema import ModelEMA
 
 from clamp import amp
 from clamp.bridge import Parameter
@@ -59,6 +63,9 @@ WRITES: dict[str, Callable[[Parameter], object]] = {
     "write_tensor": lambda p: write_tensor(p, np.full((4, 4), 2.0, np.float32)),
     "transfer.fill": lambda p: transfer.fill(p.queue, p.buffer, np.float32(2.0), 0, 64),
     "transfer.copy": lambda p: transfer.copy(p.queue, p.buffer, to_device(p.queue, np.full((4, 4), 2.0)).buffer, 64),
+    "out=": lambda p: elementwise.elementwise_scalar(p, 2.0, "MUL", out=p),
+    "elementwise_binary": lambda p: elementwise.elementwise_binary(p, p, "ADD(v0, v1)", out=p),
+    "index_add": lambda p: index_add(p, 0, as_index_tensor([0, 1, 2, 3], p.queue), to_device(p.queue, np.ones((4, 4)))),
     "a replaced buffer": lambda p: setattr(p, "buffer", to_device(p.queue, np.full((4, 4), 2.0)).buffer),
 }
 
@@ -151,3 +158,40 @@ def test_a_weight_in_a_loop_is_packed_once_and_again_after_a_write(
     assert [output(weight) for _ in range(4)] == [4.0] * 4
     weight.write(np.full((4, 4), 2.0, np.float32))
     assert [output(weight) for _ in range(4)] == [8.0] * 4
+
+
+def test_averaged_weights_are_read_and_left_again(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
+    layer = Linear(queue, 4, 4, bias=False)
+    layer.weight.write(np.ones((4, 4), np.float32))
+    average = ModelEMA(layer, decay=0.5)
+    layer.weight.write(np.full((4, 4), 3.0, np.float32))
+    average.update()
+    assert output(layer.weight) == 12.0
+    with average.averaged():
+        inside = float(layer.weight.to_host()[0].sum())
+        assert inside != 12.0
+        assert output(layer.weight) == pytest.approx(inside, rel=1e-3)
+    assert output(layer.weight) == 12.0
+
+
+def test_a_step_ends_what_was_derived_from_views(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
+    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+    shown = reshape(weight, (4, 4))
+    optimizer = SGD([weight], lr=1.0)
+    assert output(shown) == 4.0
+    weight.grad = to_device(queue, np.full((4, 4), -1.0))
+    optimizer.step()
+    assert output(shown) == 8.0
+
+
+def test_a_region_without_cache_casts_anew_for_users_functions(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
+    weight = Parameter.from_host(queue, np.ones(16, np.float32))
+
+    @amp.half_function
+    def first(x: object) -> float:
+        return float(to_numpy(x.value)[0])  # type: ignore[attr-defined]
+
+    with amp.autocast(cache_enabled=False):
+        assert first(ag.tensor(weight)) == 1.0
+        cl.enqueue_copy(queue, weight.buffer, np.full(16, 2.0, np.float32))
+        assert first(ag.tensor(weight)) == 2.0

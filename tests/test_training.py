@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pyopencl as cl
 import pytest
+from netcl import amp as netcl_amp
 from netcl import autograd as ag
 from netcl.core.device import CPUQueue
 from netcl.nn.layers import Linear
@@ -404,3 +405,55 @@ def test_threads_compute_side_by_side(queue: cl.CommandQueue) -> None:
     with amp.init(), ThreadPoolExecutor(4) as pool:
         for difference in pool.map(work, range(40)):
             np.testing.assert_array_equal(difference, 0)
+
+
+def test_plain_tensors_that_netcl_trains_are_trained(queue: cl.CommandQueue) -> None:
+    weight = to_device(queue, np.ones((4, 2)))
+    assert not weight.requires_grad
+    optimizer = SGD([weight], lr=0.125)
+    x = ag.tensor(to_device(queue, np.ones((3, 4))))
+    with amp.init(loss_scale=128.0) as handle:
+        loss = ag.sum(ag.matmul_op(x, ag.tensor(weight)))
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    np.testing.assert_array_equal(weight.to_host(), np.full((4, 2), 1 - 0.125 * 3))
+
+
+def test_plain_tensors_of_a_users_optimizer_are_spoken_of(queue: cl.CommandQueue) -> None:
+    class Mine:
+        def __init__(self, params: list[Tensor]) -> None:
+            self.params = params
+
+        def step(self) -> None:
+            pass
+
+    weight = to_device(queue, np.ones((4, 2)))
+    optimizer = Mine([weight])
+    x = ag.tensor(to_device(queue, np.ones((3, 4))))
+    with amp.init(loss_scale=128.0) as handle:
+        loss = ag.sum(ag.matmul_op(x, ag.tensor(weight)))
+        with pytest.warns(UserWarning, match=r"params\[0\]"), handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        loss = ag.sum(ag.matmul_op(x, ag.tensor(weight)))
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    np.testing.assert_array_equal(weight.grad.to_host(), np.full((4, 2), 3.0))
+
+
+def test_frozen_parameters_get_no_gradient(queue: cl.CommandQueue) -> None:
+    model, data = mlp(queue, 8, 16, 4), batch(queue, 4, 8, 4)
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    frozen = model.layers[0].freeze()
+    before = weights_of(model)
+    with amp.init() as handle:
+        step(handle, model, optimizer, data)
+    assert frozen.weight.grad is None
+    changed = [not np.array_equal(a, b) for a, b in zip(before, weights_of(model), strict=True)]
+    assert changed == [False, False, True, True]
+
+
+def test_netcls_own_autocast_hands_out_no_copies_of_weights(queue: cl.CommandQueue) -> None:
+    weight = Parameter.from_host(queue, np.ones((4, 2), np.float32))
+    with amp.init(), netcl_amp.autocast(device_queue=queue):
+        assert ag.tensor(weight).value is weight

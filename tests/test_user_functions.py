@@ -242,3 +242,50 @@ def test_compiled_functions_compute_in_fp32_or_refuse(queue: cl.CommandQueue) ->
         np.testing.assert_allclose(to_numpy(early(wide, wide).value), stored * stored + 1, rtol=1e-6)
     assert a.value.grad.dtype == "float16"
     np.testing.assert_allclose(to_numpy(a.value.grad), stored, rtol=1e-3)
+
+
+def test_several_casts_of_one_parameter_add_up(queue: cl.CommandQueue) -> None:
+    weight = Parameter.from_host(queue, np.ones(4, np.float32))
+    node = ag.tensor(weight, requires_grad=True)
+    with amp.init():
+        ag.sum(ag.add(amp.cast(node, "float16"), amp.cast(node, "float16"))).backward()
+        np.testing.assert_array_equal(weight.grad.to_host(), np.full(4, 2.0))
+        weight.grad = None
+        ag.Tape().backward(ag.sum(ag.add(half_of(node), ag.mul(half_of(node), 2.0))))
+    np.testing.assert_array_equal(weight.grad.to_host(), np.full(4, 3.0))
+
+
+def test_bare_16_bit_tensors_in_an_op_nobody_declared(queue: cl.CommandQueue) -> None:
+    matrix = to_device(queue, np.full(4, 3.0), "float16")
+    seen = []
+
+    def backward(grad: Any) -> list[Any]:
+        seen.append(matrix.value.dtype)
+        return [amp.bridge.Tensor.from_host(grad.queue, grad.to_host() * matrix.value.to_host())]
+
+    def forward(a: Any, b: Any) -> Any:
+        seen.append(b.dtype)
+        return amp.bridge.Tensor.from_host(a.queue, a.to_host() * b.to_host())
+
+    weight = Parameter.from_host(queue, np.ones(4, np.float32))
+    with amp.init():
+        ag.sum(apply_op(forward, backward, ag.tensor(weight, requires_grad=True), matrix)).backward()
+    assert seen == ["float32", "float32"]
+    assert matrix.dtype == "float16"
+    np.testing.assert_array_equal(weight.grad.to_host(), np.full(4, 3.0))
+
+
+def test_an_inherited_method_can_be_registered(queue: cl.CommandQueue) -> None:
+    class Base:
+        def forward(self, x: Any) -> list[str]:
+            return dtypes(x)
+
+    class Derived(Base):
+        pass
+
+    amp.register_half_function(Derived, "forward")
+    x = ag.tensor(to_device(queue, np.ones(3)))
+    with amp.init():
+        assert Derived().forward(x) == ["float16"]
+        assert Base().forward(x) == ["float32"]
+    assert "forward" not in vars(Derived)

@@ -233,14 +233,19 @@ def cached_cast(tensor: Tensor, dtype: str, report: Callable[[str, str], None], 
 
 
 def cast_node(
-    x: TensorLike, dtype: str, report: Callable[[str, str], None] = lambda source, target: None
+    x: TensorLike,
+    dtype: str,
+    report: Callable[[str, str], None] = lambda source, target: None,
+    use_cache: bool = True,
 ) -> TensorLike:
     """x in another dtype, by an autograd node whose backward casts the gradient back; x itself if nothing changes."""
     value = bridge.value_of(x)
     if bridge.STORAGE[value.dtype] == bridge.STORAGE[dtype]:
         return x
     if bridge.is_leaf(x) and bridge.is_weight(value):
-        out = cached_cast(value, dtype, report)
+        # A tensor of its own for each node: the engine adds to the gradient it finds on a node's tensor.
+        out = cached_cast(value, dtype, report, use_cache)
+        out = bridge.view(out, out.shape)
     else:
         report(value.dtype, dtype)
         out = cast(value, dtype)

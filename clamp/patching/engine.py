@@ -3,6 +3,7 @@ ops nobody patched, and word of every write to a parameter."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from clamp.cache import weights
 from clamp.functions.casting import cast_node
 from clamp.ops.cast import cast
 from clamp.ops.elementwise import elementwise
-from clamp.patching.wrap import Installed, netcl_wrapper, reporter
+from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, reporter
 from clamp.policy import CastPolicy, Entry
 
 Arguments = tuple[Any, ...]
@@ -80,29 +81,36 @@ def apply_op(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> 
     region = current_region()
     name = str(kwargs.get("op_name") or getattr(forward, "__name__", "op"))
     report = reporter(region, name) if region is not None else _say_nothing
-    widened = [cast_node(node, "float32", report) if _is_half(node) else node for node in nodes]
-    swaps = [(node, wide) for node, wide in zip(nodes, widened, strict=True) if isinstance(node, Node)]
+    use_cache = region is None or region.cache_enabled
+    widened = [cast_node(node, "float32", report, use_cache) if _is_half(node) else node for node in nodes]
+    swaps = [(node, wide) for node, wide in zip(nodes, widened, strict=True) if node is not wide]
     if backward is not None:
         backward = _reading_widened(backward, swaps)
     return wrapped(forward, backward, *widened, **kwargs)
 
 
 def _reading_widened(
-    backward: Callable[[Tensor], list[Tensor | None]], swaps: list[tuple[Node, Any]]
+    backward: Callable[[Tensor], list[Tensor | None]], swaps: list[tuple[Any, Any]]
 ) -> Callable[[Tensor], list[Tensor | None]]:
-    """``backward`` with the nodes that it closes over showing their widened values while it runs."""
+    """``backward`` with what it closes over, nodes and bare tensors, showing widened values while it runs."""
 
     def with_swapped_values(grad: Tensor) -> list[Tensor | None]:
-        kept = [(node, node.value) for node, _ in swaps]
-        for node, wide in swaps:
-            node.value = wide.value
+        kept = [_show(x, wide.value) for x, wide in swaps]
         try:
             return backward(grad)
         finally:
-            for node, value in kept:
-                node.value = value
+            for (x, _), before in zip(swaps, kept, strict=True):
+                vars(x).update(before)
 
     return with_swapped_values
+
+
+def _show(x: Any, value: Tensor) -> dict[str, Any]:
+    """Lets a node or tensor show another tensor's content; returns the attributes it had."""
+    names = ("value",) if isinstance(x, Node) else ("buffer", "dtype")
+    before = {name: vars(x)[name] for name in names}
+    vars(x).update({name: value if name == "value" else getattr(value, name) for name in names})
+    return before
 
 
 def _is_half(x: Any) -> bool:
@@ -111,6 +119,11 @@ def _is_half(x: Any) -> bool:
 
 def _say_nothing(source: str, target: str) -> None:
     pass
+
+
+def keep_tensor(tensor: Tensor) -> Tensor:
+    """In place of netcl's own autocast, which would hand out 16-bit copies of weights without a link to them."""
+    return tensor
 
 
 def transfer_write(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -161,3 +174,37 @@ def _names_half(key: object) -> bool:
     if isinstance(key, tuple):
         return any(_names_half(part) for part in key)
     return isinstance(key, str) and key in HALF_DTYPES
+
+
+# ---------------------------------------------------------------------------------------------- writes in place
+
+_WRITTEN = ("out", "dst")
+
+
+def writes(function: Any) -> bool:
+    """Whether a function can write into a tensor that it is given: it has a parameter ``out`` or ``dst``."""
+    return inspect.isfunction(function) and any(name in inspect.signature(function).parameters for name in _WRITTEN)
+
+
+def noting_writes(function: Any, wrapper: Wrapper) -> Wrapper:
+    """``wrapper``, and for functions that write into an argument: what was derived from that one is stale after."""
+    if not writes(function):
+        return wrapper
+    parameters = list(inspect.signature(function).parameters)
+    places = [(name, parameters.index(name)) for name in _WRITTEN if name in parameters]
+
+    def call(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+        try:
+            return wrapper(wrapped, instance, args, kwargs)
+        finally:
+            for name, place in places:
+                written = args[place] if len(args) > place else kwargs.get(name)
+                if written is not None and len(weights):
+                    weights.drop_buffer(getattr(written, "buffer", None))
+
+    return call
+
+
+def as_it_is(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Changes nothing."""
+    return wrapped(*args, **kwargs)

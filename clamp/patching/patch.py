@@ -19,7 +19,7 @@ from typing import Any
 import wrapt
 
 from clamp.autocast import set_process_region
-from clamp.bridge import Node, compiler
+from clamp.bridge import Node, compiler, recorded_ops
 from clamp.functions.casting import OWNED
 from clamp.patching import engine
 from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, owned_wrapper, user_wrapper
@@ -106,6 +106,7 @@ class Patches:
                     self._wrap_registered(registration, wrapper)
             self._rebind({key: wrapper for key, (_, wrapper) in self._wrappers.items()})
             self._set(Node, "backward", engine.node_backward)
+            self._set(recorded_ops, "maybe_cast_tensor", engine.keep_tensor)
             self._set(compiler, "_COMPILER_CACHE", engine.FloatKernels(compiler._COMPILER_CACHE))
             Installed.now = True
         except BaseException:
@@ -114,7 +115,7 @@ class Patches:
 
     def _wrap_listed(self) -> None:
         for entry in self._policies:
-            if entry.policy is CastPolicy.NONE or entry.function == "*":
+            if entry.function == "*" or (entry.policy is CastPolicy.NONE and not engine.writes(_function_of(entry))):
                 continue
             if entry.module not in sys.modules:
                 if not entry.name.startswith("netcl."):
@@ -139,7 +140,10 @@ class Patches:
         original = _function_of(entry)
         if original is None:
             return  # a function that this release of netcl does not have
-        if entry.name in OWNED:
+        wrapper: Wrapper
+        if entry.policy is CastPolicy.NONE:
+            wrapper = engine.as_it_is
+        elif entry.name in OWNED:
             wrapper = owned_wrapper(entry, OWNED[entry.name])
         elif entry.name.startswith("netcl."):
             wrapper = netcl_wrapper(entry)
@@ -152,11 +156,12 @@ class Patches:
         if isinstance(owner, types.ModuleType):
             self._wrapper_of(getattr(owner, registration.name), wrapper)
         else:
-            self._wrap_attribute(owner, registration.name, vars(owner)[registration.name], wrapper)
+            self._wrap_attribute(*wrapt.resolve_path(owner, registration.name), wrapper)
 
     def _wrapper_of(self, original: Any, wrapper: Wrapper) -> Any:
         """The wrapper object of a function; a function with two names keeps the first entry's."""
         if id(original) not in self._wrappers:
+            wrapper = engine.noting_writes(original, wrapper)
             self._wrappers[id(original)] = (original, wrapt.FunctionWrapper(original, wrapper))
         return self._wrappers[id(original)][1]
 

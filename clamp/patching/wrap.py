@@ -100,7 +100,7 @@ def user_wrapper(name: str, policy: CastPolicy) -> Wrapper:
             kwargs = {"dtype": "float32", **kwargs}
         target = _target_dtype(policy, region, args, kwargs)
         if target is not None:
-            args, kwargs = cast_arguments(args, kwargs, target, reporter(region, name))
+            args, kwargs = cast_arguments(args, kwargs, target, reporter(region, name), region.cache_enabled)
         with no_casts():
             return wrapped(*args, **kwargs)
 
@@ -152,7 +152,8 @@ def _run_widened(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict
             )
     region = current_region()
     report = reporter(region, entry.function) if region is not None else _say_nothing
-    args, kwargs = cast_arguments(args, kwargs, "float32", report)
+    use_cache = region is None or region.cache_enabled
+    args, kwargs = cast_arguments(args, kwargs, "float32", report, use_cache)
     with no_casts():
         return wrapped(*args, **kwargs)
 
@@ -161,26 +162,30 @@ def _run_widened(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def cast_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: str, report: Callable[[str, str], None]
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dtype: str,
+    report: Callable[[str, str], None],
+    use_cache: bool = True,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with every floating node and tensor in ``dtype``, inside nested lists, tuples and dicts too.
 
     ``out=`` is a place to write to and is never cast; neither are integers, float64, host arrays.
     """
-    convert = partial(_cast_nested, dtype=dtype, report=report)
+    convert = partial(_cast_nested, cast_one=partial(cast_node, dtype=dtype, report=report, use_cache=use_cache))
     return tuple(map(convert, args)), {name: x if name == "out" else convert(x) for name, x in kwargs.items()}
 
 
-def _cast_nested(x: Any, dtype: str, report: Callable[[str, str], None]) -> Any:
+def _cast_nested(x: Any, cast_one: Callable[[Any], Any]) -> Any:
     if isinstance(x, Node | Tensor):
         value = x.value
         castable = isinstance(value, Tensor) and value.dtype in bridge.STORAGE and bridge.on_device(value)
-        return cast_node(x, dtype, report) if castable else x
+        return cast_one(x) if castable else x
     if isinstance(x, list | tuple):
-        items = [_cast_nested(item, dtype, report) for item in x]
+        items = [_cast_nested(item, cast_one) for item in x]
         return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
     if isinstance(x, dict):
-        return {key: _cast_nested(item, dtype, report) for key, item in x.items()}
+        return {key: _cast_nested(item, cast_one) for key, item in x.items()}
     return x
 
 
