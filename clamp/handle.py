@@ -17,7 +17,7 @@ from clamp.cache import weights
 from clamp.functions.casting import Operand, note_numpy_backend, record
 from clamp.ops.elementwise import elementwise
 from clamp.optimizers import StepGuard, StepGuards, StepReport
-from clamp.patching.patch import Patches, Registration, set_active
+from clamp.patching.patch import Patches, Registration
 from clamp.scaler import LossScale
 
 
@@ -57,7 +57,6 @@ class AmpHandle:
         self._last: StepGuard | None = None
         self._patches = Patches(region.policies, registrations, self._guards.step)
         self._patches.install()
-        set_active(self._patches)
         set_process_region(region)
         self._active = True
 
@@ -69,7 +68,7 @@ class AmpHandle:
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale. Reads a few bytes from the device if a step has run since the last read."""
+        """The current loss scale; waits for the device and reads a few bytes from it."""
         return self._scaler.scale
 
     @property
@@ -175,7 +174,7 @@ class AmpHandle:
         if not self._active:
             return
         self._active = False
-        set_active(None)
+        set_process_region(None)
         self._patches.remove()
         weights.clear()
         self._on_shutdown()

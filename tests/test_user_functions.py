@@ -13,6 +13,7 @@ import pyopencl as cl
 import pytest
 from netcl import autograd as ag
 from netcl.autograd.engine import apply_op
+from netcl.ops import elementwise as netcl_elementwise
 from netcl.optim import SGD
 
 from clamp import amp
@@ -289,3 +290,15 @@ def test_an_inherited_method_can_be_registered(queue: cl.CommandQueue) -> None:
         assert Derived().forward(x) == ["float16"]
         assert Base().forward(x) == ["float32"]
     assert "forward" not in vars(Derived)
+
+
+def test_nothing_is_written_to_a_widened_copy(queue: cl.CommandQueue) -> None:
+    x, narrow = to_device(queue, np.ones(4), "float16"), to_device(queue, np.zeros(4), "float16")
+    wide = to_device(queue, np.zeros(4))
+    with amp.init():
+        for give in (lambda: netcl_elementwise.relu(x, narrow), lambda: netcl_elementwise.relu(x, out=narrow)):
+            with pytest.raises(TypeError, match="16-bit tensor to write to"):
+                give()
+        netcl_elementwise.relu(x, wide)
+    np.testing.assert_array_equal(to_numpy(wide), np.ones(4))
+    np.testing.assert_array_equal(to_numpy(narrow), np.zeros(4))

@@ -80,8 +80,7 @@ def apply_op(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> 
     forward, backward = args[:2]
     region = current_region()
     name = str(kwargs.get("op_name") or getattr(forward, "__name__", "op"))
-    report = reporter(region, name) if region is not None else _say_nothing
-    use_cache = region is None or region.cache_enabled
+    report, use_cache = reporter(region, name), region is None or region.cache_enabled
     widened = [cast_node(node, "float32", report, use_cache) if _is_half(node) else node for node in nodes]
     swaps = [(node, wide) for node, wide in zip(nodes, widened, strict=True) if node is not wide]
     if backward is not None:
@@ -115,10 +114,6 @@ def _show(x: Any, value: Tensor) -> dict[str, Any]:
 
 def _is_half(x: Any) -> bool:
     return getattr(getattr(x, "value", None), "dtype", None) in HALF_DTYPES
-
-
-def _say_nothing(source: str, target: str) -> None:
-    pass
 
 
 def keep_tensor(tensor: Tensor) -> Tensor:
@@ -187,20 +182,29 @@ def writes(function: Any) -> bool:
 
 
 def noting_writes(function: Any, wrapper: Wrapper) -> Wrapper:
-    """``wrapper``, and for functions that write into an argument: what was derived from that one is stale after."""
+    """``wrapper``, and for functions that write into an argument: what was derived from that one is stale after.
+
+    A function whose 16-bit arguments would be widened must not be given a 16-bit one to write to: it would write
+    to the widened copy.
+    """
     if not writes(function):
         return wrapper
     parameters = list(inspect.signature(function).parameters)
     places = [(name, parameters.index(name)) for name in _WRITTEN if name in parameters]
 
     def call(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+        written = [args[place] if len(args) > place else kwargs.get(name) for name, place in places]
+        if Installed.now and wrapper is not as_it_is and any(_is_half(target) for target in written):
+            raise TypeError(
+                f"{function.__name__} was given a 16-bit tensor to write to, and clamp has no kernel that does: "
+                f"pass a float32 tensor, or call it without {' or '.join(name for name, _ in places)}"
+            )
         try:
             return wrapper(wrapped, instance, args, kwargs)
         finally:
-            for name, place in places:
-                written = args[place] if len(args) > place else kwargs.get(name)
-                if written is not None and len(weights):
-                    weights.drop_buffer(getattr(written, "buffer", None))
+            for target in written:
+                if target is not None and len(weights):
+                    weights.drop_buffer(getattr(target, "buffer", None))
 
     return call
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import wrapt
 
-from clamp.autocast import set_process_region
 from clamp.bridge import Node, compiler, recorded_ops
 from clamp.functions.casting import OWNED
 from clamp.patching import engine
@@ -109,6 +108,7 @@ class Patches:
             self._set(recorded_ops, "maybe_cast_tensor", engine.keep_tensor)
             self._set(compiler, "_COMPILER_CACHE", engine.FloatKernels(compiler._COMPILER_CACHE))
             Installed.now = True
+            _set_active(self)
         except BaseException:
             self.remove()
             raise
@@ -208,6 +208,7 @@ class Patches:
     def remove(self) -> None:
         """Restores every name to the identical object it had; what a user replaced meanwhile is left alone."""
         Installed.now = False
+        _set_active(None)
         for owner, name, original, ours in reversed(self._undo):
             if vars(owner).get(name, _MISSING) is not ours:
                 continue
@@ -268,12 +269,10 @@ _active: weakref.ref[Patches] | None = None
 _hooked: set[str] = set()
 
 
-def set_active(patches: Patches | None) -> None:
+def _set_active(patches: Patches | None) -> None:
     """Tells the post-import hooks which patches are in place."""
     global _active
     _active = None if patches is None else weakref.ref(patches)
-    if patches is None:
-        set_process_region(None)
 
 
 def _when_imported(module: str, patches: Patches) -> None:

@@ -144,15 +144,8 @@ def banned_message(entry: Entry) -> str:
 
 
 def _run_widened(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for name in ("out", "dst", "mask_out"):
-        if getattr(kwargs.get(name), "dtype", None) in HALF_DTYPES:
-            raise TypeError(
-                f"{entry.name} writes into {name}=, a {kwargs[name].dtype} tensor, and clamp has no 16-bit kernel for "
-                f"it: pass a float32 tensor, or call it without {name}="
-            )
     region = current_region()
-    report = reporter(region, entry.function) if region is not None else _say_nothing
-    use_cache = region is None or region.cache_enabled
+    report, use_cache = reporter(region, entry.function), region is None or region.cache_enabled
     args, kwargs = cast_arguments(args, kwargs, "float32", report, use_cache)
     with no_casts():
         return wrapped(*args, **kwargs)
@@ -220,9 +213,9 @@ def _tensors(x: Any) -> list[Tensor]:
 # ---------------------------------------------------------------------------------------------- verbose
 
 
-def reporter(region: Region, function: str) -> Callable[[str, str], None]:
-    """What a real cast calls: prints a line if the region is verbose."""
-    return partial(_say, function) if region.verbose else _say_nothing
+def reporter(region: Region | None, function: str) -> Callable[[str, str], None]:
+    """What a real cast calls: prints a line if there is a region and it is verbose."""
+    return partial(_say, function) if region is not None and region.verbose else _say_nothing
 
 
 def _say(function: str, source: str, target: str) -> None:
