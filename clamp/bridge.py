@@ -7,18 +7,37 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, TypeAlias
 
+import numpy as np
 import pyopencl as cl
 from netcl.autograd import compiler, engine
 from netcl.autograd import ops as recorded_ops
 from netcl.autograd.engine import Node, Tape
+from netcl.core import transfer
 from netcl.core.parameter import Parameter
 from netcl.core.tensor import Tensor
 from netcl.core.tensor import reshape as _reshape
+from netcl.nn.batchnorm import BatchNorm2dModule as BatchNorm2d
+from netcl.nn.layers import Module
+from netcl.nn.state import invalidate_derived
+from netcl.ops.bf16_act import from_bf16_host, to_bf16_host
+from netcl.optim._utils import is_frozen_param as is_frozen
 
-__all__ = ["Node", "Parameter", "Tape", "Tensor", "TensorLike", "compiler", "recorded_ops"]
+__all__ = [
+    "BatchNorm2d",
+    "Node",
+    "Parameter",
+    "Tape",
+    "Tensor",
+    "TensorLike",
+    "compiler",
+    "invalidate_derived",
+    "is_frozen",
+    "recorded_ops",
+]
 
 TensorLike: TypeAlias = Node | Tensor
 
@@ -70,6 +89,35 @@ def view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
             f"cannot view a tensor of shape {tensor.shape} as {shape}: {tensor.size} elements against {prod(shape)}"
         )
     return _reshape(tensor, shape)
+
+
+def read_bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A tensor's elements on the host, as they are stored."""
+    host = np.empty(nbytes(tensor), np.uint8)
+    if not on_device(tensor):
+        host[:] = np.ascontiguousarray(tensor.array).reshape(-1).view(np.uint8)
+    elif host.size:
+        transfer.read(tensor.queue, host, tensor.buffer)
+    return host
+
+
+def write_bytes(tensor: Tensor, host: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    """Overwrites a tensor with bytes that ``read_bytes`` returned for one of its shape and dtype. Waits for the device.
+
+    Raises:
+        ValueError: the number of bytes differs.
+    """
+    if host.size != nbytes(tensor):
+        raise ValueError(f"{host.size} bytes for a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
+    if not on_device(tensor):
+        tensor.array[...] = host.view(tensor.array.dtype).reshape(tensor.array.shape)
+    elif host.size:
+        transfer.write(tensor.queue, tensor.buffer, np.ascontiguousarray(host))
+
+
+def rounded_to_bfloat16(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """float32 numbers rounded to bfloat16, still as float32."""
+    return from_bf16_host(to_bf16_host(array))
 
 
 def on_device(tensor: Tensor) -> bool:
@@ -180,6 +228,38 @@ def _only_for_nodes(
     return node_gradients
 
 
+# ---------------------------------------------------------------------------------------------- modules
+
+
+def is_module(x: Any) -> bool:
+    """Whether x is a netcl layer or model."""
+    return isinstance(x, Module)
+
+
+def module_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of a model, each once, with their names: ``("layers.0.weight", tensor)``.
+
+    Buffers are the public tensors that netcl's ``state_dict`` saves, such as the statistics of a batch norm.
+    """
+    return _tensors_below(module, "", set())
+
+
+def _tensors_below(x: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    if not isinstance(x, Tensor | Module | list | tuple | dict) or id(x) in seen:
+        return
+    seen.add(id(x))
+    if isinstance(x, Tensor):
+        *_, last = name.split(".")
+        if is_weight(x) or not last.startswith("_"):
+            yield name, x
+        return
+    parts: Any = vars(x) if isinstance(x, Module) else x
+    hidden = getattr(x, "_non_persistent_buffers_set", None) or ()
+    for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
+        if key not in hidden:
+            yield from _tensors_below(part, f"{name}.{key}" if name else str(key), seen)
+
+
 # --------------------------------------------------------------------------------------------- optimizers
 
 
@@ -210,6 +290,137 @@ def model_parameter(param: Tensor) -> Tensor:
     For a 16-bit parameter netcl's optimizers update an fp32 master instead and keep a link to the model's.
     """
     return getattr(param, "_model_param", param)
+
+
+def link_master(master: Tensor, model: Tensor) -> None:
+    """Makes an fp32 tensor the master of a 16-bit parameter, with the link that netcl's optimizers know."""
+    model._master = master
+    master._model_param = model
+    if not isinstance(model, Parameter):
+        mark_trained(model)
+
+
+def master_of(model: Tensor) -> Tensor | None:
+    """The fp32 master of a 16-bit parameter, None if it has none."""
+    return getattr(model, "_master", None)
+
+
+def gradient_dtype(tensor: Tensor) -> str:
+    """Dtype of a tensor's gradient: its own, unless ``set_gradient_dtype`` chose another."""
+    return getattr(tensor, "_gradient_dtype", None) or str(tensor.dtype)
+
+
+def set_gradient_dtype(tensor: Tensor, dtype: str) -> None:
+    """Lets backward deliver a parameter's gradient in another dtype than the parameter's."""
+    tensor._gradient_dtype = dtype
+
+
+def give_storage(tensor: Tensor, source: Tensor) -> None:
+    """Puts another tensor's storage and dtype under ``tensor``; ``source`` must not be used any more."""
+    tensor.wait()
+    vars(tensor).update(buffer=source.buffer, dtype=source.dtype, pool_handle=source.pool_handle)
+    source.pool_handle = None
+
+
+def take_storage(tensor: Tensor) -> Tensor:
+    """A new tensor that owns the storage of ``tensor``, which needs another one then."""
+    tensor.wait()
+    taken = Tensor(
+        buffer=tensor.buffer,
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        context=tensor.context,
+        queue=tensor.queue,
+        pool_handle=tensor.pool_handle,
+        persistent=tensor.persistent,
+        host_ref=tensor.host_ref,
+        backend=tensor._backend,
+    )
+    vars(tensor).update(pool_handle=None, host_ref=None)
+    return taken
+
+
+@contextmanager
+def showing(tensor: Tensor, other: Tensor) -> Iterator[None]:
+    """Inside the ``with``, ``tensor`` reads from and writes to another one's storage, in its dtype."""
+    before = tensor.buffer, tensor.dtype
+    tensor.buffer, tensor.dtype = other.buffer, other.dtype
+    try:
+        yield
+    finally:
+        tensor.buffer, tensor.dtype = before
+
+
+@contextmanager
+def without_write_back(masters: Sequence[Tensor]) -> Iterator[None]:
+    """Inside the ``with``, netcl's optimizers do not know what model parameters these are the masters of.
+
+    Their own way back from the master is missing (Momentum), goes through the host, or takes bfloat16 for float16.
+    """
+    models = [master._model_param for master in masters]
+    for master in masters:
+        master._model_param = master
+    try:
+        yield
+    finally:
+        for master, model in zip(masters, models, strict=True):
+            master._model_param = model
+
+
+#: where netcl's optimizers keep arrays, by id of the parameter
+_HOST_STATE = ("velocity", "vel", "m", "v", "square_avg", "mom")
+
+
+def is_kernel_store(name: str) -> bool:
+    """Whether an attribute of netcl's optimizers holds compiled kernels, which are no state."""
+    return name.endswith(("_kernel", "_kernels"))
+
+
+def is_netcl_optimizer(optimizer: Any) -> bool:
+    """Whether an optimizer is netcl's, or derived from one of netcl's."""
+    return any(cls.__module__.startswith("netcl.optim.") for cls in type(optimizer).__mro__)
+
+
+def replace_parameter(optimizer: Any, index: int, new: Tensor) -> None:
+    """Lets an optimizer step another tensor in place of ``params[index]``, with the state it has for that one.
+
+    netcl's optimizers keep state in dicts by ``id`` of the parameter; fused AdamW in one buffer, with offsets.
+    """
+    old = optimizer.params[index]
+    if not isinstance(optimizer.params, list):
+        optimizer.params = list(optimizer.params)
+    optimizer.params[index] = new
+    for state in _state_dicts(optimizer):
+        if id(old) in state:
+            state[id(new)] = state.pop(id(old))
+    fused = getattr(optimizer, "_fused_state", None)
+    if fused is not None:
+        fused["offsets"] = [(new if p is old else p, offset, size) for p, offset, size in fused["offsets"]]
+        fused["signature"] = tuple((id(p), size) for p, _, size in fused["offsets"])
+
+
+def add_missing_state(optimizer: Any) -> None:
+    """Gives parameters that were added to ``optimizer.params`` the state of new ones.
+
+    netcl's optimizers make it at construction only, and fused AdamW forgets all moments when it meets a new
+    parameter: it goes on parameter by parameter instead, with the moments that it has.
+    """
+    params = optimizer.params
+    for name in _HOST_STATE:
+        state = vars(optimizer).get(name)
+        if isinstance(state, dict) and len(state) < len(params):
+            for param in params:
+                state.setdefault(id(param), np.zeros(param.shape, np.float32))
+    fused = getattr(optimizer, "_fused_state", None)
+    if fused is not None and len(fused["offsets"]) < len(params):
+        for param, offset, size in fused["offsets"]:
+            optimizer._m_buf[id(param)] = fused["m_flat"].get_sub_region(offset * 4, size * 4)
+            optimizer._v_buf[id(param)] = fused["v_flat"].get_sub_region(offset * 4, size * 4)
+        optimizer._fused_state, optimizer._fused_enabled = None, False
+
+
+def _state_dicts(optimizer: Any) -> list[dict[int, Any]]:
+    return [value for value in vars(optimizer).values() if isinstance(value, dict)]
 
 
 def graph(root: Node) -> Iterator[Node]:

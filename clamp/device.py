@@ -19,6 +19,7 @@ from pathlib import Path
 import pyopencl as cl
 
 from clamp.program import KernelBuildError, get_kernel
+from clamp.recording import unrecorded
 
 SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
 _INTEL_ICD = "zz-clamp-intel-cpu.icd"  # ocl-icd lists platforms by file name: drivers already there stay first
@@ -137,18 +138,24 @@ def capabilities(queue: cl.CommandQueue) -> Capabilities:
     """Capabilities of the queue's device; probed once per device."""
     device = queue.device
     if device.int_ptr not in _capabilities:
+        with unrecorded():
+            _capabilities[device.int_ptr] = _probed(queue)
+    return _capabilities[device.int_ptr]
+
+
+def _probed(queue: cl.CommandQueue) -> Capabilities:
+    device = queue.device
+    return Capabilities(
         # A CPU device may call itself a GPU as well (Oclgrind claims every type); it is one of ours only
         # if it is nothing but a CPU.
-        _capabilities[device.int_ptr] = Capabilities(
-            is_cpu=device.type & ~cl.device_type.DEFAULT == cl.device_type.CPU,
-            compute_units=device.max_compute_units,
-            half_storage=_probe(queue, "half_storage"),
-            max_parameter_bytes=device.max_parameter_size,
-            local_memory_bytes=device.local_mem_size,
-            max_work_group=device.max_work_group_size,
-            float_vector_width=device.native_vector_width_float,
-        )
-    return _capabilities[device.int_ptr]
+        is_cpu=device.type & ~cl.device_type.DEFAULT == cl.device_type.CPU,
+        compute_units=device.max_compute_units,
+        half_storage=_probe(queue, "half_storage"),
+        max_parameter_bytes=device.max_parameter_size,
+        local_memory_bytes=device.local_mem_size,
+        max_work_group=device.max_work_group_size,
+        float_vector_width=device.native_vector_width_float,
+    )
 
 
 def _probe(queue: cl.CommandQueue, name: str) -> bool:

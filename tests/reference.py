@@ -46,7 +46,7 @@ def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
     if tensor.size == 0:
         return np.empty(tensor.shape)
     host = tensor.to_host()
-    if tensor.dtype == "bfloat16":
+    if host.dtype == np.uint16:  # netcl's words for bfloat16; under AMP they are read as float32
         host = host.view(ml_dtypes.bfloat16)
     return host.astype(np.float64) if host.dtype.kind != "i" else host
 

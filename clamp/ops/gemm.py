@@ -120,9 +120,22 @@ def default_kernel(queue: cl.CommandQueue, a_dtype: str, b_dtype: str) -> GemmKe
     """The fastest kernel for the queue's device and the operands' storage types."""
     if not capabilities(queue).is_cpu:
         return GemmKernel.TILED
-    if a_dtype == b_dtype == "bfloat16" and gemm_dot_bf16.works(queue):
+    if a_dtype == b_dtype == "bfloat16" and gemm_dot_bf16.pays_off(queue):
         return GemmKernel.DOT_BF16
     return GemmKernel.PACKED
+
+
+_IN_WORDS = {
+    GemmKernel.PACKED: "panels packed for a register-blocked loop",
+    GemmKernel.DOT_BF16: "packed panels and the processor's bfloat16 dot product",
+    GemmKernel.TILED: "tiles in local memory",
+}
+
+
+def on_device(queue: cl.CommandQueue, dtype: str) -> str:
+    """How products of a storage type run on the queue's device, in words."""
+    kernel = default_kernel(queue, dtype, dtype)
+    return f"products of {dtype}: {kernel.value} kernel, {_IN_WORDS[kernel]}"
 
 
 def _matrix(function: str, name: str, x: Tensor, transpose: bool, view: Callable[[Tensor, bool], Operand]) -> Operand:

@@ -344,13 +344,27 @@ def test_dot_special_values(dot_queue: cl.CommandQueue) -> None:
 def test_dot_is_exact_for_integers_and_repeats(dot_queue: cl.CommandQueue) -> None:
     a, b = np.round(random(30, 65536) * 2), np.ones((65536, 3))
     x, y = to_device(dot_queue, a, "bfloat16"), to_device(dot_queue, b, "bfloat16")
-    packed = pack_b(y)
-    assert packed.kernel is GemmKernel.DOT_BF16
+    packed = pack_b(y, kernel=GemmKernel.DOT_BF16)
     for _ in range(2):
         np.testing.assert_array_equal(to_numpy(gemm(x, packed, out_dtype="float32")), a @ b)
 
 
-def test_dot_is_chosen_for_two_bfloat16_operands_only(dot_queue: cl.CommandQueue) -> None:
+@pytest.mark.parametrize(
+    ("flags", "chosen"),
+    [({"avx512_bf16"}, GemmKernel.DOT_BF16), ({"avx512_bf16", "amx_bf16"}, GemmKernel.PACKED)],
+    ids=["AMD", "Intel with AMX"],
+)
+def test_dot_is_chosen_where_it_is_faster(
+    dot_queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, flags: set[str], chosen: GemmKernel
+) -> None:
+    monkeypatch.setattr(gemm_dot_bf16, "host_cpu_flags", lambda: frozenset(flags))
+    assert default_kernel(dot_queue, "bfloat16", "bfloat16") is chosen
+
+
+def test_dot_is_chosen_for_two_bfloat16_operands_only(
+    dot_queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemm_dot_bf16, "host_cpu_flags", lambda: frozenset({"avx512_bf16"}))
     assert default_kernel(dot_queue, "bfloat16", "bfloat16") is GemmKernel.DOT_BF16
     assert default_kernel(dot_queue, "float16", "bfloat16") is GemmKernel.PACKED
     a, b = to_device(dot_queue, random(2, 3), "float16"), to_device(dot_queue, random(3, 4), "bfloat16")

@@ -1,0 +1,206 @@
+"""Two-dimensional convolution and its gradients: 16-bit or fp32 storage, fp32 sums, bias and relu in the store.
+
+A convolution is computed as a matrix product whose right-hand operand is read from a staged copy of the source
+(conv_stage.py), never written down (no im2col). Two kernels do it, and the choice is made here and nowhere else: on
+CPU devices a register-blocked one over packed panels, on every other device tiles in local memory. The input
+gradient, which is also the transposed convolution, is such a product again; with a stride, one for each remainder of
+the input position (conv_geometry.py). The weight gradient is a sum of outer products over the output positions.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.ops import conv_packed, conv_tiled
+from clamp.ops.conv_geometry import Correlation, Pair, Window, forward_axis, gradient_axes
+from clamp.ops.conv_stage import Source, Weights, interleave, offsets, slices, stage
+from clamp.ops.gemm_operands import Epilogue
+
+
+class ConvKernel(Enum):
+    """Which kernel convolves."""
+
+    PACKED = "packed"  # CPU devices
+    TILED = "tiled"  # every device
+
+
+#: each has panel_shape, correlate, WeightGradient and GRAD_SOURCE_DTYPE
+_KERNELS: dict[ConvKernel, Any] = {ConvKernel.PACKED: conv_packed, ConvKernel.TILED: conv_tiled}
+
+
+def default_kernel(queue: cl.CommandQueue) -> ConvKernel:
+    """The fastest kernel for the queue's device."""
+    return ConvKernel.PACKED if capabilities(queue).is_cpu else ConvKernel.TILED
+
+
+def pack_weights(w: Tensor, groups: int, *, transposed: bool, kernel: ConvKernel | None = None) -> Weights:
+    """Prepares weights (F, C / groups, KH, KW) for any number of calls of `conv2d`, or, transposed, of
+    `conv2d_input_grad`. The panels are made when they are first needed."""
+    return Weights(w, groups, transposed, *_KERNELS[kernel or default_kernel(w.queue)].panel_shape(w.queue))
+
+
+def conv2d(
+    x: Tensor,
+    w: Tensor | Weights,
+    window: Window,
+    *,
+    out_dtype: str,
+    bias: Tensor | None = None,
+    relu: bool = False,
+    kernel: ConvKernel | None = None,
+) -> Tensor:
+    """``relu(x * w + bias)``, summed in fp32 and rounded to ``out_dtype`` once, at the end.
+
+    Args:
+        x: (N, C, H, W); float32, float16 or bfloat16.
+        w: (F, C / groups, KH, KW), any of the three as well, or what `pack_weights` returned.
+        out_dtype: storage type of the result.
+        bias: (F,), read in its own storage type.
+        relu: replaces negative results by zero; NaN stays.
+        kernel: overrides the choice by device.
+
+    Returns:
+        Tensor (N, F, OH, OW), of the size that ``window.output`` gives.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    kernel = kernel or default_kernel(x.queue)
+    weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=False, kernel=kernel)
+    features, channels, *extent = weights.tensor.shape
+    _require(x.shape[1] == channels * window.groups, f"x {x.shape} and w {weights.tensor.shape} do not fit")
+    image, size = _pair(x.shape[2:]), window.output(_pair(x.shape[2:]), _pair(extent))
+    _require(min(size) > 0, f"the kernel {tuple(extent)} is larger than the padded image {tuple(image)}")
+    out = bridge.empty(x.queue, (x.shape[0], features, *size), out_dtype)
+    axes = [forward_axis(size[i], extent[i], window.stride[i], window.pad[i], window.dilation[i]) for i in (0, 1)]
+    shape = Correlation(axes[0], axes[1], image)
+    _correlate(x, [(shape, 0)], weights, out, Epilogue(out_dtype, bias, relu), kernel)
+    return out
+
+
+def conv2d_input_grad(
+    grad: Tensor,
+    w: Tensor | Weights,
+    image: Pair,
+    window: Window,
+    *,
+    out_dtype: str,
+    bias: Tensor | None = None,
+    kernel: ConvKernel | None = None,
+) -> Tensor:
+    """Gradient of a convolution with respect to its input: also the transposed convolution of ``grad``.
+
+    Args:
+        grad: (N, F, OH, OW); float32, float16 or bfloat16.
+        w: (F, C / groups, KH, KW), or what `pack_weights` returned with ``transposed``.
+        image: (H, W) of the input.
+        out_dtype: storage type of the result.
+        bias: (C,), added to the result: the bias of a transposed convolution.
+        kernel: overrides the choice by device.
+
+    Returns:
+        Tensor (N, C, H, W).
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    kernel = kernel or default_kernel(grad.queue)
+    weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=True, kernel=kernel)
+    features, channels, *extent = weights.tensor.shape
+    _require(grad.shape[1] == features, f"the gradient {grad.shape} and w {weights.tensor.shape} do not fit")
+    channels *= window.groups
+    out = bridge.empty(grad.queue, (grad.shape[0], channels, *image), out_dtype)
+    rows, columns = (
+        gradient_axes(image[i], grad.shape[2 + i], extent[i], window.stride[i], window.pad[i], window.dilation[i])
+        for i in (0, 1)
+    )
+    parts, begin = [], 0
+    for y in rows:
+        for x in columns:
+            shape = Correlation(y, x, _pair(grad.shape[2:]))
+            parts.append((shape, begin))
+            begin += grad.shape[0] * channels * shape.positions
+    phases = out if len(parts) <= 1 else bridge.empty(grad.queue, out.shape, out_dtype)
+    _correlate(grad, parts, weights, phases, Epilogue(out_dtype, bias), kernel)
+    if phases is not out and out.size:
+        interleave(phases, out, (len(rows), len(columns)), by_rows=kernel is ConvKernel.PACKED)
+    return out
+
+
+def conv2d_weight_grad(
+    x: Tensor, grad: Tensor, extent: Pair, window: Window, *, out_dtype: str, kernel: ConvKernel | None = None
+) -> Tensor:
+    """Gradient of a convolution with respect to its weights, straight from fp32 sums, in a fixed order.
+
+    Args:
+        x: (N, C, H, W), the input; float32, float16 or bfloat16.
+        grad: (N, F, OH, OW), the output's gradient; any of the three as well.
+        extent: (KH, KW).
+        out_dtype: storage type of the result.
+        kernel: overrides the choice by device.
+
+    Returns:
+        Tensor (F, C / groups, KH, KW).
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    channels, rows = x.shape[1] // window.groups, grad.shape[1] // window.groups
+    size = window.output(_pair(x.shape[2:]), extent)
+    _require(grad.shape == (x.shape[0], rows * window.groups, *size), f"x {x.shape} and {grad.shape} do not fit")
+    out_shape = (rows * window.groups, channels, *extent)
+    if x.size * grad.size == 0:
+        return bridge.zeros(x.queue, out_shape, out_dtype)
+    out = bridge.empty(x.queue, out_shape, out_dtype)
+    kernel = kernel or default_kernel(x.queue)
+    module, by_rows = _KERNELS[kernel], kernel is ConvKernel.PACKED
+    axes = [forward_axis(size[i], extent[i], window.stride[i], window.pad[i], window.dilation[i]) for i in (0, 1)]
+    shape = Correlation(axes[0], axes[1], _pair(x.shape[2:]))
+    dtype = module.GRAD_SOURCE_DTYPE or x.dtype
+    table = offsets(x, shape, channels)
+    total: Any = None
+    for first, images in slices(x, shape, dtype):
+        source = Source(
+            stage(x, shape, first, images, dtype, by_rows=by_rows), shape, table, images, window.groups, channels
+        )
+        total = total or module.WeightGradient(source, rows, out)
+        total.add(source, grad, first * grad.shape[1] * shape.positions)
+    total.finish(source)
+    return out
+
+
+def _correlate(
+    x: Tensor,
+    parts: list[tuple[Correlation, int]],
+    weights: Weights,
+    out: Tensor,
+    epilogue: Epilogue,
+    kernel: ConvKernel,
+) -> None:
+    """Writes correlations that read one staged source; each begins at its own element of ``out``."""
+    if out.size == 0:
+        return
+    channels = weights.channels if x.size else 0  # an image without pixels is all padding: sums of nothing
+    by_rows = kernel is ConvKernel.PACKED
+    tables = [offsets(out, shape, channels) for shape, _ in parts]
+    for first, images in slices(x, parts[0][0], x.dtype):
+        staged = stage(x, parts[0][0], first, images, x.dtype, by_rows=by_rows) if x.size else out
+        for (shape, begin), table in zip(parts, tables, strict=True):
+            source = Source(staged, shape, table, images, weights.groups, channels)
+            out_image = weights.groups * weights.rows * shape.positions
+            _KERNELS[kernel].correlate(source, weights, out, begin + first * out_image, out_image, epilogue)
+
+
+def _pair(shape: Any) -> Pair:
+    return int(shape[0]), int(shape[1])
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(f"conv2d: {message}")

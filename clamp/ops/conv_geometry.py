@@ -1,0 +1,160 @@
+"""Where a convolution reads and writes: the arithmetic of stride, padding and dilation, one axis at a time.
+
+Every convolution of clamp is a correlation over *positions* (what is computed), *taps* (which kernel elements take
+part) and a staged source in which each tap is a constant distance away from each position (kernels/conv_stage.cl).
+A strided convolution reads every stride-th element; its input gradient falls apart into one stride-1 correlation for
+each remainder of the input position by the stride, with the taps that reach that remainder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Window:
+    """How a kernel moves over an image: (vertical, horizontal) stride, padding and dilation; and channel groups."""
+
+    stride: Pair = (1, 1)
+    pad: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+    groups: int = 1
+
+    def output(self, image: Pair, kernel: Pair) -> Pair:
+        """Positions of a convolution; not positive where the kernel is larger than the padded image."""
+        sizes = [
+            (image[i] + 2 * self.pad[i] - (kernel[i] - 1) * self.dilation[i] - 1) // self.stride[i] + 1 for i in (0, 1)
+        ]
+        return sizes[0], sizes[1]
+
+    def transposed_output(self, image: Pair, kernel: Pair) -> Pair:
+        """Positions of a transposed convolution: the smallest image whose convolution has the size ``image``."""
+        sizes = [
+            (image[i] - 1) * self.stride[i] - 2 * self.pad[i] + (kernel[i] - 1) * self.dilation[i] + 1 for i in (0, 1)
+        ]
+        return sizes[0], sizes[1]
+
+
+@dataclass(frozen=True)
+class Taps:
+    """The taps of one axis: tap t is kernel element ``first + t * step`` and reads the padded source at
+    ``source + t * source_step``, counted from the position times the stride."""
+
+    count: int
+    first: int = 0
+    step: int = 1
+    source: int = 0
+    source_step: int = 1
+
+
+@dataclass(frozen=True)
+class StagedAxis:
+    """One axis of the staged source: ``length`` elements in each of ``phases``, from ``pad`` before the source on."""
+
+    stride: int
+    pad: int
+    length: int
+    phases: int
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a correlation: its positions, its taps and the source they read."""
+
+    positions: int
+    taps: Taps
+    staged: StagedAxis
+
+    def furthest(self, phase: int, line: int) -> int:
+        """The largest offset of a tap, in a staged source whose phases and lines have these distances."""
+        taps, stride = self.taps, self.staged.stride
+        reads = (taps.source + t * taps.source_step for t in range(taps.count))
+        return max(read % stride * phase + read // stride * line for read in reads)
+
+
+def forward_axis(positions: int, kernel: int, stride: int, pad: int, dilation: int) -> Axis:
+    """One axis of a convolution."""
+    reach = (kernel - 1) * dilation + 1
+    length = -(-((positions - 1) * stride + reach) // stride)
+    staged = StagedAxis(stride, pad, length, min(stride, reach))
+    return Axis(positions, Taps(kernel, source_step=dilation), staged)
+
+
+def gradient_axes(image: int, positions: int, kernel: int, stride: int, pad: int, dilation: int) -> list[Axis]:
+    """One axis of an input gradient: for each remainder of the input position, a correlation over the gradient's
+    ``positions``. All read one staged gradient."""
+    step = stride // gcd(stride, dilation)
+    phases: list[tuple[int, int, list[int]]] = []  # inputs, their first tap, what its taps read relative to an input
+    for phase in range(min(stride, image)):
+        first = next((t for t in range(min(step, kernel)) if (phase + pad - t * dilation) % stride == 0), kernel)
+        reads = [(phase + pad - t * dilation) // stride for t in range(first, kernel, step)]
+        phases.append((-(-(image - phase) // stride), first, reads))
+    before = max([0, *(-read for _, _, reads in phases for read in reads)])
+    length = before + max([positions, *(inputs + read for inputs, _, reads in phases for read in reads)])
+    staged = StagedAxis(1, before, length, 1)
+    return [
+        Axis(inputs, Taps(len(reads), first, step, before + (reads or [0])[0], -(step * dilation // stride)), staged)
+        for inputs, first, reads in phases
+    ]
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Both axes together: what the kernels are told about where positions and taps lie.
+
+    Attributes:
+        y, x: the axes.
+        source: rows and columns of the source.
+    """
+
+    y: Axis
+    x: Axis
+    source: Pair
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the source must be copied; without padding and stride it is read in place."""
+        in_place = all(
+            axis.staged.stride == 1 and axis.staged.pad == 0 and axis.staged.length <= extent
+            for axis, extent in zip((self.y, self.x), self.source, strict=True)
+        )
+        return not in_place
+
+    @property
+    def staged_shape(self) -> Pair:
+        """Rows and columns of a phase of a staged plane."""
+        return (self.y.staged.length, self.x.staged.length) if self.is_staged else self.source
+
+    @property
+    def plane(self) -> int:
+        """Elements of a staged plane, all its phases together."""
+        rows, columns = self.staged_shape
+        return self.y.staged.phases * self.x.staged.phases * rows * columns
+
+    @property
+    def positions(self) -> int:
+        """Output positions of an image."""
+        return self.y.positions * self.x.positions
+
+    @property
+    def row(self) -> Pair:
+        """(width, pitch) of a row of positions in the staged source; rows that follow each other count as one."""
+        pitch = self.staged_shape[1]
+        return (self.positions, 0) if pitch == self.x.positions else (self.x.positions, pitch)
+
+    @property
+    def taps(self) -> int:
+        """Taps of a channel."""
+        return self.y.taps.count * self.x.taps.count
+
+    def reach(self, channels: int) -> int:
+        """The largest offset of a step, for this many channels."""
+        if channels * self.taps == 0:
+            return 0
+        rows, columns = self.staged_shape
+        phases_x = self.x.staged.phases
+        in_plane = self.y.furthest(phases_x * rows * columns, columns) + self.x.furthest(rows * columns, 1)
+        return (channels - 1) * self.plane + in_plane

@@ -1,0 +1,111 @@
+"""The convolution of CPU devices, register-blocked over panels of floats (kernels/conv_packed.cl)."""
+
+from __future__ import annotations
+
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.ops.conv_stage import Source, Weights
+from clamp.ops.gemm_operands import Epilogue
+from clamp.ops.gemm_packed import Tile, tile_of
+from clamp.program import get_kernel
+
+_PANEL_FLOATS = 8192  # of steps or positions: what a first-level cache holds beside the other operand
+_ITEMS_PER_CORE = 16  # work-items that a core should get, so that the last ones even out
+_PARTIAL_FLOATS = 8 * 2**20  # of partial weight gradients
+
+#: what `weight_grad` reads: it takes the source's elements one by one
+GRAD_SOURCE_DTYPE: str | None = "float32"
+
+
+def panel_shape(queue: cl.CommandQueue) -> tuple[int, int]:
+    """Rows of a panel of weights, and steps of a block of them."""
+    tile = _tile(queue)
+    return tile.rows, _PANEL_FLOATS // tile.columns
+
+
+def _tile(queue: cl.CommandQueue) -> Tile:
+    tile = tile_of(queue)
+    return Tile(6, 64) if tile == Tile(12, 32) else tile
+
+
+def _tile_of_gradient(queue: cl.CommandQueue, rows: int) -> Tile:
+    """The tile of a weight gradient: of ``rows`` output channels, as few as can be should be computed in vain."""
+    return tile_of(queue) if 0 < rows % 64 <= 32 else _tile(queue)
+
+
+def _items(queue: cl.CommandQueue) -> int:
+    return _ITEMS_PER_CORE * capabilities(queue).compute_units
+
+
+def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_image: int, epilogue: Epilogue) -> None:
+    """Writes a correlation, through the epilogue, into ``out`` from element ``begin`` on."""
+    queue, shape = out.queue, source.shape
+    tile = _tile(queue)
+    panels_j, panels_m = -(-source.columns // tile.columns), -(-weights.rows // tile.rows)
+    each_j = max(1, panels_j * source.groups // _items(queue))
+    parts_m = min(panels_m, max(1, _items(queue) // (panels_j * source.groups)))
+    each_m = -(-panels_m // parts_m)
+    grid = (-(-panels_j // each_j), -(-panels_m // each_m), source.groups)
+    slice_floats = _PANEL_FLOATS + each_m * tile.rows * tile.columns
+    work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_floats,), "float32")
+    bias = out if epilogue.bias is None else epilogue.bias  # a kernel's pointer must point somewhere
+    kernel = get_kernel(
+        queue, "conv_packed.cl", "conv", "ppppppqqqqqqqqqqqquuii",
+        CONV=1, X_T=source.storage, MR=tile.rows, NR=tile.columns, KC=_PANEL_FLOATS // tile.columns, **epilogue.macros,
+    )  # fmt: skip
+    kernel(
+        queue, grid, (1, 1, 1), weights.panels(shape).buffer, source.tensor.buffer, source.offsets.buffer, out.buffer,
+        bias.buffer, work.buffer, begin, source.columns, weights.rows, source.steps, shape.positions, *shape.row,
+        source.groups * source.group_size, source.group_size, source.tensor.size, shape.reach(source.channels),
+        out_image, each_j, each_m, epilogue.bias is not None, epilogue.relu,
+    )  # fmt: skip
+
+
+class WeightGradient:
+    """A weight gradient as it adds up, slice by slice of the batch."""
+
+    def __init__(self, first: Source, rows: int, out: Tensor) -> None:
+        self._out, self._rows = out, rows
+        queue = out.queue
+        self._tile = tile = _tile_of_gradient(queue, rows)
+        self._block = _PANEL_FLOATS // tile.columns
+        self._panels_k, self._panels_m = -(-first.steps // tile.rows), -(-rows // tile.columns)
+        floats = first.groups * self._panels_k * self._panels_m * tile.rows * tile.columns
+        blocks = -(-first.columns // self._block)
+        chunks = max(1, min(blocks, _items(queue) // first.groups, _PARTIAL_FLOATS // floats))
+        self._each_block = -(-blocks // chunks)
+        self._chunks = -(-blocks // self._each_block)
+        parts_k = min(self._panels_k, max(1, _items(queue) // (first.groups * self._chunks)))
+        self._each_k = -(-self._panels_k // parts_k)
+        self._partial = bridge.empty(queue, (self._chunks * floats,), "float32")
+        self._accumulate = False
+
+    def add(self, source: Source, grad: Tensor, begin: int) -> None:
+        """Adds the images of ``source``, whose output gradients are in ``grad`` from element ``begin`` on."""
+        queue, shape, tile = grad.queue, source.shape, self._tile
+        grid = (-(-self._panels_k // self._each_k), self._chunks, source.groups)
+        work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * (self._block + 16) * tile.columns,), "float32")
+        kernel = get_kernel(
+            queue, "conv_packed.cl", "weight_grad", "pppppqqqqqqqqqqquui",
+            WEIGHT_GRAD=1, G_T=bridge.STORAGE[grad.dtype], MR=tile.rows, NR=tile.columns, JC=self._block,
+        )  # fmt: skip
+        kernel(
+            queue, grid, (1, 1, 1), source.tensor.buffer, source.offsets.buffer, grad.buffer, self._partial.buffer,
+            work.buffer, begin, source.columns, self._rows, source.steps, shape.positions, *shape.row,
+            source.groups * source.group_size, source.group_size, source.groups * self._rows * shape.positions,
+            grad.size, self._each_k, self._each_block, self._accumulate,
+        )  # fmt: skip
+        self._accumulate = True
+
+    def finish(self, source: Source) -> None:
+        """Writes the sum."""
+        queue, tile = self._out.queue, self._tile
+        kernel = get_kernel(
+            queue, "conv_packed.cl", "weight_grad_finish", "ppqqu",
+            WEIGHT_GRAD_FINISH=1, OUT_T=bridge.STORAGE[self._out.dtype], MR=tile.rows, NR=tile.columns,
+        )  # fmt: skip
+        grid = (self._panels_k, self._panels_m, source.groups)
+        kernel(queue, grid, (1, 1, 1), self._partial.buffer, self._out.buffer, self._rows, source.steps, self._chunks)

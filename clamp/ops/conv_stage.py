@@ -1,0 +1,191 @@
+"""What a convolution does before and after its sums, on every device (kernels/conv_stage.cl, pack_weights)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.ops.cast import launch
+from clamp.ops.conv_geometry import Correlation, Pair, Taps
+from clamp.program import get_kernel
+
+_WORKSPACE_BYTES = 256 * 2**20  # of a staged source; a larger batch is computed in slices
+_ROWS_BYTES = 2**16  # that a CPU's work-item should write
+
+
+@dataclass(frozen=True)
+class Source:
+    """Some images of a batch, laid out for a correlation.
+
+    Attributes:
+        tensor: the elements, [image][group][channel][plane].
+        shape: the correlation that reads it.
+        offsets: for each step (channel of a group, tap), how far from a position its element lies.
+        images, groups, channels: of the tensor; channels of one group.
+    """
+
+    tensor: Tensor
+    shape: Correlation
+    offsets: Tensor
+    images: int
+    groups: int
+    channels: int
+
+    @property
+    def storage(self) -> str:
+        """The storage type's name in kernels."""
+        return bridge.STORAGE[self.tensor.dtype]
+
+    @property
+    def steps(self) -> int:
+        """Terms of a sum."""
+        return self.channels * self.shape.taps
+
+    @property
+    def columns(self) -> int:
+        """Output positions of all images."""
+        return self.images * self.shape.positions
+
+    @property
+    def group_size(self) -> int:
+        """Elements of one group of an image."""
+        return self.channels * self.shape.plane
+
+
+def slices(x: Tensor, shape: Correlation, dtype: str) -> Iterator[tuple[int, int]]:
+    """(first image, images) of the parts in which a batch is staged, so that the workspace stays small."""
+    images = x.shape[0]
+    if not must_copy(x, shape, dtype):
+        yield 0, images
+        return
+    each = max(1, _WORKSPACE_BYTES // max(1, 4 * x.shape[1] * shape.plane))
+    for first in range(0, images, each):
+        yield first, min(each, images - first)
+
+
+def must_copy(x: Tensor, shape: Correlation, dtype: str) -> bool:
+    """Whether kernels that read ``dtype`` cannot read x in place."""
+    return x.size > 0 and (shape.is_staged or bridge.STORAGE[x.dtype] != bridge.STORAGE[dtype])
+
+
+def stage(x: Tensor, shape: Correlation, first: int, images: int, dtype: str, *, by_rows: bool) -> Tensor:
+    """Images ``first`` and following of x (N, C, H, W), laid out for a correlation; x itself if it already is.
+
+    Args:
+        dtype: storage type of the copy.
+        by_rows: whether a work-item copies rows, as suits a CPU, or one element.
+    """
+    if not must_copy(x, shape, dtype):
+        return x
+    y, x_axis = shape.y.staged, shape.x.staged
+    rows_phase, columns_phase = shape.staged_shape
+    planes = images * x.shape[1]
+    out = bridge.empty(x.queue, (planes * shape.plane,), dtype)
+    rows = out.size // columns_phase
+    types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[dtype]}
+    first_plane = first * x.shape[1]
+    sizes = (rows, *shape.source, rows_phase, columns_phase)
+    phases = (y.phases, x_axis.phases, y.stride, x_axis.stride, y.pad, x_axis.pad)
+    if by_rows:
+        each = max(1, min(_ROWS_BYTES // (4 * columns_phase), rows // (4 * capabilities(x.queue).compute_units)))
+        kernel = get_kernel(x.queue, "conv_stage.cl", "stage_rows", "ppqqqqqqquuuuuuu", STAGE_ROWS=1, **types)
+        items = -(-rows // each)
+        kernel(x.queue, (items,), (1,), x.buffer, out.buffer, first_plane, x.size, *sizes, *phases, each)
+    else:
+        kernel = get_kernel(x.queue, "conv_stage.cl", "stage_elements", "ppqqqqqquuuuuu", STAGE_ELEMENTS=1, **types)
+        kernel(x.queue, *launch(x.queue, out.size), x.buffer, out.buffer, first_plane, *sizes, *phases)
+    return out
+
+
+def offsets(x: Tensor, shape: Correlation, channels: int) -> Tensor:
+    """The table of offsets of every step, 64-bit integers (in a tensor of twice as many words)."""
+    steps = channels * shape.taps
+    table = bridge.empty(x.queue, (2 * max(steps, 1),), "int32")
+    if steps:
+        y, x_axis = shape.y, shape.x
+        kernel = get_kernel(x.queue, "conv_stage.cl", "offsets", "pquuiiiiuuuuqq", OFFSETS=1)
+        kernel(
+            x.queue, *launch(x.queue, steps), table.buffer, steps, y.taps.count, x_axis.taps.count,
+            y.taps.source, x_axis.taps.source, y.taps.source_step, x_axis.taps.source_step,
+            y.staged.stride, x_axis.staged.stride, y.staged.phases, x_axis.staged.phases, *shape.staged_shape,
+        )  # fmt: skip
+    return table
+
+
+def interleave(phases: Tensor, out: Tensor, stride: Pair, *, by_rows: bool) -> None:
+    """Writes the phases of an input gradient, [a][b][n][c][rows of a][columns of b], over out (N, C, H, W)."""
+    queue, (images, channels, height, width) = out.queue, out.shape
+    planes, types = images * channels, {"Y_T": bridge.STORAGE[out.dtype]}
+    if by_rows:
+        rows = planes * height
+        each = max(1, min(_ROWS_BYTES // (2 * width), rows // (4 * capabilities(queue).compute_units)))
+        kernel = get_kernel(queue, "conv_stage.cl", "interleave_rows", "ppqqquuu", INTERLEAVE_ROWS=1, **types)
+        grid = ((-(-rows // each),), (1,))
+        kernel(queue, *grid, phases.buffer, out.buffer, planes, height, width, *stride, each)
+    else:
+        kernel = get_kernel(queue, "conv_stage.cl", "interleave_elements", "ppqqquu", INTERLEAVE_ELEMENTS=1, **types)
+        kernel(queue, *launch(queue, out.size), phases.buffer, out.buffer, planes, height, width, *stride)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A convolution's weights (F, C, KH, KW) as kernels read them: packed into panels, once for each set of taps.
+
+    Attributes:
+        tensor: the weights; C counts the channels of one group.
+        groups: F falls apart into as many groups.
+        transposed: whether sums run over F (the input gradient) and not over C (forward).
+        width, block: rows of a panel, and its steps that are read one after the other.
+    """
+
+    tensor: Tensor
+    groups: int
+    transposed: bool
+    width: int
+    block: int
+    _panels: dict[tuple[Taps, Taps], Tensor] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Channels that one group computes."""
+        return self.tensor.shape[1] if self.transposed else self.tensor.shape[0] // self.groups
+
+    @property
+    def channels(self) -> int:
+        """Channels that one group sums over."""
+        return self.tensor.shape[0] // self.groups if self.transposed else self.tensor.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the panels take."""
+        return sum(bridge.nbytes(panels) for panels in self._panels.values())
+
+    def panels(self, shape: Correlation) -> Tensor:
+        """float32 panels of the taps of a correlation, zero beyond the rows (kernels/conv_packed.cl, pack_weights)."""
+        taps = (shape.y.taps, shape.x.taps)
+        if taps not in self._panels:
+            self._panels[taps] = self._pack(*taps)
+        return self._panels[taps]
+
+    def _pack(self, y: Taps, x: Taps) -> Tensor:
+        w, rows, steps = self.tensor, self.rows, self.channels * y.count * x.count
+        count = -(-rows // self.width)
+        panels = bridge.empty(w.queue, (max(1, self.groups * count * steps * self.width),), "float32")
+        if steps == 0 or rows == 0:
+            return panels
+        kernel_columns, taps = w.shape[3], w.shape[2] * w.shape[3]
+        per_output = w.shape[1] * taps
+        strides = (taps, per_output) if self.transposed else (per_output, taps)
+        kernel = get_kernel(
+            w.queue, "conv_packed.cl", "pack_weights", "ppqquuqqquuu",
+            PACK_WEIGHTS=1, SRC_T=bridge.STORAGE[w.dtype], WIDTH=self.width, KC=self.block,
+        )  # fmt: skip
+        kernel(
+            w.queue, (count, -(-steps // self.block), self.groups), (1, 1, 1), w.buffer, panels.buffer,
+            rows, steps, y.count, x.count, w.shape[0] // self.groups * per_output, *strides,
+            y.first * kernel_columns + x.first, y.step * kernel_columns, x.step,
+        )  # fmt: skip
+        return panels

@@ -1,0 +1,329 @@
+"""Depthwise convolution of NCHW tensors and its gradients: one filter a channel, any stride and padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.ops.cast import launch, span_for
+from clamp.ops.reduce import plan_rows
+from clamp.ops.reduce_to_shape import sum_axis, sum_to_shape
+from clamp.program import get_kernel
+
+_FRAME = 8192  # as FRAME in depthwise.cl
+_TAPS = 64  # as TAPS
+_BLOCK = 16  # as BLOCK
+_BLOCK_ELEMENTS = 32768  # elements of x that are worth reading in one go
+_SPILL = 32  # elements by which stores may reach beyond a phase of the frame
+_SPECIALIZED = (3,)  # filter sizes that have a program of their own
+_WIDTHS = (512, 256, 128, 64, 32, 16)  # columns of a tile where a whole row is too long
+_GROUP_GPU = 256
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A depthwise convolution's extents.
+
+    Attributes:
+        images, channels: of input and result.
+        height, width: of the input's planes.
+        out_height, out_width: of the result's planes.
+        kernel_height, kernel_width: of the filters.
+        stride, pad: alike in both directions.
+    """
+
+    images: int
+    channels: int
+    height: int
+    width: int
+    out_height: int
+    out_width: int
+    kernel_height: int
+    kernel_width: int
+    stride: int
+    pad: int
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """Arguments that every kernel of depthwise.cl takes."""
+        return (
+            self.channels, self.height, self.width, self.out_height, self.out_width,
+            self.kernel_height, self.kernel_width, self.pad,
+        )  # fmt: skip
+
+    @property
+    def taps(self) -> int:
+        """Elements of a filter."""
+        return self.kernel_height * self.kernel_width
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the result."""
+        return self.images, self.channels, self.out_height, self.out_width
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """Macros of the tiled kernels: the stride, and the filter's size if it is a common one."""
+        square = self.kernel_height == self.kernel_width in _SPECIALIZED
+        return {"STRIDE": self.stride, **({"KERNEL": self.kernel_height} if square else {})}
+
+
+def geometry(x: tuple[int, ...], w: tuple[int, ...], stride: int, pad: int) -> Geometry:
+    """Extents of the convolution of a tensor of shape ``x`` with filters of shape ``w``.
+
+    Raises:
+        ValueError: x is not (N, C, H, W), w not (C, 1, KH, KW), or the filter is larger than the padded planes.
+    """
+    if len(x) != 4 or len(w) != 4 or w[0] != x[1] or w[1] != 1:
+        raise ValueError(f"depthwise_conv2d takes x (N, C, H, W) and w (C, 1, KH, KW), got {x} and {w}")
+    if stride < 1 or pad < 0:
+        raise ValueError(f"depthwise_conv2d: stride must be at least 1 and pad at least 0, got {stride} and {pad}")
+    height, width = (extent + 2 * pad - size for extent, size in zip(x[2:], w[2:], strict=True))
+    if min(height, width) < 0 or min(w[2:]) < 1:
+        raise ValueError(f"depthwise_conv2d: filters of {w[2:]} do not fit into planes of {x[2:]} padded by {pad}")
+    return Geometry(*x, height // stride + 1, width // stride + 1, *w[2:], stride, pad)
+
+
+def depthwise_conv2d(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, stride: int = 1, pad: int = 0, *, out_dtype: str
+) -> Tensor:
+    """Each channel of x convolved with its own filter, zeros around; accumulated in fp32.
+
+    Args:
+        x: (N, C, H, W).
+        w: (C, 1, KH, KW).
+        bias: (C,), or None. All in float32, float16 or bfloat16, in any mixture.
+        out_dtype: dtype of the result.
+
+    Returns:
+        (N, C, (H + 2 pad - KH) // stride + 1, (W + 2 pad - KW) // stride + 1)
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    geo = geometry(tuple(x.shape), tuple(w.shape), stride, pad)
+    if bias is not None and bias.size != geo.channels:
+        raise ValueError(f"depthwise_conv2d: the bias must have shape ({geo.channels},), got {bias.shape}")
+    y = bridge.empty(x.queue, geo.out_shape, out_dtype)
+    if y.size == 0:
+        return y
+    offset = w if bias is None else bias
+    buffers = x.buffer, w.buffer, offset.buffer, y.buffer
+    types = {
+        "X_T": bridge.STORAGE[x.dtype], "W_T": bridge.STORAGE[w.dtype], "B_T": bridge.STORAGE[offset.dtype],
+        "Y_T": bridge.STORAGE[out_dtype], "BIAS": int(bias is not None),
+    }  # fmt: skip
+    tiles = _output_tiles(x.queue, geo)
+    if tiles is None:
+        _launch_elements("forward", y, buffers, geo, types)
+    else:
+        _launch_tiles("forward", x, buffers, geo, tiles, {**types, **geo.macros})
+    return y
+
+
+def input_gradient(
+    shape: tuple[int, ...], w: Tensor, grad: Tensor, stride: int = 1, pad: int = 0, *, out_dtype: str
+) -> Tensor:
+    """Gradient by the input, of this shape; every element gathers from the outputs it had a part in.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    geo = geometry(shape, tuple(w.shape), stride, pad)
+    _require_grad_shape(grad, geo)
+    dx = bridge.empty(grad.queue, shape, out_dtype)
+    if dx.size == 0:
+        return dx
+    buffers = grad.buffer, w.buffer, dx.buffer
+    types = {
+        "G_T": bridge.STORAGE[grad.dtype], "W_T": bridge.STORAGE[w.dtype], "DX_T": bridge.STORAGE[out_dtype]
+    }  # fmt: skip
+    tiles = _input_tiles(grad.queue, geo)
+    if tiles is None:
+        _launch_elements("input_gradient", dx, buffers, geo, types)
+    else:
+        macros = {**types, **geo.macros, "SHIFT": pad % stride}
+        _launch_tiles("input_gradient", grad, buffers, geo, tiles, macros)
+    return dx
+
+
+def weight_gradient(
+    x: Tensor,
+    w_shape: tuple[int, ...],
+    grad: Tensor,
+    stride: int = 1,
+    pad: int = 0,
+    *,
+    out_dtype: str,
+    bias_dtype: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients by weight and, with ``bias_dtype``, by the bias; summed in fp32, rounded once.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    geo = geometry(tuple(x.shape), w_shape, stride, pad)
+    _require_grad_shape(grad, geo)
+    if grad.size == 0:
+        zeros = bridge.zeros(x.queue, w_shape, out_dtype)
+        return zeros, None if bias_dtype is None else bridge.zeros(x.queue, (geo.channels,), bias_dtype)
+    types = {"X_T": bridge.STORAGE[x.dtype], "G_T": bridge.STORAGE[grad.dtype]}
+    tiles = _output_tiles(x.queue, geo)
+    images, parts = _parts(x.queue, geo, 1 if tiles is not None else geo.taps)
+    dw = bridge.empty(x.queue, (parts, geo.channels, geo.taps), "float32")
+    if tiles is None:
+        _launch_weight_elements(x, grad, dw, geo, images, types)
+        db = None if bias_dtype is None else bias_gradient(grad, bias_dtype)
+    else:
+        sums = bridge.empty(x.queue, (parts, geo.channels), "float32")
+        block = _channel_block(x.queue, geo)
+        kernel = get_kernel(
+            x.queue, "depthwise.cl", "weight_gradient_tiles", "ppppqquuuuiiuuuuuuui",
+            WEIGHT_GRADIENT_TILES=1, **types, **geo.macros,
+        )  # fmt: skip
+        kernel(
+            x.queue, (-(-geo.channels // block) * parts,), (1,),
+            x.buffer, grad.buffer, dw.buffer, sums.buffer, x.size, grad.size,
+            geo.images, images, block, *geo.extents, tiles.band, tiles.width, tiles.pitch,
+        )  # fmt: skip
+        db = None if bias_dtype is None else sum_axis(sums, 1, parts, geo.channels, bias_dtype)
+    return bridge.view(sum_axis(dw, 1, parts, geo.channels * geo.taps, out_dtype), w_shape), db
+
+
+def bias_gradient(grad: Tensor, out_dtype: str) -> Tensor:
+    """Gradient by the bias: the sum of each channel, of shape (C,)."""
+    channels = grad.shape[1]
+    return bridge.view(sum_to_shape(grad, (1, channels, 1, 1), out_dtype), (channels,))
+
+
+def _require_grad_shape(grad: Tensor, geo: Geometry) -> None:
+    if tuple(grad.shape) != geo.out_shape:
+        raise ValueError(
+            f"depthwise_conv2d: the gradient must have the result's shape {geo.out_shape}, got {tuple(grad.shape)}"
+        )
+
+
+# --------------------------------------------------------------------------------------------------- plans
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How planes are cut into tiles.
+
+    Attributes:
+        band, width: rows and columns of a tile, in outputs or in groups of ``stride`` inputs.
+        pitch: floats of a phase of a row of the frame.
+        count: tiles altogether.
+        work: elements of a tile.
+    """
+
+    band: int
+    width: int
+    pitch: int
+    count: int
+    work: int
+
+
+def _output_tiles(queue: cl.CommandQueue, geo: Geometry) -> Tiles | None:
+    """Tiles of the result; None where the plan for elements is the one to take."""
+    if not _tiled(queue, geo):
+        return None
+
+    def frame(width: int) -> tuple[int, int]:
+        pitch = width + (geo.kernel_width - 1) // geo.stride + 1 + _SPILL
+        rows = _FRAME // (pitch * geo.stride)
+        return pitch, (rows - geo.kernel_height) // geo.stride + 1
+
+    return _fit(geo, geo.out_height, geo.out_width, frame)
+
+
+def _input_tiles(queue: cl.CommandQueue, geo: Geometry) -> Tiles | None:
+    """Tiles of the input's gradient, in groups of ``stride``; None where the plan for elements is the one to take."""
+    if not _tiled(queue, geo):
+        return None
+
+    def frame(width: int) -> tuple[int, int]:
+        pitch = width + (geo.kernel_width - 1) // geo.stride + 1 + _SPILL
+        return pitch, _FRAME // pitch - (geo.kernel_height - 1) // geo.stride - 1
+
+    return _fit(geo, -(-geo.height // geo.stride), -(-geo.width // geo.stride), frame)
+
+
+def _tiled(queue: cl.CommandQueue, geo: Geometry) -> bool:
+    return capabilities(queue).is_cpu and geo.stride <= 2 and geo.taps <= _TAPS
+
+
+def _fit(geo: Geometry, height: int, width: int, frame: Callable[[int], tuple[int, int]]) -> Tiles | None:
+    """The widest tiles of at least a few rows; ``frame`` gives the pitch and rows of tiles of some width."""
+    for columns in (width, *(narrow for narrow in _WIDTHS if narrow < width)):
+        pitch, band = frame(columns)
+        if band >= min(8, height):
+            band = min(band, height)
+            count = geo.images * geo.channels * -(-height // band) * -(-width // columns)
+            return Tiles(band, columns, pitch, count, band * columns * geo.stride)
+    return None
+
+
+def _parts(queue: cl.CommandQueue, geo: Geometry, sums: int) -> tuple[int, int]:
+    """(images of a part, parts): into how many spans the images are cut to keep the device busy."""
+    device = capabilities(queue)
+    wanted = -(-(4 if device.is_cpu else 16) * device.compute_units // (geo.channels * sums))
+    images = -(-geo.images // min(max(wanted, 1), geo.images))
+    return images, -(-geo.images // images)
+
+
+def _channel_block(queue: cl.CommandQueue, geo: Geometry) -> int:
+    """Channels that a work-item of ``weight_gradient_tiles`` takes: enough for long reads, and work for every core."""
+    fair = geo.channels // (4 * capabilities(queue).compute_units)
+    return max(1, min(_BLOCK, fair, _BLOCK_ELEMENTS // (geo.height * geo.width)))
+
+
+# ------------------------------------------------------------------------------------------------- launches
+
+
+def _launch_tiles(
+    name: str, source: Tensor, buffers: tuple[Any, ...], geo: Geometry, tiles: Tiles, macros: Mapping[str, object]
+) -> None:
+    each = plan_rows(source.queue, tiles.count, tiles.work).each
+    kernel = get_kernel(
+        source.queue, "depthwise.cl", f"{name}_tiles", "p" * len(buffers) + "qquuiiiiuuuuui",
+        **{f"{name.upper()}_TILES": 1}, **macros,
+    )  # fmt: skip
+    kernel(
+        source.queue, (-(-tiles.count // each),), (1,),
+        *buffers, source.size, tiles.count, each, *geo.extents, tiles.band, tiles.width, tiles.pitch,
+    )  # fmt: skip
+
+
+def _launch_elements(
+    name: str, out: Tensor, buffers: tuple[Any, ...], geo: Geometry, macros: Mapping[str, object]
+) -> None:
+    span = span_for(out.queue, out.size) if capabilities(out.queue).is_cpu else 1
+    kernel = get_kernel(
+        out.queue, "depthwise.cl", f"{name}_elements", "p" * len(buffers) + "quuiiiiuuuu",
+        **{f"{name.upper()}_ELEMENTS": 1}, **macros,
+    )  # fmt: skip
+    sizes = launch(out.queue, -(-out.size // span))
+    kernel(out.queue, *sizes, *buffers, out.size, span, *geo.extents, geo.stride)
+
+
+def _launch_weight_elements(
+    x: Tensor, grad: Tensor, dw: Tensor, geo: Geometry, images: int, types: dict[str, str]
+) -> None:
+    device = capabilities(x.queue)
+    group = 1 if device.is_cpu else min(_GROUP_GPU, 1 << (device.max_work_group.bit_length() - 1))
+    kernel = get_kernel(
+        x.queue, "depthwise.cl", "weight_gradient_elements", "pppuuuiiuuuuuu",
+        WEIGHT_GRADIENT_ELEMENTS=1, WG=group, **types,
+    )  # fmt: skip
+    kernel(
+        x.queue, (prod(dw.shape) * group,), (group,),
+        x.buffer, grad.buffer, dw.buffer, geo.images, images, *geo.extents, geo.stride,
+    )  # fmt: skip

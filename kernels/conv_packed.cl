@@ -1,0 +1,378 @@
+// conv_packed.cl: a convolution and its weight gradient for CPU devices, register-blocked as gemm_packed.cl.
+//
+// Both are matrix products whose right-hand operand is never written down: its element for step k = (channel, tap) of
+// an output position j = (n, r, q) is staged[begin(j) + offsets[k]] (conv_stage.cl). Positions of one row of outputs
+// are neighbours there, so that 16 of them are one load, or one for each row that they lie in.
+//
+//   conv          out[m][j] = epilogue( sum over k of weights[m][k] * staged[begin(j) + offsets[k]] )
+//
+//      weights, blocked by KC      panel [KC][NR]                 A work-item copies KC steps of NR positions into its
+//                                   NR positions                  panel, where they stay in the first-level cache for
+//      m  0   k ->               k  +-----------+                 all its panels of the weights, then does the next
+//      |  +-------------+        |  | row q  |r+|  from one or    steps. Its sums rest in between (`sums`), and are
+//      v  | panel 0     |        v  | of r   |1 |  two rows       rounded to storage once.
+//      MR +-------------+           +-----------+
+//
+//   weight_grad   partial[k][m] = sum over a chunk of j of staged[begin(j) + offsets[k]] * grad[m][j]
+//
+//      The panel holds the output gradient, [JC positions][NR output channels]. MR steps k are MR streams through the
+//      staged source: a tile's rows are broadcast from there. Sums of a chunk rest in `partial`, laid out tile by
+//      tile; `weight_grad_finish` adds the chunks in their order and rounds to storage.
+//
+//   MR, NR   the register tile. With 32 vector registers of 16 floats 6 x 64: ten loads for 24 multiplications (12 x 32
+//            takes 14; it serves weight gradients of few channels). Else 6 x 16.
+//   KC, JC   steps or positions of a panel
+//   X_T, G_T, OUT_T, BIAS_T   storage types of staged source (floats in weight_grad), gradient, output, bias
+//   SRC_T    storage type of the weights that pack_weights reads
+//
+// M, K: output channels and steps of one group; `columns`: output positions of the batch, `positions`: of an image,
+// in rows of `width` that lie `pitch` apart. `work` is a workspace with a slice for each work-item.
+
+#if defined(__has_attribute)
+#if __has_attribute(min_vector_width)
+#define WIDE_VECTORS __attribute__((min_vector_width(512))) // compilers for AVX-512 keep to half its width otherwise
+#endif
+#endif
+#ifndef WIDE_VECTORS
+#define WIDE_VECTORS
+#endif
+#define ONE_WORK_ITEM __attribute__((reqd_work_group_size(1, 1, 1)))
+
+// The tile's code, written once for each row i and vector v of 16.
+#define ROWS_6(X) X(0) X(1) X(2) X(3) X(4) X(5)
+#define ROWS_12(X) ROWS_6(X) X(6) X(7) X(8) X(9) X(10) X(11)
+#define EACH_ROW(X) CAT(ROWS_, MR)(X)
+#define VECTORS_16(X, i) X(i, 0)
+#define VECTORS_32(X, i) X(i, 0) X(i, 1)
+#define VECTORS_64(X, i) X(i, 0) X(i, 1) X(i, 2) X(i, 3)
+#define EACH_VECTOR(X, i) CAT(VECTORS_, NR)(X, i)
+#define TILE (MR * NR)
+
+#define CLEAR_VECTOR(i, v) float16 c##i##_##v = 0.0f;
+#define RESUME_VECTOR(i, v) c##i##_##v = LOAD16(f32, sums, i * NR + v * 16);
+#define SUSPEND_VECTOR(i, v) STORE16(f32, c##i##_##v, sums, i * NR + v * 16);
+#define CLEAR(i) EACH_VECTOR(CLEAR_VECTOR, i)
+#define RESUME(i) EACH_VECTOR(RESUME_VECTOR, i)
+#define SUSPEND(i) EACH_VECTOR(SUSPEND_VECTOR, i)
+// One step: each row's factor, broadcast once, times the panel's vectors.
+#define LOAD_VECTOR(i, v) const float16 b##v = LOAD16(f32, b, step * NR + v * 16);
+#define MULTIPLY_ADD_VECTOR(i, v) c##i##_##v = factor##i * b##v + c##i##_##v;
+#define MULTIPLY_ADD(i)                            \
+    const float16 factor##i = (float16)(FACTOR(i)); \
+    EACH_VECTOR(MULTIPLY_ADD_VECTOR, i)
+#define STEP(t)                      \
+    {                                \
+        const int step = t;          \
+        EACH_VECTOR(LOAD_VECTOR, )   \
+        EACH_ROW(MULTIPLY_ADD)       \
+    }
+
+#ifdef PACK_WEIGHTS
+// panels [group][block of KC steps][M/WIDTH][step][WIDTH], zero beyond M: what is read one after the other lies so, or
+// a page would be left after each panel's part of a block. Step k = (channel c, tap (i, j)) of row m is the weight at
+// group * stride_group + m * stride_m + c * stride_c + first + i * step_y + j * step_x.
+// Work-item (panel, block of KC steps, group).
+__kernel ONE_WORK_ITEM void pack_weights(__global const STORAGE(SRC_T) *restrict w, __global float *restrict panels,
+                                         const ulong M, const ulong K, const uint taps_y, const uint taps_x,
+                                         const ulong stride_group, const ulong stride_m, const ulong stride_c,
+                                         const uint first, const uint step_y, const uint step_x) {
+    const size_t m = get_global_id(0) * WIDTH, group = get_global_id(2);
+    const size_t begin = get_global_id(1) * KC, steps = min((size_t)KC, (size_t)K - begin);
+    const size_t rows = min((size_t)WIDTH, (size_t)M - m);
+    w += group * stride_group + m * stride_m + first;
+    panels += ((group * K + begin) * get_global_size(0) + get_global_id(0) * steps) * WIDTH;
+    uint y = begin % (taps_y * taps_x) / taps_x, x = begin % taps_x;
+    w += begin / (taps_y * taps_x) * stride_c;
+    for (size_t k = 0; k < steps; k++) {
+        const size_t at = y * step_y + x * step_x;
+        for (size_t i = 0; i < WIDTH; i++)
+            panels[k * WIDTH + i] = i < rows ? LOAD(SRC_T, w, at + i * stride_m) : 0.0f;
+        if (++x < taps_x) continue;
+        x = 0;
+        if (++y < taps_y) continue;
+        y = 0;
+        w += stride_c;
+    }
+}
+#endif
+
+#ifdef CONV
+#define MAX_RUNS 4
+
+// 16 positions from j on at `steps` steps, into every NR floats from `panel`. A run is a set of positions that are
+// neighbours in the staged source; run[s] is where lane 0 would be if its run began there.
+inline void pack_positions(__global const STORAGE(X_T) *restrict x, __global const ulong *restrict offsets,
+                           __global float *restrict panel, int steps, size_t j, size_t columns, size_t positions,
+                           size_t width, size_t pitch, size_t image, size_t group_begin, long size, long reach) {
+    const int16 lane = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const size_t p = j % positions;
+    size_t n = j / positions, r = p / width, q = p % width;
+    long run[MAX_RUNS], each[16];
+    int start[MAX_RUNS], runs = 0, l = 0;
+    bool inside = true;
+    for (int s = 0; s < MAX_RUNS; s++) start[s] = 16;
+    while (l < 16) {
+        const long at = (long)(group_begin + n * image + r * pitch + q) - l;
+        const bool is_real = j + l < columns; // what lies beyond is never stored: it repeats the last position
+        const int next = is_real ? (int)min(l + (long)(width - q), 16L) : 16;
+        for (int i = l; i < next; i++) each[i] = is_real ? at + i : each[l - 1];
+        if (is_real) {
+            inside = inside && at >= 0 && at + reach + 16 <= size;
+            if (runs < MAX_RUNS) {
+                run[runs] = at;
+                start[runs] = l;
+            }
+            runs++;
+        }
+        l = next;
+        q = 0;
+        if (++r * width >= positions) {
+            r = 0;
+            n++;
+        }
+    }
+    if (!inside || runs > MAX_RUNS) {
+        for (int k = 0; k < steps; k++) {
+            float lanes[16];
+            for (int i = 0; i < 16; i++) lanes[i] = LOAD(X_T, x, each[i] + offsets[k]);
+            STORE16(f32, vload16(0, lanes), panel, k * NR);
+        }
+    } else if (runs == 1) {
+        const long r0 = run[0];
+        for (int k = 0; k < steps; k++) STORE16(f32, LOAD16(X_T, x, r0 + offsets[k]), panel, k * NR);
+    } else if (runs == 2) {
+        const long r0 = run[0], r1 = run[1];
+        const int16 is_1 = lane >= start[1];
+        for (int k = 0; k < steps; k++) {
+            const float16 v = LOAD16(X_T, x, r0 + offsets[k]), v1 = LOAD16(X_T, x, r1 + offsets[k]);
+            STORE16(f32, select(v, v1, is_1), panel, k * NR);
+        }
+    } else {
+        const long r0 = run[0], r1 = run[1], r2 = run[2], r3 = runs == 4 ? run[3] : r2;
+        const int16 is_1 = lane >= start[1], is_2 = lane >= start[2], is_3 = lane >= start[3];
+        for (int k = 0; k < steps; k++) {
+            const float16 v = LOAD16(X_T, x, r0 + offsets[k]), v1 = LOAD16(X_T, x, r1 + offsets[k]);
+            const float16 v2 = LOAD16(X_T, x, r2 + offsets[k]), v3 = LOAD16(X_T, x, r3 + offsets[k]);
+            STORE16(f32, select(select(select(v, v1, is_1), v2, is_2), v3, is_3), panel, k * NR);
+        }
+    }
+}
+
+// 16 sums of a row of outputs, positions j and following: together if they lie in one image, else one by one.
+inline void store_positions(float16 v, __global STORAGE(OUT_T) *restrict out, size_t row, size_t j, size_t columns,
+                            size_t positions, size_t out_image, long together) {
+    if (together >= 0) {
+        STORE16(OUT_T, v, out, together + row);
+        return;
+    }
+    float lanes[16];
+    vstore16(v, 0, lanes);
+    size_t n = j / positions, p = j % positions;
+    for (int i = 0; i < 16 && j + i < columns; i++) {
+        STORE(OUT_T, lanes[i], out, n * out_image + row + p);
+        if (++p == positions) {
+            p = 0;
+            n++;
+        }
+    }
+}
+
+inline float16 epilogue(float16 v, float bias, int relu) {
+    v += bias;
+    return relu ? select(v, (float16)(0.0f), v < 0.0f) : v; // a NaN is not below zero and stays
+}
+
+// Where 16 positions from j on are stored if they are neighbours there, -1 if they are not.
+inline long together_at(size_t j, size_t columns, size_t positions, size_t out_image) {
+    const size_t p = j % positions;
+    return p + 16 <= positions && j + 16 <= columns ? (long)(j / positions * out_image + p) : -1L;
+}
+
+#define FACTOR(i) a[step * MR + i]
+#define SPILL_VECTOR(i, v) STORE_PRIVATE(float16, c##i##_##v, tile + i * NR + v * 16);
+#define SPILL(i) EACH_VECTOR(SPILL_VECTOR, i)
+
+// Work-item (`each_j` panels of positions, `each_m` panels of output channels, group).
+__kernel ONE_WORK_ITEM WIDE_VECTORS void
+conv(__global const float *restrict weights, __global const STORAGE(X_T) *restrict x,
+     __global const ulong *restrict offsets, __global STORAGE(OUT_T) *restrict out,
+     __global const STORAGE(BIAS_T) *restrict bias, __global float *restrict work, const ulong out_begin,
+     const ulong columns, const ulong M, const ulong K, const ulong positions, const ulong width, const ulong pitch,
+     const ulong image, const ulong group_size, const ulong size, const ulong reach, const ulong out_image,
+     const uint each_j, const uint each_m, const int has_bias, const int relu) {
+    const size_t panels_m = (M + MR - 1) / MR, panels_j = (columns + NR - 1) / NR, group = get_global_id(2);
+    const size_t first_j = get_global_id(0) * each_j, last_j = min(first_j + each_j, panels_j);
+    const size_t first_m = get_global_id(1) * each_m, last_m = min(first_m + each_m, panels_m);
+    const size_t item = (group * get_global_size(1) + get_global_id(1)) * get_global_size(0) + get_global_id(0);
+    __global float *panel = work + item * (KC * NR + (size_t)each_m * TILE), *rest = panel + KC * NR;
+    weights += group * panels_m * K * MR;
+    out += out_begin;
+    for (size_t J = first_j; J < last_j; J++) {
+        const size_t j = J * NR;
+        long at[NR / 16];
+        for (int v = 0; v < NR; v += 16) at[v / 16] = together_at(j + v, columns, positions, out_image);
+        size_t k0 = 0;
+        do { // once for K = 0 too: the epilogue of nothing
+            const int steps = (int)min((size_t)KC, (size_t)K - k0);
+            for (int v = 0; v < NR && j + v < columns; v += 16)
+                pack_positions(x, offsets + k0, panel + v, steps, j + v, columns, positions, width, pitch, image,
+                               group * group_size, size, reach);
+            const bool is_last = k0 + steps >= K;
+            for (size_t p = first_m; p < last_m; p++) {
+                __global const float *a = weights + (k0 * panels_m + p * steps) * MR, *b = panel;
+                __global float *sums = rest + (p - first_m) * TILE;
+                EACH_ROW(CLEAR)
+                if (k0 > 0) { EACH_ROW(RESUME) }
+                int k = 0;
+                for (; k + 4 <= steps; k += 4, a += 4 * MR, b += 4 * NR) { STEP(0) STEP(1) STEP(2) STEP(3) }
+                for (; k < steps; k++, a += MR, b += NR) { STEP(0) }
+                if (!is_last) {
+                    EACH_ROW(SUSPEND)
+                    continue;
+                }
+                float tile[TILE];
+                EACH_ROW(SPILL)
+                const size_t m = p * MR, rows = min((size_t)MR, (size_t)M - m);
+                for (size_t i = 0; i < rows; i++) {
+                    const size_t row = (group * M + m + i) * positions;
+                    const float bias_m = has_bias ? LOAD(BIAS_T, bias, group * M + m + i) : -0.0f; // v + -0 is v
+                    for (int v = 0; v < NR; v += 16)
+                        store_positions(epilogue(LOAD_PRIVATE(float16, tile + i * NR + v), bias_m, relu), out, row, j + v,
+                                        columns, positions, out_image, at[v / 16]);
+                }
+            }
+            k0 += steps;
+        } while (k0 < K);
+    }
+}
+#undef FACTOR
+#endif
+
+#ifdef WEIGHT_GRAD
+// x0 y0 x1 y1 ... of two vectors of 8, in floats and in pairs of floats
+#define ZIP4(x, y) (x).s0, (y).s0, (x).s1, (y).s1, (x).s2, (y).s2, (x).s3, (y).s3
+#define ZIP(x, y) ((float16)(ZIP4((x).lo, (y).lo), ZIP4((x).hi, (y).hi)))
+#define ZIP_PAIRS(x, y) as_float16((ulong8)(ZIP4(as_ulong4(x), as_ulong4(y))))
+
+inline void store_4_positions(float16 v, __global float *d) {
+    vstore4(v.lo.lo, 0, d);
+    vstore4(v.lo.hi, 0, d + NR);
+    vstore4(v.hi.lo, 0, d + 2 * NR);
+    vstore4(v.hi.hi, 0, d + 3 * NR);
+}
+
+// The gradient of positions j0 .. j1-1 of NR output channels, transposed; zero from channel `rows` on. Blocks of 4
+// channels by 16 positions go through registers; what they write beyond j1 is never read.
+inline void pack_grad(__global const STORAGE(G_T) *restrict g, __global float *restrict panel, size_t rows, size_t j0,
+                      size_t j1, size_t positions, size_t grad_image, size_t begin, size_t size) {
+    size_t n = j0 / positions, p = j0 % positions;
+    while (j0 < j1) {
+        const size_t count = min(positions - p, j1 - j0), at = begin + n * grad_image + p;
+        for (size_t t = 0; t < count; t += 16)
+            for (size_t i = 0; i < NR; i += 4) {
+                __global float *d = panel + t * NR + i;
+                const size_t s = at + i * positions + t;
+                if (i + 4 <= rows && s + 3 * positions + 16 <= size && count >= 4) {
+                    const float16 r0 = LOAD16(G_T, g, s), r1 = LOAD16(G_T, g, s + positions);
+                    const float16 r2 = LOAD16(G_T, g, s + 2 * positions), r3 = LOAD16(G_T, g, s + 3 * positions);
+                    const float16 lo01 = ZIP(r0.lo, r1.lo), lo23 = ZIP(r2.lo, r3.lo);
+                    const float16 hi01 = ZIP(r0.hi, r1.hi), hi23 = ZIP(r2.hi, r3.hi);
+                    store_4_positions(ZIP_PAIRS(lo01.lo, lo23.lo), d);
+                    store_4_positions(ZIP_PAIRS(lo01.hi, lo23.hi), d + 4 * NR);
+                    store_4_positions(ZIP_PAIRS(hi01.lo, hi23.lo), d + 8 * NR);
+                    store_4_positions(ZIP_PAIRS(hi01.hi, hi23.hi), d + 12 * NR);
+                } else {
+                    const size_t rest = min(count - t, (size_t)16);
+                    for (size_t e = 0; e < rest * 4; e++) {
+                        const size_t row = e % 4, step = e / 4;
+                        d[step * NR + row] = i + row < rows ? LOAD(G_T, g, s + row * positions + step) : 0.0f;
+                    }
+                }
+            }
+        panel += count * NR;
+        j0 += count;
+        p = 0;
+        n++;
+    }
+}
+
+#define STREAM(i) __global const float *const x##i = x + offsets[min(k + i, (size_t)K - 1)];
+#define FACTOR(i) x##i[at + step]
+
+// Work-item (`each_k` panels of steps, `each_block` blocks of JC positions, group).
+__kernel ONE_WORK_ITEM WIDE_VECTORS void
+weight_grad(__global const float *restrict x, __global const ulong *restrict offsets,
+            __global const STORAGE(G_T) *restrict grad, __global float *restrict partial, __global float *restrict work,
+            const ulong grad_begin, const ulong columns, const ulong M, const ulong K, const ulong positions,
+            const ulong width, const ulong pitch, const ulong image, const ulong group_size, const ulong grad_image,
+            const ulong grad_size, const uint each_k, const uint each_block, const int accumulate) {
+    const size_t panels_k = (K + MR - 1) / MR, panels_m = (M + NR - 1) / NR, group = get_global_id(2);
+    const size_t first_k = get_global_id(0) * each_k, last_k = min(first_k + each_k, panels_k);
+    const size_t item = (get_global_id(1) * get_global_size(2) + group) * get_global_size(0) + get_global_id(0);
+    __global float *panel = work + item * (JC + 16) * NR;
+    partial += (get_global_id(1) * get_global_size(2) + group) * panels_k * panels_m * TILE;
+    x += group * group_size;
+    ulong run_at[JC];
+    uint run_length[JC];
+    size_t j0 = get_global_id(1) * each_block * JC;
+    const size_t end = min(j0 + (size_t)each_block * JC, (size_t)columns);
+    bool resume = accumulate;
+    for (; j0 < end; j0 += JC, resume = true) {
+        const size_t j1 = min(j0 + JC, end), p0 = j0 % positions;
+        // the rows of outputs that the block lies in
+        int runs = 0;
+        size_t n = j0 / positions, r = p0 / width, q = p0 % width;
+        for (size_t j = j0; j < j1; runs++) {
+            run_at[runs] = n * image + r * pitch + q;
+            run_length[runs] = (uint)min(width - q, j1 - j);
+            j += run_length[runs];
+            q = 0;
+            if (++r * width >= positions) {
+                r = 0;
+                n++;
+            }
+        }
+        for (size_t P = 0; P < panels_m; P++) {
+            pack_grad(grad, panel, min((size_t)NR, (size_t)M - P * NR), j0, j1, positions, grad_image,
+                      grad_begin + (group * M + P * NR) * positions, grad_size);
+            for (size_t Q = first_k; Q < last_k; Q++) {
+                __global float *sums = partial + (Q * panels_m + P) * TILE;
+                const size_t k = Q * MR;
+                EACH_ROW(STREAM)
+                __global const float *b = panel;
+                EACH_ROW(CLEAR)
+                if (resume) { EACH_ROW(RESUME) }
+                for (int s = 0; s < runs; s++) {
+                    size_t at = run_at[s];
+                    const size_t stop = at + run_length[s];
+                    for (; at + 4 <= stop; at += 4, b += 4 * NR) { STEP(0) STEP(1) STEP(2) STEP(3) }
+                    for (; at < stop; at++, b += NR) { STEP(0) }
+                }
+                EACH_ROW(SUSPEND)
+            }
+        }
+    }
+}
+#undef FACTOR
+#endif
+
+#ifdef WEIGHT_GRAD_FINISH
+// grad[group][m][k] = sum of `chunks` partial tiles. Work-item (panel of steps, panel of output channels, group).
+__kernel ONE_WORK_ITEM void weight_grad_finish(__global const float *restrict partial,
+                                               __global STORAGE(OUT_T) *restrict grad, const ulong M, const ulong K,
+                                               const uint chunks) {
+    const size_t panels_m = get_global_size(1), groups = get_global_size(2), group = get_global_id(2);
+    const size_t k = get_global_id(0) * MR, m = get_global_id(1) * NR;
+    const size_t stride = groups * get_global_size(0) * panels_m * TILE;
+    partial += ((group * get_global_size(0) + get_global_id(0)) * panels_m + get_global_id(1)) * TILE;
+    const size_t rows = min((size_t)MR, (size_t)K - k), lanes = min((size_t)NR, (size_t)M - m);
+    float sums[TILE];
+    for (size_t i = 0; i < TILE; i += 16) {
+        float16 v = LOAD16(f32, partial, i);
+        for (uint c = 1; c < chunks; c++) v += LOAD16(f32, partial, c * stride + i);
+        STORE_PRIVATE(float16, v, sums + i);
+    }
+    for (size_t l = 0; l < lanes; l++)
+        for (size_t i = 0; i < rows; i++) STORE(OUT_T, sums[i * NR + l], grad, (group * M + m + l) * K + k + i);
+}
+#endif

@@ -1,0 +1,255 @@
+"""Convolutions: both kernels, every geometry and storage type, against float64 of the stored values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyopencl as cl
+import pytest
+
+from clamp.ops import conv as ops
+from clamp.ops import conv_stage
+from clamp.ops.conv import ConvKernel
+from clamp.ops.conv_geometry import Window
+from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
+
+pytestmark = pytest.mark.kernel
+
+Array = npt.NDArray[Any]
+KERNELS = pytest.mark.parametrize("kernel", list(ConvKernel), ids=lambda kernel: kernel.value)
+
+
+@dataclass(frozen=True)
+class Case:
+    """x (n, groups * c, *image), w (groups * f, c, *kernel)."""
+
+    n: int
+    c: int
+    f: int
+    image: tuple[int, int]
+    kernel: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+    pad: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+    @property
+    def window(self) -> Window:
+        return Window(self.stride, self.pad, self.dilation, self.groups)
+
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """x, w and a gradient of the output."""
+        rng = np.random.default_rng([self.n, self.c, self.f, *self.image, *self.kernel])
+        size = self.window.output(self.image, self.kernel)
+        x = rng.standard_normal((self.n, self.groups * self.c, *self.image))
+        w = rng.standard_normal((self.groups * self.f, self.c, *self.kernel))
+        return x, w, rng.standard_normal((self.n, self.groups * self.f, *size))
+
+
+CASES = {
+    "1x1 of one pixel": Case(1, 1, 1, (1, 1), (1, 1)),
+    "1x1": Case(2, 5, 13, (4, 9), (1, 1)),
+    "3x3, padded": Case(2, 3, 5, (5, 7), (3, 3), pad=(1, 1)),
+    "3x3, not padded, rows of 19": Case(1, 2, 13, (4, 21), (3, 3)),
+    "rows of 37": Case(1, 1, 2, (3, 37), (3, 3), pad=(1, 1)),
+    "stride 2": Case(2, 3, 4, (7, 9), (3, 3), (2, 2), (1, 1)),
+    "stride 2, rows of 40": Case(1, 1, 3, (3, 80), (3, 3), (2, 2), (1, 1)),
+    "stride 2 of an even image": Case(1, 2, 3, (6, 8), (4, 4), (2, 2), (1, 1)),
+    "1x1, stride 2": Case(2, 3, 4, (5, 6), (1, 1), (2, 2)),
+    "stride larger than the kernel": Case(1, 2, 3, (11, 13), (2, 3), (5, 4), (0, 1)),
+    "dilation": Case(1, 2, 3, (9, 8), (3, 2), pad=(2, 1), dilation=(2, 3)),
+    "stride 4, dilation 2": Case(1, 2, 2, (13, 11), (3, 3), (4, 4), (3, 2), (2, 2)),
+    "stride 3, dilation 2": Case(1, 1, 2, (10, 11), (3, 3), (3, 3), (1, 2), (2, 2)),
+    "kernel larger than the image": Case(2, 2, 3, (2, 3), (5, 5), pad=(2, 2)),
+    "padding larger than the kernel": Case(1, 1, 2, (3, 3), (2, 2), pad=(3, 4)),
+    "oblong": Case(1, 3, 2, (8, 5), (1, 5), (2, 1), (0, 2)),
+    "one pixel left": Case(3, 4, 5, (3, 3), (3, 3)),
+    "groups": Case(2, 3, 4, (5, 6), (3, 3), (1, 1), (1, 1), groups=3),
+    "groups, stride 2": Case(1, 1, 2, (6, 5), (3, 3), (2, 2), (1, 1), groups=2),
+    "depthwise": Case(1, 1, 1, (5, 5), (3, 3), pad=(1, 1), groups=7),
+}
+
+
+SIMULATED_TILED = [CASES["1x1"], CASES["stride 4, dilation 2"], CASES["padding larger than the kernel"]]
+
+
+def patches(x: Array, case: Case) -> Array:
+    """x's windows, (n, groups, c, KH, KW, OH, OW)."""
+    (ph, pw), (sh, sw), (dh, dw) = case.pad, case.stride, case.dilation
+    padded = np.pad(x, ((0, 0), (0, 0), (ph, ph), (pw, pw)))
+    oh, ow = case.window.output(case.image, case.kernel)
+    taps = [
+        padded[:, :, i * dh : i * dh + (oh - 1) * sh + 1 : sh, j * dw : j * dw + (ow - 1) * sw + 1 : sw]
+        for i in range(case.kernel[0])
+        for j in range(case.kernel[1])
+    ]
+    stacked = np.stack(taps, axis=2)
+    return stacked.reshape(len(x), case.groups, case.c, *case.kernel, oh, ow)
+
+
+def forward(x: Array, w: Array, case: Case) -> Array:
+    w = w.reshape(case.groups, case.f, case.c, *case.kernel)
+    out = np.einsum("ngcijrq,gfcij->ngfrq", patches(x, case), w)
+    return out.reshape(len(x), case.groups * case.f, *out.shape[3:])
+
+
+def weight_grad(x: Array, g: Array, case: Case) -> Array:
+    g = g.reshape(len(g), case.groups, case.f, *g.shape[2:])
+    return np.einsum("ngcijrq,ngfrq->gfcij", patches(x, case), g).reshape(case.groups * case.f, case.c, *case.kernel)
+
+
+def input_grad(g: Array, w: Array, case: Case) -> Array:
+    (ph, pw), (sh, sw), (dh, dw) = case.pad, case.stride, case.dilation
+    (h, wd), (oh, ow) = case.image, g.shape[2:]
+    g = g.reshape(len(g), case.groups, case.f, oh, ow)
+    w = w.reshape(case.groups, case.f, case.c, *case.kernel)
+    padded = np.zeros((len(g), case.groups * case.c, h + 2 * ph, wd + 2 * pw))
+    for i in range(case.kernel[0]):
+        for j in range(case.kernel[1]):
+            part = np.einsum("ngfrq,gfc->ngcrq", g, w[..., i, j]).reshape(len(g), case.groups * case.c, oh, ow)
+            padded[:, :, i * dh : i * dh + (oh - 1) * sh + 1 : sh, j * dw : j * dw + (ow - 1) * sw + 1 : sw] += part
+    return padded[:, :, ph : ph + h, pw : pw + wd]
+
+
+def slack(magnitude: Array, terms: int) -> Array:
+    """What fp32 sums may be off by."""
+    return (terms + 1) * 2.0**-24 * magnitude
+
+
+def check(
+    queue: cl.CommandQueue,
+    case: Case,
+    kernel: ConvKernel,
+    dtypes: tuple[str, str, str, str] = ("float16",) * 4,
+    *,
+    with_bias: bool = True,
+) -> None:
+    """Forward and all gradients of a case; storage types of x, w, the gradient and what is computed."""
+    out_dtype = dtypes[3]
+    x, w, g = (quantize(a, d).astype(np.float64) for a, d in zip(case.arrays(), dtypes, strict=False))
+    tensors = [to_device(queue, a, d) for a, d in zip((x, w, g), dtypes, strict=False)]
+    options: Any = {"out_dtype": out_dtype, "kernel": kernel}
+    bias = np.linspace(-2, 2, w.shape[0]).astype(np.float32)
+    bias_tensor = to_device(queue, bias) if with_bias else None
+    y = ops.conv2d(tensors[0], tensors[1], case.window, bias=bias_tensor, relu=with_bias, **options)
+    expected, magnitude = forward(x, w, case), forward(np.abs(x), np.abs(w), case)
+    if with_bias:
+        expected = np.maximum(expected + bias.astype(np.float64)[:, None, None], 0)
+        magnitude = magnitude + 2
+    steps = w[0].size
+    assert_close(y, expected, slack=slack(magnitude, steps))
+
+    gw = ops.conv2d_weight_grad(tensors[0], tensors[2], case.kernel, case.window, **options)
+    terms = g.shape[0] * g.shape[2] * g.shape[3]
+    assert_close(gw, weight_grad(x, g, case), slack=slack(weight_grad(np.abs(x), np.abs(g), case), terms))
+
+    bias_c = np.linspace(-1, 3, x.shape[1]).astype(np.float32)
+    bias_tensor = to_device(queue, bias_c) if with_bias else None
+    gx = ops.conv2d_input_grad(tensors[2], tensors[1], case.image, case.window, bias=bias_tensor, **options)
+    expected, magnitude = input_grad(g, w, case), input_grad(np.abs(g), np.abs(w), case) + 3
+    if with_bias:
+        expected = expected + bias_c.astype(np.float64)[:, None, None]
+    assert_close(gx, expected, slack=slack(magnitude, w.size))
+
+
+@KERNELS
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_geometries(queue: cl.CommandQueue, simulated: bool, case: Case, kernel: ConvKernel) -> None:
+    if simulated and kernel is ConvKernel.TILED and case not in SIMULATED_TILED:
+        pytest.skip("slow to simulate; the geometry is the same in all kernels")
+    check(queue, case, kernel)
+
+
+@KERNELS
+@pytest.mark.parametrize("x_dtype", STORAGE_DTYPES)
+def test_storage_types(queue: cl.CommandQueue, simulated: bool, x_dtype: str, kernel: ConvKernel) -> None:
+    others = {
+        "float32": ("float16", "bfloat16"),
+        "float16": ("bfloat16", "float32"),
+        "bfloat16": ("float32", "float16"),
+    }
+    w_dtype, out_dtype = others[x_dtype]
+    case = Case(1, 1, 2, (3, 5), (3, 3), pad=(1, 1)) if simulated else Case(2, 2, 5, (5, 18), (3, 3), pad=(1, 1))
+    check(queue, case, kernel, (x_dtype, w_dtype, out_dtype, out_dtype), with_bias=False)
+    check(queue, case, kernel, (x_dtype,) * 4)
+
+
+@KERNELS
+def test_sums_of_several_blocks(queue: cl.CommandQueue, simulated: bool, kernel: ConvKernel) -> None:
+    if simulated and kernel is ConvKernel.TILED:
+        pytest.skip("the tiled kernel has no such blocks, and is slow to simulate")
+    channels = 33 if simulated else 131
+    check(queue, Case(1, channels, 14, (2, 9), (3, 3), pad=(1, 1)), kernel, ("float32",) * 4)
+
+
+@KERNELS
+def test_a_batch_in_slices(queue: cl.CommandQueue, kernel: ConvKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv_stage, "_WORKSPACE_BYTES", 1500)
+    check(queue, Case(3, 2, 3, (5, 6), (3, 3), (2, 2), (1, 1)), kernel)
+    check(queue, Case(3, 1, 2, (5, 6), (3, 3), pad=(1, 1), groups=2), kernel)
+
+
+@KERNELS
+@pytest.mark.parametrize("shape", [(0, 2, 4, 4), (2, 0, 4, 4), (2, 2, 0, 4)])
+def test_nothing_to_sum(queue: cl.CommandQueue, shape: tuple[int, ...], kernel: ConvKernel) -> None:
+    n, c, h, w = shape
+    case = Case(n, c, 3, (h, w), (3, 3), pad=(2, 2))
+    check(queue, case, kernel)
+
+
+@KERNELS
+def test_infinities_and_nan_stay_where_they_are(queue: cl.CommandQueue, kernel: ConvKernel) -> None:
+    case = Case(1, 1, 1, (3, 40), (3, 3), pad=(1, 1))
+    x, w, _ = case.arrays()
+    x[0, 0, 0, 0], x[0, 0, 2, 20], x[0, 0, 1, 39] = np.inf, np.nan, -np.inf
+    w = np.abs(w)
+    y = ops.conv2d(to_device(queue, x), to_device(queue, w), case.window, out_dtype="float16", relu=True, kernel=kernel)
+    with np.errstate(invalid="ignore"):
+        expected = forward(x, quantize(w, "float32").astype(np.float64), case)
+        expected = np.where(np.isnan(expected), np.nan, np.maximum(expected, 0))
+    assert_close(y, expected, slack=1e-3)
+    assert np.isnan(to_numpy(y)).sum() == 6
+
+
+@KERNELS
+def test_repeatable(queue: cl.CommandQueue, kernel: ConvKernel) -> None:
+    case = Case(2, 3, 5, (9, 11), (3, 3), (2, 2), (1, 1))
+    x, _, g = case.arrays()
+    tensors = to_device(queue, x, "float16"), to_device(queue, g, "float16")
+    runs = [
+        to_numpy(ops.conv2d_weight_grad(*tensors, case.kernel, case.window, out_dtype="float32", kernel=kernel))
+        for _ in range(3)
+    ]
+    np.testing.assert_array_equal(runs[0], runs[1])
+    np.testing.assert_array_equal(runs[0], runs[2])
+
+
+@pytest.mark.slow
+@KERNELS
+def test_layers_of_a_resnet(queue: cl.CommandQueue, simulated: bool, kernel: ConvKernel) -> None:
+    if simulated:
+        pytest.skip("too large to simulate")
+    for case in (
+        Case(2, 3, 64, (56, 56), (7, 7), (2, 2), (3, 3)),
+        Case(2, 64, 64, (28, 28), (3, 3), pad=(1, 1)),
+        Case(2, 64, 128, (28, 28), (3, 3), (2, 2), (1, 1)),
+        Case(2, 64, 128, (28, 28), (1, 1), (2, 2)),
+        Case(3, 128, 70, (7, 7), (3, 3), pad=(1, 1)),
+        Case(2, 16, 24, (15, 17), (5, 5), pad=(2, 2), groups=4),
+    ):
+        check(queue, case, kernel)
+
+
+def test_shapes_that_do_not_fit(queue: cl.CommandQueue) -> None:
+    x, w = to_device(queue, np.ones((1, 2, 3, 3))), to_device(queue, np.ones((4, 2, 5, 5)))
+    with pytest.raises(ValueError, match="larger than the padded image"):
+        ops.conv2d(x, w, Window(), out_dtype="float32")
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.conv2d(x, w, Window(groups=2, pad=(2, 2)), out_dtype="float32")
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.conv2d_input_grad(x, w, (3, 3), Window(pad=(2, 2)), out_dtype="float32")
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.conv2d_weight_grad(x, x, (5, 5), Window(), out_dtype="float32")

@@ -1,0 +1,153 @@
+"""Depthwise convolution and its gradients against numpy's float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import pyopencl as cl
+import pytest
+
+from clamp.device import capabilities
+from clamp.ops import cast, depthwise, reduce
+from tests.reference import assert_close, to_device, to_numpy
+
+pytestmark = pytest.mark.kernel
+
+Array = npt.NDArray[np.float64]
+EPS = 2.0**-24
+
+#: (N, C, H, W), (KH, KW), stride, pad
+CASES = [
+    ((2, 3, 9, 20), (3, 3), 1, 1),
+    ((2, 2, 11, 37), (3, 3), 2, 1),
+    ((1, 2, 8, 8), (3, 3), 2, 0),
+    ((1, 1, 1, 1), (1, 1), 1, 0),
+    ((1, 2, 5, 18), (5, 3), 1, 2),
+    ((2, 1, 10, 13), (2, 4), 2, 3),
+    ((1, 2, 7, 9), (3, 3), 3, 1),
+    ((1, 2, 6, 35), (3, 3), 1, 4),
+    ((1, 1, 12, 12), (9, 9), 1, 4),
+]
+#: storage types of x, w, bias, result or gradient
+MIXES = [("float32", "float32", "float32", "float32"), ("float16", "float16", "float32", "float16"),
+         ("bfloat16", "float32", "float16", "bfloat16")]  # fmt: skip
+
+
+@pytest.fixture(params=["own plan", "other plan"])
+def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's own kind of plan, and the other."""
+    if request.param == "other plan":
+        own = capabilities(queue)
+        other = dataclasses.replace(own, is_cpu=not own.is_cpu)
+        for module in (depthwise, reduce, cast):
+            monkeypatch.setattr(module, "capabilities", lambda queue: other)
+
+
+class Reference:
+    """Value and gradients, each with the sum of the magnitudes that it adds up."""
+
+    def __init__(self, x: Array, w: Array, stride: int, pad: int) -> None:
+        self.x, self.w, self.stride, self.pad = x, w, stride, pad
+        self.padded = np.pad(x, ((0, 0), (0, 0), (pad, pad), (pad, pad)))
+        size = w.shape[2:]
+        view = np.lib.stride_tricks.sliding_window_view(self.padded, size, axis=(2, 3))
+        self.windows = view[:, :, ::stride, ::stride]
+
+    def value(self) -> Array:
+        return np.einsum("nchwij,cij->nchw", self.windows, self.w[:, 0])
+
+    def weight_gradient(self, grad: Array) -> Array:
+        return np.einsum("nchwij,nchw->cij", self.windows, grad)[:, None]
+
+    def input_gradient(self, grad: Array) -> Array:
+        result = np.zeros_like(self.padded)
+        rows, columns = grad.shape[2:]
+        for kh in range(self.w.shape[2]):
+            for kw in range(self.w.shape[3]):
+                span = np.s_[
+                    :, :, kh : kh + rows * self.stride : self.stride, kw : kw + columns * self.stride : self.stride
+                ]
+                result[span] += grad * self.w[:, 0, kh, kw][:, None, None]
+        height, width = self.x.shape[2:]
+        return result[:, :, self.pad : self.pad + height, self.pad : self.pad + width]
+
+
+def check(
+    queue: cl.CommandQueue, shape: tuple[int, ...], size: tuple[int, int], stride: int, pad: int, mix: tuple[str, ...]
+) -> None:
+    rng = np.random.default_rng(0)
+    x = to_device(queue, rng.standard_normal(shape), mix[0])
+    w = to_device(queue, rng.standard_normal((shape[1], 1, *size)), mix[1])
+    bias = to_device(queue, rng.standard_normal(shape[1]), mix[2])
+    exact = Reference(to_numpy(x), to_numpy(w), stride, pad)
+    terms = Reference(np.abs(to_numpy(x)), np.abs(to_numpy(w)), stride, pad)
+    offset = to_numpy(bias)[:, None, None]
+    slack = 4 * size[0] * size[1] * EPS * (terms.value() + np.abs(offset))
+    y = depthwise.depthwise_conv2d(x, w, bias, stride, pad, out_dtype=mix[3])
+    assert_close(y, exact.value() + offset, slack=slack)
+    assert_close(depthwise.depthwise_conv2d(x, w, None, stride, pad, out_dtype=mix[3]), exact.value(), slack=slack)
+
+    grad = to_device(queue, rng.standard_normal(y.shape), mix[3])
+    g = to_numpy(grad)
+    dx = depthwise.input_gradient(shape, w, grad, stride, pad, out_dtype=mix[0])
+    assert_close(dx, exact.input_gradient(g), slack=4 * size[0] * size[1] * EPS * terms.input_gradient(np.abs(g)))
+    dw, db = depthwise.weight_gradient(x, w.shape, grad, stride, pad, out_dtype=mix[1], bias_dtype=mix[2])
+    count = g.size // shape[1]
+    assert_close(dw, exact.weight_gradient(g), slack=4 * count * EPS * terms.weight_gradient(np.abs(g)))
+    assert_close(db, g.sum((0, 2, 3)), slack=4 * count * EPS * np.abs(g).sum((0, 2, 3)))
+    assert depthwise.weight_gradient(x, w.shape, grad, stride, pad, out_dtype=mix[1])[1] is None
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("shape", "size", "stride", "pad"), CASES)
+def test_value_and_gradients(
+    queue: cl.CommandQueue,
+    plan: None,
+    shape: tuple[int, ...],
+    size: tuple[int, int],
+    stride: int,
+    pad: int,
+    mix: tuple[str, ...],
+) -> None:
+    check(queue, shape, size, stride, pad, mix)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 9, 700), (1, 2, 150, 90), (9, 1, 33, 17)])
+def test_planes_larger_than_a_frame(queue: cl.CommandQueue, simulated: bool, shape: tuple[int, ...]) -> None:
+    if simulated:
+        pytest.skip("large for the simulator")
+    for stride in (1, 2):
+        check(queue, shape, (3, 3), stride, 1, MIXES[1])
+        check(queue, shape, (5, 4), stride, 2, MIXES[1])
+
+
+def test_the_same_bits_every_time(queue: cl.CommandQueue, plan: None) -> None:
+    rng = np.random.default_rng(1)
+    x = to_device(queue, rng.standard_normal((3, 2, 7, 19)), "float16")
+    grad = to_device(queue, rng.standard_normal((3, 2, 7, 19)), "float16")
+    runs = [depthwise.weight_gradient(x, (2, 1, 3, 3), grad, 1, 1, out_dtype="float32")[0] for _ in range(2)]
+    np.testing.assert_array_equal(to_numpy(runs[0]), to_numpy(runs[1]))
+
+
+def test_empty_and_wrong_arguments(queue: cl.CommandQueue) -> None:
+    w = to_device(queue, np.ones((2, 1, 3, 3)))
+    empty = to_device(queue, np.empty((0, 2, 4, 4)))
+    y = depthwise.depthwise_conv2d(empty, w, None, 1, 1, out_dtype="float32")
+    assert y.shape == (0, 2, 4, 4)
+    assert depthwise.input_gradient((0, 2, 4, 4), w, y, 1, 1, out_dtype="float32").shape == (0, 2, 4, 4)
+    dw, db = depthwise.weight_gradient(empty, w.shape, y, 1, 1, out_dtype="float32", bias_dtype="float32")
+    assert_close(dw, np.zeros((2, 1, 3, 3)))
+    assert_close(db, np.zeros(2))
+    x = to_device(queue, np.ones((1, 2, 4, 4)))
+    with pytest.raises(ValueError, match="takes x"):
+        depthwise.depthwise_conv2d(x, to_device(queue, np.ones((3, 1, 3, 3))), out_dtype="float32")
+    with pytest.raises(ValueError, match="do not fit"):
+        depthwise.depthwise_conv2d(x, to_device(queue, np.ones((2, 1, 5, 5))), out_dtype="float32")
+    with pytest.raises(ValueError, match="stride"):
+        depthwise.depthwise_conv2d(x, w, None, 0, out_dtype="float32")
+    with pytest.raises(ValueError, match="bias"):
+        depthwise.depthwise_conv2d(x, w, to_device(queue, np.ones(3)), out_dtype="float32")
+    with pytest.raises(ValueError, match="result's shape"):
+        depthwise.input_gradient((1, 2, 4, 4), w, x, 1, 0, out_dtype="float32")
