@@ -1,0 +1,166 @@
+"""Norms over the last axis, forward and backward: layer norm, RMS norm, L2 normalization (kernels/norm_rows.cl)."""
+
+from __future__ import annotations
+
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.ops.reduce import RowPlan, around_axis, plan_rows, reduce_sum
+from clamp.program import get_kernel
+
+_FILE = "norm_rows.cl"
+
+
+def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, *, eps: float, out_dtype: str) -> tuple[Tensor, Tensor, Tensor]:
+    """``(x - mean) / sqrt(var + eps) * gamma + beta`` over the last axis; the variance is that of the centred row.
+
+    Args:
+        x: (..., n), float32, float16 or bfloat16.
+        gamma, beta: n elements each, any storage type.
+        out_dtype: dtype of the result.
+
+    Returns:
+        The result, and the fp32 mean and biased variance, of shape (..., 1).
+    """
+    kept_shape = (*x.shape[:-1], 1)
+    mean, var = (bridge.empty(x.queue, kept_shape, "float32") for _ in range(2))
+    return _forward("LAYER", x, gamma, beta, mean, var, eps, out_dtype), mean, var
+
+
+def layer_norm_backward(
+    x: Tensor,
+    gamma: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    *,
+    eps: float,
+    dx_dtype: str,
+    dgamma_dtype: str | None,
+    dbeta_dtype: str | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of ``layer_norm``: of x, and of gamma and beta (shape (n,)) unless their dtype is None.
+
+    Raises:
+        ValueError: the gradient has another shape than x.
+    """
+    dx, dgamma, dbeta = _backward("LAYER", x, gamma, grad, mean, var, eps, dx_dtype, dgamma_dtype, dbeta_dtype)
+    return dx, dgamma, dbeta
+
+
+def rms_norm(x: Tensor, gamma: Tensor, *, eps: float, out_dtype: str) -> tuple[Tensor, Tensor]:
+    """``x / sqrt(mean x^2 + eps) * gamma`` over the last axis (Zhang and Sennrich, 2019).
+
+    Args:
+        x: (..., n), float32, float16 or bfloat16.
+        gamma: n elements, any storage type.
+        out_dtype: dtype of the result.
+
+    Returns:
+        The result, and each row's fp32 ``1 / sqrt(mean x^2 + eps)``, of shape (rows,).
+    """
+    inverse = bridge.empty(x.queue, (_rows(x),), "float32")
+    return _forward("RMS", x, gamma, gamma, inverse, inverse, eps, out_dtype), inverse
+
+
+def rms_norm_backward(
+    x: Tensor, gamma: Tensor, grad: Tensor, inverse: Tensor, *, dx_dtype: str, dgamma_dtype: str | None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of ``rms_norm``: of x, and of gamma (shape (n,)) unless its dtype is None.
+
+    Raises:
+        ValueError: the gradient has another shape than x.
+    """
+    dx, dgamma, _ = _backward("RMS", x, gamma, grad, inverse, inverse, 0.0, dx_dtype, dgamma_dtype, None)
+    return dx, dgamma
+
+
+def l2_normalize(x: Tensor, *, eps: float, out_dtype: str) -> tuple[Tensor, Tensor]:
+    """``x / (|x| + eps)`` over the last axis, and each row's fp32 norm ``|x|``, of shape (rows,)."""
+    norm = bridge.empty(x.queue, (_rows(x),), "float32")
+    return _forward("UNIT", x, x, x, norm, norm, eps, out_dtype), norm
+
+
+def l2_normalize_backward(x: Tensor, grad: Tensor, norm: Tensor, *, eps: float, dx_dtype: str) -> Tensor:
+    """Gradient of ``l2_normalize``; a row of zeros gets ``grad / eps``.
+
+    Raises:
+        ValueError: the gradient has another shape than x.
+    """
+    return _backward("UNIT", x, x, grad, norm, norm, eps, dx_dtype, None, None)[0]
+
+
+def _rows(x: Tensor) -> int:
+    return around_axis(x.shape, -1)[0]
+
+
+def _forward(
+    kind: str, x: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, kept: Tensor, eps: float, out_dtype: str
+) -> Tensor:
+    y = bridge.empty(x.queue, x.shape, out_dtype)
+    if x.size == 0:
+        return y
+    rows, n, _ = around_axis(x.shape, -1)
+    plan = plan_rows(x.queue, rows, n)
+    kernel = get_kernel(
+        x.queue, _FILE, "rows_forward", "ppppppqquf",
+        ROWS_FORWARD=1, KIND=kind, WG=plan.group,
+        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[out_dtype],
+        SCALE_T=bridge.STORAGE[gamma.dtype], SHIFT_T=bridge.STORAGE[beta.dtype],
+    )  # fmt: skip
+    kernel(
+        x.queue, plan.global_size, plan.local_size,
+        x.buffer, gamma.buffer, beta.buffer, y.buffer, mean.buffer, kept.buffer, rows, n, plan.each, eps,
+    )  # fmt: skip
+    return y
+
+
+def _backward(
+    kind: str,
+    x: Tensor,
+    gamma: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    kept: Tensor,
+    eps: float,
+    dx_dtype: str,
+    dgamma_dtype: str | None,
+    dbeta_dtype: str | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    if tuple(grad.shape) != tuple(x.shape):
+        raise ValueError(f"norm: gradient of shape {tuple(grad.shape)} for a result of shape {tuple(x.shape)}")
+    dx = bridge.empty(x.queue, x.shape, dx_dtype)
+    rows, n, _ = around_axis(x.shape, -1)
+    if x.size == 0:
+        return dx, *(None if dt is None else bridge.zeros(x.queue, (n,), dt) for dt in (dgamma_dtype, dbeta_dtype))
+    parameters = dgamma_dtype is not None or dbeta_dtype is not None
+    plan = _plan_sums(x.queue, rows, n) if parameters else plan_rows(x.queue, rows, n)
+    partial_gamma = partial_beta = kept  # not touched
+    if parameters:
+        partial_gamma = bridge.empty(x.queue, (plan.groups, n), "float32")
+        partial_beta = bridge.empty(x.queue, (plan.groups, n), "float32") if kind == "LAYER" else kept
+    kernel = get_kernel(
+        x.queue, _FILE, "rows_backward", "ppppppppqquf",
+        ROWS_BACKWARD=1, KIND=kind, WG=plan.group, PARAMETERS=int(parameters),
+        X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[dx_dtype],
+        SCALE_T=bridge.STORAGE[gamma.dtype],
+    )  # fmt: skip
+    kernel(
+        x.queue, plan.global_size, plan.local_size,
+        x.buffer, grad.buffer, gamma.buffer, mean.buffer, kept.buffer, dx.buffer,
+        partial_gamma.buffer, partial_beta.buffer, rows, n, plan.each, eps,
+    )  # fmt: skip
+    dgamma, dbeta = (
+        None if dtype is None else reduce_sum(partial, 0, out_dtype=dtype)
+        for partial, dtype in ((partial_gamma, dgamma_dtype), (partial_beta, dbeta_dtype))
+    )
+    return dx, dgamma, dbeta
+
+
+def _plan_sums(queue: cl.CommandQueue, rows: int, n: int) -> RowPlan:
+    """As ``plan_rows``, with few groups: each leaves a row of partial sums behind."""
+    plan = plan_rows(queue, rows, n)
+    each = max(plan.each, -(-rows // (4 * capabilities(queue).compute_units)))
+    return RowPlan(plan.group, each, -(-rows // each))

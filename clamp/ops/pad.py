@@ -1,0 +1,80 @@
+"""A border around the planes of NCHW tensors, and its gradient."""
+
+from __future__ import annotations
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.ops.cast import launch
+from clamp.ops.reduce import plan_rows
+from clamp.program import get_kernel
+
+MODES = ("zero", "reflect")
+
+
+def pad2d(x: Tensor, pad: int, mode: str = "zero", *, out_dtype: str) -> Tensor:
+    """x with ``pad`` elements more on each side of its planes: (N, C, H, W) -> (N, C, H + 2 pad, W + 2 pad).
+
+    Args:
+        x: float32, float16 or bfloat16.
+        pad: width of the border, at least 0.
+        mode: ``"zero"``, or ``"reflect"``, which mirrors the plane with its edge (numpy's ``"symmetric"``).
+        out_dtype: dtype of the result.
+
+    Raises:
+        ValueError: x is not NCHW, the mode is another, or a mirrored border is wider than the plane.
+    """
+    n, c, height, width = _check(tuple(x.shape), pad, mode)
+    out = bridge.empty(x.queue, (n, c, height + 2 * pad, width + 2 * pad), out_dtype)
+    types: dict[str, object] = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
+    _run("", x, out, (height, width, pad), out.shape[3], {"REFLECT": int(mode == "reflect"), **types})
+    return out
+
+
+def pad2d_backward(grad: Tensor, shape: tuple[int, ...], pad: int, mode: str = "zero", *, out_dtype: str) -> Tensor:
+    """Gradient of ``pad2d`` of a tensor of this shape; that of elements that are mirrored is summed in fp32.
+
+    Args:
+        grad: gradient of the result, in any storage type.
+        out_dtype: dtype of the gradient returned.
+
+    Raises:
+        ValueError: as ``pad2d``, or the gradient's shape is not that of the result.
+    """
+    n, c, height, width = _check(shape, pad, mode)
+    expected = (n, c, height + 2 * pad, width + 2 * pad)
+    if tuple(grad.shape) != expected:
+        raise ValueError(f"pad2d: the gradient must have the result's shape {expected}, got {tuple(grad.shape)}")
+    out = bridge.empty(grad.queue, shape, out_dtype)
+    types: dict[str, object] = {"G_T": bridge.STORAGE[grad.dtype], "DX_T": bridge.STORAGE[out_dtype]}
+    _run("_backward", grad, out, (height, width, pad), width, {"REFLECT": int(mode == "reflect"), **types})
+    return out
+
+
+def _check(shape: tuple[int, ...], pad: int, mode: str) -> tuple[int, int, int, int]:
+    if len(shape) != 4:
+        raise ValueError(f"pad2d takes a tensor of shape (N, C, H, W), got {shape}")
+    if mode not in MODES:
+        raise ValueError(f"pad2d: mode must be one of {MODES}, got {mode!r}")
+    if pad < 0 or (mode == "reflect" and pad > min(shape[2:])):
+        raise ValueError(f"pad2d: a mirrored border is at most as wide as the planes {shape[2:]}, got pad={pad}")
+    n, c, height, width = shape
+    return n, c, height, width
+
+
+def _run(
+    direction: str, source: Tensor, out: Tensor, extents: tuple[int, int, int], row: int, types: dict[str, object]
+) -> None:
+    """Launches ``pad_rows`` or ``pad_elements``, or their backward; ``row`` is the length of a row of ``out``."""
+    if out.size == 0:
+        return
+    queue = out.queue
+    if capabilities(queue).is_cpu:
+        rows = out.size // row
+        plan = plan_rows(queue, rows, row)
+        kernel = get_kernel(queue, "pad.cl", f"pad_rows{direction}", "ppqquuuu", **types)
+        sizes = plan.global_size, plan.local_size
+        kernel(queue, *sizes, source.buffer, out.buffer, source.size, rows, plan.each, *extents)
+    else:
+        kernel = get_kernel(queue, "pad.cl", f"pad_elements{direction}", "ppquuuu", **types)
+        kernel(queue, *launch(queue, out.size), source.buffer, out.buffer, out.size, 1, *extents)
