@@ -82,6 +82,7 @@ inline float16 between(float16 x, float low, float high) {
 
 inline float16 op_relu(float16 x) { return x <= 0.0f ? VEC(0.0f) : x; }
 inline float16 op_leaky_relu(float16 x, float slope) { return x > 0.0f ? x : slope * x; }
+inline float16 op_prelu(float16 x, float16 slope) { return x > 0.0f ? x : slope * x; }
 inline float16 op_sigmoid(float16 x) { return sigmoid16(x); }
 inline float16 op_tanh(float16 x) { return tanh(x); }
 inline float16 op_gelu_tanh(float16 x) { return x * sigmoid16(GELU_2U * (x + GELU_CUBE * x * x * x)); }
@@ -116,6 +117,8 @@ inline float16 op_where_grad_b(float16 g, float16 condition) { return condition 
 
 inline float16 op_relu_grad(float16 g, float16 y) { return y <= 0.0f ? VEC(0.0f) : g; }
 inline float16 op_leaky_relu_grad(float16 g, float16 x, float slope) { return x > 0.0f ? g : slope * g; }
+inline float16 op_prelu_grad(float16 g, float16 x, float16 slope) { return x > 0.0f ? g : slope * g; }
+inline float16 op_prelu_grad_slope(float16 g, float16 x) { return x > 0.0f ? VEC(0.0f) : g * x; }
 inline float16 op_sigmoid_grad(float16 g, float16 x) { return g * sigmoid_slope(x); }
 inline float16 op_tanh_grad(float16 g, float16 x) { return g * (4.0f * sigmoid_slope(2.0f * x)); }
 inline float16 op_softplus_grad(float16 g, float16 x) { return g * sigmoid16(x); }

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from clamp.bridge import Tensor
 from clamp.device import capabilities
 from clamp.ops.cast import span_for
 from clamp.program import get_kernel
+from clamp.recording import Drawn, launch_with
 
 #: Every function: how many operands it takes, and how many parameters. Gradients take the result's gradient g
 #: first, then what stands in the comment. The formulas are in kernels/elementwise.cl.
@@ -36,16 +38,20 @@ OPS: dict[str, tuple[int, int]] = {
     "add": (2, 0), "sub": (2, 0), "mul": (2, 0), "div": (2, 0), "maximum": (2, 0), "minimum": (2, 0),
     "lt": (2, 0), "le": (2, 0), "gt": (2, 0), "ge": (2, 0), "add_relu": (2, 0),
     "where": (3, 0),  # condition, a, b
+    "prelu": (2, 0),  # x, slope
     # Gradients: g, x
     "abs_grad": (2, 0), "square_grad": (2, 0), "log1p_grad": (2, 0), "rsqrt_grad": (2, 0), "pow_grad": (2, 1),
     "sigmoid_grad": (2, 0), "tanh_grad": (2, 0), "gelu_tanh_grad": (2, 0), "gelu_erf_grad": (2, 0),
     "swish_grad": (2, 0), "softplus_grad": (2, 0), "hard_sigmoid_grad": (2, 0), "hard_swish_grad": (2, 0),
     "leaky_relu_grad": (2, 1), "elu_grad": (2, 1), "clamp_grad": (2, 2),
+    "prelu_grad_slope": (2, 0),
     # Gradients: g, y
     "relu_grad": (2, 0), "sqrt_grad": (2, 0),
     # Gradients: g, a, b (div_grad is that of the divisor)
     "div_grad": (3, 0), "maximum_grad_a": (3, 0), "maximum_grad_b": (3, 0), "minimum_grad_a": (3, 0),
     "minimum_grad_b": (3, 0),
+    # Gradients: g, x, slope
+    "prelu_grad": (3, 0),
     # Gradients: g, condition
     "where_grad_a": (2, 0), "where_grad_b": (2, 0),
 }  # fmt: skip
@@ -220,7 +226,7 @@ def _constants(context: cl.Context, values: Sequence[Sequence[int]]) -> cl.Buffe
 # ------------------------------------------------------------------------------------------------- dropout
 
 
-def dropout(x: Tensor, p: float, seed: int, out_dtype: str) -> Tensor:
+def dropout(x: Tensor, p: float, seed: int | Drawn, out_dtype: str) -> Tensor:
     """x with each element zeroed with probability p, the others multiplied by ``1 / (1 - p)``.
 
     Which elements are kept depends on ``seed`` and the element's index alone, so backward calls this again on
@@ -230,7 +236,7 @@ def dropout(x: Tensor, p: float, seed: int, out_dtype: str) -> Tensor:
     Args:
         x: tensor of any shape, float32, float16 or bfloat16.
         p: in ``[0, 1)``, up to a multiple of 2^-32.
-        seed: of any size; its lowest 64 bits count.
+        seed: of any size; its lowest 64 bits count. One that is ``Drawn`` is drawn anew in replays.
     """
     y = bridge.empty(x.queue, x.shape, out_dtype)
     if x.size == 0:
@@ -241,7 +247,15 @@ def dropout(x: Tensor, p: float, seed: int, out_dtype: str) -> Tensor:
     local = 1 if capabilities(x.queue).is_cpu else _LOCAL_GPU
     items = -(-x.size // span)
     dropped = min(round(p * 2**32), 2**32 - 1)
-    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     size = -(-items // local) * local
-    kernel(x.queue, (size,), (local,), x.buffer, y.buffer, dropped, 1.0 / (1.0 - p), low, high, span, x.size)
+    run = seed.launch if isinstance(seed, Drawn) else partial(launch_with, seed)
+    run(kernel, x.queue, (size,), (local,), x.buffer, y.buffer, dropped, 1.0 / (1.0 - p), _low, _high, span, x.size)
     return y
+
+
+def _low(seed: int) -> int:
+    return seed & 0xFFFFFFFF
+
+
+def _high(seed: int) -> int:
+    return (seed >> 32) & 0xFFFFFFFF

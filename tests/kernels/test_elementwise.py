@@ -103,7 +103,9 @@ BINARY = {
     "gt": Case(np.greater),
     "ge": Case(np.greater_equal),
     "add_relu": Case(lambda a, b: np.maximum(a + b, 0)),
+    "prelu": Case(lambda x, slope: np.where(x > 0, x, slope * x)),
     # g, x
+    "prelu_grad_slope": Case(lambda g, x: np.where(x > 0, 0, g * x)),
     "abs_grad": Case(lambda g, x: g * np.sign(x)),
     "square_grad": Case(lambda g, x: 2 * g * x, ulps=2),
     "log1p_grad": Case(lambda g, x: g / (1 + x), ulps=4, positive=True),
@@ -144,6 +146,7 @@ BINARY = {
 
 TERNARY = {
     "where": Case(lambda c, a, b: np.where(c != 0, a, b)),
+    "prelu_grad": Case(lambda g, x, slope: np.where(x > 0, g, slope * g)),
     "div_grad": Case(lambda g, a, b: -g * a / (b * b), ulps=8),
     "maximum_grad_a": Case(lambda g, a, b: np.where(a >= b, g, 0)),
     "maximum_grad_b": Case(lambda g, a, b: np.where(a >= b, 0, g)),

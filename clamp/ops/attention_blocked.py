@@ -1,0 +1,119 @@
+"""The attention of CPU devices, in register tiles (kernels/attention_blocked.cl)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.program import get_kernel
+
+_FILE = "attention_blocked.cl"
+_KEYS = 128  # keys between two looks at the maximum: their scores, 128 x 32 floats, stay in the first-level cache
+_ITEMS_PER_CORE = 4  # work-items, and so workspaces, that a core should get: few, because each has its own memory
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How the heads of one call are dealt to work-items.
+
+    Attributes:
+        lanes, rows: the register tile.
+        heads, length, width: B*H, T, D.
+        pitch, padded: elements of a row and number of rows of a head's fp32 copies.
+        chunks: pieces that the queries of a head are cut into; a piece of a head is a unit of work.
+        each: units a work-item does one after the other.
+        items: work-items.
+    """
+
+    lanes: int
+    rows: int
+    heads: int
+    length: int
+    width: int
+    chunks: int
+    each: int
+    items: int
+
+    @property
+    def pitch(self) -> int:
+        return -(-self.width // 32) * 32
+
+    @property
+    def padded(self) -> int:
+        return -(-self.length // self.rows) * self.rows
+
+    @property
+    def forward_floats(self) -> int:
+        """Floats of a work-item's part of the workspace."""
+        return (2 * self.padded + 3 * self.lanes) * self.pitch + _KEYS * self.lanes
+
+    @property
+    def backward_floats(self) -> int:
+        """As ``forward_floats``, with the sums of dK and dV where no other work-item adds to them."""
+        sums = 2 * self.padded * self.pitch if self.chunks == 1 else 0
+        return (2 * self.padded + 4 * self.lanes) * self.pitch + 2 * self.padded * self.lanes + sums
+
+    @property
+    def macros(self) -> dict[str, object]:
+        return {"LANES": self.lanes, "ROWS": self.rows, "KEYS": _KEYS}
+
+
+def _plan(queue: cl.CommandQueue, shape: tuple[int, ...]) -> _Plan:
+    device = capabilities(queue)
+    lanes, rows = (32, 8) if device.float_vector_width >= 16 else (16, 4)
+    heads, length, width = prod(shape[:2]), shape[2], shape[3]
+    enough = _ITEMS_PER_CORE * device.compute_units
+    chunks = max(1, min(-(-enough // heads), -(-length // lanes)))
+    each = max(1, heads * chunks // (2 * enough))
+    return _Plan(lanes, rows, heads, length, width, chunks, each, -(-heads * chunks // each))
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> None:
+    """Writes the result over ``out`` and the log-sum-exps over ``lse``. None is empty."""
+    plan = _plan(q.queue, tuple(q.shape))
+    workspace = bridge.empty(q.queue, (plan.items * plan.forward_floats,), "float32")
+    types = {name: bridge.STORAGE[x.dtype] for name, x in (("Q_T", q), ("K_T", k), ("V_T", v), ("Y_T", out))}
+    kernel = get_kernel(q.queue, _FILE, "attention_forward", "ppppppqqqfiqqq", FORWARD=1, **types, **plan.macros)
+    kernel(
+        q.queue, (plan.items,), (1,),
+        q.buffer, k.buffer, v.buffer, out.buffer, lse.buffer, workspace.buffer,
+        plan.heads, plan.length, plan.width, scale, causal, plan.chunks, plan.each, plan.forward_floats,
+    )  # fmt: skip
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: tuple[Tensor, Tensor, Tensor],
+    causal: bool, scale: float,
+) -> None:  # fmt: skip
+    """Writes the gradients of q, k and v over ``grads``. None is empty."""
+    plan = _plan(q.queue, tuple(q.shape))
+    dq, dk, dv = grads
+    workspace = bridge.empty(q.queue, (plan.items * plan.backward_floats,), "float32")
+    partial = workspace
+    if plan.chunks > 1:
+        partial = bridge.empty(q.queue, (plan.heads * plan.chunks * 2 * plan.padded * plan.pitch,), "float32")
+    read = {name: bridge.STORAGE[x.dtype] for name, x in (("Q_T", q), ("K_T", k), ("V_T", v), ("G_T", grad))}
+    written = {name: bridge.STORAGE[x.dtype] for name, x in (("DK_T", dk), ("DV_T", dv))}
+    kernel = get_kernel(
+        q.queue, _FILE, "attention_backward", "ppppppppppqqqfiqqq",
+        BACKWARD=1, DQ_T=bridge.STORAGE[dq.dtype], **read, **written, **plan.macros,
+    )  # fmt: skip
+    kernel(
+        q.queue, (plan.items,), (1,),
+        q.buffer, k.buffer, v.buffer, grad.buffer, lse.buffer, dq.buffer, dk.buffer, dv.buffer, partial.buffer,
+        workspace.buffer, plan.heads, plan.length, plan.width, scale, causal, plan.chunks, plan.each,
+        plan.backward_floats,
+    )  # fmt: skip
+    if plan.chunks > 1:
+        rows = plan.heads * plan.length
+        each = max(1, rows // (8 * capabilities(q.queue).compute_units))
+        kernel = get_kernel(q.queue, _FILE, "attention_combine", "pppqqqqq", COMBINE=1, **written, **plan.macros)
+        kernel(
+            q.queue, (-(-rows // each),), (1,), partial.buffer, dk.buffer, dv.buffer,
+            rows, plan.length, plan.width, plan.chunks, each,
+        )  # fmt: skip

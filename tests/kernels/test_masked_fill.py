@@ -1,0 +1,63 @@
+"""masked_fill and its gradient: the elements themselves, bit for bit, or the number."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp.bridge import Tensor
+from clamp.ops.masked_fill import masked_fill, masked_fill_backward
+from tests.reference import SPECIAL, STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
+
+pytestmark = pytest.mark.kernel
+
+
+def repeated(mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return np.tile(mask.ravel() != 0, int(np.prod(shape)) // mask.size).reshape(shape)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mask_dtype"),
+    [("float32", "float32"), ("float16", "float32"), ("bfloat16", "bfloat16"), ("float16", "int32")],
+)
+def test_dtypes(queue: cl.CommandQueue, dtype: str, mask_dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    shape = (2, 3, 5, 7)
+    x = to_device(queue, rng.standard_normal(shape), dtype)
+    for mask_shape in ((1, 1, 5, 7), shape, (7,), (1,)):
+        host = (rng.random(mask_shape) < 0.5).astype(np.int32) * 3
+        mask = Tensor.from_host(queue, host) if mask_dtype == "int32" else to_device(queue, host, mask_dtype)
+        hidden = repeated(host, shape)
+        assert_close(masked_fill(x, mask, -0.3, out_dtype=dtype), np.where(hidden, np.float32(-0.3), to_numpy(x)))
+        np.testing.assert_array_equal(
+            to_numpy(masked_fill_backward(x, mask, out_dtype=dtype)), np.where(hidden, 0, to_numpy(x))
+        )
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_special_values(queue: cl.CommandQueue, dtype: str) -> None:
+    x = quantize(SPECIAL, dtype)
+    tensor = to_device(queue, SPECIAL, dtype)
+    mask = to_device(queue, np.zeros(len(SPECIAL)), "float16")
+    kept = to_numpy(masked_fill(tensor, mask, 1.0, out_dtype=dtype))
+    np.testing.assert_array_equal(kept, x.astype(np.float64))
+    np.testing.assert_array_equal(np.signbit(kept), np.signbit(x))
+    everywhere = to_device(queue, np.full(len(SPECIAL), np.nan), "float16")  # NaN is not zero
+    for fill in (-1e9, -np.inf, np.nan, -0.0):
+        filled = to_numpy(masked_fill(tensor, everywhere, fill, out_dtype=dtype))
+        np.testing.assert_array_equal(filled, float(quantize(fill, dtype)))
+    np.testing.assert_array_equal(to_numpy(masked_fill_backward(tensor, everywhere, out_dtype=dtype)), 0)
+
+
+def test_empty_and_wrong_arguments(queue: cl.CommandQueue) -> None:
+    x, mask = to_device(queue, np.ones((2, 3))), to_device(queue, np.ones(4))
+    assert masked_fill(to_device(queue, np.empty((0, 3))), mask, 0.0, out_dtype="float32").shape == (0, 3)
+    for function in (
+        lambda: masked_fill(x, mask, 0.0, out_dtype="float32"),
+        lambda: masked_fill_backward(x, mask, out_dtype="float32"),
+    ):
+        with pytest.raises(ValueError, match="4 elements do not divide 6"):
+            function()
+    with pytest.raises(ValueError, match="0 elements"):
+        masked_fill(x, to_device(queue, np.empty(0)), 0.0, out_dtype="float32")
