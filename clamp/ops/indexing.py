@@ -1,0 +1,213 @@
+"""Rows picked out of a tensor by index, rows added to where an index says, one-hot rows.
+
+Indices are int32 tensors of any shape, read flat. A negative one counts from the end of the axis, as in netcl. What is
+still no place of the axis cannot raise on the device: it is read as NaN, and adds to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.ops.cast import launch, span_for
+from clamp.ops.concat import WORDS, overwrite, require_same_but, result_tensor, widest_word
+from clamp.ops.reduce import around_axis, normalize_axis
+from clamp.program import get_kernel
+
+_PIECES = 4  # CPU: pieces of work for each core, at most
+_INDEX_COST = 200  # CPU: elements moved in the time that ten owners take to look at an index
+_BLOCK = 256  # CPU: bytes of neighbouring rows that one work-item owns, at least
+_TILE = 256  # GPU: keys a work-group sorts, and values of a digit
+_LANES, _COLUMNS = 8, 32  # GPU: a work-group that sums rows with many positions
+_CROWDED = 8  # positions a row, from which on several lanes share them
+
+#: Bits of a quiet NaN in each storage type, filling 4 bytes; for integers the number that is furthest from any other.
+_NAN_BITS = {"f32": 0x7FC00000, "f16": 0x7E007E00, "bf16": 0x7FC07FC0, "int32": 0x80000000}
+
+
+def index_select(
+    x: Tensor, axis: int, index: Tensor, *, out_dtype: str, missing: float = np.nan, out: Tensor | None = None
+) -> Tensor:
+    """The places of x along an axis that ``index`` names, in its order; bits are kept where the dtype is.
+
+    Args:
+        x: float32, float16, bfloat16 or int32.
+        index: int32.
+        out_dtype: dtype of the result; int32 if x is.
+        missing: what stands where an index names no place: NaN (the lowest integer, if x is int32) or 0.
+        out: where to write the result, if not to a new tensor.
+
+    Raises:
+        ValueError: there is no such axis, it is empty, or ``out`` is not such a tensor.
+    """
+    axis = normalize_axis(axis, len(x.shape))
+    outer, dim, inner = around_axis(x.shape, axis)
+    n = index.size
+    out = result_tensor(x.queue, (*x.shape[:axis], n, *x.shape[axis + 1 :]), out_dtype, out)
+    if out.size == 0:
+        return out
+    if dim == 0:
+        raise ValueError(f"index_select: axis {axis} of shape {tuple(x.shape)} is empty, there is nothing to select")
+    is_cpu = capabilities(x.queue).is_cpu
+    source, target = (bridge.STORAGE.get(dtype, "int32") for dtype in (x.dtype, out_dtype))
+    if source == target:
+        itemsize = bridge.nbytes(out) // out.size
+        word = widest_word(itemsize, inner, 1, (), is_cpu)
+        inner = inner * itemsize // word
+        types, fill = {"WORD": WORDS[word]}, _NAN_BITS[target]
+    else:
+        types, fill = {"X_T": source, "Y_T": target}, _NAN_BITS["f32"]
+    span = span_for(x.queue, outer * n * inner) if is_cpu else 1
+    deep = max(1, span // inner)
+    items = -(-outer * n // deep) * -(-inner // span)
+    kernel = get_kernel(
+        x.queue, "indexing.cl", "pick", "pppuuqqqqu",
+        PICK=1, VECTORS=int(is_cpu), SINGLES=int(is_cpu and inner == 1),
+        INDEX="uint" if max(items, outer * n) < 1 << 31 else "ulong", **types,
+    )  # fmt: skip
+    kernel(
+        x.queue, *launch(x.queue, items), x.buffer, index.buffer, out.buffer,
+        dim, n, inner, outer * n, span, deep, fill if np.isnan(missing) else 0,
+    )  # fmt: skip
+    return out
+
+
+def index_add(x: Tensor, shape: Sequence[int], axis: int, index: Tensor, out: Tensor, base: Tensor | None) -> None:
+    """``out = base``, with the places of x added to those along an axis that ``index`` names; without a base, to 0.
+
+    Sums are formed in fp32, in the order of x, and rounded once: the same bits every time. A place of ``out`` that
+    nothing is added to keeps the base's value.
+
+    Args:
+        x: what is added: ``index.size`` places along the axis, and the other extents of ``shape``.
+        shape: of out, and of base.
+        index: int32.
+        out, base: in any storage types; they may be one tensor.
+
+    Raises:
+        ValueError: there is no such axis, or x has another shape.
+    """
+    axis = normalize_axis(axis, len(shape))
+    require_same_but(axis, shape, x.shape, "index_add")
+    if x.shape[axis] != index.size:
+        raise ValueError(
+            f"index_add: {index.size} indices for a source of shape {tuple(x.shape)}, whose axis {axis} has "
+            f"{x.shape[axis]} places; pass one index for each"
+        )
+    outer, dim, inner = around_axis(shape, axis)
+    if outer * dim * inner == 0:
+        return
+    if index.size == 0:
+        if base is not out:
+            overwrite(out, base)
+        return
+    add = _add_listed if capabilities(x.queue).is_cpu else _add_sorted
+    add(x, index, out, base, (outer, dim, inner))
+
+
+def _macros(x: Tensor, out: Tensor, base: Tensor | None) -> dict[str, object]:
+    macros: dict[str, object] = {"ADD": 1, "X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out.dtype]}
+    if base is not None:
+        macros["BASE_T"] = bridge.STORAGE[base.dtype]
+    return {**macros, "IN_PLACE": int(base is out)}
+
+
+def _add_listed(x: Tensor, index: Tensor, out: Tensor, base: Tensor | None, extents: tuple[int, int, int]) -> None:
+    outer, dim, inner = extents
+    n = index.size
+    cores = capabilities(x.queue).compute_units
+    # Every owner reads all indices, which must stay a small part of the work.
+    pieces = min(_PIECES * cores, max(cores, (dim + n) * inner * outer // (_INDEX_COST * n)))
+    slices = min(outer, pieces)
+    owners = 1 << (min(dim, -(-pieces // slices)) - 1).bit_length()
+    size = bridge.nbytes(out) // outer
+    block = max(0, (min(max(size // (owners * 64), _BLOCK), 64 * _BLOCK) * dim // size).bit_length() - 1)
+    lists = bridge.empty(x.queue, (slices * (dim + n),), "int32")
+    bases = () if base is None else (base.buffer,)
+    kernel = get_kernel(
+        x.queue, "indexing.cl", "add_listed", "ppppuuqquuu" + "p" * len(bases), ADD_LISTED=1, **_macros(x, out, base)
+    )
+    kernel(
+        x.queue, *launch(x.queue, slices * owners), x.buffer, index.buffer, out.buffer, lists.buffer,
+        dim, n, inner, outer, slices, owners, block, *bases,
+    )  # fmt: skip
+
+
+def _add_sorted(x: Tensor, index: Tensor, out: Tensor, base: Tensor | None, extents: tuple[int, int, int]) -> None:
+    outer, dim, inner = extents
+    n = index.size
+    positions, starts = sort_positions(index, dim, min(_TILE, capabilities(x.queue).max_work_group))
+    crowded = n >= _CROWDED * dim
+    lanes, columns = (_LANES, _COLUMNS) if crowded else (1, 1)
+    bases = () if base is None else (base.buffer,)
+    kernel = get_kernel(
+        x.queue, "indexing.cl", "add_sorted", "ppppuuqq" + "p" * len(bases),
+        ADD_SORTED=1, LANES=lanes, COLUMNS=columns, **_macros(x, out, base),
+    )  # fmt: skip
+    groups = outer * dim * -(-inner // columns)
+    sizes = ((groups * columns, lanes), (columns, lanes)) if crowded else launch(x.queue, groups)
+    kernel(x.queue, *sizes, x.buffer, positions.buffer, starts.buffer, out.buffer, dim, n, inner, outer, *bases)
+
+
+def sort_positions(index: Tensor, dim: int, tile: int) -> tuple[Tensor, Tensor]:
+    """The positions of ``index`` in the order of the rows they name, and where each row's begin (dim + 1 numbers).
+
+    Positions of one row keep their order. A least-significant-digit radix sort (Knuth, TAOCP 3, 5.2.5), in work-groups
+    of ``tile`` keys, with digits of as many values.
+
+    Args:
+        tile: a power of two.
+    """
+    queue, n = index.queue, index.size
+    keys, positions = index, index  # of the first round: positions are not read
+    tiles = max(1, -(-n // tile))
+    counts = bridge.empty(queue, (tiles * tile,), "int32")
+    sizes = (tiles * tile,), (tile,)
+    digit_bits = tile.bit_length() - 1
+    for shift in range(0, dim.bit_length(), digit_bits):
+        to_keys, to_positions = (bridge.empty(queue, (max(n, 1),), "int32") for _ in range(2))
+        count, scan, move = (
+            get_kernel(queue, "indexing.cl", name, args, SORT=1, TILE=tile)
+            for name, args in (("count_digits", "ppuuuu"), ("scan_counts", "pu"), ("move_keys", "pppppuuuu"))
+        )
+        count(queue, *sizes, keys.buffer, counts.buffer, dim, n, shift, tiles)
+        scan(queue, (tile,), (tile,), counts.buffer, tiles)
+        move(
+            queue, *sizes, keys.buffer, positions.buffer, counts.buffer, to_keys.buffer, to_positions.buffer,
+            dim, n, shift, tiles,
+        )  # fmt: skip
+        keys, positions = to_keys, to_positions
+    starts = bridge.empty(queue, (dim + 1,), "int32")
+    find = get_kernel(queue, "indexing.cl", "find_segments", "ppuu", SORT=1, TILE=tile)
+    find(queue, *launch(queue, dim + 1), keys.buffer, starts.buffer, dim, n)
+    return positions, starts
+
+
+def one_hot(index: Tensor, classes: int, *, out_dtype: str) -> Tensor:
+    """A row of ``classes`` zeros for each index, with a one where it says; none where it is no class (or negative).
+
+    Args:
+        index: int32.
+        out_dtype: float32, float16 or bfloat16.
+    """
+    out = bridge.zeros(index.queue, (index.size, classes), out_dtype)
+    if out.size:
+        span = span_for(index.queue, index.size)
+        kernel = get_kernel(index.queue, "indexing.cl", "one_hot", "ppuuu", ONE_HOT=1, Y_T=bridge.STORAGE[out_dtype])
+        sizes = launch(index.queue, -(-index.size // span))
+        kernel(index.queue, *sizes, index.buffer, out.buffer, index.size, classes, span)
+    return out
+
+
+def to_index(x: Tensor) -> Tensor:
+    """Whole numbers stored in a floating dtype as a flat int32 tensor (fractions are cut off, as by ``astype``)."""
+    out = bridge.empty(x.queue, (x.size,), "int32")
+    if x.size:
+        span = span_for(x.queue, x.size)
+        kernel = get_kernel(x.queue, "indexing.cl", "to_index", "ppqu", TO_INDEX=1, X_T=bridge.STORAGE[x.dtype])
+        kernel(x.queue, *launch(x.queue, -(-x.size // span)), x.buffer, out.buffer, x.size, span)
+    return out

@@ -1,0 +1,113 @@
+"""PReLU: x where positive, a learned slope times x elsewhere; and its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.ops.elementwise import elementwise
+from clamp.ops.reduce import parts_of, plan_rows, reduce_sum
+from clamp.program import get_kernel
+
+
+def prelu(x: Tensor, slope: Tensor, *, out_dtype: str) -> Tensor:
+    """x where positive, slope * x elsewhere, computed in fp32.
+
+    Args:
+        x: float32, float16 or bfloat16; the channels are its second dimension, (N, C, ...).
+        slope: one element for each channel, or one for all, in any storage type and any shape.
+        out_dtype: dtype of the result.
+
+    Raises:
+        ValueError: the number of slopes is another.
+    """
+    beside = _beside(slope, x)
+    n = _row(x, slope)
+    if n == 1 or x.size == 0:
+        return elementwise("prelu", out_dtype, x, beside)
+    rows = x.size // n
+    parts, span = parts_of(x.queue, rows, n)
+    out = bridge.empty(x.queue, x.shape, out_dtype)
+    plan = plan_rows(x.queue, rows * parts, min(n, span))
+    kernel = get_kernel(
+        x.queue, "prelu.cl", "prelu", "pppuqquuq", PRELU=1, X_T=bridge.STORAGE[x.dtype],
+        SLOPE_T=bridge.STORAGE[slope.dtype], Y_T=bridge.STORAGE[out_dtype], WG=plan.group,
+    )  # fmt: skip
+    kernel(
+        x.queue, plan.global_size, plan.local_size, x.buffer, slope.buffer, out.buffer,
+        slope.size, n, span, parts, plan.each, rows * parts,
+    )  # fmt: skip
+    return out
+
+
+def prelu_backward(
+    grad: Tensor, x: Tensor, slope: Tensor, *, dx_dtype: str | None, slope_dtype: str | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x and of the slope, in their shapes; the slope's is summed in fp32 in a fixed order.
+
+    Args:
+        grad: gradient of the result, in any storage type.
+        x, slope: what the forward pass read.
+        dx_dtype, slope_dtype: dtypes of the gradients; None: not wanted.
+
+    Raises:
+        ValueError: the shapes do not belong together.
+    """
+    beside = _beside(slope, x)
+    if tuple(grad.shape) != tuple(x.shape):
+        raise ValueError(f"prelu: gradient of shape {grad.shape} for a result of shape {x.shape}")
+    if slope_dtype is None:
+        return (None if dx_dtype is None else elementwise("prelu_grad", dx_dtype, grad, x, beside)), None
+    channels = slope.size
+    if x.size == 0:
+        dx = None if dx_dtype is None else bridge.empty(x.queue, x.shape, dx_dtype)
+        return dx, bridge.zeros(slope.queue, slope.shape, slope_dtype)
+    n = _row(x, slope)
+    if n == 1:
+        dx = None if dx_dtype is None else elementwise("prelu_grad", dx_dtype, grad, x, beside)
+        sums = elementwise("prelu_grad_slope", "float32", grad, x)
+    else:
+        dx, sums = _one_pass(grad, x, slope, n, dx_dtype)
+    sums = bridge.view(sums, (sums.size // channels, channels))
+    return dx, bridge.view(reduce_sum(sums, 0, out_dtype=slope_dtype), slope.shape)
+
+
+def _one_pass(grad: Tensor, x: Tensor, slope: Tensor, n: int, dx_dtype: str | None) -> tuple[Tensor | None, Tensor]:
+    """The gradient of x, and sums for the slope's: (images * parts, channels)."""
+    rows, channels = x.size // n, slope.size
+    parts, span = parts_of(x.queue, rows, n)
+    sums = bridge.empty(x.queue, (rows * parts,), "float32")
+    dx = None if dx_dtype is None else bridge.empty(x.queue, x.shape, dx_dtype)
+    plan = plan_rows(x.queue, rows * parts, min(n, span))
+    kernel = get_kernel(
+        x.queue, "prelu.cl", "prelu_backward", "pppppuqquuq", PRELU_BACKWARD=1, G_T=bridge.STORAGE[grad.dtype],
+        X_T=bridge.STORAGE[x.dtype], SLOPE_T=bridge.STORAGE[slope.dtype],
+        DX_T=bridge.STORAGE[dx_dtype or "float32"], WITH_DX=int(dx is not None), WG=plan.group,
+    )  # fmt: skip
+    kernel(
+        x.queue, plan.global_size, plan.local_size, grad.buffer, x.buffer, slope.buffer,
+        (dx or sums).buffer, sums.buffer, channels, n, span, parts, plan.each, rows * parts,
+    )  # fmt: skip
+    return dx, sums
+
+
+def _row(x: Tensor, slope: Tensor) -> int:
+    """How many neighbouring elements have one slope."""
+    return x.size if slope.size == 1 else prod(x.shape[2:])
+
+
+def _beside(slope: Tensor, x: Tensor) -> Tensor:
+    """The slopes in the shape in which they broadcast against x."""
+    channels = x.shape[1] if len(x.shape) > 1 else 1
+    if slope.size not in (1, channels):
+        raise ValueError(
+            f"prelu: a slope of shape {slope.shape} for x of shape {x.shape}; pass {channels} slopes (alpha shape must "
+            "match channels), or one"
+        )
+    return bridge.view(slope, _shape_beside(slope.size, x.shape))
+
+
+def _shape_beside(slopes: int, shape: Sequence[int]) -> tuple[int, ...]:
+    return (1,) if slopes == 1 else (slopes, *(1 for _ in shape[2:]))

@@ -1,0 +1,50 @@
+"""Fills and copies of device memory as kernel launches, which can be recorded; OpenCL's own commands cannot."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pyopencl as cl
+
+from clamp.ops.cast import launch
+from clamp.program import get_kernel
+
+_SPAN = 1024  # words a work-item
+_WORDS = {1: "uchar", 2: "ushort", 4: "uint", 8: "ulong"}
+
+
+def fill(queue: cl.CommandQueue, dst: Any, pattern: Any, offset: int, size: int) -> None:
+    """Fills ``size`` bytes of ``dst``, from byte ``offset`` on, with a pattern of 1, 2, 4 or 8 bytes.
+
+    Args:
+        dst: a ``cl.Buffer`` or ``cl.SVM``.
+        pattern: a numpy scalar or bytes.
+
+    Raises:
+        ValueError: a pattern of another length, or bytes that are no multiple of it.
+    """
+    content = memoryview(pattern).tobytes()
+    unit = len(content)
+    if unit not in _WORDS or offset % unit or size % unit:
+        raise ValueError(f"cannot fill bytes {offset} to {offset + size} with a pattern of {unit} bytes")
+    if size:
+        kernel = get_kernel(queue, "transfer.cl", "fill", "pqqq", FILL=1, WORD=_WORDS[unit], SPAN=_SPAN)
+        words = size // unit
+        value = int.from_bytes(content, sys.byteorder)
+        kernel(queue, *launch(queue, -(-words // _SPAN)), dst, offset // unit, value, words)
+
+
+def copy(queue: cl.CommandQueue, dst: Any, src: Any, size: int, src_offset: int = 0, dst_offset: int = 0) -> None:
+    """Copies ``size`` bytes between two places of device memory that do not overlap.
+
+    Args:
+        dst, src: ``cl.Buffer`` or ``cl.SVM``, in any combination.
+        src_offset, dst_offset: where to begin, in bytes.
+    """
+    if not size:
+        return
+    unit = next(unit for unit in (4, 2, 1) if not (size % unit or src_offset % unit or dst_offset % unit))
+    kernel = get_kernel(queue, "transfer.cl", "copy", "pqpqq", WORD=_WORDS[unit], SPAN=_SPAN)
+    words = size // unit
+    kernel(queue, *launch(queue, -(-words // _SPAN)), src, src_offset // unit, dst, dst_offset // unit, words)

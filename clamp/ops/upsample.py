@@ -1,0 +1,176 @@
+"""Resizing of images (nearest neighbour, bilinear), and its gradient."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.ops.cast import launch
+from clamp.program import get_kernel
+
+MODES = ("nearest", "bilinear")
+
+_STRIP_CPU, _STRIP_GPU = 256, 32  # columns of a unit
+_WORTH_CPU = 4096  # elements that are worth a work-item of their own
+_MAX_TABLES = 1024
+
+_TableKey = tuple[int, int, int, str, bool]
+
+
+class _Tables(threading.local):
+    """The tables of this thread: (context, inputs, outputs, mode, align_corners) -> context and device buffer."""
+
+    def __init__(self) -> None:
+        self.known: dict[_TableKey, tuple[cl.Context, cl.Buffer]] = {}
+
+
+_tables = _Tables()
+
+
+def upsample(
+    x: Tensor, size: Sequence[int], mode: str = "nearest", align_corners: bool = False, *, out_dtype: str
+) -> Tensor:
+    """x of shape (N, C, H, W), float32, float16 or bfloat16, resized to (N, C, *size).
+
+    Output o of an axis of ``inputs`` elements lies at ``(o + 0.5) * inputs / outputs - 0.5`` (not below 0), with
+    ``align_corners`` at ``o * (inputs - 1) / (outputs - 1)``; the nearest neighbour is element
+    ``int(o * inputs / outputs)``, computed in float32. PyTorch's conventions, and netcl's.
+
+    Args:
+        size: (height, width) of the result; may be smaller than the input's.
+        mode: "nearest" or "bilinear".
+        align_corners: whether the corner pixels keep their places; for "bilinear" only.
+        out_dtype: dtype of the result. Interpolation is in fp32.
+
+    Raises:
+        ValueError: x has not four dimensions or no pixels, the size is not positive, or there is no such mode.
+    """
+    _check(x.shape, size, mode)
+    out = bridge.empty(x.queue, (*x.shape[:2], *size), out_dtype)
+    _run("upsample_forward", x, out, tuple(x.shape), tuple(size), out.shape[2:], mode, align_corners)
+    return out
+
+
+def upsample_backward(
+    grad: Tensor, shape: Sequence[int], mode: str = "nearest", align_corners: bool = False, *, out_dtype: str
+) -> Tensor:
+    """Gradient of ``upsample`` with respect to its input. Every input element gathers from the outputs that read it.
+
+    Args:
+        grad: gradient of the result, (N, C, OH, OW), in any storage type.
+        shape: the input's shape, (N, C, H, W).
+        out_dtype: dtype of the gradient returned; sums are formed in fp32.
+
+    Raises:
+        ValueError: the shapes do not belong together, or as for ``upsample``.
+    """
+    if len(grad.shape) != 4 or tuple(grad.shape[:2]) != tuple(shape[:2]):
+        raise ValueError(f"upsample: gradient of shape {grad.shape} for an input of shape {tuple(shape)}")
+    size = tuple(grad.shape[2:])
+    _check(shape, size, mode)
+    out = bridge.empty(grad.queue, shape, out_dtype)
+    _run("upsample_backward", grad, out, tuple(shape), size, out.shape[2:], mode, align_corners)
+    return out
+
+
+def _check(shape: Sequence[int], size: Sequence[int], mode: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"unsupported upsample mode {mode!r}, expected one of {MODES}")
+    if len(shape) != 4:
+        raise ValueError(f"upsample expects a 4D NCHW tensor, got shape {tuple(shape)}")
+    if len(size) != 2 or min(size) <= 0:
+        raise ValueError(f"invalid output size {tuple(size)}: upsample needs a positive height and width")
+    if 0 in shape[2:]:
+        raise ValueError(f"upsample: an input of shape {tuple(shape)} has no pixels to interpolate")
+
+
+def _run(
+    name: str, x: Tensor, y: Tensor, shape: Sequence[int], size: Sequence[int], written: Sequence[int],
+    mode: str, align_corners: bool,
+) -> None:  # fmt: skip
+    """Launches a kernel that reads x and writes y, whose planes have the extents ``written``."""
+    if y.size == 0:
+        return
+    bilinear = mode == "bilinear"
+    align_corners = align_corners and bilinear
+    (h, w), (oh, ow) = shape[2:], size
+    plan = _plan(x.queue, shape[0] * shape[1], *written)
+    kernel = get_kernel(
+        x.queue, "upsample.cl", name, "ppppuuuuuuuuq", **{name.upper(): 1},
+        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype],
+        BILINEAR=int(bilinear), DOUBLE=int(ow == 2 * w and not align_corners), STRIP=plan.strip,
+    )  # fmt: skip
+    kernel(
+        x.queue, *launch(x.queue, -(-plan.units // plan.each)), x.buffer, y.buffer,
+        _table(x.queue.context, h, oh, mode, align_corners), _table(x.queue.context, w, ow, mode, align_corners),
+        h, w, oh, ow, plan.band, plan.bands, plan.strips, plan.each, plan.units,
+    )  # fmt: skip
+
+
+class _Plan(NamedTuple):
+    """How the planes that a launch writes are cut into units (kernels/upsample.cl)."""
+
+    strip: int
+    strips: int
+    band: int
+    bands: int
+    each: int  # units of a work-item
+    units: int
+
+
+def _plan(queue: cl.CommandQueue, planes: int, rows: int, columns: int) -> _Plan:
+    device = capabilities(queue)
+    strip, target = (_STRIP_CPU, 4) if device.is_cpu else (_STRIP_GPU, 256)
+    target *= device.compute_units
+    strips = -(-columns // strip)
+    bands = max(1, min(-(-target // (planes * strips)), rows // 4))
+    band = -(-rows // bands)
+    bands = -(-rows // band)
+    units = planes * strips * bands
+    each = 1
+    if device.is_cpu:
+        worth = -(-_WORTH_CPU // (band * min(strip, columns)))
+        each = max(1, min(worth, units // target))
+    return _Plan(strip, strips, band, bands, each, units)
+
+
+def _table(context: cl.Context, inputs: int, outputs: int, mode: str, align_corners: bool) -> cl.Buffer:
+    """The table of one axis on the device, made once."""
+    key = (context.int_ptr, inputs, outputs, mode, align_corners)
+    if key not in _tables.known:
+        if len(_tables.known) >= _MAX_TABLES:  # extents that never come back must not pile up
+            _tables.known.clear()
+        flags = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
+        words = np.concatenate(axis_table(inputs, outputs, mode, align_corners), dtype=np.int32)
+        _tables.known[key] = context, cl.Buffer(context, flags, hostbuf=words)
+    return _tables.known[key][1]
+
+
+def axis_table(
+    inputs: int, outputs: int, mode: str, align_corners: bool
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Where the outputs of an axis lie: index, fraction (the bits of a float32) and first (kernels/upsample.cl)."""
+    o = np.arange(outputs)
+    if mode == "nearest":
+        # In float32 like netcl and PyTorch: a quotient rounded otherwise could pick another pixel.
+        at = (o.astype(np.float32) * np.float32(inputs / outputs)).astype(np.float64)
+    elif align_corners:
+        at = o * (inputs - 1) / max(outputs - 1, 1)
+    else:
+        at = np.maximum((o + 0.5) * (inputs / outputs) - 0.5, 0.0)
+    index = np.minimum(np.floor(at), inputs - 1)
+    fraction = np.where(index < inputs - 1, at - index, 0.0).astype(np.float32)
+    if mode == "nearest":
+        fraction[:] = 0.0
+    whole = fraction == 1.0  # rounded up
+    index, fraction = index + whole, np.where(whole, np.float32(0.0), fraction)
+    first = np.searchsorted(index, np.arange(inputs + 1))
+    return index.astype(np.int32), fraction.view(np.int32), first.astype(np.int32)
