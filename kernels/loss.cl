@@ -1,126 +1,18 @@
-// loss.cl: losses fused with their reduction, and their gradients.
-//
-// Two families. Every kernel works on 16 elements at a time and reads the incoming gradient of the loss from its
-// device buffer, so that a loss scale never reaches the host or a kernel's source.
-//
-// 1. PAIRS of x and t, element by element over a flat range: mse, l1, smooth_l1, bce (with logits)
-//
-//        |---- span ----|---- span ----| ... |      one work-group a span; sums[group] is its part of the loss
-//
-//    pair_loss      sums[group] = sum loss(x, t)       pair_terms   y[i] = loss(x[i], t[i])
-//    pair_gradient  dx[i] = g * slope(x[i], t[i]), g the loss's gradient: one number, or (G_EACH) one an element
-//
-//    The gradient for t of mse, l1 and smooth_l1 is that for x with the operands swapped; bce has bce_target.
-//
-// 2. ROWS of logits x (rows, n): cross_entropy over labels or probabilities, hinge
+// loss.cl: losses of rows of logits fused with their reduction, and their gradients: cross entropy over labels or
+// probabilities, hinge. (Losses of single elements are in loss_elementwise.cl.)
 //
 //             n classes ->
-//    row 0  |             |  a work-group takes `each` rows, one after the other
+//    row 0  |             |  a work-group takes `each` rows, one after the other, 16 classes at a time,
 //    row 1  |             |  and leaves statistics of each row for backward: (rows, STATS) floats
 //
-//   X_T, T_T, G_T, Y_T, DX_T  storage types of logits, targets, incoming gradient, terms, outgoing gradient
+// Every kernel reads the incoming gradient of the loss from its device buffer, so that a loss scale never reaches the
+// host or a kernel's source.
+//
+//   X_T, T_T, G_T, DX_T       storage types of logits, targets, incoming gradient, outgoing gradient
 //   LABEL_T                   type of labels: i32, i64, or a storage type holding whole numbers
-//   KIND                      which pair loss: mse, l1, smooth_l1, bce, bce_target; with PAIR_LOSS, PAIR_TERMS or
-//                             PAIR_GRADIENT, the kernel wanted
-//   LABELS, PROBABILITIES, HINGE  which row loss: its forward kernels, or with DX_T its gradient
+//   LABELS, PROBABILITIES, HINGE  which loss: its forward kernels, or with DX_T its gradient
 //   WG                        work-items of a work-group: 1 on CPU devices, else a power of two
 
-// ------------------------------------------------------------------------------------------------ pairs
-
-#ifdef KIND
-#define LOSS CAT(loss_, KIND)
-#define SLOPE CAT(slope_, KIND)
-
-// a * b, with 0 * inf = 0: the term is absent, however large the other factor.
-inline float16 product(float16 a, float16 b) { return a == 0.0f ? (float16)0.0f : a * b; }
-
-inline float16 loss_mse(float16 x, float16 t, float beta) { return (x - t) * (x - t); }
-inline float16 slope_mse(float16 x, float16 t, float beta) { return 2.0f * (x - t); }
-
-// The sign of d; NaN stays NaN, which OpenCL's sign() would turn into 0.
-inline float16 sign_of(float16 d) { return d > 0.0f ? (float16)1.0f : d < 0.0f ? (float16)-1.0f : d; }
-
-inline float16 loss_l1(float16 x, float16 t, float beta) { return fabs(x - t); }
-inline float16 slope_l1(float16 x, float16 t, float beta) { return sign_of(x - t); }
-
-inline float16 loss_smooth_l1(float16 x, float16 t, float beta) {
-    const float16 d = fabs(x - t);
-    return d < beta ? 0.5f * d * (d / beta) : d - 0.5f * beta;
-}
-inline float16 slope_smooth_l1(float16 x, float16 t, float beta) {
-    const float16 d = x - t;
-    return fabs(d) < beta ? d / beta : sign_of(d);
-}
-
-// max(x, 0) - x * t + log(1 + exp(-|x|)), without its cancellation: for x > 0 the first two are x * (1 - t).
-inline float16 loss_bce(float16 x, float16 t, float beta) {
-    return (x > 0.0f ? product(1.0f - t, x) : -product(t, x)) + log1p(exp(-fabs(x)));
-}
-// sigmoid(x) - t; for x > 0 as (1 - t) - sigmoid(-x), which keeps its digits where sigmoid(x) is close to 1
-inline float16 slope_bce(float16 x, float16 t, float beta) {
-    const float16 e = exp(-fabs(x)), tail = e / (1.0f + e);
-    return x > 0.0f ? (1.0f - t) - tail : tail - t;
-}
-// Gradient for the target. Here the operands come swapped: x is the target, t the logit.
-inline float16 slope_bce_target(float16 x, float16 t, float beta) { return -t; }
-
-#ifdef PAIR_LOSS
-__kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
-pair_loss(__global const STORAGE(X_T) *restrict x, __global const STORAGE(T_T) *restrict t,
-          __global float *restrict sums, const ulong n, const ulong span, const float beta) {
-#if WG > 1
-    __local float scratch[WG];
-#endif
-    const size_t begin = get_group_id(0) * (size_t)span, end = min(begin + span, (size_t)n);
-    float16 total = 0;
-    // In blocks of 64 steps, whose sums are then added: few roundings even over long spans.
-    for (size_t block = begin; block < end; block += WG * 1024) {
-        const size_t stop = min(block + WG * 1024, end);
-        float16 sum = 0;
-        for (size_t i = block + get_local_id(0) * 16; i < stop; i += WG * 16) {
-            // Lanes beyond the end hold x = t = 0, where every one of these losses is 0.
-            sum += LOSS(LOAD_PART(X_T, x, i, stop, 0.0f), LOAD_PART(T_T, t, i, stop, 0.0f), beta);
-        }
-        total += sum;
-    }
-    const float sum = group_sum(sum16(total), scratch);
-    if (get_local_id(0) == 0) sums[get_group_id(0)] = sum;
-}
-#endif
-
-#ifdef PAIR_TERMS
-__kernel void pair_terms(__global const STORAGE(X_T) *restrict x, __global const STORAGE(T_T) *restrict t,
-                         __global STORAGE(Y_T) *restrict y, const ulong n, const ulong span, const float beta) {
-    size_t i = get_global_id(0) * (size_t)span;
-    const size_t end = min(i + span, (size_t)n);
-    for (; i < end; i += 16)
-        STORE_PART(Y_T, LOSS(LOAD_PART(X_T, x, i, end, 0.0f), LOAD_PART(T_T, t, i, end, 0.0f), beta), y, i, end);
-}
-#endif
-
-#ifdef PAIR_GRADIENT
-#ifdef G_EACH
-#define GRADIENT(i, end) LOAD_PART(G_T, g, i, end, 0.0f)
-#else
-#define GRADIENT(i, end) LOAD(G_T, g, 0)
-#endif
-
-__kernel void pair_gradient(__global const STORAGE(X_T) *restrict x, __global const STORAGE(T_T) *restrict t,
-                            __global const STORAGE(G_T) *restrict g, __global STORAGE(DX_T) *restrict dx,
-                            const ulong n, const ulong span, const float beta) {
-    size_t i = get_global_id(0) * (size_t)span;
-    const size_t end = min(i + span, (size_t)n);
-    for (; i < end; i += 16) {
-        const float16 slope = SLOPE(LOAD_PART(X_T, x, i, end, 0.0f), LOAD_PART(T_T, t, i, end, 0.0f), beta);
-        STORE_PART(DX_T, slope * GRADIENT(i, end), dx, i, end);
-    }
-}
-#endif
-#endif
-
-// ------------------------------------------------------------------------------------------------- rows
-
-#if defined(LABELS) || defined(PROBABILITIES) || defined(HINGE)
 #define STATS 4
 #define FOR_EACH_16(i) for (size_t i = get_local_id(0) * 16; i < n; i += WG * 16)
 #define LANES ((int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))
@@ -217,14 +109,18 @@ label_mean(__global const float *restrict losses, __global const float *restrict
 }
 #else
 
-// dx = (softmax - onehot(label)) * g / count
+// dx = (softmax - onehot(label)) * g, divided by count if COUNTED
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 label_gradient(__global const STORAGE(X_T) *restrict x, __global const STORAGE(LABEL_T) *restrict labels,
                __global const float *restrict stats, __global const float *restrict count,
                __global const STORAGE(G_T) *restrict g, __global STORAGE(DX_T) *restrict dx, const ulong rows,
                const ulong n, const uint each) {
     ROW_RANGE;
+#ifdef COUNTED
     const float scale = LOAD(G_T, g, 0) / count[0];
+#else
+    const float scale = LOAD(G_T, g, 0);
+#endif
     for (size_t row = first; row < last; row++) {
         const float top = stats[row * STATS], total = stats[row * STATS + 1];
         const long label = CLASS(LABEL_T, labels, row, n);
@@ -358,6 +254,5 @@ hinge_gradient(__global const STORAGE(X_T) *restrict x, __global const float *re
         }
     }
 }
-#endif
 #endif
 #endif

@@ -1,4 +1,4 @@
-"""Losses fused with their reduction, and their gradients.
+"""Losses of rows of logits fused with their reduction, and their gradients.
 
 A scalar loss has shape (1,) and is float32: it is a sum over a batch, beyond what 16 bits hold. A gradient is
 computed from the loss's own gradient, read on the device.
@@ -10,81 +10,13 @@ from dataclasses import dataclass
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
-from clamp.ops.cast import launch, span_for
-from clamp.ops.reduce import RowPlan, parts_of, plan_rows, reduce_sum
+from clamp.ops.reduce import RowPlan, plan_rows, reduce_sum
 from clamp.program import get_kernel
 
 _STATS = 4  # floats that the row kernels keep for each row
-_GPU_GROUP = 256
 
 #: dtypes labels may have; floating ones hold whole numbers, as netcl's ``Tensor.from_host`` makes by default
 LABEL_STORAGE = {**bridge.STORAGE, "int32": "i32", "int": "i32", "int64": "i64"}
-
-# --------------------------------------------------------------------------------------------------- pairs
-
-
-def pair_loss(kind: str, x: Tensor, t: Tensor, beta: float = 1.0) -> Tensor:
-    """Sum over all elements of a loss between x and t, as float32 of shape (1,).
-
-    Args:
-        kind: ``"mse"`` (x - t)^2, ``"l1"`` |x - t|, ``"smooth_l1"`` d^2 / (2 beta) below beta, else d - beta / 2.
-        x, t: the same number of elements, each float32, float16 or bfloat16.
-    """
-    queue, n = x.queue, x.size
-    device = capabilities(queue)
-    group = 1 if device.is_cpu else min(_GPU_GROUP, 1 << (device.max_work_group.bit_length() - 1))
-    parts, span = parts_of(queue, 1, n)
-    sums = bridge.empty(queue, (parts,), "float32")
-    kernel = get_kernel(
-        queue, "loss.cl", "pair_loss", "pppqqf",
-        PAIR_LOSS=1, KIND=kind, WG=group, X_T=bridge.STORAGE[x.dtype], T_T=bridge.STORAGE[t.dtype],
-    )  # fmt: skip
-    kernel(queue, (parts * group,), (group,), x.buffer, t.buffer, sums.buffer, n, span, beta)
-    return sums if parts == 1 else reduce_sum(sums, out_dtype="float32")
-
-
-def pair_terms(kind: str, x: Tensor, t: Tensor, out_dtype: str) -> Tensor:
-    """The loss of each element, of x's shape; kind ``"bce"``: binary cross entropy of the logits x.
-
-    Infinite logits give the finite loss 0 where the target agrees with them.
-    """
-    out = bridge.empty(x.queue, x.shape, out_dtype)
-    if out.size == 0:
-        return out
-    span = span_for(x.queue, x.size)
-    kernel = get_kernel(
-        x.queue, "loss.cl", "pair_terms", "pppqqf", PAIR_TERMS=1, KIND=kind,
-        X_T=bridge.STORAGE[x.dtype], T_T=bridge.STORAGE[t.dtype], Y_T=bridge.STORAGE[out_dtype],
-    )  # fmt: skip
-    kernel(x.queue, *launch(x.queue, -(-x.size // span)), x.buffer, t.buffer, out.buffer, x.size, span, 0.0)
-    return out
-
-
-def pair_gradient(kind: str, x: Tensor, t: Tensor, grad: Tensor, out_dtype: str, beta: float = 1.0) -> Tensor:
-    """Gradient for x of ``pair_loss`` or ``pair_terms``. For t: swap the operands (``"bce"``: as ``"bce_target"``).
-
-    Args:
-        grad: gradient of the loss: one element, or one for each of x.
-        out_dtype: dtype of the gradient returned.
-    """
-    out = bridge.empty(x.queue, x.shape, out_dtype)
-    if out.size == 0:
-        return out
-    span = span_for(x.queue, x.size)
-    macros: dict[str, object] = {"G_EACH": 1} if grad.size == x.size else {}
-    kernel = get_kernel(
-        x.queue, "loss.cl", "pair_gradient", "ppppqqf", PAIR_GRADIENT=1, KIND=kind,
-        X_T=bridge.STORAGE[x.dtype], T_T=bridge.STORAGE[t.dtype], G_T=bridge.STORAGE[grad.dtype],
-        DX_T=bridge.STORAGE[out_dtype], **macros,
-    )  # fmt: skip
-    kernel(
-        x.queue, *launch(x.queue, -(-x.size // span)), x.buffer, t.buffer, grad.buffer, out.buffer, x.size, span, beta
-    )  # fmt: skip
-    return out
-
-
-# ---------------------------------------------------------------------------------------------------- rows
 
 
 @dataclass(frozen=True)
@@ -136,8 +68,10 @@ def label_loss(x: Tensor, labels: Tensor, ignore_index: int) -> RowLoss:
 
 
 def label_gradient(x: Tensor, labels: Tensor, forward: RowLoss, grad: Tensor, out_dtype: str) -> Tensor:
-    """Gradient of ``label_loss`` for the logits: (softmax - onehot) * grad / count, zero in ignored rows."""
-    assert forward.count is not None
+    """Gradient of ``label_loss`` for the logits: (softmax - onehot) * grad / count, zero in ignored rows.
+
+    Without a count in ``forward`` it is not divided.
+    """
     (rows, n), queue = x.shape, x.queue
     plan = plan_rows(queue, rows, n)
     out = bridge.empty(queue, x.shape, out_dtype)
@@ -146,11 +80,12 @@ def label_gradient(x: Tensor, labels: Tensor, forward: RowLoss, grad: Tensor, ou
     kernel = get_kernel(
         queue, "loss.cl", "label_gradient", "ppppppqqu", LABELS=1, WG=plan.group,
         X_T=bridge.STORAGE[x.dtype], LABEL_T=LABEL_STORAGE[labels.dtype], G_T=bridge.STORAGE[grad.dtype],
-        DX_T=bridge.STORAGE[out_dtype],
+        DX_T=bridge.STORAGE[out_dtype], **({} if forward.count is None else {"COUNTED": 1}),
     )  # fmt: skip
+    count = forward.stats if forward.count is None else forward.count
     kernel(
-        queue, plan.global_size, plan.local_size, x.buffer, labels.buffer, forward.stats.buffer,
-        forward.count.buffer, grad.buffer, out.buffer, rows, n, plan.each,
+        queue, plan.global_size, plan.local_size, x.buffer, labels.buffer, forward.stats.buffer, count.buffer,
+        grad.buffer, out.buffer, rows, n, plan.each,
     )  # fmt: skip
     return out
 

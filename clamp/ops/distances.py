@@ -1,0 +1,182 @@
+"""Squared distances between rows, and gradients of what was computed from them.
+
+A function of squared distances d[i, j] has the gradient ``sum over j of 2 * slope[i, j] * (x[i] - y[j])``, with slope
+its derivative by d: the losses of metric learning hand over their slopes, and one kernel gathers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.ops.cast import launch
+from clamp.ops.loss import LABEL_STORAGE
+from clamp.ops.reduce import plan_rows, reduce_sum
+from clamp.program import get_kernel
+
+_TILE_CPU = 4  # rows and columns whose sums stay in registers
+_WIDTH_CPU = 64  # columns a work-item goes along
+_WIDE_CPU = 4  # vectors of 16 dimensions whose gradients a work-item gathers at once
+
+
+def all_pairs(x: Tensor, y: Tensor, *, out_dtype: str, root: bool = False) -> Tensor:
+    """Squared distance of every row of x from every row of y, shape (N, M); with ``root`` the distance.
+
+    Sums of squared differences in fp32, relative error below ``(n / 16 + 8) * 2**-24``: rows that are close lose no
+    digits, as they would by ``|x|^2 + |y|^2 - 2xy``.
+
+    Args:
+        x: (N, n), y: (M, n), each float32, float16 or bfloat16.
+        root: the square root of the squared distance plus 1e-8, whose slope is finite where rows are equal.
+    """
+    (rows, n), columns, queue = x.shape, y.shape[0], x.queue
+    out = bridge.empty(queue, (rows, columns), out_dtype)
+    if out.size == 0:
+        return out
+    is_cpu = capabilities(queue).is_cpu
+    tile, width = (_TILE_CPU, _WIDTH_CPU) if is_cpu else (1, 1)
+    kernel = get_kernel(
+        queue, "distances.cl", "all_pairs", "pppqqqq", ALL_PAIRS=1, TILE=tile, **({"ROOT": 1} if root else {}),
+        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], D_T=bridge.STORAGE[out_dtype],
+    )  # fmt: skip
+    items = -(-rows // tile) * -(-columns // width)
+    kernel(queue, *launch(queue, items), x.buffer, y.buffer, out.buffer, rows, columns, n, width)
+    return out
+
+
+def gather(
+    x: Tensor,
+    y: Tensor,
+    slopes: Tensor,
+    out_dtype: str,
+    *,
+    scale: float,
+    grad: Tensor | None = None,
+    count: Tensor | None = None,
+    transpose: bool = False,
+    symmetric: bool = False,
+) -> Tensor:
+    """``scale * sum over j of slopes[i, j] * (x[i] - y[j])``, of x's shape. A term whose slope is 0 is left out.
+
+    Args:
+        x: (N, n), y: (M, n).
+        slopes: (N, M), in any storage type.
+        scale: multiplied by ``grad`` and divided by ``count`` (float32), both of one element, where they are given.
+        transpose: slopes is (M, N), and is read as its transpose.
+        symmetric: ``slopes[i, j] + slopes[j, i]`` in the place of ``slopes[i, j]``; x and y are the same.
+    """
+    (rows, n), columns, queue = x.shape, y.shape[0], x.queue
+    out = bridge.empty(queue, x.shape, out_dtype)
+    if out.size == 0:
+        return out
+    wide = _WIDE_CPU if capabilities(queue).is_cpu else 1
+    macros: dict[str, object] = {"SYMMETRIC": 1} if symmetric else {}
+    if grad is not None:
+        macros["G_T"] = bridge.STORAGE[grad.dtype]
+    if count is not None:
+        macros["COUNTED"] = 1
+    given = [tensor.buffer for tensor in (grad, count) if tensor is not None]
+    kernel = get_kernel(
+        queue, "distances.cl", "gather", f"ppp{'p' * len(given)}pqqqqqf", GATHER=1, WIDE=wide,
+        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], S_T=bridge.STORAGE[slopes.dtype],
+        DX_T=bridge.STORAGE[out_dtype], **macros,
+    )  # fmt: skip
+    steps = (1, rows) if transpose else (columns, 1)
+    kernel(
+        queue, *launch(queue, rows * -(-n // (16 * wide))),
+        x.buffer, y.buffer, slopes.buffer, *given, out.buffer, rows, columns, n, *steps, scale,
+    )  # fmt: skip
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------- rows
+
+
+@dataclass(frozen=True)
+class PartnerLoss:
+    """A loss over rows of partners, with what backward needs besides its inputs.
+
+    Attributes:
+        loss: float32, shape (1,).
+        slopes: (N, 2), float32: each row's derivatives by the squared distances to its first and second partner.
+        divisor: what the sum over rows was divided by.
+    """
+
+    loss: Tensor
+    slopes: Tensor
+    divisor: float
+
+
+def triplet_loss(
+    anchor: Tensor, positive: Tensor, negative: Tensor, margin: float, root: bool, mean: bool
+) -> PartnerLoss:
+    """Sum or mean over rows of ``max(0, d(anchor, positive) - d(anchor, negative) + margin)``.
+
+    Args:
+        anchor, positive, negative: (N, n), each float32, float16 or bfloat16.
+        root: d is ``sqrt(squared distance + 1e-8)``, else the squared distance.
+    """
+    macros: dict[str, object] = {"TRIPLET": 1, **({"ROOT": 1} if root else {})}
+    types = {"X_T": anchor, "Y_T": positive, "Z_T": negative}
+    macros |= {name: bridge.STORAGE[tensor.dtype] for name, tensor in types.items()}
+    return _partner_loss("triplet", macros, (anchor, positive, negative), margin, mean)
+
+
+def contrastive_loss(x: Tensor, y: Tensor, labels: Tensor, margin: float, mean: bool) -> PartnerLoss:
+    """Sum or mean over rows of ``label * d**2 + (1 - label) * max(0, margin - d)**2``, d the distance of x and y.
+
+    Args:
+        x, y: (N, n), each float32, float16 or bfloat16.
+        labels: N numbers in any dtype of ``LABEL_STORAGE``; floating ones are cut to whole numbers, as in netcl.
+    """
+    macros: dict[str, object] = {
+        "CONTRASTIVE": 1, "LABEL_T": LABEL_STORAGE[labels.dtype],
+        "X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[y.dtype],
+    }  # fmt: skip
+    return _partner_loss("contrastive", macros, (x, y, labels), margin, mean)
+
+
+def _partner_loss(
+    name: str, macros: dict[str, object], inputs: tuple[Tensor, Tensor, Tensor], margin: float, mean: bool
+) -> PartnerLoss:
+    x = inputs[0]
+    (rows, n), queue = x.shape, x.queue
+    losses, slopes = bridge.empty(queue, (rows,), "float32"), bridge.empty(queue, (rows, 2), "float32")
+    if rows:
+        plan = plan_rows(queue, rows, n)
+        kernel = get_kernel(queue, "distances.cl", name, "pppppqquf", WG=plan.group, **macros)
+        kernel(
+            queue, plan.global_size, plan.local_size,
+            *(tensor.buffer for tensor in inputs), losses.buffer, slopes.buffer, rows, n, plan.each, margin,
+        )  # fmt: skip
+    divisor = float(max(rows, 1)) if mean else 1.0
+    return PartnerLoss(reduce_sum(losses, out_dtype="float32", divisor=divisor), slopes, divisor)
+
+
+def partner_gradient(
+    x: Tensor, partners: tuple[Tensor, ...], first: int, forward: PartnerLoss, grad: Tensor, out_dtype: str
+) -> Tensor:
+    """Gradient of a loss over rows for x, from its one or two partners.
+
+    Args:
+        first: which of the slopes belongs to ``partners[0]``; the other one belongs to ``partners[1]``.
+        grad: gradient of the loss, of one element.
+    """
+    (rows, n), queue = x.shape, x.queue
+    out = bridge.empty(queue, x.shape, out_dtype)
+    if out.size == 0:
+        return out
+    y, z = partners[0], partners[-1]
+    each = plan_rows(queue, rows, n).each
+    kernel = get_kernel(
+        queue, "distances.cl", "partners", "ppppppqquuf", PARTNERS=len(partners),
+        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], Z_T=bridge.STORAGE[z.dtype],
+        G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[out_dtype],
+    )  # fmt: skip
+    kernel(
+        queue, *launch(queue, -(-rows // each)), x.buffer, y.buffer, z.buffer, forward.slopes.buffer, grad.buffer,
+        out.buffer, rows, n, each, first, 2.0 / forward.divisor,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,129 @@
+"""The InfoNCE loss: cross entropy of the similarities of queries and keys, by this library's matrix product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.ops.cast import launch
+from clamp.ops.gemm import gemm
+from clamp.ops.norm_rows import l2_normalize, l2_normalize_backward
+from clamp.ops.reduce import plan_rows, reduce_sum
+from clamp.program import get_kernel
+
+_EPSILON = 1e-8  # what netcl adds to a norm before dividing by it
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Queries or keys.
+
+    Attributes:
+        given: (N, n), as they were given.
+        value: as they were multiplied: normalized, in float32, or as given.
+        norms: N norms, float32; None if the rows are not normalized.
+    """
+
+    given: Tensor
+    value: Tensor
+    norms: Tensor | None
+
+
+@dataclass(frozen=True)
+class InfoNCE:
+    """The loss, with what backward needs.
+
+    Attributes:
+        loss: float32, shape (1,).
+        queries, keys: the rows whose products are the similarities.
+        similarities: (N, N), float32.
+        tops, totals: of the softmax of every row, and after those, if symmetric, of every column.
+        temperature: what similarities are divided by.
+        symmetric: whether columns count as rows do.
+        divisor: what the sum of the rows' (and columns') losses was divided by.
+    """
+
+    loss: Tensor
+    queries: Rows
+    keys: Rows
+    similarities: Tensor
+    tops: Tensor
+    totals: Tensor
+    temperature: float
+    symmetric: bool
+    divisor: float
+
+
+def info_nce(
+    queries: Tensor, keys: Tensor, *, temperature: float, normalize: bool, mean: bool, symmetric: bool
+) -> InfoNCE:
+    """Cross entropy of ``softmax(q @ k.T / temperature)`` against the diagonal, summed or averaged over the rows.
+
+    Args:
+        queries, keys: (N, n), each float32, float16 or bfloat16; row i of one belongs to row i of the other.
+        temperature: positive.
+        normalize: rows are divided by their norm plus 1e-8 first.
+        symmetric: the average of this loss and that of the transposed similarities.
+    """
+    n, queue = queries.shape[0], queries.queue
+    q, k = (
+        Rows(x, *l2_normalize(x, eps=_EPSILON, out_dtype="float32")) if normalize else Rows(x, x, None)
+        for x in (queries, keys)
+    )
+    similarities = gemm(q.value, k.value, transpose_b=True, out_dtype="float32")
+    sides = 2 if symmetric else 1
+    losses, tops, totals = (bridge.empty(queue, (sides, n), "float32") for _ in range(3))
+    if n:
+        plan = plan_rows(queue, n, n)
+        kernel = get_kernel(queue, "info_nce.cl", "row_loss", "ppppquf", ROW_LOSS=1, WG=plan.group)
+        buffers = (similarities.buffer, losses.buffer, tops.buffer, totals.buffer)
+        kernel(queue, plan.global_size, plan.local_size, *buffers, n, plan.each, temperature)
+        if symmetric:
+            kernel = get_kernel(queue, "info_nce.cl", "column_loss", "ppppqqf", COLUMN_LOSS=1, WG=1)
+            kernel(queue, *launch(queue, -(-n // 16)), *buffers, n, n, temperature)
+    divisor = float(sides * (max(n, 1) if mean else 1))
+    loss = reduce_sum(losses, out_dtype="float32", divisor=divisor)
+    return InfoNCE(loss, q, k, similarities, tops, totals, temperature, symmetric, divisor)
+
+
+def info_nce_gradients(
+    forward: InfoNCE, grad: Tensor, query_dtype: str | None, key_dtype: str | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients for queries and keys, in these dtypes; None for one whose dtype is None.
+
+    Args:
+        grad: gradient of the loss, of one element.
+    """
+    slopes = _slopes(forward, grad)
+    q, k = forward.queries, forward.keys
+    return (
+        None if query_dtype is None else _gradient(slopes, False, k, q, query_dtype),
+        None if key_dtype is None else _gradient(slopes, True, q, k, key_dtype),
+    )
+
+
+def _gradient(slopes: Tensor, transpose: bool, others: Rows, own: Rows, out_dtype: str) -> Tensor:
+    """Gradient for one side's rows from the slopes of similarities and the other side."""
+    if own.norms is None:
+        return gemm(slopes, others.value, transpose_a=transpose, out_dtype=out_dtype)
+    of_normalized = gemm(slopes, others.value, transpose_a=transpose, out_dtype="float32")
+    return l2_normalize_backward(own.given, of_normalized, own.norms, eps=_EPSILON, dx_dtype=out_dtype)
+
+
+def _slopes(forward: InfoNCE, grad: Tensor) -> Tensor:
+    similarities = forward.similarities
+    n, queue = similarities.shape[0], similarities.queue
+    slopes = bridge.empty(queue, (n, n), "float32")
+    if n:
+        plan = plan_rows(queue, n, n)
+        kernel = get_kernel(
+            queue, "info_nce.cl", "similarity_slopes", "pppppquff", SLOPES=1, WG=plan.group,
+            G_T=bridge.STORAGE[grad.dtype], **({"SYMMETRIC": 1} if forward.symmetric else {}),
+        )  # fmt: skip
+        kernel(
+            queue, plan.global_size, plan.local_size,
+            similarities.buffer, forward.tops.buffer, forward.totals.buffer, grad.buffer, slopes.buffer,
+            n, plan.each, forward.temperature, forward.divisor,
+        )  # fmt: skip
+    return slopes

@@ -1,0 +1,131 @@
+"""Losses of each element, summed or not, and their gradients.
+
+A sum has shape (1,) and is float32: it is beyond what 16 bits hold. A gradient is computed from the loss's own
+gradient, read on the device::
+
+    loss = loss_sum("weighted_bce", (pred, target, weight), bce_constants(1e-7))
+    grad_pred = loss_gradient("weighted_bce", (pred, target, weight), grad, pred.dtype, bce_constants(1e-7))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.ops.cast import launch, span_for
+from clamp.ops.reduce import parts_of, reduce_sum
+from clamp.program import get_kernel
+
+_GPU_GROUP = 256
+_CONSTANTS = 6
+
+#: Every loss, and what its kernels take besides prediction and target: how many weights. Its gradient is of the same
+#: name. The formulas are in kernels/loss_elementwise.cl.
+WEIGHTS = {
+    "mse": 0, "l1": 0, "smooth_l1": 0,  # gradient for the target: swap the operands
+    "logit_bce": 0, "logit_bce_target": 0, "probability_bce": 0, "probability_bce_target": 0,
+    "weighted_smooth_l1": 1, "weighted_smooth_l1_weight": 1, "weighted_bce": 1,
+    "detection": 2,
+    "box": 0, "box_target": 0,
+}  # fmt: skip
+
+
+def bce_constants(epsilon: float) -> tuple[float, ...]:
+    """Constants of the cross entropies of a probability that is held in epsilon .. 1 - epsilon."""
+    return (0.0, epsilon, math.log(epsilon), math.log1p(-epsilon))
+
+
+def detection_constants(beta: float, epsilon: float, bce_scale: float, smooth_l1_scale: float) -> tuple[float, ...]:
+    """Constants of ``"detection"``: those of its cross entropy and its smooth l1, and how much of each."""
+    return (beta, *bce_constants(epsilon)[1:], bce_scale, smooth_l1_scale)
+
+
+def loss_sum(kind: str, operands: Sequence[Tensor], constants: Sequence[float] = ()) -> Tensor:
+    """Sum over all elements of a loss, as float32 of shape (1,).
+
+    Args:
+        kind: ``"mse"`` (x - t)^2, ``"l1"`` |x - t|, ``"smooth_l1"`` d^2 / (2 beta) below beta, else d - beta / 2;
+            ``"weighted_smooth_l1"``, ``"weighted_bce"``, ``"detection"``, ``"box"`` (whole boxes of 4 elements).
+        operands: prediction, target and the kind's weights, all of the same number of elements, each float32,
+            float16 or bfloat16.
+        constants: what the kind is set up with: beta first (``"box"``: then reference area, area gain, miss gain,
+            center gain, size gain), or what the functions above return.
+    """
+    x = operands[0]
+    queue, n = x.queue, x.size
+    device = capabilities(queue)
+    group = 1 if device.is_cpu else min(_GPU_GROUP, 1 << (device.max_work_group.bit_length() - 1))
+    parts, span = parts_of(queue, 1, n)
+    sums = bridge.empty(queue, (parts,), "float32")
+    kernel = get_kernel(
+        queue, "loss_elementwise.cl", "loss_sum", "pppppqqffffff", LOSS_SUM=1, WG=group, **_macros(kind, operands)
+    )
+    kernel(queue, (parts * group,), (group,), *_buffers(operands), sums.buffer, n, span, *_padded(constants))
+    return sums if parts == 1 else reduce_sum(sums, out_dtype="float32")
+
+
+def loss_terms(kind: str, operands: Sequence[Tensor], out_dtype: str, constants: Sequence[float] = ()) -> Tensor:
+    """The loss of each element, of the prediction's shape. Arguments as for ``loss_sum``; besides its kinds
+
+    ``"logit_bce"``, binary cross entropy of a logit (an infinite one gives 0 where the target agrees with it), and
+    ``"probability_bce"``, of a probability.
+    """
+    x = operands[0]
+    out = bridge.empty(x.queue, x.shape, out_dtype)
+    if out.size == 0:
+        return out
+    span = span_for(x.queue, x.size)
+    kernel = get_kernel(
+        x.queue, "loss_elementwise.cl", "loss_terms", "pppppqqffffff",
+        LOSS_TERMS=1, Y_T=bridge.STORAGE[out_dtype], **_macros(kind, operands),
+    )  # fmt: skip
+    sizes = launch(x.queue, -(-x.size // span))
+    kernel(x.queue, *sizes, *_buffers(operands), out.buffer, x.size, span, *_padded(constants))
+    return out
+
+
+def loss_gradient(
+    kind: str, operands: Sequence[Tensor], grad: Tensor, out_dtype: str, constants: Sequence[float] = ()
+) -> Tensor:
+    """Gradient for the prediction of ``loss_sum`` or ``loss_terms``, or for what the kind's last word names.
+
+    Args:
+        grad: gradient of the loss: one element, or one for each of the prediction's.
+        out_dtype: dtype of the gradient returned.
+    """
+    x = operands[0]
+    out = bridge.empty(x.queue, x.shape, out_dtype)
+    if out.size == 0:
+        return out
+    span = span_for(x.queue, x.size)
+    each: dict[str, object] = {"G_EACH": 1} if grad.size == x.size else {}
+    kernel = get_kernel(
+        x.queue, "loss_elementwise.cl", "loss_gradient", "ppppppqqffffff",
+        LOSS_GRADIENT=1, G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[out_dtype], **each,
+        **_macros(kind, operands),
+    )  # fmt: skip
+    sizes = launch(x.queue, -(-x.size // span))
+    kernel(x.queue, *sizes, *_buffers(operands), grad.buffer, out.buffer, x.size, span, *_padded(constants))
+    return out
+
+
+def _all_four(operands: Sequence[Tensor]) -> list[Tensor]:
+    """The operands; the prediction stands in for weights that the kind has not, and is not read there."""
+    return [*operands, operands[0], operands[0]][:4]
+
+
+def _buffers(operands: Sequence[Tensor]) -> list[Any]:
+    return [operand.buffer for operand in _all_four(operands)]
+
+
+def _macros(kind: str, operands: Sequence[Tensor]) -> dict[str, object]:
+    x, t, w, v = (bridge.STORAGE[operand.dtype] for operand in _all_four(operands))
+    return {"KIND": kind, "WEIGHTS": WEIGHTS[kind], "X_T": x, "T_T": t, "W_T": w, "V_T": v}
+
+
+def _padded(constants: Sequence[float]) -> list[float]:
+    return [*constants, *[0.0] * (_CONSTANTS - len(constants))]
