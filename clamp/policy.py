@@ -7,8 +7,10 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import NoReturn
 
 
 class CastPolicy(enum.Enum):
@@ -29,6 +31,21 @@ class CastPolicy(enum.Enum):
     FP32_SET_OPT_DTYPE = "float_set_dtype"
     FP32_APPEND_DTYPE = "float_append_dtype"
 
+    @classmethod
+    def named(cls, name: CastPolicy | str) -> CastPolicy:
+        """A policy by its value or by PyTorch's name.
+
+        Raises:
+            ValueError: there is no such policy.
+        """
+        if isinstance(name, str) and name.upper() in cls.__members__:
+            return cls[name.upper()]
+        try:
+            return cls(name)
+        except ValueError:
+            names = ", ".join(sorted({known.value for known in cls} | {known.lower() for known in cls.__members__}))
+            raise ValueError(f"unknown policy {name!r}: pass one of {names}") from None
+
 
 class PolicyError(ValueError):
     """A list file, a level or a custom list that does not make sense; says where and what to do."""
@@ -42,11 +59,13 @@ class Entry:
         name: full name, ``"netcl.autograd.matmul_op"``.
         policy: its policy.
         reason: one sentence.
+        in_place: whether the function writes into tensors that it is given.
     """
 
     name: str
     policy: CastPolicy
     reason: str
+    in_place: bool = False
 
     @property
     def module(self) -> str:
@@ -63,10 +82,15 @@ LEVELS = ("O0", "OD", "O1", "O2")
 
 
 class PolicyTable:
-    """Functions and their policies. Immutable; ``at_level`` and ``customized`` return changed copies."""
+    """Functions and their policies. Immutable; ``at_level`` and ``customized`` return changed copies.
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
+    Attributes:
+        calls: functions and methods that only hand over to a listed function, by full name, and which that is.
+    """
+
+    def __init__(self, entries: Iterable[Entry], calls: Mapping[str, str] | None = None) -> None:
         self._entries = {entry.name: entry for entry in entries}
+        self.calls = dict(calls or {})
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
@@ -81,13 +105,23 @@ class PolicyTable:
         """The policy this table gives to an entry of another table (its own, if this table has no such name)."""
         return self._entries.get(entry.name, entry).policy
 
+    def called_by(self, name: str) -> str:
+        """The listed function that a function of ``calls`` hands over to; any other name stays itself."""
+        while name in self.calls:
+            name = self.calls[name]
+        return name
+
     def find(self, function: str) -> list[Entry]:
-        """Entries whose full or own name is ``function``."""
-        return [entry for entry in self._entries.values() if function in (entry.name, entry.function)]
+        """Entries whose full or own name is ``function``, or which functions of that name hand over to."""
+        callers = [name for name in self.calls if function in (name, name.rpartition(".")[2])]
+        names = {self.called_by(name) for name in callers}
+        return [
+            entry for entry in self._entries.values() if function in (entry.name, entry.function) or entry.name in names
+        ]
 
     def merged(self, other: Iterable[Entry]) -> PolicyTable:
         """This table with the entries of another on top."""
-        return PolicyTable([*self._entries.values(), *other])
+        return PolicyTable([*self._entries.values(), *other], self.calls)
 
     def at_level(self, level: str) -> PolicyTable:
         """The table as Paddle's levels see it.
@@ -120,23 +154,29 @@ class PolicyTable:
         for name in sorted(white | black):
             if not self.find(name):
                 raise PolicyError(f"custom list: no function named {name!r}; `python -m clamp lists` prints all names")
-        table = self._with_policy(CastPolicy.HALF, lambda entry: bool(white & {entry.name, entry.function}))
-        return table._with_policy(CastPolicy.FLOAT, lambda entry: bool(black & {entry.name, entry.function}))
+        white, black = ({entry.name for name in names for entry in self.find(name)} for names in (white, black))
+        table = self._with_policy(CastPolicy.HALF, lambda entry: entry.name in white)
+        return table._with_policy(CastPolicy.FLOAT, lambda entry: entry.name in black)
 
     def _with_policy(self, policy: CastPolicy, chosen: Callable[[Entry], bool]) -> PolicyTable:
-        return PolicyTable(
-            replace(entry, policy=policy) if chosen(entry) else entry for entry in self._entries.values()
-        )
+        entries = (replace(entry, policy=policy) if chosen(entry) else entry for entry in self._entries.values())
+        return PolicyTable(entries, self.calls)
 
 
+_CALLS = "calls.toml"
+_IN_PLACE = "in_place"  # a table of functions of policy FLOAT
+
+
+@cache  # a table is immutable, and an autocast region without an init asks for it every time
 def default_table() -> PolicyTable:
     """The table of the list files that ship with clamp."""
     folder = files("clamp.lists")
     entries: list[Entry] = []
     for file in sorted(folder.iterdir(), key=lambda path: path.name):
-        if file.name.endswith(".toml"):
+        if file.name.endswith(".toml") and file.name != _CALLS:
             entries += parse_list(file.read_text(encoding="utf-8"), file.name)
-    return PolicyTable(entries)
+    calls = tomllib.loads(folder.joinpath(_CALLS).read_text(encoding="utf-8"))["calls"]
+    return PolicyTable(entries, calls)
 
 
 def read_list(path: str | Path) -> list[Entry]:
@@ -155,6 +195,8 @@ def read_list(path: str | Path) -> list[Entry]:
 def parse_list(text: str, file: str) -> list[Entry]:
     """Entries of a list: one TOML table per policy, each key a function's full name, each value the reason.
 
+    The table ``in_place`` holds functions of policy FLOAT that write into tensors that they are given.
+
     Raises:
         PolicyError: malformed; the message gives file, line and key.
     """
@@ -162,23 +204,25 @@ def parse_list(text: str, file: str) -> list[Entry]:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise PolicyError(f"{file}: {error}") from error
-    policies = {policy.value: policy for policy in CastPolicy}
+
+    def fail(key: str, problem: str) -> NoReturn:
+        raise PolicyError(f"{file}, line {_line_of(text, key)}: {problem}")
+
+    policies = {policy.value: policy for policy in CastPolicy} | {_IN_PLACE: CastPolicy.FLOAT}
     entries: dict[str, Entry] = {}
     for policy_name, functions in tables.items():
-        where = f"{file}, line {_line_of(text, policy_name)}"
         if policy_name not in policies:
-            raise PolicyError(f"{where}: unknown policy [{policy_name}]; use one of {', '.join(policies)}")
+            fail(policy_name, f"unknown policy [{policy_name}]; use one of {', '.join(policies)}")
         if not isinstance(functions, Mapping):
-            raise PolicyError(f"{where}: {policy_name} must be a table of functions and reasons")
+            fail(policy_name, f"{policy_name} must be a table of functions and reasons")
         for name, reason in functions.items():
-            where = f"{file}, line {_line_of(text, name)}: {name!r}"
             if "." not in name:
-                raise PolicyError(f'{where} is no full name; write it as "package.module.function"')
+                fail(name, f'{name!r} is no full name; write it as "package.module.function"')
             if not isinstance(reason, str) or not reason.strip():
-                raise PolicyError(f"{where} needs its reason, a sentence, as its value; got {reason!r}")
+                fail(name, f"{name!r} needs its reason, a sentence, as its value; got {reason!r}")
             if name in entries:
-                raise PolicyError(f"{where} is already listed as {entries[name].policy.value}")
-            entries[name] = Entry(name, policies[policy_name], reason)
+                fail(name, f"{name!r} is already listed as {entries[name].policy.value}")
+            entries[name] = Entry(name, policies[policy_name], reason, policy_name == _IN_PLACE)
     return list(entries.values())
 
 

@@ -12,6 +12,7 @@
 //
 //   X_T        storage type of the sources: f32, f16 or bf16. The targets are f32
 //   IN_PLACE   1: the sources are the targets and are passed once, 0: both are passed, sources first
+//   ONLY_CHECK 1: nothing is multiplied or written, only the flag is set (IN_PLACE, f32)
 //   DECADES    tensors a launch / 10: SLOTS = 10, 20 ... 100
 //
 // A CPU device takes a work-group of one work-item, which runs through its tile 16 elements at a time; on a
@@ -56,6 +57,14 @@ typedef struct {
 // By the bits of the exponent, so that no compiler setting can assume inf and nan away.
 #define EXPONENT 0x7f800000
 
+#if ONLY_CHECK
+#define MULTIPLIED(v) (v)
+#define WRITE(STORE_ANY, v, i)
+#else
+#define MULTIPLIED(v) ((v) * multiplier)
+#define WRITE(STORE_ANY, v, i) STORE_ANY(f32, v, y, i)
+#endif
+
 __kernel void unscale(__global const tile *restrict tiles, __global unscale_state *state
                       EACH_SLOT(SOURCE_PARAMETER) EACH_SLOT(TARGET_PARAMETER)) {
     const tile t = tiles[get_group_id(0)];
@@ -72,15 +81,15 @@ __kernel void unscale(__global const tile *restrict tiles, __global unscale_stat
     const size_t vectors = t.count / 16;
     int16 bad16 = 0;
     for (size_t i = get_local_id(0); i < vectors; i += get_local_size(0)) {
-        const float16 v = LOAD16(X_T, x, 16 * i) * multiplier;
+        const float16 v = MULTIPLIED(LOAD16(X_T, x, 16 * i));
         bad16 |= (as_int16(v) & EXPONENT) == EXPONENT;
-        STORE16(f32, v, y, 16 * i);
+        WRITE(STORE16, v, 16 * i);
     }
     int bad = any(bad16);
     for (size_t i = 16 * vectors + get_local_id(0); i < t.count; i += get_local_size(0)) {
-        const float v = LOAD(X_T, x, i) * multiplier;
+        const float v = MULTIPLIED(LOAD(X_T, x, i));
         bad |= (as_int(v) & EXPONENT) == EXPONENT;
-        STORE(f32, v, y, i);
+        WRITE(STORE, v, i);
     }
     if (bad) atomic_or(&state->found_inf, 1);
 }

@@ -5,6 +5,52 @@ dtype the result is stored (casting.py). Importing a family registers it in ``OW
 netcl function whose place it takes.
 """
 
-from clamp.functions import activations, arithmetic, elementwise, loss, matmul, reduce, shape, tensor_level
+from clamp.functions import (
+    activations,
+    arithmetic,
+    attention,
+    conv,
+    depthwise,
+    elementwise,
+    indexing,
+    loss,
+    loss_tensors,
+    loss_weighted,
+    masking,
+    matmul,
+    metric_loss,
+    movement,
+    norm,
+    norm_tensors,
+    pool,
+    prelu,
+    reduce,
+    shape,
+    spatial,
+    tensor_level,
+)
 
-__all__ = ["activations", "arithmetic", "elementwise", "loss", "matmul", "reduce", "shape", "tensor_level"]
+__all__ = [
+    "activations",
+    "arithmetic",
+    "attention",
+    "conv",
+    "depthwise",
+    "elementwise",
+    "indexing",
+    "loss",
+    "loss_tensors",
+    "loss_weighted",
+    "masking",
+    "matmul",
+    "metric_loss",
+    "movement",
+    "norm",
+    "norm_tensors",
+    "pool",
+    "prelu",
+    "reduce",
+    "shape",
+    "spatial",
+    "tensor_level",
+]

@@ -16,6 +16,7 @@ from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.functions.casting import Casting, implements, record
 from clamp.functions.elementwise import apply_unary, float_operands
 from clamp.ops import elementwise as ops
+from clamp.recording import Drawn
 
 #: netcl's name -> forward, gradient, and whether the gradient reads the result instead of the input
 _PLAIN = {
@@ -94,11 +95,12 @@ def dropout(casting: Casting, x: TensorLike, p: float = 0.5, seed: int | None = 
     The same seed drops the same elements, on every device. Without a seed one is drawn from numpy's global
     generator, so ``np.random.seed`` makes a run repeatable. p <= 0 returns x itself, p >= 1 zeros. The mask is
     made on the device and made again in backward: it takes no memory, and it is not netcl's mask for that seed.
+    Where launches are recorded, every replay draws a new seed; one that was passed stays.
     """
     if p <= 0:
         return x
     (operand,) = float_operands(casting, x)
-    key = int.from_bytes(np.random.bytes(8), "little") if seed is None else int(seed)
+    key = Drawn(_draw_seed) if seed is None else int(seed)
 
     def dropped(values: Tensor, dtype: str) -> Tensor:
         if p >= 1:
@@ -111,3 +113,7 @@ def dropout(casting: Casting, x: TensorLike, p: float = 0.5, seed: int | None = 
         return [dropped(grad, operand.grad_dtype) if operand.needs_grad else None]
 
     return record(out, backward, (operand,), "dropout", tape)
+
+
+def _draw_seed() -> int:
+    return int.from_bytes(np.random.bytes(8), "little")

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
-from clamp import bridge
+from clamp import bridge, gradients
 from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.cache import weights
 from clamp.ops.cast import cast
@@ -57,8 +57,8 @@ class Operand:
 
     @property
     def grad_dtype(self) -> str:
-        """Dtype of the parent's gradient: that of the parent's own value."""
-        return str(self.parent.value.dtype)
+        """Dtype of the parent's gradient: that of the parent's own value, unless a 16-bit parameter wants fp32."""
+        return bridge.gradient_dtype(self.parent.value)
 
     @property
     def needs_grad(self) -> bool:
@@ -216,6 +216,15 @@ def note_numpy_backend() -> None:
     )
 
 
+def as_is(x: Any) -> Operand:
+    """A secondary input (bias, slope, scale of a norm, indices): read in its own dtype under every policy.
+
+    Raises:
+        NotOwned: it is no tensor of clamp's.
+    """
+    return Match().operands(as_node(x))[0]
+
+
 def widest(*dtypes: str) -> str:
     """The dtype that holds every one of these floating dtypes; integer dtypes do not count."""
     kinds = {bridge.canonical_dtype(dtype) for dtype in dtypes if dtype in bridge.STORAGE}
@@ -268,7 +277,10 @@ def record(
     """
     for operand in operands:
         operand.forward_done()
-    return bridge.make_node(out, backward, [operand.parent for operand in operands], op_name, tape)
+    parents = [operand.parent for operand in operands]
+    made = bridge.make_node(out, backward, parents, op_name, tape)
+    gradients.note_result(made, parents)
+    return made
 
 
 Function = Callable[..., Any]

@@ -15,11 +15,14 @@ from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, record
 from clamp.ops import loss as ops
+from clamp.ops.loss_elementwise import loss_gradient, loss_sum, loss_terms
 
 IGNORE_INDEX = -100
+_RESHAPE = "reshape one of them to the other's shape"
 
 
-def _require_floats(name: str, **operands: Operand) -> None:
+def require_floats(name: str, **operands: Operand) -> None:
+    """Raises TypeError for an operand that is not floating, naming the loss and the argument."""
     for argument, operand in operands.items():
         if operand.value.dtype not in bridge.STORAGE:
             raise TypeError(
@@ -28,7 +31,8 @@ def _require_floats(name: str, **operands: Operand) -> None:
             )
 
 
-def _require_same_shape(name: str, first: str, x: Operand, second: str, t: Operand, advice: str) -> None:
+def require_same_shape(name: str, first: str, x: Operand, second: str, t: Operand, advice: str = _RESHAPE) -> None:
+    """Raises ValueError where two operands differ in shape, naming the loss and the arguments."""
     if x.shape != t.shape:
         raise ValueError(
             f"{name}: {first} has shape {x.shape}, {second} has shape {t.shape}; losses do not broadcast: {advice}"
@@ -42,15 +46,15 @@ def _pair_loss(
     casting: Casting, name: str, kind: str, pred: Any, target: Any, tape: Tape | None, beta: float = 1.0
 ) -> Any:
     x, t = casting.operands(as_node(pred), as_node(target))
-    _require_floats(name, pred=x, target=t)
-    _require_same_shape(name, "pred", x, "target", t, "reshape one of them to the other's shape")
-    loss = ops.pair_loss(kind, x.value, t.value, beta)
+    require_floats(name, pred=x, target=t)
+    require_same_shape(name, "pred", x, "target", t)
+    loss = loss_sum(kind, (x.value, t.value), (beta,))
 
     def backward(grad: Tensor) -> list[Tensor | None]:
         # The loss is a function of |x - t|: its gradient for t is that for x with the operands swapped.
         return [
-            ops.pair_gradient(kind, x.value, t.value, grad, x.grad_dtype, beta) if x.needs_grad else None,
-            ops.pair_gradient(kind, t.value, x.value, grad, t.grad_dtype, beta) if t.needs_grad else None,
+            loss_gradient(kind, (x.value, t.value), grad, x.grad_dtype, (beta,)) if x.needs_grad else None,
+            loss_gradient(kind, (t.value, x.value), grad, t.grad_dtype, (beta,)) if t.needs_grad else None,
         ]
 
     return record(loss, backward, (x, t), name, tape)
@@ -112,14 +116,14 @@ def binary_cross_entropy_with_logits(casting: Casting, logits: Any, target: Any,
     """
     name = "binary_cross_entropy_with_logits"
     x, t = casting.operands(as_node(logits), as_node(target))
-    _require_floats(name, logits=x, target=t)
-    _require_same_shape(name, "logits", x, "target", t, "reshape one of them to the other's shape")
-    loss = ops.pair_terms("bce", x.value, t.value, casting.result_dtype(x, t))
+    require_floats(name, logits=x, target=t)
+    require_same_shape(name, "logits", x, "target", t)
+    loss = loss_terms("logit_bce", (x.value, t.value), casting.result_dtype(x, t))
 
     def backward(grad: Tensor) -> list[Tensor | None]:
         return [
-            ops.pair_gradient("bce", x.value, t.value, grad, x.grad_dtype) if x.needs_grad else None,
-            ops.pair_gradient("bce_target", t.value, x.value, grad, t.grad_dtype) if t.needs_grad else None,
+            loss_gradient("logit_bce", (x.value, t.value), grad, x.grad_dtype) if x.needs_grad else None,
+            loss_gradient("logit_bce_target", (x.value, t.value), grad, t.grad_dtype) if t.needs_grad else None,
         ]
 
     return record(loss, backward, (x, t), name, tape)
@@ -129,7 +133,7 @@ def binary_cross_entropy_with_logits(casting: Casting, logits: Any, target: Any,
 
 
 def _require_rows(name: str, x: Operand) -> tuple[int, int]:
-    _require_floats(name, logits=x)
+    require_floats(name, logits=x)
     if len(x.shape) != 2:
         raise ValueError(f"{name}: logits have shape {x.shape}, and must be (N, C); reshape them to two dimensions")
     return x.shape[0], x.shape[1]
@@ -153,8 +157,8 @@ def cross_entropy(casting: Casting, logits: Any, targets: Any, tape: Tape | None
         return cross_entropy_indices(casting, logits, targets, tape=tape)
     x, t = casting.operands(as_node(logits), as_node(targets))
     rows, _ = _require_rows("cross_entropy", x)
-    _require_floats("cross_entropy", targets=t)
-    _require_same_shape("cross_entropy", "logits", x, "targets", t, f"pass targets of that shape, or {rows} labels")
+    require_floats("cross_entropy", targets=t)
+    require_same_shape("cross_entropy", "logits", x, "targets", t, f"pass targets of that shape, or {rows} labels")
     forward = ops.probability_loss(x.value, t.value)
 
     def backward(grad: Tensor) -> list[Tensor | None]:
@@ -238,8 +242,8 @@ def hinge_loss(casting: Casting, logits: Any, targets: Any, margin: float = 1.0,
     """
     x, t = casting.operands(as_node(logits), as_node(targets))
     _require_rows("hinge_loss", x)
-    _require_floats("hinge_loss", targets=t)
-    _require_same_shape("hinge_loss", "logits", x, "targets", t, "pass one-hot targets of the logits' shape")
+    require_floats("hinge_loss", targets=t)
+    require_same_shape("hinge_loss", "logits", x, "targets", t, "pass one-hot targets of the logits' shape")
     forward = ops.hinge_loss(x.value, t.value, float(margin))
 
     def backward(grad: Tensor) -> list[Tensor | None]:

@@ -12,7 +12,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.cache import weights
-from clamp.functions.casting import Casting, NotOwned, Operand, Promote, as_node, implements, record
+from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, record
 from clamp.ops.elementwise import elementwise
 from clamp.ops.gemm import gemm, pack_b
 from clamp.ops.reduce_to_shape import sum_to_shape
@@ -132,7 +132,7 @@ def linear_relu(
     """
     xo, wo = casting.operands(as_node(x), as_node(w))
     # A bias is read in its own dtype (policy match), so it takes no part in the casting.
-    bo = None if bias is None else _as_is(as_node(bias))
+    bo = None if bias is None else as_is(bias)
     if len(xo.shape) != 2 or len(wo.shape) != 2:
         raise ValueError(f"linear_relu takes x (M, K) and w (K, N), got {xo.shape} and {wo.shape}")
     dtype = casting.result_dtype(xo, wo)
@@ -150,10 +150,6 @@ def linear_relu(
         return [gx, gw] if bo is None else [gx, gw, gb]
 
     return record(out, backward, (xo, wo) if bo is None else (xo, wo, bo), "linear_relu", tape)
-
-
-def _as_is(x: TensorLike) -> Operand:
-    return Promote().operands(x)[0]
 
 
 @implements("netcl.ops.matmul.matmul")

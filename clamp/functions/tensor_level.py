@@ -163,3 +163,15 @@ def broadcast_binary(
         raise NotOwned
     operands = float_operands(casting, a, b)
     return elementwise(_BINARY_OPS[op], casting.result_dtype(*operands), *(x.value for x in operands))
+
+
+@implements("netcl.ops.elementwise.elementwise_binary")
+def elementwise_binary(
+    casting: Casting, a: Tensor, b: Tensor, expression: str, out: Tensor | None = None, pool: Any = None
+) -> Tensor:
+    """A function of two tensors of one shape, as the operators of tensors write it: ``"ADD(v0, v1)"``."""
+    op = expression.removesuffix("(v0, v1)")
+    if tuple(a.shape) != tuple(b.shape):
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise ValueError(f"elementwise_binary: the shapes {shapes} differ; broadcast_binary takes such tensors")
+    return broadcast_binary(casting, a, b, op, out)

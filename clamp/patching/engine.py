@@ -3,20 +3,23 @@ ops nobody patched, and word of every write to a parameter."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import wrapt
+from netcl.ops.bf16_act import from_bf16_host, to_bf16_host
 
-from clamp import bridge
+from clamp import bridge, gradients, masters
 from clamp.autocast import current_region, no_casts, thread_casts_off
 from clamp.bridge import HALF_DTYPES, Node, Tape, Tensor
 from clamp.cache import weights
 from clamp.functions.casting import cast_node
-from clamp.ops.cast import cast
+from clamp.ops.cast import cast, cast_into
 from clamp.ops.elementwise import elementwise
-from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, reporter
+from clamp.patching import custom
+from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, reporter, tensors_in, writes, written
 from clamp.policy import CastPolicy, Entry
 
 Arguments = tuple[Any, ...]
@@ -49,40 +52,57 @@ def tape_backward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords
     the graph would be propagated a second time, and a parameter's node that outlives ``zero_grad`` (which clears
     only ``Tensor.grad``) would bring its old gradient back.
     """
+    gradients.refuse_penalty(kwargs.pop("create_graph", False))
     root = args[0] if args else kwargs["loss"]
+    leaves, scaled = [], False
     for node in bridge.graph(root):
         if node.parents:
             node.grad = None
             node.value.grad = None
-        elif node.grad is not None and getattr(node.value, "grad", None) is None:
-            node.grad = None
-    with no_casts():
+            scaled = scaled or node.op_name == gradients.SCALE_OP
+        else:
+            if node.grad is not None and getattr(node.value, "grad", None) is None:
+                node.grad = None
+            gradients.refuse_penalty(gradients.is_penalty(node.value))
+            leaves.append(node.value)
+    with no_casts(), gradients.delivered(leaves, scaled):
         wrapped(*args, **kwargs)
 
 
-def node_backward(self: Node, grad: Tensor | None = None) -> None:
+def node_backward(
+    self: Node, grad: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False
+) -> None:
     """Runs backward from this node, as ``Tape().backward(node)`` does; only leaves keep their gradients.
 
     Args:
         grad: gradient of this node, of its shape; ones if not given.
+        retain_graph: has no effect: netcl keeps a graph as long as its nodes live.
+        create_graph: refused, netcl has no second derivatives.
+
+    Raises:
+        NotImplementedError: ``create_graph``, or the loss was made from a gradient.
     """
+    gradients.refuse_penalty(create_graph)
     Tape(retain_grads=False).backward(self, grad)
 
 
 def apply_op(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
     """The net under every recorded op that is neither clamp's nor wrapped: its 16-bit inputs are widened.
 
-    Inside a function that a user declared half, the user's kernels do read 16 bits; there nothing is widened.
+    Inside a function that a user declared half, the user's kernels do read 16 bits; there nothing is widened. A
+    forward function may name the dtype that it wants its inputs in (clamp/patching/custom.py).
     """
-    nodes = args[2:]
-    if thread_casts_off() or not Installed.now or not any(_is_half(node) for node in nodes):
-        return wrapped(*args, **kwargs)
-    forward, backward = args[:2]
+    forward, backward, *nodes = args
+    dtype = custom.input_dtype(forward) if Installed.now else None
+    if dtype is None and (thread_casts_off() or not Installed.now or not any(_is_half(node) for node in nodes)):
+        return wrapped(forward, custom.bound(backward, forward, nodes), *nodes, **kwargs)
     region = current_region()
     name = str(kwargs.get("op_name") or getattr(forward, "__name__", "op"))
     report, use_cache = reporter(region, name), region is None or region.cache_enabled
-    widened = [cast_node(node, "float32", report, use_cache) if _is_half(node) else node for node in nodes]
+    cast_one = partial(cast_node, dtype=dtype or "float32", report=report, use_cache=use_cache)
+    widened = [cast_one(x) if _is_half(x) or (dtype and _is_floating(x)) else x for x in nodes]
     swaps = [(node, wide) for node, wide in zip(nodes, widened, strict=True) if node is not wide]
+    backward = custom.bound(backward, forward, widened)
     if backward is not None:
         backward = _reading_widened(backward, swaps)
     return wrapped(forward, backward, *widened, **kwargs)
@@ -112,6 +132,11 @@ def _show(x: Any, value: Tensor) -> dict[str, Any]:
     return before
 
 
+def _is_floating(x: Any) -> bool:
+    value = getattr(x, "value", None)
+    return isinstance(value, Tensor) and value.dtype in bridge.STORAGE and bridge.on_device(value)
+
+
 def _is_half(x: Any) -> bool:
     return getattr(getattr(x, "value", None), "dtype", None) in HALF_DTYPES
 
@@ -121,14 +146,39 @@ def keep_tensor(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def to_host(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """A tensor's values on the host; of bfloat16 as float32, not netcl's 16-bit words.
+
+    A script that computes with what it reads, an accuracy say, would take the words for numbers.
+    """
+    host = wrapped(*args, **kwargs)
+    return from_bf16_host(host) if instance.dtype == "bfloat16" and host.dtype == np.uint16 else host
+
+
+def from_host(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """A tensor of host values; to bfloat16 numbers are rounded, where netcl would cut them to integer words."""
+
+    def call(queue: Any, data: Any, dtype: str | None = None, *more: Any, **named: Any) -> Tensor:
+        if dtype == "bfloat16" and np.asarray(data).dtype != np.uint16:
+            data = to_bf16_host(np.asarray(data).astype(np.float32))
+        return wrapped(queue, data, dtype, *more, **named)
+
+    return call(*args, **kwargs)
+
+
+def bf16_to_host(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """netcl's way to read bfloat16 as float32, which is what ``to_host`` gives already."""
+    tensor = args[0] if args else kwargs["t"]
+    return tensor.to_host()
+
+
 def transfer_write(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
     """netcl's copies and fills, ``f(queue, destination, ...)``: what was derived from the destination is stale."""
     destination = args[1] if len(args) > 1 else kwargs.get("dst")
     try:
         return wrapped(*args, **kwargs)
     finally:
-        if len(weights):
-            weights.drop_buffer(destination)
+        masters.written(destination)
 
 
 _COMPILED = Entry("netcl.autograd.jit_compile", CastPolicy.FLOAT, "netcl compiles kernels of float.")
@@ -173,40 +223,68 @@ def _names_half(key: object) -> bool:
 
 # ---------------------------------------------------------------------------------------------- writes in place
 
-_WRITTEN = ("out", "dst")
-
-
-def writes(function: Any) -> bool:
-    """Whether a function can write into a tensor that it is given: it has a parameter ``out`` or ``dst``."""
-    return inspect.isfunction(function) and any(name in inspect.signature(function).parameters for name in _WRITTEN)
-
 
 def noting_writes(function: Any, wrapper: Wrapper) -> Wrapper:
-    """``wrapper``, and for functions that write into an argument: what was derived from that one is stale after.
-
-    A function whose 16-bit arguments would be widened must not be given a 16-bit one to write to: it would write
-    to the widened copy.
-    """
+    """``wrapper``, and for functions that write into an argument: what was derived from that one is stale after."""
     if not writes(function):
         return wrapper
-    parameters = list(inspect.signature(function).parameters)
-    places = [(name, parameters.index(name)) for name in _WRITTEN if name in parameters]
 
     def call(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
-        written = [args[place] if len(args) > place else kwargs.get(name) for name, place in places]
-        if Installed.now and wrapper is not as_it_is and any(_is_half(target) for target in written):
-            raise TypeError(
-                f"{function.__name__} was given a 16-bit tensor to write to, and clamp has no kernel that does: "
-                f"pass a float32 tensor, or call it without {' or '.join(name for name, _ in places)}"
-            )
+        targets = written(function, args, kwargs)
         try:
             return wrapper(wrapped, instance, args, kwargs)
         finally:
-            for target in written:
-                if target is not None and len(weights):
-                    weights.drop_buffer(getattr(target, "buffer", None))
+            for target in targets:
+                if target is not None:
+                    masters.written(getattr(target, "buffer", None))
 
     return call
+
+
+def in_place(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """A netcl function that writes, in fp32, into tensors that it is given, or into their gradients.
+
+    While it runs its 16-bit tensors show widened content; after, they hold the result in their own dtype.
+    """
+    args = tuple(list(x) if isinstance(x, Iterator) else x for x in args)
+    given = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+    if not Installed.now or not given:
+        return wrapped(*args, **kwargs)
+    given |= {id(tensor.grad): tensor.grad for tensor in list(given.values()) if tensor.grad is not None}
+    narrow = [tensor for tensor in given.values() if _is_half(tensor) and bridge.on_device(tensor)]
+    widened = [cast(tensor, "float32") for tensor in narrow]
+    kept = [_show(*pair) for pair in zip(narrow, widened, strict=True)]
+    try:
+        with no_casts():
+            return wrapped(*args, **kwargs)
+    finally:
+        for tensor, before, wide in zip(narrow, kept, widened, strict=True):
+            wide.buffer = tensor.buffer
+            vars(tensor).update(before)
+            cast_into(wide, tensor)
+        for tensor in given.values() if len(weights) else ():
+            weights.drop_buffer(tensor.buffer)
+
+
+def clip_gradients(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """netcl's clipping by norm: refused while gradients are multiplied by the loss scale, and so their norm.
+
+    Raises:
+        RuntimeError: a gradient is scaled.
+    """
+
+    def call(params: Any, *more: Any, **named: Any) -> Any:
+        params = list(params)
+        if Installed.now:
+            gradients.require_unscaled(
+                params,
+                f"{wrapped.__name__}()",
+                "the norm would be that many times too large. Clip after `with handle.scale_loss(...)`, after "
+                "scaler.unscale_(optimizer) or after scaler.unscale_grads(params), before the step.",
+            )
+        return in_place(wrapped, instance, (params, *more), named)
+
+    return call(*args, **kwargs)
 
 
 def as_it_is(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:

@@ -12,16 +12,19 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import netcl
 import wrapt
 
+from clamp import masters
 from clamp.bridge import Node, compiler, recorded_ops
 from clamp.functions.casting import OWNED
-from clamp.patching import engine
-from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, owned_wrapper, user_wrapper
+from clamp.patching import capture, collectives, compiled, engine, layers
+from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, owned_wrapper, user_wrapper, writes
 from clamp.policy import CastPolicy, Entry, PolicyTable
 
 _MISSING = object()
@@ -43,7 +46,7 @@ class Registration:
         return f"{prefix}.{self.name}"
 
 
-#: netcl functions that are met whatever the lists say
+#: netcl functions and methods that are met whatever the lists say
 _ENGINE: dict[str, Wrapper] = {
     "netcl.autograd.engine.apply_op": engine.apply_op,
     "netcl.autograd.engine.ones_like": engine.ones_like,
@@ -51,19 +54,53 @@ _ENGINE: dict[str, Wrapper] = {
     "netcl.autograd.engine.add_out_of_place": engine.add_gradients,
     "netcl.autograd.engine.Tape.backward": engine.tape_backward,
     "netcl.autograd.compiler.jit_compile": engine.jit_compile,
+    "netcl.autograd.forward_compiler.ForwardCompiler.compile": compiled.compile_forward,
+    "netcl.autograd.forward_compiler.CompiledForward.__call__": compiled.replay_forward,
+    "netcl.autograd.graph.CompiledGraph.__enter__": compiled.enter_graph,
+    "netcl.autograd.graph.CompiledGraph.__exit__": compiled.exit_graph,
+    "netcl.autograd.graph.CompiledGraph.compile": compiled.compile_graph,
+    "netcl.autograd.graph.CompiledGraph.replay": compiled.replay_graph,
+    "netcl.runtime.capture.KernelCapture.begin": capture.begin,
+    "netcl.runtime.capture.KernelCapture.end": capture.end,
+    "netcl.runtime.capture.KernelCapture.clear": capture.clear,
+    "netcl.runtime.capture.KernelCapture.replay": capture.replay,
+    "netcl.runtime.capture.KernelCapture.replay_with_new_buffers": capture.replay_with_new_buffers,
+    "netcl.nn.layers._FusedConvReLUTrain.forward": layers.fused_conv_relu,
+    "netcl.nn.containers.GELU.forward": layers.gelu,
+    "netcl.core.tensor.Tensor.to_host": engine.to_host,
+    "netcl.core.tensor.Tensor.from_host": engine.from_host,
+    "netcl.ops.bf16_act.bf16_to_host": engine.bf16_to_host,
     "netcl.core.transfer.write": engine.transfer_write,
     "netcl.core.transfer.copy": engine.transfer_write,
     "netcl.core.transfer.fill": engine.transfer_write,
+    "netcl.distributed.collectives.all_reduce": collectives.all_reduce,
+    "netcl.distributed.collectives.all_reduce_p2p": collectives.all_reduce,
+    "netcl.distributed.collectives.broadcast": collectives.broadcast,
+    "netcl.amp.master_param": masters.master_param,
+    "netcl.optim.ema.ModelEMA.update": masters.in_fp32,
+    "netcl.optim.ema.ModelEMA.copy_to_model": masters.in_fp32,
+    "netcl.optim.ema.ModelEMA.restore": masters.in_fp32,
+    "netcl.optim.ema._clone": masters.in_fp32,
+    "netcl.optim.clip.clip_grad_norm": engine.clip_gradients,
+    "netcl.optim.clip.clip_grad_norm_device": engine.clip_gradients,
 }
+
+#: functions and methods of netcl's that the faces of ``clamp.compat`` answer for
+_FACES: dict[str, Wrapper] = {}
+
+
+def answers_for(*names: str) -> Callable[[Wrapper], Wrapper]:
+    """Registers a wrapper for functions and methods of netcl's, by full name, for as long as patches are installed."""
+
+    def register(wrapper: Wrapper) -> Wrapper:
+        _FACES.update(dict.fromkeys(names, wrapper))
+        return wrapper
+
+    return register
+
 
 #: where netcl keeps its differentiable functions
 _RECORDED_MODULES = ("netcl.autograd.ops", "netcl.autograd.shape_ops", "netcl.autograd.bf16_ops")
-
-#: where netcl keeps functions that compute on tensors
-_TENSOR_MODULES = (
-    "netcl.autograd.ops", "netcl.autograd.shape_ops", "netcl.ops.", "netcl.nn.batchnorm", "netcl.nn.groupnorm",
-    "netcl.nn.layernorm", "netcl.nn.loss", "netcl.nn.padding", "netcl.nn.pooling",
-)  # fmt: skip
 
 _OPTIMIZERS = tuple(
     f"netcl.optim.{module}.{name}"
@@ -78,27 +115,42 @@ _OPTIMIZERS = tuple(
 
 
 class Patches:
-    """The wrappers of one ``init``, from ``install`` to ``remove``."""
+    """The wrappers of one ``init``, from ``install`` to ``remove``.
 
-    def __init__(self, policies: PolicyTable, registrations: Iterable[Registration], step: Wrapper) -> None:
+    Args:
+        policies: which function runs in which precision.
+        registrations: the user's functions to cast.
+        step: wrapper of every optimizer's ``step``.
+        functions: wrappers of more netcl functions, by full name.
+    """
+
+    def __init__(
+        self,
+        policies: PolicyTable,
+        registrations: Iterable[Registration],
+        step: Wrapper,
+        functions: Mapping[str, Wrapper] | None = None,
+    ) -> None:
         self._policies = policies
+        self._functions = {"netcl.distributed.data_parallel.sync_grads": collectives.sync_grads, **(functions or {})}
         self._registrations = list(registrations)
         self._step = step
         self._wrappers: dict[int, tuple[Any, Any]] = {}  # id of the original -> (original, wrapper)
         self._undo: list[tuple[Any, str, Any, Any]] = []  # owner, name, what stood there, what we put there
-        self._stepped: weakref.WeakSet[type] = weakref.WeakSet()
+        self._stepped: set[tuple[type, str]] = set()
 
     # ------------------------------------------------------------------------------------------ install
 
     def install(self) -> None:
         """Wraps everything; on an error nothing stays wrapped."""
         try:
-            for name, wrapper in _ENGINE.items():
+            for name, wrapper in (_ENGINE | self._functions).items():
                 self._wrap_attribute(*_resolve(name), wrapper)
+            self._wrap_faces(sys.modules)
             for name in _OPTIMIZERS:
                 self.wrap_step(_resolve(name)[2])
             self._wrap_listed()
-            self._wrap_unlisted()
+            self._wrap_unlisted(list(sys.modules.values()))
             for registration in self._registrations:
                 if registration.full_name not in self._policies:
                     wrapper = user_wrapper(registration.name, registration.policy)
@@ -113,36 +165,42 @@ class Patches:
             self.remove()
             raise
 
+    def _wrap_faces(self, modules: Iterable[str]) -> None:
+        for name, wrapper in _FACES.items():
+            if any(name.startswith(f"{module}.") and module != "netcl" for module in modules):
+                self._wrap_attribute(*_resolve(name), wrapper)
+
     def _wrap_listed(self) -> None:
         for entry in self._policies:
-            if entry.function == "*" or (entry.policy is CastPolicy.NONE and not engine.writes(_function_of(entry))):
-                continue
-            if entry.module not in sys.modules:
-                if not entry.name.startswith("netcl."):
-                    _when_imported(entry.module, self)
-                    continue
-                importlib.import_module(entry.module)
-            self._wrap_entry(entry)
+            if entry.module in sys.modules:
+                self._wrap_entry(entry)
+        for name in {entry.module for entry in self._policies} | set(_netcl_modules()):
+            if name not in sys.modules:
+                _when_imported(name)
 
-    def _wrap_unlisted(self) -> None:
-        """Functions on tensors that no list names: a newer netcl's, or netcl's inner ones. They run in fp32."""
+    def _wrap_unlisted(self, modules: Iterable[types.ModuleType]) -> None:
+        """Functions that no list names, those of a newer netcl: 16-bit tensors among their inputs are widened."""
         none = {id(_function_of(entry)) for entry in self._policies if entry.policy is CastPolicy.NONE}
-        for module in list(sys.modules.values()):
+        for module in modules:
             name = getattr(module, "__name__", "")
-            if not name.startswith(_TENSOR_MODULES) or f"{name}.*" in self._policies:
+            if not name.startswith("netcl.") or f"{name}.*" in self._policies:
                 continue
             for function_name, function in list(vars(module).items()):
                 entry = Entry(f"{name}.{function_name}", CastPolicy.FLOAT, "on no list")
-                if id(function) not in none and _computes_on_tensors(function, module):
+                if entry.name in self._policies.calls:
+                    continue  # what it hands over to is wrapped, and must see the inputs as they are
+                if id(function) not in none and _is_own_function(function, module):
                     self._wrapper_of(function, netcl_wrapper(entry))
 
     def _wrap_entry(self, entry: Entry) -> None:
         original = _function_of(entry)
-        if original is None:
-            return  # a function that this release of netcl does not have
+        if original is None or (entry.policy is CastPolicy.NONE and not writes(original)):
+            return  # "*", or a function that this release of netcl does not have
         wrapper: Wrapper
         if entry.policy is CastPolicy.NONE:
             wrapper = engine.as_it_is
+        elif entry.in_place:
+            wrapper = engine.in_place
         elif entry.name in OWNED:
             wrapper = owned_wrapper(entry, OWNED[entry.name])
         elif entry.name.startswith("netcl."):
@@ -154,7 +212,8 @@ class Patches:
     def _wrap_registered(self, registration: Registration, wrapper: Wrapper) -> None:
         owner = registration.owner
         if isinstance(owner, types.ModuleType):
-            self._wrapper_of(getattr(owner, registration.name), wrapper)
+            # Set here, not only by _rebind: a module need not be in sys.modules.
+            self._set(owner, registration.name, self._wrapper_of(getattr(owner, registration.name), wrapper))
         else:
             self._wrap_attribute(*wrapt.resolve_path(owner, registration.name), wrapper)
 
@@ -172,19 +231,32 @@ class Patches:
             self._set(owner, name, wrapt.FunctionWrapper(original, wrapper))
 
     def wrap_step(self, optimizer_class: type) -> None:
-        """Puts the step guard over ``step`` of the class that defines it for this optimizer class."""
-        owner = next((cls for cls in optimizer_class.__mro__ if "step" in vars(cls)), None)
-        if owner is not None and owner not in self._stepped:
-            self._stepped.add(owner)
-            self._set(owner, "step", wrapt.FunctionWrapper(vars(owner)["step"], self._step))
+        """Puts the step guard over ``step`` of the class that defines it for this optimizer class.
+
+        ``zero_grad`` gets to know the gradients of 16-bit parameters, ``state_dict`` the parameters added meanwhile.
+        """
+        wrappers = {
+            "step": capture.as_host_step(self._step),
+            "zero_grad": masters.zero_grad,
+            "state_dict": masters.with_new_parameters,
+            "load_state_dict": masters.with_new_parameters,
+        }
+        for name, wrapper in wrappers.items():
+            owner = next((cls for cls in optimizer_class.__mro__ if name in vars(cls)), None)
+            if owner is not None and (owner, name) not in self._stepped:
+                self._stepped.add((owner, name))
+                self._set(owner, name, wrapt.FunctionWrapper(vars(owner)[name], wrapper))
 
     def module_imported(self, module: types.ModuleType) -> None:
-        """A module named in a list has just been imported: wrap what is listed of it."""
+        """A module of netcl's, or one named in a list, has just been imported: wrap what is listed of it."""
         before = set(self._wrappers)
+        self._wrap_faces([module.__name__])
         for entry in self._policies:
-            if entry.module == module.__name__ and entry.policy is not CastPolicy.NONE:
+            if entry.module == module.__name__:
                 self._wrap_entry(entry)
-        self._rebind({key: self._wrappers[key][1] for key in self._wrappers.keys() - before})
+        self._wrap_unlisted([module])
+        if new := self._wrappers.keys() - before:
+            self._rebind({key: self._wrappers[key][1] for key in new})
 
     # ------------------------------------------------------------------------------------------ rebinding
 
@@ -207,6 +279,7 @@ class Patches:
 
     def remove(self) -> None:
         """Restores every name to the identical object it had; what a user replaced meanwhile is left alone."""
+        capture.abandon()
         Installed.now = False
         _set_active(None)
         for owner, name, original, ours in reversed(self._undo):
@@ -231,12 +304,9 @@ def _function_of(entry: Entry) -> Any:
     return getattr(sys.modules.get(entry.module), entry.function, None)
 
 
-def _computes_on_tensors(function: Any, module: types.ModuleType) -> bool:
-    """Whether a module's attribute is a public function of its own that takes tensors or nodes."""
-    if not inspect.isfunction(function) or function.__module__ != module.__name__ or function.__name__[0] == "_":
-        return False
-    annotations = [str(parameter.annotation) for parameter in inspect.signature(function).parameters.values()]
-    return any("Tensor" in annotation or "Node" in annotation for annotation in annotations)
+def _is_own_function(function: Any, module: types.ModuleType) -> bool:
+    """Whether a module's attribute is a public function that the module itself defines."""
+    return inspect.isfunction(function) and function.__module__ == module.__name__ and function.__name__[0] != "_"
 
 
 def _resolve(full_name: str) -> tuple[Any, str, Any]:
@@ -252,6 +322,13 @@ def _resolve(full_name: str) -> tuple[Any, str, Any]:
         # netcl.ops.matmul, the module, is hidden behind netcl.ops.matmul, the function.
         owner, name, original = wrapt.resolve_path(sys.modules[module.__name__], path)
         return owner, name, original
+
+
+def _netcl_modules() -> list[str]:
+    """Names of all modules of the installed netcl, loaded or not."""
+    folder = Path(netcl.__file__).parent
+    paths = (path.relative_to(folder.parent).with_suffix("") for path in folder.rglob("*.py"))
+    return [".".join(path.parts).removesuffix(".__init__") for path in paths]
 
 
 def _searched_modules() -> list[types.ModuleType]:
@@ -275,7 +352,7 @@ def _set_active(patches: Patches | None) -> None:
     _active = None if patches is None else weakref.ref(patches)
 
 
-def _when_imported(module: str, patches: Patches) -> None:
+def _when_imported(module: str) -> None:
     """Meets a module when it is imported. wrapt's hooks cannot be taken off, so there is one for each name."""
     if module in _hooked:
         return
@@ -284,6 +361,7 @@ def _when_imported(module: str, patches: Patches) -> None:
 
 
 def _imported(module: types.ModuleType) -> None:
+    _hooked.discard(module.__name__)  # wrapt drops a hook that it has called
     patches = _active() if _active is not None else None
     if patches is not None:
         patches.module_imported(module)

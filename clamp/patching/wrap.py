@@ -10,8 +10,9 @@ Three kinds of function are wrapped:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from clamp import bridge
@@ -49,8 +50,13 @@ class Installed:
     now = False
 
 
+#: backward of netcl's own ignores the gradient that arrives, and with it the loss scale: clamp's runs without casts too
+_IGNORES_GRADIENT = frozenset({"netcl.autograd.mse_loss"})
+
+
 def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
     """Wrapper for a netcl function that clamp has kernels for."""
+    always = entry.name in _IGNORES_GRADIENT
 
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not Installed.now:
@@ -58,7 +64,7 @@ def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
         region = casting_region()
         if region is None:
             # No casts here, but a 16-bit input must still not reach netcl's kernels.
-            if not holds_half(args, kwargs):
+            if not always and not holds_half(args, kwargs):
                 return wrapped(*args, **kwargs)
             casting: Casting = _AS_GIVEN
         else:
@@ -100,6 +106,7 @@ def user_wrapper(name: str, policy: CastPolicy) -> Wrapper:
             kwargs = {"dtype": "float32", **kwargs}
         target = _target_dtype(policy, region, args, kwargs)
         if target is not None:
+            refuse_half_targets(wrapped, args, kwargs)
             args, kwargs = cast_arguments(args, kwargs, target, reporter(region, name), region.cache_enabled)
         with no_casts():
             return wrapped(*args, **kwargs)
@@ -114,7 +121,7 @@ def _target_dtype(policy: CastPolicy, region: Region, args: tuple[Any, ...], kwa
     if policy is CastPolicy.FLOAT_SET_DTYPE and kwargs.get("dtype") is not None:
         return None
     if policy is CastPolicy.PROMOTE:
-        found = [value.dtype for value in _tensors((args, kwargs)) if value.dtype in bridge.STORAGE]
+        found = [value.dtype for value in tensors_in((args, kwargs)) if value.dtype in bridge.STORAGE]
         return widest(*found) if found else None
     return "float32" if policy in (CastPolicy.FLOAT, CastPolicy.FLOAT_SET_DTYPE, CastPolicy.BANNED) else None
 
@@ -144,11 +151,51 @@ def banned_message(entry: Entry) -> str:
 
 
 def _run_widened(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    refuse_half_targets(wrapped, args, kwargs)
     region = current_region()
     report, use_cache = reporter(region, entry.function), region is None or region.cache_enabled
     args, kwargs = cast_arguments(args, kwargs, "float32", report, use_cache)
     with no_casts():
         return wrapped(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------- writes in place
+
+_WRITTEN = ("out", "dst")
+
+
+def writes(function: Any) -> bool:
+    """Whether a function can write into a tensor that it is given: it has a parameter ``out`` or ``dst``."""
+    return inspect.isfunction(function) and bool(_written_places(function))
+
+
+def written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments of a call that the function writes into; None for those not given."""
+    return [args[place] if len(args) > place else kwargs.get(name) for name, place in _written_places(function)]
+
+
+@cache
+def _written_places(function: Any) -> tuple[tuple[str, int], ...]:
+    parameters = list(inspect.signature(function).parameters)
+    return tuple((name, parameters.index(name)) for name in _WRITTEN if name in parameters)
+
+
+def refuse_half_targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises TypeError where a function whose 16-bit arguments are about to be cast was given one to write to.
+
+    It would write to the copy.
+    """
+    if not writes(function):
+        return
+    if any(
+        getattr(getattr(target, "value", None), "dtype", None) in HALF_DTYPES
+        for target in written(function, args, kwargs)
+    ):
+        names = " or ".join(name for name, _ in _written_places(function))
+        raise TypeError(
+            f"{function.__name__} was given a 16-bit tensor to write to, and clamp has no kernel that does: "
+            f"pass a float32 tensor, or call it without {names}"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- arguments
@@ -199,14 +246,14 @@ def holds_half(args: tuple[Any, ...] | list[Any], kwargs: dict[str, Any]) -> boo
     return bool(kwargs) and holds_half(tuple(kwargs.values()), _NONE)
 
 
-def _tensors(x: Any) -> list[Tensor]:
+def tensors_in(x: Any) -> list[Tensor]:
     """Every tensor in nested arguments."""
     if isinstance(x, Node | Tensor):
         return [x.value] if isinstance(x.value, Tensor) else []
     if isinstance(x, dict):
         x = list(x.values())
     if isinstance(x, list | tuple):
-        return [tensor for item in x for tensor in _tensors(item)]
+        return [tensor for item in x for tensor in tensors_in(item)]
     return []
 
 

@@ -1,0 +1,124 @@
+"""Attention and rotary positions, under autograd and for bare tensors, with netcl's decoding from a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Tape, Tensor, TensorLike
+from clamp.functions.casting import Casting, Operand, as_is, as_node, implements, owned_value, record
+from clamp.functions.elementwise import float_operands
+from clamp.ops import attention as ops
+from clamp.ops.rope import rope as rotate
+
+
+@implements("netcl.autograd.flash_attention")
+def flash_attention(
+    casting: Casting, q: TensorLike, k: TensorLike, v: TensorLike, causal: bool = True,
+    scale: float | None = None, tape: Tape | None = None,
+) -> Any:  # fmt: skip
+    """softmax(q k' scale) v for q, k and v of one shape (B, H, T, D); see ``clamp.ops.attention.attention``.
+
+    Backward keeps q, k, v and a float a query, neither the weights nor the result.
+
+    Raises:
+        ValueError: shapes that are not four-dimensional and equal.
+    """
+    operands = qo, ko, vo = float_operands(casting, as_node(q), as_node(k), as_node(v))
+    out, lse = ops.attention(qo.value, ko.value, vo.value, causal, scale, out_dtype=casting.result_dtype(*operands))
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        return _gradients(operands, lse, grad, causal, scale)
+
+    return record(out, backward, operands, "flash_attention", tape)
+
+
+def _gradients(
+    operands: tuple[Operand, ...], lse: Tensor, grad: Tensor, causal: bool, scale: float | None
+) -> list[Tensor | None]:
+    if not any(operand.needs_grad for operand in operands):
+        return [None] * len(operands)
+    q, k, v = operands
+    grads = ops.attention_backward(
+        q.value, k.value, v.value, lse, grad, causal, scale, out_dtypes=(q.grad_dtype, k.grad_dtype, v.grad_dtype)
+    )
+    return [value if operand.needs_grad else None for operand, value in zip(operands, grads, strict=True)]
+
+
+@implements("netcl.ops.attention.flash_attention")
+def tensor_flash_attention(
+    casting: Casting, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None, pool: Any = None
+) -> tuple[Tensor, Tensor]:
+    """(result, log-sum-exp of each query's scores) of ``flash_attention``, the latter (B, H, T) in float32."""
+    operands = qo, ko, vo = float_operands(casting, as_node(q), as_node(k), as_node(v))
+    return ops.attention(qo.value, ko.value, vo.value, causal, scale, out_dtype=casting.result_dtype(*operands))
+
+
+@implements("netcl.ops.attention.flash_attention_backward")
+def tensor_flash_attention_backward(
+    casting: Casting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    causal: bool = True, scale: float | None = None, pool: Any = None,
+) -> ops.Gradients:  # fmt: skip
+    """Gradients of q, k and v, each in the dtype of its tensor. ``out`` is not needed."""
+    qo, ko, vo = float_operands(casting, as_node(q), as_node(k), as_node(v))
+    grad, sums = as_is(grad_out).value, as_is(lse).value
+    bridge.require_same_queue("flash_attention_backward", qo.value, grad, sums)
+    return ops.attention_backward(
+        qo.value, ko.value, vo.value, sums, grad, causal, scale,
+        out_dtypes=(qo.grad_dtype, ko.grad_dtype, vo.grad_dtype),
+    )  # fmt: skip
+
+
+@implements("netcl.ops.attention.flash_attention_decode")
+def flash_attention_decode(
+    casting: Casting, q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_len: int, scale: float | None = None,
+    pool: Any = None,
+) -> Tensor:  # fmt: skip
+    """One query a head, (B, H, 1, D), against the first ``cache_len`` positions of the caches (B, H, capacity, D).
+
+    The caches are read in the dtype they have: casting them would copy all of them for every new token.
+
+    Raises:
+        ValueError: shapes that do not fit, or ``cache_len`` beyond the capacity.
+    """
+    (qo,) = float_operands(casting, as_node(q))
+    keys, values = as_is(k_cache).value, as_is(v_cache).value
+    bridge.require_same_queue("flash_attention_decode", qo.value, keys, values)
+    dtype = casting.result_dtype(qo)
+    return ops.attention_decode(qo.value, keys, values, int(cache_len), scale, out_dtype=dtype)
+
+
+@implements("netcl.autograd.rope")
+def rope(
+    casting: Casting, x: TensorLike, positions: TensorLike, base: float = 10000.0, tape: Tape | None = None
+) -> Any:
+    """x (..., T, D), each pair of elements rotated by its angle at ``positions`` (T,); see ``clamp.ops.rope.rope``.
+
+    Backward turns the gradient back by the same angles.
+
+    Raises:
+        ValueError: D is odd, or there are not T positions.
+    """
+    (operand,) = float_operands(casting, as_node(x))
+    places = owned_value(as_node(positions))
+    bridge.require_same_queue("rope", operand.value, places)
+    out = rotate(operand.value, places, float(base), out_dtype=casting.result_dtype(operand))
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        if not operand.needs_grad:
+            return [None]
+        return [rotate(grad, places, float(base), inverse=True, out_dtype=operand.grad_dtype)]
+
+    return record(out, backward, (operand,), "rope", tape)
+
+
+@implements("netcl.ops.norm_rope.rope")
+def tensor_rope(
+    casting: Casting, x: Tensor, positions: Tensor, base: float = 10000.0, inverse: bool = False, pool: Any = None
+) -> Tensor:
+    """``rope`` of a bare tensor; with ``inverse`` by the negated angles."""
+    (operand,) = float_operands(casting, as_node(x))
+    places = owned_value(as_node(positions))
+    bridge.require_same_queue("rope", operand.value, places)
+    dtype = casting.result_dtype(operand)
+    return rotate(operand.value, places, float(base), inverse=bool(inverse), out_dtype=dtype)

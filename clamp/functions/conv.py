@@ -1,0 +1,306 @@
+"""Convolutions: forward and backward of netcl's conv2d, conv2d_relu and conv_transpose2d.
+
+The gradients are convolutions again (ops/conv.py). A weight's gradient is stored in the weight's own dtype straight
+from the fp32 sums; the bias is read, and gets its gradient, in its own dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Tape, Tensor, TensorLike
+from clamp.cache import weights
+from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, record
+from clamp.ops import conv as ops
+from clamp.ops.conv_geometry import Pair, Window
+from clamp.ops.conv_stage import Weights
+from clamp.ops.elementwise import elementwise
+from clamp.ops.reduce_to_shape import sum_to_shape
+
+Number = int | Sequence[int]  # netcl takes one number for both axes
+
+
+@implements("netcl.autograd.conv2d")
+def conv2d(
+    casting: Casting,
+    x: TensorLike,
+    w: TensorLike,
+    bias: TensorLike | None = None,
+    stride: Number = 1,
+    pad: Number = 0,
+    algo: str | None = None,
+    dilation: Number = 1,
+    groups: int = 1,
+    tape: Tape | None = None,
+) -> Any:
+    """Convolution of x (N, C, H, W) with w (F, C / groups, KH, KW), plus bias (F,).
+
+    Args:
+        stride, pad, dilation: one number, or one for each axis.
+        algo: has no effect; there is one algorithm for a device.
+
+    Raises:
+        ValueError: shapes that do not fit, or a stride, padding, dilation or number of groups that makes no sense.
+    """
+    window = _window("conv2d", stride, pad, dilation, groups)
+    return _convolve(casting, x, w, bias, window, False, "conv2d", tape)
+
+
+@implements("netcl.autograd.conv2d_relu")
+def conv2d_relu(
+    casting: Casting,
+    x: TensorLike,
+    w: TensorLike,
+    bias: TensorLike | None = None,
+    stride: Number = 1,
+    pad: Number = 0,
+    algo: str | None = None,
+    tape: Tape | None = None,
+) -> Any:
+    """relu of ``conv2d``, in its store. Backward keeps the result, not what relu was applied to.
+
+    netcl's fused layer does not pass its groups on: they follow from the shapes.
+    """
+    groups = _groups_of(bridge.value_of(as_node(x)).shape, bridge.value_of(as_node(w)).shape)
+    return _convolve(casting, x, w, bias, _window("conv2d_relu", stride, pad, 1, groups), True, "conv2d_relu", tape)
+
+
+@implements("netcl.autograd.conv_transpose2d")
+def conv_transpose2d(
+    casting: Casting,
+    x: TensorLike,
+    w: TensorLike,
+    bias: TensorLike | None = None,
+    stride: Number = 1,
+    pad: Number = 0,
+    tape: Tape | None = None,
+) -> Any:
+    """Transposed convolution of x (N, F, OH, OW) with w (F, C, KH, KW), plus bias (C,): the input gradient of the
+    convolution with w, and so its own gradients are that convolution and its weight gradient.
+
+    Args:
+        stride, pad: one number, or one for each axis.
+
+    Raises:
+        ValueError: shapes that do not fit, or no pixel is left of the result.
+    """
+    window = _window("conv_transpose2d", stride, pad, 1, 1)
+    xo, wo = casting.operands(as_node(x), as_node(w))
+    bo = None if bias is None else as_is(bias)
+    _check("conv_transpose2d", xo, wo, bo, wo.shape[:1], wo.shape[1:2])
+    extent = _pair("conv_transpose2d", "kernel", wo.shape[2:], 1)
+    image = window.transposed_output(_pair("conv_transpose2d", "x", xo.shape[2:], 0), extent)
+    if min(image) < 1:
+        raise ValueError(f"conv_transpose2d: x {xo.shape} with w {wo.shape} and pad {pad} leaves no pixel: {image}")
+    out = ops.conv2d_input_grad(
+        xo.value, _weights(wo, window, transposed=True), image, window,
+        out_dtype=casting.result_dtype(xo, wo), bias=None if bo is None else bo.value,
+    )  # fmt: skip
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        gx = gw = gb = None
+        if xo.needs_grad:
+            gx = ops.conv2d(grad, _weights(wo, window, transposed=False), window, out_dtype=xo.grad_dtype)
+        if wo.needs_grad:
+            gw = ops.conv2d_weight_grad(grad, xo.value, extent, window, out_dtype=wo.grad_dtype)
+        if bo is not None and bo.needs_grad:
+            gb = _bias_grad(grad, bo)
+        return [gx, gw] if bo is None else [gx, gw, gb]
+
+    return record(out, backward, (xo, wo) if bo is None else (xo, wo, bo), "conv_transpose2d", tape)
+
+
+def _convolve(
+    casting: Casting,
+    x: TensorLike,
+    w: TensorLike,
+    bias: TensorLike | None,
+    window: Window,
+    relu: bool,
+    name: str,
+    tape: Tape | None,
+) -> Any:
+    xo, wo = casting.operands(as_node(x), as_node(w))
+    bo = None if bias is None else as_is(bias)
+    _check(name, xo, wo, bo, (wo.shape[1] * window.groups,) if len(wo.shape) == 4 else (), wo.shape[:1])
+    if wo.shape[0] % window.groups:
+        raise ValueError(f"{name}: {wo.shape[0]} output channels do not fall into {window.groups} groups")
+    image, extent = _pair(name, "x", xo.shape[2:], 0), _pair(name, "kernel", wo.shape[2:], 1)
+    if min(window.output(image, extent)) < 1:
+        raise ValueError(f"{name}: the kernel of w {wo.shape} is larger than the image of x {xo.shape}, {window}")
+    out = ops.conv2d(
+        xo.value, _weights(wo, window, transposed=False), window,
+        out_dtype=casting.result_dtype(xo, wo), bias=None if bo is None else bo.value, relu=relu,
+    )  # fmt: skip
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        if relu:
+            grad = elementwise("relu_grad", out.dtype, grad, out)
+        gx = gw = gb = None
+        if xo.needs_grad:
+            packed = _weights(wo, window, transposed=True)
+            gx = ops.conv2d_input_grad(grad, packed, image, window, out_dtype=xo.grad_dtype)
+        if wo.needs_grad:
+            gw = ops.conv2d_weight_grad(xo.value, grad, extent, window, out_dtype=wo.grad_dtype)
+        if bo is not None and bo.needs_grad:
+            gb = _bias_grad(grad, bo)
+        return [gx, gw] if bo is None else [gx, gw, gb]
+
+    return record(out, backward, (xo, wo) if bo is None else (xo, wo, bo), name, tape)
+
+
+def _weights(w: Operand, window: Window, *, transposed: bool) -> Weights:
+    """The weights for the kernels. What is convolved with again and again, as in inference, is packed once."""
+    value = w.value
+    if w.weight is None:
+        return ops.pack_weights(value, window.groups, transposed=transposed)
+    kind = ("convolution", transposed, window.groups, value.dtype)
+    return weights.get_reused(w.weight, kind, lambda _: ops.pack_weights(value, window.groups, transposed=transposed))
+
+
+def _bias_grad(grad: Tensor, bias: Operand) -> Tensor:
+    """The sum over everything but channels."""
+    return bridge.view(sum_to_shape(grad, (1, grad.shape[1], 1, 1), bias.grad_dtype), bias.shape)
+
+
+def _groups_of(x: Sequence[int], w: Sequence[int]) -> int:
+    whole = len(x) == len(w) == 4 and w[1] > 0 and x[1] > 0 and x[1] % w[1] == 0
+    return int(x[1] // w[1]) if whole else 1
+
+
+def _window(name: str, stride: Number, pad: Number, dilation: Number, groups: int) -> Window:
+    if int(groups) < 1:
+        raise ValueError(f"{name}: groups is {groups}; it must be at least 1")
+    return Window(
+        _pair(name, "stride", stride, 1), _pair(name, "pad", pad, 0), _pair(name, "dilation", dilation, 1), int(groups)
+    )
+
+
+def _pair(name: str, what: str, number: Number, least: int) -> Pair:
+    pair = tuple(number) if isinstance(number, Sequence) else (number, number)
+    if len(pair) != 2 or any(int(n) != n or n < least for n in pair):
+        raise ValueError(f"{name}: {what} is {number}; it must be a whole number from {least} on, or two of them")
+    return int(pair[0]), int(pair[1])
+
+
+def _check(
+    name: str, x: Operand, w: Operand, bias: Operand | None, channels: Sequence[int], features: Sequence[int]
+) -> None:
+    if any(operand.value.dtype not in bridge.STORAGE for operand in (x, w, *([] if bias is None else [bias]))):
+        raise NotOwned
+    if len(x.shape) != 4 or len(w.shape) != 4:
+        raise ValueError(f"{name} takes x (N, C, H, W) and w with four dimensions, got {x.shape} and {w.shape}")
+    if x.shape[1] != channels[0]:
+        raise ValueError(f"{name}: x {x.shape} has {x.shape[1]} channels, but w {w.shape} needs {channels[0]}")
+    if bias is not None and tuple(bias.shape) != tuple(features):
+        raise ValueError(f"{name}: the bias has shape {bias.shape}; w {w.shape} needs {tuple(features)}")
+    tensors = [operand.value for operand in (x, w, *([] if bias is None else [bias]))]
+    bridge.require_same_queue(name, *tensors)
+
+
+# ------------------------------------------------------------------------------------------ tensor level
+
+
+@implements("netcl.ops.conv2d.conv2d")
+def tensor_conv2d(
+    casting: Casting,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    pool: Any = None,
+    stride: Number = 1,
+    pad: Number = 0,
+    use_im2col: bool = False,
+    algo: str | None = None,
+    strategy: str | None = None,
+    fuse_relu: bool | None = None,
+    dilation: Number = 1,
+    groups: int = 1,
+) -> Any:
+    """``conv2d`` of bare tensors, with relu if ``fuse_relu``.
+
+    Raises:
+        NotOwned: ``out`` is given.
+    """
+    if out is not None:
+        raise NotOwned
+    window = _window("conv2d", stride, pad, dilation, groups)
+    return _convolve(casting, x, w, bias, window, bool(fuse_relu), "conv2d", None)
+
+
+@implements("netcl.ops.conv2d.conv2d_backward")
+def tensor_conv2d_backward(
+    casting: Casting,
+    x: Tensor,
+    w: Tensor,
+    grad_out: Tensor,
+    bias: Tensor | None = None,
+    pool: Any = None,
+    stride: Number = 1,
+    pad: Number = 0,
+    use_im2col: bool = False,
+    algo: str | None = None,
+    need_grad_x: bool = True,
+    dilation: Number = 1,
+    groups: int = 1,
+) -> Any:
+    """(gradient of x or None, of w, of the bias or None), each in its tensor's dtype."""
+    window = _window("conv2d_backward", stride, pad, dilation, groups)
+    xo, wo = casting.operands(as_node(x), as_node(w))
+    grad = as_is(grad_out).value
+    gx = gb = None
+    if need_grad_x:
+        packed = _weights(wo, window, transposed=True)
+        image = _pair("conv2d_backward", "x", xo.shape[2:], 0)
+        gx = ops.conv2d_input_grad(grad, packed, image, window, out_dtype=xo.grad_dtype)
+    extent = _pair("conv2d_backward", "kernel", wo.shape[2:], 1)
+    gw = ops.conv2d_weight_grad(xo.value, grad, extent, window, out_dtype=wo.grad_dtype)
+    if bias is not None:
+        gb = _bias_grad(grad, as_is(bias))
+    return gx, gw, gb
+
+
+@implements("netcl.ops.conv_transpose2d.conv_transpose2d")
+def tensor_conv_transpose2d(
+    casting: Casting,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    stride: Number = 1,
+    pad: Number = 0,
+    out: Tensor | None = None,
+    pool: Any = None,
+) -> Any:
+    """``conv_transpose2d`` of bare tensors.
+
+    Raises:
+        NotOwned: ``out`` is given.
+    """
+    if out is not None:
+        raise NotOwned
+    return conv_transpose2d(casting, x, w, bias, stride, pad)
+
+
+@implements("netcl.ops.fused_ops.fused_conv_bias_relu")
+def fused_conv_bias_relu(
+    casting: Casting,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    stride: Number = 1,
+    padding: Number = 0,
+    out: Tensor | None = None,
+    pool: Any = None,
+) -> Any:
+    """``conv2d_relu`` of bare tensors.
+
+    Raises:
+        NotOwned: ``out`` is given.
+    """
+    if out is not None:
+        raise NotOwned
+    window = _window("fused_conv_bias_relu", stride, padding, 1, 1)
+    return _convolve(casting, input, weight, bias, window, True, "fused_conv_bias_relu", None)

@@ -1,0 +1,111 @@
+"""Depthwise convolution under autograd, and netcl's tensor-level version of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Tape, Tensor
+from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, record
+from clamp.ops import depthwise as ops
+
+
+def _require_floating(*operands: Operand | None) -> None:
+    if any(operand is not None and operand.value.dtype not in bridge.STORAGE for operand in operands):
+        raise NotOwned  # integers: netcl says what it thinks of them
+
+
+@implements("netcl.autograd.depthwise_conv2d")
+def depthwise_conv2d(
+    casting: Casting,
+    x: Any,
+    w: Any,
+    bias: Any = None,
+    stride: int = 1,
+    pad: int = 0,
+    tape: Tape | None = None,
+) -> Any:
+    """Each channel of x (N, C, H, W) convolved with its own filter of w (C, 1, KH, KW), plus bias (C,).
+
+    The bias is read in its own dtype. The gradients of weight and bias are stored in their own dtypes, straight from
+    the fp32 sums.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    xo, wo = casting.operands(as_node(x), as_node(w))
+    bo = None if bias is None else as_is(bias)
+    _require_floating(xo, wo, bo)
+    dtype = casting.result_dtype(xo, wo)
+    offset = None if bo is None else bo.value
+    bridge.require_same_queue("depthwise_conv2d", xo.value, wo.value, *([] if offset is None else [offset]))
+    out = ops.depthwise_conv2d(xo.value, wo.value, offset, stride, pad, out_dtype=dtype)
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        gx = gw = gb = None
+        if xo.needs_grad:
+            gx = ops.input_gradient(xo.shape, wo.value, grad, stride, pad, out_dtype=xo.grad_dtype)
+        bias_dtype = bo.grad_dtype if bo is not None and bo.needs_grad else None
+        if wo.needs_grad:
+            gw, gb = ops.weight_gradient(
+                xo.value, wo.shape, grad, stride, pad, out_dtype=wo.grad_dtype, bias_dtype=bias_dtype
+            )
+        elif bias_dtype is not None:
+            gb = ops.bias_gradient(grad, bias_dtype)
+        if bo is None:
+            return [gx, gw]
+        return [gx, gw, None if gb is None else bridge.view(gb, bo.shape)]
+
+    return record(out, backward, (xo, wo) if bo is None else (xo, wo, bo), "depthwise_conv2d", tape)
+
+
+@implements("netcl.ops.depthwise_conv2d.depthwise_conv2d")
+def depthwise_conv2d_tensors(
+    casting: Casting,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    pad: int = 0,
+    out: Tensor | None = None,
+    pool: Any = None,
+    algo: str | None = None,
+) -> Any:
+    """``depthwise_conv2d`` of bare tensors. ``algo`` names one of netcl's kernels, which are not used.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        NotOwned: ``out`` is given.
+    """
+    if out is not None:
+        raise NotOwned
+    return depthwise_conv2d(casting, x, w, bias, stride, pad)
+
+
+@implements("netcl.ops.depthwise_conv2d.depthwise_conv2d_backward")
+def depthwise_conv2d_backward(
+    casting: Casting,
+    x: Tensor,
+    w: Tensor,
+    grad_out: Tensor,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    pad: int = 0,
+    pool: Any = None,
+    algo: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients by x, w and bias (None without one) of bare tensors, each in its own dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    xo, wo = casting.operands(as_node(x), as_node(w))
+    grad, bo = as_is(grad_out), None if bias is None else as_is(bias)
+    _require_floating(xo, wo, grad, bo)
+    bridge.require_same_queue("depthwise_conv2d_backward", xo.value, wo.value, grad.value)
+    gx = ops.input_gradient(xo.shape, wo.value, grad.value, stride, pad, out_dtype=xo.grad_dtype)
+    gw, gb = ops.weight_gradient(
+        xo.value, wo.shape, grad.value, stride, pad, out_dtype=wo.grad_dtype,
+        bias_dtype=None if bo is None else bo.grad_dtype,
+    )  # fmt: skip
+    return gx, gw, None if gb is None or bo is None else bridge.view(gb, bo.shape)

@@ -1,0 +1,263 @@
+"""Selecting, adding and comparing by index under autograd, and netcl's tensor-level versions.
+
+Indices are an int32 tensor of any shape, read flat; a floating tensor of whole numbers; or numbers on the host. A
+negative index counts from the end. One that is no place of the axis raises if it comes from the host; on the device it
+cannot: there it is read as NaN and adds to nothing (ops/indexing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from clamp import bridge
+from clamp.bridge import Node, Tape, Tensor
+from clamp.functions.casting import Casting, Match, NotOwned, Operand, as_node, implements, owned_value, record
+from clamp.ops import indexing as ops
+from clamp.ops import topk as topk_ops
+from clamp.ops.cast import cast
+from clamp.ops.reduce import normalize_axis
+
+
+def _indices(index: Any, x: Tensor, axis: int) -> Tensor:
+    """Indices into an axis of x, as int32 on x's queue.
+
+    Raises:
+        IndexError: an index given on the host is no place of the axis.
+        NotOwned: they are no integers, or a tensor that is not clamp's to read.
+    """
+    index = index.value if isinstance(index, Node) else index
+    if isinstance(index, Tensor):
+        value = owned_value(index)
+        bridge.require_same_queue("indices", x, value)
+        return ops.to_index(value) if value.dtype in bridge.STORAGE else value
+    extent = x.shape[normalize_axis(axis, len(x.shape))]
+    host = _host_integers(index)
+    wrong = host[(host < -extent) | (host >= extent)]
+    if wrong.size:
+        raise IndexError(f"index {wrong[0]} out of range for axis {axis} of size {extent}")
+    return _on_device(host, x.queue)
+
+
+def _host_integers(index: Any) -> Any:
+    try:
+        return np.asarray(index).astype(np.int64).ravel()
+    except (TypeError, ValueError):
+        raise NotOwned from None  # a tracer's value, or no numbers: netcl's own function judges
+
+
+def _on_device(host: Any, queue: Any) -> Tensor:
+    if host.size == 0:
+        return bridge.empty(queue, (0,), "int32")
+    return Tensor.from_host(queue, host.astype(np.int32), dtype="int32")
+
+
+def _floating(casting: Casting, *xs: Any) -> tuple[Operand, ...]:
+    operands = casting.operands(*(as_node(x) for x in xs))
+    if any(operand.value.dtype not in bridge.STORAGE for operand in operands):
+        raise NotOwned  # integers: netcl says what it thinks of them
+    return operands
+
+
+def _select(casting: Casting, x: Any, axis: int, index: Any, name: str, tape: Tape | None) -> Any:
+    (operand,) = casting.operands(as_node(x))
+    axis = normalize_axis(axis, len(operand.shape))
+    at = _indices(index, operand.value, axis)
+    dtype = casting.result_dtype(operand) if operand.value.dtype in bridge.STORAGE else "int32"
+    out = ops.index_select(operand.value, axis, at, out_dtype=dtype)
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        return [_selected_gradient(grad, operand.shape, axis, at, operand.grad_dtype) if operand.needs_grad else None]
+
+    return record(out, backward, (operand,), name, tape)
+
+
+def _selected_gradient(grad: Tensor, shape: Sequence[int], axis: int, at: Tensor, dtype: str) -> Tensor:
+    gradient = bridge.empty(grad.queue, shape, dtype)
+    ops.index_add(grad, shape, axis, at, gradient, None)
+    return gradient
+
+
+@implements("netcl.autograd.index_select")
+def index_select(casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | None = None) -> Any:
+    """The places of x along an axis that ``idx`` names, in its order, bit for bit.
+
+    Backward sums the gradients of a place that is named often in fp32, in a fixed order, and rounds once.
+
+    Args:
+        x: float32, float16, bfloat16 or int32.
+        idx: the indices (see the top of this file).
+
+    Raises:
+        ValueError: there is no such axis.
+        IndexError: an index given on the host is no place of the axis.
+    """
+    return _select(casting, x, axis, idx, "index_select", tape)
+
+
+@implements("netcl.autograd.gather")
+def gather(casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | None = None) -> Any:
+    """netcl's other name for ``index_select``."""
+    return _select(casting, x, axis, idx, "gather", tape)
+
+
+@implements("netcl.autograd.embedding")
+def embedding(casting: Casting, weight: Any, idx: Any, tape: Tape | None = None) -> Any:
+    """The rows of a table (num_embeddings, dim) that ``idx`` names: (number of indices, dim).
+
+    Arguments and errors as for ``index_select``.
+    """
+    return _select(casting, weight, 0, idx, "embedding", tape)
+
+
+@implements("netcl.autograd.index_add")
+def index_add(casting: Casting, dst: Any, axis: int, idx: Any, src: Any, tape: Tape | None = None) -> Any:
+    """A copy of dst, with each place of src added to the place of the axis that its index names.
+
+    The sums are formed in fp32, in a fixed order, and rounded once.
+
+    Args:
+        dst, src: float32, float16 or bfloat16, in any mixture. src has dst's extents, but one place for each index.
+        idx: the indices (see the top of this file).
+
+    Raises:
+        ValueError: there is no such axis, or src has another shape.
+        IndexError: an index given on the host is no place of the axis.
+    """
+    to, source = _floating(casting, dst, src)
+    axis = normalize_axis(axis, len(to.shape))
+    at = _indices(idx, to.value, axis)
+    out = bridge.empty(to.value.queue, to.shape, casting.result_dtype(to, source))
+    ops.index_add(source.value, to.shape, axis, at, out, to.value)
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        to_grad = source_grad = None
+        if to.needs_grad:
+            to_grad = cast(grad, to.grad_dtype)
+        if source.needs_grad:
+            source_grad = ops.index_select(grad, axis, at, out_dtype=source.grad_dtype, missing=0.0)
+        return [to_grad, source_grad]
+
+    return record(out, backward, (to, source), "index_add", tape)
+
+
+@implements("netcl.autograd.argmax")
+def argmax(casting: Casting, x: Any, axis: int = -1, keepdims: bool = False) -> Tensor:
+    """The place of the largest element along an axis, an int32 tensor; the first of equal ones, or of NaNs (numpy).
+
+    Raises:
+        ValueError: there is no such axis, or it is empty.
+    """
+    (operand,) = _floating(casting, x)
+    return topk_ops.argmax(operand.value, axis, keepdims)
+
+
+@implements("netcl.autograd.topk")
+def topk(casting: Casting, x: Any, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
+    """The k largest elements along an axis in descending order, and their places (int32). Not differentiable.
+
+    Equal elements come in the order of their places, NaN after everything else.
+
+    Raises:
+        ValueError: there is no such axis, or k is not in 1 .. its extent.
+    """
+    (operand,) = _floating(casting, x)
+    values, places = topk_ops.topk(operand.value, int(k), axis)
+    return cast(values, casting.result_dtype(operand)), places
+
+
+@implements("netcl.autograd.one_hot")
+def one_hot(casting: Casting, idx: Any, num_classes: int, queue: Any = None, dtype: str = "float32") -> Tensor:
+    """A row of zeros for each index, with a one at the index: (number of indices, num_classes).
+
+    An index outside 0 .. num_classes - 1 has a row of zeros, as in netcl (here nothing counts from the end).
+
+    Raises:
+        NotOwned: no floating dtype of clamp's, or indices on the host without a queue.
+    """
+    if dtype not in bridge.STORAGE:
+        raise NotOwned
+    if not isinstance(idx, Tensor):
+        if queue is None:
+            raise NotOwned
+        idx = _on_device(_host_integers(idx), queue)
+    return ops.one_hot(_as_int32(owned_value(idx)), int(num_classes), out_dtype=dtype)
+
+
+def _as_int32(index: Tensor) -> Tensor:
+    return ops.to_index(index) if index.dtype in bridge.STORAGE else index
+
+
+# -------------------------------------------------------------------------------------------- tensor level
+
+
+@implements("netcl.ops.indexing.index_select")
+def tensor_index_select(
+    casting: Casting, x: Tensor, axis: int, idx: Any, out: Tensor | None = None, pool: Any = None
+) -> Any:
+    """``index_select`` of a bare tensor, into ``out`` if it is given (of the result's shape and dtype)."""
+    if out is None:
+        return index_select(casting, x, axis, idx)
+    (operand,) = casting.operands(as_node(x))
+    at = _indices(idx, operand.value, axis)
+    dtype = casting.result_dtype(operand) if operand.value.dtype in bridge.STORAGE else "int32"
+    return ops.index_select(operand.value, axis, at, out_dtype=dtype, out=owned_value(out))
+
+
+@implements("netcl.ops.indexing.index_select_backward")
+def tensor_index_select_backward(
+    casting: Casting, grad_out: Tensor, x_shape: Sequence[int], axis: int, idx: Any, pool: Any = None
+) -> Tensor:
+    """The gradient of ``index_select`` for a tensor of shape ``x_shape``, in the incoming gradient's dtype."""
+    (grad,) = _floating(casting, grad_out)
+    shape = tuple(int(extent) for extent in x_shape)
+    axis = normalize_axis(axis, len(shape))
+    at = _as_int32(owned_value(idx)) if isinstance(idx, Tensor) else _on_device(_host_integers(idx), grad.value.queue)
+    return _selected_gradient(grad.value, shape, axis, at, casting.result_dtype(grad))
+
+
+@implements("netcl.ops.indexing.index_add")
+def tensor_index_add(casting: Casting, dst: Tensor, axis: int, idx: Any, src: Tensor) -> Tensor:
+    """Adds src to dst in place, as ``index_add`` adds to a copy; both are read as they are, whatever the policy.
+
+    Returns:
+        dst, in its own dtype.
+    """
+    to, source = _floating(Match(), dst, src)
+    target = to.value
+    ops.index_add(source.value, to.shape, axis, _indices(idx, target, axis), target, target)
+    return dst
+
+
+@implements("netcl.ops.indexing.argmax")
+def tensor_argmax(casting: Casting, x: Tensor, axis: int = -1, keepdims: bool = False, pool: Any = None) -> Tensor:
+    """``argmax`` of a bare tensor."""
+    return argmax(casting, x, axis, keepdims)
+
+
+@implements("netcl.ops.indexing.topk")
+def tensor_topk(casting: Casting, x: Tensor, k: int, axis: int = -1, pool: Any = None) -> tuple[Tensor, Tensor]:
+    """``topk`` of a bare tensor."""
+    return topk(casting, x, k, axis)
+
+
+@implements("netcl.ops.indexing.one_hot")
+def tensor_one_hot(
+    casting: Casting, idx: Any, num_classes: int, dtype: str = "float32", queue: Any = None, pool: Any = None
+) -> Tensor:
+    """``one_hot`` with its arguments in another order."""
+    return one_hot(casting, idx, num_classes, queue, dtype)
+
+
+@implements("netcl.ops.indexing.as_index_tensor")
+def tensor_as_index_tensor(casting: Casting, idx: Any, queue: Any = None, backend: str | None = None) -> Tensor:
+    """A floating tensor of whole numbers as flat int32, converted on the device; what else there is stays netcl's.
+
+    Raises:
+        NotOwned: idx is no such tensor.
+    """
+    if not isinstance(idx, Tensor) or idx.dtype not in bridge.STORAGE:
+        raise NotOwned
+    return ops.to_index(owned_value(idx))

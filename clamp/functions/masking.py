@@ -1,0 +1,54 @@
+"""masked_fill, under autograd and for bare tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Tape, Tensor, TensorLike
+from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, owned_value, record
+from clamp.functions.elementwise import float_operands
+from clamp.ops import masked_fill as ops
+
+
+def _operands(casting: Casting, x: TensorLike, mask: TensorLike) -> tuple[Operand, Tensor]:
+    (operand,) = float_operands(casting, as_node(x))
+    where = owned_value(as_node(mask))
+    bridge.require_same_queue("masked_fill", operand.value, where)
+    return operand, where
+
+
+@implements("netcl.autograd.masked_fill")
+def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float = -1e9, tape: Tape | None = None) -> Any:
+    """x with ``fill`` wherever the mask is not zero; no gradient flows there.
+
+    The mask may have any dtype and any shape whose size divides x's: it repeats over the leading elements.
+
+    Raises:
+        ValueError: it does not divide x's.
+    """
+    operand, where = _operands(casting, x, mask)
+    out = ops.masked_fill(operand.value, where, fill, out_dtype=casting.result_dtype(operand))
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        return [ops.masked_fill_backward(grad, where, out_dtype=operand.grad_dtype) if operand.needs_grad else None]
+
+    return record(out, backward, (operand,), "masked_fill", tape)
+
+
+@implements("netcl.ops.lm_ops.masked_fill")
+def tensor_masked_fill(
+    casting: Casting, x: Tensor, mask: Tensor, fill: float = -1e9, out: Tensor | None = None, pool: Any = None
+) -> Tensor:
+    """``masked_fill`` of a bare tensor."""
+    if out is not None:
+        raise NotOwned
+    operand, where = _operands(casting, x, mask)
+    return ops.masked_fill(operand.value, where, fill, out_dtype=casting.result_dtype(operand))
+
+
+@implements("netcl.ops.lm_ops.masked_fill_backward")
+def tensor_masked_fill_backward(casting: Casting, grad_out: Tensor, mask: Tensor, pool: Any = None) -> Tensor:
+    """The gradient where the mask is zero, 0 elsewhere."""
+    operand, where = _operands(casting, grad_out, mask)
+    return ops.masked_fill_backward(operand.value, where, out_dtype=casting.result_dtype(operand))

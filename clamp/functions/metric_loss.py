@@ -1,0 +1,301 @@
+"""Losses of metric learning under autograd: distances between embeddings, triplets, contrasts.
+
+A scalar loss is float32 of shape (1,), under every policy. Labels may be on the host (they are sent to the device) or
+a device tensor, which is read there: unlike netcl's, none of these functions brings anything to the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from clamp import bridge
+from clamp.bridge import Node, Tape, Tensor
+from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, record
+from clamp.functions.loss import require_floats, require_same_shape
+from clamp.ops import distances, info_nce, triplets
+from clamp.ops.loss import LABEL_STORAGE
+
+Distance = Literal["squared", "euclidean"]
+Reduction = Literal["mean", "sum"]
+
+
+def _require_choice(name: str, value: str, *choices: str) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+
+
+def _rows(casting: Casting, name: str, **arguments: Any) -> tuple[Operand, ...]:
+    """The arguments as operands: floating matrices, all of one shape."""
+    operands = casting.operands(*map(as_node, arguments.values()))
+    named = dict(zip(arguments, operands, strict=True))
+    require_floats(name, **named)
+    (first, x), *rest = named.items()
+    if len(x.shape) != 2:
+        raise ValueError(f"{name}: {first} has shape {x.shape}, and must be (N, D): one embedding a row")
+    for other, operand in rest:
+        require_same_shape(name, first, x, other, operand)
+    return operands
+
+
+def _labels(name: str, labels: Any, x: Tensor, as_classes: bool) -> Tensor:
+    """Labels as a device tensor, one for each row of x.
+
+    Args:
+        as_classes: only which labels are equal matters, so host labels of any size may be numbered anew.
+    """
+    value = labels.value if isinstance(labels, Node) else labels
+    if isinstance(value, Tensor):
+        if not bridge.on_device(value) or value.dtype not in LABEL_STORAGE:
+            raise NotOwned
+        bridge.require_same_queue(name, x, value)
+        size = value.size
+    else:
+        try:
+            host = np.asarray(value).astype(np.int64).ravel()
+        except (TypeError, ValueError):
+            raise NotOwned from None  # a tracer's value, or no numbers: netcl's own function judges
+        numbers = np.unique(host, return_inverse=True)[1].ravel() if as_classes else host
+        size, value = host.size, numbers.astype(np.int32)
+    if size != x.shape[0]:
+        raise ValueError(f"{name}: {size} labels for embeddings of shape {tuple(x.shape)}; pass one for each row")
+    if isinstance(value, Tensor):
+        return value
+    return Tensor.from_host(x.queue, value, dtype="int32") if size else bridge.empty(x.queue, (0,), "int32")
+
+
+# --------------------------------------------------------------------------------------------- distances
+
+
+@implements("netcl.autograd.pairwise_squared_distances")
+def pairwise_squared_distances(casting: Casting, X: Any, Y: Any = None, tape: Tape | None = None) -> Any:
+    """``sum((X[i] - Y[j])**2)`` of every pair of rows: shape (N, M); without Y, of X's rows among themselves.
+
+    Formed from differences: rows that are close keep their digits.
+
+    Args:
+        X: (N, D), Y: (M, D), each float32, float16 or bfloat16. Either may need a gradient.
+
+    Raises:
+        ValueError: they are no matrices, or D differs.
+        TypeError: one of them is not floating.
+    """
+    name = "pairwise_squared_distances"
+    operands = casting.operands(as_node(X), *([] if Y is None else [as_node(Y)]))
+    x, y = operands[0], operands[-1]
+    require_floats(name, X=x, Y=y)
+    if len(x.shape) != 2 or len(y.shape) != 2 or x.shape[1] != y.shape[1]:
+        raise ValueError(f"{name}: X has shape {x.shape}, Y has shape {y.shape}, and they must be (N, D) and (M, D)")
+    out = distances.all_pairs(x.value, y.value, out_dtype=casting.result_dtype(*operands))
+
+    def backward_of_one(grad: Tensor) -> list[Tensor | None]:
+        if not x.needs_grad:
+            return [None]
+        return [distances.gather(x.value, x.value, grad, x.grad_dtype, scale=2.0, symmetric=True)]
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        return [
+            distances.gather(x.value, y.value, grad, x.grad_dtype, scale=2.0) if x.needs_grad else None,
+            distances.gather(y.value, x.value, grad, y.grad_dtype, scale=2.0, transpose=True) if y.needs_grad else None,
+        ]
+
+    return record(out, backward_of_one if Y is None else backward, operands, name, tape)
+
+
+# -------------------------------------------------------------------------------------- pairs and triplets
+
+
+@implements("netcl.autograd.triplet_loss", "netcl.nn.loss.triplet_loss")
+def triplet_loss(
+    casting: Casting,
+    anchor: Any,
+    positive: Any,
+    negative: Any,
+    margin: float = 1.0,
+    distance: Distance = "squared",
+    reduction: Reduction = "mean",
+    tape: Tape | None = None,
+) -> Any:
+    """Mean or sum over rows of ``max(0, d(anchor, positive) - d(anchor, negative) + margin)``: float32, shape (1,).
+
+    Args:
+        anchor, positive, negative: (N, D), in any mixture of float32, float16 and bfloat16. Each may need a gradient.
+        distance: d is the squared distance, or "euclidean", ``sqrt(squared distance + 1e-8)``.
+
+    Raises:
+        ValueError: the shapes differ or are not (N, D); an unknown distance or reduction.
+        TypeError: one of them is not floating.
+    """
+    _require_choice("distance", distance, "squared", "euclidean")
+    _require_choice("reduction", reduction, "mean", "sum")
+    a, p, n = operands = _rows(casting, "triplet_loss", anchor=anchor, positive=positive, negative=negative)
+    forward = distances.triplet_loss(
+        a.value, p.value, n.value, float(margin), distance == "euclidean", reduction == "mean"
+    )
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        return [
+            _partner_gradient(a, (p, n), 0, forward, grad),
+            _partner_gradient(p, (a,), 0, forward, grad),
+            _partner_gradient(n, (a,), 1, forward, grad),
+        ]
+
+    return record(forward.loss, backward, operands, "triplet_loss", tape)
+
+
+@implements("netcl.autograd.contrastive_loss")
+def contrastive_loss(
+    casting: Casting,
+    x1: Any,
+    x2: Any,
+    labels: Any,
+    margin: float = 1.0,
+    reduction: Reduction = "mean",
+    tape: Tape | None = None,
+) -> Any:
+    """Mean or sum over rows of ``y * d**2 + (1 - y) * max(0, margin - d)**2``: float32, shape (1,).
+
+    ``d = |x1 - x2|``, in the second term ``sqrt(d**2 + 1e-8)``.
+
+    Args:
+        x1, x2: (N, D), in any mixture of float32, float16 and bfloat16. Either may need a gradient.
+        labels: N numbers y, 1 for rows that belong together and 0 for others: a host array, a list or a tensor.
+
+    Raises:
+        ValueError: the shapes differ or are not (N, D); another number of labels; an unknown reduction.
+        TypeError: x1 or x2 is not floating.
+    """
+    _require_choice("reduction", reduction, "mean", "sum")
+    x, y = operands = _rows(casting, "contrastive_loss", x1=x1, x2=x2)
+    on_device = _labels("contrastive_loss", labels, x.value, as_classes=False)
+    forward = distances.contrastive_loss(x.value, y.value, on_device, float(margin), reduction == "mean")
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        return [_partner_gradient(x, (y,), 0, forward, grad), _partner_gradient(y, (x,), 0, forward, grad)]
+
+    return record(forward.loss, backward, operands, "contrastive_loss", tape)
+
+
+def _partner_gradient(
+    own: Operand, partners: tuple[Operand, ...], first: int, forward: distances.PartnerLoss, grad: Tensor
+) -> Tensor | None:
+    if not own.needs_grad:
+        return None
+    values = tuple(partner.value for partner in partners)
+    return distances.partner_gradient(own.value, values, first, forward, grad, own.grad_dtype)
+
+
+@implements("netcl.autograd.batch_hard_triplet_loss")
+def batch_hard_triplet_loss(
+    casting: Casting,
+    embeddings: Any,
+    labels: Any,
+    margin: float = 1.0,
+    distance: Distance = "squared",
+    reduction: Reduction = "mean",
+    tape: Tape | None = None,
+) -> Any:
+    """``max(0, d(farthest of the same label) - d(nearest of another) + margin)`` over rows: float32, shape (1,).
+
+    A row without a partner of either kind adds 0; the mean is over all rows. Of equally far rows the first counts.
+
+    Args:
+        embeddings: (N, D), float32, float16 or bfloat16.
+        labels: N whole numbers: a host array, a list or a tensor.
+        distance: as for ``triplet_loss``.
+
+    Raises:
+        ValueError: embeddings are not (N, D); another number of labels; an unknown distance or reduction.
+        TypeError: embeddings are not floating.
+    """
+    return _mined(
+        casting, "batch_hard_triplet_loss", triplets.hardest_triplets,
+        embeddings, labels, margin, distance, reduction, tape,
+    )  # fmt: skip
+
+
+@implements("netcl.autograd.batch_all_triplet_loss")
+def batch_all_triplet_loss(
+    casting: Casting,
+    embeddings: Any,
+    labels: Any,
+    margin: float = 1.0,
+    distance: Distance = "squared",
+    reduction: Reduction = "mean",
+    tape: Tape | None = None,
+) -> Any:
+    """``max(0, d(i, j) - d(i, k) + margin)`` over every i, j of its label, k of another label: float32, shape (1,).
+
+    The mean is over the triplets that exceed 0. Arguments and errors as for ``batch_hard_triplet_loss``.
+    """
+    return _mined(
+        casting, "batch_all_triplet_loss", triplets.all_triplets,
+        embeddings, labels, margin, distance, reduction, tape,
+    )  # fmt: skip
+
+
+def _mined(
+    casting: Casting,
+    name: str,
+    mine: Any,
+    embeddings: Any,
+    labels: Any,
+    margin: float,
+    distance: str,
+    reduction: str,
+    tape: Tape | None,
+) -> Any:
+    _require_choice("distance", distance, "squared", "euclidean")
+    _require_choice("reduction", reduction, "mean", "sum")
+    (x,) = operands = _rows(casting, name, embeddings=embeddings)
+    on_device = _labels(name, labels, x.value, as_classes=True)
+    forward = mine(x.value, on_device, float(margin), distance == "euclidean", reduction == "mean")
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        return [triplets.triplet_gradient(x.value, forward, grad, x.grad_dtype) if x.needs_grad else None]
+
+    return record(forward.loss, backward, operands, name, tape)
+
+
+# ---------------------------------------------------------------------------------------------- contrasts
+
+
+@implements("netcl.autograd.info_nce_loss", "netcl.nn.loss.info_nce_loss")
+def info_nce_loss(
+    casting: Casting,
+    queries: Any,
+    keys: Any,
+    temperature: float = 0.07,
+    normalize: bool = True,
+    reduction: Reduction = "mean",
+    symmetric: bool = False,
+    tape: Tape | None = None,
+) -> Any:
+    """Cross entropy of ``softmax(queries @ keys.T / temperature)`` against the diagonal: float32, shape (1,).
+
+    Args:
+        queries, keys: (N, D), in any mixture of float32, float16 and bfloat16; row i of one belongs to row i of the
+            other. Either may need a gradient.
+        temperature: positive.
+        normalize: rows are divided by their norm (plus 1e-8) first, in fp32.
+        symmetric: the average with the loss of keys against queries.
+
+    Raises:
+        ValueError: the shapes differ or are not (N, D); a temperature that is not positive; an unknown reduction.
+        TypeError: one of them is not floating.
+    """
+    _require_choice("reduction", reduction, "mean", "sum")
+    if not temperature > 0.0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    q, k = operands = _rows(casting, "info_nce_loss", queries=queries, keys=keys)
+    forward = info_nce.info_nce(
+        q.value, k.value,
+        temperature=float(temperature), normalize=normalize, mean=reduction == "mean", symmetric=symmetric,
+    )  # fmt: skip
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        wanted = (operand.grad_dtype if operand.needs_grad else None for operand in operands)
+        return list(info_nce.info_nce_gradients(forward, grad, *wanted))
+
+    return record(forward.loss, backward, (q, k), "info_nce_loss", tape)

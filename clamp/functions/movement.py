@@ -1,0 +1,429 @@
+"""Joining and slicing under autograd: cat, stack, narrow, split, chunk, ``x[...]``; and netcl's tensor-level ones.
+
+netcl's tensors are whole buffers, so a slice is a copy. The gradients of a tensor's slices are not each padded with
+zeros to its full size and added up, as in netcl: between a node and its slices stands one node more, which collects
+their gradients and writes them, with zeros where no slice was, into one tensor (see ``_Slices``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from clamp import bridge
+from clamp.bridge import Node, Tape, Tensor
+from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, owned_value, record
+from clamp.ops import concat as ops
+from clamp.ops.concat import Part
+from clamp.ops.elementwise import elementwise
+from clamp.ops.reduce import around_axis, normalize_axis
+
+
+def _moved_dtype(casting: Casting, name: str, *operands: Operand) -> str:
+    """Dtype of a result that holds the operands' elements; integers stay what they are.
+
+    Raises:
+        TypeError: integers and floating operands together.
+    """
+    floating = {operand.value.dtype in bridge.STORAGE for operand in operands}
+    if len(floating) > 1:
+        dtypes = ", ".join(operand.value.dtype for operand in operands)
+        raise TypeError(f"{name}: integer and floating tensors do not go together ({dtypes}); convert one of them")
+    return casting.result_dtype(*operands) if floating.pop() else "int32"
+
+
+# ------------------------------------------------------------------------------------------------- joining
+
+
+@implements("netcl.autograd.cat")
+def cat(casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | None = None) -> Any:
+    """The tensors one after the other along an axis. Backward gives each its own stretch, in its own dtype.
+
+    Args:
+        tensors: at least one, float32, float16 or bfloat16 in any mixture, or all int32; all extents but that of the
+            axis agree.
+
+    Raises:
+        ValueError: there is no tensor, no such axis, or the shapes do not fit.
+        TypeError: integers and floating tensors together.
+    """
+    return _joined(casting, tensors, axis, "cat", tape, lambda shape, axis: shape)
+
+
+@implements("netcl.autograd.stack")
+def stack(casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | None = None) -> Any:
+    """The tensors, all of one shape, along an axis that the result has more than they.
+
+    Arguments and errors as for ``cat``.
+    """
+
+    def with_new_axis(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+        axis = normalize_axis(axis, len(shape) + 1)
+        return (*shape[:axis], 1, *shape[axis:])
+
+    return _joined(casting, tensors, axis, "stack", tape, with_new_axis)
+
+
+def _joined(
+    casting: Casting,
+    tensors: Sequence[Any],
+    axis: int,
+    name: str,
+    tape: Tape | None,
+    seen_as: Callable[[tuple[int, ...], int], tuple[int, ...]],
+) -> Any:
+    if not tensors:
+        raise ValueError(f"{name} needs at least one tensor")
+    operands = casting.operands(*(as_node(x) for x in tensors))
+    dtype = _moved_dtype(casting, name, *operands)
+    views = [bridge.view(operand.value, seen_as(operand.shape, axis)) for operand in operands]
+    axis = normalize_axis(axis, len(views[0].shape))
+    out = ops.cat(views, axis, out_dtype=dtype)
+    stretches = list(_stretches([x.shape[axis] for x in views]))
+    del views
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        wanted = [(operand, at) for operand, at in zip(operands, stretches, strict=True) if operand.needs_grad]
+        dtypes = [operand.grad_dtype for operand, _ in wanted]
+        pieces = iter(ops.split(grad, axis, [at for _, at in wanted], out_dtypes=dtypes))
+        return [bridge.view(next(pieces), operand.shape) if operand.needs_grad else None for operand in operands]
+
+    return record(out, backward, operands, name, tape)
+
+
+def _stretches(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, length) of stretches that follow each other."""
+    return [(sum(lengths[:number]), length) for number, length in enumerate(lengths)]
+
+
+# ------------------------------------------------------------------------------------------------- slicing
+
+
+class _Slices:
+    """The gradients of all slices of one node in one backward pass, and the one gradient they make.
+
+    Its node stands between the node that is sliced and the slices. The engine runs the slices' backward before this
+    node's, in whatever order. The first gradient to come opens the pass: it is handed to the engine, so that the
+    engine comes to this node; the others are kept beside it.
+
+    A node has one as long as one of its slices lives. It is on no tape, because a tape that dies takes the gradient
+    functions of its nodes with it, and a slice of a later iteration may share this one.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
+        self.node: Callable[[], Node | None] = lambda: None
+        self._shape, self._dtype = shape, dtype
+        self._parts: list[tuple[int, Part]] = []
+
+    @classmethod
+    def of(cls, sliced: Operand) -> tuple[_Slices, Node]:
+        """The one of an operand's parent, and its node, which the caller must hold."""
+        slices: _Slices | None = vars(sliced.parent).get("_clamp_slices")
+        node = None if slices is None else slices.node()
+        if slices is None or node is None:
+            slices = cls(sliced.shape, sliced.grad_dtype)
+            node = Node(
+                value=bridge.view(sliced.parent.value, sliced.shape),
+                grad_fn=slices._gradient,
+                parents=[sliced.parent],
+                requires_grad=True,
+                op_name="slices",
+            )
+            slices.node = weakref.ref(node)
+            vars(sliced.parent)["_clamp_slices"] = slices
+        return slices, node
+
+    def take(self, rows: int, part: Part) -> Tensor | None:
+        """Takes the gradient of a slice: ``part`` of each of ``rows`` rows. What the slice returns to the engine."""
+        node = self.node()
+        if node is None:
+            return None
+        if node.grad is not None:
+            self._parts.append((rows, part))
+            return None
+        node.value.grad = None
+        self._parts = [(rows, part)]
+        return part.tensor
+
+    def _gradient(self, _: Tensor) -> list[Tensor | None]:
+        parts, self._parts = self._parts, []
+        node = self.node()
+        if node is not None:
+            node.grad = node.value.grad = None
+        return [bridge.view(gradient_of_slices(self._shape, self._dtype, parts), self._shape)]
+
+
+def gradient_of_slices(shape: Sequence[int], dtype: str, parts: Sequence[tuple[int, Part]]) -> Tensor:
+    """The sum of gradients of slices of a tensor, each padded with zeros to the tensor's shape.
+
+    Args:
+        shape, dtype: of the tensor.
+        parts: at least one: into how many rows the slice cuts the tensor, and which part of each row it is.
+    """
+    # Slices of equal rows that do not overlap are written side by side into one tensor.
+    layers: list[tuple[int, list[Part]]] = []
+    for rows, part in sorted(parts, key=lambda entry: (entry[0], entry[1].start)):
+        for layer_rows, layer in layers:
+            if layer_rows == rows and layer[-1].start + layer[-1].length <= part.start:
+                layer.append(part)
+                break
+        else:
+            layers.append((rows, [part]))
+    size, total = prod(shape), None
+    for rows, layer in layers:
+        first = layer[0].tensor
+        assert first is not None
+        if len(layer) == 1 and first.size == size and bridge.canonical_dtype(first.dtype) == dtype:
+            gradient = bridge.view(first, shape)
+        else:
+            gradient = ops.assemble(first.queue, (rows, size // rows), 1, layer, dtype)
+            gradient = bridge.view(gradient, shape)
+        total = gradient if total is None else elementwise("add", dtype, total, gradient)
+    assert total is not None
+    return total
+
+
+def _sliced(
+    casting: Casting,
+    x: Any,
+    rows: int,
+    row: int,
+    stretches: Sequence[tuple[int, int]],
+    shapes: Sequence[tuple[int, ...]],
+    name: str,
+    tape: Tape | None,
+) -> list[Any]:
+    """Slices of x, seen as ``rows`` rows: a stretch of each row, under a shape of its own."""
+    (operand,) = casting.operands(as_node(x))
+    dtype = _moved_dtype(casting, name, operand)
+    whole = bridge.view(operand.value, (rows, row))
+    pieces = ops.split(whole, 1, stretches, out_dtypes=[dtype] * len(stretches))
+    slices: _Slices | None = None
+    parent = operand
+    if isinstance(operand.parent, Node) and operand.needs_grad and whole.size > 0:
+        slices, node = _Slices.of(operand)
+        parent = Operand(node, operand.value)
+
+    def backward_of(start: int, length: int) -> Callable[[Tensor], list[Tensor | None]]:
+        def backward(grad: Tensor) -> list[Tensor | None]:
+            assert slices is not None  # nothing else asks for a gradient
+            return [slices.take(rows, Part(start, length, bridge.view(grad, (rows, length))))]
+
+        return backward
+
+    operand.forward_done()
+    return [
+        record(bridge.view(piece, shape), backward_of(*stretch), (parent,), name, tape)
+        for piece, shape, stretch in zip(pieces, shapes, stretches, strict=True)
+    ]
+
+
+def _along(
+    casting: Casting, x: Any, axis: int, stretches: Sequence[tuple[int, int]], name: str, tape: Tape | None
+) -> list[Any]:
+    """Slices of x along one axis."""
+    shape = _shape_of(x)
+    axis = normalize_axis(axis, len(shape))
+    for start, length in stretches:
+        ops.require_inside(shape, axis, start, length)
+    rows, extent, inner = around_axis(shape, axis)
+    flat = [(start * inner, length * inner) for start, length in stretches]
+    shapes = [(*shape[:axis], length, *shape[axis + 1 :]) for _, length in stretches]
+    return _sliced(casting, x, rows, extent * inner, flat, shapes, name, tape)
+
+
+def _shape_of(x: Any) -> tuple[int, ...]:
+    return tuple(owned_value(as_node(x)).shape)
+
+
+@implements("netcl.autograd.narrow")
+def narrow(casting: Casting, x: Any, axis: int, start: int, length: int, tape: Tape | None = None) -> Any:
+    """A copy of ``length`` places of x along an axis, from ``start`` on (a negative one counts from the end).
+
+    Args:
+        x: float32, float16, bfloat16 or int32, any shape.
+
+    Raises:
+        ValueError: there is no such axis, or the places are not all inside it.
+    """
+    start, length = _from_front(x, axis, start), int(length)
+    return _along(casting, x, axis, [(start, length)], "narrow", tape)[0]
+
+
+def _from_front(x: Any, axis: int, start: int) -> int:
+    shape = _shape_of(x)
+    return int(start) + (shape[normalize_axis(axis, len(shape))] if start < 0 else 0)
+
+
+@implements("netcl.autograd.split")
+def split(
+    casting: Casting, x: Any, split_size_or_sections: int | Sequence[int], axis: int = 0, tape: Tape | None = None
+) -> list[Any]:
+    """x cut along an axis into pieces of one size (the last may be smaller), or of the sizes given.
+
+    Raises:
+        ValueError: there is no such axis, the size is not positive, or the sizes do not sum to the extent.
+    """
+    shape = _shape_of(x)
+    extent = shape[normalize_axis(axis, len(shape))]
+    if isinstance(split_size_or_sections, int):
+        if split_size_or_sections <= 0:
+            raise ValueError("split size must be positive")
+        sizes = _pieces_of(extent, split_size_or_sections)
+    else:
+        sizes = [int(size) for size in split_size_or_sections]
+        if sum(sizes) != extent:
+            raise ValueError(f"split sections {sizes} do not sum to axis size {extent}")
+    return _along(casting, x, axis, _stretches(sizes), "split", tape)
+
+
+@implements("netcl.autograd.chunk")
+def chunk(casting: Casting, x: Any, chunks: int, axis: int = 0, tape: Tape | None = None) -> list[Any]:
+    """x cut along an axis into at most ``chunks`` pieces of one size (the last may be smaller).
+
+    Raises:
+        ValueError: there is no such axis, or ``chunks`` is not positive.
+    """
+    if chunks <= 0:
+        raise ValueError("chunks must be positive")
+    shape = _shape_of(x)
+    extent = shape[normalize_axis(axis, len(shape))]
+    sizes = _pieces_of(extent, max(1, -(-extent // chunks)))
+    return _along(casting, x, axis, _stretches(sizes), "chunk", tape)
+
+
+def _pieces_of(extent: int, size: int) -> list[int]:
+    return [min(size, extent - start) for start in range(0, extent, size)]
+
+
+@implements("netcl.autograd.getitem")
+def getitem(casting: Casting, x: Any, key: Any, tape: Tape | None = None) -> Any:
+    """``x[key]`` for integers, slices of step 1 and an ellipsis, as in numpy; but one element has shape (1,).
+
+    Neighbouring axes of which the first has one place left, or the second all, are cut at once: ``x[i]``, ``x[:, i]``
+    and ``x[i, j]`` are one copy each, ``x[:, i:j, k]`` is two. Where nothing is cut off, x itself is returned.
+
+    Raises:
+        IndexError: too many indices, or one out of range.
+        NotImplementedError: a slice with a step.
+        TypeError: another kind of index.
+    """
+    shape = _shape_of(x)
+    stretches, dropped = _parse(key, shape)
+    groups: list[tuple[int, int, int]] = []  # extent, start, length
+    for extent, (start, length) in zip(shape, stretches, strict=True):
+        if groups and (groups[-1][2] == 1 or length == extent):
+            before = groups.pop()
+            if before[2] == 1:
+                groups.append((before[0] * extent, before[1] * extent + start, length))
+            else:
+                groups.append((before[0] * extent, before[1] * extent, before[2] * extent))
+        else:
+            groups.append((extent, start, length))
+    kept = tuple(length for axis, (_, length) in enumerate(stretches) if axis not in dropped) or (1,)
+    cuts = [at for at, (extent, _, length) in enumerate(groups) if length < extent]
+    if not cuts:
+        return x if kept == shape else _reshaped(casting, x, kept, tape)
+    extents = [extent for extent, _, _ in groups]
+    cuts.sort(key=lambda at: groups[at][2] / groups[at][0])  # what cuts most comes first
+    for at in cuts:
+        extent, start, length = groups[at]
+        rows, inner = prod(extents[:at]), prod(extents[at + 1 :])
+        extents[at] = length
+        result = kept if at == cuts[-1] else tuple(extents)
+        (x,) = _sliced(casting, x, rows, extent * inner, [(start * inner, length * inner)], [result], "getitem", tape)
+    return x
+
+
+def _parse(key: Any, shape: tuple[int, ...]) -> tuple[list[tuple[int, int]], set[int]]:
+    """(start, length) of every axis, and the axes that the key drops."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    ellipses = [at for at, k in enumerate(keys) if k is Ellipsis]
+    if ellipses:
+        at = ellipses[0]
+        keys[at : at + 1] = [slice(None)] * (len(shape) - (len(keys) - 1))
+    if len(keys) > len(shape):
+        raise IndexError(f"too many indices for {len(shape)}D tensor")
+    keys += [slice(None)] * (len(shape) - len(keys))
+    stretches, dropped = [], set()
+    for axis, (k, extent) in enumerate(zip(keys, shape, strict=True)):
+        if isinstance(k, slice):
+            if k.step not in (None, 1):
+                raise NotImplementedError("strided slicing is not supported")
+            start, stop, _ = k.indices(extent)
+            stretches.append((start, max(stop - start, 0)))
+        elif isinstance(k, int | np.integer):
+            if not -extent <= k < extent:
+                raise IndexError(f"index {k} out of range for axis {axis} of size {extent}")
+            stretches.append((int(k) % extent, 1))
+            dropped.add(axis)
+        else:
+            raise TypeError(f"unsupported index type {type(k).__name__}")
+    return stretches, dropped
+
+
+def _reshaped(casting: Casting, x: Any, shape: tuple[int, ...], tape: Tape | None) -> Any:
+    """x under another shape: a key that only drops axes of extent 1."""
+    (operand,) = casting.operands(as_node(x))
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        return [bridge.view(grad, operand.shape) if operand.needs_grad else None]
+
+    return record(bridge.view(operand.value, shape), backward, (operand,), "getitem", tape)
+
+
+# -------------------------------------------------------------------------------------------- tensor level
+
+
+@implements("netcl.ops.tensor_ops.cat")
+def tensor_cat(
+    casting: Casting, tensors: Sequence[Tensor], axis: int = 0, out: Tensor | None = None, pool: Any = None
+) -> Any:
+    """``cat`` of bare tensors, into ``out`` if it is given (of the result's shape and dtype)."""
+    tensors = list(tensors)
+    if out is None or not tensors:
+        return cat(casting, tensors, axis)
+    operands = casting.operands(*(as_node(x) for x in tensors))
+    dtype = _moved_dtype(casting, "cat", *operands)
+    return ops.cat([operand.value for operand in operands], axis, out_dtype=dtype, out=owned_value(out))
+
+
+@implements("netcl.ops.tensor_ops.narrow")
+def tensor_narrow(
+    casting: Casting, x: Tensor, axis: int, start: int, length: int, out: Tensor | None = None, pool: Any = None
+) -> Any:
+    """``narrow`` of a bare tensor, into ``out`` if it is given (of the result's shape and dtype)."""
+    if out is None:
+        return narrow(casting, x, axis, start, length)
+    (operand,) = casting.operands(as_node(x))
+    dtype = _moved_dtype(casting, "narrow", operand)
+    at = (_from_front(x, axis, start), int(length))
+    return ops.split(operand.value, axis, [at], out_dtypes=[dtype], outs=[owned_value(out)])[0]
+
+
+@implements("netcl.ops.tensor_ops.write_into")
+def tensor_write_into(casting: Casting, dst: Tensor, src: Tensor, axis: int, start: int) -> Tensor:
+    """Writes src over ``dst[..., start:start + n, ...]`` along an axis, converted to dst's dtype; returns dst.
+
+    Raises:
+        ValueError: there is no such axis, src does not fit there, or their other extents differ.
+        TypeError: one is int32 and the other floating.
+    """
+    target, x = owned_value(as_node(dst)), owned_value(as_node(src))
+    _moved_dtype(casting, "write_into", Operand(dst, target), Operand(src, x))
+    bridge.require_same_queue("write_into", target, x)
+    ops.write_into(target, x, axis, int(start))
+    return dst
+
+
+@implements("netcl.ops.tensor_ops.zeros_like")
+def tensor_zeros_like(casting: Casting, x: Tensor, shape: Sequence[int] | None = None, pool: Any = None) -> Tensor:
+    """Zeros of x's dtype, of its shape or another."""
+    value = owned_value(as_node(x))
+    if value.dtype not in bridge.STORAGE:
+        raise NotOwned
+    return bridge.zeros(value.queue, value.shape if shape is None else tuple(int(n) for n in shape), value.dtype)

@@ -1,0 +1,369 @@
+"""Norms under autograd (norm_tensors.py has netcl's tensor-level versions).
+
+Backward keeps the input in the dtype it has, and a mean and a variance in fp32 for each channel, row or group; an
+activation's mask is computed again. gamma and beta are read as they are and get their gradient in their own dtype.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Tape, Tensor, TensorLike
+from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, record
+from clamp.functions.elementwise import float_operands
+from clamp.ops import norm_planes as planes_ops
+from clamp.ops import norm_rows as rows_ops
+from clamp.ops.cast import cast_into
+from clamp.ops.norm_planes import IDENTITY, RELU, Activation
+from clamp.ops.reduce import normalize_axis
+from clamp.ops.shape import permute
+
+
+def parameters_of(name: str, x: Operand, size: int, *parameters: Any) -> list[Operand]:
+    """gamma and beta, read in their own dtype.
+
+    Raises:
+        ValueError: one has another number of elements, or lives on another queue than x.
+        NotOwned: one is no floating tensor of clamp's.
+    """
+    operands = [as_is(parameter) for parameter in parameters]
+    for label, operand in zip(("gamma", "beta"), operands, strict=False):
+        if operand.value.dtype not in bridge.STORAGE:
+            raise NotOwned
+        if operand.value.size != size:
+            raise ValueError(f"{name}: {label} of shape {operand.shape} for {size} features (x has shape {x.shape})")
+    bridge.require_same_queue(name, x.value, *(operand.value for operand in operands))
+    return operands
+
+
+def require_nchw(name: str, x: Operand) -> None:
+    if len(x.shape) != 4:
+        raise ValueError(f"{name} takes x of shape (N, C, H, W), got {x.shape}")
+
+
+def _grad_dtype(operand: Operand) -> str | None:
+    return operand.grad_dtype if operand.needs_grad else None
+
+
+def _like(grad: Tensor | None, operand: Operand) -> Tensor | None:
+    """A parameter's gradient in the parameter's shape."""
+    return None if grad is None else bridge.view(grad, operand.shape)
+
+
+# -------------------------------------------------------------------------------------------- batch norm
+
+
+def statistics_of(name: str, x: Operand, size: int, *statistics: Any) -> list[Tensor]:
+    """The statistics of x, which are read and written as they are.
+
+    Raises:
+        ValueError: they have another number of elements than ``size``, two dtypes, or live on another queue than x.
+        NotOwned: they are no floating tensors of clamp's.
+    """
+    values = [as_is(x).value for x in statistics]
+    if any(value.dtype not in bridge.STORAGE for value in values):
+        raise NotOwned
+    if any(value.size != size or value.dtype != values[0].dtype for value in values):
+        kinds = " and ".join(f"{value.dtype} {tuple(value.shape)}" for value in values)
+        raise ValueError(f"{name}: statistics of one dtype and {size} elements are needed, got {kinds}")
+    bridge.require_same_queue(name, x.value, *values)
+    return values
+
+
+def _copy(statistic: Tensor) -> Tensor:
+    """An fp32 copy: backward wants the statistics of its forward, and the running ones move on."""
+    out = bridge.empty(statistic.queue, statistic.shape, "float32")
+    cast_into(statistic, out)
+    return out
+
+
+def normalized_batch(
+    casting: Casting,
+    x: Any,
+    gamma: Any,
+    beta: Any,
+    running_mean: Any,
+    running_var: Any,
+    momentum: float,
+    eps: float,
+    training: bool,
+    tape: Tape | None,
+    name: str,
+    activation: Activation = IDENTITY,
+) -> tuple[Any, Tensor, Tensor]:
+    """(result, mean, variance) of a batch norm and what follows it."""
+    (xo,) = float_operands(casting, as_node(x))
+    require_nchw(name, xo)
+    go, bo = parameters_of(name, xo, xo.shape[1], gamma, beta)
+    has_running = running_mean is not None and running_var is not None
+    moved: list[Any] = [None, None]
+    if has_running or not training:
+        moved = statistics_of(name, xo, xo.shape[1], running_mean, running_var)
+    dtype, eps = casting.result_dtype(xo), float(eps)
+    if training:
+        out, mean, var = planes_ops.batch_norm(
+            xo.value, go.value, bo.value, *moved,
+            momentum=float(momentum), eps=eps, out_dtype=dtype, activation=activation,
+        )  # fmt: skip
+    else:
+        mean, var = moved
+        if any(operand.needs_grad for operand in (xo, go, bo)):
+            mean, var = _copy(mean), _copy(var)
+        out = planes_ops.batch_norm_inference(
+            xo.value, go.value, bo.value, mean, var, eps=eps, out_dtype=dtype, activation=activation
+        )
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        dx, dgamma, dbeta = planes_ops.batch_norm_backward(
+            xo.value, go.value, bo.value, grad, mean, var, eps=eps, dx_dtype=_grad_dtype(xo), training=training,
+            parameters=go.needs_grad or bo.needs_grad, activation=activation,
+        )  # fmt: skip
+        return [dx, dgamma if go.needs_grad else None, dbeta if bo.needs_grad else None]
+
+    return record(out, backward, (xo, go, bo), name, tape), mean, var
+
+
+@implements("netcl.autograd.batch_norm2d")
+def batch_norm2d(
+    casting: Casting,
+    x: TensorLike,
+    gamma: TensorLike,
+    beta: TensorLike,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    training: bool = True,
+    tape: Tape | None = None,
+) -> Any:
+    """``(x - mean) / sqrt(var + eps) * gamma + beta`` for each channel (Ioffe and Szegedy, 2015).
+
+    In training the statistics are those of the batch, and the running ones become ``(1 - momentum) * running +
+    momentum * batch`` in place, with the biased variance; a batch whose statistics are not finite leaves them alone.
+    In evaluation the statistics are the running ones, as constants.
+
+    Args:
+        x: (N, C, H, W), float32, float16 or bfloat16; the result has its dtype.
+        gamma, beta, running_mean, running_var: C elements each.
+
+    Raises:
+        ValueError: shapes that do not fit, or tensors on different queues.
+    """
+    return normalized_batch(
+        casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d"
+    )[0]  # fmt: skip
+
+
+@implements("netcl.autograd.batch_norm2d_relu")
+def batch_norm2d_relu(
+    casting: Casting,
+    x: TensorLike,
+    gamma: TensorLike,
+    beta: TensorLike,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    training: bool = True,
+    tape: Tape | None = None,
+) -> Any:
+    """relu of ``batch_norm2d``, in its store. Arguments and errors as there."""
+    return normalized_batch(
+        casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d_relu", RELU
+    )[0]
+
+
+@implements("netcl.autograd.batch_norm2d_leaky_relu")
+def batch_norm2d_leaky_relu(
+    casting: Casting,
+    x: TensorLike,
+    gamma: TensorLike,
+    beta: TensorLike,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    training: bool = True,
+    negative_slope: float = 0.01,
+    tape: Tape | None = None,
+) -> Any:
+    """leaky_relu of ``batch_norm2d``, in its store. Arguments and errors as there."""
+    return normalized_batch(
+        casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d_leaky_relu",
+        Activation(2, float(negative_slope)),
+    )[0]  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------- group and layer norm
+
+
+def normalized_groups(
+    casting: Casting, x: Any, gamma: Any, beta: Any, groups: int, eps: float, tape: Tape | None
+) -> tuple[Any, Tensor, Tensor]:
+    (xo,) = float_operands(casting, as_node(x))
+    require_nchw("group_norm", xo)
+    groups, eps, channels = int(groups), float(eps), xo.shape[1]
+    if groups < 1 or channels % groups:
+        raise ValueError(f"group_norm: {channels} channels are not divisible by groups={groups}")
+    go, bo = parameters_of("group_norm", xo, channels, gamma, beta)
+    dtype = casting.result_dtype(xo)
+    out, mean, var = planes_ops.group_norm(xo.value, go.value, bo.value, groups, eps=eps, out_dtype=dtype)
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        dx, dgamma, dbeta = planes_ops.group_norm_backward(
+            xo.value, go.value, grad, mean, var, groups, eps=eps, dx_dtype=xo.grad_dtype,
+            dgamma_dtype=_grad_dtype(go), dbeta_dtype=_grad_dtype(bo),
+        )  # fmt: skip
+        return [dx if xo.needs_grad else None, _like(dgamma, go), _like(dbeta, bo)]
+
+    return record(out, backward, (xo, go, bo), "group_norm", tape), mean, var
+
+
+@implements("netcl.autograd.group_norm")
+def group_norm(
+    casting: Casting,
+    x: TensorLike,
+    gamma: TensorLike,
+    beta: TensorLike,
+    groups: int,
+    eps: float = 1e-5,
+    tape: Tape | None = None,
+) -> Any:
+    """``(x - mean) / sqrt(var + eps) * gamma + beta`` with the statistics of each sample's group of channels
+    (Wu and He, 2018).
+
+    Args:
+        x: (N, C, H, W), float32, float16 or bfloat16; ``groups`` divides C.
+        gamma, beta: C elements each.
+
+    Raises:
+        ValueError: shapes that do not fit, or tensors on different queues.
+    """
+    return normalized_groups(casting, x, gamma, beta, groups, eps, tape)[0]
+
+
+def normalized_rows(
+    casting: Casting, x: Any, gamma: Any, beta: Any, eps: float, tape: Tape | None
+) -> tuple[Any, Tensor, Tensor]:
+    (xo,) = float_operands(casting, as_node(x))
+    eps, shape = float(eps), xo.shape
+    rows = _rows_that_share_statistics(xo, as_node(gamma))
+    go, bo = parameters_of("layer_norm", xo, rows[-1], gamma, beta)
+    out, mean, var = rows_ops.layer_norm(
+        bridge.view(xo.value, rows), go.value, bo.value, eps=eps, out_dtype=casting.result_dtype(xo)
+    )
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        dx, dgamma, dbeta = rows_ops.layer_norm_backward(
+            bridge.view(xo.value, rows), go.value, bridge.view(grad, rows), mean, var, eps=eps, dx_dtype=xo.grad_dtype,
+            dgamma_dtype=_grad_dtype(go), dbeta_dtype=_grad_dtype(bo),
+        )  # fmt: skip
+        return [bridge.view(dx, shape) if xo.needs_grad else None, _like(dgamma, go), _like(dbeta, bo)]
+
+    return record(bridge.view(out, shape), backward, (xo, go, bo), "layer_norm", tape), mean, var
+
+
+def _rows_that_share_statistics(x: Operand, gamma: TensorLike) -> tuple[int, ...]:
+    """x's shape with the axes that are normalized together as one: the last, or as many as gamma has.
+
+    ``LayerNorm([2, 3])`` means both axes, as in PyTorch; netcl normalizes the last alone and reads the first 3 of
+    gamma's 6 elements for every row.
+    """
+    n = last_axis("layer_norm", x)
+    axes = tuple(gamma.value.shape)
+    if len(axes) > 1 and x.shape[-len(axes) :] == axes:
+        return (*x.shape[: -len(axes)], prod(axes))
+    return (*x.shape[:-1], n)
+
+
+def last_axis(name: str, x: Operand) -> int:
+    if not x.shape:
+        raise ValueError(f"{name} takes x of shape (..., n), got a tensor without dimensions")
+    return x.shape[-1]
+
+
+@implements("netcl.autograd.layer_norm")
+def layer_norm(
+    casting: Casting,
+    x: TensorLike,
+    gamma: TensorLike,
+    beta: TensorLike,
+    eps: float = 1e-5,
+    tape: Tape | None = None,
+) -> Any:
+    """``(x - mean) / sqrt(var + eps) * gamma + beta`` over the last axis (Ba, Kiros and Hinton, 2016), or over the
+    last axes where gamma has several.
+
+    Args:
+        x: (..., n), float32, float16 or bfloat16.
+        gamma, beta: n elements each, or of the shape of x's last axes.
+
+    Raises:
+        ValueError: shapes that do not fit, or tensors on different queues.
+    """
+    return normalized_rows(casting, x, gamma, beta, eps, tape)[0]
+
+
+# ------------------------------------------------------------------------------- RMS norm, L2 normalization
+
+
+def normalized_rms(casting: Casting, x: Any, gamma: Any, eps: float, tape: Tape | None) -> tuple[Any, Tensor]:
+    (xo,) = float_operands(casting, as_node(x))
+    (go,) = parameters_of("rms_norm", xo, last_axis("rms_norm", xo), gamma)
+    out, inverse = rows_ops.rms_norm(xo.value, go.value, eps=float(eps), out_dtype=casting.result_dtype(xo))
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        dx, dgamma = rows_ops.rms_norm_backward(
+            xo.value, go.value, grad, inverse, dx_dtype=xo.grad_dtype, dgamma_dtype=_grad_dtype(go)
+        )
+        return [dx if xo.needs_grad else None, _like(dgamma, go)]
+
+    return record(out, backward, (xo, go), "rms_norm", tape), inverse
+
+
+@implements("netcl.autograd.rms_norm")
+def rms_norm(casting: Casting, x: TensorLike, gamma: TensorLike, eps: float = 1e-6, tape: Tape | None = None) -> Any:
+    """``x / sqrt(mean x^2 + eps) * gamma`` over the last axis (Zhang and Sennrich, 2019).
+
+    Args:
+        x: (..., n), float32, float16 or bfloat16.
+        gamma: n elements.
+
+    Raises:
+        ValueError: shapes that do not fit, or tensors on different queues.
+    """
+    return normalized_rms(casting, x, gamma, eps, tape)[0]
+
+
+@implements("netcl.autograd.l2_normalize")
+def l2_normalize(
+    casting: Casting, X: TensorLike, dim: int = -1, eps: float = 1e-8, tape: Tape | None = None
+) -> Any:  # fmt: skip
+    """``X / (|X| + eps)`` along an axis.
+
+    Args:
+        X: float32, float16 or bfloat16, any shape.
+
+    Raises:
+        ValueError: there is no such axis.
+    """
+    (xo,) = float_operands(casting, as_node(X))
+    eps, axis = float(eps), normalize_axis(int(dim), len(xo.shape))
+    # The kernels go along the last axis; another one changes places with it, and back.
+    order = list(range(len(xo.shape)))
+    order[axis], order[-1] = order[-1], order[axis]
+
+    def swapped(tensor: Tensor) -> Tensor:
+        return tensor if axis == len(order) - 1 else permute(tensor, order)
+
+    out, norm = rows_ops.l2_normalize(swapped(xo.value), eps=eps, out_dtype=casting.result_dtype(xo))
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        if not xo.needs_grad:
+            return [None]
+        dx = rows_ops.l2_normalize_backward(swapped(xo.value), swapped(grad), norm, eps=eps, dx_dtype=xo.grad_dtype)
+        return [swapped(dx)]
+
+    return record(swapped(out), backward, (xo,), "l2_normalize", tape)

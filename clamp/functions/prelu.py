@@ -1,0 +1,73 @@
+"""PReLU under autograd, and netcl's tensor-level versions of it. The slope is read, and gets its gradient, in its
+own dtype under every policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Tape, Tensor
+from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, record
+from clamp.functions.elementwise import float_operands
+from clamp.ops import prelu as ops
+
+
+def _operands(casting: Casting, x: Any, alpha: Any) -> tuple[Operand, Operand]:
+    (operand,) = float_operands(casting, as_node(x))
+    slope = as_is(alpha)
+    if slope.value.dtype not in bridge.STORAGE:
+        raise NotOwned
+    bridge.require_same_queue("prelu", operand.parent.value, slope.value)
+    return operand, slope
+
+
+@implements("netcl.autograd.prelu")
+def prelu(casting: Casting, x: Any, alpha: Any, tape: Tape | None = None) -> Any:
+    """x where positive, alpha * x elsewhere.
+
+    Args:
+        x: (N, C, ...), float32, float16 or bfloat16.
+        alpha: the slope of each channel, C elements, or one for all; float32, float16 or bfloat16.
+
+    Raises:
+        ValueError: the number of slopes is another.
+    """
+    operand, slope = operands = _operands(casting, x, alpha)
+    out = ops.prelu(operand.value, slope.value, out_dtype=casting.result_dtype(operand))
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        dtypes = [one.grad_dtype if one.needs_grad else None for one in operands]
+        return list(ops.prelu_backward(grad, operand.value, slope.value, dx_dtype=dtypes[0], slope_dtype=dtypes[1]))
+
+    return record(out, backward, operands, "prelu", tape)
+
+
+@implements("netcl.ops.elementwise.prelu")
+def tensor_prelu(casting: Casting, x: Any, alpha: Any, out: Tensor | None = None) -> Any:
+    """``prelu`` of bare tensors.
+
+    Raises:
+        ValueError: the number of slopes is another.
+        NotOwned: ``out`` is given.
+    """
+    if out is not None:
+        raise NotOwned
+    return prelu(casting, x, alpha)
+
+
+@implements("netcl.ops.elementwise.prelu_backward")
+def tensor_prelu_backward(casting: Casting, x: Any, alpha: Any, grad_out: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and alpha from that of ``prelu``'s result.
+
+    Raises:
+        ValueError: the shapes do not belong together.
+    """
+    operand, slope = _operands(casting, x, alpha)
+    grad = as_is(grad_out)
+    return ops.prelu_backward(
+        grad.value,
+        operand.value,
+        slope.value,
+        dx_dtype=casting.result_dtype(operand),
+        slope_dtype=bridge.canonical_dtype(slope.value.dtype),
+    )

@@ -1,0 +1,85 @@
+"""Forward and backward functions of the user's for ``apply_op``, with a say in how they are cast.
+
+After PyTorch's ``custom_fwd`` and ``custom_bwd``, whose autograd functions hand the region from forward to backward
+in their context. netcl's pairs of functions have no context: ``apply_op`` hands it over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import wrapt
+
+from clamp.autocast import Region, casting_in, casting_region, in_region
+from clamp.bridge import Node, Tensor
+from clamp.ops.cast import cast
+from clamp.patching.wrap import cast_arguments, reporter
+
+Backward = Callable[[Tensor], Sequence[Tensor | None]]
+
+
+class CustomForward(wrapt.FunctionWrapper):  # type: ignore[type-arg]
+    """A function whose floating inputs are cast to one dtype, and inside which nothing is cast.
+
+    With ``cast_inputs=None`` it runs as what is around it does.
+    """
+
+    def __init__(self, function: Callable[..., Any], cast_inputs: str | None) -> None:
+        def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            region = casting_region()
+            if region is None or cast_inputs is None:
+                return wrapped(*args, **kwargs)
+            name = getattr(function, "__name__", "custom_fwd")
+            args, kwargs = cast_arguments(args, kwargs, cast_inputs, reporter(region, name), region.cache_enabled)
+            with in_region(_without_casts(region)):
+                return wrapped(*args, **kwargs)
+
+        super().__init__(function, call)
+        self._self_cast_inputs = cast_inputs
+
+
+class CustomBackward(wrapt.FunctionWrapper):  # type: ignore[type-arg]
+    """A backward function that runs in the region of its forward: where it was defined, if nothing else is known."""
+
+    def __init__(self, function: Backward) -> None:
+        region = casting_region()
+
+        def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with casting_in(region):
+                return wrapped(*args, **kwargs)
+
+        super().__init__(function, call)
+
+
+def input_dtype(forward: Any) -> str | None:
+    """The dtype that a function given to ``apply_op`` wants its inputs in here; None if it does not say."""
+    if not isinstance(forward, CustomForward) or casting_region() is None:
+        return None
+    dtype: str | None = forward._self_cast_inputs
+    return dtype
+
+
+def bound(backward: Any, forward: Any, nodes: Sequence[Any]) -> Any:
+    """A ``CustomBackward`` as it runs for this call of ``apply_op``; any other function as it is.
+
+    Its gradients are returned in the dtypes of the nodes they go to, whatever its functions computed in.
+    """
+    if not isinstance(backward, CustomBackward):
+        return backward
+    region = casting_region()
+    if region is not None and input_dtype(forward) is not None:
+        region = _without_casts(region)
+    dtypes = [node.value.dtype for node in nodes if isinstance(node, Node)]
+
+    def in_region_of_forward(grad: Tensor) -> list[Tensor | None]:
+        with casting_in(region):
+            grads = backward.__wrapped__(grad)
+        return [g if g is None else cast(g, dtype) for g, dtype in zip(grads, dtypes, strict=True)]
+
+    return in_region_of_forward
+
+
+def _without_casts(region: Region) -> Region:
+    return replace(region, enabled=False, castings={})

@@ -1,0 +1,68 @@
+"""Convolutions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.conformance.table import Array, Case, Normal, Op
+
+
+def conv2d(
+    x: Array, w: Array, bias: Array | None = None, stride: int = 1, pad: int = 0, dilation: int = 1, groups: int = 1
+) -> Array:
+    """Each group of channels with its own filters, zeros around."""
+    padded = np.pad(x, ((0, 0), (0, 0), (pad, pad), (pad, pad)))
+    reach = [(extent - 1) * dilation + 1 for extent in w.shape[2:]]
+    windows = np.lib.stride_tricks.sliding_window_view(padded, reach, axis=(2, 3))
+    windows = windows[:, :, ::stride, ::stride, ::dilation, ::dilation]
+    windows = windows.reshape(len(x), groups, -1, *windows.shape[2:])
+    out = np.einsum("ngchwij,gfcij->ngfhw", windows, w.reshape(groups, -1, *w.shape[1:]))
+    out = out.reshape(len(x), len(w), *out.shape[3:])
+    return out if bias is None else out + bias[:, None, None]
+
+
+def conv2d_relu(x: Array, w: Array, bias: Array | None = None, **window: Any) -> Array:
+    """relu of a convolution."""
+    return np.maximum(conv2d(x, w, bias, **window), 0)
+
+
+def conv_transpose2d(x: Array, w: Array, bias: Array | None = None, stride: int = 1, pad: int = 0) -> Array:
+    """Every pixel spreads its multiple of the filter over the result."""
+    rows, columns = ((x.shape[2 + i] - 1) * stride + w.shape[2 + i] for i in (0, 1))
+    out = np.zeros((len(x), w.shape[1], rows, columns))
+    for i in range(x.shape[2]):
+        for j in range(x.shape[3]):
+            spread = np.einsum("nf,fcyx->ncyx", x[:, :, i, j], w)
+            out[:, :, i * stride : i * stride + w.shape[2], j * stride : j * stride + w.shape[3]] += spread
+    out = out[:, :, pad : rows - pad, pad : columns - pad]
+    return out if bias is None else out + bias[:, None, None]
+
+
+def _terms(x: Array, w: Array, bias: Array | None = None, **window: Any) -> tuple[float, Array]:
+    return w[0].size + 1, conv2d(np.abs(x), np.abs(w), None if bias is None else np.abs(bias), **window)
+
+
+def _transposed_terms(x: Array, w: Array, bias: Array | None = None, **window: Any) -> tuple[float, Array]:
+    return w.size + 1, conv_transpose2d(np.abs(x), np.abs(w), None if bias is None else np.abs(bias), **window)
+
+
+OPS = [
+    Op("netcl.autograd.conv2d", conv2d, [
+        Case(Normal(2, 3, 5, 6), Normal(4, 3, 3, 3), bias=Normal(4).aside(), stride=2, pad=1),
+        Case(Normal(1, 2, 4, 5), Normal(3, 2, 3, 3), pad=1),
+        Case(Normal(2, 3, 3, 4), Normal(5, 3, 1, 1), bias=Normal(5).aside()),
+        Case(Normal(1, 4, 5, 4), Normal(2, 2, 2, 2), bias=Normal(2).aside(), pad=1, dilation=2, groups=2),
+        Case(Normal(1, 2, 2, 3), Normal(2, 2, 5, 5), pad=2),
+    ], terms=_terms),
+    Op("netcl.autograd.conv2d_relu", conv2d_relu, [
+        Case(Normal(2, 2, 4, 5), Normal(3, 2, 3, 3), bias=Normal(3).aside(), pad=1),
+        Case(Normal(1, 3, 5, 5), Normal(4, 3, 3, 3), stride=2),
+    ], terms=_terms),
+    Op("netcl.autograd.conv_transpose2d", conv_transpose2d, [
+        Case(Normal(2, 3, 3, 4), Normal(3, 2, 3, 3), bias=Normal(2).aside(), stride=2, pad=1),
+        Case(Normal(1, 2, 3, 3), Normal(2, 3, 4, 4), stride=3),
+        Case(Normal(1, 2, 4, 3), Normal(2, 1, 2, 2), bias=Normal(1).aside()),
+    ], terms=_transposed_terms),
+]  # fmt: skip

@@ -1,0 +1,168 @@
+"""Every op of the conformance table, forward and backward, on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+
+from clamp import amp
+from clamp.bridge import Node
+from clamp.functions.casting import OWNED
+from clamp.ops.gemm import default_kernel
+from clamp.policy import CastPolicy
+from tests.conformance import ops, report
+from tests.conformance.runner import (
+    arrange,
+    counted_host_reads,
+    error_of,
+    filled,
+    forward_slack,
+    gradient_slack,
+    inputs_of,
+    netcl_function,
+    nodes_of,
+    outputs,
+    policy_of,
+    reference,
+    reference_gradient,
+    result_dtype,
+    run_backward,
+    storages_of,
+    tolerance,
+)
+from tests.conformance.table import Case, Op
+from tests.reference import HALF_DTYPES, to_numpy
+
+_SPECIAL_ROUNDS = 3
+
+
+@pytest.fixture(scope="module", params=HALF_DTYPES)
+def amp_dtype(request: pytest.FixtureRequest) -> Iterator[str]:
+    """AMP switched on as a user does it, once for all tests of a dtype."""
+    with amp.init(dtype=request.param):
+        yield request.param
+
+
+def _calls() -> list[Any]:
+    """(op, case, storage): the first case of each op always, the others in the slow sweep."""
+    return [
+        pytest.param(
+            op, case, storage,
+            id=f"{op.name.removeprefix('netcl.')}-{index}-{storage}", marks=[pytest.mark.slow] * (index > 0),
+        )
+        for op in ops.TABLE
+        for index, case in enumerate(op.cases)
+        for storage in storages_of(case)
+    ]  # fmt: skip
+
+
+def test_every_op_is_owned_and_listed_once() -> None:
+    names = [op.name for op in ops.TABLE]
+    assert sorted(set(names)) == sorted(names)
+    assert [name for name in names if name not in OWNED] == []
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(("op", "case", "storage"), _calls())
+def test_op(
+    queue: cl.CommandQueue, simulated: bool, amp_dtype: str, op: Op, case: Case, storage: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    inputs = inputs_of(case)
+    if simulated and storage != "half":
+        pytest.skip("the simulator is slow: one mixture is enough")
+    default_kernel(queue, amp_dtype, amp_dtype)  # its trial on the device, once in a process, reads a result
+    arrangement = arrange(op, case, storage, amp_dtype)
+    want = reference(op, case, storage, amp_dtype)
+    dtype = result_dtype(op, case, arrangement.dtypes, amp_dtype)
+    function = netcl_function(op.name)
+    device = queue.device.platform.name
+
+    for which_output in range(len(want)) if op.differentiable else [0]:
+        nodes = nodes_of(queue, case, arrangement)
+        args, kwargs = filled(case, nodes)
+        with counted_host_reads(monkeypatch) as reads:
+            results = outputs(function(*args, **kwargs))
+            out = results[which_output]
+            if op.differentiable:
+                cotangent_dtype = out.value.dtype
+                assert out.grad_fn is not None
+        assert reads == []
+        for result, expected in zip(results, want, strict=True):
+            value = result.value
+            assert value.dtype == dtype or not np.issubdtype(to_numpy(value).dtype, np.floating)
+            slack = forward_slack(op, case, arrangement, expected)
+            error = error_of(value, expected, slack, tolerance(value.dtype, op.ulps, op.ulps32))
+            report.note(op.name, "forward", value.dtype, error.ulps, error.allowed, device)
+            assert error.passes, f"{op.name}: {error}"
+        if not op.differentiable:
+            return
+        with counted_host_reads(monkeypatch) as reads:
+            run_backward(out, cotangent_dtype)
+        assert reads == []
+        for index, (one, node) in enumerate(zip(inputs, nodes, strict=True)):
+            if not isinstance(node, Node):
+                continue
+            if not one.grad:
+                assert node.grad is None, f"input {index} asked for no gradient"
+                continue
+            want_grad = reference_gradient(op, case, storage, amp_dtype, which_output, index, cotangent_dtype)
+            assert want_grad.smooth.mean() > 0.9, f"input {index} lies on kinks: draw other values"
+            assert node.grad.dtype == arrangement.dtypes[index]
+            error = error_of(
+                node.grad, want_grad.value, gradient_slack(op, want_grad),
+                tolerance(node.grad.dtype, op.grad_ulps, op.grad_ulps32), want_grad.smooth,
+            )  # fmt: skip
+            report.note(op.name, "gradient", node.grad.dtype, error.ulps, error.allowed, device)
+            assert error.passes, f"{op.name}, gradient of input {index}: {error}"
+
+
+@pytest.mark.parametrize(("op", "case", "storage"), _calls())
+def test_bare_tensors_and_no_grad_give_the_same_bits(
+    queue: cl.CommandQueue, amp_dtype: str, op: Op, case: Case, storage: str
+) -> None:
+    if not op.repeatable:
+        pytest.skip("random")
+    arrangement = arrange(op, case, storage, amp_dtype)
+    nodes = nodes_of(queue, case, arrangement)
+    function = netcl_function(op.name)
+    args, kwargs = filled(case, nodes)
+    recorded = outputs(function(*args, **kwargs))
+    with ag.no_grad():
+        unrecorded = outputs(function(*args, **kwargs))
+    args, kwargs = filled(case, [node.value for node in nodes])
+    bare = outputs(function(*args, **kwargs))
+    for one, two, three in zip(recorded, unrecorded, bare, strict=True):
+        assert two.value.dtype == three.value.dtype == one.value.dtype
+        np.testing.assert_array_equal(to_numpy(two.value), to_numpy(one.value))
+        np.testing.assert_array_equal(to_numpy(three.value), to_numpy(one.value))
+
+
+def _special_ops() -> list[Any]:
+    by_policy = (CastPolicy.MATCH, CastPolicy.VIEW, CastPolicy.PROMOTE)
+    return [
+        pytest.param(op, id=op.name.removeprefix("netcl."))
+        for op in ops.TABLE
+        if op.special or (op.special is None and policy_of(op) in by_policy)
+    ]
+
+
+@pytest.mark.parametrize("storage", ["float32", "half"])
+@pytest.mark.parametrize("op", _special_ops())
+def test_special_values(queue: cl.CommandQueue, amp_dtype: str, op: Op, storage: str) -> None:
+    case = op.cases[0]
+    for special_round in range(_SPECIAL_ROUNDS):
+        arrangement = arrange(op, case, storage, amp_dtype, special_round)
+        args, kwargs = filled(case, nodes_of(queue, case, arrangement))
+        results = outputs(netcl_function(op.name)(*args, **kwargs))
+        for result, want in zip(results, reference(op, case, storage, amp_dtype, special_round), strict=True):
+            slack = np.nan_to_num(forward_slack(op, case, arrangement, want), nan=0.0, posinf=0.0)
+            error = error_of(result.value, want, slack, tolerance(result.value.dtype, op.ulps, op.ulps32))
+            assert error.passes, f"{op.name}: {error}; inputs {arrangement.stored}"
+            if op.exact:
+                np.testing.assert_array_equal(np.signbit(to_numpy(result.value)), np.signbit(want))

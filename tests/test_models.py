@@ -1,0 +1,166 @@
+"""Every layer and ready-made model of netcl trains a step under AMP."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import netcl.nn as nn
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl.optim import SGD
+from netcl.ssl import methods
+
+from clamp import amp
+from tests.recipes import NO_RECIPE, RECIPES, Recipe, classes, loss_of, make, training_fusion, values
+from tests.reference import to_device
+
+#: a gradient's error, in the norm, relative to the fp32 step's; in networks, where rounding decides about a relu or
+#: a maximum here and there, it grows with the root of the rounding (Recipe.slack)
+TOLERANCE = {"float16": 0.01, "bfloat16": 0.06}
+LOSS_SCALE = 2.0**10
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    if amp._handle is not None:
+        amp._handle.shutdown()
+
+
+def step(recipe: Recipe, queue: cl.CommandQueue, dtype: str) -> tuple[float, list[Any], list[Any]]:
+    """Loss, gradients and changes of the parameters of one step."""
+    with amp.init(dtype=dtype, loss_scale=LOSS_SCALE) as handle:
+        made = make(recipe, queue)
+        before = [param.to_host().copy() for param in made.trained]
+        optimizer = SGD(made.trained, lr=0.5)
+        loss = loss_of(recipe, made)
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert all(param.grad is not None for param in made.trained)
+        assert {param.grad.dtype for param in made.trained} | {param.dtype for param in made.trained} == {"float32"}
+        gradients = [param.grad.to_host().copy() for param in made.trained]
+        optimizer.step()
+        changes = [param.to_host() - old for param, old in zip(made.trained, before, strict=True)]
+        return float(loss.value.to_host()[0]), gradients, changes
+
+
+def check(recipe: Recipe, queue: cl.CommandQueue, dtype: str, reference: tuple[float, list[Any], list[Any]]) -> None:
+    """The step in 16 bits is the fp32 step, but for rounding."""
+    loss, gradients, changes = step(recipe, queue, dtype)
+    want_loss, want_gradients, _ = reference
+    tolerance = TOLERANCE[dtype] * recipe.slack
+    assert loss == pytest.approx(want_loss, rel=tolerance, abs=tolerance)
+    largest = max(np.linalg.norm(gradient) for gradient in want_gradients)
+    errors = []
+    for number, (gradient, want, change) in enumerate(zip(gradients, want_gradients, changes, strict=True)):
+        assert np.isfinite(gradient).all(), number
+        assert np.any(change) or not np.any(want), f"parameter {number} did not change"
+        # what is zero but for rounding, as a bias before batch norm, is measured against the largest
+        errors.append(np.linalg.norm(gradient - want) / max(np.linalg.norm(want), 0.02 * largest))
+    assert np.median(errors) <= tolerance
+    assert max(errors) <= 3 * tolerance, f"the gradient of parameter {int(np.argmax(errors))} is off by {max(errors)}"
+
+
+_REFERENCES: dict[tuple[str, int], Any] = {}
+
+
+def reference(name: str, queue: cl.CommandQueue) -> tuple[float, list[Any], list[Any]]:
+    """The step in fp32, by clamp's kernels."""
+    key = (name, queue.int_ptr)
+    if key not in _REFERENCES:
+        _REFERENCES[key] = step(RECIPES[name], queue, "float32")
+    return _REFERENCES[key]
+
+
+def params(dtype: str) -> list[Any]:
+    """The recipes; the big ones, and all in bfloat16, in the full sweep only."""
+    slow = [pytest.mark.slow]
+    return [
+        pytest.param(name, marks=slow if recipe.slow or dtype == "bfloat16" else []) for name, recipe in RECIPES.items()
+    ]
+
+
+def test_every_class_has_a_recipe() -> None:
+    made = {name.partition(":")[0] for name in RECIPES} | set(NO_RECIPE)
+    assert not classes() - made, "write a recipe for these classes in tests/recipes.py"
+    assert not made - classes(), "this release of netcl has no such class"
+
+
+@pytest.mark.parametrize("name", params("float16"))
+def test_trains_in_float16(queue: cl.CommandQueue, name: str) -> None:
+    check(RECIPES[name], queue, "float16", reference(name, queue))
+
+
+@pytest.mark.parametrize("name", params("bfloat16"))
+def test_trains_in_bfloat16(queue: cl.CommandQueue, name: str) -> None:
+    check(RECIPES[name], queue, "bfloat16", reference(name, queue))
+
+
+def test_bfloat16_trains_in_a_network_and_an_attention(queue: cl.CommandQueue) -> None:
+    for name in ("layers.Sequential", "layers.MultiheadAttention"):
+        check(RECIPES[name], queue, "bfloat16", reference(name, queue))
+
+
+def test_training_fusion_changes_nothing(queue: cl.CommandQueue) -> None:
+    """With dilation and groups too, which netcl's fused convolution drops."""
+    with training_fusion(False):
+        loss, gradients, _ = step(RECIPES["layers.Sequential"], queue, "float32")
+    with training_fusion(True):
+        fused_loss, fused_gradients, _ = step(RECIPES["layers.Sequential"], queue, "float32")
+        check(RECIPES["layers.Sequential"], queue, "float16", (loss, gradients, []))
+    assert fused_loss == pytest.approx(loss, rel=1e-4)
+    for gradient, fused in zip(gradients, fused_gradients, strict=True):
+        np.testing.assert_allclose(fused, gradient, rtol=1e-3, atol=1e-5 * max(np.abs(gradient).max(), 1))
+
+
+def test_the_banned_loss_says_what_to_use(queue: cl.CommandQueue) -> None:
+    x = to_device(queue, np.full((2, 2), 0.5))
+    with amp.init(), pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"):
+        nn.BCELoss()(x, x)
+
+
+# ------------------------------------------------------------------------------------------ self-supervision
+
+
+def method(name: str, queue: cl.CommandQueue) -> methods.SSLMethod:
+    """One of netcl's self-supervised methods over a small encoder; the same at every call."""
+    np.random.seed(0)
+    cls = getattr(methods, name)
+    targets = "target_encoder" in inspect.signature(cls).parameters
+    encoders = [nn.Linear(queue, 8, 6) for _ in range(1 + targets)]
+    return cls(*encoders, 6, 4, queue=queue)
+
+
+def method_steps(name: str, queue: cl.CommandQueue, dtype: str) -> list[float]:
+    """Losses of two steps."""
+    with amp.init(dtype=dtype, loss_scale=LOSS_SCALE) as handle:
+        model = method(name, queue)
+        optimizer = SGD(model.parameters(), lr=0.02)
+        views = [to_device(queue, values(6, 8, seed=seed)) for seed in (1, 2)]
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model.training_step(views)
+            with handle.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            for param in model.parameters():
+                assert param.grad.dtype == "float32"
+                assert np.isfinite(param.grad.to_host()).all()
+            optimizer.step()
+            model.on_step_end()
+            losses.append(loss.value.to_host().item())
+        return losses
+
+
+METHODS = sorted(name for name, x in vars(methods).items() if inspect.isclass(x) and methods.SSLMethod in x.__mro__[1:])
+
+
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", METHODS)
+def test_self_supervised_methods_train(queue: cl.CommandQueue, name: str, dtype: str) -> None:
+    expected = method_steps(name, queue, "float32")
+    losses = method_steps(name, queue, dtype)
+    np.testing.assert_allclose(losses, expected, rtol=3 * TOLERANCE[dtype], atol=3 * TOLERANCE[dtype])
