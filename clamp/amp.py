@@ -2,47 +2,66 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pyopencl as cl
 import wrapt
 
-from clamp import bridge, debugging
+from clamp import bridge, checkpoint, debugging, session
 from clamp.autocast import Region, current_region, depth, in_region
 from clamp.bridge import TensorLike
 from clamp.cache import weights
-from clamp.device import capabilities, list_devices
+from clamp.checkpoint import CheckpointError
+from clamp.compat import netcl as _netcl  # noqa: F401  (registers its wrappers)
+from clamp.compat.apex import initialize, scale_loss
+from clamp.compat.oneflow import Graph, StaticGradScaler
+from clamp.compat.paddle import auto_cast, decorate
+from clamp.compat.pytorch import GradScaler, custom_bwd, custom_fwd
+from clamp.device import capabilities
 from clamp.functions.casting import cast_node
 from clamp.handle import AmpHandle, NoOpHandle, OptimWrapper
+from clamp.masters import pairs
 from clamp.optimizers import StepReport
-from clamp.patching.patch import Patches, Registration
+from clamp.patching.patch import Registration
 from clamp.patching.wrap import user_wrapper
-from clamp.policy import CastPolicy, Entry, PolicyError, PolicyTable, default_table, read_list
-from clamp.scaler import make_loss_scale
+from clamp.policy import CastPolicy, PolicyError, default_table
+from clamp.scaler import NoLossScale
+from clamp.session import AMP_DTYPES, check_dtype, init, shutdown
 
 __all__ = [
     "AmpHandle",
     "CastPolicy",
+    "CheckpointError",
+    "GradScaler",
+    "Graph",
     "NoOpHandle",
     "OptimWrapper",
     "PolicyError",
+    "StaticGradScaler",
     "StepReport",
+    "auto_cast",
     "autocast",
     "cast",
+    "custom_bwd",
+    "custom_fwd",
     "debugging",
+    "decorate",
     "float_function",
     "get_amp_supported_dtype",
     "get_autocast_dtype",
     "half_function",
     "init",
+    "initialize",
     "is_autocast_enabled",
     "is_bfloat16_supported",
     "is_float16_supported",
+    "load_checkpoint",
     "load_state_dict",
     "master_params",
     "promote_function",
@@ -50,96 +69,25 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "save_checkpoint",
+    "scale_loss",
+    "shutdown",
     "state_dict",
     "supports_fp16",
 ]
 
-AMP_DTYPES = ("float16", "bfloat16", "float32")
-
 F = TypeVar("F", bound=Callable[..., Any])
 
-_lock = threading.RLock()
-_registrations: list[Registration] = []
-_handle: AmpHandle | None = None
+_registrations = session.registrations
 
 
-# ---------------------------------------------------------------------------------------------- init
+def __getattr__(name: str) -> Any:
+    if name == "_handle":  # the active handle, None without one
+        return session.active_handle()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def init(
-    enabled: bool = True,
-    enable_caching: bool = True,
-    verbose: bool = False,
-    allow_banned: bool = False,
-    *,
-    dtype: str = "float16",
-    level: str = "O1",
-    loss_scale: str | float = "auto",
-    custom_white_list: Iterable[str] = (),
-    custom_black_list: Iterable[str] = (),
-    lists: str | Path | None = None,
-) -> AmpHandle | NoOpHandle:
-    """Turns on mixed precision for netcl, in every thread, until ``handle.shutdown()``.
-
-    Args:
-        enabled: False patches nothing and returns a handle whose methods pass through.
-        enable_caching: keep 16-bit copies of parameters until they change.
-        verbose: print a line for every cast: ``Float->Half (matmul_op)``.
-        allow_banned: run banned functions in fp32 instead of raising.
-        dtype: ``"float16"``, ``"bfloat16"``, or ``"float32"``: clamp's kernels without casting.
-        level: ``"O0"`` everything in fp32, 16-bit inputs too (losses are still scaled); ``"OD"`` only
-            the half list in half; ``"O1"`` the lists;
-            ``"O2"`` everything in half but what the lists keep in fp32.
-        loss_scale: ``"auto"`` (dynamic for float16, otherwise off), ``"dynamic"``, or a number.
-        custom_white_list: names of functions to run in half.
-        custom_black_list: names of functions to run in fp32.
-        lists: a list file whose entries go over the shipped lists.
-
-    Raises:
-        RuntimeError: a handle is active already: call its ``shutdown()`` first.
-        ValueError: an unknown dtype, level, loss scale or function name, a malformed list file.
-        NoDeviceError: there is no OpenCL device.
-    """
-    global _handle
-    if not enabled:
-        return NoOpHandle()
-    if dtype not in AMP_DTYPES:
-        raise ValueError(f"unknown AMP dtype {dtype!r}: pass one of {', '.join(AMP_DTYPES)}")
-    with _lock:
-        if _handle is not None:
-            raise RuntimeError("amp.init() was called while a handle is active: call handle.shutdown() first")
-        _release_autocast_patches()
-        make_loss_scale(loss_scale, dtype)  # raises before anything is patched
-        region = Region(
-            enabled=True,
-            dtype="float32" if level == "O0" else dtype,
-            policies=_policies(level, custom_white_list, custom_black_list, lists),
-            cache_enabled=enable_caching,
-            allow_banned=allow_banned,
-            verbose=verbose,
-        )
-        list_devices()
-        _handle = AmpHandle(
-            region, _registrations, lambda: make_loss_scale(loss_scale, dtype), on_shutdown=_forget_handle
-        )
-        return _handle
-
-
-def _policies(level: str, white: Iterable[str], black: Iterable[str], lists: str | Path | None) -> PolicyTable:
-    table = default_table()
-    if lists is not None:
-        table = table.merged(read_list(lists))
-    overrides = [
-        Entry(registration.full_name, registration.policy, "registered by the user")
-        for registration in _registrations
-        if registration.full_name in table
-    ]
-    return table.at_level(level).customized(white, black).merged(overrides)
-
-
-def _forget_handle() -> None:
-    global _handle
-    _handle = None
+_OTHER_DTYPES = ("float64", "int8", "int32", "int64", "uint8", "bool")
 
 
 # ---------------------------------------------------------------------------------------------- functions of users
@@ -168,26 +116,28 @@ def _decorated(function: F, policy: CastPolicy) -> F:
 def register(module: Any, name: str, policy: CastPolicy | str) -> None:
     """Lets ``init`` wrap the function ``name`` of a module or class. Wins over an entry of the lists.
 
+    Args:
+        policy: a ``CastPolicy``, its value, or PyTorch's name for it (``"lower_precision_fp"``, ``"fp32"``,
+            ``"fp32_set_opt_dtype"``, ``"fp32_append_dtype"``, ``"promote"``).
+
     Raises:
         RuntimeError: AMP is active: register before ``amp.init()``.
         ValueError: the module has no such function, or there is no such policy.
     """
-    try:
-        policy = CastPolicy(policy)
-    except ValueError:
-        names = ", ".join(known.value for known in CastPolicy)
-        raise ValueError(f"unknown policy {policy!r}: pass one of {names}") from None
+    policy = CastPolicy.named(policy)
     if isinstance(module, str):
         raise ValueError(f"pass the module itself, not its name {module!r}")
     if not callable(vars(module).get(name)) and not callable(getattr(module, name, None)):
         where = getattr(module, "__name__", repr(module))
         raise ValueError(f"No function named {name} in module {where}")
-    with _lock:
-        if _handle is not None:
+    with session.lock:
+        if session.active_handle() is not None:
             raise RuntimeError(f"register {name} before amp.init(), or after handle.shutdown()")
         registration = Registration(module, name, policy)
         _registrations[:] = [r for r in _registrations if (r.owner, r.name) != (module, name)]
         _registrations.append(registration)
+        if depth() == 0:
+            session.forget_patches()
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -208,9 +158,6 @@ def register_promote_function(module: Any, name: str) -> None:
 # ---------------------------------------------------------------------------------------------- autocast
 
 
-_autocast_patches: Patches | None = None
-
-
 class autocast:
     """A region of this thread in which ops cast, or with ``enabled=False`` do not; context manager and decorator.
 
@@ -221,18 +168,34 @@ class autocast:
         enabled: whether ops cast inside.
         dtype: the AMP dtype; that of the region around, or float16, if not given.
         cache_enabled: whether 16-bit copies of weights are kept; as around, if not given.
+
+    Raises:
+        ValueError: there is no such dtype. For one that netcl has and AMP has not a warning is given, as in PyTorch,
+            and nothing is cast inside.
+        TypeError: ``enabled`` is PyTorch's device type.
     """
 
     def __init__(self, enabled: bool = True, *, dtype: str | None = None, cache_enabled: bool | None = None) -> None:
-        if dtype is not None and dtype not in AMP_DTYPES:
-            raise ValueError(f"unknown AMP dtype {dtype!r}: pass one of {', '.join(AMP_DTYPES)}")
-        self._enabled = enabled
+        if isinstance(enabled, str):
+            raise TypeError(f"autocast takes no device type: casts follow each tensor's queue. Leave {enabled!r} out.")
+        if dtype is not None:
+            dtype = bridge.canonical_dtype(dtype)
+            if dtype in _OTHER_DTYPES:
+                warnings.warn(
+                    f"autocast to {dtype} is not supported: casts are off inside. Pass one of {', '.join(AMP_DTYPES)}.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+                enabled, dtype = False, None
+            else:
+                check_dtype(dtype)
+        self._enabled = bool(enabled)
         self._dtype = dtype
         self._cache_enabled = cache_enabled
-        self._entered: list[Any] = []
+        self._entered = threading.local()
 
     def __enter__(self) -> autocast:
-        _ensure_patched()
+        session.ensure_patched()
         outer = current_region() or Region(enabled=False, dtype="float16", policies=default_table())
         region = replace(
             outer,
@@ -243,11 +206,11 @@ class autocast:
         )
         manager = in_region(region)
         manager.__enter__()
-        self._entered.append(manager)
+        self._entered.managers = [*getattr(self._entered, "managers", ()), manager]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._entered.pop().__exit__(*exception)
+        self._entered.managers.pop().__exit__(*exception)
         if depth() == 0:
             weights.clear()
 
@@ -260,36 +223,13 @@ class autocast:
         return inside  # type: ignore[return-value]
 
 
-def _ensure_patched() -> None:
-    """Patches netcl for autocast without init. The patches stay, inactive outside regions, until an init."""
-    global _autocast_patches
-    with _lock:
-        if _handle is None and _autocast_patches is None:
-            patches = Patches(default_table(), _registrations, _plain_step)
-            patches.install()
-            _autocast_patches = patches
-
-
-def _plain_step(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = wrapped(*args, **kwargs)
-    weights.clear()
-    return result
-
-
-def _release_autocast_patches() -> None:
-    global _autocast_patches
-    if _autocast_patches is not None:
-        _autocast_patches.remove()
-        _autocast_patches = None
-
-
 def master_params(optimizer: Any) -> list[bridge.Tensor]:
     """The fp32 tensors that ``optimizer.step()`` updates: the parameters, or the masters of 16-bit ones.
 
     Raises:
         TypeError: the optimizer has no ``params``.
     """
-    return bridge.optimizer_parameters(optimizer)
+    return [master for master, _ in pairs(optimizer)]
 
 
 def is_autocast_enabled() -> bool:
@@ -315,8 +255,7 @@ def cast(x: TensorLike, dtype: str) -> TensorLike:
         TypeError: x is no floating node or tensor on an OpenCL device.
         ValueError: unknown dtype.
     """
-    if dtype not in AMP_DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}: pass one of {', '.join(AMP_DTYPES)}")
+    check_dtype(dtype, "dtype")
     value = getattr(x, "value", None)
     if not isinstance(value, bridge.Tensor) or value.dtype not in bridge.STORAGE or not bridge.on_device(value):
         raise TypeError(
@@ -354,20 +293,27 @@ def get_amp_supported_dtype(queue: cl.CommandQueue) -> list[str]:
 def state_dict() -> dict[str, dict[str, Any]]:
     """The loss scalers of the active handle, ``{"loss_scaler0": {...}, ...}``.
 
+    After ``init`` or ``initialize`` with ``enabled=False`` there are none: ``{}``.
+
     Raises:
         RuntimeError: AMP is not active.
     """
-    return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(_require_handle().scalers)}
+    if session.is_disabled():
+        return {}
+    return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(session.require_handle().scalers)}
 
 
 def load_state_dict(state: dict[str, dict[str, Any]]) -> None:
-    """Restores what ``state_dict`` returned; on an error nothing is changed.
+    """Restores what ``state_dict`` returned; on an error nothing is changed. With ``enabled=False`` nothing is done.
 
     Raises:
         RuntimeError: AMP is not active, or the state is empty.
         ValueError: the state has another number of scalers, or is malformed.
     """
-    scalers = _require_handle().scalers
+    if session.is_disabled():
+        return
+    handle = session.require_handle()
+    scalers = handle.scalers
     if not state:
         raise RuntimeError("the state is empty: it was saved without AMP, or with amp disabled")
     expected = [f"loss_scaler{index}" for index in range(len(scalers))]
@@ -384,9 +330,54 @@ def load_state_dict(state: dict[str, dict[str, Any]]) -> None:
         for scaler, saved in zip(scalers, before, strict=True):
             scaler.load_state_dict(saved)
         raise
+    handle.scalers_loaded()
 
 
-def _require_handle() -> AmpHandle:
-    if _handle is None:
-        raise RuntimeError("AMP is not active: call amp.init() first")
-    return _handle
+def save_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any = (), **extra: Any) -> None:
+    """Writes a training run to one file, from which it goes on bit by bit: call it after ``optimizer.step()``.
+
+    Args:
+        path: of the file; one that is there is replaced, at once and as a whole.
+        models: a netcl module, an object with ``parameters()``, a list or dict of tensors, or a list of these.
+            Parameters, fp32 masters and buffers are saved.
+        optimizers: one or a list. Of netcl's all state and hyperparameters are saved, by their attributes; another
+            one needs ``state_dict()`` and ``load_state_dict()``.
+        extra: numbers, texts, numpy arrays, and dicts, lists and tuples of these: history, epoch,
+            ``np.random.get_state()`` (dropout draws from it), ``vars(scheduler)``.
+
+    The loss scales of the active handle are saved too. Half-accumulated gradients are not.
+
+    Raises:
+        TypeError: something cannot be saved; the message names it.
+        OSError: the file cannot be written; what was there stays.
+    """
+    handle = session.active_handle()
+    scalers = handle.scalers if handle is not None else []
+    off = [f"loss_scaler{index}" for index, scaler in enumerate(scalers) if isinstance(scaler, NoLossScale)]
+    state = {"scales": state_dict(), "off": off} if scalers else None
+    checkpoint.save(path, models, optimizers, state, extra)
+
+
+def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any = ()) -> dict[str, Any]:
+    """Goes on where ``save_checkpoint`` left off. Pass the same models and optimizers, in the same order.
+
+    A run may go on at another level or dtype: 16-bit parameters take the values of float32 ones and the other way
+    round, through their masters where there are any. Loss scales are restored if AMP is active; where the saved run
+    had no loss scaling (bfloat16, float32), a dynamic scale starts from its beginning.
+
+    Returns:
+        The ``extra`` of ``save_checkpoint``.
+
+    Raises:
+        CheckpointError: the file is no checkpoint, is damaged or truncated, or does not fit. Nothing was changed.
+        FileNotFoundError: there is no such file.
+        ValueError: the number of loss scales differs. Nothing was changed.
+    """
+    return checkpoint.load(path, models, optimizers, _load_scales if session.active_handle() else None)
+
+
+def _load_scales(state: Mapping[str, Any]) -> None:
+    now = state_dict()
+    load_state_dict(
+        {name: now[name] if name in state["off"] and name in now else s for name, s in state["scales"].items()}
+    )

@@ -98,3 +98,18 @@ def no_casts() -> Iterator[None]:
         yield
     finally:
         _thread.no_casts -= 1
+
+
+@contextmanager
+def casting_in(region: Region | None) -> Iterator[None]:
+    """Inside the ``with``, ops cast as in ``region``, within an op and in backward too; with None they do not."""
+    if region is None:
+        with no_casts():
+            yield
+        return
+    outer, _thread.no_casts = _thread.no_casts, 0
+    try:
+        with in_region(region):
+            yield
+    finally:
+        _thread.no_casts = outer

@@ -6,18 +6,23 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import wrapt
 
-from clamp import bridge
+from clamp import bridge, gradients, masters
 from clamp.autocast import Region, current_region, in_region, set_process_region
-from clamp.bridge import HALF_DTYPES, Node, Tape, Tensor
+from clamp.bridge import HALF_DTYPES, Node, Tape, Tensor, TensorLike
 from clamp.cache import weights
+from clamp.distributed import Ranks
 from clamp.functions.casting import Operand, note_numpy_backend, record
 from clamp.ops.elementwise import elementwise
-from clamp.optimizers import StepGuard, StepGuards, StepReport
+from clamp.optimizers import StepGuard, StepGuards, StepReport, share_overflow
+from clamp.patching import collectives
 from clamp.patching.patch import Patches, Registration
+from clamp.recording import host_step
+from clamp.replicas import QueueScales, ScaledTape, keep_equal
 from clamp.scaler import LossScale
 
 
@@ -38,6 +43,7 @@ class AmpHandle:
         make_scaler: makes a loss scaler; one is made for the handle, more for wrapped optimizers.
         max_skips_at_floor: consecutive steps skipped at the smallest scale after which ``step`` raises.
         on_shutdown: called once when the handle shuts down.
+        num_losses: how many scalers the handle has of its own.
     """
 
     def __init__(
@@ -47,15 +53,25 @@ class AmpHandle:
         make_scaler: Callable[[], LossScale],
         max_skips_at_floor: int = 25,
         on_shutdown: Callable[[], None] = lambda: None,
+        num_losses: int = 1,
     ) -> None:
         self._region = region
         self._make_scaler = make_scaler
-        self._scaler = make_scaler()
+        self._own_scalers = [make_scaler() for _ in range(num_losses)]
+        self._scaler = self._own_scalers[0]
         self._wrapped_scalers: list[LossScale] = []
         self._guards = StepGuards(max_skips_at_floor)
         self._on_shutdown = on_shutdown
         self._last: StepGuard | None = None
-        self._patches = Patches(region.policies, registrations, self._guards.step)
+        self._scales = QueueScales(make_scaler)
+        self._ranks: Ranks | None = None
+        replicas = {
+            "netcl.distributed.data_parallel.sync_grads": self._sync_grads,
+            "netcl.distributed.trainer.data_parallel_step": self._data_parallel_step,
+            "netcl.distributed.trainer.prepare_replicas": self._prepare_replicas,
+            "netcl.distributed.data_parallel.replicate_params": self._prepare_replicas,
+        }
+        self._patches = Patches(region.policies, registrations, self._step, replicas)
         self._patches.install()
         set_process_region(region)
         self._active = True
@@ -73,8 +89,8 @@ class AmpHandle:
 
     @property
     def scalers(self) -> list[LossScale]:
-        """The handle's own scaler, then those of wrapped optimizers in the order they were wrapped."""
-        return [self._scaler, *self._wrapped_scalers]
+        """The handle's own scalers, then those of wrapped optimizers in the order they were wrapped."""
+        return [*self._own_scalers, *self._wrapped_scalers]
 
     @property
     def last_step(self) -> StepReport | None:
@@ -93,12 +109,13 @@ class AmpHandle:
 
     # ------------------------------------------------------------------------------------------ loss scaling
 
-    def scale_loss(self, loss: Node, optimizer: Any) -> AbstractContextManager[Node]:
+    def scale_loss(self, loss: Node, optimizer: Any, loss_id: int = 0) -> AbstractContextManager[Node]:
         """Scales a loss for backward and, at the end of the ``with``, unscales the gradients.
 
         Args:
             loss: one element, float32 or 16-bit.
             optimizer: the optimizer, or a list of optimizers, whose parameters this backward reaches.
+            loss_id: which of the handle's scalers; it has more than one after ``amp.initialize(num_losses=...)``.
 
         Yields:
             The scaled loss, a float32 node; run ``scaled_loss.backward()`` or ``tape.backward(scaled_loss)``.
@@ -108,7 +125,7 @@ class AmpHandle:
 
         Raises:
             TypeError: the loss is no node or not floating, or an optimizer has no ``params``.
-            ValueError: the loss has more than one element.
+            ValueError: the loss has more than one element, or there is no such ``loss_id``.
             RuntimeError: after ``wrap_optimizer``: call ``optimizer.scale_loss`` instead; or after shutdown.
         """
         self._require_active("scale_loss")
@@ -120,7 +137,12 @@ class AmpHandle:
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         if not optimizers:
             raise ValueError("scale_loss got an empty list of optimizers: pass the optimizers that will step")
-        return self.scaled(loss, optimizers, self._scaler)
+        if loss_id not in range(len(self._own_scalers)):
+            raise ValueError(
+                f"loss_id must be from 0 to {len(self._own_scalers) - 1}, got {loss_id!r}: "
+                "pass the number of losses to amp.initialize(num_losses=...)"
+            )
+        return self.scaled(loss, optimizers, self._own_scalers[loss_id])
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """An optimizer with its own loss scalers, one for each of its ``num_loss`` backward passes a step.
@@ -146,31 +168,136 @@ class AmpHandle:
     @contextmanager
     def scaled(self, loss: Node, optimizers: Sequence[Any], scaler: LossScale) -> Iterator[Node]:
         """One scaled backward pass: the body of every ``scale_loss``."""
+        if self._ranks is not None:
+            self._ranks.begin_pass()
         check_loss(loss)
         if not bridge.on_device(loss.value):
+            if self._ranks is not None:
+                raise ValueError("handle.distribute averages gradients of OpenCL devices, not of netcl's numpy backend")
             note_numpy_backend()
             yield loss
             return
         guards = self._guards.sharing([self.guard(optimizer) for optimizer in optimizers])
-        gradients = _Gradients(optimizers)
+        gradients = PassGradients(optimizers)
         gradients.set_aside()
+        scaler = self._scales.on(loss.value.queue, scaler)
         try:
             yield scaled_node(loss, scaler)
+            if self._ranks is not None:
+                gradients.average(self._ranks, scaler)
             gradients.unscale(scaler)
-        except BaseException:
+        except BaseException as error:
+            if self._ranks is not None:
+                self._ranks.failed(error)
             gradients.put_back()
             raise
+        host_step(partial(self._passed, guards, scaler, gradients.delivered()))
+        self._last = guards[len(optimizers) - 1]
+        weights.clear()
+        self._scales.settle(loss.value.queue)
+
+    def _passed(self, guards: Sequence[StepGuard], scaler: LossScale, delivered: Iterable[gradients.Held]) -> None:
+        """Ends a scaled pass, and in a recording, each replay of it."""
+        self._require_active("the replay of a scaled backward pass")
+        gradients.restore(delivered)
         fresh = sum(guard.mask for guard in guards if guard.is_fresh(scaler))
         scaler.update(sum(guard.mask for guard in guards), fresh)
         for guard in guards:
             guard.passed(scaler)
-        self._last = guards[len(optimizers) - 1]
-        weights.clear()
+
+    # ------------------------------------------------------------------------------------------ several devices
+
+    def distribute(self, comm: Any, *, reduce_dtype: str | None = None) -> Ranks:
+        """From now on ``scale_loss`` averages gradients over the processes of an MPI communicator.
+
+        Call it on every rank, and then ``broadcast`` with the model (or give every rank the same seed: parameters are
+        compared at the first pass)::
+
+            from mpi4py import MPI
+
+            ranks = handle.distribute(MPI.COMM_WORLD)
+            ranks.broadcast(model)
+
+        All ranks must do the same passes. A step is skipped on all ranks or on none, and they keep one loss scale and
+        the same bits in their parameters (given devices of one kind). The mean over ranks of the gradients is that of
+        the global batch where each rank's loss is a mean over a part of the same size. A loss that sums over its
+        batch, such as netcl's ``mse_loss``, is to be divided by the number of its rows (or multiplied by
+        ``ranks.size``: then the sum over the global batch is trained).
+
+        An exception on one rank, inside ``scale_loss`` or not, ends in an error on all of them.
+
+        Args:
+            comm: mpi4py's communicator, ``MPI.COMM_WORLD``; needs ``pip install "clamp-amp[mpi]"``.
+            reduce_dtype: ``"float16"`` or ``"bfloat16"``: gradients travel, multiplied by the loss scale, in 16 bits,
+                half the bytes; they are added in float32. One that overflows in float16 skips the step.
+
+        Raises:
+            TypeError: comm is no communicator.
+            ValueError: unknown ``reduce_dtype``.
+            RuntimeError: called twice, or after shutdown.
+        """
+        self._require_active("distribute")
+        if self._ranks is not None:
+            raise RuntimeError("handle.distribute was called twice: one communicator averages a handle's gradients")
+        self._ranks = Ranks(comm, reduce_dtype)
+        self._guards.require_scaled = True
+        return self._ranks
+
+    def scalers_loaded(self) -> None:
+        """The scalers have got new states: the copies on further queues are made anew."""
+        self._scales.forget()
+
+    def _step(self, wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Every optimizer's ``step``."""
+        result = self._guards.step(wrapped, optimizer, args, kwargs)
+        for queue in {param.queue for param in getattr(optimizer, "params", ()) if bridge.on_device(param)}:
+            self._scales.settle(queue)
+        return result
+
+    def _prepare_replicas(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """netcl's functions that copy parameters to several queues."""
+        replicas = wrapped(*args, **kwargs)
+        self._scales.note(params[0].queue for params in replicas if params)
+        return replicas
+
+    def _sync_grads(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """netcl's ``sync_grads``, after which an overflow of one replica counts for all."""
+        collectives.sync_grads(wrapped, instance, args, kwargs)
+        param_replicas = args[0] if args else kwargs["param_replicas"]
+        guards = [self._guards.stepping(params) for params in param_replicas]
+        share_overflow([guard for guard in guards if guard is not None])
+
+    def _data_parallel_step(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """netcl's ``data_parallel_step`` with scaled losses: it calls ``forward_fn`` once for each replica, in order,
+        and then ``tape.backward`` with what that returned."""
+
+        def step(forward_fn: Any, params_replicas: Any, optimizers: Any, batch: Any, **hooks: Any) -> Any:
+            order = iter(optimizers)
+            self._scales.note(params[0].queue for params in params_replicas)
+
+            def forward(*inputs: Any) -> tuple[Any, ScaledTape]:
+                loss, tape = forward_fn(*inputs)
+                return loss, ScaledTape(tape, partial(self._scaled_replica, optimizer=next(order)))
+
+            result = wrapped(forward, params_replicas, optimizers, batch, **hooks)
+            keep_equal(params_replicas)
+            return result
+
+        return step(*args, **kwargs)
+
+    def _scaled_replica(self, loss: Node, optimizer: Any) -> AbstractContextManager[Node]:
+        if isinstance(optimizer, OptimWrapper):
+            return optimizer.scale_loss(loss)
+        return self.scaled(loss, [optimizer], self._scaler)
 
     # ------------------------------------------------------------------------------------------ end
 
     def shutdown(self) -> None:
-        """Restores netcl to the identical objects it had before ``init``. A second call does nothing."""
+        """Restores netcl to the identical objects it had before ``init``. A second call does nothing.
+
+        Raises:
+            RankError: after ``distribute``, another rank is still training.
+        """
         if not self._active:
             return
         self._active = False
@@ -178,6 +305,8 @@ class AmpHandle:
         self._patches.remove()
         weights.clear()
         self._on_shutdown()
+        if self._ranks is not None:
+            self._ranks.leave()
 
     def __enter__(self) -> AmpHandle:
         return self
@@ -221,6 +350,13 @@ class NoOpHandle:
     def disable_casts(self) -> Iterator[None]:
         """Nothing to disable."""
         yield
+
+    def distribute(self, comm: Any, *, reduce_dtype: str | None = None) -> None:
+        """Raises RuntimeError: without patches nothing would average the gradients."""
+        raise RuntimeError(
+            'amp.init(enabled=False) cannot average gradients over ranks: use amp.init(level="O0"), which computes in '
+            'float32, or amp.init(dtype="float32")'
+        )
 
     def clear_cache(self) -> None:
         """Nothing is cached."""
@@ -301,14 +437,17 @@ def check_loss(loss: Any) -> None:
         raise ValueError(f"the loss must have one element, got shape {tuple(loss.shape)}: sum or average it first")
 
 
-def scaled_node(loss: Node, scaler: LossScale) -> Node:
-    """loss * scale as a float32 node; its gradient stays float32, because 2^16 does not fit into half."""
+def scaled_node(loss: TensorLike, scaler: LossScale) -> Any:
+    """loss * scale in float32, of a bare tensor as a bare tensor.
+
+    Its gradient stays float32, because 2^16 does not fit into half.
+    """
     operand = Operand(loss, loss.value)
     return record(
         scaler.scale_loss(loss.value),
         lambda grad: [scaler.scale_gradient(grad, "float32")],
         (operand,),
-        "scale_loss",
+        gradients.SCALE_OP,
     )
 
 
@@ -319,10 +458,9 @@ class _Slot:
     master: Tensor
     model: Tensor
     earlier: Tensor | None = None
-    earlier_model: Tensor | None = None
 
 
-class _Gradients:
+class PassGradients:
     """The gradients that one backward pass delivers to some optimizers' parameters.
 
     Gradients of earlier passes are set aside before it and added back after it, so that no gradient is ever
@@ -332,21 +470,34 @@ class _Gradients:
     def __init__(self, optimizers: Iterable[Any]) -> None:
         slots: dict[int, _Slot] = {}
         for optimizer in optimizers:
-            for param in bridge.optimizer_parameters(optimizer):
-                slots.setdefault(id(param), _Slot(param, bridge.model_parameter(param)))
+            for master, model in masters.pairs(optimizer):
+                slots.setdefault(id(master), _Slot(master, model))
         self._slots = list(slots.values())
 
     def set_aside(self) -> None:
         """Takes the gradients of earlier passes off the parameters."""
         for slot in self._slots:
-            slot.earlier, slot.earlier_model = slot.master.grad, slot.model.grad
+            if slot.model is not slot.master:
+                masters.gather(slot.master, slot.model)
+            slot.earlier = slot.master.grad
             slot.master.grad = slot.model.grad = None
+
+    def average(self, ranks: Ranks, scaler: LossScale) -> None:
+        """Replaces this pass's gradients, still multiplied by the scale, by their means over the ranks."""
+        models = [slot.model for slot in self._slots]
+        averages = ranks.average(models, [model.grad for model in models], scaler)
+        for model, average in zip(models, averages, strict=True):
+            model.grad = average
 
     def put_back(self) -> None:
         """Gives the parameters the gradients they had before this pass."""
         for slot in self._slots:
             slot.master.grad = slot.earlier
-            slot.model.grad = slot.earlier_model
+            masters.share_gradient(slot.master, slot.model)
+
+    def delivered(self) -> list[gradients.Held]:
+        """Parameters, and masters, with the gradients they have now."""
+        return gradients.snapshot(tensor for slot in self._slots for tensor in (slot.master, slot.model))
 
     def unscale(self, scaler: LossScale) -> None:
         """Divides this pass's gradients by the scale, in fp32, and adds the earlier ones."""
@@ -355,16 +506,15 @@ class _Gradients:
         sources = {id(slot.model.grad): slot.model.grad for slot in reached}
         targets = {key: _target(grad) for key, grad in sources.items()}
         scaler.unscale_(list(sources.values()), list(targets.values()))
+        for grad in targets.values():
+            gradients.mark_unscaled(grad)
         for slot in reached:
-            grad = targets[id(slot.model.grad)]
-            if slot.model is not slot.master:
-                slot.model.grad = None
-            slot.master.grad = grad
+            slot.master.grad = targets[id(slot.model.grad)]
         for slot in self._slots:
-            if slot.earlier is None:
-                continue
-            now = slot.master.grad
-            slot.master.grad = slot.earlier if now is None else elementwise("add", "float32", slot.earlier, now)
+            if slot.earlier is not None:
+                now = slot.master.grad
+                slot.master.grad = slot.earlier if now is None else elementwise("add", "float32", slot.earlier, now)
+            masters.share_gradient(slot.master, slot.model)
 
 
 def _target(grad: Tensor) -> Tensor:

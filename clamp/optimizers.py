@@ -15,6 +15,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.cache import weights
+from clamp.masters import pairs, stepping
 from clamp.ops.multi_tensor import non_finite
 from clamp.scaler import LossScale
 
@@ -67,6 +68,11 @@ class StepGuard:
         if self.is_fresh(scaler):
             self._pending.append(scaler)
 
+    @property
+    def pending(self) -> list[LossScale]:
+        """The scalers that have had a pass for this optimizer since its last step, in order."""
+        return list(self._pending)
+
     def step(self, run: Callable[[], Any]) -> Any:
         """Runs the optimizer's own step unless a pass since the last one overflowed; returns its result or None.
 
@@ -78,7 +84,8 @@ class StepGuard:
         overflowed = [index for index, state in enumerate(states) if state.overflow & self.mask]
         if not overflowed:
             self._skips_at_floor = 0
-            result = run()
+            with stepping(self.optimizer):
+                result = run()
             self.written()
             self.last = StepReport(True, "", states[-1].scale if states else 1.0)
             return result
@@ -120,6 +127,26 @@ def _mark_plain_tensors(optimizer: Any, params: Sequence[Tensor]) -> None:
         )
 
 
+def share_overflow(guards: Sequence[StepGuard]) -> None:
+    """An overflow of one replica becomes that of all, so that they skip the same step and go on with one scale.
+
+    Args:
+        guards: of the optimizers of one model's replicas, each on its own queue, after as many passes.
+    """
+    for scalers in zip(*(guard.pending for guard in guards), strict=False):
+        states = [scaler.read() for scaler in scalers]
+        bad = [state for guard, state in zip(guards, states, strict=True) if state.overflow & guard.mask]
+        for guard, scaler in zip(guards, scalers, strict=True) if bad else ():
+            scaler.load_state_dict(
+                {
+                    "loss_scale": bad[0].scale,
+                    "unskipped": bad[0].growth_tracker,
+                    "overflow": scaler.read().overflow | guard.mask,
+                    "bad_steps": bad[0].bad_steps,
+                }
+            )
+
+
 class StepGuards:
     """The guards of a handle, by optimizer."""
 
@@ -127,6 +154,7 @@ class StepGuards:
         self._by_id: dict[int, StepGuard] = {}
         self._max_skips_at_floor = max_skips_at_floor
         self._running: set[int] = set()
+        self.require_scaled = False  # whether steps are refused whose gradients came by no scaled backward pass
 
     def of(self, optimizer: Any) -> StepGuard:
         """The guard of an optimizer, made at its first use.
@@ -145,11 +173,19 @@ class StepGuards:
         _mark_plain_tensors(optimizer, params)
         return guard
 
+    def stepping(self, params: Sequence[Tensor]) -> StepGuard | None:
+        """The guard of an optimizer that steps one of these parameters, or masters of them."""
+        wanted = {id(param) for param in params}
+        for guard in self._by_id.values():
+            if guard.optimizer is not None and any({id(x), id(y)} & wanted for x, y in pairs(guard.optimizer)):
+                return guard
+        return None
+
     def sharing(self, guards: Sequence[StepGuard]) -> list[StepGuard]:
         """These guards and those of other optimizers that step one of the same parameters."""
         if len(self._by_id) == len(guards):
             return list(guards)
-        reached = {id(param) for guard in guards for param in bridge.optimizer_parameters(guard.optimizer)}
+        reached = {id(param) for guard in guards for param, _ in pairs(guard.optimizer)}
         others = [guard for guard in self._by_id.values() if guard not in guards and guard.optimizer is not None]
         return [*guards, *(guard for guard in others if any(id(p) in reached for p in guard.optimizer.params))]
 
@@ -172,6 +208,11 @@ class StepGuards:
                 "Run backward inside `with handle.scale_loss(...)` and call step() without arguments."
             )
         guard = self._by_id.get(id(optimizer))
+        if self.require_scaled and not (guard and guard.pending) and any(p.grad is not None for p in optimizer.params):
+            raise RuntimeError(
+                "optimizer.step() would use the gradients of this rank alone: under handle.distribute they are "
+                "averaged at the end of `with handle.scale_loss(loss, optimizer)`, so run every backward in one"
+            )
         if guard is None or guard.optimizer is not optimizer:
             guard = StepGuard(optimizer, 0, self._max_skips_at_floor)  # never scaled: only the cache must hear of it
         self._running.add(id(optimizer))

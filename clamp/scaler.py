@@ -20,9 +20,11 @@ An optimizer is a bit, chosen by the caller: ``mask`` has the bits of the optimi
 from __future__ import annotations
 
 import operator
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.ops.cast import cast
 from clamp.ops.loss_scale import DeviceState, ScaleState
-from clamp.ops.multi_tensor import unscale_
+from clamp.ops.multi_tensor import check_, unscale_
 
 _OPTIMIZERS = 32  # bits of a mask
 _LARGEST = float(np.finfo(np.float32).max)
@@ -57,7 +59,7 @@ def _positive(name: str, value: Any) -> float:
             rounded = float(np.float32(value))
     except (TypeError, ValueError):
         rounded = 0.0
-    if not 0 < rounded <= _LARGEST:
+    if isinstance(value, str) or not 0 < rounded <= _LARGEST:
         raise ValueError(f"{name} must be a finite positive number, not {value!r}")
     return rounded
 
@@ -127,6 +129,14 @@ class LossScale(ABC):
         """
 
     @abstractmethod
+    def check_(self, gradients: Sequence[Tensor]) -> None:
+        """Remembers whether any unscaled gradient is inf or nan, as ``unscale_`` does, and changes none."""
+
+    @abstractmethod
+    def note_overflow(self) -> None:
+        """Remembers an inf or nan that was met elsewhere: on another queue or machine. Waits for the device."""
+
+    @abstractmethod
     def record(self, mask: int, fresh: int) -> None:
         """Ends a backward pass: what ``unscale_`` met since the last one counts for the optimizers in ``mask``.
 
@@ -155,7 +165,7 @@ class LossScale(ABC):
 
     @abstractmethod
     def set_scale(self, value: float) -> None:
-        """Sets the scale, and nothing else. Waits for the device.
+        """Sets the scale; what was recorded since the last ``adjust`` moves it no more. Waits for the device.
 
         Raises:
             ValueError: the value is not finite and positive as a float32, or beyond the limits of the scale.
@@ -215,6 +225,12 @@ class NoLossScale(LossScale):
             widened, wide = zip(*pairs, strict=True)
             unscale_(widened, wide, self._state.buffer(widened[0].queue))
 
+    def check_(self, gradients: Sequence[Tensor]) -> None:
+        pass
+
+    def note_overflow(self) -> None:
+        pass
+
     def record(self, mask: int, fresh: int) -> None:
         _check_masks(mask, fresh)
 
@@ -264,6 +280,13 @@ class StaticLossScale(LossScale):
         if sources or targets:
             unscale_(sources, targets, self._state.buffer((*sources, *targets)[0].queue))
 
+    def check_(self, gradients: Sequence[Tensor]) -> None:
+        if gradients:
+            check_(gradients, self._state.buffer(gradients[0].queue))
+
+    def note_overflow(self) -> None:
+        self._state.write(found_inf=1)
+
     def record(self, mask: int, fresh: int) -> None:
         _check_masks(mask, fresh)
         self._state.launch("record", "uu", mask, fresh)
@@ -278,7 +301,7 @@ class StaticLossScale(LossScale):
         return self._state.read()
 
     def set_scale(self, value: float) -> None:
-        self._state.write(scale=self._check_scale(value))
+        self._state.write(scale=self._check_scale(value), event=0)
 
     def _check_scale(self, value: float) -> float:
         return _positive("the loss scale", value)
@@ -415,6 +438,8 @@ def make_loss_scale(loss_scale: str | float, dtype: str) -> LossScale:
     """
     if dtype not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"dtype must be 'float16', 'bfloat16' or 'float32', not {dtype!r}")
+    if loss_scale == "auto" and dtype == "bfloat16":
+        _say_no_scaling()
     if loss_scale == "auto":
         return DynamicLossScale() if dtype == "float16" else NoLossScale()
     if loss_scale == "dynamic":
@@ -422,3 +447,13 @@ def make_loss_scale(loss_scale: str | float, dtype: str) -> LossScale:
     if isinstance(loss_scale, str | bool):
         raise ValueError(f"loss_scale must be 'auto', 'dynamic' or a positive number, not {loss_scale!r}")
     return StaticLossScale(loss_scale)
+
+
+@cache
+def _say_no_scaling() -> None:
+    """Says, once in a process, that bfloat16 needs no loss scaling. No warning: nothing is wrong."""
+    print(
+        'clamp: loss_scale="auto" turns loss scaling off: bfloat16 has the range of float32, '
+        "and steps are not checked for inf and nan.",
+        file=sys.stderr,
+    )

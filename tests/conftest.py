@@ -18,9 +18,12 @@ os.environ["OCLGRIND_LOG"] = str(_OCLGRIND_LOG)
 
 import pyopencl as cl
 import pytest
+from rich.console import Console
 
 import clamp  # noqa: F401  (makes Intel's pip-installed runtime visible)
+from clamp import session
 from clamp.device import NoDeviceError, list_devices
+from tests.conformance import report
 
 _PLATFORMS = {"Portable Computing Language": "pocl", "Intel(R) OpenCL": "intel", "Oclgrind": "oclgrind"}
 
@@ -45,6 +48,15 @@ def _find_queues() -> dict[str, cl.CommandQueue]:
 _QUEUES = _find_queues()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--report", action="store_true", help="print the worst error of each op of the conformance table")
+
+
+def pytest_terminal_summary(config: pytest.Config) -> None:
+    if config.getoption("--report"):
+        report.print_report(Console(width=140))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernel: tests kernels; runs on the Oclgrind simulator as well")
     config.addinivalue_line("markers", "slow: part of the full sweep, which runs where CLAMP_TEST_SLOW is set (CI)")
@@ -60,11 +72,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if os.environ.get("CLAMP_TEST_SLOW") or config.option.markexpr:
-        return
     slow = [item for item in items if item.get_closest_marker("slow")]
+    if os.environ.get("CLAMP_TEST_SLOW") or config.option.markexpr:
+        # The simulator takes a hundred times as long: its small sizes are in the everyday run.
+        slow = [
+            item for item in slow if getattr(item, "callspec", None) and item.callspec.params.get("queue") == "oclgrind"
+        ]
     config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    dropped = set(slow)
+    items[:] = [item for item in items if item not in dropped]
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -89,6 +105,13 @@ def queue(request: pytest.FixtureRequest) -> cl.CommandQueue:
 def simulated(queue: cl.CommandQueue) -> bool:
     """Whether the device is the (slow) simulator, so that a test takes its smallest sizes."""
     return queue.device.platform.name == "Oclgrind"
+
+
+@pytest.fixture(autouse=True)
+def no_patches_left() -> object:
+    """Takes off what regions without a handle leave installed, so that tests may run in any order and process."""
+    yield
+    session.forget_patches()
 
 
 @pytest.fixture(autouse=True)

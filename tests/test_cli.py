@@ -6,24 +6,27 @@ import json
 import os
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.cli import main
+from clamp.cli import bench, main
 from clamp.cli.cases import TENSORS, counted_launches, mixed_sizes, random_tensor
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator, slug
+from clamp.cli.kernels import reached
 from clamp.cli.peers import PeerError, PeerProcess, blas_settings, installed_peers
 from clamp.cli.report import rows_of
 from clamp.cli.timing import Effort, Race, Timing, interleave, settle, timed
 from clamp.device import NoDeviceError, list_devices
 from clamp.functions.casting import OWNED
 from clamp.ops.cast import cast
-from clamp.policy import default_table
+from clamp.ops.gemm import default_kernel
+from clamp.policy import CastPolicy, default_table
 
-TINY = ["bench", "--quick", "--sizes", "32", "--elements", "20000", "--step", "2x32x8"]
+TINY = ["bench", "--quick", "--sizes", "32", "--elements", "20000", "--step", "2x32x8", "--images", "1", "--cnn", "2"]
 
 
 # ---------------------------------------------------------------------------------------------- bench
@@ -31,9 +34,11 @@ TINY = ["bench", "--quick", "--sizes", "32", "--elements", "20000", "--step", "2
 
 @pytest.fixture(scope="module")
 def result(queue: cl.CommandQueue, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """A tiny run of everything on one device."""
+    """A tiny run of everything on one device, every contender timed twice."""
     folder = tmp_path_factory.mktemp("bench")
-    assert main([*TINY, "--device", queue.device.platform.name, "--json", str(folder)]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "QUICK", Effort(rounds=2, seconds=0.0, least=1, most=1))
+        assert main([*TINY, "--device", queue.device.platform.name, "--json", str(folder)]) == 0
     (file,) = folder.iterdir()
     content = json.loads(file.read_text())
     assert file.name == f"{slug(queue.device)}-{content['date'][:10]}.json"
@@ -50,7 +55,7 @@ def test_bench_says_where_it_ran(result: dict, queue: cl.CommandQueue) -> None:
 
 def test_bench_measures_every_kind_of_work_in_every_dtype(result: dict) -> None:
     found = {(row["work"], row["contender"]) for row in result["rows"]}
-    for work in ("gemm", "unscale", "step", "memory"):
+    for work in ("gemm", "conv", "bandwidth", "unscale", "step", "cnn", "memory"):
         for contender in ("netcl", "clamp float32", "clamp float16", "clamp bfloat16"):
             assert (work, contender) in found
     assert {name for work, name in found if work == "cast"} >= {
@@ -67,7 +72,9 @@ def test_bench_compares_with_netcl_and_with_numpy(result: dict) -> None:
         assert row["samples"] >= 1
         assert all(ratio > 0 for ratio in row["ratios"].values())
         if row["contender"].startswith("clamp"):
-            assert ("copy kernel" if row["work"] == "cast" else "netcl") in row["ratios"]
+            # netcl computes both gradients of a convolution or none.
+            alone = row["work"] == "conv" and "-gradient" in row["case"]
+            assert alone or ("copy kernel" if row["work"] in ("cast", "bandwidth") else "netcl") in row["ratios"]
             assert (f"{peer} float32" in row["ratios"]) == (row["work"] == "gemm")
 
 
@@ -77,8 +84,9 @@ def test_bench_counts_the_launches_of_the_scaler(result: dict) -> None:
     assert all(launches[f"clamp {dtype}"] <= 3 for dtype in ("float32", "float16", "bfloat16"))
 
 
-def test_every_variant_of_the_step_computes_the_same_loss(result: dict) -> None:
-    rows = {row["contender"]: row for row in result["rows"] if row["work"] == "step"}
+@pytest.mark.parametrize("work", ["step", "cnn"])
+def test_every_variant_of_the_step_computes_the_same_loss(result: dict, work: str) -> None:
+    rows = {row["contender"]: row for row in result["rows"] if row["work"] == work}
     losses = {name: row["extra"]["first_loss"] for name, row in rows.items() if name.split()[0] in ("netcl", "clamp")}
     assert losses["clamp float32"] == pytest.approx(losses["netcl"], rel=1e-5)
     assert losses["clamp float16"] == pytest.approx(losses["netcl"], rel=1e-2)
@@ -87,8 +95,9 @@ def test_every_variant_of_the_step_computes_the_same_loss(result: dict) -> None:
 
 def test_activations_take_less_memory_in_16_bits(result: dict) -> None:
     rows = [row for row in result["rows"] if row["work"] == "memory" and row["case"].startswith("activations")]
-    mib = {row["contender"]: row["median"] for row in rows}
-    assert mib["clamp float16"] == mib["clamp bfloat16"] < mib["clamp float32"]
+    for network in {row["case"] for row in rows}:
+        mib = {row["contender"]: row["median"] for row in rows if row["case"] == network}
+        assert mib["clamp float16"] == mib["clamp bfloat16"] < mib["clamp float32"]
 
 
 def test_bench_measures_only_what_is_asked_for(
@@ -377,7 +386,7 @@ def test_lists_prints_every_function_and_its_reason(capsys: pytest.CaptureFixtur
     assert main(["lists"]) == 0
     out = capsys.readouterr().out
     for entry in default_table():
-        assert entry.function in out
+        assert entry.function in out or entry.function == "*"
     assert "half" in out.splitlines()[-1]
 
 
@@ -399,7 +408,7 @@ def test_lists_finds_a_function_by_own_or_full_name(name: str, capsys: pytest.Ca
         ("netcl.autograd.exp", "O1", "clamp in float32"),
         ("netcl.autograd.relu", "O1", "clamp in its input's dtype"),
         ("binary_cross_entropy", "O1", "raises"),
-        ("one_hot", "O1", "netcl, as it is"),
+        ("causal_mask", "O1", "netcl, as it is"),
     ],
 )
 def test_lists_says_whose_kernel_runs(name: str, level: str, runs_as: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -413,6 +422,51 @@ def test_lists_says_what_clamp_has_no_kernel_for(
     monkeypatch.delitem(OWNED, "netcl.autograd.matmul_op")
     assert main(["lists", "matmul_op"]) == 0
     assert "netcl in float32" in capsys.readouterr().out
+
+
+def test_lists_names_the_kernels_and_what_happens_on_a_device(
+    queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    platform = queue.device.platform.name
+    assert main(["lists", "netcl.autograd.matmul_op", "--dtype", "bfloat16", "--device", platform]) == 0
+    out = capsys.readouterr().out
+    assert "gemm_packed.cl" in out
+    assert "clamp.functions.matmul.matmul" in out
+    kernel = default_kernel(queue, "bfloat16", "bfloat16").value
+    assert platform in out
+    assert f"products of bfloat16: {kernel} kernel" in out
+    assert "Node.__matmul__" in out
+    assert main(["lists", "netcl.autograd.softmax", "--device", platform]) == 0
+    assert "softmax.cl" in (out := capsys.readouterr().out)
+    assert "gemm" not in out
+
+
+def test_lists_finds_what_a_name_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lists", "silu"]) == 0
+    assert "netcl.autograd.swish" in capsys.readouterr().out
+
+
+def test_lists_needs_no_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def none() -> list[cl.Device]:
+        raise NoDeviceError
+
+    monkeypatch.setattr("clamp.cli.devices.list_devices", none)
+    assert main(["lists", "softmax"]) == 0
+    out = capsys.readouterr().out
+    assert "no OpenCL device" in out
+    assert "softmax.cl" in out
+
+
+def test_lists_names_the_devices_when_none_has_the_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lists", "softmax", "--device", "no such device"]) == 2
+    assert "no OpenCL device is called" in capsys.readouterr().err
+
+
+def test_every_function_that_clamp_implements_names_its_kernels() -> None:
+    for name, function in OWNED.items():
+        found = reached(function)
+        assert found.files or {entry.policy for entry in default_table().find(name)} == {CastPolicy.VIEW}, name
+        assert all(files("clamp.kernels").joinpath(file).is_file() for file in found.files)
 
 
 def test_lists_suggests_names_for_one_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

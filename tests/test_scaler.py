@@ -392,6 +392,44 @@ def test_a_scale_beyond_the_limits_is_not_loaded() -> None:
     assert scale.scale == 2.0**16
 
 
+# --------------------------------------------------------------------------------------- overflows met elsewhere
+
+
+@pytest.mark.parametrize("how", ["check", "note"])
+def test_an_overflow_met_after_unscaling_or_elsewhere_counts(
+    queue: cl.CommandQueue, gradients: Callable[[bool], Tensor], how: str
+) -> None:
+    scale = DynamicLossScale()
+    grad = gradients(False)
+    scale.unscale_([grad], [grad])
+    scale.record(A, A)
+    scale.check_([grad])
+    scale.record(A, 0)
+    assert not scale.overflowed(A)
+    if how == "check":
+        scale.check_([to_device(queue, [np.nan])])
+    else:
+        scale.note_overflow()
+    scale.record(A, 0)
+    scale.adjust()
+    assert scale.overflowed(A)
+    assert scale.scale == 2.0**15
+    off = NoLossScale()
+    off.check_([to_device(queue, [np.nan])])
+    off.note_overflow()
+    assert not off.overflowed(A)
+
+
+def test_a_scale_that_was_set_is_not_moved_by_what_came_before(gradients: Callable[[bool], Tensor]) -> None:
+    scale = DynamicLossScale()
+    grad = gradients(True)
+    scale.unscale_([grad], [grad])
+    scale.record(A, A)
+    scale.set_scale(4.0)
+    scale.adjust()
+    assert scale.scale == 4.0
+
+
 # ------------------------------------------------------------------------------------------------- validation
 
 

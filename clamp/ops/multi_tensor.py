@@ -59,6 +59,23 @@ def unscale_(sources: Sequence[Tensor], targets: Sequence[Tensor], state: cl.Buf
             _launch(pairs[start : start + slots], kind, in_place, slots, state)
 
 
+def check_(tensors: Sequence[Tensor], state: cl.Buffer) -> None:
+    """Notes in the state whether any element of any tensor is inf or nan; ``unscale_`` without the division.
+
+    Args:
+        tensors: float32, any shapes, all on one queue.
+        state: as for ``unscale_``.
+
+    Raises:
+        ValueError, TypeError: as ``unscale_``.
+    """
+    _check(tensors, tensors)
+    pairs = list(_distinct(tensors, tensors))
+    slots = _slots(tensors[0].queue, in_place=True) if pairs else 1
+    for start in range(0, len(pairs), slots):
+        _launch(pairs[start : start + slots], "f32", True, slots, state, only_check=True)
+
+
 def non_finite(tensors: Sequence[Tensor]) -> list[int]:
     """Indices of the tensors (float32, float16 or bfloat16) that hold an inf or a nan.
 
@@ -69,7 +86,7 @@ def non_finite(tensors: Sequence[Tensor]) -> list[int]:
 
 def _all_finite(tensor: Tensor) -> bool:
     host = tensor.to_host()
-    if tensor.dtype == "bfloat16":  # netcl's words: the upper halves of float32
+    if host.dtype == np.uint16:  # netcl's words for bfloat16: the upper halves of float32
         return bool(((host.view(np.uint16) & 0x7F80) != 0x7F80).all())
     return bool(np.isfinite(host).all())
 
@@ -138,7 +155,9 @@ def _slots(queue: cl.CommandQueue, in_place: bool) -> int:
     return max(10, min(_SLOTS, pointers // 10 * 10))
 
 
-def _launch(pairs: Sequence[Pair], kind: str, in_place: bool, slots: int, state: cl.Buffer) -> None:
+def _launch(
+    pairs: Sequence[Pair], kind: str, in_place: bool, slots: int, state: cl.Buffer, only_check: bool = False
+) -> None:
     queue = pairs[0][0].queue
     sizes = tuple([target.size for _, target, _ in pairs])
     table, tiles = _tile_table(queue.context, _tile_elements(queue, sum(sizes)), sizes)
@@ -152,6 +171,7 @@ def _launch(pairs: Sequence[Pair], kind: str, in_place: bool, slots: int, state:
         "p" * (2 + len(pointers)),
         X_T=kind,
         IN_PLACE=int(in_place),
+        ONLY_CHECK=int(only_check),
         DECADES=slots // 10,
     )
     group = 1 if capabilities(queue).is_cpu else _GROUP_GPU

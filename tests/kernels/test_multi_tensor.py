@@ -14,7 +14,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.ops import multi_tensor
 from clamp.ops.loss_scale import DeviceState
-from clamp.ops.multi_tensor import non_finite, unscale_
+from clamp.ops.multi_tensor import check_, non_finite, unscale_
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, quantize, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -237,3 +237,32 @@ def test_non_finite_names_the_tensors(queue: cl.CommandQueue, dtype: str) -> Non
     arrays[0][2], arrays[3][0] = np.nan, -np.inf
     assert non_finite([to_device(queue, array, dtype) for array in arrays]) == [0, 3]
     assert non_finite([]) == []
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_check_finds_inf_and_nan_and_changes_nothing(
+    queue: cl.CommandQueue, state: cl.Buffer, launches: list[str], value: float
+) -> None:
+    arrays, tensors = make(queue, SIZES)
+    check_(tensors, state)
+    assert not found_inf(queue, state)
+    assert launches == ["unscale"]
+    for index in (0, 8, len(SIZES) - 1):
+        flag = DeviceState(SCALE).buffer(queue)
+        arrays[index][-1] = value
+        sick = to_device(queue, arrays[index])
+        check_([*tensors[:index], sick, *tensors[index + 1 :]], flag)
+        assert found_inf(queue, flag)
+        np.testing.assert_array_equal(to_numpy(sick), arrays[index].astype(np.float64))
+    check_([], state)
+    with pytest.raises(TypeError, match="float16"):
+        check_([to_device(queue, [1.0], "float16")], state)
+    assert not found_inf(queue, state)
+
+
+def test_a_check_of_many_tensors_takes_a_launch_for_a_hundred(
+    queue: cl.CommandQueue, state: cl.Buffer, launches: list[str]
+) -> None:
+    _, tensors = make(queue, [3] * 101)
+    check_(tensors, state)
+    assert len(launches) == 2

@@ -1,0 +1,270 @@
+"""NVIDIA apex's later API: ``amp.initialize`` with opt_levels, and ``amp.scale_loss``.
+
+The API of 2018 (``init``, handles, decorators, registration) is clamp's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from clamp import session
+from clamp.autocast import Region
+from clamp.bridge import HALF_DTYPES, Node, canonical_dtype
+from clamp.handle import NoOpHandle
+from clamp.models import as_list, cast_calls, to_16_bit
+from clamp.scaler import DynamicLossScale, LossScale, NoLossScale, ScaleRule, StaticLossScale
+
+__all__ = ["initialize", "scale_loss"]
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What an opt_level stands for. Names and values are apex's."""
+
+    cast_model_type: str | None
+    patch_netcl: bool
+    keep_batchnorm_fp32: bool | None
+    master_weights: bool | None
+    loss_scale: str | float
+
+
+OPT_LEVELS = {
+    "O0": Properties("float32", False, None, False, 1.0),
+    "O1": Properties(None, True, None, None, "dynamic"),
+    "O2": Properties("float16", False, True, True, "dynamic"),
+    "O3": Properties("float16", False, False, False, 1.0),
+}
+
+_SAYS = {
+    "O0": "Pure FP32 training.",
+    "O1": "Insert automatic casts around netcl's functions.",
+    "O2": "FP16 training with FP32 batchnorm and FP32 master weights.",
+    "O3": "Pure FP16 training.",
+}
+
+_SWITCHES = {"True": True, "False": False}
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: str | None = None,
+    patch_netcl_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: str | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    dtype: str = "float16",
+    patch_torch_functions: bool | None = None,
+) -> Any:
+    """Turns on mixed precision at one of apex's opt_levels, for these models and optimizers, until ``amp.shutdown()``.
+
+    ========  ===============  ==============  ===================  ==============  ==========
+    level     cast_model_type  patch_netcl     keep_batchnorm_fp32  master_weights  loss_scale
+    ========  ===============  ==============  ===================  ==============  ==========
+    ``"O0"``  ``"float32"``    no                                   no              1.0
+    ``"O1"``                   yes                                                  dynamic
+    ``"O2"``  ``dtype``        no              yes                  yes             dynamic
+    ``"O3"``  ``dtype``        no              no                   no              1.0
+    ========  ===============  ==============  ===================  ==============  ==========
+
+    A model with a cast_model_type casts its inputs to it and its outputs to float32. Its parameters are changed in
+    place, and optimizers step their fp32 masters.
+
+    Args:
+        models: a model, or a list of them.
+        optimizers: an optimizer, a list of them, or None.
+        enabled: False changes nothing; ``amp.scale_loss`` then yields the loss itself.
+        opt_level: see above. The next five arguments override single properties of it.
+        cast_model_type: ``"float16"``, ``"bfloat16"`` or ``"float32"``.
+        patch_netcl_functions: apex's ``patch_torch_functions`` (which is accepted too): cast in netcl's functions.
+        keep_batchnorm_fp32: whether batch norm's parameters stay fp32. Its statistics always do.
+        master_weights: whether the fp32 masters keep precision from one step to the next.
+        loss_scale: a number, or ``"dynamic"``.
+        cast_model_outputs: dtype of the models' outputs.
+        num_losses: how many losses have a scale of their own; ``scale_loss`` picks it with ``loss_id``.
+        verbosity: 1 prints the level and its properties, 0 nothing.
+        min_loss_scale: limit of a dynamic scale; 2**-14 if not given.
+        max_loss_scale: limit of a dynamic scale.
+        dtype: the 16-bit dtype; with bfloat16 losses are not scaled unless ``loss_scale`` is given.
+
+    Returns:
+        The models, or (models, optimizers), in the form in which they were passed.
+
+    Raises:
+        RuntimeError: called a second time, an unknown level, or properties that contradict it.
+        TypeError: something is no model, or no optimizer.
+        ValueError: a model is 16-bit already, or an unknown dtype, number of losses or loss scale.
+    """
+    result = models if optimizers is None else (models, optimizers)
+    if not enabled:
+        session.disable()
+        return result
+    session.require_none("amp.initialize()")
+    model_list = as_list(models, "a model", "parameters")
+    optimizer_list = [] if optimizers is None else as_list(optimizers, "an optimizer", "step")
+    session.check_dtype(dtype)
+    if cast_model_outputs is not None:
+        session.check_dtype(cast_model_outputs, "cast_model_outputs")
+    if not isinstance(num_losses, int) or isinstance(num_losses, bool) or num_losses < 1:
+        raise ValueError(f"num_losses must be a positive integer, got {num_losses!r}")
+    patch = patch_netcl_functions if patch_torch_functions is None else patch_torch_functions
+    overrides = {
+        "cast_model_type": cast_model_type,
+        "patch_netcl": patch,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+    }
+    chosen = _properties(opt_level, dtype, overrides)
+    make_scaler = _scaler_maker(chosen.loss_scale, min_loss_scale, max_loss_scale)
+    for model in model_list:
+        _require_float32(model)
+    if verbosity:
+        _print(opt_level, chosen)
+    compute = dtype if chosen.patch_netcl else chosen.cast_model_type or "float32"
+    policies = session.policies_for("O1")
+    session.start(Region(chosen.patch_netcl, compute, policies), make_scaler, num_losses)
+    for model in model_list:
+        _prepare(model, optimizer_list, chosen, cast_model_outputs)
+    return result
+
+
+def _prepare(model: Any, optimizers: list[Any], chosen: Properties, outputs: str | None) -> None:
+    if chosen.cast_model_type is None:
+        if outputs is not None:
+            cast_calls(model, None, outputs)
+        return
+    cast_calls(model, chosen.cast_model_type, outputs or "float32")
+    if chosen.cast_model_type in HALF_DTYPES:
+        to_16_bit(
+            model,
+            chosen.cast_model_type,
+            optimizers,
+            keep_batch_norm=bool(chosen.keep_batchnorm_fp32),
+            keep_master=bool(chosen.master_weights),
+        )
+
+
+def _properties(opt_level: str, dtype: str, overrides: dict[str, Any]) -> Properties:
+    if opt_level not in OPT_LEVELS:
+        raise RuntimeError(
+            f"Unexpected optimization level {opt_level!r}. Options are 'O0', 'O1', 'O2', 'O3'. Note that in `O0`, "
+            "`O1`, etc., the prefix O is the letter O, not the number zero."
+        )
+    chosen = OPT_LEVELS[opt_level]
+    if chosen.cast_model_type == "float16":
+        chosen = replace(chosen, cast_model_type=dtype)
+    given = {name: value for name, value in overrides.items() if value is not None}
+    if given.get("cast_model_type") is False:
+        given["cast_model_type"] = None
+    if "keep_batchnorm_fp32" in given:
+        given["keep_batchnorm_fp32"] = _switch("keep_batchnorm_fp32", given["keep_batchnorm_fp32"])
+    if opt_level == "O1":
+        _refuse_at_o1(given)
+    elif given.get("patch_netcl"):
+        raise RuntimeError("patch_netcl_functions=True belongs to opt_level='O1': the other levels cast the model.")
+    chosen = replace(chosen, **given)
+    if chosen.cast_model_type is not None:
+        session.check_dtype(chosen.cast_model_type, "cast_model_type")
+    if "loss_scale" not in given and "bfloat16" in (chosen.cast_model_type, dtype) and chosen.loss_scale == "dynamic":
+        chosen = replace(chosen, loss_scale="off")
+    return chosen
+
+
+def _refuse_at_o1(given: dict[str, Any]) -> None:
+    reasons = {
+        "cast_model_type": "O1 inserts casts around netcl's functions rather than model weights, which stay fp32. "
+        "To cast the model use opt_level='O2' or 'O3'",
+        "keep_batchnorm_fp32": "at O1 batch norm's parameters are fp32 anyway, so keep_batchnorm_fp32 should be None",
+        "master_weights": "at O1 the model's weights themselves are fp32, so master_weights should be None",
+    }
+    for name, reason in reasons.items():
+        if given.get(name) is not None:
+            raise RuntimeError(f"{reason}. {name} was {given[name]!r}.")
+
+
+def _switch(name: str, value: Any) -> bool:
+    value = _SWITCHES.get(value, value) if isinstance(value, str) else value
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True, False, 'True', 'False' or None, got {value!r}")
+    return value
+
+
+def _scaler_maker(loss_scale: str | float, smallest: float | None, largest: float) -> Callable[[], LossScale]:
+    if loss_scale == "off":
+        return NoLossScale
+    if loss_scale == "dynamic":
+        rule = ScaleRule(max_scale=largest)
+        if smallest is not None:
+            rule = replace(rule, min_scale=smallest)
+        return lambda: DynamicLossScale(max(rule.min_scale, min(2.0**16, rule.max_scale)), rule)
+    try:
+        scale = float(loss_scale)
+    except (TypeError, ValueError):
+        raise ValueError(f"loss_scale must be 'dynamic' or a number, got {loss_scale!r}") from None
+    StaticLossScale(scale)  # raises for a number that is no scale
+    return lambda: StaticLossScale(scale)
+
+
+def _require_float32(model: Any) -> None:
+    for index, param in enumerate(model.parameters()):
+        if param.dtype in HALF_DTYPES:
+            raise ValueError(
+                f"parameter {index} of {type(model).__name__} is {canonical_dtype(param.dtype)}, expected float32: "
+                "amp.initialize casts the model itself, do not cast it before"
+            )
+
+
+def _print(opt_level: str, chosen: Properties) -> None:
+    print(f"Selected optimization level {opt_level}:  {_SAYS[opt_level]}")
+    print("Processed optimization properties:")
+    for item in fields(chosen):
+        print(f"{item.name:22} : {getattr(chosen, item.name)}")
+
+
+def scale_loss(
+    loss: Node,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> AbstractContextManager[Node]:
+    """Scales a loss for backward and, at the end of the ``with``, unscales the gradients.
+
+    As ``AmpHandle.scale_loss``, with one of the ``num_losses`` scales. An inf or nan makes exactly the next step of
+    these optimizers do nothing.
+
+    Args:
+        loss: one element, float32 or 16-bit.
+        optimizers: the optimizer, or a list of the optimizers, whose parameters this backward reaches.
+        loss_id: which scale; from 0 to ``num_losses - 1``.
+        model: not used; apex has it.
+        delay_unscale, delay_overflow_check: accepted and without effect: the gradients of each pass are unscaled by
+            themselves and added to the earlier ones, so nothing is gained by waiting, and nothing is divided twice.
+
+    Raises:
+        RuntimeError: AMP is not active, or after ``wrap_optimizer``.
+        ValueError: there is no such loss_id, no optimizer, or the loss has more than one element.
+        TypeError: the loss is no node or not floating, or an optimizer has no ``params``.
+    """
+    if session.active_handle() is None and session.is_disabled():
+        return NoOpHandle().scale_loss(loss, optimizers)
+    handle = session.active_handle()
+    if handle is None:
+        raise RuntimeError(
+            "amp.scale_loss was called without AMP: call "
+            "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first"
+        )
+    return handle.scale_loss(loss, optimizers, loss_id)

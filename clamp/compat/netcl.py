@@ -1,0 +1,203 @@
+"""netcl's own face: ``netcl.amp`` and ``netcl.trainer`` as netcl's wiki describes them, while clamp's patches are in.
+
+Methods are wrapped, not classes replaced: scalers and trainers made before ``amp.init()`` work too. netcl's scaler
+keeps its scale and growth tracker on the host, in attributes that scripts (and netcl's Trainer) read and set; the
+device's scale follows them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import pyopencl as cl
+
+from clamp import bridge, masters
+from clamp.autocast import Region, casting_region, current_region, depth, in_region
+from clamp.bridge import Tensor
+from clamp.cache import weights
+from clamp.device import capabilities
+from clamp.functions.casting import note_numpy_backend
+from clamp.handle import scaled_node
+from clamp.manual_scaling import LARGEST, SMALLEST, unscale_gradients
+from clamp.masters import Pair
+from clamp.patching.patch import answers_for
+from clamp.patching.wrap import Installed
+from clamp.policy import default_table
+from clamp.scaler import StaticLossScale
+
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+
+# ---------------------------------------------------------------------------------------------- autocast
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.regions: list[tuple[Any, AbstractContextManager[None]]] = []  # netcl's autocast, clamp's region
+
+
+_entered = _Entered()
+
+
+@answers_for("netcl.amp.autocast.__enter__")
+def enter(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """netcl's autocast is a region of this thread, of the dtype around it."""
+    if not Installed.now:
+        return wrapped(*args, **kwargs)
+    queue = instance.device_queue
+    enabled = bool(instance.enabled) and (queue is None or can_store_half(queue))
+    outer = current_region() or Region(enabled=False, dtype="float16", policies=default_table())
+    region = in_region(outer if outer.enabled == enabled else replace(outer, enabled=enabled, castings={}))
+    result = wrapped(*args, **kwargs)
+    region.__enter__()
+    _entered.regions.append((instance, region))
+    return result
+
+
+@answers_for("netcl.amp.autocast.__exit__")
+def leave(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Ends the region; one that was entered before clamp was active has none."""
+    if _entered.regions and _entered.regions[-1][0] is instance:
+        _entered.regions.pop()[1].__exit__(None, None, None)
+        if depth() == 0:
+            weights.clear()
+    return wrapped(*args, **kwargs)
+
+
+@answers_for("netcl.amp.is_autocast_enabled")
+def is_autocast_enabled(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> bool:
+    """Whether ops called here cast; netcl's flag is one for all threads."""
+    return casting_region() is not None if Installed.now else wrapped(*args, **kwargs)
+
+
+@answers_for("netcl.amp.supports_fp16")
+def supports_fp16(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> bool:
+    """Whether clamp can store halves on the queue's device, which needs no ``cl_khr_fp16``."""
+
+    def call(queue: Any) -> bool:
+        return can_store_half(queue) if Installed.now else wrapped(queue)
+
+    return call(*args, **kwargs)
+
+
+def can_store_half(queue: Any) -> bool:
+    """Whether clamp can store float16 on a queue's device; not on netcl's numpy backend."""
+    return hasattr(queue, "device") and capabilities(queue).half_storage
+
+
+@answers_for("netcl.amp.maybe_cast_tensor")
+def maybe_cast_tensor(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """The tensor itself: clamp's ops cast what they read, and netcl's copy would be one that no gradient reaches."""
+    if not Installed.now:
+        return wrapped(*args, **kwargs)
+    return args[0] if args else kwargs["t"]
+
+
+# ---------------------------------------------------------------------------------------------- GradScaler
+
+
+class _Scales:
+    """The device side of netcl's scalers: a loss scale for each scaler and queue."""
+
+    def __init__(self) -> None:
+        # netcl's scalers compare by value, and cannot be keys.
+        self._of: dict[int, tuple[weakref.ref[Any], dict[cl.CommandQueue, tuple[float, StaticLossScale]]]] = {}
+
+    def of(self, scaler: Any, queue: cl.CommandQueue) -> StaticLossScale:
+        """The loss scale of a scaler on a queue, set to the scaler's own."""
+        key = id(scaler)
+        known = self._of.get(key)
+        if known is None or known[0]() is not scaler:
+            known = self._of[key] = weakref.ref(scaler, lambda _: self._of.pop(key, None)), {}
+        value = scaler._scale = min(max(float(scaler._scale), SMALLEST), LARGEST)
+        last, scale = known[1].get(queue) or (value, StaticLossScale(value))
+        if last != value:
+            scale.set_scale(value)
+        known[1][queue] = value, scale
+        return scale
+
+
+_scales = _Scales()
+
+
+@answers_for("netcl.amp.GradScaler.scale_loss")
+def scale_loss(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """``loss * scale``, of a node as a node."""
+    loss = args[0] if args else kwargs["loss"]
+    if not Installed.now:
+        return wrapped(*args, **kwargs)
+    if not instance.enabled:
+        return loss
+    if not bridge.on_device(loss.value):
+        note_numpy_backend()
+        return wrapped(*args, **kwargs)
+    return scaled_node(loss, _scales.of(instance, loss.value.queue))
+
+
+@answers_for("netcl.amp.GradScaler.unscale_grads")
+def unscale_grads(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Divides the gradients on the device, each once, and says whether any is inf or nan; one read for each queue.
+
+    Raises:
+        ValueError: a 16-bit parameter without fp32 master weights.
+        RuntimeError: a gradient is part scaled, part unscaled.
+    """
+    params = list(args[0] if args else kwargs["params"])
+    if not Installed.now or any(not bridge.on_device(param) for param in params):
+        return wrapped(params)
+    if not instance.enabled:
+        return False
+    return _unscale(instance, [(_master(param), bridge.model_parameter(param)) for param in params])
+
+
+def _master(param: Tensor) -> Tensor:
+    return bridge.master_of(param) or param
+
+
+def _unscale(scaler: Any, found: list[Pair]) -> bool:
+    scales, _ = unscale_gradients(found, lambda queue: _scales.of(scaler, queue))
+    for scale in scales:
+        scale.record(1, fresh=1)
+    found_inf = [scale.overflowed(1) for scale in scales]
+    return any(found_inf)
+
+
+@answers_for("netcl.amp.GradScaler.step")
+def step(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """netcl's step, over the parameters given and all that the optimizer steps.
+
+    Gradients that ``unscale_grads`` has divided already are checked and not divided again.
+    """
+
+    def call(optimizer: Any, params: Any = ()) -> Any:
+        own = [param for master, model in masters.pairs(optimizer) for param in (master, model)]
+        known = {id(param) for param in own}
+        more = [param for param in params if id(param) not in known]
+        return wrapped(optimizer, [*optimizer.params, *more])
+
+    return call(*args, **kwargs) if Installed.now else wrapped(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------- Trainer
+
+
+@answers_for("netcl.trainer.trainer.Trainer._scale_loss_node")
+def scale_loss_node(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """The Trainer's product of loss and scale, which would have the scale in a kernel's text, by its scaler.
+
+    What is left of the factor is 1 / accumulation_steps.
+    """
+
+    def call(loss_node: Any, scale: float) -> Any:
+        scaler = instance.scaler
+        if not Installed.now or not instance.mixed_precision or scaler is None:
+            return wrapped(loss_node, scale)
+        factor = scale / float(scaler.scale)
+        return scaler.scale_loss(loss_node if factor == 1 else wrapped(loss_node, factor))
+
+    return call(*args, **kwargs)

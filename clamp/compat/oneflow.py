@@ -1,0 +1,390 @@
+"""OneFlow's face: ``Graph`` (its ``nn.Graph``), ``GradScaler`` and ``StaticGradScaler``.
+
+The graph is netcl's ``CompiledGraph``; docs/coming-from-oneflow.md has every difference.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from netcl import autograd as ag
+from netcl.autograd.graph import CompiledGraph
+
+from clamp import bridge, gradients, session
+from clamp.autocast import Region, current_region, in_region
+from clamp.bridge import Node, Tape, Tensor
+from clamp.cache import weights
+from clamp.compat import pytorch
+from clamp.handle import PassGradients, check_loss, scaled_node
+from clamp.ops import transfer
+from clamp.optimizers import StepGuards, StepReport
+from clamp.policy import default_table
+from clamp.recording import host_step
+from clamp.scaler import DynamicLossScale, LossScale, NoLossScale, ScaleRule, StaticLossScale
+
+__all__ = ["GradScaler", "Graph", "StaticGradScaler"]
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+# ---------------------------------------------------------------------------------------------- scalers
+
+
+@dataclass(frozen=True)
+class GradScaler:
+    """How a graph's loss scale moves; OneFlow's arguments. Give it to ``Graph.set_grad_scaler``.
+
+    Like OneFlow's scale it never falls below 1, or below ``init_scale`` if that is smaller. OneFlow takes no
+    ``backoff_factor`` but ``1 / growth_factor``; any one between 0 and 1 does here.
+
+    Args:
+        init_scale: the first scale.
+        growth_factor: above 1: the scale grows by it after ``growth_interval`` clean steps in a row.
+        backoff_factor: the scale is multiplied by it after a step with inf or nan.
+        growth_interval: at least 1.
+
+    Raises:
+        ValueError: an argument is none of these.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        self.make()
+
+    def make(self) -> LossScale:
+        """A loss scale that moves so."""
+        lowest = min(1.0, StaticLossScale(self.init_scale).scale)
+        rule = ScaleRule(
+            self.growth_factor, self.backoff_factor, self.growth_interval, min_scale=lowest, max_scale=_LARGEST
+        )
+        return DynamicLossScale(self.init_scale, rule)
+
+
+@dataclass(frozen=True)
+class StaticGradScaler:
+    """A graph's loss scale that stays as it is. A step with inf or nan is skipped all the same, unlike OneFlow's.
+
+    Raises:
+        ValueError: ``scale_factor`` is not finite and positive.
+    """
+
+    scale_factor: float
+
+    def __post_init__(self) -> None:
+        self.make()
+
+    def make(self) -> LossScale:
+        """A loss scale that stays so."""
+        return StaticLossScale(self.scale_factor)
+
+
+def _loss_scale(scaler: Any) -> LossScale:
+    if isinstance(scaler, pytorch.GradScaler):
+        state = scaler.state_dict()
+        if not state:
+            return NoLossScale()
+        scaler = GradScaler(*(state[key] for key in ("scale", "growth_factor", "backoff_factor", "growth_interval")))
+    if not isinstance(scaler, GradScaler | StaticGradScaler):
+        raise TypeError(f"set_grad_scaler takes a GradScaler or a StaticGradScaler, got {type(scaler).__name__}")
+    return scaler.make()
+
+
+# ---------------------------------------------------------------------------------------------- graph
+
+
+class GraphConfig:
+    """What ``graph.config`` sets."""
+
+    def __init__(self) -> None:
+        self.amp: bool | None = None  # None: as it is around the call
+        self.dtype = "float16"
+
+    def enable_amp(self, mode: bool = True, *, dtype: str = "float16") -> None:
+        """Turns mixed precision on or off inside the graph, whatever holds around it.
+
+        Args:
+            dtype: ``"float16"``, ``"bfloat16"``, or ``"float32"``: clamp's kernels without casting.
+
+        Raises:
+            ValueError: unknown dtype.
+        """
+        session.check_dtype(dtype)
+        self.amp, self.dtype = bool(mode), dtype
+
+
+class Graph:
+    """A training step, or a forward pass, that is recorded once and replayed: OneFlow's ``nn.Graph``::
+
+        class Train(amp.Graph):
+            def __init__(self):
+                super().__init__()
+                self.model = model
+                self.add_optimizer(optimizer)
+                self.config.enable_amp(True)
+                self.set_grad_scaler(amp.GradScaler(init_scale=3000, growth_interval=1000))
+
+            def build(self, x, y):
+                loss = ag.cross_entropy(self.model(x), y)
+                loss.backward()
+                return loss
+
+        train = Train()
+        for x, y in batches:
+            loss = train(x, y)
+
+    ``build`` is given a node for every tensor. ``backward`` in it scales the loss and unscales the gradients; the
+    optimizers step at its end, unless a gradient is inf or nan, and have no gradients at its beginning. Without
+    optimizers it runs without gradients.
+
+    The first call with tensors of some shapes and dtypes runs ``build`` as it is, the second one records what it
+    launches, and all others replay that: they give the same bits as running it. The loss scale, the skipping of
+    steps, learning rates and what ``dropout`` draws are those of the day. Everything else that ``build`` does on the
+    host happens in the first two calls only: it must not read tensors to the host or make them from host data.
+    """
+
+    def __init__(self) -> None:
+        self.config = GraphConfig()
+        self._optimizers: list[Any] = []
+        self._guards = StepGuards(max_skips_at_floor=25)
+        self._scaler: LossScale = NoLossScale()
+        self._recorded: dict[Any, _Recorded | None] = {}  # None: has run once
+        self._passes = 0
+
+    def build(self, *inputs: Any) -> Any:
+        """What the graph computes; override it."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method build(self, ...): what the graph computes")
+
+    # ------------------------------------------------------------------------------------------ setting up
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        """An optimizer that steps at the end of every call.
+
+        Raises:
+            TypeError: it has no ``params`` or no ``step``.
+            RuntimeError: the graph has run already.
+        """
+        self._require_not_run("add_optimizer")
+        self._guards.of(optimizer)
+        self._optimizers.append(optimizer)
+
+    def set_grad_scaler(self, grad_scaler: GradScaler | StaticGradScaler | pytorch.GradScaler) -> None:
+        """How ``backward`` scales the loss; without it, it does not.
+
+        Raises:
+            TypeError: it is no scaler.
+            RuntimeError: the graph has run already.
+        """
+        self._require_not_run("set_grad_scaler")
+        self._scaler = _loss_scale(grad_scaler)
+
+    def _require_not_run(self, call: str) -> None:
+        if self._recorded:
+            raise RuntimeError(f"{call} was called after the graph has run: call it in __init__")
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale; reads a few bytes from the device."""
+        return self._scaler.scale
+
+    @property
+    def last_step(self) -> StepReport | None:
+        """What the last call's optimizer step did; None before the first."""
+        return self._guards.of(self._optimizers[-1]).last if self._optimizers else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale; parameters and optimizers are yours to save."""
+        return {"scaler": self._scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a ``state_dict``.
+
+        Raises:
+            ValueError: it is malformed.
+        """
+        if set(state) != {"scaler"}:
+            raise ValueError(f"a graph's state dict has the key 'scaler', not {sorted(state)}")
+        self._scaler.load_state_dict(state["scaler"])
+
+    # ------------------------------------------------------------------------------------------ running
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Runs, records or replays ``build``.
+
+        Args:
+            inputs: tensors (or nodes of them) on OpenCL devices; anything else is a constant of the graph, which is
+                recorded anew for another one.
+
+        Returns:
+            What ``build`` returns, with tensors in place of nodes, each in memory of its own.
+
+        Raises:
+            RuntimeError: ``build`` runs no ``backward`` for an optimizer to step by, or does what no replay can.
+            ValueError: ``build`` computes nothing from one of the tensors.
+        """
+        session.ensure_patched()
+        inputs = tuple(x.value if isinstance(x, Node) else x for x in inputs)
+        region = self._region()
+        key = self._key(inputs, region)
+        with nullcontext() if region is None else in_region(region):
+            known = self._recorded.get(key)
+            if known is not None:
+                outputs = known.replay(_tensors(inputs))
+            elif key in self._recorded:
+                outputs = self._record(key, inputs, region)
+            else:
+                outputs = _detached(self._run(inputs))
+                self._recorded[key] = None
+        weights.clear()
+        return outputs
+
+    def _region(self) -> Region | None:
+        outer = current_region()
+        if self.config.amp is None:
+            return outer
+        outer = outer or Region(enabled=False, dtype="float16", policies=default_table())
+        return replace(outer, enabled=self.config.amp, dtype=self.config.dtype, castings={})
+
+    def _key(self, inputs: Sequence[Any], region: Region | None) -> Any:
+        """All that a recording depends on, besides the content of tensors."""
+        modes = [(getattr(x, "training", None), getattr(x, "_training", None)) for x in vars(self).values()]
+        how = None if region is None else (region.enabled, region.dtype, id(region.policies))
+        return how, tuple(modes), tuple(_signature(x) for x in inputs)
+
+    def _record(self, key: Any, inputs: Sequence[Any], region: Region | None) -> Any:
+        self._zero_grad()
+        graph = CompiledGraph([param for optimizer in self._optimizers for param in optimizer.params])
+        tensors = _tensors(inputs)
+        given = [x.buffer for x in tensors]
+        with graph:
+            # A result may be an input, or a view of one: the next call's is another.
+            outputs = _mapped(self._run(inputs), lambda x: _copy(x) if any(x.buffer is b for b in given) else x)
+        graph.compile(tensors)
+        self._recorded[key] = recorded = _Recorded(graph, outputs, region)
+        return recorded.outputs()
+
+    def _run(self, inputs: Sequence[Any]) -> Any:
+        self._zero_grad()
+        nodes = [ag.tensor(x) if isinstance(x, Tensor) else x for x in inputs]
+        if not self._optimizers:
+            with ag.no_grad():
+                return self.build(*nodes)
+        self._passes = 0
+        with _backward_is(self._backward):
+            outputs = self.build(*nodes)
+        if not self._passes:
+            raise RuntimeError(
+                f"{type(self).__name__}.build ran no loss.backward(), and there is an optimizer to step: call it "
+                "on the loss (tape.backward(loss) would not scale it)"
+            )
+        pairs = [pair for optimizer in self._optimizers for pair in PassGradients([optimizer]).delivered()]
+        host_step(partial(self._step, pairs))
+        return outputs
+
+    def _backward(self, loss: Node, grad: Tensor | None = None) -> None:
+        """``loss.backward()``, scaled: what ``handle.scale_loss`` does."""
+        if grad is not None:
+            raise ValueError("loss.backward(grad) cannot be scaled in a graph: multiply the loss instead")
+        check_loss(loss)
+        reached = PassGradients(self._optimizers)
+        reached.set_aside()
+        Tape(retain_grads=False).backward(scaled_node(loss, self._scaler))
+        reached.unscale(self._scaler)
+        self._passes += 1
+        host_step(self._passed)
+
+    def _passed(self) -> None:
+        guards = [self._guards.of(optimizer) for optimizer in self._optimizers]
+        fresh = sum(guard.mask for guard in guards if guard.is_fresh(self._scaler))
+        self._scaler.update(sum(guard.mask for guard in guards), fresh)
+        for guard in guards:
+            guard.passed(self._scaler)
+
+    def _step(self, delivered: Sequence[gradients.Held]) -> None:
+        gradients.restore(delivered)
+        for optimizer in self._optimizers:
+            self._guards.of(optimizer).step(optimizer.step)
+
+    def _zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+
+class _Recorded:
+    """A recorded call: its launches, and the tensors that they write the results to."""
+
+    def __init__(self, graph: CompiledGraph, outputs: Any, region: Region | None) -> None:
+        self._graph = graph
+        self._outputs = outputs
+        self._region = region  # keeps what the key names by id
+
+    def replay(self, inputs: list[Tensor]) -> Any:
+        """The results for other inputs."""
+        self._graph.replay(inputs)
+        return self.outputs()
+
+    def outputs(self) -> Any:
+        """Copies of the results, which the next replay overwrites."""
+        return _mapped(self._outputs, _copy)
+
+
+def _tensors(inputs: Sequence[Any]) -> list[Tensor]:
+    return [x for x in inputs if isinstance(x, Tensor)]
+
+
+def _signature(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        if not isinstance(x, Hashable):
+            raise TypeError(
+                f"a Graph takes tensors and constants, not a {type(x).__name__}: pass its tensors one by one"
+            )
+        return x
+    if not bridge.on_device(x):
+        raise TypeError("a Graph takes tensors on an OpenCL device, not on netcl's numpy backend: call build() there")
+    return tuple(x.shape), x.dtype, x.queue
+
+
+def _detached(outputs: Any) -> Any:
+    return _mapped(outputs, lambda tensor: tensor)
+
+
+def _mapped(x: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Nested results with every node or tensor converted to a tensor."""
+    if isinstance(x, Node | Tensor):
+        return convert(x.value)
+    if isinstance(x, list | tuple):
+        items = [_mapped(item, convert) for item in x]
+        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+    if isinstance(x, dict):
+        return {key: _mapped(item, convert) for key, item in x.items()}
+    return x
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    out = bridge.empty(tensor.queue, tensor.shape, tensor.dtype)
+    transfer.copy(tensor.queue, out.buffer, tensor.buffer, bridge.nbytes(tensor))
+    return out
+
+
+@contextmanager
+def _backward_is(run: Callable[..., None]) -> Iterator[None]:
+    """Inside the ``with``, this thread's ``loss.backward()`` is ``run(loss)``."""
+    plain, thread = Node.backward, threading.get_ident()
+
+    def backward(self: Node, *args: Any, **kwargs: Any) -> None:
+        (run if threading.get_ident() == thread else plain)(self, *args, **kwargs)
+
+    Node.backward = backward
+    try:
+        yield
+    finally:
+        Node.backward = plain

@@ -1,0 +1,259 @@
+"""PyTorch's face: ``GradScaler``, ``custom_fwd``, ``custom_bwd``. docs/coming-from-pytorch.md has every difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from clamp import session
+from clamp.bridge import Node, Tensor
+from clamp.manual_scaling import ManualScaling
+from clamp.patching.custom import Backward, CustomBackward, CustomForward
+from clamp.scaler import ScaleRule
+
+_STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+class GradScaler:
+    """PyTorch's gradient scaler::
+
+        scaler = amp.GradScaler()
+        for x, y in batches:
+            optimizer.zero_grad()
+            with amp.autocast():
+                loss = loss_of(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)                    # only to look at the gradients, or to clip them
+            clip_grad_norm(model.parameters(), 1.0)
+            scaler.step(optimizer)                        # does nothing if a gradient is inf or nan
+            scaler.update()
+
+    The scale lives on the device, a copy for each queue; ``step`` reads it once. It works with ``amp.autocast``
+    alone and under ``amp.init``.
+
+    Args:
+        init_scale: the first scale, finite and positive.
+        growth_factor: above 1: the scale grows by it after ``growth_interval`` updates without inf or nan.
+        backoff_factor: between 0 and 1: the scale is multiplied by it at an update after inf or nan.
+        growth_interval: at least 1.
+        enabled: False: every method passes through.
+
+    Raises:
+        ValueError: an argument is none of these.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        if isinstance(init_scale, str):
+            raise TypeError(f"GradScaler takes no device: every queue gets a scale. Leave {init_scale!r} out.")
+        self._enabled = bool(enabled)
+        self._scaling = ManualScaling(init_scale, ScaleRule(growth_factor, backoff_factor, growth_interval))
+        if self._enabled:
+            session.ensure_patched()  # before the first loss: netcl's own mse_loss ignores the scale in backward
+
+    # ------------------------------------------------------------------------------------------ a step
+
+    def scale(self, outputs: Any) -> Any:
+        """``outputs * scale``, float32.
+
+        Args:
+            outputs: a node or tensor of any shape, or nested iterables of them. Lists and tuples keep their type,
+                other iterables become iterators.
+
+        Raises:
+            ValueError: something in it is no node or tensor.
+            TypeError: a tensor is not float32, float16 or bfloat16.
+        """
+        if not self._enabled:
+            return outputs
+        session.ensure_patched()  # so that what is returned has a backward(), after a handle's shutdown too
+        return self._scaled(outputs)
+
+    def _scaled(self, x: Any) -> Any:
+        if isinstance(x, Node | Tensor):
+            return self._scaling.scale(x)
+        if isinstance(x, list | tuple):
+            items = [self._scaled(item) for item in x]
+            return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+        if isinstance(x, Iterable) and not isinstance(x, str | bytes | Mapping | np.ndarray):
+            return map(self._scaled, x)
+        raise ValueError(f"scale() takes a node, a tensor or an iterable of them, not {x!r}")
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divides the gradients of the optimizer's parameters by the scale, in place, non-finite ones too.
+
+        Raises:
+            RuntimeError: twice since the last update, after ``step``, or before any ``scale``.
+            ValueError: a 16-bit parameter without fp32 master weights.
+        """
+        if self._enabled:
+            self._scaling.unscale_(optimizer)
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step(*args, **kwargs)`` if all gradients are finite; unscales them unless that is done.
+
+        Returns:
+            What the optimizer's step returns, None if it was skipped.
+
+        Raises:
+            RuntimeError: twice since the last update, a closure, no gradients, or before any ``scale``.
+            FloatingPointError: many steps in a row were skipped at the smallest scale; names the gradients.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        return self._scaling.step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | Node | None = None) -> None:
+        """Lowers the scale if any optimizer's gradients had inf or nan, or counts towards its growth.
+
+        Args:
+            new_scale: sets the scale instead; a number, or a tensor of one element. Needs no steps before it.
+
+        Raises:
+            RuntimeError: no optimizer was unscaled or stepped since the last update.
+            ValueError: ``new_scale`` is not one finite positive number.
+        """
+        if not self._enabled:
+            return
+        if new_scale is None:
+            self._scaling.update()
+        else:
+            self._scaling.set_scale(_number(new_scale))
+
+    # ------------------------------------------------------------------------------------------ settings
+
+    def is_enabled(self) -> bool:
+        """Whether this scaler does anything."""
+        return self._enabled
+
+    def get_scale(self) -> float:
+        """The scale; reads the device. 1.0 if disabled."""
+        return float(self._scaling.state_dict()["loss_scale"]) if self._enabled else 1.0
+
+    def get_growth_factor(self) -> float:
+        """Factor by which the scale grows."""
+        return self._scaling.rule.growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Sets the factor by which the scale grows, above 1."""
+        self._scaling.rule = replace(self._scaling.rule, growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """Factor by which the scale shrinks."""
+        return self._scaling.rule.backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Sets the factor by which the scale shrinks, between 0 and 1."""
+        self._scaling.rule = replace(self._scaling.rule, backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Updates without inf or nan after which the scale grows."""
+        return self._scaling.rule.growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Sets the number of updates without inf or nan after which the scale grows, at least 1."""
+        self._scaling.rule = replace(self._scaling.rule, growth_interval=new_interval)
+
+    # ------------------------------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale, factors, interval and growth tracker under PyTorch's keys; empty if disabled. Reads the device."""
+        return self._settings() if self._enabled else {}
+
+    def _settings(self) -> dict[str, Any]:
+        state, rule = self._scaling.state_dict(), self._scaling.rule
+        values = (state["loss_scale"], rule.growth_factor, rule.backoff_factor, rule.growth_interval)
+        return dict(zip(_STATE_KEYS, (*values, state["unskipped"]), strict=True))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continues from a ``state_dict``, PyTorch's too. Does nothing if disabled.
+
+        Raises:
+            RuntimeError: it is empty: it was saved by a disabled scaler.
+            ValueError: it is malformed. Nothing was changed.
+        """
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise RuntimeError(
+                "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
+            )
+        if missing := [key for key in _STATE_KEYS if key not in state_dict]:
+            raise ValueError(f"a GradScaler's state dict has the keys {', '.join(_STATE_KEYS)}; missing: {missing}")
+        scale, growth_factor, backoff_factor, growth_interval, tracker = (state_dict[key] for key in _STATE_KEYS)
+        rule = ScaleRule(growth_factor, backoff_factor, growth_interval)
+        self._scaling.load_state_dict({"loss_scale": scale, "unskipped": tracker})
+        self._scaling.rule = rule
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._scaling.between_updates:
+            raise RuntimeError("a GradScaler can be pickled at the start of an iteration, or after update()")
+        return {"enabled": self._enabled, **self._settings()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        scale, growth_factor, backoff_factor, growth_interval, tracker = (state[key] for key in _STATE_KEYS)
+        self._enabled = state["enabled"]
+        self._scaling = ManualScaling(scale, ScaleRule(growth_factor, backoff_factor, growth_interval))
+        self._scaling.load_state_dict({"loss_scale": scale, "unskipped": tracker})
+
+
+def _number(new_scale: Any) -> Any:
+    """The value of a one-element tensor; anything else as it is."""
+    value = getattr(new_scale, "value", new_scale)
+    if not isinstance(value, Tensor):
+        return new_scale
+    if value.size != 1:
+        raise ValueError(f"update(new_scale) takes a number or a tensor of one element, not of shape {value.shape}")
+    return float(value.to_host().reshape(-1)[0])
+
+
+# ---------------------------------------------------------------------------------------------- users' own ops
+
+
+def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: str | None = None) -> Any:
+    """Decorator for the forward of an op of your own: of its function of nodes, or of what ``apply_op`` calls.
+
+    Args:
+        cast_inputs: inside a region, floating inputs (nested ones too; float64 never) are cast to this dtype,
+            differentiably, and nothing is cast inside. None: the function runs as what is around it does.
+
+    Raises:
+        ValueError: there is no such dtype.
+
+    Example::
+
+        @amp.custom_fwd(cast_inputs="float32")
+        def forward(x):                        # tensors
+            return my_kernel(x)
+
+        @amp.custom_bwd
+        def backward(grad):
+            return [my_backward_kernel(grad)]
+
+        y = ag.apply_op(forward, backward, x)  # x: a node, 16-bit or not
+    """
+    if cast_inputs is not None:
+        session.check_dtype(cast_inputs, "dtype for cast_inputs")
+    if fwd is None:
+        return partial(CustomForward, cast_inputs=cast_inputs)
+    return CustomForward(fwd, cast_inputs)
+
+
+def custom_bwd(bwd: Backward | None = None) -> Any:
+    """Decorator for the backward of an op of your own: it runs in the region of its forward, casts included.
+
+    Elsewhere backward casts nothing. The region is the one around ``apply_op``, without casts if the forward had
+    ``cast_inputs``; for a function that reaches no ``apply_op``, the one in which it was defined. Its gradients are
+    returned in the dtypes of the inputs.
+    """
+    return custom_bwd if bwd is None else CustomBackward(bwd)

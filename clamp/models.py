@@ -1,0 +1,195 @@
+"""Whole models in 16 bits: which of their parameters, what their calls cast, what their ``state_dict`` saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
+from typing import Any
+
+import numpy as np
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.masters import narrow, showing_masters
+from clamp.patching.wrap import cast_arguments
+
+SAVE_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def as_list(x: Any, what: str, method: str) -> list[Any]:
+    """One model or optimizer, or a list of them, as a list.
+
+    Raises:
+        TypeError: one of them has no method of that name.
+    """
+    items = list(x) if isinstance(x, list | tuple) else [x]
+    for item in items:
+        if not callable(getattr(item, method, None)):
+            raise TypeError(f"expected {what} or a list of them, got {type(item).__name__}, which has no {method}()")
+    return items
+
+
+def modules(model: Any) -> Iterator[Any]:
+    """The model and every layer in it, in attributes and containers, each once."""
+    seen: set[int] = set()
+    stack = [model]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, Tensor):
+            continue
+        seen.add(id(item))
+        if isinstance(item, list | tuple | set):
+            stack += item
+        elif isinstance(item, dict):
+            stack += item.values()
+        elif callable(getattr(item, "parameters", None)) and hasattr(item, "__dict__"):
+            yield item
+            stack += vars(item).values()
+
+
+def to_16_bit(
+    model: Any,
+    dtype: str,
+    optimizers: Sequence[Any] = (),
+    *,
+    keep_batch_norm: bool = True,
+    excluded: Sequence[Any] = (),
+    keep_master: bool = True,
+    gradient_dtype: str | None = None,
+) -> None:
+    """Makes a model's float32 parameters 16-bit, with fp32 masters, and lets its state dict save fp32.
+
+    Args:
+        model: anything with ``parameters()``.
+        dtype: ``"float16"`` or ``"bfloat16"``.
+        optimizers: those that step some of the parameters; updated in place.
+        keep_batch_norm: whether batch norms keep theirs in fp32. (Their statistics always stay.)
+        excluded: layers, or classes of layers, whose parameters stay fp32.
+        keep_master, gradient_dtype: see :func:`clamp.masters.narrow`.
+    """
+    kept = {id(param) for layer in modules(model) if _is_excluded(layer, excluded) for param in layer.parameters()}
+    for tensors in _batch_norms(model):
+        kept |= {id(tensor) for tensor in (tensors if keep_batch_norm else tensors[2:])}
+    params = [param for param in model.parameters() if id(param) not in kept]
+    narrow(params, dtype, optimizers, keep_master=keep_master, gradient_dtype=gradient_dtype)
+    bridge.invalidate_derived(model)
+    save_as(model, "float32")
+
+
+def _is_excluded(layer: Any, excluded: Sequence[Any]) -> bool:
+    return any(isinstance(layer, item) if isinstance(item, type) else layer is item for item in excluded)
+
+
+def _batch_norms(model: Any) -> Iterator[tuple[Tensor, ...]]:
+    """Scale, shift, mean and variance of every batch norm. netcl's ResNet keeps them as bare tuples of tensors."""
+    for layer in modules(model):
+        if isinstance(layer, bridge.BatchNorm2d):
+            yield layer.gamma, layer.beta, layer.running_mean, layer.running_var
+        for value in _tuples(vars(layer).values()):
+            if len(value) == 4 and all(isinstance(x, Tensor) and x.shape == value[0].shape for x in value):
+                yield value
+
+
+def _tuples(values: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield value
+        if isinstance(value, list | tuple | dict):
+            yield from _tuples(value.values() if isinstance(value, dict) else value)
+
+
+# ---------------------------------------------------------------------------------------------- calls
+
+
+def cast_calls(model: Any, input_dtype: str | None, output_dtype: str | None) -> None:
+    """Lets a model cast the floating tensors among its arguments and in its result, when called and in ``forward``.
+
+    The model becomes an instance of a class of the same name derived from its own: Python looks ``__call__`` up on
+    the class.
+    """
+    base = getattr(type(model), "_before_casts", type(model))
+
+    def casting(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if input_dtype is not None:
+                args, kwargs = cast_arguments(args, kwargs, input_dtype, _say_nothing, use_cache=False)
+            result = method(*args, **kwargs)
+            return result if output_dtype is None else _cast(result, output_dtype)
+
+        return call
+
+    names: dict[str, Any] = {"_before_casts": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    for name in ("__call__", "forward"):
+        if callable(getattr(base, name, None)):
+            names[name] = _bound(casting, getattr(base, name))
+    model.__class__ = type(base.__name__, (base,), names)
+
+
+def _bound(casting: Callable[[Callable[..., Any]], Callable[..., Any]], method: Callable[..., Any]) -> Any:
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return casting(method.__get__(self))(*args, **kwargs)
+
+    return call
+
+
+def _cast(result: Any, dtype: str) -> Any:
+    return cast_arguments((result,), {}, dtype, _say_nothing, use_cache=False)[0][0]
+
+
+def _say_nothing(source: str, target: str) -> None:
+    pass
+
+
+# ---------------------------------------------------------------------------------------------- saving
+
+
+def save_as(model: Any, dtype: str) -> None:
+    """Lets the model's and its layers' ``state_dict`` save the fp32 masters of 16-bit parameters, as ``dtype``.
+
+    ``load_state_dict`` writes masters and parameters both.
+    """
+    for layer in modules(model):
+        if callable(getattr(layer, "state_dict", None)):
+            layer.state_dict = _saving(layer, dtype)
+        if callable(getattr(layer, "load_state_dict", None)):
+            layer.load_state_dict = _loading(layer)
+
+
+def _saving(layer: Any, dtype: str) -> Callable[..., Any]:
+    original = getattr(layer.state_dict, "_original", layer.state_dict)
+
+    @wraps(original)
+    def state_dict(*args: Any, **kwargs: Any) -> Any:
+        with showing_masters(layer.parameters()):
+            return _converted(original(*args, **kwargs), dtype)
+
+    state_dict._original = original  # type: ignore[attr-defined]
+    return state_dict
+
+
+def _loading(layer: Any) -> Callable[..., Any]:
+    original = getattr(layer.load_state_dict, "_original", layer.load_state_dict)
+
+    @wraps(original)
+    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+        with showing_masters(layer.parameters(), load=True):
+            return original(*args, **kwargs)
+
+    load_state_dict._original = original  # type: ignore[attr-defined]
+    return load_state_dict
+
+
+def _converted(state: Any, dtype: str) -> Any:
+    """A state with its float32 arrays in another dtype. numpy has no bfloat16: rounded to it, in float32."""
+    if isinstance(state, dict):
+        return {key: _converted(value, dtype) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_converted(value, dtype) for value in state)
+    if not isinstance(state, np.ndarray) or state.dtype != np.float32 or dtype == "float32":
+        return state
+    if dtype == "bfloat16":
+        return bridge.rounded_to_bfloat16(state)
+    with np.errstate(over="ignore"):
+        return state.astype(dtype)

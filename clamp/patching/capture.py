@@ -1,0 +1,436 @@
+"""Recordings that replay right: what netcl's ``KernelCapture`` loses while it records launches.
+
+netcl records what goes through ``cl.Kernel.__call__``. Under AMP, from ``begin`` to ``end``,
+
+* copies and fills on the device run as kernels, so that they are recorded, too;
+* memory comes from a pool of the recording's own (as of a CUDA graph), so that nobody else is given a buffer that
+  the replay will write, and what was there before stays for as long as there may be replays that read it;
+* the weight cache is empty at both ends: a recording makes its own 16-bit copies, in every replay anew;
+* what the host decides (does the optimizer step? what is dropped out?) is decided anew in every replay;
+* what a replay could not repeat, a read to the host or an upload, raises.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pyopencl as cl
+import wrapt
+from netcl.core import memory
+from netcl.core.capabilities import get_device_capabilities
+from netcl.core.memory import PersistentBufferPool
+from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
+
+from clamp import gradients, masters
+from clamp.bridge import Tensor
+from clamp.cache import weights
+from clamp.ops import transfer
+from clamp.patching.wrap import Wrapper
+from clamp.recording import host_step, recorder, refuse, set_recorder
+
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+_INPUT_ADVICE = "Pass data that changes as an input tensor; make constants before the recording."
+_READ_ADVICE = "Read it after the recorded part."
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+class _Pool(PersistentBufferPool):  # type: ignore[misc]
+    """The memory of one recording. When the recording is gone, it goes to netcl's own pool."""
+
+    def __init__(self, main: PersistentBufferPool) -> None:
+        super().__init__(main.context, main.queue, max_cached_bytes=1 << 62, max_buffers_per_bucket=1 << 30)
+        self._main = main
+        self._closed = False
+
+    def release(self, handle: Any) -> None:
+        if self._closed:
+            handle.pool = self._main
+            self._main.release(handle)
+        else:
+            super().release(handle)
+
+    def close(self) -> None:
+        """Hands free memory over now, the rest when it is released. On an in-order queue it may be used at once."""
+        self._closed = True
+        with self._lock, self._main._lock:
+            self._main._owned_bytes += self._owned_bytes
+            self._main.stats.bytes_cached += self.stats.bytes_cached
+            for bucket, handles in vars(self)["_free"].items():
+                for handle in handles:
+                    handle.pool = self._main
+                self._main._free.setdefault(bucket, []).extend(handles)
+            for bucket, arrays in vars(self)["_svm_free"].items():
+                self._main._svm_free.setdefault(bucket, []).extend(arrays)
+            self.__dict__.update(_free={}, _svm_free={})
+
+
+#: recordings that are under way or can be replayed
+_live: set[_Recording] = set()
+
+
+def _watch(pool: PersistentBufferPool) -> None:
+    """Lets a pool of netcl's ask before it gives memory to others that a recording may use."""
+    if type(pool) is PersistentBufferPool and "release" not in vars(pool):
+        pool.release = partial(_release, pool)
+
+
+def _release(pool: PersistentBufferPool, handle: Any) -> None:
+    if not any(recording.keeps(pool, handle) for recording in list(_live)):
+        PersistentBufferPool.release(pool, handle)
+
+
+# ---------------------------------------------------------------------------------------------- recording
+
+
+class _Recording:
+    """One recording, from ``begin`` to ``end``, and its memory after.
+
+    Args:
+        capture: the list of launches that it fills.
+    """
+
+    def __init__(self, capture: KernelCapture) -> None:
+        self._capture = weakref.ref(capture)
+        self._pools: dict[int, _Pool] = {}
+        self._kept: list[tuple[PersistentBufferPool, Any]] = []  # memory of others that nobody else uses any more
+        self._addresses: set[Any] | None = None  # of all memory in the launches; None until they are known
+        self._undo: list[tuple[Any, str, Any]] = []
+        self.thread = threading.get_ident()
+
+    def start(self) -> None:
+        """Puts the recorder's own versions over what netcl and pyopencl do to memory."""
+        weights.clear()
+        _live.add(self)
+        for pool in memory._PERSISTENT_POOLS.values():
+            _watch(pool)
+        record, plain = cl.Kernel.__call__, self._original_call
+        self._replace(cl.Kernel, "__call__", lambda _: self._call(record, plain))
+        self._replace(memory, "get_persistent_pool", self._own_pool)
+        self._replace(cl, "enqueue_fill_buffer", self._fill_buffer)
+        self._replace(cl, "enqueue_svm_memfill", self._fill_svm)
+        self._replace(cl, "enqueue_copy", self._copy)
+        for name in ("enqueue_map_buffer", "enqueue_nd_range_kernel"):
+            self._replace(cl, name, self._refused(name, "Launch kernels by calling them; read and write outside."))
+        for name in ("to_host", "to_host_async"):
+            self._replace(Tensor, name, self._refused(f"Tensor.{name}", _READ_ADVICE))
+        self._replace(Tensor, "from_host", self._refused("Tensor.from_host", _INPUT_ADVICE))
+        set_recorder(self)
+
+    def stop(self) -> None:
+        """Puts everything back."""
+        set_recorder(None)
+        for owner, name, original in reversed(self._undo):
+            setattr(owner, name, original)
+        self._undo.clear()
+        weights.clear()
+        capture = self._capture()
+        launches = [] if capture is None else capture._launches
+        self._addresses = {_address(arg) for launch in launches for arg in launch.args} - {None}
+        released, self._kept = self._kept, []
+        for pool, handle in released:
+            pool.release(handle)
+
+    def close(self) -> None:
+        """Gives the memory back; there will be no replay any more."""
+        _live.discard(self)
+        for pool in self._pools.values():
+            pool.close()
+        for pool, handle in self._kept:
+            pool.release(handle)
+        self._pools.clear()
+        self._kept.clear()
+        if not _live:
+            for pool in memory._PERSISTENT_POOLS.values():
+                vars(pool).pop("release", None)
+
+    def keeps(self, pool: PersistentBufferPool, handle: Any) -> bool:
+        """Takes memory that is released if a replay may still use it."""
+        keep = self._addresses is None or _address(handle.buffer) in self._addresses
+        if keep:
+            self._kept.append((pool, handle))
+        return keep
+
+    def add(self, launch: Callable[..., Any], queue: Any, global_size: Any, local_size: Any, *args: Any) -> None:
+        """Appends what stands in a launch's place: a host step, or a launch whose arguments change."""
+        capture = self._capture()
+        if capture is not None:
+            capture._launches.append(CapturedKernelLaunch(launch, queue, global_size, local_size, args))
+
+    @property
+    def _original_call(self) -> Callable[..., Any]:
+        capture = self._capture()
+        assert capture is not None
+        return capture._orig_call
+
+    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        original = vars(owner)[name]
+        self._undo.append((owner, name, original))
+        setattr(owner, name, make(original))
+
+    def _is_on(self) -> bool:
+        return recorder() is self
+
+    def _call(self, record: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(kernel: Any, queue: Any, global_size: Any, local_size: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_on():
+                return plain(kernel, queue, global_size, local_size, *args, **kwargs)
+            if kwargs.keys() - {"wait_for"}:
+                raise RuntimeError(f"netcl records no launch with {', '.join(sorted(kwargs))}: pass the sizes alone")
+            return record(kernel, queue, global_size, local_size, *args, **kwargs)
+
+        return call
+
+    def _own_pool(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_persistent_pool(queue: Any) -> Any:
+            main = original(queue)
+            _watch(main)
+            if not self._is_on():
+                return main
+            key = queue.context.int_ptr
+            if key not in self._pools:
+                self._pools[key] = _Pool(main)
+            return self._pools[key]
+
+        return get_persistent_pool
+
+    def _fill_buffer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def enqueue_fill_buffer(
+            queue: Any, mem: Any, pattern: Any, offset: int, size: int, wait_for: Any = None
+        ) -> Any:
+            if not self._is_on():
+                return original(queue, mem, pattern, offset, size, wait_for)
+            return transfer.fill(queue, mem, pattern, int(offset), int(size))
+
+        return enqueue_fill_buffer
+
+    def _fill_svm(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def enqueue_svm_memfill(
+            queue: Any, dest: Any, pattern: Any, byte_count: int | None = None, wait_for: Any = None
+        ) -> Any:
+            if not self._is_on():
+                return original(queue, dest, pattern, byte_count, wait_for)
+            dest = dest if isinstance(dest, cl.SVMPointer) else cl.SVM(dest)
+            return transfer.fill(queue, dest, pattern, 0, int(dest.size if byte_count is None else byte_count))
+
+        return enqueue_svm_memfill
+
+    def _copy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def enqueue_copy(queue: Any, dest: Any, src: Any, **kwargs: Any) -> Any:
+            if not self._is_on():
+                return original(queue, dest, src, **kwargs)
+            known = kwargs.keys() <= {"byte_count", "src_offset", "dst_offset", "is_blocking", "wait_for"}
+            if not (known and _on_device(dest) and _on_device(src)):
+                refuse("A copy between host and device ran", f"{_READ_ADVICE} {_INPUT_ADVICE}")
+            begin, to = int(kwargs.get("src_offset") or 0), int(kwargs.get("dst_offset") or 0)
+            size = kwargs.get("byte_count")
+            size = min(src.size - begin, dest.size - to) if size is None else int(size)
+            return transfer.copy(queue, dest, src, size, begin, to)
+
+        return enqueue_copy
+
+    def _refused(self, name: str, instead: str) -> Callable[[Any], Any]:
+        @wrapt.decorator
+        def call(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+            if self._is_on():
+                refuse(f"{name} was called", instead)
+            return wrapped(*args, **kwargs)
+
+        return call
+
+
+def _on_device(storage: Any) -> bool:
+    return isinstance(storage, cl.Buffer | cl.SVM)
+
+
+#: the recordings that can be replayed
+_recordings: weakref.WeakKeyDictionary[KernelCapture, _Recording] = weakref.WeakKeyDictionary()
+_running: list[tuple[KernelCapture, _Recording]] = []  # at most one: netcl patches cl.Kernel for all threads
+
+
+def recording_of(capture: KernelCapture) -> _Recording | None:
+    """The recording that a capture holds; None if it was made without clamp, or not at all."""
+    return _recordings.get(capture)
+
+
+def begin(wrapped: Any, instance: KernelCapture, args: Arguments, kwargs: Keywords) -> None:
+    """Starts a recording.
+
+    Raises:
+        RuntimeError: another one is under way.
+    """
+    if _running:
+        raise RuntimeError("a recording is under way already: end it before you begin another")
+    _forget(instance)
+    wrapped(*args, **kwargs)
+    recording = _Recording(instance)
+    _running.append((instance, recording))
+    recording.start()
+
+
+def end(wrapped: Any, instance: KernelCapture, args: Arguments, kwargs: Keywords) -> int:
+    """Ends a recording; from now on it can be replayed."""
+    if _running and _running[0][0] is instance:
+        _, recording = _running.pop()
+        recording.stop()
+        _recordings[instance] = recording
+        weakref.finalize(instance, recording.close).atexit = False
+    return wrapped(*args, **kwargs)
+
+
+def clear(wrapped: Any, instance: KernelCapture, args: Arguments, kwargs: Keywords) -> None:
+    """Drops what was recorded, and ends a recording that is under way, as after an exception."""
+    if _running and _running[0][0] is instance:
+        instance.end()
+    _forget(instance)
+    wrapped(*args, **kwargs)
+
+
+def as_host_step(step: Wrapper) -> Wrapper:
+    """``optimizer.step`` in a recording: every replay makes it anew, with the learning rate, the step count and the
+    overflow of the day, on the gradients that the optimizer's parameters had here."""
+
+    def call(wrapped: Any, optimizer: Any, args: Arguments, kwargs: Keywords) -> Any:
+        if recorder() is None:
+            return step(wrapped, optimizer, args, kwargs)
+        params = (
+            [tensor for pair in masters.pairs(optimizer) for tensor in pair] if hasattr(optimizer, "params") else []
+        )
+        held = gradients.snapshot(params)
+
+        def run() -> Any:
+            gradients.restore(held)
+            return step(wrapped, optimizer, args, kwargs)
+
+        return host_step(run)
+
+    return call
+
+
+def abandon() -> None:
+    """Ends a recording that is under way: clamp's patches are about to go."""
+    if _running:
+        _running[0][0].clear()
+
+
+def _forget(capture: KernelCapture) -> None:
+    recording = _recordings.pop(capture, None)
+    if recording is not None:
+        capture._launches.clear()
+        recording.close()
+
+
+# ---------------------------------------------------------------------------------------------- replaying
+
+
+class Plan:
+    """A recording's launches, with the places where input tensors are read.
+
+    Args:
+        capture: what was recorded.
+        inputs: the tensors whose buffers are replaced in a replay.
+
+    Raises:
+        ValueError: an input that no launch reads.
+    """
+
+    def __init__(self, capture: KernelCapture, inputs: Sequence[Tensor]) -> None:
+        self._capture = capture  # its launches keep all memory alive
+        self._thread = threading.get_ident()
+        self._inputs = [(tuple(x.shape), x.dtype, x.queue) for x in inputs]
+        places = {_address(x.buffer): index for index, x in enumerate(inputs)}
+        self._steps = []
+        read: set[int] = set()
+        for launch in capture._launches:
+            found = [(at, places[where]) for at, arg in enumerate(launch.args) if (where := _address(arg)) in places]
+            read.update(index for _, index in found)
+            sync = _sync_of(launch.queue)
+            self._steps.append(
+                (launch.kernel, launch.queue, launch.global_size, launch.local_size, launch.args, found, sync)
+            )
+        for index in set(places.values()) - read:
+            raise ValueError(
+                f"inputs[{index}], of shape {self._inputs[index][0]}, is read by no recorded launch, so new data in it "
+                f"would change nothing: leave it out, or compute with it on the device"
+            )
+
+    def run(self, inputs: Sequence[Tensor]) -> None:
+        """Replays with other tensors of the same shapes and dtypes.
+
+        Raises:
+            ValueError: there are more or fewer, or a shape, dtype or queue differs.
+            RuntimeError: called in another thread than the recording's, whose kernels it uses, or while recording.
+        """
+        refuse("A recording was replayed", "Replay it outside, or call the model itself here.")
+        self._check(inputs)
+        buffers = [x.buffer for x in inputs]
+        for kernel, queue, global_size, local_size, args, found, sync in self._steps:
+            if found:
+                args = list(args)
+                for at, index in found:
+                    args[at] = buffers[index]
+            kernel(queue, global_size, local_size, *args)
+            if sync is not None:
+                sync()
+
+    def _check(self, inputs: Sequence[Tensor]) -> None:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("a recording replays in the thread that made it, whose kernels it uses: record it here")
+        if len(inputs) != len(self._inputs):
+            raise ValueError(f"the recording has {len(self._inputs)} inputs, got {len(inputs)}")
+        for index, (x, (shape, dtype, queue)) in enumerate(zip(inputs, self._inputs, strict=True)):
+            if tuple(x.shape) != shape or x.dtype != dtype or x.queue != queue:
+                raise ValueError(
+                    f"inputs[{index}] was recorded as {dtype} of shape {shape}, got {x.dtype} of shape "
+                    f"{tuple(x.shape)}{'' if x.queue == queue else ' on another queue'}: record another graph for it"
+                )
+
+
+def _address(storage: Any) -> Any:
+    """Where memory lies, the same for every object that stands for it; None for what is no memory."""
+    if isinstance(storage, cl.Buffer):
+        return "buffer", storage.int_ptr
+    if isinstance(storage, cl.SVM):
+        return "svm", storage.svm_ptr
+    return None
+
+
+def _sync_of(queue: Any) -> Callable[[], Any] | None:
+    """What netcl does after each node on this device, because the driver needs it."""
+    mode = "none" if queue is None else get_device_capabilities(queue).inter_kernel_sync
+    return {"flush": getattr(queue, "flush", None), "finish": getattr(queue, "finish", None)}.get(mode)
+
+
+def replay(wrapped: Any, instance: KernelCapture, args: Arguments, kwargs: Keywords) -> None:
+    """``KernelCapture.replay``, whose argument ``rebind`` netcl ignores."""
+    if (args and args[0] is not None) or kwargs.get("rebind") is not None:
+        raise TypeError(
+            "netcl's replay ignores `rebind`: write new data into the recorded tensors, or use CompiledGraph"
+        )
+    wrapped()
+    weights.clear()
+
+
+def replay_with_new_buffers(wrapped: Any, instance: KernelCapture, args: Arguments, kwargs: Keywords) -> None:
+    """``KernelCapture.replay_with_new_buffers``, with SVM memory by its address, and no name that means nothing.
+
+    Raises:
+        ValueError: a buffer that no launch has.
+    """
+    buffers: Mapping[int, Any] = args[0] if args else kwargs["buffer_map"]
+    known = {where[1] for launch in instance._launches for arg in launch.args if (where := _address(arg))}
+    if missing := [hex(pointer) for pointer in buffers if pointer not in known]:
+        raise ValueError(f"no recorded launch has a buffer at {', '.join(missing)}")
+    if not instance.is_finalized:
+        raise RuntimeError("Cannot replay before capture is finalized")
+    for launch in instance._launches:
+        new = [buffers.get(where[1], arg) if (where := _address(arg)) else arg for arg in launch.args]
+        launch.kernel(launch.queue, launch.global_size, launch.local_size, *new)
+    weights.clear()

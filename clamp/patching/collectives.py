@@ -1,0 +1,148 @@
+"""netcl.distributed under AMP: several queues, on one device or several, in one process.
+
+netcl's collectives read tensors to the host, which queues of different devices have in common, and write float32 back
+into whatever lies there; that of its sums on one device races between queues, forgets to divide for a mean, and hands
+out undefined memory for a single tensor. These write each tensor in its own dtype, and add in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.ops.concat import Part, assemble, split
+from clamp.ops.words import from_words, to_words
+
+Array: TypeAlias = npt.NDArray[Any]
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+_OPERATIONS = ("sum", "mean")
+
+
+def all_reduce(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """``all_reduce(tensors, op, overlap)`` and ``all_reduce_p2p(tensors, op)``: the sum or mean, in every tensor."""
+
+    def call(tensors: Sequence[Any], op: str = "sum", overlap: bool = False) -> Any:
+        if not tensors or not all(_is_owned(tensor) for tensor in tensors):
+            return wrapped(*args, **kwargs)
+        _require_alike(tensors, "all_reduce")
+        if op.lower() not in _OPERATIONS:
+            raise ValueError(f"unsupported all_reduce op {op}: pass one of {', '.join(_OPERATIONS)}")
+        total = _sum(_numbers(tensor) for tensor in tensors)
+        if op.lower() == "mean":
+            total = total / np.float32(len(tensors))
+        for tensor in tensors:
+            bridge.write_bytes(tensor, to_words(total, bridge.canonical_dtype(tensor.dtype)).view(np.uint8))
+        return tensors
+
+    return call(*args, **kwargs)
+
+
+def broadcast(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """``broadcast(tensors, root)``: one tensor's values in all of them, each in its own dtype."""
+
+    def call(tensor: Any, root: int = 0) -> Any:
+        if not isinstance(tensor, list) or not all(_is_owned(one) for one in tensor):
+            return wrapped(*args, **kwargs)
+        _require_alike(tensor, "broadcast")
+        numbers = _numbers(tensor[root])
+        for index, target in enumerate(tensor):
+            if index != root % len(tensor):
+                bridge.write_bytes(target, to_words(numbers, bridge.canonical_dtype(target.dtype)).view(np.uint8))
+        return tensor
+
+    return call(*args, **kwargs)
+
+
+def sync_grads(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> None:
+    """``sync_grads(param_replicas)``: each gradient becomes the mean over the replicas, the same bits in all.
+
+    One read and one write a replica, however many parameters there are.
+
+    Raises:
+        ValueError: the replicas differ in their parameters, or a gradient is missing.
+    """
+
+    def call(param_replicas: Sequence[Sequence[Tensor]]) -> None:
+        gradients = _gradients(param_replicas)
+        if not gradients or not all(_is_owned(gradient) for replica in gradients for gradient in replica):
+            wrapped(param_replicas)
+            return
+        total = _sum(_read_all(replica) for replica in gradients)
+        total /= np.float32(len(gradients))
+        for replica in gradients:
+            _write_all(replica, total)
+
+    call(*args, **kwargs)
+
+
+def _is_owned(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and bridge.on_device(tensor) and tensor.dtype in bridge.STORAGE
+
+
+def _require_alike(tensors: Sequence[Tensor], name: str) -> None:
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"{name}: the tensors have different shapes: {shapes}")
+
+
+def _gradients(param_replicas: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """The gradients of all replicas; none where there is nothing to average."""
+    if len(param_replicas) <= 1:
+        return []
+    shapes = [[tuple(param.shape) for param in replica] for replica in param_replicas]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"sync_grads: the replicas have different parameters: shapes {shapes}")
+    for number, replica in enumerate(param_replicas):
+        for index, param in enumerate(replica):
+            if param.grad is None:
+                raise ValueError(
+                    f"sync_grads expects grad populated: parameter {index} of replica {number} has none. Run backward "
+                    "on every replica first; leave parameters that are not trained out of the lists."
+                )
+    return [[param.grad for param in replica] for replica in param_replicas if replica]
+
+
+def _sum(terms: Iterable[Array]) -> Array:
+    """In float32, in the order given."""
+    with np.errstate(over="ignore", invalid="ignore"):  # inf and nan are for the loss scale to find
+        iterator = iter(terms)
+        total = next(iterator).copy()
+        for term in iterator:
+            total += term
+        return total
+
+
+def _numbers(tensor: Tensor) -> npt.NDArray[np.float32]:
+    """A tensor's elements on the host, as a line of float32."""
+    dtype = bridge.canonical_dtype(tensor.dtype)
+    words = np.uint16 if dtype in bridge.HALF_DTYPES else np.uint32
+    return from_words(bridge.read_bytes(tensor).view(words), dtype)
+
+
+def _read_all(tensors: Sequence[Tensor]) -> Array:
+    parts, total = [], 0
+    for tensor in tensors:
+        parts.append(Part(total, tensor.size, bridge.view(tensor, (tensor.size,))))
+        total += tensor.size
+    return _numbers(assemble(tensors[0].queue, (total,), 0, parts, "float32"))
+
+
+def _write_all(tensors: Sequence[Tensor], numbers: Array) -> None:
+    together = bridge.empty(tensors[0].queue, numbers.shape, "float32")
+    bridge.write_bytes(together, numbers.view(np.uint8))
+    ends = np.cumsum([tensor.size for tensor in tensors])
+    split(
+        together,
+        0,
+        [(int(end) - tensor.size, tensor.size) for end, tensor in zip(ends, tensors, strict=True)],
+        out_dtypes=[bridge.canonical_dtype(tensor.dtype) for tensor in tensors],
+        outs=[bridge.view(tensor, (tensor.size,)) for tensor in tensors],
+    )
+    together.queue.finish()  # other queues of the context may get the memory that is freed here

@@ -1,0 +1,197 @@
+"""The AMP of this process: the handle that is active, the functions that users registered, and the patches that
+a region without a handle needs. The faces (``clamp.amp``, ``clamp.compat``) start and find a handle here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from clamp.autocast import Region
+from clamp.device import list_devices
+from clamp.handle import AmpHandle, NoOpHandle
+from clamp.masters import stepping
+from clamp.patching.patch import Patches, Registration
+from clamp.policy import Entry, PolicyTable, default_table, read_list
+from clamp.scaler import LossScale, make_loss_scale
+
+AMP_DTYPES = ("float16", "bfloat16", "float32")
+
+lock = threading.RLock()
+registrations: list[Registration] = []
+_handle: AmpHandle | None = None
+_disabled = False  # the last init was one with enabled=False
+_autocast_patches: Patches | None = None
+
+
+def check_dtype(dtype: str, what: str = "AMP dtype") -> None:
+    """Raises ValueError for what is none of clamp's dtypes."""
+    if dtype not in AMP_DTYPES:
+        raise ValueError(f"unknown {what} {dtype!r}: pass one of {', '.join(AMP_DTYPES)}")
+
+
+def init(
+    enabled: bool = True,
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    *,
+    dtype: str = "float16",
+    level: str = "O1",
+    loss_scale: str | float = "auto",
+    custom_white_list: Iterable[str] = (),
+    custom_black_list: Iterable[str] = (),
+    lists: str | Path | None = None,
+) -> AmpHandle | NoOpHandle:
+    """Turns on mixed precision for netcl, in every thread, until ``handle.shutdown()``.
+
+    Args:
+        enabled: False patches nothing and returns a handle whose methods pass through.
+        enable_caching: keep 16-bit copies of parameters until they change.
+        verbose: print a line for every cast: ``Float->Half (matmul_op)``.
+        allow_banned: run banned functions in fp32 instead of raising.
+        dtype: ``"float16"``, ``"bfloat16"``, or ``"float32"``: clamp's kernels without casting.
+        level: ``"O0"`` everything in fp32, 16-bit inputs too (losses are still scaled); ``"OD"`` only
+            the half list in half; ``"O1"`` the lists;
+            ``"O2"`` everything in half but what the lists keep in fp32.
+        loss_scale: ``"auto"`` (dynamic for float16, otherwise off), ``"dynamic"``, or a number.
+        custom_white_list: names of functions to run in half.
+        custom_black_list: names of functions to run in fp32.
+        lists: a list file whose entries go over the shipped lists.
+
+    Raises:
+        RuntimeError: a handle is active already: call its ``shutdown()`` first.
+        ValueError: an unknown dtype, level, loss scale or function name, a malformed list file.
+        NoDeviceError: there is no OpenCL device.
+    """
+    if not enabled:
+        return disable()
+    check_dtype(dtype)
+    with lock:
+        require_none("amp.init()")
+        make_loss_scale(loss_scale, dtype)  # raises before anything is patched
+        region = Region(
+            enabled=True,
+            dtype="float32" if level == "O0" else dtype,
+            policies=policies_for(level, custom_white_list, custom_black_list, lists),
+            cache_enabled=enable_caching,
+            allow_banned=allow_banned,
+            verbose=verbose,
+        )
+        return start(region, lambda: make_loss_scale(loss_scale, dtype))
+
+
+def start(region: Region, make_scaler: Callable[[], LossScale], num_losses: int = 1) -> AmpHandle:
+    """Patches netcl and makes this region the process's.
+
+    Args:
+        region: how ops run.
+        make_scaler: makes a loss scaler.
+        num_losses: how many scalers the handle has of its own.
+
+    Raises:
+        RuntimeError: a handle is active already.
+        NoDeviceError: there is no OpenCL device.
+    """
+    global _handle, _disabled
+    with lock:
+        require_none("amp.init()")
+        list_devices()
+        _release_autocast_patches()
+        _disabled = False
+        _handle = AmpHandle(region, registrations, make_scaler, on_shutdown=_forget_handle, num_losses=num_losses)
+        return _handle
+
+
+def shutdown() -> None:
+    """Shuts the active handle down, as its own ``shutdown`` does; does nothing without one."""
+    if _handle is not None:
+        _handle.shutdown()
+
+
+def disable() -> NoOpHandle:
+    """Patches nothing; what asks for AMP from now on passes through."""
+    global _disabled
+    with lock:
+        _disabled = _handle is None
+    return NoOpHandle()
+
+
+def is_disabled() -> bool:
+    """Whether AMP was asked for with ``enabled=False``, and not again since."""
+    return _disabled
+
+
+def policies_for(
+    level: str, white: Iterable[str] = (), black: Iterable[str] = (), lists: str | Path | None = None
+) -> PolicyTable:
+    """The shipped lists with a user's changes, at a level.
+
+    Raises:
+        ValueError: an unknown level or function name, a name on both lists, a malformed list file.
+    """
+    table = default_table()
+    if lists is not None:
+        table = table.merged(read_list(lists))
+    overrides = [
+        Entry(registration.full_name, registration.policy, "registered by the user")
+        for registration in registrations
+        if registration.full_name in table
+    ]
+    return table.at_level(level).customized(white, black).merged(overrides)
+
+
+def active_handle() -> AmpHandle | None:
+    """The handle of ``amp.init``, until its shutdown."""
+    return _handle
+
+
+def require_handle() -> AmpHandle:
+    """The active handle.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if _handle is None:
+        raise RuntimeError("AMP is not active: call amp.init() first")
+    return _handle
+
+
+def require_none(call: str) -> None:
+    """Raises RuntimeError if a handle is active."""
+    if _handle is not None:
+        raise RuntimeError(f"{call} was called while a handle is active: call handle.shutdown() first")
+
+
+def _forget_handle() -> None:
+    global _handle
+    _handle = None
+
+
+def ensure_patched() -> None:
+    """Patches netcl for autocast without init. The patches stay, inactive outside regions, until an init."""
+    global _autocast_patches
+    with lock:
+        if _handle is None and _autocast_patches is None:
+            patches = Patches(default_table(), registrations, _plain_step)
+            patches.install()
+            _autocast_patches = patches
+
+
+def _plain_step(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with stepping(optimizer):
+        return wrapped(*args, **kwargs)
+
+
+def forget_patches() -> None:
+    """Takes the patches of regions without a handle off; the next region installs them with all registrations."""
+    with lock:
+        _release_autocast_patches()
+
+
+def _release_autocast_patches() -> None:
+    global _autocast_patches
+    if _autocast_patches is not None:
+        _autocast_patches.remove()
+        _autocast_patches = None

@@ -1,0 +1,346 @@
+"""Saving a run and going on from the file: bit for bit, at other dtypes, and never from a file that is none."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.nn.batchnorm import BatchNorm2dModule
+from netcl.nn.layers import Conv2d, Flatten, Linear, ReLU, Sequential
+from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
+
+from clamp import amp
+from clamp.bridge import Parameter, Tensor
+from tests.networks import batch, loss_of, mlp, weights_of
+
+WIDTHS = (8, 16, 4)
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda params: SGD(params, lr=0.1),
+    "SGD with momentum": lambda params: SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "Momentum": lambda params: Momentum(params, lr=0.1, nesterov=True),
+    "Adam": lambda params: Adam(params, lr=1e-2, weight_decay=0.01),
+    "AdamW": lambda params: AdamW(params, lr=1e-2),
+    "RMSProp": lambda params: RMSProp(params, lr=1e-2),
+    "RMSProp with momentum": lambda params: RMSProp(params, lr=1e-2, momentum=0.9),
+}
+
+
+def train(handle: Any, model: Any, optimizer: Any, steps: range, history: list[float]) -> None:
+    """Steps with data of their own each; the loss overflows at step 1, and the learning rate falls."""
+    queue = model.parameters()[0].queue
+    for step in steps:
+        optimizer.lr *= 0.9
+        optimizer.zero_grad()
+        x, y = batch(queue, 4, WIDTHS[0], WIDTHS[-1], seed=step)
+        if step == 1:
+            x = Tensor.from_host(queue, np.full(x.shape, np.inf, np.float32))
+        loss = loss_of(model, (x, y))
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        history.append(float(np.asarray(loss.value.to_host(), np.float32).reshape(-1)[0]))
+
+
+def same_bits(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------- going on
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_resumed_run_goes_on_bit_by_bit(queue: cl.CommandQueue, tmp_path: Path, name: str, dtype: str) -> None:
+    file, history, resumed = tmp_path / "run.npz", [], []
+    with amp.init(dtype=dtype) as handle:
+        model = mlp(queue, *WIDTHS)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        skipped = range(0, 1) if dtype == "bfloat16" else range(0, 3)  # without loss scaling inf would stay
+        train(handle, model, optimizer, skipped, history)
+        train(handle, model, optimizer, range(3, 5), history)
+        amp.save_checkpoint(file, model, optimizer, history=history, epoch=2)
+        scale = amp.state_dict()
+        train(handle, model, optimizer, range(5, 8), history)
+        expected, expected_scale = weights_of(model), amp.state_dict()
+    with amp.init(dtype=dtype) as handle:
+        model = mlp(queue, *WIDTHS, seed=9)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        extra = amp.load_checkpoint(file, model, optimizer)
+        assert amp.state_dict() == scale
+        assert extra["epoch"] == 2
+        resumed += extra["history"]
+        train(handle, model, optimizer, range(5, 8), resumed)
+        np.testing.assert_array_equal(resumed, history)  # with the nan of the step that was skipped
+        assert same_bits(weights_of(model), expected)
+        assert amp.state_dict() == expected_scale
+
+
+@pytest.mark.parametrize("resumed_after_a_step", [False, True])
+@pytest.mark.parametrize("with_idle", [False, True])
+def test_fused_adamw_goes_on_bit_by_bit(
+    queue: cl.CommandQueue, tmp_path: Path, resumed_after_a_step: bool, with_idle: bool
+) -> None:
+    """netcl fuses from 8 parameters and 16384 elements on; its own load mixes up moments beside an idle parameter."""
+    widths = (8, 128, 64, 64, 64, 4)
+    file = tmp_path / "run.npz"
+
+    def start(seed: int) -> tuple[Any, Any]:
+        model = mlp(queue, *widths, seed=seed)
+        idle = [Parameter.from_host(queue, np.ones(3, np.float32))] if with_idle else []
+        return model, AdamW([*idle, *model.parameters()], lr=1e-2)
+
+    with amp.init() as handle:
+        model, optimizer = start(0)
+        train(handle, model, optimizer, range(2, 4), [])
+        assert with_idle or optimizer._fused_state is not None
+        amp.save_checkpoint(file, model, optimizer)
+        train(handle, model, optimizer, range(4, 6), [])
+        expected = weights_of(model)
+    with amp.init() as handle:
+        model, optimizer = start(1)
+        if resumed_after_a_step:
+            train(handle, model, optimizer, range(1), [])
+        amp.load_checkpoint(file, model, optimizer)
+        train(handle, model, optimizer, range(4, 6), [])
+        assert same_bits(weights_of(model), expected)
+
+
+def test_buffers_random_numbers_and_several_models(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    """Statistics of a batch norm, numpy's generator that dropout draws from, two models with an optimizer each."""
+
+    def make(seed: int) -> tuple[list[Sequential], list[Any]]:
+        np.random.seed(seed)
+        front = Sequential(Conv2d(queue, 1, 4, kernel_size=3, pad=1), BatchNorm2dModule(queue, 4), ReLU(), Flatten())
+        back = Sequential(Linear(queue, 64, 4))
+        return [front, back], [Adam(front.parameters()), Momentum(back.parameters())]
+
+    def go_on(handle: Any, models: list[Sequential], optimizers: list[Any], seeds: range) -> None:
+        for seed in seeds:
+            images = np.random.default_rng(seed).standard_normal((2, 1, 4, 4)).astype(np.float32)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            hidden = ag.dropout(models[0](ag.tensor(Tensor.from_host(queue, images))), p=0.5)
+            loss = ag.mean(ag.square(models[1](hidden)))
+            with handle.scale_loss(loss, optimizers) as scaled_loss:
+                scaled_loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+    file = tmp_path / "run.npz"
+    with amp.init() as handle:
+        models, optimizers = make(0)
+        go_on(handle, models, optimizers, range(2))
+        nested = {"a": [1, (2.5, None)], 3: "x"}
+        amp.save_checkpoint(file, models, optimizers, numpy=np.random.get_state(), nested=nested)
+        go_on(handle, models, optimizers, range(2, 4))
+        expected = [tensor.to_host().copy() for model in models for tensor in tensors_of(model)]
+        models, optimizers = make(1)
+        extra = amp.load_checkpoint(file, models, optimizers)
+        assert extra["nested"] == nested
+        np.random.set_state(extra["numpy"])
+        go_on(handle, models, optimizers, range(2, 4))
+        assert same_bits([tensor.to_host() for model in models for tensor in tensors_of(model)], expected)
+        assert len(expected) == 8  # weight and bias, gamma and beta, mean and variance; weight and bias
+
+
+def tensors_of(module: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for layer in module.layers:
+        found += [
+            value for name, value in vars(layer).items() if isinstance(value, Tensor) and not name.startswith("_")
+        ]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- other dtypes
+
+
+@pytest.mark.parametrize("saved", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("loaded", ["float16", "bfloat16", "float32"])
+def test_a_run_goes_on_in_another_dtype(queue: cl.CommandQueue, tmp_path: Path, saved: str, loaded: str) -> None:
+    file = tmp_path / "run.npz"
+    with amp.init(dtype=saved) as handle:
+        model = mlp(queue, *WIDTHS)
+        optimizer = Adam(model.parameters())
+        train(handle, model, optimizer, range(2, 4), [])
+        amp.save_checkpoint(file, model, optimizer)
+        weights, moments = weights_of(model), optimizer.t
+    with amp.init(dtype=loaded) as handle:
+        model = mlp(queue, *WIDTHS, seed=1)
+        optimizer = Adam(model.parameters())
+        amp.load_checkpoint(file, model, optimizer)
+        assert same_bits(weights_of(model), weights)
+        assert optimizer.t == moments
+        assert handle.loss_scale == (2.0**16 if loaded == "float16" else 1)
+        train(handle, model, optimizer, range(4, 5), [])
+        assert handle.last_step.stepped
+    amp.load_checkpoint(file, model, optimizer)  # without AMP as well
+    assert same_bits(weights_of(model), weights)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_masters_are_saved_and_change_hands(queue: cl.CommandQueue, tmp_path: Path, dtype: str) -> None:
+    """A run with 16-bit parameters goes on bit by bit; in a float32 model it goes on from the masters."""
+    file = tmp_path / "run.npz"
+    with amp.init(dtype=dtype) as handle:
+        model, optimizer = decorated(queue, dtype, 0)
+        train(handle, model, optimizer, range(2, 4), [])
+        amp.save_checkpoint(file, model, optimizer)
+        masters = [master.to_host().copy() for master in amp.master_params(optimizer)]
+        train(handle, model, optimizer, range(4, 6), [])
+        expected = [master.to_host().copy() for master in amp.master_params(optimizer)]
+
+        model, optimizer = decorated(queue, dtype, 1)
+        amp.load_checkpoint(file, model, optimizer)
+        assert same_bits([master.to_host() for master in amp.master_params(optimizer)], masters)
+        train(handle, model, optimizer, range(4, 6), [])
+        assert same_bits([master.to_host() for master in amp.master_params(optimizer)], expected)
+
+        plain = mlp(queue, *WIDTHS, seed=2)
+        other = Adam(plain.parameters())
+        amp.load_checkpoint(file, plain, other)
+        assert same_bits(weights_of(plain), masters)
+
+        amp.save_checkpoint(file, plain, other)
+        model, optimizer = decorated(queue, dtype, 3)
+        amp.load_checkpoint(file, model, optimizer)
+        assert same_bits([master.to_host() for master in amp.master_params(optimizer)], masters)
+
+
+def decorated(queue: cl.CommandQueue, dtype: str, seed: int) -> tuple[Any, Any]:
+    model = mlp(queue, *WIDTHS, seed=seed)
+    optimizer = Adam(model.parameters())
+    model, optimizer = amp.decorate(model, optimizer, level="O2", dtype=dtype)
+    assert {param.dtype for param in model.parameters()} == {dtype}
+    return model, optimizer
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.fixture
+def run(queue: cl.CommandQueue, tmp_path: Path) -> Any:
+    """A checkpoint, and another model and optimizer to load it into: (file, model, optimizer, handle)."""
+    with amp.init() as handle:
+        model = mlp(queue, *WIDTHS)
+        optimizer = Adam(model.parameters())
+        train(handle, model, optimizer, range(2, 3), [])
+        amp.save_checkpoint(tmp_path / "run.npz", model, optimizer, note="first")
+        other = mlp(queue, *WIDTHS, seed=1)
+        optimizer = Adam(other.parameters())
+        train(handle, other, optimizer, range(3, 4), [])
+        yield tmp_path / "run.npz", other, optimizer
+
+
+def damage(kind: str, file: Path) -> None:
+    content = file.read_bytes()
+    if kind == "truncated":
+        file.write_bytes(content[: len(content) // 2])
+    elif kind == "empty":
+        file.write_bytes(b"")
+    elif kind == "foreign":
+        file.write_bytes(b"PK and some other text")
+    elif kind == "another npz":
+        np.savez(file, weight=np.ones(3))
+    elif kind == "a picked array":
+        np.savez(file, **{"clamp.json": np.array([{"a": 1}], object)})
+    elif kind == "a flipped bit":
+        middle = len(content) // 2
+        file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    elif kind == "a newer version":
+        with np.load(file) as arrays:
+            saved = dict(arrays)
+        text = saved["clamp.json"].tobytes().replace(b'"version": 1', b'"version": 9')
+        np.savez(file, **{**saved, "clamp.json": np.frombuffer(text, np.uint8)})
+    elif kind == "a missing array":
+        with np.load(file) as arrays:
+            saved = dict(arrays)
+        saved.pop("2")
+        np.savez(file, **saved)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("truncated", "truncated"),
+        ("empty", "no checkpoint"),
+        ("foreign", "no checkpoint"),
+        ("another npz", "no checkpoint of clamp"),
+        ("a picked array", "no checkpoint"),
+        ("a flipped bit", "damaged|no checkpoint"),
+        ("a newer version", "format version 9"),
+        ("a missing array", "damaged"),
+    ],
+)
+def test_a_bad_file_is_refused_with_the_state_untouched(run: Any, kind: str, message: str) -> None:
+    file, model, optimizer = run
+    damage(kind, file)
+    before, t, scale = weights_of(model), optimizer.t, amp.state_dict()
+    with pytest.raises(amp.CheckpointError, match=message):
+        amp.load_checkpoint(file, model, optimizer)
+    assert same_bits(weights_of(model), before)
+    assert (optimizer.t, amp.state_dict()) == (t, scale)
+
+
+def test_what_does_not_fit_is_refused_with_the_state_untouched(run: Any, queue: cl.CommandQueue) -> None:
+    file, model, optimizer = run
+    wide = mlp(queue, 8, 32, 4)
+    for models, optimizers, message in (
+        (wide, Adam(wide.parameters()), "has shape"),
+        (mlp(queue, 8, 16, 16, 4), optimizer, "not in the file"),
+        (model, SGD(model.parameters()), "was Adam, here it is SGD"),
+        (model, Adam(model.parameters()[:1]), "had 4 parameters"),
+        (model, [], "holds 1 optimizers, 0 were passed"),
+        ([model, model], optimizer, "holds 1 models, 2 were passed"),
+    ):
+        before = weights_of(model)
+        with pytest.raises(amp.CheckpointError, match=message):
+            amp.load_checkpoint(file, models, optimizers)
+        assert same_bits(weights_of(model), before)
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        amp.load_checkpoint(file.with_name("other.npz"), model, optimizer)
+
+
+def test_a_save_that_fails_leaves_the_old_file(run: Any) -> None:
+    file, model, optimizer = run
+    before = file.read_bytes()
+    with pytest.raises(TypeError, match=r"note is a .*Path.*numbers, texts"):
+        amp.save_checkpoint(file, model, optimizer, note=Path("x"))
+    assert file.read_bytes() == before
+    full = file.parent / "full"
+    full.mkdir()
+    shutil.rmtree(full)
+    with pytest.raises(OSError, match="full"):
+        amp.save_checkpoint(full / "run.npz", model, optimizer)
+    assert sorted(path.name for path in file.parent.iterdir()) == ["run.npz"]
+
+
+def test_an_optimizer_of_ones_own_needs_a_state_dict(run: Any) -> None:
+    class Own:
+        def __init__(self, params: list[Tensor]) -> None:
+            self.params, self.seen = params, 0
+
+        def step(self) -> None: ...
+
+    class Saved(Own):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.seen = state["seen"]
+
+    file, model, _ = run
+    with pytest.raises(TypeError, match=r"Own is no optimizer of netcl's: give it state_dict"):
+        amp.save_checkpoint(file, model, Own(model.parameters()))
+    optimizer = Saved(model.parameters())
+    optimizer.seen = 7
+    amp.save_checkpoint(file, model, optimizer)
+    optimizer.seen = 0
+    amp.load_checkpoint(file, model, optimizer)
+    assert optimizer.seen == 7
