@@ -6,8 +6,8 @@ netcl has no recurrent layers, so the cell is made of netcl's ops. It learns the
 random numbers two are marked, and the answer is their sum. ``verbose=True`` prints a line for every cast; the
 script counts the lines of one iteration, with the weight cache and without, then trains.
 
-The gates are split in fp32, because this release of clamp has no 16-bit kernel for ``chunk``: a hidden state is
-therefore cast before its product, at every time step. The weights are not.
+The gates are split in 16 bits (``chunk``: one copy forward, and one that gathers the gradients of all four), so that a
+hidden state goes into its product as it is. What is cast are the inputs, once each, and the weights.
 """
 
 from __future__ import annotations

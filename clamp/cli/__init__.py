@@ -16,7 +16,7 @@ import pyopencl as cl
 
 import clamp
 
-WORKS = ("gemm", "cast", "unscale", "step")
+WORKS = ("gemm", "conv", "bandwidth", "cast", "unscale", "step", "cnn")
 EXTRAS = ("rich",)  # packages of the extra "examples" that commands import
 
 
@@ -60,6 +60,7 @@ def _add_lists(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("float16", "bfloat16", "float32"), default="float16", help="AMP dtype (float16)"
     )
+    parser.add_argument("--device", metavar="NAME", help="part of a platform's or device's name (the first device)")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -75,6 +76,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--step", type=_step, default=(9, 1024, 256), metavar="LxWxB",
         help="layers, width and batch size of the training step (9x1024x256)",
     )  # fmt: skip
+    parser.add_argument("--cnn", type=_positive, default=64, metavar="B", help="batch size of the CNN's step (64)")
+    parser.add_argument("--images", type=_positive, metavar="N", help="images that convolutions and pools take (32)")
     parser.add_argument("--no-peers", action="store_true", help="leave out numpy and torch")
 
 

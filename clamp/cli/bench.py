@@ -18,16 +18,20 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 import clamp
+from clamp.cli.bandwidth import bandwidth_cases
 from clamp.cli.cases import Case, cast_cases, gemm_cases, unscale_cases
+from clamp.cli.conv import conv_cases
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, slug
+from clamp.cli.networks import Cnn, Mlp, Network
 from clamp.cli.peers import PeerProcess, cpu_flags, installed_peers
 from clamp.cli.report import Row, make_console, memory_rows, print_rows, rows_of, write_json
-from clamp.cli.step import StepShape, make_variants, step_case
+from clamp.cli.step import make_variants, step_case
 from clamp.cli.timing import NORMAL, QUICK, Effort, interleave
 from clamp.device import NoDeviceError, capabilities
 
 SIZES = (256, 512, 1024, 2048)
 QUICK_SIZES = (256, 1024)
+IMAGES, QUICK_IMAGES = 32, 4
 _BUSY = 0.3  # load per core
 
 
@@ -120,19 +124,27 @@ class Bench:
         args = self.args
         if "gemm" in args.only:
             yield from gemm_cases(self.queue, args.sizes or (QUICK_SIZES if args.quick else SIZES), peers)
+        if "conv" in args.only:
+            yield from conv_cases(self.queue, args.images or (QUICK_IMAGES if args.quick else IMAGES), peers)
+        if "bandwidth" in args.only:
+            yield from bandwidth_cases(self.queue, args.images or (QUICK_IMAGES if args.quick else IMAGES))
         if "cast" in args.only:
             yield from cast_cases(self.queue, args.elements)
         if "unscale" in args.only:
             yield from unscale_cases(self.queue, args.elements)
         if "step" in args.only:
-            shape = StepShape(*args.step)
-            variants = make_variants(self.queue, shape)
-            yield step_case(variants, shape, peers)
-            # Here the step's rows stand: a generator goes on when its consumer asks for the next case.
-            finished = {row.contender for row in self.rows if row.work == "step"}
-            self.rows += memory_rows(
-                str(shape), {name: variant.memory() for name, variant in variants.items() if name in finished}
-            )
+            yield from self._step_cases(Mlp(*args.step), peers)
+        if "cnn" in args.only:
+            yield from self._step_cases(Cnn(args.cnn), peers)
+
+    def _step_cases(self, network: Network, peers: Sequence[PeerProcess]) -> Iterator[Case]:
+        variants = make_variants(self.queue, network)
+        yield step_case(variants, network, peers)
+        # Here the step's rows stand: a generator goes on when its consumer asks for the next case.
+        finished = {row.contender for row in self.rows if row.work == network.work}
+        self.rows += memory_rows(
+            str(network), {name: variant.memory() for name, variant in variants.items() if name in finished}
+        )
 
     def head(self) -> dict[str, Any]:
         """What one must know to read the figures: device, versions, settings."""

@@ -84,10 +84,12 @@ class TorchPeer:
         self.version = f"{self._torch.__version__} ({self._device})"
         # float16 on a CPU has no fast kernels in torch and would take most of the run's time.
         dtypes = ["float32", "bfloat16", *(["float16"] if self._device == "cuda" else [])]
-        self.works = {"gemm": dtypes, "step": dtypes}
+        self.works = dict.fromkeys(("gemm", "conv", "step", "cnn"), dtypes)
 
     def prepare(self, work: str, dtype: str, *args: str) -> Call:
-        makers: dict[str, Callable[..., Call]] = {"gemm": self._gemm, "step": self._step}
+        makers: dict[str, Callable[..., Call]] = {
+            "gemm": self._gemm, "conv": self._conv, "step": self._mlp_step, "cnn": self._cnn_step,
+        }  # fmt: skip
         return makers[work](getattr(self._torch, dtype), *args)
 
     def finish(self) -> None:
@@ -101,19 +103,60 @@ class TorchPeer:
         out = torch.empty(n, n, dtype=dtype, device=self._device)
         return lambda: torch.matmul(left, right, out=out)
 
-    def _step(self, dtype: Any, layers: str, width: str, batch: str) -> Call:
-        torch, device, count, wide = self._torch, self._device, int(layers), int(width)
-        linear = [torch.nn.Linear(wide, wide) for _ in range(count)]
+    def _conv(self, dtype: Any, direction: str, *numbers: str) -> Call:
+        n, c, h, w, features, kernel, stride, pad = map(int, numbers)
+        torch = self._torch
+        x = torch.randn(n, c, h, w, device=self._device).to(dtype)
+        weight = torch.randn(features, c, kernel, kernel, device=self._device).to(dtype)
+        out = torch.nn.functional.conv2d(x, weight, stride=stride, padding=pad)
+        window = ([0], [stride] * 2, [pad] * 2, [1] * 2, False, [0] * 2, 1)
+
+        def backward(wants_x: bool, wants_weight: bool) -> object:
+            mask = [wants_x, wants_weight, False]
+            return torch.ops.aten.convolution_backward(out, x, weight, *window, mask)
+
+        def forward() -> object:
+            return torch.nn.functional.conv2d(x, weight, stride=stride, padding=pad)
+
+        calls: dict[str, Call] = {
+            "forward": forward,
+            "input-gradient": lambda: backward(True, False),
+            "weight-gradient": lambda: backward(False, True),
+            "forward+backward": lambda: (forward(), backward(True, True)),
+        }
+        return calls[direction]
+
+    def _mlp_step(self, dtype: Any, layers: str, width: str, batch: str) -> Call:
+        torch, wide = self._torch, int(width)
+        linear = [torch.nn.Linear(wide, wide) for _ in range(int(layers))]
         modules = [module for layer in linear for module in (layer, torch.nn.ReLU())][:-1]
-        model = torch.nn.Sequential(*modules).to(device)
+        x, y = (torch.randn(int(batch), wide, device=self._device) for _ in range(2))
+        return self._step(torch.nn.Sequential(*modules), x, lambda out: ((out.float() - y) ** 2).mean(), dtype)
+
+    def _cnn_step(self, dtype: Any, batch: str) -> Call:
+        torch, nn = self._torch, self._torch.nn
+        stages = [
+            *(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+            *(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(64 * 8 * 8, 10)),
+        ]
+        x = torch.randn(int(batch), 3, 32, 32, device=self._device)
+        classes = torch.randint(0, 10, (int(batch),), device=self._device)
+        return self._step(
+            nn.Sequential(*stages), x, lambda out: nn.functional.cross_entropy(out.float(), classes), dtype
+        )
+
+    def _step(self, model: Any, x: Any, loss_of: Callable[[Any], Any], dtype: Any) -> Call:
+        torch, device = self._torch, self._device
+        model.to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        x, y = (torch.randn(int(batch), wide, device=device) for _ in range(2))
         scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
 
         def step() -> float:
             optimizer.zero_grad(set_to_none=True)
             with nullcontext() if dtype == torch.float32 else torch.autocast(device, dtype=dtype):
-                loss = ((model(x).float() - y) ** 2).mean()
+                loss = loss_of(model(x))
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()

@@ -1,4 +1,4 @@
-"""A training step, timed: a stack of ``Linear(n) + ReLU`` with netcl's layers, tape and optimizer.
+"""A training step of a network, timed: netcl's layers, tape and optimizer.
 
 netcl alone runs it in float32; clamp runs the same script with its two lines more, in each dtype.
 """
@@ -8,19 +8,18 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pyopencl as cl
 from netcl import autograd as ag
-from netcl.nn.layers import Linear, ReLU, Sequential
 from netcl.optim import SGD
 
 from clamp import amp
-from clamp.bridge import Node, Tape, Tensor
-from clamp.cli.cases import Case, Contender, dtypes_of
+from clamp.bridge import Node, Tape
+from clamp.cli.cases import Case, Contender, dtypes_of, peer_contenders
+from clamp.cli.networks import Network
 from clamp.cli.peers import PeerProcess
 from clamp.cli.timing import timed
 from clamp.debugging import MemoryMeter
@@ -29,42 +28,26 @@ from clamp.handle import AmpHandle, NoOpHandle
 _WARM_UP_LIMIT = 40  # a dynamic loss scale of 2^16 needs a few skipped steps to settle
 
 
-@dataclass(frozen=True)
-class StepShape:
-    """Layers, their width, and the batch."""
-
-    layers: int
-    width: int
-    batch: int
-
-    def __str__(self) -> str:
-        return f"{self.layers} x Linear({self.width})+ReLU, batch {self.batch}"
-
-
 class Variant:
     """One variant of the training, with its own model, optimizer and loss scale.
 
     Args:
         queue: where to train.
-        shape: of the network.
+        network: what to train.
         dtype: clamp's AMP dtype; None for netcl alone.
     """
 
-    def __init__(self, queue: cl.CommandQueue, shape: StepShape, dtype: str | None) -> None:
+    def __init__(self, queue: cl.CommandQueue, network: Network, dtype: str | None) -> None:
         self._queue = queue
         self._dtype = dtype
         self._scalers: dict[str, Any] | None = None
         self._first_loss: float | None = None
         np.random.seed(0)  # netcl's initializers draw from it: every variant starts from the same weights
-        layers: list[Any] = []
-        for _ in range(shape.layers):
-            layers += [Linear(queue, shape.width, shape.width), ReLU()]
-        self._model = Sequential(*layers[:-1])
-        rows = (shape.batch, shape.width)
-        rng = np.random.default_rng(0)
-        self._x, self._y = (Tensor.from_host(queue, rng.standard_normal(rows, dtype=np.float32)) for _ in range(2))
-        # netcl's mse_loss sums; this is the rate of 1e-3 on the mean, with which the loss stays finite.
-        self._optimizer = SGD(self._model.parameters(), lr=1e-3 / (shape.batch * shape.width))
+        self._network = network
+        self._model = network.model(queue)
+        self._model.train()
+        self._x, self._y = network.batch_of(queue)
+        self._optimizer = SGD(self._model.parameters(), lr=network.learning_rate)
 
     def turn(self, calls: int) -> list[float]:
         """Times training steps, each with the loss read at its end."""
@@ -103,7 +86,7 @@ class Variant:
 
     def _forward(self) -> tuple[Tape, Node]:
         with ag.Tape() as tape:
-            loss = ag.mse_loss(self._model(ag.tensor(self._x)), ag.tensor(self._y))
+            loss = self._network.loss(self._model(ag.tensor(self._x)), ag.tensor(self._y))
         return tape, loss
 
     def _train(self, handle: AmpHandle | NoOpHandle | None) -> None:
@@ -143,20 +126,17 @@ class Variant:
         raise FloatingPointError(f"no step of {_WARM_UP_LIMIT} had finite gradients")
 
 
-def make_variants(queue: cl.CommandQueue, shape: StepShape) -> dict[str, Variant]:
+def make_variants(queue: cl.CommandQueue, network: Network) -> dict[str, Variant]:
     """netcl alone, and clamp in each dtype."""
     dtypes = {"netcl": None, **{f"clamp {dtype}": dtype for dtype in dtypes_of(queue)}}
-    return {name: Variant(queue, shape, dtype) for name, dtype in dtypes.items()}
+    return {name: Variant(queue, network, dtype) for name, dtype in dtypes.items()}
 
 
-def step_case(variants: dict[str, Variant], shape: StepShape, peers: Sequence[PeerProcess]) -> Case:
+def step_case(variants: dict[str, Variant], network: Network, peers: Sequence[PeerProcess]) -> Case:
     """The step's time."""
     contenders = [
         Contender(name, variant.turn, is_baseline=name == "netcl", extra=variant.figures)
         for name, variant in variants.items()
     ]
-    for peer in peers:
-        for dtype in peer.info.works.get("step", []):
-            turn = peer.turn("step", dtype, str(shape.layers), str(shape.width), str(shape.batch))
-            contenders.append(Contender(f"{peer.info.label} {dtype}", turn, is_baseline=True))
-    return Case("step", str(shape), "ms", contenders)
+    contenders += peer_contenders(peers, network.work, *network.peer_args)
+    return Case(network.work, str(network), "ms", contenders)

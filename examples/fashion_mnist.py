@@ -1,0 +1,219 @@
+"""Fashion-MNIST with a convolutional network, three times from the same seed: fp32 beside mixed precision.
+
+    sudo apt install dataset-fashion-mnist
+    python examples/fashion_mnist.py
+    python examples/fashion_mnist.py --data DIR --seeds 3 --netcl-steps 0 --plot fashion.png
+
+Convolutions, batch norm and max pooling learn 60,000 images of 28 x 28 pixels of ten kinds of clothes (Xiao, Rasul,
+Vollgraf: Fashion-MNIST, 2017). ``train`` is the example: a netcl training loop in which two lines, marked below, turn
+mixed precision on. netcl's own run is stopped after a few steps, which is enough for its time and its loss: it would
+take the better part of an hour on a CPU (``--netcl-steps 0`` lets it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+from common import add_device_option, describe, open_queue
+from comparison import OnStep, Run, Task, add_options, positive, show, step_memory
+from netcl import autograd as ag
+from netcl.core.tensor import Tensor
+from netcl.nn import functional as F
+from netcl.nn.batchnorm import BatchNorm2dModule as BatchNorm2d
+from netcl.nn.layers import Conv2d, Flatten, Linear, MaxPool2d, Module, ReLU, Sequential
+from netcl.optim import Adam
+
+from clamp import amp
+
+CLASSES = 10
+SIDE = 28
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where the package dataset-fashion-mnist puts its files
+LEARNING_RATE = 2e-3
+
+
+# ---------------------------------------------------------------------------------------------- the example
+
+
+def make_model(queue: cl.CommandQueue) -> Sequential:
+    """Two stages of convolution, batch norm and pooling for images of (1, 28, 28), and a classifier."""
+    return Sequential(
+        Conv2d(queue, 1, 32, 3, pad=1),
+        BatchNorm2d(queue=queue, num_features=32),
+        ReLU(),
+        MaxPool2d(2, 2),
+        Conv2d(queue, 32, 64, 3, pad=1),
+        BatchNorm2d(queue=queue, num_features=64),
+        ReLU(),
+        MaxPool2d(2, 2),
+        Flatten(),
+        Linear(queue, 64 * 7 * 7, CLASSES),
+    )
+
+
+def train(
+    queue: cl.CommandQueue,
+    images: Images,
+    amp_options: dict[str, Any],
+    seed: int,
+    steps: int,
+    whole_run: int | None = None,
+    batch: int = 64,
+    on_step: OnStep = lambda loss: None,
+) -> Run:
+    """One training run, scored by its test accuracy in percent.
+
+    Args:
+        amp_options: what ``amp.init`` is given.
+        seed: of the weights and of the order of the images.
+        whole_run: the steps after which the learning rate would be zero; by default ``steps``.
+        on_step: called with the loss after every step.
+    """
+    np.random.seed(seed)  # netcl draws its weights from numpy's global generator
+    model = make_model(queue)
+    optimizer = Adam(model.parameters(), lr=LEARNING_RATE)
+    run = Run(steps_per_epoch=len(images.train_y) // batch)
+    order = np.random.default_rng(seed)
+
+    handle = amp.init(**amp_options)  # <- line 1
+    try:
+        model.train()
+        for step, (x, y) in enumerate(islice(batches(queue, images, batch, order), steps)):
+            start = time.perf_counter()
+            optimizer.lr = LEARNING_RATE * (1 - step / (whole_run or steps))
+            optimizer.zero_grad()
+            with ag.Tape() as tape:
+                loss = F.cross_entropy(model(ag.tensor(x)), ag.tensor(y))
+            with handle.scale_loss(loss, optimizer) as scaled_loss:  # <- line 2
+                tape.backward(scaled_loss)
+            optimizer.step()
+            on_step(run.record(loss.value, handle, start))
+
+        if steps == (whole_run or steps):
+            run.score = 100 * accuracy(model, queue, images)
+        run.weights = [str(parameter.dtype) for parameter in model.parameters()]
+    finally:
+        handle.shutdown()
+    return run
+
+
+def accuracy(model: Module, queue: cl.CommandQueue, images: Images) -> float:
+    """Share of the test images that the model names right; without gradients, 500 at a time."""
+    model.eval()
+    right = 0
+    with ag.no_grad():
+        for first in range(0, len(images.test_y), 500):
+            x = Tensor.from_host(queue, images.test_x[first : first + 500])
+            logits = amp.cast(model(ag.tensor(x)), "float32").value.to_host()
+            right += int((logits.argmax(axis=1) == images.test_y[first : first + 500]).sum())
+    return right / len(images.test_y)
+
+
+# ---------------------------------------------------------------------------------------------- data
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images, float32 of (n, 1, 28, 28) with mean 0 and deviation 1, and their classes, of (n,)."""
+
+    train_x: np.ndarray
+    train_y: np.ndarray
+    test_x: np.ndarray
+    test_y: np.ndarray
+
+
+def load(folder: Path = DEBIAN) -> Images:
+    """The data set's four files.
+
+    Raises:
+        SystemExit: they are not there; the message says where to get them.
+    """
+    try:
+        train_x, test_x = (read_idx(folder / f"{part}-images-idx3-ubyte.gz") for part in ("train", "t10k"))
+        train_y, test_y = (read_idx(folder / f"{part}-labels-idx1-ubyte.gz") for part in ("train", "t10k"))
+    except FileNotFoundError as error:
+        raise SystemExit(
+            f"{error.filename} is not there. Fashion-MNIST is Debian's package dataset-fashion-mnist "
+            "(sudo apt install dataset-fashion-mnist); or give the folder of its four .gz files with --data."
+        ) from error
+    mean, deviation = train_x.mean(), train_x.std()
+
+    def normal(pixels: np.ndarray) -> np.ndarray:
+        return ((pixels - mean) / deviation).astype(np.float32).reshape(-1, 1, SIDE, SIDE)
+
+    return Images(normal(train_x), train_y, normal(test_x), test_y)
+
+
+def read_idx(file: Path) -> np.ndarray:
+    """An array of bytes in the IDX format: two zeros, 8 for bytes, the number of axes, then each extent in 4 bytes."""
+    data = gzip.decompress(file.read_bytes())
+    if data[:3] != b"\0\0\x08":
+        raise SystemExit(f"{file} is no IDX file of bytes: it begins with {data[:3]!r}")
+    axes = data[3]
+    shape = np.frombuffer(data, ">u4", count=axes, offset=4)
+    return np.frombuffer(data, np.uint8, offset=4 + 4 * axes).reshape(shape.astype(int))
+
+
+def batches(
+    queue: cl.CommandQueue, images: Images, batch: int, order: np.random.Generator
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches on the device, epoch after epoch: images of (batch, 1, 28, 28), one-hot classes of (batch, 10)."""
+    one_hot = np.eye(CLASSES, dtype=np.float32)
+    while True:
+        shuffled = order.permutation(len(images.train_y))
+        for first in range(0, len(shuffled) - batch + 1, batch):
+            chosen = shuffled[first : first + batch]
+            x = Tensor.from_host(queue, images.train_x[chosen])
+            y = Tensor.from_host(queue, one_hot[images.train_y[chosen]])
+            yield x, y
+
+
+# ---------------------------------------------------------------------------------------------- main
+
+
+def memory(queue: cl.CommandQueue, images: Images, batch: int, amp_options: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of the activations and at the peak, of one training step."""
+    model = make_model(queue)
+    x, y = next(batches(queue, images, batch, np.random.default_rng(0)))
+    return step_memory(model, lambda: F.cross_entropy(model(ag.tensor(x)), ag.tensor(y)), amp_options)
+
+
+def make_task(queue: cl.CommandQueue, options: argparse.Namespace) -> Task:
+    """What is run in three ways."""
+    images = load(options.data)
+    whole = options.epochs * (len(images.train_y) // options.batch)
+    return Task(
+        title=f"Fashion-MNIST: epochs {options.epochs}, batch {options.batch}, seeds {options.seeds}",
+        score="test\naccuracy",
+        show_score="{:.2f} %".format,
+        steps=whole,
+        train=lambda amp_options, seed, steps, on_step: train(
+            queue, images, amp_options, seed, steps, whole, options.batch, on_step
+        ),
+        memory=partial(memory, queue, images, options.batch),
+    )
+
+
+def main() -> None:
+    """Trains, prints the table, draws the plot."""
+    parser = argparse.ArgumentParser(description="fp32 and mixed precision of a convolutional network on Fashion-MNIST")
+    add_device_option(parser)
+    parser.add_argument("--epochs", type=positive, default=1)
+    add_options(parser, batch=64, netcl_steps=10)
+    parser.add_argument("--data", type=Path, default=DEBIAN, metavar="DIR", help=f"default: {DEBIAN}")
+    options = parser.parse_args()
+    queue = open_queue(options.device)
+    show(make_task(queue, options), options, describe(queue))
+
+
+if __name__ == "__main__":
+    main()
