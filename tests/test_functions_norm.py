@@ -254,6 +254,26 @@ def test_backwards_of_bare_tensors_are_those_of_autograd(queue: cl.CommandQueue)
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("training", [True, False])
+def test_backwards_of_bare_tensors_read_16_bit_statistics(queue: cl.CommandQueue, dtype: str, training: bool) -> None:
+    """The kernels take fp32 statistics: words of 16 bits would be read two at a time, and beyond the end."""
+    x, grad = (to_device(queue, RNG.standard_normal(SHAPE), "float16") for _ in range(2))
+    gamma, scale = to_device(queue, RNG.uniform(1, 2, 4)), to_device(queue, RNG.uniform(1, 2, 3))
+
+    def check(function: Callable[..., Any], weight: Tensor, count: int, statistics: int = 2, **options: Any) -> None:
+        narrow = [to_device(queue, RNG.uniform(0.5, 2, count), dtype) for _ in range(statistics)]
+        wide = [to_device(queue, to_numpy(statistic)) for statistic in narrow]
+        found, expected = (function(Match(), x, weight, grad, *given, **options) for given in (narrow, wide))
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
+
+    check(norm_tensors.tensor_batch_norm2d_backward, gamma, 4, training=training)
+    check(norm_tensors.tensor_group_norm_backward, gamma, 3 * 2, groups=2)
+    check(norm_tensors.tensor_layer_norm_backward, scale, 3 * 4 * 5)
+    check(norm_tensors.tensor_rms_norm_backward, scale, 3 * 4 * 5, statistics=1)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_netcl_layers(queue: cl.CommandQueue, dtype: str) -> None:
     """Layers take nodes and bare tensors, and the running statistics are read from the layer afterwards."""
     images = to_device(queue, RNG.standard_normal(SHAPE), dtype)
