@@ -303,18 +303,27 @@ __kernel void input_gradient_elements(__global const STORAGE(G_T) *restrict dy, 
 // are summed one by one, so that no sum is longer than a plane.
 #ifdef WEIGHT_GRADIENT_TILES
 #define COMPUTE(ROWS_NOW, GET)                                                                                         \
-    for (int column = 0; column < columns; column += 16) {                                                             \
+    int column = 0;                                                                                                    \
+    for (; column + 16 <= columns; column += 16) SUM_PRODUCTS(ROWS_NOW, GET, ALL)                                      \
+    if (column < columns) SUM_PRODUCTS(ROWS_NOW, GET, INSIDE)
+
+// What lies beyond a row's last column has no part in any tap: INSIDE puts zeros in place of such gradients, and of what
+// they meet in the frame, be it another tap's element or memory that nobody wrote. (A zero alone would not do: 0 * inf.)
+#define ALL(v) (v)
+#define INSIDE(v) select((float16)(0), v, lane < (int16)(columns - column))
+#define SUM_PRODUCTS(ROWS_NOW, GET, MASK)                                                                              \
+    {                                                                                                                  \
         const float *at = FIRST;                                                                                       \
         float16 grads[ROWS_NOW];                                                                                       \
         _Pragma("unroll") for (int r = 0; r < ROWS_NOW; r++) {                                                         \
-            grads[r] = GET(G_T, dy, start + (size_t)(row + r) * out_width + column, out_size, 0.0f);                   \
-            if (column + 16 > columns) grads[r] = select((float16)(0), grads[r], lane < (int16)(columns - column));    \
+            const size_t from = start + (size_t)(row + r) * out_width + column;                                        \
+            grads[r] = MASK(GET(G_T, dy, from, out_size, 0.0f));                                                       \
             bias_sum += grads[r];                                                                                      \
         }                                                                                                              \
         UNROLL_TAPS for (int kh = 0; kh < (int)KERNEL_H; kh++)                                                         \
             UNROLL_TAPS for (int kw = 0; kw < (int)KERNEL_W; kw++)                                                     \
                 _Pragma("unroll") for (int r = 0; r < ROWS_NOW; r++)                                                   \
-                    sums[kh * KERNEL_W + kw] += grads[r] * TAP(r, kh, kw);                                             \
+                    sums[kh * KERNEL_W + kw] += grads[r] * MASK(TAP(r, kh, kw));                                       \
     }
 
 #ifdef KERNEL
@@ -354,9 +363,9 @@ weight_gradient_tiles(__global const STORAGE(X_T) *restrict x, __global const ST
                     int row = 0;
                     const size_t fit = out_size < start + 16 ? 0 : (out_size - start - 16) / out_width;
                     const int whole = min(fit, (size_t)rows);
-                    for (; row + ROWS <= whole; row += ROWS) COMPUTE(ROWS, GET_WHOLE)
-                    for (; row < whole; row++) COMPUTE(1, GET_WHOLE)
-                    for (; row < rows; row++) COMPUTE(1, LOAD_PART)
+                    for (; row + ROWS <= whole; row += ROWS) { COMPUTE(ROWS, GET_WHOLE) }
+                    for (; row < whole; row++) { COMPUTE(1, GET_WHOLE) }
+                    for (; row < rows; row++) { COMPUTE(1, LOAD_PART) }
                 }
             }
             float *channel = totals + (c - c_begin) * taps;

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 import pyopencl as cl
 import pytest
 
+from clamp.bridge import Tensor
 from clamp.device import capabilities
 from clamp.ops import cast, depthwise, reduce
 from tests.reference import assert_close, to_device, to_numpy
@@ -121,6 +123,88 @@ def test_planes_larger_than_a_frame(queue: cl.CommandQueue, simulated: bool, sha
     for stride in (1, 2):
         check(queue, shape, (3, 3), stride, 1, MIXES[1])
         check(queue, shape, (5, 4), stride, 2, MIXES[1])
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize(("stride", "pad"), [(1, 1), (2, 1), (1, 0)])
+def test_what_does_not_meet_a_value_stays_finite(
+    queue: cl.CommandQueue, plan: None, stride: int, pad: int, value: float
+) -> None:
+    """An element of x that is not finite shows in the results and taps that it has a part in, and in no others."""
+    rng = np.random.default_rng(4)
+    shape, wide = (2, 3, 7, 21), (3, 1, 3, 3)
+    for place in ((0, 1, 3, 20), (1, 1, 2, 0), (0, 1, 6, 20), (1, 1, 0, 15), (0, 1, 2, 16)):
+        values = rng.standard_normal(shape)
+        values[place] = value
+        x, w = to_device(queue, values, "float16"), to_device(queue, rng.standard_normal(wide))
+        exact = Reference(to_numpy(x), to_numpy(w), stride, pad)
+        y = depthwise.depthwise_conv2d(x, w, None, stride, pad, out_dtype="float32")
+        assert_close(y, exact.value(), slack=2.0**-17)
+        grad = to_device(queue, rng.standard_normal(y.shape), "float16")
+        dw, _ = depthwise.weight_gradient(x, wide, grad, stride, pad, out_dtype="float32")
+        assert_close(dw, exact.weight_gradient(to_numpy(grad)), slack=2.0**-15)
+
+
+@pytest.mark.parametrize(("stride", "pad"), [(1, 1), (2, 1), (1, 0)])
+def test_an_infinite_gradient_shows_where_it_belongs(queue: cl.CommandQueue, plan: None, stride: int, pad: int) -> None:
+    rng = np.random.default_rng(5)
+    shape, wide = (2, 3, 7, 21), (3, 1, 3, 3)
+    x, w = to_device(queue, rng.standard_normal(shape), "float16"), to_device(queue, rng.standard_normal(wide))
+    exact = Reference(to_numpy(x), to_numpy(w), stride, pad)
+    for place in ((0, 1, 1, -1), (1, 1, 2, 1), (0, 1, -1, 0)):
+        values = rng.standard_normal(exact.value().shape)
+        values[place] = np.inf
+        grad = to_device(queue, values, "float16")
+        dx = depthwise.input_gradient(shape, w, grad, stride, pad, out_dtype="float32")
+        assert_close(dx, exact.input_gradient(to_numpy(grad)), slack=2.0**-17)
+        dw, db = depthwise.weight_gradient(x, wide, grad, stride, pad, out_dtype="float32", bias_dtype="float32")
+        others = [0, 2]
+        np.testing.assert_allclose(to_numpy(dw)[others], exact.weight_gradient(to_numpy(grad))[others], atol=2.0**-15)
+        assert_close(db, to_numpy(grad).sum((0, 2, 3)), slack=2.0**-15)
+
+
+def nan_leaver(queue: cl.CommandQueue) -> Callable[[], None]:
+    """What fills the stacks of the device's threads with NaN, which later kernels then find in private memory."""
+    program = cl.Program(queue.context, """
+        __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void leave_nans(__global uint *out) {
+            volatile uint stack[1 << 14];
+            for (uint i = 0; i < 1 << 14; i++) stack[i] = 0x7fc00000;
+            out[get_global_id(0)] = stack[get_global_id(0) % (1 << 14)];
+        }""").build()  # fmt: skip
+    kernel = cl.Kernel(program, "leave_nans")
+    groups = 512 * capabilities(queue).compute_units  # so many that no thread gets none
+    out = cl.Buffer(queue.context, cl.mem_flags.WRITE_ONLY, 4 * groups)
+
+    def leave_nans() -> None:
+        kernel(queue, (groups,), (1,), out)
+        queue.finish()
+
+    leave_nans()  # the first launch compiles: that would use the stacks again
+    return leave_nans
+
+
+@pytest.mark.parametrize(("shape", "size", "stride", "pad"), CASES)
+def test_memory_that_nobody_wrote(
+    queue: cl.CommandQueue, simulated: bool, shape: tuple[int, ...], size: tuple[int, int], stride: int, pad: int
+) -> None:
+    if simulated:
+        pytest.skip("kernels share no stack in the simulator")
+    rng = np.random.default_rng(6)
+    x, w = to_device(queue, rng.standard_normal(shape)), to_device(queue, rng.standard_normal((shape[1], 1, *size)))
+    y = depthwise.depthwise_conv2d(x, w, None, stride, pad, out_dtype="float32")
+    grad = to_device(queue, rng.standard_normal(y.shape))
+
+    def results() -> Iterator[Tensor]:
+        yield depthwise.depthwise_conv2d(x, w, None, stride, pad, out_dtype="float32")
+        yield depthwise.input_gradient(shape, w, grad, stride, pad, out_dtype="float32")
+        yield depthwise.weight_gradient(x, w.shape, grad, stride, pad, out_dtype="float32")[0]
+
+    expected = [to_numpy(result) for result in results()]
+    leave_nans = nan_leaver(queue)
+    leave_nans()
+    for result, want in zip(results(), expected, strict=True):
+        np.testing.assert_array_equal(to_numpy(result), want)
+        leave_nans()
 
 
 def test_the_same_bits_every_time(queue: cl.CommandQueue, plan: None) -> None:
