@@ -17,9 +17,9 @@ import pyopencl as cl
 from clamp import bridge, gradients, masters
 from clamp.bridge import HALF_DTYPES, Node, Tensor
 from clamp.functions.casting import note_numpy_backend
-from clamp.handle import scaled_node
 from clamp.masters import Pair
 from clamp.optimizers import StepGuard, StepGuards
+from clamp.scaled_pass import scaled_node
 from clamp.scaler import DynamicLossScale, LossScale, ScaleRule
 
 LARGEST = float(np.finfo(np.float32).max)

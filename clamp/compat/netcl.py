@@ -21,12 +21,12 @@ from clamp.bridge import Tensor
 from clamp.cache import weights
 from clamp.device import capabilities
 from clamp.functions.casting import note_numpy_backend
-from clamp.handle import scaled_node
 from clamp.manual_scaling import LARGEST, SMALLEST, unscale_gradients
 from clamp.masters import Pair
 from clamp.patching.patch import answers_for
 from clamp.patching.wrap import Installed
 from clamp.policy import default_table
+from clamp.scaled_pass import scaled_node
 from clamp.scaler import StaticLossScale
 
 Arguments = tuple[Any, ...]

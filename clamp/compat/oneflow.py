@@ -21,11 +21,11 @@ from clamp.autocast import Region, current_region, in_region
 from clamp.bridge import Node, Tape, Tensor
 from clamp.cache import weights
 from clamp.compat import pytorch
-from clamp.handle import PassGradients, check_loss, scaled_node
 from clamp.ops import transfer
 from clamp.optimizers import StepGuards, StepReport
 from clamp.policy import default_table
 from clamp.recording import host_step
+from clamp.scaled_pass import PassGradients, check_loss, end_pass, scaled_node
 from clamp.scaler import DynamicLossScale, LossScale, NoLossScale, ScaleRule, StaticLossScale
 
 __all__ = ["GradScaler", "Graph", "StaticGradScaler"]
@@ -303,11 +303,7 @@ class Graph:
         host_step(self._passed)
 
     def _passed(self) -> None:
-        guards = [self._guards.of(optimizer) for optimizer in self._optimizers]
-        fresh = sum(guard.mask for guard in guards if guard.is_fresh(self._scaler))
-        self._scaler.update(sum(guard.mask for guard in guards), fresh)
-        for guard in guards:
-            guard.passed(self._scaler)
+        end_pass([self._guards.of(optimizer) for optimizer in self._optimizers], self._scaler)
 
     def _step(self, delivered: Sequence[gradients.Held]) -> None:
         gradients.restore(delivered)
