@@ -218,6 +218,14 @@ bce True
 upsample [7.9375 8.    ]
 argmax [2]
 attention False
+sum along an axis [nan nan nan]
+overlapping windows raise
+NaN [3.]
+window (1, 1, 0, 0)
+mode [0. 0. 0.]
+border 2.0
+moments of 8 parameters
+mean of 1 and 3: [4.]
 rows (2, 1)
 bfloat16 [16256]
 prelu raises ValueError
@@ -244,6 +252,14 @@ bce False
 upsample [8. 8.]
 argmax [1]
 attention True
+sum along an axis [1. 1. 1.]
+overlapping windows [0. 0. 1. 1.]
+NaN [nan]
+window raises
+mode raises
+border raises
+moments of 9 parameters
+mean of 1 and 3: [2.]
 rows (2, 1)
 bfloat16 [1.]
 prelu [[-1.  2.]]
