@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from clamp.policy import PolicyTable
@@ -36,6 +37,11 @@ class Region:
     allow_banned: bool = False
     verbose: bool = False
     castings: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def in_float32(self) -> Region:
+        """This region with every function in float32, on clamp's kernels still."""
+        return replace(self, dtype="float32", allow_banned=True, castings={})
 
 
 class _Thread(threading.local):

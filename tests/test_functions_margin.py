@@ -143,6 +143,19 @@ def test_self_supervised_losses_train_on_halves(queue: cl.CommandQueue, name: st
         np.testing.assert_allclose(half_gradient, gradient, atol=ROUGH[dtype] * np.abs(gradient).max())
 
 
+@pytest.mark.parametrize("name", ["dino_loss", "swav_loss"])
+def test_what_a_widened_function_calls_runs_on_clamps_kernels(queue: cl.CommandQueue, name: str) -> None:
+    """netcl's gradient of a sum multiplies fresh memory by zero, which leaves the NaNs that it held."""
+    rng = np.random.default_rng(3)
+    with amp.init(loss_scale=1.0):
+        embeddings = [leaf(queue, rng.standard_normal((5, 6)), "float16") for _ in range(3)]
+        loss = LOSSES[name](*embeddings)
+        left_behind = [Tensor.from_shape(queue, (5, 6), dtype="float32", fill=float("nan")) for _ in range(64)]
+        del left_behind
+        Tape().backward(loss)
+        assert np.isfinite(to_numpy(embeddings[0].value.grad)).all()
+
+
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_augmentations_read_halves(queue: cl.CommandQueue, dtype: str) -> None:
     image = to_device(queue, np.random.default_rng(4).uniform(0, 1, (2, 3, 5, 7)), dtype)

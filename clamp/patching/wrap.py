@@ -16,7 +16,7 @@ from functools import cache, partial
 from typing import Any
 
 from clamp import bridge
-from clamp.autocast import Region, casting_region, current_region, no_casts
+from clamp.autocast import Region, casting_in, casting_region, current_region, no_casts
 from clamp.bridge import HALF_DTYPES, Node, Tensor
 from clamp.functions.casting import (
     Casting,
@@ -151,11 +151,13 @@ def banned_message(entry: Entry) -> str:
 
 
 def _run_widened(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """netcl's own function in fp32. What it is made of runs on clamp's kernels, without netcl's defects."""
     refuse_half_targets(wrapped, args, kwargs)
     region = current_region()
     report, use_cache = reporter(region, entry.function), region is None or region.cache_enabled
     args, kwargs = cast_arguments(args, kwargs, "float32", report, use_cache)
-    with no_casts():
+    casting = casting_region()
+    with casting_in(None if casting is None else casting.in_float32):
         return wrapped(*args, **kwargs)
 
 
