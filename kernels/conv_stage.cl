@@ -17,32 +17,56 @@
 // INTERLEAVING. The input gradient of a strided convolution is computed phase by phase; the phases lie one after the
 // other in `phases`, [a][b][n][c][rows of a][columns of b], and are put together row by row.
 //
-//   X_T, Y_T   storage types of what is read and written
+//   X_T, Y_T   storage types of what is read and written; u16 for both where 16 bits are moved as they are
 //
 // *_rows is for CPU devices: a work-item writes `each` whole rows, 16 elements at a time; what a store writes beyond
 // the end of a row is overwritten by the next row. *_elements is for all others, a work-item an element.
 
+// 16-bit elements of any kind, neither widened nor rounded.
+#define storage_u16 ushort
+#define value_u16 ushort
+#define value_f32 float
+#define value_f16 float
+#define value_bf16 float
+#define VALUE(T) CAT(value_, T)
+#define VALUES(T) CAT(VALUE(T), 16)
+inline ushort load_u16(__global const ushort *p, size_t i) { return p[i]; }
+inline void store_u16(ushort v, __global ushort *p, size_t i) { p[i] = v; }
+inline ushort16 load16_u16(__global const ushort *p, size_t i) { return LOAD_ANY(ushort16, p + i); }
+inline void store16_u16(ushort16 v, __global ushort *p, size_t i) { STORE_ANY(ushort16, v, p + i); }
+
 #ifdef STAGE_ROWS
-// 16 elements of a row, `step` apart, the first at column u (which need not exist): zero outside of 0 .. W-1. The row
-// begins at element `row` of a tensor of `size` elements.
-inline float16 row16(__global const STORAGE(X_T) *x, long row, long u, long W, uint step, long size) {
-    const int16 lane = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const long at = row + u;
-    if (step > 2 || at < 0 || at + 16 * (long)step > size) {
-        float lanes[16];
-        for (int i = 0; i < 16; i++) {
-            const long w = u + i * (long)step;
-            lanes[i] = w >= 0 && w < W ? LOAD(X_T, x, row + w) : 0.0f;
+// `count` elements, `step` apart from x[from] on, into neighbours from y[to] on. Loads stay below `size`, stores below
+// `end`; they may go beyond the last element.
+inline void copy_elements(__global const STORAGE(X_T) *x, size_t from, size_t step, __global STORAGE(Y_T) *y, size_t to,
+                          size_t count, size_t size, size_t end) {
+    for (size_t c = 0; c < count; c += 16) {
+        const size_t i = count < 16 ? 0 : min(c, count - 16); // the last 16 may include some of those before
+        const size_t s = from + i * step, d = to + i;
+        if (step == 1 && s + 16 <= size && d + 16 <= end) {
+            STORE16(Y_T, LOAD16(X_T, x, s), y, d);
+        } else if (step == 2 && s + 32 <= size && d + 16 <= end) {
+            const VALUES(X_T) low = LOAD16(X_T, x, s), high = LOAD16(X_T, x, s + 16);
+            STORE16(Y_T, (VALUES(X_T))(low.even, high.even), y, d);
+        } else {
+            for (size_t k = 0; k < 16 && i + k < count; k++) STORE(Y_T, LOAD(X_T, x, s + k * step), y, d + k);
         }
-        return vload16(0, lanes);
     }
-    float16 v = LOAD16(X_T, x, at);
-    if (step == 2) v = (float16)(v.even, LOAD16(X_T, x, at + 16).even);
-    if (u >= 0 && u + 16 * (long)step <= W) return v;
-    const int low = (int)max(-u, 0L), high = (int)min(W - u, 64L);
-    const int16 column = lane * (int)step;
-    return select((float16)(0.0f), v, column >= low && column < high);
 }
+
+// Zeros from y[to] to y[stop - 1], and perhaps beyond, but below `end`.
+inline void clear_elements(__global STORAGE(Y_T) *y, size_t to, size_t stop, size_t end) {
+    for (; to < stop; to += 16) {
+        if (to + 16 <= end) {
+            STORE16(Y_T, (VALUES(Y_T))0, y, to);
+        } else {
+            for (size_t i = to; i < stop; i++) STORE(Y_T, (VALUE(Y_T))0, y, i);
+        }
+    }
+}
+
+// How many columns of a phase lie before column `u` of the padded source.
+#define COLUMNS_BEFORE(u, phase) ((u) > (phase) ? ((u) - (phase) + stride_x - 1) / stride_x : 0)
 
 __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
 stage_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong first,
@@ -50,25 +74,23 @@ stage_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restr
            const uint phases_y, const uint phases_x, const uint stride_y, const uint stride_x, const uint pad_y,
            const uint pad_x, const uint each) {
     const size_t begin = (size_t)get_global_id(0) * each, last = min(begin + each, (size_t)rows), end = last * WS;
-    size_t line = begin % HS, plane = begin / HS / (phases_x * phases_y), at = begin * WS;
-    uint phase_x = begin / HS % phases_x, phase_y = begin / (HS * phases_x) % phases_y;
-    for (size_t row = begin; row < last; row++, at += WS) {
-        const long h = (long)(line * stride_y + phase_y) - pad_y;
-        if (h >= 0 && h < (long)H) {
-            const long source = (long)(((first + plane) * H + h) * W);
-            long u = (long)phase_x - pad_x;
-            for (size_t c = 0; c < WS; c += 16, u += 16 * stride_x)
-                STORE_PART(Y_T, row16(x, source, u, W, stride_x, size), y, at + c, end);
-        } else {
-            for (size_t c = 0; c < WS; c += 16) STORE_PART(Y_T, (float16)(0.0f), y, at + c, end);
+    for (size_t row = begin; row < last;) {
+        // the rows of one phase of a plane
+        const size_t phase_x = row / HS % phases_x, phase_y = row / HS / phases_x % phases_y;
+        const size_t plane = first + row / HS / (phases_x * phases_y), stop = min((row / HS + 1) * HS, last);
+        // its columns from `left` to `right` - 1 come from the source
+        const size_t right = min((size_t)COLUMNS_BEFORE(W + pad_x, phase_x), (size_t)WS);
+        const size_t left = min((size_t)COLUMNS_BEFORE((size_t)pad_x, phase_x), right);
+        const size_t column = phase_x + left * stride_x - pad_x;
+        size_t h = row % HS * stride_y + phase_y;
+        for (; row < stop; row++, h += stride_y) {
+            const size_t at = row * WS;
+            const bool inside = h >= pad_y && h - pad_y < H && left < right;
+            clear_elements(y, at, at + (inside ? left : WS), end);
+            if (!inside) continue;
+            copy_elements(x, (plane * H + h - pad_y) * W + column, stride_x, y, at + left, right - left, size, end);
+            clear_elements(y, at + right, at + WS, end);
         }
-        if (++line < HS) continue;
-        line = 0;
-        if (++phase_x < phases_x) continue;
-        phase_x = 0;
-        if (++phase_y < phases_y) continue;
-        phase_y = 0;
-        plane++;
     }
 }
 #endif
@@ -84,7 +106,7 @@ __kernel void stage_elements(__global const STORAGE(X_T) *restrict x, __global S
     const size_t plane = row / (HS * phases_x * phases_y);
     const long h = (long)(row % HS * stride_y + phase_y) - pad_y, w = (long)(at % WS * stride_x + phase_x) - pad_x;
     const bool inside = h >= 0 && h < (long)H && w >= 0 && w < (long)W;
-    STORE(Y_T, inside ? LOAD(X_T, x, ((first + plane) * H + h) * W + w) : 0.0f, y, at);
+    STORE(Y_T, inside ? LOAD(X_T, x, ((first + plane) * H + h) * W + w) : (VALUE(X_T))0, y, at);
 }
 #endif
 
@@ -121,15 +143,15 @@ interleave_rows(__global const STORAGE(Y_T) *restrict phases, __global STORAGE(Y
         if (stride_x == 2) {
             const size_t even = PHASE_BEGIN(a, 0, rows_a) + at * POSITIONS(W, 0, 2);
             const size_t odd = PHASE_BEGIN(a, 1, rows_a) + at * POSITIONS(W, 1, 2);
-            for (; w < W && odd + w / 2 + 16 <= size && even + w / 2 + 16 <= size; w += 32) {
-                const float16 e = LOAD16(Y_T, phases, even + w / 2), o = LOAD16(Y_T, phases, odd + w / 2);
-                float16 low, high;
+            for (; w < W && odd + w / 2 + 16 <= size && even + w / 2 + 16 <= size && row * W + w + 32 <= end; w += 32) {
+                const VALUES(Y_T) e = LOAD16(Y_T, phases, even + w / 2), o = LOAD16(Y_T, phases, odd + w / 2);
+                VALUES(Y_T) low, high;
                 low.even = e.lo;
                 low.odd = o.lo;
                 high.even = e.hi;
                 high.odd = o.hi;
-                STORE_PART(Y_T, low, y, row * W + w, end);
-                if (w + 16 < W) STORE_PART(Y_T, high, y, row * W + w + 16, end);
+                STORE16(Y_T, low, y, row * W + w);
+                STORE16(Y_T, high, y, row * W + w + 16);
             }
         }
         for (; w < W; w++) {

@@ -81,13 +81,14 @@ def stage(x: Tensor, shape: Correlation, first: int, images: int, dtype: str, *,
     if not must_copy(x, shape, dtype):
         return x
     y, x_axis = shape.y.staged, shape.x.staged
-    rows_phase, columns_phase = shape.staged_shape
+    source = shape.source if shape.is_staged else (1, shape.plane)  # what only changes its type is one row a plane
+    rows_phase, columns_phase = shape.staged_shape if shape.is_staged else source
     planes = images * x.shape[1]
     out = bridge.empty(x.queue, (planes * shape.plane,), dtype)
     rows = out.size // columns_phase
-    types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[dtype]}
+    types = _moved(x.dtype, dtype)
     first_plane = first * x.shape[1]
-    sizes = (rows, *shape.source, rows_phase, columns_phase)
+    sizes = (rows, *source, rows_phase, columns_phase)
     phases = (y.phases, x_axis.phases, y.stride, x_axis.stride, y.pad, x_axis.pad)
     if by_rows:
         each = max(1, min(_ROWS_BYTES // (4 * columns_phase), rows // (4 * capabilities(x.queue).compute_units)))
@@ -98,6 +99,12 @@ def stage(x: Tensor, shape: Correlation, first: int, images: int, dtype: str, *,
         kernel = get_kernel(x.queue, "conv_stage.cl", "stage_elements", "ppqqqqqquuuuuu", STAGE_ELEMENTS=1, **types)
         kernel(x.queue, *launch(x.queue, out.size), x.buffer, out.buffer, first_plane, *sizes, *phases)
     return out
+
+
+def _moved(source: str, target: str) -> dict[str, str]:
+    """Storage types for a kernel that copies: 16-bit elements which keep their type are moved as bits."""
+    x_t, y_t = bridge.STORAGE[source], bridge.STORAGE[target]
+    return {"X_T": "u16", "Y_T": "u16"} if x_t == y_t != "f32" else {"X_T": x_t, "Y_T": y_t}
 
 
 def offsets(x: Tensor, shape: Correlation, channels: int) -> Tensor:
@@ -118,7 +125,7 @@ def offsets(x: Tensor, shape: Correlation, channels: int) -> Tensor:
 def interleave(phases: Tensor, out: Tensor, stride: Pair, *, by_rows: bool) -> None:
     """Writes the phases of an input gradient, [a][b][n][c][rows of a][columns of b], over out (N, C, H, W)."""
     queue, (images, channels, height, width) = out.queue, out.shape
-    planes, types = images * channels, {"Y_T": bridge.STORAGE[out.dtype]}
+    planes, types = images * channels, _moved(out.dtype, out.dtype)
     if by_rows:
         rows = planes * height
         each = max(1, min(_ROWS_BYTES // (2 * width), rows // (4 * capabilities(queue).compute_units)))
