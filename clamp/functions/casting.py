@@ -34,6 +34,12 @@ class NotOwned(Exception):
     takes over, after any 16-bit input has been widened."""
 
 
+def leave_to_netcl_if(*given: object) -> None:
+    """Raises NotOwned where an argument was given that clamp's kernels have no place for: ``out``, for one."""
+    if any(x is not None and x is not False for x in given):
+        raise NotOwned
+
+
 class Operand:
     """One tensor argument of an op.
 

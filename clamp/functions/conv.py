@@ -12,7 +12,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.cache import weights
-from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, record
+from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, leave_to_netcl_if, record
 from clamp.ops import conv as ops
 from clamp.ops.conv_geometry import Pair, Window
 from clamp.ops.conv_stage import Weights
@@ -225,8 +225,7 @@ def tensor_conv2d(
     Raises:
         NotOwned: ``out`` is given.
     """
-    if out is not None:
-        raise NotOwned
+    leave_to_netcl_if(out)
     window = _window("conv2d", stride, pad, dilation, groups)
     return _convolve(casting, x, w, bias, window, bool(fuse_relu), "conv2d", None)
 
@@ -279,8 +278,7 @@ def tensor_conv_transpose2d(
     Raises:
         NotOwned: ``out`` is given.
     """
-    if out is not None:
-        raise NotOwned
+    leave_to_netcl_if(out)
     return conv_transpose2d(casting, x, w, bias, stride, pad)
 
 
@@ -300,7 +298,6 @@ def fused_conv_bias_relu(
     Raises:
         NotOwned: ``out`` is given.
     """
-    if out is not None:
-        raise NotOwned
+    leave_to_netcl_if(out)
     window = _window("fused_conv_bias_relu", stride, padding, 1, 1)
     return _convolve(casting, input, weight, bias, window, True, "fused_conv_bias_relu", None)

@@ -6,7 +6,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, record
+from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, leave_to_netcl_if, record
 from clamp.ops import depthwise as ops
 
 
@@ -77,8 +77,7 @@ def depthwise_conv2d_tensors(
         ValueError: shapes that do not fit.
         NotOwned: ``out`` is given.
     """
-    if out is not None:
-        raise NotOwned
+    leave_to_netcl_if(out)
     return depthwise_conv2d(casting, x, w, bias, stride, pad)
 
 

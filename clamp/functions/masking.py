@@ -6,7 +6,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, owned_value, record
+from clamp.functions.casting import Casting, Operand, as_node, implements, leave_to_netcl_if, owned_value, record
 from clamp.functions.elementwise import float_operands
 from clamp.ops import masked_fill as ops
 
@@ -41,8 +41,7 @@ def tensor_masked_fill(
     casting: Casting, x: Tensor, mask: Tensor, fill: float = -1e9, out: Tensor | None = None, pool: Any = None
 ) -> Tensor:
     """``masked_fill`` of a bare tensor."""
-    if out is not None:
-        raise NotOwned
+    leave_to_netcl_if(out)
     operand, where = _operands(casting, x, mask)
     return ops.masked_fill(operand.value, where, fill, out_dtype=casting.result_dtype(operand))
 

@@ -12,7 +12,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.cache import weights
-from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, record
+from clamp.functions.casting import Casting, Operand, as_is, as_node, implements, leave_to_netcl_if, record
 from clamp.ops.elementwise import elementwise
 from clamp.ops.gemm import gemm, pack_b
 from clamp.ops.reduce_to_shape import sum_to_shape
@@ -158,14 +158,12 @@ def matmul(
     force_naive: bool = False,
 ) -> Any:  # fmt: skip
     """netcl's matmul of bare tensors."""
-    if out is not None:
-        raise NotOwned
+    leave_to_netcl_if(out)
     return matmul_op(casting, a, b)
 
 
 @implements("netcl.ops.bmm.bmm")
 def bmm_tensors(casting: Casting, a: Tensor, b: Tensor, out: Tensor | None = None, pool: Any = None) -> Any:
     """netcl's bmm of bare tensors."""
-    if out is not None:
-        raise NotOwned
+    leave_to_netcl_if(out)
     return bmm(casting, a, b)

@@ -6,7 +6,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, owned_value
+from clamp.functions.casting import Casting, Operand, as_node, implements, leave_to_netcl_if, owned_value
 from clamp.functions.elementwise import float_operands
 from clamp.functions.norm import (
     l2_normalize,
@@ -87,8 +87,7 @@ def fused_bn_relu(
     casting: Casting, x: Tensor, scale: Tensor, shift: Tensor, out: Tensor | None = None, pool: Any = None
 ) -> Tensor:
     """``relu(x * scale + shift)`` of an (N, C, H, W) tensor, scale and shift of shape (C,)."""
-    if out is not None:
-        raise NotOwned
+    leave_to_netcl_if(out)
     (xo,) = float_operands(casting, as_node(x))
     require_nchw("fused_bn_relu", xo)
     so, bo = parameters_of("fused_bn_relu", xo, xo.shape[1], scale, shift)

@@ -7,7 +7,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, record
+from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, leave_to_netcl_if, record
 from clamp.functions.elementwise import float_operands
 from clamp.ops import prelu as ops
 
@@ -50,8 +50,7 @@ def tensor_prelu(casting: Casting, x: Any, alpha: Any, out: Tensor | None = None
         ValueError: the number of slopes is another.
         NotOwned: ``out`` is given.
     """
-    if out is not None:
-        raise NotOwned
+    leave_to_netcl_if(out)
     return prelu(casting, x, alpha)
 
 

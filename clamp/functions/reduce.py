@@ -6,7 +6,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, record
+from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, leave_to_netcl_if, record
 from clamp.ops import reduce as ops
 from clamp.ops import softmax as softmax_ops
 
@@ -98,8 +98,7 @@ def tensor_reduce_sum(
         ValueError: there is no such axis.
         NotOwned: ``out`` is given, or x is not floating.
     """
-    if out is not None:
-        raise NotOwned
+    leave_to_netcl_if(out)
     operand = _operand(casting, x)
     axis = None if axis is None else int(axis)
     return ops.reduce_sum(operand.value, axis, keepdims, out_dtype=casting.result_dtype(operand))
@@ -113,7 +112,6 @@ def tensor_softmax(casting: Casting, x: Any, out: Tensor | None = None, pool: An
         ValueError: there is no such axis.
         NotOwned: ``out`` is given, or x is not floating.
     """
-    if out is not None:
-        raise NotOwned
+    leave_to_netcl_if(out)
     operand = _operand(casting, x)
     return softmax_ops.softmax(operand.value, axis, out_dtype=casting.result_dtype(operand))

@@ -8,7 +8,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.functions.casting import Casting, NotOwned, as_node, implements, record
+from clamp.functions.casting import Casting, NotOwned, as_node, implements, leave_to_netcl_if, record
 from clamp.ops import shape as ops
 from clamp.ops.reduce import normalize_axis
 
@@ -121,8 +121,7 @@ def tensor_permute(casting: Casting, x: Any, dims: Sequence[int], out: Tensor | 
         ValueError: dims is no permutation of x's axes.
         NotOwned: ``out`` is given.
     """
-    if out is not None:
-        raise NotOwned
+    leave_to_netcl_if(out)
     (operand,) = casting.operands(as_node(x))
     return ops.permute(operand.value, dims)
 
@@ -135,8 +134,7 @@ def tensor_transpose2d(casting: Casting, x: Any, out: Tensor | None = None, pool
         ValueError: x has not two dimensions.
         NotOwned: ``out`` is given.
     """
-    if out is not None:
-        raise NotOwned
+    leave_to_netcl_if(out)
     (operand,) = casting.operands(as_node(x))
     if len(operand.shape) != 2:
         raise ValueError(f"transpose2d expects a 2D tensor, got shape {operand.shape}")

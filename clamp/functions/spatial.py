@@ -12,7 +12,17 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
-from clamp.functions.casting import Casting, Float, NotOwned, Operand, as_is, as_node, implements, record
+from clamp.functions.casting import (
+    Casting,
+    Float,
+    NotOwned,
+    Operand,
+    as_is,
+    as_node,
+    implements,
+    leave_to_netcl_if,
+    record,
+)
 from clamp.functions.elementwise import float_operands
 from clamp.ops import grid as grid_ops
 from clamp.ops import upsample as upsample_ops
@@ -240,8 +250,7 @@ def tensor_upsample(
         ValueError: as for ``upsample``.
         NotOwned: ``out`` is given.
     """
-    if out is not None:
-        raise NotOwned
+    leave_to_netcl_if(out)
     return upsample(casting, x, size, scale_factor, mode, align_corners)
 
 
@@ -261,8 +270,7 @@ def tensor_upsample_backward(
         ValueError: the shapes do not belong together, or an unknown mode.
         NotOwned: ``out`` is given.
     """
-    if out is not None:
-        raise NotOwned
+    leave_to_netcl_if(out)
     (grad,) = _operands(casting, grad_out)
     shape = tuple(int(extent) for extent in in_shape)
     dtype = casting.result_dtype(grad)
@@ -286,8 +294,7 @@ def tensor_grid_sample(
         ValueError: as for ``grid_sample``.
         NotOwned: ``out`` is given.
     """
-    if out is not None:
-        raise NotOwned
+    leave_to_netcl_if(out)
     return grid_sample(casting, x, grid, mode, padding_mode, align_corners)
 
 
@@ -331,8 +338,7 @@ def tensor_affine_grid(
         ValueError: as for ``affine_grid``.
         NotOwned: ``out`` is given.
     """
-    if out is not None:
-        raise NotOwned
+    leave_to_netcl_if(out)
     return affine_grid(casting, theta, size, align_corners)
 
 

@@ -11,16 +11,9 @@ from typing import Any
 
 from clamp.bridge import Tensor
 from clamp.functions import activations, arithmetic
-from clamp.functions.casting import Casting, NotOwned, implements
+from clamp.functions.casting import Casting, NotOwned, implements, leave_to_netcl_if
 from clamp.functions.elementwise import float_operands
 from clamp.ops.elementwise import elementwise
-
-
-def _refuse(*given: object) -> None:
-    """Raises NotOwned where an argument was given that clamp's functions have no place for."""
-    if any(x is not None and x is not False for x in given):
-        raise NotOwned
-
 
 # -------------------------------------------------------------------------------------------- activations
 
@@ -29,7 +22,7 @@ def _adapter(name: str) -> None:
     function: Callable[..., Any] = activations.PLAIN[name]
 
     def adapted(casting: Casting, x: Tensor, out: Tensor | None = None, pool: Any = None) -> Any:
-        _refuse(out)
+        leave_to_netcl_if(out)
         return function(casting, x)
 
     adapted.__name__ = adapted.__qualname__ = name
@@ -45,28 +38,28 @@ def leaky_relu(
     casting: Casting, x: Tensor, negative_slope: float = 0.01, out: Tensor | None = None, pool: Any = None
 ) -> Any:
     """See ``activations.leaky_relu``."""
-    _refuse(out)
+    leave_to_netcl_if(out)
     return activations.leaky_relu(casting, x, negative_slope)
 
 
 @implements("netcl.ops.elementwise.gelu")
 def gelu(casting: Casting, x: Tensor, approximate: bool = True, out: Tensor | None = None) -> Any:
     """See ``activations.gelu``."""
-    _refuse(out)
+    leave_to_netcl_if(out)
     return activations.gelu(casting, x, approximate)
 
 
 @implements("netcl.ops.elementwise.elu")
 def elu(casting: Casting, x: Tensor, alpha: float = 1.0, out: Tensor | None = None) -> Any:
     """See ``activations.elu``."""
-    _refuse(out)
+    leave_to_netcl_if(out)
     return activations.elu(casting, x, alpha)
 
 
 @implements("netcl.ops.elementwise.clamp")
 def clamp(casting: Casting, x: Tensor, min_val: float, max_val: float, out: Tensor | None = None) -> Any:
     """See ``activations.clamp``."""
-    _refuse(out)
+    leave_to_netcl_if(out)
     return activations.clamp(casting, x, min_val, max_val)
 
 
@@ -75,7 +68,7 @@ def hard_tanh(
     casting: Casting, x: Tensor, min_val: float = -1.0, max_val: float = 1.0, out: Tensor | None = None
 ) -> Any:
     """See ``activations.hard_tanh``."""
-    _refuse(out)
+    leave_to_netcl_if(out)
     return activations.hard_tanh(casting, x, min_val, max_val)
 
 
@@ -91,7 +84,7 @@ def dropout(
     mask: Tensor | None = None,
 ) -> Any:
     """See ``activations.dropout``."""
-    _refuse(out, return_mask, mask)
+    leave_to_netcl_if(out, return_mask, mask)
     return activations.dropout(casting, x, p, seed)
 
 
@@ -101,14 +94,14 @@ def dropout(
 @implements("netcl.ops.elementwise.bias_add")
 def bias_add(casting: Casting, x: Tensor, bias: Tensor, out: Tensor | None = None, pool: Any = None) -> Any:
     """See ``arithmetic.bias_add``."""
-    _refuse(out)
+    leave_to_netcl_if(out)
     return arithmetic.bias_add(casting, x, bias)
 
 
 @implements("netcl.ops.elementwise_optimized.fused_bias_relu")
 def fused_bias_relu(casting: Casting, x: Tensor, bias: Tensor, out: Tensor | None = None, pool: Any = None) -> Any:
     """relu(x + bias), a bias of shape (N,) on every row of x, of shape (M, N)."""
-    _refuse(out)
+    leave_to_netcl_if(out)
     arithmetic.require_bias_shapes(tuple(x.shape), tuple(bias.shape))
     return arithmetic.add_relu(casting, x, bias)
 
@@ -129,7 +122,7 @@ def elementwise_scalar(
     casting: Casting, x: Tensor, scalar: float, op: str, out: Tensor | None = None, pool: Any = None
 ) -> Tensor:
     """x with a number added, subtracted (RSUB: x subtracted from it), multiplied or divided by (RDIV: it by x)."""
-    _refuse(out)
+    leave_to_netcl_if(out)
     if op not in _SCALAR_OPS:
         raise NotOwned  # netcl's error names the ops there are
     (operand,) = float_operands(casting, x)
@@ -158,7 +151,7 @@ def broadcast_binary(
     casting: Casting, a: Tensor, b: Tensor, op: str, out: Tensor | None = None, pool: Any = None
 ) -> Tensor:
     """A function of two tensors that broadcast, by netcl's name for it."""
-    _refuse(out)
+    leave_to_netcl_if(out)
     if op not in _BINARY_OPS:
         raise NotOwned
     operands = float_operands(casting, a, b)
