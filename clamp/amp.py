@@ -17,7 +17,7 @@ from clamp import bridge, checkpoint, debugging, session
 from clamp.autocast import Region, current_region, depth, in_region
 from clamp.bridge import TensorLike
 from clamp.cache import weights
-from clamp.checkpoint import CheckpointError
+from clamp.checkpoint_file import CheckpointError
 from clamp.compat import netcl as _netcl  # noqa: F401  (registers its wrappers)
 from clamp.compat.apex import initialize, scale_loss
 from clamp.compat.oneflow import Graph, StaticGradScaler

@@ -1,46 +1,26 @@
 """A training run in one file: parameters, optimizer states, loss scales, and what else the caller wants to keep.
 
-The file is numpy's .npz without pickled objects: loading one from elsewhere cannot run code. Arrays lie in it as they
-were on the device, bit for bit; everything else, and what each array is, stands in one JSON text:
-
-    clamp.json     {"format": "clamp checkpoint", "version": 1, "models": [...], "optimizers": [...], "amp": ..., ...}
-    0, 1, 2 ...    the arrays that the text refers to as {"array": "0", "dtype": "bfloat16"}
-
-A file is read and checked as a whole before anything is changed, and written beside its place and moved there.
+Optimizers are saved by their attributes, models by the names of their tensors (checkpoint_file.py has the file). A file
+is read and checked as a whole before anything is changed.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyopencl as cl
 
 from clamp import bridge, masters
 from clamp.bridge import Tensor
 from clamp.cache import weights
-from clamp.ops.words import from_words, to_words
+from clamp.checkpoint_file import Array, CheckpointError, Decoder, Encoder, Json, read, write
 
-Array: TypeAlias = npt.NDArray[Any]
-Json: TypeAlias = Any
 Write: TypeAlias = Callable[[], Any]
-
-FORMAT = "clamp checkpoint"
-VERSION = 1
-_TEXT = "clamp.json"
-
-
-class CheckpointError(ValueError):
-    """A file is no checkpoint of clamp's, is damaged, or does not fit what it is loaded into. Nothing was changed."""
 
 
 # ---------------------------------------------------------------------------------------------- saving
@@ -59,10 +39,8 @@ def save(
         TypeError: something cannot be saved; the message names it.
         OSError: the file cannot be written.
     """
-    writer = _Encoder()
+    writer = Encoder()
     content = {
-        "format": FORMAT,
-        "version": VERSION,
         "models": [
             {name: writer.parameter(tensor) for name, tensor in _named(model)} for model in _listed(models, "models")
         ],
@@ -70,86 +48,13 @@ def save(
         "amp": writer.value(dict(amp_state), "amp") if amp_state is not None else None,
         "extra": {name: writer.value(value, name) for name, value in extra.items()},
     }
-    text = np.frombuffer(json.dumps(content).encode(), np.uint8)
-    _write_atomically(Path(path), {_TEXT: text, **writer.arrays})
-
-
-def _write_atomically(path: Path, arrays: dict[str, Array]) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
-
-
-class _Encoder:
-    """Turns values into JSON, and collects their arrays."""
-
-    def __init__(self) -> None:
-        self.arrays: dict[str, Array] = {}
-        self._masters: set[int] = set()
-
-    def parameter(self, tensor: Tensor) -> Json:
-        """A model's tensor, and the fp32 master that it may have."""
-        master = bridge.master_of(tensor)
-        return {"value": self.tensor(tensor), "master": None if master is None else self.master(master)}
-
-    def master(self, master: Tensor) -> Json:
-        """An fp32 master, if it has not been saved before."""
-        if id(master) in self._masters:
-            return None
-        self._masters.add(id(master))
-        return self.tensor(master)
-
-    def array(self, array: Array, dtype: str) -> Json:
-        name = str(len(self.arrays))
-        self.arrays[name] = array
-        return {"array": name, "dtype": dtype}
-
-    def tensor(self, tensor: Tensor) -> Json:
-        """A tensor's bits."""
-        dtype = bridge.canonical_dtype(tensor.dtype)
-        words = np.dtype(f"u{bridge.nbytes(tensor) // tensor.size}") if tensor.size else np.dtype(np.uint8)
-        return self.array(bridge.read_bytes(tensor).view(words).reshape(tuple(tensor.shape)), dtype)
-
-    def value(self, value: Any, where: str) -> Json:
-        """Numbers, texts, None, numpy arrays, and dicts, lists and tuples of these.
-
-        Raises:
-            TypeError: it is something else.
-        """
-        if value is None or type(value) in (bool, int, float, str):
-            return value
-        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
-            kind = "number" if isinstance(value, np.generic) else "numpy"
-            return {**self.array(np.asarray(value), kind)}
-        if isinstance(value, list):
-            return [self.value(item, f"{where}[{index}]") for index, item in enumerate(value)]
-        if isinstance(value, tuple):
-            return {"tuple": [self.value(item, f"{where}[{index}]") for index, item in enumerate(value)]}
-        if isinstance(value, dict):
-            # Pairs, because JSON's keys are texts.
-            pairs = [
-                [self.value(key, f"{where}'s key"), self.value(item, f"{where}[{key!r}]")]
-                for key, item in value.items()
-            ]
-            return {"dict": pairs}
-        raise TypeError(
-            f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: pass numbers, texts, None, numpy "
-            "arrays, or dicts, lists and tuples of these (of an object, vars(x) or its state_dict())"
-        )
+    write(Path(path), content, writer.arrays)
 
 
 # ---------------------------------------------------------------------------------------------- optimizers
 
 
-def _optimizer_state(optimizer: Any, writer: _Encoder) -> Json:
+def _optimizer_state(optimizer: Any, writer: Encoder) -> Json:
     """An optimizer's real state, by its attributes: netcl's Adam, Momentum and RMSProp have no ``state_dict``."""
     params = bridge.optimizer_parameters(optimizer)
     state: dict[str, Json] = {
@@ -191,7 +96,7 @@ def _optimizer_state(optimizer: Any, writer: _Encoder) -> Json:
     return state
 
 
-def _moment(value: Any, param: Tensor, writer: _Encoder) -> Json:
+def _moment(value: Any, param: Tensor, writer: Encoder) -> Json:
     if isinstance(value, np.ndarray):
         return {**writer.array(value, "numpy"), "place": "host"}
     return {**writer.array(_buffer_to_host(value, param.queue, param.size), "float32"), "place": "device"}
@@ -225,8 +130,8 @@ def load(
         CheckpointError: the file is no checkpoint, is damaged, or does not fit.
         FileNotFoundError: there is no such file.
     """
-    content, arrays = _read(Path(path))
-    decoder = _Decoder(arrays, path)
+    content, arrays = read(Path(path))
+    decoder = Decoder(arrays, path)
     try:
         extra = {name: decoder.value(value) for name, value in content["extra"].items()}
         writes = [*_model_writes(_listed(models, "models"), content, decoder)]
@@ -238,8 +143,8 @@ def load(
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if amp_state and load_amp is not None:
         load_amp(amp_state)
-    for write in writes:
-        write()
+    for apply in writes:
+        apply()
     weights.clear()
     for model in _listed(models, "models"):
         if bridge.is_module(model):
@@ -247,74 +152,7 @@ def load(
     return extra
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
-    if not path.exists():
-        raise FileNotFoundError(f"there is no checkpoint at {path}")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise CheckpointError(f"{path} is damaged: the check sum of {damaged} is wrong")
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{path} is no checkpoint, or is truncated: {error}") from error
-    text = arrays.pop(_TEXT, None)
-    try:
-        content = json.loads(text.tobytes()) if text is not None else {}
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is no checkpoint of clamp's (amp.save_checkpoint writes them)")
-    if content.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} has format version {content.get('version')!r}, this clamp reads version {VERSION}: "
-            "load it with the clamp that wrote it, or a newer one"
-        )
-    return content, arrays
-
-
-class _Decoder:
-    """Turns what ``_Encoder`` made back into values."""
-
-    def __init__(self, arrays: dict[str, Array], path: str | os.PathLike[str]) -> None:
-        self._arrays = arrays
-        self.path = path
-
-    def array(self, reference: Json) -> Array:
-        return self._arrays[reference["array"]]
-
-    def value(self, value: Json) -> Any:
-        if isinstance(value, list):
-            return [self.value(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if "tuple" in value:
-            return tuple(self.value(item) for item in value["tuple"])
-        if "dict" in value:
-            return {self.value(key): self.value(item) for key, item in value["dict"]}
-        array = self.array(value)
-        return array[()] if value["dtype"] == "number" else array
-
-    def bits_for(self, reference: Json, tensor: Tensor, what: str) -> npt.NDArray[np.uint8]:
-        """A saved tensor's bytes in the dtype of the tensor that it is for; floats are converted.
-
-        Raises:
-            CheckpointError: shapes differ, or one is of integers.
-        """
-        words, saved, wanted = self.array(reference), reference["dtype"], bridge.canonical_dtype(tensor.dtype)
-        if words.shape != tuple(tensor.shape):
-            raise CheckpointError(f"{self.path}: {what} has shape {words.shape}, here it is {tuple(tensor.shape)}")
-        if saved != wanted:
-            if saved not in bridge.STORAGE or wanted not in bridge.STORAGE:
-                raise CheckpointError(f"{self.path}: {what} is {saved}, here it is {wanted}")
-            words = to_words(np.ascontiguousarray(from_words(words, saved)), wanted)
-        return np.ascontiguousarray(words).reshape(-1).view(np.uint8)
-
-
-def _model_writes(models: Sequence[Any], content: Json, decoder: _Decoder) -> Iterator[Write]:
+def _model_writes(models: Sequence[Any], content: Json, decoder: Decoder) -> Iterator[Write]:
     saved = content["models"]
     if len(saved) != len(models):
         raise CheckpointError(f"{decoder.path} holds {len(saved)} models, {len(models)} were passed")
@@ -339,7 +177,7 @@ def _model_writes(models: Sequence[Any], content: Json, decoder: _Decoder) -> It
                 yield partial(bridge.write_bytes, master, decoder.bits_for(precise, master, name))
 
 
-def _optimizer_writes(optimizers: Sequence[Any], content: Json, decoder: _Decoder) -> Iterator[Write]:
+def _optimizer_writes(optimizers: Sequence[Any], content: Json, decoder: Decoder) -> Iterator[Write]:
     saved = content["optimizers"]
     if len(saved) != len(optimizers):
         raise CheckpointError(f"{decoder.path} holds {len(saved)} optimizers, {len(optimizers)} were passed")
@@ -362,7 +200,7 @@ def _optimizer_writes(optimizers: Sequence[Any], content: Json, decoder: _Decode
             yield _netcl_write(optimizer, params, state, decoder)
 
 
-def _netcl_write(optimizer: Any, params: Sequence[Tensor], state: Json, decoder: _Decoder) -> Write:
+def _netcl_write(optimizer: Any, params: Sequence[Tensor], state: Json, decoder: Decoder) -> Write:
     """Everything is decoded and checked here; the function returned only assigns."""
     attributes = {name: decoder.value(value) for name, value in state["attributes"].items()}
     by_parameter = {
@@ -383,7 +221,7 @@ def _netcl_write(optimizer: Any, params: Sequence[Tensor], state: Json, decoder:
     fused = state.get("fused")
     flat = {} if fused is None else {name: decoder.array(fused[name]) for name in ("m_flat", "v_flat")}
 
-    def write() -> None:
+    def apply() -> None:
         vars(optimizer).update(attributes)
         for name, items in by_parameter.items():
             setattr(
@@ -399,7 +237,7 @@ def _netcl_write(optimizer: Any, params: Sequence[Tensor], state: Json, decoder:
                     cl.enqueue_copy(params[0].queue, built[name], array)
             optimizer._fused_state = built
 
-    return write
+    return apply
 
 
 def _placed(param: Tensor, array: Array, place: str) -> Any:
