@@ -21,9 +21,10 @@ import pytest
 from rich.console import Console
 
 import clamp  # noqa: F401  (makes Intel's pip-installed runtime visible)
-from clamp import session
+from clamp import bridge, session
 from clamp.device import NoDeviceError, list_devices
 from tests.conformance import report
+from tests.poison import poisoned_empty
 
 _PLATFORMS = {"Portable Computing Language": "pocl", "Intel(R) OpenCL": "intel", "Oclgrind": "oclgrind"}
 
@@ -105,6 +106,13 @@ def queue(request: pytest.FixtureRequest) -> cl.CommandQueue:
 def simulated(queue: cl.CommandQueue) -> bool:
     """Whether the device is the (slow) simulator, so that a test takes its smallest sizes."""
     return queue.device.platform.name == "Oclgrind"
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets tests of kernels find NaN in memory that nobody has written to."""
+    if request.node.get_closest_marker("kernel"):
+        monkeypatch.setattr(bridge, "empty", poisoned_empty)
 
 
 @pytest.fixture(autouse=True)
