@@ -15,7 +15,8 @@ from clamp import bridge, gradients
 from clamp.bridge import Tensor
 from clamp.cache import weights
 from clamp.ops.cast import cast
-from clamp.patching.capture import Plan, recording_of
+from clamp.patching.capture import recording_of
+from clamp.patching.replay import Plan
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]

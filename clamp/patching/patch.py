@@ -23,7 +23,7 @@ import wrapt
 from clamp import masters
 from clamp.bridge import Node, compiler, recorded_ops
 from clamp.functions.casting import OWNED
-from clamp.patching import capture, collectives, compiled, engine, layers
+from clamp.patching import capture, collectives, compiled, engine, layers, replay
 from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, owned_wrapper, user_wrapper, writes
 from clamp.policy import CastPolicy, Entry, PolicyTable
 
@@ -63,8 +63,8 @@ _ENGINE: dict[str, Wrapper] = {
     "netcl.runtime.capture.KernelCapture.begin": capture.begin,
     "netcl.runtime.capture.KernelCapture.end": capture.end,
     "netcl.runtime.capture.KernelCapture.clear": capture.clear,
-    "netcl.runtime.capture.KernelCapture.replay": capture.replay,
-    "netcl.runtime.capture.KernelCapture.replay_with_new_buffers": capture.replay_with_new_buffers,
+    "netcl.runtime.capture.KernelCapture.replay": replay.replay,
+    "netcl.runtime.capture.KernelCapture.replay_with_new_buffers": replay.replay_with_new_buffers,
     "netcl.nn.layers._FusedConvReLUTrain.forward": layers.fused_conv_relu,
     "netcl.nn.containers.GELU.forward": layers.gelu,
     "netcl.core.tensor.Tensor.to_host": engine.to_host,
