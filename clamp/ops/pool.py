@@ -13,9 +13,9 @@ from clamp.ops.cast import cast, launch, span_for
 from clamp.ops.reduce import expand, plan_rows, reduce_sum
 from clamp.program import get_kernel
 
-_LINE = 2048  # as LINE in pool.cl
-_LINES = 8  # as LINES in pool.cl
-_TILE = 4096  # as TILE in pool.cl
+_LINE = 2048  # as LINE in pool_rows.cl
+_LINES = 8  # as LINES in pool_rows.cl
+_TILE = 4096  # as TILE in pool_rows.cl
 _SPECIALIZED = ((2, 2), (3, 1), (3, 2))  # (kernel size, stride) that have a program of their own
 _TILE_ELEMENTS = 16384  # elements of a CPU's work-item in the tiled backward
 
@@ -41,7 +41,7 @@ class Windows:
 
     @property
     def extents(self) -> tuple[int, int, int, int, int, int]:
-        """Arguments that every kernel of pool.cl takes."""
+        """Arguments that the kernels of pool_rows.cl and pool_elements.cl take."""
         return self.height, self.width, self.out_height, self.out_width, self.size, self.stride
 
     @property
@@ -53,6 +53,12 @@ class Windows:
     def groups(self) -> int:
         """Groups of ``stride`` columns in a row, the last perhaps incomplete."""
         return -(-self.width // self.stride)
+
+    @property
+    def are_pairs(self) -> bool:
+        """Whether pool_2x2.cl takes them: 2 x 2 windows that cover every element once, at least 16 in a row."""
+        covers_all = (self.height, self.width) == (2 * self.out_height, 2 * self.out_width)
+        return self.size == self.stride == 2 and covers_all and self.out_width >= 16
 
     @property
     def macros(self) -> dict[str, int]:
@@ -121,6 +127,9 @@ def max_pool2d_backward(x: Tensor, grad: Tensor, kernel_size: int, stride: int, 
     out = bridge.empty(x.queue, x.shape, out_dtype)
     if out.size == 0:
         return out
+    if win.are_pairs and capabilities(x.queue).is_cpu and bridge.nbytes(x) == bridge.nbytes(out):
+        _pairs(win, "max_pool_2x2_backward", {"X_T": x.dtype}, x, cast(grad, out_dtype), out)
+        return out
     plan = _plan_tiles(x.queue, win)
     types = {"G_T": bridge.STORAGE[grad.dtype], "DX_T": bridge.STORAGE[out_dtype]}
     if plan is None:
@@ -129,7 +138,7 @@ def max_pool2d_backward(x: Tensor, grad: Tensor, kernel_size: int, stride: int, 
         return out
     band, tile, tiles, each = plan
     kernel = get_kernel(
-        x.queue, "pool.cl", "max_pool_tiles_backward", "pppqqq" + "u" * 9,
+        x.queue, "pool_rows.cl", "max_pool_tiles_backward", "pppqqq" + "u" * 9,
         MAX_POOL_TILES_BACKWARD=1, MAX=1, X_T=bridge.STORAGE[x.dtype], **types, **win.macros,
     )  # fmt: skip
     kernel(
@@ -167,7 +176,13 @@ def _argmax(x: Tensor, win: Windows, shape: tuple[int, ...]) -> Tensor:
     chosen = bridge.empty(x.queue, shape, "int32")
     span = span_for(x.queue, chosen.size) if capabilities(x.queue).is_cpu else 1
     kernel = get_kernel(
-        x.queue, "pool.cl", "max_pool_argmax", "ppquuuuuuu", MAX_POOL_ARGMAX=1, MAX=1, X_T=bridge.STORAGE[x.dtype]
+        x.queue,
+        "pool_elements.cl",
+        "max_pool_argmax",
+        "ppquuuuuuu",
+        MAX_POOL_ARGMAX=1,
+        MAX=1,
+        X_T=bridge.STORAGE[x.dtype],
     )
     kernel(x.queue, *launch(x.queue, -(-chosen.size // span)), x.buffer, chosen.buffer, chosen.size, span, *win.extents)
     return chosen
@@ -212,6 +227,9 @@ def avg_pool2d_backward(
     out = bridge.empty(grad.queue, shape, out_dtype)
     if out.size == 0:
         return out
+    if win.are_pairs and capabilities(grad.queue).is_cpu:
+        _pairs(win, "avg_pool_2x2_backward", {"G_T": grad.dtype, "DX_T": out_dtype}, grad, out)
+        return out
     scale = 1.0 / win.size**2
     types = {"G_T": bridge.STORAGE[grad.dtype], "DX_T": bridge.STORAGE[out_dtype]}
     tile = min(-(-win.groups // 16) * 16, (_LINE - win.margin - 32) // 16 * 16)
@@ -223,7 +241,7 @@ def avg_pool2d_backward(
     pitch = tile + win.margin + 32
     lines = min(_LINES, max(_LINE // pitch, 1)) if tile >= win.groups else 1
     kernel = get_kernel(
-        grad.queue, "pool.cl", "avg_pool_rows_backward", "ppqq" + "u" * 10 + "f",
+        grad.queue, "pool_rows.cl", "avg_pool_rows_backward", "ppqq" + "u" * 10 + "f",
         AVG_POOL_ROWS_BACKWARD=1, MAX=0, **types, **win.macros,
     )  # fmt: skip
     kernel(
@@ -268,6 +286,12 @@ def _pool(x: Tensor, win: Windows, shape: tuple[int, ...], is_max: int, out_dtyp
     y = bridge.empty(x.queue, shape, out_dtype)
     if y.size == 0:
         return y
+    if win.are_pairs and capabilities(x.queue).is_cpu:
+        if is_max:
+            _pairs(win, "max_pool_2x2", {"X_T": x.dtype}, x, y)
+        else:
+            _pairs(win, "avg_pool_2x2", {"X_T": x.dtype, "Y_T": out_dtype}, x, y)
+        return y
     types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype], "MAX": is_max}
     scale = 1.0 / win.size**2
     tile = -(-win.out_width // 16) * 16
@@ -277,7 +301,7 @@ def _pool(x: Tensor, win: Windows, shape: tuple[int, ...], is_max: int, out_dtyp
         rows = win.planes * win.out_height
         plan = plan_rows(x.queue, rows, win.out_width * win.stride)
         kernel = get_kernel(
-            x.queue, "pool.cl", "pool_rows", "ppqq" + "u" * 10 + "f", POOL_ROWS=1, **types, **win.macros
+            x.queue, "pool_rows.cl", "pool_rows", "ppqq" + "u" * 10 + "f", POOL_ROWS=1, **types, **win.macros
         )
         pitch = tile + win.margin + 32
         lines = min(_LINES, max(_LINE // (pitch * win.stride), 1)) if tile >= win.out_width else 1
@@ -287,9 +311,20 @@ def _pool(x: Tensor, win: Windows, shape: tuple[int, ...], is_max: int, out_dtyp
         )  # fmt: skip
         return y
     span = span_for(x.queue, y.size) if capabilities(x.queue).is_cpu else 1
-    kernel = get_kernel(x.queue, "pool.cl", "pool_elements", "ppq" + "u" * 7 + "f", POOL_ELEMENTS=1, **types)
+    kernel = get_kernel(x.queue, "pool_elements.cl", "pool_elements", "ppq" + "u" * 7 + "f", POOL_ELEMENTS=1, **types)
     kernel(x.queue, *launch(x.queue, -(-y.size // span)), x.buffer, y.buffer, y.size, span, *win.extents, scale)
     return y
+
+
+def _pairs(win: Windows, name: str, dtypes: dict[str, str], *operands: Tensor) -> None:
+    """Runs a kernel of pool_2x2.cl; the result is the last operand."""
+    queue = operands[0].queue
+    pairs = win.planes * win.out_height
+    plan = plan_rows(queue, pairs, 4 * win.out_width)
+    types = {macro: bridge.STORAGE[dtype] for macro, dtype in dtypes.items()}
+    kernel = get_kernel(queue, "pool_2x2.cl", name, "p" * len(operands) + "quu", **{name.upper(): 1}, **types)
+    buffers = (operand.buffer for operand in operands)
+    kernel(queue, plan.global_size, plan.local_size, *buffers, pairs, plan.each, win.out_width)
 
 
 def _elements_backward(
@@ -297,7 +332,7 @@ def _elements_backward(
 ) -> None:
     span = span_for(out.queue, out.size) if capabilities(out.queue).is_cpu else 1
     kernel = get_kernel(
-        out.queue, "pool.cl", "pool_elements_backward", "pppq" + "u" * 7 + "f",
+        out.queue, "pool_elements.cl", "pool_elements_backward", "pppq" + "u" * 7 + "f",
         POOL_ELEMENTS_BACKWARD=1, MAX=is_max, **types,
     )  # fmt: skip
     kernel(

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.kernel
 
 Array = npt.NDArray[np.float64]
 
-#: (shape, kernel size, stride): windows that overlap, touch, leave gaps, do not reach the border; one element
+#: (shape, kernel size, stride): windows that overlap, touch, leave gaps, do not reach the border; one element; windows
+#: that cover every element once, 16 in a row and more
 CASES = [
     ((2, 3, 8, 8), 2, 2),
     ((1, 2, 9, 37), 2, 2),
@@ -28,6 +29,8 @@ CASES = [
     ((1, 2, 10, 23), 2, 3),
     ((1, 1, 17, 20), 5, 3),
     ((1, 2, 7, 7), 6, 1),
+    ((2, 2, 6, 32), 2, 2),
+    ((1, 3, 4, 52), 2, 2),
 ]
 PLANS = ["own plan", "other plan"]
 
@@ -128,11 +131,13 @@ def test_planes_larger_than_a_tile(queue: cl.CommandQueue, simulated: bool, shap
 
 @pytest.mark.parametrize("plan", PLANS, indirect=True)
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
-def test_special_values(queue: cl.CommandQueue, plan: None, dtype: str) -> None:
+@pytest.mark.parametrize("shape", [(2, 2, 9, 20), (2, 2, 8, 36)])
+def test_special_values(queue: cl.CommandQueue, plan: None, shape: tuple[int, ...], dtype: str) -> None:
     rng = np.random.default_rng(3)
-    values = quantize(rng.choice(SPECIAL, (2, 2, 9, 20)), dtype)
+    values = quantize(rng.choice(SPECIAL, shape), dtype)
     values[0, 0] = -0.0
     values[0, 1, :4] = -np.nan  # the sign of a NaN says nothing
+    values[0, 1, 1, 1::2] = -np.inf
     values[1, 0] = -np.inf
     x = to_device(queue, values, dtype)
     for size, stride in ((2, 2), (3, 1), (4, 3)):

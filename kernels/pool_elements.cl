@@ -1,0 +1,94 @@
+// pool_elements.cl: max and average pooling of NCHW tensors without padding, and their gradients, element by element.
+//
+//          one plane (n, c) of x, width ->                          y
+//   oh * stride  |  . [a b] .  .  |   a window: kernel_size x       | . w |   window (oh, ow): its largest element,
+//                |  . [c d] .  .  |   kernel_size elements          | . . |   or the mean of all
+//                     ow * stride
+//
+// A work-item takes `span` neighbouring elements of what is written (1 on a GPU). Right for every kernel size and
+// stride, on every device; CPU devices have faster kernels for most, in pool_rows.cl and pool_2x2.cl.
+//
+//   X_T, Y_T, G_T, DX_T   storage types of input, result, gradient of the result, gradient of the input
+//   MAX                   1: maximum, 0: average
+
+#ifdef POOL_ELEMENTS
+__kernel void pool_elements(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y,
+                            const ulong out_size, const uint span, const uint height, const uint width,
+                            const uint out_height, const uint out_width, const uint kernel_size, const uint stride,
+                            const float scale) {
+    size_t i = (size_t)get_global_id(0) * span;
+    const size_t end = min(i + span, (size_t)out_size);
+    for (; i < end; i++) {
+        const size_t line = i / out_width, plane = line / out_height;
+        const size_t oh = line - plane * out_height, ow = i - line * out_width;
+        size_t at = (plane * height + oh * stride) * width + ow * stride;
+        float v = LOAD(X_T, x, at);
+        for (uint kh = 0; kh < kernel_size; kh++, at += width) {
+            for (uint kw = kh == 0; kw < kernel_size; kw++) {
+                const float u = LOAD(X_T, x, at + kw);
+#if MAX
+                v = u > v || isnan(u) ? u : v;
+#else
+                v += u;
+#endif
+            }
+        }
+        STORE(Y_T, MAX ? v : v * scale, y, i);
+    }
+}
+#endif
+
+#ifdef MAX_POOL_ARGMAX
+// Where in its plane each window has its (first) maximum.
+__kernel void max_pool_argmax(__global const STORAGE(X_T) *restrict x, __global int *restrict chosen,
+                              const ulong out_size, const uint span, const uint height, const uint width,
+                              const uint out_height, const uint out_width, const uint kernel_size,
+                              const uint stride) {
+    size_t i = (size_t)get_global_id(0) * span;
+    const size_t end = min(i + span, (size_t)out_size);
+    for (; i < end; i++) {
+        const size_t line = i / out_width, plane = line / out_height;
+        const uint oh = line - plane * out_height, ow = i - line * out_width;
+        const size_t from = plane * height * width;
+        uint at = oh * stride * width + ow * stride, best = at;
+        float v = LOAD(X_T, x, from + at);
+        for (uint kh = 0; kh < kernel_size; kh++, at += width) {
+            for (uint kw = 0; kw < kernel_size; kw++) {
+                const float u = LOAD(X_T, x, from + at + kw);
+                if (u > v || (isnan(u) && !isnan(v))) v = u, best = at + kw;
+            }
+        }
+        chosen[i] = best;
+    }
+}
+#endif
+
+#ifdef POOL_ELEMENTS_BACKWARD
+// Each input gathers from the windows that cover it: all of them (average), or those that chose it (maximum).
+__kernel void pool_elements_backward(__global const STORAGE(G_T) *restrict dy, __global const int *restrict chosen,
+                                     __global STORAGE(DX_T) *restrict dx, const ulong in_size, const uint span,
+                                     const uint height, const uint width, const uint out_height,
+                                     const uint out_width, const uint kernel_size, const uint stride,
+                                     const float scale) {
+    size_t i = (size_t)get_global_id(0) * span;
+    const size_t end = min(i + span, (size_t)in_size);
+    for (; i < end; i++) {
+        const size_t line = i / width, plane = line / height;
+        const uint ih = line - plane * height, iw = i - line * width;
+        const uint oh_begin = ih < kernel_size ? 0 : (ih - kernel_size) / stride + 1;
+        const uint ow_begin = iw < kernel_size ? 0 : (iw - kernel_size) / stride + 1;
+        const uint oh_end = min(ih / stride + 1, out_height), ow_end = min(iw / stride + 1, out_width);
+        float v = 0;
+        for (uint oh = oh_begin; oh < oh_end; oh++) {
+            for (uint ow = ow_begin; ow < ow_end; ow++) {
+                const size_t window = (plane * out_height + oh) * out_width + ow;
+#if MAX
+                if (chosen[window] == (int)(ih * width + iw))
+#endif
+                    v += LOAD(G_T, dy, window);
+            }
+        }
+        STORE(DX_T, MAX ? v : v * scale, dx, i);
+    }
+}
+#endif
