@@ -1,0 +1,223 @@
+"""How the ranks of a training find each other: whatever a rank does next with the others begins with a header.
+
+    header    [0] [1] [2]  ->  [0 1 2] everywhere    is everybody well, and at the same point?
+
+A rank that fails must not leave the others waiting: an exception, the end of the training and the end of the process
+are announced by headers, too, so that all learn what happened.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+import types
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_PATIENCE = 10.0  # seconds in which a rank with an error must be heard by the others
+_LAST_PATIENCE = 30.0  # seconds more when the process ends
+
+
+class RankError(RuntimeError):
+    """The ranks cannot go on together: one has failed or left, or they disagree."""
+
+
+class Kind(IntEnum):
+    """What a rank is about to do with the others."""
+
+    PASS = 1
+    FAILED = 2
+    BROADCAST = 3
+    LEFT = 4
+
+
+_DOES = {
+    Kind.PASS: "ends a backward pass",
+    Kind.FAILED: "has failed",
+    Kind.BROADCAST: "broadcasts parameters",
+    Kind.LEFT: "has ended its training (shutdown, or the end of the script)",
+}
+
+_HEADER = np.dtype(
+    [
+        ("kind", np.uint8),
+        ("passes", np.uint64),  # begun so far
+        ("layout", np.uint64),  # digest of the shapes
+        ("present", np.uint64),  # digest of which gradients there are
+        ("parameters", np.uint64),  # digest of the parameters' bits, at an optimizer's first pass; else 0
+        ("scale", np.float64),
+        ("text", "S400"),
+    ]
+)
+
+
+class Meeting:
+    """The meetings of one rank with the others, from the first to ``leave``.
+
+    Args:
+        comm: an mpi4py communicator that nobody else uses.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self._passes = 0
+        self._met = True  # whether this pass's header has been exchanged
+        self._parted: str = ""  # why the ranks cannot go on together
+        self._unheard: Any = None  # an exchange that the others have not joined
+        self._hook = sys.excepthook
+        self._our_hook = self._excepthook
+        sys.excepthook = self._our_hook
+        atexit.register(self._at_exit)
+
+    def begin_pass(self) -> None:
+        """A backward pass begins on this rank; it ends with a header.
+
+        Raises:
+            RankError: the ranks have parted.
+        """
+        self._require_together()
+        self._passes += 1
+        self._met = False
+
+    def exchange(self, kind: Kind, patience: float | None = None, text: str = "", **fields: Any) -> Array:
+        """Exchanges headers; returns everybody's.
+
+        Args:
+            patience: seconds to wait for the others; without end if None.
+
+        Raises:
+            RankError: the others do something else, or did not come in time.
+        """
+        self._require_together()
+        mine = np.zeros(1, _HEADER)
+        mine["kind"], mine["passes"] = kind, self._passes
+        mine["text"] = text.encode("utf-8", "replace")[: _HEADER["text"].itemsize]
+        for name, value in fields.items():
+            mine[name] = value
+        headers = np.zeros(self._comm.size, _HEADER)
+        request = self._comm.Iallgather(mine.view(np.uint8), headers.view(np.uint8))
+        if patience is None:
+            request.Wait()
+        elif not _done(request, patience):
+            self._unheard = request, mine, headers
+            self._parted = f"the other ranks did not hear for {patience:g} s that this rank {_DOES[kind]}"
+            raise RankError(self._parted)
+        self._met = True
+        self._check(kind, headers)
+        return headers
+
+    def failed(self, error: BaseException) -> None:
+        """Tells the others that this pass ends in an error here; they raise a RankError."""
+        if self._met or self._parted:
+            return
+        with suppress(RankError):  # all that matters here is that they have heard
+            self.exchange(Kind.FAILED, text=_name(error), patience=_PATIENCE)
+
+    def _check(self, kind: Kind, headers: Array) -> None:
+        failed = [rank for rank in range(self._comm.size) if headers["kind"][rank] == Kind.FAILED]
+        if failed and (headers["passes"] == headers["passes"][0]).all() and not (headers["kind"] == Kind.LEFT).any():
+            # Everybody ends the same pass with an error; whoever catches it may go on.
+            raise RankError("; ".join(f"rank {rank} failed: {_text(headers, rank)}" for rank in failed))
+        if failed or (headers["kind"] != kind).any() or (headers["passes"] != headers["passes"][0]).any():
+            self._parted = "; ".join(
+                f"rank {rank} {_DOES[Kind(int(header['kind']))]} after {int(header['passes'])} passes"
+                f"{_text(headers, rank) and f' because of {_text(headers, rank)}'}"
+                for rank, header in enumerate(headers)
+            )
+            raise RankError(f"the ranks do different things: {self._parted}. All must do the same number of passes.")
+        if kind is Kind.PASS or kind is Kind.BROADCAST:
+            _check_alike("layout", headers, "the tensors' number or shapes differ: build the same model on every rank")
+        if kind is Kind.PASS:
+            _check_alike(
+                "parameters",
+                headers,
+                "the parameters differ: call ranks.broadcast(model) after `ranks = handle.distribute(comm)` and before "
+                "the first pass, or give every rank the same seed",
+            )
+            _check_alike("scale", headers, "the loss scales differ: load the same amp.state_dict() on every rank")
+
+    def _require_together(self) -> None:
+        if self._parted:
+            raise RankError(f"the ranks have parted: {self._parted}")
+
+    # ------------------------------------------------------------------------------------------ end
+
+    def leave(self) -> None:
+        """This rank has ended its training; waits for the others to say the same.
+
+        While an exception is on its way it waits for a few seconds only: the exception is what must get out.
+
+        Raises:
+            RankError: another rank is still training, and no exception is on its way.
+        """
+        if self._parted:
+            return
+        error = sys.exc_info()[1]
+        try:
+            self.exchange(
+                Kind.LEFT, patience=None if error is None else _PATIENCE, text="" if error is None else _name(error)
+            )
+        except RankError:
+            if error is None:
+                raise
+            return
+        self._parted = "the training has ended on all of them"
+        if error is None:
+            self._take_hooks_off()
+
+    def _take_hooks_off(self) -> None:
+        atexit.unregister(self._at_exit)
+        if sys.excepthook is self._our_hook:
+            sys.excepthook = self._hook
+
+    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        """An exception ends this process: without an end to the whole job the others would wait for it for ever."""
+        self._hook(kind, error, trace)
+        if self._comm.size > 1:
+            sys.stdout.flush()
+            sys.stderr.write(f"clamp: rank {self._comm.rank} ends with an error, and the job with it\n")
+            sys.stderr.flush()
+            self._comm.Abort(1)
+
+    def _at_exit(self) -> None:
+        try:
+            self.leave()
+        except RankError as error:
+            sys.stderr.write(f"clamp: rank {self._comm.rank}: {error}\n")
+        if self._unheard is not None and not _done(self._unheard[0], _LAST_PATIENCE):
+            sys.stderr.write(f"clamp: rank {self._comm.rank}: {self._parted}; the job is ended\n")
+            sys.stderr.flush()
+            self._comm.Abort(1)
+
+
+def _done(request: Any, seconds: float) -> bool:
+    """Whether an exchange completes in time."""
+    deadline = time.monotonic() + seconds
+    while not request.Test():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _check_alike(field: str, headers: Array, advice: str) -> None:
+    values = headers[field]
+    if (values != values[0]).any():
+        differs = int(np.flatnonzero(values != values[0])[0])
+        shown = f" ({values[0]:g} and {values[differs]:g})" if field == "scale" else ""
+        raise RankError(f"rank 0 and rank {differs}{shown}: {advice}")
+
+
+def _name(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _text(headers: Array, rank: int) -> str:
+    return bytes(headers["text"][rank]).decode("utf-8", "replace")
