@@ -17,10 +17,12 @@
 //
 //      The panel holds the output gradient, [JC positions][NR output channels]. MR steps k are MR streams through the
 //      staged source: a tile's rows are broadcast from there. Sums of a chunk rest in `partial`, laid out tile by
-//      tile; `weight_grad_finish` adds the chunks in their order and rounds to storage.
+//      tile; `weight_grad_finish` adds the chunks in their order and rounds to storage. The sum of the gradient over
+//      positions, the bias's gradient, is taken from the panels on the way: `partial_bias`, NR floats a panel.
 //
 //   MR, NR   the register tile. With 32 vector registers of 16 floats 6 x 64: ten loads for 24 multiplications (12 x 32
 //            takes 14; it serves weight gradients of few channels). Else 6 x 16.
+//   SHORT    rows of the last panels of weights, fewer than MR, so that hardly a row is computed in vain
 //   KC, JC   steps or positions of a panel
 //   X_T, G_T, OUT_T, BIAS_T   storage types of staged source (floats in weight_grad), gradient, output, bias
 //   SRC_T    storage type of the weights that pack_weights reads
@@ -39,7 +41,8 @@
 #define ONE_WORK_ITEM __attribute__((reqd_work_group_size(1, 1, 1)))
 
 // The tile's code, written once for each row i and vector v of 16.
-#define ROWS_6(X) X(0) X(1) X(2) X(3) X(4) X(5)
+#define ROWS_4(X) X(0) X(1) X(2) X(3)
+#define ROWS_6(X) ROWS_4(X) X(4) X(5)
 #define ROWS_12(X) ROWS_6(X) X(6) X(7) X(8) X(9) X(10) X(11)
 #define EACH_ROW(X) CAT(ROWS_, MR)(X)
 #define VECTORS_16(X, i) X(i, 0)
@@ -60,33 +63,38 @@
 #define MULTIPLY_ADD(i)                            \
     const float16 factor##i = (float16)(FACTOR(i)); \
     EACH_VECTOR(MULTIPLY_ADD_VECTOR, i)
-#define STEP(t)                      \
-    {                                \
-        const int step = t;          \
-        EACH_VECTOR(LOAD_VECTOR, )   \
-        EACH_ROW(MULTIPLY_ADD)       \
+#define STEP(ROWS, t)              \
+    {                              \
+        const int step = t;        \
+        EACH_VECTOR(LOAD_VECTOR, ) \
+        ROWS(MULTIPLY_ADD)         \
     }
 
+// Rows of the panels before panel p.
+#define ROWS_BEFORE(p, height) \
+    (min((size_t)(p), (size_t)tall) * (height) + (max((size_t)(p), (size_t)tall) - tall) * SHORT)
+
 #ifdef PACK_WEIGHTS
-// panels [group][block of KC steps][M/WIDTH][step][WIDTH], zero beyond M: what is read one after the other lies so, or
-// a page would be left after each panel's part of a block. Step k = (channel c, tap (i, j)) of row m is the weight at
+// panels [group][block of KC steps][panel][step][row], zero beyond M: what is read one after the other lies so, or a
+// page would be left after each panel's part of a block. The first `tall` panels have WIDTH rows, the others SHORT.
+// Step k = (channel c, tap (i, j)) of row m is the weight at
 // group * stride_group + m * stride_m + c * stride_c + first + i * step_y + j * step_x.
 // Work-item (panel, block of KC steps, group).
 __kernel ONE_WORK_ITEM void pack_weights(__global const STORAGE(SRC_T) *restrict w, __global float *restrict panels,
                                          const ulong M, const ulong K, const uint taps_y, const uint taps_x,
                                          const ulong stride_group, const ulong stride_m, const ulong stride_c,
-                                         const uint first, const uint step_y, const uint step_x) {
-    const size_t m = get_global_id(0) * WIDTH, group = get_global_id(2);
+                                         const uint first, const uint step_y, const uint step_x, const uint tall) {
+    const size_t panel = get_global_id(0), m = ROWS_BEFORE(panel, WIDTH), group = get_global_id(2);
     const size_t begin = get_global_id(1) * KC, steps = min((size_t)KC, (size_t)K - begin);
-    const size_t rows = min((size_t)WIDTH, (size_t)M - m);
+    const size_t height = panel < tall ? WIDTH : SHORT, rows = min(height, (size_t)M - m);
     w += group * stride_group + m * stride_m + first;
-    panels += ((group * K + begin) * get_global_size(0) + get_global_id(0) * steps) * WIDTH;
+    panels += (group * K + begin) * ROWS_BEFORE(get_global_size(0), WIDTH) + m * steps;
     uint y = begin % (taps_y * taps_x) / taps_x, x = begin % taps_x;
     w += begin / (taps_y * taps_x) * stride_c;
     for (size_t k = 0; k < steps; k++) {
         const size_t at = y * step_y + x * step_x;
-        for (size_t i = 0; i < WIDTH; i++)
-            panels[k * WIDTH + i] = i < rows ? LOAD(SRC_T, w, at + i * stride_m) : 0.0f;
+        for (size_t i = 0; i < height; i++)
+            panels[k * height + i] = i < rows ? LOAD(SRC_T, w, at + i * stride_m) : 0.0f;
         if (++x < taps_x) continue;
         x = 0;
         if (++y < taps_y) continue;
@@ -188,9 +196,26 @@ inline long together_at(size_t j, size_t columns, size_t positions, size_t out_i
     return p + 16 <= positions && j + 16 <= columns ? (long)(j / positions * out_image + p) : -1L;
 }
 
-#define FACTOR(i) a[step * MR + i]
+#define FACTOR(i) a[step * height + i]
 #define SPILL_VECTOR(i, v) STORE_PRIVATE(float16, c##i##_##v, tile + i * NR + v * 16);
 #define SPILL(i) EACH_VECTOR(SPILL_VECTOR, i)
+// The sums of a panel of weights, `rows` rows high.
+#define MULTIPLY_PANEL(ROWS, rows)                               \
+    {                                                            \
+        const int height = rows;                                 \
+        ROWS(CLEAR)                                              \
+        if (k0 > 0) { ROWS(RESUME) }                             \
+        int k = 0;                                               \
+        for (; k + 4 <= steps; k += 4, a += 4 * rows, b += 4 * NR) { \
+            STEP(ROWS, 0) STEP(ROWS, 1) STEP(ROWS, 2) STEP(ROWS, 3) \
+        }                                                        \
+        for (; k < steps; k++, a += rows, b += NR) { STEP(ROWS, 0) } \
+        if (is_last) {                                           \
+            ROWS(SPILL)                                          \
+        } else {                                                 \
+            ROWS(SUSPEND)                                        \
+        }                                                        \
+    }
 
 // Work-item (`each_j` panels of positions, `each_m` panels of output channels, group).
 __kernel ONE_WORK_ITEM WIDE_VECTORS void
@@ -199,13 +224,13 @@ conv(__global const float *restrict weights, __global const STORAGE(X_T) *restri
      __global const STORAGE(BIAS_T) *restrict bias, __global float *restrict work, const ulong out_begin,
      const ulong columns, const ulong M, const ulong K, const ulong positions, const ulong width, const ulong pitch,
      const ulong image, const ulong group_size, const ulong size, const ulong reach, const ulong out_image,
-     const uint each_j, const uint each_m, const int has_bias, const int relu) {
-    const size_t panels_m = (M + MR - 1) / MR, panels_j = (columns + NR - 1) / NR, group = get_global_id(2);
+     const uint panels_m, const uint tall, const uint each_j, const uint each_m, const int has_bias, const int relu) {
+    const size_t panels_j = (columns + NR - 1) / NR, group = get_global_id(2);
     const size_t first_j = get_global_id(0) * each_j, last_j = min(first_j + each_j, panels_j);
-    const size_t first_m = get_global_id(1) * each_m, last_m = min(first_m + each_m, panels_m);
+    const size_t first_m = get_global_id(1) * each_m, last_m = min(first_m + each_m, (size_t)panels_m);
     const size_t item = (group * get_global_size(1) + get_global_id(1)) * get_global_size(0) + get_global_id(0);
     __global float *panel = work + item * (KC * NR + (size_t)each_m * TILE), *rest = panel + KC * NR;
-    weights += group * panels_m * K * MR;
+    weights += group * K * ROWS_BEFORE(panels_m, MR);
     out += out_begin;
     for (size_t J = first_j; J < last_j; J++) {
         const size_t j = J * NR;
@@ -219,20 +244,13 @@ conv(__global const float *restrict weights, __global const STORAGE(X_T) *restri
                                group * group_size, size, reach);
             const bool is_last = k0 + steps >= K;
             for (size_t p = first_m; p < last_m; p++) {
-                __global const float *a = weights + (k0 * panels_m + p * steps) * MR, *b = panel;
+                const size_t m = ROWS_BEFORE(p, MR);
+                __global const float *a = weights + k0 * ROWS_BEFORE(panels_m, MR) + m * steps, *b = panel;
                 __global float *sums = rest + (p - first_m) * TILE;
-                EACH_ROW(CLEAR)
-                if (k0 > 0) { EACH_ROW(RESUME) }
-                int k = 0;
-                for (; k + 4 <= steps; k += 4, a += 4 * MR, b += 4 * NR) { STEP(0) STEP(1) STEP(2) STEP(3) }
-                for (; k < steps; k++, a += MR, b += NR) { STEP(0) }
-                if (!is_last) {
-                    EACH_ROW(SUSPEND)
-                    continue;
-                }
                 float tile[TILE];
-                EACH_ROW(SPILL)
-                const size_t m = p * MR, rows = min((size_t)MR, (size_t)M - m);
+                if (p < tall) MULTIPLY_PANEL(EACH_ROW, MR) else MULTIPLY_PANEL(CAT(ROWS_, SHORT), SHORT)
+                if (!is_last) continue;
+                const size_t rows = min((size_t)(p < tall ? MR : SHORT), (size_t)M - m);
                 for (size_t i = 0; i < rows; i++) {
                     const size_t row = (group * M + m + i) * positions;
                     const float bias_m = has_bias ? LOAD(BIAS_T, bias, group * M + m + i) : -0.0f; // v + -0 is v
@@ -296,21 +314,36 @@ inline void pack_grad(__global const STORAGE(G_T) *restrict g, __global float *r
     }
 }
 
+#define CLEAR_BIAS(i, v) float16 bias##v = 0.0f;
+#define ADD_BIAS(i, v) bias##v += LOAD16(f32, panel, j * NR + v * 16);
+#define RESUME_BIAS(i, v) bias##v += LOAD16(f32, sums, v * 16);
+#define SUSPEND_BIAS(i, v) STORE16(f32, bias##v, sums, v * 16);
+
+// Adds the positions of a panel to `sums`, which begin with it unless `resume`.
+inline void sum_positions(__global const float *panel, size_t count, __global float *sums, bool resume) {
+    EACH_VECTOR(CLEAR_BIAS, )
+    for (size_t j = 0; j < count; j++) { EACH_VECTOR(ADD_BIAS, ) }
+    if (resume) { EACH_VECTOR(RESUME_BIAS, ) }
+    EACH_VECTOR(SUSPEND_BIAS, )
+}
+
 #define STREAM(i) __global const float *const x##i = x + offsets[min(k + i, (size_t)K - 1)];
 #define FACTOR(i) x##i[at + step]
 
 // Work-item (`each_k` panels of steps, `each_block` blocks of JC positions, group).
 __kernel ONE_WORK_ITEM WIDE_VECTORS void
 weight_grad(__global const float *restrict x, __global const ulong *restrict offsets,
-            __global const STORAGE(G_T) *restrict grad, __global float *restrict partial, __global float *restrict work,
-            const ulong grad_begin, const ulong columns, const ulong M, const ulong K, const ulong positions,
+            __global const STORAGE(G_T) *restrict grad, __global float *restrict partial,
+            __global float *restrict partial_bias, __global float *restrict work, const ulong grad_begin, const ulong columns, const ulong M, const ulong K, const ulong positions,
             const ulong width, const ulong pitch, const ulong image, const ulong group_size, const ulong grad_image,
-            const ulong grad_size, const uint each_k, const uint each_block, const int accumulate) {
+            const ulong grad_size, const uint each_k, const uint each_block, const int accumulate, const int has_bias) {
     const size_t panels_k = (K + MR - 1) / MR, panels_m = (M + NR - 1) / NR, group = get_global_id(2);
     const size_t first_k = get_global_id(0) * each_k, last_k = min(first_k + each_k, panels_k);
     const size_t item = (get_global_id(1) * get_global_size(2) + group) * get_global_size(0) + get_global_id(0);
     __global float *panel = work + item * (JC + 16) * NR;
-    partial += (get_global_id(1) * get_global_size(2) + group) * panels_k * panels_m * TILE;
+    const size_t part = get_global_id(1) * get_global_size(2) + group;
+    partial += part * panels_k * panels_m * TILE;
+    partial_bias += part * panels_m * NR;
     x += group * group_size;
     ulong run_at[JC];
     uint run_length[JC];
@@ -335,6 +368,7 @@ weight_grad(__global const float *restrict x, __global const ulong *restrict off
         for (size_t P = 0; P < panels_m; P++) {
             pack_grad(grad, panel, min((size_t)NR, (size_t)M - P * NR), j0, j1, positions, grad_image,
                       grad_begin + (group * M + P * NR) * positions, grad_size);
+            if (has_bias && first_k == 0) sum_positions(panel, j1 - j0, partial_bias + P * NR, resume);
             for (size_t Q = first_k; Q < last_k; Q++) {
                 __global float *sums = partial + (Q * panels_m + P) * TILE;
                 const size_t k = Q * MR;
@@ -345,8 +379,8 @@ weight_grad(__global const float *restrict x, __global const ulong *restrict off
                 for (int s = 0; s < runs; s++) {
                     size_t at = run_at[s];
                     const size_t stop = at + run_length[s];
-                    for (; at + 4 <= stop; at += 4, b += 4 * NR) { STEP(0) STEP(1) STEP(2) STEP(3) }
-                    for (; at < stop; at++, b += NR) { STEP(0) }
+                    for (; at + 4 <= stop; at += 4, b += 4 * NR) { STEP(EACH_ROW, 0) STEP(EACH_ROW, 1) STEP(EACH_ROW, 2) STEP(EACH_ROW, 3) }
+                    for (; at < stop; at++, b += NR) { STEP(EACH_ROW, 0) }
                 }
                 EACH_ROW(SUSPEND)
             }
@@ -357,10 +391,13 @@ weight_grad(__global const float *restrict x, __global const ulong *restrict off
 #endif
 
 #ifdef WEIGHT_GRAD_FINISH
-// grad[group][m][k] = sum of `chunks` partial tiles. Work-item (panel of steps, panel of output channels, group).
+// grad[group][m][k] = sum of `chunks` partial tiles, and bias_grad[group][m] = sum of as many partial sums of positions.
+// Work-item (panel of steps, panel of output channels, group).
 __kernel ONE_WORK_ITEM void weight_grad_finish(__global const float *restrict partial,
-                                               __global STORAGE(OUT_T) *restrict grad, const ulong M, const ulong K,
-                                               const uint chunks) {
+                                               __global const float *restrict partial_bias,
+                                               __global STORAGE(OUT_T) *restrict grad,
+                                               __global STORAGE(BIAS_T) *restrict bias_grad, const ulong M,
+                                               const ulong K, const uint chunks, const int has_bias) {
     const size_t panels_m = get_global_size(1), groups = get_global_size(2), group = get_global_id(2);
     const size_t k = get_global_id(0) * MR, m = get_global_id(1) * NR;
     const size_t stride = groups * get_global_size(0) * panels_m * TILE;
@@ -374,5 +411,10 @@ __kernel ONE_WORK_ITEM void weight_grad_finish(__global const float *restrict pa
     }
     for (size_t l = 0; l < lanes; l++)
         for (size_t i = 0; i < rows; i++) STORE(OUT_T, sums[i * NR + l], grad, (group * M + m + l) * K + k + i);
+    for (size_t l = 0; l < lanes && has_bias && k == 0; l++) {
+        float sum = 0.0f;
+        for (uint c = 0; c < chunks; c++) sum += partial_bias[((c * groups + group) * panels_m) * NR + m + l];
+        STORE(BIAS_T, sum, bias_grad, group * M + m + l);
+    }
 }
 #endif

@@ -54,15 +54,17 @@ inline void copy_elements(__global const STORAGE(X_T) *x, size_t from, size_t st
     }
 }
 
-// Zeros from y[to] to y[stop - 1], and perhaps beyond, but below `end`.
-inline void clear_elements(__global STORAGE(Y_T) *y, size_t to, size_t stop, size_t end) {
+// Zeros from y[to] to y[stop - 1], and perhaps beyond, but below `end`. Returns where they end.
+inline size_t clear_elements(__global STORAGE(Y_T) *y, size_t to, size_t stop, size_t end) {
     for (; to < stop; to += 16) {
         if (to + 16 <= end) {
             STORE16(Y_T, (VALUES(Y_T))0, y, to);
         } else {
-            for (size_t i = to; i < stop; i++) STORE(Y_T, (VALUE(Y_T))0, y, i);
+            for (; to < stop; to++) STORE(Y_T, (VALUE(Y_T))0, y, to);
+            return to;
         }
     }
+    return to;
 }
 
 // How many columns of a phase lie before column `u` of the padded source.
@@ -74,6 +76,7 @@ stage_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restr
            const uint phases_y, const uint phases_x, const uint stride_y, const uint stride_x, const uint pad_y,
            const uint pad_x, const uint each) {
     const size_t begin = (size_t)get_global_id(0) * each, last = min(begin + each, (size_t)rows), end = last * WS;
+    size_t zeros = 0; // where those end that were written last: they reach into the next row
     for (size_t row = begin; row < last;) {
         // the rows of one phase of a plane
         const size_t phase_x = row / HS % phases_x, phase_y = row / HS / phases_x % phases_y;
@@ -86,10 +89,10 @@ stage_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restr
         for (; row < stop; row++, h += stride_y) {
             const size_t at = row * WS;
             const bool inside = h >= pad_y && h - pad_y < H && left < right;
-            clear_elements(y, at, at + (inside ? left : WS), end);
+            zeros = clear_elements(y, max(at, zeros), at + (inside ? left : WS), end);
             if (!inside) continue;
             copy_elements(x, (plane * H + h - pad_y) * W + column, stride_x, y, at + left, right - left, size, end);
-            clear_elements(y, at + right, at + WS, end);
+            zeros = clear_elements(y, at + right, at + WS, end);
         }
     }
 }

@@ -143,8 +143,8 @@ def _convolve(
             packed = _weights(wo, window, transposed=True)
             gx = ops.conv2d_input_grad(grad, packed, image, window, out_dtype=xo.grad_dtype)
         if wo.needs_grad:
-            gw = ops.conv2d_weight_grad(xo.value, grad, extent, window, out_dtype=wo.grad_dtype)
-        if bo is not None and bo.needs_grad:
+            gw, gb = _parameter_grads(xo.value, grad, wo, bo if bo is not None and bo.needs_grad else None, window)
+        elif bo is not None and bo.needs_grad:
             gb = _bias_grad(grad, bo)
         return [gx, gw] if bo is None else [gx, gw, gb]
 
@@ -158,6 +158,19 @@ def _weights(w: Operand, window: Window, *, transposed: bool) -> Weights:
         return ops.pack_weights(value, window.groups, transposed=transposed)
     kind = ("convolution", transposed, window.groups, value.dtype)
     return weights.get_reused(w.weight, kind, lambda _: ops.pack_weights(value, window.groups, transposed=transposed))
+
+
+def _parameter_grads(
+    x: Tensor, grad: Tensor, w: Operand, bias: Operand | None, window: Window
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the weights and of the bias, where there is one."""
+    extent = _pair("conv2d", "kernel", w.shape[2:], 1)
+    if bias is None:
+        return ops.conv2d_weight_grad(x, grad, extent, window, out_dtype=w.grad_dtype), None
+    gw, gb = ops.conv2d_parameter_grads(
+        x, grad, extent, window, out_dtype=w.grad_dtype, bias_dtype=bias.grad_dtype
+    )  # fmt: skip
+    return gw, bridge.view(gb, bias.shape)
 
 
 def _bias_grad(grad: Tensor, bias: Operand) -> Tensor:
@@ -250,15 +263,12 @@ def tensor_conv2d_backward(
     window = _window("conv2d_backward", stride, pad, dilation, groups)
     xo, wo = casting.operands(as_node(x), as_node(w))
     grad = as_is(grad_out).value
-    gx = gb = None
+    gx = None
     if need_grad_x:
         packed = _weights(wo, window, transposed=True)
         image = _pair("conv2d_backward", "x", xo.shape[2:], 0)
         gx = ops.conv2d_input_grad(grad, packed, image, window, out_dtype=xo.grad_dtype)
-    extent = _pair("conv2d_backward", "kernel", wo.shape[2:], 1)
-    gw = ops.conv2d_weight_grad(xo.value, grad, extent, window, out_dtype=wo.grad_dtype)
-    if bias is not None:
-        gb = _bias_grad(grad, as_is(bias))
+    gw, gb = _parameter_grads(xo.value, grad, wo, None if bias is None else as_is(bias), window)
     return gx, gw, gb
 
 

@@ -18,9 +18,11 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
 from clamp.ops import conv_packed, conv_tiled
+from clamp.ops.cast import cast_into
 from clamp.ops.conv_geometry import Correlation, Pair, Window, forward_axis, gradient_axes
 from clamp.ops.conv_stage import Source, Weights, interleave, offsets, slices, stage
 from clamp.ops.gemm_operands import Epilogue
+from clamp.ops.reduce_to_shape import sum_to_shape
 
 
 class ConvKernel(Enum):
@@ -151,11 +153,48 @@ def conv2d_weight_grad(
     Raises:
         ValueError: shapes that do not fit.
     """
+    return _weight_grad(x, grad, extent, window, out_dtype, None, kernel)
+
+
+def conv2d_parameter_grads(
+    x: Tensor,
+    grad: Tensor,
+    extent: Pair,
+    window: Window,
+    *,
+    out_dtype: str,
+    bias_dtype: str,
+    kernel: ConvKernel | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients with respect to the weights, as `conv2d_weight_grad`, and to the bias, which costs hardly more.
+
+    Args:
+        bias_dtype: storage type of the second.
+
+    Returns:
+        Tensors (F, C / groups, KH, KW) and (F,).
+    """
+    bias = bridge.empty(grad.queue, (grad.shape[1],), bias_dtype)
+    return _weight_grad(x, grad, extent, window, out_dtype, bias, kernel), bias
+
+
+def _weight_grad(
+    x: Tensor,
+    grad: Tensor,
+    extent: Pair,
+    window: Window,
+    out_dtype: str,
+    bias: Tensor | None,
+    kernel: ConvKernel | None,
+) -> Tensor:
+    """The weights' gradient; the bias's is written to ``bias``."""
     channels, rows = x.shape[1] // window.groups, grad.shape[1] // window.groups
     size = window.output(_pair(x.shape[2:]), extent)
     _require(grad.shape == (x.shape[0], rows * window.groups, *size), f"x {x.shape} and {grad.shape} do not fit")
     out_shape = (rows * window.groups, channels, *extent)
     if x.size * grad.size == 0:
+        if bias is not None:
+            cast_into(sum_to_shape(grad, (1, grad.shape[1], 1, 1), bias.dtype), bias)
         return bridge.zeros(x.queue, out_shape, out_dtype)
     out = bridge.empty(x.queue, out_shape, out_dtype)
     kernel = kernel or default_kernel(x.queue)
@@ -169,7 +208,7 @@ def conv2d_weight_grad(
         source = Source(
             stage(x, shape, first, images, dtype, by_rows=by_rows), shape, table, images, window.groups, channels
         )
-        total = total or module.WeightGradient(source, rows, out)
+        total = total or module.WeightGradient(source, rows, out, bias)
         total.add(source, grad, first * grad.shape[1] * shape.positions)
     total.finish(source)
     return out

@@ -13,6 +13,7 @@ from clamp.ops.gemm_packed import Tile, tile_of
 from clamp.program import get_kernel
 
 _PANEL_FLOATS = 8192  # of steps or positions: what a first-level cache holds beside the other operand
+_SHORT = 4  # rows of the last panels of weights: with 6 and 4 rows, at most one is computed in vain
 _ITEMS_PER_CORE = 16  # work-items that a core should get, so that the last ones even out
 _PARTIAL_FLOATS = 8 * 2**20  # of partial weight gradients
 
@@ -20,10 +21,10 @@ _PARTIAL_FLOATS = 8 * 2**20  # of partial weight gradients
 GRAD_SOURCE_DTYPE: str | None = "float32"
 
 
-def panel_shape(queue: cl.CommandQueue) -> tuple[int, int]:
-    """Rows of a panel of weights, and steps of a block of them."""
+def panel_shape(queue: cl.CommandQueue) -> tuple[int, int, int]:
+    """Rows of a panel of weights, rows of the last ones, and steps of a block of them."""
     tile = _tile(queue)
-    return tile.rows, _PANEL_FLOATS // tile.columns
+    return tile.rows, _SHORT, _PANEL_FLOATS // tile.columns
 
 
 def _tile(queue: cl.CommandQueue) -> Tile:
@@ -44,31 +45,34 @@ def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_ima
     """Writes a correlation, through the epilogue, into ``out`` from element ``begin`` on."""
     queue, shape = out.queue, source.shape
     tile = _tile(queue)
-    panels_j, panels_m = -(-source.columns // tile.columns), -(-weights.rows // tile.rows)
+    steps = _PANEL_FLOATS // tile.columns
+    tall, short = weights.heights
+    panels_j, panels_m = -(-source.columns // tile.columns), tall + short
     each_j = max(1, panels_j * source.groups // _items(queue))
     parts_m = min(panels_m, max(1, _items(queue) // (panels_j * source.groups)))
     each_m = -(-panels_m // parts_m)
     grid = (-(-panels_j // each_j), -(-panels_m // each_m), source.groups)
-    slice_floats = _PANEL_FLOATS + each_m * tile.rows * tile.columns
+    slice_floats = (steps + each_m * tile.rows) * tile.columns
     work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_floats,), "float32")
     bias = out if epilogue.bias is None else epilogue.bias  # a kernel's pointer must point somewhere
     kernel = get_kernel(
-        queue, "conv_packed.cl", "conv", "ppppppqqqqqqqqqqqquuii",
-        CONV=1, X_T=source.storage, MR=tile.rows, NR=tile.columns, KC=_PANEL_FLOATS // tile.columns, **epilogue.macros,
+        queue, "conv_packed.cl", "conv", "ppppppqqqqqqqqqqqquuuuii",
+        CONV=1, X_T=source.storage, MR=tile.rows, SHORT=_SHORT, NR=tile.columns, KC=steps,
+        **epilogue.macros,
     )  # fmt: skip
     kernel(
         queue, grid, (1, 1, 1), weights.panels(shape).buffer, source.tensor.buffer, source.offsets.buffer, out.buffer,
         bias.buffer, work.buffer, begin, source.columns, weights.rows, source.steps, shape.positions, *shape.row,
         source.groups * source.group_size, source.group_size, source.tensor.size, shape.reach(source.channels),
-        out_image, each_j, each_m, epilogue.bias is not None, epilogue.relu,
+        out_image, panels_m, tall, each_j, each_m, epilogue.bias is not None, epilogue.relu,
     )  # fmt: skip
 
 
 class WeightGradient:
     """A weight gradient as it adds up, slice by slice of the batch."""
 
-    def __init__(self, first: Source, rows: int, out: Tensor) -> None:
-        self._out, self._rows = out, rows
+    def __init__(self, first: Source, rows: int, out: Tensor, bias: Tensor | None) -> None:
+        self._out, self._bias, self._rows = out, bias, rows
         queue = out.queue
         self._tile = tile = _tile_of_gradient(queue, rows)
         self._block = _PANEL_FLOATS // tile.columns
@@ -81,6 +85,9 @@ class WeightGradient:
         parts_k = min(self._panels_k, max(1, _items(queue) // (first.groups * self._chunks)))
         self._each_k = -(-self._panels_k // parts_k)
         self._partial = bridge.empty(queue, (self._chunks * floats,), "float32")
+        bias_floats = self._chunks * first.groups * self._panels_m * tile.columns
+        # a kernel's pointers must point somewhere
+        self._partial_bias = self._partial if bias is None else bridge.empty(queue, (bias_floats,), "float32")
         self._accumulate = False
 
     def add(self, source: Source, grad: Tensor, begin: int) -> None:
@@ -89,23 +96,29 @@ class WeightGradient:
         grid = (-(-self._panels_k // self._each_k), self._chunks, source.groups)
         work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * (self._block + 16) * tile.columns,), "float32")
         kernel = get_kernel(
-            queue, "conv_packed.cl", "weight_grad", "pppppqqqqqqqqqqquui",
+            queue, "conv_packed.cl", "weight_grad", "ppppppqqqqqqqqqqquuii",
             WEIGHT_GRAD=1, G_T=bridge.STORAGE[grad.dtype], MR=tile.rows, NR=tile.columns, JC=self._block,
         )  # fmt: skip
         kernel(
             queue, grid, (1, 1, 1), source.tensor.buffer, source.offsets.buffer, grad.buffer, self._partial.buffer,
-            work.buffer, begin, source.columns, self._rows, source.steps, shape.positions, *shape.row,
-            source.groups * source.group_size, source.group_size, source.groups * self._rows * shape.positions,
-            grad.size, self._each_k, self._each_block, self._accumulate,
+            self._partial_bias.buffer, work.buffer, begin, source.columns, self._rows, source.steps, shape.positions,
+            *shape.row, source.groups * source.group_size, source.group_size,
+            source.groups * self._rows * shape.positions, grad.size, self._each_k, self._each_block,
+            self._accumulate, self._bias is not None,
         )  # fmt: skip
         self._accumulate = True
 
     def finish(self, source: Source) -> None:
         """Writes the sum."""
         queue, tile = self._out.queue, self._tile
+        bias = self._out if self._bias is None else self._bias
         kernel = get_kernel(
-            queue, "conv_packed.cl", "weight_grad_finish", "ppqqu",
-            WEIGHT_GRAD_FINISH=1, OUT_T=bridge.STORAGE[self._out.dtype], MR=tile.rows, NR=tile.columns,
+            queue, "conv_packed.cl", "weight_grad_finish", "ppppqqui",
+            WEIGHT_GRAD_FINISH=1, OUT_T=bridge.STORAGE[self._out.dtype], BIAS_T=bridge.STORAGE[bias.dtype],
+            MR=tile.rows, NR=tile.columns,
         )  # fmt: skip
-        grid = (self._panels_k, self._panels_m, source.groups)
-        kernel(queue, grid, (1, 1, 1), self._partial.buffer, self._out.buffer, self._rows, source.steps, self._chunks)
+        kernel(
+            queue, (self._panels_k, self._panels_m, source.groups), (1, 1, 1),
+            self._partial.buffer, self._partial_bias.buffer, self._out.buffer, bias.buffer,
+            self._rows, source.steps, self._chunks, self._bias is not None,
+        )  # fmt: skip

@@ -145,13 +145,15 @@ class Weights:
         tensor: the weights; C counts the channels of one group.
         groups: F falls apart into as many groups.
         transposed: whether sums run over F (the input gradient) and not over C (forward).
-        width, block: rows of a panel, and its steps that are read one after the other.
+        width, short: rows of a panel, and of the last ones, where that leaves fewer rows empty (0: of none).
+        block: steps of a panel that are read one after the other.
     """
 
     tensor: Tensor
     groups: int
     transposed: bool
     width: int
+    short: int
     block: int
     _panels: dict[tuple[Taps, Taps], Tensor] = field(default_factory=dict)
 
@@ -164,6 +166,16 @@ class Weights:
     def channels(self) -> int:
         """Channels that one group sums over."""
         return self.tensor.shape[0] // self.groups if self.transposed else self.tensor.shape[1]
+
+    @property
+    def heights(self) -> tuple[int, int]:
+        """How many panels have ``width`` rows, and how many have ``short``."""
+        most = -(-self.rows // self.width)
+        if not self.short:
+            return most, 0
+        talls = range(most, max(most - 3, -1), -1)
+        choices = [(tall, -(-max(0, self.rows - tall * self.width) // self.short)) for tall in talls]
+        return min(choices, key=lambda choice: choice[0] * self.width + choice[1] * self.short)
 
     @property
     def nbytes(self) -> int:
@@ -179,20 +191,21 @@ class Weights:
 
     def _pack(self, y: Taps, x: Taps) -> Tensor:
         w, rows, steps = self.tensor, self.rows, self.channels * y.count * x.count
-        count = -(-rows // self.width)
-        panels = bridge.empty(w.queue, (max(1, self.groups * count * steps * self.width),), "float32")
+        tall, short = self.heights
+        floats = self.groups * steps * (tall * self.width + short * self.short)
+        panels = bridge.empty(w.queue, (max(1, floats),), "float32")
         if steps == 0 or rows == 0:
             return panels
         kernel_columns, taps = w.shape[3], w.shape[2] * w.shape[3]
         per_output = w.shape[1] * taps
         strides = (taps, per_output) if self.transposed else (per_output, taps)
         kernel = get_kernel(
-            w.queue, "conv_packed.cl", "pack_weights", "ppqquuqqquuu",
-            PACK_WEIGHTS=1, SRC_T=bridge.STORAGE[w.dtype], WIDTH=self.width, KC=self.block,
+            w.queue, "conv_packed.cl", "pack_weights", "ppqquuqqquuuu",
+            PACK_WEIGHTS=1, SRC_T=bridge.STORAGE[w.dtype], WIDTH=self.width, SHORT=self.short, KC=self.block,
         )  # fmt: skip
         kernel(
-            w.queue, (count, -(-steps // self.block), self.groups), (1, 1, 1), w.buffer, panels.buffer,
+            w.queue, (tall + short, -(-steps // self.block), self.groups), (1, 1, 1), w.buffer, panels.buffer,
             rows, steps, y.count, x.count, w.shape[0] // self.groups * per_output, *strides,
-            y.first * kernel_columns + x.first, y.step * kernel_columns, x.step,
+            y.first * kernel_columns + x.first, y.step * kernel_columns, x.step, tall,
         )  # fmt: skip
         return panels

@@ -12,7 +12,7 @@ from clamp.device import Capabilities, capabilities
 from clamp.ops.cast import cast_into
 from clamp.ops.conv_stage import Source, Weights
 from clamp.ops.gemm_operands import Epilogue
-from clamp.ops.reduce_to_shape import sum_axis
+from clamp.ops.reduce_to_shape import sum_axis, sum_to_shape
 from clamp.program import get_kernel
 
 _PER_ITEM = 4  # a work-item computes 4 x 4 elements
@@ -39,9 +39,9 @@ def _macros(queue: cl.CommandQueue) -> dict[str, Any]:
     return {"SIDE": _side(capabilities(queue)), "PER_ITEM": _PER_ITEM, "TILE_K": _TILE_K}
 
 
-def panel_shape(queue: cl.CommandQueue) -> tuple[int, int]:
-    """Rows of a panel of weights, and steps of a block of them."""
-    return _side(capabilities(queue)) * _PER_ITEM, _TILE_K
+def panel_shape(queue: cl.CommandQueue) -> tuple[int, int, int]:
+    """Rows of a panel of weights, of the last ones (0: they are no shorter), and steps of a block of them."""
+    return _side(capabilities(queue)) * _PER_ITEM, 0, _TILE_K
 
 
 def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_image: int, epilogue: Epilogue) -> None:
@@ -64,8 +64,8 @@ def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_ima
 class WeightGradient:
     """A weight gradient as it adds up, slice by slice of the batch."""
 
-    def __init__(self, first: Source, rows: int, out: Tensor) -> None:
-        self._out, self._rows = out, rows
+    def __init__(self, first: Source, rows: int, out: Tensor, bias: Tensor | None) -> None:
+        self._out, self._bias, self._rows = out, bias, rows
         queue = out.queue
         tile = panel_shape(queue)[0]
         floats = first.groups * rows * first.steps
@@ -93,7 +93,11 @@ class WeightGradient:
             self._chunk, source.groups, self._accumulate,
         )  # fmt: skip
         self._accumulate = True
+        self._grad = grad
 
     def finish(self, source: Source) -> None:
         """Writes the sum."""
+        if self._bias is not None:
+            bias = sum_to_shape(self._grad, (1, self._grad.shape[1], 1, 1), self._bias.dtype)
+            cast_into(bias, self._bias)
         cast_into(sum_axis(self._partial, 1, self._chunks, self._out.size, self._out.dtype), self._out)

@@ -64,6 +64,8 @@ CASES = {
     "stride 4, dilation 2": Case(1, 2, 2, (13, 11), (3, 3), (4, 4), (3, 2), (2, 2)),
     "stride 3, dilation 2": Case(1, 1, 2, (10, 11), (3, 3), (3, 3), (1, 2), (2, 2)),
     "kernel larger than the image": Case(2, 2, 3, (2, 3), (5, 5), pad=(2, 2)),
+    "padding of more than 16": Case(1, 2, 2, (2, 18), (1, 2), pad=(1, 20)),
+    "padding of more than 16, stride 2": Case(1, 1, 2, (2, 7), (2, 3), (1, 2), (0, 35)),
     "padding larger than the kernel": Case(1, 1, 2, (3, 3), (2, 2), pad=(3, 4)),
     "oblong": Case(1, 3, 2, (8, 5), (1, 5), (2, 1), (0, 2)),
     "one pixel left": Case(3, 4, 5, (3, 3), (3, 3)),
@@ -142,8 +144,15 @@ def check(
     steps = w[0].size
     assert_close(y, expected, slack=slack(magnitude, steps))
 
-    gw = ops.conv2d_weight_grad(tensors[0], tensors[2], case.kernel, case.window, **options)
     terms = g.shape[0] * g.shape[2] * g.shape[3]
+    gw = ops.conv2d_weight_grad(tensors[0], tensors[2], case.kernel, case.window, **options)
+    if with_bias:
+        without = to_numpy(gw)
+        gw, gb = ops.conv2d_parameter_grads(
+            tensors[0], tensors[2], case.kernel, case.window, bias_dtype="float32", **options
+        )
+        np.testing.assert_array_equal(to_numpy(gw), without)
+        assert_close(gb, g.sum((0, 2, 3)), slack=slack(np.abs(g).sum((0, 2, 3)), terms))
     assert_close(gw, weight_grad(x, g, case), slack=slack(weight_grad(np.abs(x), np.abs(g), case), terms))
 
     bias_c = np.linspace(-1, 3, x.shape[1]).astype(np.float32)
@@ -175,6 +184,15 @@ def test_storage_types(queue: cl.CommandQueue, simulated: bool, x_dtype: str, ke
     case = Case(1, 1, 2, (3, 5), (3, 3), pad=(1, 1)) if simulated else Case(2, 2, 5, (5, 18), (3, 3), pad=(1, 1))
     check(queue, case, kernel, (x_dtype, w_dtype, out_dtype, out_dtype), with_bias=False)
     check(queue, case, kernel, (x_dtype,) * 4)
+
+
+@KERNELS
+@pytest.mark.parametrize("features", range(1, 14))
+def test_numbers_of_channels(queue: cl.CommandQueue, simulated: bool, features: int, kernel: ConvKernel) -> None:
+    """Panels of weights are of two heights: every remainder, forward and in the input gradient."""
+    if simulated:
+        pytest.skip("slow to simulate; other tests have panels of both heights")
+    check(queue, Case(2, features, features, (3, 6), (3, 3), pad=(1, 1), groups=2), kernel)
 
 
 @KERNELS
