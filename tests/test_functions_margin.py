@@ -156,6 +156,19 @@ def test_what_a_widened_function_calls_runs_on_clamps_kernels(queue: cl.CommandQ
         assert np.isfinite(to_numpy(embeddings[0].value.grad)).all()
 
 
+@pytest.mark.parametrize("storage", ["float32", "float16"])
+def test_a_loss_of_netcls_in_fp32_is_so_throughout(queue: cl.CommandQueue, storage: str) -> None:
+    """The covariances of large embeddings are sums beyond half's range until they are divided."""
+    rng = np.random.default_rng(7)
+    host = [np.float16(40 * rng.standard_normal((64, 4))).astype(np.float64) for _ in range(2)]
+    with amp.init(loss_scale=1.0):
+        first, second = (leaf(queue, values, storage) for values in host)
+        loss = losses.vicreg_loss(first, second, sim_coeff=0.0, std_coeff=0.0)
+    covariances = [np.cov(values, rowvar=False) for values in host]
+    expected = sum((np.square(c).sum() - np.square(np.diag(c)).sum()) / 4 for c in covariances) / 2
+    assert to_numpy(loss.value).item() == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_augmentations_read_halves(queue: cl.CommandQueue, dtype: str) -> None:
     image = to_device(queue, np.random.default_rng(4).uniform(0, 1, (2, 3, 5, 7)), dtype)

@@ -66,7 +66,9 @@ def kernels(entry: Entry) -> str:
     if entry.policy is CastPolicy.NONE:
         return "netcl's own, if any"
     if entry.name not in OWNED:
-        return "netcl's, in float32: 16-bit inputs are widened" + (", results written back" if entry.in_place else "")
+        return "netcl's, and clamp's for what it calls, in float32: 16-bit inputs are widened" + (
+            ", results written back" if entry.in_place else ""
+        )
     function = OWNED[entry.name]
     files = ", ".join(sorted(reached(function).files)) or "none: it moves nothing"
     return f"{files}  ({function.__module__}.{function.__qualname__})"

@@ -186,7 +186,7 @@ _COMPILED = Entry("netcl.autograd.jit_compile", CastPolicy.FLOAT, "netcl compile
 
 def jit_compile(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
     """netcl's compiler makes kernels that read every input as float: what it compiles gets 16-bit inputs widened."""
-    return wrapt.FunctionWrapper(wrapped(*args, **kwargs), netcl_wrapper(_COMPILED))
+    return wrapt.FunctionWrapper(wrapped(*args, **kwargs), netcl_wrapper(_COMPILED, listed=False))
 
 
 class FloatKernels(dict[Any, Any]):

@@ -190,7 +190,7 @@ class Patches:
                 if entry.name in self._policies.calls:
                     continue  # what it hands over to is wrapped, and must see the inputs as they are
                 if id(function) not in none and _is_own_function(function, module):
-                    self._wrapper_of(function, netcl_wrapper(entry))
+                    self._wrapper_of(function, netcl_wrapper(entry, listed=False))
 
     def _wrap_entry(self, entry: Entry) -> None:
         original = _function_of(entry)

@@ -77,18 +77,26 @@ def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
     return call
 
 
-def netcl_wrapper(entry: Entry) -> Wrapper:
-    """Wrapper for a netcl function that clamp has no kernels for: 16-bit inputs are widened to fp32."""
+def netcl_wrapper(entry: Entry, listed: bool = True) -> Wrapper:
+    """Wrapper for a netcl function that clamp has no kernels for: 16-bit inputs are widened to fp32.
+
+    Args:
+        listed: whether a list names the function. One in fp32 by a list is so throughout: it calls no function in half.
+    """
 
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not Installed.now:
             return wrapped(*args, **kwargs)
         region = casting_region()
-        if region is not None and region.policies.policy_of(entry) is CastPolicy.BANNED and not region.allow_banned:
+        policy = None if region is None else region.policies.policy_of(entry)
+        if region is not None and policy is CastPolicy.BANNED and not region.allow_banned:
             raise RuntimeError(banned_message(entry))
-        if not holds_half(args, kwargs):
+        if holds_half(args, kwargs):
+            return _run_widened(entry, wrapped, args, kwargs)
+        if region is None or not listed or policy is not CastPolicy.FLOAT:
             return wrapped(*args, **kwargs)
-        return _run_widened(entry, wrapped, args, kwargs)
+        with casting_in(region.in_float32):
+            return wrapped(*args, **kwargs)
 
     return call
 
