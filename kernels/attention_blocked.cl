@@ -139,7 +139,7 @@ inline void transpose(floats from, size_t from_pitch, floats to, size_t to_pitch
     const int seen_by_all = causal ? (int)first : (int)T - 1, visible = (int)(causal ? min(first + LANES, T) : T);
 #define IS_EDGE(key) ((key) + ROWS - 1 > seen_by_all)
 
-#define EXP(v) exp(v)
+#define EXP(v) exp16(v)
 // What to subtract from scores: with nothing but -inf among them, 0, so that their exponentials are 0 and not NaN.
 #define FINITE_TOP(top) select(top, (float16)(0.0f), (top) == -INFINITY)
 

@@ -52,7 +52,7 @@ attention_decode(__global const STORAGE(Q_T) *restrict q, __global const STORAGE
         top = most;
         float added = 0.0f;
         for (size_t j = lane * 16; j < KEYS; j += WG * 16) {
-            const float16 p = exp(vload16(0, weights + j) - shift);
+            const float16 p = exp16(vload16(0, weights + j) - shift);
             added += sum16(p);
             vstore16(p, 0, weights + j);
         }

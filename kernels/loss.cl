@@ -26,7 +26,7 @@ inline float row_top(__global const STORAGE(X_T) *row, size_t n, __local float *
 
 inline float row_total(__global const STORAGE(X_T) *row, size_t n, float top, __local float *scratch) {
     float16 sums = 0;
-    FOR_EACH_16(i) sums += exp(LOAD_PART(X_T, row, i, n, -INFINITY) - top);
+    FOR_EACH_16(i) sums += exp16(LOAD_PART(X_T, row, i, n, -INFINITY) - top);
     return group_sum(sum16(sums), scratch);
 }
 
@@ -127,7 +127,7 @@ label_gradient(__global const STORAGE(X_T) *restrict x, __global const STORAGE(L
         for (size_t i = lid * 16; i < n; i += WG * 16) {
             const long lane = label - (long)i; // where the label is among these 16, if it is
             const int16 here = LANES == (int)(lane >= 0 && lane < 16 ? lane : -1);
-            const float16 share = exp(LOAD_PART(X_T, x + row * n, i, n, 0.0f) - top) / total;
+            const float16 share = exp16(LOAD_PART(X_T, x + row * n, i, n, 0.0f) - top) / total;
             float16 slope = (here ? share - 1.0f : share) * scale;
             if (total == 0.0f) slope = 0.0f;
             STORE_PART(DX_T, slope, dx + row * n, i, n);
@@ -179,7 +179,7 @@ probability_gradient(__global const STORAGE(X_T) *restrict x, __global const STO
     for (size_t row = first; row < last; row++) {
         const float top = stats[row * STATS], total = stats[row * STATS + 1], weight = stats[row * STATS + 2];
         for (size_t i = lid * 16; i < n; i += WG * 16) {
-            const float16 share = exp(LOAD_PART(X_T, x + row * n, i, n, 0.0f) - top) / total;
+            const float16 share = exp16(LOAD_PART(X_T, x + row * n, i, n, 0.0f) - top) / total;
             const float16 slope = (share * weight - LOAD_PART(T_T, t + row * n, i, n, 0.0f)) * scale;
             STORE_PART(DX_T, slope, dx + row * n, i, n);
         }

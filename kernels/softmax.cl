@@ -1,6 +1,7 @@
 // softmax.cl: softmax over one axis of a contiguous tensor seen as (outer, n, inner), and its backward.
 //
-//   forward    y = exp(x - max x) / sum exp(x - max x)      three passes: maximum, sum, result
+//   forward    y = exp(x - max x) / sum exp(x - max x)      three passes: maximum, sum, result; *_kept_rows goes
+//                                                           through memory once and keeps a row's exponentials
 //   backward   dx = y * (dy - sum dy * y)                   two passes: sum, result
 //
 //   inner == 1: *_rows                              inner > 1: *_columns
@@ -14,6 +15,36 @@
 //
 //   X_T, G_T, Y_T, DX_T  storage types of input, incoming gradient, result and outgoing gradient
 //   WG                   work-items of a work-group in *_rows: 1 on CPU devices, else a power of two
+//   KEPT                 elements of the longest row that *_kept_rows (for CPU devices) takes, a multiple of 16
+
+#ifdef SOFTMAX_KEPT_ROWS
+__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+softmax_kept_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong rows,
+                  const ulong n, const uint each) {
+    float kept[KEPT];
+    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);
+    const size_t whole = n / 16 * 16; // of a row, in vectors of 16
+    for (size_t row = first; row < last; row++) {
+        __global const STORAGE(X_T) *from = x + row * n;
+        __global STORAGE(Y_T) *to = y + row * n;
+        float16 most = -INFINITY, sums = 0;
+        for (size_t i = 0; i < n; i += 16) {
+            const float16 v = i < whole ? LOAD16(X_T, from, i) : LOAD_PART(X_T, from, i, n, -INFINITY);
+            most = v > most ? v : most; // passes over NaNs: the sum will be one
+            STORE_PRIVATE(float16, v, kept + i);
+        }
+        const float top = max16(most);
+        for (size_t i = 0; i < n; i += 16) {
+            const float16 v = exp16(LOAD_PRIVATE(float16, kept + i) - top);
+            sums += v;
+            STORE_PRIVATE(float16, v, kept + i);
+        }
+        const float inverse = 1 / sum16(sums);
+        for (size_t i = 0; i < whole; i += 16) STORE16(Y_T, LOAD_PRIVATE(float16, kept + i) * inverse, to, i);
+        if (whole < n) STORE_PART(Y_T, LOAD_PRIVATE(float16, kept + whole) * inverse, to, whole, n);
+    }
+}
+#endif
 
 #ifdef SOFTMAX_ROWS
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
@@ -32,11 +63,11 @@ softmax_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *res
         for (size_t i = begin; i < end; i += WG * 16) {
             const float16 v = LOAD_PART(X_T, x, i, end, -INFINITY);
             // The lanes beyond the end hold -inf; in a row of -inf they would add NaNs, which it gets anyway.
-            sums += exp(v - top);
+            sums += exp16(v - top);
         }
-        const float total = group_sum(sum16(sums), scratch);
+        const float inverse = 1 / group_sum(sum16(sums), scratch);
         for (size_t i = begin; i < end; i += WG * 16)
-            STORE_PART(Y_T, exp(LOAD_PART(X_T, x, i, end, 0.0f) - top) / total, y, i, end);
+            STORE_PART(Y_T, exp16(LOAD_PART(X_T, x, i, end, 0.0f) - top) * inverse, y, i, end);
     }
 }
 #endif
@@ -77,9 +108,10 @@ __kernel void softmax_columns(__global const STORAGE(X_T) *restrict x, __global 
     for (; i + 16 <= last; i += 16) {
         float16 top = -INFINITY, total = 0;
         for (size_t row = 0; row < n; row++) top = fmax(top, LOAD16(X_T, x, row * inner + i));
-        for (size_t row = 0; row < n; row++) total += exp(LOAD16(X_T, x, row * inner + i) - top);
+        for (size_t row = 0; row < n; row++) total += exp16(LOAD16(X_T, x, row * inner + i) - top);
+        const float16 inverse = 1.0f / total;
         for (size_t row = 0; row < n; row++)
-            STORE16(Y_T, exp(LOAD16(X_T, x, row * inner + i) - top) / total, y, row * inner + i);
+            STORE16(Y_T, exp16(LOAD16(X_T, x, row * inner + i) - top) * inverse, y, row * inner + i);
     }
     for (; i < last; i++) {
         float top = -INFINITY, total = 0;

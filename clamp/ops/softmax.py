@@ -8,6 +8,8 @@ from clamp.ops.cast import launch
 from clamp.ops.reduce import around_axis, column_width, plan_rows
 from clamp.program import get_kernel
 
+_KEPT = 4096  # elements of a row that a CPU's work-item keeps as floats in its private memory: half of a 32 KiB cache
+
 
 def softmax(x: Tensor, axis: int = -1, *, out_dtype: str) -> Tensor:
     """``exp(x) / sum(exp(x))`` along an axis, computed in fp32 relative to the largest element.
@@ -27,7 +29,12 @@ def softmax(x: Tensor, axis: int = -1, *, out_dtype: str) -> Tensor:
     types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
     if inner == 1:
         plan = plan_rows(x.queue, outer, n)
-        kernel = get_kernel(x.queue, "softmax.cl", "softmax_rows", "ppqqu", SOFTMAX_ROWS=1, WG=plan.group, **types)
+        if plan.group == 1 and n <= _KEPT:
+            kernel = get_kernel(
+                x.queue, "softmax.cl", "softmax_kept_rows", "ppqqu", SOFTMAX_KEPT_ROWS=1, KEPT=_KEPT, **types
+            )
+        else:
+            kernel = get_kernel(x.queue, "softmax.cl", "softmax_rows", "ppqqu", SOFTMAX_ROWS=1, WG=plan.group, **types)
         kernel(x.queue, plan.global_size, plan.local_size, x.buffer, out.buffer, outer, n, plan.each)
     else:
         width = column_width(x.queue, outer, n, inner)

@@ -11,7 +11,8 @@ import pytest
 from clamp.device import capabilities
 from clamp.ops import reduce
 from clamp.ops.softmax import softmax, softmax_backward
-from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
+from clamp.program import source
+from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy, ulp
 
 pytestmark = pytest.mark.kernel
 
@@ -25,6 +26,38 @@ def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: py
         own = capabilities(queue)
         other = dataclasses.replace(own, is_cpu=not own.is_cpu)
         monkeypatch.setattr(reduce, "capabilities", lambda queue: other)
+
+
+EXP16 = """
+__kernel void apply_exp16(__global const float *x, __global float *y) {
+    const size_t i = get_global_id(0) * 16;
+    STORE16(f32, exp16(LOAD16(f32, x, i)), y, i);
+}
+"""
+
+
+def exp16(queue: cl.CommandQueue, x: np.ndarray) -> np.ndarray:
+    """The function of common.clh, of a number of elements that 16 divides, as float64."""
+    argument, result = to_device(queue, x), to_device(queue, np.zeros(x.shape))
+    program = cl.Program(queue.context, source("common.clh") + EXP16).build()
+    program.apply_exp16(queue, (x.size // 16,), (1,), argument.buffer, result.buffer)
+    return to_numpy(result)
+
+
+def test_exp16_is_right_to_an_ulp_and_a_quarter(queue: cl.CommandQueue, simulated: bool) -> None:
+    count = 1 << (10 if simulated else 22)
+    x = np.concatenate([np.linspace(-104, 0, count), -np.geomspace(1e-38, 1, 1024)]).astype(np.float32)
+    expected = np.exp(x.astype(np.float64))
+    error = np.abs(exp16(queue, x) - expected)
+    is_normal = expected >= 2.0**-126
+    assert np.all((error <= 1.25 * ulp(expected, "float32"))[is_normal])
+    assert np.all(error[~is_normal] <= 2.0**-126)
+
+
+def test_exp16_of_special_numbers(queue: cl.CommandQueue) -> None:
+    x = np.zeros(16, np.float32)
+    x[:6] = [-np.inf, -1e30, np.nan, -np.nan, -0.0, -104]
+    np.testing.assert_array_equal(exp16(queue, x), [0, 0, np.nan, np.nan, 1, 0] + 10 * [1])
 
 
 def reference(x: np.ndarray, axis: int) -> np.ndarray:
@@ -80,10 +113,11 @@ def test_softmax_backward_over_every_axis(
 
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
 def test_long_rows(queue: cl.CommandQueue, simulated: bool, dtype: str) -> None:
-    x = to_device(queue, np.random.default_rng(2).standard_normal((2, 500 if simulated else 50_001)), dtype)
-    y = softmax(x, out_dtype="float32")
-    assert_close(y, reference(to_numpy(x), -1), slack=16 * 2.0**-24)
-    np.testing.assert_allclose(to_numpy(y).sum(-1), 1.0, atol=1e-5)
+    for n in (500,) if simulated else (4096, 4097, 50_001):
+        x = to_device(queue, np.random.default_rng(2).standard_normal((2, n)), dtype)
+        y = softmax(x, out_dtype="float32")
+        assert_close(y, reference(to_numpy(x), -1), slack=16 * 2.0**-24)
+        np.testing.assert_allclose(to_numpy(y).sum(-1), 1.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("plan", ["own plan", "other plan"], indirect=True)
