@@ -16,7 +16,7 @@ from clamp.program import get_kernel
 _FILE = "norm_planes.cl"
 _MERGE_GROUP = 256  # work-items that merge the channels' statistics on a GPU
 _WIDTH = 8  # channels that a CPU's work-item reads side by side, at most
-_RUN = 2048  # elements that are worth a run of their own
+_RUN = 1024  # elements that are worth a run of their own
 
 
 @dataclass(frozen=True)
