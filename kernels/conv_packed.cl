@@ -25,7 +25,6 @@
 //   SHORT    rows of the last panels of weights, fewer than MR, so that hardly a row is computed in vain
 //   KC, JC   steps or positions of a panel
 //   X_T, G_T, OUT_T, BIAS_T   storage types of staged source (floats in weight_grad), gradient, output, bias
-//   SRC_T    storage type of the weights that pack_weights reads
 //
 // M, K: output channels and steps of one group; `columns`: output positions of the batch, `positions`: of an image,
 // in rows of `width` that lie `pitch` apart. `work` is a workspace with a slice for each work-item.
@@ -70,41 +69,10 @@
         ROWS(MULTIPLY_ADD)         \
     }
 
+#ifdef CONV
 // Rows of the panels before panel p.
 #define ROWS_BEFORE(p, height) \
     (min((size_t)(p), (size_t)tall) * (height) + (max((size_t)(p), (size_t)tall) - tall) * SHORT)
-
-#ifdef PACK_WEIGHTS
-// panels [group][block of KC steps][panel][step][row], zero beyond M: what is read one after the other lies so, or a
-// page would be left after each panel's part of a block. The first `tall` panels have WIDTH rows, the others SHORT.
-// Step k = (channel c, tap (i, j)) of row m is the weight at
-// group * stride_group + m * stride_m + c * stride_c + first + i * step_y + j * step_x.
-// Work-item (panel, block of KC steps, group).
-__kernel ONE_WORK_ITEM void pack_weights(__global const STORAGE(SRC_T) *restrict w, __global float *restrict panels,
-                                         const ulong M, const ulong K, const uint taps_y, const uint taps_x,
-                                         const ulong stride_group, const ulong stride_m, const ulong stride_c,
-                                         const uint first, const uint step_y, const uint step_x, const uint tall) {
-    const size_t panel = get_global_id(0), m = ROWS_BEFORE(panel, WIDTH), group = get_global_id(2);
-    const size_t begin = get_global_id(1) * KC, steps = min((size_t)KC, (size_t)K - begin);
-    const size_t height = panel < tall ? WIDTH : SHORT, rows = min(height, (size_t)M - m);
-    w += group * stride_group + m * stride_m + first;
-    panels += (group * K + begin) * ROWS_BEFORE(get_global_size(0), WIDTH) + m * steps;
-    uint y = begin % (taps_y * taps_x) / taps_x, x = begin % taps_x;
-    w += begin / (taps_y * taps_x) * stride_c;
-    for (size_t k = 0; k < steps; k++) {
-        const size_t at = y * step_y + x * step_x;
-        for (size_t i = 0; i < height; i++)
-            panels[k * height + i] = i < rows ? LOAD(SRC_T, w, at + i * stride_m) : 0.0f;
-        if (++x < taps_x) continue;
-        x = 0;
-        if (++y < taps_y) continue;
-        y = 0;
-        w += stride_c;
-    }
-}
-#endif
-
-#ifdef CONV
 #define MAX_RUNS 4
 
 // 16 positions from j on at `steps` steps, into every NR floats from `panel`. A run is a set of positions that are
@@ -112,9 +80,13 @@ __kernel ONE_WORK_ITEM void pack_weights(__global const STORAGE(SRC_T) *restrict
 inline void pack_positions(__global const STORAGE(X_T) *restrict x, __global const ulong *restrict offsets,
                            __global float *restrict panel, int steps, size_t j, size_t columns, size_t positions,
                            size_t width, size_t pitch, size_t image, size_t group_begin, long size, long reach) {
+    size_t n = j / positions, r = (j - n * positions) / width, q = j - n * positions - r * width;
+    const long begin = (long)(group_begin + n * image + r * pitch + q);
+    if (q + 16 <= width && j + 16 <= columns && begin + reach + 16 <= size) { // one run, as nearly always
+        for (int k = 0; k < steps; k++) STORE16(f32, LOAD16(X_T, x, begin + offsets[k]), panel, k * NR);
+        return;
+    }
     const int16 lane = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const size_t p = j % positions;
-    size_t n = j / positions, r = p / width, q = p % width;
     long run[MAX_RUNS], each[16];
     int start[MAX_RUNS], runs = 0, l = 0;
     bool inside = true;
@@ -139,15 +111,12 @@ inline void pack_positions(__global const STORAGE(X_T) *restrict x, __global con
             n++;
         }
     }
-    if (!inside || runs > MAX_RUNS) {
+    if (!inside || runs > MAX_RUNS || runs == 1) {
         for (int k = 0; k < steps; k++) {
             float lanes[16];
             for (int i = 0; i < 16; i++) lanes[i] = LOAD(X_T, x, each[i] + offsets[k]);
             STORE16(f32, vload16(0, lanes), panel, k * NR);
         }
-    } else if (runs == 1) {
-        const long r0 = run[0];
-        for (int k = 0; k < steps; k++) STORE16(f32, LOAD16(X_T, x, r0 + offsets[k]), panel, k * NR);
     } else if (runs == 2) {
         const long r0 = run[0], r1 = run[1];
         const int16 is_1 = lane >= start[1];
@@ -199,7 +168,12 @@ inline long together_at(size_t j, size_t columns, size_t positions, size_t out_i
 #define FACTOR(i) a[step * height + i]
 #define SPILL_VECTOR(i, v) STORE_PRIVATE(float16, c##i##_##v, tile + i * NR + v * 16);
 #define SPILL(i) EACH_VECTOR(SPILL_VECTOR, i)
-// The sums of a panel of weights, `rows` rows high.
+#define BIAS(m) (has_bias ? LOAD(BIAS_T, bias, m) : -0.0f) // v + -0 is v
+#define FINISH_VECTOR(i, v) STORE16(OUT_T, epilogue(c##i##_##v, bias##i, relu), out, at[v] + row + i * positions);
+#define FINISH(i)                           \
+    const float bias##i = BIAS(channel + i); \
+    EACH_VECTOR(FINISH_VECTOR, i)
+// The sums of a panel of weights, `rows` rows high: stored, if whole, or spilled to `tile`.
 #define MULTIPLY_PANEL(ROWS, rows)                               \
     {                                                            \
         const int height = rows;                                 \
@@ -210,10 +184,12 @@ inline long together_at(size_t j, size_t columns, size_t positions, size_t out_i
             STEP(ROWS, 0) STEP(ROWS, 1) STEP(ROWS, 2) STEP(ROWS, 3) \
         }                                                        \
         for (; k < steps; k++, a += rows, b += NR) { STEP(ROWS, 0) } \
-        if (is_last) {                                           \
-            ROWS(SPILL)                                          \
-        } else {                                                 \
+        if (!is_last) {                                          \
             ROWS(SUSPEND)                                        \
+        } else if (is_whole) {                                   \
+            ROWS(FINISH)                                         \
+        } else {                                                 \
+            ROWS(SPILL)                                          \
         }                                                        \
     }
 
@@ -235,7 +211,11 @@ conv(__global const float *restrict weights, __global const STORAGE(X_T) *restri
     for (size_t J = first_j; J < last_j; J++) {
         const size_t j = J * NR;
         long at[NR / 16];
-        for (int v = 0; v < NR; v += 16) at[v / 16] = together_at(j + v, columns, positions, out_image);
+        bool together = true;
+        for (int v = 0; v < NR / 16; v++) {
+            at[v] = together_at(j + v * 16, columns, positions, out_image);
+            together = together && at[v] >= 0;
+        }
         size_t k0 = 0;
         do { // once for K = 0 too: the epilogue of nothing
             const int steps = (int)min((size_t)KC, (size_t)K - k0);
@@ -244,20 +224,20 @@ conv(__global const float *restrict weights, __global const STORAGE(X_T) *restri
                                group * group_size, size, reach);
             const bool is_last = k0 + steps >= K;
             for (size_t p = first_m; p < last_m; p++) {
-                const size_t m = ROWS_BEFORE(p, MR);
+                const size_t m = ROWS_BEFORE(p, MR), most = p < tall ? MR : SHORT, rows = min(most, (size_t)M - m);
+                const size_t channel = group * M + m, row = channel * positions;
+                const bool is_whole = together && rows == most;
                 __global const float *a = weights + k0 * ROWS_BEFORE(panels_m, MR) + m * steps, *b = panel;
                 __global float *sums = rest + (p - first_m) * TILE;
                 float tile[TILE];
                 if (p < tall) MULTIPLY_PANEL(EACH_ROW, MR) else MULTIPLY_PANEL(CAT(ROWS_, SHORT), SHORT)
-                if (!is_last) continue;
-                const size_t rows = min((size_t)(p < tall ? MR : SHORT), (size_t)M - m);
-                for (size_t i = 0; i < rows; i++) {
-                    const size_t row = (group * M + m + i) * positions;
-                    const float bias_m = has_bias ? LOAD(BIAS_T, bias, group * M + m + i) : -0.0f; // v + -0 is v
-                    for (int v = 0; v < NR; v += 16)
-                        store_positions(epilogue(LOAD_PRIVATE(float16, tile + i * NR + v), bias_m, relu), out, row, j + v,
-                                        columns, positions, out_image, at[v / 16]);
-                }
+                if (!is_last || is_whole) continue;
+                for (size_t i = 0; i < rows; i++)
+                    for (int v = 0; v < NR / 16; v++) {
+                        const float16 sum = LOAD_PRIVATE(float16, tile + i * NR + v * 16);
+                        store_positions(epilogue(sum, BIAS(channel + i), relu), out, row + i * positions, j + v * 16,
+                                        columns, positions, out_image, at[v]);
+                    }
             }
             k0 += steps;
         } while (k0 < K);

@@ -1,4 +1,4 @@
-"""What a convolution does before and after its sums, on every device (kernels/conv_stage.cl, pack_weights)."""
+"""What a convolution does before and after its sums, on every device (kernels/conv_stage.cl)."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class Weights:
         return sum(bridge.nbytes(panels) for panels in self._panels.values())
 
     def panels(self, shape: Correlation) -> Tensor:
-        """float32 panels of the taps of a correlation, zero beyond the rows (kernels/conv_packed.cl, pack_weights)."""
+        """float32 panels of the taps of a correlation, zero beyond the rows (kernels/conv_stage.cl)."""
         taps = (shape.y.taps, shape.x.taps)
         if taps not in self._panels:
             self._panels[taps] = self._pack(*taps)
@@ -200,7 +200,7 @@ class Weights:
         per_output = w.shape[1] * taps
         strides = (taps, per_output) if self.transposed else (per_output, taps)
         kernel = get_kernel(
-            w.queue, "conv_packed.cl", "pack_weights", "ppqquuqqquuuu",
+            w.queue, "conv_stage.cl", "pack_weights", "ppqquuqqquuuu",
             PACK_WEIGHTS=1, SRC_T=bridge.STORAGE[w.dtype], WIDTH=self.width, SHORT=self.short, KC=self.block,
         )  # fmt: skip
         kernel(
