@@ -84,10 +84,13 @@ softmax_rows_backward(__global const STORAGE(Y_T) *restrict y, __global const ST
     for (size_t row = first; row < last; row++) {
         const size_t begin = row * n + lane, end = (row + 1) * n;
         float16 sums = 0;
-        for (size_t i = begin; i < end; i += WG * 16)
-            sums += LOAD_PART(Y_T, y, i, end, 0.0f) * LOAD_PART(G_T, dy, i, end, 0.0f);
+        size_t i = begin;
+        for (; i + 16 <= end; i += WG * 16) sums += LOAD16(Y_T, y, i) * LOAD16(G_T, dy, i);
+        if (i < end) sums += LOAD_PART(Y_T, y, i, end, 0.0f) * LOAD_PART(G_T, dy, i, end, 0.0f);
         const float dot_product = group_sum(sum16(sums), scratch);
-        for (size_t i = begin; i < end; i += WG * 16) {
+        for (i = begin; i + 16 <= end; i += WG * 16)
+            STORE16(DX_T, LOAD16(Y_T, y, i) * (LOAD16(G_T, dy, i) - dot_product), dx, i);
+        if (i < end) {
             const float16 slope = LOAD_PART(G_T, dy, i, end, 0.0f) - dot_product;
             STORE_PART(DX_T, LOAD_PART(Y_T, y, i, end, 0.0f) * slope, dx, i, end);
         }
