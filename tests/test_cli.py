@@ -20,7 +20,7 @@ from clamp.cli.kernels import reached
 from clamp.cli.peers import PeerError, PeerProcess, blas_settings, installed_peers
 from clamp.cli.report import rows_of
 from clamp.cli.timing import Effort, Race, Timing, interleave, settle, timed
-from clamp.device import NoDeviceError, list_devices
+from clamp.device import NoDeviceError, capabilities, list_devices
 from clamp.functions.casting import OWNED
 from clamp.ops.cast import cast
 from clamp.ops.gemm import default_kernel
@@ -287,6 +287,7 @@ def test_blas_settings_name_avx512_kernels_only_where_the_cpu_has_them(monkeypat
 def test_launches_are_counted_and_the_kernel_class_is_restored(queue: cl.CommandQueue) -> None:
     original = cl.Kernel.__call__
     x = random_tensor(queue, (64,), "float32")
+    capabilities(queue)  # tries the device's halves with a launch, once in a process
     with counted_launches() as launches:
         cast(x, "float16")
         cast(x, "bfloat16")
