@@ -8,8 +8,8 @@
 // *_elements: a work-item computes `span` neighbouring elements (1 on a GPU); a work-group sums one tap's gradient.
 // Right for every stride and filter.
 //
-// *_tiles, for CPU devices: a work-item takes `each` tiles, a tile being `band` rows by `tile` columns of a plane. What
-// the tile reads is widened to float and framed with zeros once, in private memory, and split by STRIDE into phases:
+// *_tiles, for CPU devices: a work-item takes tiles one by one, a tile being `band` rows by `tile` columns of a plane.
+// What the taps meet is widened to float once and framed with zeros in private memory, split by STRIDE into phases:
 //
 //   0 0 0 0 0 0 0          phase 0     phase 1
 //   0 a b c d e 0         0 0 0 0     0 0 0 .       element q of phase f is column STRIDE * q + f of the frame:
@@ -23,7 +23,7 @@
 //   X_T, W_T, B_T, Y_T, G_T, DX_T   storage types of input, weight, bias, result, gradients of result and input
 //   BIAS            1: there is a bias
 //   STRIDE          1 or 2 (*_tiles)
-//   SHIFT           pad % STRIDE (input_gradient_tiles)
+//   INPUT_GRADIENT, WEIGHT_GRADIENT   1: it is wanted; SHIFT: pad % STRIDE (gradient_tiles)
 //   KERNEL          side of the filter, for the common ones; without it the arguments kernel_height, kernel_width
 //   WG              work-items of a work-group in weight_gradient_elements: 1 on CPU devices, else a power of two
 
@@ -37,12 +37,18 @@
 #define KERNEL_W kernel_width
 #endif
 
-#define FRAME 8192 // floats of a frame
+#define FRAME 8192 // floats of a frame's rows
+#define BEYOND 16  // floats that the last row's stores may reach beyond them
 #define ROWS 4     // rows computed at a time
 #define TAPS 64    // taps of the largest filter whose gradient fits into private memory
-#define BLOCK 16   // channels of a work-item, at most, in weight_gradient_tiles
+#define BLOCK 16   // channels of a work-item, at most, in gradient_tiles
 
-#if defined(FORWARD_TILES) || defined(INPUT_GRADIENT_TILES) || defined(WEIGHT_GRADIENT_TILES)
+#if defined(FORWARD_TILES) || defined(GRADIENT_TILES)
+#ifdef FORWARD_TILES
+#define FRAME_T X_T
+#else
+#define FRAME_T G_T
+#endif
 #define PUT_WHOLE(T, v, p, i, end) STORE16(T, v, p, i)
 #define GET_WHOLE(T, p, i, end, fill) LOAD16(T, p, i)
 
@@ -82,6 +88,8 @@
             }                                                                                                          \
         }                                                                                                              \
     }
+DEFINE_FRAME(fill_whole, FRAME_T, GET_WHOLE)
+DEFINE_FRAME(fill_part, FRAME_T, LOAD_PART)
 #define FILL_FRAME(frame, p, plane, size, height, width, ...)                                                          \
     if ((plane) + (size_t)(height) * (width) + 32 <= (size)) {                                                         \
         fill_whole(frame, p, plane, size, height, width, __VA_ARGS__);                                                 \
@@ -90,21 +98,16 @@
     }
 #endif
 
-#if defined(FORWARD_TILES) || defined(WEIGHT_GRADIENT_TILES)
-DEFINE_FRAME(fill_whole, X_T, GET_WHOLE)
-DEFINE_FRAME(fill_part, X_T, LOAD_PART)
-// Tap (kh, kw) of 16 outputs `r` rows below `at`, the frame's element for the first tap of the first row.
-#define FIRST (frame + (size_t)row * STRIDE * STRIDE * step + column)
-#define TAP(r, kh, kw) \
-    LOAD_PRIVATE(float16, at + (((r) * STRIDE + (kh)) * STRIDE + (kw) % STRIDE) * step + (kw) / STRIDE)
-#endif
-
 // ------------------------------------------------------------------------------------------------- forward
 #ifdef FORWARD_TILES
+// Tap (kh, kw) of 16 outputs `r` rows below `at`, the frame's element for the first tap of the first row.
+#define TAP(r, kh, kw)                                                                                                 \
+    LOAD_PRIVATE(float16, at + (((r) * STRIDE + (kh)) * STRIDE + (kw) % STRIDE) * step + (kw) / STRIDE)
+
 // ROWS_NOW (a constant) rows of outputs from row `row` of the frame on; PUT stores 16 elements, or what is left of them
 #define COMPUTE(ROWS_NOW, PUT)                                                                                         \
     for (int column = (columns - 1) / 16 * 16; column >= 0; column -= 16) {                                            \
-        const float *at = FIRST;                                                                                       \
+        const float *at = frame + (size_t)row * STRIDE * STRIDE * step + column;                                       \
         float16 sums[ROWS_NOW];                                                                                        \
         _Pragma("unroll") for (int r = 0; r < ROWS_NOW; r++) sums[r] = offset;                                         \
         UNROLL_TAPS for (int kh = 0; kh < (int)KERNEL_H; kh++)                                                         \
@@ -125,7 +128,7 @@ forward_tiles(__global const STORAGE(X_T) *restrict x, __global const STORAGE(W_
               const ulong tiles, const uint each, const uint channels, const int height, const int width,
               const uint out_height, const uint out_width, const uint kernel_height, const uint kernel_width,
               const uint pad, const uint band, const uint tile, const int pitch) {
-    float frame[FRAME], weights[TAPS];
+    float frame[FRAME + BEYOND], weights[TAPS];
     const long step = pitch;
     const uint bands = (out_height + band - 1) / band, across = (out_width + tile - 1) / tile;
     const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)tiles);
@@ -185,88 +188,157 @@ __kernel void forward_elements(__global const STORAGE(X_T) *restrict x, __global
 }
 #endif
 
-// ------------------------------------------------------------------------------------ gradient by the input
+// ------------------------------------------------------------------------- gradients by input and weight
 // Element (ih, iw) of x meets output (oh, ow) at tap (ih + pad - oh * STRIDE, iw + pad - ow * STRIDE). So row
 // STRIDE * u + a has taps (a + pad) % STRIDE + STRIDE * t, at output rows u + (a + pad) / STRIDE - t; columns likewise.
-#ifdef INPUT_GRADIENT_TILES
-DEFINE_FRAME(fill_whole, G_T, GET_WHOLE)
-DEFINE_FRAME(fill_part, G_T, LOAD_PART)
-#if STRIDE == 1
-#define GROUPS ROWS // groups of STRIDE rows computed at a time
+// The gradient by x sums weight * dy over its taps, and that of a tap sums x * dy over the elements: both in one pass.
+#ifdef GRADIENT_TILES
+#if STRIDE == 2
+#define GROUPS 1 // groups of STRIDE rows computed at a time
+#elif WEIGHT_GRADIENT
+#define GROUPS 2 // beside the sums of the taps there are no registers for more
 #else
-#define GROUPS 1
+#define GROUPS ROWS
 #endif
 #define CARRY(a) (((a) + SHIFT) / STRIDE)
 #define FIRST_TAP(a) (((a) + SHIFT) % STRIDE)
+#ifdef KERNEL
+#define SUMS (KERNEL * KERNEL)
+#else
+#define SUMS TAPS
+#endif
 
-#define COMPUTE(GROUPS_NOW, PUT)                                                                                       \
+// Rows and columns here are groups of STRIDE rows and columns of x.
+#define COMPUTE(GROUPS_NOW, GET, PUT)                                                                                  \
     for (int column = (columns - 1) / 16 * 16; column >= 0; column -= 16) {                                            \
         const float *at = frame + (row + margin_rows) * step + column + margin_columns;                                \
-        float16 sums[GROUPS_NOW * STRIDE][STRIDE];                                                                     \
-        _Pragma("unroll") for (int r = 0; r < GROUPS_NOW * STRIDE; r++)                                                \
-            _Pragma("unroll") for (int b = 0; b < STRIDE; b++) sums[r][b] = 0;                                         \
+        const int iw = (left + column) * STRIDE, rest = min((left + columns) * STRIDE, width) - iw;                    \
+        const size_t to = (plane * height + (top + row) * STRIDE) * width + iw;                                        \
+        const int below = height - (top + row) * STRIDE; /* rows of x from here on */                                  \
+        float16 gradients[GROUPS_NOW * STRIDE][STRIDE], values[GROUPS_NOW * STRIDE][STRIDE];                           \
+        _Pragma("unroll") for (int r = 0; r < GROUPS_NOW * STRIDE; r++) {                                              \
+            _Pragma("unroll") for (int b = 0; b < STRIDE; b++) gradients[r][b] = 0, values[r][b] = 0;                  \
+            if (WEIGHT_GRADIENT && (STRIDE == 1 || r < below)) SPLIT(values[r], to + (size_t)r * width, GET)           \
+        }                                                                                                              \
         _Pragma("unroll") for (int a = 0; a < STRIDE; a++)                                                             \
             _Pragma("unroll") for (int b = 0; b < STRIDE; b++)                                                         \
                 UNROLL_TAPS for (int kh = FIRST_TAP(a), t = 0; kh < (int)KERNEL_H; kh += STRIDE, t++)                  \
-                    UNROLL_TAPS for (int kw = FIRST_TAP(b), s = 0; kw < (int)KERNEL_W; kw += STRIDE, s++) {            \
-                        const float weight = weights[kh * KERNEL_W + kw];                                              \
-                        _Pragma("unroll") for (int r = 0; r < GROUPS_NOW; r++)                                         \
-                            sums[r * STRIDE + a][b] += weight * LOAD_PRIVATE(float16,                                  \
-                                at + (r + CARRY(a) - t) * step + CARRY(b) - s);                                        \
-                    }                                                                                                  \
-        _Pragma("unroll") for (int r = 0; r < GROUPS_NOW * STRIDE; r++) {                                              \
-            const int ih = (top + row) * STRIDE + r, iw = (left + column) * STRIDE;                                    \
-            if (ih >= height) break;                                                                                   \
-            const size_t start = (plane * height + ih) * width, to = start + iw;                                       \
-            const size_t end = across == 1 ? range_end : start + min((left + columns) * STRIDE, width);                \
-            STORE_GROUPS(sums[r], PUT)                                                                                 \
-        }                                                                                                              \
+                    UNROLL_TAPS for (int kw = FIRST_TAP(b), s = 0; kw < (int)KERNEL_W; kw += STRIDE, s++)              \
+                        _Pragma("unroll") for (int r = 0; r < GROUPS_NOW; r++) {                                       \
+                            const float16 dys = LOAD_PRIVATE(float16, at + (r + CARRY(a) - t) * step + CARRY(b) - s);  \
+                            const int i = r * STRIDE + a, k = kh * KERNEL_W + kw;                                      \
+                            if (INPUT_GRADIENT) gradients[i][b] += weights[k] * dys;                                   \
+                            if (WEIGHT_GRADIENT) sums[k] += values[i][b] * dys;                                        \
+                        }                                                                                              \
+        _Pragma("unroll") for (int r = 0; r < GROUPS_NOW * STRIDE; r++)                                                \
+            if (INPUT_GRADIENT && (STRIDE == 1 || r < below)) {                                                        \
+                const size_t end = across == 1 ? range_end : to + (size_t)r * width + rest;                            \
+                JOIN(gradients[r], to + (size_t)r * width, PUT)                                                        \
+            }                                                                                                          \
     }
+// SPLIT: 16 groups of x, zeros where the row ends, by their place in the group; JOIN stores such.
+#define UP_TO(rest, v) ((rest) < 16 ? select((float16)(0), v, lane < (int16)(rest)) : (v))
 #if STRIDE == 1
-#define STORE_GROUPS(sum, PUT) PUT(DX_T, sum[0], dx, to, end);
+#define SPLIT(v, from, GET) v[0] = UP_TO(rest, GET(X_T, x, from, size, 0.0f));
+#define JOIN(v, to, PUT) PUT(DX_T, v[0], dx, to, end);
 #else
-#define STORE_GROUPS(sum, PUT)                                                                                         \
-    float16 v;                                                                                                         \
-    v.even = sum[0].lo, v.odd = sum[1].lo;                                                                             \
-    PUT(DX_T, v, dx, to, end);                                                                                         \
-    v.even = sum[0].hi, v.odd = sum[1].hi;                                                                             \
-    if (iw + 16 < width) PUT(DX_T, v, dx, to + 16, end);
+#define SPLIT(v, from, GET)                                                                                            \
+    {                                                                                                                  \
+        const float16 p = UP_TO(rest, GET(X_T, x, from, size, 0.0f));                                                  \
+        const float16 q = rest > 16 ? UP_TO(rest - 16, GET(X_T, x, from + 16, size, 0.0f)) : (float16)(0);             \
+        v[0] = (float16)(p.even, q.even), v[1] = (float16)(p.odd, q.odd);                                              \
+    }
+#define JOIN(v, to, PUT)                                                                                               \
+    float16 p;                                                                                                         \
+    p.even = v[0].lo, p.odd = v[1].lo;                                                                                 \
+    PUT(DX_T, p, dx, to, end);                                                                                         \
+    p.even = v[0].hi, p.odd = v[1].hi;                                                                                 \
+    if (rest > 16) PUT(DX_T, p, dx, to + 16, end);
 #endif
 
-// `band` and `tile` count groups of STRIDE rows and columns of dx.
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
-input_gradient_tiles(__global const STORAGE(G_T) *restrict dy, __global const STORAGE(W_T) *restrict w,
-                     __global STORAGE(DX_T) *restrict dx, const ulong size, const ulong tiles, const uint each,
-                     const uint channels, const int height, const int width, const int out_height, const int out_width,
-                     const uint kernel_height, const uint kernel_width, const uint pad, const uint band,
-                     const uint tile, const int pitch) {
-    float frame[FRAME], weights[TAPS];
-    const long step = pitch;
-    const uint down = (height + STRIDE - 1) / STRIDE, right = (width + STRIDE - 1) / STRIDE; // groups of a plane
-    const uint bands = (down + band - 1) / band, across = (right + tile - 1) / tile;
-    const int margin_rows = (KERNEL_H - 1) / STRIDE, margin_columns = (KERNEL_W - 1) / STRIDE;
-    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)tiles);
-    const size_t last_plane = last / across / bands, last_band = last / across - last_plane * bands;
-    const size_t range_end = (last_plane * height + last_band * band * STRIDE) * width; // if tiles are whole rows
-    for (size_t unit = first; unit < last; unit++) {
-        const size_t plane = unit / across / bands;
-        const uint c = plane % channels;
-        const int top = (unit / across - plane * bands) * band, left = unit % across * tile;
-        const int rows = min(band, down - top), columns = min(tile, right - left);
-        for (uint k = 0; k < KERNEL_H * KERNEL_W; k++) weights[k] = LOAD(W_T, w, c * KERNEL_H * KERNEL_W + k);
-        FILL_FRAME(frame, dy, plane * out_height * out_width, size, out_height, out_width,
-                   top + (int)(pad / STRIDE) - margin_rows, left + (int)(pad / STRIDE) - margin_columns,
-                   rows + margin_rows + 1, columns + margin_columns + 1, 1, pitch)
-        int row = 0;
-        const size_t start = (plane * height + (size_t)top * STRIDE) * width;
-        const size_t fit = across > 1 || range_end < start + 16 ? 0 : (range_end - start - 16) / (STRIDE * width);
-        const int whole = min(fit, (size_t)rows);
-        for (; row + GROUPS <= whole; row += GROUPS) COMPUTE(GROUPS, PUT_WHOLE)
-#if GROUPS > 1
-        for (; row < whole; row++) COMPUTE(1, PUT_WHOLE)
-#endif
-        for (; row < rows; row++) COMPUTE(1, STORE_PART)
+// What the rows `top` to `bottom` and columns `left` to `right` of a plane x add to the gradient of a tap, for which
+// they are moved `down` and `across`; only what the tap really meets.
+inline float exact_sum(__global const STORAGE(X_T) *x, __global const STORAGE(G_T) *dy, int top, int bottom, int left,
+                       int right, int width, int down, int across, int out_height, int out_width) {
+    float sum = 0;
+    for (int ih = top; ih < bottom; ih++) {
+        for (int iw = left; iw < right; iw++) {
+            const int h = ih + down, v = iw + across;
+            if (h < 0 || v < 0 || h % STRIDE || v % STRIDE || h / STRIDE >= out_height || v / STRIDE >= out_width)
+                continue;
+            sum += LOAD(X_T, x, ih * (size_t)width + iw) * LOAD(G_T, dy, h / STRIDE * (size_t)out_width + v / STRIDE);
+        }
     }
+    return sum;
+}
+
+// A work-item takes `each` of the images' bands, and of each of them `block` neighbouring channels, whose planes lie
+// side by side in memory. It leaves partial sums of the weight's gradient in fp32, (parts, channels, taps), a tile's
+// sums added up one by one, so that no sum is longer than a tile. `band` and `tile` count groups of STRIDE rows and
+// columns of x. Of INPUT_GRADIENT and WEIGHT_GRADIENT, what is not wanted is not touched.
+__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+gradient_tiles(__global const STORAGE(X_T) *x, __global const STORAGE(G_T) *dy, __global const STORAGE(W_T) *w,
+               __global STORAGE(DX_T) *dx, __global float *dw, const ulong size, const ulong out_size,
+               const uint units, const uint each, const uint block, const uint channels, const int height,
+               const int width, const int out_height, const int out_width, const uint kernel_height,
+               const uint kernel_width, const uint pad, const uint band, const uint tile, const int pitch) {
+    float frame[FRAME + BEYOND], weights[TAPS], totals[BLOCK * TAPS];
+    const int16 lane = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const long step = pitch;
+    const uint taps = KERNEL_H * KERNEL_W;
+    const uint down = (height + STRIDE - 1) / STRIDE, wide = (width + STRIDE - 1) / STRIDE; // groups of a plane
+    const uint bands = (down + band - 1) / band, across = (wide + tile - 1) / tile;
+    const int margin_rows = (KERNEL_H - 1) / STRIDE, margin_columns = (KERNEL_W - 1) / STRIDE;
+    const uint blocks = (channels + block - 1) / block, part = get_group_id(0) / blocks;
+    const uint c_begin = get_group_id(0) % blocks * block, c_end = min(c_begin + block, channels);
+    for (uint k = 0; k < FRAME + BEYOND; k++) frame[k] = 0; // lanes beyond a row's end multiply what is there by 0
+    for (uint k = 0; k < block * taps; k++) totals[k] = 0;
+    for (uint unit = part * each; unit < min((part + 1) * each, units); unit++) {
+        const size_t n = unit / bands;
+        const int top = unit % bands * band, rows = min(band, down - top);
+        const int bottom = min((top + rows) * STRIDE, height);
+        for (uint c = c_begin; c < c_end; c++) {
+            const size_t plane = n * channels + c;
+            // Where the work-item's elements end, if tiles are whole rows.
+            const size_t range_end = bands == 1 ? (n * channels + c_end) * height * width
+                                                : (plane * height + bottom) * width;
+            float *const channel = totals + (c - c_begin) * taps;
+            for (uint k = 0; k < taps; k++) weights[k] = LOAD(W_T, w, c * taps + k);
+            for (int left = 0; left < (int)wide; left += tile) {
+                const int columns = min((int)tile, (int)wide - left);
+                const size_t start = (plane * height + (size_t)top * STRIDE) * width;
+                const size_t fit =
+                    across > 1 || range_end < start + 16 ? 0 : (range_end - start - 16) / (STRIDE * width);
+                const int whole = min(fit, (size_t)rows);
+                float16 sums[SUMS];
+                UNROLL_TAPS for (uint k = 0; k < SUMS; k++) sums[k] = 0;
+                FILL_FRAME(frame, dy, plane * out_height * out_width, out_size, out_height, out_width,
+                           top + (int)(pad / STRIDE) - margin_rows, left + (int)(pad / STRIDE) - margin_columns,
+                           rows + margin_rows + 1, columns + margin_columns + 1, 1, pitch)
+                int row = 0;
+                for (; row + GROUPS <= whole; row += GROUPS) COMPUTE(GROUPS, GET_WHOLE, PUT_WHOLE)
+#if GROUPS > 1
+                for (; row < whole; row++) COMPUTE(1, GET_WHOLE, PUT_WHOLE)
+#endif
+                for (; row < rows; row++) COMPUTE(1, LOAD_PART, STORE_PART)
+#if WEIGHT_GRADIENT
+                float found[SUMS];
+                UNROLL_TAPS for (uint k = 0; k < SUMS; k++) found[k] = sum16(sums[k]);
+                for (uint k = 0; k < taps; k++) {
+                    if (!isfinite(found[k])) // an inf or NaN may have met a zero of the frame
+                        found[k] = exact_sum(x + plane * height * width, dy + plane * out_height * out_width,
+                                             top * STRIDE, bottom, left * STRIDE, min((left + columns) * STRIDE, width),
+                                             width, (int)(pad - k / KERNEL_W), (int)(pad - k % KERNEL_W), out_height,
+                                             out_width);
+                    channel[k] += found[k];
+                }
+#endif
+            }
+        }
+    }
+#if WEIGHT_GRADIENT
+    for (uint k = 0; k < (c_end - c_begin) * taps; k++) dw[((size_t)part * channels + c_begin) * taps + k] = totals[k];
+#endif
 }
 #endif
 
@@ -298,92 +370,8 @@ __kernel void input_gradient_elements(__global const STORAGE(G_T) *restrict dy, 
 }
 #endif
 
-// -------------------------------------------------------------------------- gradients by weight and bias
-// Partial sums in fp32, (parts, channels, taps) and (parts, channels); a part is `images` images. A channel's images
-// are summed one by one, so that no sum is longer than a plane.
-#ifdef WEIGHT_GRADIENT_TILES
-#define COMPUTE(ROWS_NOW, GET)                                                                                         \
-    int column = 0;                                                                                                    \
-    for (; column + 16 <= columns; column += 16) SUM_PRODUCTS(ROWS_NOW, GET, ALL)                                      \
-    if (column < columns) SUM_PRODUCTS(ROWS_NOW, GET, INSIDE)
-
-// What lies beyond a row's last column has no part in any tap: INSIDE puts zeros in place of such gradients, and of what
-// they meet in the frame, be it another tap's element or memory that nobody wrote. (A zero alone would not do: 0 * inf.)
-#define ALL(v) (v)
-#define INSIDE(v) select((float16)(0), v, lane < (int16)(columns - column))
-#define SUM_PRODUCTS(ROWS_NOW, GET, MASK)                                                                              \
-    {                                                                                                                  \
-        const float *at = FIRST;                                                                                       \
-        float16 grads[ROWS_NOW];                                                                                       \
-        _Pragma("unroll") for (int r = 0; r < ROWS_NOW; r++) {                                                         \
-            const size_t from = start + (size_t)(row + r) * out_width + column;                                        \
-            grads[r] = MASK(GET(G_T, dy, from, out_size, 0.0f));                                                       \
-            bias_sum += grads[r];                                                                                      \
-        }                                                                                                              \
-        UNROLL_TAPS for (int kh = 0; kh < (int)KERNEL_H; kh++)                                                         \
-            UNROLL_TAPS for (int kw = 0; kw < (int)KERNEL_W; kw++)                                                     \
-                _Pragma("unroll") for (int r = 0; r < ROWS_NOW; r++)                                                   \
-                    sums[kh * KERNEL_W + kw] += grads[r] * MASK(TAP(r, kh, kw));                                       \
-    }
-
-#ifdef KERNEL
-#define SUMS (KERNEL * KERNEL)
-#else
-#define SUMS TAPS
-#endif
-
-// A work-item takes `block` neighbouring channels, whose planes lie side by side in memory.
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
-weight_gradient_tiles(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_T) *restrict dy,
-                      __global float *restrict dw, __global float *restrict db, const ulong size,
-                      const ulong out_size, const uint all_images, const uint images, const uint block,
-                      const uint channels, const int height, const int width, const uint out_height,
-                      const uint out_width, const uint kernel_height, const uint kernel_width, const uint pad,
-                      const uint band, const uint tile, const int pitch) {
-    float frame[FRAME], totals[BLOCK * TAPS], bias_totals[BLOCK];
-    const int16 lane = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const long step = pitch;
-    const uint blocks = (channels + block - 1) / block, part = get_group_id(0) / blocks;
-    const uint c_begin = get_group_id(0) % blocks * block, c_end = min(c_begin + block, channels);
-    const uint taps = KERNEL_H * KERNEL_W;
-    for (uint k = 0; k < block * taps; k++) totals[k] = 0;
-    for (uint k = 0; k < block; k++) bias_totals[k] = 0;
-    for (uint n = part * images; n < min((part + 1) * images, all_images); n++) {
-        for (uint c = c_begin; c < c_end; c++) {
-            const size_t plane = (size_t)n * channels + c;
-            float16 sums[SUMS], bias_sum = 0;
-            UNROLL_TAPS for (uint k = 0; k < SUMS; k++) sums[k] = 0;
-            for (uint oh = 0; oh < out_height; oh += band) {
-                for (uint ow = 0; ow < out_width; ow += tile) {
-                    const int rows = min(band, out_height - oh), columns = min(tile, out_width - ow);
-                    const size_t start = (plane * out_height + oh) * out_width + ow;
-                    FILL_FRAME(frame, x, plane * height * width, size, height, width, (int)(oh * STRIDE) - (int)pad,
-                               (int)(ow * STRIDE) - (int)pad, (rows - 1) * STRIDE + KERNEL_H,
-                               (columns - 1) * STRIDE + KERNEL_W, STRIDE, pitch)
-                    int row = 0;
-                    const size_t fit = out_size < start + 16 ? 0 : (out_size - start - 16) / out_width;
-                    const int whole = min(fit, (size_t)rows);
-                    for (; row + ROWS <= whole; row += ROWS) { COMPUTE(ROWS, GET_WHOLE) }
-                    for (; row < whole; row++) { COMPUTE(1, GET_WHOLE) }
-                    for (; row < rows; row++) { COMPUTE(1, LOAD_PART) }
-                }
-            }
-            float *channel = totals + (c - c_begin) * taps;
-            UNROLL_TAPS for (uint k = 0; k < SUMS; k++)
-                if (k < taps) channel[k] += sum16(sums[k]);
-            bias_totals[c - c_begin] += sum16(bias_sum);
-        }
-    }
-    for (uint c = c_begin; c < c_end; c++) {
-        const size_t to = (size_t)part * channels + c;
-        for (uint k = 0; k < taps; k++) dw[to * taps + k] = totals[(c - c_begin) * taps + k];
-        db[to] = bias_totals[c - c_begin];
-    }
-}
-#endif
-
 #ifdef WEIGHT_GRADIENT_ELEMENTS
-// A work-group sums one tap over a part's images.
+// A work-group sums one tap over the `images` images of a part: fp32, (parts, channels, taps).
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 weight_gradient_elements(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_T) *restrict dy,
                          __global float *restrict dw, const uint all_images, const uint images, const uint channels,

@@ -42,19 +42,14 @@ def depthwise_conv2d(
     out = ops.depthwise_conv2d(xo.value, wo.value, offset, stride, pad, out_dtype=dtype)
 
     def backward(grad: Tensor) -> list[Tensor | None]:
-        gx = gw = gb = None
-        if xo.needs_grad:
-            gx = ops.input_gradient(xo.shape, wo.value, grad, stride, pad, out_dtype=xo.grad_dtype)
-        bias_dtype = bo.grad_dtype if bo is not None and bo.needs_grad else None
-        if wo.needs_grad:
-            gw, gb = ops.weight_gradient(
-                xo.value, wo.shape, grad, stride, pad, out_dtype=wo.grad_dtype, bias_dtype=bias_dtype
-            )
-        elif bias_dtype is not None:
-            gb = ops.bias_gradient(grad, bias_dtype)
+        gx, gw = ops.gradients(
+            xo.value, wo.value, grad, stride, pad,
+            dx_dtype=xo.grad_dtype if xo.needs_grad else None, dw_dtype=wo.grad_dtype if wo.needs_grad else None,
+        )  # fmt: skip
         if bo is None:
             return [gx, gw]
-        return [gx, gw, None if gb is None else bridge.view(gb, bo.shape)]
+        gb = bridge.view(ops.bias_gradient(grad, bo.grad_dtype), bo.shape) if bo.needs_grad else None
+        return [gx, gw, gb]
 
     return record(out, backward, (xo, wo) if bo is None else (xo, wo, bo), "depthwise_conv2d", tape)
 
@@ -102,9 +97,6 @@ def depthwise_conv2d_backward(
     grad, bo = as_is(grad_out), None if bias is None else as_is(bias)
     _require_floating(xo, wo, grad, bo)
     bridge.require_same_queue("depthwise_conv2d_backward", xo.value, wo.value, grad.value)
-    gx = ops.input_gradient(xo.shape, wo.value, grad.value, stride, pad, out_dtype=xo.grad_dtype)
-    gw, gb = ops.weight_gradient(
-        xo.value, wo.shape, grad.value, stride, pad, out_dtype=wo.grad_dtype,
-        bias_dtype=None if bo is None else bo.grad_dtype,
-    )  # fmt: skip
-    return gx, gw, None if gb is None or bo is None else bridge.view(gb, bo.shape)
+    gx, gw = ops.gradients(xo.value, wo.value, grad.value, stride, pad, dx_dtype=xo.grad_dtype, dw_dtype=wo.grad_dtype)
+    gb = None if bo is None else bridge.view(ops.bias_gradient(grad.value, bo.grad_dtype), bo.shape)
+    return gx, gw, gb

@@ -21,7 +21,7 @@ _FRAME = 8192  # as FRAME in depthwise.cl
 _TAPS = 64  # as TAPS
 _BLOCK = 16  # as BLOCK
 _BLOCK_ELEMENTS = 32768  # elements of x that are worth reading in one go
-_SPILL = 32  # elements by which stores may reach beyond a phase of the frame
+_SPILL = 32  # elements of a phase of the frame for what stores write beyond its end
 _SPECIALIZED = (3,)  # filter sizes that have a program of their own
 _WIDTHS = (512, 256, 128, 64, 32, 16)  # columns of a tile where a whole row is too long
 _GROUP_GPU = 256
@@ -124,77 +124,43 @@ def depthwise_conv2d(
     if tiles is None:
         _launch_elements("forward", y, buffers, geo, types)
     else:
-        _launch_tiles("forward", x, buffers, geo, tiles, {**types, **geo.macros})
+        _launch_forward_tiles(x, buffers, geo, tiles, types)
     return y
 
 
-def input_gradient(
-    shape: tuple[int, ...], w: Tensor, grad: Tensor, stride: int = 1, pad: int = 0, *, out_dtype: str
-) -> Tensor:
-    """Gradient by the input, of this shape; every element gathers from the outputs it had a part in.
-
-    Raises:
-        ValueError: shapes that do not fit.
-    """
-    geo = geometry(shape, tuple(w.shape), stride, pad)
-    _require_grad_shape(grad, geo)
-    dx = bridge.empty(grad.queue, shape, out_dtype)
-    if dx.size == 0:
-        return dx
-    buffers = grad.buffer, w.buffer, dx.buffer
-    types = {
-        "G_T": bridge.STORAGE[grad.dtype], "W_T": bridge.STORAGE[w.dtype], "DX_T": bridge.STORAGE[out_dtype]
-    }  # fmt: skip
-    tiles = _input_tiles(grad.queue, geo)
-    if tiles is None:
-        _launch_elements("input_gradient", dx, buffers, geo, types)
-    else:
-        macros = {**types, **geo.macros, "SHIFT": pad % stride}
-        _launch_tiles("input_gradient", grad, buffers, geo, tiles, macros)
-    return dx
-
-
-def weight_gradient(
+def gradients(
     x: Tensor,
-    w_shape: tuple[int, ...],
+    w: Tensor,
     grad: Tensor,
     stride: int = 1,
     pad: int = 0,
     *,
-    out_dtype: str,
-    bias_dtype: str | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients by weight and, with ``bias_dtype``, by the bias; summed in fp32, rounded once.
+    dx_dtype: str | None = None,
+    dw_dtype: str | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients by x and w in these dtypes, None for what is not wanted; summed in fp32, rounded once.
+
+    On CPU devices both come from one pass over x and grad.
 
     Raises:
         ValueError: shapes that do not fit.
     """
-    geo = geometry(tuple(x.shape), w_shape, stride, pad)
+    geo = geometry(tuple(x.shape), tuple(w.shape), stride, pad)
     _require_grad_shape(grad, geo)
-    if grad.size == 0:
-        zeros = bridge.zeros(x.queue, w_shape, out_dtype)
-        return zeros, None if bias_dtype is None else bridge.zeros(x.queue, (geo.channels,), bias_dtype)
-    types = {"X_T": bridge.STORAGE[x.dtype], "G_T": bridge.STORAGE[grad.dtype]}
-    tiles = _output_tiles(x.queue, geo)
-    images, parts = _parts(x.queue, geo, 1 if tiles is not None else geo.taps)
-    dw = bridge.empty(x.queue, (parts, geo.channels, geo.taps), "float32")
-    if tiles is None:
-        _launch_weight_elements(x, grad, dw, geo, images, types)
-        db = None if bias_dtype is None else bias_gradient(grad, bias_dtype)
+    dx = None if dx_dtype is None else bridge.empty(x.queue, x.shape, dx_dtype)
+    if x.size == 0 or (dx_dtype is None and dw_dtype is None):
+        return dx, None if dw_dtype is None else bridge.zeros(x.queue, w.shape, dw_dtype)
+    tiles = _input_tiles(x.queue, geo)
+    if tiles is not None:
+        sums = _launch_gradient_tiles(x, w, grad, dx, geo, tiles, dw_dtype is not None)
     else:
-        sums = bridge.empty(x.queue, (parts, geo.channels), "float32")
-        block = _channel_block(x.queue, geo)
-        kernel = get_kernel(
-            x.queue, "depthwise.cl", "weight_gradient_tiles", "ppppqquuuuiiuuuuuuui",
-            WEIGHT_GRADIENT_TILES=1, **types, **geo.macros,
-        )  # fmt: skip
-        kernel(
-            x.queue, (-(-geo.channels // block) * parts,), (1,),
-            x.buffer, grad.buffer, dw.buffer, sums.buffer, x.size, grad.size,
-            geo.images, images, block, *geo.extents, tiles.band, tiles.width, tiles.pitch,
-        )  # fmt: skip
-        db = None if bias_dtype is None else sum_axis(sums, 1, parts, geo.channels, bias_dtype)
-    return bridge.view(sum_axis(dw, 1, parts, geo.channels * geo.taps, out_dtype), w_shape), db
+        if dx is not None:
+            types = {name: bridge.STORAGE[t.dtype] for name, t in (("G_T", grad), ("W_T", w), ("DX_T", dx))}
+            _launch_elements("input_gradient", dx, (grad.buffer, w.buffer, dx.buffer), geo, types)
+        sums = None if dw_dtype is None else _launch_weight_elements(x, grad, geo)
+    if sums is None or dw_dtype is None:
+        return dx, None
+    return dx, bridge.view(sum_axis(sums, 1, sums.shape[0], w.size, dw_dtype), w.shape)
 
 
 def bias_gradient(grad: Tensor, out_dtype: str) -> Tensor:
@@ -219,6 +185,7 @@ class Tiles:
 
     Attributes:
         band, width: rows and columns of a tile, in outputs or in groups of ``stride`` inputs.
+        across: tiles beside each other.
         pitch: floats of a phase of a row of the frame.
         count: tiles altogether.
         work: elements of a tile.
@@ -226,6 +193,7 @@ class Tiles:
 
     band: int
     width: int
+    across: int
     pitch: int
     count: int
     work: int
@@ -266,21 +234,22 @@ def _fit(geo: Geometry, height: int, width: int, frame: Callable[[int], tuple[in
         pitch, band = frame(columns)
         if band >= min(8, height):
             band = min(band, height)
-            count = geo.images * geo.channels * -(-height // band) * -(-width // columns)
-            return Tiles(band, columns, pitch, count, band * columns * geo.stride)
+            across = -(-width // columns)
+            count = geo.images * geo.channels * -(-height // band) * across
+            return Tiles(band, columns, across, pitch, count, band * columns * geo.stride)
     return None
 
 
-def _parts(queue: cl.CommandQueue, geo: Geometry, sums: int) -> tuple[int, int]:
-    """(images of a part, parts): into how many spans the images are cut to keep the device busy."""
+def _parts(queue: cl.CommandQueue, units: int, sums: int) -> tuple[int, int]:
+    """(units of a part, parts): into how many spans units that add to ``sums`` sums are cut to keep the device busy."""
     device = capabilities(queue)
-    wanted = -(-(4 if device.is_cpu else 16) * device.compute_units // (geo.channels * sums))
-    images = -(-geo.images // min(max(wanted, 1), geo.images))
-    return images, -(-geo.images // images)
+    wanted = -(-(4 if device.is_cpu else 16) * device.compute_units // sums)
+    each = -(-units // min(max(wanted, 1), units))
+    return each, -(-units // each)
 
 
 def _channel_block(queue: cl.CommandQueue, geo: Geometry) -> int:
-    """Channels that a work-item of ``weight_gradient_tiles`` takes: enough for long reads, and work for every core."""
+    """Channels that a work-item of ``gradient_tiles`` takes: enough for long reads, and work for every core."""
     fair = geo.channels // (4 * capabilities(queue).compute_units)
     return max(1, min(_BLOCK, fair, _BLOCK_ELEMENTS // (geo.height * geo.width)))
 
@@ -288,17 +257,16 @@ def _channel_block(queue: cl.CommandQueue, geo: Geometry) -> int:
 # ------------------------------------------------------------------------------------------------- launches
 
 
-def _launch_tiles(
-    name: str, source: Tensor, buffers: tuple[Any, ...], geo: Geometry, tiles: Tiles, macros: Mapping[str, object]
+def _launch_forward_tiles(
+    x: Tensor, buffers: tuple[Any, ...], geo: Geometry, tiles: Tiles, types: Mapping[str, object]
 ) -> None:
-    each = plan_rows(source.queue, tiles.count, tiles.work).each
+    each = plan_rows(x.queue, tiles.count, tiles.work).each
     kernel = get_kernel(
-        source.queue, "depthwise.cl", f"{name}_tiles", "p" * len(buffers) + "qquuiiiiuuuuui",
-        **{f"{name.upper()}_TILES": 1}, **macros,
-    )  # fmt: skip
+        x.queue, "depthwise.cl", "forward_tiles", "ppppqquuiiuuuuuuui", FORWARD_TILES=1, **types, **geo.macros
+    )
     kernel(
-        source.queue, (-(-tiles.count // each),), (1,),
-        *buffers, source.size, tiles.count, each, *geo.extents, tiles.band, tiles.width, tiles.pitch,
+        x.queue, (-(-tiles.count // each),), (1,),
+        *buffers, x.size, tiles.count, each, *geo.extents, tiles.band, tiles.width, tiles.pitch,
     )  # fmt: skip
 
 
@@ -314,16 +282,40 @@ def _launch_elements(
     kernel(out.queue, *sizes, *buffers, out.size, span, *geo.extents, geo.stride)
 
 
-def _launch_weight_elements(
-    x: Tensor, grad: Tensor, dw: Tensor, geo: Geometry, images: int, types: dict[str, str]
-) -> None:
-    device = capabilities(x.queue)
-    group = 1 if device.is_cpu else min(_GROUP_GPU, 1 << (device.max_work_group.bit_length() - 1))
+def _launch_gradient_tiles(
+    x: Tensor, w: Tensor, grad: Tensor, dx: Tensor | None, geo: Geometry, tiles: Tiles, with_weight: bool
+) -> Tensor | None:
+    """Writes dx, if there is one; returns partial sums of the weight's gradient, if wanted."""
+    units = tiles.count // (geo.channels * tiles.across)
+    each, parts = _parts(x.queue, units, geo.channels)
+    block = _channel_block(x.queue, geo)
+    sums = bridge.empty(x.queue, (parts, geo.channels, geo.taps), "float32") if with_weight else None
     kernel = get_kernel(
-        x.queue, "depthwise.cl", "weight_gradient_elements", "pppuuuiiuuuuuu",
-        WEIGHT_GRADIENT_ELEMENTS=1, WG=group, **types,
+        x.queue, "depthwise.cl", "gradient_tiles", "pppppqquuuuiiiiuuuuui", GRADIENT_TILES=1,
+        INPUT_GRADIENT=int(dx is not None), WEIGHT_GRADIENT=int(with_weight), SHIFT=geo.pad % geo.stride,
+        X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype], W_T=bridge.STORAGE[w.dtype],
+        DX_T=bridge.STORAGE[grad.dtype if dx is None else dx.dtype], **geo.macros,
     )  # fmt: skip
     kernel(
-        x.queue, (prod(dw.shape) * group,), (group,),
-        x.buffer, grad.buffer, dw.buffer, geo.images, images, *geo.extents, geo.stride,
+        x.queue, (-(-geo.channels // block) * parts,), (1,),
+        x.buffer, grad.buffer, w.buffer, (x if dx is None else dx).buffer, (x if sums is None else sums).buffer,
+        x.size, grad.size, units, each, block, *geo.extents, tiles.band, tiles.width, tiles.pitch,
     )  # fmt: skip
+    return sums
+
+
+def _launch_weight_elements(x: Tensor, grad: Tensor, geo: Geometry) -> Tensor:
+    """Partial sums of the weight's gradient."""
+    device = capabilities(x.queue)
+    images, parts = _parts(x.queue, geo.images, geo.channels * geo.taps)
+    sums = bridge.empty(x.queue, (parts, geo.channels, geo.taps), "float32")
+    group = 1 if device.is_cpu else min(_GROUP_GPU, 1 << (device.max_work_group.bit_length() - 1))
+    kernel = get_kernel(
+        x.queue, "depthwise.cl", "weight_gradient_elements", "pppuuuiiuuuuuu", WEIGHT_GRADIENT_ELEMENTS=1,
+        WG=group, X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype],
+    )  # fmt: skip
+    kernel(
+        x.queue, (prod(sums.shape) * group,), (group,),
+        x.buffer, grad.buffer, sums.buffer, geo.images, images, *geo.extents, geo.stride,
+    )  # fmt: skip
+    return sums
