@@ -63,6 +63,21 @@ def get_kernel(queue: cl.CommandQueue, file: str, name: str, args: str, **macros
     return kernel
 
 
+def built_programs() -> int:
+    """How many programs are held."""
+    return len(_programs)
+
+
+def release_programs() -> None:
+    """Lets go of all programs, and of this thread's kernels. What is asked for again is built again.
+
+    A driver holds a few MB for each program (Intel's 3.5): a process that goes through thousands may want them back.
+    """
+    with _lock:
+        _programs.clear()
+    _per_thread.kernels = {}
+
+
 def _get_program(context: cl.Context, file: str, macros: dict[str, object]) -> cl.Program:
     # The program keeps its context alive, so the pointer in the key stays unique.
     key = (context.int_ptr, file, *sorted(macros.items()))

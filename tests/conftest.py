@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 import clamp  # noqa: F401  (makes Intel's pip-installed runtime visible)
-from clamp import bridge, session
+from clamp import bridge, program, session
 from clamp.device import NoDeviceError, list_devices
 from tests.conformance import report
 from tests.poison import poisoned_empty
@@ -120,6 +120,19 @@ def no_patches_left() -> object:
     """Takes off what regions without a handle leave installed, so that tests may run in any order and process."""
     yield
     session.forget_patches()
+
+
+_PROGRAMS = 300  # built ones that are kept from test to test
+
+
+@pytest.fixture(autouse=True)
+def few_programs() -> object:
+    """Keeps a process of all tests, which needs thousands of programs, from growing by GBs."""
+    yield
+    if program.built_programs() > _PROGRAMS:
+        for queue in _QUEUES.values():
+            queue.finish()
+        program.release_programs()
 
 
 @pytest.fixture(autouse=True)
