@@ -16,6 +16,7 @@ _OCLGRIND_LOG = Path(tempfile.mkdtemp(prefix="clamp-tests-")) / "oclgrind.log"
 os.environ["OCLGRIND_DATA_RACES"] = "1"
 os.environ["OCLGRIND_LOG"] = str(_OCLGRIND_LOG)
 
+import numpy as np
 import pyopencl as cl
 import pytest
 from rich.console import Console
@@ -120,6 +121,13 @@ def no_patches_left() -> object:
     """Takes off what regions without a handle leave installed, so that tests may run in any order and process."""
     yield
     session.forget_patches()
+
+
+@pytest.fixture(autouse=True)
+def same_numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives a test the same random numbers, whichever tests ran before it in its process."""
+    if hasattr(request.module, "RNG"):
+        monkeypatch.setattr(request.module, "RNG", np.random.default_rng(0))
 
 
 _PROGRAMS = 300  # built ones that are kept from test to test
