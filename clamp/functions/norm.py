@@ -39,6 +39,11 @@ def parameters_of(name: str, x: Operand, size: int, *parameters: Any) -> list[Op
 
 
 def require_nchw(name: str, x: Operand) -> None:
+    """Channels are found where they are meant to be.
+
+    Raises:
+        ValueError: x is not of shape (N, C, H, W).
+    """
     if len(x.shape) != 4:
         raise ValueError(f"{name} takes x of shape (N, C, H, W), got {x.shape}")
 
@@ -202,6 +207,7 @@ def batch_norm2d_leaky_relu(
 def normalized_groups(
     casting: Casting, x: Any, gamma: Any, beta: Any, groups: int, eps: float, tape: Tape | None
 ) -> tuple[Any, Tensor, Tensor]:
+    """As ``group_norm``, with the float32 means and variances of all groups: (result, mean, variance)."""
     (xo,) = float_operands(casting, as_node(x))
     require_nchw("group_norm", xo)
     groups, eps, channels = int(groups), float(eps), xo.shape[1]
@@ -247,6 +253,7 @@ def group_norm(
 def normalized_rows(
     casting: Casting, x: Any, gamma: Any, beta: Any, eps: float, tape: Tape | None
 ) -> tuple[Any, Tensor, Tensor]:
+    """As ``layer_norm``, with the float32 means and variances of all rows: (result, mean, variance)."""
     (xo,) = float_operands(casting, as_node(x))
     eps, shape = float(eps), xo.shape
     rows = _rows_that_share_statistics(xo, as_node(gamma))
@@ -279,6 +286,11 @@ def _rows_that_share_statistics(x: Operand, gamma: TensorLike) -> tuple[int, ...
 
 
 def last_axis(name: str, x: Operand) -> int:
+    """Extent of x's last axis.
+
+    Raises:
+        ValueError: x has no axes.
+    """
     if not x.shape:
         raise ValueError(f"{name} takes x of shape (..., n), got a tensor without dimensions")
     return x.shape[-1]
@@ -310,6 +322,7 @@ def layer_norm(
 
 
 def normalized_rms(casting: Casting, x: Any, gamma: Any, eps: float, tape: Tape | None) -> tuple[Any, Tensor]:
+    """As ``rms_norm``, with the float32 inverse root mean squares of all rows: (result, inverse)."""
     (xo,) = float_operands(casting, as_node(x))
     (go,) = parameters_of("rms_norm", xo, last_axis("rms_norm", xo), gamma)
     out, inverse = rows_ops.rms_norm(xo.value, go.value, eps=float(eps), out_dtype=casting.result_dtype(xo))
