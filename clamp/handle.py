@@ -68,10 +68,8 @@ class AmpHandle:
         replicas = {
             "netcl.distributed.data_parallel.sync_grads": self._sync_grads,
             "netcl.distributed.trainer.data_parallel_step": self._data_parallel_step,
-            "netcl.distributed.trainer.prepare_replicas": self._prepare_replicas,
-            "netcl.distributed.data_parallel.replicate_params": self._prepare_replicas,
         }
-        self._patches = Patches(region.policies, registrations, self._step, replicas)
+        self._patches = Patches(region.policies, registrations, self._guards.step, replicas)
         self._patches.install()
         set_process_region(region)
         self._active = True
@@ -194,7 +192,6 @@ class AmpHandle:
         host_step(partial(self._passed, guards, scaler, reached.delivered()))
         self._last = guards[len(optimizers) - 1]
         weights.clear()
-        self._scales.settle(loss.value.queue)
 
     def _passed(self, guards: Sequence[StepGuard], scaler: LossScale, delivered: Iterable[gradients.Held]) -> None:
         """Ends a scaled pass, and in a recording, each replay of it."""
@@ -244,19 +241,6 @@ class AmpHandle:
         """The scalers have got new states: the copies on further queues are made anew."""
         self._scales.forget()
 
-    def _step(self, wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Every optimizer's ``step``."""
-        result = self._guards.step(wrapped, optimizer, args, kwargs)
-        for queue in {param.queue for param in getattr(optimizer, "params", ()) if bridge.on_device(param)}:
-            self._scales.settle(queue)
-        return result
-
-    def _prepare_replicas(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """netcl's functions that copy parameters to several queues."""
-        replicas = wrapped(*args, **kwargs)
-        self._scales.note(params[0].queue for params in replicas if params)
-        return replicas
-
     def _sync_grads(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """netcl's ``sync_grads``, after which an overflow of one replica counts for all."""
         collectives.sync_grads(wrapped, instance, args, kwargs)
@@ -270,7 +254,6 @@ class AmpHandle:
 
         def step(forward_fn: Any, params_replicas: Any, optimizers: Any, batch: Any, **hooks: Any) -> Any:
             order = iter(optimizers)
-            self._scales.note(params[0].queue for params in params_replicas)
 
             def forward(*inputs: Any) -> tuple[Any, ScaledTape]:
                 loss, tape = forward_fn(*inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,24 +26,9 @@ class QueueScales:
     def __init__(self, make: Callable[[], LossScale]) -> None:
         self._make = make
         self._copies: dict[int, dict[Any, LossScale]] = {}
-        self._queues: list[Any] = []
-
-    def note(self, queues: Iterable[Any]) -> None:
-        """These queues are in use."""
-        self._queues += [queue for queue in queues if isinstance(queue, cl.CommandQueue) and queue not in self._queues]
-
-    def settle(self, queue: Any) -> None:
-        """Waits for a queue, if others of its context are in use.
-
-        netcl's memory pool is one for a context: what a tensor of this queue frees while a launch still uses it would
-        go to a tensor of another queue, which does not wait for that launch.
-        """
-        if any(other != queue and other.context == queue.context for other in self._queues):
-            queue.finish()
 
     def on(self, queue: cl.CommandQueue, scaler: LossScale) -> LossScale:
         """The scaler itself on the first queue it is asked for, on others its copy."""
-        self.note([queue])
         copies = self._copies.setdefault(id(scaler), {})
         if not copies:
             copies[queue] = scaler

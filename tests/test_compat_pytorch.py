@@ -496,9 +496,7 @@ def test_consecutive_overflows_end_in_an_error_that_names_the_gradients(setup: S
 def test_each_queue_has_the_scale_and_an_overflow_on_one_counts_for_all(
     queue: cl.CommandQueue, amp_is_on: None
 ) -> None:
-    # Of two contexts: netcl's pool hands memory of one queue to another of its context while it is still in use.
-    context = cl.Context([queue.device])
-    queues = [queue, cl.CommandQueue(context, queue.device)]
+    queues = [queue, cl.CommandQueue(queue.context, queue.device)]
     models = [mlp(q, 8, 4) for q in queues]
     data = [batch(q, 4, 8, 4) for q in queues]
     optimizer = OwnOptimizer([param for model in models for param in model.parameters()])

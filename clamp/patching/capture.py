@@ -193,7 +193,7 @@ class _Recording:
             _watch(main)
             if not self._is_on():
                 return main
-            key = queue.context.int_ptr
+            key = id(main)
             if key not in self._pools:
                 self._pools[key] = _Pool(main)
             return self._pools[key]

@@ -23,7 +23,7 @@ import wrapt
 from clamp import masters
 from clamp.bridge import Node, compiler, recorded_ops
 from clamp.functions.casting import OWNED
-from clamp.patching import capture, collectives, compiled, engine, layers, replay
+from clamp.patching import capture, collectives, compiled, engine, layers, pools, replay
 from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, owned_wrapper, user_wrapper, writes
 from clamp.policy import CastPolicy, Entry, PolicyTable
 
@@ -67,6 +67,7 @@ _ENGINE: dict[str, Wrapper] = {
     "netcl.runtime.capture.KernelCapture.replay_with_new_buffers": replay.replay_with_new_buffers,
     "netcl.nn.layers._FusedConvReLUTrain.forward": layers.fused_conv_relu,
     "netcl.nn.containers.GELU.forward": layers.gelu,
+    "netcl.core.memory.get_persistent_pool": pools.of_queue,
     "netcl.core.tensor.Tensor.to_host": engine.to_host,
     "netcl.core.tensor.Tensor.from_host": engine.from_host,
     "netcl.ops.bf16_act.bf16_to_host": engine.bf16_to_host,
