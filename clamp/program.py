@@ -12,6 +12,7 @@ wrapping ``cl.Kernel.__call__``.
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from functools import cache
@@ -35,8 +36,15 @@ class KernelBuildError(RuntimeError):
 
 @cache
 def source(name: str) -> str:
-    """Text of ``kernels/<name>``."""
-    return files("clamp.kernels").joinpath(name).read_text(encoding="utf-8")
+    """Text of ``kernels/<name>``, with the files that it includes in place of its ``#include`` lines.
+
+    They are put in here because compilers of OpenCL differ in where they look for files.
+    """
+    lines = files("clamp.kernels").joinpath(name).read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if match := re.fullmatch(r'#include "(.+)"', line):
+            lines[number - 1] = f'#line 1 "{match[1]}"\n{source(match[1])}#line {number + 1} "{name}"'
+    return "\n".join(lines)
 
 
 def get_kernel(queue: cl.CommandQueue, file: str, name: str, args: str, **macros: object) -> cl.Kernel:

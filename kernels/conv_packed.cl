@@ -29,50 +29,9 @@
 // M, K: output channels and steps of one group; `columns`: output positions of the batch, `positions`: of an image,
 // in rows of `width` that lie `pitch` apart. `work` is a workspace with a slice for each work-item.
 
-#if defined(__has_attribute)
-#if __has_attribute(min_vector_width)
-#define WIDE_VECTORS __attribute__((min_vector_width(512))) // compilers for AVX-512 keep to half its width otherwise
-#endif
-#endif
-#ifndef WIDE_VECTORS
-#define WIDE_VECTORS
-#endif
-#define ONE_WORK_ITEM __attribute__((reqd_work_group_size(1, 1, 1)))
-
-// The tile's code, written once for each row i and vector v of 16.
-#define ROWS_4(X) X(0) X(1) X(2) X(3)
-#define ROWS_6(X) ROWS_4(X) X(4) X(5)
-#define ROWS_12(X) ROWS_6(X) X(6) X(7) X(8) X(9) X(10) X(11)
-#define EACH_ROW(X) CAT(ROWS_, MR)(X)
-#define VECTORS_16(X, i) X(i, 0)
-#define VECTORS_32(X, i) X(i, 0) X(i, 1)
-#define VECTORS_64(X, i) X(i, 0) X(i, 1) X(i, 2) X(i, 3)
-#define EACH_VECTOR(X, i) CAT(VECTORS_, NR)(X, i)
-#define TILE (MR * NR)
-
-#define CLEAR_VECTOR(i, v) float16 c##i##_##v = 0.0f;
-#define RESUME_VECTOR(i, v) c##i##_##v = LOAD16(f32, sums, i * NR + v * 16);
-#define SUSPEND_VECTOR(i, v) STORE16(f32, c##i##_##v, sums, i * NR + v * 16);
-#define CLEAR(i) EACH_VECTOR(CLEAR_VECTOR, i)
-#define RESUME(i) EACH_VECTOR(RESUME_VECTOR, i)
-#define SUSPEND(i) EACH_VECTOR(SUSPEND_VECTOR, i)
-// One step: each row's factor, broadcast once, times the panel's vectors.
-#define LOAD_VECTOR(i, v) const float16 b##v = LOAD16(f32, b, step * NR + v * 16);
-#define MULTIPLY_ADD_VECTOR(i, v) c##i##_##v = factor##i * b##v + c##i##_##v;
-#define MULTIPLY_ADD(i)                            \
-    const float16 factor##i = (float16)(FACTOR(i)); \
-    EACH_VECTOR(MULTIPLY_ADD_VECTOR, i)
-#define STEP(ROWS, t)              \
-    {                              \
-        const int step = t;        \
-        EACH_VECTOR(LOAD_VECTOR, ) \
-        ROWS(MULTIPLY_ADD)         \
-    }
+#include "register_tile.clh"
 
 #ifdef CONV
-// Rows of the panels before panel p.
-#define ROWS_BEFORE(p, height) \
-    (min((size_t)(p), (size_t)tall) * (height) + (max((size_t)(p), (size_t)tall) - tall) * SHORT)
 #define MAX_RUNS 4
 
 // 16 positions from j on at `steps` steps, into every NR floats from `panel`. A run is a set of positions that are
@@ -154,43 +113,31 @@ inline void store_positions(float16 v, __global STORAGE(OUT_T) *restrict out, si
     }
 }
 
-inline float16 epilogue(float16 v, float bias, int relu) {
-    v += bias;
-    return relu ? select(v, (float16)(0.0f), v < 0.0f) : v; // a NaN is not below zero and stays
-}
-
 // Where 16 positions from j on are stored if they are neighbours there, -1 if they are not.
 inline long together_at(size_t j, size_t columns, size_t positions, size_t out_image) {
     const size_t p = j % positions;
     return p + 16 <= positions && j + 16 <= columns ? (long)(j / positions * out_image + p) : -1L;
 }
 
-#define FACTOR(i) a[step * height + i]
 #define SPILL_VECTOR(i, v) STORE_PRIVATE(float16, c##i##_##v, tile + i * NR + v * 16);
 #define SPILL(i) EACH_VECTOR(SPILL_VECTOR, i)
-#define BIAS(m) (has_bias ? LOAD(BIAS_T, bias, m) : -0.0f) // v + -0 is v
 #define FINISH_VECTOR(i, v) STORE16(OUT_T, epilogue(c##i##_##v, bias##i, relu), out, at[v] + row + i * positions);
 #define FINISH(i)                           \
     const float bias##i = BIAS(channel + i); \
     EACH_VECTOR(FINISH_VECTOR, i)
 // The sums of a panel of weights, `rows` rows high: stored, if whole, or spilled to `tile`.
-#define MULTIPLY_PANEL(ROWS, rows)                               \
-    {                                                            \
-        const int height = rows;                                 \
-        ROWS(CLEAR)                                              \
-        if (k0 > 0) { ROWS(RESUME) }                             \
-        int k = 0;                                               \
-        for (; k + 4 <= steps; k += 4, a += 4 * rows, b += 4 * NR) { \
-            STEP(ROWS, 0) STEP(ROWS, 1) STEP(ROWS, 2) STEP(ROWS, 3) \
-        }                                                        \
-        for (; k < steps; k++, a += rows, b += NR) { STEP(ROWS, 0) } \
-        if (!is_last) {                                          \
-            ROWS(SUSPEND)                                        \
-        } else if (is_whole) {                                   \
-            ROWS(FINISH)                                         \
-        } else {                                                 \
-            ROWS(SPILL)                                          \
-        }                                                        \
+#define MULTIPLY_PANEL(ROWS, rows)     \
+    {                                  \
+        ROWS(CLEAR)                    \
+        if (k0 > 0) { ROWS(RESUME) }   \
+        MULTIPLY_STEPS(ROWS, rows)     \
+        if (!is_last) {                \
+            ROWS(SUSPEND)              \
+        } else if (is_whole) {         \
+            ROWS(FINISH)               \
+        } else {                       \
+            ROWS(SPILL)                \
+        }                              \
     }
 
 // Work-item (`each_j` panels of positions, `each_m` panels of output channels, group).
@@ -243,7 +190,6 @@ conv(__global const float *restrict weights, __global const STORAGE(X_T) *restri
         } while (k0 < K);
     }
 }
-#undef FACTOR
 #endif
 
 #ifdef WEIGHT_GRAD
@@ -367,7 +313,6 @@ weight_grad(__global const float *restrict x, __global const ulong *restrict off
         }
     }
 }
-#undef FACTOR
 #endif
 
 #ifdef WEIGHT_GRAD_FINISH

@@ -17,7 +17,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
-from clamp.ops import conv_packed, conv_tiled
+from clamp.ops import conv_packed, conv_tiled, conv_winograd
 from clamp.ops.cast import cast_into
 from clamp.ops.conv_geometry import Correlation, Pair, Window, forward_axis, gradient_axes
 from clamp.ops.conv_stage import Source, Weights, interleave, offsets, slices, stage
@@ -28,6 +28,7 @@ from clamp.ops.reduce_to_shape import sum_to_shape
 class ConvKernel(Enum):
     """Which kernel convolves."""
 
+    WINOGRAD = "winograd"  # CPU devices: 3x3, stride 1; forward and input gradient
     PACKED = "packed"  # CPU devices
     TILED = "tiled"  # every device
 
@@ -41,10 +42,25 @@ def default_kernel(queue: cl.CommandQueue) -> ConvKernel:
     return ConvKernel.PACKED if capabilities(queue).is_cpu else ConvKernel.TILED
 
 
+def kernel_for(given: ConvKernel | None, x: Tensor, weights: Weights, window: Window, out_dtype: str) -> ConvKernel:
+    """The kernel of a convolution of x or of an input gradient from it."""
+    extent = _pair(weights.tensor.shape[2:])
+    if given is ConvKernel.WINOGRAD:
+        _require(conv_winograd.fits(extent, window), f"no {given} for a kernel of {extent} with {window}")
+    if given is not None:
+        return given
+    kernel = default_kernel(x.queue)
+    if kernel is ConvKernel.PACKED and conv_winograd.pays(x, weights, window, out_dtype):
+        return ConvKernel.WINOGRAD
+    return kernel
+
+
 def pack_weights(w: Tensor, groups: int, *, transposed: bool, kernel: ConvKernel | None = None) -> Weights:
     """Prepares weights (F, C / groups, KH, KW) for any number of calls of `conv2d`, or, transposed, of
     `conv2d_input_grad`. The panels are made when they are first needed."""
-    return Weights(w, groups, transposed, *_KERNELS[kernel or default_kernel(w.queue)].panel_shape(w.queue))
+    kernel = kernel or default_kernel(w.queue)
+    module = conv_packed if kernel is ConvKernel.WINOGRAD else _KERNELS[kernel]  # which has panels of the same shape
+    return Weights(w, groups, transposed, *module.panel_shape(w.queue))
 
 
 def conv2d(
@@ -73,13 +89,16 @@ def conv2d(
     Raises:
         ValueError: shapes that do not fit.
     """
-    kernel = kernel or default_kernel(x.queue)
     weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=False, kernel=kernel)
+    kernel = kernel_for(kernel, x, weights, window, out_dtype)
     features, channels, *extent = weights.tensor.shape
     _require(x.shape[1] == channels * window.groups, f"x {x.shape} and w {weights.tensor.shape} do not fit")
     image, size = _pair(x.shape[2:]), window.output(_pair(x.shape[2:]), _pair(extent))
     _require(min(size) > 0, f"the kernel {tuple(extent)} is larger than the padded image {tuple(image)}")
     out = bridge.empty(x.queue, (x.shape[0], features, *size), out_dtype)
+    if kernel is ConvKernel.WINOGRAD:
+        conv_winograd.convolve(x, weights, window.pad, out, Epilogue(out_dtype, bias, relu))
+        return out
     axes = [forward_axis(size[i], extent[i], window.stride[i], window.pad[i], window.dilation[i]) for i in (0, 1)]
     shape = Correlation(axes[0], axes[1], image)
     _correlate(x, [(shape, 0)], weights, out, Epilogue(out_dtype, bias, relu), kernel)
@@ -112,12 +131,16 @@ def conv2d_input_grad(
     Raises:
         ValueError: shapes that do not fit.
     """
-    kernel = kernel or default_kernel(grad.queue)
     weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=True, kernel=kernel)
+    kernel = kernel_for(kernel, grad, weights, window, out_dtype)
     features, channels, *extent = weights.tensor.shape
     _require(grad.shape[1] == features, f"the gradient {grad.shape} and w {weights.tensor.shape} do not fit")
     channels *= window.groups
     out = bridge.empty(grad.queue, (grad.shape[0], channels, *image), out_dtype)
+    if kernel is ConvKernel.WINOGRAD:
+        pad = 2 - window.pad[0], 2 - window.pad[1]
+        conv_winograd.convolve(grad, weights, pad, out, Epilogue(out_dtype, bias))
+        return out
     rows, columns = (
         gradient_axes(image[i], grad.shape[2 + i], extent[i], window.stride[i], window.pad[i], window.dilation[i])
         for i in (0, 1)

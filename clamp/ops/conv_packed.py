@@ -13,7 +13,7 @@ from clamp.ops.gemm_packed import Tile, tile_of
 from clamp.program import get_kernel
 
 _PANEL_FLOATS = 8192  # of steps or positions: what a first-level cache holds beside the other operand
-_SHORT = 4  # rows of the last panels of weights: with 6 and 4 rows, at most one is computed in vain
+SHORT = 4  # rows of the last panels of weights: with 6 and 4 rows, at most one is computed in vain
 _ITEMS_PER_CORE = 16  # work-items that a core should get, so that the last ones even out
 _PARTIAL_FLOATS = 8 * 2**20  # of partial weight gradients
 
@@ -23,18 +23,19 @@ GRAD_SOURCE_DTYPE: str | None = "float32"
 
 def panel_shape(queue: cl.CommandQueue) -> tuple[int, int, int]:
     """Rows of a panel of weights, rows of the last ones, and steps of a block of them."""
-    tile = _tile(queue)
-    return tile.rows, _SHORT, _PANEL_FLOATS // tile.columns
+    tile = tile_of_conv(queue)
+    return tile.rows, SHORT, _PANEL_FLOATS // tile.columns
 
 
-def _tile(queue: cl.CommandQueue) -> Tile:
+def tile_of_conv(queue: cl.CommandQueue) -> Tile:
+    """The register tile of a convolution."""
     tile = tile_of(queue)
     return Tile(6, 64) if tile == Tile(12, 32) else tile
 
 
 def _tile_of_gradient(queue: cl.CommandQueue, rows: int) -> Tile:
     """The tile of a weight gradient: of ``rows`` output channels, as few as can be should be computed in vain."""
-    return tile_of(queue) if 0 < rows % 64 <= 32 else _tile(queue)
+    return tile_of(queue) if 0 < rows % 64 <= 32 else tile_of_conv(queue)
 
 
 def _items(queue: cl.CommandQueue) -> int:
@@ -44,7 +45,7 @@ def _items(queue: cl.CommandQueue) -> int:
 def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_image: int, epilogue: Epilogue) -> None:
     """Writes a correlation, through the epilogue, into ``out`` from element ``begin`` on."""
     queue, shape = out.queue, source.shape
-    tile = _tile(queue)
+    tile = tile_of_conv(queue)
     steps = _PANEL_FLOATS // tile.columns
     tall, short = weights.heights
     panels_j, panels_m = -(-source.columns // tile.columns), tall + short
@@ -57,7 +58,7 @@ def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_ima
     bias = out if epilogue.bias is None else epilogue.bias  # a kernel's pointer must point somewhere
     kernel = get_kernel(
         queue, "conv_packed.cl", "conv", "ppppppqqqqqqqqqqqquuuuii",
-        CONV=1, X_T=source.storage, MR=tile.rows, SHORT=_SHORT, NR=tile.columns, KC=steps,
+        CONV=1, X_T=source.storage, MR=tile.rows, SHORT=SHORT, NR=tile.columns, KC=steps,
         **epilogue.macros,
     )  # fmt: skip
     kernel(

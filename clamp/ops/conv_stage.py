@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 from clamp import bridge
@@ -71,12 +71,15 @@ def must_copy(x: Tensor, shape: Correlation, dtype: str) -> bool:
     return x.size > 0 and (shape.is_staged or bridge.STORAGE[x.dtype] != bridge.STORAGE[dtype])
 
 
-def stage(x: Tensor, shape: Correlation, first: int, images: int, dtype: str, *, by_rows: bool) -> Tensor:
+def stage(
+    x: Tensor, shape: Correlation, first: int, images: int, dtype: str, *, by_rows: bool, slack: int = 0
+) -> Tensor:
     """Images ``first`` and following of x (N, C, H, W), laid out for a correlation; x itself if it already is.
 
     Args:
         dtype: storage type of the copy.
         by_rows: whether a work-item copies rows, as suits a CPU, or one element.
+        slack: undefined elements behind the copy.
     """
     if not must_copy(x, shape, dtype):
         return x
@@ -84,8 +87,8 @@ def stage(x: Tensor, shape: Correlation, first: int, images: int, dtype: str, *,
     source = shape.source if shape.is_staged else (1, shape.plane)  # what only changes its type is one row a plane
     rows_phase, columns_phase = shape.staged_shape if shape.is_staged else source
     planes = images * x.shape[1]
-    out = bridge.empty(x.queue, (planes * shape.plane,), dtype)
-    rows = out.size // columns_phase
+    out = bridge.empty(x.queue, (planes * shape.plane + slack,), dtype)
+    rows = planes * shape.plane // columns_phase
     types = _moved(x.dtype, dtype)
     first_plane = first * x.shape[1]
     sizes = (rows, *source, rows_phase, columns_phase)
@@ -97,7 +100,7 @@ def stage(x: Tensor, shape: Correlation, first: int, images: int, dtype: str, *,
         kernel(x.queue, (items,), (1,), x.buffer, out.buffer, first_plane, x.size, *sizes, *phases, each)
     else:
         kernel = get_kernel(x.queue, "conv_stage.cl", "stage_elements", "ppqqqqqquuuuuu", STAGE_ELEMENTS=1, **types)
-        kernel(x.queue, *launch(x.queue, out.size), x.buffer, out.buffer, first_plane, *sizes, *phases)
+        kernel(x.queue, *launch(x.queue, rows * columns_phase), x.buffer, out.buffer, first_plane, *sizes, *phases)
     return out
 
 
@@ -155,7 +158,7 @@ class Weights:
     width: int
     short: int
     block: int
-    _panels: dict[tuple[Taps, Taps], Tensor] = field(default_factory=dict)
+    _panels: dict[Hashable, Tensor] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -185,9 +188,13 @@ class Weights:
     def panels(self, shape: Correlation) -> Tensor:
         """float32 panels of the taps of a correlation, zero beyond the rows (kernels/conv_stage.cl)."""
         taps = (shape.y.taps, shape.x.taps)
-        if taps not in self._panels:
-            self._panels[taps] = self._pack(*taps)
-        return self._panels[taps]
+        return self.kept(taps, lambda: self._pack(*taps))
+
+    def kept(self, kind: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """Panels of some kind, made when they are first asked for."""
+        if kind not in self._panels:
+            self._panels[kind] = make()
+        return self._panels[kind]
 
     def _pack(self, y: Taps, x: Taps) -> Tensor:
         w, rows, steps = self.tensor, self.rows, self.channels * y.count * x.count

@@ -1,4 +1,4 @@
-"""Convolutions: both kernels, every geometry and storage type, against float64 of the stored values."""
+"""Convolutions: all kernels, every geometry and storage type, against float64 of the stored values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pyopencl as cl
 import pytest
 
+from clamp.bridge import Tensor
 from clamp.ops import conv as ops
 from clamp.ops import conv_stage
 from clamp.ops.conv import ConvKernel
@@ -19,7 +20,7 @@ from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, t
 pytestmark = pytest.mark.kernel
 
 Array = npt.NDArray[Any]
-KERNELS = pytest.mark.parametrize("kernel", list(ConvKernel), ids=lambda kernel: kernel.value)
+KERNELS = pytest.mark.parametrize("kernel", [ConvKernel.PACKED, ConvKernel.TILED], ids=lambda kernel: kernel.value)
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,14 @@ def input_grad(g: Array, w: Array, case: Case) -> Array:
     return padded[:, :, ph : ph + h, pw : pw + wd]
 
 
+def largest_nearby(x: Array) -> Array:
+    """The largest magnitude in what is added to an element before it is multiplied: rows and columns up to 2 away."""
+    height, width = x.shape[2:]
+    padded = np.pad(np.abs(x), ((0, 0), (0, 0), (2, 2), (2, 2)))
+    shifted = [padded[:, :, i : i + height, j : j + width] for i in range(5) for j in range(5)]
+    return np.max(shifted, axis=0) if x.size else x
+
+
 def slack(magnitude: Array, terms: int) -> Array:
     """What fp32 sums may be off by."""
     return (terms + 1) * 2.0**-24 * magnitude
@@ -134,6 +143,7 @@ def check(
     x, w, g = (quantize(a, d).astype(np.float64) for a, d in zip(case.arrays(), dtypes, strict=False))
     tensors = [to_device(queue, a, d) for a, d in zip((x, w, g), dtypes, strict=False)]
     options: Any = {"out_dtype": out_dtype, "kernel": kernel}
+    nearby = largest_nearby if kernel is ConvKernel.WINOGRAD else np.abs
     bias = np.linspace(-2, 2, w.shape[0]).astype(np.float32)
     bias_tensor = to_device(queue, bias) if with_bias else None
     y = ops.conv2d(tensors[0], tensors[1], case.window, bias=bias_tensor, relu=with_bias, **options)
@@ -144,6 +154,19 @@ def check(
     steps = w[0].size
     assert_close(y, expected, slack=slack(magnitude, steps))
 
+    if kernel is not ConvKernel.WINOGRAD:
+        check_weight_grad(x, g, tensors, case, options, with_bias=with_bias)
+
+    bias_c = np.linspace(-1, 3, x.shape[1]).astype(np.float32)
+    bias_tensor = to_device(queue, bias_c) if with_bias else None
+    gx = ops.conv2d_input_grad(tensors[2], tensors[1], case.image, case.window, bias=bias_tensor, **options)
+    expected, magnitude = input_grad(g, w, case), input_grad(nearby(g), np.abs(w), case) + 3
+    if with_bias:
+        expected = expected + bias_c.astype(np.float64)[:, None, None]
+    assert_close(gx, expected, slack=slack(magnitude, w.size))
+
+
+def check_weight_grad(x: Array, g: Array, tensors: list[Tensor], case: Case, options: Any, *, with_bias: bool) -> None:
     terms = g.shape[0] * g.shape[2] * g.shape[3]
     gw = ops.conv2d_weight_grad(tensors[0], tensors[2], case.kernel, case.window, **options)
     if with_bias:
@@ -154,14 +177,6 @@ def check(
         np.testing.assert_array_equal(to_numpy(gw), without)
         assert_close(gb, g.sum((0, 2, 3)), slack=slack(np.abs(g).sum((0, 2, 3)), terms))
     assert_close(gw, weight_grad(x, g, case), slack=slack(weight_grad(np.abs(x), np.abs(g), case), terms))
-
-    bias_c = np.linspace(-1, 3, x.shape[1]).astype(np.float32)
-    bias_tensor = to_device(queue, bias_c) if with_bias else None
-    gx = ops.conv2d_input_grad(tensors[2], tensors[1], case.image, case.window, bias=bias_tensor, **options)
-    expected, magnitude = input_grad(g, w, case), input_grad(np.abs(g), np.abs(w), case) + 3
-    if with_bias:
-        expected = expected + bias_c.astype(np.float64)[:, None, None]
-    assert_close(gx, expected, slack=slack(magnitude, w.size))
 
 
 @KERNELS
@@ -245,6 +260,103 @@ def test_repeatable(queue: cl.CommandQueue, kernel: ConvKernel) -> None:
     np.testing.assert_array_equal(runs[0], runs[2])
 
 
+WINOGRAD_CASES = {
+    "one output": Case(1, 1, 1, (3, 3), (3, 3)),
+    "one column of tiles": Case(2, 3, 5, (5, 2), (3, 3), pad=(1, 1)),
+    "odd rows and columns": Case(2, 3, 4, (5, 7), (3, 3), pad=(1, 1)),
+    "not padded, rows of more than 16 tiles": Case(1, 2, 11, (5, 39), (3, 3)),
+    "rows of 32 tiles": Case(1, 1, 2, (6, 64), (3, 3), pad=(1, 1)),
+    "rows of 33 tiles, the last of one column": Case(1, 1, 7, (4, 65), (3, 3), pad=(1, 1)),
+    "padded by 2": Case(2, 2, 6, (4, 6), (3, 3), pad=(2, 0)),
+    "groups": Case(2, 3, 4, (5, 6), (3, 3), pad=(1, 2), groups=3),
+    "more sums than rest at a time": Case(1, 2, 100, (3, 4), (3, 3), pad=(1, 1)),
+    "more tiles than are multiplied at a time": Case(7, 2, 3, (10, 9), (3, 3), pad=(1, 1)),
+    "more images than work-items": Case(70, 1, 2, (9, 8), (3, 3), pad=(1, 1)),
+    "no channel": Case(2, 0, 3, (4, 4), (3, 3), pad=(1, 1)),
+    "no image": Case(0, 2, 3, (4, 4), (3, 3), pad=(1, 1)),
+    "no row": Case(2, 2, 3, (0, 4), (3, 3), pad=(2, 1)),
+}
+SIMULATED_WINOGRAD = ["one column of tiles", "not padded, rows of more than 16 tiles", "groups", "no channel"]
+
+
+@pytest.mark.parametrize("name", WINOGRAD_CASES)
+def test_fewer_multiplications(queue: cl.CommandQueue, simulated: bool, name: str) -> None:
+    if simulated and name not in SIMULATED_WINOGRAD:
+        pytest.skip("slow to simulate")
+    check(queue, WINOGRAD_CASES[name], ConvKernel.WINOGRAD)
+
+
+@pytest.mark.parametrize("dtypes", [("float16", "float32"), ("bfloat16", "float16"), ("float32", "bfloat16")])
+def test_fewer_multiplications_of_any_storage_type(
+    queue: cl.CommandQueue, simulated: bool, dtypes: tuple[str, str]
+) -> None:
+    if simulated:
+        pytest.skip("slow to simulate; storage types are those of the other kernels")
+    x_dtype, w_dtype = dtypes
+    case = Case(2, 131, 14, (3, 19), (3, 3), pad=(1, 1))
+    check(queue, case, ConvKernel.WINOGRAD, (x_dtype, w_dtype, x_dtype, x_dtype))
+    check(queue, case, ConvKernel.WINOGRAD, (x_dtype, w_dtype, x_dtype, w_dtype), with_bias=False)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (2, 5), (3, 4), (6, 38)])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_fewer_multiplications_keep_to_what_an_output_reads(
+    queue: cl.CommandQueue, simulated: bool, value: float, place: tuple[int, int]
+) -> None:
+    """What is not finite reaches the outputs that read it, and changes no bit of the others."""
+    if simulated:
+        pytest.skip("slow to simulate")
+    case = Case(1, 2, 3, (7, 39), (3, 3), pad=(1, 1))
+    x, w, _ = case.arrays()
+    spoiled = x.copy()
+    spoiled[0, 1][place] = value
+    results = [
+        to_numpy(
+            ops.conv2d(
+                to_device(queue, array, "float16"), to_device(queue, w, "float16"), case.window,
+                out_dtype="float16", kernel=ConvKernel.WINOGRAD,
+            )
+        )
+        for array in (x, spoiled)
+    ]  # fmt: skip
+    reads = np.zeros(case.image, dtype=bool)
+    reads[max(0, place[0] - 1) : place[0] + 2, max(0, place[1] - 1) : place[1] + 2] = True
+    assert not np.isfinite(results[1][..., reads]).any()
+    np.testing.assert_array_equal(results[1][..., ~reads], results[0][..., ~reads])
+
+
+def test_fewer_multiplications_of_integers_are_exact(queue: cl.CommandQueue, simulated: bool) -> None:
+    case = Case(1, 4, 3, (4, 6) if simulated else (9, 21), (3, 3), pad=(1, 1))
+    rng = np.random.default_rng(0)
+    x, w = rng.integers(-8, 9, case.arrays()[0].shape), rng.integers(-4, 5, case.arrays()[1].shape)
+    y = ops.conv2d(
+        to_device(queue, x, "float16"), to_device(queue, w, "float16"), case.window,
+        out_dtype="float32", kernel=ConvKernel.WINOGRAD,
+    )  # fmt: skip
+    np.testing.assert_array_equal(to_numpy(y), forward(x, w, case))
+
+
+def test_fewer_multiplications_serve_16_bit_storage_on_cpus(queue: cl.CommandQueue) -> None:
+    def kernel(case: Case, dtypes: tuple[str, str] = ("float16", "float16")) -> ConvKernel:
+        x, w, _ = case.arrays()
+        weights = ops.pack_weights(to_device(queue, w, "float16"), case.groups, transposed=False)
+        return ops.kernel_for(None, to_device(queue, x, dtypes[0]), weights, case.window, dtypes[1])
+
+    direct = ops.default_kernel(queue)
+    fitting = Case(1, 16, 16, (4, 4), (3, 3), pad=(1, 1))
+    assert kernel(fitting) is (ConvKernel.WINOGRAD if direct is ConvKernel.PACKED else direct)
+    for dtypes in ("float32", "float16"), ("bfloat16", "float32"):
+        assert kernel(fitting, dtypes) is direct
+    for other in (
+        Case(1, 16, 16, (5, 5), (3, 3), (2, 2), (1, 1)),
+        Case(1, 16, 16, (5, 5), (3, 3), pad=(1, 1), dilation=(2, 2)),
+        Case(1, 16, 16, (4, 4), (3, 3), pad=(3, 3)),
+        Case(1, 16, 16, (4, 4), (1, 3)),
+        Case(1, 3, 16, (4, 4), (3, 3), pad=(1, 1)),
+    ):
+        assert kernel(other) is direct
+
+
 @pytest.mark.slow
 @KERNELS
 def test_layers_of_a_resnet(queue: cl.CommandQueue, simulated: bool, kernel: ConvKernel) -> None:
@@ -267,6 +379,8 @@ def test_shapes_that_do_not_fit(queue: cl.CommandQueue) -> None:
         ops.conv2d(x, w, Window(), out_dtype="float32")
     with pytest.raises(ValueError, match="do not fit"):
         ops.conv2d(x, w, Window(groups=2, pad=(2, 2)), out_dtype="float32")
+    with pytest.raises(ValueError, match="WINOGRAD"):
+        ops.conv2d(x, w, Window(pad=(2, 2)), out_dtype="float32", kernel=ConvKernel.WINOGRAD)
     with pytest.raises(ValueError, match="do not fit"):
         ops.conv2d_input_grad(x, w, (3, 3), Window(pad=(2, 2)), out_dtype="float32")
     with pytest.raises(ValueError, match="do not fit"):

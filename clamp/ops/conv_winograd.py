@@ -1,0 +1,116 @@
+"""3x3 convolutions of stride 1 with fewer multiplications, on CPU devices (kernels/conv_winograd.cl).
+
+Winograd's F(2x2, 3x3) adds and subtracts elements before it multiplies them, in fp32. Its sums are off by an fp32
+rounding of the largest element that an output reads, where the direct sum is off by one of the terms. Storing the
+result in 16 bits rounds 2^13 times as coarsely; so it is used for 16-bit storage only, and float32 is summed directly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.ops.conv_geometry import Axis, Correlation, Pair, StagedAxis, Taps, Window, forward_axis
+from clamp.ops.conv_packed import SHORT, tile_of_conv
+from clamp.ops.conv_stage import Weights, slices, stage
+from clamp.ops.gemm_operands import Epilogue
+from clamp.program import get_kernel
+
+_PLACES = 16  # of a transformed tile
+_BLOCK_ROWS = 96  # output channels whose sums rest at a time
+_ITEMS_PER_CORE = 4  # each has a workspace of its own, of some 100 KB to a few MB
+_MIN_CHANNELS = 16  # of one group; below, transforming takes longer than it saves
+_OVERREAD = 16  # elements that may be read beyond a staged source: what 16 tiles read, of which one is real
+
+
+def fits(extent: Pair, window: Window) -> bool:
+    """Whether a convolution is of the kind, and so is its input gradient."""
+    return extent == (3, 3) and window.stride == window.dilation == (1, 1) and max(window.pad) <= 2
+
+
+def pays(x: Tensor, weights: Weights, window: Window, out_dtype: str) -> bool:
+    """Whether this kernel is faster, and the result is stored in so few bits that its rounding does not show."""
+    stored_in_16_bits = "float32" not in (x.dtype, out_dtype)
+    extent = (weights.tensor.shape[2], weights.tensor.shape[3])
+    return stored_in_16_bits and fits(extent, window) and min(weights.rows, weights.channels) >= _MIN_CHANNELS
+
+
+def convolve(x: Tensor, weights: Weights, pad: Pair, out: Tensor, epilogue: Epilogue) -> None:
+    """Writes the convolution of x, padded, through the epilogue, over ``out`` (N, F, OH, OW)."""
+    if out.size == 0:
+        return
+    shape = _tiles(_pair(x.shape[2:]), _pair(out.shape[2:]), pad)
+    for first, images in slices(x, shape, x.dtype):
+        staged = stage(x, shape, first, images, x.dtype, by_rows=True, slack=_OVERREAD) if x.size else out
+        _convolve(staged, shape, images, weights, out, first * (out.size // out.shape[0]), epilogue)
+
+
+def _tiles(image: Pair, size: Pair, pad: Pair) -> Correlation:
+    """The tiles of ``size`` outputs, as positions that read 4x4 elements of the padded ``image``. Only columns are
+    staged in phases: rows that a tile reads lie one after the other."""
+    rows, columns = (-(-extent // 2) for extent in size)
+    y = Axis(rows, Taps(4), StagedAxis(1, pad[0], 2 * rows + 2, 1))
+    return Correlation(y, forward_axis(columns, 4, 2, pad[1], 1), image)
+
+
+def _convolve(
+    staged: Tensor, shape: Correlation, images: int, weights: Weights, out: Tensor, begin: int, epilogue: Epilogue
+) -> None:
+    """Writes the convolution of some staged images into ``out`` from element ``begin`` on."""
+    queue, tile, groups = out.queue, tile_of_conv(out.queue), weights.groups
+    channels = weights.channels if staged is not out else 0  # an image without pixels is all padding: sums of nothing
+    tall, short = weights.heights
+    columns = images * shape.positions
+    panels_j, panels_m = -(-columns // tile.columns), tall + short
+    items = _ITEMS_PER_CORE * capabilities(queue).compute_units
+    each_j = max(1, panels_j * groups // items)
+    # Work-items that share tiles transform them each for itself.
+    parts_m = min(panels_m, max(1, items // (panels_j * groups)))
+    each_m = -(-panels_m // parts_m)
+    block_panels = max(1, _BLOCK_ROWS // tile.rows)
+    grid = (-(-panels_j // each_j), -(-panels_m // each_m), groups)
+    slice_floats = _PLACES * (tile.columns * (channels + block_panels * tile.rows) + 16)
+    work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_floats,), "float32")
+    bias = out if epilogue.bias is None else epilogue.bias  # a kernel's pointer must point somewhere
+    kernel = get_kernel(
+        queue, "conv_winograd.cl", "winograd", "pppppqqqqqqqqqquuuuii",
+        WINOGRAD=1, X_T=bridge.STORAGE[staged.dtype], MR=tile.rows, SHORT=SHORT, NR=tile.columns, KC=weights.block,
+        BLOCK_PANELS=block_panels, **epilogue.macros,
+    )  # fmt: skip
+    kernel(
+        queue, grid, (1, 1, 1), transformed(weights).buffer, staged.buffer, out.buffer, bias.buffer, work.buffer,
+        begin, columns, weights.rows, channels, shape.positions, shape.x.positions, *shape.staged_shape,
+        *out.shape[2:], panels_m, tall, each_j, each_m, epilogue.bias is not None, epilogue.relu,
+    )  # fmt: skip
+
+
+def transformed(weights: Weights) -> Tensor:
+    """The weights, transformed, in panels: [group][place][block of channels][panel][channel][row]."""
+    return weights.kept("winograd", lambda: _transform(weights))
+
+
+def _transform(weights: Weights) -> Tensor:
+    w, rows, channels = weights.tensor, weights.rows, weights.channels
+    tall, short = weights.heights
+    floats = weights.groups * _PLACES * channels * (tall * weights.width + short * weights.short)
+    panels = bridge.empty(w.queue, (max(1, floats),), "float32")
+    if rows * channels == 0:
+        return panels
+    per_output = w.shape[1] * 9
+    # The input gradient is a convolution with the weights turned round.
+    strides, taps = ((9, per_output), (8, -3, -1)) if weights.transposed else ((per_output, 9), (0, 3, 1))
+    kernel = get_kernel(
+        w.queue, "conv_winograd.cl", "transform_weights", "ppqqqqquiiu",
+        TRANSFORM_WEIGHTS=1, SRC_T=bridge.STORAGE[w.dtype], MR=weights.width, SHORT=weights.short, KC=weights.block,
+    )  # fmt: skip
+    kernel(
+        w.queue, (tall + short, -(-channels // weights.block), weights.groups), (1, 1, 1), w.buffer, panels.buffer,
+        rows, channels, w.shape[0] // weights.groups * per_output, *strides, *taps, tall,
+    )  # fmt: skip
+    return panels
+
+
+def _pair(shape: Any) -> Pair:
+    return int(shape[0]), int(shape[1])
