@@ -42,15 +42,15 @@ def default_kernel(queue: cl.CommandQueue) -> ConvKernel:
     return ConvKernel.PACKED if capabilities(queue).is_cpu else ConvKernel.TILED
 
 
-def kernel_for(given: ConvKernel | None, x: Tensor, weights: Weights, window: Window, out_dtype: str) -> ConvKernel:
-    """The kernel of a convolution of x or of an input gradient from it."""
+def kernel_for(given: ConvKernel | None, x: Tensor, weights: Weights, window: Window, out: Tensor) -> ConvKernel:
+    """The kernel of a convolution of x or of an input gradient from it, if none is given."""
     extent = _pair(weights.tensor.shape[2:])
     if given is ConvKernel.WINOGRAD:
         _require(conv_winograd.fits(extent, window), f"no {given} for a kernel of {extent} with {window}")
     if given is not None:
         return given
     kernel = default_kernel(x.queue)
-    if kernel is ConvKernel.PACKED and conv_winograd.pays(x, weights, window, out_dtype):
+    if kernel is ConvKernel.PACKED and conv_winograd.pays(x, weights, window, out):
         return ConvKernel.WINOGRAD
     return kernel
 
@@ -90,12 +90,12 @@ def conv2d(
         ValueError: shapes that do not fit.
     """
     weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=False, kernel=kernel)
-    kernel = kernel_for(kernel, x, weights, window, out_dtype)
     features, channels, *extent = weights.tensor.shape
     _require(x.shape[1] == channels * window.groups, f"x {x.shape} and w {weights.tensor.shape} do not fit")
     image, size = _pair(x.shape[2:]), window.output(_pair(x.shape[2:]), _pair(extent))
     _require(min(size) > 0, f"the kernel {tuple(extent)} is larger than the padded image {tuple(image)}")
     out = bridge.empty(x.queue, (x.shape[0], features, *size), out_dtype)
+    kernel = kernel_for(kernel, x, weights, window, out)
     if kernel is ConvKernel.WINOGRAD:
         conv_winograd.convolve(x, weights, window.pad, out, Epilogue(out_dtype, bias, relu))
         return out
@@ -132,11 +132,11 @@ def conv2d_input_grad(
         ValueError: shapes that do not fit.
     """
     weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=True, kernel=kernel)
-    kernel = kernel_for(kernel, grad, weights, window, out_dtype)
     features, channels, *extent = weights.tensor.shape
     _require(grad.shape[1] == features, f"the gradient {grad.shape} and w {weights.tensor.shape} do not fit")
     channels *= window.groups
     out = bridge.empty(grad.queue, (grad.shape[0], channels, *image), out_dtype)
+    kernel = kernel_for(kernel, grad, weights, window, out)
     if kernel is ConvKernel.WINOGRAD:
         pad = 2 - window.pad[0], 2 - window.pad[1]
         conv_winograd.convolve(grad, weights, pad, out, Epilogue(out_dtype, bias))

@@ -21,7 +21,8 @@ from clamp.program import get_kernel
 _PLACES = 16  # of a transformed tile
 _BLOCK_ROWS = 96  # output channels whose sums rest at a time
 _ITEMS_PER_CORE = 4  # each has a workspace of its own, of some 100 KB to a few MB
-_MIN_CHANNELS = 16  # of one group; below, transforming takes longer than it saves
+# Below, transforming takes longer than it saves: the input, or (outputs of a channel in a batch) the weights.
+_MIN_CHANNELS, _MIN_OUTPUTS = 16, 2048
 _OVERREAD = 16  # elements that may be read beyond a staged source: what 16 tiles read, of which one is real
 
 
@@ -30,11 +31,12 @@ def fits(extent: Pair, window: Window) -> bool:
     return extent == (3, 3) and window.stride == window.dilation == (1, 1) and max(window.pad) <= 2
 
 
-def pays(x: Tensor, weights: Weights, window: Window, out_dtype: str) -> bool:
+def pays(x: Tensor, weights: Weights, window: Window, out: Tensor) -> bool:
     """Whether this kernel is faster, and the result is stored in so few bits that its rounding does not show."""
-    stored_in_16_bits = "float32" not in (x.dtype, out_dtype)
+    stored_in_16_bits = "float32" not in (x.dtype, out.dtype)
     extent = (weights.tensor.shape[2], weights.tensor.shape[3])
-    return stored_in_16_bits and fits(extent, window) and min(weights.rows, weights.channels) >= _MIN_CHANNELS
+    large = min(weights.rows, weights.channels) >= _MIN_CHANNELS and out.size >= _MIN_OUTPUTS * out.shape[1]
+    return stored_in_16_bits and large and fits(extent, window)
 
 
 def convolve(x: Tensor, weights: Weights, pad: Pair, out: Tensor, epilogue: Epilogue) -> None:
