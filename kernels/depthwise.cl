@@ -118,6 +118,8 @@ DEFINE_FRAME(fill_part, FRAME_T, LOAD_PART)
             }                                                                                                          \
         _Pragma("unroll") for (int r = 0; r < ROWS_NOW; r++) {                                                         \
             const size_t to = start + (size_t)(row + r) * out_width;                                                   \
+            PREFETCH(x + ahead + STRIDE * ((row + r) * width + column));                                               \
+            PREFETCH_TO_WRITE(y + to + (size_t)rows * out_width + column);                                             \
             PUT(Y_T, sums[r], y, to + column, across == 1 ? range_end : to + columns);                                 \
         }                                                                                                              \
     }
@@ -148,6 +150,7 @@ forward_tiles(__global const STORAGE(X_T) *restrict x, __global const STORAGE(W_
         FILL_FRAME(frame, x, plane * height * width, size, height, width, (int)(oh * STRIDE) - (int)pad,
                    (int)(ow * STRIDE) - (int)pad, (rows - 1) * STRIDE + KERNEL_H, (columns - 1) * STRIDE + KERNEL_W,
                    STRIDE, pitch)
+        const size_t ahead = plane * height * width + (size_t)(oh + rows) * STRIDE * width;
         int row = 0;
         const size_t fit = across > 1 || range_end < start + 16 ? 0 : (range_end - start - 16) / out_width;
         const int whole = min(fit, (size_t)rows);
@@ -215,6 +218,10 @@ __kernel void forward_elements(__global const STORAGE(X_T) *restrict x, __global
         const int iw = (left + column) * STRIDE, rest = min((left + columns) * STRIDE, width) - iw;                    \
         const size_t to = (plane * height + (top + row) * STRIDE) * width + iw;                                        \
         const int below = height - (top + row) * STRIDE; /* rows of x from here on */                                  \
+        _Pragma("unroll") for (int r = 0; r < GROUPS_NOW * STRIDE; r++)                                                \
+            if (WEIGHT_GRADIENT) PREFETCH(x + to + (size_t)(rows * STRIDE + r) * width);                               \
+        _Pragma("unroll") for (int r = 0; r < GROUPS_NOW; r++)                                                         \
+            PREFETCH(dy + (plane * out_height + top + rows + row + r) * out_width + left + column);                    \
         float16 gradients[GROUPS_NOW * STRIDE][STRIDE], values[GROUPS_NOW * STRIDE][STRIDE];                           \
         _Pragma("unroll") for (int r = 0; r < GROUPS_NOW * STRIDE; r++) {                                              \
             _Pragma("unroll") for (int b = 0; b < STRIDE; b++) gradients[r][b] = 0, values[r][b] = 0;                  \

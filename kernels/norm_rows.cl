@@ -93,6 +93,8 @@ rows_forward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(SCA
         const float mean = 0;
 #endif
         for (i = lane; i + STEP + 16 <= n; i += 2 * STEP) {
+            PREFETCH_TO_WRITE(out + i);
+            PREFETCH_TO_WRITE(out + i + STEP);
             const float16 d0 = CENTERED(LOAD16(X_T, in, i)), d1 = CENTERED(LOAD16(X_T, in, i + STEP));
             sum0 += d0 * d0;
             sum1 += d1 * d1;
@@ -115,8 +117,10 @@ rows_forward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(SCA
 #endif
         if (lane == 0) kept[row] = keep;
         const float r = inverse(keep, eps);
-        for (i = lane; i + 16 <= n; i += STEP)
+        for (i = lane; i + 16 <= n; i += STEP) {
+            PREFETCH(in + n + i);
             STORE16(Y_T, SHIFTED(SCALED(CENTERED(LOAD16(X_T, in, i)) * r, i), i), out, i);
+        }
         if (i < n) {
             const float16 v = CENTERED(LOAD_PART(X_T, in, i, n, 0.0f)) * r;
             STORE_PART(Y_T, SHIFTED_PART(SCALED_PART(v, i, n), i, n), out, i, n);
@@ -159,6 +163,8 @@ rows_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_
         size_t i;
         float16 sum0 = 0, sum1 = 0, product0 = 0, product1 = 0;
         for (i = lane; i + STEP + 16 <= n; i += 2 * STEP) {
+            PREFETCH_TO_WRITE(out + i);
+            PREFETCH_TO_WRITE(out + i + STEP);
             const float16 h0 = SCALED(LOAD16(G_T, g_in, i), i);
             const float16 h1 = SCALED(LOAD16(G_T, g_in, i + STEP), i + STEP);
             sum0 += h0;
@@ -188,6 +194,8 @@ rows_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_
         const float linear = r * (r * (r * product / n));
 #endif
         for (i = lane; i + 16 <= n; i += STEP) {
+            PREFETCH(in + n + i);
+            PREFETCH(g_in + n + i);
             const float16 g = LOAD16(G_T, g_in, i), d = CENTERED(LOAD16(X_T, in, i));
             STORE16(DX_T, SCALED(g, i) * r - (constant_part + d * linear), out, i);
 #if PARAMETERS

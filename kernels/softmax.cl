@@ -35,6 +35,8 @@ softmax_kept_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T)
         }
         const float top = max16(most);
         for (size_t i = 0; i < n; i += 16) {
+            PREFETCH(from + n + i); // what is computed here leaves memory idle
+            PREFETCH_TO_WRITE(to + i);
             const float16 v = exp16(LOAD_PRIVATE(float16, kept + i) - top);
             sums += v;
             STORE_PRIVATE(float16, v, kept + i);
@@ -85,11 +87,17 @@ softmax_rows_backward(__global const STORAGE(Y_T) *restrict y, __global const ST
         const size_t begin = row * n + lane, end = (row + 1) * n;
         float16 sums = 0;
         size_t i = begin;
-        for (; i + 16 <= end; i += WG * 16) sums += LOAD16(Y_T, y, i) * LOAD16(G_T, dy, i);
+        for (; i + 16 <= end; i += WG * 16) {
+            PREFETCH_TO_WRITE(dx + i);
+            sums += LOAD16(Y_T, y, i) * LOAD16(G_T, dy, i);
+        }
         if (i < end) sums += LOAD_PART(Y_T, y, i, end, 0.0f) * LOAD_PART(G_T, dy, i, end, 0.0f);
         const float dot_product = group_sum(sum16(sums), scratch);
-        for (i = begin; i + 16 <= end; i += WG * 16)
+        for (i = begin; i + 16 <= end; i += WG * 16) {
+            PREFETCH(y + n + i);
+            PREFETCH(dy + n + i);
             STORE16(DX_T, LOAD16(Y_T, y, i) * (LOAD16(G_T, dy, i) - dot_product), dx, i);
+        }
         if (i < end) {
             const float16 slope = LOAD_PART(G_T, dy, i, end, 0.0f) - dot_product;
             STORE_PART(DX_T, LOAD_PART(Y_T, y, i, end, 0.0f) * slope, dx, i, end);
