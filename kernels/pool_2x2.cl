@@ -23,32 +23,17 @@
 #define ODD(V, low, high) ((V)((low).odd, (high).odd))
 
 // -------------------------------------------------------------------------------------------------- maximum
-// Maxima are taken among keys, signed integers in the order of the numbers they stand for: the bits, with those below
-// the sign turned over in negative numbers. Negative NaNs would come below -infinity; as many are taken from all keys,
-// and they wrap around to the top, where the other NaNs are, so that NaNs win.
+// Maxima are taken among keys (ordered_keys.clh). Those of negative NaNs come below -infinity's; as many are taken from
+// all keys, and they wrap around to the top, where the other NaNs are, so that NaNs win.
 
 #ifdef X_T
-#define WORD_f32 uint
-#define WORD_f16 ushort
-#define WORD_bf16 ushort
-#define KEY_f32 int
-#define KEY_f16 short
-#define KEY_bf16 short
-#define INF_f32 0x7f800000
-#define INF_f16 0x7c00
-#define INF_bf16 0x7f80
-#define WORD CAT(WORD_, X_T)
-#define WORDS CAT(WORD, 16)
-#define KEYS CAT(CAT(KEY_, X_T), 16)
-#define AS_KEYS(words) CAT(as_, KEYS)(words)
-#define AS_WORDS(keys) CAT(as_, WORDS)(keys)
-#define SIGN_SHIFT (sizeof(WORD) * 8 - 1)
-#define BELOW_SIGN ((WORD)((1u << SIGN_SHIFT) - 1))
-#define NANS ((WORD)(BELOW_SIGN - CAT(INF_, X_T))) // NaNs of one sign
+#include "ordered_keys.clh"
 
-// Its own inverse.
-inline WORDS turn(WORDS v) { return v ^ (AS_WORDS(AS_KEYS(v) >> (KEYS)(SIGN_SHIFT)) & BELOW_SIGN); }
-inline KEYS keys_at(__global const WORD *x, size_t i) { return AS_KEYS(turn(LOAD_ANY(WORDS, x + i)) - NANS); }
+#define NANS ((WORD)(LARGEST - INFINITE)) // NaNs of one sign
+
+inline KEYS keys_at(__global const WORD *x, size_t i) {
+    return AS_KEYS(AS_WORDS(turn(AS_KEYS(LOAD_ANY(WORDS, x + i)))) - NANS);
+}
 #endif
 
 #ifdef MAX_POOL_2X2
@@ -61,7 +46,7 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void max_pool_2x2(__glob
             const KEYS low = max(keys_at(x, above), keys_at(x, below));
             const KEYS high = max(keys_at(x, above + 16), keys_at(x, below + 16));
             const KEYS most = max(EVEN(KEYS, low, high), ODD(KEYS, low, high));
-            STORE_ANY(WORDS, turn(AS_WORDS(most) + NANS), y + p * columns + w);
+            STORE_ANY(WORDS, AS_WORDS(turn(AS_KEYS(AS_WORDS(most) + NANS))), y + p * columns + w);
         }
     }
 }

@@ -36,32 +36,10 @@
 #define TILE 4096 // elements of a tile of lines, in max_pool_tiles_backward
 
 // -------------------------------------------------------------------------------------------------- maximum
-// Maxima are taken among keys, integers in the order of the numbers they stand for: bits of the number with those
-// below the sign turned over in negative ones. NaNs of either sign have the largest key, so that they win.
+// Maxima are taken among keys (ordered_keys.clh). NaNs of either sign have the largest key, so that they win.
 
 #ifdef X_T
-#define WORD_f32 uint
-#define WORD_f16 ushort
-#define WORD_bf16 ushort
-#define KEY_f32 int
-#define KEY_f16 short
-#define KEY_bf16 short
-#define INF_f32 0x7f800000
-#define INF_f16 0x7c00
-#define INF_bf16 0x7f80
-#define LARGEST_f32 0x7fffffff
-#define LARGEST_f16 0x7fff
-#define LARGEST_bf16 0x7fff
-#define WORD CAT(WORD_, X_T)
-#define WORDS CAT(WORD, 16)
-#define KEY CAT(KEY_, X_T)
-#define KEYS CAT(KEY, 16)
-#define LARGEST ((KEY)CAT(LARGEST_, X_T))
-#define INFINITE ((KEY)CAT(INF_, X_T))
-#define AS_KEYS(bits) CAT(as_, KEYS)(bits)
-#define AS_WORDS(keys) CAT(as_, WORDS)(keys)
-
-inline KEYS turn(KEYS v) { return v ^ ((v >> (KEY)(sizeof(KEY) * 8 - 1)) & LARGEST); } // its own inverse
+#include "ordered_keys.clh"
 
 // -0, whose key is -1, made equal to 0: of equal numbers the first gets the gradient.
 inline KEYS level(KEYS v) { return v == (KEY)-1 ? (KEYS)0 : v; }

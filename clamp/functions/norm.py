@@ -14,9 +14,10 @@ from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, record
 from clamp.functions.elementwise import float_operands
 from clamp.ops import norm_planes as planes_ops
+from clamp.ops import norm_planes_backward as planes_backward
 from clamp.ops import norm_rows as rows_ops
 from clamp.ops.cast import cast_into
-from clamp.ops.norm_planes import IDENTITY, RELU, Activation
+from clamp.ops.norm_sets import IDENTITY, RELU, Activation
 from clamp.ops.reduce import normalize_axis
 from clamp.ops.shape import permute
 
@@ -121,7 +122,7 @@ def normalized_batch(
         )
 
     def backward(grad: Tensor) -> list[Tensor | None]:
-        dx, dgamma, dbeta = planes_ops.batch_norm_backward(
+        dx, dgamma, dbeta = planes_backward.batch_norm_backward(
             xo.value, go.value, bo.value, grad, mean, var, eps=eps, dx_dtype=_grad_dtype(xo), training=training,
             parameters=go.needs_grad or bo.needs_grad, activation=activation,
         )  # fmt: skip
@@ -218,7 +219,7 @@ def normalized_groups(
     out, mean, var = planes_ops.group_norm(xo.value, go.value, bo.value, groups, eps=eps, out_dtype=dtype)
 
     def backward(grad: Tensor) -> list[Tensor | None]:
-        dx, dgamma, dbeta = planes_ops.group_norm_backward(
+        dx, dgamma, dbeta = planes_backward.group_norm_backward(
             xo.value, go.value, grad, mean, var, groups, eps=eps, dx_dtype=xo.grad_dtype,
             dgamma_dtype=_grad_dtype(go), dbeta_dtype=_grad_dtype(bo),
         )  # fmt: skip

@@ -20,10 +20,11 @@ from clamp.functions.norm import (
     statistics_of,
 )
 from clamp.ops import norm_planes as planes_ops
+from clamp.ops import norm_planes_backward as planes_backward
 from clamp.ops import norm_rows as rows_ops
 from clamp.ops.cast import cast
 from clamp.ops.elementwise import elementwise
-from clamp.ops.norm_planes import RELU, Activation
+from clamp.ops.norm_sets import RELU, Activation
 
 
 def _saved(name: str, x: Operand, size: int, *statistics: Any) -> list[Tensor]:
@@ -77,7 +78,7 @@ def tensor_batch_norm2d_backward(
     grad, (center, spread) = owned_value(grad_out), _saved("batch_norm2d_backward", xo, xo.shape[1], mean, var)
     if out is not None and leaky_slope is not None:
         grad = elementwise("leaky_relu_grad", grad.dtype, grad, owned_value(out), parameters=(float(leaky_slope),))
-    return planes_ops.batch_norm_backward(
+    return planes_backward.batch_norm_backward(
         xo.value, go.value, go.value, grad, center, spread, eps=float(eps), dx_dtype=xo.grad_dtype, training=training
     )
 
@@ -116,7 +117,7 @@ def tensor_group_norm_backward(
     (go,) = parameters_of("group_norm_backward", xo, xo.shape[1], gamma)
     groups = int(groups)
     center, spread = _saved("group_norm_backward", xo, xo.shape[0] * groups, mean, var)
-    return planes_ops.group_norm_backward(
+    return planes_backward.group_norm_backward(
         xo.value, go.value, owned_value(grad_out), center, spread, groups, eps=float(eps), dx_dtype=xo.grad_dtype,
         dgamma_dtype=go.grad_dtype, dbeta_dtype=go.grad_dtype,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 Winograd's F(2x2, 3x3) adds and subtracts elements before it multiplies them, in fp32. Its sums are off by an fp32
 rounding of the largest element that an output reads, where the direct sum is off by one of the terms. Storing the
 result in 16 bits rounds 2^13 times as coarsely; so it is used for 16-bit storage only, and float32 is summed directly.
+An element of 2^126 and more, which only bfloat16 stores, may overflow on the way.
 """
 
 from __future__ import annotations

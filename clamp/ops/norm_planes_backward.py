@@ -1,0 +1,206 @@
+"""Gradients of batch norm and group norm (kernels/norm_planes_backward.cl; norm_planes.clh has the formulas)."""
+
+from __future__ import annotations
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.ops.cast import launch
+from clamp.ops.norm_sets import (
+    IDENTITY,
+    Activation,
+    Sets,
+    batch_sets,
+    group_sets,
+    plan_planes,
+    plan_sets,
+    storage_types,
+)
+from clamp.ops.reduce import parts_of, plan_rows, reduce_sum
+from clamp.program import get_kernel
+
+_FILE = "norm_planes_backward.cl"
+
+
+def batch_norm_backward(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    *,
+    eps: float,
+    dx_dtype: str | None,
+    training: bool = True,
+    parameters: bool = True,
+    activation: Activation = IDENTITY,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of ``batch_norm``, or of ``batch_norm_inference`` if not ``training``.
+
+    Args:
+        beta: read only to find where the activation was negative.
+        grad: gradient of the result, of x's shape, any storage type.
+        mean, var: the statistics that forward used, fp32.
+        dx_dtype: dtype of x's gradient; None if it is not wanted.
+        parameters: whether the gradients of gamma and beta are wanted.
+
+    Returns:
+        Gradients of x, gamma and beta; the latter two in their parameters' dtypes.
+
+    Raises:
+        ValueError: the gradient has another shape than x.
+    """
+    _require_gradient_of(x, grad)
+    sets = batch_sets(x)
+    dx = None if dx_dtype is None else bridge.empty(x.queue, x.shape, dx_dtype)
+    if x.size == 0:
+        dgamma, dbeta = (bridge.zeros(p.queue, p.shape, p.dtype) if parameters else None for p in (gamma, beta))
+        return dx, dgamma, dbeta
+    inputs = (x, grad, gamma, beta, mean, var)
+    if not parameters and not training:
+        if dx is not None:
+            _backward_apply(inputs, mean, dx, sets, eps, False, activation)  # the sums are not read
+        return dx, None, None
+    dgamma, dbeta = (bridge.empty(p.queue, p.shape, p.dtype) for p in (gamma, beta))
+    parts, span = parts_of(x.queue, sets.sets, sets.elements)
+    if dx is not None and parts == 1:
+        _backward(inputs, dx, dgamma, dbeta, sets, eps, training, activation)
+    else:
+        sums = _backward_sums(inputs, dgamma, dbeta, sets, parts, span, eps, activation)
+        if dx is not None:
+            _backward_apply(inputs, sums, dx, sets, eps, training, activation)
+    return dx, dgamma if parameters else None, dbeta if parameters else None
+
+
+def group_norm_backward(
+    x: Tensor,
+    gamma: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    groups: int,
+    *,
+    eps: float,
+    dx_dtype: str,
+    dgamma_dtype: str | None,
+    dbeta_dtype: str | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of ``group_norm``: of x, and of gamma and beta (shape (C,)) unless their dtype is None.
+
+    Raises:
+        ValueError: the gradient has another shape than x.
+    """
+    _require_gradient_of(x, grad)
+    sets = group_sets(x, groups)
+    dx = bridge.empty(x.queue, x.shape, dx_dtype)
+    make = bridge.empty if x.size else bridge.zeros
+    plane_gamma, plane_beta = (make(x.queue, tuple(x.shape[:2]), "float32") for _ in range(2))
+    if x.size:
+        inputs = (x, grad, gamma, gamma, mean, var)
+        _backward(inputs, dx, plane_gamma, plane_beta, sets, eps, True, IDENTITY, groups=True)
+    dgamma, dbeta = (
+        None if dtype is None else reduce_sum(total, 0, out_dtype=dtype)
+        for total, dtype in ((plane_gamma, dgamma_dtype), (plane_beta, dbeta_dtype))
+    )
+    return dx, dgamma, dbeta
+
+
+def _require_gradient_of(x: Tensor, grad: Tensor) -> None:
+    if tuple(grad.shape) != tuple(x.shape):
+        raise ValueError(f"norm: gradient of shape {tuple(grad.shape)} for a result of shape {tuple(x.shape)}")
+
+
+# -------------------------------------------------------------------------------------------- kernels
+
+
+#: x, incoming gradient, gamma, beta, mean, variance
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _input_types(inputs: _Inputs) -> dict[str, str]:
+    x, grad, gamma, beta, _, _ = inputs
+    return storage_types(X=x, G=grad, SCALE=gamma, SHIFT=beta)
+
+
+def _backward(
+    inputs: _Inputs,
+    dx: Tensor,
+    dgamma: Tensor,
+    dbeta: Tensor,
+    sets: Sets,
+    eps: float,
+    training: bool,
+    activation: Activation,
+    groups: bool = False,
+) -> None:
+    """All gradients, a set at a time."""
+    queue = dx.queue
+    plan, width = plan_sets(queue, sets)
+    kernel = get_kernel(
+        queue, _FILE, "planes_backward", "pppppppppqqqqqquff",
+        PLANES_BACKWARD=1, WG=plan.group, WIDTH=width, ACT=activation.kind, TRAINING=int(training),
+        GROUPS=int(groups), **_input_types(inputs), **storage_types(DX=dx),
+    )  # fmt: skip
+    kernel(
+        queue, plan.global_size, plan.local_size,
+        *(tensor.buffer for tensor in inputs), dx.buffer, dgamma.buffer, dbeta.buffer,
+        *sets.geometry, sets.channels, plan.each, eps, activation.slope,
+    )  # fmt: skip
+
+
+def _backward_sums(
+    inputs: _Inputs,
+    dgamma: Tensor,
+    dbeta: Tensor,
+    sets: Sets,
+    parts: int,
+    span: int,
+    eps: float,
+    activation: Activation,
+) -> Tensor:
+    """The gradients of gamma and beta; both in fp32 as well, side by side for each channel."""
+    queue, var = dgamma.queue, inputs[-1]
+    partial_gd, partial_g = (bridge.empty(queue, (sets.sets * parts,), "float32") for _ in range(2))
+    plan = plan_rows(queue, sets.sets * parts, span)
+    kernel = get_kernel(
+        queue, _FILE, "planes_backward_sums", "ppppppppqqqqqquuff",
+        PLANES_BACKWARD_SUMS=1, WG=plan.group, ACT=activation.kind, **_input_types(inputs),
+    )  # fmt: skip
+    kernel(
+        queue, plan.global_size, plan.local_size,
+        *(tensor.buffer for tensor in inputs), partial_gd.buffer, partial_g.buffer,
+        *sets.geometry, span, parts, plan.each, eps, activation.slope,
+    )  # fmt: skip
+    sums = bridge.empty(queue, (sets.sets, 2), "float32")
+    kernel = get_kernel(
+        queue,
+        _FILE,
+        "batch_backward_merge",
+        "ppppppquf",
+        BATCH_BACKWARD_MERGE=1,
+        **storage_types(SCALE=dgamma, SHIFT=dbeta),
+    )
+    kernel(
+        queue, *launch(queue, sets.sets),
+        partial_gd.buffer, partial_g.buffer, var.buffer, sums.buffer, dgamma.buffer, dbeta.buffer,
+        sets.sets, parts, eps,
+    )  # fmt: skip
+    return sums
+
+
+def _backward_apply(
+    inputs: _Inputs, sums: Tensor, dx: Tensor, sets: Sets, eps: float, training: bool, activation: Activation
+) -> None:
+    """x's gradient from the sums."""
+    queue = dx.queue
+    plan = plan_planes(queue, sets)
+    kernel = get_kernel(
+        queue, _FILE, "planes_backward_apply", "ppppppppqqqufff",
+        PLANES_BACKWARD_APPLY=1, WG=plan.group, ACT=activation.kind, TRAINING=int(training),
+        **_input_types(inputs), **storage_types(DX=dx),
+    )  # fmt: skip
+    kernel(
+        queue, plan.global_size, plan.local_size,
+        *(tensor.buffer for tensor in inputs), sums.buffer, dx.buffer,
+        sets.sets * sets.planes, sets.hw, sets.channels, plan.each, sets.elements, eps, activation.slope,
+    )  # fmt: skip

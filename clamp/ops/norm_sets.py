@@ -1,0 +1,93 @@
+"""What batch norm and group norm normalize together, and how work-groups share it (kernels/norm_planes.clh)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.ops.reduce import RowPlan, plan_rows
+
+_WIDTH = 8  # channels that a CPU's work-item reads side by side, at most
+_RUN = 1024  # elements that are worth a run of their own
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What follows a batch norm in the same kernel.
+
+    Attributes:
+        kind: the kernels' number for it: 0 nothing, 1 relu, 2 leaky relu.
+        slope: leaky relu's factor for negative values.
+    """
+
+    kind: int = 0
+    slope: float = 0.0
+
+
+IDENTITY = Activation()
+RELU = Activation(1)
+
+
+@dataclass(frozen=True)
+class Sets:
+    """How planes make sets that are normalized together; the names are those of norm_planes.clh."""
+
+    sets: int
+    planes: int
+    hw: int
+    first: int
+    step: int
+    channels: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of a set."""
+        return self.planes * self.hw
+
+    @property
+    def geometry(self) -> tuple[int, int, int, int, int]:
+        """The arguments that every kernel of sets takes."""
+        return self.sets, self.planes, self.hw, self.first, self.step
+
+
+def batch_sets(x: Tensor) -> Sets:
+    """Each channel is a set."""
+    n, c, h, w = x.shape
+    return Sets(sets=c, planes=n, hw=h * w, first=1, step=c, channels=c)
+
+
+def group_sets(x: Tensor, groups: int) -> Sets:
+    """Each sample's group of channels is a set."""
+    n, c, h, w = x.shape
+    return Sets(sets=n * groups, planes=c // groups, hw=h * w, first=c // groups, step=1, channels=c)
+
+
+def storage_types(**tensors: Tensor | str) -> dict[str, str]:
+    """Storage types as macros: ``storage_types(X=x)`` is ``{"X_T": "f16"}``."""
+    return {
+        f"{name}_T": bridge.STORAGE[tensor if isinstance(tensor, str) else tensor.dtype]
+        for name, tensor in tensors.items()
+    }
+
+
+def plan_planes(queue: cl.CommandQueue, sets: Sets) -> RowPlan:
+    """Work-groups for a pass over all planes, in the order of memory."""
+    return plan_rows(queue, sets.sets * sets.planes, sets.hw)
+
+
+def plan_sets(queue: cl.CommandQueue, sets: Sets) -> tuple[RowPlan, int]:
+    """Work-groups for whole sets, and how many neighbouring sets one may read side by side.
+
+    On a CPU small planes are taken several at a time, as long as every core has work.
+    """
+    plan = plan_rows(queue, sets.sets, sets.elements)
+    device = capabilities(queue)
+    if not device.is_cpu or sets.step == 1:
+        return plan, 1
+    wanted = min(_WIDTH, -(-_RUN // sets.hw), sets.sets // (4 * device.compute_units))
+    each = max(plan.each, wanted)
+    return RowPlan(plan.group, each, -(-sets.sets // each)), _WIDTH

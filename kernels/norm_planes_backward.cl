@@ -1,0 +1,240 @@
+// norm_planes_backward.cl: gradients of batch norm and group norm. norm_planes.clh says which elements are normalized
+// together, and names the macros. The activation's mask is computed again from x, so forward keeps nothing but x and
+// the statistics.
+//
+//   planes_backward         all gradients of whole sets; or, in three launches,
+//   planes_backward_sums    the two sums of each part of a set,
+//   batch_backward_merge    those of the sets, which are the gradients of gamma and beta,
+//   planes_backward_apply   dx from them
+
+#include "norm_planes.clh"
+
+#if ACT
+#define MASKED(g, d) MASK(g, (d) * scale + shift)
+#else
+#define MASKED(g, d) (g)
+#endif
+
+#if defined PLANES_BACKWARD || defined PLANES_BACKWARD_SUMS
+// Adds this work-item's sum of g, and of g (x - mean), over a run to sum_g and sum_gd.
+inline void add_sums(__global const STORAGE(X_T) *x, __global const STORAGE(G_T) *grad, const size_t begin,
+                     const size_t end, const float mean, const float scale, const float shift, const float slope,
+                     float16 *sum_g, float16 *sum_gd) {
+    float16 g0 = 0, g1 = 0, gd0 = 0, gd1 = 0; // of this run only, so that rounding grows with runs, not with elements
+    size_t i = begin + get_local_id(0) * 16;
+    for (; i + STEP + 16 <= end; i += 2 * STEP) {
+        const float16 d = LOAD16(X_T, x, i) - mean, g = MASKED(LOAD16(G_T, grad, i), d);
+        const float16 e = LOAD16(X_T, x, i + STEP) - mean, h = MASKED(LOAD16(G_T, grad, i + STEP), e);
+        g0 += g;
+        g1 += h;
+        gd0 += g * d;
+        gd1 += h * e;
+    }
+    for (; i + 16 <= end; i += STEP) {
+        const float16 d = LOAD16(X_T, x, i) - mean, g = MASKED(LOAD16(G_T, grad, i), d);
+        g0 += g;
+        gd0 += g * d;
+    }
+    if (i < end) {
+        const float16 d = LOAD_TAIL(X_T, x, begin, i, end, mean) - mean;
+        const float16 g = MASKED(LOAD_TAIL(G_T, grad, begin, i, end, 0.0f), d);
+        g1 += g;
+        gd1 += g * d;
+    }
+    *sum_g += g0 + g1;
+    *sum_gd += gd0 + gd1;
+}
+#endif
+
+#if defined PLANES_BACKWARD || defined PLANES_BACKWARD_APPLY
+// dx = scale g - constant - linear d
+inline void gradient_run(__global const STORAGE(X_T) *x, __global const STORAGE(G_T) *grad,
+                         __global STORAGE(DX_T) *dx, const size_t begin, const size_t end, const float mean,
+                         const float scale, const float shift, const float slope, const float constant_part,
+                         const float linear) {
+#if TRAINING
+#define GRADIENT(g, d) ((g) * scale - (constant_part + (d) * linear))
+#else
+#define GRADIENT(g, d) ((g) * scale)
+#endif
+    size_t i = begin + get_local_id(0) * 16;
+    for (; i + 16 <= end; i += STEP) {
+        const float16 d = LOAD16(X_T, x, i) - mean, g = MASKED(LOAD16(G_T, grad, i), d);
+        STORE16(DX_T, GRADIENT(g, d), dx, i);
+    }
+    if (i >= end) return;
+#if WG == 1
+    if (end - begin >= 16) {
+        const float16 d = LOAD16(X_T, x, end - 16) - mean, g = MASKED(LOAD16(G_T, grad, end - 16), d);
+        STORE16(DX_T, GRADIENT(g, d), dx, end - 16);
+        return;
+    }
+#endif
+    const float16 d = LOAD_PART(X_T, x, i, end, 0.0f) - mean, g = MASKED(LOAD_PART(G_T, grad, i, end, 0.0f), d);
+    STORE_PART(DX_T, GRADIENT(g, d), dx, i, end);
+}
+#endif
+
+// One set a work-group. Batch norm: `dgamma` and `dbeta` are the gradients. Group norm (GROUPS): they are fp32 and hold
+// the sums of each plane, to be summed over the samples.
+#ifdef PLANES_BACKWARD
+#if GROUPS
+#define DGAMMA_T f32
+#define DBETA_T f32
+#else
+#define DGAMMA_T SCALE_T
+#define DBETA_T SHIFT_T
+#endif
+__kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
+planes_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_T) *restrict grad,
+                __global const STORAGE(SCALE_T) *restrict gamma, __global const STORAGE(SHIFT_T) *restrict beta,
+                __global const float *restrict mean, __global const float *restrict var,
+                __global STORAGE(DX_T) *restrict dx, __global STORAGE(DGAMMA_T) *restrict dgamma,
+                __global STORAGE(DBETA_T) *restrict dbeta, const ulong sets, const ulong planes, const ulong hw,
+                const ulong first, const ulong step, const ulong channels, const uint each, const float eps,
+                const float slope) {
+#if WG > 1
+    __local float scratch[WG];
+#endif
+    const size_t stop = min((size_t)(get_group_id(0) + 1) * each, (size_t)sets);
+    const float n = (float)(planes * hw);
+#if GROUPS
+    for (size_t set = (size_t)get_group_id(0) * each; set < stop; set++) {
+        const float center = mean[set], r = 1 / sqrt(var[set] + eps);
+        float set_g = 0, set_gd = 0;
+        for (size_t nth = 0; nth < planes; nth++) {
+            const size_t plane = set * first + nth * step, c = plane % channels;
+            float16 sum_g = 0, sum_gd = 0;
+            add_sums(x, grad, plane * hw, (plane + 1) * hw, center, 0, 0, slope, &sum_g, &sum_gd);
+            const float plane_g = group_sum(sum16(sum_g), scratch), plane_gd = group_sum(sum16(sum_gd), scratch);
+            set_g += LOAD(SCALE_T, gamma, c) * plane_g;
+            set_gd += LOAD(SCALE_T, gamma, c) * plane_gd;
+            if (get_local_id(0) == 0) {
+                dgamma[plane] = r * plane_gd;
+                dbeta[plane] = plane_g;
+            }
+        }
+        const float constant_part = r * (set_g / n), linear = r * (r * (r * set_gd / n));
+        for (size_t nth = 0; nth < planes; nth++) {
+            const size_t plane = set * first + nth * step;
+            gradient_run(x, grad, dx, plane * hw, (plane + 1) * hw, center,
+                         r * LOAD(SCALE_T, gamma, plane % channels), 0, slope, constant_part, linear);
+        }
+    }
+#else
+    for (size_t set = (size_t)get_group_id(0) * each; set < stop; set += WIDTH) {
+        const uint width = min((size_t)WIDTH, stop - set);
+        float scale[WIDTH], shift[WIDTH], constant_part[WIDTH], linear[WIDTH];
+        float16 sum_g[WIDTH], sum_gd[WIDTH];
+        for (uint k = 0; k < width; k++) {
+            scale[k] = LOAD(SCALE_T, gamma, set + k) / sqrt(var[set + k] + eps);
+            shift[k] = LOAD(SHIFT_T, beta, set + k);
+            sum_g[k] = sum_gd[k] = 0;
+        }
+        for (size_t nth = 0; nth < planes; nth++) {
+            for (uint k = 0; k < width; k++) {
+                const size_t plane = set * first + nth * step + k;
+                add_sums(x, grad, plane * hw, (plane + 1) * hw, mean[set + k], scale[k], shift[k], slope, &sum_g[k],
+                         &sum_gd[k]);
+            }
+        }
+        for (uint k = 0; k < width; k++) {
+            const float r = 1 / sqrt(var[set + k] + eps);
+            const float total_g = group_sum(sum16(sum_g[k]), scratch);
+            const float total_gz = r * group_sum(sum16(sum_gd[k]), scratch);
+            if (get_local_id(0) == 0) {
+                STORE(DGAMMA_T, total_gz, dgamma, set + k);
+                STORE(DBETA_T, total_g, dbeta, set + k);
+            }
+            constant_part[k] = scale[k] * (total_g / n);
+            linear[k] = scale[k] * (r * (total_gz / n));
+        }
+        for (size_t nth = 0; nth < planes; nth++) {
+            for (uint k = 0; k < width; k++) {
+                const size_t plane = set * first + nth * step + k;
+                gradient_run(x, grad, dx, plane * hw, (plane + 1) * hw, mean[set + k], scale[k], shift[k], slope,
+                             constant_part[k], linear[k]);
+            }
+        }
+    }
+#endif
+}
+#endif
+
+// Batch norm's backward in parts: sums of each part, their merge into the gradients of gamma and beta, dx.
+
+#ifdef PLANES_BACKWARD_SUMS
+__kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
+planes_backward_sums(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_T) *restrict grad,
+                     __global const STORAGE(SCALE_T) *restrict gamma, __global const STORAGE(SHIFT_T) *restrict beta,
+                     __global const float *restrict mean, __global const float *restrict var,
+                     __global float *restrict partial_gd, __global float *restrict partial_g, const ulong sets,
+                     const ulong planes, const ulong hw, const ulong first, const ulong step, const ulong span,
+                     const uint parts, const uint each, const float eps, const float slope) {
+#if WG > 1
+    __local float scratch[WG];
+#endif
+    const size_t stop = min((size_t)(get_group_id(0) + 1) * each, (size_t)sets * parts);
+    for (size_t job = (size_t)get_group_id(0) * each; job < stop; job++) {
+        const size_t set = job / parts, from = job % parts * span, to = min(from + span, (size_t)(planes * hw));
+        const float scale = LOAD(SCALE_T, gamma, set) / sqrt(var[set] + eps);
+        float16 sum_g = 0, sum_gd = 0;
+        for (size_t at = from; at < to;) {
+            RUN_OF_PLANE(at, to)
+            add_sums(x, grad, begin, end, mean[set], scale, LOAD(SHIFT_T, beta, set), slope, &sum_g, &sum_gd);
+            at += end - begin;
+        }
+        const float total_g = group_sum(sum16(sum_g), scratch), total_gd = group_sum(sum16(sum_gd), scratch);
+        if (get_local_id(0) == 0) {
+            partial_g[job] = total_g;
+            partial_gd[job] = total_gd;
+        }
+    }
+}
+#endif
+
+// Besides the gradients, each channel's sum of g r d and of g, in fp32, for planes_backward_apply.
+#ifdef BATCH_BACKWARD_MERGE
+__kernel void batch_backward_merge(__global const float *restrict partial_gd, __global const float *restrict partial_g,
+                                   __global const float *restrict var, __global float *restrict sums,
+                                   __global STORAGE(SCALE_T) *restrict dgamma,
+                                   __global STORAGE(SHIFT_T) *restrict dbeta, const ulong channels, const uint parts,
+                                   const float eps) {
+    const size_t c = get_global_id(0);
+    if (c >= channels) return;
+    float sum_g = 0, sum_gd = 0;
+    for (uint part = 0; part < parts; part++) {
+        sum_g += partial_g[c * parts + part];
+        sum_gd += partial_gd[c * parts + part];
+    }
+    sum_gd /= sqrt(var[c] + eps);
+    sums[2 * c] = sum_gd;
+    sums[2 * c + 1] = sum_g;
+    STORE(SCALE_T, sum_gd, dgamma, c);
+    STORE(SHIFT_T, sum_g, dbeta, c);
+}
+#endif
+
+// `sums` is not read if TRAINING is 0.
+#ifdef PLANES_BACKWARD_APPLY
+__kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
+planes_backward_apply(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_T) *restrict grad,
+                      __global const STORAGE(SCALE_T) *restrict gamma, __global const STORAGE(SHIFT_T) *restrict beta,
+                      __global const float *restrict mean, __global const float *restrict var,
+                      __global const float *restrict sums, __global STORAGE(DX_T) *restrict dx, const ulong planes,
+                      const ulong hw, const ulong channels, const uint each, const float n, const float eps,
+                      const float slope) {
+    const size_t stop = min((size_t)(get_group_id(0) + 1) * each, (size_t)planes);
+    for (size_t plane = (size_t)get_group_id(0) * each; plane < stop; plane++) {
+        const size_t c = plane % channels;
+        const float r = 1 / sqrt(var[c] + eps), scale = r * LOAD(SCALE_T, gamma, c);
+        float constant_part = 0, linear = 0;
+#if TRAINING
+        constant_part = scale * (sums[2 * c + 1] / n);
+        linear = scale * (r * (sums[2 * c] / n));
+#endif
+        gradient_run(x, grad, dx, plane * hw, (plane + 1) * hw, mean[c], scale, LOAD(SHIFT_T, beta, c), slope,
+                     constant_part, linear);
+    }
+}
+#endif
