@@ -16,7 +16,7 @@ from netcl.ops import tensor_ops
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor, view
-from clamp.functions import movement as F
+from clamp.functions import joining, slicing
 from clamp.functions.casting import Half, Match, NotOwned, Promote
 from clamp.ops import concat
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
@@ -61,7 +61,7 @@ def test_cat_promotes_and_gives_each_input_its_own_dtype_back(queue: cl.CommandQ
     ]
     parts[3].value.requires_grad = False
     tape = Tape()
-    out = F.cat(Promote(), parts, 1, tape)
+    out = joining.cat(Promote(), parts, 1, tape)
     assert out.value.dtype == "float32"
     np.testing.assert_array_equal(to_numpy(out.value), np.concatenate([to_numpy(x.value) for x in parts], 1))
     grad = np.random.default_rng(1).standard_normal(out.value.shape).astype(np.float32)
@@ -79,7 +79,7 @@ def test_stack_of_one_dtype_stays_in_it(queue: cl.CommandQueue) -> None:
     for axis in (0, 1, -1):
         parts = [leaf(queue, VALUES[k], "float16") for k in range(3)]
         tape = Tape()
-        out = F.stack(Promote(), parts, axis, tape)
+        out = joining.stack(Promote(), parts, axis, tape)
         assert out.value.dtype == "float16"
         expected = np.stack([to_numpy(x.value) for x in parts], axis)
         np.testing.assert_array_equal(to_numpy(out.value), expected)
@@ -94,7 +94,7 @@ def test_cat_of_eight_is_one_launch_forward_and_one_backward(
     parts = [leaf(queue, VALUES[k], "float16") for k in (0, 1, 2, 3, 0, 1, 2, 3)]
     out: list[Node] = []
     tape = Tape()
-    assert launches(monkeypatch, lambda: out.append(F.cat(Promote(), parts, 0, tape))) == 1
+    assert launches(monkeypatch, lambda: out.append(joining.cat(Promote(), parts, 0, tape))) == 1
     grad = to_device(queue, np.ones((48, 5)), "float16")
     assert launches(monkeypatch, lambda: tape.backward(out[0], grad)) == 1
 
@@ -102,14 +102,14 @@ def test_cat_of_eight_is_one_launch_forward_and_one_backward(
 def test_wrong_joins_are_refused(queue: cl.CommandQueue) -> None:
     x = leaf(queue, np.ones((2, 3)))
     integers = Tensor.from_host(queue, np.ones((2, 3), np.int32), dtype="int32")
-    for function in (F.cat, F.stack):
+    for function in (joining.cat, joining.stack):
         with pytest.raises(ValueError, match=f"{function.__name__} needs at least one tensor"):
             function(Promote(), [])
         with pytest.raises(TypeError, match="integer and floating tensors do not go together"):
             function(Promote(), [x, integers])
         with pytest.raises(ValueError, match="must agree everywhere but along axis 1"):
             function(Promote(), [x, leaf(queue, np.ones((3, 3)))], 1)
-    np.testing.assert_array_equal(F.cat(Promote(), [integers, integers], 1).to_host(), np.ones((2, 6)))
+    np.testing.assert_array_equal(joining.cat(Promote(), [integers, integers], 1).to_host(), np.ones((2, 6)))
 
 
 # ------------------------------------------------------------------------------------------------- slicing
@@ -125,7 +125,7 @@ KEYS: list[Any] = [
 def test_every_form_of_index(queue: cl.CommandQueue, dtype: str) -> None:
     for key in KEYS:
         x = leaf(queue, VALUES, dtype)
-        out = F.getitem(Match(), x, key)
+        out = slicing.getitem(Match(), x, key)
         expected = np.atleast_1d(to_numpy(x.value)[key])
         assert out.value.dtype == dtype
         np.testing.assert_array_equal(to_numpy(out.value), expected, err_msg=str(key))
@@ -139,14 +139,14 @@ def test_every_form_of_index(queue: cl.CommandQueue, dtype: str) -> None:
 def test_an_index_that_cuts_nothing_off(queue: cl.CommandQueue) -> None:
     x = leaf(queue, VALUES)
     for key in (slice(None), ..., (slice(0, 4), ...)):
-        assert F.getitem(Match(), x, key) is x
+        assert slicing.getitem(Match(), x, key) is x
     x = leaf(queue, np.ones((1, 3)))
-    out = F.getitem(Match(), x, 0)
+    out = slicing.getitem(Match(), x, 0)
     assert out.value.shape == (3,)
     assert out.value.buffer is x.value.buffer
     Tape().backward(out, to_device(queue, [1.0, 2.0, 3.0]))
     np.testing.assert_array_equal(to_numpy(x.grad), [[1, 2, 3]])
-    assert F.getitem(Match(), x, (0, slice(2, 2))).value.shape == (0,)
+    assert slicing.getitem(Match(), x, (0, slice(2, 2))).value.shape == (0,)
 
 
 def test_wrong_indices_are_refused(queue: cl.CommandQueue) -> None:
@@ -156,7 +156,7 @@ def test_wrong_indices_are_refused(queue: cl.CommandQueue) -> None:
         ([0, 1], TypeError), (None, TypeError), (1.0, TypeError),
     ):  # fmt: skip
         with pytest.raises(error, match=r"ind|step|strided"):
-            F.getitem(Match(), x, key)
+            slicing.getitem(Match(), x, key)
 
 
 def test_operators_reach_clamp(queue: cl.CommandQueue, amp_on: None) -> None:
@@ -188,8 +188,8 @@ def test_slices_that_overlap_and_the_tensor_itself_add_up(queue: cl.CommandQueue
 def test_the_gradient_of_all_chunks_is_one_launch(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     x = leaf(queue, VALUES, "float16")
     parts: list[Node] = []
-    assert launches(monkeypatch, lambda: parts.extend(F.chunk(Match(), x, 3, axis=1))) == 1
-    joined = F.cat(Promote(), [parts[2], parts[0]], 1)  # the second has no gradient
+    assert launches(monkeypatch, lambda: parts.extend(slicing.chunk(Match(), x, 3, axis=1))) == 1
+    joined = joining.cat(Promote(), [parts[2], parts[0]], 1)  # the second has no gradient
     grad = to_device(queue, np.ones((4, 4, 5)), "float16")
     assert launches(monkeypatch, lambda: Tape().backward(joined, grad)) == 2
     np.testing.assert_array_equal(to_numpy(x.grad)[0, :, 0], [1, 1, 0, 0, 1, 1])
@@ -199,8 +199,8 @@ def test_a_loop_over_time_steps_writes_the_gradient_once(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = leaf(queue, np.arange(16 * 6.0).reshape(2, 16, 3), "float16")
-    steps = [F.getitem(Match(), x, (slice(None), t)) for t in range(16)]
-    joined = F.stack(Promote(), steps, 1)
+    steps = [slicing.getitem(Match(), x, (slice(None), t)) for t in range(16)]
+    joined = joining.stack(Promote(), steps, 1)
     count = launches(monkeypatch, lambda: Tape().backward(joined, x.value))
     assert count == 4  # two for the steps, two for x
     np.testing.assert_array_equal(to_numpy(x.grad), to_numpy(x.value))
@@ -222,7 +222,7 @@ def test_slices_leave_nothing_behind(queue: cl.CommandQueue) -> None:
     x = leaf(queue, VALUES)
     gc.disable()  # reference counts must do
     try:
-        out = F.getitem(Match(), x, 1)
+        out = slicing.getitem(Match(), x, 1)
         watched = [weakref.ref(out), weakref.ref(out.parents[0])]
         Tape().backward(out, to_device(queue, np.ones((6, 5))))
         del out
@@ -254,19 +254,19 @@ def test_a_failed_backward_leaves_nothing_for_the_next(queue: cl.CommandQueue, a
 def test_split_and_chunk_cut_as_netcl_does(queue: cl.CommandQueue) -> None:
     x = leaf(queue, VALUES, "bfloat16")
     for pieces, sizes in (
-        (F.split(Match(), x, 4, 1), (4, 2)),
-        (F.split(Match(), x, [1, 5], axis=1), (1, 5)),
-        (F.chunk(Match(), x, 4, 1), (2, 2, 2)),
-        (F.chunk(Match(), x, 9, 1), (1,) * 6),
+        (slicing.split(Match(), x, 4, 1), (4, 2)),
+        (slicing.split(Match(), x, [1, 5], axis=1), (1, 5)),
+        (slicing.chunk(Match(), x, 4, 1), (2, 2, 2)),
+        (slicing.chunk(Match(), x, 9, 1), (1,) * 6),
     ):
         assert [piece.value.shape[1] for piece in pieces] == list(sizes)
         np.testing.assert_array_equal(np.concatenate([to_numpy(p.value) for p in pieces], 1), to_numpy(x.value))
     for call, message in (
-        (lambda: F.split(Match(), x, 0), "split size must be positive"),
-        (lambda: F.split(Match(), x, [1, 2], 1), "do not sum to axis size 6"),
-        (lambda: F.chunk(Match(), x, 0), "chunks must be positive"),
-        (lambda: F.narrow(Match(), x, 1, 4, 3), r"slice \[4, 7\) out of range"),
-        (lambda: F.narrow(Match(), x, 3, 0, 1), "axis 3 out of"),
+        (lambda: slicing.split(Match(), x, 0), "split size must be positive"),
+        (lambda: slicing.split(Match(), x, [1, 2], 1), "do not sum to axis size 6"),
+        (lambda: slicing.chunk(Match(), x, 0), "chunks must be positive"),
+        (lambda: slicing.narrow(Match(), x, 1, 4, 3), r"slice \[4, 7\) out of range"),
+        (lambda: slicing.narrow(Match(), x, 3, 0, 1), "axis 3 out of"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -274,18 +274,18 @@ def test_split_and_chunk_cut_as_netcl_does(queue: cl.CommandQueue) -> None:
 
 def test_no_gradient_no_node_between(queue: cl.CommandQueue) -> None:
     x = leaf(queue, VALUES, requires_grad=False)
-    out = F.narrow(Match(), x, 0, 1, 2)
+    out = slicing.narrow(Match(), x, 0, 1, 2)
     assert out.grad_fn is None
     bare = to_device(queue, VALUES, "float16")
-    assert all(isinstance(piece, Tensor) for piece in F.chunk(Match(), bare, 2))
+    assert all(isinstance(piece, Tensor) for piece in slicing.chunk(Match(), bare, 2))
     with ag.no_grad():
-        assert isinstance(F.getitem(Match(), leaf(queue, VALUES), 0), Tensor)
+        assert isinstance(slicing.getitem(Match(), leaf(queue, VALUES), 0), Tensor)
 
 
 def test_under_another_policy_slices_are_cast(queue: cl.CommandQueue) -> None:
     x = leaf(queue, VALUES)
     half = Half("float16", lambda source, target: None, False)
-    out = F.narrow(half, x, 0, 1, 1)
+    out = slicing.narrow(half, x, 0, 1, 1)
     assert out.value.dtype == "float16"
     Tape().backward(out, to_device(queue, np.ones((1, 6, 5)), "float16"))
     assert x.grad.dtype == "float32"
@@ -316,9 +316,9 @@ def test_write_into_keeps_to_its_target(queue: cl.CommandQueue) -> None:
     x = to_device(queue, np.ones((2, 3)), "float16")
     for source, axis, start in ((np.ones((2, 3)), 1, 1), (np.ones((3, 1)), 1, 0), (np.ones((2, 1)), 2, 0)):
         with pytest.raises(ValueError, match="axis"):
-            F.tensor_write_into(Match(), x, to_device(queue, source), axis, start)
+            slicing.tensor_write_into(Match(), x, to_device(queue, source), axis, start)
     with pytest.raises(TypeError, match="do not go together"):
-        F.tensor_write_into(Match(), x, Tensor.from_host(queue, np.ones((2, 1), np.int32), dtype="int32"), 1, 0)
+        slicing.tensor_write_into(Match(), x, Tensor.from_host(queue, np.ones((2, 1), np.int32), dtype="int32"), 1, 0)
 
 
 def test_concat_layer_and_its_inference(queue: cl.CommandQueue, amp_on: None) -> None:
@@ -332,10 +332,10 @@ def test_concat_layer_and_its_inference(queue: cl.CommandQueue, amp_on: None) ->
 def test_what_is_not_clamps_is_left_to_netcl(queue: cl.CommandQueue) -> None:
     wide = Tensor.from_host(queue, np.ones((2, 3)), dtype="float64")
     for call in (
-        lambda: F.cat(Promote(), [wide]),
-        lambda: F.narrow(Match(), wide, 0, 0, 1),
-        lambda: F.getitem(Match(), np.ones(3), 0),
-        lambda: F.chunk(Match(), wide, 2),
+        lambda: joining.cat(Promote(), [wide]),
+        lambda: slicing.narrow(Match(), wide, 0, 0, 1),
+        lambda: slicing.getitem(Match(), np.ones(3), 0),
+        lambda: slicing.chunk(Match(), wide, 2),
     ):
         with pytest.raises(NotOwned):
             call()
@@ -344,5 +344,5 @@ def test_what_is_not_clamps_is_left_to_netcl(queue: cl.CommandQueue) -> None:
 def test_many_parts_are_laid_side_by_side(queue: cl.CommandQueue) -> None:
     """Overlapping gradients are added, the others share one tensor."""
     parts = [(1, concat.Part(start, 2, to_device(queue, [[1.0, 2.0]]))) for start in (4, 0, 1, 2)]
-    out = F.gradient_of_slices((6,), "float32", parts)
+    out = slicing.gradient_of_slices((6,), "float32", parts)
     np.testing.assert_array_equal(to_numpy(out), [1, 3, 3, 2, 1, 2])

@@ -3,9 +3,9 @@
 A convolution is computed as a matrix product whose right-hand operand is read from a staged copy of the source
 (conv_stage.py), never written down (no im2col). Two kernels do it, and the choice is made here and nowhere else: on
 CPU devices a register-blocked one over packed panels, on every other device tiles in local memory. On CPU devices a
-third multiplies less for 3x3 kernels of stride 1 in 16-bit storage (conv_winograd.py). The input
-gradient, which is also the transposed convolution, is such a product again; with a stride, one for each remainder of
-the input position (conv_geometry.py). The weight gradient is a sum of outer products over the output positions.
+third multiplies less for 3x3 kernels of stride 1 in 16-bit storage (conv_winograd.py). The input gradient, which is
+also the transposed convolution, is such a product again; with a stride, one for each remainder of the input position
+(conv_geometry.py). The weight gradient is a sum of outer products over the output positions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Joining and slicing under autograd: cat, stack, narrow, split, chunk, ``x[...]``; and netcl's tensor-level ones.
+"""Slicing under autograd: narrow, split, chunk, ``x[...]``; and netcl's tensor-level narrow, write_into, zeros_like.
 
 netcl's tensors are whole buffers, so a slice is a copy. The gradients of a tensor's slices are not each padded with
 zeros to its full size and added up, as in netcl: between a node and its slices stands one node more, which collects
@@ -17,90 +17,11 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, owned_value, record
+from clamp.functions.joining import moved_dtype, stretches_of
 from clamp.ops import concat as ops
 from clamp.ops.concat import Part
 from clamp.ops.elementwise import elementwise
 from clamp.ops.reduce import around_axis, normalize_axis
-
-
-def _moved_dtype(casting: Casting, name: str, *operands: Operand) -> str:
-    """Dtype of a result that holds the operands' elements; integers stay what they are.
-
-    Raises:
-        TypeError: integers and floating operands together.
-    """
-    floating = {operand.value.dtype in bridge.STORAGE for operand in operands}
-    if len(floating) > 1:
-        dtypes = ", ".join(operand.value.dtype for operand in operands)
-        raise TypeError(f"{name}: integer and floating tensors do not go together ({dtypes}); convert one of them")
-    return casting.result_dtype(*operands) if floating.pop() else "int32"
-
-
-# ------------------------------------------------------------------------------------------------- joining
-
-
-@implements("netcl.autograd.cat")
-def cat(casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | None = None) -> Any:
-    """The tensors one after the other along an axis. Backward gives each its own stretch, in its own dtype.
-
-    Args:
-        tensors: at least one, float32, float16 or bfloat16 in any mixture, or all int32; all extents but that of the
-            axis agree.
-
-    Raises:
-        ValueError: there is no tensor, no such axis, or the shapes do not fit.
-        TypeError: integers and floating tensors together.
-    """
-    return _joined(casting, tensors, axis, "cat", tape, lambda shape, axis: shape)
-
-
-@implements("netcl.autograd.stack")
-def stack(casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | None = None) -> Any:
-    """The tensors, all of one shape, along an axis that the result has more than they.
-
-    Arguments and errors as for ``cat``.
-    """
-
-    def with_new_axis(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-        axis = normalize_axis(axis, len(shape) + 1)
-        return (*shape[:axis], 1, *shape[axis:])
-
-    return _joined(casting, tensors, axis, "stack", tape, with_new_axis)
-
-
-def _joined(
-    casting: Casting,
-    tensors: Sequence[Any],
-    axis: int,
-    name: str,
-    tape: Tape | None,
-    seen_as: Callable[[tuple[int, ...], int], tuple[int, ...]],
-) -> Any:
-    if not tensors:
-        raise ValueError(f"{name} needs at least one tensor")
-    operands = casting.operands(*(as_node(x) for x in tensors))
-    dtype = _moved_dtype(casting, name, *operands)
-    views = [bridge.view(operand.value, seen_as(operand.shape, axis)) for operand in operands]
-    axis = normalize_axis(axis, len(views[0].shape))
-    out = ops.cat(views, axis, out_dtype=dtype)
-    stretches = list(_stretches([x.shape[axis] for x in views]))
-    del views
-
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        wanted = [(operand, at) for operand, at in zip(operands, stretches, strict=True) if operand.needs_grad]
-        dtypes = [operand.grad_dtype for operand, _ in wanted]
-        pieces = iter(ops.split(grad, axis, [at for _, at in wanted], out_dtypes=dtypes))
-        return [bridge.view(next(pieces), operand.shape) if operand.needs_grad else None for operand in operands]
-
-    return record(out, backward, operands, name, tape)
-
-
-def _stretches(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, length) of stretches that follow each other."""
-    return [(sum(lengths[:number]), length) for number, length in enumerate(lengths)]
-
-
-# ------------------------------------------------------------------------------------------------- slicing
 
 
 class _Slices:
@@ -199,7 +120,7 @@ def _sliced(
 ) -> list[Any]:
     """Slices of x, seen as ``rows`` rows: a stretch of each row, under a shape of its own."""
     (operand,) = casting.operands(as_node(x))
-    dtype = _moved_dtype(casting, name, operand)
+    dtype = moved_dtype(casting, name, operand)
     whole = bridge.view(operand.value, (rows, row))
     pieces = ops.split(whole, 1, stretches, out_dtypes=[dtype] * len(stretches))
     slices: _Slices | None = None
@@ -278,7 +199,7 @@ def split(
         sizes = [int(size) for size in split_size_or_sections]
         if sum(sizes) != extent:
             raise ValueError(f"split sections {sizes} do not sum to axis size {extent}")
-    return _along(casting, x, axis, _stretches(sizes), "split", tape)
+    return _along(casting, x, axis, stretches_of(sizes), "split", tape)
 
 
 @implements("netcl.autograd.chunk")
@@ -293,7 +214,7 @@ def chunk(casting: Casting, x: Any, chunks: int, axis: int = 0, tape: Tape | Non
     shape = _shape_of(x)
     extent = shape[normalize_axis(axis, len(shape))]
     sizes = _pieces_of(extent, max(1, -(-extent // chunks)))
-    return _along(casting, x, axis, _stretches(sizes), "chunk", tape)
+    return _along(casting, x, axis, stretches_of(sizes), "chunk", tape)
 
 
 def _pieces_of(extent: int, size: int) -> list[int]:
@@ -379,19 +300,6 @@ def _reshaped(casting: Casting, x: Any, shape: tuple[int, ...], tape: Tape | Non
 # -------------------------------------------------------------------------------------------- tensor level
 
 
-@implements("netcl.ops.tensor_ops.cat")
-def tensor_cat(
-    casting: Casting, tensors: Sequence[Tensor], axis: int = 0, out: Tensor | None = None, pool: Any = None
-) -> Any:
-    """``cat`` of bare tensors, into ``out`` if it is given (of the result's shape and dtype)."""
-    tensors = list(tensors)
-    if out is None or not tensors:
-        return cat(casting, tensors, axis)
-    operands = casting.operands(*(as_node(x) for x in tensors))
-    dtype = _moved_dtype(casting, "cat", *operands)
-    return ops.cat([operand.value for operand in operands], axis, out_dtype=dtype, out=owned_value(out))
-
-
 @implements("netcl.ops.tensor_ops.narrow")
 def tensor_narrow(
     casting: Casting, x: Tensor, axis: int, start: int, length: int, out: Tensor | None = None, pool: Any = None
@@ -400,7 +308,7 @@ def tensor_narrow(
     if out is None:
         return narrow(casting, x, axis, start, length)
     (operand,) = casting.operands(as_node(x))
-    dtype = _moved_dtype(casting, "narrow", operand)
+    dtype = moved_dtype(casting, "narrow", operand)
     at = (_from_front(x, axis, start), int(length))
     return ops.split(operand.value, axis, [at], out_dtypes=[dtype], outs=[owned_value(out)])[0]
 
@@ -414,7 +322,7 @@ def tensor_write_into(casting: Casting, dst: Tensor, src: Tensor, axis: int, sta
         TypeError: one is int32 and the other floating.
     """
     target, x = owned_value(as_node(dst)), owned_value(as_node(src))
-    _moved_dtype(casting, "write_into", Operand(dst, target), Operand(src, x))
+    moved_dtype(casting, "write_into", Operand(dst, target), Operand(src, x))
     bridge.require_same_queue("write_into", target, x)
     ops.write_into(target, x, axis, int(start))
     return dst
