@@ -166,9 +166,13 @@ conv(__global const float *restrict weights, __global const STORAGE(X_T) *restri
         size_t k0 = 0;
         do { // once for K = 0 too: the epilogue of nothing
             const int steps = (int)min((size_t)KC, (size_t)K - k0);
-            for (int v = 0; v < NR && j + v < columns; v += 16)
-                pack_positions(x, offsets + k0, panel + v, steps, j + v, columns, positions, width, pitch, image,
-                               group * group_size, size, reach);
+            for (int v = 0; v < NR; v += 16) {
+                if (j + v < columns)
+                    pack_positions(x, offsets + k0, panel + v, steps, j + v, columns, positions, width, pitch, image,
+                                   group * group_size, size, reach);
+                else // never stored, but multiplied: memory's last content, if subnormal, would take 100 times as long
+                    for (int k = 0; k < steps; k++) STORE16(f32, (float16)(0), panel, k * NR + v);
+            }
             const bool is_last = k0 + steps >= K;
             for (size_t p = first_m; p < last_m; p++) {
                 const size_t m = ROWS_BEFORE(p, MR), most = p < tall ? MR : SHORT, rows = min(most, (size_t)M - m);

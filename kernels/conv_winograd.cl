@@ -208,13 +208,18 @@ winograd(__global const float *restrict weights, __global const STORAGE(X_T) *re
         Run runs[NR];
         const int count = find_runs(runs, J * NR, min((J + 1) * NR, (size_t)columns), positions, width, WS, OH, OW,
                                     groups * C * plane, groups * M * out_plane);
-        for (size_t c = 0; c < C; c++)
+        for (size_t c = 0; c < C; c++) {
             for (int i = 0; i < count; i++)
                 for (size_t t = 0; t < runs[i].tiles; t += 16) {
                     const size_t from = LAST_16(t, runs[i].tiles);
                     transform_read(x, c * plane + runs[i].read + from, WS, phase,
                                    read + c * NR + runs[i].first + from, PLACE_FLOATS);
                 }
+            // Never stored, but multiplied: memory's last content, if subnormal, would take 100 times as long.
+            for (size_t t = columns - J * NR; t < NR; t += 16)
+                for (int place = 0; place < PLACES; place++)
+                    STORE16(f32, (float16)(0), read, place * PLACE_FLOATS + c * NR + t);
+        }
         for (size_t begin_m = first_m; begin_m < last_m; begin_m += BLOCK_PANELS) {
             const size_t end_m = min(begin_m + BLOCK_PANELS, last_m), first_row = ROWS_BEFORE(begin_m, MR);
             const size_t rows = ROWS_BEFORE(end_m, MR) - first_row, last_row = min(first_row + rows, (size_t)M);
