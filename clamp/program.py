@@ -95,9 +95,16 @@ def _get_program(context: cl.Context, file: str, macros: dict[str, object]) -> c
         return _programs[key]
 
 
+def _prefetches(device: cl.Device) -> bool:
+    """Whether the device is a CPU, whose compilers have __builtin_prefetch; Oclgrind's instructions are all its own."""
+    return bool(device.type & cl.device_type.CPU) and device.platform.name != "Oclgrind"
+
+
 def _build(context: cl.Context, file: str, macros: dict[str, object]) -> cl.Program:
     text = f'#line 1 "{_COMMON}"\n{source(_COMMON)}\n#line 1 "{file}"\n{source(file)}'
     options = [f"-D{name}={value}" for name, value in macros.items()]
+    if all(map(_prefetches, context.devices)):
+        options.append("-DPREFETCHES")
     with warnings.catch_warnings():
         # Drivers write progress to the build log of a program that is fine.
         warnings.simplefilter("ignore", cl.CompilerWarning)
