@@ -20,7 +20,7 @@ from clamp.bridge import Tensor
 from clamp.device import capabilities
 from clamp.ops import conv_packed, conv_tiled, conv_winograd
 from clamp.ops.cast import cast_into
-from clamp.ops.conv_geometry import Correlation, Pair, Window, forward_axis, gradient_axes
+from clamp.ops.conv_geometry import Correlation, Pair, Window, forward_axis, gradient_axes, pair
 from clamp.ops.conv_stage import Source, Weights, interleave, offsets, slices, stage
 from clamp.ops.gemm_operands import Epilogue
 from clamp.ops.reduce_to_shape import sum_to_shape
@@ -45,7 +45,7 @@ def default_kernel(queue: cl.CommandQueue) -> ConvKernel:
 
 def kernel_for(given: ConvKernel | None, x: Tensor, weights: Weights, window: Window, out: Tensor) -> ConvKernel:
     """The kernel of a convolution of x or of an input gradient from it, if none is given."""
-    extent = _pair(weights.tensor.shape[2:])
+    extent = pair(weights.tensor.shape[2:])
     if given is ConvKernel.WINOGRAD:
         _require(conv_winograd.fits(extent, window), f"no {given} for a kernel of {extent} with {window}")
     if given is not None:
@@ -93,7 +93,7 @@ def conv2d(
     weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=False, kernel=kernel)
     features, channels, *extent = weights.tensor.shape
     _require(x.shape[1] == channels * window.groups, f"x {x.shape} and w {weights.tensor.shape} do not fit")
-    image, size = _pair(x.shape[2:]), window.output(_pair(x.shape[2:]), _pair(extent))
+    image, size = pair(x.shape[2:]), window.output(pair(x.shape[2:]), pair(extent))
     _require(min(size) > 0, f"the kernel {tuple(extent)} is larger than the padded image {tuple(image)}")
     out = bridge.empty(x.queue, (x.shape[0], features, *size), out_dtype)
     kernel = kernel_for(kernel, x, weights, window, out)
@@ -149,7 +149,7 @@ def conv2d_input_grad(
     parts, begin = [], 0
     for y in rows:
         for x in columns:
-            shape = Correlation(y, x, _pair(grad.shape[2:]))
+            shape = Correlation(y, x, pair(grad.shape[2:]))
             parts.append((shape, begin))
             begin += grad.shape[0] * channels * shape.positions
     phases = out if len(parts) <= 1 else bridge.empty(grad.queue, out.shape, out_dtype)
@@ -213,7 +213,7 @@ def _weight_grad(
 ) -> Tensor:
     """The weights' gradient; the bias's is written to ``bias``."""
     channels, rows = x.shape[1] // window.groups, grad.shape[1] // window.groups
-    size = window.output(_pair(x.shape[2:]), extent)
+    size = window.output(pair(x.shape[2:]), extent)
     _require(grad.shape == (x.shape[0], rows * window.groups, *size), f"x {x.shape} and {grad.shape} do not fit")
     out_shape = (rows * window.groups, channels, *extent)
     if x.size * grad.size == 0:
@@ -224,7 +224,7 @@ def _weight_grad(
     kernel = kernel or default_kernel(x.queue)
     module, by_rows = _KERNELS[kernel], kernel is ConvKernel.PACKED
     axes = [forward_axis(size[i], extent[i], window.stride[i], window.pad[i], window.dilation[i]) for i in (0, 1)]
-    shape = Correlation(axes[0], axes[1], _pair(x.shape[2:]))
+    shape = Correlation(axes[0], axes[1], pair(x.shape[2:]))
     dtype = module.GRAD_SOURCE_DTYPE or x.dtype
     table = offsets(x, shape, channels)
     total: Any = None
@@ -258,10 +258,6 @@ def _correlate(
             source = Source(staged, shape, table, images, weights.groups, channels)
             out_image = weights.groups * weights.rows * shape.positions
             _KERNELS[kernel].correlate(source, weights, out, begin + first * out_image, out_image, epilogue)
-
-
-def _pair(shape: Any) -> Pair:
-    return int(shape[0]), int(shape[1])
 
 
 def _require(condition: bool, message: str) -> None:

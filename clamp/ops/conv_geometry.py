@@ -10,8 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
 Pair = tuple[int, int]
+
+
+def pair(shape: Any) -> Pair:
+    """The two extents of an image's or a kernel's shape."""
+    return int(shape[0]), int(shape[1])
 
 
 @dataclass(frozen=True)

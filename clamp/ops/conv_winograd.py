@@ -8,12 +8,10 @@ An element of 2^126 and more, which only bfloat16 stores, may overflow on the wa
 
 from __future__ import annotations
 
-from typing import Any
-
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
-from clamp.ops.conv_geometry import Axis, Correlation, Pair, StagedAxis, Taps, Window, forward_axis
+from clamp.ops.conv_geometry import Axis, Correlation, Pair, StagedAxis, Taps, Window, forward_axis, pair
 from clamp.ops.conv_packed import SHORT, tile_of_conv
 from clamp.ops.conv_stage import Weights, slices, stage
 from clamp.ops.gemm_operands import Epilogue
@@ -35,16 +33,15 @@ def fits(extent: Pair, window: Window) -> bool:
 def pays(x: Tensor, weights: Weights, window: Window, out: Tensor) -> bool:
     """Whether this kernel is faster, and the result is stored in so few bits that its rounding does not show."""
     stored_in_16_bits = "float32" not in (x.dtype, out.dtype)
-    extent = (weights.tensor.shape[2], weights.tensor.shape[3])
     large = min(weights.rows, weights.channels) >= _MIN_CHANNELS and out.size >= _MIN_OUTPUTS * out.shape[1]
-    return stored_in_16_bits and large and fits(extent, window)
+    return stored_in_16_bits and large and fits(pair(weights.tensor.shape[2:]), window)
 
 
 def convolve(x: Tensor, weights: Weights, pad: Pair, out: Tensor, epilogue: Epilogue) -> None:
     """Writes the convolution of x, padded, through the epilogue, over ``out`` (N, F, OH, OW)."""
     if out.size == 0:
         return
-    shape = _tiles(_pair(x.shape[2:]), _pair(out.shape[2:]), pad)
+    shape = _tiles(pair(x.shape[2:]), pair(out.shape[2:]), pad)
     for first, images in slices(x, shape, x.dtype):
         staged = stage(x, shape, first, images, x.dtype, by_rows=True, slack=_OVERREAD) if x.size else out
         _convolve(staged, shape, images, weights, out, first * (out.size // out.shape[0]), epilogue)
@@ -113,7 +110,3 @@ def _transform(weights: Weights) -> Tensor:
         rows, channels, w.shape[0] // weights.groups * per_output, *strides, *taps, tall,
     )  # fmt: skip
     return panels
-
-
-def _pair(shape: Any) -> Pair:
-    return int(shape[0]), int(shape[1])

@@ -173,13 +173,9 @@ def _backward_sums(
     )  # fmt: skip
     sums = bridge.empty(queue, (sets.sets, 2), "float32")
     kernel = get_kernel(
-        queue,
-        _FILE,
-        "batch_backward_merge",
-        "ppppppquf",
-        BATCH_BACKWARD_MERGE=1,
-        **storage_types(SCALE=dgamma, SHIFT=dbeta),
-    )
+        queue, _FILE, "batch_backward_merge", "ppppppquf",
+        BATCH_BACKWARD_MERGE=1, **storage_types(SCALE=dgamma, SHIFT=dbeta),
+    )  # fmt: skip
     kernel(
         queue, *launch(queue, sets.sets),
         partial_gd.buffer, partial_g.buffer, var.buffer, sums.buffer, dgamma.buffer, dbeta.buffer,
