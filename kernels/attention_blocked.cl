@@ -92,12 +92,12 @@ typedef __global float *floats;
     to[2 * i + 1] = (float16)(ZIP8(from[i].hi, from[i + 8].hi));
 
 // One of four perfect shuffles that together transpose 16 x 16 elements.
-inline void shuffle16(const float16 *from, float16 *to) {
+static inline void shuffle16(const float16 *from, float16 *to) {
     ZIP_ROWS(0) ZIP_ROWS(1) ZIP_ROWS(2) ZIP_ROWS(3) ZIP_ROWS(4) ZIP_ROWS(5) ZIP_ROWS(6) ZIP_ROWS(7)
 }
 
 // to[column][row] = from[row][column]; rows and columns are multiples of 16.
-inline void transpose(floats from, size_t from_pitch, floats to, size_t to_pitch, size_t rows, size_t columns) {
+static inline void transpose(floats from, size_t from_pitch, floats to, size_t to_pitch, size_t rows, size_t columns) {
     for (size_t column = 0; column < columns; column += 16)
         for (size_t row = 0; row < rows; row += 16) {
             float16 m[16], other[16];
@@ -114,8 +114,8 @@ inline void transpose(floats from, size_t from_pitch, floats to, size_t to_pitch
 
 // Rows of D elements of a tensor as floats, `pitch` apart, with zeros up to there and in the rows up to `padded`.
 #define DEFINE_WIDEN(NAME, T)                                                                                       \
-    inline void widen_##NAME(__global const STORAGE(T) *from, floats to, size_t rows, size_t padded, size_t D,      \
-                             size_t pitch) {                                                                        \
+    static inline void widen_##NAME(__global const STORAGE(T) *from, floats to, size_t rows, size_t padded,         \
+                                    size_t D, size_t pitch) {                                                       \
         for (size_t row = 0; row < padded; row++, from += D, to += pitch)                                           \
             for (size_t d = 0; d < pitch; d += 16) {                                                                \
                 const size_t end = row < rows ? D : 0;                                                              \
@@ -123,7 +123,7 @@ inline void transpose(floats from, size_t from_pitch, floats to, size_t to_pitch
             }                                                                                                       \
     }
 #define DEFINE_NARROW(NAME, T)                                                                                      \
-    inline void narrow_##NAME(floats from, __global STORAGE(T) *to, size_t rows, size_t D, size_t pitch) {          \
+    static inline void narrow_##NAME(floats from, __global STORAGE(T) *to, size_t rows, size_t D, size_t pitch) {   \
         for (size_t row = 0; row < rows; row++, from += pitch, to += D)                                             \
             for (size_t d = 0; d < D; d += 16) STORE_PART(T, LOAD_ANY(float16, from + d), to, d, D);                \
     }

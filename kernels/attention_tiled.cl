@@ -76,7 +76,7 @@
     }
 
 // What to subtract from scores: where there is nothing but -inf, 0, so that their exponentials are 0 and not NaN.
-inline float finite_top(float top) { return top == -INFINITY ? 0.0f : top; }
+static inline float finite_top(float top) { return top == -INFINITY ? 0.0f : top; }
 
 #define HIDDEN(query, key) ((key) >= T || (query) >= T || (causal && (key) > (query)))
 

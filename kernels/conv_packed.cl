@@ -36,9 +36,9 @@
 
 // 16 positions from j on at `steps` steps, into every NR floats from `panel`. A run is a set of positions that are
 // neighbours in the staged source; run[s] is where lane 0 would be if its run began there.
-inline void pack_positions(__global const STORAGE(X_T) *restrict x, __global const ulong *restrict offsets,
-                           __global float *restrict panel, int steps, size_t j, size_t columns, size_t positions,
-                           size_t width, size_t pitch, size_t image, size_t group_begin, long size, long reach) {
+static inline void pack_positions(__global const STORAGE(X_T) *restrict x, __global const ulong *restrict offsets,
+                                  __global float *restrict panel, int steps, size_t j, size_t columns, size_t positions,
+                                  size_t width, size_t pitch, size_t image, size_t group_begin, long size, long reach) {
     size_t n = j / positions, r = (j - n * positions) / width, q = j - n * positions - r * width;
     const long begin = (long)(group_begin + n * image + r * pitch + q);
     if (q + 16 <= width && j + 16 <= columns && begin + reach + 16 <= size) { // one run, as nearly always
@@ -95,8 +95,8 @@ inline void pack_positions(__global const STORAGE(X_T) *restrict x, __global con
 }
 
 // 16 sums of a row of outputs, positions j and following: together if they lie in one image, else one by one.
-inline void store_positions(float16 v, __global STORAGE(OUT_T) *restrict out, size_t row, size_t j, size_t columns,
-                            size_t positions, size_t out_image, long together) {
+static inline void store_positions(float16 v, __global STORAGE(OUT_T) *restrict out, size_t row, size_t j,
+                                   size_t columns, size_t positions, size_t out_image, long together) {
     if (together >= 0) {
         STORE16(OUT_T, v, out, together + row);
         return;
@@ -114,7 +114,7 @@ inline void store_positions(float16 v, __global STORAGE(OUT_T) *restrict out, si
 }
 
 // Where 16 positions from j on are stored if they are neighbours there, -1 if they are not.
-inline long together_at(size_t j, size_t columns, size_t positions, size_t out_image) {
+static inline long together_at(size_t j, size_t columns, size_t positions, size_t out_image) {
     const size_t p = j % positions;
     return p + 16 <= positions && j + 16 <= columns ? (long)(j / positions * out_image + p) : -1L;
 }
@@ -202,7 +202,7 @@ conv(__global const float *restrict weights, __global const STORAGE(X_T) *restri
 #define ZIP(x, y) ((float16)(ZIP4((x).lo, (y).lo), ZIP4((x).hi, (y).hi)))
 #define ZIP_PAIRS(x, y) as_float16((ulong8)(ZIP4(as_ulong4(x), as_ulong4(y))))
 
-inline void store_4_positions(float16 v, __global float *d) {
+static inline void store_4_positions(float16 v, __global float *d) {
     vstore4(v.lo.lo, 0, d);
     vstore4(v.lo.hi, 0, d + NR);
     vstore4(v.hi.lo, 0, d + 2 * NR);
@@ -211,8 +211,8 @@ inline void store_4_positions(float16 v, __global float *d) {
 
 // The gradient of positions j0 .. j1-1 of NR output channels, transposed; zero from channel `rows` on. Blocks of 4
 // channels by 16 positions go through registers; what they write beyond j1 is never read.
-inline void pack_grad(__global const STORAGE(G_T) *restrict g, __global float *restrict panel, size_t rows, size_t j0,
-                      size_t j1, size_t positions, size_t grad_image, size_t begin, size_t size) {
+static inline void pack_grad(__global const STORAGE(G_T) *restrict g, __global float *restrict panel, size_t rows,
+                             size_t j0, size_t j1, size_t positions, size_t grad_image, size_t begin, size_t size) {
     size_t n = j0 / positions, p = j0 % positions;
     while (j0 < j1) {
         const size_t count = min(positions - p, j1 - j0), at = begin + n * grad_image + p;
@@ -250,7 +250,7 @@ inline void pack_grad(__global const STORAGE(G_T) *restrict g, __global float *r
 #define SUSPEND_BIAS(i, v) STORE16(f32, bias##v, sums, v * 16);
 
 // Adds the positions of a panel to `sums`, which begin with it unless `resume`.
-inline void sum_positions(__global const float *panel, size_t count, __global float *sums, bool resume) {
+static inline void sum_positions(__global const float *panel, size_t count, __global float *sums, bool resume) {
     EACH_VECTOR(CLEAR_BIAS, )
     for (size_t j = 0; j < count; j++) { EACH_VECTOR(ADD_BIAS, ) }
     if (resume) { EACH_VECTOR(RESUME_BIAS, ) }

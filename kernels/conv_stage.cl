@@ -33,16 +33,16 @@
 #define value_bf16 float
 #define VALUE(T) CAT(value_, T)
 #define VALUES(T) CAT(VALUE(T), 16)
-inline ushort load_u16(__global const ushort *p, size_t i) { return p[i]; }
-inline void store_u16(ushort v, __global ushort *p, size_t i) { p[i] = v; }
-inline ushort16 load16_u16(__global const ushort *p, size_t i) { return LOAD_ANY(ushort16, p + i); }
-inline void store16_u16(ushort16 v, __global ushort *p, size_t i) { STORE_ANY(ushort16, v, p + i); }
+static inline ushort load_u16(__global const ushort *p, size_t i) { return p[i]; }
+static inline void store_u16(ushort v, __global ushort *p, size_t i) { p[i] = v; }
+static inline ushort16 load16_u16(__global const ushort *p, size_t i) { return LOAD_ANY(ushort16, p + i); }
+static inline void store16_u16(ushort16 v, __global ushort *p, size_t i) { STORE_ANY(ushort16, v, p + i); }
 
 #ifdef STAGE_ROWS
 // `count` elements, `step` apart from x[from] on, into neighbours from y[to] on. Loads stay below `size`, stores below
 // `end`; they may go beyond the last element.
-inline void copy_elements(__global const STORAGE(X_T) *x, size_t from, size_t step, __global STORAGE(Y_T) *y, size_t to,
-                          size_t count, size_t size, size_t end) {
+static inline void copy_elements(__global const STORAGE(X_T) *x, size_t from, size_t step, __global STORAGE(Y_T) *y,
+                                 size_t to, size_t count, size_t size, size_t end) {
     for (size_t c = 0; c < count; c += 16) {
         const size_t i = count < 16 ? 0 : min(c, count - 16); // the last 16 may include some of those before
         const size_t s = from + i * step, d = to + i;
@@ -58,7 +58,7 @@ inline void copy_elements(__global const STORAGE(X_T) *x, size_t from, size_t st
 }
 
 // Zeros from y[to] to y[stop - 1], and perhaps beyond, but below `end`. Returns where they end.
-inline size_t clear_elements(__global STORAGE(Y_T) *y, size_t to, size_t stop, size_t end) {
+static inline size_t clear_elements(__global STORAGE(Y_T) *y, size_t to, size_t stop, size_t end) {
     for (; to < stop; to += 16) {
         if (to + 16 <= end) {
             STORE16(Y_T, (VALUES(Y_T))0, y, to);

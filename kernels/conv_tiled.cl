@@ -17,7 +17,7 @@
 #define PITCH (TILE + 1) // odd, so that walking along k meets every bank
 
 // The staged element of position j's first tap.
-inline size_t begin_of(size_t j, size_t positions, size_t width, size_t pitch, size_t image) {
+static inline size_t begin_of(size_t j, size_t positions, size_t width, size_t pitch, size_t image) {
     const size_t p = j % positions;
     return j / positions * image + p / width * pitch + p % width;
 }

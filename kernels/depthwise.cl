@@ -56,8 +56,8 @@
 // `left` on (they may lie outside), in phases of `pitch` elements. Stores reach up to 31 elements beyond a phase.
 // The last planes of the tensor, beyond which a load of 16 could reach, have a function of their own.
 #define DEFINE_FRAME(NAME, T, GET)                                                                                     \
-    inline void NAME(float *frame, __global const STORAGE(T) *p, size_t plane, size_t size, int height, int width,     \
-                     int top, int left, int rows, int columns, int stride, int pitch) {                                \
+    static inline void NAME(float *frame, __global const STORAGE(T) *p, size_t plane, size_t size, int height,         \
+                            int width, int top, int left, int rows, int columns, int stride, int pitch) {              \
         const int skip = left < 0 ? (-left + stride - 1) / stride : 0; /* elements of phase 0 left of the plane */     \
         const int begin = left + skip * stride, reach = min(width, left + columns);                                    \
         for (int row = 0; row < rows; row++, frame += stride * pitch) {                                                \
@@ -265,8 +265,8 @@ __kernel void forward_elements(__global const STORAGE(X_T) *restrict x, __global
 
 // What the rows `top` to `bottom` and columns `left` to `right` of a plane x add to the gradient of a tap, for which
 // they are moved `down` and `across`; only what the tap really meets.
-inline float exact_sum(__global const STORAGE(X_T) *x, __global const STORAGE(G_T) *dy, int top, int bottom, int left,
-                       int right, int width, int down, int across, int out_height, int out_width) {
+static inline float exact_sum(__global const STORAGE(X_T) *x, __global const STORAGE(G_T) *dy, int top, int bottom,
+                              int left, int right, int width, int down, int across, int out_height, int out_width) {
     float sum = 0;
     for (int ih = top; ih < bottom; ih++) {
         for (int iw = left; iw < right; iw++) {

@@ -139,7 +139,7 @@ __kernel void gather(__global const STORAGE(X_T) *restrict x, __global const STO
 #endif
 
 #define ADD_SQUARES(HOW, B_T, b) sums += square16(HOW(X_T, x, i, end) - HOW(B_T, b, i, end));
-inline float16 square16(float16 d) { return d * d; }
+static inline float16 square16(float16 d) { return d * d; }
 
 // The squared distance of row `row` of x and of b, as a value of the whole work-group.
 #define ROW_DISTANCE(name, B_T, b)                                                                 \

@@ -31,45 +31,45 @@
 
 #define VEC(v) ((float16)(v))
 
-inline float16 op_copy(float16 x) { return x; }
-inline float16 op_neg(float16 x) { return -x; }
-inline float16 op_abs(float16 x) { return fabs(x); }
-inline float16 op_square(float16 x) { return x * x; }
-inline float16 op_exp(float16 x) { return exp(x); }
-inline float16 op_log(float16 x) { return log(x); }
-inline float16 op_log1p(float16 x) { return log1p(x); }
-inline float16 op_sqrt(float16 x) { return sqrt(x); }
-inline float16 op_rsqrt(float16 x) { return rsqrt(x); }
-inline float16 op_pow(float16 x, float exponent) { return pow(x, VEC(exponent)); }
+static inline float16 op_copy(float16 x) { return x; }
+static inline float16 op_neg(float16 x) { return -x; }
+static inline float16 op_abs(float16 x) { return fabs(x); }
+static inline float16 op_square(float16 x) { return x * x; }
+static inline float16 op_exp(float16 x) { return exp(x); }
+static inline float16 op_log(float16 x) { return log(x); }
+static inline float16 op_log1p(float16 x) { return log1p(x); }
+static inline float16 op_sqrt(float16 x) { return sqrt(x); }
+static inline float16 op_rsqrt(float16 x) { return rsqrt(x); }
+static inline float16 op_pow(float16 x, float exponent) { return pow(x, VEC(exponent)); }
 
-inline float16 op_add(float16 a, float16 b) { return a + b; }
-inline float16 op_sub(float16 a, float16 b) { return a - b; }
-inline float16 op_mul(float16 a, float16 b) { return a * b; }
-inline float16 op_div(float16 a, float16 b) { return a / b; }
-inline int16 first_is_max(float16 a, float16 b) { return (a >= b) | isnan(a); }
-inline int16 first_is_min(float16 a, float16 b) { return (a <= b) | isnan(a); }
-inline float16 op_maximum(float16 a, float16 b) { return first_is_max(a, b) ? a : b; }
-inline float16 op_minimum(float16 a, float16 b) { return first_is_min(a, b) ? a : b; }
-inline float16 op_lt(float16 a, float16 b) { return a < b ? VEC(1.0f) : VEC(0.0f); }
-inline float16 op_le(float16 a, float16 b) { return a <= b ? VEC(1.0f) : VEC(0.0f); }
-inline float16 op_gt(float16 a, float16 b) { return a > b ? VEC(1.0f) : VEC(0.0f); }
-inline float16 op_ge(float16 a, float16 b) { return a >= b ? VEC(1.0f) : VEC(0.0f); }
-inline float16 op_where(float16 condition, float16 a, float16 b) { return condition != 0.0f ? a : b; }
+static inline float16 op_add(float16 a, float16 b) { return a + b; }
+static inline float16 op_sub(float16 a, float16 b) { return a - b; }
+static inline float16 op_mul(float16 a, float16 b) { return a * b; }
+static inline float16 op_div(float16 a, float16 b) { return a / b; }
+static inline int16 first_is_max(float16 a, float16 b) { return (a >= b) | isnan(a); }
+static inline int16 first_is_min(float16 a, float16 b) { return (a <= b) | isnan(a); }
+static inline float16 op_maximum(float16 a, float16 b) { return first_is_max(a, b) ? a : b; }
+static inline float16 op_minimum(float16 a, float16 b) { return first_is_min(a, b) ? a : b; }
+static inline float16 op_lt(float16 a, float16 b) { return a < b ? VEC(1.0f) : VEC(0.0f); }
+static inline float16 op_le(float16 a, float16 b) { return a <= b ? VEC(1.0f) : VEC(0.0f); }
+static inline float16 op_gt(float16 a, float16 b) { return a > b ? VEC(1.0f) : VEC(0.0f); }
+static inline float16 op_ge(float16 a, float16 b) { return a >= b ? VEC(1.0f) : VEC(0.0f); }
+static inline float16 op_where(float16 condition, float16 a, float16 b) { return condition != 0.0f ? a : b; }
 
 // 1 / (1 + exp(-x)) and its derivative: exp of what is never positive cannot overflow, and neither form
 // subtracts nearly equal numbers, so both keep their relative accuracy in the tails.
-inline float16 sigmoid16(float16 x) {
+static inline float16 sigmoid16(float16 x) {
     const float16 e = exp(-fabs(x));
     return (x < 0.0f ? e : VEC(1.0f)) / (1.0f + e);
 }
 
-inline float16 sigmoid_slope(float16 x) {
+static inline float16 sigmoid_slope(float16 x) {
     const float16 e = exp(-fabs(x));
     return e / ((1.0f + e) * (1.0f + e));
 }
 
 // clamp() would pass the bound instead of a NaN.
-inline float16 between(float16 x, float low, float high) {
+static inline float16 between(float16 x, float low, float high) {
     const float16 t = x < low ? VEC(low) : x;
     return t > high ? VEC(high) : t;
 }
@@ -80,83 +80,83 @@ inline float16 between(float16 x, float low, float high) {
 #define SQRT_HALF 0.7071067811865476f
 #define INV_SQRT_2PI 0.3989422804014327f
 
-inline float16 op_relu(float16 x) { return x <= 0.0f ? VEC(0.0f) : x; }
-inline float16 op_leaky_relu(float16 x, float slope) { return x > 0.0f ? x : slope * x; }
-inline float16 op_prelu(float16 x, float16 slope) { return x > 0.0f ? x : slope * x; }
-inline float16 op_sigmoid(float16 x) { return sigmoid16(x); }
-inline float16 op_tanh(float16 x) { return tanh(x); }
-inline float16 op_gelu_tanh(float16 x) { return x * sigmoid16(GELU_2U * (x + GELU_CUBE * x * x * x)); }
-inline float16 op_gelu_erf(float16 x) { return 0.5f * x * erfc(-SQRT_HALF * x); }
-inline float16 op_swish(float16 x) { return x * sigmoid16(x); }
-inline float16 op_elu(float16 x, float alpha) { return x > 0.0f ? x : alpha * expm1(x); }
-inline float16 op_softplus(float16 x) { return fmax(x, VEC(0.0f)) + log1p(exp(-fabs(x))); }
-inline float16 op_hard_sigmoid(float16 x) { return between((x + 2.5f) * 0.2f, 0.0f, 1.0f); }
-inline float16 op_hard_swish(float16 x) { return x * op_hard_sigmoid(x); }
-inline float16 op_clamp(float16 x, float low, float high) { return between(x, low, high); }
-inline float16 op_add_relu(float16 a, float16 b) { return op_relu(a + b); }
+static inline float16 op_relu(float16 x) { return x <= 0.0f ? VEC(0.0f) : x; }
+static inline float16 op_leaky_relu(float16 x, float slope) { return x > 0.0f ? x : slope * x; }
+static inline float16 op_prelu(float16 x, float16 slope) { return x > 0.0f ? x : slope * x; }
+static inline float16 op_sigmoid(float16 x) { return sigmoid16(x); }
+static inline float16 op_tanh(float16 x) { return tanh(x); }
+static inline float16 op_gelu_tanh(float16 x) { return x * sigmoid16(GELU_2U * (x + GELU_CUBE * x * x * x)); }
+static inline float16 op_gelu_erf(float16 x) { return 0.5f * x * erfc(-SQRT_HALF * x); }
+static inline float16 op_swish(float16 x) { return x * sigmoid16(x); }
+static inline float16 op_elu(float16 x, float alpha) { return x > 0.0f ? x : alpha * expm1(x); }
+static inline float16 op_softplus(float16 x) { return fmax(x, VEC(0.0f)) + log1p(exp(-fabs(x))); }
+static inline float16 op_hard_sigmoid(float16 x) { return between((x + 2.5f) * 0.2f, 0.0f, 1.0f); }
+static inline float16 op_hard_swish(float16 x) { return x * op_hard_sigmoid(x); }
+static inline float16 op_clamp(float16 x, float low, float high) { return between(x, low, high); }
+static inline float16 op_add_relu(float16 a, float16 b) { return op_relu(a + b); }
 
 // -------------------------------------------------------------------------------- gradients: g is that of y
 // A gradient that does not pass is left out, not multiplied by zero: an infinite g stays out as well.
 
-inline float16 op_abs_grad(float16 g, float16 x) { return x == 0.0f ? VEC(0.0f) : (x < 0.0f ? -g : g); }
-inline float16 op_square_grad(float16 g, float16 x) { return 2.0f * x * g; }
-inline float16 op_log1p_grad(float16 g, float16 x) { return g / (1.0f + x); }
-inline float16 op_sqrt_grad(float16 g, float16 y) { return 0.5f * g / y; }
-inline float16 op_rsqrt_grad(float16 g, float16 x) { return -0.5f * g * (rsqrt(x) / x); }
-inline float16 op_pow_grad(float16 g, float16 x, float exponent) {
+static inline float16 op_abs_grad(float16 g, float16 x) { return x == 0.0f ? VEC(0.0f) : (x < 0.0f ? -g : g); }
+static inline float16 op_square_grad(float16 g, float16 x) { return 2.0f * x * g; }
+static inline float16 op_log1p_grad(float16 g, float16 x) { return g / (1.0f + x); }
+static inline float16 op_sqrt_grad(float16 g, float16 y) { return 0.5f * g / y; }
+static inline float16 op_rsqrt_grad(float16 g, float16 x) { return -0.5f * g * (rsqrt(x) / x); }
+static inline float16 op_pow_grad(float16 g, float16 x, float exponent) {
     return exponent == 0.0f ? VEC(0.0f) : g * (exponent * pow(x, VEC(exponent - 1.0f)));
 }
 
-inline float16 op_div_grad(float16 g, float16 a, float16 b) { return -(g / b) * (a / b); }
-inline float16 op_maximum_grad_a(float16 g, float16 a, float16 b) { return first_is_max(a, b) ? g : VEC(0.0f); }
-inline float16 op_maximum_grad_b(float16 g, float16 a, float16 b) { return first_is_max(a, b) ? VEC(0.0f) : g; }
-inline float16 op_minimum_grad_a(float16 g, float16 a, float16 b) { return first_is_min(a, b) ? g : VEC(0.0f); }
-inline float16 op_minimum_grad_b(float16 g, float16 a, float16 b) { return first_is_min(a, b) ? VEC(0.0f) : g; }
-inline float16 op_where_grad_a(float16 g, float16 condition) { return condition != 0.0f ? g : VEC(0.0f); }
-inline float16 op_where_grad_b(float16 g, float16 condition) { return condition != 0.0f ? VEC(0.0f) : g; }
+static inline float16 op_div_grad(float16 g, float16 a, float16 b) { return -(g / b) * (a / b); }
+static inline float16 op_maximum_grad_a(float16 g, float16 a, float16 b) { return first_is_max(a, b) ? g : VEC(0.0f); }
+static inline float16 op_maximum_grad_b(float16 g, float16 a, float16 b) { return first_is_max(a, b) ? VEC(0.0f) : g; }
+static inline float16 op_minimum_grad_a(float16 g, float16 a, float16 b) { return first_is_min(a, b) ? g : VEC(0.0f); }
+static inline float16 op_minimum_grad_b(float16 g, float16 a, float16 b) { return first_is_min(a, b) ? VEC(0.0f) : g; }
+static inline float16 op_where_grad_a(float16 g, float16 condition) { return condition != 0.0f ? g : VEC(0.0f); }
+static inline float16 op_where_grad_b(float16 g, float16 condition) { return condition != 0.0f ? VEC(0.0f) : g; }
 
-inline float16 op_relu_grad(float16 g, float16 y) { return y <= 0.0f ? VEC(0.0f) : g; }
-inline float16 op_leaky_relu_grad(float16 g, float16 x, float slope) { return x > 0.0f ? g : slope * g; }
-inline float16 op_prelu_grad(float16 g, float16 x, float16 slope) { return x > 0.0f ? g : slope * g; }
-inline float16 op_prelu_grad_slope(float16 g, float16 x) { return x > 0.0f ? VEC(0.0f) : g * x; }
-inline float16 op_sigmoid_grad(float16 g, float16 x) { return g * sigmoid_slope(x); }
-inline float16 op_tanh_grad(float16 g, float16 x) { return g * (4.0f * sigmoid_slope(2.0f * x)); }
-inline float16 op_softplus_grad(float16 g, float16 x) { return g * sigmoid16(x); }
-inline float16 op_elu_grad(float16 g, float16 x, float alpha) { return x > 0.0f ? g : g * (alpha * exp(x)); }
+static inline float16 op_relu_grad(float16 g, float16 y) { return y <= 0.0f ? VEC(0.0f) : g; }
+static inline float16 op_leaky_relu_grad(float16 g, float16 x, float slope) { return x > 0.0f ? g : slope * g; }
+static inline float16 op_prelu_grad(float16 g, float16 x, float16 slope) { return x > 0.0f ? g : slope * g; }
+static inline float16 op_prelu_grad_slope(float16 g, float16 x) { return x > 0.0f ? VEC(0.0f) : g * x; }
+static inline float16 op_sigmoid_grad(float16 g, float16 x) { return g * sigmoid_slope(x); }
+static inline float16 op_tanh_grad(float16 g, float16 x) { return g * (4.0f * sigmoid_slope(2.0f * x)); }
+static inline float16 op_softplus_grad(float16 g, float16 x) { return g * sigmoid16(x); }
+static inline float16 op_elu_grad(float16 g, float16 x, float alpha) { return x > 0.0f ? g : g * (alpha * exp(x)); }
 
 // x * slope(x) vanishes for large |x|; clamping x there keeps infinity * 0 out.
-inline float16 op_gelu_tanh_grad(float16 g, float16 x) {
+static inline float16 op_gelu_tanh_grad(float16 g, float16 x) {
     const float16 u2 = GELU_2U * (x + GELU_CUBE * x * x * x);
     const float16 c = between(x, -64.0f, 64.0f);
     return g * (sigmoid16(u2) + c * sigmoid_slope(u2) * (GELU_2U + 3.0f * GELU_2U * GELU_CUBE * c * c));
 }
 
-inline float16 op_gelu_erf_grad(float16 g, float16 x) {
+static inline float16 op_gelu_erf_grad(float16 g, float16 x) {
     const float16 c = between(x, -64.0f, 64.0f);
     return g * (0.5f * erfc(-SQRT_HALF * x) + c * INV_SQRT_2PI * exp(-0.5f * c * c));
 }
 
-inline float16 op_swish_grad(float16 g, float16 x) {
+static inline float16 op_swish_grad(float16 g, float16 x) {
     const float16 c = between(x, -256.0f, 256.0f);
     return g * (sigmoid16(x) * (1.0f + c * sigmoid16(-c)));
 }
 
-inline float16 op_hard_sigmoid_grad(float16 g, float16 x) {
+static inline float16 op_hard_sigmoid_grad(float16 g, float16 x) {
     return ((x > -2.5f) & (x < 2.5f)) ? 0.2f * g : VEC(0.0f);
 }
 
-inline float16 op_hard_swish_grad(float16 g, float16 x) {
+static inline float16 op_hard_swish_grad(float16 g, float16 x) {
     return x <= -2.5f ? VEC(0.0f) : (x >= 2.5f ? g : g * ((x + 1.25f) * 0.4f));
 }
 
-inline float16 op_clamp_grad(float16 g, float16 x, float low, float high) {
+static inline float16 op_clamp_grad(float16 g, float16 x, float low, float high) {
     return ((x >= low) & (x <= high)) ? g : VEC(0.0f);
 }
 
 // ---------------------------------------------------------------------------------------------- the kernel
 
-inline float load_i32(__global const int *p, size_t i) { return convert_float(p[i]); }
-inline float16 load16_i32(__global const int *p, size_t i) { return convert_float16(vload16(0, p + i)); }
+static inline float load_i32(__global const int *p, size_t i) { return convert_float(p[i]); }
+static inline float16 load16_i32(__global const int *p, size_t i) { return convert_float16(vload16(0, p + i)); }
 #define load_arg(p, i) (p)
 #define load16_arg(p, i) VEC(p)
 

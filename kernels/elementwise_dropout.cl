@@ -21,13 +21,13 @@
 #define PHILOX_W1 0xBB67AE85u
 
 // mul_hi is one lane at a time on some CPU compilers; this is a widening multiply everywhere.
-inline uint16 high_word(uint16 a, uint b) { return convert_uint16((convert_ulong16(a) * (ulong)b) >> 32); }
+static inline uint16 high_word(uint16 a, uint b) { return convert_uint16((convert_ulong16(a) * (ulong)b) >> 32); }
 
 typedef struct {
     uint16 word[4];
 } random_block;
 
-inline random_block philox(ulong block, uint key0, uint key1) {
+static inline random_block philox(ulong block, uint key0, uint key1) {
     const ulong first = block * 16;
     uint16 c0 = (uint)first + (uint16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     uint16 c1 = (uint)(first >> 32);  // first is a multiple of 16: the lanes carry nothing into it

@@ -47,8 +47,8 @@
 
 // sums[p] (+)= panel p of A times the panel of B, over `steps` (at least 1), for `panels` (at least 1) panels of A
 // that stand `stride` bytes apart.
-inline void multiply_column(__global const uint *a, __global const uint *b, __global float *sums, ulong panels,
-                            ulong stride, ulong steps, uint resume) {
+static inline void multiply_column(__global const uint *a, __global const uint *b, __global float *sums, ulong panels,
+                                   ulong stride, ulong steps, uint resume) {
     float saved[SAVED_FLOATS];
     __global const uint *a_step, *b_step;
     ulong left;
@@ -87,8 +87,8 @@ inline void multiply_column(__global const uint *a, __global const uint *b, __gl
 }
 
 // A NaN is not below zero and stays.
-inline float relu_1(float v) { return v < 0.0f ? 0.0f : v; }
-inline float16 relu_16(float16 v) { return select(v, (float16)(0.0f), v < 0.0f); }
+static inline float relu_1(float v) { return v < 0.0f ? 0.0f : v; }
+static inline float16 relu_16(float16 v) { return select(v, (float16)(0.0f), v < 0.0f); }
 #define EPILOGUE(v, b, relu_n) (relu ? relu_n((v) + (b)) : (v) + (b))
 #define NO_BIAS (-0.0f) // v + -0 is v for every v, -0 included
 

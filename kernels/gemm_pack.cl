@@ -34,7 +34,7 @@ typedef __global const STORAGE(SRC_T) * matrix;
 typedef __global ELEMENT *panel;
 
 // One element: row i of the matrix at s, step t; zero from k = K on.
-inline ELEMENT element(matrix s, size_t i, size_t t, size_t stride_row, size_t stride_k, size_t K) {
+static inline ELEMENT element(matrix s, size_t i, size_t t, size_t stride_row, size_t stride_k, size_t K) {
     const size_t at = i * stride_row + t * K_PER_STEP * stride_k;
 #if PAIRS
     return s[at] | (t * 2 + 1 < K ? (uint)s[at + stride_k] << 16 : 0);
@@ -44,7 +44,7 @@ inline ELEMENT element(matrix s, size_t i, size_t t, size_t stride_row, size_t s
 }
 
 // 16 neighbouring rows at one step, whose first element is at s.
-inline ELEMENT16 rows16(matrix s, size_t stride_k) {
+static inline ELEMENT16 rows16(matrix s, size_t stride_k) {
 #if PAIRS
     return convert_uint16(vload16(0, s)) | convert_uint16(vload16(0, s + stride_k)) << 16;
 #else
@@ -53,7 +53,7 @@ inline ELEMENT16 rows16(matrix s, size_t stride_k) {
 }
 
 // 16 neighbouring steps of one row.
-inline ELEMENT16 steps16(matrix s) {
+static inline ELEMENT16 steps16(matrix s) {
 #if PAIRS
     return (uint16)(as_uint8(vload16(0, s)), as_uint8(vload16(1, s)));
 #else
@@ -62,7 +62,7 @@ inline ELEMENT16 steps16(matrix s) {
 }
 
 // The first WIDTH elements of v (of 16 if there are more).
-inline void store_row(ELEMENT16 v, panel d) {
+static inline void store_row(ELEMENT16 v, panel d) {
 #if WIDTH == 6
     vstore4(v.lo.lo, 0, d);
     vstore2(v.lo.hi.lo, 0, d + 4);
@@ -75,7 +75,7 @@ inline void store_row(ELEMENT16 v, panel d) {
 }
 
 // Neighbouring rows are neighbours in memory: copy WIDTH of them at each step.
-inline void pack_rows_together(matrix s, panel d, size_t stride_k, size_t begin, size_t end) {
+static inline void pack_rows_together(matrix s, panel d, size_t stride_k, size_t begin, size_t end) {
     for (size_t t = begin; t < end; t++)
         for (size_t i = 0; i < WIDTH; i += 16)
             store_row(rows16(s + t * K_PER_STEP * stride_k + i, stride_k), d + t * WIDTH + i);
@@ -86,7 +86,7 @@ inline void pack_rows_together(matrix s, panel d, size_t stride_k, size_t begin,
 #define ZIP(x, y) ((ELEMENT16)(ZIP4((x).lo, (y).lo), ZIP4((x).hi, (y).hi)))
 #define ZIP_PAIRS(x, y) AS_ELEMENT16((ulong8)(ZIP4(as_ulong4(x), as_ulong4(y))))
 
-inline void store_4_steps(ELEMENT16 v, panel d) {
+static inline void store_4_steps(ELEMENT16 v, panel d) {
     vstore4(v.lo.lo, 0, d);
     vstore4(v.lo.hi, 0, d + WIDTH);
     vstore4(v.hi.lo, 0, d + 2 * WIDTH);
@@ -94,7 +94,7 @@ inline void store_4_steps(ELEMENT16 v, panel d) {
 }
 
 // Neighbouring k are neighbours in memory: transpose blocks of 4 rows by 16 steps in registers.
-inline void pack_k_together(matrix s, panel d, size_t stride_row, size_t begin, size_t end) {
+static inline void pack_k_together(matrix s, panel d, size_t stride_row, size_t begin, size_t end) {
     for (size_t t = begin; t < end; t += 16)
         for (size_t i = 0; i < WIDTH; i += 4) {
             const size_t row = min(i, (size_t)(WIDTH - 4)); // 6 rows: the second block repeats two of the first
@@ -111,8 +111,8 @@ inline void pack_k_together(matrix s, panel d, size_t stride_row, size_t begin, 
         }
 }
 
-inline void pack_elements(matrix s, panel d, size_t stride_row, size_t stride_k, size_t rows, size_t K, size_t begin,
-                          size_t end) {
+static inline void pack_elements(matrix s, panel d, size_t stride_row, size_t stride_k, size_t rows, size_t K,
+                                 size_t begin, size_t end) {
     for (size_t t = begin; t < end; t++)
         for (size_t i = 0; i < WIDTH; i++)
             d[t * WIDTH + i] = i < rows ? element(s, i, t, stride_row, stride_k, K) : 0;

@@ -66,8 +66,8 @@
                      STORE16(OUT_T, EPILOGUE(c##i##_1, bias1, relu_16), out, i * N + 16);)
 
 // A NaN is not below zero and stays.
-inline float relu_1(float v) { return v < 0.0f ? 0.0f : v; }
-inline float16 relu_16(float16 v) { return select(v, (float16)(0.0f), v < 0.0f); }
+static inline float relu_1(float v) { return v < 0.0f ? 0.0f : v; }
+static inline float16 relu_16(float16 v) { return select(v, (float16)(0.0f), v < 0.0f); }
 #define EPILOGUE(v, b, relu_n) (relu ? relu_n((v) + (b)) : (v) + (b))
 #define NO_BIAS (-0.0f) // v + -0 is v for every v, -0 included
 #define BIAS16(n) (has_bias ? LOAD16(BIAS_T, bias, n) : (float16)(NO_BIAS))

@@ -19,18 +19,18 @@
 //   SPAN                    positions that a work-item takes at a time: 16 on a CPU, 1 on a GPU
 
 // Coordinate -1 .. 1 as a pixel's number; align_corners as PyTorch has it.
-inline float pixel(const float coordinate, const int size, const int align_corners) {
+static inline float pixel(const float coordinate, const int size, const int align_corners) {
     if (!align_corners) return ((coordinate + 1.0f) * (float)size - 1.0f) * 0.5f;
     return size > 1 ? (coordinate + 1.0f) * 0.5f * (float)(size - 1) : 0.0f;
 }
 
 // Derivative of pixel().
-inline float pixel_slope(const int size, const int align_corners) {
+static inline float pixel_slope(const int size, const int align_corners) {
     return 0.5f * (float)(align_corners ? max(size - 1, 0) : size);
 }
 
 // Output number i of `size` as a coordinate.
-inline float8 coordinate(const float8 i, const uint size, const int align_corners) {
+static inline float8 coordinate(const float8 i, const uint size, const int align_corners) {
     if (!align_corners) return (2.0f * i + 1.0f) / (float)size - 1.0f;
     return size > 1 ? 2.0f * i / (float)(size - 1) - 1.0f : (float8)(0.0f);
 }
@@ -51,8 +51,8 @@ typedef struct {
 } taps_t;
 
 // Taps of the positions p .. p + SPAN - 1; those that lie in rows top .. bottom - 1 of the image.
-inline void find_taps(taps_t *taps, __global const STORAGE(GRID_T) *grid, const size_t p, const size_t end,
-                      const int h, const int w, const int align_corners, const int top, const int bottom) {
+static inline void find_taps(taps_t *taps, __global const STORAGE(GRID_T) *grid, const size_t p, const size_t end,
+                             const int h, const int w, const int align_corners, const int top, const int bottom) {
     for (uint k = 0; k < SPAN; k++) {
         const size_t position = min(p + k, end - 1);
         const float across = pixel(LOAD(GRID_T, grid, 2 * position), w, align_corners);
@@ -74,7 +74,7 @@ inline void find_taps(taps_t *taps, __global const STORAGE(GRID_T) *grid, const 
 }
 
 // Pixel of a tap. The load is never left out, so that the loop over positions can become vectors.
-inline float tap_value(__global const STORAGE(X_T) *x, const int at) {
+static inline float tap_value(__global const STORAGE(X_T) *x, const int at) {
     const float v = LOAD(X_T, x, max(at, 0));
     return at < 0 ? 0.0f : v;
 }

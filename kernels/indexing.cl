@@ -27,7 +27,7 @@
 //   TILE          GPU: work-items of a work-group that sorts, and values of a digit; a power of two
 
 // The row that an index names; `dim` if it names none.
-inline uint row_of(int index, uint dim) { return min((uint)index + (index < 0 ? dim : 0), dim); }
+static inline uint row_of(int index, uint dim) { return min((uint)index + (index < 0 ? dim : 0), dim); }
 
 #ifdef PICK
 // y (outer, n, inner) from x (outer, dim, inner). Either words of one type are moved (WORD), or X_T is converted to
@@ -124,8 +124,8 @@ __kernel void pick(__global const X *restrict x, __global const int *restrict in
          first += (ulong)owners << block)
 
 // The sum of the rows on a list, beginning at `head`, into y from `begin` on; 64 columns at a time.
-inline void add_row(__global const STORAGE(X_T) *restrict x, uint head, __global const uint *restrict next,
-                    __global STORAGE(Y_T) *y, size_t begin, size_t inner BASE_ARGUMENT) {
+static inline void add_row(__global const STORAGE(X_T) *restrict x, uint head, __global const uint *restrict next,
+                           __global STORAGE(Y_T) *y, size_t begin, size_t inner BASE_ARGUMENT) {
     size_t i = 0;
     for (; i + 64 <= inner; i += 64) {
         float16 a = BASE16(begin + i), b = BASE16(begin + i + 16);
@@ -155,7 +155,7 @@ inline void add_row(__global const STORAGE(X_T) *restrict x, uint head, __global
 }
 
 // Rows that nothing is added to: the base's.
-inline void keep_rows(__global STORAGE(Y_T) *y, size_t begin, size_t count BASE_ARGUMENT) {
+static inline void keep_rows(__global STORAGE(Y_T) *y, size_t begin, size_t count BASE_ARGUMENT) {
 #if !IN_PLACE
     size_t i = begin;
     for (; i + 16 <= begin + count; i += 16) STORE16(Y_T, BASE16(i), y, i);
@@ -202,7 +202,7 @@ __kernel void add_listed(__global const STORAGE(X_T) *restrict x, __global const
 #ifdef SORT
 // Keys are the rows named, `dim` for none; the first round (shift 0) makes them of the indices. Digit d of tile t is
 // counted at counts[d * tiles + t], so that a running sum over all counts is where each digit of each tile goes.
-inline uint digit_of(uint key, uint shift) { return key >> shift & (TILE - 1); }
+static inline uint digit_of(uint key, uint shift) { return key >> shift & (TILE - 1); }
 
 __kernel __attribute__((reqd_work_group_size(TILE, 1, 1))) void
 count_digits(__global const int *restrict keys, __global uint *restrict counts, const uint dim, const uint n,

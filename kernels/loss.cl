@@ -18,13 +18,13 @@
 #define LANES ((int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))
 
 // Largest logit of the row, and the sum of exp(x - largest): softmax is exp(x - top) / total.
-inline float row_top(__global const STORAGE(X_T) *row, size_t n, __local float *scratch) {
+static inline float row_top(__global const STORAGE(X_T) *row, size_t n, __local float *scratch) {
     float16 most = -INFINITY;
     FOR_EACH_16(i) most = fmax(most, LOAD_PART(X_T, row, i, n, -INFINITY));
     return group_max(max16(most), scratch);
 }
 
-inline float row_total(__global const STORAGE(X_T) *row, size_t n, float top, __local float *scratch) {
+static inline float row_total(__global const STORAGE(X_T) *row, size_t n, float top, __local float *scratch) {
     float16 sums = 0;
     FOR_EACH_16(i) sums += exp16(LOAD_PART(X_T, row, i, n, -INFINITY) - top);
     return group_sum(sum16(sums), scratch);
@@ -45,8 +45,8 @@ inline float row_total(__global const STORAGE(X_T) *row, size_t n, float top, __
 #define storage_i64 long
 
 // A label as a class number; one that is no class of n (or NaN) becomes -1.
-inline long class_of_long(long label, ulong n) { return label >= 0 && label < (long)n ? label : -1; }
-inline long class_of_float(float label, ulong n) { return label > -1.0f && label < (float)n ? (long)label : -1; }
+static inline long class_of_long(long label, ulong n) { return label >= 0 && label < (long)n ? label : -1; }
+static inline long class_of_float(float label, ulong n) { return label > -1.0f && label < (float)n ? (long)label : -1; }
 #define class_i32(p, i, n) class_of_long((p)[i], n)
 #define class_i64(p, i, n) class_of_long((p)[i], n)
 #define class_f32(p, i, n) class_of_float(LOAD(f32, p, i), n)
@@ -192,7 +192,7 @@ probability_gradient(__global const STORAGE(X_T) *restrict x, __global const STO
 // losses[row] = sum over the other classes of max(0, margin + x - x[true]). stats: true class, how many exceeded 0.
 #ifdef HINGE
 // A step's worth of classes: what each adds to the loss, 0 for the true class and beyond the end.
-inline float16 excess(float16 x, float score, float margin, long first, long truth, long n) {
+static inline float16 excess(float16 x, float score, float margin, long first, long truth, long n) {
     const long lane = truth - first;
     const int16 counted = (LANES != (int)(lane >= 0 && lane < 16 ? lane : -1)) && (LANES < (int)min(n - first, 16L));
     const float16 over = (x - score) + margin;

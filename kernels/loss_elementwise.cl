@@ -34,74 +34,74 @@
 // --------------------------------------------------------------------------------------------- without weights
 
 // a * b, with 0 * inf = 0: the term is absent, however large the other factor.
-inline float16 product(float16 a, float16 b) { return a == 0.0f ? (float16)0.0f : a * b; }
+static inline float16 product(float16 a, float16 b) { return a == 0.0f ? (float16)0.0f : a * b; }
 
 // The sign of d; NaN stays NaN, which OpenCL's sign() would turn into 0.
-inline float16 sign_of(float16 d) { return d > 0.0f ? (float16)1.0f : d < 0.0f ? (float16)-1.0f : d; }
+static inline float16 sign_of(float16 d) { return d > 0.0f ? (float16)1.0f : d < 0.0f ? (float16)-1.0f : d; }
 
 // x, held between two numbers; NaN stays NaN.
-inline float16 between(float16 x, float low, float high) {
+static inline float16 between(float16 x, float low, float high) {
     const float16 t = x < low ? (float16)low : x;
     return t > high ? (float16)high : t;
 }
 
 #define ARGUMENTS float16 x, float16 t, float16 w, float16 v, float8 c
 
-inline float16 loss_mse(ARGUMENTS) { return (x - t) * (x - t); }
-inline float16 slope_mse(ARGUMENTS) { return 2.0f * (x - t); }
+static inline float16 loss_mse(ARGUMENTS) { return (x - t) * (x - t); }
+static inline float16 slope_mse(ARGUMENTS) { return 2.0f * (x - t); }
 
-inline float16 loss_l1(ARGUMENTS) { return fabs(x - t); }
-inline float16 slope_l1(ARGUMENTS) { return sign_of(x - t); }
+static inline float16 loss_l1(ARGUMENTS) { return fabs(x - t); }
+static inline float16 slope_l1(ARGUMENTS) { return sign_of(x - t); }
 
-inline float16 loss_smooth_l1(ARGUMENTS) {
+static inline float16 loss_smooth_l1(ARGUMENTS) {
     const float16 d = fabs(x - t);
     return d < BETA ? 0.5f * d * (d / BETA) : d - 0.5f * BETA;
 }
-inline float16 slope_smooth_l1(ARGUMENTS) {
+static inline float16 slope_smooth_l1(ARGUMENTS) {
     const float16 d = x - t;
     return fabs(d) < BETA ? d / BETA : sign_of(d);
 }
 
 // Binary cross entropy of a logit: max(x, 0) - x * t + log(1 + exp(-|x|)), without its cancellation: for x > 0 the
 // first two are x * (1 - t).
-inline float16 loss_logit_bce(ARGUMENTS) {
+static inline float16 loss_logit_bce(ARGUMENTS) {
     return (x > 0.0f ? product(1.0f - t, x) : -product(t, x)) + log1p(exp(-fabs(x)));
 }
 // sigmoid(x) - t; for x > 0 as (1 - t) - sigmoid(-x), which keeps its digits where sigmoid(x) is close to 1
-inline float16 slope_logit_bce(ARGUMENTS) {
+static inline float16 slope_logit_bce(ARGUMENTS) {
     const float16 e = exp(-fabs(x)), tail = e / (1.0f + e);
     return x > 0.0f ? (1.0f - t) - tail : tail - t;
 }
-inline float16 slope_logit_bce_target(ARGUMENTS) { return -x; }
+static inline float16 slope_logit_bce_target(ARGUMENTS) { return -x; }
 
 // Binary cross entropy of a probability p: -t * log(p) - (1 - t) * log(1 - p), p held in EPSILON .. 1 - EPSILON.
 // It is the logarithms that are held: 1 - EPSILON itself has one digit in fp32.
-inline float16 log_of(float16 x, float8 c) { return between(log(between(x, 0.0f, 1.0f)), LOG_LOW, LOG_HIGH); }
-inline float16 log_of_rest(float16 x, float8 c) {
+static inline float16 log_of(float16 x, float8 c) { return between(log(between(x, 0.0f, 1.0f)), LOG_LOW, LOG_HIGH); }
+static inline float16 log_of_rest(float16 x, float8 c) {
     return between(log1p(-between(x, 0.0f, 1.0f)), LOG_LOW, LOG_HIGH);
 }
-inline float16 loss_probability_bce(ARGUMENTS) { return -(t * log_of(x, c) + (1.0f - t) * log_of_rest(x, c)); }
+static inline float16 loss_probability_bce(ARGUMENTS) { return -(t * log_of(x, c) + (1.0f - t) * log_of_rest(x, c)); }
 // (p - t) / (p * (1 - p)); 0 where p is held. The conditions let NaN through.
-inline float16 slope_probability_bce(ARGUMENTS) {
+static inline float16 slope_probability_bce(ARGUMENTS) {
     const float16 slope = (x - t) / (x * (1.0f - x));
     return ((x < EPSILON) | (1.0f - x < EPSILON)) ? (float16)0.0f : slope;
 }
-inline float16 slope_probability_bce_target(ARGUMENTS) { return log_of_rest(x, c) - log_of(x, c); }
+static inline float16 slope_probability_bce_target(ARGUMENTS) { return log_of_rest(x, c) - log_of(x, c); }
 
 // ------------------------------------------------------------------------------------------------ with weights
 
-inline float16 loss_weighted_smooth_l1(ARGUMENTS) { return w * loss_smooth_l1(x, t, w, v, c); }
-inline float16 slope_weighted_smooth_l1(ARGUMENTS) { return w * slope_smooth_l1(x, t, w, v, c); }
-inline float16 slope_weighted_smooth_l1_weight(ARGUMENTS) { return loss_smooth_l1(x, t, w, v, c); }
+static inline float16 loss_weighted_smooth_l1(ARGUMENTS) { return w * loss_smooth_l1(x, t, w, v, c); }
+static inline float16 slope_weighted_smooth_l1(ARGUMENTS) { return w * slope_smooth_l1(x, t, w, v, c); }
+static inline float16 slope_weighted_smooth_l1_weight(ARGUMENTS) { return loss_smooth_l1(x, t, w, v, c); }
 
-inline float16 loss_weighted_bce(ARGUMENTS) { return w * loss_probability_bce(x, t, w, v, c); }
-inline float16 slope_weighted_bce(ARGUMENTS) { return w * slope_probability_bce(x, t, w, v, c); }
+static inline float16 loss_weighted_bce(ARGUMENTS) { return w * loss_probability_bce(x, t, w, v, c); }
+static inline float16 slope_weighted_bce(ARGUMENTS) { return w * slope_probability_bce(x, t, w, v, c); }
 
 // A heat map's cross entropy, weighted by w, and its smooth l1, weighted by v.
-inline float16 loss_detection(ARGUMENTS) {
+static inline float16 loss_detection(ARGUMENTS) {
     return BCE_SCALE * loss_weighted_bce(x, t, w, v, c) + BOX_SCALE * (v * loss_smooth_l1(x, t, w, v, c));
 }
-inline float16 slope_detection(ARGUMENTS) {
+static inline float16 slope_detection(ARGUMENTS) {
     return BCE_SCALE * slope_weighted_bce(x, t, w, v, c) + BOX_SCALE * (v * slope_smooth_l1(x, t, w, v, c));
 }
 
@@ -114,7 +114,7 @@ inline float16 slope_detection(ARGUMENTS) {
 #define UNIT(v) fmin(fmax(v, 0.0f), 1.0f)
 #define EXTENT(a, b) fmax((b) - (a), 0.0f)
 
-inline float4 intersection_over_union(float16 x, float16 t) {
+static inline float4 intersection_over_union(float16 x, float16 t) {
     const float4 x_left = UNIT(CENTER_X(x) - 0.5f * WIDTH(x)), x_right = UNIT(CENTER_X(x) + 0.5f * WIDTH(x));
     const float4 t_left = UNIT(CENTER_X(t) - 0.5f * WIDTH(t)), t_right = UNIT(CENTER_X(t) + 0.5f * WIDTH(t));
     const float4 x_top = UNIT(CENTER_Y(x) - 0.5f * HEIGHT(x)), x_bottom = UNIT(CENTER_Y(x) + 0.5f * HEIGHT(x));
@@ -126,7 +126,7 @@ inline float4 intersection_over_union(float16 x, float16 t) {
     return common / fmax(x_area + t_area - common, 1e-6f);
 }
 
-inline float16 box_weight(float16 x, float16 t, float8 c) {
+static inline float16 box_weight(float16 x, float16 t, float8 c) {
     const float4 area = fmax(WIDTH(t) * HEIGHT(t), 1e-6f);
     const float4 miss = 1.0f - intersection_over_union(x, t);
     const float4 weight = (1.0f + AREA_GAIN * fmin(sqrt(area / AREA_REFERENCE), 6.0f)) *
@@ -134,9 +134,9 @@ inline float16 box_weight(float16 x, float16 t, float8 c) {
     const float4 gains = (float4)(CENTER_GAIN, CENTER_GAIN, SIZE_GAIN, SIZE_GAIN);
     return (float16)(weight.x * gains, weight.y * gains, weight.z * gains, weight.w * gains);
 }
-inline float16 loss_box(ARGUMENTS) { return box_weight(x, t, c) * loss_smooth_l1(x, t, w, v, c); }
-inline float16 slope_box(ARGUMENTS) { return box_weight(x, t, c) * slope_smooth_l1(x, t, w, v, c); }
-inline float16 slope_box_target(ARGUMENTS) { return -slope_box(x, t, w, v, c); }
+static inline float16 loss_box(ARGUMENTS) { return box_weight(x, t, c) * loss_smooth_l1(x, t, w, v, c); }
+static inline float16 slope_box(ARGUMENTS) { return box_weight(x, t, c) * slope_smooth_l1(x, t, w, v, c); }
+static inline float16 slope_box_target(ARGUMENTS) { return -slope_box(x, t, w, v, c); }
 
 // ------------------------------------------------------------------------------------------------- the kernels
 

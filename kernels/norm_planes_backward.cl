@@ -17,9 +17,9 @@
 
 #if defined PLANES_BACKWARD || defined PLANES_BACKWARD_SUMS
 // Adds this work-item's sum of g, and of g (x - mean), over a run to sum_g and sum_gd.
-inline void add_sums(__global const STORAGE(X_T) *x, __global const STORAGE(G_T) *grad, const size_t begin,
-                     const size_t end, const float mean, const float scale, const float shift, const float slope,
-                     float16 *sum_g, float16 *sum_gd) {
+static inline void add_sums(__global const STORAGE(X_T) *x, __global const STORAGE(G_T) *grad, const size_t begin,
+                            const size_t end, const float mean, const float scale, const float shift, const float slope,
+                            float16 *sum_g, float16 *sum_gd) {
     float16 g0 = 0, g1 = 0, gd0 = 0, gd1 = 0; // of this run only, so that rounding grows with runs, not with elements
     size_t i = begin + get_local_id(0) * 16;
     for (; i + STEP + 16 <= end; i += 2 * STEP) {
@@ -48,10 +48,10 @@ inline void add_sums(__global const STORAGE(X_T) *x, __global const STORAGE(G_T)
 
 #if defined PLANES_BACKWARD || defined PLANES_BACKWARD_APPLY
 // dx = scale g - constant - linear d
-inline void gradient_run(__global const STORAGE(X_T) *x, __global const STORAGE(G_T) *grad,
-                         __global STORAGE(DX_T) *dx, const size_t begin, const size_t end, const float mean,
-                         const float scale, const float shift, const float slope, const float constant_part,
-                         const float linear) {
+static inline void gradient_run(__global const STORAGE(X_T) *x, __global const STORAGE(G_T) *grad,
+                                __global STORAGE(DX_T) *dx, const size_t begin, const size_t end, const float mean,
+                                const float scale, const float shift, const float slope, const float constant_part,
+                                const float linear) {
 #if TRAINING
 #define GRADIENT(g, d) ((g) * scale - (constant_part + (d) * linear))
 #else

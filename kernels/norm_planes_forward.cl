@@ -20,7 +20,7 @@ typedef struct {
     float count, mean, m2; // of everything before it
 } moments;
 
-inline void moments_fold(moments *m) {
+static inline void moments_fold(moments *m) {
     if (m->pending == 0) return;
     m->count += m->pending;
     const float sum = sum16(m->sum), shift = sum / m->count;
@@ -31,8 +31,8 @@ inline void moments_fold(moments *m) {
 }
 
 #if defined PLANES_STATISTICS || defined PLANES_FORWARD
-inline void moments_add_run(moments *m, __global const STORAGE(X_T) *x, const size_t begin, const size_t end,
-                            const size_t lane) {
+static inline void moments_add_run(moments *m, __global const STORAGE(X_T) *x, const size_t begin, const size_t end,
+                                   const size_t lane) {
     for (size_t start = begin; start < end; start += PIECE * WG) {
         const size_t stop = min(start + PIECE * WG, end);
         const float mean = m->mean;
@@ -64,9 +64,9 @@ inline void moments_add_run(moments *m, __global const STORAGE(X_T) *x, const si
 }
 
 // (mean, variance) of positions from .. to - 1 of `width` neighbouring sets, for all work-items of the group.
-inline void set_moments(__global const STORAGE(X_T) *x, const size_t set, const uint width, const size_t from,
-                        const size_t to, const size_t hw, const size_t first, const size_t step,
-                        __local float *scratch, float2 *results) {
+static inline void set_moments(__global const STORAGE(X_T) *x, const size_t set, const uint width, const size_t from,
+                               const size_t to, const size_t hw, const size_t first, const size_t step,
+                               __local float *scratch, float2 *results) {
     moments m[WIDTH];
     {
         RUN_OF_PLANE(from, to)
@@ -161,8 +161,9 @@ batch_merge(__global const float *partial_mean, __global const float *partial_va
 #endif
 
 #if defined PLANES_FORWARD || defined PLANES_APPLY
-inline void apply_run(__global const STORAGE(X_T) *x, __global STORAGE(Y_T) *y, const size_t begin, const size_t end,
-                      const float mean, const float scale, const float shift, const float slope) {
+static inline void apply_run(__global const STORAGE(X_T) *x, __global STORAGE(Y_T) *y, const size_t begin,
+                             const size_t end, const float mean, const float scale, const float shift,
+                             const float slope) {
     size_t i = begin + get_local_id(0) * 16;
     for (; i + 16 <= end; i += STEP) {
         const float16 v = (LOAD16(X_T, x, i) - mean) * scale + shift;

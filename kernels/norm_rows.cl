@@ -46,7 +46,7 @@
 #endif
 
 // Factor r of a row from what is kept for it.
-inline float inverse(const float kept, const float eps) {
+static inline float inverse(const float kept, const float eps) {
 #if KIND == LAYER
     return 1 / sqrt(kept + eps);
 #elif KIND == RMS

@@ -13,7 +13,7 @@
 //   REFLECT               1: mirrored border, 0: zeros
 
 // Index in the plane of index i of the padded plane, less the border; -1: none.
-inline int source_of(int i, int extent) {
+static inline int source_of(int i, int extent) {
     if (i >= 0 && i < extent) return i;
     return !REFLECT ? -1 : i < 0 ? -i - 1 : 2 * extent - 1 - i;
 }
@@ -74,8 +74,8 @@ __kernel void pad_elements(__global const STORAGE(X_T) *restrict x, __global STO
     if (REFLECT && (i) < pad) found[found##_count++] = (int)pad - 1 - (int)(i);   \
     if (REFLECT && (i) + pad >= (extent)) found[found##_count++] = 2 * (int)(extent) - 1 - (int)(i) + (int)pad;
 
-inline float gather(__global const STORAGE(G_T) *dy, size_t from, const int *rows, uint count, uint out_width,
-                    const int *columns, uint column_count) {
+static inline float gather(__global const STORAGE(G_T) *dy, size_t from, const int *rows, uint count, uint out_width,
+                           const int *columns, uint column_count) {
     float sum = 0;
     for (uint r = 0; r < count; r++)
         for (uint c = 0; c < column_count; c++) {

@@ -76,7 +76,7 @@ __kernel void move_rows(__global const WORD *restrict x, __global WORD *restrict
 #define RIFFLE_HIGH(p, q)                                                                                       \
     (VECTOR)(p.s8, q.s8, p.s9, q.s9, p.sa, q.sa, p.sb, q.sb, p.sc, q.sc, p.sd, q.sd, p.se, q.se, p.sf, q.sf)
 
-inline void riffle(const VECTOR *in, VECTOR *out) {
+static inline void riffle(const VECTOR *in, VECTOR *out) {
 #pragma unroll
     for (uint k = 0; k < 8; k++) {
         out[2 * k] = RIFFLE_LOW(in[k], in[k + 8]);
@@ -84,7 +84,7 @@ inline void riffle(const VECTOR *in, VECTOR *out) {
     }
 }
 
-inline void transpose_tile(__global const WORD *x, size_t from_step, __global WORD *y, size_t to_step) {
+static inline void transpose_tile(__global const WORD *x, size_t from_step, __global WORD *y, size_t to_step) {
     VECTOR tile[16], other[16];
 #pragma unroll
     for (uint k = 0; k < 16; k++) tile[k] = LOAD_ANY(VECTOR, x + k * from_step);

@@ -31,7 +31,7 @@
 
 #define NANS ((WORD)(LARGEST - INFINITE)) // NaNs of one sign
 
-inline KEYS keys_at(__global const WORD *x, size_t i) {
+static inline KEYS keys_at(__global const WORD *x, size_t i) {
     return AS_KEYS(AS_WORDS(turn(AS_KEYS(LOAD_ANY(WORDS, x + i)))) - NANS);
 }
 #endif
@@ -69,7 +69,7 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void max_pool_2x2(__glob
 #define FIRST_NAN AS_KEYS((WORDS)(WORD)(CAT(INF_, X_T) + 1 - NANS))
 
 // The first of equal numbers is chosen, so these need equal keys: zeros of both signs, and all NaNs.
-inline KEYS leveled_at(__global const WORD *x, size_t i) {
+static inline KEYS leveled_at(__global const WORD *x, size_t i) {
     const KEYS v = min(keys_at(x, i), FIRST_NAN);
     return v == NEGATIVE_ZERO ? ZERO : v;
 }

@@ -29,7 +29,7 @@
 #endif
 
 // Helpers of the inner loops: around a call PoCL's compiler saves and restores every vector register.
-#define ALWAYS_INLINE inline __attribute__((always_inline))
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 #define LINE 2048 // elements of a line
 #define LINES 8   // lines at a time, at most
@@ -42,9 +42,9 @@
 #include "ordered_keys.clh"
 
 // -0, whose key is -1, made equal to 0: of equal numbers the first gets the gradient.
-inline KEYS level(KEYS v) { return v == (KEY)-1 ? (KEYS)0 : v; }
+static inline KEYS level(KEYS v) { return v == (KEY)-1 ? (KEYS)0 : v; }
 
-inline KEYS load_keys(__global const STORAGE(X_T) *p, size_t i, size_t end) {
+static inline KEYS load_keys(__global const STORAGE(X_T) *p, size_t i, size_t end) {
     __global const WORD *words = (__global const WORD *)p;
     WORDS bits;
     if (i + 16 <= end) {
@@ -58,7 +58,7 @@ inline KEYS load_keys(__global const STORAGE(X_T) *p, size_t i, size_t end) {
     return (v & LARGEST) > INFINITE ? (KEYS)LARGEST : turn(v);
 }
 
-inline void store_keys(KEYS keys, __global STORAGE(X_T) *p, size_t i, size_t end) {
+static inline void store_keys(KEYS keys, __global STORAGE(X_T) *p, size_t i, size_t end) {
     __global WORD *words = (__global WORD *)p;
     const WORDS bits = AS_WORDS(turn(keys));
     if (i + 16 <= end) {

@@ -22,7 +22,7 @@
 #define ROWS 64    // rows summed in one go by sum_columns
 
 #ifdef WG
-inline float16 block_sum(__global const STORAGE(X_T) *x, size_t i) {
+static inline float16 block_sum(__global const STORAGE(X_T) *x, size_t i) {
     float16 a = 0, b = 0, c = 0, d = 0;
     for (uint k = 0; k < BLOCK; k += 64) {
         a += LOAD16(X_T, x, i + k);

@@ -17,11 +17,11 @@
 //   X_T, Y_T      storage types of input and result
 //   P_T           storage type of the positions: i32 or a floating type
 
-inline int load_i32(__global const int *p, size_t i) { return p[i]; }
+static inline int load_i32(__global const int *p, size_t i) { return p[i]; }
 
 // Cosine and sine for |a| up to 1e5: three parts of pi/2 leave no error in the reduction (Cody and Waite, 1980), the
 // polynomials are those of Moshier's Cephes. The device's own functions, several times slower, take what is beyond.
-inline void turn(float16 a, float16 *cosine, float16 *sine) {
+static inline void turn(float16 a, float16 *cosine, float16 *sine) {
     if (any(!(fabs(a) <= 1e5f))) {
         *cosine = cos(a);
         *sine = sin(a);
@@ -46,7 +46,7 @@ inline void turn(float16 a, float16 *cosine, float16 *sine) {
                              (v).s4, (v).s4, (v).s5, (v).s5, (v).s6, (v).s6, (v).s7, (v).s7))
 #define SIGNS ((float16)(-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1))
 // 8 pairs: (a, b) (cos, cos) + (b, a) (-sin, sin), the latter two from the table
-inline float16 rotate8(float16 x, const float *entry) {
+static inline float16 rotate8(float16 x, const float *entry) {
     return x * LOAD_PRIVATE(float16, entry) + x.s1032547698badcfe * LOAD_PRIVATE(float16, entry + 16);
 }
 

@@ -19,14 +19,14 @@
 //   WORD  topk: type of an element's bits: ushort or uint
 //   WG    work-items of a work-group
 
-inline int key_of(float v) {
+static inline int key_of(float v) {
     int bits = as_int(v);
     const int magnitude = bits & 0x7fffffff;
     if (magnitude > 0x7f800000) return NAN_KEY;
     return bits < 0 ? -magnitude : magnitude;
 }
 
-inline int16 keys_of(float16 v) {
+static inline int16 keys_of(float16 v) {
     const int16 bits = as_int16(v), magnitude = bits & 0x7fffffff;
     return select(select(magnitude, -magnitude, bits < 0), (int16)NAN_KEY, magnitude > 0x7f800000);
 }
@@ -126,11 +126,11 @@ __kernel void argmax_columns(__global const STORAGE(X_T) *restrict x, __global i
 #define BITS(p) ((__global const WORD *)(p))
 
 // Whether (key, a) comes after (other, b) in the result.
-inline bool after(int key, int a, int other, int b) { return key < other || (key == other && a > b); }
+static inline bool after(int key, int a, int other, int b) { return key < other || (key == other && a > b); }
 #endif
 
 #ifdef TOPK_HEAP
-inline void sift(__global int2 *heap, uint size, uint at, int2 item) {
+static inline void sift(__global int2 *heap, uint size, uint at, int2 item) {
     for (uint child; (child = 2 * at + 1) < size; at = child) {
         if (child + 1 < size && after(heap[child + 1].x, heap[child + 1].y, heap[child].x, heap[child].y)) child++;
         if (!after(heap[child].x, heap[child].y, item.x, item.y)) break;

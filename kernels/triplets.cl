@@ -37,13 +37,13 @@
 
 #if defined(HARDEST) || defined(ALL)
 // Which of samples j .. j+15 are positives or negatives of the anchor; none of those beyond the end is either.
-inline int16 classes16(__global const int *classes, size_t j, size_t n) {
+static inline int16 classes16(__global const int *classes, size_t j, size_t n) {
     if (j + 16 <= n) return vload16(0, classes + j);
     int lanes[16];
     for (uint k = 0; k < 16; k++) lanes[k] = j + k < n ? classes[j + k] : 0;
     return vload16(0, lanes);
 }
-inline int16 counted(size_t j, size_t anchor, size_t n) {
+static inline int16 counted(size_t j, size_t anchor, size_t n) {
     const long self = (long)anchor - (long)j;
     return (LANES != (int)(self >= 0 && self < 16 ? self : -1)) & (LANES < (int)min(n - j, (size_t)16));
 }
@@ -51,7 +51,7 @@ inline int16 counted(size_t j, size_t anchor, size_t n) {
 
 #ifdef HARDEST
 // The smallest of samples j .. j+15 that is marked, as its negative; -INFINITY if none is.
-inline float first_marked(int16 marked, size_t j) {
+static inline float first_marked(int16 marked, size_t j) {
     return max16(marked ? -(convert_float16(LANES) + (float)j) : (float16)-INFINITY);
 }
 
@@ -103,7 +103,7 @@ hardest(__global const float *restrict distances, __global const int *restrict c
 #ifdef ALL
 // Which of 16 samples are negatives and make a triplet above 0 with a positive whose distance plus the margin is
 // `limit`. A NaN counts.
-inline int16 exceeding(float limit, float16 distance, int16 negative) {
+static inline int16 exceeding(float limit, float16 distance, int16 negative) {
     return negative & ~(limit - distance <= 0.0f);
 }
 

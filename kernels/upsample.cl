@@ -39,8 +39,8 @@
 #if UPSAMPLE_FORWARD
 
 // Resizes a row of the input to `count` columns of the result from `left` on.
-inline void stretch(__global const STORAGE(X_T) *x, float16 *line, __global const int *columns, const uint left,
-                    const uint count, const uint w, const uint ow) {
+static inline void stretch(__global const STORAGE(X_T) *x, float16 *line, __global const int *columns, const uint left,
+                           const uint count, const uint w, const uint ow) {
 #if DOUBLE && BILINEAR
     // result[2j] = x[j-1]/4 + 3x[j]/4, result[2j+1] = 3x[j]/4 + x[j+1]/4; the row goes on with its end elements.
     const float last = LOAD(X_T, x, w - 1);
@@ -112,8 +112,8 @@ __kernel void upsample_forward(__global const STORAGE(X_T) *restrict x, __global
 #if UPSAMPLE_BACKWARD
 
 // What a row of the result's gradient gives to the input's columns c .. c+15.
-inline float16 gather(__global const STORAGE(X_T) *g, __global const int *columns, const uint c, const uint w,
-                      const uint ow) {
+static inline float16 gather(__global const STORAGE(X_T) *g, __global const int *columns, const uint c, const uint w,
+                             const uint ow) {
 #if DOUBLE
     const float16 low = LOAD_PART(X_T, g, 2 * c, ow, 0.0f);
     const float16 high = 2 * c + 16 < ow ? LOAD_PART(X_T, g, 2 * c + 16, ow, 0.0f) : (float16)(0.0f);

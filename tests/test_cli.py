@@ -13,8 +13,9 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.cli import bench, main
+from clamp.cli import bench, conv, main
 from clamp.cli.cases import TENSORS, counted_launches, mixed_sizes, random_tensor
+from clamp.cli.conv import ConvShape
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator, slug
 from clamp.cli.kernels import reached
 from clamp.cli.peers import PeerError, PeerProcess, blas_settings, installed_peers
@@ -34,10 +35,14 @@ TINY = ["bench", "--quick", "--sizes", "32", "--elements", "20000", "--step", "2
 
 @pytest.fixture(scope="module")
 def result(queue: cl.CommandQueue, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """A tiny run of everything on one device, every contender timed twice."""
+    """A tiny run of everything on one device, every contender timed twice.
+
+    Of convolutions it is one: netcl compiles and tries a dozen kernels for each shape, which takes most of a minute.
+    """
     folder = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "QUICK", Effort(rounds=2, seconds=0.0, least=1, most=1))
+        patch.setattr(conv, "resnet_shapes", lambda images: (ConvShape(images, 4, 6, 6, 8, 3, 2, 1),))
         assert main([*TINY, "--device", queue.device.platform.name, "--json", str(folder)]) == 0
     (file,) = folder.iterdir()
     content = json.loads(file.read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -363,7 +364,9 @@ def fit(queue: cl.CommandQueue, data: Any, **settings: Any) -> tuple[Watched, An
     model = mlp(queue, 8, 32, 4)
     ema = ModelEMA(model, decay=0.9) if settings.pop("ema", False) else None
     trainer = Watched(model, SGD(model.parameters(), lr=0.5), device_queue=queue, ema=ema, **settings)
+    gc.freeze()  # netcl collects garbage after each step, among all that a process of many tests holds
     trainer.fit(data, epochs=2)
+    gc.unfreeze()
     return trainer, model
 
 

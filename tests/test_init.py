@@ -113,6 +113,7 @@ def test_shutdown_restores_after_an_exception_inside_a_step(queue: cl.CommandQue
     assert_identical(before)
 
 
+@pytest.mark.slow
 def test_a_thousand_inits_leave_memory_flat() -> None:
     def cycle(times: int) -> int:
         for _ in range(times):

@@ -53,14 +53,19 @@ class ConvShape:
         return 2.0 * self.images * self.features * self.output[0] * self.output[1] * taps
 
 
-def conv_cases(queue: cl.CommandQueue, images: int, peers: Sequence[PeerProcess]) -> Iterator[Case]:
+def resnet_shapes(images: int) -> tuple[ConvShape, ...]:
     """The convolutions of a ResNet's stages."""
-    for shape in (
+    return (
         ConvShape(images, 64, 56, 56, 64, 3, 1, 1),
         ConvShape(images, 128, 28, 28, 128, 3, 1, 1),
         ConvShape(images, 64, 56, 56, 128, 3, 2, 1),
         ConvShape(images, 256, 14, 14, 256, 1, 1, 0),
-    ):
+    )
+
+
+def conv_cases(queue: cl.CommandQueue, images: int, peers: Sequence[PeerProcess]) -> Iterator[Case]:
+    """Every direction of a ResNet's convolutions."""
+    for shape in resnet_shapes(images):
         yield from _directions(queue, shape, peers)
 
 

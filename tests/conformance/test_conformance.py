@@ -41,24 +41,34 @@ from tests.reference import HALF_DTYPES, to_numpy
 _SPECIAL_ROUNDS = 3
 
 
-@pytest.fixture(scope="module", params=HALF_DTYPES)
+@pytest.fixture(scope="module")
 def amp_dtype(request: pytest.FixtureRequest) -> Iterator[str]:
     """AMP switched on as a user does it, once for all tests of a dtype."""
     with amp.init(dtype=request.param):
         yield request.param
 
 
+def _is_everyday(amp_dtype: str, storage: str, storages: tuple[str, ...]) -> bool:
+    """Whether a mixture is in every run: all 16-bit under float16, float32 beside 16-bit under bfloat16."""
+    return storage == ("half" if amp_dtype == "float16" else storages[-1])
+
+
 def _calls() -> list[Any]:
-    """(op, case, storage): the first case of each op always, the others in the slow sweep."""
+    """(AMP dtype, op, case, storage): two mixtures of each op's first case always, all of all in the slow sweep."""
     return [
         pytest.param(
-            op, case, storage,
-            id=f"{op.name.removeprefix('netcl.')}-{index}-{storage}", marks=[pytest.mark.slow] * (index > 0),
+            amp_dtype, op, case, storage,
+            id=f"{amp_dtype}-{op.name.removeprefix('netcl.')}-{index}-{storage}",
+            marks=[] if index == 0 and _is_everyday(amp_dtype, storage, storages_of(case)) else [pytest.mark.slow],
         )
+        for amp_dtype in HALF_DTYPES
         for op in ops.TABLE
         for index, case in enumerate(op.cases)
         for storage in storages_of(case)
     ]  # fmt: skip
+
+
+every_call = pytest.mark.parametrize(("amp_dtype", "op", "case", "storage"), _calls(), indirect=["amp_dtype"])
 
 
 def test_every_op_is_owned_and_listed_once() -> None:
@@ -68,14 +78,11 @@ def test_every_op_is_owned_and_listed_once() -> None:
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize(("op", "case", "storage"), _calls())
+@every_call
 def test_op(
-    queue: cl.CommandQueue, simulated: bool, amp_dtype: str, op: Op, case: Case, storage: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    queue: cl.CommandQueue, amp_dtype: str, op: Op, case: Case, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = inputs_of(case)
-    if simulated and storage != "half":
-        pytest.skip("the simulator is slow: one mixture is enough")
     default_kernel(queue, amp_dtype, amp_dtype)  # its trial on the device, once in a process, reads a result
     arrangement = arrange(op, case, storage, amp_dtype)
     want = reference(op, case, storage, amp_dtype)
@@ -122,7 +129,7 @@ def test_op(
             assert error.passes, f"{op.name}, gradient of input {index}: {error}"
 
 
-@pytest.mark.parametrize(("op", "case", "storage"), _calls())
+@every_call
 def test_bare_tensors_and_no_grad_give_the_same_bits(
     queue: cl.CommandQueue, amp_dtype: str, op: Op, case: Case, storage: str
 ) -> None:
@@ -152,6 +159,7 @@ def _special_ops() -> list[Any]:
     ]
 
 
+@pytest.mark.parametrize("amp_dtype", HALF_DTYPES, indirect=True)
 @pytest.mark.parametrize("storage", ["float32", "half"])
 @pytest.mark.parametrize("op", _special_ops())
 def test_special_values(queue: cl.CommandQueue, amp_dtype: str, op: Op, storage: str) -> None:

@@ -123,8 +123,14 @@ def weight_gradient(x: Tensor, w: Tensor, grad: Tensor, stride: int, pad: int, d
     return dw
 
 
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize(("shape", "size", "stride", "pad"), CASES)
+@pytest.mark.parametrize(
+    ("shape", "size", "stride", "pad", "mix"),
+    [
+        pytest.param(*case, mix, marks=[] if number % len(MIXES) == turn else [pytest.mark.slow])
+        for number, case in enumerate(CASES)
+        for turn, mix in enumerate(MIXES)
+    ],
+)
 def test_value_and_gradients(
     queue: cl.CommandQueue,
     plan: None,
