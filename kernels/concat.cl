@@ -72,7 +72,7 @@ typedef CAT(WORD, 8) __attribute__((aligned(sizeof(WORD)), may_alias)) any8;
 #endif
 #endif
 
-static inline void move_run(__global const FROM *restrict from, __global TO *restrict to, size_t count) {
+static inline void move_run(__global const FROM *from, __global TO *to, size_t count) {
     size_t i = 0;
 #if VECTORS
     for (; i + 16 <= count; i += 16) MOVE16(from, to, i);
@@ -96,7 +96,7 @@ static inline void move_run(__global const FROM *restrict from, __global TO *res
     for (; i < count; i++) MOVE(from, to, i);
 }
 
-static inline void clear_run(__global TO *restrict to, size_t count) {
+static inline void clear_run(__global TO *to, size_t count) {
     size_t i = 0;
 #if VECTORS
     for (; i + 16 <= count; i += 16) CLEAR16(to, i);

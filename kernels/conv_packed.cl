@@ -36,8 +36,8 @@
 
 // 16 positions from j on at `steps` steps, into every NR floats from `panel`. A run is a set of positions that are
 // neighbours in the staged source; run[s] is where lane 0 would be if its run began there.
-static inline void pack_positions(__global const STORAGE(X_T) *restrict x, __global const ulong *restrict offsets,
-                                  __global float *restrict panel, int steps, size_t j, size_t columns, size_t positions,
+static inline void pack_positions(__global const STORAGE(X_T) *x, __global const ulong *offsets,
+                                  __global float *panel, int steps, size_t j, size_t columns, size_t positions,
                                   size_t width, size_t pitch, size_t image, size_t group_begin, long size, long reach) {
     size_t n = j / positions, r = (j - n * positions) / width, q = j - n * positions - r * width;
     const long begin = (long)(group_begin + n * image + r * pitch + q);
@@ -95,7 +95,7 @@ static inline void pack_positions(__global const STORAGE(X_T) *restrict x, __glo
 }
 
 // 16 sums of a row of outputs, positions j and following: together if they lie in one image, else one by one.
-static inline void store_positions(float16 v, __global STORAGE(OUT_T) *restrict out, size_t row, size_t j,
+static inline void store_positions(float16 v, __global STORAGE(OUT_T) *out, size_t row, size_t j,
                                    size_t columns, size_t positions, size_t out_image, long together) {
     if (together >= 0) {
         STORE16(OUT_T, v, out, together + row);
@@ -211,7 +211,7 @@ static inline void store_4_positions(float16 v, __global float *d) {
 
 // The gradient of positions j0 .. j1-1 of NR output channels, transposed; zero from channel `rows` on. Blocks of 4
 // channels by 16 positions go through registers; what they write beyond j1 is never read.
-static inline void pack_grad(__global const STORAGE(G_T) *restrict g, __global float *restrict panel, size_t rows,
+static inline void pack_grad(__global const STORAGE(G_T) *g, __global float *panel, size_t rows,
                              size_t j0, size_t j1, size_t positions, size_t grad_image, size_t begin, size_t size) {
     size_t n = j0 / positions, p = j0 % positions;
     while (j0 < j1) {

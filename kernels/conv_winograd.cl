@@ -64,8 +64,8 @@
     }
 
 // What 16 tiles read of one channel, from x[at] on, transformed, to every `distance` floats from `read`.
-static inline void transform_read(__global const STORAGE(X_T) *restrict x, size_t at, size_t WS, size_t phase,
-                                  __global float *restrict read, size_t distance) {
+static inline void transform_read(__global const STORAGE(X_T) *x, size_t at, size_t WS, size_t phase,
+                                  __global float *read, size_t distance) {
 #define READ(i, j) float16 t##i##_##j = LOAD16(X_T, x, at + i * WS + j % 2 * phase + j / 2);
 #define TRANSFORM_COLUMN(j) TRANSFORM(t0_##j, t1_##j, t2_##j, t3_##j)
 #define TRANSFORM_ROW(i) TRANSFORM(t##i##_0, t##i##_1, t##i##_2, t##i##_3)
@@ -86,7 +86,7 @@ typedef struct {
     float16 even0, odd0, even1, odd1;
 } Outputs;
 
-static inline Outputs transform_sums(__global const float *restrict sums, size_t distance, float bias, int relu) {
+static inline Outputs transform_sums(__global const float *sums, size_t distance, float bias, int relu) {
 #define SUM(i, j) const float16 s##i##_##j = LOAD16(f32, sums, (4 * i + j) * distance);
 #define SUM_COLUMN(j)                                        \
     const float16 y0_##j = s0_##j + s1_##j + s2_##j;         \
@@ -109,7 +109,7 @@ static inline Outputs transform_sums(__global const float *restrict sums, size_t
 #define HIGH(even, odd) ZIP8((even).hi, (odd).hi)
 
 // `count` values to storage; none beyond the last is written.
-static inline void store_values(const float *values, __global STORAGE(OUT_T) *restrict out, size_t at, size_t count) {
+static inline void store_values(const float *values, __global STORAGE(OUT_T) *out, size_t at, size_t count) {
     if (count < 16) {
         for (size_t i = 0; i < count; i++) STORE(OUT_T, values[i], out, at + i);
         return;
@@ -121,7 +121,7 @@ static inline void store_values(const float *values, __global STORAGE(OUT_T) *re
 }
 
 // The first `count` outputs of two rows, or of one.
-static inline void store_outputs(Outputs y, __global STORAGE(OUT_T) *restrict out, size_t at, size_t count,
+static inline void store_outputs(Outputs y, __global STORAGE(OUT_T) *out, size_t at, size_t count,
                                  bool two_rows, size_t OW) {
     if (count == 32) {
         STORE16(OUT_T, LOW(y.even0, y.odd0), out, at);

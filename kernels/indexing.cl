@@ -124,7 +124,7 @@ __kernel void pick(__global const X *restrict x, __global const int *restrict in
          first += (ulong)owners << block)
 
 // The sum of the rows on a list, beginning at `head`, into y from `begin` on; 64 columns at a time.
-static inline void add_row(__global const STORAGE(X_T) *restrict x, uint head, __global const uint *restrict next,
+static inline void add_row(__global const STORAGE(X_T) *x, uint head, __global const uint *next,
                            __global STORAGE(Y_T) *y, size_t begin, size_t inner BASE_ARGUMENT) {
     size_t i = 0;
     for (; i + 64 <= inner; i += 64) {
