@@ -264,7 +264,8 @@ static inline void sum_positions(__global const float *panel, size_t count, __gl
 __kernel ONE_WORK_ITEM WIDE_VECTORS void
 weight_grad(__global const float *restrict x, __global const ulong *restrict offsets,
             __global const STORAGE(G_T) *restrict grad, __global float *restrict partial,
-            __global float *restrict partial_bias, __global float *restrict work, const ulong grad_begin, const ulong columns, const ulong M, const ulong K, const ulong positions,
+            __global float *restrict partial_bias, __global float *restrict work, const ulong grad_begin,
+            const ulong columns, const ulong M, const ulong K, const ulong positions,
             const ulong width, const ulong pitch, const ulong image, const ulong group_size, const ulong grad_image,
             const ulong grad_size, const uint each_k, const uint each_block, const int accumulate, const int has_bias) {
     const size_t panels_k = (K + MR - 1) / MR, panels_m = (M + NR - 1) / NR, group = get_global_id(2);

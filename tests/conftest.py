@@ -1,6 +1,7 @@
 """Devices for the tests: every OpenCL device found, or those that CLAMP_TEST_DEVICES names.
 
-A test that takes the fixture ``queue`` runs once on each device. Oclgrind simulates a device slowly and
+A test that takes the fixture ``queue`` runs on each device: in the full sweep every case does, in an everyday run
+the cases of a test are dealt out among the devices. Oclgrind simulates a device slowly and
 watches every access: only tests marked ``kernel`` run on it, at small sizes (fixture ``sizes``), and a data
 race or an invalid access that it reports fails the test.
 """
@@ -8,7 +9,9 @@ race or an invalid access that it reports fails the test.
 from __future__ import annotations
 
 import os
+import random
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 # Oclgrind reads its settings when its library is loaded, at the first platform query.
@@ -27,7 +30,8 @@ from clamp.device import NoDeviceError, list_devices
 from tests.conformance import report
 from tests.poison import poisoned_empty
 
-_PLATFORMS = {"Portable Computing Language": "pocl", "Intel(R) OpenCL": "intel", "Oclgrind": "oclgrind"}
+_SIMULATOR = "oclgrind"
+_PLATFORMS = {"Portable Computing Language": "pocl", "Intel(R) OpenCL": "intel", "Oclgrind": _SIMULATOR}
 
 
 _CONTEXTS: list[cl.Context] = []  # Intel's runtime frees a context that only its queue refers to
@@ -74,15 +78,36 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if os.environ.get("CLAMP_TEST_SLOW") or config.option.markexpr:
-        # The simulator takes a hundred times as long: its small sizes are in the everyday run.
-        slow = [
-            item for item in slow if getattr(item, "callspec", None) and item.callspec.params.get("queue") == "oclgrind"
-        ]
-    config.hook.pytest_deselected(items=slow)
-    dropped = set(slow)
+    is_sweep = bool(os.environ.get("CLAMP_TEST_SLOW") or config.option.markexpr)
+    # The simulator takes a hundred times as long: its small sizes are in the everyday run, the sweep is not for it.
+    dropped = {
+        item for item in items if item.get_closest_marker("slow") and (not is_sweep or _device(item) == _SIMULATOR)
+    }
+    if not (is_sweep or config.option.keyword or any("::" in argument for argument in config.args)):
+        dropped |= _dealt_to_others([item for item in items if item not in dropped])
+    config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
+
+
+def _device(item: pytest.Item) -> str | None:
+    return item.callspec.params.get("queue") if hasattr(item, "callspec") else None
+
+
+def _dealt_to_others(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What an everyday run leaves out: the cases of a test are dealt out among the devices, in an order that is
+    shuffled, or the first of two dtypes would always meet the first of two devices. A lone case is run on each."""
+    tests = defaultdict[str, defaultdict[object, list[pytest.Item]]](lambda: defaultdict(list))
+    for item in items:
+        if (device := _device(item)) not in (None, _SIMULATOR):
+            test, _, case = item.nodeid.partition("[")
+            tests[test][tuple(word for word in case.strip("]").split("-") if word != device)].append(item)
+    dropped = set()
+    for cases in tests.values():
+        if len(cases) > 1:
+            dealt = list(cases.values())
+            random.Random(0).shuffle(dealt)
+            dropped |= {item for n, case in enumerate(dealt) for k, item in enumerate(case) if k != n % len(case)}
+    return dropped
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -93,7 +118,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "queue" not in metafunc.fixturenames:
         return
     is_kernel_test = metafunc.definition.get_closest_marker("kernel") is not None
-    names = [name for name in _QUEUES if is_kernel_test or name != "oclgrind"]
+    names = [name for name in _QUEUES if is_kernel_test or name != _SIMULATOR]
     metafunc.parametrize("queue", names, indirect=True, scope="session")
 
 

@@ -50,6 +50,7 @@ def result(queue: cl.CommandQueue, tmp_path_factory: pytest.TempPathFactory) -> 
     return content
 
 
+@pytest.mark.slow
 def test_bench_says_where_it_ran(result: dict, queue: cl.CommandQueue) -> None:
     assert result["device"]["name"] == queue.device.name.strip()
     assert result["device"]["driver"] == queue.device.driver_version.strip()
@@ -58,6 +59,7 @@ def test_bench_says_where_it_ran(result: dict, queue: cl.CommandQueue) -> None:
     assert [note for note in result["notes"] if not note.startswith("torch")] == []
 
 
+@pytest.mark.slow
 def test_bench_measures_every_kind_of_work_in_every_dtype(result: dict) -> None:
     found = {(row["work"], row["contender"]) for row in result["rows"]}
     for work in ("gemm", "conv", "bandwidth", "unscale", "step", "cnn", "memory"):
@@ -70,6 +72,7 @@ def test_bench_measures_every_kind_of_work_in_every_dtype(result: dict) -> None:
     assert {row["case"] for row in result["rows"] if row["work"] == "gemm"} == {"NN 32", "NT 32", "TN 32"}
 
 
+@pytest.mark.slow
 def test_bench_compares_with_netcl_and_with_numpy(result: dict) -> None:
     peer = next(label for label in result["peers"] if label not in ("threads", "torch"))
     for row in result["rows"]:
@@ -83,12 +86,14 @@ def test_bench_compares_with_netcl_and_with_numpy(result: dict) -> None:
             assert (f"{peer} float32" in row["ratios"]) == (row["work"] == "gemm")
 
 
+@pytest.mark.slow
 def test_bench_counts_the_launches_of_the_scaler(result: dict) -> None:
     launches = {row["contender"]: row["extra"]["launches"] for row in result["rows"] if row["work"] == "unscale"}
     assert launches["netcl"] == TENSORS
     assert all(launches[f"clamp {dtype}"] <= 3 for dtype in ("float32", "float16", "bfloat16"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", ["step", "cnn"])
 def test_every_variant_of_the_step_computes_the_same_loss(result: dict, work: str) -> None:
     rows = {row["contender"]: row for row in result["rows"] if row["work"] == work}
@@ -98,6 +103,7 @@ def test_every_variant_of_the_step_computes_the_same_loss(result: dict, work: st
     assert losses["clamp bfloat16"] == pytest.approx(losses["netcl"], rel=5e-2)
 
 
+@pytest.mark.slow
 def test_activations_take_less_memory_in_16_bits(result: dict) -> None:
     rows = [row for row in result["rows"] if row["work"] == "memory" and row["case"].startswith("activations")]
     for network in {row["case"] for row in rows}:

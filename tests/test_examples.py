@@ -82,6 +82,7 @@ def small_fashion(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_fashion_mnist_compares_three_runs(queue: cl.CommandQueue, small_fashion: Path) -> None:
     picture = small_fashion / "fashion.png"
     options = ["--data", str(small_fashion), "--batch", "32", "--epochs", "2", "--netcl-steps", "2"]
@@ -100,6 +101,7 @@ def test_fashion_mnist_says_where_its_data_is_to_be_had(tmp_path: Path) -> None:
     assert "apt install dataset-fashion-mnist" in done.stderr
 
 
+@pytest.mark.slow
 def test_char_lm_compares_three_runs(queue: cl.CommandQueue, tmp_path: Path) -> None:
     picture = tmp_path / "char_lm.png"
     output = run_example(

@@ -37,6 +37,7 @@ from tests.conformance.runner import (
 )
 from tests.conformance.table import Case, Op
 from tests.reference import HALF_DTYPES, to_numpy
+from tests.sweep import sweep
 
 _SPECIAL_ROUNDS = 3
 
@@ -48,21 +49,21 @@ def amp_dtype(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def _is_everyday(amp_dtype: str, storage: str, storages: tuple[str, ...]) -> bool:
-    """Whether a mixture is in every run: all 16-bit under float16, float32 beside 16-bit under bfloat16."""
-    return storage == ("half" if amp_dtype == "float16" else storages[-1])
+def _everyday_mixture(number: int, case: Case) -> tuple[str, str]:
+    """The AMP dtype and the mixture that every run has of an op: ops take turns."""
+    return ("float16", "half") if number % 2 else ("bfloat16", storages_of(case)[-1])
 
 
 def _calls() -> list[Any]:
-    """(AMP dtype, op, case, storage): two mixtures of each op's first case always, all of all in the slow sweep."""
+    """(AMP dtype, op, case, storage): one mixture of each op's first case always, all of all in the slow sweep."""
     return [
         pytest.param(
             amp_dtype, op, case, storage,
             id=f"{amp_dtype}-{op.name.removeprefix('netcl.')}-{index}-{storage}",
-            marks=[] if index == 0 and _is_everyday(amp_dtype, storage, storages_of(case)) else [pytest.mark.slow],
+            marks=[pytest.mark.slow] * (index > 0 or (amp_dtype, storage) != _everyday_mixture(number, case)),
         )
         for amp_dtype in HALF_DTYPES
-        for op in ops.TABLE
+        for number, op in enumerate(ops.TABLE)
         for index, case in enumerate(op.cases)
         for storage in storages_of(case)
     ]  # fmt: skip
@@ -159,8 +160,11 @@ def _special_ops() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("amp_dtype", HALF_DTYPES, indirect=True)
-@pytest.mark.parametrize("storage", ["float32", "half"])
+@pytest.mark.parametrize(
+    ("amp_dtype", "storage"),
+    sweep([("float16", "half"), ("bfloat16", "float32"), ("float16", "float32"), ("bfloat16", "half")]),
+    indirect=["amp_dtype"],
+)
 @pytest.mark.parametrize("op", _special_ops())
 def test_special_values(queue: cl.CommandQueue, amp_dtype: str, op: Op, storage: str) -> None:
     case = op.cases[0]

@@ -15,6 +15,7 @@ from clamp.ops import attention as module
 from clamp.ops import attention_blocked, attention_tiled
 from clamp.ops.attention import attention, attention_backward, attention_decode
 from tests.reference import assert_close, quantize, to_device, to_numpy
+from tests.sweep import sweep
 
 pytestmark = pytest.mark.kernel
 
@@ -110,11 +111,13 @@ def test_shapes(queue: cl.CommandQueue, simulated: bool, plan: str, causal: bool
 @pytest.mark.parametrize("plan", ["own plan", "other plan"], indirect=True)
 @pytest.mark.parametrize(
     ("dtypes", "out", "grads"),
-    [
-        (("float32", "float32", "float32", "float32"), "float32", ("float32", "float32", "float32")),
-        (("bfloat16", "bfloat16", "bfloat16", "bfloat16"), "bfloat16", ("bfloat16", "float32", "bfloat16")),
-        (("float16", "float32", "bfloat16", "float32"), "float32", ("float16", "float32", "bfloat16")),
-    ],
+    sweep(
+        [
+            (("float16", "float32", "bfloat16", "float32"), "float32", ("float16", "float32", "bfloat16")),
+            (("float32", "float32", "float32", "float32"), "float32", ("float32", "float32", "float32")),
+            (("bfloat16", "bfloat16", "bfloat16", "bfloat16"), "bfloat16", ("bfloat16", "float32", "bfloat16")),
+        ]
+    ),
 )
 def test_storage_types(
     queue: cl.CommandQueue, plan: str, dtypes: tuple[str, ...], out: str, grads: tuple[str, str, str]

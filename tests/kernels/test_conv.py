@@ -17,6 +17,7 @@ from clamp.ops import conv_stage
 from clamp.ops.conv import ConvKernel
 from clamp.ops.conv_geometry import Window
 from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
+from tests.sweep import sweep
 
 pytestmark = pytest.mark.kernel
 
@@ -189,7 +190,7 @@ def test_geometries(queue: cl.CommandQueue, simulated: bool, case: Case, kernel:
 
 
 @KERNELS
-@pytest.mark.parametrize("x_dtype", STORAGE_DTYPES)
+@pytest.mark.parametrize("x_dtype", sweep(STORAGE_DTYPES))
 def test_storage_types(queue: cl.CommandQueue, simulated: bool, x_dtype: str, kernel: ConvKernel) -> None:
     others = {
         "float32": ("float16", "bfloat16"),
@@ -287,13 +288,14 @@ def test_fewer_multiplications(queue: cl.CommandQueue, simulated: bool, name: st
     check(queue, WINOGRAD_CASES[name], ConvKernel.WINOGRAD)
 
 
-@pytest.mark.parametrize("dtypes", [("float16", "float32"), ("bfloat16", "float16"), ("float32", "bfloat16")])
+@pytest.mark.parametrize(
+    ("x_dtype", "w_dtype"), sweep([("float16", "float32"), ("bfloat16", "float16"), ("float32", "bfloat16")])
+)
 def test_fewer_multiplications_of_any_storage_type(
-    queue: cl.CommandQueue, simulated: bool, dtypes: tuple[str, str]
+    queue: cl.CommandQueue, simulated: bool, x_dtype: str, w_dtype: str
 ) -> None:
     if simulated:
         pytest.skip("slow to simulate; storage types are those of the other kernels")
-    x_dtype, w_dtype = dtypes
     case = Case(2, 131, 14, (3, 19), (3, 3), pad=(1, 1))
     check(queue, case, ConvKernel.WINOGRAD, (x_dtype, w_dtype, x_dtype, x_dtype))
     check(queue, case, ConvKernel.WINOGRAD, (x_dtype, w_dtype, x_dtype, w_dtype), with_bias=False)

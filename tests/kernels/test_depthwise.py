@@ -14,6 +14,7 @@ from clamp.bridge import Tensor
 from clamp.device import capabilities
 from clamp.ops import cast, depthwise, reduce
 from tests.reference import assert_close, to_device, to_numpy
+from tests.sweep import sweep
 
 pytestmark = pytest.mark.kernel
 
@@ -125,11 +126,10 @@ def weight_gradient(x: Tensor, w: Tensor, grad: Tensor, stride: int, pad: int, d
 
 @pytest.mark.parametrize(
     ("shape", "size", "stride", "pad", "mix"),
-    [
-        pytest.param(*case, mix, marks=[] if number % len(MIXES) == turn else [pytest.mark.slow])
-        for number, case in enumerate(CASES)
-        for turn, mix in enumerate(MIXES)
-    ],
+    sweep(
+        ((*case, mix) for case in CASES for mix in MIXES),
+        lambda number: number % len(MIXES) == number // len(MIXES) % len(MIXES),
+    ),
 )
 def test_value_and_gradients(
     queue: cl.CommandQueue,
