@@ -12,7 +12,7 @@
 //      0 . . . . 0                          +-------+ +-------+
 //
 // An output position (n, r, q) lies at n * image + r * WS + q, and step k = (channel, tap) of its sum at offsets[k]
-// from there. `offsets` makes that table.
+// from there: a table that the host makes.
 //
 // INTERLEAVING. The input gradient of a strided convolution is computed phase by phase; the phases lie one after the
 // other in `phases`, [a][b][n][c][rows of a][columns of b], and are put together row by row.
@@ -113,20 +113,6 @@ __kernel void stage_elements(__global const STORAGE(X_T) *restrict x, __global S
     const long h = (long)(row % HS * stride_y + phase_y) - pad_y, w = (long)(at % WS * stride_x + phase_x) - pad_x;
     const bool inside = h >= 0 && h < (long)H && w >= 0 && w < (long)W;
     STORE(Y_T, inside ? LOAD(X_T, x, ((first + plane) * H + h) * W + w) : (VALUE(X_T))0, y, at);
-}
-#endif
-
-#ifdef OFFSETS
-// Tap (i, j) of a channel is at row first_y + i * step_y and column first_x + j * step_x of the padded source.
-__kernel void offsets(__global ulong *restrict table, const ulong K, const uint taps_y, const uint taps_x,
-                      const int first_y, const int first_x, const int step_y, const int step_x, const uint stride_y,
-                      const uint stride_x, const uint phases_y, const uint phases_x, const ulong HS, const ulong WS) {
-    const size_t k = get_global_id(0);
-    if (k >= K) return;
-    const uint taps = taps_y * taps_x, tap = k % taps;
-    const uint y = first_y + (int)(tap / taps_x) * step_y, x = first_x + (int)(tap % taps_x) * step_x;
-    const size_t phase = (k / taps * phases_y + y % stride_y) * phases_x + x % stride_x;
-    table[k] = (phase * HS + y / stride_y) * WS + x / stride_x;
 }
 #endif
 

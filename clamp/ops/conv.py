@@ -20,7 +20,7 @@ from clamp.bridge import Tensor
 from clamp.device import capabilities
 from clamp.ops import conv_packed, conv_tiled, conv_winograd
 from clamp.ops.cast import cast_into
-from clamp.ops.conv_geometry import Correlation, Pair, Window, forward_axis, gradient_axes, pair
+from clamp.ops.conv_geometry import Correlation, Pair, Window, forward, gradient, pair
 from clamp.ops.conv_stage import Source, Weights, interleave, offsets, slices, stage
 from clamp.ops.gemm_operands import Epilogue
 from clamp.ops.reduce_to_shape import sum_to_shape
@@ -100,9 +100,7 @@ def conv2d(
     if kernel is ConvKernel.WINOGRAD:
         conv_winograd.convolve(x, weights, window.pad, out, Epilogue(out_dtype, bias, relu))
         return out
-    axes = [forward_axis(size[i], extent[i], window.stride[i], window.pad[i], window.dilation[i]) for i in (0, 1)]
-    shape = Correlation(axes[0], axes[1], image)
-    _correlate(x, [(shape, 0)], weights, out, Epilogue(out_dtype, bias, relu), kernel)
+    _correlate(x, [(forward(image, pair(extent), window), 0)], weights, out, Epilogue(out_dtype, bias, relu), kernel)
     return out
 
 
@@ -142,20 +140,15 @@ def conv2d_input_grad(
         pad = 2 - window.pad[0], 2 - window.pad[1]
         conv_winograd.convolve(grad, weights, pad, out, Epilogue(out_dtype, bias))
         return out
-    rows, columns = (
-        gradient_axes(image[i], grad.shape[2 + i], extent[i], window.stride[i], window.pad[i], window.dilation[i])
-        for i in (0, 1)
-    )
+    shapes, remainders = gradient(pair(image), pair(grad.shape[2:]), pair(extent), window)
     parts, begin = [], 0
-    for y in rows:
-        for x in columns:
-            shape = Correlation(y, x, pair(grad.shape[2:]))
-            parts.append((shape, begin))
-            begin += grad.shape[0] * channels * shape.positions
+    for shape in shapes:
+        parts.append((shape, begin))
+        begin += grad.shape[0] * channels * shape.positions
     phases = out if len(parts) <= 1 else bridge.empty(grad.queue, out.shape, out_dtype)
     _correlate(grad, parts, weights, phases, Epilogue(out_dtype, bias), kernel)
     if phases is not out and out.size:
-        interleave(phases, out, (len(rows), len(columns)), by_rows=kernel is ConvKernel.PACKED)
+        interleave(phases, out, remainders, by_rows=kernel is ConvKernel.PACKED)
     return out
 
 
@@ -223,10 +216,9 @@ def _weight_grad(
     out = bridge.empty(x.queue, out_shape, out_dtype)
     kernel = kernel or default_kernel(x.queue)
     module, by_rows = _KERNELS[kernel], kernel is ConvKernel.PACKED
-    axes = [forward_axis(size[i], extent[i], window.stride[i], window.pad[i], window.dilation[i]) for i in (0, 1)]
-    shape = Correlation(axes[0], axes[1], pair(x.shape[2:]))
+    shape = forward(pair(x.shape[2:]), pair(extent), window)
     dtype = module.GRAD_SOURCE_DTYPE or x.dtype
-    table = offsets(x, shape, channels)
+    table = offsets(x.queue.context, shape, channels)
     total: Any = None
     for first, images in slices(x, shape, dtype):
         source = Source(
@@ -251,7 +243,7 @@ def _correlate(
         return
     channels = weights.channels if x.size else 0  # an image without pixels is all padding: sums of nothing
     by_rows = kernel is ConvKernel.PACKED
-    tables = [offsets(out, shape, channels) for shape, _ in parts]
+    tables = [offsets(out.queue.context, shape, channels) for shape, _ in parts]
     for first, images in slices(x, parts[0][0], x.dtype):
         staged = stage(x, parts[0][0], first, images, x.dtype, by_rows=by_rows) if x.size else out
         for (shape, begin), table in zip(parts, tables, strict=True):

@@ -9,8 +9,12 @@ each remainder of the input position by the stride, with the taps that reach tha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import gcd
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 Pair = tuple[int, int]
 
@@ -74,11 +78,11 @@ class Axis:
     taps: Taps
     staged: StagedAxis
 
-    def furthest(self, phase: int, line: int) -> int:
-        """The largest offset of a tap, in a staged source whose phases and lines have these distances."""
+    def lines(self, phase: int, line: int) -> npt.NDArray[np.int64]:
+        """How far from a position each tap reads, in a staged source whose phases and lines have these distances."""
         taps, stride = self.taps, self.staged.stride
-        reads = (taps.source + t * taps.source_step for t in range(taps.count))
-        return max(read % stride * phase + read // stride * line for read in reads)
+        reads = taps.source + np.arange(taps.count, dtype=np.int64) * taps.source_step
+        return reads % stride * phase + reads // stride * line
 
 
 def forward_axis(positions: int, kernel: int, stride: int, pad: int, dilation: int) -> Axis:
@@ -120,7 +124,7 @@ class Correlation:
     x: Axis
     source: Pair
 
-    @property
+    @cached_property
     def is_staged(self) -> bool:
         """Whether the source must be copied; without padding and stride it is read in place."""
         in_place = all(
@@ -129,12 +133,12 @@ class Correlation:
         )
         return not in_place
 
-    @property
+    @cached_property
     def staged_shape(self) -> Pair:
         """Rows and columns of a phase of a staged plane."""
         return (self.y.staged.length, self.x.staged.length) if self.is_staged else self.source
 
-    @property
+    @cached_property
     def plane(self) -> int:
         """Elements of a staged plane, all its phases together."""
         rows, columns = self.staged_shape
@@ -145,7 +149,7 @@ class Correlation:
         """Output positions of an image."""
         return self.y.positions * self.x.positions
 
-    @property
+    @cached_property
     def row(self) -> Pair:
         """(width, pitch) of a row of positions in the staged source; rows that follow each other count as one."""
         pitch = self.staged_shape[1]
@@ -156,11 +160,32 @@ class Correlation:
         """Taps of a channel."""
         return self.y.taps.count * self.x.taps.count
 
-    def reach(self, channels: int) -> int:
-        """The largest offset of a step, for this many channels."""
-        if channels * self.taps == 0:
-            return 0
+    def offsets(self, channels: int) -> npt.NDArray[np.int64]:
+        """How far from a position each step (channel, tap) reads."""
         rows, columns = self.staged_shape
-        phases_x = self.x.staged.phases
-        in_plane = self.y.furthest(phases_x * rows * columns, columns) + self.x.furthest(rows * columns, 1)
-        return (channels - 1) * self.plane + in_plane
+        y = self.y.lines(self.x.staged.phases * rows * columns, columns)
+        x = self.x.lines(rows * columns, 1)
+        plane = np.arange(channels, dtype=np.int64) * self.plane
+        return (plane[:, None, None] + y[:, None] + x).reshape(-1)
+
+
+# A network has a few dozen convolutions, each of which asks for its geometry in every step.
+_KEPT = 256
+
+
+@lru_cache(maxsize=_KEPT)
+def forward(image: Pair, extent: Pair, window: Window) -> Correlation:
+    """A convolution of an image with a kernel of some extent; also what its weights' gradient reads."""
+    size = window.output(image, extent)
+    y, x = (forward_axis(size[i], extent[i], window.stride[i], window.pad[i], window.dilation[i]) for i in (0, 1))
+    return Correlation(y, x, image)
+
+
+@lru_cache(maxsize=_KEPT)
+def gradient(image: Pair, size: Pair, extent: Pair, window: Window) -> tuple[tuple[Correlation, ...], Pair]:
+    """The input gradient of an ``image`` from the gradient of a result of some size: a correlation for each remainder
+    of the position, row by row; and the remainders in both directions."""
+    rows, columns = (
+        gradient_axes(image[i], size[i], extent[i], window.stride[i], window.pad[i], window.dilation[i]) for i in (0, 1)
+    )
+    return tuple(Correlation(y, x, size) for y in rows for x in columns), (len(rows), len(columns))

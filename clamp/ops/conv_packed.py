@@ -63,8 +63,8 @@ def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_ima
     )  # fmt: skip
     kernel(
         queue, grid, (1, 1, 1), weights.panels(shape).buffer, source.tensor.buffer, source.offsets.buffer, out.buffer,
-        bias.buffer, work.buffer, begin, source.columns, weights.rows, source.steps, shape.positions, *shape.row,
-        source.groups * source.group_size, source.group_size, source.tensor.size, shape.reach(source.channels),
+        bias.buffer, work.buffer, begin, source.columns, weights.rows, source.offsets.steps, shape.positions,
+        *shape.row, source.groups * source.group_size, source.group_size, source.tensor.size, source.offsets.reach,
         out_image, panels_m, tall, each_j, each_m, epilogue.bias is not None, epilogue.relu,
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ class WeightGradient:
         queue = out.queue
         self._tile = tile = _tile_of_gradient(queue, rows)
         self._block = _PANEL_FLOATS // tile.columns
-        self._panels_k, self._panels_m = -(-first.steps // tile.rows), -(-rows // tile.columns)
+        self._panels_k, self._panels_m = -(-first.offsets.steps // tile.rows), -(-rows // tile.columns)
         floats = first.groups * self._panels_k * self._panels_m * tile.rows * tile.columns
         blocks = -(-first.columns // self._block)
         chunks = max(1, min(blocks, _items(queue) // first.groups, _PARTIAL_FLOATS // floats))
@@ -102,8 +102,8 @@ class WeightGradient:
         )  # fmt: skip
         kernel(
             queue, grid, (1, 1, 1), source.tensor.buffer, source.offsets.buffer, grad.buffer, self._partial.buffer,
-            self._partial_bias.buffer, work.buffer, begin, source.columns, self._rows, source.steps, shape.positions,
-            *shape.row, source.groups * source.group_size, source.group_size,
+            self._partial_bias.buffer, work.buffer, begin, source.columns, self._rows, source.offsets.steps,
+            shape.positions, *shape.row, source.groups * source.group_size, source.group_size,
             source.groups * self._rows * shape.positions, grad.size, self._each_k, self._each_block,
             self._accumulate, self._bias is not None,
         )  # fmt: skip
@@ -121,5 +121,5 @@ class WeightGradient:
         kernel(
             queue, (self._panels_k, self._panels_m, source.groups), (1, 1, 1),
             self._partial.buffer, self._partial_bias.buffer, self._out.buffer, bias.buffer,
-            self._rows, source.steps, self._chunks, self._bias is not None,
+            self._rows, source.offsets.steps, self._chunks, self._bias is not None,
         )  # fmt: skip

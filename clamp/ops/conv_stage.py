@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
@@ -29,7 +33,7 @@ class Source:
 
     tensor: Tensor
     shape: Correlation
-    offsets: Tensor
+    offsets: Offsets
     images: int
     groups: int
     channels: int
@@ -38,11 +42,6 @@ class Source:
     def storage(self) -> str:
         """The storage type's name in kernels."""
         return bridge.STORAGE[self.tensor.dtype]
-
-    @property
-    def steps(self) -> int:
-        """Terms of a sum."""
-        return self.channels * self.shape.taps
 
     @property
     def columns(self) -> int:
@@ -110,19 +109,29 @@ def _moved(source: str, target: str) -> dict[str, str]:
     return {"X_T": "u16", "Y_T": "u16"} if x_t == y_t != "f32" else {"X_T": x_t, "Y_T": y_t}
 
 
-def offsets(x: Tensor, shape: Correlation, channels: int) -> Tensor:
-    """The table of offsets of every step, 64-bit integers (in a tensor of twice as many words)."""
-    steps = channels * shape.taps
-    table = bridge.empty(x.queue, (2 * max(steps, 1),), "int32")
-    if steps:
-        y, x_axis = shape.y, shape.x
-        kernel = get_kernel(x.queue, "conv_stage.cl", "offsets", "pquuiiiiuuuuqq", OFFSETS=1)
-        kernel(
-            x.queue, *launch(x.queue, steps), table.buffer, steps, y.taps.count, x_axis.taps.count,
-            y.taps.source, x_axis.taps.source, y.taps.source_step, x_axis.taps.source_step,
-            y.staged.stride, x_axis.staged.stride, y.staged.phases, x_axis.staged.phases, *shape.staged_shape,
-        )  # fmt: skip
-    return table
+@dataclass(frozen=True)
+class Offsets:
+    """The offsets of every step, on the device.
+
+    Attributes:
+        buffer: 64-bit integers, at least one.
+        steps: how many there are.
+        reach: the largest.
+    """
+
+    buffer: cl.Buffer
+    steps: int
+    reach: int
+
+
+@lru_cache(maxsize=128)  # of up to some 50 KB
+def offsets(context: cl.Context, shape: Correlation, channels: int) -> Offsets:
+    """The table of a correlation over so many channels."""
+    table = shape.offsets(channels)
+    host = np.zeros(max(table.size, 1), np.uint64)
+    host[: table.size] = table
+    buffer = cl.Buffer(context, cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR, hostbuf=host)
+    return Offsets(buffer, table.size, int(host.max()))
 
 
 def interleave(phases: Tensor, out: Tensor, stride: Pair, *, by_rows: bool) -> None:

@@ -56,7 +56,7 @@ def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_ima
     grid = (-(-source.columns // tile) * side, -(-weights.rows // tile) * side, source.groups)
     kernel(
         queue, grid, (side, side, 1), weights.panels(shape).buffer, source.tensor.buffer, source.offsets.buffer,
-        out.buffer, bias.buffer, begin, source.columns, weights.rows, source.steps, shape.positions, *shape.row,
+        out.buffer, bias.buffer, begin, source.columns, weights.rows, source.offsets.steps, shape.positions, *shape.row,
         source.groups * source.group_size, source.group_size, out_image, epilogue.bias is not None, epilogue.relu,
     )  # fmt: skip
 
@@ -68,8 +68,8 @@ class WeightGradient:
         self._out, self._bias, self._rows = out, bias, rows
         queue = out.queue
         tile = panel_shape(queue)[0]
-        floats = first.groups * rows * first.steps
-        groups = -(-first.steps // tile) * -(-rows // tile) * first.groups
+        floats = first.groups * rows * first.offsets.steps
+        groups = -(-first.offsets.steps // tile) * -(-rows // tile) * first.groups
         wanted = _GROUPS_PER_UNIT * capabilities(queue).compute_units
         chunks = max(1, min(wanted // groups, first.columns // _MIN_CHUNK, _PARTIAL_FLOATS // floats))
         self._chunk = -(-first.columns // chunks)
@@ -85,10 +85,10 @@ class WeightGradient:
             queue, "conv_tiled.cl", "weight_grad", "ppppqqqqqqqqqqqui",
             WEIGHT_GRAD=1, X_T=source.storage, G_T=bridge.STORAGE[grad.dtype], **_macros(queue),
         )  # fmt: skip
-        grid = (-(-source.steps // tile) * side, -(-self._rows // tile) * side, self._chunks * source.groups)
+        grid = (-(-source.offsets.steps // tile) * side, -(-self._rows // tile) * side, self._chunks * source.groups)
         kernel(
             queue, grid, (side, side, 1), source.tensor.buffer, source.offsets.buffer, grad.buffer,
-            self._partial.buffer, begin, source.columns, self._rows, source.steps, shape.positions, *shape.row,
+            self._partial.buffer, begin, source.columns, self._rows, source.offsets.steps, shape.positions, *shape.row,
             source.groups * source.group_size, source.group_size, source.groups * self._rows * shape.positions,
             self._chunk, source.groups, self._accumulate,
         )  # fmt: skip

@@ -8,6 +8,8 @@ An element of 2^126 and more, which only bfloat16 stores, may overflow on the wa
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
@@ -47,6 +49,7 @@ def convolve(x: Tensor, weights: Weights, pad: Pair, out: Tensor, epilogue: Epil
         _convolve(staged, shape, images, weights, out, first * (out.size // out.shape[0]), epilogue)
 
 
+@lru_cache(maxsize=256)
 def _tiles(image: Pair, size: Pair, pad: Pair) -> Correlation:
     """The tiles of ``size`` outputs, as positions that read 4x4 elements of the padded ``image``. Only columns are
     staged in phases: rows that a tile reads lie one after the other."""
