@@ -259,15 +259,19 @@ static inline void sum_positions(__global const float *panel, size_t count, __gl
 
 #define STREAM(i) __global const float *const x##i = x + offsets[min(k + i, (size_t)K - 1)];
 #define FACTOR(i) x##i[at + step]
+// Of the next panel of steps: streams are too short for the processor to guess.
+#define PREFETCH_STREAM(i) \
+    for (size_t t = at; t < stop; t += 16) PREFETCH(x + offsets[min(k + MR + i, (size_t)K - 1)] + t);
 
-// Work-item (`each_k` panels of steps, `each_block` blocks of JC positions, group).
+// Work-item (`each_k` panels of steps, `each` positions, in blocks of `block`, at most JC; group).
 __kernel ONE_WORK_ITEM WIDE_VECTORS void
 weight_grad(__global const float *restrict x, __global const ulong *restrict offsets,
             __global const STORAGE(G_T) *restrict grad, __global float *restrict partial,
             __global float *restrict partial_bias, __global float *restrict work, const ulong grad_begin,
             const ulong columns, const ulong M, const ulong K, const ulong positions,
             const ulong width, const ulong pitch, const ulong image, const ulong group_size, const ulong grad_image,
-            const ulong grad_size, const uint each_k, const uint each_block, const int accumulate, const int has_bias) {
+            const ulong grad_size, const uint each_k, const ulong each, const ulong block, const int accumulate,
+            const int has_bias) {
     const size_t panels_k = (K + MR - 1) / MR, panels_m = (M + NR - 1) / NR, group = get_global_id(2);
     const size_t first_k = get_global_id(0) * each_k, last_k = min(first_k + each_k, panels_k);
     const size_t item = (get_global_id(1) * get_global_size(2) + group) * get_global_size(0) + get_global_id(0);
@@ -278,11 +282,11 @@ weight_grad(__global const float *restrict x, __global const ulong *restrict off
     x += group * group_size;
     ulong run_at[JC];
     uint run_length[JC];
-    size_t j0 = get_global_id(1) * each_block * JC;
-    const size_t end = min(j0 + (size_t)each_block * JC, (size_t)columns);
+    size_t j0 = get_global_id(1) * each;
+    const size_t end = min(j0 + each, (size_t)columns);
     bool resume = accumulate;
-    for (; j0 < end; j0 += JC, resume = true) {
-        const size_t j1 = min(j0 + JC, end), p0 = j0 % positions;
+    for (; j0 < end; j0 += block, resume = true) {
+        const size_t j1 = min(j0 + block, end), p0 = j0 % positions;
         // the rows of outputs that the block lies in
         int runs = 0;
         size_t n = j0 / positions, r = p0 / width, q = p0 % width;
@@ -310,6 +314,7 @@ weight_grad(__global const float *restrict x, __global const ulong *restrict off
                 for (int s = 0; s < runs; s++) {
                     size_t at = run_at[s];
                     const size_t stop = at + run_length[s];
+                    EACH_ROW(PREFETCH_STREAM)
                     for (; at + 4 <= stop; at += 4, b += 4 * NR) { STEP(EACH_ROW, 0) STEP(EACH_ROW, 1) STEP(EACH_ROW, 2) STEP(EACH_ROW, 3) }
                     for (; at < stop; at++, b += NR) { STEP(EACH_ROW, 0) }
                 }

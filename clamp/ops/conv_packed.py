@@ -15,6 +15,7 @@ from clamp.program import get_kernel
 _PANEL_FLOATS = 8192  # of steps or positions: what a first-level cache holds beside the other operand
 SHORT = 4  # rows of the last panels of weights: with 6 and 4 rows, at most one is computed in vain
 _ITEMS_PER_CORE = 16  # work-items that a core should get, so that the last ones even out
+_CHUNKS_PER_CORE = 4  # of positions, of a weight gradient: they are alike, and each has partial sums to add up
 _PARTIAL_FLOATS = 8 * 2**20  # of partial weight gradients
 
 #: what `weight_grad` reads: it takes the source's elements one by one
@@ -76,14 +77,15 @@ class WeightGradient:
         self._out, self._bias, self._rows = out, bias, rows
         queue = out.queue
         self._tile = tile = _tile_of_gradient(queue, rows)
-        self._block = _PANEL_FLOATS // tile.columns
+        self._most = _PANEL_FLOATS // tile.columns
         self._panels_k, self._panels_m = -(-first.offsets.steps // tile.rows), -(-rows // tile.columns)
         floats = first.groups * self._panels_k * self._panels_m * tile.rows * tile.columns
-        blocks = -(-first.columns // self._block)
-        chunks = max(1, min(blocks, _items(queue) // first.groups, _PARTIAL_FLOATS // floats))
-        self._each_block = -(-blocks // chunks)
-        self._chunks = -(-blocks // self._each_block)
-        parts_k = min(self._panels_k, max(1, _items(queue) // (first.groups * self._chunks)))
+        items = _CHUNKS_PER_CORE * capabilities(queue).compute_units
+        blocks = -(-first.columns // self._most)
+        chunks = max(1, min(blocks, -(-items // first.groups), _PARTIAL_FLOATS // floats))
+        self._each = -(-first.columns // chunks)
+        self._chunks = -(-first.columns // self._each)
+        parts_k = min(self._panels_k, max(1, items // (first.groups * self._chunks)))
         self._each_k = -(-self._panels_k // parts_k)
         self._partial = bridge.empty(queue, (self._chunks * floats,), "float32")
         bias_floats = self._chunks * first.groups * self._panels_m * tile.columns
@@ -95,16 +97,17 @@ class WeightGradient:
         """Adds the images of ``source``, whose output gradients are in ``grad`` from element ``begin`` on."""
         queue, shape, tile = grad.queue, source.shape, self._tile
         grid = (-(-self._panels_k // self._each_k), self._chunks, source.groups)
-        work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * (self._block + 16) * tile.columns,), "float32")
+        work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * (self._most + 16) * tile.columns,), "float32")
+        block = -(-self._each // -(-self._each // self._most))  # positions at a time: alike, or the last would be few
         kernel = get_kernel(
-            queue, "conv_packed.cl", "weight_grad", "ppppppqqqqqqqqqqquuii",
-            WEIGHT_GRAD=1, G_T=bridge.STORAGE[grad.dtype], MR=tile.rows, NR=tile.columns, JC=self._block,
+            queue, "conv_packed.cl", "weight_grad", "ppppppqqqqqqqqqqquqqii",
+            WEIGHT_GRAD=1, G_T=bridge.STORAGE[grad.dtype], MR=tile.rows, NR=tile.columns, JC=self._most,
         )  # fmt: skip
         kernel(
             queue, grid, (1, 1, 1), source.tensor.buffer, source.offsets.buffer, grad.buffer, self._partial.buffer,
             self._partial_bias.buffer, work.buffer, begin, source.columns, self._rows, source.offsets.steps,
             shape.positions, *shape.row, source.groups * source.group_size, source.group_size,
-            source.groups * self._rows * shape.positions, grad.size, self._each_k, self._each_block,
+            source.groups * self._rows * shape.positions, grad.size, self._each_k, self._each, block,
             self._accumulate, self._bias is not None,
         )  # fmt: skip
         self._accumulate = True
