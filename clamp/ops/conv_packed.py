@@ -14,7 +14,7 @@ from clamp.program import get_kernel
 
 _PANEL_FLOATS = 8192  # of steps or positions: what a first-level cache holds beside the other operand
 SHORT = 4  # rows of the last panels of weights: with 6 and 4 rows, at most one is computed in vain
-_ITEMS_PER_CORE = 16  # work-items that a core should get, so that the last ones even out
+_ITEMS_PER_CORE = 32  # work-items that a core should get, so that the last ones even out
 _CHUNKS_PER_CORE = 4  # of positions, of a weight gradient: they are alike, and each has partial sums to add up
 _PARTIAL_FLOATS = 8 * 2**20  # of partial weight gradients
 
