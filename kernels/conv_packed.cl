@@ -30,6 +30,7 @@
 // in rows of `width` that lie `pitch` apart. `work` is a workspace with a slice for each work-item.
 
 #include "register_tile.clh"
+#include "transpose.clh"
 
 #ifdef CONV
 #define MAX_RUNS 4
@@ -197,18 +198,6 @@ conv(__global const float *restrict weights, __global const STORAGE(X_T) *restri
 #endif
 
 #ifdef WEIGHT_GRAD
-// x0 y0 x1 y1 ... of two vectors of 8, in floats and in pairs of floats
-#define ZIP4(x, y) (x).s0, (y).s0, (x).s1, (y).s1, (x).s2, (y).s2, (x).s3, (y).s3
-#define ZIP(x, y) ((float16)(ZIP4((x).lo, (y).lo), ZIP4((x).hi, (y).hi)))
-#define ZIP_PAIRS(x, y) as_float16((ulong8)(ZIP4(as_ulong4(x), as_ulong4(y))))
-
-static inline void store_4_positions(float16 v, __global float *d) {
-    vstore4(v.lo.lo, 0, d);
-    vstore4(v.lo.hi, 0, d + NR);
-    vstore4(v.hi.lo, 0, d + 2 * NR);
-    vstore4(v.hi.hi, 0, d + 3 * NR);
-}
-
 // The gradient of positions j0 .. j1-1 of NR output channels, transposed; zero from channel `rows` on. Blocks of 4
 // channels by 16 positions go through registers; what they write beyond j1 is never read.
 static inline void pack_grad(__global const STORAGE(G_T) *g, __global float *panel, size_t rows,
@@ -223,12 +212,7 @@ static inline void pack_grad(__global const STORAGE(G_T) *g, __global float *pan
                 if (i + 4 <= rows && s + 3 * positions + 16 <= size && count >= 4) {
                     const float16 r0 = LOAD16(G_T, g, s), r1 = LOAD16(G_T, g, s + positions);
                     const float16 r2 = LOAD16(G_T, g, s + 2 * positions), r3 = LOAD16(G_T, g, s + 3 * positions);
-                    const float16 lo01 = ZIP(r0.lo, r1.lo), lo23 = ZIP(r2.lo, r3.lo);
-                    const float16 hi01 = ZIP(r0.hi, r1.hi), hi23 = ZIP(r2.hi, r3.hi);
-                    store_4_positions(ZIP_PAIRS(lo01.lo, lo23.lo), d);
-                    store_4_positions(ZIP_PAIRS(lo01.hi, lo23.hi), d + 4 * NR);
-                    store_4_positions(ZIP_PAIRS(hi01.lo, hi23.lo), d + 8 * NR);
-                    store_4_positions(ZIP_PAIRS(hi01.hi, hi23.hi), d + 12 * NR);
+                    store_columns(r0, r1, r2, r3, d);
                 } else {
                     const size_t rest = min(count - t, (size_t)16);
                     for (size_t e = 0; e < rest * 4; e++) {

@@ -24,10 +24,7 @@
 // runs read, 16 tiles at a time; multiplies place by place, so that KC x NR floats of `read` stay in the first-level
 // cache for all panels of weights; and turns the sums of each output channel into two rows of outputs a run.
 //
-// The source is laid out by conv_stage.cl, even and odd columns apart, so that 16 tiles read neighbours:
-//
-//      staged [n][c][column % 2][row][WS]       element (i, j) of the tile in row r, column q of tiles lies in
-//                                               phase j % 2, row 2 r + i, column q + j / 2
+// The source is laid out by conv_stage.cl, even and odd columns apart, so that 16 tiles read neighbours (winograd.clh).
 //
 //   MR, NR, SHORT, KC   as in conv_packed.cl
 //   BLOCK_PANELS        panels of weights whose sums rest at a time
@@ -37,48 +34,12 @@
 // `width`. HS x WS: a phase of a staged plane; OH x OW: outputs. `work` is a workspace with a slice for each work-item.
 
 #include "register_tile.clh"
-
-#define PLACES 16
+#include "winograd.clh"
 
 #ifdef WINOGRAD
 // A place of `read` begins this many floats after the one before: what 16 tiles write beyond a run's end, and not in
 // another cache set than the same channel's other places.
 #define PLACE_FLOATS (C * NR + 16)
-
-// Written out place by place: values in registers have names, t1_2 is that of row 1, column 2.
-#define EACH_4(X) X(0) X(1) X(2) X(3)
-#define EACH_PLACE(X)                   \
-    X(0, 0) X(0, 1) X(0, 2) X(0, 3)     \
-    X(1, 0) X(1, 1) X(1, 2) X(1, 3)     \
-    X(2, 0) X(2, 1) X(2, 2) X(2, 3)     \
-    X(3, 0) X(3, 1) X(3, 2) X(3, 3)
-
-// Bt d and its like: four values in place of four.
-#define TRANSFORM(d0, d1, d2, d3)                \
-    {                                            \
-        const float16 t0 = d0, t1 = d1, t2 = d2; \
-        d0 = t0 - t2;                            \
-        d1 = t1 + t2;                            \
-        d2 = t2 - t1;                            \
-        d3 = t1 - d3;                            \
-    }
-
-// What 16 tiles read of one channel, from x[at] on, transformed, to every `distance` floats from `read`.
-static inline void transform_read(__global const STORAGE(X_T) *x, size_t at, size_t WS, size_t phase,
-                                  __global float *read, size_t distance) {
-#define READ(i, j) float16 t##i##_##j = LOAD16(X_T, x, at + i * WS + j % 2 * phase + j / 2);
-#define TRANSFORM_COLUMN(j) TRANSFORM(t0_##j, t1_##j, t2_##j, t3_##j)
-#define TRANSFORM_ROW(i) TRANSFORM(t##i##_0, t##i##_1, t##i##_2, t##i##_3)
-#define WRITE(i, j) STORE16(f32, t##i##_##j, read, (4 * i + j) * distance);
-#define PREFETCH_ROW(i)                     \
-    PREFETCH(x + at + i * WS + 4 * phase); \
-    PREFETCH(x + at + i * WS + 5 * phase);
-    EACH_4(PREFETCH_ROW) // of the channel after the next: a row is too short for the processor to guess
-    EACH_PLACE(READ)
-    EACH_4(TRANSFORM_COLUMN)
-    EACH_4(TRANSFORM_ROW)
-    EACH_PLACE(WRITE)
-}
 
 // The sums of 16 tiles of one output channel, every `distance` floats from `sums`: the outputs in even and odd columns
 // of two rows.
@@ -141,40 +102,6 @@ static inline void store_outputs(Outputs y, __global STORAGE(OUT_T) *out, size_t
     store_values(values, out, at, is_joined ? 2 * count : count);
     if (two_rows && !is_joined) store_values(second, out, at + OW, count);
 }
-
-// Tiles that are neighbours in one row: how many and which of the NR, and where what they read and write begins in
-// channel 0 of an image's group.
-typedef struct {
-    size_t read, out;
-    ushort first, tiles, outputs; // outputs in a row
-    bool two_rows;
-} Run;
-
-// The runs of the tiles from j on, less than `end`; returns how many.
-static inline int find_runs(Run *runs, size_t j, size_t end, size_t positions, size_t width, size_t WS, size_t OH,
-                            size_t OW, size_t image, size_t out_image) {
-    size_t n = j / positions, r = (j - n * positions) / width, q = j - n * positions - r * width, first = 0;
-    int count = 0;
-    for (; j + first < end; count++) {
-        const size_t tiles = min(width - q, end - j - first);
-        runs[count].read = n * image + 2 * r * WS + q;
-        runs[count].out = n * out_image + 2 * r * OW + 2 * q;
-        runs[count].first = (ushort)first;
-        runs[count].tiles = (ushort)tiles;
-        runs[count].outputs = (ushort)min(2 * tiles, OW - 2 * q);
-        runs[count].two_rows = 2 * r + 1 < OH;
-        first += tiles;
-        q = 0;
-        if (++r * width == positions) {
-            r = 0;
-            n++;
-        }
-    }
-    return count;
-}
-
-// Of `tiles` tiles, 16 from `t` on; the last 16 may include some of those before.
-#define LAST_16(t, tiles) ((tiles) < 16 ? 0 : min((size_t)(t), (size_t)(tiles) - 16))
 
 // Adds the product of a panel of weights and a block of what was read to `sums`, or begins with it.
 #define ADD_PRODUCT(ROWS, rows)      \
@@ -257,12 +184,12 @@ winograd(__global const float *restrict weights, __global const STORAGE(X_T) *re
 
 #ifdef TRANSFORM_WEIGHTS
 // G g: four values of three.
-#define TRANSFORM(u0, u1, u2, u3, g0, g1, g2) \
-    {                                         \
-        u0 = g0;                              \
-        u1 = 0.5f * (g0 + g1 + g2);           \
-        u2 = 0.5f * (g0 - g1 + g2);           \
-        u3 = g2;                              \
+#define TRANSFORM_TAPS(u0, u1, u2, u3, g0, g1, g2) \
+    {                                              \
+        u0 = g0;                                   \
+        u1 = 0.5f * (g0 + g1 + g2);                \
+        u2 = 0.5f * (g0 - g1 + g2);                \
+        u3 = g2;                                   \
     }
 
 // G g Gt of all weights, into panels. Tap (i, j) of row m and channel c of a group is the weight at
@@ -286,10 +213,10 @@ __kernel ONE_WORK_ITEM void transform_weights(__global const STORAGE(SRC_T) *res
                     const size_t at = (m + row) * stride_m + (begin + c) * stride_c + (long)(i * step_y + j * step_x);
                     g[i] = m + row < M ? LOAD(SRC_T, w, at) : 0.0f;
                 }
-                TRANSFORM(u[0][j], u[1][j], u[2][j], u[3][j], g[0], g[1], g[2])
+                TRANSFORM_TAPS(u[0][j], u[1][j], u[2][j], u[3][j], g[0], g[1], g[2])
             }
             for (int i = 0; i < 4; i++)
-                TRANSFORM(places[i][0], places[i][1], places[i][2], places[i][3], u[i][0], u[i][1], u[i][2])
+                TRANSFORM_TAPS(places[i][0], places[i][1], places[i][2], places[i][3], u[i][0], u[i][1], u[i][2])
             for (int place = 0; place < PLACES; place++)
                 panels[place * C * all_rows + c * height + row] = places[place / 4][place % 4];
         }

@@ -18,7 +18,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
-from clamp.ops import conv_packed, conv_tiled, conv_winograd
+from clamp.ops import conv_packed, conv_tiled, conv_winograd, conv_winograd_grad
 from clamp.ops.cast import cast_into
 from clamp.ops.conv_geometry import Correlation, Pair, Window, forward, gradient, pair
 from clamp.ops.conv_stage import Source, Weights, interleave, offsets, slices, stage
@@ -29,7 +29,7 @@ from clamp.ops.reduce_to_shape import sum_to_shape
 class ConvKernel(Enum):
     """Which kernel convolves."""
 
-    WINOGRAD = "winograd"  # CPU devices: 3x3, stride 1; forward and input gradient
+    WINOGRAD = "winograd"  # CPU devices: 3x3, stride 1
     PACKED = "packed"  # CPU devices
     TILED = "tiled"  # every device
 
@@ -43,17 +43,16 @@ def default_kernel(queue: cl.CommandQueue) -> ConvKernel:
     return ConvKernel.PACKED if capabilities(queue).is_cpu else ConvKernel.TILED
 
 
-def kernel_for(given: ConvKernel | None, x: Tensor, weights: Weights, window: Window, out: Tensor) -> ConvKernel:
-    """The kernel of a convolution of x or of an input gradient from it, if none is given."""
-    extent = pair(weights.tensor.shape[2:])
+def kernel_for(
+    given: ConvKernel | None, queue: cl.CommandQueue, extent: Pair, window: Window, winograd_pays: bool
+) -> ConvKernel:
+    """The kernel of a convolution or of a gradient: the given one, or the fastest."""
     if given is ConvKernel.WINOGRAD:
         _require(conv_winograd.fits(extent, window), f"no {given} for a kernel of {extent} with {window}")
     if given is not None:
         return given
-    kernel = default_kernel(x.queue)
-    if kernel is ConvKernel.PACKED and conv_winograd.pays(x, weights, window, out):
-        return ConvKernel.WINOGRAD
-    return kernel
+    kernel = default_kernel(queue)
+    return ConvKernel.WINOGRAD if kernel is ConvKernel.PACKED and winograd_pays else kernel
 
 
 def pack_weights(w: Tensor, groups: int, *, transposed: bool, kernel: ConvKernel | None = None) -> Weights:
@@ -96,7 +95,7 @@ def conv2d(
     image, size = pair(x.shape[2:]), window.output(pair(x.shape[2:]), pair(extent))
     _require(min(size) > 0, f"the kernel {tuple(extent)} is larger than the padded image {tuple(image)}")
     out = bridge.empty(x.queue, (x.shape[0], features, *size), out_dtype)
-    kernel = kernel_for(kernel, x, weights, window, out)
+    kernel = kernel_for(kernel, x.queue, pair(extent), window, conv_winograd.pays(x, weights, window, out))
     if kernel is ConvKernel.WINOGRAD:
         conv_winograd.convolve(x, weights, window.pad, out, Epilogue(out_dtype, bias, relu))
         return out
@@ -135,7 +134,7 @@ def conv2d_input_grad(
     _require(grad.shape[1] == features, f"the gradient {grad.shape} and w {weights.tensor.shape} do not fit")
     channels *= window.groups
     out = bridge.empty(grad.queue, (grad.shape[0], channels, *image), out_dtype)
-    kernel = kernel_for(kernel, grad, weights, window, out)
+    kernel = kernel_for(kernel, grad.queue, pair(extent), window, conv_winograd.pays(grad, weights, window, out))
     if kernel is ConvKernel.WINOGRAD:
         pad = 2 - window.pad[0], 2 - window.pad[1]
         conv_winograd.convolve(grad, weights, pad, out, Epilogue(out_dtype, bias))
@@ -214,7 +213,10 @@ def _weight_grad(
             cast_into(sum_to_shape(grad, (1, grad.shape[1], 1, 1), bias.dtype), bias)
         return bridge.zeros(x.queue, out_shape, out_dtype)
     out = bridge.empty(x.queue, out_shape, out_dtype)
-    kernel = kernel or default_kernel(x.queue)
+    kernel = kernel_for(kernel, x.queue, extent, window, conv_winograd_grad.pays(x, grad, extent, window))
+    if kernel is ConvKernel.WINOGRAD:
+        conv_winograd_grad.weight_gradient(x, grad, window, out, bias)
+        return out
     module, by_rows = _KERNELS[kernel], kernel is ConvKernel.PACKED
     shape = forward(pair(x.shape[2:]), pair(extent), window)
     dtype = module.GRAD_SOURCE_DTYPE or x.dtype

@@ -34,7 +34,7 @@ def tile_of_conv(queue: cl.CommandQueue) -> Tile:
     return Tile(6, 64) if tile == Tile(12, 32) else tile
 
 
-def _tile_of_gradient(queue: cl.CommandQueue, rows: int) -> Tile:
+def tile_of_gradient(queue: cl.CommandQueue, rows: int) -> Tile:
     """The tile of a weight gradient: of ``rows`` output channels, as few as can be should be computed in vain."""
     return tile_of(queue) if 0 < rows % 64 <= 32 else tile_of_conv(queue)
 
@@ -76,7 +76,7 @@ class WeightGradient:
     def __init__(self, first: Source, rows: int, out: Tensor, bias: Tensor | None) -> None:
         self._out, self._bias, self._rows = out, bias, rows
         queue = out.queue
-        self._tile = tile = _tile_of_gradient(queue, rows)
+        self._tile = tile = tile_of_gradient(queue, rows)
         self._most = _PANEL_FLOATS // tile.columns
         self._panels_k, self._panels_m = -(-first.offsets.steps // tile.rows), -(-rows // tile.columns)
         floats = first.groups * self._panels_k * self._panels_m * tile.rows * tile.columns

@@ -19,12 +19,12 @@ from clamp.ops.conv_stage import Weights, slices, stage
 from clamp.ops.gemm_operands import Epilogue
 from clamp.program import get_kernel
 
-_PLACES = 16  # of a transformed tile
+PLACES = 16  # of a transformed tile
 _BLOCK_ROWS = 96  # output channels whose sums rest at a time
 _ITEMS_PER_CORE = 4  # each has a workspace of its own, of some 100 KB to a few MB
 # Below, transforming takes longer than it saves: the input, or (outputs of a channel in a batch) the weights.
-_MIN_CHANNELS, _MIN_OUTPUTS = 16, 2048
-_OVERREAD = 16  # elements that may be read beyond a staged source: what 16 tiles read, of which one is real
+MIN_CHANNELS, MIN_OUTPUTS = 16, 2048
+OVERREAD = 16  # elements that may be read beyond a staged source: what 16 tiles read, of which one is real
 
 
 def fits(extent: Pair, window: Window) -> bool:
@@ -35,7 +35,7 @@ def fits(extent: Pair, window: Window) -> bool:
 def pays(x: Tensor, weights: Weights, window: Window, out: Tensor) -> bool:
     """Whether this kernel is faster, and the result is stored in so few bits that its rounding does not show."""
     stored_in_16_bits = "float32" not in (x.dtype, out.dtype)
-    large = min(weights.rows, weights.channels) >= _MIN_CHANNELS and out.size >= _MIN_OUTPUTS * out.shape[1]
+    large = min(weights.rows, weights.channels) >= MIN_CHANNELS and out.size >= MIN_OUTPUTS * out.shape[1]
     return stored_in_16_bits and large and fits(pair(weights.tensor.shape[2:]), window)
 
 
@@ -43,14 +43,14 @@ def convolve(x: Tensor, weights: Weights, pad: Pair, out: Tensor, epilogue: Epil
     """Writes the convolution of x, padded, through the epilogue, over ``out`` (N, F, OH, OW)."""
     if out.size == 0:
         return
-    shape = _tiles(pair(x.shape[2:]), pair(out.shape[2:]), pad)
+    shape = tiles_of(pair(x.shape[2:]), pair(out.shape[2:]), pad)
     for first, images in slices(x, shape, x.dtype):
-        staged = stage(x, shape, first, images, x.dtype, by_rows=True, slack=_OVERREAD) if x.size else out
+        staged = stage(x, shape, first, images, x.dtype, by_rows=True, slack=OVERREAD) if x.size else out
         _convolve(staged, shape, images, weights, out, first * (out.size // out.shape[0]), epilogue)
 
 
 @lru_cache(maxsize=256)
-def _tiles(image: Pair, size: Pair, pad: Pair) -> Correlation:
+def tiles_of(image: Pair, size: Pair, pad: Pair) -> Correlation:
     """The tiles of ``size`` outputs, as positions that read 4x4 elements of the padded ``image``. Only columns are
     staged in phases: rows that a tile reads lie one after the other."""
     rows, columns = (-(-extent // 2) for extent in size)
@@ -74,7 +74,7 @@ def _convolve(
     each_m = -(-panels_m // parts_m)
     block_panels = max(1, _BLOCK_ROWS // tile.rows)
     grid = (-(-panels_j // each_j), -(-panels_m // each_m), groups)
-    slice_floats = _PLACES * (tile.columns * (channels + block_panels * tile.rows) + 16)
+    slice_floats = PLACES * (tile.columns * (channels + block_panels * tile.rows) + 16)
     work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_floats,), "float32")
     bias = out if epilogue.bias is None else epilogue.bias  # a kernel's pointer must point somewhere
     kernel = get_kernel(
@@ -97,7 +97,7 @@ def transformed(weights: Weights) -> Tensor:
 def _transform(weights: Weights) -> Tensor:
     w, rows, channels = weights.tensor, weights.rows, weights.channels
     tall, short = weights.heights
-    floats = weights.groups * _PLACES * channels * (tall * weights.width + short * weights.short)
+    floats = weights.groups * PLACES * channels * (tall * weights.width + short * weights.short)
     panels = bridge.empty(w.queue, (max(1, floats),), "float32")
     if rows * channels == 0:
         return panels

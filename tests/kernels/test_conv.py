@@ -13,7 +13,7 @@ import pytest
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.ops import conv as ops
-from clamp.ops import conv_stage
+from clamp.ops import conv_stage, conv_winograd, conv_winograd_grad
 from clamp.ops.conv import ConvKernel
 from clamp.ops.conv_geometry import Window
 from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
@@ -156,8 +156,7 @@ def check(
     steps = w[0].size
     assert_close(y, expected, slack=slack(magnitude, steps))
 
-    if kernel is not ConvKernel.WINOGRAD:
-        check_weight_grad(x, g, tensors, case, options, with_bias=with_bias)
+    check_weight_grad(x, g, tensors, case, options, with_bias=with_bias)
 
     bias_c = np.linspace(-1, 3, x.shape[1]).astype(np.float32)
     bias_tensor = to_device(queue, bias_c) if with_bias else None
@@ -178,7 +177,8 @@ def check_weight_grad(x: Array, g: Array, tensors: list[Tensor], case: Case, opt
         )
         np.testing.assert_array_equal(to_numpy(gw), without)
         assert_close(gb, g.sum((0, 2, 3)), slack=slack(np.abs(g).sum((0, 2, 3)), terms))
-    assert_close(gw, weight_grad(x, g, case), slack=slack(weight_grad(np.abs(x), np.abs(g), case), terms))
+    nearby = largest_nearby if options["kernel"] is ConvKernel.WINOGRAD else np.abs
+    assert_close(gw, weight_grad(x, g, case), slack=slack(weight_grad(nearby(x), nearby(g), case), terms))
 
 
 @KERNELS
@@ -328,15 +328,54 @@ def test_fewer_multiplications_keep_to_what_an_output_reads(
     np.testing.assert_array_equal(results[1][..., ~reads], results[0][..., ~reads])
 
 
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_fewer_multiplications_keep_gradients_of_other_channels(
+    queue: cl.CommandQueue, simulated: bool, value: float
+) -> None:
+    """What is not finite shows in every filter that reads it, and changes no bit of the others."""
+    if simulated:
+        pytest.skip("slow to simulate")
+    case = Case(2, 7, 5, (6, 39), (3, 3), pad=(1, 1))
+    x, _, g = case.arrays()
+    for spoiled_x, spoiled_g in ((True, False), (False, True)):
+        results = []
+        for is_spoiled in (False, True):
+            arrays = x.copy(), g.copy()
+            arrays[0][1, 4, 3, 17] = value if is_spoiled and spoiled_x else arrays[0][1, 4, 3, 17]
+            arrays[1][0, 2, 5, 38] = value if is_spoiled and spoiled_g else arrays[1][0, 2, 5, 38]
+            tensors = [to_device(queue, array, "float16") for array in arrays]
+            results.append(
+                to_numpy(
+                    ops.conv2d_weight_grad(
+                        *tensors, case.kernel, case.window, out_dtype="float32", kernel=ConvKernel.WINOGRAD
+                    )
+                )
+            )
+        reads = np.zeros(results[0].shape, dtype=bool)
+        reads[:, 4] |= spoiled_x
+        reads[2] |= spoiled_g
+        assert not np.isfinite(results[1][reads]).any()
+        np.testing.assert_array_equal(results[1][~reads], results[0][~reads])
+
+
+def test_fewer_multiplications_of_a_batch_in_slices(
+    queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conv_stage, "_WORKSPACE_BYTES", 1500)
+    images = 2 if simulated else 3
+    check(queue, Case(images, 2, 3, (5, 6), (3, 3), pad=(1, 1)), ConvKernel.WINOGRAD)
+
+
 def test_fewer_multiplications_of_integers_are_exact(queue: cl.CommandQueue, simulated: bool) -> None:
     case = Case(1, 4, 3, (4, 6) if simulated else (9, 21), (3, 3), pad=(1, 1))
     rng = np.random.default_rng(0)
-    x, w = rng.integers(-8, 9, case.arrays()[0].shape), rng.integers(-4, 5, case.arrays()[1].shape)
-    y = ops.conv2d(
-        to_device(queue, x, "float16"), to_device(queue, w, "float16"), case.window,
-        out_dtype="float32", kernel=ConvKernel.WINOGRAD,
-    )  # fmt: skip
+    x, w, g = (rng.integers(-most, most + 1, array.shape) for most, array in zip((8, 4, 6), case.arrays(), strict=True))
+    tensors = [to_device(queue, array, "float16") for array in (x, w, g)]
+    options: Any = {"out_dtype": "float32", "kernel": ConvKernel.WINOGRAD}
+    y = ops.conv2d(tensors[0], tensors[1], case.window, **options)
     np.testing.assert_array_equal(to_numpy(y), forward(x, w, case))
+    gw = ops.conv2d_weight_grad(tensors[0], tensors[2], case.kernel, case.window, **options)
+    np.testing.assert_array_equal(to_numpy(gw), weight_grad(x, g, case))
 
 
 def test_fewer_multiplications_serve_16_bit_storage_on_cpus(queue: cl.CommandQueue) -> None:
@@ -344,7 +383,10 @@ def test_fewer_multiplications_serve_16_bit_storage_on_cpus(queue: cl.CommandQue
         x = bridge.empty(queue, (case.n, case.c, *case.image), x_dtype)
         w = bridge.empty(queue, (case.f, case.c, *case.kernel), "float16")
         out = bridge.empty(queue, (case.n, case.f, *case.window.output(case.image, case.kernel)), out_dtype)
-        return ops.kernel_for(None, x, ops.pack_weights(w, 1, transposed=False), case.window, out)
+        weights = ops.pack_weights(w, 1, transposed=False)
+        convolution = conv_winograd.pays(x, weights, case.window, out)
+        assert conv_winograd_grad.pays(x, out, case.kernel, case.window) == convolution
+        return ops.kernel_for(None, queue, case.kernel, case.window, convolution)
 
     direct = ops.default_kernel(queue)
     fitting = Case(128, 16, 16, (4, 4), (3, 3), pad=(1, 1))

@@ -1,0 +1,99 @@
+"""Weight gradients of 3x3 convolutions of stride 1 with fewer multiplications, on CPU devices
+(kernels/conv_winograd_grad.cl).
+
+Winograd's F(3x3, 2x2) adds elements of the input, and elements of the gradient, before it multiplies them, in fp32.
+A sum over so many positions is off by about as much as if it were added up term by term.
+"""
+
+from __future__ import annotations
+
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.ops.cast import cast_into
+from clamp.ops.conv_geometry import Correlation, Pair, Window, pair
+from clamp.ops.conv_packed import tile_of_gradient
+from clamp.ops.conv_stage import slices, stage
+from clamp.ops.conv_winograd import MIN_CHANNELS, MIN_OUTPUTS, OVERREAD, PLACES, fits, tiles_of
+from clamp.ops.reduce_to_shape import sum_to_shape
+from clamp.program import get_kernel
+
+_BLOCK = 64  # tiles that are transformed at a time
+_MOST_CHANNELS = 128  # input channels whose tiles a second-level cache holds, transformed
+_ITEMS_PER_CORE = 2  # each has partial sums to add up, and a workspace of a few MB
+_PARTIAL_FLOATS = 8 * 2**20  # of partial weight gradients
+
+
+def pays(x: Tensor, grad: Tensor, extent: Pair, window: Window) -> bool:
+    """Whether this kernel is faster, for elements whose own rounding is coarse beside that of adding two of them."""
+    channels = min(x.shape[1], grad.shape[1]) // window.groups
+    large = channels >= MIN_CHANNELS and grad.size >= MIN_OUTPUTS * grad.shape[1]
+    return "float32" not in (x.dtype, grad.dtype) and large and fits(extent, window)
+
+
+def weight_gradient(x: Tensor, grad: Tensor, window: Window, out: Tensor, bias: Tensor | None) -> None:
+    """Writes the gradient of the weights over ``out`` (F, C / groups, 3, 3), that of the bias over ``bias``."""
+    shape = tiles_of(pair(x.shape[2:]), pair(grad.shape[2:]), window.pad)
+    total: _Sum | None = None
+    for first, images in slices(x, shape, x.dtype):
+        staged = stage(x, shape, first, images, x.dtype, by_rows=True, slack=OVERREAD)
+        total = total or _Sum(out, images * shape.positions, window.groups)
+        total.add(staged, shape, images, grad, first * (grad.size // grad.shape[0]))
+    if total is not None:
+        total.finish()
+    if bias is not None:
+        cast_into(sum_to_shape(grad, (1, grad.shape[1], 1, 1), bias.dtype), bias)
+
+
+class _Sum:
+    """A weight gradient as it adds up, slice by slice of the batch."""
+
+    def __init__(self, out: Tensor, columns: int, groups: int) -> None:
+        self._out, self._groups = out, groups
+        self._rows, self._channels = out.shape[0] // groups, out.shape[1]
+        queue = out.queue
+        self._tile = tile = tile_of_gradient(queue, self._rows)
+        self._panels_k, self._panels_m = -(-self._channels // tile.rows), -(-self._rows // tile.columns)
+        floats = groups * PLACES * self._panels_k * self._panels_m * tile.rows * tile.columns
+        items = _ITEMS_PER_CORE * capabilities(queue).compute_units
+        chunks = max(1, min(-(-columns // _BLOCK), -(-items // groups), _PARTIAL_FLOATS // floats))
+        self._each = -(-columns // chunks)
+        self._chunks = -(-columns // self._each)
+        # A part of the channels transforms the gradients for itself.
+        parts = max(-(-self._channels // _MOST_CHANNELS), min(self._panels_k, items // (groups * self._chunks)))
+        self._each_k = -(-self._panels_k // parts)
+        self._partial = bridge.empty(queue, (self._chunks * floats,), "float32")
+        self._accumulate = False
+
+    def add(self, staged: Tensor, shape: Correlation, images: int, grad: Tensor, begin: int) -> None:
+        """Adds some staged images, whose output gradients are in ``grad`` from element ``begin`` on."""
+        queue, tile = grad.queue, self._tile
+        grid = (-(-self._panels_k // self._each_k), self._chunks, self._groups)
+        slice_floats = PLACES * (self._each_k * tile.rows * _BLOCK + 16 + (_BLOCK + 16) * tile.columns)
+        work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_floats,), "float32")
+        block = -(-self._each // -(-self._each // _BLOCK))  # tiles at a time: alike, or the last would be few
+        kernel = get_kernel(
+            queue, "conv_winograd_grad.cl", "weight_grad", "ppppqqqqqqqqqqquqqi",
+            WEIGHT_GRAD=1, X_T=bridge.STORAGE[staged.dtype], G_T=bridge.STORAGE[grad.dtype],
+            MR=tile.rows, NR=tile.columns, BLOCK=_BLOCK,
+        )  # fmt: skip
+        kernel(
+            queue, grid, (1, 1, 1), staged.buffer, grad.buffer, self._partial.buffer, work.buffer, begin,
+            images * shape.positions, self._rows, self._channels, shape.positions, shape.x.positions,
+            *shape.staged_shape, *grad.shape[2:], grad.size, self._each_k, self._each, block, self._accumulate,
+        )  # fmt: skip
+        self._accumulate = True
+
+    def finish(self) -> None:
+        """Writes the sum."""
+        queue: cl.CommandQueue = self._out.queue
+        kernel = get_kernel(
+            queue, "conv_winograd_grad.cl", "weight_grad_finish", "ppqqu",
+            WEIGHT_GRAD_FINISH=1, OUT_T=bridge.STORAGE[self._out.dtype], MR=self._tile.rows, NR=self._tile.columns,
+        )  # fmt: skip
+        kernel(
+            queue, (self._panels_k, self._panels_m, self._groups), (1, 1, 1),
+            self._partial.buffer, self._out.buffer, self._rows, self._channels, self._chunks,
+        )  # fmt: skip
