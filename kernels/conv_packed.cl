@@ -299,7 +299,9 @@ weight_grad(__global const float *restrict x, __global const ulong *restrict off
                     size_t at = run_at[s];
                     const size_t stop = at + run_length[s];
                     EACH_ROW(PREFETCH_STREAM)
-                    for (; at + 4 <= stop; at += 4, b += 4 * NR) { STEP(EACH_ROW, 0) STEP(EACH_ROW, 1) STEP(EACH_ROW, 2) STEP(EACH_ROW, 3) }
+                    for (; at + 4 <= stop; at += 4, b += 4 * NR) {
+                        STEP(EACH_ROW, 0) STEP(EACH_ROW, 1) STEP(EACH_ROW, 2) STEP(EACH_ROW, 3)
+                    }
                     for (; at < stop; at++, b += NR) { STEP(EACH_ROW, 0) }
                 }
                 EACH_ROW(SUSPEND)
@@ -310,7 +312,7 @@ weight_grad(__global const float *restrict x, __global const ulong *restrict off
 #endif
 
 #ifdef WEIGHT_GRAD_FINISH
-// grad[group][m][k] = sum of `chunks` partial tiles, and bias_grad[group][m] = sum of as many partial sums of positions.
+// grad[group][m][k] = sum of `chunks` partial tiles; bias_grad[group][m] = sum of as many partial sums of positions.
 // Work-item (panel of steps, panel of output channels, group).
 __kernel ONE_WORK_ITEM void weight_grad_finish(__global const float *restrict partial,
                                                __global const float *restrict partial_bias,

@@ -146,7 +146,8 @@ weight_grad(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_T)
     const size_t first_k = get_global_id(0) * each_k, first_c = first_k * MR;
     const size_t channels = min((size_t)each_k * MR, C - first_c);
     const size_t phase = HS * WS, plane = 2 * phase, out_plane = OH * OW, place_floats = READ_FLOATS(each_k * MR);
-    __global float *read = work + (part * get_global_size(0) + get_global_id(0)) * PLACES * (place_floats + GRAD_FLOATS);
+    const size_t item = part * get_global_size(0) + get_global_id(0);
+    __global float *read = work + item * PLACES * (place_floats + GRAD_FLOATS);
     __global float *grads = read + PLACES * place_floats;
     partial += part * PLACES * panels_k * panels_m * TILE;
     x += (group * C + first_c) * plane;
