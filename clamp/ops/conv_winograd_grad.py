@@ -2,7 +2,8 @@
 (kernels/conv_winograd_grad.cl).
 
 Winograd's F(3x3, 2x2) adds elements of the input, and elements of the gradient, before it multiplies them, in fp32.
-A sum over so many positions is off by about as much as if it were added up term by term.
+A sum over so many positions is off by about as much as if it were added up term by term. Elements of 2^126 and more,
+which only bfloat16 stores, may overflow on the way.
 """
 
 from __future__ import annotations

@@ -414,6 +414,15 @@ def test_layers_of_a_resnet(queue: cl.CommandQueue, simulated: bool, kernel: Con
         check(queue, case, kernel)
 
 
+@pytest.mark.slow
+def test_fewer_multiplications_in_layers_of_a_resnet(queue: cl.CommandQueue, simulated: bool) -> None:
+    if simulated:
+        pytest.skip("too large to simulate")
+    check(queue, Case(2, 64, 64, (28, 28), (3, 3), pad=(1, 1)), ConvKernel.WINOGRAD)
+    check(queue, Case(3, 128, 70, (7, 7), (3, 3), pad=(1, 1)), ConvKernel.WINOGRAD)
+    check(queue, Case(2, 20, 150, (14, 14), (3, 3), pad=(1, 1), groups=2), ConvKernel.WINOGRAD, ("bfloat16",) * 4)
+
+
 def test_shapes_that_do_not_fit(queue: cl.CommandQueue) -> None:
     x, w = to_device(queue, np.ones((1, 2, 3, 3))), to_device(queue, np.ones((4, 2, 5, 5)))
     with pytest.raises(ValueError, match="larger than the padded image"):
