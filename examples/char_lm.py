@@ -5,7 +5,7 @@
 
 netcl's DecoderBlock (rotary attention, RMS norm, SwiGLU) learns the standard library's sources, character by character.
 ``train`` is the example: a netcl training loop in which two lines, marked below, turn mixed precision on. netcl's own
-run is stopped after a few steps, which is enough for its time and its loss (``--netcl-steps 0`` lets it go on).
+run is stopped after a few steps, which is enough for its time and its loss (``--netcl-steps all`` lets it go on).
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def settings(dtype: str) -> dict[str, AmpOptions]:
 def compare(task: Task, options: argparse.Namespace, console: Console) -> list[Result]:
     """Trains every way with every seed, under a live display."""
     limits = {
-        name: min(task.steps, options.netcl_steps or task.steps) if name == "netcl fp32" else task.steps
+        name: min(task.steps, options.netcl_steps or task.steps) if name == "netcl fp32" else task.steps  # None: all
         for name in settings(options.dtype)
     }
     results = []
@@ -293,13 +293,17 @@ def draw_distance(axes: Any, result: Result, baseline: Result, style: dict[str, 
 # ---------------------------------------------------------------------------------------------- the command line
 
 
-def add_options(parser: argparse.ArgumentParser, *, batch: int, netcl_steps: int = 0) -> None:
+def add_options(parser: argparse.ArgumentParser, *, batch: int, netcl_steps: int | None = None) -> None:
     """Adds what all comparisons take."""
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16", help="of the third run")
     parser.add_argument("--batch", type=positive, default=batch)
     parser.add_argument("--seeds", type=positive, default=1, metavar="N", help="runs to take the mean of")
     parser.add_argument(
-        "--netcl-steps", type=int, default=netcl_steps, metavar="N", help="stop netcl's own run after so many; 0: never"
+        "--netcl-steps",
+        type=count_or_all,
+        default=netcl_steps,
+        metavar="N|all",
+        help="stop netcl's own run after so many",
     )
     parser.add_argument("--plot", metavar="FILE.png", help="draw the loss curves and the loss scale")
 
@@ -310,6 +314,11 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")
     return number
+
+
+def count_or_all(text: str) -> int | None:
+    """An integer of at least 1, or None for "all", for argparse."""
+    return None if text == "all" else positive(text)
 
 
 def show(task: Task, options: argparse.Namespace, device: str) -> None:

@@ -2,12 +2,12 @@
 
     sudo apt install dataset-fashion-mnist
     python examples/fashion_mnist.py
-    python examples/fashion_mnist.py --data DIR --seeds 3 --netcl-steps 0 --plot fashion.png
+    python examples/fashion_mnist.py --data DIR --seeds 3 --netcl-steps all --plot fashion.png
 
 Convolutions, batch norm and max pooling learn 60,000 images of 28 x 28 pixels of ten kinds of clothes (Xiao, Rasul,
 Vollgraf: Fashion-MNIST, 2017). ``train`` is the example: a netcl training loop in which two lines, marked below, turn
 mixed precision on. netcl's own run is stopped after a few steps, which is enough for its time and its loss: it would
-take the better part of an hour on a CPU (``--netcl-steps 0`` lets it).
+take the better part of an hour on a CPU (``--netcl-steps all`` lets it).
 """
 
 from __future__ import annotations
