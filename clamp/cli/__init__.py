@@ -66,7 +66,7 @@ def _add_lists(parser: argparse.ArgumentParser) -> None:
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help="part of a platform's or device's name (netcl's default)")
     parser.add_argument("--json", metavar="FILE", help="write the results; into a folder as <device>-<date>.json")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds: under a minute")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds: minutes, mostly netcl's")
     parser.add_argument("--only", type=_works, default=WORKS, metavar="WORK,...", help=f"some of {','.join(WORKS)}")
     parser.add_argument("--sizes", type=_sizes, metavar="N,...", help="n of the n x n matrices (256,512,1024,2048)")
     parser.add_argument(

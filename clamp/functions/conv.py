@@ -17,7 +17,7 @@ from clamp.ops import conv as ops
 from clamp.ops.conv_geometry import Pair, Window
 from clamp.ops.conv_stage import Weights
 from clamp.ops.elementwise import elementwise
-from clamp.ops.reduce_to_shape import sum_to_shape
+from clamp.ops.reduce_to_shape import sum_channels
 
 Number = int | Sequence[int]  # netcl takes one number for both axes
 
@@ -175,7 +175,7 @@ def _parameter_grads(
 
 def _bias_grad(grad: Tensor, bias: Operand) -> Tensor:
     """The sum over everything but channels."""
-    return bridge.view(sum_to_shape(grad, (1, grad.shape[1], 1, 1), bias.grad_dtype), bias.shape)
+    return bridge.view(sum_channels(grad, bias.grad_dtype), bias.shape)
 
 
 def _groups_of(x: Sequence[int], w: Sequence[int]) -> int:

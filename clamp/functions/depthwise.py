@@ -8,6 +8,7 @@ from clamp import bridge
 from clamp.bridge import Tape, Tensor
 from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, leave_to_netcl_if, record
 from clamp.ops import depthwise as ops
+from clamp.ops.reduce_to_shape import sum_channels
 
 
 def _require_floating(*operands: Operand | None) -> None:
@@ -48,7 +49,7 @@ def depthwise_conv2d(
         )  # fmt: skip
         if bo is None:
             return [gx, gw]
-        gb = bridge.view(ops.bias_gradient(grad, bo.grad_dtype), bo.shape) if bo.needs_grad else None
+        gb = bridge.view(sum_channels(grad, bo.grad_dtype), bo.shape) if bo.needs_grad else None
         return [gx, gw, gb]
 
     return record(out, backward, (xo, wo) if bo is None else (xo, wo, bo), "depthwise_conv2d", tape)
@@ -98,5 +99,5 @@ def depthwise_conv2d_backward(
     _require_floating(xo, wo, grad, bo)
     bridge.require_same_queue("depthwise_conv2d_backward", xo.value, wo.value, grad.value)
     gx, gw = ops.gradients(xo.value, wo.value, grad.value, stride, pad, dx_dtype=xo.grad_dtype, dw_dtype=wo.grad_dtype)
-    gb = None if bo is None else bridge.view(ops.bias_gradient(grad.value, bo.grad_dtype), bo.shape)
+    gb = None if bo is None else bridge.view(sum_channels(grad.value, bo.grad_dtype), bo.shape)
     return gx, gw, gb

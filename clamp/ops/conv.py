@@ -23,7 +23,7 @@ from clamp.ops.cast import cast_into
 from clamp.ops.conv_geometry import Correlation, Pair, Window, forward, gradient, pair
 from clamp.ops.conv_stage import Source, Weights, interleave, offsets, slices, stage
 from clamp.ops.gemm_operands import Epilogue
-from clamp.ops.reduce_to_shape import sum_to_shape
+from clamp.ops.reduce_to_shape import sum_channels
 
 
 class ConvKernel(Enum):
@@ -210,7 +210,7 @@ def _weight_grad(
     out_shape = (rows * window.groups, channels, *extent)
     if x.size * grad.size == 0:
         if bias is not None:
-            cast_into(sum_to_shape(grad, (1, grad.shape[1], 1, 1), bias.dtype), bias)
+            cast_into(sum_channels(grad, bias.dtype), bias)
         return bridge.zeros(x.queue, out_shape, out_dtype)
     out = bridge.empty(x.queue, out_shape, out_dtype)
     kernel = kernel_for(kernel, x.queue, extent, window, conv_winograd_grad.pays(x, grad, extent, window))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pyopencl as cl
 
 from clamp import bridge
@@ -70,6 +72,38 @@ def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_ima
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Division:
+    """How the positions and the panels of a weight gradient are divided among work-items.
+
+    Attributes:
+        each: positions of a chunk, whose sums are kept apart until the end.
+        chunks: how many there are.
+        block: positions that are read at a time; alike, or the last would be few.
+        each_k: panels of a work-item.
+    """
+
+    each: int
+    chunks: int
+    block: int
+    each_k: int
+
+
+def divide(items: int, groups: int, columns: int, most: int, panels_k: int, floats: int, parts: int = 1) -> Division:
+    """Into about ``items`` work-items.
+
+    Args:
+        columns: positions, of which ``most`` are read at a time.
+        panels_k: panels, in at least so many ``parts``.
+        floats: sums of a chunk.
+    """
+    chunks = max(1, min(-(-columns // most), -(-items // groups), _PARTIAL_FLOATS // floats))
+    each = -(-columns // chunks)
+    chunks = -(-columns // each)
+    parts = max(parts, min(panels_k, items // (groups * chunks)))
+    return Division(each, chunks, -(-each // -(-each // most)), -(-panels_k // parts))
+
+
 class WeightGradient:
     """A weight gradient as it adds up, slice by slice of the batch."""
 
@@ -81,24 +115,19 @@ class WeightGradient:
         self._panels_k, self._panels_m = -(-first.offsets.steps // tile.rows), -(-rows // tile.columns)
         floats = first.groups * self._panels_k * self._panels_m * tile.rows * tile.columns
         items = _CHUNKS_PER_CORE * capabilities(queue).compute_units
-        blocks = -(-first.columns // self._most)
-        chunks = max(1, min(blocks, -(-items // first.groups), _PARTIAL_FLOATS // floats))
-        self._each = -(-first.columns // chunks)
-        self._chunks = -(-first.columns // self._each)
-        parts_k = min(self._panels_k, max(1, items // (first.groups * self._chunks)))
-        self._each_k = -(-self._panels_k // parts_k)
-        self._partial = bridge.empty(queue, (self._chunks * floats,), "float32")
-        bias_floats = self._chunks * first.groups * self._panels_m * tile.columns
+        self._division = divide(items, first.groups, first.columns, self._most, self._panels_k, floats)
+        chunks = self._division.chunks
+        self._partial = bridge.empty(queue, (chunks * floats,), "float32")
+        bias_floats = chunks * first.groups * self._panels_m * tile.columns
         # a kernel's pointers must point somewhere
         self._partial_bias = self._partial if bias is None else bridge.empty(queue, (bias_floats,), "float32")
         self._accumulate = False
 
     def add(self, source: Source, grad: Tensor, begin: int) -> None:
         """Adds the images of ``source``, whose output gradients are in ``grad`` from element ``begin`` on."""
-        queue, shape, tile = grad.queue, source.shape, self._tile
-        grid = (-(-self._panels_k // self._each_k), self._chunks, source.groups)
+        queue, shape, tile, division = grad.queue, source.shape, self._tile, self._division
+        grid = (-(-self._panels_k // division.each_k), division.chunks, source.groups)
         work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * (self._most + 16) * tile.columns,), "float32")
-        block = -(-self._each // -(-self._each // self._most))  # positions at a time: alike, or the last would be few
         kernel = get_kernel(
             queue, "conv_packed.cl", "weight_grad", "ppppppqqqqqqqqqqquqqii",
             WEIGHT_GRAD=1, G_T=bridge.STORAGE[grad.dtype], MR=tile.rows, NR=tile.columns, JC=self._most,
@@ -107,7 +136,7 @@ class WeightGradient:
             queue, grid, (1, 1, 1), source.tensor.buffer, source.offsets.buffer, grad.buffer, self._partial.buffer,
             self._partial_bias.buffer, work.buffer, begin, source.columns, self._rows, source.offsets.steps,
             shape.positions, *shape.row, source.groups * source.group_size, source.group_size,
-            source.groups * self._rows * shape.positions, grad.size, self._each_k, self._each, block,
+            source.groups * self._rows * shape.positions, grad.size, division.each_k, division.each, division.block,
             self._accumulate, self._bias is not None,
         )  # fmt: skip
         self._accumulate = True
@@ -124,5 +153,5 @@ class WeightGradient:
         kernel(
             queue, (self._panels_k, self._panels_m, source.groups), (1, 1, 1),
             self._partial.buffer, self._partial_bias.buffer, self._out.buffer, bias.buffer,
-            self._rows, source.offsets.steps, self._chunks, self._bias is not None,
+            self._rows, source.offsets.steps, self._division.chunks, self._bias is not None,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from clamp.device import Capabilities, capabilities
 from clamp.ops.cast import cast_into
 from clamp.ops.conv_stage import Source, Weights
 from clamp.ops.gemm_operands import Epilogue
-from clamp.ops.reduce_to_shape import sum_axis, sum_to_shape
+from clamp.ops.reduce_to_shape import sum_axis, sum_channels
 from clamp.program import get_kernel
 
 _PER_ITEM = 4  # a work-item computes 4 x 4 elements
@@ -98,6 +98,5 @@ class WeightGradient:
     def finish(self, source: Source) -> None:
         """Writes the sum."""
         if self._bias is not None:
-            bias = sum_to_shape(self._grad, (1, self._grad.shape[1], 1, 1), self._bias.dtype)
-            cast_into(bias, self._bias)
+            cast_into(sum_channels(self._grad, self._bias.dtype), self._bias)
         cast_into(sum_axis(self._partial, 1, self._chunks, self._out.size, self._out.dtype), self._out)

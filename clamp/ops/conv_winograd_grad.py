@@ -15,16 +15,15 @@ from clamp.bridge import Tensor
 from clamp.device import capabilities
 from clamp.ops.cast import cast_into
 from clamp.ops.conv_geometry import Correlation, Pair, Window, pair
-from clamp.ops.conv_packed import tile_of_gradient
+from clamp.ops.conv_packed import divide, tile_of_gradient
 from clamp.ops.conv_stage import slices, stage
 from clamp.ops.conv_winograd import MIN_CHANNELS, MIN_OUTPUTS, OVERREAD, PLACES, fits, tiles_of
-from clamp.ops.reduce_to_shape import sum_to_shape
+from clamp.ops.reduce_to_shape import sum_channels
 from clamp.program import get_kernel
 
 _BLOCK = 64  # tiles that are transformed at a time
 _MOST_CHANNELS = 128  # input channels whose tiles a second-level cache holds, transformed
 _ITEMS_PER_CORE = 2  # each has partial sums to add up, and a workspace of a few MB
-_PARTIAL_FLOATS = 8 * 2**20  # of partial weight gradients
 
 
 def pays(x: Tensor, grad: Tensor, extent: Pair, window: Window) -> bool:
@@ -45,7 +44,7 @@ def weight_gradient(x: Tensor, grad: Tensor, window: Window, out: Tensor, bias: 
     if total is not None:
         total.finish()
     if bias is not None:
-        cast_into(sum_to_shape(grad, (1, grad.shape[1], 1, 1), bias.dtype), bias)
+        cast_into(sum_channels(grad, bias.dtype), bias)
 
 
 class _Sum:
@@ -59,22 +58,18 @@ class _Sum:
         self._panels_k, self._panels_m = -(-self._channels // tile.rows), -(-self._rows // tile.columns)
         floats = groups * PLACES * self._panels_k * self._panels_m * tile.rows * tile.columns
         items = _ITEMS_PER_CORE * capabilities(queue).compute_units
-        chunks = max(1, min(-(-columns // _BLOCK), -(-items // groups), _PARTIAL_FLOATS // floats))
-        self._each = -(-columns // chunks)
-        self._chunks = -(-columns // self._each)
-        # A part of the channels transforms the gradients for itself.
-        parts = max(-(-self._channels // _MOST_CHANNELS), min(self._panels_k, items // (groups * self._chunks)))
-        self._each_k = -(-self._panels_k // parts)
-        self._partial = bridge.empty(queue, (self._chunks * floats,), "float32")
+        # Each part of the channels transforms the gradients for itself.
+        parts = -(-self._channels // _MOST_CHANNELS)
+        self._division = divide(items, groups, columns, _BLOCK, self._panels_k, floats, parts)
+        self._partial = bridge.empty(queue, (self._division.chunks * floats,), "float32")
         self._accumulate = False
 
     def add(self, staged: Tensor, shape: Correlation, images: int, grad: Tensor, begin: int) -> None:
         """Adds some staged images, whose output gradients are in ``grad`` from element ``begin`` on."""
-        queue, tile = grad.queue, self._tile
-        grid = (-(-self._panels_k // self._each_k), self._chunks, self._groups)
-        slice_floats = PLACES * (self._each_k * tile.rows * _BLOCK + 16 + (_BLOCK + 16) * tile.columns)
+        queue, tile, division = grad.queue, self._tile, self._division
+        grid = (-(-self._panels_k // division.each_k), division.chunks, self._groups)
+        slice_floats = PLACES * (division.each_k * tile.rows * _BLOCK + 16 + (_BLOCK + 16) * tile.columns)
         work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_floats,), "float32")
-        block = -(-self._each // -(-self._each // _BLOCK))  # tiles at a time: alike, or the last would be few
         kernel = get_kernel(
             queue, "conv_winograd_grad.cl", "weight_grad", "ppppqqqqqqqqqqquqqi",
             WEIGHT_GRAD=1, X_T=bridge.STORAGE[staged.dtype], G_T=bridge.STORAGE[grad.dtype],
@@ -83,7 +78,8 @@ class _Sum:
         kernel(
             queue, grid, (1, 1, 1), staged.buffer, grad.buffer, self._partial.buffer, work.buffer, begin,
             images * shape.positions, self._rows, self._channels, shape.positions, shape.x.positions,
-            *shape.staged_shape, *grad.shape[2:], grad.size, self._each_k, self._each, block, self._accumulate,
+            *shape.staged_shape, *grad.shape[2:], grad.size, division.each_k, division.each, division.block,
+            self._accumulate,
         )  # fmt: skip
         self._accumulate = True
 
@@ -96,5 +92,5 @@ class _Sum:
         )  # fmt: skip
         kernel(
             queue, (self._panels_k, self._panels_m, self._groups), (1, 1, 1),
-            self._partial.buffer, self._out.buffer, self._rows, self._channels, self._chunks,
+            self._partial.buffer, self._out.buffer, self._rows, self._channels, self._division.chunks,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from clamp.bridge import Tensor
 from clamp.device import capabilities
 from clamp.ops.cast import launch, span_for
 from clamp.ops.reduce import plan_rows
-from clamp.ops.reduce_to_shape import sum_axis, sum_to_shape
+from clamp.ops.reduce_to_shape import sum_axis
 from clamp.program import get_kernel
 
 _FRAME = 8192  # as FRAME in depthwise.cl
@@ -161,12 +161,6 @@ def gradients(
     if sums is None or dw_dtype is None:
         return dx, None
     return dx, bridge.view(sum_axis(sums, 1, sums.shape[0], w.size, dw_dtype), w.shape)
-
-
-def bias_gradient(grad: Tensor, out_dtype: str) -> Tensor:
-    """Gradient by the bias: the sum of each channel, of shape (C,)."""
-    channels = grad.shape[1]
-    return bridge.view(sum_to_shape(grad, (1, channels, 1, 1), out_dtype), (channels,))
 
 
 def _require_grad_shape(grad: Tensor, geo: Geometry) -> None:

@@ -52,6 +52,12 @@ def sum_to_shape(x: Tensor, shape: tuple[int, ...], out_dtype: str) -> Tensor:
     return bridge.view(cast(x, out_dtype), shape)
 
 
+def sum_channels(x: Tensor, out_dtype: str) -> Tensor:
+    """The sums (C,) of the channels of x (N, C, H, W), such as the gradient by a bias; see `sum_to_shape`."""
+    channels = x.shape[1]
+    return bridge.view(sum_to_shape(x, (1, channels, 1, 1), out_dtype), (channels,))
+
+
 def sum_axis(x: Tensor, outer: int, rows: int, inner: int, out_dtype: str) -> Tensor:
     """The sum over the middle axis of x, seen as ``[outer][rows][inner]``; shape ``(outer * inner,)``.
 
