@@ -17,9 +17,9 @@ from clamp.ops.reduce import plan_rows
 from clamp.ops.reduce_to_shape import sum_axis
 from clamp.program import get_kernel
 
-_FRAME = 8192  # as FRAME in depthwise.cl
-_TAPS = 64  # as TAPS
-_BLOCK = 16  # as BLOCK
+_FRAME = 8192  # as FRAME in depthwise.clh
+_TAPS = 64  # as TAPS in depthwise.clh
+_BLOCK = 16  # as BLOCK in depthwise_backward.cl
 _BLOCK_ELEMENTS = 32768  # elements of x that are worth reading in one go
 _SPILL = 32  # elements of a phase of the frame for what stores write beyond its end
 _SPECIALIZED = (3,)  # filter sizes that have a program of their own
@@ -52,7 +52,7 @@ class Geometry:
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """Arguments that every kernel of depthwise.cl takes."""
+        """Arguments that every kernel takes."""
         return (
             self.channels, self.height, self.width, self.out_height, self.out_width,
             self.kernel_height, self.kernel_width, self.pad,
@@ -122,7 +122,7 @@ def depthwise_conv2d(
     }  # fmt: skip
     tiles = _output_tiles(x.queue, geo)
     if tiles is None:
-        _launch_elements("forward", y, buffers, geo, types)
+        _launch_elements("depthwise_forward.cl", "forward", y, buffers, geo, types)
     else:
         _launch_forward_tiles(x, buffers, geo, tiles, types)
     return y
@@ -156,7 +156,9 @@ def gradients(
     else:
         if dx is not None:
             types = {name: bridge.STORAGE[t.dtype] for name, t in (("G_T", grad), ("W_T", w), ("DX_T", dx))}
-            _launch_elements("input_gradient", dx, (grad.buffer, w.buffer, dx.buffer), geo, types)
+            _launch_elements(
+                "depthwise_backward.cl", "input_gradient", dx, (grad.buffer, w.buffer, dx.buffer), geo, types
+            )
         sums = None if dw_dtype is None else _launch_weight_elements(x, grad, geo)
     if sums is None or dw_dtype is None:
         return dx, None
@@ -256,7 +258,7 @@ def _launch_forward_tiles(
 ) -> None:
     each = plan_rows(x.queue, tiles.count, tiles.work).each
     kernel = get_kernel(
-        x.queue, "depthwise.cl", "forward_tiles", "ppppqquuiiuuuuuuui", FORWARD_TILES=1, **types, **geo.macros
+        x.queue, "depthwise_forward.cl", "forward_tiles", "ppppqquuiiuuuuuuui", FORWARD_TILES=1, **types, **geo.macros
     )
     kernel(
         x.queue, (-(-tiles.count // each),), (1,),
@@ -265,11 +267,11 @@ def _launch_forward_tiles(
 
 
 def _launch_elements(
-    name: str, out: Tensor, buffers: tuple[Any, ...], geo: Geometry, macros: Mapping[str, object]
+    file: str, name: str, out: Tensor, buffers: tuple[Any, ...], geo: Geometry, macros: Mapping[str, object]
 ) -> None:
     span = span_for(out.queue, out.size) if capabilities(out.queue).is_cpu else 1
     kernel = get_kernel(
-        out.queue, "depthwise.cl", f"{name}_elements", "p" * len(buffers) + "quuiiiiuuuu",
+        out.queue, file, f"{name}_elements", "p" * len(buffers) + "quuiiiiuuuu",
         **{f"{name.upper()}_ELEMENTS": 1}, **macros,
     )  # fmt: skip
     sizes = launch(out.queue, -(-out.size // span))
@@ -285,7 +287,7 @@ def _launch_gradient_tiles(
     block = _channel_block(x.queue, geo)
     sums = bridge.empty(x.queue, (parts, geo.channels, geo.taps), "float32") if with_weight else None
     kernel = get_kernel(
-        x.queue, "depthwise.cl", "gradient_tiles", "pppppqquuuuiiiiuuuuui", GRADIENT_TILES=1,
+        x.queue, "depthwise_backward.cl", "gradient_tiles", "pppppqquuuuiiiiuuuuui", GRADIENT_TILES=1,
         INPUT_GRADIENT=int(dx is not None), WEIGHT_GRADIENT=int(with_weight), SHIFT=geo.pad % geo.stride,
         X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype], W_T=bridge.STORAGE[w.dtype],
         DX_T=bridge.STORAGE[grad.dtype if dx is None else dx.dtype], **geo.macros,
@@ -305,7 +307,7 @@ def _launch_weight_elements(x: Tensor, grad: Tensor, geo: Geometry) -> Tensor:
     sums = bridge.empty(x.queue, (parts, geo.channels, geo.taps), "float32")
     group = 1 if device.is_cpu else min(_GROUP_GPU, 1 << (device.max_work_group.bit_length() - 1))
     kernel = get_kernel(
-        x.queue, "depthwise.cl", "weight_gradient_elements", "pppuuuiiuuuuuu", WEIGHT_GRADIENT_ELEMENTS=1,
+        x.queue, "depthwise_backward.cl", "weight_gradient_elements", "pppuuuiiuuuuuu", WEIGHT_GRADIENT_ELEMENTS=1,
         WG=group, X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype],
     )  # fmt: skip
     kernel(
