@@ -81,9 +81,9 @@ class WeightCache:
     def drop_buffer(self, buffer: Any) -> None:
         """Forgets what was derived from tensors stored in ``buffer``, or in a part of it."""
         with self._lock:
-            stale = [key for key, entry in self._entries.items() if _shares_memory(entry.buffer, buffer)]
-            for key in stale:
-                del self._entries[key]
+            for key, entry in self._entries.copy().items():  # a collection may end entries at any time
+                if _shares_memory(entry.buffer, buffer):
+                    self._entries.pop(key, None)
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -93,7 +93,8 @@ class WeightCache:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory held: of tensors, and of values that say their ``nbytes``."""
-        values = [value for entry in self._entries.values() for value in entry.values.values()]
+        with self._lock:
+            values = [value for entry in self._entries.copy().values() for value in entry.values.copy().values()]
         return sum(nbytes(value) if isinstance(value, Tensor) else getattr(value, "nbytes", 0) for value in values)
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ from netcl.ops.indexing import as_index_tensor, index_add
 from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 from netcl.optim.ema import ModelEMA
 
-from clamp import amp
+from clamp import amp, cache
 from clamp.bridge import Parameter
 from clamp.cache import WeightCache, weights
 from tests.reference import to_device, to_numpy
@@ -68,6 +68,28 @@ WRITES: dict[str, Callable[[Parameter], object]] = {
     "index_add": lambda p: index_add(p, 0, as_index_tensor([0, 1, 2, 3], p.queue), to_device(p.queue, np.ones((4, 4)))),
     "a replaced buffer": lambda p: setattr(p, "buffer", to_device(p.queue, np.full((4, 4), 2.0)).buffer),
 }
+
+
+def test_tensors_may_die_while_a_write_looks_for_its_entries(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking compares buffers, which allocates, which may collect garbage, and entries end with their tensors."""
+    values = WeightCache()
+    tensors = [Parameter.from_host(queue, np.ones(3, np.float32)) for _ in range(4)]
+    for tensor in tensors:
+        values.get(tensor, "kind", lambda _: "value")
+    compare = cache._shares_memory
+
+    def compare_as_others_die(ours: object, written: object) -> bool:
+        del tensors[1:-1]
+        gc.collect()
+        return compare(ours, written)
+
+    monkeypatch.setattr(cache, "_shares_memory", compare_as_others_die)
+    del tensor
+    values.drop_buffer(tensors[0].buffer)
+    assert len(values) == 1
+    assert values.get(tensors[-1], "kind", lambda _: "made anew") == "value"
 
 
 @pytest.mark.parametrize("write", WRITES)
