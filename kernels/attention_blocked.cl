@@ -191,7 +191,8 @@ __kernel ONE_WORK_ITEM void attention_forward(__global const STORAGE(Q_T) *restr
                     EACH_ROW(KEEP_SCORE)
                 }
                 const float16 shift0 = FINITE_TOP(new0), rescale0 = EXP(top0 - shift0);
-                FIRST_AND_SECOND(, const float16 shift1 = FINITE_TOP(new1); const float16 rescale1 = EXP(top1 - shift1);)
+                FIRST_AND_SECOND(, const float16 shift1 = FINITE_TOP(new1);
+                                 const float16 rescale1 = EXP(top1 - shift1);)
                 top0 = new0;
                 sum0 *= rescale0;
                 FIRST_AND_SECOND(, top1 = new1; sum1 *= rescale1;)
@@ -227,7 +228,8 @@ __kernel ONE_WORK_ITEM void attention_forward(__global const STORAGE(Q_T) *restr
             transpose(result, LANES, rows, pitch, pitch, LANES);
             narrow_y(rows, y + at * D, inside, D, pitch);
             STORE_PART(f32, FINITE_TOP(top0) + log(sum0), lse, at, at + inside);
-            FIRST_AND_SECOND(, if (inside > 16) STORE_PART(f32, FINITE_TOP(top1) + log(sum1), lse, at + 16, at + inside);)
+            FIRST_AND_SECOND(, if (inside > 16)
+                                   STORE_PART(f32, FINITE_TOP(top1) + log(sum1), lse, at + 16, at + inside);)
         }
     }
 }
@@ -276,7 +278,8 @@ __kernel ONE_WORK_ITEM void attention_backward(
             const float16 shift0 = FINITE_TOP(LOAD_PART(f32, lse, at, at + inside, 0.0f));
             float16 delta0 = 0.0f;
             FIRST_AND_SECOND(, const float16 shift1 =
-                             FINITE_TOP(inside > 16 ? LOAD_PART(f32, lse, at + 16, at + inside, 0.0f) : (float16)(0.0f));
+                             FINITE_TOP(inside > 16 ? LOAD_PART(f32, lse, at + 16, at + inside, 0.0f)
+                                                    : (float16)(0.0f));
                              float16 delta1 = 0.0f;)
             for (int key = 0; key < visible; key += ROWS) {
                 const bool edge = IS_EDGE(key);

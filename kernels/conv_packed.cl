@@ -33,92 +33,8 @@
 #include "transpose.clh"
 
 #ifdef CONV
-#define MAX_RUNS 4
-
-// 16 positions from j on at `steps` steps, into every NR floats from `panel`. A run is a set of positions that are
-// neighbours in the staged source; run[s] is where lane 0 would be if its run began there.
-static inline void pack_positions(__global const STORAGE(X_T) *x, __global const ulong *offsets,
-                                  __global float *panel, int steps, size_t j, size_t columns, size_t positions,
-                                  size_t width, size_t pitch, size_t image, size_t group_begin, long size, long reach) {
-    size_t n = j / positions, r = (j - n * positions) / width, q = j - n * positions - r * width;
-    const long begin = (long)(group_begin + n * image + r * pitch + q);
-    if (q + 16 <= width && j + 16 <= columns && begin + reach + 16 <= size) { // one run, as nearly always
-        for (int k = 0; k < steps; k++) STORE16(f32, LOAD16(X_T, x, begin + offsets[k]), panel, k * NR);
-        return;
-    }
-    const int16 lane = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    long run[MAX_RUNS], each[16];
-    int start[MAX_RUNS], runs = 0, l = 0;
-    bool inside = true;
-    for (int s = 0; s < MAX_RUNS; s++) start[s] = 16;
-    while (l < 16) {
-        const long at = (long)(group_begin + n * image + r * pitch + q) - l;
-        const bool is_real = j + l < columns; // what lies beyond is never stored: it repeats the last position
-        const int next = is_real ? (int)min(l + (long)(width - q), 16L) : 16;
-        for (int i = l; i < next; i++) each[i] = is_real ? at + i : each[l - 1];
-        if (is_real) {
-            inside = inside && at >= 0 && at + reach + 16 <= size;
-            if (runs < MAX_RUNS) {
-                run[runs] = at;
-                start[runs] = l;
-            }
-            runs++;
-        }
-        l = next;
-        q = 0;
-        if (++r * width >= positions) {
-            r = 0;
-            n++;
-        }
-    }
-    if (!inside || runs > MAX_RUNS || runs == 1) {
-        for (int k = 0; k < steps; k++) {
-            float lanes[16];
-            for (int i = 0; i < 16; i++) lanes[i] = LOAD(X_T, x, each[i] + offsets[k]);
-            STORE16(f32, vload16(0, lanes), panel, k * NR);
-        }
-    } else if (runs == 2) {
-        const long r0 = run[0], r1 = run[1];
-        const int16 is_1 = lane >= start[1];
-        for (int k = 0; k < steps; k++) {
-            const float16 v = LOAD16(X_T, x, r0 + offsets[k]), v1 = LOAD16(X_T, x, r1 + offsets[k]);
-            STORE16(f32, select(v, v1, is_1), panel, k * NR);
-        }
-    } else {
-        const long r0 = run[0], r1 = run[1], r2 = run[2], r3 = runs == 4 ? run[3] : r2;
-        const int16 is_1 = lane >= start[1], is_2 = lane >= start[2], is_3 = lane >= start[3];
-        for (int k = 0; k < steps; k++) {
-            const float16 v = LOAD16(X_T, x, r0 + offsets[k]), v1 = LOAD16(X_T, x, r1 + offsets[k]);
-            const float16 v2 = LOAD16(X_T, x, r2 + offsets[k]), v3 = LOAD16(X_T, x, r3 + offsets[k]);
-            STORE16(f32, select(select(select(v, v1, is_1), v2, is_2), v3, is_3), panel, k * NR);
-        }
-    }
-}
-
-// 16 sums of a row of outputs, positions j and following: together if they lie in one image, else one by one.
-static inline void store_positions(float16 v, __global STORAGE(OUT_T) *out, size_t row, size_t j,
-                                   size_t columns, size_t positions, size_t out_image, long together) {
-    if (together >= 0) {
-        STORE16(OUT_T, v, out, together + row);
-        return;
-    }
-    float lanes[16];
-    vstore16(v, 0, lanes);
-    size_t n = j / positions, p = j % positions;
-    for (int i = 0; i < 16 && j + i < columns; i++) {
-        STORE(OUT_T, lanes[i], out, n * out_image + row + p);
-        if (++p == positions) {
-            p = 0;
-            n++;
-        }
-    }
-}
-
-// Where 16 positions from j on are stored if they are neighbours there, -1 if they are not.
-static inline long together_at(size_t j, size_t columns, size_t positions, size_t out_image) {
-    const size_t p = j % positions;
-    return p + 16 <= positions && j + 16 <= columns ? (long)(j / positions * out_image + p) : -1L;
-}
+#define PAIRS 0
+#include "conv_positions.clh"
 
 #define SPILL_VECTOR(i, v) STORE_PRIVATE(float16, c##i##_##v, tile + i * NR + v * 16);
 #define SPILL(i) EACH_VECTOR(SPILL_VECTOR, i)
@@ -169,7 +85,7 @@ conv(__global const float *restrict weights, __global const STORAGE(X_T) *restri
             const int steps = (int)min((size_t)KC, (size_t)K - k0);
             for (int v = 0; v < NR; v += 16) {
                 if (j + v < columns)
-                    pack_positions(x, offsets + k0, panel + v, steps, j + v, columns, positions, width, pitch, image,
+                    pack_positions(x, offsets + k0, steps, panel + v, j + v, columns, positions, width, pitch, image,
                                    group * group_size, size, reach);
                 else // never stored, but multiplied: memory's last content, if subnormal, would take 100 times as long
                     for (int k = 0; k < steps; k++) STORE16(f32, (float16)(0), panel, k * NR + v);
@@ -212,7 +128,7 @@ static inline void pack_grad(__global const STORAGE(G_T) *g, __global float *pan
                 if (i + 4 <= rows && s + 3 * positions + 16 <= size && count >= 4) {
                     const float16 r0 = LOAD16(G_T, g, s), r1 = LOAD16(G_T, g, s + positions);
                     const float16 r2 = LOAD16(G_T, g, s + 2 * positions), r3 = LOAD16(G_T, g, s + 3 * positions);
-                    store_columns(r0, r1, r2, r3, d);
+                    store_columns(r0, r1, r2, r3, d, NR);
                 } else {
                     const size_t rest = min(count - t, (size_t)16);
                     for (size_t e = 0; e < rest * 4; e++) {

@@ -17,10 +17,7 @@
 // INTERLEAVING. The input gradient of a strided convolution is computed phase by phase; the phases lie one after the
 // other in `phases`, [a][b][n][c][rows of a][columns of b], and are put together row by row.
 //
-// WEIGHTS are packed into panels of rows, each a matrix [step][row], in the order in which kernels read them.
-//
 //   X_T, Y_T   storage types of what is read and written; u16 for both where 16 bits are moved as they are
-//   SRC_T      storage type of the weights; WIDTH, SHORT rows of their panels, KC steps that are read in one go
 //
 // *_rows is for CPU devices: a work-item writes `each` whole rows, 16 elements at a time; what a store writes beyond
 // the end of a row is overwritten by the next row. *_elements is for all others, a work-item an element.
@@ -113,39 +110,6 @@ __kernel void stage_elements(__global const STORAGE(X_T) *restrict x, __global S
     const long h = (long)(row % HS * stride_y + phase_y) - pad_y, w = (long)(at % WS * stride_x + phase_x) - pad_x;
     const bool inside = h >= 0 && h < (long)H && w >= 0 && w < (long)W;
     STORE(Y_T, inside ? LOAD(X_T, x, ((first + plane) * H + h) * W + w) : (VALUE(X_T))0, y, at);
-}
-#endif
-
-#ifdef PACK_WEIGHTS
-// Rows of the panels before panel p.
-#define ROWS_BEFORE(p) (min((size_t)(p), (size_t)tall) * WIDTH + (max((size_t)(p), (size_t)tall) - tall) * SHORT)
-
-// panels [group][block of KC steps][panel][step][row], zero beyond M: what is read one after the other lies so, or a
-// page would be left after each panel's part of a block. The first `tall` panels have WIDTH rows, the others SHORT.
-// Step k = (channel c, tap (i, j)) of row m is the weight at
-// group * stride_group + m * stride_m + c * stride_c + first + i * step_y + j * step_x.
-// Work-item (panel, block of KC steps, group).
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
-pack_weights(__global const STORAGE(SRC_T) *restrict w, __global float *restrict panels, const ulong M, const ulong K,
-             const uint taps_y, const uint taps_x, const ulong stride_group, const ulong stride_m,
-             const ulong stride_c, const uint first, const uint step_y, const uint step_x, const uint tall) {
-    const size_t panel = get_global_id(0), m = ROWS_BEFORE(panel), group = get_global_id(2);
-    const size_t begin = get_global_id(1) * KC, steps = min((size_t)KC, (size_t)K - begin);
-    const size_t height = panel < tall ? WIDTH : SHORT, rows = min(height, (size_t)M - m);
-    w += group * stride_group + m * stride_m + first;
-    panels += (group * K + begin) * ROWS_BEFORE(get_global_size(0)) + m * steps;
-    uint y = begin % (taps_y * taps_x) / taps_x, x = begin % taps_x;
-    w += begin / (taps_y * taps_x) * stride_c;
-    for (size_t k = 0; k < steps; k++) {
-        const size_t at = y * step_y + x * step_x;
-        for (size_t i = 0; i < height; i++)
-            panels[k * height + i] = i < rows ? LOAD(SRC_T, w, at + i * stride_m) : 0.0f;
-        if (++x < taps_x) continue;
-        x = 0;
-        if (++y < taps_y) continue;
-        y = 0;
-        w += stride_c;
-    }
 }
 #endif
 

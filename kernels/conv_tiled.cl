@@ -11,7 +11,8 @@
 //
 //   X_T, G_T, OUT_T, BIAS_T   storage types of the staged source, the output gradient, the output and the bias
 //
-// weights: [group][block of TILE_K steps][M/TILE][step][TILE] floats, zero beyond M. M, K: output channels and steps of one group.
+// weights: [group][block of TILE_K steps][M/TILE][step][TILE] floats, zero beyond M. M, K: output channels and steps of
+// one group.
 
 #define TILE (SIDE * PER_ITEM)
 #define PITCH (TILE + 1) // odd, so that walking along k meets every bank

@@ -1,4 +1,4 @@
-// conv_winograd.cl: a 3x3 convolution of stride 1 for CPU devices, with 16 multiplications for 4 outputs in place of 36.
+// conv_winograd.cl: a 3x3 convolution of stride 1 for CPU devices, with 16 multiplications for 4 outputs, not 36.
 // Winograd's F(2x2, 3x3): A. Lavin, S. Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016.
 //
 // The outputs fall into tiles of 2x2, each of which reads 4x4 elements d of every channel:

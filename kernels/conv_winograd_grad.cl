@@ -87,10 +87,10 @@ static inline Elements read_elements(__global const STORAGE(G_T) *g, size_t at, 
     {                                                                                                                  \
         const float16 a0 = COMBINE(0, 0), b0 = COMBINE(1, 0), c0 = COMBINE(2, 0), d0 = COMBINE(3, 0);                  \
         const float16 a1 = COMBINE(0, 1), b1 = COMBINE(1, 1), c1 = COMBINE(2, 1), d1 = COMBINE(3, 1);                  \
-        store_columns(a0, b0, c0, d0, panel + 4 * row * GRAD_FLOATS);                                                  \
-        store_columns(a0 + a1, b0 + b1, c0 + c1, d0 + d1, panel + (4 * row + 1) * GRAD_FLOATS);                        \
-        store_columns(a0 - a1, b0 - b1, c0 - c1, d0 - d1, panel + (4 * row + 2) * GRAD_FLOATS);                        \
-        store_columns(a1, b1, c1, d1, panel + (4 * row + 3) * GRAD_FLOATS);                                            \
+        store_columns(a0, b0, c0, d0, panel + 4 * row * GRAD_FLOATS, NR);                                              \
+        store_columns(a0 + a1, b0 + b1, c0 + c1, d0 + d1, panel + (4 * row + 1) * GRAD_FLOATS, NR);                    \
+        store_columns(a0 - a1, b0 - b1, c0 - c1, d0 - d1, panel + (4 * row + 2) * GRAD_FLOATS, NR);                    \
+        store_columns(a1, b1, c1, d1, panel + (4 * row + 3) * GRAD_FLOATS, NR);                                        \
     }
 
 // The gradients of NR output channels in the runs, transformed; zeros from channel `rows` on.

@@ -5,7 +5,7 @@
 // gradient of any function of them, with slope s for a squared distance, is a sum of s * 2 * (x - y): every row gathers
 // its own, so nothing is added atomically and results repeat to the bit.
 //
-//   ALL_PAIRS        d[i][j] of every row i of x and j of y. A work-item takes TILE rows and goes along `width` columns,
+//   ALL_PAIRS        d[i][j] of every row i of x and j of y. A work-item takes TILE rows and goes along `width` columns
 //                    TILE at a time, 16 dimensions at a time:
 //
 //                             columns ->

@@ -15,7 +15,7 @@ from clamp.cache import weights
 from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, leave_to_netcl_if, record
 from clamp.ops import conv as ops
 from clamp.ops.conv_geometry import Pair, Window
-from clamp.ops.conv_stage import Weights
+from clamp.ops.conv_weights import Weights
 from clamp.ops.elementwise import elementwise
 from clamp.ops.reduce_to_shape import sum_channels
 

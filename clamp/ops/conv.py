@@ -1,10 +1,11 @@
 """Two-dimensional convolution and its gradients: 16-bit or fp32 storage, fp32 sums, bias and relu in the store.
 
 A convolution is computed as a matrix product whose right-hand operand is read from a staged copy of the source
-(conv_stage.py), never written down (no im2col). Two kernels do it, and the choice is made here and nowhere else: on
-CPU devices a register-blocked one over packed panels, on every other device tiles in local memory. On CPU devices a
-third multiplies less for 3x3 kernels of stride 1 in 16-bit storage (conv_winograd.py). The input gradient, which is
-also the transposed convolution, is such a product again; with a stride, one for each remainder of the input position
+(conv_stage.py), never written down (no im2col). The choice of the kernel is made here and nowhere else: on CPU devices
+a register-blocked one over packed panels, on every other device tiles in local memory. Two more serve CPU devices: in
+bfloat16 the processor's dot product, where it has a fast one (conv_dot_bf16.py); in 16-bit storage, where it has none,
+one that multiplies less for 3x3 kernels of stride 1 (conv_winograd.py). The input gradient, which is also the
+transposed convolution, is such a product again; with a stride, one for each remainder of the input position
 (conv_geometry.py). The weight gradient is a sum of outer products over the output positions.
 """
 
@@ -13,15 +14,14 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-import pyopencl as cl
-
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
-from clamp.ops import conv_packed, conv_tiled, conv_winograd, conv_winograd_grad
+from clamp.ops import conv_dot_bf16, conv_packed, conv_tiled, conv_winograd, conv_winograd_grad
 from clamp.ops.cast import cast_into
 from clamp.ops.conv_geometry import Correlation, Pair, Window, forward, gradient, pair
-from clamp.ops.conv_stage import Source, Weights, interleave, offsets, slices, stage
+from clamp.ops.conv_stage import Source, interleave, offsets, slices, stage
+from clamp.ops.conv_weights import Weights
 from clamp.ops.gemm_operands import Epilogue
 from clamp.ops.reduce_to_shape import sum_channels
 
@@ -30,37 +30,44 @@ class ConvKernel(Enum):
     """Which kernel convolves."""
 
     WINOGRAD = "winograd"  # CPU devices: 3x3, stride 1
+    DOT_BF16 = "dot_bf16"  # CPU devices with a bfloat16 dot product, all operands bfloat16
     PACKED = "packed"  # CPU devices
     TILED = "tiled"  # every device
 
 
-#: each has panel_shape, correlate, WeightGradient and GRAD_SOURCE_DTYPE
-_KERNELS: dict[ConvKernel, Any] = {ConvKernel.PACKED: conv_packed, ConvKernel.TILED: conv_tiled}
-
-
-def default_kernel(queue: cl.CommandQueue) -> ConvKernel:
-    """The fastest kernel for the queue's device."""
-    return ConvKernel.PACKED if capabilities(queue).is_cpu else ConvKernel.TILED
+#: each has correlate, WeightGradient and GRAD_SOURCE_DTYPE
+_KERNELS: dict[ConvKernel, Any] = {
+    ConvKernel.DOT_BF16: conv_dot_bf16,
+    ConvKernel.PACKED: conv_packed,
+    ConvKernel.TILED: conv_tiled,
+}
 
 
 def kernel_for(
-    given: ConvKernel | None, queue: cl.CommandQueue, extent: Pair, window: Window, winograd_pays: bool
+    given: ConvKernel | None, x: Tensor, w: Tensor, extent: Pair, window: Window, dot_pays: bool, winograd_pays: bool
 ) -> ConvKernel:
-    """The kernel of a convolution or of a gradient: the given one, or the fastest."""
+    """The kernel of a convolution or of a gradient: the given one, or the fastest of those that fit.
+
+    Args:
+        x, w: what it multiplies: source and weights, or what takes their places.
+    """
+    if given is ConvKernel.DOT_BF16:
+        _require(x.dtype == w.dtype == "bfloat16", f"no {given} for {x.dtype} by {w.dtype}: both must be bfloat16")
     if given is ConvKernel.WINOGRAD:
         _require(conv_winograd.fits(extent, window), f"no {given} for a kernel of {extent} with {window}")
     if given is not None:
         return given
-    kernel = default_kernel(queue)
-    return ConvKernel.WINOGRAD if kernel is ConvKernel.PACKED and winograd_pays else kernel
+    if not capabilities(x.queue).is_cpu:
+        return ConvKernel.TILED
+    if dot_pays:
+        return ConvKernel.DOT_BF16
+    return ConvKernel.WINOGRAD if winograd_pays else ConvKernel.PACKED
 
 
-def pack_weights(w: Tensor, groups: int, *, transposed: bool, kernel: ConvKernel | None = None) -> Weights:
+def pack_weights(w: Tensor, groups: int, *, transposed: bool) -> Weights:
     """Prepares weights (F, C / groups, KH, KW) for any number of calls of `conv2d`, or, transposed, of
     `conv2d_input_grad`. The panels are made when they are first needed."""
-    kernel = kernel or default_kernel(w.queue)
-    module = conv_packed if kernel is ConvKernel.WINOGRAD else _KERNELS[kernel]  # which has panels of the same shape
-    return Weights(w, groups, transposed, *module.panel_shape(w.queue))
+    return Weights(w, groups, transposed)
 
 
 def conv2d(
@@ -89,13 +96,14 @@ def conv2d(
     Raises:
         ValueError: shapes that do not fit.
     """
-    weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=False, kernel=kernel)
+    weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=False)
     features, channels, *extent = weights.tensor.shape
     _require(x.shape[1] == channels * window.groups, f"x {x.shape} and w {weights.tensor.shape} do not fit")
     image, size = pair(x.shape[2:]), window.output(pair(x.shape[2:]), pair(extent))
     _require(min(size) > 0, f"the kernel {tuple(extent)} is larger than the padded image {tuple(image)}")
     out = bridge.empty(x.queue, (x.shape[0], features, *size), out_dtype)
-    kernel = kernel_for(kernel, x.queue, pair(extent), window, conv_winograd.pays(x, weights, window, out))
+    dot_pays, winograd_pays = conv_dot_bf16.pays(x, weights.tensor), conv_winograd.pays(x, weights, window, out)
+    kernel = kernel_for(kernel, x, weights.tensor, pair(extent), window, dot_pays, winograd_pays)
     if kernel is ConvKernel.WINOGRAD:
         conv_winograd.convolve(x, weights, window.pad, out, Epilogue(out_dtype, bias, relu))
         return out
@@ -129,12 +137,13 @@ def conv2d_input_grad(
     Raises:
         ValueError: shapes that do not fit.
     """
-    weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=True, kernel=kernel)
+    weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=True)
     features, channels, *extent = weights.tensor.shape
     _require(grad.shape[1] == features, f"the gradient {grad.shape} and w {weights.tensor.shape} do not fit")
     channels *= window.groups
     out = bridge.empty(grad.queue, (grad.shape[0], channels, *image), out_dtype)
-    kernel = kernel_for(kernel, grad.queue, pair(extent), window, conv_winograd.pays(grad, weights, window, out))
+    dot_pays, winograd_pays = conv_dot_bf16.pays(grad, weights.tensor), conv_winograd.pays(grad, weights, window, out)
+    kernel = kernel_for(kernel, grad, weights.tensor, pair(extent), window, dot_pays, winograd_pays)
     if kernel is ConvKernel.WINOGRAD:
         pad = 2 - window.pad[0], 2 - window.pad[1]
         conv_winograd.convolve(grad, weights, pad, out, Epilogue(out_dtype, bias))
@@ -147,7 +156,7 @@ def conv2d_input_grad(
     phases = out if len(parts) <= 1 else bridge.empty(grad.queue, out.shape, out_dtype)
     _correlate(grad, parts, weights, phases, Epilogue(out_dtype, bias), kernel)
     if phases is not out and out.size:
-        interleave(phases, out, remainders, by_rows=kernel is ConvKernel.PACKED)
+        interleave(phases, out, remainders, by_rows=kernel is not ConvKernel.TILED)
     return out
 
 
@@ -213,12 +222,14 @@ def _weight_grad(
             cast_into(sum_channels(grad, bias.dtype), bias)
         return bridge.zeros(x.queue, out_shape, out_dtype)
     out = bridge.empty(x.queue, out_shape, out_dtype)
-    kernel = kernel_for(kernel, x.queue, extent, window, conv_winograd_grad.pays(x, grad, extent, window))
+    shape = forward(pair(x.shape[2:]), pair(extent), window)
+    dot_pays = conv_dot_bf16.gradient_pays(x, grad, shape)
+    winograd_pays = conv_winograd_grad.pays(x, grad, extent, window)
+    kernel = kernel_for(kernel, x, grad, extent, window, dot_pays, winograd_pays)
     if kernel is ConvKernel.WINOGRAD:
         conv_winograd_grad.weight_gradient(x, grad, window, out, bias)
         return out
-    module, by_rows = _KERNELS[kernel], kernel is ConvKernel.PACKED
-    shape = forward(pair(x.shape[2:]), pair(extent), window)
+    module, by_rows = _KERNELS[kernel], kernel is not ConvKernel.TILED
     dtype = module.GRAD_SOURCE_DTYPE or x.dtype
     table = offsets(x.queue.context, shape, channels)
     total: Any = None
@@ -244,7 +255,7 @@ def _correlate(
     if out.size == 0:
         return
     channels = weights.channels if x.size else 0  # an image without pixels is all padding: sums of nothing
-    by_rows = kernel is ConvKernel.PACKED
+    by_rows = kernel is not ConvKernel.TILED
     tables = [offsets(out.queue.context, shape, channels) for shape, _ in parts]
     for first, images in slices(x, parts[0][0], x.dtype):
         staged = stage(x, parts[0][0], first, images, x.dtype, by_rows=by_rows) if x.size else out

@@ -9,13 +9,14 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
-from clamp.ops.conv_stage import Source, Weights
+from clamp.ops.conv_stage import Source
+from clamp.ops.conv_weights import PanelLayout, Weights
 from clamp.ops.gemm_operands import Epilogue
 from clamp.ops.gemm_packed import Tile, tile_of
 from clamp.program import get_kernel
 
 _PANEL_FLOATS = 8192  # of steps or positions: what a first-level cache holds beside the other operand
-SHORT = 4  # rows of the last panels of weights: with 6 and 4 rows, at most one is computed in vain
+_SHORT = 4  # rows of the last panels of weights: with 6 and 4 rows, at most one is computed in vain
 _ITEMS_PER_CORE = 32  # work-items that a core should get, so that the last ones even out
 _CHUNKS_PER_CORE = 4  # of positions, of a weight gradient: they are alike, and each has partial sums to add up
 _PARTIAL_FLOATS = 8 * 2**20  # of partial weight gradients
@@ -24,10 +25,10 @@ _PARTIAL_FLOATS = 8 * 2**20  # of partial weight gradients
 GRAD_SOURCE_DTYPE: str | None = "float32"
 
 
-def panel_shape(queue: cl.CommandQueue) -> tuple[int, int, int]:
-    """Rows of a panel of weights, rows of the last ones, and steps of a block of them."""
+def layout_of_conv(queue: cl.CommandQueue) -> PanelLayout:
+    """Of the weights."""
     tile = tile_of_conv(queue)
-    return tile.rows, SHORT, _PANEL_FLOATS // tile.columns
+    return PanelLayout(tile.rows, _SHORT, _PANEL_FLOATS // tile.columns)
 
 
 def tile_of_conv(queue: cl.CommandQueue) -> Tile:
@@ -41,34 +42,38 @@ def tile_of_gradient(queue: cl.CommandQueue, rows: int) -> Tile:
     return tile_of(queue) if 0 < rows % 64 <= 32 else tile_of_conv(queue)
 
 
-def _items(queue: cl.CommandQueue) -> int:
-    return _ITEMS_PER_CORE * capabilities(queue).compute_units
+def deal(
+    queue: cl.CommandQueue, panels_j: int, panels_m: int, groups: int, items_per_core: int = _ITEMS_PER_CORE
+) -> tuple[tuple[int, int, int], int, int]:
+    """How the panels of a convolution are dealt out: the grid, and how many of positions and of weights an item gets.
+    Weights are shared out only where there are too few positions, whose panels each item makes for itself."""
+    items = items_per_core * capabilities(queue).compute_units
+    each_j = max(1, panels_j * groups // items)
+    parts_m = min(panels_m, max(1, items // (panels_j * groups)))
+    each_m = -(-panels_m // parts_m)
+    return (-(-panels_j // each_j), -(-panels_m // each_m), groups), each_j, each_m
 
 
 def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_image: int, epilogue: Epilogue) -> None:
     """Writes a correlation, through the epilogue, into ``out`` from element ``begin`` on."""
     queue, shape = out.queue, source.shape
-    tile = tile_of_conv(queue)
-    steps = _PANEL_FLOATS // tile.columns
-    tall, short = weights.heights
-    panels_j, panels_m = -(-source.columns // tile.columns), tall + short
-    each_j = max(1, panels_j * source.groups // _items(queue))
-    parts_m = min(panels_m, max(1, _items(queue) // (panels_j * source.groups)))
-    each_m = -(-panels_m // parts_m)
-    grid = (-(-panels_j // each_j), -(-panels_m // each_m), source.groups)
-    slice_floats = (steps + each_m * tile.rows) * tile.columns
+    tile, layout = tile_of_conv(queue), layout_of_conv(queue)
+    tall, short = layout.heights(weights.rows)
+    panels_m = tall + short
+    grid, each_j, each_m = deal(queue, -(-source.columns // tile.columns), panels_m, source.groups)
+    slice_floats = (layout.block + each_m * tile.rows) * tile.columns
     work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_floats,), "float32")
     bias = out if epilogue.bias is None else epilogue.bias  # a kernel's pointer must point somewhere
     kernel = get_kernel(
         queue, "conv_packed.cl", "conv", "ppppppqqqqqqqqqqqquuuuii",
-        CONV=1, X_T=source.storage, MR=tile.rows, SHORT=SHORT, NR=tile.columns, KC=steps,
-        **epilogue.macros,
+        CONV=1, X_T=source.storage, MR=tile.rows, SHORT=layout.short, NR=tile.columns,
+        KC=layout.block, **epilogue.macros,
     )  # fmt: skip
     kernel(
-        queue, grid, (1, 1, 1), weights.panels(shape).buffer, source.tensor.buffer, source.offsets.buffer, out.buffer,
-        bias.buffer, work.buffer, begin, source.columns, weights.rows, source.offsets.steps, shape.positions,
-        *shape.row, source.groups * source.group_size, source.group_size, source.tensor.size, source.offsets.reach,
-        out_image, panels_m, tall, each_j, each_m, epilogue.bias is not None, epilogue.relu,
+        queue, grid, (1, 1, 1), weights.panels(shape, layout).buffer, source.tensor.buffer, source.offsets.buffer,
+        out.buffer, bias.buffer, work.buffer, begin, source.columns, weights.rows, source.offsets.steps,
+        shape.positions, *shape.row, source.groups * source.group_size, source.group_size, source.tensor.size,
+        source.offsets.reach, out_image, panels_m, tall, each_j, each_m, epilogue.bias is not None, epilogue.relu,
     )  # fmt: skip
 
 

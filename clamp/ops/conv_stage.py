@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -13,7 +13,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
 from clamp.ops.cast import launch
-from clamp.ops.conv_geometry import Correlation, Pair, Taps
+from clamp.ops.conv_geometry import Correlation, Pair
 from clamp.program import get_kernel
 
 _WORKSPACE_BYTES = 256 * 2**20  # of a staged source; a larger batch is computed in slices
@@ -147,81 +147,3 @@ def interleave(phases: Tensor, out: Tensor, stride: Pair, *, by_rows: bool) -> N
     else:
         kernel = get_kernel(queue, "conv_stage.cl", "interleave_elements", "ppqqquu", INTERLEAVE_ELEMENTS=1, **types)
         kernel(queue, *launch(queue, out.size), phases.buffer, out.buffer, planes, height, width, *stride)
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A convolution's weights (F, C, KH, KW) as kernels read them: packed into panels, once for each set of taps.
-
-    Attributes:
-        tensor: the weights; C counts the channels of one group.
-        groups: F falls apart into as many groups.
-        transposed: whether sums run over F (the input gradient) and not over C (forward).
-        width, short: rows of a panel, and of the last ones, where that leaves fewer rows empty (0: of none).
-        block: steps of a panel that are read one after the other.
-    """
-
-    tensor: Tensor
-    groups: int
-    transposed: bool
-    width: int
-    short: int
-    block: int
-    _panels: dict[Hashable, Tensor] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> int:
-        """Channels that one group computes."""
-        return self.tensor.shape[1] if self.transposed else self.tensor.shape[0] // self.groups
-
-    @property
-    def channels(self) -> int:
-        """Channels that one group sums over."""
-        return self.tensor.shape[0] // self.groups if self.transposed else self.tensor.shape[1]
-
-    @property
-    def heights(self) -> tuple[int, int]:
-        """How many panels have ``width`` rows, and how many have ``short``."""
-        most = -(-self.rows // self.width)
-        if not self.short:
-            return most, 0
-        talls = range(most, max(most - 3, -1), -1)
-        choices = [(tall, -(-max(0, self.rows - tall * self.width) // self.short)) for tall in talls]
-        return min(choices, key=lambda choice: choice[0] * self.width + choice[1] * self.short)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory that the panels take."""
-        return sum(bridge.nbytes(panels) for panels in self._panels.values())
-
-    def panels(self, shape: Correlation) -> Tensor:
-        """float32 panels of the taps of a correlation, zero beyond the rows (kernels/conv_stage.cl)."""
-        taps = (shape.y.taps, shape.x.taps)
-        return self.kept(taps, lambda: self._pack(*taps))
-
-    def kept(self, kind: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """Panels of some kind, made when they are first asked for."""
-        if kind not in self._panels:
-            self._panels[kind] = make()
-        return self._panels[kind]
-
-    def _pack(self, y: Taps, x: Taps) -> Tensor:
-        w, rows, steps = self.tensor, self.rows, self.channels * y.count * x.count
-        tall, short = self.heights
-        floats = self.groups * steps * (tall * self.width + short * self.short)
-        panels = bridge.empty(w.queue, (max(1, floats),), "float32")
-        if steps == 0 or rows == 0:
-            return panels
-        kernel_columns, taps = w.shape[3], w.shape[2] * w.shape[3]
-        per_output = w.shape[1] * taps
-        strides = (taps, per_output) if self.transposed else (per_output, taps)
-        kernel = get_kernel(
-            w.queue, "conv_stage.cl", "pack_weights", "ppqquuqqquuuu",
-            PACK_WEIGHTS=1, SRC_T=bridge.STORAGE[w.dtype], WIDTH=self.width, SHORT=self.short, KC=self.block,
-        )  # fmt: skip
-        kernel(
-            w.queue, (tall + short, -(-steps // self.block), self.groups), (1, 1, 1), w.buffer, panels.buffer,
-            rows, steps, y.count, x.count, w.shape[0] // self.groups * per_output, *strides,
-            y.first * kernel_columns + x.first, y.step * kernel_columns, x.step, tall,
-        )  # fmt: skip
-        return panels

@@ -10,7 +10,8 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import Capabilities, capabilities
 from clamp.ops.cast import cast_into
-from clamp.ops.conv_stage import Source, Weights
+from clamp.ops.conv_stage import Source
+from clamp.ops.conv_weights import PanelLayout, Weights
 from clamp.ops.gemm_operands import Epilogue
 from clamp.ops.reduce_to_shape import sum_axis, sum_channels
 from clamp.program import get_kernel
@@ -39,15 +40,16 @@ def _macros(queue: cl.CommandQueue) -> dict[str, Any]:
     return {"SIDE": _side(capabilities(queue)), "PER_ITEM": _PER_ITEM, "TILE_K": _TILE_K}
 
 
-def panel_shape(queue: cl.CommandQueue) -> tuple[int, int, int]:
-    """Rows of a panel of weights, of the last ones (0: they are no shorter), and steps of a block of them."""
-    return _side(capabilities(queue)) * _PER_ITEM, 0, _TILE_K
+def _layout(queue: cl.CommandQueue) -> PanelLayout:
+    """Of the weights; panels are as wide as a tile."""
+    return PanelLayout(_side(capabilities(queue)) * _PER_ITEM, 0, _TILE_K)
 
 
 def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_image: int, epilogue: Epilogue) -> None:
     """Writes a correlation, through the epilogue, into ``out`` from element ``begin`` on."""
     queue, shape = out.queue, source.shape
-    side, tile = _side(capabilities(queue)), panel_shape(queue)[0]
+    side, layout = _side(capabilities(queue)), _layout(queue)
+    tile = layout.width
     kernel = get_kernel(
         queue, "conv_tiled.cl", "conv", "pppppqqqqqqqqqqii",
         CONV=1, X_T=source.storage, **_macros(queue), **epilogue.macros,
@@ -55,8 +57,9 @@ def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_ima
     bias = out if epilogue.bias is None else epilogue.bias  # a kernel's pointer must point somewhere
     grid = (-(-source.columns // tile) * side, -(-weights.rows // tile) * side, source.groups)
     kernel(
-        queue, grid, (side, side, 1), weights.panels(shape).buffer, source.tensor.buffer, source.offsets.buffer,
-        out.buffer, bias.buffer, begin, source.columns, weights.rows, source.offsets.steps, shape.positions, *shape.row,
+        queue, grid, (side, side, 1), weights.panels(shape, layout).buffer, source.tensor.buffer,
+        source.offsets.buffer, out.buffer, bias.buffer, begin, source.columns, weights.rows, source.offsets.steps,
+        shape.positions, *shape.row,
         source.groups * source.group_size, source.group_size, out_image, epilogue.bias is not None, epilogue.relu,
     )  # fmt: skip
 
@@ -67,7 +70,7 @@ class WeightGradient:
     def __init__(self, first: Source, rows: int, out: Tensor, bias: Tensor | None) -> None:
         self._out, self._bias, self._rows = out, bias, rows
         queue = out.queue
-        tile = panel_shape(queue)[0]
+        tile = _layout(queue).width
         floats = first.groups * rows * first.offsets.steps
         groups = -(-first.offsets.steps // tile) * -(-rows // tile) * first.groups
         wanted = _GROUPS_PER_UNIT * capabilities(queue).compute_units
@@ -80,7 +83,7 @@ class WeightGradient:
     def add(self, source: Source, grad: Tensor, begin: int) -> None:
         """Adds the images of ``source``, whose output gradients are in ``grad`` from element ``begin`` on."""
         queue, shape = grad.queue, source.shape
-        side, tile = _side(capabilities(queue)), panel_shape(queue)[0]
+        side, tile = _side(capabilities(queue)), _layout(queue).width
         kernel = get_kernel(
             queue, "conv_tiled.cl", "weight_grad", "ppppqqqqqqqqqqqui",
             WEIGHT_GRAD=1, X_T=source.storage, G_T=bridge.STORAGE[grad.dtype], **_macros(queue),

@@ -3,6 +3,7 @@
 Winograd's F(2x2, 3x3) adds and subtracts elements before it multiplies them, in fp32. Its sums are off by an fp32
 rounding of the largest element that an output reads, where the direct sum is off by one of the terms. Storing the
 result in 16 bits rounds 2^13 times as coarsely; so it is used for 16-bit storage only, and float32 is summed directly.
+Where a bfloat16 dot product is fast, that serves bfloat16 (conv_dot_bf16.py).
 An element of 2^126 and more, which only bfloat16 stores, may overflow on the way.
 """
 
@@ -12,10 +13,10 @@ from functools import lru_cache
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
 from clamp.ops.conv_geometry import Axis, Correlation, Pair, StagedAxis, Taps, Window, forward_axis, pair
-from clamp.ops.conv_packed import SHORT, tile_of_conv
-from clamp.ops.conv_stage import Weights, slices, stage
+from clamp.ops.conv_packed import deal, layout_of_conv, tile_of_conv
+from clamp.ops.conv_stage import slices, stage
+from clamp.ops.conv_weights import PanelLayout, Weights
 from clamp.ops.gemm_operands import Epilogue
 from clamp.program import get_kernel
 
@@ -64,23 +65,19 @@ def _convolve(
     """Writes the convolution of some staged images into ``out`` from element ``begin`` on."""
     queue, tile, groups = out.queue, tile_of_conv(out.queue), weights.groups
     channels = weights.channels if staged is not out else 0  # an image without pixels is all padding: sums of nothing
-    tall, short = weights.heights
+    layout = layout_of_conv(queue)
+    tall, short = layout.heights(weights.rows)
     columns = images * shape.positions
-    panels_j, panels_m = -(-columns // tile.columns), tall + short
-    items = _ITEMS_PER_CORE * capabilities(queue).compute_units
-    each_j = max(1, panels_j * groups // items)
-    # Work-items that share tiles transform them each for itself.
-    parts_m = min(panels_m, max(1, items // (panels_j * groups)))
-    each_m = -(-panels_m // parts_m)
+    panels_m = tall + short
+    grid, each_j, each_m = deal(queue, -(-columns // tile.columns), panels_m, groups, _ITEMS_PER_CORE)
     block_panels = max(1, _BLOCK_ROWS // tile.rows)
-    grid = (-(-panels_j // each_j), -(-panels_m // each_m), groups)
     slice_floats = PLACES * (tile.columns * (channels + block_panels * tile.rows) + 16)
     work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_floats,), "float32")
     bias = out if epilogue.bias is None else epilogue.bias  # a kernel's pointer must point somewhere
     kernel = get_kernel(
         queue, "conv_winograd.cl", "winograd", "pppppqqqqqqqqqquuuuii",
-        WINOGRAD=1, X_T=bridge.STORAGE[staged.dtype], MR=tile.rows, SHORT=SHORT, NR=tile.columns, KC=weights.block,
-        BLOCK_PANELS=block_panels, **epilogue.macros,
+        WINOGRAD=1, X_T=bridge.STORAGE[staged.dtype], MR=tile.rows, SHORT=layout.short, NR=tile.columns,
+        KC=layout.block, BLOCK_PANELS=block_panels, **epilogue.macros,
     )  # fmt: skip
     kernel(
         queue, grid, (1, 1, 1), transformed(weights).buffer, staged.buffer, out.buffer, bias.buffer, work.buffer,
@@ -91,13 +88,14 @@ def _convolve(
 
 def transformed(weights: Weights) -> Tensor:
     """The weights, transformed, in panels: [group][place][block of channels][panel][channel][row]."""
-    return weights.kept("winograd", lambda: _transform(weights))
+    layout = layout_of_conv(weights.tensor.queue)
+    return weights.kept(("winograd", layout), lambda: _transform(weights, layout))
 
 
-def _transform(weights: Weights) -> Tensor:
+def _transform(weights: Weights, layout: PanelLayout) -> Tensor:
     w, rows, channels = weights.tensor, weights.rows, weights.channels
-    tall, short = weights.heights
-    floats = weights.groups * PLACES * channels * (tall * weights.width + short * weights.short)
+    tall, short = layout.heights(rows)
+    floats = weights.groups * PLACES * channels * layout.padded(rows)
     panels = bridge.empty(w.queue, (max(1, floats),), "float32")
     if rows * channels == 0:
         return panels
@@ -106,10 +104,10 @@ def _transform(weights: Weights) -> Tensor:
     strides, taps = ((9, per_output), (8, -3, -1)) if weights.transposed else ((per_output, 9), (0, 3, 1))
     kernel = get_kernel(
         w.queue, "conv_winograd.cl", "transform_weights", "ppqqqqquiiu",
-        TRANSFORM_WEIGHTS=1, SRC_T=bridge.STORAGE[w.dtype], MR=weights.width, SHORT=weights.short, KC=weights.block,
+        TRANSFORM_WEIGHTS=1, SRC_T=bridge.STORAGE[w.dtype], MR=layout.width, SHORT=layout.short, KC=layout.block,
     )  # fmt: skip
     kernel(
-        w.queue, (tall + short, -(-channels // weights.block), weights.groups), (1, 1, 1), w.buffer, panels.buffer,
+        w.queue, (tall + short, -(-channels // layout.block), weights.groups), (1, 1, 1), w.buffer, panels.buffer,
         rows, channels, w.shape[0] // weights.groups * per_output, *strides, *taps, tall,
     )  # fmt: skip
     return panels

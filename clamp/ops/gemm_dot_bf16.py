@@ -40,9 +40,9 @@ def pays_off(queue: cl.CommandQueue) -> bool:
     """Whether this kernel is also faster than the one for floats.
 
     AMD's processors run the instruction at the rate of a float's multiply-add, on twice the elements (1.7 to 2 times
-    as fast on a Zen 5). Intel's run it at half that rate: 187 against 281 and 153 against 245 GFLOP/s were measured on
-    two Xeons, one of which hid its matrix units (AMX). The choice is no trial's, because results must not depend on
-    what else the machine was doing.
+    as fast on a Zen 5, 1.5 to 2 times on a Zen 4). Intel's run it at half that rate: 187 against 281 and 153 against
+    245 GFLOP/s were measured on two Xeons, one of which hid its matrix units (AMX). The choice is no trial's, because
+    results must not depend on what else the machine was doing.
     """
     return host_cpu_vendor() == "AuthenticAMD" and works(queue)
 

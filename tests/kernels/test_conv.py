@@ -12,8 +12,9 @@ import pytest
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.device import capabilities
 from clamp.ops import conv as ops
-from clamp.ops import conv_stage, conv_winograd, conv_winograd_grad
+from clamp.ops import conv_dot_bf16, conv_geometry, conv_stage, conv_winograd, conv_winograd_grad, gemm_dot_bf16
 from clamp.ops.conv import ConvKernel
 from clamp.ops.conv_geometry import Window
 from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
@@ -22,7 +23,22 @@ from tests.sweep import sweep
 pytestmark = pytest.mark.kernel
 
 Array = npt.NDArray[Any]
-KERNELS = pytest.mark.parametrize("kernel", [ConvKernel.PACKED, ConvKernel.TILED], ids=lambda kernel: kernel.value)
+KERNELS = pytest.mark.parametrize(
+    "kernel", [ConvKernel.DOT_BF16, ConvKernel.PACKED, ConvKernel.TILED], ids=lambda kernel: kernel.value
+)
+
+
+@pytest.fixture(autouse=True)
+def _kernel_that_runs_here(request: pytest.FixtureRequest, queue: cl.CommandQueue) -> None:
+    """Skips what needs an instruction that the processor lacks."""
+    parameters = getattr(request.node, "callspec", None)
+    if parameters and parameters.params.get("kernel") is ConvKernel.DOT_BF16 and not gemm_dot_bf16.works(queue):
+        pytest.skip("no bfloat16 dot product here")
+
+
+def storage_of(kernel: ConvKernel) -> str:
+    """The storage type that most tests of a kernel use."""
+    return "bfloat16" if kernel is ConvKernel.DOT_BF16 else "float16"
 
 
 @dataclass(frozen=True)
@@ -136,11 +152,12 @@ def check(
     queue: cl.CommandQueue,
     case: Case,
     kernel: ConvKernel,
-    dtypes: tuple[str, str, str, str] = ("float16",) * 4,
+    dtypes: tuple[str, str, str, str] | None = None,
     *,
     with_bias: bool = True,
 ) -> None:
     """Forward and all gradients of a case; storage types of x, w, the gradient and what is computed."""
+    dtypes = dtypes or (storage_of(kernel),) * 4
     out_dtype = dtypes[3]
     x, w, g = (quantize(a, d).astype(np.float64) for a, d in zip(case.arrays(), dtypes, strict=False))
     tensors = [to_device(queue, a, d) for a, d in zip((x, w, g), dtypes, strict=False)]
@@ -198,13 +215,16 @@ def test_storage_types(queue: cl.CommandQueue, simulated: bool, x_dtype: str, ke
         "bfloat16": ("float32", "float16"),
     }
     w_dtype, out_dtype = others[x_dtype]
+    if kernel is ConvKernel.DOT_BF16:
+        x_dtype = w_dtype = "bfloat16"
     case = Case(1, 1, 2, (3, 5), (3, 3), pad=(1, 1)) if simulated else Case(2, 2, 5, (5, 18), (3, 3), pad=(1, 1))
-    check(queue, case, kernel, (x_dtype, w_dtype, out_dtype, out_dtype), with_bias=False)
+    grad_dtype = w_dtype if kernel is ConvKernel.DOT_BF16 else out_dtype
+    check(queue, case, kernel, (x_dtype, w_dtype, grad_dtype, out_dtype), with_bias=False)
     check(queue, case, kernel, (x_dtype,) * 4)
 
 
 @KERNELS
-@pytest.mark.parametrize("features", range(1, 14))
+@pytest.mark.parametrize("features", [*range(1, 14), 16, 20, 28])
 def test_numbers_of_channels(queue: cl.CommandQueue, simulated: bool, features: int, kernel: ConvKernel) -> None:
     """Panels of weights are of two heights: every remainder, forward and in the input gradient."""
     if simulated:
@@ -217,7 +237,16 @@ def test_sums_of_several_blocks(queue: cl.CommandQueue, simulated: bool, kernel:
     if simulated and kernel is ConvKernel.TILED:
         pytest.skip("the tiled kernel has no such blocks, and is slow to simulate")
     channels = 33 if simulated else 131
-    check(queue, Case(1, channels, 14, (2, 9), (3, 3), pad=(1, 1)), kernel, ("float32",) * 4)
+    dtypes = ("bfloat16",) * 4 if kernel is ConvKernel.DOT_BF16 else ("float32",) * 4
+    check(queue, Case(1, channels, 14, (2, 9), (3, 3), pad=(1, 1)), kernel, dtypes)
+
+
+@KERNELS
+def test_positions_of_several_blocks(queue: cl.CommandQueue, simulated: bool, kernel: ConvKernel) -> None:
+    if simulated:
+        pytest.skip("slow to simulate")
+    check(queue, Case(2, 2, 3, (31, 47), (3, 3), pad=(1, 1)), kernel)
+    check(queue, Case(3, 9, 13, (29, 29), (1, 1)), kernel)
 
 
 @KERNELS
@@ -241,19 +270,32 @@ def test_infinities_and_nan_stay_where_they_are(queue: cl.CommandQueue, kernel: 
     x, w, _ = case.arrays()
     x[0, 0, 0, 0], x[0, 0, 2, 20], x[0, 0, 1, 39] = np.inf, np.nan, -np.inf
     w = np.abs(w)
-    y = ops.conv2d(to_device(queue, x), to_device(queue, w), case.window, out_dtype="float16", relu=True, kernel=kernel)
+    dtype = "bfloat16" if kernel is ConvKernel.DOT_BF16 else "float32"
+    tensors = to_device(queue, x, dtype), to_device(queue, w, dtype)
+    y = ops.conv2d(*tensors, case.window, out_dtype="float16", relu=True, kernel=kernel)
     with np.errstate(invalid="ignore"):
-        expected = forward(x, quantize(w, "float32").astype(np.float64), case)
+        expected = forward(*(quantize(a, dtype).astype(np.float64) for a in (x, w)), case)
         expected = np.where(np.isnan(expected), np.nan, np.maximum(expected, 0))
     assert_close(y, expected, slack=1e-3)
     assert np.isnan(to_numpy(y)).sum() == 6
 
 
 @KERNELS
+def test_weights_whose_sums_do_not_read_an_infinity_stay_finite(queue: cl.CommandQueue, kernel: ConvKernel) -> None:
+    """Rows of five outputs: what lies behind them in memory belongs to other weights, or to the next row."""
+    case = Case(1, 1, 1, (3, 7), (3, 3))
+    x, _, g = case.arrays()
+    x[0, 0, 1, 5] = np.inf
+    tensors = [to_device(queue, a, storage_of(kernel)) for a in (x, g)]
+    gw = to_numpy(ops.conv2d_weight_grad(*tensors, case.kernel, case.window, out_dtype="float32", kernel=kernel))
+    np.testing.assert_array_equal(np.isfinite(gw[0, 0]), [[True] * 3, [True, False, False], [True] * 3])
+
+
+@KERNELS
 def test_repeatable(queue: cl.CommandQueue, kernel: ConvKernel) -> None:
     case = Case(2, 3, 5, (9, 11), (3, 3), (2, 2), (1, 1))
     x, _, g = case.arrays()
-    tensors = to_device(queue, x, "float16"), to_device(queue, g, "float16")
+    tensors = to_device(queue, x, storage_of(kernel)), to_device(queue, g, storage_of(kernel))
     runs = [
         to_numpy(ops.conv2d_weight_grad(*tensors, case.kernel, case.window, out_dtype="float32", kernel=kernel))
         for _ in range(3)
@@ -386,9 +428,9 @@ def test_fewer_multiplications_serve_16_bit_storage_on_cpus(queue: cl.CommandQue
         weights = ops.pack_weights(w, 1, transposed=False)
         convolution = conv_winograd.pays(x, weights, case.window, out)
         assert conv_winograd_grad.pays(x, out, case.kernel, case.window) == convolution
-        return ops.kernel_for(None, queue, case.kernel, case.window, convolution)
+        return ops.kernel_for(None, x, w, case.kernel, case.window, False, convolution)
 
-    direct = ops.default_kernel(queue)
+    direct = ConvKernel.PACKED if capabilities(queue).is_cpu else ConvKernel.TILED
     fitting = Case(128, 16, 16, (4, 4), (3, 3), pad=(1, 1))
     assert kernel(fitting) is (ConvKernel.WINOGRAD if direct is ConvKernel.PACKED else direct)
     assert kernel(fitting, "float32") is kernel(fitting, "bfloat16", "float32") is direct
@@ -396,6 +438,32 @@ def test_fewer_multiplications_serve_16_bit_storage_on_cpus(queue: cl.CommandQue
         {"stride": (2, 1)}, {"dilation": (1, 2)}, {"pad": (3, 3)}, {"kernel": (1, 3)}, {"c": 3}, {"f": 15}, {"n": 127},
     ):  # fmt: skip
         assert kernel(replace(fitting, **change)) is direct
+
+
+def test_the_dot_product_serves_bfloat16_where_it_is_faster(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not gemm_dot_bf16.works(queue):
+        pytest.skip("no bfloat16 dot product here")
+    case = Case(1, 2, 3, (9, 9), (3, 3), pad=(1, 1))
+    x, w, g = (to_device(queue, a, "bfloat16") for a in case.arrays())
+    half = to_device(queue, case.arrays()[1], "float16")
+    shape = conv_geometry.forward(case.image, case.kernel, case.window)
+    narrow = conv_geometry.forward((9, 5), case.kernel, case.window)
+    for vendor, is_fast in (("AuthenticAMD", True), ("GenuineIntel", False), ("", False)):
+        monkeypatch.setattr(gemm_dot_bf16, "host_cpu_vendor", lambda vendor=vendor: vendor)
+        assert conv_dot_bf16.pays(x, w) == conv_dot_bf16.gradient_pays(x, g, shape) == is_fast
+        assert not conv_dot_bf16.pays(x, half)
+        assert not conv_dot_bf16.gradient_pays(x, g, narrow)
+    for pays, kernel in ((True, ConvKernel.DOT_BF16), (False, ConvKernel.WINOGRAD)):
+        assert ops.kernel_for(None, x, w, case.kernel, case.window, pays, True) is kernel
+    with pytest.raises(ValueError, match=r"DOT_BF16.*bfloat16 by float16"):
+        ops.conv2d(x, half, case.window, out_dtype="float32", kernel=ConvKernel.DOT_BF16)
+    with pytest.raises(ValueError, match=r"DOT_BF16.*bfloat16 by float16"):
+        ops.conv2d_weight_grad(
+            x, to_device(queue, case.arrays()[2], "float16"), case.kernel, case.window,
+            out_dtype="float32", kernel=ConvKernel.DOT_BF16,
+        )  # fmt: skip
 
 
 @pytest.mark.slow

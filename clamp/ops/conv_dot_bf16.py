@@ -1,0 +1,102 @@
+"""The convolution of bfloat16 by bfloat16 on x86 processors with AVX512_BF16 (kernels/conv_dot_bf16.cl)."""
+
+from __future__ import annotations
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.device import capabilities
+from clamp.ops import gemm_dot_bf16
+from clamp.ops.cast import cast_into
+from clamp.ops.conv_geometry import Correlation
+from clamp.ops.conv_packed import deal, divide
+from clamp.ops.conv_stage import Source
+from clamp.ops.conv_weights import PanelLayout, Weights
+from clamp.ops.gemm_operands import Epilogue
+from clamp.ops.reduce_to_shape import sum_channels
+from clamp.program import get_kernel
+
+_ROWS, _COLUMNS = 12, 32  # of the register tile
+_LAYOUT = PanelLayout(width=_ROWS, short=8, block=384, pairs=True)
+_STEPS = 256  # pairs of positions that a weight gradient reads at a time
+_MIN_ROW = 6  # positions: 4 take 1.6 times as long as in conv_packed.py, 7 take 0.6 times
+_CHUNKS_PER_CORE = 4  # of positions, of a weight gradient: they are alike, and each has partial sums to add up
+
+#: what `weight_grad` reads
+GRAD_SOURCE_DTYPE: str | None = "bfloat16"
+
+
+def pays(x: Tensor, w: Tensor) -> bool:
+    """Whether these kernels take a convolution's operands, and are the fastest for them."""
+    return x.dtype == w.dtype == "bfloat16" and gemm_dot_bf16.pays_off(x.queue)
+
+
+def gradient_pays(x: Tensor, grad: Tensor, shape: Correlation) -> bool:
+    """The same for a weight gradient, whose pairs must not end where they have hardly begun."""
+    return pays(x, grad) and shape.row[0] >= _MIN_ROW
+
+
+def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_image: int, epilogue: Epilogue) -> None:
+    """Writes a correlation, through the epilogue, into ``out`` from element ``begin`` on."""
+    queue, shape, layout = out.queue, source.shape, _LAYOUT
+    tall, short = layout.heights(weights.rows)
+    grid, each_j, each_m = deal(queue, -(-source.columns // _COLUMNS), tall + short, source.groups)
+    slice_words = (layout.block + each_m * layout.width) * _COLUMNS
+    work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_words,), "float32")
+    bias = out if epilogue.bias is None else epilogue.bias  # a kernel's pointer must point somewhere
+    kernel = get_kernel(
+        queue, "conv_dot_bf16.cl", "conv", "ppppppqqqqqqqqqqqquuuuii", KC=layout.block, **epilogue.macros
+    )
+    kernel(
+        queue, grid, (1, 1, 1), weights.panels(shape, layout).buffer, source.tensor.buffer, source.offsets.buffer,
+        out.buffer, bias.buffer, work.buffer, begin, source.columns, weights.rows, source.offsets.steps,
+        shape.positions, *shape.row, source.groups * source.group_size, source.group_size, source.tensor.size,
+        source.offsets.reach, out_image, tall + short, tall, each_j, each_m, epilogue.bias is not None, epilogue.relu,
+    )  # fmt: skip
+
+
+class WeightGradient:
+    """A weight gradient as it adds up, slice by slice of the batch."""
+
+    def __init__(self, first: Source, rows: int, out: Tensor, bias: Tensor | None) -> None:
+        self._out, self._bias, self._rows = out, bias, rows
+        self._panels_k = -(-first.offsets.steps // _COLUMNS)
+        self._tall, self._short = _LAYOUT.heights(rows)
+        self._padded = _LAYOUT.padded(rows)
+        floats = first.groups * self._panels_k * self._padded * _COLUMNS
+        items = _CHUNKS_PER_CORE * capabilities(out.queue).compute_units
+        self._division = divide(items, first.groups, first.columns, 2 * _STEPS, self._panels_k, floats)
+        self._partial = bridge.empty(out.queue, (self._division.chunks * floats,), "float32")
+        self._accumulate = False
+
+    def add(self, source: Source, grad: Tensor, begin: int) -> None:
+        """Adds the images of ``source``, whose output gradients are in ``grad`` from element ``begin`` on."""
+        queue, shape, division = grad.queue, source.shape, self._division
+        grid = (-(-self._panels_k // division.each_k), division.chunks, source.groups)
+        words = (_STEPS + 16) * (_COLUMNS + self._padded)
+        work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * words,), "float32")
+        kernel = get_kernel(
+            queue, "conv_dot_bf16_grad.cl", "weight_grad", "pppppqqqqqqqqqqqquuuqqi", WEIGHT_GRAD=1, STEPS=_STEPS
+        )
+        kernel(
+            queue, grid, (1, 1, 1), source.tensor.buffer, source.offsets.buffer, grad.buffer, self._partial.buffer,
+            work.buffer, begin, source.columns, self._rows, source.offsets.steps, shape.positions, *shape.row,
+            source.groups * source.group_size, source.group_size, source.groups * self._rows * shape.positions,
+            source.tensor.size, grad.size, self._tall + self._short, self._tall, division.each_k, division.each,
+            division.block, self._accumulate,
+        )  # fmt: skip
+        self._accumulate = True
+        self._grad = grad
+
+    def finish(self, source: Source) -> None:
+        """Writes the sum."""
+        if self._bias is not None:
+            cast_into(sum_channels(self._grad, self._bias.dtype), self._bias)
+        kernel = get_kernel(
+            self._out.queue, "conv_dot_bf16_grad.cl", "weight_grad_finish", "ppqqqu",
+            WEIGHT_GRAD_FINISH=1, OUT_T=bridge.STORAGE[self._out.dtype],
+        )  # fmt: skip
+        kernel(
+            self._out.queue, (self._panels_k, -(-self._rows // _ROWS), source.groups), (1, 1, 1),
+            self._partial.buffer, self._out.buffer, self._rows, source.offsets.steps, self._padded,
+            self._division.chunks,
+        )  # fmt: skip
