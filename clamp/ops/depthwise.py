@@ -23,6 +23,9 @@ _BLOCK = 16  # as BLOCK in depthwise_backward.cl
 _BLOCK_ELEMENTS = 32768  # elements of x that are worth reading in one go
 _SPILL = 32  # elements of a phase of the frame for what stores write beyond its end
 _SPECIALIZED = (3,)  # filter sizes that have a program of their own
+_COLUMN_FILTERS = (3, 5, 7)  # sizes whose sums fit into registers, in columns
+_PLANES_PER_CORE = 1  # that columns need; fewer are cut into tiles
+_MIN_COLUMNS = 12  # of the result, below which lanes beyond it take longer than a frame
 _WIDTHS = (512, 256, 128, 64, 32, 16)  # columns of a tile where a whole row is too long
 _GROUP_GPU = 256
 
@@ -121,7 +124,9 @@ def depthwise_conv2d(
         "Y_T": bridge.STORAGE[out_dtype], "BIAS": int(bias is not None),
     }  # fmt: skip
     tiles = _output_tiles(x.queue, geo)
-    if tiles is None:
+    if _in_columns(x.queue, geo):
+        _launch_forward_columns(x, buffers, geo, types)
+    elif tiles is None:
         _launch_elements("depthwise_forward.cl", "forward", y, buffers, geo, types)
     else:
         _launch_forward_tiles(x, buffers, geo, tiles, types)
@@ -224,6 +229,14 @@ def _tiled(queue: cl.CommandQueue, geo: Geometry) -> bool:
     return capabilities(queue).is_cpu and geo.stride <= 2 and geo.taps <= _TAPS
 
 
+def _in_columns(queue: cl.CommandQueue, geo: Geometry) -> bool:
+    """Whether forward goes down whole planes, without a frame (kernels/depthwise_columns.cl)."""
+    device = capabilities(queue)
+    is_square = geo.kernel_height == geo.kernel_width in _COLUMN_FILTERS
+    fits = geo.stride == 1 and is_square and geo.pad < geo.kernel_width and geo.out_width >= _MIN_COLUMNS
+    return device.is_cpu and fits and geo.images * geo.channels >= _PLANES_PER_CORE * device.compute_units
+
+
 def _fit(geo: Geometry, height: int, width: int, frame: Callable[[int], tuple[int, int]]) -> Tiles | None:
     """The widest tiles of at least a few rows; ``frame`` gives the pitch and rows of tiles of some width."""
     for columns in (width, *(narrow for narrow in _WIDTHS if narrow < width)):
@@ -264,6 +277,16 @@ def _launch_forward_tiles(
         x.queue, (-(-tiles.count // each),), (1,),
         *buffers, x.size, tiles.count, each, *geo.extents, tiles.band, tiles.width, tiles.pitch,
     )  # fmt: skip
+
+
+def _launch_forward_columns(x: Tensor, buffers: tuple[Any, ...], geo: Geometry, types: Mapping[str, object]) -> None:
+    planes = geo.images * geo.channels
+    each = plan_rows(x.queue, planes, geo.out_height * geo.out_width).each
+    kernel = get_kernel(
+        x.queue, "depthwise_columns.cl", "forward_columns", "ppppqquuqqqq",
+        KERNEL=geo.kernel_width, PAD=geo.pad, **types,
+    )  # fmt: skip
+    kernel(x.queue, (-(-planes // each),), (1,), *buffers, x.size, planes, each, *geo.extents[:5])
 
 
 def _launch_elements(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -39,14 +40,14 @@ MIXES = [("float32", "float32", "float32", "float32"), ("float16", "float16", "f
          ("bfloat16", "float32", "float16", "bfloat16")]  # fmt: skip
 
 
-@pytest.fixture(params=["own plan", "other plan"])
+@pytest.fixture(params=["columns", "tiles", "elements"])
 def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's own kind of plan, and the other."""
-    if request.param == "other plan":
-        own = capabilities(queue)
-        other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        for module in (depthwise, reduce, cast):
-            monkeypatch.setattr(module, "capabilities", lambda queue: other)
+    """The plans of CPU devices, columns where they fit and tiles, and that of all others."""
+    monkeypatch.setattr(depthwise, "_MIN_COLUMNS", 1)
+    chosen = dataclasses.replace(capabilities(queue), is_cpu=request.param != "elements")
+    monkeypatch.setattr(depthwise, "_PLANES_PER_CORE", 0 if request.param == "columns" else 2**32)
+    for module in (depthwise, reduce, cast):
+        monkeypatch.setattr(module, "capabilities", lambda queue: chosen)
 
 
 class Reference:
@@ -151,6 +152,25 @@ def test_planes_larger_than_a_frame(queue: cl.CommandQueue, simulated: bool, sha
     for stride in (1, 2):
         check(queue, shape, (3, 3), stride, 1, MIXES[1])
         check(queue, shape, (5, 4), stride, 2, MIXES[1])
+
+
+@pytest.mark.parametrize("size", sweep([3, 5, 7]))
+@pytest.mark.parametrize("width", [1, 7, 15, 16, 17, 32, 33, 49])
+@pytest.mark.parametrize("plan", ["columns"], indirect=True)
+def test_columns_of_every_width_and_padding(
+    queue: cl.CommandQueue, simulated: bool, plan: None, size: int, width: int
+) -> None:
+    for pad, height in itertools.product(range(size), (1, 9)):
+        fits = min(height, width) + 2 * pad >= size
+        if not fits or (simulated and (height > 1 or width > 17)):
+            continue
+        rng = np.random.default_rng([size, width, pad, height])
+        x = to_device(queue, rng.standard_normal((1, 3, height, width)), "float32")
+        w = to_device(queue, rng.standard_normal((3, 1, size, size)), "float32")
+        value = Reference(to_numpy(x), to_numpy(w), 1, pad).value()
+        magnitude = Reference(np.abs(to_numpy(x)), np.abs(to_numpy(w)), 1, pad).value()
+        y = depthwise.depthwise_conv2d(x, w, None, 1, pad, out_dtype="float32")
+        assert_close(y, value, slack=size**2 * EPS * magnitude)
 
 
 @pytest.mark.parametrize("height", [207, 208])
