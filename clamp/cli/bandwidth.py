@@ -1,7 +1,9 @@
 """What is timed of functions that are bound by memory: bytes a second, beside a copy kernel.
 
 A function is credited with the bytes that it must move: every input read and every result written once, and an input
-that is needed twice, because a statistic of all of it comes before the result, read twice.
+that is needed twice, because a statistic of all of it comes before the result, read twice. The caches are emptied
+before each call, as Triton's ``do_bench`` does: what is measured is the memory's bandwidth, also on a machine whose
+last-level cache would hold all that a call reads and writes.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from clamp.bridge import Node, Tensor
 from clamp.cli.cases import Case, Contender, dtypes_of, random_tensor
 from clamp.cli.timing import Turn, timed
 from clamp.ops.cast import cast_into
+
+_FLUSHED_BYTES = 2**27  # written to empty the caches: several times what a last-level cache of two cores holds
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,14 @@ def _batch_norm_relu(x: Node, gamma: Node, beta: Node, mean: Node, variance: Nod
 
 def bandwidth_cases(queue: cl.CommandQueue, images: int) -> Iterator[Case]:
     """Forward and backward of every function, beside a copy of as many bytes."""
+    flush = _flush(queue)
     for work in works(images):
         for backward in (False, True):
-            runs = {f"clamp {dtype}": _Run(queue, work, dtype, backward) for dtype in dtypes_of(queue)}
-            netcl = _Run(queue, work, None, backward)
+            runs = {f"clamp {dtype}": _Run(queue, work, dtype, backward, flush) for dtype in dtypes_of(queue)}
+            netcl = _Run(queue, work, None, backward, flush)
             moved = runs["clamp float32"].bytes_moved() / 2  # as a 16-bit run moves, about
             contenders = [
-                _copy_of(queue, moved),
+                _copy_of(queue, moved, flush),
                 Contender("netcl", netcl.turn, netcl.bytes_moved(), is_baseline=True),
                 *(Contender(name, run.turn, run.bytes_moved()) for name, run in runs.items()),
             ]
@@ -79,18 +84,26 @@ def bandwidth_cases(queue: cl.CommandQueue, images: int) -> Iterator[Case]:
             yield Case("bandwidth", f"{work.name} {direction}, {'x'.join(map(str, work.shape))}", "GB/s", contenders)
 
 
-def _copy_of(queue: cl.CommandQueue, moved: float) -> Contender:
+def _flush(queue: cl.CommandQueue) -> Callable[[], object]:
+    """Leaves nothing in the caches that a call could use."""
+    source = bridge.zeros(queue, (_FLUSHED_BYTES // 4,), "float32")
+    return partial(cast_into, source, bridge.empty(queue, source.shape, "float16"))
+
+
+def _copy_of(queue: cl.CommandQueue, moved: float, flush: Callable[[], object]) -> Contender:
     source = random_tensor(queue, (max(1, int(moved) // 8),), "float32")
     target = bridge.empty(queue, source.shape, "float32")
-    turn = timed(partial(cast_into, source, target), queue.finish)
+    turn = timed(partial(cast_into, source, target), queue.finish, flush)
     return Contender("copy kernel", turn, 8.0 * source.size, is_baseline=True)
 
 
 class _Run:
     """One function in one direction, in one AMP dtype or (None) by netcl alone."""
 
-    def __init__(self, queue: cl.CommandQueue, work: Work, dtype: str | None, backward: bool) -> None:
-        self._queue, self._work, self._dtype, self._backward = queue, work, dtype, backward
+    def __init__(
+        self, queue: cl.CommandQueue, work: Work, dtype: str | None, backward: bool, flush: Callable[[], object]
+    ) -> None:
+        self._queue, self._work, self._dtype, self._backward, self._flush = queue, work, dtype, backward, flush
         self._x = random_tensor(queue, work.shape, dtype or "float32")
         rng = np.random.default_rng(0)
         self._parameters = [
@@ -116,11 +129,11 @@ class _Run:
 
     def _timed(self, calls: int) -> list[float]:
         if not self._backward:
-            turn: Turn = timed(self._call, self._queue.finish)
+            turn: Turn = timed(self._call, self._queue.finish, self._flush)
             return turn(calls)
         out = self._call()
         gradient = random_tensor(self._queue, out.value.shape, out.value.dtype, 1)
-        return timed(partial(out.grad_fn, gradient), self._queue.finish)(calls)
+        return timed(partial(out.grad_fn, gradient), self._queue.finish, self._flush)(calls)
 
     def _call(self) -> Any:
         nodes = [Node(value=tensor, requires_grad=True) for tensor in (self._x, *self._parameters)]

@@ -108,16 +108,24 @@ def _calls_in(number: int, effort: Effort, samples: list[float]) -> int:
     return rest * number // last - rest * (number - 1) // last
 
 
-def timed(call: Callable[[], object], finish: Callable[[], object]) -> Turn:
-    """A turn that times ``call`` until ``finish``. A turn of several calls starts with an untimed one, because the
-    caches still hold the data of the contender before."""
+def timed(
+    call: Callable[[], object], finish: Callable[[], object], prepare: Callable[[], object] | None = None
+) -> Turn:
+    """A turn that times ``call`` until ``finish``.
+
+    ``prepare`` is called before each timed call. Without it, a turn of several calls starts with an untimed one,
+    because the caches still hold the data of the contender before.
+    """
 
     def turn(calls: int) -> list[float]:
-        if calls > 1:
+        if calls > 1 and prepare is None:
             call()
             finish()
         seconds = []
         for _ in range(calls):
+            if prepare is not None:
+                prepare()
+                finish()
             start = time.perf_counter()
             call()
             finish()
