@@ -8,7 +8,7 @@ from clamp.device import capabilities
 from clamp.ops import gemm_dot_bf16
 from clamp.ops.cast import cast_into
 from clamp.ops.conv_geometry import Correlation
-from clamp.ops.conv_packed import deal, divide
+from clamp.ops.conv_packed import divide, launch
 from clamp.ops.conv_stage import Source
 from clamp.ops.conv_weights import PanelLayout, Weights
 from clamp.ops.gemm_operands import Epilogue
@@ -37,21 +37,7 @@ def gradient_pays(x: Tensor, grad: Tensor, shape: Correlation) -> bool:
 
 def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_image: int, epilogue: Epilogue) -> None:
     """Writes a correlation, through the epilogue, into ``out`` from element ``begin`` on."""
-    queue, shape, layout = out.queue, source.shape, _LAYOUT
-    tall, short = layout.heights(weights.rows)
-    grid, each_j, each_m = deal(queue, -(-source.columns // _COLUMNS), tall + short, source.groups)
-    slice_words = (layout.block + each_m * layout.width) * _COLUMNS
-    work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_words,), "float32")
-    bias = out if epilogue.bias is None else epilogue.bias  # a kernel's pointer must point somewhere
-    kernel = get_kernel(
-        queue, "conv_dot_bf16.cl", "conv", "ppppppqqqqqqqqqqqquuuuii", KC=layout.block, **epilogue.macros
-    )
-    kernel(
-        queue, grid, (1, 1, 1), weights.panels(shape, layout).buffer, source.tensor.buffer, source.offsets.buffer,
-        out.buffer, bias.buffer, work.buffer, begin, source.columns, weights.rows, source.offsets.steps,
-        shape.positions, *shape.row, source.groups * source.group_size, source.group_size, source.tensor.size,
-        source.offsets.reach, out_image, tall + short, tall, each_j, each_m, epilogue.bias is not None, epilogue.relu,
-    )  # fmt: skip
+    launch("conv_dot_bf16.cl", {}, _COLUMNS, _LAYOUT, source, weights, out, begin, out_image, epilogue)
 
 
 class WeightGradient:

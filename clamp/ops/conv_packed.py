@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pyopencl as cl
@@ -56,24 +57,39 @@ def deal(
 
 def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_image: int, epilogue: Epilogue) -> None:
     """Writes a correlation, through the epilogue, into ``out`` from element ``begin`` on."""
+    tile, layout = tile_of_conv(out.queue), layout_of_conv(out.queue)
+    macros = {"CONV": 1, "X_T": source.storage, "MR": tile.rows, "NR": tile.columns, "SHORT": layout.short}
+    launch("conv_packed.cl", macros, tile.columns, layout, source, weights, out, begin, out_image, epilogue)
+
+
+def launch(
+    file: str,
+    macros: Mapping[str, object],
+    columns: int,
+    layout: PanelLayout,
+    source: Source,
+    weights: Weights,
+    out: Tensor,
+    begin: int,
+    out_image: int,
+    epilogue: Epilogue,
+) -> None:
+    """Runs the kernel of a file that multiplies panels of weights, in some layout, by ``columns`` positions at a time.
+    The rest as in `correlate`."""
     queue, shape = out.queue, source.shape
-    tile, layout = tile_of_conv(queue), layout_of_conv(queue)
     tall, short = layout.heights(weights.rows)
-    panels_m = tall + short
-    grid, each_j, each_m = deal(queue, -(-source.columns // tile.columns), panels_m, source.groups)
-    slice_floats = (layout.block + each_m * tile.rows) * tile.columns
-    work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_floats,), "float32")
+    grid, each_j, each_m = deal(queue, -(-source.columns // columns), tall + short, source.groups)
+    slice_words = (layout.block + each_m * layout.width) * columns
+    work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_words,), "float32")
     bias = out if epilogue.bias is None else epilogue.bias  # a kernel's pointer must point somewhere
     kernel = get_kernel(
-        queue, "conv_packed.cl", "conv", "ppppppqqqqqqqqqqqquuuuii",
-        CONV=1, X_T=source.storage, MR=tile.rows, SHORT=layout.short, NR=tile.columns,
-        KC=layout.block, **epilogue.macros,
+        queue, file, "conv", "ppppppqqqqqqqqqqqquuuuii", KC=layout.block, **macros, **epilogue.macros
     )  # fmt: skip
     kernel(
         queue, grid, (1, 1, 1), weights.panels(shape, layout).buffer, source.tensor.buffer, source.offsets.buffer,
         out.buffer, bias.buffer, work.buffer, begin, source.columns, weights.rows, source.offsets.steps,
         shape.positions, *shape.row, source.groups * source.group_size, source.group_size, source.tensor.size,
-        source.offsets.reach, out_image, panels_m, tall, each_j, each_m, epilogue.bias is not None, epilogue.relu,
+        source.offsets.reach, out_image, tall + short, tall, each_j, each_m, epilogue.bias is not None, epilogue.relu,
     )  # fmt: skip
 
 
