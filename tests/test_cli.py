@@ -448,6 +448,9 @@ def test_lists_names_the_kernels_and_what_happens_on_a_device(
     assert platform in out
     assert f"products of bfloat16: {kernel} kernel" in out
     assert "Node.__matmul__" in out
+    assert main(["lists", "netcl.autograd.conv2d", "--dtype", "bfloat16", "--device", platform]) == 0
+    words = "bfloat16 dot product" if kernel == "dot_bf16" else "Winograd" if kernel == "packed" else "local memory"
+    assert words in capsys.readouterr().out.partition("convolutions of bfloat16: ")[2].partition("\n")[0]
     assert main(["lists", "netcl.autograd.softmax", "--device", platform]) == 0
     assert "softmax.cl" in (out := capsys.readouterr().out)
     assert "gemm" not in out

@@ -14,6 +14,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
+import pyopencl as cl
+
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
@@ -62,6 +64,23 @@ def kernel_for(
     if dot_pays:
         return ConvKernel.DOT_BF16
     return ConvKernel.WINOGRAD if winograd_pays else ConvKernel.PACKED
+
+
+_IN_WORDS = {
+    ConvKernel.WINOGRAD: "3x3 of stride 1 by Winograd's F(2x2, 3x3), others over packed panels of floats",
+    ConvKernel.DOT_BF16: "packed panels and the processor's bfloat16 dot product",
+    ConvKernel.PACKED: "packed panels for a register-blocked loop",
+    ConvKernel.TILED: "tiles in local memory",
+}
+
+
+def on_device(queue: cl.CommandQueue, dtype: str) -> str:
+    """How convolutions of operands and results in one storage type run on the queue's device, in words."""
+    image, weight = (bridge.empty(queue, shape, dtype) for shape in ((32, 16, 8, 8), (16, 16, 3, 3)))
+    window = Window(pad=(1, 1))
+    winograd_pays = conv_winograd.pays(image, pack_weights(weight, 1, transposed=False), window, image)
+    kernel = kernel_for(None, image, weight, (3, 3), window, conv_dot_bf16.pays(image, weight), winograd_pays)
+    return f"convolutions of {dtype}: {_IN_WORDS[kernel]}"
 
 
 def pack_weights(w: Tensor, groups: int, *, transposed: bool) -> Weights:
