@@ -11,7 +11,7 @@
 //   KC   steps of a block
 //   OUT_T, BIAS_T   storage types of output and bias
 //
-// M, K: output channels and steps before pairing of one group; all else is as in conv_packed.cl.
+// M, K: output channels of one group, and its offsets, two to a step; all else is as in conv_packed.cl.
 
 #include "dot_bf16.clh"
 #define X_T bf16

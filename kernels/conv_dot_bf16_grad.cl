@@ -13,6 +13,10 @@
 // Sums of a chunk rest in `partial`, [K/32][rows of all panels][32]; `weight_grad_finish` adds the chunks in their
 // order and rounds to storage.
 //
+// `work` has a slice for each work-item: panel [STEPS + 16][32], then grad_panels of STEPS + 16 steps. Runs and panels
+// are packed in ascending order, so that what stores write beyond the end of one is overwritten by the next before it
+// is read; the last one's falls into the 16.
+//
 //   STEPS   steps of a block of positions, at most
 //   OUT_T   storage type of the gradient of the weights
 //
@@ -32,7 +36,7 @@ static inline float16 pairs16(elements s, uint16 halves) {
 }
 
 // The same, one by one, of `count` elements.
-static inline float pair(elements s, size_t t, size_t count) {
+static inline float pair_of(elements s, size_t t, size_t count) {
     return as_float(s[2 * t] | (2 * t + 1 < count ? (uint)s[2 * t + 1] << 16 : 0u));
 }
 
@@ -50,10 +54,10 @@ static inline void pack_4_rows(elements r0, elements r1, elements r2, elements r
             continue;
         }
         for (size_t s = 0; s < 16 && t + 2 * s < count; s++) {
-            panel[s * distance] = pair(r0, s, count - t);
-            panel[s * distance + 1] = pair(r1, s, count - t);
-            panel[s * distance + 2] = pair(r2, s, count - t);
-            panel[s * distance + 3] = pair(r3, s, count - t);
+            panel[s * distance] = pair_of(r0, s, count - t);
+            panel[s * distance + 1] = pair_of(r1, s, count - t);
+            panel[s * distance + 2] = pair_of(r2, s, count - t);
+            panel[s * distance + 3] = pair_of(r3, s, count - t);
         }
     }
 }
@@ -104,7 +108,7 @@ weight_grad(__global const ushort *restrict x, __global const ulong *restrict of
             r = 0;
             n++;
         }
-        for (size_t p = 0, m = 0; m < rows; m += 4, p += m == ROWS_BEFORE(p + 1)) {
+        for (size_t p = 0, m = 0; m < rows; m += 4, p += m == ROWS_BEFORE(p + 1)) { // heights are multiples of 4
             const size_t begin = ROWS_BEFORE(p), height = p < tall ? MR : SHORT;
             pack_runs(grad + ROW_OF(m, M) * positions, grad + ROW_OF(m + 1, M) * positions,
                       grad + ROW_OF(m + 2, M) * positions, grad + ROW_OF(m + 3, M) * positions, grad + grad_size,

@@ -24,7 +24,7 @@
 #define READ(at) LOAD(SRC_T, w, at)
 #endif
 
-// Rows of the panels before panel p.
+// Rows of the panels before panel p, of which `tall` have WIDTH.
 #define ROWS_BEFORE(p) (min((size_t)(p), (size_t)tall) * WIDTH + (max((size_t)(p), (size_t)tall) - tall) * SHORT)
 
 // k = (channel c, tap (i, j)) of row m is the weight at

@@ -18,6 +18,7 @@
 //   KERNEL, PAD          side of the filter; padding, less than it
 //   BIAS                 1: there is a bias
 
+#define LINE(p) (long)(64 / sizeof(*(p))) // elements of a cache line
 #define EACH(i, count) _Pragma("unroll") for (int i = 0; i < (count); i++)
 
 // 16 elements from x[at] on, as far as they lie in the tensor; zero where `keep` is, if anything is `masked`.
@@ -63,8 +64,8 @@ static inline float16 load_kept(__global const STORAGE(X_T) *x, long at, long si
         MOVE_DOWN(CHUNKS)                                                                                              \
         ADD_ROW(CHUNKS, true)                                                                                          \
         EACH(chunk, CHUNKS) {                                                                                          \
-            PREFETCH(x + from + PAD + height * width + chunk * 32); /* the next plane */                               \
-            PREFETCH_TO_WRITE(y + to + out_height * out_width + chunk * 32);                                           \
+            PREFETCH(x + from + PAD + height * width + chunk * LINE(x)); /* the next plane */                          \
+            PREFETCH_TO_WRITE(y + to + out_height * out_width + chunk * LINE(y));                                      \
             STORE16(Y_T, sums[chunk][KERNEL - 1], y, to + chunk * 16);                                                 \
         }                                                                                                              \
     }
@@ -81,7 +82,7 @@ static inline float16 load_kept(__global const STORAGE(X_T) *x, long at, long si
                 sums[chunk][s] = offset;                                                                               \
             }                                                                                                          \
         long from = plane * height * width + column - PAD, to = plane * out_height * out_width + column;               \
-        /* Rows whose loads lie in the tensor, and up to which stores lie in the plane. */                             \
+        /* Rows whose loads lie in the tensor and whose stores lie in the plane; all of them complete a row. */    \
         const long first = max((long)(KERNEL - 1 - PAD), from < 0 ? (width - 1 - from) / width : 0);                   \
         const long left = size - (from + CHUNKS * 16 + KERNEL - 1), room = plane_end - (to + CHUNKS * 16);             \
         const long loads = left < 0 ? 0 : min(height, left / width + 1);                                               \

@@ -19,7 +19,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
-from clamp.ops import conv_dot_bf16, conv_packed, conv_tiled, conv_winograd, conv_winograd_grad
+from clamp.ops import conv_dot_bf16, conv_packed, conv_tiled, conv_winograd, conv_winograd_grad, gemm_dot_bf16
 from clamp.ops.cast import cast_into
 from clamp.ops.conv_geometry import Correlation, Pair, Window, forward, gradient, pair
 from clamp.ops.conv_stage import Source, interleave, offsets, slices, stage
@@ -55,6 +55,7 @@ def kernel_for(
     """
     if given is ConvKernel.DOT_BF16:
         _require(x.dtype == w.dtype == "bfloat16", f"no {given} for {x.dtype} by {w.dtype}: both must be bfloat16")
+        _require(gemm_dot_bf16.works(x.queue), f"no {given} on {x.queue.device.name}, which has no such instruction")
     if given is ConvKernel.WINOGRAD:
         _require(conv_winograd.fits(extent, window), f"no {given} for a kernel of {extent} with {window}")
     if given is not None:

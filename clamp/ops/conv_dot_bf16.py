@@ -18,6 +18,7 @@ from clamp.program import get_kernel
 _ROWS, _COLUMNS = 12, 32  # of the register tile
 _LAYOUT = PanelLayout(width=_ROWS, short=8, block=384, pairs=True)
 _STEPS = 256  # pairs of positions that a weight gradient reads at a time
+_WORK_WORDS = 16 * 2**20  # of workspaces, of which each work-item of a weight gradient has one
 _MIN_ROW = 6  # positions: 4 take 1.6 times as long as in conv_packed.py, 7 take 0.6 times
 _CHUNKS_PER_CORE = 4  # of positions, of a weight gradient: they are alike, and each has partial sums to add up
 
@@ -49,7 +50,9 @@ class WeightGradient:
         self._tall, self._short = _LAYOUT.heights(rows)
         self._padded = _LAYOUT.padded(rows)
         floats = first.groups * self._panels_k * self._padded * _COLUMNS
+        self._words = (_STEPS + 16) * (_COLUMNS + self._padded)  # of a work-item: what it packs
         items = _CHUNKS_PER_CORE * capabilities(out.queue).compute_units
+        items = max(1, min(items, _WORK_WORDS // self._words))
         self._division = divide(items, first.groups, first.columns, 2 * _STEPS, self._panels_k, floats)
         self._partial = bridge.empty(out.queue, (self._division.chunks * floats,), "float32")
         self._accumulate = False
@@ -58,8 +61,7 @@ class WeightGradient:
         """Adds the images of ``source``, whose output gradients are in ``grad`` from element ``begin`` on."""
         queue, shape, division = grad.queue, source.shape, self._division
         grid = (-(-self._panels_k // division.each_k), division.chunks, source.groups)
-        words = (_STEPS + 16) * (_COLUMNS + self._padded)
-        work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * words,), "float32")
+        work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * self._words,), "float32")
         kernel = get_kernel(
             queue, "conv_dot_bf16_grad.cl", "weight_grad", "pppppqqqqqqqqqqqquuuqqi", WEIGHT_GRAD=1, STEPS=_STEPS
         )

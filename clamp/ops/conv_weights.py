@@ -87,7 +87,8 @@ class Weights:
         w, rows, elements = self.tensor, self.rows, self.channels * y.count * x.count
         tall, short = layout.heights(rows)
         steps = -(-elements // 2) if layout.pairs else elements
-        panels = bridge.empty(w.queue, (max(1, self.groups * steps * layout.padded(rows)),), "float32")
+        words = self.groups * steps * layout.padded(rows)  # of 32 bits, whatever they hold
+        panels = bridge.empty(w.queue, (max(1, words),), "float32")
         if steps == 0 or rows == 0:
             return panels
         kernel_columns, taps = w.shape[3], w.shape[2] * w.shape[3]

@@ -233,7 +233,8 @@ def _in_columns(queue: cl.CommandQueue, geo: Geometry) -> bool:
     """Whether forward goes down whole planes, without a frame (kernels/depthwise_columns.cl)."""
     device = capabilities(queue)
     is_square = geo.kernel_height == geo.kernel_width in _COLUMN_FILTERS
-    fits = geo.stride == 1 and is_square and geo.pad < geo.kernel_width and geo.out_width >= _MIN_COLUMNS
+    is_wide = geo.width > 0 and geo.out_width >= _MIN_COLUMNS
+    fits = geo.stride == 1 and is_square and geo.pad < geo.kernel_width and is_wide
     return device.is_cpu and fits and geo.images * geo.channels >= _PLANES_PER_CORE * device.compute_units
 
 

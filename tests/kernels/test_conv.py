@@ -457,6 +457,10 @@ def test_the_dot_product_serves_bfloat16_where_it_is_faster(
         assert not conv_dot_bf16.gradient_pays(x, g, narrow)
     for pays, kernel in ((True, ConvKernel.DOT_BF16), (False, ConvKernel.WINOGRAD)):
         assert ops.kernel_for(None, x, w, case.kernel, case.window, pays, True) is kernel
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(gemm_dot_bf16, "works", lambda queue: False)
+        with pytest.raises(ValueError, match=r"DOT_BF16.*no such instruction"):
+            ops.conv2d(x, w, case.window, out_dtype="float32", kernel=ConvKernel.DOT_BF16)
     with pytest.raises(ValueError, match=r"DOT_BF16.*bfloat16 by float16"):
         ops.conv2d(x, half, case.window, out_dtype="float32", kernel=ConvKernel.DOT_BF16)
     with pytest.raises(ValueError, match=r"DOT_BF16.*bfloat16 by float16"):
