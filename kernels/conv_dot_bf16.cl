@@ -17,11 +17,7 @@
 #define X_T bf16
 #define PAIRS 1
 #include "conv_positions.clh"
-
-static inline float16 epilogue(float16 v, float bias, int relu) {
-    v += bias;
-    return relu ? select(v, (float16)(0.0f), v < 0.0f) : v; // a NaN is not below zero and stays
-}
+#include "epilogue.clh"
 
 // Work-item (`each_j` panels of positions, `each_m` panels of output channels, group).
 __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
@@ -54,9 +50,9 @@ conv(__global const uint *restrict weights, __global const ushort *restrict x, _
             const long at = together_at(j + v, columns, positions, out_image);
             for (size_t m = begin; m < min(end, (size_t)M); m++) {
                 const float16 sum = LOAD16(f32, sums, (m - begin) * NR + v);
-                const float b = has_bias ? LOAD(BIAS_T, bias, group * M + m) : -0.0f; // v + -0 is v
-                store_positions(epilogue(sum, b, relu), out, (group * M + m) * positions, j + v, columns, positions,
-                                out_image, at);
+                const size_t channel = group * M + m;
+                store_positions(epilogue(sum, BIAS(channel), relu), out, channel * positions, j + v, columns,
+                                positions, out_image, at);
             }
         }
     }

@@ -82,7 +82,7 @@ static inline float16 load_kept(__global const STORAGE(X_T) *x, long at, long si
                 sums[chunk][s] = offset;                                                                               \
             }                                                                                                          \
         long from = plane * height * width + column - PAD, to = plane * out_height * out_width + column;               \
-        /* Rows whose loads lie in the tensor and whose stores lie in the plane; all of them complete a row. */    \
+        /* Rows whose loads lie in the tensor and whose stores lie in the plane; all of them complete a row. */        \
         const long first = max((long)(KERNEL - 1 - PAD), from < 0 ? (width - 1 - from) / width : 0);                   \
         const long left = size - (from + CHUNKS * 16 + KERNEL - 1), room = plane_end - (to + CHUNKS * 16);             \
         const long loads = left < 0 ? 0 : min(height, left / width + 1);                                               \
@@ -104,11 +104,7 @@ forward_columns(__global const STORAGE(X_T) *restrict x, __global const STORAGE(
     for (long plane = begin; plane < end; plane++) {
         const uint c = plane % channels;
         for (uint k = 0; k < KERNEL * KERNEL; k++) weights[k] = LOAD(W_T, w, c * KERNEL * KERNEL + k);
-#if BIAS
-        const float offset = LOAD(B_T, bias, c);
-#else
-        const float offset = 0.0f;
-#endif
+        const float offset = BIAS ? LOAD(B_T, bias, c) : 0.0f;
         const long plane_end = (plane + 1) * out_height * out_width;
         long column = (out_width - 1) / 16 * 16 - 16;
         for (; column >= 0; column -= 32) PASS(2)

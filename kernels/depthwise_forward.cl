@@ -51,11 +51,7 @@ forward_tiles(__global const STORAGE(X_T) *restrict x, __global const STORAGE(W_
         const int rows = min(band, out_height - oh), columns = min(tile, out_width - ow);
         const size_t start = (plane * out_height + oh) * out_width + ow;
         for (uint k = 0; k < KERNEL_H * KERNEL_W; k++) weights[k] = LOAD(W_T, w, c * KERNEL_H * KERNEL_W + k);
-#if BIAS
-        const float offset = LOAD(B_T, bias, c);
-#else
-        const float offset = 0;
-#endif
+        const float offset = BIAS ? LOAD(B_T, bias, c) : 0.0f;
         FILL_FRAME(frame, x, plane * height * width, size, height, width, (int)(oh * STRIDE) - (int)pad,
                    (int)(ow * STRIDE) - (int)pad, (rows - 1) * STRIDE + KERNEL_H, (columns - 1) * STRIDE + KERNEL_W,
                    STRIDE, pitch)

@@ -23,7 +23,7 @@ from clamp.cli.cases import Case, Contender, dtypes_of, random_tensor
 from clamp.cli.timing import Turn, timed
 from clamp.ops.cast import cast_into
 
-_FLUSHED_BYTES = 2**27  # written to empty the caches: several times what a last-level cache of two cores holds
+_FLUSHED_BYTES = 2**27  # read, and half as many written, to empty the caches: several times what they hold
 
 
 @dataclass(frozen=True)

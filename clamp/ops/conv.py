@@ -12,6 +12,7 @@ transposed convolution, is such a product again; with a stride, one for each rem
 from __future__ import annotations
 
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import pyopencl as cl
@@ -20,7 +21,6 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
 from clamp.ops import conv_dot_bf16, conv_packed, conv_tiled, conv_winograd, conv_winograd_grad, gemm_dot_bf16
-from clamp.ops.cast import cast_into
 from clamp.ops.conv_geometry import Correlation, Pair, Window, forward, gradient, pair
 from clamp.ops.conv_stage import Source, interleave, offsets, slices, stage
 from clamp.ops.conv_weights import Weights
@@ -198,7 +198,7 @@ def conv2d_weight_grad(
     Raises:
         ValueError: shapes that do not fit.
     """
-    return _weight_grad(x, grad, extent, window, out_dtype, None, kernel)
+    return _parameter_grads(x, grad, extent, window, out_dtype, None, kernel)[0]
 
 
 def conv2d_parameter_grads(
@@ -219,37 +219,39 @@ def conv2d_parameter_grads(
     Returns:
         Tensors (F, C / groups, KH, KW) and (F,).
     """
-    bias = bridge.empty(grad.queue, (grad.shape[1],), bias_dtype)
-    return _weight_grad(x, grad, extent, window, out_dtype, bias, kernel), bias
+    weights, bias = _parameter_grads(x, grad, extent, window, out_dtype, bias_dtype, kernel)
+    return weights, sum_channels(grad, bias_dtype) if bias is None else bias
 
 
-def _weight_grad(
+def _parameter_grads(
     x: Tensor,
     grad: Tensor,
     extent: Pair,
     window: Window,
     out_dtype: str,
-    bias: Tensor | None,
+    bias_dtype: str | None,
     kernel: ConvKernel | None,
-) -> Tensor:
-    """The weights' gradient; the bias's is written to ``bias``."""
+) -> tuple[Tensor, Tensor | None]:
+    """The weights' gradient; and the bias's, if it is wanted and the kernel sums it on the way."""
     channels, rows = x.shape[1] // window.groups, grad.shape[1] // window.groups
     size = window.output(pair(x.shape[2:]), extent)
     _require(grad.shape == (x.shape[0], rows * window.groups, *size), f"x {x.shape} and {grad.shape} do not fit")
     out_shape = (rows * window.groups, channels, *extent)
     if x.size * grad.size == 0:
-        if bias is not None:
-            cast_into(sum_channels(grad, bias.dtype), bias)
-        return bridge.zeros(x.queue, out_shape, out_dtype)
+        return bridge.zeros(x.queue, out_shape, out_dtype), None
     out = bridge.empty(x.queue, out_shape, out_dtype)
     shape = forward(pair(x.shape[2:]), pair(extent), window)
     dot_pays = conv_dot_bf16.gradient_pays(x, grad, shape)
     winograd_pays = conv_winograd_grad.pays(x, grad, extent, window)
     kernel = kernel_for(kernel, x, grad, extent, window, dot_pays, winograd_pays)
     if kernel is ConvKernel.WINOGRAD:
-        conv_winograd_grad.weight_gradient(x, grad, window, out, bias)
-        return out
+        conv_winograd_grad.weight_gradient(x, grad, window, out)
+        return out, None
     module, by_rows = _KERNELS[kernel], kernel is not ConvKernel.TILED
+    bias = None
+    if bias_dtype is not None and kernel is ConvKernel.PACKED:
+        bias = bridge.empty(x.queue, (grad.shape[1],), bias_dtype)
+    begin = module.WeightGradient if bias is None else partial(module.WeightGradient, bias=bias)
     dtype = module.GRAD_SOURCE_DTYPE or x.dtype
     table = offsets(x.queue.context, shape, channels)
     total: Any = None
@@ -257,10 +259,10 @@ def _weight_grad(
         source = Source(
             stage(x, shape, first, images, dtype, by_rows=by_rows), shape, table, images, window.groups, channels
         )
-        total = total or module.WeightGradient(source, rows, out, bias)
+        total = total or begin(source, rows, out)
         total.add(source, grad, first * grad.shape[1] * shape.positions)
     total.finish(source)
-    return out
+    return out, bias
 
 
 def _correlate(

@@ -6,13 +6,11 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
 from clamp.ops import gemm_dot_bf16
-from clamp.ops.cast import cast_into
 from clamp.ops.conv_geometry import Correlation
 from clamp.ops.conv_packed import divide, launch
 from clamp.ops.conv_stage import Source
 from clamp.ops.conv_weights import PanelLayout, Weights
 from clamp.ops.gemm_operands import Epilogue
-from clamp.ops.reduce_to_shape import sum_channels
 from clamp.program import get_kernel
 
 _ROWS, _COLUMNS = 12, 32  # of the register tile
@@ -44,8 +42,8 @@ def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_ima
 class WeightGradient:
     """A weight gradient as it adds up, slice by slice of the batch."""
 
-    def __init__(self, first: Source, rows: int, out: Tensor, bias: Tensor | None) -> None:
-        self._out, self._bias, self._rows = out, bias, rows
+    def __init__(self, first: Source, rows: int, out: Tensor) -> None:
+        self._out, self._rows = out, rows
         self._panels_k = -(-first.offsets.steps // _COLUMNS)
         self._tall, self._short = _LAYOUT.heights(rows)
         self._padded = _LAYOUT.padded(rows)
@@ -73,12 +71,9 @@ class WeightGradient:
             division.block, self._accumulate,
         )  # fmt: skip
         self._accumulate = True
-        self._grad = grad
 
     def finish(self, source: Source) -> None:
         """Writes the sum."""
-        if self._bias is not None:
-            cast_into(sum_channels(self._grad, self._bias.dtype), self._bias)
         kernel = get_kernel(
             self._out.queue, "conv_dot_bf16_grad.cl", "weight_grad_finish", "ppqqqu",
             WEIGHT_GRAD_FINISH=1, OUT_T=bridge.STORAGE[self._out.dtype],

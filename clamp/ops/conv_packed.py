@@ -126,9 +126,9 @@ def divide(items: int, groups: int, columns: int, most: int, panels_k: int, floa
 
 
 class WeightGradient:
-    """A weight gradient as it adds up, slice by slice of the batch."""
+    """A weight gradient as it adds up, slice by slice of the batch; and the bias's, from the same panels."""
 
-    def __init__(self, first: Source, rows: int, out: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, first: Source, rows: int, out: Tensor, bias: Tensor | None = None) -> None:
         self._out, self._bias, self._rows = out, bias, rows
         queue = out.queue
         self._tile = tile = tile_of_gradient(queue, rows)

@@ -13,7 +13,7 @@ from clamp.ops.cast import cast_into
 from clamp.ops.conv_stage import Source
 from clamp.ops.conv_weights import PanelLayout, Weights
 from clamp.ops.gemm_operands import Epilogue
-from clamp.ops.reduce_to_shape import sum_axis, sum_channels
+from clamp.ops.reduce_to_shape import sum_axis
 from clamp.program import get_kernel
 
 _PER_ITEM = 4  # a work-item computes 4 x 4 elements
@@ -67,8 +67,8 @@ def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_ima
 class WeightGradient:
     """A weight gradient as it adds up, slice by slice of the batch."""
 
-    def __init__(self, first: Source, rows: int, out: Tensor, bias: Tensor | None) -> None:
-        self._out, self._bias, self._rows = out, bias, rows
+    def __init__(self, first: Source, rows: int, out: Tensor) -> None:
+        self._out, self._rows = out, rows
         queue = out.queue
         tile = _layout(queue).width
         floats = first.groups * rows * first.offsets.steps
@@ -96,10 +96,7 @@ class WeightGradient:
             self._chunk, source.groups, self._accumulate,
         )  # fmt: skip
         self._accumulate = True
-        self._grad = grad
 
     def finish(self, source: Source) -> None:
         """Writes the sum."""
-        if self._bias is not None:
-            cast_into(sum_channels(self._grad, self._bias.dtype), self._bias)
         cast_into(sum_axis(self._partial, 1, self._chunks, self._out.size, self._out.dtype), self._out)

@@ -13,12 +13,10 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
-from clamp.ops.cast import cast_into
 from clamp.ops.conv_geometry import Correlation, Pair, Window, pair
 from clamp.ops.conv_packed import divide, tile_of_gradient
 from clamp.ops.conv_stage import slices, stage
 from clamp.ops.conv_winograd import MIN_CHANNELS, MIN_OUTPUTS, OVERREAD, PLACES, fits, tiles_of
-from clamp.ops.reduce_to_shape import sum_channels
 from clamp.program import get_kernel
 
 _BLOCK = 64  # tiles that are transformed at a time
@@ -33,8 +31,8 @@ def pays(x: Tensor, grad: Tensor, extent: Pair, window: Window) -> bool:
     return "float32" not in (x.dtype, grad.dtype) and large and fits(extent, window)
 
 
-def weight_gradient(x: Tensor, grad: Tensor, window: Window, out: Tensor, bias: Tensor | None) -> None:
-    """Writes the gradient of the weights over ``out`` (F, C / groups, 3, 3), that of the bias over ``bias``."""
+def weight_gradient(x: Tensor, grad: Tensor, window: Window, out: Tensor) -> None:
+    """Writes the gradient of the weights over ``out`` (F, C / groups, 3, 3)."""
     shape = tiles_of(pair(x.shape[2:]), pair(grad.shape[2:]), window.pad)
     total: _Sum | None = None
     for first, images in slices(x, shape, x.dtype):
@@ -43,8 +41,6 @@ def weight_gradient(x: Tensor, grad: Tensor, window: Window, out: Tensor, bias: 
         total.add(staged, shape, images, grad, first * (grad.size // grad.shape[0]))
     if total is not None:
         total.finish()
-    if bias is not None:
-        cast_into(sum_channels(grad, bias.dtype), bias)
 
 
 class _Sum:

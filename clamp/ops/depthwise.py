@@ -123,13 +123,12 @@ def depthwise_conv2d(
         "X_T": bridge.STORAGE[x.dtype], "W_T": bridge.STORAGE[w.dtype], "B_T": bridge.STORAGE[offset.dtype],
         "Y_T": bridge.STORAGE[out_dtype], "BIAS": int(bias is not None),
     }  # fmt: skip
-    tiles = _output_tiles(x.queue, geo)
     if _in_columns(x.queue, geo):
         _launch_forward_columns(x, buffers, geo, types)
-    elif tiles is None:
-        _launch_elements("depthwise_forward.cl", "forward", y, buffers, geo, types)
-    else:
+    elif (tiles := _output_tiles(x.queue, geo)) is not None:
         _launch_forward_tiles(x, buffers, geo, tiles, types)
+    else:
+        _launch_elements("depthwise_forward.cl", "forward", y, buffers, geo, types)
     return y
 
 
