@@ -33,9 +33,47 @@
 
 #include "register_tile.clh"
 #include "transpose.clh"
-#include "winograd.clh"
+#define EDGE 2
+#define PLACES 16 // of a transformed tile
 
 #ifdef WEIGHT_GRAD
+#include "winograd_runs.clh"
+
+// Written out place by place: values in registers have names, t1_2 is that of row 1, column 2.
+#define EACH_4(X) X(0) X(1) X(2) X(3)
+#define EACH_PLACE(X)                   \
+    X(0, 0) X(0, 1) X(0, 2) X(0, 3)     \
+    X(1, 0) X(1, 1) X(1, 2) X(1, 3)     \
+    X(2, 0) X(2, 1) X(2, 2) X(2, 3)     \
+    X(3, 0) X(3, 1) X(3, 2) X(3, 3)
+
+// Bt d and its like: four values in place of four.
+#define TRANSFORM(d0, d1, d2, d3)                \
+    {                                            \
+        const float16 t0 = d0, t1 = d1, t2 = d2; \
+        d0 = t0 - t2;                            \
+        d1 = t1 + t2;                            \
+        d2 = t2 - t1;                            \
+        d3 = t1 - d3;                            \
+    }
+
+// What 16 tiles read of one channel, from x[at] on, transformed, to every `distance` floats from `read`.
+static inline void transform_read(__global const STORAGE(X_T) *x, size_t at, size_t WS, size_t phase,
+                                  __global float *read, size_t distance) {
+#define READ(i, j) float16 t##i##_##j = LOAD16(X_T, x, at + i * WS + j % 2 * phase + j / 2);
+#define TRANSFORM_COLUMN(j) TRANSFORM(t0_##j, t1_##j, t2_##j, t3_##j)
+#define TRANSFORM_ROW(i) TRANSFORM(t##i##_0, t##i##_1, t##i##_2, t##i##_3)
+#define WRITE(i, j) STORE16(f32, t##i##_##j, read, (4 * i + j) * distance);
+#define PREFETCH_ROW(i)                     \
+    PREFETCH(x + at + i * WS + 4 * phase); \
+    PREFETCH(x + at + i * WS + 5 * phase);
+    EACH_4(PREFETCH_ROW) // of the channel after the next: a row is too short for the processor to guess
+    EACH_PLACE(READ)
+    EACH_4(TRANSFORM_COLUMN)
+    EACH_4(TRANSFORM_ROW)
+    EACH_PLACE(WRITE)
+}
+
 // What 16 tiles write beyond a run's end lies in the next channel or tile, or behind the last: 16 floats, 16 rows.
 #define READ_FLOATS(channels) ((channels) * BLOCK + 16)
 #define GRAD_FLOATS ((BLOCK + 16) * NR)
@@ -101,7 +139,7 @@ static inline void transform_grads(__global const STORAGE(G_T) *g, const Run *ru
             for (size_t t = 0; t < runs[i].tiles; t += 16) {
                 const size_t from = LAST_16(t, runs[i].tiles), outputs = min(runs[i].outputs - 2 * from, (size_t)32);
                 const size_t at = m * out_plane + runs[i].out + 2 * from;
-                const bool two_rows = runs[i].two_rows;
+                const bool two_rows = runs[i].rows == 2;
                 __global float *panel = grads + (runs[i].first + from) * NR + m;
                 const Elements e0 = read_elements(g, at, outputs, two_rows, OW, m < rows, size);
                 const Elements e1 = read_elements(g, at + out_plane, outputs, two_rows, OW, m + 1 < rows, size);

@@ -3,14 +3,15 @@
 A convolution is computed as a matrix product whose right-hand operand is read from a staged copy of the source
 (conv_stage.py), never written down (no im2col). The choice of the kernel is made here and nowhere else: on CPU devices
 a register-blocked one over packed panels, on every other device tiles in local memory. Two more serve CPU devices: in
-bfloat16 the processor's dot product, where it has a fast one (conv_dot_bf16.py); in 16-bit storage, where it has none,
-one that multiplies less for 3x3 kernels of stride 1 (conv_winograd.py). The input gradient, which is also the
+16-bit storage one that multiplies less for 3x3 kernels of stride 1 (conv_winograd.py); for others in bfloat16 the
+processor's dot product, where it has a fast one (conv_dot_bf16.py). The input gradient, which is also the
 transposed convolution, is such a product again; with a stride, one for each remainder of the input position
 (conv_geometry.py). The weight gradient is a sum of outer products over the output positions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -46,12 +47,13 @@ _KERNELS: dict[ConvKernel, Any] = {
 
 
 def kernel_for(
-    given: ConvKernel | None, x: Tensor, w: Tensor, extent: Pair, window: Window, dot_pays: bool, winograd_pays: bool
+    given: ConvKernel | None, x: Tensor, w: Tensor, extent: Pair, window: Window, paying: Sequence[ConvKernel]
 ) -> ConvKernel:
     """The kernel of a convolution or of a gradient: the given one, or the fastest of those that fit.
 
     Args:
         x, w: what it multiplies: source and weights, or what takes their places.
+        paying: which of those that serve some CPU convolutions only are faster than `PACKED`, the fastest first.
     """
     if given is ConvKernel.DOT_BF16:
         _require(x.dtype == w.dtype == "bfloat16", f"no {given} for {x.dtype} by {w.dtype}: both must be bfloat16")
@@ -62,13 +64,20 @@ def kernel_for(
         return given
     if not capabilities(x.queue).is_cpu:
         return ConvKernel.TILED
-    if dot_pays:
-        return ConvKernel.DOT_BF16
-    return ConvKernel.WINOGRAD if winograd_pays else ConvKernel.PACKED
+    return next(iter(paying), ConvKernel.PACKED)
+
+
+def _paying(x: Tensor, weights: Weights, window: Window, out: Tensor) -> list[ConvKernel]:
+    """Those that are faster than `PACKED` for a convolution or an input gradient, the fastest first."""
+    choices = [
+        (ConvKernel.WINOGRAD, conv_winograd.pays(x, weights, window, out)),
+        (ConvKernel.DOT_BF16, conv_dot_bf16.pays(x, weights.tensor)),
+    ]
+    return [kernel for kernel, pays in choices if pays]
 
 
 _IN_WORDS = {
-    ConvKernel.WINOGRAD: "3x3 of stride 1 by Winograd's F(2x2, 3x3), others over packed panels of floats",
+    ConvKernel.WINOGRAD: "3x3 of stride 1 by Winograd's F(4x4, 3x3)",
     ConvKernel.DOT_BF16: "packed panels and the processor's bfloat16 dot product",
     ConvKernel.PACKED: "packed panels for a register-blocked loop",
     ConvKernel.TILED: "tiles in local memory",
@@ -78,10 +87,12 @@ _IN_WORDS = {
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:
     """How convolutions of operands and results in one storage type run on the queue's device, in words."""
     image, weight = (bridge.empty(queue, shape, dtype) for shape in ((32, 16, 8, 8), (16, 16, 3, 3)))
-    window = Window(pad=(1, 1))
-    winograd_pays = conv_winograd.pays(image, pack_weights(weight, 1, transposed=False), window, image)
-    kernel = kernel_for(None, image, weight, (3, 3), window, conv_dot_bf16.pays(image, weight), winograd_pays)
-    return f"convolutions of {dtype}: {_IN_WORDS[kernel]}"
+    window, weights = Window(pad=(1, 1)), pack_weights(weight, 1, transposed=False)
+    paying = _paying(image, weights, window, image)
+    kernel = kernel_for(None, image, weight, (3, 3), window, paying)
+    others = kernel_for(None, image, weight, (3, 3), window, [k for k in paying if k is not ConvKernel.WINOGRAD])
+    words = _IN_WORDS[kernel] if kernel is others else f"{_IN_WORDS[kernel]}, others by {_IN_WORDS[others]}"
+    return f"convolutions of {dtype}: {words}"
 
 
 def pack_weights(w: Tensor, groups: int, *, transposed: bool) -> Weights:
@@ -122,8 +133,7 @@ def conv2d(
     image, size = pair(x.shape[2:]), window.output(pair(x.shape[2:]), pair(extent))
     _require(min(size) > 0, f"the kernel {tuple(extent)} is larger than the padded image {tuple(image)}")
     out = bridge.empty(x.queue, (x.shape[0], features, *size), out_dtype)
-    dot_pays, winograd_pays = conv_dot_bf16.pays(x, weights.tensor), conv_winograd.pays(x, weights, window, out)
-    kernel = kernel_for(kernel, x, weights.tensor, pair(extent), window, dot_pays, winograd_pays)
+    kernel = kernel_for(kernel, x, weights.tensor, pair(extent), window, _paying(x, weights, window, out))
     if kernel is ConvKernel.WINOGRAD:
         conv_winograd.convolve(x, weights, window.pad, out, Epilogue(out_dtype, bias, relu))
         return out
@@ -162,8 +172,7 @@ def conv2d_input_grad(
     _require(grad.shape[1] == features, f"the gradient {grad.shape} and w {weights.tensor.shape} do not fit")
     channels *= window.groups
     out = bridge.empty(grad.queue, (grad.shape[0], channels, *image), out_dtype)
-    dot_pays, winograd_pays = conv_dot_bf16.pays(grad, weights.tensor), conv_winograd.pays(grad, weights, window, out)
-    kernel = kernel_for(kernel, grad, weights.tensor, pair(extent), window, dot_pays, winograd_pays)
+    kernel = kernel_for(kernel, grad, weights.tensor, pair(extent), window, _paying(grad, weights, window, out))
     if kernel is ConvKernel.WINOGRAD:
         pad = 2 - window.pad[0], 2 - window.pad[1]
         conv_winograd.convolve(grad, weights, pad, out, Epilogue(out_dtype, bias))
@@ -241,9 +250,11 @@ def _parameter_grads(
         return bridge.zeros(x.queue, out_shape, out_dtype), None
     out = bridge.empty(x.queue, out_shape, out_dtype)
     shape = forward(pair(x.shape[2:]), pair(extent), window)
-    dot_pays = conv_dot_bf16.gradient_pays(x, grad, shape)
-    winograd_pays = conv_winograd_grad.pays(x, grad, extent, window)
-    kernel = kernel_for(kernel, x, grad, extent, window, dot_pays, winograd_pays)
+    choices = [
+        (ConvKernel.DOT_BF16, conv_dot_bf16.gradient_pays(x, grad, shape)),
+        (ConvKernel.WINOGRAD, conv_winograd_grad.pays(x, grad, extent, window)),
+    ]
+    kernel = kernel_for(kernel, x, grad, extent, window, [kernel for kernel, pays in choices if pays])
     if kernel is ConvKernel.WINOGRAD:
         conv_winograd_grad.weight_gradient(x, grad, window, out)
         return out, None

@@ -1,31 +1,37 @@
 """3x3 convolutions of stride 1 with fewer multiplications, on CPU devices (kernels/conv_winograd.cl).
 
-Winograd's F(2x2, 3x3) adds and subtracts elements before it multiplies them, in fp32. Its sums are off by an fp32
-rounding of the largest element that an output reads, where the direct sum is off by one of the terms. Storing the
-result in 16 bits rounds 2^13 times as coarsely; so it is used for 16-bit storage only, and float32 is summed directly.
-Where a bfloat16 dot product is fast, that serves bfloat16 (conv_dot_bf16.py).
-An element of 2^126 and more, which only bfloat16 stores, may overflow on the way.
+Winograd's F(4x4, 3x3) adds multiples of elements before it multiplies them, in fp32. Its sums are off by some fp32
+roundings of the largest element in the tile, where the direct sum is off by some of the terms. Storing the result in 16
+bits rounds 2^13 times as coarsely; so it serves 16-bit storage only, and float32 is summed directly.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import dataclass
+
+import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.ops.conv_geometry import Axis, Correlation, Pair, StagedAxis, Taps, Window, forward_axis, pair
-from clamp.ops.conv_packed import deal, layout_of_conv, tile_of_conv
-from clamp.ops.conv_stage import slices, stage
+from clamp.device import capabilities
+from clamp.ops.conv_geometry import Pair, Window, pair
+from clamp.ops.conv_packed import deal
 from clamp.ops.conv_weights import PanelLayout, Weights
 from clamp.ops.gemm_operands import Epilogue
+from clamp.ops.gemm_packed import Tile, tile_of
 from clamp.program import get_kernel
 
-PLACES = 16  # of a transformed tile
-_BLOCK_ROWS = 96  # output channels whose sums rest at a time
-_ITEMS_PER_CORE = 4  # each has a workspace of its own, of some 100 KB to a few MB
+_EDGE = 4  # outputs of a tile, in both directions
+_PLACES, _TAPS = 36, 9  # of a transformed tile; of weights
+_ROW_PANELS = 4  # of weights, whose sums rest at a time
+_PANEL_FLOATS = 8192  # of a place: what a first-level cache holds beside the weights
+_SHORT = 4  # rows of the last panels of weights
+_ITEMS_PER_CORE = 4  # each has a workspace of its own, of a few hundred KB to a few MB
+_OVERREAD = 16  # elements that may be read beyond a staged source: what 16 tiles read, of which one is real
+_STAGED_BYTES = 256 * 2**20  # a larger batch is computed in slices
+_STAGED_ROWS = 256  # of a work-item
 # Below, transforming takes longer than it saves: the input, or (outputs of a channel in a batch) the weights.
-MIN_CHANNELS, MIN_OUTPUTS = 16, 2048
-OVERREAD = 16  # elements that may be read beyond a staged source: what 16 tiles read, of which one is real
+_MIN_CHANNELS, _MIN_OUTPUTS = 16, 512
 
 
 def fits(extent: Pair, window: Window) -> bool:
@@ -36,66 +42,122 @@ def fits(extent: Pair, window: Window) -> bool:
 def pays(x: Tensor, weights: Weights, window: Window, out: Tensor) -> bool:
     """Whether this kernel is faster, and the result is stored in so few bits that its rounding does not show."""
     stored_in_16_bits = "float32" not in (x.dtype, out.dtype)
-    large = min(weights.rows, weights.channels) >= MIN_CHANNELS and out.size >= MIN_OUTPUTS * out.shape[1]
+    large = min(weights.rows, weights.channels) >= _MIN_CHANNELS and out.size >= _MIN_OUTPUTS * out.shape[1]
     return stored_in_16_bits and large and fits(pair(weights.tensor.shape[2:]), window)
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of an image's outputs, and what they read: ``staged`` rows of four phases of columns."""
+
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, size: Pair) -> Tiles:
+        """Tiles of ``size`` outputs."""
+        return cls(*(-(-extent // _EDGE) for extent in size))
+
+    @property
+    def count(self) -> int:
+        """Tiles of an image."""
+        return self.rows * self.columns
+
+    @property
+    def staged(self) -> Pair:
+        """Rows of a staged plane, and columns of one of the four phases of a row."""
+        return _EDGE * self.rows + 2, self.columns + 1
+
+    @property
+    def plane(self) -> int:
+        """Elements of a staged plane."""
+        rows, columns = self.staged
+        return rows * _EDGE * columns
+
+    @property
+    def pieces(self) -> int:
+        """Of 16 tiles that are transformed together, how many parts lie in rows of their own."""
+        return 4 if self.columns <= 4 else 2 if self.columns <= 8 else 1
+
+
 def convolve(x: Tensor, weights: Weights, pad: Pair, out: Tensor, epilogue: Epilogue) -> None:
-    """Writes the convolution of x, padded, through the epilogue, over ``out`` (N, F, OH, OW)."""
+    """Writes the convolution of x, padded, through the epilogue, over ``out`` (N, F, OH, OW).
+
+    Raises:
+        ValueError: x or out is not stored in 16 bits.
+    """
+    if "float32" in (x.dtype, out.dtype):
+        raise ValueError(f"conv2d: WINOGRAD reads and stores 16 bits; x is {x.dtype}, the result {out.dtype}")
     if out.size == 0:
         return
-    shape = tiles_of(pair(x.shape[2:]), pair(out.shape[2:]), pad)
-    for first, images in slices(x, shape, x.dtype):
-        staged = stage(x, shape, first, images, x.dtype, by_rows=True, slack=OVERREAD) if x.size else out
-        _convolve(staged, shape, images, weights, out, first * (out.size // out.shape[0]), epilogue)
+    tiles = Tiles.of(pair(out.shape[2:]))
+    each = max(1, _STAGED_BYTES // max(1, 2 * x.shape[1] * tiles.plane))
+    for first in range(0, x.shape[0], each):
+        images = min(each, x.shape[0] - first)
+        staged = _stage(x, tiles, first, images, pad) if x.size else out
+        _convolve(staged, tiles, images, weights, out, first * (out.size // out.shape[0]), epilogue)
 
 
-@lru_cache(maxsize=256)
-def tiles_of(image: Pair, size: Pair, pad: Pair) -> Correlation:
-    """The tiles of ``size`` outputs, as positions that read 4x4 elements of the padded ``image``. Only columns are
-    staged in phases: rows that a tile reads lie one after the other."""
-    rows, columns = (-(-extent // 2) for extent in size)
-    y = Axis(rows, Taps(4), StagedAxis(1, pad[0], 2 * rows + 2, 1))
-    return Correlation(y, forward_axis(columns, 4, 2, pad[1], 1), image)
+def _stage(x: Tensor, tiles: Tiles, first: int, images: int, pad: Pair) -> Tensor:
+    """Images ``first`` and following of x (N, C, H, W), padded, laid out for tiles."""
+    rows = images * x.shape[1] * tiles.staged[0]
+    out = bridge.empty(x.queue, (images * x.shape[1] * tiles.plane + _OVERREAD,), x.dtype)
+    each = max(1, min(_STAGED_ROWS, rows // (4 * capabilities(x.queue).compute_units)))
+    kernel = get_kernel(x.queue, "conv_winograd.cl", "stage_tiles", "ppqqqqqqquuu", STAGE=1)
+    kernel(
+        x.queue, (-(-rows // each),), (1,), x.buffer, out.buffer, first * (x.size // x.shape[0]), x.size, rows,
+        *x.shape[2:], *tiles.staged, *pad, each,
+    )  # fmt: skip
+    return out
 
 
 def _convolve(
-    staged: Tensor, shape: Correlation, images: int, weights: Weights, out: Tensor, begin: int, epilogue: Epilogue
+    staged: Tensor, tiles: Tiles, images: int, weights: Weights, out: Tensor, begin: int, epilogue: Epilogue
 ) -> None:
     """Writes the convolution of some staged images into ``out`` from element ``begin`` on."""
-    queue, tile, groups = out.queue, tile_of_conv(out.queue), weights.groups
+    queue, tile, layout = out.queue, _tile_of(out.queue), _layout_of(out.queue)
     channels = weights.channels if staged is not out else 0  # an image without pixels is all padding: sums of nothing
-    layout = layout_of_conv(queue)
     tall, short = layout.heights(weights.rows)
-    columns = images * shape.positions
-    panels_m = tall + short
-    grid, each_j, each_m = deal(queue, -(-columns // tile.columns), panels_m, groups, _ITEMS_PER_CORE)
-    block_panels = max(1, _BLOCK_ROWS // tile.rows)
-    slice_floats = PLACES * (tile.columns * (channels + block_panels * tile.rows) + 16)
+    columns = images * tiles.count
+    grid, each_j, each_m = deal(queue, -(-columns // tile.columns), tall + short, weights.groups, _ITEMS_PER_CORE)
+    # The sums of all panels rest while there are channels to come.
+    resting = -(-each_m // _ROW_PANELS) if channels > layout.block else 1
+    read_floats, sums_floats = layout.block * tile.columns + 16, _ROW_PANELS * tile.rows * tile.columns + 16
+    slice_floats = _PLACES * (read_floats + resting * sums_floats)
     work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_floats,), "float32")
     bias = out if epilogue.bias is None else epilogue.bias  # a kernel's pointer must point somewhere
     kernel = get_kernel(
         queue, "conv_winograd.cl", "winograd", "pppppqqqqqqqqqquuuuii",
         WINOGRAD=1, X_T=bridge.STORAGE[staged.dtype], MR=tile.rows, SHORT=layout.short, NR=tile.columns,
-        KC=layout.block, BLOCK_PANELS=block_panels, **epilogue.macros,
+        KC=layout.block, ROW_PANELS=_ROW_PANELS, PIECES=tiles.pieces, **epilogue.macros,
     )  # fmt: skip
     kernel(
         queue, grid, (1, 1, 1), transformed(weights).buffer, staged.buffer, out.buffer, bias.buffer, work.buffer,
-        begin, columns, weights.rows, channels, shape.positions, shape.x.positions, *shape.staged_shape,
-        *out.shape[2:], panels_m, tall, each_j, each_m, epilogue.bias is not None, epilogue.relu,
+        begin, columns, weights.rows, channels, tiles.count, tiles.columns, *tiles.staged,
+        *out.shape[2:], tall + short, tall, each_j, each_m, epilogue.bias is not None, epilogue.relu,
     )  # fmt: skip
+
+
+def _tile_of(queue: cl.CommandQueue) -> Tile:
+    tile = tile_of(queue)
+    return Tile(6, 32) if tile == Tile(12, 32) else tile  # so that 16 tiles fewer are transformed at a time
+
+
+def _layout_of(queue: cl.CommandQueue) -> PanelLayout:
+    tile = _tile_of(queue)
+    return PanelLayout(tile.rows, _SHORT, _PANEL_FLOATS // tile.columns)
 
 
 def transformed(weights: Weights) -> Tensor:
     """The weights, transformed, in panels: [group][place][block of channels][panel][channel][row]."""
-    layout = layout_of_conv(weights.tensor.queue)
+    layout = _layout_of(weights.tensor.queue)
     return weights.kept(("winograd", layout), lambda: _transform(weights, layout))
 
 
 def _transform(weights: Weights, layout: PanelLayout) -> Tensor:
     w, rows, channels = weights.tensor, weights.rows, weights.channels
     tall, short = layout.heights(rows)
-    floats = weights.groups * PLACES * channels * layout.padded(rows)
+    floats = weights.groups * (_PLACES + _TAPS) * channels * layout.padded(rows)
     panels = bridge.empty(w.queue, (max(1, floats),), "float32")
     if rows * channels == 0:
         return panels

@@ -8,39 +8,54 @@ which only bfloat16 stores, may overflow on the way.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
-from clamp.ops.conv_geometry import Correlation, Pair, Window, pair
+from clamp.ops.conv_geometry import Axis, Correlation, Pair, StagedAxis, Taps, Window, forward_axis, pair
 from clamp.ops.conv_packed import divide, tile_of_gradient
 from clamp.ops.conv_stage import slices, stage
-from clamp.ops.conv_winograd import MIN_CHANNELS, MIN_OUTPUTS, OVERREAD, PLACES, fits, tiles_of
+from clamp.ops.conv_winograd import fits
 from clamp.program import get_kernel
 
+_PLACES = 16  # of a transformed tile
+_OVERREAD = 16  # elements that may be read beyond a staged source: what 16 tiles read, of which one is real
 _BLOCK = 64  # tiles that are transformed at a time
 _MOST_CHANNELS = 128  # input channels whose tiles a second-level cache holds, transformed
+# Below, transforming takes longer than it saves.
+_MIN_CHANNELS, _MIN_OUTPUTS = 16, 2048
 _ITEMS_PER_CORE = 2  # each has partial sums to add up, and a workspace of a few MB
 
 
 def pays(x: Tensor, grad: Tensor, extent: Pair, window: Window) -> bool:
     """Whether this kernel is faster, for elements whose own rounding is coarse beside that of adding two of them."""
     channels = min(x.shape[1], grad.shape[1]) // window.groups
-    large = channels >= MIN_CHANNELS and grad.size >= MIN_OUTPUTS * grad.shape[1]
+    large = channels >= _MIN_CHANNELS and grad.size >= _MIN_OUTPUTS * grad.shape[1]
     return "float32" not in (x.dtype, grad.dtype) and large and fits(extent, window)
 
 
 def weight_gradient(x: Tensor, grad: Tensor, window: Window, out: Tensor) -> None:
     """Writes the gradient of the weights over ``out`` (F, C / groups, 3, 3)."""
-    shape = tiles_of(pair(x.shape[2:]), pair(grad.shape[2:]), window.pad)
+    shape = _tiles_of(pair(x.shape[2:]), pair(grad.shape[2:]), window.pad)
     total: _Sum | None = None
     for first, images in slices(x, shape, x.dtype):
-        staged = stage(x, shape, first, images, x.dtype, by_rows=True, slack=OVERREAD)
+        staged = stage(x, shape, first, images, x.dtype, by_rows=True, slack=_OVERREAD)
         total = total or _Sum(out, images * shape.positions, window.groups)
         total.add(staged, shape, images, grad, first * (grad.size // grad.shape[0]))
     if total is not None:
         total.finish()
+
+
+@lru_cache(maxsize=256)
+def _tiles_of(image: Pair, size: Pair, pad: Pair) -> Correlation:
+    """The tiles of ``size`` outputs, as positions that read 4x4 elements of the padded ``image``. Only columns are
+    staged in phases: rows that a tile reads lie one after the other."""
+    rows, columns = (-(-extent // 2) for extent in size)
+    y = Axis(rows, Taps(4), StagedAxis(1, pad[0], 2 * rows + 2, 1))
+    return Correlation(y, forward_axis(columns, 4, 2, pad[1], 1), image)
 
 
 class _Sum:
@@ -52,7 +67,7 @@ class _Sum:
         queue = out.queue
         self._tile = tile = tile_of_gradient(queue, self._rows)
         self._panels_k, self._panels_m = -(-self._channels // tile.rows), -(-self._rows // tile.columns)
-        floats = groups * PLACES * self._panels_k * self._panels_m * tile.rows * tile.columns
+        floats = groups * _PLACES * self._panels_k * self._panels_m * tile.rows * tile.columns
         items = _ITEMS_PER_CORE * capabilities(queue).compute_units
         # Each part of the channels transforms the gradients for itself.
         parts = -(-self._channels // _MOST_CHANNELS)
@@ -64,7 +79,7 @@ class _Sum:
         """Adds some staged images, whose output gradients are in ``grad`` from element ``begin`` on."""
         queue, tile, division = grad.queue, self._tile, self._division
         grid = (-(-self._panels_k // division.each_k), division.chunks, self._groups)
-        slice_floats = PLACES * (division.each_k * tile.rows * _BLOCK + 16 + (_BLOCK + 16) * tile.columns)
+        slice_floats = _PLACES * (division.each_k * tile.rows * _BLOCK + 16 + (_BLOCK + 16) * tile.columns)
         work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_floats,), "float32")
         kernel = get_kernel(
             queue, "conv_winograd_grad.cl", "weight_grad", "ppppqqqqqqqqqqquqqi",
