@@ -19,17 +19,17 @@
 #include "conv_positions.clh"
 #include "epilogue.clh"
 
-// Work-item (`each_j` panels of positions, `each_m` panels of output channels, group).
+// Work-item (share of the panels of positions, share of the panels of output channels, `each_m` at most; group).
 __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
 conv(__global const uint *restrict weights, __global const ushort *restrict x, __global const ulong *restrict offsets,
      __global STORAGE(OUT_T) *restrict out, __global const STORAGE(BIAS_T) *restrict bias, __global uint *restrict work,
      const ulong out_begin, const ulong columns, const ulong M, const ulong K, const ulong positions, const ulong width,
      const ulong pitch, const ulong image, const ulong group_size, const ulong size, const ulong reach,
-     const ulong out_image, const uint panels_m, const uint tall, const uint each_j, const uint each_m,
+     const ulong out_image, const uint panels_m, const uint tall, const uint each_m,
      const int has_bias, const int relu) {
     const size_t panels_j = (columns + NR - 1) / NR, group = get_global_id(2);
-    const size_t first_j = get_global_id(0) * each_j, last_j = min(first_j + each_j, panels_j);
-    const size_t first_m = get_global_id(1) * each_m, last_m = min(first_m + each_m, (size_t)panels_m);
+    const size_t first_j = SHARE(0, 0, panels_j), last_j = SHARE(0, 1, panels_j);
+    const size_t first_m = SHARE(1, 0, panels_m), last_m = SHARE(1, 1, panels_m);
     const size_t begin = ROWS_BEFORE(first_m), end = ROWS_BEFORE(last_m), all_rows = ROWS_BEFORE(panels_m);
     const size_t item = (group * get_global_size(1) + get_global_id(1)) * get_global_size(0) + get_global_id(0);
     __global uint *panel = work + item * (KC * NR + (size_t)each_m * TILE);

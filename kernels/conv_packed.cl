@@ -57,17 +57,17 @@
         }                              \
     }
 
-// Work-item (`each_j` panels of positions, `each_m` panels of output channels, group).
+// Work-item (share of the panels of positions, share of the panels of output channels, `each_m` at most; group).
 __kernel ONE_WORK_ITEM WIDE_VECTORS void
 conv(__global const float *restrict weights, __global const STORAGE(X_T) *restrict x,
      __global const ulong *restrict offsets, __global STORAGE(OUT_T) *restrict out,
      __global const STORAGE(BIAS_T) *restrict bias, __global float *restrict work, const ulong out_begin,
      const ulong columns, const ulong M, const ulong K, const ulong positions, const ulong width, const ulong pitch,
      const ulong image, const ulong group_size, const ulong size, const ulong reach, const ulong out_image,
-     const uint panels_m, const uint tall, const uint each_j, const uint each_m, const int has_bias, const int relu) {
+     const uint panels_m, const uint tall, const uint each_m, const int has_bias, const int relu) {
     const size_t panels_j = (columns + NR - 1) / NR, group = get_global_id(2);
-    const size_t first_j = get_global_id(0) * each_j, last_j = min(first_j + each_j, panels_j);
-    const size_t first_m = get_global_id(1) * each_m, last_m = min(first_m + each_m, (size_t)panels_m);
+    const size_t first_j = SHARE(0, 0, panels_j), last_j = SHARE(0, 1, panels_j);
+    const size_t first_m = SHARE(1, 0, panels_m), last_m = SHARE(1, 1, panels_m);
     const size_t item = (group * get_global_size(1) + get_global_id(1)) * get_global_size(0) + get_global_id(0);
     __global float *panel = work + item * (KC * NR + (size_t)each_m * TILE), *rest = panel + KC * NR;
     weights += group * K * ROWS_BEFORE(panels_m, MR);

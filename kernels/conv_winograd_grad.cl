@@ -34,6 +34,7 @@
 #include "register_tile.clh"
 #include "transpose.clh"
 #define EDGE 2
+#define SOURCE_EDGE 2
 #define PLACES 16 // of a transformed tile
 
 #ifdef WEIGHT_GRAD

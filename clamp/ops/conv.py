@@ -3,8 +3,8 @@
 A convolution is computed as a matrix product whose right-hand operand is read from a staged copy of the source
 (conv_stage.py), never written down (no im2col). The choice of the kernel is made here and nowhere else: on CPU devices
 a register-blocked one over packed panels, on every other device tiles in local memory. Two more serve CPU devices: in
-16-bit storage one that multiplies less for 3x3 kernels of stride 1 (conv_winograd.py); for others in bfloat16 the
-processor's dot product, where it has a fast one (conv_dot_bf16.py). The input gradient, which is also the
+16-bit storage one that multiplies less for 3x3 kernels of stride 1 or 2 (conv_winograd.py); in bfloat16, but for stride
+1, the processor's dot product, where it has a fast one (conv_dot_bf16.py). The input gradient, which is also the
 transposed convolution, is such a product again; with a stride, one for each remainder of the input position
 (conv_geometry.py). The weight gradient is a sum of outer products over the output positions.
 """
@@ -32,7 +32,7 @@ from clamp.ops.reduce_to_shape import sum_channels
 class ConvKernel(Enum):
     """Which kernel convolves."""
 
-    WINOGRAD = "winograd"  # CPU devices: 3x3, stride 1
+    WINOGRAD = "winograd"  # CPU devices: 3x3, stride 1 or 2
     DOT_BF16 = "dot_bf16"  # CPU devices with a bfloat16 dot product, all operands bfloat16
     PACKED = "packed"  # CPU devices
     TILED = "tiled"  # every device
@@ -73,11 +73,12 @@ def _paying(x: Tensor, weights: Weights, window: Window, out: Tensor) -> list[Co
         (ConvKernel.WINOGRAD, conv_winograd.pays(x, weights, window, out)),
         (ConvKernel.DOT_BF16, conv_dot_bf16.pays(x, weights.tensor)),
     ]
-    return [kernel for kernel, pays in choices if pays]
+    paying = [kernel for kernel, pays in choices if pays]
+    return paying if window.stride == (1, 1) else paying[::-1]
 
 
 _IN_WORDS = {
-    ConvKernel.WINOGRAD: "3x3 of stride 1 by Winograd's F(4x4, 3x3)",
+    ConvKernel.WINOGRAD: "Winograd's sums, with fewer multiplications",
     ConvKernel.DOT_BF16: "packed panels and the processor's bfloat16 dot product",
     ConvKernel.PACKED: "packed panels for a register-blocked loop",
     ConvKernel.TILED: "tiles in local memory",
@@ -86,13 +87,22 @@ _IN_WORDS = {
 
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:
     """How convolutions of operands and results in one storage type run on the queue's device, in words."""
-    image, weight = (bridge.empty(queue, shape, dtype) for shape in ((32, 16, 8, 8), (16, 16, 3, 3)))
-    window, weights = Window(pad=(1, 1)), pack_weights(weight, 1, transposed=False)
-    paying = _paying(image, weights, window, image)
-    kernel = kernel_for(None, image, weight, (3, 3), window, paying)
-    others = kernel_for(None, image, weight, (3, 3), window, [k for k in paying if k is not ConvKernel.WINOGRAD])
-    words = _IN_WORDS[kernel] if kernel is others else f"{_IN_WORDS[kernel]}, others by {_IN_WORDS[others]}"
-    return f"convolutions of {dtype}: {words}"
+    kernels = {
+        "3x3 of stride 1": _default_kernel(queue, dtype, (3, 3), Window(pad=(1, 1))),
+        "3x3 of stride 2": _default_kernel(queue, dtype, (3, 3), Window((2, 2), (1, 1))),
+        "others": _default_kernel(queue, dtype, (1, 1), Window()),
+    }
+    ways = {kernel: [name for name in kernels if kernels[name] is kernel] for kernel in kernels.values()}
+    words = [f"{' and '.join(names)} by {_IN_WORDS[kernel]}" for kernel, names in ways.items()]
+    return f"convolutions of {dtype}: {'; '.join(words) if len(ways) > 1 else _IN_WORDS[kernels['others']]}"
+
+
+def _default_kernel(queue: cl.CommandQueue, dtype: str, extent: Pair, window: Window) -> ConvKernel:
+    """The kernel of a convolution of many channels and positions."""
+    image, weight = (bridge.empty(queue, shape, dtype) for shape in ((64, 16, 16, 16), (16, 16, *extent)))
+    out = bridge.empty(queue, (64, 16, *window.output((16, 16), extent)), dtype)
+    paying = _paying(image, pack_weights(weight, 1, transposed=False), window, out)
+    return kernel_for(None, image, weight, extent, window, paying)
 
 
 def pack_weights(w: Tensor, groups: int, *, transposed: bool) -> Weights:
@@ -135,7 +145,7 @@ def conv2d(
     out = bridge.empty(x.queue, (x.shape[0], features, *size), out_dtype)
     kernel = kernel_for(kernel, x, weights.tensor, pair(extent), window, _paying(x, weights, window, out))
     if kernel is ConvKernel.WINOGRAD:
-        conv_winograd.convolve(x, weights, window.pad, out, Epilogue(out_dtype, bias, relu))
+        conv_winograd.convolve(x, weights, window, out, Epilogue(out_dtype, bias, relu))
         return out
     _correlate(x, [(forward(image, pair(extent), window), 0)], weights, out, Epilogue(out_dtype, bias, relu), kernel)
     return out
@@ -174,8 +184,7 @@ def conv2d_input_grad(
     out = bridge.empty(grad.queue, (grad.shape[0], channels, *image), out_dtype)
     kernel = kernel_for(kernel, grad, weights.tensor, pair(extent), window, _paying(grad, weights, window, out))
     if kernel is ConvKernel.WINOGRAD:
-        pad = 2 - window.pad[0], 2 - window.pad[1]
-        conv_winograd.convolve(grad, weights, pad, out, Epilogue(out_dtype, bias))
+        conv_winograd.convolve(grad, weights, window, out, Epilogue(out_dtype, bias))
         return out
     shapes, remainders = gradient(pair(image), pair(grad.shape[2:]), pair(extent), window)
     parts, begin = [], 0
@@ -256,6 +265,7 @@ def _parameter_grads(
     ]
     kernel = kernel_for(kernel, x, grad, extent, window, [kernel for kernel, pays in choices if pays])
     if kernel is ConvKernel.WINOGRAD:
+        _require(window.stride == (1, 1), f"no {kernel} for a weight gradient with {window}")
         conv_winograd_grad.weight_gradient(x, grad, window, out)
         return out, None
     module, by_rows = _KERNELS[kernel], kernel is not ConvKernel.TILED

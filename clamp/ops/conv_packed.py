@@ -45,14 +45,14 @@ def tile_of_gradient(queue: cl.CommandQueue, rows: int) -> Tile:
 
 def deal(
     queue: cl.CommandQueue, panels_j: int, panels_m: int, groups: int, items_per_core: int = _ITEMS_PER_CORE
-) -> tuple[tuple[int, int, int], int, int]:
-    """How the panels of a convolution are dealt out: the grid, and how many of positions and of weights an item gets.
-    Weights are shared out only where there are too few positions, whose panels each item makes for itself."""
+) -> tuple[tuple[int, int, int], int]:
+    """How the panels of a convolution are dealt out: into how many shares of positions, of weights and of groups, and
+    how many panels of weights are the most in a share. Weights are shared out only where there are too few positions,
+    whose panels each work-item makes for itself."""
     items = items_per_core * capabilities(queue).compute_units
-    each_j = max(1, panels_j * groups // items)
-    parts_m = min(panels_m, max(1, items // (panels_j * groups)))
-    each_m = -(-panels_m // parts_m)
-    return (-(-panels_j // each_j), -(-panels_m // each_m), groups), each_j, each_m
+    shares_j = min(panels_j, max(1, items // groups))
+    shares_m = min(panels_m, max(1, items // (panels_j * groups)))
+    return (shares_j, shares_m, groups), -(-panels_m // shares_m)
 
 
 def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_image: int, epilogue: Epilogue) -> None:
@@ -78,18 +78,18 @@ def launch(
     The rest as in `correlate`."""
     queue, shape = out.queue, source.shape
     tall, short = layout.heights(weights.rows)
-    grid, each_j, each_m = deal(queue, -(-source.columns // columns), tall + short, source.groups)
+    grid, each_m = deal(queue, -(-source.columns // columns), tall + short, source.groups)
     slice_words = (layout.block + each_m * layout.width) * columns
     work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_words,), "float32")
     bias = out if epilogue.bias is None else epilogue.bias  # a kernel's pointer must point somewhere
     kernel = get_kernel(
-        queue, file, "conv", "ppppppqqqqqqqqqqqquuuuii", KC=layout.block, **macros, **epilogue.macros
+        queue, file, "conv", "ppppppqqqqqqqqqqqquuuii", KC=layout.block, **macros, **epilogue.macros
     )  # fmt: skip
     kernel(
         queue, grid, (1, 1, 1), weights.panels(shape, layout).buffer, source.tensor.buffer, source.offsets.buffer,
         out.buffer, bias.buffer, work.buffer, begin, source.columns, weights.rows, source.offsets.steps,
         shape.positions, *shape.row, source.groups * source.group_size, source.group_size, source.tensor.size,
-        source.offsets.reach, out_image, tall + short, tall, each_j, each_m, epilogue.bias is not None, epilogue.relu,
+        source.offsets.reach, out_image, tall + short, tall, each_m, epilogue.bias is not None, epilogue.relu,
     )  # fmt: skip
 
 

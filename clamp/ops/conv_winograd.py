@@ -1,8 +1,9 @@
-"""3x3 convolutions of stride 1 with fewer multiplications, on CPU devices (kernels/conv_winograd.cl).
+"""3x3 convolutions with fewer multiplications, on CPU devices (kernels/conv_winograd.cl, conv_winograd_strided.cl).
 
-Winograd's F(4x4, 3x3) adds multiples of elements before it multiplies them, in fp32. Its sums are off by some fp32
-roundings of the largest element in the tile, where the direct sum is off by some of the terms. Storing the result in 16
-bits rounds 2^13 times as coarsely; so it serves 16-bit storage only, and float32 is summed directly.
+Winograd's F(4x4, 3x3), and for stride 2 F(4x4, 2x2) of even and odd rows and columns, add multiples of elements before
+they multiply them, in fp32. Their sums are off by some fp32 roundings of the largest element in the tile, where the
+direct sum is off by some of the terms. Storing the result in 16 bits rounds 2^13 times as coarsely; so they serve
+16-bit storage only, and float32 is summed directly.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from clamp.ops.gemm_operands import Epilogue
 from clamp.ops.gemm_packed import Tile, tile_of
 from clamp.program import get_kernel
 
-_EDGE = 4  # outputs of a tile, in both directions
-_PLACES, _TAPS = 36, 9  # of a transformed tile; of weights
+_TAPS = 9
 _ROW_PANELS = 4  # of weights, whose sums rest at a time
 _PANEL_FLOATS = 8192  # of a place: what a first-level cache holds beside the weights
 _SHORT = 4  # rows of the last panels of weights
@@ -30,33 +30,63 @@ _ITEMS_PER_CORE = 4  # each has a workspace of its own, of a few hundred KB to a
 _OVERREAD = 16  # elements that may be read beyond a staged source: what 16 tiles read, of which one is real
 _STAGED_BYTES = 256 * 2**20  # a larger batch is computed in slices
 _STAGED_ROWS = 256  # of a work-item
-# Below, transforming takes longer than it saves: the input, or (outputs of a channel in a batch) the weights.
-_MIN_CHANNELS, _MIN_OUTPUTS = 16, 512
+# Below, transforming takes longer than it saves: the input, or (positions of a batch) the weights.
+_MIN_CHANNELS, _MIN_POSITIONS, _MIN_POSITIONS_STRIDED = 16, 512, 4096
 
 
 def fits(extent: Pair, window: Window) -> bool:
     """Whether a convolution is of the kind, and so is its input gradient."""
-    return extent == (3, 3) and window.stride == window.dilation == (1, 1) and max(window.pad) <= 2
+    if extent != (3, 3) or window.dilation != (1, 1):
+        return False
+    return max(window.pad) <= 2 if window.stride == (1, 1) else (window.stride, window.pad) == ((2, 2), (1, 1))
 
 
 def pays(x: Tensor, weights: Weights, window: Window, out: Tensor) -> bool:
-    """Whether this kernel is faster, and the result is stored in so few bits that its rounding does not show."""
-    stored_in_16_bits = "float32" not in (x.dtype, out.dtype)
-    large = min(weights.rows, weights.channels) >= _MIN_CHANNELS and out.size >= _MIN_OUTPUTS * out.shape[1]
-    return stored_in_16_bits and large and fits(pair(weights.tensor.shape[2:]), window)
+    """Whether this kernel is faster than `conv_packed`, and the result is stored in so few bits that its rounding does
+    not show."""
+    if "float32" in (x.dtype, out.dtype) or not fits(pair(weights.tensor.shape[2:]), window):
+        return False
+    positions = min(tensor.size // max(1, tensor.shape[1]) for tensor in (x, out))
+    least = _MIN_POSITIONS if window.stride == (1, 1) else _MIN_POSITIONS_STRIDED
+    return min(weights.rows, weights.channels) >= _MIN_CHANNELS and positions >= least
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kind of convolution: what its file in kernels/ defines, by the same names.
+
+    Attributes:
+        edge, source_edge: rows and columns of a tile's outputs; and of the source, from a tile to the next.
+        reach: rows and columns of the source that a tile reads beyond those.
+    """
+
+    file: str
+    edge: int
+    source_edge: int
+    reach: int
+    read_planes: int
+    places: int
+    weight_planes: int
+    macros: tuple[tuple[str, int], ...] = ()
+
+
+_PLAIN = Form("conv_winograd.cl", 4, 4, 2, 36, 36, 36)
+_STRIDED = Form("conv_winograd_strided.cl", 4, 8, 1, 81, 25, 81, (("GRADIENT", 0),))
+_STRIDED_GRADIENT = Form("conv_winograd_strided.cl", 8, 4, 1, 25, 81, 81, (("GRADIENT", 1),))
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of an image's outputs, and what they read: ``staged`` rows of four phases of columns."""
+    """The tiles of an image's outputs."""
 
+    form: Form
     rows: int
     columns: int
 
     @classmethod
-    def of(cls, size: Pair) -> Tiles:
+    def of(cls, form: Form, size: Pair) -> Tiles:
         """Tiles of ``size`` outputs."""
-        return cls(*(-(-extent // _EDGE) for extent in size))
+        return cls(form, *(-(-extent // form.edge) for extent in size))
 
     @property
     def count(self) -> int:
@@ -65,14 +95,14 @@ class Tiles:
 
     @property
     def staged(self) -> Pair:
-        """Rows of a staged plane, and columns of one of the four phases of a row."""
-        return _EDGE * self.rows + 2, self.columns + 1
+        """Rows of a staged plane, and columns of a phase of a row."""
+        return self.form.source_edge * self.rows + self.form.reach, self.columns + 1
 
     @property
     def plane(self) -> int:
         """Elements of a staged plane."""
         rows, columns = self.staged
-        return rows * _EDGE * columns
+        return rows * self.form.source_edge * columns
 
     @property
     def pieces(self) -> int:
@@ -80,8 +110,9 @@ class Tiles:
         return 4 if self.columns <= 4 else 2 if self.columns <= 8 else 1
 
 
-def convolve(x: Tensor, weights: Weights, pad: Pair, out: Tensor, epilogue: Epilogue) -> None:
-    """Writes the convolution of x, padded, through the epilogue, over ``out`` (N, F, OH, OW).
+def convolve(x: Tensor, weights: Weights, window: Window, out: Tensor, epilogue: Epilogue) -> None:
+    """Writes the convolution of x (N, C, H, W), or its input gradient if the weights are transposed, through the
+    epilogue, over ``out`` (N, F, OH, OW).
 
     Raises:
         ValueError: x or out is not stored in 16 bits.
@@ -90,7 +121,12 @@ def convolve(x: Tensor, weights: Weights, pad: Pair, out: Tensor, epilogue: Epil
         raise ValueError(f"conv2d: WINOGRAD reads and stores 16 bits; x is {x.dtype}, the result {out.dtype}")
     if out.size == 0:
         return
-    tiles = Tiles.of(pair(out.shape[2:]))
+    form, pad = _PLAIN, window.pad
+    if window.stride == (2, 2):
+        form, pad = (_STRIDED_GRADIENT, (0, 0)) if weights.transposed else (_STRIDED, pad)
+    elif weights.transposed:
+        pad = 2 - pad[0], 2 - pad[1]
+    tiles = Tiles.of(form, pair(out.shape[2:]))
     each = max(1, _STAGED_BYTES // max(1, 2 * x.shape[1] * tiles.plane))
     for first in range(0, x.shape[0], each):
         images = min(each, x.shape[0] - first)
@@ -103,7 +139,9 @@ def _stage(x: Tensor, tiles: Tiles, first: int, images: int, pad: Pair) -> Tenso
     rows = images * x.shape[1] * tiles.staged[0]
     out = bridge.empty(x.queue, (images * x.shape[1] * tiles.plane + _OVERREAD,), x.dtype)
     each = max(1, min(_STAGED_ROWS, rows // (4 * capabilities(x.queue).compute_units)))
-    kernel = get_kernel(x.queue, "conv_winograd.cl", "stage_tiles", "ppqqqqqqquuu", STAGE=1)
+    kernel = get_kernel(
+        x.queue, tiles.form.file, "stage_tiles", "ppqqqqqqquuu", STAGE=1, **dict(tiles.form.macros)
+    )  # fmt: skip
     kernel(
         x.queue, (-(-rows // each),), (1,), x.buffer, out.buffer, first * (x.size // x.shape[0]), x.size, rows,
         *x.shape[2:], *tiles.staged, *pad, each,
@@ -115,26 +153,26 @@ def _convolve(
     staged: Tensor, tiles: Tiles, images: int, weights: Weights, out: Tensor, begin: int, epilogue: Epilogue
 ) -> None:
     """Writes the convolution of some staged images into ``out`` from element ``begin`` on."""
-    queue, tile, layout = out.queue, _tile_of(out.queue), _layout_of(out.queue)
+    form, queue, tile, layout = tiles.form, out.queue, _tile_of(out.queue), _layout_of(out.queue)
     channels = weights.channels if staged is not out else 0  # an image without pixels is all padding: sums of nothing
     tall, short = layout.heights(weights.rows)
     columns = images * tiles.count
-    grid, each_j, each_m = deal(queue, -(-columns // tile.columns), tall + short, weights.groups, _ITEMS_PER_CORE)
+    grid, each_m = deal(queue, -(-columns // tile.columns), tall + short, weights.groups, _ITEMS_PER_CORE)
     # The sums of all panels rest while there are channels to come.
     resting = -(-each_m // _ROW_PANELS) if channels > layout.block else 1
     read_floats, sums_floats = layout.block * tile.columns + 16, _ROW_PANELS * tile.rows * tile.columns + 16
-    slice_floats = _PLACES * (read_floats + resting * sums_floats)
+    slice_floats = form.read_planes * read_floats + resting * form.places * sums_floats
     work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_floats,), "float32")
     bias = out if epilogue.bias is None else epilogue.bias  # a kernel's pointer must point somewhere
     kernel = get_kernel(
-        queue, "conv_winograd.cl", "winograd", "pppppqqqqqqqqqquuuuii",
+        queue, form.file, "winograd", "pppppqqqqqqqqqquuuii",
         WINOGRAD=1, X_T=bridge.STORAGE[staged.dtype], MR=tile.rows, SHORT=layout.short, NR=tile.columns,
-        KC=layout.block, ROW_PANELS=_ROW_PANELS, PIECES=tiles.pieces, **epilogue.macros,
+        KC=layout.block, ROW_PANELS=_ROW_PANELS, PIECES=tiles.pieces, **dict(form.macros), **epilogue.macros,
     )  # fmt: skip
     kernel(
-        queue, grid, (1, 1, 1), transformed(weights).buffer, staged.buffer, out.buffer, bias.buffer, work.buffer,
+        queue, grid, (1, 1, 1), transformed(weights, form).buffer, staged.buffer, out.buffer, bias.buffer, work.buffer,
         begin, columns, weights.rows, channels, tiles.count, tiles.columns, *tiles.staged,
-        *out.shape[2:], tall + short, tall, each_j, each_m, epilogue.bias is not None, epilogue.relu,
+        *out.shape[2:], tall + short, tall, each_m, epilogue.bias is not None, epilogue.relu,
     )  # fmt: skip
 
 
@@ -148,16 +186,16 @@ def _layout_of(queue: cl.CommandQueue) -> PanelLayout:
     return PanelLayout(tile.rows, _SHORT, _PANEL_FLOATS // tile.columns)
 
 
-def transformed(weights: Weights) -> Tensor:
-    """The weights, transformed, in panels: [group][place][block of channels][panel][channel][row]."""
+def transformed(weights: Weights, form: Form) -> Tensor:
+    """The weights, transformed, in panels: [group][plane][block of channels][panel][channel][row]."""
     layout = _layout_of(weights.tensor.queue)
-    return weights.kept(("winograd", layout), lambda: _transform(weights, layout))
+    return weights.kept((form.file, layout), lambda: _transform(weights, form, layout))
 
 
-def _transform(weights: Weights, layout: PanelLayout) -> Tensor:
+def _transform(weights: Weights, form: Form, layout: PanelLayout) -> Tensor:
     w, rows, channels = weights.tensor, weights.rows, weights.channels
     tall, short = layout.heights(rows)
-    floats = weights.groups * (_PLACES + _TAPS) * channels * layout.padded(rows)
+    floats = weights.groups * (form.weight_planes + _TAPS) * channels * layout.padded(rows)
     panels = bridge.empty(w.queue, (max(1, floats),), "float32")
     if rows * channels == 0:
         return panels
@@ -165,8 +203,9 @@ def _transform(weights: Weights, layout: PanelLayout) -> Tensor:
     # The input gradient is a convolution with the weights turned round.
     strides, taps = ((9, per_output), (8, -3, -1)) if weights.transposed else ((per_output, 9), (0, 3, 1))
     kernel = get_kernel(
-        w.queue, "conv_winograd.cl", "transform_weights", "ppqqqqquiiu",
+        w.queue, form.file, "transform_weights", "ppqqqqquiiu",
         TRANSFORM_WEIGHTS=1, SRC_T=bridge.STORAGE[w.dtype], MR=layout.width, SHORT=layout.short, KC=layout.block,
+        **dict(form.macros),
     )  # fmt: skip
     kernel(
         w.queue, (tall + short, -(-channels // layout.block), weights.groups), (1, 1, 1), w.buffer, panels.buffer,

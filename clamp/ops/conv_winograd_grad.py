@@ -34,7 +34,7 @@ def pays(x: Tensor, grad: Tensor, extent: Pair, window: Window) -> bool:
     """Whether this kernel is faster, for elements whose own rounding is coarse beside that of adding two of them."""
     channels = min(x.shape[1], grad.shape[1]) // window.groups
     large = channels >= _MIN_CHANNELS and grad.size >= _MIN_OUTPUTS * grad.shape[1]
-    return "float32" not in (x.dtype, grad.dtype) and large and fits(extent, window)
+    return "float32" not in (x.dtype, grad.dtype) and large and window.stride == (1, 1) and fits(extent, window)
 
 
 def weight_gradient(x: Tensor, grad: Tensor, window: Window, out: Tensor) -> None:

@@ -166,7 +166,8 @@ def check(
     options: Any = {"out_dtype": out_dtype, "kernel": kernel}
     # Winograd's sums of multiples of elements: some roundings more, of the largest in a tile.
     is_winograd = kernel is ConvKernel.WINOGRAD
-    nearby, roundings = (partial(largest_nearby, reach=3), 3) if is_winograd else (np.abs, 1)
+    reach = 3 * case.stride[0]
+    nearby, roundings = (partial(largest_nearby, reach=reach), 3) if is_winograd else (np.abs, 1)
     bias = np.linspace(-2, 2, w.shape[0]).astype(np.float32)
     bias_tensor = to_device(queue, bias) if with_bias else None
     y = ops.conv2d(tensors[0], tensors[1], case.window, bias=bias_tensor, relu=with_bias, **options)
@@ -190,6 +191,8 @@ def check(
 
 def check_weight_grad(x: Array, g: Array, tensors: list[Tensor], case: Case, options: Any, *, with_bias: bool) -> None:
     terms = g.shape[0] * g.shape[2] * g.shape[3]
+    if case.stride != (1, 1) and options["kernel"] is ConvKernel.WINOGRAD:
+        options = options | {"kernel": None}
     gw = ops.conv2d_weight_grad(tensors[0], tensors[2], case.kernel, case.window, **options)
     if with_bias:
         without = to_numpy(gw)
@@ -320,11 +323,25 @@ WINOGRAD_CASES = {
     "more sums than rest at a time": Case(1, 2, 100, (3, 4), (3, 3), pad=(1, 1)),
     "more tiles than are multiplied at a time": Case(7, 2, 3, (10, 9), (3, 3), pad=(1, 1)),
     "more images than work-items": Case(70, 1, 2, (9, 8), (3, 3), pad=(1, 1)),
+    "stride 2": Case(2, 3, 5, (7, 9), (3, 3), (2, 2), (1, 1)),
+    "stride 2, one pixel": Case(3, 2, 1, (1, 1), (3, 3), (2, 2), (1, 1)),
+    "stride 2, even rows and columns": Case(2, 2, 7, (10, 18), (3, 3), (2, 2), (1, 1)),
+    "stride 2, rows of 6 tiles": Case(3, 5, 4, (9, 43), (3, 3), (2, 2), (1, 1)),
+    "stride 2, rows of 18 tiles": Case(1, 2, 29, (4, 137), (3, 3), (2, 2), (1, 1)),
+    "stride 2, groups": Case(2, 3, 4, (5, 6), (3, 3), (2, 2), (1, 1), groups=3),
+    "stride 2, no channel": Case(2, 0, 3, (4, 4), (3, 3), (2, 2), (1, 1)),
     "no channel": Case(2, 0, 3, (4, 4), (3, 3), pad=(1, 1)),
     "no image": Case(0, 2, 3, (4, 4), (3, 3), pad=(1, 1)),
     "no row": Case(2, 2, 3, (0, 4), (3, 3), pad=(2, 1)),
 }
-SIMULATED_WINOGRAD = ["one column of tiles", "not padded, rows of more than 16 tiles", "groups", "no channel"]
+SIMULATED_WINOGRAD = [
+    "one column of tiles",
+    "not padded, rows of more than 16 tiles",
+    "groups",
+    "no channel",
+    "stride 2",
+    "stride 2, groups",
+]
 
 
 @pytest.mark.parametrize("name", WINOGRAD_CASES)
@@ -400,6 +417,25 @@ def test_fewer_multiplications_keep_to_what_an_output_reads(
     others = ~tiles.repeat(4, 0).repeat(4, 1)[:7, :39]
     before, after = (to_numpy(result)[..., others] for result in results)
     np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (2, 5), (3, 8), (4, 19)])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_fewer_multiplications_with_stride_keep_to_what_an_output_reads(
+    queue: cl.CommandQueue, simulated: bool, value: float, place: tuple[int, int]
+) -> None:
+    if simulated and (place != (3, 8) or value != np.inf):
+        pytest.skip("slow to simulate")
+    case = Case(1, 2, 3, (9, 39), (3, 3), (2, 2), (1, 1))
+    x, w, g = (quantize(array, "float16").astype(np.float64) for array in case.arrays())
+    options: Any = {"out_dtype": "float16", "kernel": ConvKernel.WINOGRAD}
+    x_magnitude, g_magnitude = (np.abs(array).max() * np.abs(w).sum((1, 2, 3)).max() for array in (x, g))
+    x[0, 1][2 * place[0], 2 * place[1]] = g[0, 1][place] = value
+    tensors = [to_device(queue, array, "float16") for array in (x, w, g)]
+    y = ops.conv2d(tensors[0], tensors[1], case.window, **options)
+    assert_close(y, forward(x, w, case), slack=3 * slack(x_magnitude, w[0].size))
+    gx = ops.conv2d_input_grad(tensors[2], tensors[1], case.image, case.window, **options)
+    assert_close(gx, input_grad(g, w, case), slack=3 * slack(g_magnitude, w.size))
 
 
 def test_fewer_multiplications_of_an_overflow(queue: cl.CommandQueue, simulated: bool) -> None:
@@ -498,9 +534,13 @@ def test_fewer_multiplications_serve_16_bit_storage_on_cpus(queue: cl.CommandQue
     fitting = Case(128, 16, 16, (4, 4), (3, 3), pad=(1, 1))
     assert kernels(fitting) == (winograd, winograd)
     assert kernels(replace(fitting, n=127)) == (winograd, direct)
+    strided = replace(fitting, image=(7, 8), stride=(2, 2))
+    assert kernels(replace(strided, n=256)) == (winograd, direct)
+    assert kernels(replace(strided, n=255)) == (direct, direct)
     assert kernels(fitting, "float32") == kernels(fitting, "bfloat16", "float32") == (direct, direct)
     for change in (
-        {"stride": (2, 1)}, {"dilation": (1, 2)}, {"pad": (3, 3)}, {"kernel": (1, 3)}, {"c": 3}, {"f": 15}, {"n": 31},
+        {"stride": (2, 1)}, {"stride": (2, 2), "pad": (0, 0), "n": 9999}, {"dilation": (1, 2)}, {"pad": (3, 3)},
+        {"kernel": (1, 3)}, {"c": 3}, {"f": 15}, {"n": 31},
     ):  # fmt: skip
         assert kernels(replace(fitting, **change)) == (direct, direct)
 
@@ -521,10 +561,10 @@ def test_the_dot_product_serves_bfloat16_where_it_is_faster(
         assert not conv_dot_bf16.pays(x, half)
         assert not conv_dot_bf16.gradient_pays(x, g, narrow)
     monkeypatch.setattr(gemm_dot_bf16, "host_cpu_vendor", lambda: "AuthenticAMD")
-    words = (
-        "3x3 of stride 1 by Winograd's F(4x4, 3x3), others by packed panels and the processor's bfloat16 dot product"
-    )
-    assert ops.on_device(queue, "bfloat16") == f"convolutions of bfloat16: {words}"
+    on_device = ops.on_device(queue, "bfloat16")
+    assert "3x3 of stride 1 by Winograd's sums" in on_device
+    assert "3x3 of stride 2 and others by packed panels and the processor's bfloat16 dot product" in on_device
+    assert "3x3 of stride 1 and 3x3 of stride 2 by Winograd's sums" in ops.on_device(queue, "float16")
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(gemm_dot_bf16, "works", lambda queue: False)
         with pytest.raises(ValueError, match=r"DOT_BF16.*no such instruction"):
