@@ -43,7 +43,6 @@
 #ifndef WIDE_VECTORS
 #define WIDE_VECTORS
 #endif
-#define ONE_WORK_ITEM __attribute__((reqd_work_group_size(1, 1, 1))) WIDE_VECTORS
 
 // The tile's code, written once for each row; a row is one vector of 16 lanes or two.
 #if ROWS == 8
@@ -150,7 +149,7 @@ DEFINE_WIDEN(v, V_T)
 DEFINE_NARROW(y, Y_T)
 
 // Unit u is the blocks u % chunks, u % chunks + chunks, ... of head u / chunks; a work-item does `each` units.
-__kernel ONE_WORK_ITEM void attention_forward(__global const STORAGE(Q_T) *restrict q,
+__kernel ONE_WORK_ITEM WIDE_VECTORS void attention_forward(__global const STORAGE(Q_T) *restrict q,
                                               __global const STORAGE(K_T) *restrict k,
                                               __global const STORAGE(V_T) *restrict v,
                                               __global STORAGE(Y_T) *restrict y, __global float *restrict lse,
@@ -246,7 +245,7 @@ DEFINE_NARROW(dv, DV_T)
 
 // Units as in attention_forward. The sums of dK and of dV, [padded][pitch] each, lie in `partial`, one pair for each
 // unit; with one chunk a head, in the workspace, and become dK and dV here.
-__kernel ONE_WORK_ITEM void attention_backward(
+__kernel ONE_WORK_ITEM WIDE_VECTORS void attention_backward(
     __global const STORAGE(Q_T) *restrict q, __global const STORAGE(K_T) *restrict k,
     __global const STORAGE(V_T) *restrict v, __global const STORAGE(G_T) *restrict dy,
     __global const float *restrict lse, __global STORAGE(DQ_T) *restrict dq, __global STORAGE(DK_T) *restrict dk,
@@ -342,7 +341,7 @@ __kernel ONE_WORK_ITEM void attention_backward(
 
 #ifdef COMBINE
 // Adds up the sums of a head's chunks: row `row` of dK and of dV, all heads' rows counted through.
-__kernel ONE_WORK_ITEM void attention_combine(__global const float *restrict partial,
+__kernel ONE_WORK_ITEM WIDE_VECTORS void attention_combine(__global const float *restrict partial,
                                               __global STORAGE(DK_T) *restrict dk, __global STORAGE(DV_T) *restrict dv,
                                               const ulong rows, const ulong T, const ulong D, const ulong chunks,
                                               const ulong each) {

@@ -20,7 +20,7 @@
 #include "epilogue.clh"
 
 // Work-item (share of the panels of positions, share of the panels of output channels, `each_m` at most; group).
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 conv(__global const uint *restrict weights, __global const ushort *restrict x, __global const ulong *restrict offsets,
      __global STORAGE(OUT_T) *restrict out, __global const STORAGE(BIAS_T) *restrict bias, __global uint *restrict work,
      const ulong out_begin, const ulong columns, const ulong M, const ulong K, const ulong positions, const ulong width,

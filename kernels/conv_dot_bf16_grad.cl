@@ -73,7 +73,7 @@ static inline void pack_runs(elements r0, elements r1, elements r2, elements r3,
 #define ROW_OF(index, count) min((size_t)(index), (size_t)(count) - 1)
 
 // Work-item (`each_k` panels of steps k, `each` positions, in blocks of `block`; group).
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 weight_grad(__global const ushort *restrict x, __global const ulong *restrict offsets,
             __global const ushort *restrict grad, __global float *restrict partial, __global float *restrict work,
             const ulong grad_begin, const ulong columns, const ulong M, const ulong K, const ulong positions,
@@ -128,7 +128,7 @@ weight_grad(__global const ushort *restrict x, __global const ulong *restrict of
 #ifdef WEIGHT_GRAD_FINISH
 // grad[group][m][k] = sum of `chunks` partial ones, each [group][K/32][rows][32]. Work-item (32 steps k, MR output
 // channels, group).
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 weight_grad_finish(__global const float *restrict partial, __global STORAGE(OUT_T) *restrict grad, const ulong M,
                    const ulong K, const ulong rows, const uint chunks) {
     const size_t group = get_global_id(2), k = get_global_id(0) * NR, m = get_global_id(1) * MR;

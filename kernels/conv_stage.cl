@@ -70,7 +70,7 @@ static inline size_t clear_elements(__global STORAGE(Y_T) *y, size_t to, size_t 
 // How many columns of a phase lie before column `u` of the padded source.
 #define COLUMNS_BEFORE(u, phase) ((u) > (phase) ? ((u) - (phase) + stride_x - 1) / stride_x : 0)
 
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 stage_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong first,
            const ulong size, const ulong rows, const ulong H, const ulong W, const ulong HS, const ulong WS,
            const uint phases_y, const uint phases_x, const uint stride_y, const uint stride_x, const uint pad_y,
@@ -120,7 +120,7 @@ __kernel void stage_elements(__global const STORAGE(X_T) *restrict x, __global S
     (planes * (BEFORE(H, a, stride_y) * (size_t)W + (rows_a) * BEFORE(W, b, stride_x)))
 
 #ifdef INTERLEAVE_ROWS
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 interleave_rows(__global const STORAGE(Y_T) *restrict phases, __global STORAGE(Y_T) *restrict y, const ulong planes,
                 const ulong H, const ulong W, const uint stride_y, const uint stride_x, const uint each) {
     const size_t begin = (size_t)get_global_id(0) * each, last = min(begin + each, (size_t)(planes * H));

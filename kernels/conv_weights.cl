@@ -30,7 +30,7 @@
 // k = (channel c, tap (i, j)) of row m is the weight at
 // group * stride_group + m * stride_m + c * stride_c + first + i * step_y + j * step_x.
 // Work-item (panel, block of KC steps, group).
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 pack_weights(__global const STORAGE(SRC_T) *restrict w, __global ELEMENT *restrict panels, const ulong M, const ulong K,
              const uint taps_y, const uint taps_x, const ulong stride_group, const ulong stride_m,
              const ulong stride_c, const uint first, const uint step_y, const uint step_x, const uint tall) {

@@ -27,6 +27,8 @@
 #define TERMS(place) 1
 #define READ_PLANE(place, term) (place)
 #define WEIGHT_PLANE(place, term) (place)
+#define GRAD_PLACES 36
+#define GRAD_PLACE(plane) (plane)
 #define IS_READ(u, t) 1
 #define READS(u, t) ((u) + (t))
 
@@ -35,7 +37,7 @@
 
 #include "winograd.clh"
 
-#ifdef WINOGRAD
+#ifdef TRANSFORM_READ
 #define EACH_6(X) EACH_4(X) X(4) X(5)
 #define EACH_PLACE(X)                                       \
     X(0, 0) X(0, 1) X(0, 2) X(0, 3) X(0, 4) X(0, 5)         \
@@ -72,6 +74,9 @@ static inline void transform_read(__global const STORAGE(X_T) *x, const Piece *p
     EACH_PLACE(WRITE)
 }
 
+#endif
+
+#ifdef WINOGRAD
 // Turns the sums of 16 tiles into four rows of 64 outputs. Returns for each tile a number that is finite only if all its
 // outputs are: neither inf nor nan goes away in a sum.
 static inline float16 transform_sums(__global const float *sums, float bias, int relu, ushort *rows) {
@@ -133,4 +138,56 @@ static inline void transform_taps(const float16 *g, __global float *panels, size
 }
 #endif
 
+#ifdef WEIGHT_GRAD
+// A e: six values of four.
+#define TRANSFORM_GRAD(u, i, e0, e1, e2, e3)                                          \
+    const float16 u##0_##i = e0, u##5_##i = e3;                                       \
+    float16 u##1_##i, u##2_##i, u##3_##i, u##4_##i;                                   \
+    {                                                                                 \
+        const float16 even_a = e0 + A * A * e2, odd_a = e1 + A * A * e3;              \
+        const float16 even_b = e0 + B * B * e2, odd_b = e1 + B * B * e3;              \
+        u##1_##i = even_a + A * odd_a;                                                \
+        u##2_##i = even_a - A * odd_a;                                                \
+        u##3_##i = even_b + B * odd_b;                                                \
+        u##4_##i = even_b - B * odd_b;                                                \
+    }
+
+// A e At of the gradient of a tile's outputs, of 16 channels.
+static inline void transform_grad(__global const float *e, __global float *grads) {
+#define GRAD_COLUMN(j) TRANSFORM_GRAD(u, j, GRAD(0, j), GRAD(1, j), GRAD(2, j), GRAD(3, j))
+#define WRITE_GRAD(i, j) STORE16(f32, v##j##_##i, grads, (6 * i + j) * GRAD_FLOATS);
+#define GRAD_ROW(i)                                       \
+    {                                                     \
+        TRANSFORM_GRAD(v, i, u##i##_0, u##i##_1, u##i##_2, u##i##_3) \
+        WRITE_GRAD(i, 0) WRITE_GRAD(i, 1) WRITE_GRAD(i, 2) WRITE_GRAD(i, 3) WRITE_GRAD(i, 4) WRITE_GRAD(i, 5) \
+    }
+    EACH_4(GRAD_COLUMN)
+    EACH_6(GRAD_ROW)
+}
+#endif
+
+#ifdef WEIGHT_GRAD_FINISH
+// Gt s: three values of six.
+#define TRANSFORM_FILTER(t0, t1, t2, s0, s1, s2, s3, s4, s5)           \
+    {                                                                  \
+        const float p = 1.0f / (2.0f * A * A * (A * A - B * B));       \
+        const float q = 1.0f / (2.0f * B * B * (B * B - A * A));       \
+        const float16 plus_a = p * (s1 + s2), minus_a = p * (s1 - s2); \
+        const float16 plus_b = q * (s3 + s4), minus_b = q * (s3 - s4); \
+        t0 = s0 * (1.0f / (A * A * B * B)) + plus_a + plus_b;          \
+        t1 = A * minus_a + B * minus_b;                                \
+        t2 = A * A * plus_a + B * B * plus_b + s5;                     \
+    }
+
+// Gt s G: nine taps of the sums of all places.
+static inline void transform_filter(const float16 *s, float16 *taps) {
+    float16 t[3][6];
+    for (int j = 0; j < 6; j++)
+        TRANSFORM_FILTER(t[0][j], t[1][j], t[2][j], s[j], s[6 + j], s[12 + j], s[18 + j], s[24 + j], s[30 + j])
+    for (int i = 0; i < 3; i++)
+        TRANSFORM_FILTER(taps[3 * i], taps[3 * i + 1], taps[3 * i + 2], t[i][0], t[i][1], t[i][2], t[i][3], t[i][4], t[i][5])
+}
+#endif
+
 #include "winograd_kernels.clh"
+#include "winograd_grad_kernels.clh"

@@ -29,6 +29,12 @@
 #define WIDTH(s) ((s) % 2 ? 4 : 5)
 #define PLANE(s, i, j) (BEGIN(s) + WIDTH(s) * (i) + (j))
 #define WEIGHT_PLANES 81
+// The place, 5 i + j, of a plane.
+#define QUARTER(plane) ((plane) < 25 ? 0 : (plane) < 45 ? 1 : (plane) < 65 ? 2 : 3)
+#define IN_QUARTER(plane) ((plane) - BEGIN(QUARTER(plane)))
+#define PLACE(plane) (IN_QUARTER(plane) / WIDTH(QUARTER(plane)) * 5 + IN_QUARTER(plane) % WIDTH(QUARTER(plane)))
+#define GRAD_PLACES 25
+#define GRAD_PLACE(plane) PLACE(plane)
 
 #if GRADIENT
 #define EDGE 8
@@ -37,10 +43,7 @@
 #define PLACES 81
 #define TERMS(place) 1
 #define WEIGHT_PLANE(place, term) (place)
-#define QUARTER(place) ((place) < 25 ? 0 : (place) < 45 ? 1 : (place) < 65 ? 2 : 3)
-#define IN_QUARTER(place) ((place) - BEGIN(QUARTER(place)))
-#define READ_PLANE(place, term) \
-    (IN_QUARTER(place) / WIDTH(QUARTER(place)) * 5 + IN_QUARTER(place) % WIDTH(QUARTER(place)))
+#define READ_PLANE(place, term) PLACE(place)
 #define IS_READ(u, t) (((u) + (t)) % 2)
 #define READS(u, t) (((u) + (t) - 1) / 2)
 #else
@@ -61,7 +64,7 @@
 
 #include "winograd.clh"
 
-#ifdef WINOGRAD
+#ifdef TRANSFORM_READ
 #define EACH_5(X) EACH_4(X) X(4)
 #define ROW_4(X, i) X(i, 0) X(i, 1) X(i, 2) X(i, 3)
 #define ROW_5(X, i) ROW_4(X, i) X(i, 4)
@@ -119,6 +122,9 @@ static inline void transform_read(__global const STORAGE(X_T) *x, const Piece *p
 #endif
 }
 
+#endif
+
+#ifdef WINOGRAD
 // At s: four values of four, and of five.
 #define SUM_4(y0, y1, y2, y3, s0, s1, s2, s3)                          \
     {                                                                  \
@@ -233,4 +239,60 @@ static inline void transform_taps(const float16 *g, __global float *panels, size
 }
 #endif
 
+#ifdef WEIGHT_GRAD
+// A e: five values of four.
+#define TRANSFORM_GRAD(u, i, e0, e1, e2, e3)                                          \
+    const float16 u##0_##i = e0, u##4_##i = e3;                                       \
+    float16 u##1_##i, u##2_##i;                                                       \
+    {                                                                                 \
+        const float16 even = e0 + A * A * e2, odd = e1 + A * A * e3;                  \
+        u##1_##i = even + A * odd;                                                    \
+        u##2_##i = even - A * odd;                                                    \
+    }                                                                                 \
+    const float16 u##3_##i = e0 + B * (e1 + B * (e2 + B * e3));
+
+// A e At of the gradient of a tile's outputs, of 16 channels.
+static inline void transform_grad(__global const float *e, __global float *grads) {
+#define GRAD_COLUMN(j) TRANSFORM_GRAD(u, j, GRAD(0, j), GRAD(1, j), GRAD(2, j), GRAD(3, j))
+#define WRITE_GRAD(i, j) STORE16(f32, v##j##_##i, grads, (5 * i + j) * GRAD_FLOATS);
+#define GRAD_ROW(i)                                                                             \
+    {                                                                                           \
+        TRANSFORM_GRAD(v, i, u##i##_0, u##i##_1, u##i##_2, u##i##_3)                            \
+        WRITE_GRAD(i, 0) WRITE_GRAD(i, 1) WRITE_GRAD(i, 2) WRITE_GRAD(i, 3) WRITE_GRAD(i, 4)    \
+    }
+    EACH_4(GRAD_COLUMN)
+    EACH_5(GRAD_ROW)
+}
+#endif
+
+#ifdef WEIGHT_GRAD_FINISH
+// Gt s: one value of four, and two of five.
+#define TRANSFORM_FILTER(t, s0, s1, s2, s3)                                                                \
+    t = s0 * (1.0f / (A * A * B)) + s1 * (1.0f / (2.0f * A * A * (A - B))) -                              \
+        s2 * (1.0f / (2.0f * A * A * (A + B))) + s3 * (1.0f / (B * (B * B - A * A)));
+#define TRANSFORM_SECOND(t, s1, s2, s3, s4)                                                                \
+    t = s1 * (A / (2.0f * A * A * (A - B))) + s2 * (A / (2.0f * A * A * (A + B))) +                       \
+        s3 * (B / (B * (B * B - A * A))) + s4;
+
+// Gt s G: nine taps of the sums of all planes.
+static inline void transform_filter(const float16 *s, float16 *taps) {
+    for (int quarter = 0; quarter < 4; quarter++) {
+        const int a = quarter / 2, b = quarter % 2;
+        const float16 *plane = s + BEGIN(quarter);
+        float16 t[2][5];
+        for (int j = 0; j < WIDTH(quarter); j++) {
+            const int width = WIDTH(quarter);
+            TRANSFORM_FILTER(t[0][j], plane[j], plane[width + j], plane[2 * width + j], plane[3 * width + j])
+            if (a == 0) TRANSFORM_SECOND(t[1][j], plane[width + j], plane[2 * width + j], plane[3 * width + j], plane[4 * width + j])
+        }
+        for (int i = 0; i < 2 - a; i++) {
+            float16 *const row = taps + 3 * (a + 2 * i);
+            TRANSFORM_FILTER(row[b], t[i][0], t[i][1], t[i][2], t[i][3])
+            if (b == 0) TRANSFORM_SECOND(row[2], t[i][1], t[i][2], t[i][3], t[i][4])
+        }
+    }
+}
+#endif
+
 #include "winograd_kernels.clh"
+#include "winograd_grad_kernels.clh"

@@ -93,7 +93,7 @@ static inline float16 load_kept(__global const STORAGE(X_T) *x, long at, long si
         ROWS_AT_THE_EDGE(CHUNKS, height + PAD)                                                                         \
     }
 
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 forward_columns(__global const STORAGE(X_T) *restrict x, __global const STORAGE(W_T) *restrict w,
                 __global const STORAGE(B_T) *restrict bias, __global STORAGE(Y_T) *restrict y, const long size,
                 const long planes, const uint each, const uint channels, const long height, const long width,

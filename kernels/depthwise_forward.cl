@@ -33,7 +33,7 @@
         }                                                                                                              \
     }
 
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 forward_tiles(__global const STORAGE(X_T) *restrict x, __global const STORAGE(W_T) *restrict w,
               __global const STORAGE(B_T) *restrict bias, __global STORAGE(Y_T) *restrict y, const ulong size,
               const ulong tiles, const uint each, const uint channels, const int height, const int width,

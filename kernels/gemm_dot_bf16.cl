@@ -20,7 +20,7 @@ static inline float16 relu_16(float16 v) { return select(v, (float16)(0.0f), v <
 
 // Work-item (block of rows, block of columns, batch): block_panels_a x block_panels_b tiles of C. It owns
 // block_panels_a * slot_columns slots of sums: slot_columns is block_panels_b if K takes several visits, else 1.
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void gemm(
+__kernel ONE_WORK_ITEM void gemm(
     __global const uint *restrict a_panels, __global const uint *restrict b_panels, __global STORAGE(OUT_T) *restrict C,
     __global const STORAGE(BIAS_T) *restrict bias, __global float *restrict sums, const ulong M, const ulong N,
     const ulong steps, const ulong a_batch, const ulong b_batch, const uint block_panels_a, const uint block_panels_b,

@@ -119,7 +119,7 @@ static inline void pack_elements(matrix s, panel d, size_t stride_row, size_t st
 }
 
 // Work-item (panel, block of STEP_SPAN steps, batch).
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void pack(
+__kernel ONE_WORK_ITEM void pack(
     __global const STORAGE(SRC_T) *restrict src, __global ELEMENT *restrict panels, const ulong rows, const ulong K,
     const ulong stride_row, const ulong stride_k, const ulong stride_batch) {
     const size_t row = get_global_id(0) * WIDTH, steps = (K + K_PER_STEP - 1) / K_PER_STEP;

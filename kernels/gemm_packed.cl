@@ -30,7 +30,6 @@
 #ifndef WIDE_VECTORS
 #define WIDE_VECTORS
 #endif
-#define ONE_WORK_ITEM __attribute__((reqd_work_group_size(1, 1, 1)))
 
 // The tile's code, written once for each row i and vector of columns j. X(i) must come row by row: an element of A is
 // broadcast and used by all vectors of its row.

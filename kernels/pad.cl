@@ -19,7 +19,7 @@ static inline int source_of(int i, int extent) {
 }
 
 #ifdef X_T
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 pad_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong size,
          const ulong rows, const uint each, const uint height, const uint width, const uint pad) {
     const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);
@@ -100,7 +100,7 @@ __kernel void pad_elements_backward(__global const STORAGE(G_T) *restrict dy, __
     }
 }
 
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 pad_rows_backward(__global const STORAGE(G_T) *restrict dy, __global STORAGE(DX_T) *restrict dx, const ulong size,
                   const ulong rows, const uint each, const uint height, const uint width, const uint pad) {
     const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);

@@ -37,7 +37,7 @@ static inline KEYS keys_at(__global const WORD *x, size_t i) {
 #endif
 
 #ifdef MAX_POOL_2X2
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void max_pool_2x2(__global const WORD *restrict x,
+__kernel ONE_WORK_ITEM void max_pool_2x2(__global const WORD *restrict x,
                                                                           __global WORD *restrict y, const ulong pairs,
                                                                           const uint each, const uint columns) {
     FOR_EACH_PAIR(p) {
@@ -75,7 +75,7 @@ static inline KEYS leveled_at(__global const WORD *x, size_t i) {
 }
 
 #define STORE_WORDS(v, i) STORE_ANY(WORDS, v, dx + (i))
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 max_pool_2x2_backward(__global const WORD *restrict x, __global const WORD *restrict dy, __global WORD *restrict dx,
                       const ulong pairs, const uint each, const uint columns) {
     const WORDS none = 0;
@@ -98,7 +98,7 @@ max_pool_2x2_backward(__global const WORD *restrict x, __global const WORD *rest
 
 // -------------------------------------------------------------------------------------------------- average
 #ifdef AVG_POOL_2X2
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 avg_pool_2x2(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong pairs,
              const uint each, const uint columns) {
     FOR_EACH_PAIR(p) {
@@ -115,7 +115,7 @@ avg_pool_2x2(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *res
 
 #ifdef AVG_POOL_2X2_BACKWARD
 #define STORE_FLOATS(v, i) STORE16(DX_T, v, dx, i)
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 avg_pool_2x2_backward(__global const STORAGE(G_T) *restrict dy, __global STORAGE(DX_T) *restrict dx, const ulong pairs,
                       const uint each, const uint columns) {
     FOR_EACH_PAIR(p) {

@@ -130,7 +130,7 @@ ALWAYS_INLINE void fill_line(VALUE *line, __global const STORAGE(X_T) *x, size_t
 #ifdef POOL_ROWS
 // `lines` rows at a time: what was just written to a line is not read at once, for which a CPU would have to wait. Rows
 // too long for a line are done `tile` windows (a multiple of 16) at a time, one by one.
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 pool_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong size,
           const ulong rows, const uint each, const uint height, const uint width, const uint out_height,
           const uint out_width, const uint kernel_size, const uint stride, const uint tile, const uint pitch,
@@ -222,7 +222,7 @@ ALWAYS_INLINE void sum_windows(float *line, __global const STORAGE(G_T) *dy, siz
 }
 
 // `lines` rows at a time, as in pool_rows; rows with the same windows share a line.
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 avg_pool_rows_backward(__global const STORAGE(G_T) *restrict dy, __global STORAGE(DX_T) *restrict dx, const ulong size,
                        const ulong rows, const uint each, const uint height, const uint width,
                        const uint out_height, const uint out_width, const uint kernel_size, const uint stride,
@@ -281,7 +281,7 @@ ALWAYS_INLINE float16 take(const float *give, const WORD *where, uint r, uint ke
     return v;
 }
 
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 max_pool_tiles_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_T) *restrict dy,
                         __global STORAGE(DX_T) *restrict dx, const ulong size, const ulong out_size, const ulong tiles,
                         const uint each, const uint height, const uint width, const uint out_height,

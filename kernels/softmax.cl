@@ -18,7 +18,7 @@
 //   KEPT                 elements of the longest row that *_kept_rows (for CPU devices) takes, a multiple of 16
 
 #ifdef SOFTMAX_KEPT_ROWS
-__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 softmax_kept_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong rows,
                   const ulong n, const uint each) {
     float kept[KEPT];

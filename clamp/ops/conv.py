@@ -67,14 +67,16 @@ def kernel_for(
     return next(iter(paying), ConvKernel.PACKED)
 
 
-def _paying(x: Tensor, weights: Weights, window: Window, out: Tensor) -> list[ConvKernel]:
-    """Those that are faster than `PACKED` for a convolution or an input gradient, the fastest first."""
-    choices = [
-        (ConvKernel.WINOGRAD, conv_winograd.pays(x, weights, window, out)),
-        (ConvKernel.DOT_BF16, conv_dot_bf16.pays(x, weights.tensor)),
-    ]
+def _paying(window: Window, winograd_pays: bool, dot_pays: bool) -> list[ConvKernel]:
+    """Those that are faster than `PACKED`, the fastest first."""
+    choices = [(ConvKernel.WINOGRAD, winograd_pays), (ConvKernel.DOT_BF16, dot_pays)]
     paying = [kernel for kernel, pays in choices if pays]
     return paying if window.stride == (1, 1) else paying[::-1]
+
+
+def _paying_for(x: Tensor, weights: Weights, window: Window, out: Tensor) -> list[ConvKernel]:
+    """`_paying`, for a convolution or an input gradient."""
+    return _paying(window, conv_winograd.pays(x, weights, window, out), conv_dot_bf16.pays(x, weights.tensor))
 
 
 _IN_WORDS = {
@@ -101,7 +103,7 @@ def _default_kernel(queue: cl.CommandQueue, dtype: str, extent: Pair, window: Wi
     """The kernel of a convolution of many channels and positions."""
     image, weight = (bridge.empty(queue, shape, dtype) for shape in ((64, 16, 16, 16), (16, 16, *extent)))
     out = bridge.empty(queue, (64, 16, *window.output((16, 16), extent)), dtype)
-    paying = _paying(image, pack_weights(weight, 1, transposed=False), window, out)
+    paying = _paying_for(image, pack_weights(weight, 1, transposed=False), window, out)
     return kernel_for(None, image, weight, extent, window, paying)
 
 
@@ -143,7 +145,7 @@ def conv2d(
     image, size = pair(x.shape[2:]), window.output(pair(x.shape[2:]), pair(extent))
     _require(min(size) > 0, f"the kernel {tuple(extent)} is larger than the padded image {tuple(image)}")
     out = bridge.empty(x.queue, (x.shape[0], features, *size), out_dtype)
-    kernel = kernel_for(kernel, x, weights.tensor, pair(extent), window, _paying(x, weights, window, out))
+    kernel = kernel_for(kernel, x, weights.tensor, pair(extent), window, _paying_for(x, weights, window, out))
     if kernel is ConvKernel.WINOGRAD:
         conv_winograd.convolve(x, weights, window, out, Epilogue(out_dtype, bias, relu))
         return out
@@ -179,10 +181,13 @@ def conv2d_input_grad(
     """
     weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=True)
     features, channels, *extent = weights.tensor.shape
-    _require(grad.shape[1] == features, f"the gradient {grad.shape} and w {weights.tensor.shape} do not fit")
+    fits = grad.shape[1] == features and pair(grad.shape[2:]) == window.output(image, pair(extent))
+    _require(
+        fits, f"the gradient {grad.shape}, w {weights.tensor.shape} and image {image} do not fit with {window}"
+    )
     channels *= window.groups
     out = bridge.empty(grad.queue, (grad.shape[0], channels, *image), out_dtype)
-    kernel = kernel_for(kernel, grad, weights.tensor, pair(extent), window, _paying(grad, weights, window, out))
+    kernel = kernel_for(kernel, grad, weights.tensor, pair(extent), window, _paying_for(grad, weights, window, out))
     if kernel is ConvKernel.WINOGRAD:
         conv_winograd.convolve(grad, weights, window, out, Epilogue(out_dtype, bias))
         return out
@@ -259,13 +264,10 @@ def _parameter_grads(
         return bridge.zeros(x.queue, out_shape, out_dtype), None
     out = bridge.empty(x.queue, out_shape, out_dtype)
     shape = forward(pair(x.shape[2:]), pair(extent), window)
-    choices = [
-        (ConvKernel.DOT_BF16, conv_dot_bf16.gradient_pays(x, grad, shape)),
-        (ConvKernel.WINOGRAD, conv_winograd_grad.pays(x, grad, extent, window)),
-    ]
-    kernel = kernel_for(kernel, x, grad, extent, window, [kernel for kernel, pays in choices if pays])
+    winograd_pays = conv_winograd_grad.pays(x, grad, extent, window)
+    paying = _paying(window, winograd_pays, conv_dot_bf16.gradient_pays(x, grad, shape))
+    kernel = kernel_for(kernel, x, grad, extent, window, paying)
     if kernel is ConvKernel.WINOGRAD:
-        _require(window.stride == (1, 1), f"no {kernel} for a weight gradient with {window}")
         conv_winograd_grad.weight_gradient(x, grad, window, out)
         return out, None
     module, by_rows = _KERNELS[kernel], kernel is not ConvKernel.TILED

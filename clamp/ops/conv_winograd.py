@@ -8,6 +8,7 @@ direct sum is off by some of the terms. Storing the result in 16 bits rounds 2^1
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pyopencl as cl
@@ -67,12 +68,13 @@ class Form:
     read_planes: int
     places: int
     weight_planes: int
+    grad_places: int
     macros: tuple[tuple[str, int], ...] = ()
 
 
-_PLAIN = Form("conv_winograd.cl", 4, 4, 2, 36, 36, 36)
-_STRIDED = Form("conv_winograd_strided.cl", 4, 8, 1, 81, 25, 81, (("GRADIENT", 0),))
-_STRIDED_GRADIENT = Form("conv_winograd_strided.cl", 8, 4, 1, 25, 81, 81, (("GRADIENT", 1),))
+PLAIN = Form("conv_winograd.cl", 4, 4, 2, 36, 36, 36, 36)
+STRIDED = Form("conv_winograd_strided.cl", 4, 8, 1, 81, 25, 81, 25, (("GRADIENT", 0),))
+STRIDED_GRADIENT = Form("conv_winograd_strided.cl", 8, 4, 1, 25, 81, 81, 25, (("GRADIENT", 1),))
 
 
 @dataclass(frozen=True)
@@ -121,20 +123,25 @@ def convolve(x: Tensor, weights: Weights, window: Window, out: Tensor, epilogue:
         raise ValueError(f"conv2d: WINOGRAD reads and stores 16 bits; x is {x.dtype}, the result {out.dtype}")
     if out.size == 0:
         return
-    form, pad = _PLAIN, window.pad
+    form, pad = PLAIN, window.pad
     if window.stride == (2, 2):
-        form, pad = (_STRIDED_GRADIENT, (0, 0)) if weights.transposed else (_STRIDED, pad)
+        form, pad = (STRIDED_GRADIENT, (0, 0)) if weights.transposed else (STRIDED, pad)
     elif weights.transposed:
         pad = 2 - pad[0], 2 - pad[1]
     tiles = Tiles.of(form, pair(out.shape[2:]))
-    each = max(1, _STAGED_BYTES // max(1, 2 * x.shape[1] * tiles.plane))
-    for first in range(0, x.shape[0], each):
-        images = min(each, x.shape[0] - first)
-        staged = _stage(x, tiles, first, images, pad) if x.size else out
+    for first, images in slices(x, tiles):
+        staged = stage(x, tiles, first, images, pad) if x.size else out
         _convolve(staged, tiles, images, weights, out, first * (out.size // out.shape[0]), epilogue)
 
 
-def _stage(x: Tensor, tiles: Tiles, first: int, images: int, pad: Pair) -> Tensor:
+def slices(x: Tensor, tiles: Tiles) -> Iterator[tuple[int, int]]:
+    """(first image, images) of the parts in which a batch is staged, so that the workspace stays small."""
+    each = max(1, _STAGED_BYTES // max(1, 2 * x.shape[1] * tiles.plane))
+    for first in range(0, x.shape[0], each):
+        yield first, min(each, x.shape[0] - first)
+
+
+def stage(x: Tensor, tiles: Tiles, first: int, images: int, pad: Pair) -> Tensor:
     """Images ``first`` and following of x (N, C, H, W), padded, laid out for tiles."""
     rows = images * x.shape[1] * tiles.staged[0]
     out = bridge.empty(x.queue, (images * x.shape[1] * tiles.plane + _OVERREAD,), x.dtype)

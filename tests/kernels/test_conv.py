@@ -191,8 +191,6 @@ def check(
 
 def check_weight_grad(x: Array, g: Array, tensors: list[Tensor], case: Case, options: Any, *, with_bias: bool) -> None:
     terms = g.shape[0] * g.shape[2] * g.shape[3]
-    if case.stride != (1, 1) and options["kernel"] is ConvKernel.WINOGRAD:
-        options = options | {"kernel": None}
     gw = ops.conv2d_weight_grad(tensors[0], tensors[2], case.kernel, case.window, **options)
     if with_bias:
         without = to_numpy(gw)
@@ -201,8 +199,11 @@ def check_weight_grad(x: Array, g: Array, tensors: list[Tensor], case: Case, opt
         )
         np.testing.assert_array_equal(to_numpy(gw), without)
         assert_close(gb, g.sum((0, 2, 3)), slack=slack(np.abs(g).sum((0, 2, 3)), terms))
-    nearby = partial(largest_nearby, reach=2) if options["kernel"] is ConvKernel.WINOGRAD else np.abs
-    assert_close(gw, weight_grad(x, g, case), slack=slack(weight_grad(nearby(x), nearby(g), case), terms))
+    magnitude = weight_grad(np.abs(x), np.abs(g), case)
+    if options["kernel"] is ConvKernel.WINOGRAD:
+        nearby_x, nearby_g = largest_nearby(x, 3 * case.stride[0]), largest_nearby(g, 3)
+        magnitude = 3 * weight_grad(nearby_x, nearby_g, case)
+    assert_close(gw, weight_grad(x, g, case), slack=slack(magnitude, terms))
 
 
 @KERNELS
@@ -511,7 +512,7 @@ def test_fewer_multiplications_of_integers_are_exact(queue: cl.CommandQueue, sim
         np.testing.assert_array_equal(got[expected != 0], expected[expected != 0])
         assert np.abs(got[expected == 0]).max(initial=0) < 2e-4
     gw = ops.conv2d_weight_grad(tensors[0], tensors[2], case.kernel, case.window, out_dtype="float32", kernel=kernel)
-    np.testing.assert_array_equal(to_numpy(gw), weight_grad(x, g, case))
+    np.testing.assert_allclose(to_numpy(gw), weight_grad(x, g, case), rtol=0, atol=1e-3)
 
 
 def test_fewer_multiplications_serve_16_bit_storage_on_cpus(queue: cl.CommandQueue) -> None:
@@ -533,8 +534,9 @@ def test_fewer_multiplications_serve_16_bit_storage_on_cpus(queue: cl.CommandQue
     winograd = ConvKernel.WINOGRAD if is_cpu else ConvKernel.TILED
     fitting = Case(128, 16, 16, (4, 4), (3, 3), pad=(1, 1))
     assert kernels(fitting) == (winograd, winograd)
-    assert kernels(replace(fitting, n=127)) == (winograd, direct)
+    assert kernels(replace(fitting, n=63)) == (winograd, direct)
     strided = replace(fitting, image=(7, 8), stride=(2, 2))
+    assert kernels(replace(strided, n=512)) == (winograd, winograd)
     assert kernels(replace(strided, n=256)) == (winograd, direct)
     assert kernels(replace(strided, n=255)) == (direct, direct)
     assert kernels(fitting, "float32") == kernels(fitting, "bfloat16", "float32") == (direct, direct)
@@ -613,5 +615,9 @@ def test_shapes_that_do_not_fit(queue: cl.CommandQueue) -> None:
         ops.conv2d(x, w, Window(pad=(2, 2)), out_dtype="float32", kernel=ConvKernel.WINOGRAD)
     with pytest.raises(ValueError, match="do not fit"):
         ops.conv2d_input_grad(x, w, (3, 3), Window(pad=(2, 2)), out_dtype="float32")
+    for kernel in ConvKernel:
+        grad = to_device(queue, np.ones((1, 4, 1, 300)), storage_of(kernel))
+        with pytest.raises(ValueError, match=r"image \(5, 5\) do not fit"):
+            ops.conv2d_input_grad(grad, w, (5, 5), Window(), out_dtype="float16", kernel=kernel)
     with pytest.raises(ValueError, match="do not fit"):
         ops.conv2d_weight_grad(x, x, (5, 5), Window(), out_dtype="float32")
