@@ -35,15 +35,6 @@
 // Lanes beyond the last query hold zeros, as do rows beyond the last key and columns beyond D; nothing of them is
 // stored. A key that a query must not see has the score -inf and the weight 0.
 
-#if defined(__has_attribute)
-#if __has_attribute(min_vector_width)
-#define WIDE_VECTORS __attribute__((min_vector_width(512))) // compilers for AVX-512 keep to half its width otherwise
-#endif
-#endif
-#ifndef WIDE_VECTORS
-#define WIDE_VECTORS
-#endif
-
 // The tile's code, written once for each row; a row is one vector of 16 lanes or two.
 #if ROWS == 8
 #define EACH_ROW(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)

@@ -102,7 +102,7 @@ static inline float exact_sum(__global const STORAGE(X_T) *x, __global const STO
 // side by side in memory. It leaves partial sums of the weight's gradient in fp32, (parts, channels, taps), a tile's
 // sums added up one by one, so that no sum is longer than a tile. `band` and `tile` count groups of STRIDE rows and
 // columns of x. Of INPUT_GRADIENT and WEIGHT_GRADIENT, what is not wanted is not touched.
-__kernel ONE_WORK_ITEM void
+__kernel ONE_WORK_ITEM WIDE_VECTORS void
 gradient_tiles(__global const STORAGE(X_T) *x, __global const STORAGE(G_T) *dy, __global const STORAGE(W_T) *w,
                __global STORAGE(DX_T) *dx, __global float *dw, const ulong size, const ulong out_size,
                const uint units, const uint each, const uint block, const uint channels, const int height,

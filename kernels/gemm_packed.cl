@@ -22,15 +22,6 @@
 // All matrices of a batch are computed by one launch, its third dimension; a batch stride of 0 (in elements) uses one
 // matrix for the whole batch.
 
-#if defined(__has_attribute)
-#if __has_attribute(min_vector_width)
-#define WIDE_VECTORS __attribute__((min_vector_width(512))) // compilers for AVX-512 keep to half its width otherwise
-#endif
-#endif
-#ifndef WIDE_VECTORS
-#define WIDE_VECTORS
-#endif
-
 // The tile's code, written once for each row i and vector of columns j. X(i) must come row by row: an element of A is
 // broadcast and used by all vectors of its row.
 #if MR == 12
