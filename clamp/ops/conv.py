@@ -182,9 +182,7 @@ def conv2d_input_grad(
     weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=True)
     features, channels, *extent = weights.tensor.shape
     fits = grad.shape[1] == features and pair(grad.shape[2:]) == window.output(image, pair(extent))
-    _require(
-        fits, f"the gradient {grad.shape}, w {weights.tensor.shape} and image {image} do not fit with {window}"
-    )
+    _require(fits, f"the gradient {grad.shape}, w {weights.tensor.shape} and image {image} do not fit with {window}")
     channels *= window.groups
     out = bridge.empty(grad.queue, (grad.shape[0], channels, *image), out_dtype)
     kernel = kernel_for(kernel, grad, weights.tensor, pair(extent), window, _paying_for(grad, weights, window, out))

@@ -160,7 +160,7 @@ def _convolve(
     staged: Tensor, tiles: Tiles, images: int, weights: Weights, out: Tensor, begin: int, epilogue: Epilogue
 ) -> None:
     """Writes the convolution of some staged images into ``out`` from element ``begin`` on."""
-    form, queue, tile, layout = tiles.form, out.queue, _tile_of(out.queue), _layout_of(out.queue)
+    form, queue, tile, layout = tiles.form, out.queue, _tile_of(out.queue), _layout_of(weights)
     channels = weights.channels if staged is not out else 0  # an image without pixels is all padding: sums of nothing
     tall, short = layout.heights(weights.rows)
     columns = images * tiles.count
@@ -188,14 +188,17 @@ def _tile_of(queue: cl.CommandQueue) -> Tile:
     return Tile(6, 32) if tile == Tile(12, 32) else tile  # so that 16 tiles fewer are transformed at a time
 
 
-def _layout_of(queue: cl.CommandQueue) -> PanelLayout:
-    tile = _tile_of(queue)
-    return PanelLayout(tile.rows, _SHORT, _PANEL_FLOATS // tile.columns)
+def _layout_of(weights: Weights) -> PanelLayout:
+    """Blocks of one of two sizes, so that few channels take a small workspace and few programs are compiled."""
+    tile = _tile_of(weights.tensor.queue)
+    block = max(1, _PANEL_FLOATS // tile.columns)
+    small = max(1, block // 4)
+    return PanelLayout(tile.rows, _SHORT, small if weights.channels <= small else block)
 
 
 def transformed(weights: Weights, form: Form) -> Tensor:
     """The weights, transformed, in panels: [group][plane][block of channels][panel][channel][row]."""
-    layout = _layout_of(weights.tensor.queue)
+    layout = _layout_of(weights)
     return weights.kept((form.file, layout), lambda: _transform(weights, form, layout))
 
 

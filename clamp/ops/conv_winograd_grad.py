@@ -72,7 +72,8 @@ class _Sum:
         """Adds some staged images, whose output gradients are in ``grad`` from element ``begin`` on."""
         queue, form, tile, division = grad.queue, self._form, self._tile, self._division
         grid = (-(-self._panels_k // division.each_k), division.chunks, self._groups)
-        channels = -(-(_MOST_CHANNELS + tile.rows) // tile.rows) * tile.rows
+        # One of two sizes, so that few channels take a small workspace and few programs are compiled.
+        channels = next(size for size in (72, 144) if division.each_k * tile.rows <= size)
         read_floats, grad_floats = channels * _BLOCK + 16, _BLOCK * tile.columns + 16
         slice_floats = form.read_planes * read_floats + form.grad_places * grad_floats
         slice_floats += form.edge * (form.edge * _BLOCK + 16) * 16
