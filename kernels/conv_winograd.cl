@@ -14,9 +14,10 @@
 //         |  0   aab   -aa   -b     1  0 |      | q     -qb   qbb |
 //         |  0   aabb   0   -aa-bb  0  1 |      | 0      0    1   |    p = 1/2aa(aa-bb), q = 1/2bb(bb-aa)
 //
-// With a = 5/8 and b = 3/2 all of Bt and At are exact, and the error is the least: 1.8 times that of a direct sum in the
-// mean, where the usual 1 and 2 make it 4 times (B. Barabasz et al., Error Analysis and Improving the Accuracy of
+// With a = 5/8 and b = 3/2 all of Bt and At are exact, and the error is the least: 1.8 times that of a direct sum in
+// the mean, where the usual 1 and 2 make it 4 times (B. Barabasz et al., Error Analysis and Improving the Accuracy of
 // Winograd Convolution for Deep Neural Networks, ACM TOMS 46(4), 2020, on the choice of points).
+//
 // winograd.clh says the rest.
 
 #define EDGE 4
@@ -77,8 +78,8 @@ static inline void transform_read(__global const STORAGE(X_T) *x, const Piece *p
 #endif
 
 #ifdef WINOGRAD
-// Turns the sums of 16 tiles into four rows of 64 outputs. Returns for each tile a number that is finite only if all its
-// outputs are: neither inf nor nan goes away in a sum.
+// Turns the sums of 16 tiles into four rows of 64 outputs. Returns for each tile a number that is finite only if all
+// its outputs are: neither inf nor nan goes away in a sum.
 static inline float16 transform_sums(__global const float *sums, float bias, int relu, ushort *rows) {
 #define SUM_4(y0, y1, y2, y3, s0, s1, s2, s3, s4, s5)          \
     {                                                          \
@@ -185,7 +186,8 @@ static inline void transform_filter(const float16 *s, float16 *taps) {
     for (int j = 0; j < 6; j++)
         TRANSFORM_FILTER(t[0][j], t[1][j], t[2][j], s[j], s[6 + j], s[12 + j], s[18 + j], s[24 + j], s[30 + j])
     for (int i = 0; i < 3; i++)
-        TRANSFORM_FILTER(taps[3 * i], taps[3 * i + 1], taps[3 * i + 2], t[i][0], t[i][1], t[i][2], t[i][3], t[i][4], t[i][5])
+        TRANSFORM_FILTER(taps[3 * i], taps[3 * i + 1], taps[3 * i + 2], t[i][0], t[i][1], t[i][2], t[i][3], t[i][4],
+                         t[i][5])
 }
 #endif
 

@@ -1,12 +1,13 @@
-// conv_winograd_strided.cl: a 3x3 convolution of stride 2 for CPU devices, and its input gradient, with 81 multiplications
-// for what takes 144. Winograd's sums (conv_winograd.cl) need neighbours: of a source whose even and odd rows and columns
-// are taken apart, each quarter d[a][b] is convolved with stride 1, with the taps that meet it:
+// conv_winograd_strided.cl: a 3x3 convolution of stride 2 for CPU devices, and its input gradient, with 81
+// multiplications for what takes 144. Winograd's sums (conv_winograd.cl) need neighbours: of a source whose even and
+// odd rows and columns are taken apart, each quarter d[a][b] is convolved with stride 1, with the taps that meet it:
 //
 //      g[0][0] | w00 w02 |   g[0][1] | w01 |   g[1][0] | w10 w12 |   g[1][1] | w11 |
 //              | w20 w22 |           | w21 |
 //
-// Two taps are F(4, 2), at the points 0, a, -a, b and infinity, one is F(4, 1), at all points but infinity, with the same
-// Bt and At. So the four quarters of a tile of 4x4 outputs, of 5 or 4 rows and columns, make 25 + 20 + 20 + 16 planes:
+// Two taps are F(4, 2), at the points 0, a, -a, b and infinity, one is F(4, 1), at all points but infinity, with the
+// same Bt and At. So the four quarters of a tile of 4x4 outputs, of 5 or 4 rows and columns, make 25 + 20 + 20 + 16
+// planes:
 //
 //      Bt | aab  -aa   -b    1  0 |   F(4, 1) leaves    G | 1    0 |  times | 1/aab        |    At | 1  1   1   1  0 |
 //         |  0   -ab  a-b    1  0 |   the last row      0 | 1    a |        | 1/2aa(a-b)   |       | 0  a  -a   b  0 |
@@ -14,11 +15,12 @@
 //         |  0   -aa   0     1  0 |                       | 1    b |        | 1/b(bb-aa)   |       | 0 aaa -aaa bbb 1 |
 //         |  0   aab  -aa   -b  1 |                       | 0    1 |        | 1            |
 //
-// Forward, planes that have the same place in their quarters are summed: 25 places. The input gradient (padding 1) is the
-// other way round: each quarter of a tile of 8x8 outputs is a convolution of one and the same tile of the output's
+// Forward, planes that have the same place in their quarters are summed: 25 places. The input gradient (padding 1) is
+// the other way round: each quarter of a tile of 8x8 outputs is a convolution of one and the same tile of the output's
 // gradient, of 5x5 elements and so 25 planes, with its own taps: 81 places of sums.
 //
-// With a = 3/4 and b = 2 all of Bt and At are exact, and the error is the least: 2.1 times that of a direct sum in the mean.
+// With a = 3/4 and b = 2 all of Bt and At are exact, and the error is the least: 2.1 times that of a direct sum in the
+// mean.
 //
 //   GRADIENT   0 forward, 1 the input gradient, as a convolution with the weights turned round
 //
@@ -150,14 +152,16 @@ static inline void transform_read(__global const STORAGE(X_T) *x, const Piece *p
 #define SUM_COLUMN_5(s, j)    \
     SUM_COLUMN_4(s, j)        \
     y##s##_3_##j += SUM(s, 4, j);
-#define SUM_ROW_4(s, i) SUM_4(v##s##_0, v##s##_1, v##s##_2, v##s##_3, y##s##_##i##_0, y##s##_##i##_1, y##s##_##i##_2, y##s##_##i##_3)
+#define SUM_ROW_4(s, i)                                                                            \
+    SUM_4(v##s##_0, v##s##_1, v##s##_2, v##s##_3, y##s##_##i##_0, y##s##_##i##_1, y##s##_##i##_2, \
+          y##s##_##i##_3)
 #define SUM_ROW_5(s, i)                \
     SUM_ROW_4(s, i)                    \
     v##s##_3 += y##s##_##i##_4;
 #define TOTAL(s) ((v##s##_0 + v##s##_1) + (v##s##_2 + v##s##_3))
 
-// Turns the sums of 16 tiles into rows of outputs. Returns for each tile a number that is finite only if all its outputs
-// are: neither inf nor nan goes away in a sum.
+// Turns the sums of 16 tiles into rows of outputs. Returns for each tile a number that is finite only if all its
+// outputs are: neither inf nor nan goes away in a sum.
 static inline float16 transform_sums(__global const float *sums, float bias, int relu, ushort *rows) {
     float16 total = 0.0f;
 #if GRADIENT
@@ -283,7 +287,9 @@ static inline void transform_filter(const float16 *s, float16 *taps) {
         for (int j = 0; j < WIDTH(quarter); j++) {
             const int width = WIDTH(quarter);
             TRANSFORM_FILTER(t[0][j], plane[j], plane[width + j], plane[2 * width + j], plane[3 * width + j])
-            if (a == 0) TRANSFORM_SECOND(t[1][j], plane[width + j], plane[2 * width + j], plane[3 * width + j], plane[4 * width + j])
+            if (a == 0)
+                TRANSFORM_SECOND(t[1][j], plane[width + j], plane[2 * width + j], plane[3 * width + j],
+                                 plane[4 * width + j])
         }
         for (int i = 0; i < 2 - a; i++) {
             float16 *const row = taps + 3 * (a + 2 * i);

@@ -23,7 +23,7 @@ from clamp.ops.gemm_operands import Epilogue
 from clamp.ops.gemm_packed import Tile, tile_of
 from clamp.program import get_kernel
 
-_TAPS = 9
+_TAPS = 9  # planes of the weights as they are, behind the transformed ones
 _ROW_PANELS = 4  # of weights, whose sums rest at a time
 _PANEL_FLOATS = 8192  # of a place: what a first-level cache holds beside the weights
 _SHORT = 4  # rows of the last panels of weights
@@ -59,6 +59,8 @@ class Form:
     Attributes:
         edge, source_edge: rows and columns of a tile's outputs; and of the source, from a tile to the next.
         reach: rows and columns of the source that a tile reads beyond those.
+        read_planes, places, weight_planes, grad_places: of a transformed tile of the source, of its sums, of the
+            weights, and of a transformed tile of the outputs' gradient.
     """
 
     file: str
