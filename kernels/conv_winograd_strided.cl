@@ -1,6 +1,7 @@
 // conv_winograd_strided.cl: a 3x3 convolution of stride 2 for CPU devices, and its input gradient, with 81
 // multiplications for what takes 144. Winograd's sums (conv_winograd.cl) need neighbours: of a source whose even and
-// odd rows and columns are taken apart, each quarter d[a][b] is convolved with stride 1, with the taps that meet it:
+// odd rows and columns are taken apart, each quarter d[a][b] is convolved with stride 1, with the taps that meet it
+// (D. Huang et al., DWM: A Decomposable Winograd Method for Convolution Acceleration, AAAI 2020):
 //
 //      g[0][0] | w00 w02 |   g[0][1] | w01 |   g[1][0] | w10 w12 |   g[1][1] | w11 |
 //              | w20 w22 |           | w21 |
