@@ -140,13 +140,12 @@ DEFINE_WIDEN(v, V_T)
 DEFINE_NARROW(y, Y_T)
 
 // Unit u is the blocks u % chunks, u % chunks + chunks, ... of head u / chunks; a work-item does `each` units.
-__kernel ONE_WORK_ITEM WIDE_VECTORS void attention_forward(__global const STORAGE(Q_T) *restrict q,
-                                              __global const STORAGE(K_T) *restrict k,
-                                              __global const STORAGE(V_T) *restrict v,
-                                              __global STORAGE(Y_T) *restrict y, __global float *restrict lse,
-                                              __global float *restrict workspace, const ulong heads, const ulong T,
-                                              const ulong D, const float scale, const int causal, const ulong chunks,
-                                              const ulong each, const ulong item_floats) {
+__kernel ONE_WORK_ITEM WIDE_VECTORS void
+attention_forward(__global const STORAGE(Q_T) *restrict q, __global const STORAGE(K_T) *restrict k,
+                  __global const STORAGE(V_T) *restrict v, __global STORAGE(Y_T) *restrict y,
+                  __global float *restrict lse, __global float *restrict workspace, const ulong heads,
+                  const ulong T, const ulong D, const float scale, const int causal, const ulong chunks,
+                  const ulong each, const ulong item_floats) {
     const size_t pitch = ROUND_UP(D, 32), padded = ROUND_UP(T, ROWS);
     floats keys = workspace + get_group_id(0) * item_floats, values = keys + padded * pitch;
     floats rows = values + padded * pitch, queries = rows + LANES * pitch, result = queries + pitch * LANES;
@@ -332,10 +331,10 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void attention_backward(
 
 #ifdef COMBINE
 // Adds up the sums of a head's chunks: row `row` of dK and of dV, all heads' rows counted through.
-__kernel ONE_WORK_ITEM WIDE_VECTORS void attention_combine(__global const float *restrict partial,
-                                              __global STORAGE(DK_T) *restrict dk, __global STORAGE(DV_T) *restrict dv,
-                                              const ulong rows, const ulong T, const ulong D, const ulong chunks,
-                                              const ulong each) {
+__kernel ONE_WORK_ITEM WIDE_VECTORS void
+attention_combine(__global const float *restrict partial, __global STORAGE(DK_T) *restrict dk,
+                  __global STORAGE(DV_T) *restrict dv, const ulong rows, const ulong T, const ulong D,
+                  const ulong chunks, const ulong each) {
     const size_t pitch = ROUND_UP(D, 32), padded = ROUND_UP(T, ROWS), begin = get_group_id(0) * each;
     for (size_t row = begin; row < min(begin + each, (size_t)rows); row++)
         for (size_t d = 0; d < D; d += 16) {

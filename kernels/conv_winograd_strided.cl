@@ -249,16 +249,11 @@ static inline void transform_taps(const float16 *g, __global float *panels, size
 #define TRANSFORM_GRAD(u, i, e0, e1, e2, e3)                                          \
     const float16 u##0_##i = e0, u##4_##i = e3;                                       \
     float16 u##1_##i, u##2_##i;                                                       \
-    {                                                                                 \
-        const float16 even = e0 + A * A * e2, odd = e1 + A * A * e3;                  \
-        u##1_##i = even + A * odd;                                                    \
-        u##2_##i = even - A * odd;                                                    \
-    }                                                                                 \
+    GRAD_AT(u##1_##i, u##2_##i, A, e0, e1, e2, e3)                                    \
     const float16 u##3_##i = e0 + B * (e1 + B * (e2 + B * e3));
 
 // A e At of the gradient of a tile's outputs, of 16 channels.
 static inline void transform_grad(__global const float *e, __global float *grads) {
-#define GRAD_COLUMN(j) TRANSFORM_GRAD(u, j, GRAD(0, j), GRAD(1, j), GRAD(2, j), GRAD(3, j))
 #define WRITE_GRAD(i, j) STORE16(f32, v##j##_##i, grads, (5 * i + j) * GRAD_FLOATS);
 #define GRAD_ROW(i)                                                                             \
     {                                                                                           \

@@ -1,8 +1,8 @@
 """Weight gradients of 3x3 convolutions with fewer multiplications, on CPU devices (kernels/winograd_grad_kernels.clh).
 
 Winograd's F(3x3, 4x4), and its like for stride 2, add multiples of elements of the input, and of the gradient, before
-they multiply them, in fp32: sums over many positions are off by up to twice the error of adding term by term. Elements
-of 2^120 and more, which only bfloat16 stores, may overflow on the way.
+they multiply them, in fp32: sums over many positions are off by up to twice the error of adding term by term. Where
+elements times gradients come to 2^110 and more, which only bfloat16 stores, they may overflow on the way.
 """
 
 from __future__ import annotations
