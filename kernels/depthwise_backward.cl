@@ -9,8 +9,6 @@
 #endif
 #include "depthwise.clh"
 
-#define BLOCK 16 // channels of a work-item, at most, in gradient_tiles
-
 // Element (ih, iw) of x meets output (oh, ow) at tap (ih + pad - oh * STRIDE, iw + pad - ow * STRIDE). So row
 // STRIDE * u + a has taps (a + pad) % STRIDE + STRIDE * t, at output rows u + (a + pad) / STRIDE - t; columns likewise.
 // The gradient by x sums weight * dy over its taps, and that of a tap sums x * dy over the elements: both in one pass.
@@ -81,22 +79,6 @@
     p.even = v[0].hi, p.odd = v[1].hi;                                                                                 \
     if (rest > 16) PUT(DX_T, p, dx, to + 16, end);
 #endif
-
-// What the rows `top` to `bottom` and columns `left` to `right` of a plane x add to the gradient of a tap, for which
-// they are moved `down` and `across`; only what the tap really meets.
-static inline float exact_sum(__global const STORAGE(X_T) *x, __global const STORAGE(G_T) *dy, int top, int bottom,
-                              int left, int right, int width, int down, int across, int out_height, int out_width) {
-    float sum = 0;
-    for (int ih = top; ih < bottom; ih++) {
-        for (int iw = left; iw < right; iw++) {
-            const int h = ih + down, v = iw + across;
-            if (h < 0 || v < 0 || h % STRIDE || v % STRIDE || h / STRIDE >= out_height || v / STRIDE >= out_width)
-                continue;
-            sum += LOAD(X_T, x, ih * (size_t)width + iw) * LOAD(G_T, dy, h / STRIDE * (size_t)out_width + v / STRIDE);
-        }
-    }
-    return sum;
-}
 
 // A work-item takes `each` of the images' bands, and of each of them `block` neighbouring channels, whose planes lie
 // side by side in memory. It leaves partial sums of the weight's gradient in fp32, (parts, channels, taps), a tile's

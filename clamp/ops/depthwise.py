@@ -19,13 +19,13 @@ from clamp.program import get_kernel
 
 _FRAME = 8192  # as FRAME in depthwise.clh
 _TAPS = 64  # as TAPS in depthwise.clh
-_BLOCK = 16  # as BLOCK in depthwise_backward.cl
+_BLOCK = 16  # as BLOCK in depthwise.clh
 _BLOCK_ELEMENTS = 32768  # elements of x that are worth reading in one go
 _SPILL = 32  # elements of a phase of the frame for what stores write beyond its end
 _SPECIALIZED = (3,)  # filter sizes that have a program of their own
 _COLUMN_FILTERS = (3, 5, 7)  # sizes whose sums fit into registers, in columns
+_COLUMN_FILTERS_BACKWARD = (3,)  # of gradients, which have a sum for each tap besides
 _PLANES_PER_CORE = 1  # that columns need; fewer are cut into tiles
-_MIN_COLUMNS = 12  # of the result, below which lanes beyond it take longer than a frame
 _WIDTHS = (512, 256, 128, 64, 32, 16)  # columns of a tile where a whole row is too long
 _GROUP_GPU = 256
 
@@ -123,7 +123,7 @@ def depthwise_conv2d(
         "X_T": bridge.STORAGE[x.dtype], "W_T": bridge.STORAGE[w.dtype], "B_T": bridge.STORAGE[offset.dtype],
         "Y_T": bridge.STORAGE[out_dtype], "BIAS": int(bias is not None),
     }  # fmt: skip
-    if _in_columns(x.queue, geo):
+    if _in_columns(x.queue, geo, _COLUMN_FILTERS):
         _launch_forward_columns(x, buffers, geo, types)
     elif (tiles := _output_tiles(x.queue, geo)) is not None:
         _launch_forward_tiles(x, buffers, geo, tiles, types)
@@ -154,19 +154,24 @@ def gradients(
     dx = None if dx_dtype is None else bridge.empty(x.queue, x.shape, dx_dtype)
     if x.size == 0 or (dx_dtype is None and dw_dtype is None):
         return dx, None if dw_dtype is None else bridge.zeros(x.queue, w.shape, dw_dtype)
-    tiles = _input_tiles(x.queue, geo)
-    if tiles is not None:
-        sums = _launch_gradient_tiles(x, w, grad, dx, geo, tiles, dw_dtype is not None)
+    with_weight = dw_dtype is not None
+    if _in_columns(x.queue, geo, _COLUMN_FILTERS_BACKWARD):
+        sums = _launch_gradient_columns(x, w, grad, dx, geo, with_weight)
+    elif (tiles := _input_tiles(x.queue, geo)) is not None:
+        sums = _launch_gradient_tiles(x, w, grad, dx, geo, tiles, with_weight)
     else:
         if dx is not None:
-            types = {name: bridge.STORAGE[t.dtype] for name, t in (("G_T", grad), ("W_T", w), ("DX_T", dx))}
-            _launch_elements(
-                "depthwise_backward.cl", "input_gradient", dx, (grad.buffer, w.buffer, dx.buffer), geo, types
-            )
-        sums = None if dw_dtype is None else _launch_weight_elements(x, grad, geo)
-    if sums is None or dw_dtype is None:
-        return dx, None
-    return dx, bridge.view(sum_axis(sums, 1, sums.shape[0], w.size, dw_dtype), w.shape)
+            _launch_input_elements(w, grad, dx, geo)
+        sums = _launch_weight_elements(x, grad, geo) if with_weight else None
+    return dx, None if sums is None or dw_dtype is None else bridge.view(_sum_parts(sums, dw_dtype), w.shape)
+
+
+def _sum_parts(sums: Tensor, dtype: str) -> Tensor:
+    """The sum of the parts' sums, (parts, channels, taps)."""
+    parts = sums.shape[0]
+    if parts == 1 and sums.dtype == dtype:
+        return sums  # what would be left to do is a copy, which took a tenth of the whole
+    return sum_axis(sums, 1, parts, sums.size // parts, dtype)
 
 
 def _require_grad_shape(grad: Tensor, geo: Geometry) -> None:
@@ -228,12 +233,11 @@ def _tiled(queue: cl.CommandQueue, geo: Geometry) -> bool:
     return capabilities(queue).is_cpu and geo.stride <= 2 and geo.taps <= _TAPS
 
 
-def _in_columns(queue: cl.CommandQueue, geo: Geometry) -> bool:
-    """Whether forward goes down whole planes, without a frame (kernels/depthwise_columns.cl)."""
+def _in_columns(queue: cl.CommandQueue, geo: Geometry, filters: tuple[int, ...]) -> bool:
+    """Whether to go down whole planes, without a frame, which filters of these sizes can."""
     device = capabilities(queue)
-    is_square = geo.kernel_height == geo.kernel_width in _COLUMN_FILTERS
-    is_wide = geo.width > 0 and geo.out_width >= _MIN_COLUMNS
-    fits = geo.stride == 1 and is_square and geo.pad < geo.kernel_width and is_wide
+    is_square = geo.kernel_height == geo.kernel_width in filters
+    fits = geo.stride == 1 and is_square and geo.pad < geo.kernel_width and geo.width > 0
     return device.is_cpu and fits and geo.images * geo.channels >= _PLANES_PER_CORE * device.compute_units
 
 
@@ -283,7 +287,7 @@ def _launch_forward_columns(x: Tensor, buffers: tuple[Any, ...], geo: Geometry, 
     planes = geo.images * geo.channels
     each = plan_rows(x.queue, planes, geo.out_height * geo.out_width).each
     kernel = get_kernel(
-        x.queue, "depthwise_columns.cl", "forward_columns", "ppppqquuqqqq",
+        x.queue, "depthwise_columns_forward.cl", "forward_columns", "ppppqquuqqqq",
         KERNEL=geo.kernel_width, PAD=geo.pad, **types,
     )  # fmt: skip
     kernel(x.queue, (-(-planes // each),), (1,), *buffers, x.size, planes, each, *geo.extents[:5])
@@ -301,6 +305,20 @@ def _launch_elements(
     kernel(out.queue, *sizes, *buffers, out.size, span, *geo.extents, geo.stride)
 
 
+def _launch_input_elements(w: Tensor, grad: Tensor, dx: Tensor, geo: Geometry) -> None:
+    types = {name: bridge.STORAGE[t.dtype] for name, t in (("G_T", grad), ("W_T", w), ("DX_T", dx))}
+    _launch_elements("depthwise_backward.cl", "input_gradient", dx, (grad.buffer, w.buffer, dx.buffer), geo, types)
+
+
+def _gradient_types(x: Tensor, w: Tensor, grad: Tensor, dx: Tensor | None, with_weight: bool) -> dict[str, object]:
+    """Macros of the kernels that compute both gradients in one pass."""
+    return {
+        "INPUT_GRADIENT": int(dx is not None), "WEIGHT_GRADIENT": int(with_weight),
+        "X_T": bridge.STORAGE[x.dtype], "G_T": bridge.STORAGE[grad.dtype], "W_T": bridge.STORAGE[w.dtype],
+        "DX_T": bridge.STORAGE[grad.dtype if dx is None else dx.dtype],
+    }  # fmt: skip
+
+
 def _launch_gradient_tiles(
     x: Tensor, w: Tensor, grad: Tensor, dx: Tensor | None, geo: Geometry, tiles: Tiles, with_weight: bool
 ) -> Tensor | None:
@@ -311,14 +329,31 @@ def _launch_gradient_tiles(
     sums = bridge.empty(x.queue, (parts, geo.channels, geo.taps), "float32") if with_weight else None
     kernel = get_kernel(
         x.queue, "depthwise_backward.cl", "gradient_tiles", "pppppqquuuuiiiiuuuuui", GRADIENT_TILES=1,
-        INPUT_GRADIENT=int(dx is not None), WEIGHT_GRADIENT=int(with_weight), SHIFT=geo.pad % geo.stride,
-        X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype], W_T=bridge.STORAGE[w.dtype],
-        DX_T=bridge.STORAGE[grad.dtype if dx is None else dx.dtype], **geo.macros,
+        SHIFT=geo.pad % geo.stride, **_gradient_types(x, w, grad, dx, with_weight), **geo.macros,
     )  # fmt: skip
     kernel(
         x.queue, (-(-geo.channels // block) * parts,), (1,),
         x.buffer, grad.buffer, w.buffer, (x if dx is None else dx).buffer, (x if sums is None else sums).buffer,
         x.size, grad.size, units, each, block, *geo.extents, tiles.band, tiles.width, tiles.pitch,
+    )  # fmt: skip
+    return sums
+
+
+def _launch_gradient_columns(
+    x: Tensor, w: Tensor, grad: Tensor, dx: Tensor | None, geo: Geometry, with_weight: bool
+) -> Tensor | None:
+    """As ``_launch_gradient_tiles``."""
+    each, parts = _parts(x.queue, geo.images, geo.channels)
+    block = _channel_block(x.queue, geo)
+    sums = bridge.empty(x.queue, (parts, geo.channels, geo.taps), "float32") if with_weight else None
+    kernel = get_kernel(
+        x.queue, "depthwise_columns_backward.cl", "gradient_columns", "pppppqquuuuqqqq",
+        KERNEL=geo.kernel_width, PAD=geo.pad, **_gradient_types(x, w, grad, dx, with_weight),
+    )  # fmt: skip
+    kernel(
+        x.queue, (-(-geo.channels // block) * parts,), (1,),
+        x.buffer, grad.buffer, w.buffer, (x if dx is None else dx).buffer, (x if sums is None else sums).buffer,
+        x.size, grad.size, geo.images, each, block, *geo.extents[:5],
     )  # fmt: skip
     return sums
 

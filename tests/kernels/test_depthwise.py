@@ -43,7 +43,6 @@ MIXES = [("float32", "float32", "float32", "float32"), ("float16", "float16", "f
 @pytest.fixture(params=["columns", "tiles", "elements"])
 def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plans of CPU devices, columns where they fit and tiles, and that of all others."""
-    monkeypatch.setattr(depthwise, "_MIN_COLUMNS", 1)
     chosen = dataclasses.replace(capabilities(queue), is_cpu=request.param != "elements")
     monkeypatch.setattr(depthwise, "_PLANES_PER_CORE", 0 if request.param == "columns" else 2**32)
     for module in (depthwise, reduce, cast):
@@ -167,10 +166,17 @@ def test_columns_of_every_width_and_padding(
         rng = np.random.default_rng([size, width, pad, height])
         x = to_device(queue, rng.standard_normal((1, 3, height, width)), "float32")
         w = to_device(queue, rng.standard_normal((3, 1, size, size)), "float32")
-        value = Reference(to_numpy(x), to_numpy(w), 1, pad).value()
-        magnitude = Reference(np.abs(to_numpy(x)), np.abs(to_numpy(w)), 1, pad).value()
+        exact = Reference(to_numpy(x), to_numpy(w), 1, pad)
+        terms = Reference(np.abs(to_numpy(x)), np.abs(to_numpy(w)), 1, pad)
         y = depthwise.depthwise_conv2d(x, w, None, 1, pad, out_dtype="float32")
-        assert_close(y, value, slack=size**2 * EPS * magnitude)
+        assert_close(y, exact.value(), slack=size**2 * EPS * terms.value())
+        grad = to_device(queue, rng.standard_normal(y.shape), "float32")
+        g = to_numpy(grad)
+        dx, dw = depthwise.gradients(x, w, grad, 1, pad, dx_dtype="float32", dw_dtype="float32")
+        assert dx is not None
+        assert dw is not None
+        assert_close(dx, exact.input_gradient(g), slack=size**2 * EPS * terms.input_gradient(np.abs(g)))
+        assert_close(dw, exact.weight_gradient(g), slack=height * width * EPS * terms.weight_gradient(np.abs(g)))
 
 
 @pytest.mark.parametrize("height", [207, 208])
