@@ -5,10 +5,10 @@
 // dy is loaded once for each column of the filter. It meets KERNEL rows of x, which move along in registers with their
 // gradients:
 //
-//      row h of dy, three loads             gradients[0], values[0]   row h - PAD of x: complete, and stored
-//      . . b c d e . .    s = 0 b c d ..    gradients[1], values[1]   row h - PAD + 1
-//                         s = 1 . b c ..    gradients[2], values[2]   row h - PAD + 2: begins with 0, x is loaded
-//                         s = 2 . . b ..
+//      row h of dy, three loads           gradients[0], values[0]   row h - PAD of x: complete, and stored
+//      . a b c d . .    s = 0 b c d ..    gradients[1], values[1]   row h - PAD + 1
+//                       s = 1 a b c ..    gradients[2], values[2]   row h - PAD + 2: begins with 0, x is loaded
+//                       s = 2 . a b ..
 //
 // What a load finds beside the plane counts as zero (`keep`). A pass has such lanes of dy at its left end in the first
 // columns, and at its right end in the last; there x is zero beyond the plane, whatever dy is. What the last 16 of a row
@@ -51,9 +51,9 @@ DEFINE_LOAD_KEPT(load_kept_dy, G_T)
 // All that a row loads lies in the tensors, and what it stores in the work-item's planes.
 #define WHOLE_ROW(CHUNKS)                                                                                              \
     {                                                                                                                  \
-        PREFETCH_PASS(CHUNKS, PREFETCH, dy, from + next_dy)                                                            \
-        if (WEIGHT_GRADIENT) PREFETCH_PASS(CHUNKS, PREFETCH, x, to + next_x)                                           \
-        if (INPUT_GRADIENT) PREFETCH_PASS(CHUNKS, PREFETCH_TO_WRITE, dx, to + next_x)                                  \
+        FETCH_AHEAD(CHUNKS, PREFETCH, dy, ahead_dy)                                                                    \
+        if (WEIGHT_GRADIENT) FETCH_AHEAD(CHUNKS, PREFETCH, x, ahead_x)                                                 \
+        if (INPUT_GRADIENT) FETCH_AHEAD(CHUNKS, PREFETCH_TO_WRITE, dx, ahead_dx)                                       \
         MOVE_DOWN(CHUNKS, true)                                                                                        \
         ADD_ROW(CHUNKS, true)                                                                                          \
         if (INPUT_GRADIENT) EACH(chunk, CHUNKS) STORE16(DX_T, gradients[chunk][0], dx, to + chunk * 16);               \
@@ -84,9 +84,11 @@ DEFINE_LOAD_KEPT(load_kept_dy, G_T)
         long h = PAD - (KERNEL - 1);                                                                                   \
         long from = (plane * out_height + h) * out_width + column + PAD;                                               \
         long to = (plane * height + h - PAD) * width + column;                                                         \
-        const long last_x = min(size - (KERNEL - 1) * width, range_end) - CHUNKS * 16, last_dy = out_size - CHUNKS * 16;       \
+        const long last_from = out_size - CHUNKS * 16;                                                                 \
+        const long last_to = min(size - (KERNEL - 1) * width, range_end) - CHUNKS * 16;                                \
         for (; h < height + PAD; h++, from += out_width, to += width) {                                                \
-            if (h >= PAD && h < height + PAD - (KERNEL - 1) && from >= KERNEL - 1 && from <= last_dy && to <= last_x)  \
+            if (LIKELY(h >= PAD && h < height + PAD - (KERNEL - 1) && from >= KERNEL - 1 && from <= last_from &&       \
+                       to <= last_to))                                                                                 \
                 WHOLE_ROW(CHUNKS)                                                                                      \
             else                                                                                                       \
                 PART_OF_ROW(CHUNKS)                                                                                    \
@@ -110,8 +112,8 @@ gradient_columns(__global const STORAGE(X_T) *x, __global const STORAGE(G_T) *dy
     for (uint n = part * each; n < min((part + 1) * each, images); n++) {
         const long range_end = ((long)n * channels + c_end) * height * width;
         for (uint c = c_begin; c < c_end; c++) {
-            const long plane = (long)n * channels + c, planes_on = c + 1 < c_end ? 1 : channels - (c - c_begin);
-            const long next_x = planes_on * height * width, next_dy = planes_on * out_height * out_width;
+            const long plane = (long)n * channels + c, next = plane + (c + 1 < c_end ? 1 : channels - (c - c_begin));
+            long ahead_dy = next * out_height * out_width, ahead_x = next * height * width, ahead_dx = ahead_x;
             for (uint k = 0; k < KERNEL * KERNEL; k++) weights[k] = LOAD(W_T, w, c * KERNEL * KERNEL + k);
             float16 plane_sums[KERNEL * KERNEL];
             EACH(k, KERNEL * KERNEL) plane_sums[k] = 0;

@@ -39,8 +39,8 @@ DEFINE_LOAD_KEPT(load_kept, X_T)
 // All that a row loads lies in the tensor, and what it stores in the work-item's planes.
 #define WHOLE_ROW(CHUNKS)                                                                                              \
     {                                                                                                                  \
-        PREFETCH_PASS(CHUNKS, PREFETCH, x, from + PAD + height * width) /* the next plane */                           \
-        PREFETCH_PASS(CHUNKS, PREFETCH_TO_WRITE, y, to + out_height * out_width)                                       \
+        FETCH_AHEAD(CHUNKS, PREFETCH, x, ahead_x)                                                                      \
+        FETCH_AHEAD(CHUNKS, PREFETCH_TO_WRITE, y, ahead_y)                                                             \
         MOVE_DOWN(CHUNKS)                                                                                              \
         ADD_ROW(CHUNKS, true)                                                                                          \
         EACH(chunk, CHUNKS) STORE16(Y_T, sums[chunk][KERNEL - 1], y, to + chunk * 16);                                 \
@@ -71,7 +71,7 @@ DEFINE_LOAD_KEPT(load_kept, X_T)
         long to = (plane * out_height - (KERNEL - 1 - PAD)) * out_width + column;                                      \
         const long last_from = size - (CHUNKS * 16 + KERNEL - 1), last_to = range_end - CHUNKS * 16;                   \
         for (long h = 0; h < height + PAD; h++, from += width, to += out_width) {                                      \
-            if (h >= KERNEL - 1 - PAD && h < height && from >= 0 && from <= last_from && to <= last_to)                \
+            if (LIKELY(h >= KERNEL - 1 - PAD && h < height && from >= 0 && from <= last_from && to <= last_to))        \
                 WHOLE_ROW(CHUNKS)                                                                                      \
             else                                                                                                       \
                 PART_OF_ROW(CHUNKS)                                                                                    \
@@ -89,6 +89,7 @@ forward_columns(__global const STORAGE(X_T) *restrict x, __global const STORAGE(
     const long range_end = end * out_height * out_width;
     for (long plane = begin; plane < end; plane++) {
         const uint c = plane % channels;
+        long ahead_x = (plane + 1) * height * width, ahead_y = (plane + 1) * out_height * out_width;
         for (uint k = 0; k < KERNEL * KERNEL; k++) weights[k] = LOAD(W_T, w, c * KERNEL * KERNEL + k);
         const float offset = BIAS ? LOAD(B_T, bias, c) : 0.0f;
         long column = (out_width - 1) / 16 * 16 - 16;
