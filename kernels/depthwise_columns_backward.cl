@@ -11,8 +11,8 @@
 //                       s = 2 . a b ..
 //
 // What a load finds beside the plane counts as zero (`keep`). A pass has such lanes of dy at its left end in the first
-// columns, and at its right end in the last; there x is zero beyond the plane, whatever dy is. What the last 16 of a row
-// store beyond it is overwritten by the next row, or by a later pass.
+// columns, and at its right end in the last, where x is zero beyond the plane (`inside`), whatever dy is. What the last
+// 16 of a row store beyond it is overwritten by the next row, or by a later pass.
 //
 //   X_T, G_T, W_T, DX_T   storage types of input, gradient of the result, weight, gradient of the input
 //   KERNEL, PAD           side of the filter; padding, less than it

@@ -16,7 +16,7 @@ import clamp.functions.conv  # noqa: F401  (registers)
 from clamp import amp
 from clamp.bridge import Node, Parameter, Tape, Tensor
 from clamp.functions.casting import OWNED, Float, Half, NotOwned, Promote
-from tests.kernels.test_conv import Case, forward, input_grad, weight_grad
+from tests.kernels.conv_reference import Case, forward, input_grad, weight_grad
 from tests.reference import assert_close, quantize, to_device, to_numpy
 
 HALVES = [Half(dtype, lambda source, target: None, False) for dtype in ("float16", "bfloat16", "float32")]
