@@ -26,6 +26,7 @@ _SPECIALIZED = (3,)  # filter sizes that have a program of their own
 _COLUMN_FILTERS = (3, 5, 7)  # sizes whose sums fit into registers, in columns
 _COLUMN_FILTERS_BACKWARD = (3,)  # of gradients, which have a sum for each tap besides
 _PLANES_PER_CORE = 1  # that columns need; fewer are cut into tiles
+_COLUMN_PLANE = 2**17  # elements of the largest plane that columns go down; of larger ones the caches hold too little
 _WIDTHS = (512, 256, 128, 64, 32, 16)  # columns of a tile where a whole row is too long
 _GROUP_GPU = 256
 
@@ -237,8 +238,10 @@ def _in_columns(queue: cl.CommandQueue, geo: Geometry, filters: tuple[int, ...])
     """Whether to go down whole planes, without a frame, which filters of these sizes can."""
     device = capabilities(queue)
     is_square = geo.kernel_height == geo.kernel_width in filters
-    fits = geo.stride == 1 and is_square and geo.pad < geo.kernel_width and geo.width > 0
-    return device.is_cpu and fits and geo.images * geo.channels >= _PLANES_PER_CORE * device.compute_units
+    fits = geo.stride == 1 and is_square and geo.pad < geo.kernel_width
+    are_small = geo.width > 0 and geo.height * geo.width <= _COLUMN_PLANE
+    are_many = geo.images * geo.channels >= _PLANES_PER_CORE * device.compute_units
+    return device.is_cpu and fits and are_small and are_many
 
 
 def _fit(geo: Geometry, height: int, width: int, frame: Callable[[int], tuple[int, int]]) -> Tiles | None:
