@@ -2,7 +2,8 @@
 
 Winograd's F(3x3, 4x4), and its like for stride 2, add multiples of elements of the input, and of the gradient, before
 they multiply them, in fp32: sums over many positions are off by up to twice the error of adding term by term. Where
-elements times gradients come to 2^110 and more, which only bfloat16 stores, they may overflow on the way.
+elements times gradients come to 2^110 and more, or one of them to 2^120, which only bfloat16 stores, they may overflow
+on the way.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from clamp.program import get_kernel
 _BLOCK = 64  # tiles that are transformed at a time
 _MOST_CHANNELS = 128  # input channels whose tiles a second-level cache holds, transformed
 # Below, transforming and adding up take longer than multiplying less saves.
-_MIN_CHANNELS, _MIN_POSITIONS, _MIN_POSITIONS_STRIDED = 16, 1024, 8192
+_MIN_CHANNELS, _MIN_POSITIONS = 16, 1024
+_MIN_CHANNELS_STRIDED, _MIN_POSITIONS_STRIDED = 48, 8192
 _ITEMS_PER_CORE = 1  # each has partial sums to add up, and a workspace of a few MB
 
 
 def pays(x: Tensor, grad: Tensor, extent: Pair, window: Window) -> bool:
     """Whether this kernel is faster, for elements whose own rounding is coarse beside that of adding some of them."""
+    least_channels, least_positions = _MIN_CHANNELS, _MIN_POSITIONS
+    if window.stride != (1, 1):
+        least_channels, least_positions = _MIN_CHANNELS_STRIDED, _MIN_POSITIONS_STRIDED
     channels = min(x.shape[1], grad.shape[1]) // window.groups
-    least = _MIN_POSITIONS if window.stride == (1, 1) else _MIN_POSITIONS_STRIDED
-    large = channels >= _MIN_CHANNELS and grad.size >= least * grad.shape[1]
+    large = channels >= least_channels and grad.size >= least_positions * grad.shape[1]
     return "float32" not in (x.dtype, grad.dtype) and large and fits(extent, window)
 
 
@@ -72,8 +76,8 @@ class _Sum:
         """Adds some staged images, whose output gradients are in ``grad`` from element ``begin`` on."""
         queue, form, tile, division = grad.queue, self._form, self._tile, self._division
         grid = (-(-self._panels_k // division.each_k), division.chunks, self._groups)
-        # One of two sizes, so that few channels take a small workspace and few programs are compiled.
-        channels = next(size for size in (72, 144) if division.each_k * tile.rows <= size)
+        # One of three sizes, so that few channels take a small workspace and few programs are compiled.
+        channels = next(size for size in (24, 72, 144) if division.each_k * tile.rows <= size)
         read_floats, grad_floats = channels * _BLOCK + 16, _BLOCK * tile.columns + 16
         slice_floats = form.read_planes * read_floats + form.grad_places * grad_floats
         slice_floats += form.edge * (form.edge * _BLOCK + 16) * 16
