@@ -486,6 +486,13 @@ def test_every_function_that_clamp_implements_names_its_kernels() -> None:
         assert all(files("clamp.kernels").joinpath(file).is_file() for file in found.files)
 
 
+def test_every_kernel_file_is_named_for_a_function() -> None:
+    """But for those of loss scaling, optimizers and devices, which no function casts for."""
+    named = set().union(*(reached(function).files for function in OWNED.values()))
+    there = {path.name for path in files("clamp.kernels").iterdir() if path.name.endswith(".cl")}
+    assert there - named == {"loss_scale.cl", "multi_tensor.cl", "probe.cl", "transfer.cl"}
+
+
 def test_lists_suggests_names_for_one_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lists", "matmull"]) == 2
     assert "netcl.autograd.matmul_op" in capsys.readouterr().err

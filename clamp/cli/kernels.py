@@ -9,7 +9,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import pyopencl as cl
@@ -49,6 +49,8 @@ def reached(function: Callable[..., Any]) -> Reached:
             waiting += [cell.cell_contents for cell in x.__closure__ or ()]
         elif inspect.isclass(x) and x.__module__.startswith(_FOLLOWED):
             waiting += [getattr(member, "fget", member) for member in vars(x).values()]
+        elif is_dataclass(x) and type(x).__module__.startswith(_FOLLOWED):
+            waiting += [getattr(x, each.name) for each in fields(x)]
         elif isinstance(x, dict):
             waiting += x.values()
         elif isinstance(x, list | tuple | set | frozenset):
