@@ -5,8 +5,9 @@ A new netcl release is met here. The rest of clamp speaks in the names below.
 
 from __future__ import annotations
 
+import gc
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, TypeAlias
@@ -186,6 +187,14 @@ def needs_grad(x: TensorLike) -> bool:
     if not isinstance(x, Node):
         return is_trained(x)
     return x.grad_fn is not None or x.requires_grad or (isinstance(x.value, Tensor) and is_trained(x.value))
+
+
+def is_cut(node: Node) -> bool:
+    """Whether a node was computed by a recorded op whose tape is gone: netcl cuts a tape's graph when it dies.
+
+    One that was computed from nothing that is trained looks alike, unless its ``requires_grad`` tells.
+    """
+    return is_leaf(node) and node.op_name is not None
 
 
 def make_node(
@@ -421,6 +430,48 @@ def add_missing_state(optimizer: Any) -> None:
 
 def _state_dicts(optimizer: Any) -> list[dict[int, Any]]:
     return [value for value in vars(optimizer).values() if isinstance(value, dict)]
+
+
+def merge_leaves(leaves: Sequence[Node], nodes: Iterable[Node]) -> dict[int, Node]:
+    """One node for each tensor among the leaves of a graph: the first.
+
+    The engine adds up gradients by node, and prefers what it finds on a node to what is on its tensor: of two nodes of
+    one parameter, each visited in turn, one would lose what came to the other.
+
+    Args:
+        leaves: the leaf nodes.
+        nodes: all nodes with parents; those that have one of several leaves get the first in its place.
+
+    Returns:
+        For the ids of the leaves that were replaced, what stands for them.
+    """
+    first: dict[int, Node] = {}
+    replaced = {
+        id(leaf): kept
+        for leaf in leaves
+        if not getattr(leaf, "_frozen", False) and (kept := first.setdefault(id(leaf.value), leaf)) is not leaf
+    }
+    if replaced:
+        for node in nodes:
+            if any(id(parent) in replaced for parent in node.parents):
+                node.parents = [replaced.get(id(parent), parent) for parent in node.parents]
+    return replaced
+
+
+def parameter_names(params: Sequence[Tensor]) -> list[str]:
+    """Names of tensors by their place in the model, ``"layers.2.weight"``; ``"params[2]"`` for one in no module.
+
+    Looks through all objects of the process: for messages.
+    """
+    wanted = {id(model_parameter(param)) for param in params}
+    names: dict[int, str] = {}
+    for module in gc.get_objects():
+        if issubclass(type(module), Module):
+            for name, tensor in module_tensors(module):
+                # the module that holds the others has the longest names
+                if id(tensor) in wanted and (name.count("."), name) > (names.get(id(tensor), "").count("."), ""):
+                    names[id(tensor)] = name
+    return [names.get(id(model_parameter(param)), f"params[{index}]") for index, param in enumerate(params)]
 
 
 def graph(root: Node) -> Iterator[Node]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -133,6 +134,16 @@ class Ranks:
         if recorder() is not None:
             raise RuntimeError("a recorded step cannot average gradients over ranks: run it eagerly")
         self._meeting.begin_pass()
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Around a backward pass of this rank: an exception inside it is announced to the others."""
+        self.begin_pass()
+        try:
+            yield
+        except BaseException as error:
+            self.failed(error)
+            raise
 
     def average(
         self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], scaler: LossScale

@@ -1,124 +1,239 @@
-"""Whether a parameter's gradient is still multiplied by a loss scale.
+"""What a gradient is multiplied by: its mark, set where the gradient is made and looked at wherever it is used.
 
-Backward leaves a mark on each gradient that it delivers; dividing by the scale changes the mark. So nothing divides
-a gradient twice, and what must not meet a scaled gradient (clipping, an optimizer's step) can say so.
+Backward leaves a mark on each gradient that it delivers:
+
+    mark           made by                                          an optimizer may use it
+    none           the user, who put it on the parameter            yes; unscaling takes it for scaled
+    plain          a backward without a loss scale                  yes, when it is known to be finite
+    scaled         one from a scaled loss, by a certain scale       no: unscale it first
+    unscaled       dividing by that scale                           yes: it has been checked
+
+A backward adds to the gradients that are there. Those of other scales are taken off before it and added after it, each
+multiplied or divided so that the sum has one scale, and so that no gradient is divided by a scale that is not its own.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 from clamp import bridge
-from clamp.bridge import Node, Tensor, TensorLike
-from clamp.recording import host_step, recorder
+from clamp.bridge import Tensor
+from clamp.ops import transfer
+from clamp.ops.elementwise import elementwise
+from clamp.ops.loss_scale import AppliedScale
+from clamp.recording import host_step, recorder, refuse
 
-Held: TypeAlias = tuple[Tensor, Tensor, str | None]  # a tensor, its gradient, and the gradient's mark
 
-SCALE_OP = "scale_loss"  #: name of the node that multiplies a loss by a scale
+@dataclass(frozen=True)
+class Mark:
+    """What is known of a gradient.
 
-_PLAIN = "plain"  # no scaled loss had a part in it, as far as clamp knows
-_SCALED = "scaled"
-_UNSCALED = "unscaled"
-_MIXED = "mixed"  # a sum of an unscaled and a scaled gradient
+    Attributes:
+        scale: what it is multiplied by; None if it is the true one.
+        is_checked: an inf or nan in it has been noted, and will skip the step.
+        lost_bits: it came through float16 without a scale, where small numbers become zero.
+    """
+
+    scale: AppliedScale | None = None
+    is_checked: bool = False
+    lost_bits: bool = False
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the gradient is multiplied by a scale."""
+        return self.scale is not None
+
+
+PLAIN = Mark()
+PLAIN_HALF = Mark(lost_bits=True)
+UNSCALED = Mark(is_checked=True)
+
+Held: TypeAlias = tuple[Tensor, Tensor, Mark | None]  # a tensor, its gradient, and the gradient's mark
+
+
+def mark_of(grad: Any) -> Mark | None:
+    """A gradient's mark; None if there is no gradient or a user has made it."""
+    return getattr(grad, "_loss_scaling", None)
+
+
+def set_mark(grad: Tensor, mark: Mark | None) -> None:
+    """Marks a gradient; None takes a mark off."""
+    if mark is not None:
+        grad._loss_scaling = mark
+    elif hasattr(grad, "_loss_scaling"):
+        del grad._loss_scaling
+
+
+def scale_of(grad: Any) -> AppliedScale | None:
+    """What a gradient is multiplied by; None if nothing, as far as is known."""
+    mark = mark_of(grad)
+    return None if mark is None else mark.scale
+
+
+def is_unscaled(grad: Tensor) -> bool:
+    """Whether a gradient has been divided by its loss scale already, and checked."""
+    mark = mark_of(grad)
+    return mark is not None and mark.is_checked
+
+
+def mark_checked(grads: Iterable[Tensor]) -> None:
+    """These gradients are known to be finite. A user's stays without a mark: it may be written again."""
+    for grad in grads:
+        if mark_of(grad) is not None:
+            set_mark(grad, UNSCALED)
+
+
+def lost_bits(params: Iterable[Any]) -> bool:
+    """Whether a parameter's gradient came through float16 from a loss that was not scaled."""
+    return any(_lost_bits(getattr(param, "grad", None)) for param in params)
+
+
+def is_checked_or_none(grad: Any) -> bool:
+    """Whether nothing is left to check in a gradient."""
+    return grad is None or is_unscaled(grad)
+
+
+# ---------------------------------------------------------------------------------------------- backward passes
+
+
+class _Thread(threading.local):
+    scale: AppliedScale | None = None  # of the backward pass that is running
+
+
+_thread = _Thread()
+
+
+def scale_in_backward() -> AppliedScale | None:
+    """What the backward pass that runs in this thread multiplies by."""
+    return _thread.scale
 
 
 @contextmanager
-def delivered(leaves: Sequence[Any], scaled: bool) -> Iterator[None]:
+def delivered(leaves: Sequence[Any], scale: AppliedScale | None, in_half: bool) -> Iterator[None]:
     """Around a backward pass: marks the gradients that it gives to the leaves of its graph.
 
+    An exception leaves all of them with the gradients from before.
+
     Args:
-        leaves: values of the leaf nodes.
-        scaled: whether the graph multiplies by a loss scale.
+        leaves: values of the leaf nodes, each once.
+        scale: what the pass multiplies by; None if nothing.
+        in_half: whether float16 numbers take part in it.
     """
-    before = [getattr(leaf, "grad", None) for leaf in leaves]
-    yield
-    for leaf, earlier in zip(leaves, before, strict=True):
-        grad = getattr(leaf, "grad", None)
-        if grad is None or grad is earlier:
-            continue
-        last = _mark(earlier)
-        if scaled:
-            grad._loss_scaling = _MIXED if last in (_UNSCALED, _MIXED) else _SCALED
-        else:
-            grad._loss_scaling = _MIXED if last in (_SCALED, _MIXED) else last or _PLAIN
+    mark = Mark(scale) if scale is not None else PLAIN_HALF if in_half else PLAIN
+    before = [(leaf, grad) for leaf in leaves if (grad := getattr(leaf, "grad", None)) is not None]
+    aside = [(leaf, grad) for leaf, grad in before if not _adds_up(mark_of(grad), mark)]
+    if aside:
+        refuse(
+            "A gradient was added to one of another loss scale",
+            "Clear gradients at the beginning of the recorded part: optimizer.zero_grad().",
+        )
+    outer, _thread.scale = _thread.scale, scale
+    try:
+        for leaf, _ in aside:
+            leaf.grad = None
+        yield
+        _mark_all(leaves, before, mark)
+        for leaf, grad in aside:
+            leaf.grad = grad if leaf.grad is None else added(grad, leaf.grad, leaf.grad.dtype)
+    except BaseException:
+        for leaf in leaves:
+            leaf.grad = None
+        for leaf, grad in before:
+            leaf.grad = grad
+        raise
+    finally:
+        _thread.scale = outer
     if recorder() is not None:
         host_step(partial(restore, snapshot(leaves)))
+
+
+def _adds_up(earlier: Mark | None, new: Mark) -> bool:
+    """Whether the engine may add a new gradient to an earlier one as they are."""
+    return earlier is None or earlier.scale is new.scale
+
+
+def _mark_all(leaves: Iterable[Any], before: Iterable[tuple[Any, Any]], mark: Mark) -> None:
+    earlier = {id(leaf): grad for leaf, grad in before}
+    for leaf in leaves:
+        grad, last = getattr(leaf, "grad", None), earlier.get(id(leaf))
+        if grad is not None and grad is not last:
+            lost_bits = mark.lost_bits or (last is not None and _lost_bits(last))
+            set_mark(grad, mark if mark.is_scaled else PLAIN_HALF if lost_bits else PLAIN)
+
+
+def _lost_bits(grad: Any) -> bool:
+    mark = mark_of(grad)
+    return mark is not None and mark.lost_bits
+
+
+def added(first: Tensor, second: Tensor, dtype: str = "float32") -> Tensor:
+    """The sum of two gradients of whatever scales, with its mark.
+
+    It has the scale of the second one, or of the first if the second has none. A user's counts as of that scale.
+    """
+    ours, theirs = mark_of(first), mark_of(second)
+    scale = scale_of(second) or scale_of(first)
+    if scale is not None:
+        first, second = at_scale(first, scale), at_scale(second, scale)
+        mark: Mark | None = Mark(scale)
+    elif ours is None and theirs is None:
+        mark = None
+    elif is_unscaled(first) and is_unscaled(second):
+        mark = UNSCALED
+    else:
+        mark = PLAIN_HALF if _lost_bits(first) or _lost_bits(second) else PLAIN
+    total = elementwise("add", bridge.canonical_dtype(dtype), first, second)
+    set_mark(total, mark)
+    return total
+
+
+def at_scale(grad: Tensor, scale: AppliedScale) -> Tensor:
+    """A gradient multiplied by ``scale`` in place of what it is multiplied by."""
+    mark = mark_of(grad)
+    if mark is None or mark.scale is scale:
+        return grad
+    return scale.multiply(grad if mark.scale is None else mark.scale.divide(grad), "float32")
+
+
+def give_each_its_own(params: Iterable[Any]) -> None:
+    """Copies gradients that several parameters share: what scales each in place would scale them several times."""
+    seen = set[int]()
+    for param in params:
+        grad = getattr(param, "grad", None)
+        if grad is not None and bridge.on_device(grad) and grad.dtype in bridge.STORAGE:
+            if id(grad.buffer) in seen:
+                param.grad = copied(grad)
+            seen.add(id(param.grad.buffer))
+
+
+def copied(grad: Tensor) -> Tensor:
+    """A copy of a gradient, with its mark."""
+    copy = bridge.empty(grad.queue, grad.shape, bridge.canonical_dtype(grad.dtype))
+    transfer.copy(grad.queue, copy.buffer, grad.buffer, bridge.nbytes(grad))
+    set_mark(copy, mark_of(grad))
+    return copy
 
 
 def snapshot(tensors: Iterable[Any]) -> list[Held]:
     """The gradients that tensors have now, with their marks."""
     grads = [(tensor, getattr(tensor, "grad", None)) for tensor in tensors]
-    return [(tensor, grad, _mark(grad)) for tensor, grad in grads if grad is not None]
+    return [(tensor, grad, mark_of(grad)) for tensor, grad in grads if grad is not None]
 
 
 def restore(held: Iterable[Held]) -> None:
-    """Gives tensors these gradients again: a replay has written them anew."""
+    """Gives tensors these gradients again: a replay has written them anew, with the loss scale as it is now."""
     for tensor, grad, mark in held:
         tensor.grad = grad
         if mark is not None:
-            grad._loss_scaling = mark
+            set_mark(grad, mark if mark.scale is None else Mark(mark.scale.now()))
 
 
-def _mark(grad: Any) -> str | None:
-    return getattr(grad, "_loss_scaling", None)
-
-
-def is_unscaled(grad: Tensor) -> bool:
-    """Whether a gradient has been divided by its loss scale already."""
-    return _mark(grad) == _UNSCALED
-
-
-def is_penalty(tensor: Any) -> bool:
-    """Whether a constant of a loss is a gradient, or one number computed from gradients."""
-    if _mark(tensor) is not None:
-        return True
-    return getattr(tensor, "_made_from_gradient", False) and tensor.size == 1 and not bridge.is_trained(tensor)
-
-
-def refuse_penalty(found: bool) -> None:
-    """Raises NotImplementedError if a loss needs second derivatives."""
-    if found:
-        raise NotImplementedError(
-            "netcl has no second derivatives: backward does not record what it computes (create_graph=True), so a "
-            "gradient penalty, or another loss made from gradients, would not train the weights through them. Leave "
-            "the penalty out, or take its gradient by finite differences of two backward passes. What is meant as a "
-            "constant can be copied: Tensor.from_host(queue, gradient.to_host())."
-        )
-
-
-def note_result(made: TensorLike, parents: Iterable[TensorLike]) -> None:
-    """Follows what is computed from gradients, to notice where a penalty enters a loss as a constant.
-
-    Raises:
-        NotImplementedError: here it does.
-    """
-    for parent in parents:
-        value = parent.value
-        if _mark(value) is None and not hasattr(value, "_made_from_gradient"):
-            continue
-        if not bridge.is_leaf(made):
-            refuse_penalty(not isinstance(parent, Node) and is_penalty(value))  # nodes are looked at by backward
-        elif isinstance(made.value, Tensor):
-            made.value._made_from_gradient = True
-
-
-def mark_unscaled(grad: Tensor) -> None:
-    """A gradient has just been divided by its loss scale, or computed from such."""
-    grad._loss_scaling = _UNSCALED
-
-
-def require_one_scale(params: Iterable[Tensor]) -> None:
-    """Raises RuntimeError where a gradient is the sum of a scaled and an unscaled one: no division is right for it."""
-    for index, param in enumerate(params):
-        if _mark(param.grad) == _MIXED:
-            raise RuntimeError(
-                f"the gradient of parameter {index}, of shape {tuple(param.shape)}, is the sum of one that is "
-                "multiplied by the loss scale and one that is not (any more). Run every backward of a step with the "
-                "scaled loss, and all of them before unscaling; clear old gradients with optimizer.zero_grad()."
-            )
+# ---------------------------------------------------------------------------------------------- checks
 
 
 def require_unscaled(params: Iterable[Any], call: str, remedy: str) -> None:
@@ -130,7 +245,7 @@ def require_unscaled(params: Iterable[Any], call: str, remedy: str) -> None:
     """
     for index, param in enumerate(params):
         for tensor in (param, bridge.model_parameter(param)):
-            if _mark(getattr(tensor, "grad", None)) in (_SCALED, _MIXED):
+            if scale_of(getattr(tensor, "grad", None)) is not None:
                 raise RuntimeError(
                     f"{call} was called while gradients are still multiplied by the loss scale (parameter {index}, of "
                     f"shape {tuple(param.shape)}): {remedy}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,12 +17,14 @@ from clamp.bridge import Node, Tape
 from clamp.cache import weights
 from clamp.distributed import Ranks
 from clamp.functions.casting import note_numpy_backend
+from clamp.interrupts import uninterrupted
 from clamp.optimizers import StepGuard, StepGuards, StepReport, share_overflow
 from clamp.patching import collectives
 from clamp.patching.patch import Patches, Registration
 from clamp.recording import host_step
 from clamp.replicas import QueueScales, ScaledTape, keep_equal
-from clamp.scaled_pass import PassGradients, check_loss, end_pass, scaled_node
+from clamp.scaled_loss import check_loss, open_loss, require_graph, scaled_node
+from clamp.scaled_pass import PassGradients, end_pass
 from clamp.scaler import LossScale
 
 
@@ -44,6 +46,8 @@ class AmpHandle:
         max_skips_at_floor: consecutive steps skipped at the smallest scale after which ``step`` raises.
         on_shutdown: called once when the handle shuts down.
         num_losses: how many scalers the handle has of its own.
+        check_finite: whether a step looks at gradients that no scaled pass has looked at, and is skipped if one is
+            inf or nan.
     """
 
     def __init__(
@@ -54,15 +58,19 @@ class AmpHandle:
         max_skips_at_floor: int = 25,
         on_shutdown: Callable[[], None] = lambda: None,
         num_losses: int = 1,
+        check_finite: bool = True,
     ) -> None:
         self._region = region
         self._make_scaler = make_scaler
         self._own_scalers = [make_scaler() for _ in range(num_losses)]
         self._scaler = self._own_scalers[0]
         self._wrapped_scalers: list[LossScale] = []
-        self._guards = StepGuards(max_skips_at_floor)
+        self._guards = StepGuards(
+            max_skips_at_floor,
+            check_finite=check_finite,
+            wants_scaling=region.dtype == "float16" and self._scaler.scales,
+        )
         self._on_shutdown = on_shutdown
-        self._last: StepGuard | None = None
         self._scales = QueueScales(make_scaler)
         self._ranks: Ranks | None = None
         replicas = {
@@ -92,8 +100,24 @@ class AmpHandle:
 
     @property
     def last_step(self) -> StepReport | None:
-        """What the last ``optimizer.step()`` of an optimizer with a scaled loss did; None before the first."""
-        return self._last.last if self._last is not None else None
+        """What the last ``optimizer.step()`` did, of whichever optimizer; None before the first."""
+        return self.history[-1] if self.history else None
+
+    @property
+    def history(self) -> Sequence[StepReport]:
+        """What the last 1000 steps did, the newest last."""
+        return self._guards.history
+
+    def __repr__(self) -> str:
+        if not self._active:
+            return "<AmpHandle, shut down>"
+        steps, skips = self._guards.steps, self._guards.skips
+        skipped = f", {skips} skipped" + (f" (the last: {self._last_reason()})" if skips else "")
+        scale = f", loss scale {self.loss_scale:g}" if self._scaler.scales else ", no loss scaling"
+        return f"<AmpHandle {self._region.dtype}: {steps} step{'s' * (steps != 1)}{skipped}{scale}>"
+
+    def _last_reason(self) -> str:
+        return next((report.reason for report in reversed(self.history) if not report.stepped), "long ago")
 
     def clear_cache(self) -> None:
         """Forgets the 16-bit copies of weights. A kernel of your own that writes parameters must call it."""
@@ -124,7 +148,9 @@ class AmpHandle:
         Raises:
             TypeError: the loss is no node or not floating, or an optimizer has no ``params``.
             ValueError: the loss has more than one element, or there is no such ``loss_id``.
-            RuntimeError: after ``wrap_optimizer``: call ``optimizer.scale_loss`` instead; or after shutdown.
+            RuntimeError: after ``wrap_optimizer``: call ``optimizer.scale_loss`` instead; or after shutdown. The loss
+                has no graph: its tape is gone, or nothing in it is trained. Inside the ``with``: backward is run from
+                the loss itself. At its end: no gradient of the scaled loss has reached a parameter.
         """
         self._require_active("scale_loss")
         if self._wrapped_scalers:
@@ -161,36 +187,47 @@ class AmpHandle:
         """The guard over this optimizer's ``step``."""
         guard = self._guards.of(optimizer)
         self._patches.wrap_step(type(optimizer))
+        self._patches.wrap_own_step(optimizer)
         return guard
 
     @contextmanager
     def scaled(self, loss: Node, optimizers: Sequence[Any], scaler: LossScale) -> Iterator[Node]:
         """One scaled backward pass: the body of every ``scale_loss``."""
-        if self._ranks is not None:
-            self._ranks.begin_pass()
-        check_loss(loss)
-        if not bridge.on_device(loss.value):
+        with nullcontext() if self._ranks is None else self._ranks.one_pass():
+            self._require_active("scale_loss")
+            check_loss(loss)
+            if bridge.on_device(loss.value):
+                with self._scaled_on_device(loss, optimizers, scaler) as scaled_loss:
+                    yield scaled_loss
+                return
             if self._ranks is not None:
                 raise ValueError("handle.distribute averages gradients of OpenCL devices, not of netcl's numpy backend")
             note_numpy_backend()
             yield loss
-            return
+
+    @contextmanager
+    def _scaled_on_device(self, loss: Node, optimizers: Sequence[Any], scaler: LossScale) -> Iterator[Node]:
         guards = self._guards.sharing([self.guard(optimizer) for optimizer in optimizers])
-        reached = PassGradients(optimizers)
-        reached.set_aside()
+        require_graph(loss)
         scaler = self._scales.on(loss.value.queue, scaler)
+        reached = PassGradients(optimizers)
         try:
-            yield scaled_node(loss, scaler)
+            reached.set_aside()
+            with open_loss(loss) if scaler.scales else nullcontext():
+                yield scaled_node(loss, scaler)
             if self._ranks is not None:
                 reached.average(self._ranks, scaler)
-            reached.unscale(scaler)
-        except BaseException as error:
-            if self._ranks is not None:
-                self._ranks.failed(error)
+            reached.require_any(scaler)
+            with scaler.lock, uninterrupted():
+                try:
+                    reached.unscale(scaler)
+                except BaseException:
+                    scaler.forget_found()
+                    raise
+                host_step(partial(self._passed, guards, scaler, reached.delivered()))
+        except BaseException:
             reached.put_back()
             raise
-        host_step(partial(self._passed, guards, scaler, reached.delivered()))
-        self._last = guards[len(optimizers) - 1]
         weights.clear()
 
     def _passed(self, guards: Sequence[StepGuard], scaler: LossScale, delivered: Iterable[gradients.Held]) -> None:
@@ -304,10 +341,14 @@ class NoOpHandle:
 
     loss_scale = 1.0
     last_step: StepReport | None = None
+    history: Sequence[StepReport] = ()
 
     def is_active(self) -> bool:
         """False: netcl is as it was."""
         return False
+
+    def __repr__(self) -> str:
+        return "<NoOpHandle: AMP is off>"
 
     @contextmanager
     def scale_loss(self, loss: Node, optimizer: Any) -> Iterator[Node]:
@@ -377,7 +418,8 @@ class OptimWrapper(wrapt.ObjectProxy[Any]):
             with handle.scale_loss(loss, self.__wrapped__) as unscaled:
                 yield unscaled
             return
-        if self._self_losses == len(self._self_scalers):
+        handle._require_active("scale_loss")
+        if self._self_losses >= len(self._self_scalers):
             raise RuntimeError(
                 f"scale_loss was called more than num_loss={len(self._self_scalers)} times since the last step(): "
                 f"pass the number of backward passes per step to handle.wrap_optimizer(optimizer, num_loss=...)"

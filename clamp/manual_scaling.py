@@ -7,7 +7,8 @@ gradients, or clip them, between unscaling and the step.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -17,22 +18,25 @@ import pyopencl as cl
 from clamp import bridge, gradients, masters
 from clamp.bridge import HALF_DTYPES, Node, Tensor
 from clamp.functions.casting import note_numpy_backend
+from clamp.interrupts import uninterrupted
 from clamp.masters import Pair
-from clamp.optimizers import StepGuard, StepGuards
-from clamp.scaled_pass import scaled_node
+from clamp.optimizers import StepGuard, StepGuards, StepReport, warn_of_lost_bits
+from clamp.scaled_loss import scaled_node
+from clamp.scaled_pass import unscale_all
 from clamp.scaler import DynamicLossScale, LossScale, ScaleRule
 
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)  # its reciprocal is finite, so that a scale down there can recover
 
 ScalerOf = Callable[[cl.CommandQueue], LossScale]
-_Entry: TypeAlias = tuple[Tensor, Tensor, Tensor]  # master, model, gradient
+Found: TypeAlias = tuple[Tensor, Tensor, Tensor]  # master, model, gradient
 
 
 def unscale_gradients(found: Iterable[Pair], scaler_of: ScalerOf) -> tuple[list[LossScale], int]:
-    """Divides each gradient by the scale of its queue, in place; one that was divided before is checked only.
+    """Divides each gradient by the scale that it was multiplied by, in place; a true one is checked only.
 
-    All are written, non-finite ones too; each scaler remembers whether there was one.
+    All are written, non-finite ones too; each scaler remembers whether there was one. The scale may have moved since
+    backward: a gradient knows its own. One that no backward made, a user's, is taken for multiplied by the scale.
 
     Args:
         found: fp32 parameters, twice; 16-bit ones as (master, parameter), whose gradient goes to both, widened.
@@ -43,12 +47,10 @@ def unscale_gradients(found: Iterable[Pair], scaler_of: ScalerOf) -> tuple[list[
 
     Raises:
         ValueError: a 16-bit parameter has no master.
-        RuntimeError: a gradient is part scaled, part unscaled.
+        RuntimeError: a gradient is multiplied by another scaler's scale. Nothing was changed.
     """
-    found = list(found)
-    gradients.require_one_scale([model for _, model in found])
     count = 0
-    by_queue: dict[cl.CommandQueue, list[_Entry]] = {}
+    by_queue: dict[cl.CommandQueue, list[Found]] = {}
     for index, (master, model) in enumerate(found):
         grad = _gradient(master, model)
         if grad is None:
@@ -66,7 +68,12 @@ def unscale_gradients(found: Iterable[Pair], scaler_of: ScalerOf) -> tuple[list[
             by_queue.setdefault(grad.queue, []).append((master, model, grad))
     scalers = [scaler_of(queue) for queue in by_queue]
     for scaler, entries in zip(scalers, by_queue.values(), strict=True):
-        _unscale_on_queue(entries, scaler)
+        _require_its_own(entries, scaler)
+    for scaler, entries in zip(scalers, by_queue.values(), strict=True):
+        true = unscale_all([grad for _, _, grad in entries], scaler)
+        for master, model, grad in entries:
+            master.grad = true[id(grad)]
+            masters.share_gradient(master, model)
     return scalers, count
 
 
@@ -78,20 +85,16 @@ def _gradient(master: Tensor, model: Tensor) -> Tensor | None:
     return model.grad
 
 
-def _unscale_on_queue(entries: list[_Entry], scaler: LossScale) -> None:
-    grads = {id(grad): grad for _, _, grad in entries}  # netcl's add hands one gradient to both of its parents
-    scaler.check_([grad for grad in grads.values() if gradients.is_unscaled(grad)])
-    sources = {key: grad for key, grad in grads.items() if not gradients.is_unscaled(grad)}
-    targets = {key: _target(grad) for key, grad in sources.items()}
-    scaler.unscale_(list(sources.values()), list(targets.values()))
-    for master, model, grad in entries:
-        master.grad = targets.get(id(grad), grad)
-        gradients.mark_unscaled(master.grad)
-        masters.share_gradient(master, model)
-
-
-def _target(grad: Tensor) -> Tensor:
-    return bridge.empty(grad.queue, grad.shape, "float32") if grad.dtype in HALF_DTYPES else grad
+def _require_its_own(entries: Iterable[Found], scaler: LossScale) -> None:
+    """Raises RuntimeError where a gradient belongs to another scaler, which would not hear of an overflow."""
+    for master, _, grad in entries:
+        scale = gradients.scale_of(grad)
+        if scale is not None and not scaler.made(scale):
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(master.shape)} is multiplied by the scale of another "
+                "scaler than this one: unscale and step with the scaler whose scale(loss) backward ran from, or leave "
+                "`with handle.scale_loss(...)` first"
+            )
 
 
 class Stage(enum.Enum):
@@ -127,11 +130,18 @@ class ManualScaling:
 
     def __init__(self, init_scale: float, rule: ScaleRule, max_skips_at_floor: int = 25) -> None:
         self._scalers: dict[cl.CommandQueue, DynamicLossScale] = {}
+        self._lock = threading.RLock()  # of all scalers: several threads may step with one
+        self._lost_bits = False  # whether a word was said about losses that are not scaled
         self._guards = StepGuards(max_skips_at_floor)
         self._rounds: dict[int, _Round] = {}
         self._rule = rule
         self._start = {"loss_scale": init_scale, "unskipped": 0}  # of a scale that no queue has yet
         self._make(self._start)  # raises for a scale that is none
+
+    @property
+    def history(self) -> Sequence[StepReport]:
+        """What the last steps did, the newest last."""
+        return self._guards.history
 
     def _make(self, state: Mapping[str, Any]) -> DynamicLossScale:
         scaler = DynamicLossScale(rule=replace(self._rule, min_scale=SMALLEST, max_scale=LARGEST))
@@ -177,13 +187,18 @@ class ManualScaling:
         if round_.stage is Stage.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         found = masters.pairs(optimizer)
-        scalers, round_.checked = unscale_gradients(found, lambda queue: self._used(queue, "unscale_()"))
+        lost_bits = not self._lost_bits and gradients.lost_bits(model for _, model in found)
         mask = round_.guard.mask
-        for scaler in scalers:
-            scaler.record(mask, fresh=mask)
-            round_.guard.passed(scaler)
-        round_.scalers = scalers
-        round_.stage = Stage.UNSCALED
+        with self._lock, uninterrupted():
+            scalers, round_.checked = unscale_gradients(found, lambda queue: self._used(queue, "unscale_()"))
+            for scaler in scalers:
+                scaler.record(mask, fresh=mask)
+                round_.guard.passed(scaler)
+            round_.scalers = scalers
+            round_.stage = Stage.UNSCALED
+        if lost_bits:
+            self._lost_bits = True  # one warning will do
+            warn_of_lost_bits()
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(*args, **kwargs)`` unless its gradients are inf or nan; unscales them if that is not done.
@@ -225,10 +240,11 @@ class ManualScaling:
         for master, model in masters.split(round_.optimizer):
             masters.gather(master, model)
         grads = [param.grad for param in params if param.grad is not None and bridge.on_device(param.grad)]
-        for scaler in round_.scalers:
-            of_queue = [grad for grad in grads if self._scalers.get(grad.queue) is scaler]
-            scaler.check_(of_queue)
-            scaler.record(round_.guard.mask, fresh=0)
+        with self._lock:
+            for scaler in round_.scalers:
+                of_queue = [grad for grad in grads if self._scalers.get(grad.queue) is scaler]
+                scaler.check_(of_queue)
+                scaler.record(round_.guard.mask, fresh=0)
 
     def update(self) -> None:
         """Moves the scale by what the steps since the last update met, and makes every optimizer ready again.

@@ -19,7 +19,6 @@ from clamp import bridge, gradients
 from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.cache import weights
 from clamp.ops.cast import cast, cast_into
-from clamp.ops.elementwise import elementwise
 
 Pair: TypeAlias = tuple[Tensor, Tensor]  # what the optimizer steps, what the model reads; one tensor if fp32
 
@@ -142,17 +141,33 @@ def split(optimizer: Any) -> list[Pair]:
     return [(master, model) for master, model in pairs(optimizer) if model is not master]
 
 
-@contextmanager
-def stepping(optimizer: Any) -> Iterator[None]:
-    """Around an optimizer's own ``step``: gives the masters their gradients, then rewrites the model from them."""
+def gather_all(optimizer: Any) -> None:
+    """Gives the masters of an optimizer their gradients, for its ``step``.
+
+    Raises:
+        RuntimeError: a gradient is still multiplied by a loss scale.
+    """
     gradients.require_unscaled(
         getattr(optimizer, "params", ()),
         f"{type(optimizer).__name__}.step()",
-        "leave `with handle.scale_loss(...)` first, or call scaler.step(optimizer).",
+        "leave `with handle.scale_loss(...)` first, or call scaler.step(optimizer). A parameter that another "
+        "optimizer's loss reaches as well gets its gradient too: clear it with zero_grad() before your own backward, "
+        "or name both optimizers in scale_loss(loss, [first, second]).",
     )
+    for master, model in split(optimizer) if hasattr(optimizer, "params") else ():
+        gather(master, model)
+
+
+@contextmanager
+def stepping(optimizer: Any) -> Iterator[None]:
+    """Around an optimizer's own ``step``: gives the masters their gradients, then rewrites the model from them.
+
+    Raises:
+        RuntimeError: a gradient is still multiplied by a loss scale.
+    """
+    gather_all(optimizer)
     found = split(optimizer) if hasattr(optimizer, "params") else []
     for master, model in found:
-        gather(master, model)
         master._frozen = bridge.is_frozen(model)
     try:
         with bridge.without_write_back([master for master, _ in found]):
@@ -191,10 +206,17 @@ def gather(master: Tensor, model: Tensor) -> None:
     elif ours is last or ours is None:
         grad = theirs
     else:
-        grad = ours if theirs is None else elementwise("add", "float32", ours, theirs)
+        grad = ours if theirs is None else gradients.added(ours, theirs)
     if grad is not None and grad.dtype in HALF_DTYPES:
-        grad = cast(grad, "float32")
+        grad = widened(grad)
     _share_gradient(master, model, grad)
+
+
+def widened(grad: Tensor) -> Tensor:
+    """A 16-bit gradient in float32, with its mark."""
+    wide = cast(grad, "float32")
+    gradients.set_mark(wide, gradients.mark_of(grad))
+    return wide
 
 
 def share_gradient(master: Tensor, model: Tensor) -> None:

@@ -1,40 +1,32 @@
 """What stands between ``optimizer.step()`` and an overflow: one guard per optimizer.
 
-``step`` is wrapped on the optimizer's class, so an optimizer keeps its signature, its ``__self__`` and its
-picklability, and a scheduler that holds the bound method sees the same guard.
+The function ``step`` of an optimizer's class is redirected, so an optimizer keeps its signature, its ``__self__`` and
+its picklability, and whoever holds the bound method, a scheduler, say, sees the same guard.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from clamp import bridge
+import pyopencl as cl
+
+from clamp import bridge, gradients, masters
 from clamp.bridge import Tensor
-from clamp.cache import weights
+from clamp.interrupts import uninterrupted
 from clamp.masters import pairs, stepping
-from clamp.ops.multi_tensor import non_finite
+from clamp.ops.loss_scale import DeviceState, ScaleState
+from clamp.ops.multi_tensor import check_
 from clamp.scaler import LossScale
+from clamp.step_report import HISTORY, NonFinite, StepReport, names_among, non_finite, warn_user
+
+__all__ = ["StepGuard", "StepGuards", "StepReport", "share_overflow"]
 
 MAX_OPTIMIZERS = 32  # one bit each in a scaler's overflow word
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one ``optimizer.step()`` did.
-
-    Attributes:
-        stepped: whether the parameters were updated.
-        reason: why not; empty if they were.
-        scale: the loss scale after this step.
-    """
-
-    stepped: bool
-    reason: str
-    scale: float
 
 
 class StepGuard:
@@ -42,16 +34,17 @@ class StepGuard:
 
     Args:
         optimizer: any object with ``params`` and ``step``.
-        bit: this optimizer's bit in the overflow word of every scaler.
-        max_skips_at_floor: consecutive skips at the smallest scale after which ``step`` raises.
+        mask: this optimizer's bit in the overflow word of every scaler; 0 for one that has had no scaled pass.
+        guards: those of the same handle or scaler, which keep the history.
     """
 
-    def __init__(self, optimizer: Any, bit: int, max_skips_at_floor: int) -> None:
+    def __init__(self, optimizer: Any, mask: int, guards: StepGuards) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self.mask = 1 << bit
+        self.mask = mask
+        self._guards = guards
         self._pending: list[LossScale] = []  # scalers with a pass since the last step
-        self._max_skips_at_floor = max_skips_at_floor
         self._skips_at_floor = 0
+        self._absent: tuple[tuple[int, ...], tuple[str, ...]] = (), ()  # parameters without a gradient, their names
         self.last: StepReport | None = None
 
     @property
@@ -74,43 +67,87 @@ class StepGuard:
         return list(self._pending)
 
     def step(self, run: Callable[[], Any]) -> Any:
-        """Runs the optimizer's own step unless a pass since the last one overflowed; returns its result or None.
+        """Runs the optimizer's own step unless a gradient is inf or nan; returns its result or None.
+
+        What is known of the passes since the last step is forgotten only when this one has ended: one that is
+        interrupted can be called again.
 
         Raises:
+            RuntimeError: a gradient is still multiplied by a loss scale.
             FloatingPointError: every step for a while was skipped although the scale is at its floor.
         """
-        pending, self._pending = self._pending, []
+        params = [param for param in getattr(self.optimizer, "params", ()) if isinstance(param, Tensor)]
+        pending = self.pending
+        before = pending[-1].last_seen if pending else 1.0
         states = [scaler.read() for scaler in pending]  # the one read of the device in a step
         overflowed = [index for index, state in enumerate(states) if state.overflow & self.mask]
-        if not overflowed:
-            self._skips_at_floor = 0
+        if overflowed or self._guards.found_in(self._unchecked(params)):
+            index = overflowed[-1] if overflowed else len(states) - 1
+            self._skip(params, pending[index] if pending else None, states[index] if states else None, before)
+            self._pending = []
+            return None
+        absent = self._names_of_absent(params)
+        with uninterrupted():
             with stepping(self.optimizer):
                 result = run()
-            self.written()
-            self.last = StepReport(True, "", states[-1].scale if states else 1.0)
-            return result
-        index = overflowed[-1]
-        scale = states[index].scale
-        self.last = StepReport(False, "inf or nan in the gradients", scale)
-        self._skips_at_floor = self._skips_at_floor + 1 if scale <= pending[index].floor else 0
-        if self._skips_at_floor >= self._max_skips_at_floor:
-            self._give_up(scale)
-        return None
+            self._pending = []
+            self._skips_at_floor = 0
+            scale = states[-1].scale if states else 1.0
+            self._report(StepReport(True, "", scale, scale_before=before, absent=absent))
+        return result
 
-    def written(self) -> None:
-        """The parameters have changed: what was derived from them, or from views of them, is stale."""
-        weights.clear()
+    def _unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients that no scaled pass has looked at: without a loss scale, or made by the user."""
+        masters.gather_all(self.optimizer)
+        return [param.grad for param in params if not gradients.is_checked_or_none(param.grad)]
 
-    def _give_up(self, scale: float) -> None:
-        params = bridge.optimizer_parameters(self.optimizer)
-        grads = [(index, param.grad) for index, param in enumerate(params) if param.grad is not None]
-        bad = [grads[i][0] for i in non_finite([grad for _, grad in grads])]
-        names = ", ".join(f"params[{index}] of shape {tuple(params[index].shape)}" for index in bad)
+    def _skip(
+        self, params: Sequence[Tensor], scaler: LossScale | None, state: ScaleState | None, before: float
+    ) -> None:
+        bad = non_finite(params)
+        scale = 1.0 if state is None else state.scale
+        reason = str(bad) or f"{_kind(state, self.mask)} in the gradients of a backward pass, which are gone"
+        self._report(
+            StepReport(
+                False, reason, scale, scale_before=before, infs=bad.infs, nans=bad.nans, parameters=bad.names,
+                absent=self._names_of_absent(params),
+            )
+        )  # fmt: skip
+        stuck = scaler is None or scale <= scaler.floor
+        self._skips_at_floor = self._skips_at_floor + 1 if stuck else 0
+        if self._skips_at_floor >= self._guards.max_skips_at_floor:
+            self._give_up(scaler, scale, bad)
+
+    def _report(self, report: StepReport) -> None:
+        self.last = self._guards.add(report)
+
+    def _names_of_absent(self, params: Sequence[Tensor]) -> tuple[str, ...]:
+        absent = [
+            param for param in params if param.grad is None and not bridge.is_frozen(bridge.model_parameter(param))
+        ]
+        ids = tuple([id(param) for param in absent])
+        if ids != self._absent[0]:
+            self._absent = ids, tuple(names_among(params, absent))
+        return self._absent[1]
+
+    def _give_up(self, scaler: LossScale | None, scale: float, bad: NonFinite) -> None:
+        if scaler is None or not scaler.scales or scaler.is_dynamic:
+            floor = f" with the loss scale at its floor ({scale:g})" if scaler is not None and scaler.scales else ""
+            why = "the gradients are not finite at any scale, so the model itself computes inf or nan"
+        else:
+            floor = f" at the static loss scale {scale:g}"
+            why = (
+                "either the scale is too large for the gradients, or the model itself computes inf or nan: pass a "
+                'smaller loss_scale, or loss_scale="dynamic", which finds the scale by itself'
+            )
         raise FloatingPointError(
-            f"{self._skips_at_floor} steps in a row were skipped with the loss scale at its floor ({scale:g}): "
-            f"the gradients are not finite at any scale, so the model itself computes inf or nan. "
-            f"Non-finite gradients: {names or 'none any more'}."
+            f"{self._skips_at_floor} steps in a row were skipped{floor}: {why}. Non-finite gradients: "
+            f"{', '.join(bad.names) or 'none any more'}."
         )
+
+
+def _kind(state: ScaleState | None, mask: int) -> str:
+    return "inf" if state is None or not state.nans & mask else "nan"
 
 
 def _mark_plain_tensors(optimizer: Any, params: Sequence[Tensor]) -> None:
@@ -148,12 +185,24 @@ def share_overflow(guards: Sequence[StepGuard]) -> None:
 
 
 class StepGuards:
-    """The guards of a handle, by optimizer."""
+    """The guards of a handle, by optimizer, and the history of their steps.
 
-    def __init__(self, max_skips_at_floor: int) -> None:
+    Args:
+        max_skips_at_floor: consecutive steps skipped at the smallest scale after which ``step`` raises.
+        check_finite: whether gradients are looked at that no scaled pass has looked at.
+        wants_scaling: whether losses are meant to be scaled, so that a step without is worth a word.
+    """
+
+    def __init__(self, max_skips_at_floor: int, *, check_finite: bool = True, wants_scaling: bool = False) -> None:
         self._by_id: dict[int, StepGuard] = {}
-        self._max_skips_at_floor = max_skips_at_floor
+        self._unscaled: dict[int, StepGuard] = {}  # of optimizers that have had no scaled pass
+        self.max_skips_at_floor = max_skips_at_floor
+        self._check_finite = check_finite
+        self._wants_scaling = wants_scaling
+        self._checks: dict[cl.CommandQueue, DeviceState] = {}
         self._running: set[int] = set()
+        self.history: deque[StepReport] = deque(maxlen=HISTORY)
+        self.steps = self.skips = 0
         self.require_scaled = False  # whether steps are refused whose gradients came by no scaled backward pass
 
     def of(self, optimizer: Any) -> StepGuard:
@@ -169,7 +218,7 @@ class StepGuards:
         params = bridge.optimizer_parameters(optimizer)
         if not callable(getattr(optimizer, "step", None)):
             raise TypeError(f"{type(optimizer).__name__} has no method step(): pass an optimizer")
-        guard = self._by_id[id(optimizer)] = StepGuard(optimizer, self._free_bit(), self._max_skips_at_floor)
+        guard = self._by_id[id(optimizer)] = StepGuard(optimizer, 1 << self._free_bit(), self)
         _mark_plain_tensors(optimizer, params)
         return guard
 
@@ -197,6 +246,34 @@ class StepGuards:
                 return bit
         raise RuntimeError(f"more than {MAX_OPTIMIZERS} optimizers share one AMP handle")
 
+    # ------------------------------------------------------------------------------------------ history
+
+    def add(self, report: StepReport) -> StepReport:
+        """Numbers a report and keeps it."""
+        self.steps += 1
+        self.skips += not report.stepped
+        numbered = replace(report, step=self.steps)
+        self.history.append(numbered)
+        return numbered
+
+    def found_in(self, grads: Iterable[Tensor]) -> bool:
+        """Whether any of these gradients has an inf or nan; one launch and one read a queue."""
+        by_queue: dict[cl.CommandQueue, list[Tensor]] = {}
+        for grad in grads if self._check_finite else ():
+            if bridge.on_device(grad) and grad.dtype in bridge.STORAGE:
+                by_queue.setdefault(grad.queue, []).append(grad)
+        found = []
+        for queue, of_queue in by_queue.items():
+            state = self._checks.setdefault(queue, DeviceState(1.0))
+            with state.lock:
+                check_(of_queue, state.buffer(queue))
+                found.append(state.take_found())
+            if not found[-1]:
+                gradients.mark_checked(of_queue)
+        return any(found)
+
+    # ------------------------------------------------------------------------------------------ step
+
     def step(self, wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Wrapper of every optimizer's ``step`` (wrapt's form)."""
         if id(optimizer) in self._running:  # an overriding step that calls its base class's
@@ -214,9 +291,28 @@ class StepGuards:
                 "averaged at the end of `with handle.scale_loss(loss, optimizer)`, so run every backward in one"
             )
         if guard is None or guard.optimizer is not optimizer:
-            guard = StepGuard(optimizer, 0, self._max_skips_at_floor)  # never scaled: only the cache must hear of it
+            guard = self._unscaled_guard(optimizer)
+        if self._wants_scaling and gradients.lost_bits(getattr(optimizer, "params", ())):
+            self._wants_scaling = False  # one warning will do
+            warn_of_lost_bits()
         self._running.add(id(optimizer))
         try:
             return guard.step(lambda: wrapped(*args, **kwargs))
         finally:
             self._running.discard(id(optimizer))
+
+    def _unscaled_guard(self, optimizer: Any) -> StepGuard:
+        guard = self._unscaled.get(id(optimizer))
+        if guard is None or guard.optimizer is not optimizer:
+            self._unscaled = {key: known for key, known in self._unscaled.items() if known.optimizer is not None}
+            guard = self._unscaled[id(optimizer)] = StepGuard(optimizer, 0, self)
+        return guard
+
+
+def warn_of_lost_bits() -> None:
+    """Says that a loss should have been scaled."""
+    warn_user(
+        "gradients of a loss that was not scaled came through float16, where those below 6e-8 become zero: run "
+        "backward inside `with handle.scale_loss(loss, optimizer) as scaled_loss`, or from scaler.scale(loss), or use "
+        "bfloat16, which needs no scaling."
+    )

@@ -6,54 +6,23 @@ Everything that scales a loss is made of these steps (``AmpHandle.scaled``, a gr
     reached = PassGradients(optimizers)
     reached.set_aside()              # gradients of earlier passes come off the parameters
     ... backward of scaled_node(loss, scaler) ...
-    reached.unscale(scaler)          # this pass's are divided by the scale, the earlier ones added back
-    end_pass(guards, scaler)         # the scale moves; the optimizers know which scale their step depends on
+    with scaler.lock:
+        reached.unscale(scaler)      # this pass's are divided by the scale, the earlier ones added back
+        end_pass(guards, scaler)     # the scale moves; the optimizers know which scale their step depends on
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from clamp import bridge, gradients, masters
-from clamp.bridge import HALF_DTYPES, Node, Tensor, TensorLike
+from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.distributed import Ranks
-from clamp.functions.casting import Operand, record
-from clamp.ops.elementwise import elementwise
+from clamp.gradients import Mark, mark_of
+from clamp.ops.loss_scale import AppliedScale
 from clamp.optimizers import StepGuard
 from clamp.scaler import LossScale
-
-
-def check_loss(loss: Any) -> None:
-    """A loss that can be scaled is a recorded node of one floating element.
-
-    Raises:
-        TypeError, ValueError: it is not; the message says what it is.
-    """
-    if not isinstance(loss, Node) or not isinstance(loss.value, Tensor):
-        hint = (
-            " (a bare Tensor: it was computed under no_grad, or from bare Tensors)" if isinstance(loss, Tensor) else ""
-        )
-        raise TypeError(f"the loss must be an autograd Node, got {type(loss).__name__}{hint}")
-    if loss.value.dtype not in bridge.STORAGE:
-        raise TypeError(f"the loss must be float32, float16 or bfloat16, got {loss.value.dtype}")
-    if loss.value.size != 1:
-        raise ValueError(f"the loss must have one element, got shape {tuple(loss.shape)}: sum or average it first")
-
-
-def scaled_node(loss: TensorLike, scaler: LossScale) -> Any:
-    """loss * scale in float32, of a bare tensor as a bare tensor.
-
-    Its gradient stays float32, because 2^16 does not fit into half.
-    """
-    operand = Operand(loss, loss.value)
-    return record(
-        scaler.scale_loss(loss.value),
-        lambda grad: [scaler.scale_gradient(grad, "float32")],
-        (operand,),
-        gradients.SCALE_OP,
-    )
 
 
 @dataclass
@@ -72,7 +41,7 @@ class PassGradients:
     divided by a scale twice.
     """
 
-    def __init__(self, optimizers: Iterable[Any]) -> None:
+    def __init__(self, optimizers: Iterable[object]) -> None:
         slots: dict[int, _Slot] = {}
         for optimizer in optimizers:
             for master, model in masters.pairs(optimizer):
@@ -90,9 +59,14 @@ class PassGradients:
     def average(self, ranks: Ranks, scaler: LossScale) -> None:
         """Replaces this pass's gradients, still multiplied by the scale, by their means over the ranks."""
         models = [slot.model for slot in self._slots]
-        averages = ranks.average(models, [model.grad for model in models], scaler)
+        scale = scaler.applied()
+        grads = [None if model.grad is None else gradients.at_scale(model.grad, scale) for model in models]
+        averages = ranks.average(models, grads, scaler)
+        mark = Mark(scale)
         for model, average in zip(models, averages, strict=True):
             model.grad = average
+            if average is not None:
+                gradients.set_mark(average, mark)
 
     def put_back(self) -> None:
         """Gives the parameters the gradients they had before this pass."""
@@ -104,26 +78,74 @@ class PassGradients:
         """Parameters, and masters, with the gradients they have now."""
         return gradients.snapshot(tensor for slot in self._slots for tensor in (slot.master, slot.model))
 
+    def require_any(self, scaler: LossScale) -> None:
+        """Raises RuntimeError where no parameter has got a gradient from the scaled loss: the step would do nothing."""
+        marks = [mark_of(slot.model.grad) for slot in self._slots if slot.model.grad is not None]
+        if not marks:
+            raise RuntimeError(
+                "no gradient has reached a parameter of the optimizer inside `with handle.scale_loss(loss, optimizer) "
+                "as scaled_loss`: run scaled_loss.backward() or tape.backward(scaled_loss) there, and check that the "
+                "loss depends on this optimizer's parameters, and that some are not frozen"
+            )
+        if scaler.scales and not any(mark is None or mark.is_scaled or mark.is_checked for mark in marks):
+            raise RuntimeError(
+                "the gradients that arrived inside `with handle.scale_loss(loss, optimizer) as scaled_loss` come from "
+                "a loss that was not scaled: run backward from scaled_loss"
+            )
+
     def unscale(self, scaler: LossScale) -> None:
-        """Divides this pass's gradients by the scale, in fp32, and adds the earlier ones."""
-        reached = [slot for slot in self._slots if slot.model.grad is not None]
-        # netcl's add hands one gradient to both of its parents: one source, one target.
-        sources = {id(slot.model.grad): slot.model.grad for slot in reached}
-        targets = {key: _target(grad) for key, grad in sources.items()}
-        scaler.unscale_(list(sources.values()), list(targets.values()))
-        for grad in targets.values():
-            gradients.mark_unscaled(grad)
-        for slot in reached:
-            slot.master.grad = targets[id(slot.model.grad)]
+        """Divides this pass's gradients by the scale, in fp32, and adds the earlier ones. Hold the scaler's lock."""
+        reached = [slot.model.grad for slot in self._slots if slot.model.grad is not None]
+        waiting = [slot.earlier for slot in self._slots if gradients.scale_of(slot.earlier) is not None]
+        true = unscale_all([*reached, *waiting], scaler, elsewhere=waiting)
         for slot in self._slots:
-            if slot.earlier is not None:
-                now = slot.master.grad
-                slot.master.grad = slot.earlier if now is None else elementwise("add", "float32", slot.earlier, now)
+            now = None if slot.model.grad is None else true[id(slot.model.grad)]
+            before = None if slot.earlier is None else true.get(id(slot.earlier), slot.earlier)
+            slot.master.grad = now if before is None else before if now is None else gradients.added(before, now)
             masters.share_gradient(slot.master, slot.model)
 
 
-def _target(grad: Tensor) -> Tensor:
-    return bridge.empty(grad.queue, grad.shape, "float32") if grad.dtype in HALF_DTYPES else grad
+def unscale_all(grads: Sequence[Tensor], scaler: LossScale, elsewhere: Sequence[Tensor] = ()) -> dict[int, Tensor]:
+    """Divides gradients, each by what it is multiplied by, and lets the scaler note what is inf or nan. Marks them.
+
+    One that no backward has marked is taken for multiplied by the scaler's scale. One that is true already is only
+    checked. A gradient that several parameters have is divided once (netcl's add hands one to both of its parents).
+
+    Args:
+        grads: float32, divided in place, or 16-bit, widened.
+        elsewhere: those among them that keep what they hold.
+
+    Returns:
+        The float32 gradient for the id of each given one.
+    """
+    kept = {id(grad) for grad in elsewhere}
+    live = scaler.applied()
+    targets: dict[int, Tensor] = {}
+    by_scale: dict[int, tuple[AppliedScale, list[Tensor]]] = {}
+    true: list[Tensor] = []
+    for grad in {id(grad): grad for grad in grads}.values():
+        mark = mark_of(grad)
+        if mark is not None and mark.scale is None:
+            targets[id(grad)] = _widened(grad)
+            true.append(targets[id(grad)])
+            continue
+        scale = live if mark is None or mark.scale is None else mark.scale
+        by_scale.setdefault(id(scale), (scale, []))[1].append(grad)
+        new = grad.dtype in HALF_DTYPES or id(grad) in kept
+        targets[id(grad)] = bridge.empty(grad.queue, grad.shape, "float32") if new else grad
+    for scale, sources in by_scale.values():
+        scaler.unscale_(sources, [targets[id(source)] for source in sources], None if scale is live else scale)
+    scaler.check_(true)
+    for grad in (source for _, sources in by_scale.values() for source in sources if id(source) not in kept):
+        gradients.set_mark(grad, None)  # where it was widened, nobody needs it or its scale any more
+    mark = gradients.UNSCALED if scaler.scales else gradients.PLAIN
+    for target in targets.values():
+        gradients.set_mark(target, mark)
+    return targets
+
+
+def _widened(grad: Tensor) -> Tensor:
+    return masters.widened(grad) if grad.dtype in HALF_DTYPES else grad
 
 
 def end_pass(guards: Sequence[StepGuard], scaler: LossScale) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.ops.cast import cast
-from clamp.ops.loss_scale import DeviceState, ScaleState
+from clamp.ops.loss_scale import AppliedScale, DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_, unscale_
 
 _OPTIMIZERS = 32  # bits of a mask
@@ -94,6 +95,27 @@ class LossScale(ABC):
 
     #: Whether the scale moves by itself.
     is_dynamic: bool = False
+    #: Whether losses are multiplied at all.
+    scales: bool = True
+    _state: DeviceState
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held while gradients are unscaled and the pass is ended: a verdict is that of one pass, in every thread."""
+        return self._state.lock
+
+    @property
+    def last_seen(self) -> float:
+        """The scale when it was last read or set; does not read the device."""
+        return self._state.seen
+
+    def applied(self) -> AppliedScale:
+        """The scale as gradients keep it that are multiplied by it now."""
+        return self._state.applied()
+
+    def made(self, scale: AppliedScale) -> bool:
+        """Whether a scale is this one's, now or earlier."""
+        return scale.state is self._state
 
     @property
     @abstractmethod
@@ -122,8 +144,13 @@ class LossScale(ABC):
         """
 
     @abstractmethod
-    def unscale_(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def unscale_(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], applied: AppliedScale | None = None
+    ) -> None:
         """``targets[i] = sources[i] / scale`` in float32; remembers whether any result is inf or nan.
+
+        Args:
+            applied: the scale to divide by where it is not this one's as it is now: an earlier one, or another's.
 
         See :func:`clamp.ops.multi_tensor.unscale_` for what it accepts and raises.
         """
@@ -135,6 +162,10 @@ class LossScale(ABC):
     @abstractmethod
     def note_overflow(self) -> None:
         """Remembers an inf or nan that was met elsewhere: on another queue or machine. Waits for the device."""
+
+    @abstractmethod
+    def forget_found(self) -> None:
+        """Forgets what ``unscale_`` met since the last pass ended: this one is given up. Waits for the device."""
 
     @abstractmethod
     def record(self, mask: int, fresh: int) -> None:
@@ -187,7 +218,7 @@ class LossScale(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """What ``load_state_dict`` needs to go on identically: apex's two keys and two more."""
-        scale, growth_tracker, overflow, bad_steps = self.read()
+        scale, growth_tracker, overflow, bad_steps, _ = self.read()
         return {"loss_scale": scale, "unskipped": growth_tracker, "overflow": overflow, "bad_steps": bad_steps}
 
     @abstractmethod
@@ -200,11 +231,33 @@ class LossScale(ABC):
         """
 
 
+class _One(AppliedScale):
+    """A scale of 1, which multiplies and divides nothing."""
+
+    def now(self) -> AppliedScale:
+        return self
+
+    def multiply(self, x: Tensor, out_dtype: str) -> Tensor:
+        return cast(x, out_dtype)
+
+    def divide(self, x: Tensor) -> Tensor:
+        return cast(x, "float32")
+
+
 class NoLossScale(LossScale):
-    """No scaling, for float32 and bfloat16: the scale is 1, gradients stay as they are, nothing ever overflows."""
+    """No scaling, for float32 and bfloat16: the scale is 1, and gradients stay as they are.
+
+    Nothing overflows here: an inf or nan in them is found by the optimizer's step.
+    """
+
+    scales = False
 
     def __init__(self) -> None:
         self._state = DeviceState(1.0)
+        self._one = _One(self._state)
+
+    def applied(self) -> AppliedScale:
+        return self._one
 
     @property
     def floor(self) -> float:
@@ -218,7 +271,13 @@ class NoLossScale(LossScale):
         _check_dtypes("scale_gradient", grad.dtype, out_dtype)
         return cast(grad, out_dtype)
 
-    def unscale_(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def unscale_(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], applied: AppliedScale | None = None
+    ) -> None:
+        if applied is not None and not isinstance(applied, _One) and sources:
+            queue = sources[0].queue
+            unscale_(sources, targets, self._state.buffer(queue), applied.buffer(queue))
+            return
         # Gradients that become others' are still to be widened; a division by 1 is the fused way.
         pairs = [(source, target) for source, target in zip(sources, targets, strict=True) if source is not target]
         if pairs:
@@ -229,6 +288,9 @@ class NoLossScale(LossScale):
         pass
 
     def note_overflow(self) -> None:
+        pass
+
+    def forget_found(self) -> None:
         pass
 
     def record(self, mask: int, fresh: int) -> None:
@@ -276,16 +338,23 @@ class StaticLossScale(LossScale):
         _check_dtypes("scale_gradient", grad.dtype, out_dtype)
         return self._state.multiply(grad, out_dtype)
 
-    def unscale_(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def unscale_(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], applied: AppliedScale | None = None
+    ) -> None:
         if sources or targets:
-            unscale_(sources, targets, self._state.buffer((*sources, *targets)[0].queue))
+            queue = (*sources, *targets)[0].queue
+            multiplier = None if applied is None else applied.buffer(queue)
+            unscale_(sources, targets, self._state.buffer(queue), multiplier)
 
     def check_(self, gradients: Sequence[Tensor]) -> None:
         if gradients:
             check_(gradients, self._state.buffer(gradients[0].queue))
 
     def note_overflow(self) -> None:
-        self._state.write(found_inf=1)
+        self._state.write(found=1)
+
+    def forget_found(self) -> None:
+        self._state.write(found=0)
 
     def record(self, mask: int, fresh: int) -> None:
         _check_masks(mask, fresh)
@@ -307,9 +376,13 @@ class StaticLossScale(LossScale):
         return _positive("the loss scale", value)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        scale, growth_tracker, overflow, bad_steps = _parse_state(state)
+        scale, growth_tracker, overflow, bad_steps, _ = _parse_state(state)
         self._state.write(
-            scale=self._check_scale(scale), growth_tracker=growth_tracker, overflow=overflow, bad_steps=bad_steps
+            scale=self._check_scale(scale),
+            growth_tracker=growth_tracker,
+            overflow=overflow,
+            bad_steps=bad_steps,
+            nans=0,
         )
 
 
@@ -366,12 +439,12 @@ class DynamicLossScale(StaticLossScale):
 
         when a pass ends (record):
             overflow[fresh] = False                   # their last overflows were answered by skipped steps
-            if found_inf:
+            if found:                                 # an inf or a nan
                 first = not any(overflow[mask])       # the first overflow of this step
                 overflow[mask] = True
 
         then (adjust):
-            if found_inf:
+            if found:
                 growth_tracker = 0
                 if first:                             # once a step, however many of its passes overflow
                     bad_steps += 1

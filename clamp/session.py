@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from clamp.autocast import Region
 from clamp.device import list_devices
+from clamp.gradients import lost_bits
 from clamp.handle import AmpHandle, NoOpHandle
 from clamp.masters import stepping
+from clamp.optimizers import warn_of_lost_bits
 from clamp.patching.patch import Patches, Registration
 from clamp.policy import Entry, PolicyTable, default_table, read_list
 from clamp.scaler import LossScale, make_loss_scale
@@ -43,6 +46,7 @@ def init(
     custom_white_list: Iterable[str] = (),
     custom_black_list: Iterable[str] = (),
     lists: str | Path | None = None,
+    check_finite: bool = True,
 ) -> AmpHandle | NoOpHandle:
     """Turns on mixed precision for netcl, in every thread, until ``handle.shutdown()``.
 
@@ -59,6 +63,8 @@ def init(
         custom_white_list: names of functions to run in half.
         custom_black_list: names of functions to run in fp32.
         lists: a list file whose entries go over the shipped lists.
+        check_finite: skip ``optimizer.step()`` where a gradient is inf or nan, in every dtype; False leaves it to loss
+            scaling, which looks at the gradients of scaled losses.
 
     Raises:
         RuntimeError: a handle is active already: call its ``shutdown()`` first.
@@ -79,16 +85,19 @@ def init(
             allow_banned=allow_banned,
             verbose=verbose,
         )
-        return start(region, lambda: make_loss_scale(loss_scale, dtype))
+        return start(region, lambda: make_loss_scale(loss_scale, dtype), check_finite=check_finite)
 
 
-def start(region: Region, make_scaler: Callable[[], LossScale], num_losses: int = 1) -> AmpHandle:
+def start(
+    region: Region, make_scaler: Callable[[], LossScale], num_losses: int = 1, check_finite: bool = True
+) -> AmpHandle:
     """Patches netcl and makes this region the process's.
 
     Args:
         region: how ops run.
         make_scaler: makes a loss scaler.
         num_losses: how many scalers the handle has of its own.
+        check_finite: see ``init``.
 
     Raises:
         RuntimeError: a handle is active already.
@@ -100,7 +109,14 @@ def start(region: Region, make_scaler: Callable[[], LossScale], num_losses: int 
         list_devices()
         _release_autocast_patches()
         _disabled = False
-        _handle = AmpHandle(region, registrations, make_scaler, on_shutdown=_forget_handle, num_losses=num_losses)
+        _handle = AmpHandle(
+            region,
+            registrations,
+            make_scaler,
+            on_shutdown=_forget_handle,
+            num_losses=num_losses,
+            check_finite=check_finite,
+        )
         return _handle
 
 
@@ -180,8 +196,15 @@ def ensure_patched() -> None:
 
 
 def _plain_step(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if lost_bits(getattr(optimizer, "params", ())):
+        _warn_once()
     with stepping(optimizer):
         return wrapped(*args, **kwargs)
+
+
+@cache
+def _warn_once() -> None:
+    warn_of_lost_bits()
 
 
 def forget_patches() -> None:

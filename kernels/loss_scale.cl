@@ -1,15 +1,15 @@
 // loss_scale.cl: the loss scale and what decides about it, all of it on the device.
 //
 //   word  0 multiplier      1 / scale, correctly rounded           |  unscale (multi_tensor.cl) uses
-//         1 found_inf       this pass met an inf or a nan          |  these two
+//         1 found           1: this pass met an inf, 2: a nan      |  these two
 //         2 scale
 //         3 growth_tracker  clean steps since the last overflow or growth
 //         4 overflow        one bit an optimizer: an overflow since its last step
 //         5 bad_steps       overflowed steps in a row, for the hysteresis
 //         6 event           what was recorded since the scale was last adjusted
-//         7 (unused)
+//         7 nans            as overflow, of those that met a nan
 //
-// A backward pass ends with `record`, which turns found_inf into overflow bits, and `adjust`, which moves the
+// A backward pass ends with `record`, which turns found into overflow bits, and `adjust`, which moves the
 // scale; `update` is both in one launch. They run as one work-item. Nothing of the state is ever an argument, so
 // a recorded launch replays with the live scale.
 //
@@ -18,13 +18,13 @@
 
 typedef struct {
     float multiplier;
-    int found_inf;
+    int found;
     float scale;
     int growth_tracker;
     uint overflow;
     int bad_steps;
     uint event;
-    uint unused;
+    uint nans;
 } loss_scale_state;
 
 #ifdef X_T
@@ -37,6 +37,8 @@ __kernel void multiply(__global const STORAGE(X_T) *restrict x, __global STORAGE
 }
 
 #else
+
+#define FOUND_NAN 2
 
 #define EVENT_CLEAN 1u         // the first pass of a step, and no overflow in it
 #define EVENT_OVERFLOW 2u      // an overflow in a step that had one before
@@ -64,14 +66,16 @@ float reciprocal(float x) {
 
 void record_pass(__global loss_scale_state *s, uint mask, uint fresh) {
     const uint overflow = s->overflow & ~fresh;
-    if (s->found_inf) {
+    s->nans &= ~fresh;
+    if (s->found & FOUND_NAN) s->nans |= mask;
+    if (s->found) {
         s->event |= (overflow & mask) == 0 ? EVENT_NEW_OVERFLOW : EVENT_OVERFLOW;
         s->overflow = overflow | mask;
     } else {
         s->event |= fresh == mask ? EVENT_CLEAN : 0;
         s->overflow = overflow;
     }
-    s->found_inf = 0;
+    s->found = 0;
 }
 
 void back_off(__global loss_scale_state *s, float backoff_factor, int decr_every, float min_scale) {

@@ -1,4 +1,4 @@
-// multi_tensor.cl: one launch over many tensors, y_k[i] = x_k[i] * multiplier, and a flag for inf and nan.
+// multi_tensor.cl: one launch over many tensors, y_k[i] = x_k[i] * multiplier, and flags for inf and nan.
 //
 //   tensors   x_0 |--------|--------|---|    x_1 |----|    x_2 |--------|-------|   ...   SLOTS of them
 //   tiles         (0, 0)    (0, T)   (0, 2T)     (1, 0)        (2, 0)    (2, T)
@@ -12,7 +12,8 @@
 //
 //   X_T        storage type of the sources: f32, f16 or bf16. The targets are f32
 //   IN_PLACE   1: the sources are the targets and are passed once, 0: both are passed, sources first
-//   ONLY_CHECK 1: nothing is multiplied or written, only the flag is set (IN_PLACE, f32)
+//   ONLY_CHECK 1: nothing is multiplied or written, only the flags are set; the sources alone are passed, and the
+//              program holds `count`, too, which says how many elements of each tensor are inf and nan
 //   DECADES    tensors a launch / 10: SLOTS = 10, 20 ... 100
 //
 // A CPU device takes a work-group of one work-item, which runs through its tile 16 elements at a time; on a
@@ -33,11 +34,16 @@
 #define EACH_SLOT CAT(EACH_, DECADES)
 
 #define TARGET_PARAMETER(k) , __global float *y##k
-#if IN_PLACE
+#define SOURCE_PARAMETER(k) , __global const STORAGE(X_T) *x##k
+#if ONLY_CHECK
+#undef TARGET_PARAMETER
+#define TARGET_PARAMETER(k)
+#define SLOT_CASE(k) case k: x = x##k; break;
+#elif IN_PLACE
+#undef SOURCE_PARAMETER
 #define SOURCE_PARAMETER(k)
 #define SLOT_CASE(k) case k: x = y = y##k; break;
 #else
-#define SOURCE_PARAMETER(k) , __global const STORAGE(X_T) *x##k
 #define SLOT_CASE(k) case k: x = x##k; y = y##k; break;
 #endif
 
@@ -51,45 +57,81 @@ typedef struct {
 // How the loss scale's state begins (loss_scale.cl has the rest).
 typedef struct {
     float multiplier;
-    int found_inf;
+    int found;
 } unscale_state;
 
-// By the bits of the exponent, so that no compiler setting can assume inf and nan away.
-#define EXPONENT 0x7f800000
+#define FOUND_INF 1
+#define FOUND_NAN 2
+
+// By the bits, so that no compiler setting can assume inf and nan away.
+#define INFINITE 0x7f800000
+#define MAGNITUDE 0x7fffffff
 
 #if ONLY_CHECK
 #define MULTIPLIED(v) (v)
 #define WRITE(STORE_ANY, v, i)
 #else
-#define MULTIPLIED(v) ((v) * multiplier)
+#define MULTIPLIED(v) ((v) * factor)
 #define WRITE(STORE_ANY, v, i) STORE_ANY(f32, v, y, i)
 #endif
 
-__kernel void unscale(__global const tile *restrict tiles, __global unscale_state *state
-                      EACH_SLOT(SOURCE_PARAMETER) EACH_SLOT(TARGET_PARAMETER)) {
+// The multiplier is word 0 of a loss scale's state: of `state` itself, or of the scale as it was earlier.
+__kernel void unscale(__global const tile *restrict tiles, __global unscale_state *state,
+                      __global const float *multiplier EACH_SLOT(SOURCE_PARAMETER) EACH_SLOT(TARGET_PARAMETER)) {
     const tile t = tiles[get_group_id(0)];
     __global const STORAGE(X_T) *x;
+#if !ONLY_CHECK
     __global float *y;
+    const float factor = *multiplier;
+#endif
     switch (t.tensor) {
         EACH_SLOT(SLOT_CASE)
         default: return;
     }
     x += t.begin;
+#if !ONLY_CHECK
     y += t.begin;
+#endif
 
-    const float multiplier = state->multiplier;
     const size_t vectors = t.count / 16;
-    int16 bad16 = 0;
+    int16 inf16 = 0, nan16 = 0;
     for (size_t i = get_local_id(0); i < vectors; i += get_local_size(0)) {
         const float16 v = MULTIPLIED(LOAD16(X_T, x, 16 * i));
-        bad16 |= (as_int16(v) & EXPONENT) == EXPONENT;
+        const int16 magnitude = as_int16(v) & MAGNITUDE;
+        inf16 |= magnitude == INFINITE;
+        nan16 |= magnitude > INFINITE;
         WRITE(STORE16, v, 16 * i);
     }
-    int bad = any(bad16);
+    int inf = any(inf16), nan = any(nan16);
     for (size_t i = 16 * vectors + get_local_id(0); i < t.count; i += get_local_size(0)) {
         const float v = MULTIPLIED(LOAD(X_T, x, i));
-        bad |= (as_int(v) & EXPONENT) == EXPONENT;
+        const int magnitude = as_int(v) & MAGNITUDE;
+        inf |= magnitude == INFINITE;
+        nan |= magnitude > INFINITE;
         WRITE(STORE, v, i);
     }
-    if (bad) atomic_or(&state->found_inf, 1);
+    if (inf | nan) atomic_or(&state->found, (inf ? FOUND_INF : 0) | (nan ? FOUND_NAN : 0));
 }
+
+#if ONLY_CHECK
+
+// counts[2 * k] infs and counts[2 * k + 1] nans in tensor k. Integers: the order of the additions does not matter.
+__kernel void count(__global const tile *restrict tiles, __global uint *counts EACH_SLOT(SOURCE_PARAMETER)) {
+    const tile t = tiles[get_group_id(0)];
+    __global const STORAGE(X_T) *x;
+    switch (t.tensor) {
+        EACH_SLOT(SLOT_CASE)
+        default: return;
+    }
+    x += t.begin;
+    uint infs = 0, nans = 0;
+    for (size_t i = get_local_id(0); i < t.count; i += get_local_size(0)) {
+        const int magnitude = as_int(LOAD(X_T, x, i)) & MAGNITUDE;
+        infs += magnitude == INFINITE;
+        nans += magnitude > INFINITE;
+    }
+    if (infs) atomic_add(&counts[2 * t.tensor], infs);
+    if (nans) atomic_add(&counts[2 * t.tensor + 1], nans);
+}
+
+#endif

@@ -131,8 +131,8 @@ def test_a_loop_of_ones_own_shares_overflows_through_sync_grads(queues: list[cl.
             for optimizer in wrapped or optimizers:
                 optimizer.step()
             reports = [handle.guard(optimizer).last for optimizer in optimizers]
-            assert reports[0] == reports[1]
-            assert reports[0].stepped == (step != 1)
+            assert reports[0].scale == reports[1].scale
+            assert [report.stepped for report in reports] == [step != 1] * 2
             assert same_bits(replicas)
         assert reports[0].scale == 2.0**15
 

@@ -26,7 +26,7 @@ from clamp.masters import Pair
 from clamp.patching.patch import answers_for
 from clamp.patching.wrap import Installed
 from clamp.policy import default_table
-from clamp.scaled_pass import scaled_node
+from clamp.scaled_loss import scaled_node
 from clamp.scaler import StaticLossScale
 
 Arguments = tuple[Any, ...]
@@ -105,6 +105,7 @@ class _Scales:
     """The device side of netcl's scalers: a loss scale for each scaler and queue."""
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         # netcl's scalers compare by value, and cannot be keys.
         self._of: dict[int, tuple[weakref.ref[Any], dict[cl.CommandQueue, tuple[float, StaticLossScale]]]] = {}
 
@@ -160,9 +161,10 @@ def _master(param: Tensor) -> Tensor:
 
 
 def _unscale(scaler: Any, found: list[Pair]) -> bool:
-    scales, _ = unscale_gradients(found, lambda queue: _scales.of(scaler, queue))
-    for scale in scales:
-        scale.record(1, fresh=1)
+    with _scales.lock:
+        scales, _ = unscale_gradients(found, lambda queue: _scales.of(scaler, queue))
+        for scale in scales:
+            scale.record(1, fresh=1)
     found_inf = [scale.overflowed(1) for scale in scales]
     return any(found_inf)
 

@@ -21,11 +21,13 @@ from clamp.autocast import Region, current_region, in_region
 from clamp.bridge import Node, Tape, Tensor
 from clamp.cache import weights
 from clamp.compat import pytorch
+from clamp.interrupts import uninterrupted
 from clamp.ops import transfer
 from clamp.optimizers import StepGuards, StepReport
 from clamp.policy import default_table
 from clamp.recording import host_step
-from clamp.scaled_pass import PassGradients, check_loss, end_pass, scaled_node
+from clamp.scaled_loss import check_loss, scaled_node
+from clamp.scaled_pass import PassGradients, end_pass
 from clamp.scaler import DynamicLossScale, LossScale, NoLossScale, ScaleRule, StaticLossScale
 
 __all__ = ["GradScaler", "Graph", "StaticGradScaler"]
@@ -199,7 +201,12 @@ class Graph:
     @property
     def last_step(self) -> StepReport | None:
         """What the last call's optimizer step did; None before the first."""
-        return self._guards.of(self._optimizers[-1]).last if self._optimizers else None
+        return self.history[-1] if self.history else None
+
+    @property
+    def history(self) -> Sequence[StepReport]:
+        """What the last 1000 steps did, the newest last."""
+        return self._guards.history
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale; parameters and optimizers are yours to save."""
@@ -296,11 +303,17 @@ class Graph:
             raise ValueError("loss.backward(grad) cannot be scaled in a graph: multiply the loss instead")
         check_loss(loss)
         reached = PassGradients(self._optimizers)
-        reached.set_aside()
-        Tape(retain_grads=False).backward(scaled_node(loss, self._scaler))
-        reached.unscale(self._scaler)
+        try:
+            reached.set_aside()
+            Tape(retain_grads=False).backward(scaled_node(loss, self._scaler))
+            reached.require_any(self._scaler)
+            with self._scaler.lock, uninterrupted():
+                reached.unscale(self._scaler)
+                host_step(self._passed)
+        except BaseException:
+            reached.put_back()
+            raise
         self._passes += 1
-        host_step(self._passed)
 
     def _passed(self) -> None:
         end_pass([self._guards.of(optimizer) for optimizer in self._optimizers], self._scaler)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
-from clamp import bridge, gradients
+from clamp import bridge, penalties
 from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.cache import weights
 from clamp.ops.cast import cast
@@ -285,7 +285,7 @@ def record(
         operand.forward_done()
     parents = [operand.parent for operand in operands]
     made = bridge.make_node(out, backward, parents, op_name, tape)
-    gradients.note_result(made, parents)
+    penalties.note_result(made, parents)
     return made
 
 

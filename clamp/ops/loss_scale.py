@@ -1,11 +1,13 @@
 """The state of a loss scale on the device: 32 bytes and the kernels that read and move them.
 
-clamp/scaler.py says what the state means, kernels/loss_scale.cl draws it.
+clamp/scaler.py says what the state means, kernels/loss_scale.cl draws it. A gradient keeps the ``AppliedScale`` that it
+was multiplied by: when the scale moves while somebody still holds one, its value is set aside for the holder.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,7 +16,9 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.ops.multi_tensor import unscale_
 from clamp.program import get_kernel
+from clamp.recording import unrecorded
 
 Words: TypeAlias = np.ndarray[Any, np.dtype[np.void]]
 
@@ -22,13 +26,13 @@ Words: TypeAlias = np.ndarray[Any, np.dtype[np.void]]
 _WORDS = np.dtype(
     [
         ("multiplier", np.float32),
-        ("found_inf", np.int32),
+        ("found", np.int32),
         ("scale", np.float32),
         ("growth_tracker", np.int32),
         ("overflow", np.uint32),
         ("bad_steps", np.int32),
         ("event", np.uint32),
-        ("unused", np.uint32),
+        ("nans", np.uint32),
     ]
 )
 
@@ -41,12 +45,59 @@ class ScaleState(NamedTuple):
         growth_tracker: clean steps since the last overflow or growth of the scale.
         overflow: bits of the optimizers whose gradients have overflowed since their last step.
         bad_steps: overflowed steps in a row that have not lowered the scale yet.
+        nans: as overflow, of those that have met a nan.
     """
 
     scale: float
     growth_tracker: int
     overflow: int
     bad_steps: int
+    nans: int = 0
+
+
+class AppliedScale:
+    """A loss scale as it was when gradients were multiplied by it: the live one, or a copy once that has moved.
+
+    Made by ``DeviceState.applied``; everything multiplied between two moves of a scale shares one.
+    """
+
+    def __init__(self, state: DeviceState) -> None:
+        self._state = state
+        self._copy: cl.Buffer | None = None  # the state before it moved
+
+    @property
+    def state(self) -> DeviceState:
+        """The state of the loss scale that this is a value of."""
+        return self._state
+
+    def now(self) -> AppliedScale:
+        """The same loss scale as it is now."""
+        return self._state.applied()
+
+    def multiply(self, x: Tensor, out_dtype: str) -> Tensor:
+        """``x * scale`` in ``out_dtype``, of x's shape; both float32, float16 or bfloat16."""
+        with self._state.lock:
+            return _multiply(x, out_dtype, self.buffer(x.queue))
+
+    def divide(self, x: Tensor) -> Tensor:
+        """``x / scale`` in float32, elsewhere. Whether anything is inf or nan is noted nowhere."""
+        with self._state.lock:
+            buffer = self.keep(x.queue)
+            y = bridge.empty(x.queue, x.shape, "float32")
+            unscale_([x], [y], buffer)
+            return y
+
+    def buffer(self, queue: cl.CommandQueue) -> cl.Buffer:
+        """A state whose multiplier and scale are these. Hold the state's lock until what reads it is enqueued."""
+        return self._copy or self._state.buffer(queue)
+
+    def keep(self, queue: cl.CommandQueue) -> cl.Buffer:
+        """The state, in a buffer where it stays when the scale moves."""
+        if self._copy is None:
+            live = self._state.buffer(queue)
+            self._copy = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, _WORDS.itemsize)
+            cl.enqueue_copy(queue, self._copy, live)
+        return self._copy
 
 
 class DeviceState:
@@ -60,7 +111,11 @@ class DeviceState:
         self._initial = np.zeros(1, _WORDS)
         _assign(self._initial, {"scale": scale})
         self._home: tuple[cl.CommandQueue, cl.Buffer] | None = None
-        self._lock = threading.Lock()
+        self._applied: weakref.ref[AppliedScale] | None = None
+        #: what belongs together on the queue (unscaling and the verdict on it, multiplying and its mark) is enqueued
+        #: under it, so that threads that share the scale do not come between
+        self.lock = threading.RLock()
+        self.seen = float(self._initial["scale"][0])  # the scale when it was last read or set
 
     def buffer(self, queue: cl.CommandQueue) -> cl.Buffer:
         """The state on the queue's device, made on the first call.
@@ -80,44 +135,73 @@ class DeviceState:
     def _create(self, queue: cl.CommandQueue) -> tuple[cl.CommandQueue, cl.Buffer]:
         if not isinstance(queue, cl.CommandQueue):
             raise TypeError("loss scaling needs tensors on an OpenCL device, not on netcl's numpy backend")
-        with self._lock:
+        with self.lock:
             if self._home is None:
                 flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
                 self._home = queue, cl.Buffer(queue.context, flags, hostbuf=self._initial)
             return self._home
 
+    def applied(self) -> AppliedScale:
+        """The scale as it is now, for as long as it stays so, and for whoever holds it also after."""
+        with self.lock:
+            applied = self._applied() if self._applied is not None else None
+            if applied is None:
+                applied = AppliedScale(self)
+                self._applied = weakref.ref(applied)
+            return applied
+
+    def _about_to_move(self) -> None:
+        applied = self._applied() if self._applied is not None else None
+        if applied is not None and self._home is not None:
+            with unrecorded():
+                applied.keep(self._home[0])
+        self._applied = None
+
     def multiply(self, x: Tensor, out_dtype: str) -> Tensor:
         """``x * scale`` in ``out_dtype``, of x's shape; both float32, float16 or bfloat16."""
-        state = self.buffer(x.queue)
-        y = bridge.empty(x.queue, x.shape, out_dtype)
-        if x.size:
-            types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
-            kernel = get_kernel(x.queue, "loss_scale.cl", "multiply", "ppp", **types)
-            kernel(x.queue, (x.size,), (1,), x.buffer, y.buffer, state)
-        return y
+        return _multiply(x, out_dtype, self.buffer(x.queue))
 
     def launch(self, kernel: str, args: str, *scalars: float) -> None:
         """Runs ``record``, ``adjust`` or ``update``. Before any tensor was scaled there is nothing to decide."""
         if self._home is not None:
             queue, buffer = self._home
-            get_kernel(queue, "loss_scale.cl", kernel, "p" + args)(queue, (1,), (1,), buffer, *scalars)
+            with self.lock:
+                if kernel != "record":
+                    self._about_to_move()
+                get_kernel(queue, "loss_scale.cl", kernel, "p" + args)(queue, (1,), (1,), buffer, *scalars)
 
     def read(self) -> ScaleState:
         """The state now: a blocking read of 32 bytes."""
         words = self._words()[0]
+        self.seen = float(words["scale"])
         return ScaleState(
-            float(words["scale"]), int(words["growth_tracker"]), int(words["overflow"]), int(words["bad_steps"])
+            float(words["scale"]),
+            int(words["growth_tracker"]),
+            int(words["overflow"]),
+            int(words["bad_steps"]),
+            int(words["nans"]),
         )
+
+    def take_found(self) -> bool:
+        """Whether ``unscale_`` or ``check_`` have met an inf or nan since the last call. Waits for the device."""
+        found = bool(self._words()["found"][0])
+        if found:
+            self.write(found=0)
+        return found
 
     def write(self, **fields: float) -> None:
         """Sets some fields of the state, and what follows from them. Waits for the device."""
-        words = self._words()
-        _assign(words, fields)
-        if self._home is None:
-            self._initial = words
-        else:
-            queue, buffer = self._home
-            cl.enqueue_copy(queue, buffer, words)
+        with self.lock:
+            words = self._words()
+            _assign(words, fields)
+            self.seen = float(words["scale"][0])
+            if self._home is None:
+                self._initial = words
+            else:
+                if "scale" in fields:
+                    self._about_to_move()
+                queue, buffer = self._home
+                cl.enqueue_copy(queue, buffer, words)
 
     def _words(self) -> Words:
         words = self._initial.copy()
@@ -125,6 +209,15 @@ class DeviceState:
             queue, buffer = self._home
             cl.enqueue_copy(queue, words, buffer)
         return words
+
+
+def _multiply(x: Tensor, out_dtype: str, state: cl.Buffer) -> Tensor:
+    y = bridge.empty(x.queue, x.shape, out_dtype)
+    if x.size:
+        types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
+        kernel = get_kernel(x.queue, "loss_scale.cl", "multiply", "ppp", **types)
+        kernel(x.queue, (x.size,), (1,), x.buffer, y.buffer, state)
+    return y
 
 
 def _assign(words: Words, fields: Mapping[str, float]) -> None:

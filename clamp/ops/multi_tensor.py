@@ -1,4 +1,4 @@
-"""One pass over many tensors: unscale, widen to float32 and find inf and nan, in one launch for 100 tensors.
+"""One pass over many tensors: unscale, widen to float32, find and count inf and nan, in one launch for 100 tensors.
 
 After NVIDIA apex's ``multi_tensor_apply``; OpenCL has no arrays of pointers, so the tensors are kernel arguments
 (kernels/multi_tensor.cl draws it).
@@ -7,6 +7,7 @@ After NVIDIA apex's ``multi_tensor_apply``; OpenCL has no arrays of pointers, so
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -26,24 +27,27 @@ _TILE_CPU_SMALLEST = 1024
 _TILES_PER_CORE = 4  # smaller tensors use smaller tiles until every core has this many
 _TILE_GPU = 8192  # elements a work-group
 _GROUP_GPU = 64
-_OTHER_ARGUMENTS_BYTES = 16  # tile table and state
+_OTHER_ARGUMENTS_BYTES = 24  # tile table, state and multiplier
 _TILE = np.dtype([("begin", np.uint64), ("tensor", np.uint32), ("count", np.uint32)])
 
 
-def unscale_(sources: Sequence[Tensor], targets: Sequence[Tensor], state: cl.Buffer) -> None:
+def unscale_(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], state: cl.Buffer, multiplier: cl.Buffer | None = None
+) -> None:
     """``targets[i] = sources[i] / scale`` in float32, for every i, and notes in the state whether any is inf or nan.
 
-    The scale's reciprocal is read from the state on the device; the check looks at each element after the
-    multiplication. All elements of all tensors are written, bad ones included. Storage that occurs several times
-    (netcl hands one gradient buffer to both parents of an addition) is unscaled once. Enqueues
-    ``ceil(n / 100)`` launches a source dtype and does not wait; a GPU whose launches take few argument bytes
-    (1024 on some) needs ``ceil(n / 60)`` where targets are not the sources.
+    The scale's reciprocal is read on the device; the check looks at each element after the multiplication. All
+    elements of all tensors are written, bad ones included. Storage that occurs several times (netcl hands one gradient
+    buffer to both parents of an addition) is unscaled once. Enqueues ``ceil(n / 100)`` launches a source dtype and does
+    not wait; a GPU whose launches take few argument bytes (1024 on some) needs ``ceil(n / 60)`` where targets are not
+    the sources.
 
     Args:
         sources: float32, float16 or bfloat16, any shapes, all on one queue.
         targets: float32, of the same shapes; ``targets[i]`` may be ``sources[i]`` or share its buffer.
-        state: a loss scale's state, in the queue's context. Word 0 is the multiplier, float; word 1 is set to 1
-            if a result is not finite, else left alone.
+        state: a loss scale's state, in the queue's context. In word 1 bit 0 is set if a result is inf, bit 1 if
+            one is nan.
+        multiplier: word 0 is the float to multiply by; that of the state if not given.
 
     Raises:
         ValueError: the lengths, a shape, or the queues differ, or one target would get two results.
@@ -56,39 +60,44 @@ def unscale_(sources: Sequence[Tensor], targets: Sequence[Tensor], state: cl.Buf
         in_place = all(same for _, _, same in pairs)
         slots = _slots(pairs[0][0].queue, in_place)
         for start in range(0, len(pairs), slots):
-            _launch(pairs[start : start + slots], kind, in_place, slots, state)
+            _launch(pairs[start : start + slots], kind, in_place, slots, state, multiplier or state)
 
 
 def check_(tensors: Sequence[Tensor], state: cl.Buffer) -> None:
     """Notes in the state whether any element of any tensor is inf or nan; ``unscale_`` without the division.
 
     Args:
-        tensors: float32, any shapes, all on one queue.
+        tensors: float32, float16 or bfloat16, any shapes, all on one queue.
         state: as for ``unscale_``.
 
     Raises:
-        ValueError, TypeError: as ``unscale_``.
+        ValueError: the queues differ.
+        TypeError: a dtype is not one of the above, or a tensor is on netcl's numpy backend.
     """
-    _check(tensors, tensors)
-    pairs = list(_distinct(tensors, tensors))
-    slots = _slots(tensors[0].queue, in_place=True) if pairs else 1
-    for start in range(0, len(pairs), slots):
-        _launch(pairs[start : start + slots], "f32", True, slots, state, only_check=True)
+    _check_sources(tensors, "check_")
+    for launch in _readings(tensors):
+        kernel = _kernel(launch, "unscale", "ppp", IN_PLACE=1, ONLY_CHECK=1)
+        _run(kernel, launch, state, state)
 
 
-def non_finite(tensors: Sequence[Tensor]) -> list[int]:
-    """Indices of the tensors (float32, float16 or bfloat16) that hold an inf or a nan.
+def count_non_finite(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """How many elements of each tensor are inf, and how many nan. Waits for the device.
 
-    Reads every tensor to the host: for the message of an error, not for training.
+    Args:
+        tensors: as for ``check_``.
+
+    Raises:
+        ValueError, TypeError: as ``check_``.
     """
-    return [index for index, tensor in enumerate(tensors) if tensor.size and not _all_finite(tensor)]
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    host = tensor.to_host()
-    if host.dtype == np.uint16:  # netcl's words for bfloat16: the upper halves of float32
-        return bool(((host.view(np.uint16) & 0x7F80) != 0x7F80).all())
-    return bool(np.isfinite(host).all())
+    _check_sources(tensors, "count_non_finite")
+    found: dict[int, tuple[int, int]] = {}
+    for launch in _readings(tensors):
+        counts = bridge.zeros(launch.queue, (2 * launch.slots,), "int32")
+        _run(_kernel(launch, "count", "pp", IN_PLACE=1, ONLY_CHECK=1), launch, counts.buffer)
+        numbers = counts.to_host().reshape(-1, 2)
+        for tensor, (inf, nan) in zip(launch.targets, numbers, strict=False):
+            found[id(tensor.buffer)] = int(inf), int(nan)
+    return [found.get(id(tensor.buffer), (0, 0)) for tensor in tensors]
 
 
 def _check(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -138,6 +147,16 @@ def _distinct(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterable[
     return written.values()
 
 
+def _check_sources(tensors: Sequence[Tensor], name: str) -> None:
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype not in bridge.STORAGE:
+            raise TypeError(f"{name}: tensors[{index}] is {tensor.dtype}; float32, float16 or bfloat16 is needed")
+        if not bridge.on_device(tensor):
+            raise TypeError(f"{name}: tensors[{index}] is on netcl's numpy backend; it must be on an OpenCL device")
+    if tensors:
+        bridge.require_same_queue(name, *tensors)
+
+
 def _by_kind(pairs: Iterable[Pair]) -> dict[str, list[Pair]]:
     kinds: dict[str, list[Pair]] = {}
     for pair in pairs:
@@ -155,31 +174,57 @@ def _slots(queue: cl.CommandQueue, in_place: bool) -> int:
     return max(10, min(_SLOTS, pointers // 10 * 10))
 
 
+@dataclass(frozen=True)
+class _Launch:
+    """The tensors of one launch; ``sources`` is empty where they are the targets, or nothing is written."""
+
+    kind: str
+    slots: int
+    targets: list[Tensor]
+    sources: list[Tensor]
+
+    @property
+    def queue(self) -> cl.CommandQueue:
+        return self.targets[0].queue
+
+    @property
+    def buffers(self) -> list[Any]:
+        return [buffer for tensors in (self.sources, self.targets) for buffer in _filled(tensors, self.slots)]
+
+
+def _readings(tensors: Sequence[Tensor]) -> Iterator[_Launch]:
+    """Launches that read each tensor's storage once."""
+    for kind, pairs in _by_kind(_distinct(tensors, tensors)).items():
+        slots = _slots(pairs[0][0].queue, in_place=True)
+        for start in range(0, len(pairs), slots):
+            yield _Launch(kind, slots, [tensor for tensor, _, _ in pairs[start : start + slots]], [])
+
+
 def _launch(
-    pairs: Sequence[Pair], kind: str, in_place: bool, slots: int, state: cl.Buffer, only_check: bool = False
+    pairs: Sequence[Pair], kind: str, in_place: bool, slots: int, state: cl.Buffer, multiplier: cl.Buffer
 ) -> None:
-    queue = pairs[0][0].queue
-    sizes = tuple([target.size for _, target, _ in pairs])
-    table, tiles = _tile_table(queue.context, _tile_elements(queue, sum(sizes)), sizes)
-    pointers = _filled([target.buffer for _, target, _ in pairs], slots)
-    if not in_place:
-        pointers = _filled([source.buffer for source, _, _ in pairs], slots) + pointers
-    kernel = get_kernel(
-        queue,
-        "multi_tensor.cl",
-        "unscale",
-        "p" * (2 + len(pointers)),
-        X_T=kind,
-        IN_PLACE=int(in_place),
-        ONLY_CHECK=int(only_check),
-        DECADES=slots // 10,
+    sources = [] if in_place else [source for source, _, _ in pairs]
+    launch = _Launch(kind, slots, [target for _, target, _ in pairs], sources)
+    _run(_kernel(launch, "unscale", "ppp", IN_PLACE=int(in_place), ONLY_CHECK=0), launch, state, multiplier)
+
+
+def _kernel(launch: _Launch, name: str, args: str, **macros: int) -> cl.Kernel:
+    args += "p" * launch.slots * (2 if launch.sources else 1)
+    return get_kernel(
+        launch.queue, "multi_tensor.cl", name, args, X_T=launch.kind, DECADES=launch.slots // 10, **macros
     )
+
+
+def _run(kernel: cl.Kernel, launch: _Launch, *buffers: Any) -> None:
+    queue, sizes = launch.queue, tuple([tensor.size for tensor in launch.targets])
+    table, tiles = _tile_table(queue.context, _tile_elements(queue, sum(sizes)), sizes)
     group = 1 if capabilities(queue).is_cpu else _GROUP_GPU
-    kernel(queue, (tiles * group,), (group,), table, state, *pointers)
+    kernel(queue, (tiles * group,), (group,), table, *buffers, *launch.buffers)
 
 
-def _filled(buffers: list[Any], slots: int) -> list[Any]:
+def _filled(tensors: list[Tensor], slots: int) -> list[Any]:
     """The buffers and, since a kernel wants all of its arguments, the first one again for the slots left over."""
+    buffers = [tensor.buffer for tensor in tensors]
     return buffers + buffers[:1] * (slots - len(buffers))
 
 

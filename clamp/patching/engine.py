@@ -11,7 +11,7 @@ import numpy as np
 import wrapt
 from netcl.ops.bf16_act import from_bf16_host, to_bf16_host
 
-from clamp import bridge, gradients, masters
+from clamp import bridge, gradients, masters, penalties
 from clamp.autocast import current_region, no_casts, thread_casts_off
 from clamp.bridge import HALF_DTYPES, Node, Tape, Tensor
 from clamp.cache import weights
@@ -21,9 +21,12 @@ from clamp.ops.elementwise import elementwise
 from clamp.patching import custom
 from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, reporter, tensors_in, writes, written
 from clamp.policy import CastPolicy, Entry
+from clamp.scaled_loss import is_scaled, require_graph, scaler_of
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
+
+_FLOAT16 = ("float16", "half")
 
 
 def ones_like(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Tensor:
@@ -51,22 +54,32 @@ def tape_backward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords
     The engine adds to ``Node.grad`` whatever it finds there: what an earlier backward left in a shared part of
     the graph would be propagated a second time, and a parameter's node that outlives ``zero_grad`` (which clears
     only ``Tensor.grad``) would bring its old gradient back.
+
+    Raises:
+        NotImplementedError: the loss was made from a gradient.
+        RuntimeError: the gradients would be of several loss scales. Nothing was changed.
     """
-    gradients.refuse_penalty(kwargs.pop("create_graph", False))
+    penalties.refuse(kwargs.pop("create_graph", False))
     root = args[0] if args else kwargs["loss"]
-    leaves, scaled = [], False
+    computed, leaves, scaled, in_half = [], [], [], False
     for node in bridge.graph(root):
+        node.grad = None
         if node.parents:
-            node.grad = None
             node.value.grad = None
-            scaled = scaled or node.op_name == gradients.SCALE_OP
+            penalties.refuse_in(node)
+            computed.append(node)
+            in_half = in_half or node.value.dtype in _FLOAT16
+            if is_scaled(node):
+                scaled.append(node)
         else:
-            if node.grad is not None and getattr(node.value, "grad", None) is None:
-                node.grad = None
-            gradients.refuse_penalty(gradients.is_penalty(node.value))
-            leaves.append(node.value)
-    with no_casts(), gradients.delivered(leaves, scaled):
+            leaves.append(node)
+    scaler = scaler_of(root, scaled)
+    replaced = bridge.merge_leaves(leaves, computed)
+    values = list({id(leaf.value): leaf.value for leaf in leaves}.values())
+    with no_casts(), gradients.delivered(values, None if scaler is None else scaler.applied(), in_half):
         wrapped(*args, **kwargs)
+    for leaf in leaves if replaced else ():
+        leaf.grad = leaf.value.grad
 
 
 def node_backward(
@@ -81,8 +94,10 @@ def node_backward(
 
     Raises:
         NotImplementedError: ``create_graph``, or the loss was made from a gradient.
+        RuntimeError: the node has no graph, or its gradients would be of several loss scales.
     """
-    gradients.refuse_penalty(create_graph)
+    penalties.refuse(create_graph)
+    require_graph(self)
     Tape(retain_grads=False).backward(self, grad)
 
 
@@ -274,7 +289,7 @@ def clip_gradients(wrapped: Any, instance: Any, args: Arguments, kwargs: Keyword
     """
 
     def call(params: Any, *more: Any, **named: Any) -> Any:
-        params = list(params)
+        params = list({id(param): param for param in params}.values())
         if Installed.now:
             gradients.require_unscaled(
                 params,
@@ -282,6 +297,7 @@ def clip_gradients(wrapped: Any, instance: Any, args: Arguments, kwargs: Keyword
                 "the norm would be that many times too large. Clip after `with handle.scale_loss(...)`, after "
                 "scaler.unscale_(optimizer) or after scaler.unscale_grads(params), before the step.",
             )
+            gradients.give_each_its_own(params)
         return in_place(wrapped, instance, (params, *more), named)
 
     return call(*args, **kwargs)

@@ -24,6 +24,7 @@ from clamp import masters
 from clamp.bridge import Node, compiler, recorded_ops
 from clamp.functions.casting import OWNED
 from clamp.patching import capture, collectives, compiled, engine, layers, pools, replay
+from clamp.patching.redirect import Redirected
 from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, owned_wrapper, user_wrapper, writes
 from clamp.policy import CastPolicy, Entry, PolicyTable
 
@@ -115,6 +116,18 @@ _OPTIMIZERS = tuple(
 )
 
 
+#: methods of optimizers that are met besides ``step``
+_OPTIMIZER_METHODS: dict[str, Wrapper] = {
+    "zero_grad": masters.zero_grad,
+    "state_dict": masters.with_new_parameters,
+    "load_state_dict": masters.with_new_parameters,
+}
+
+
+class _OwnStep(wrapt.FunctionWrapper):  # type: ignore[type-arg]
+    """The guarded ``step`` of one optimizer."""
+
+
 class Patches:
     """The wrappers of one ``init``, from ``install`` to ``remove``.
 
@@ -138,7 +151,8 @@ class Patches:
         self._step = step
         self._wrappers: dict[int, tuple[Any, Any]] = {}  # id of the original -> (original, wrapper)
         self._undo: list[tuple[Any, str, Any, Any]] = []  # owner, name, what stood there, what we put there
-        self._stepped: set[tuple[type, str]] = set()
+        self._methods: dict[tuple[type, str], Any] = {}  # what stands for methods of optimizers
+        self._redirected: dict[int, Redirected] = {}  # functions ``step``, by id
 
     # ------------------------------------------------------------------------------------------ install
 
@@ -236,17 +250,37 @@ class Patches:
 
         ``zero_grad`` gets to know the gradients of 16-bit parameters, ``state_dict`` the parameters added meanwhile.
         """
-        wrappers = {
-            "step": capture.as_host_step(self._step),
-            "zero_grad": masters.zero_grad,
-            "state_dict": masters.with_new_parameters,
-            "load_state_dict": masters.with_new_parameters,
-        }
-        for name, wrapper in wrappers.items():
+        for name, wrapper in _OPTIMIZER_METHODS.items():
             owner = next((cls for cls in optimizer_class.__mro__ if name in vars(cls)), None)
-            if owner is not None and (owner, name) not in self._stepped:
-                self._stepped.add((owner, name))
-                self._set(owner, name, wrapt.FunctionWrapper(vars(owner)[name], wrapper))
+            if owner is not None:
+                self._wrap_method(owner, name, wrapper)
+        owner = next((cls for cls in optimizer_class.__mro__ if "step" in vars(cls)), None)
+        if owner is None:
+            return
+        step, guarded = vars(owner)["step"], capture.as_host_step(self._step)
+        if not isinstance(step, types.FunctionType):
+            self._wrap_method(owner, "step", guarded)
+        elif id(step) not in self._redirected:
+            self._redirected[id(step)] = Redirected(step, guarded)
+
+    def _wrap_method(self, owner: type, name: str, wrapper: Wrapper) -> None:
+        method = vars(owner)[name]
+        if method is not self._methods.get((owner, name)):
+            self._methods[owner, name] = wrapt.FunctionWrapper(method, wrapper)
+            self._set(owner, name, self._methods[owner, name])
+
+    def wrap_own_step(self, optimizer: Any) -> None:
+        """Puts the step guard over a ``step`` that stands on the optimizer itself and hides that of its class."""
+        step = getattr(optimizer, "__dict__", {}).get("step")
+        if step is None or isinstance(step, _OwnStep):
+            return
+        guarded = capture.as_host_step(self._step)
+        reference = weakref.ref(optimizer)
+
+        def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return guarded(wrapped, reference(), args, kwargs) if Installed.now else wrapped(*args, **kwargs)
+
+        self._set(optimizer, "step", _OwnStep(step, call))
 
     def module_imported(self, module: types.ModuleType) -> None:
         """A module of netcl's, or one named in a list, has just been imported: wrap what is listed of it."""
@@ -283,6 +317,9 @@ class Patches:
         capture.abandon()
         Installed.now = False
         _set_active(None)
+        for redirected in self._redirected.values():
+            redirected.undo()
+        self._redirected.clear()
         for owner, name, original, ours in reversed(self._undo):
             if vars(owner).get(name, _MISSING) is not ours:
                 continue

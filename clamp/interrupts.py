@@ -1,0 +1,26 @@
+"""What must not be cut in two by Ctrl-C: dividing a gradient and noting that it is divided, stepping and noting it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Inside the ``with``, Ctrl-C waits until its end. Other threads than the main one get none anyway."""
+    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if not callable(handler):
+        yield
+        return
+    caught: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if caught:
+            handler(*caught[0])
