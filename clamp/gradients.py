@@ -8,8 +8,10 @@ Backward leaves a mark on each gradient that it delivers:
     scaled         one from a scaled loss, by a certain scale       no: unscale it first
     unscaled       dividing by that scale                           yes: it has been checked
 
-A backward adds to the gradients that are there. Those of other scales are taken off before it and added after it, each
-multiplied or divided so that the sum has one scale, and so that no gradient is divided by a scale that is not its own.
+A backward adds to the gradients that are there. Those of other scales are taken off before it. Inside of `with
+handle.scale_loss(...)` they wait for its end, where this pass's gradients have been divided; elsewhere they are added
+after backward, each multiplied or divided so that the sum has one scale. So no gradient is ever divided by a scale that
+is not its own.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import Tensor
@@ -101,11 +103,32 @@ def is_checked_or_none(grad: Any) -> bool:
 # ---------------------------------------------------------------------------------------------- backward passes
 
 
+class Waiting(Protocol):
+    """Who keeps gradients of other scales until a scaled pass ends."""
+
+    def keep(self, leaf: Tensor, grad: Tensor) -> bool:
+        """Takes what was on a leaf before backward; False if the leaf is none of the pass's."""
+        ...
+
+
 class _Thread(threading.local):
     scale: AppliedScale | None = None  # of the backward pass that is running
 
+    def __init__(self) -> None:
+        self.waiting: list[Waiting] = []  # the scaled passes around this point, the innermost last
+
 
 _thread = _Thread()
+
+
+@contextmanager
+def waiting_in(scaled_pass: Waiting) -> Iterator[None]:
+    """Inside the ``with``, gradients of other scales wait for the end of this thread's scaled pass."""
+    _thread.waiting.append(scaled_pass)
+    try:
+        yield
+    finally:
+        _thread.waiting.remove(scaled_pass)
 
 
 def scale_in_backward() -> AppliedScale | None:
@@ -127,11 +150,6 @@ def delivered(leaves: Sequence[Any], scale: AppliedScale | None, in_half: bool) 
     mark = Mark(scale) if scale is not None else PLAIN_HALF if in_half else PLAIN
     before = [(leaf, grad) for leaf in leaves if (grad := getattr(leaf, "grad", None)) is not None]
     aside = [(leaf, grad) for leaf, grad in before if not _adds_up(mark_of(grad), mark)]
-    if aside:
-        refuse(
-            "A gradient was added to one of another loss scale",
-            "Clear gradients at the beginning of the recorded part: optimizer.zero_grad().",
-        )
     outer, _thread.scale = _thread.scale, scale
     try:
         for leaf, _ in aside:
@@ -139,7 +157,10 @@ def delivered(leaves: Sequence[Any], scale: AppliedScale | None, in_half: bool) 
         yield
         _mark_all(leaves, before, mark)
         for leaf, grad in aside:
-            leaf.grad = grad if leaf.grad is None else added(grad, leaf.grad, leaf.grad.dtype)
+            if leaf.grad is None:
+                leaf.grad = grad
+            elif scale is None or not any(scaled_pass.keep(leaf, grad) for scaled_pass in reversed(_thread.waiting)):
+                leaf.grad = added(grad, leaf.grad, leaf.grad.dtype)
     except BaseException:
         for leaf in leaves:
             leaf.grad = None
@@ -153,8 +174,13 @@ def delivered(leaves: Sequence[Any], scale: AppliedScale | None, in_half: bool) 
 
 
 def _adds_up(earlier: Mark | None, new: Mark) -> bool:
-    """Whether the engine may add a new gradient to an earlier one as they are."""
-    return earlier is None or earlier.scale is new.scale
+    """Whether the engine may add a new gradient to an earlier one as they are.
+
+    A user's is taken for the true one inside a scaled pass, as in PyTorch for scaled by the same scale elsewhere.
+    """
+    if earlier is None:
+        return not new.is_scaled or not _thread.waiting
+    return earlier.scale is new.scale
 
 
 def _mark_all(leaves: Iterable[Any], before: Iterable[tuple[Any, Any]], mark: Mark) -> None:
@@ -179,6 +205,10 @@ def added(first: Tensor, second: Tensor, dtype: str = "float32") -> Tensor:
     ours, theirs = mark_of(first), mark_of(second)
     scale = scale_of(second) or scale_of(first)
     if scale is not None:
+        refuse(
+            "A gradient was added to one of another loss scale",
+            "Clear gradients at the beginning of the recorded part: optimizer.zero_grad().",
+        )
         first, second = at_scale(first, scale), at_scale(second, scale)
         mark: Mark | None = Mark(scale)
     elif ours is None and theirs is None:

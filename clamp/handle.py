@@ -212,8 +212,7 @@ class AmpHandle:
         scaler = self._scales.on(loss.value.queue, scaler)
         reached = PassGradients(optimizers)
         try:
-            reached.set_aside()
-            with open_loss(loss) if scaler.scales else nullcontext():
+            with gradients.waiting_in(reached), open_loss(loss) if scaler.scales else nullcontext():
                 yield scaled_node(loss, scaler)
             if self._ranks is not None:
                 reached.average(self._ranks, scaler)

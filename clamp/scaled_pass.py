@@ -4,8 +4,8 @@ Everything that scales a loss is made of these steps (``AmpHandle.scaled``, a gr
 
     check_loss(loss)
     reached = PassGradients(optimizers)
-    reached.set_aside()              # gradients of earlier passes come off the parameters
-    ... backward of scaled_node(loss, scaler) ...
+    with gradients.waiting_in(reached):  # gradients of earlier passes wait
+        ... backward of scaled_node(loss, scaler) ...
     with scaler.lock:
         reached.unscale(scaler)      # this pass's are divided by the scale, the earlier ones added back
         end_pass(guards, scaler)     # the scale moves; the optimizers know which scale their step depends on
@@ -27,51 +27,69 @@ from clamp.scaler import LossScale
 
 @dataclass
 class _Slot:
-    """A parameter: ``master`` is what the optimizer steps, ``model`` what backward gives a gradient to."""
+    """A parameter.
+
+    Attributes:
+        master: what the optimizer steps.
+        model: what backward gives a gradient to.
+        before: the gradient when the pass began.
+        earlier: what a backward of this pass found there, to be added to this pass's at the end.
+    """
 
     master: Tensor
     model: Tensor
+    before: Tensor | None
     earlier: Tensor | None = None
+
+    @property
+    def reached(self) -> Tensor | None:
+        """The gradient that has come meanwhile."""
+        return self.model.grad if self.model.grad is not self.before else None
 
 
 class PassGradients:
     """The gradients that one backward pass delivers to some optimizers' parameters.
 
-    Gradients of earlier passes are set aside before it and added back after it, so that no gradient is ever
-    divided by a scale twice.
+    What is there when a backward of the pass begins waits until the pass ends, so that no gradient is ever divided by
+    a scale twice. What a user clears before (``zero_grad`` inside the ``with``) is gone.
     """
 
     def __init__(self, optimizers: Iterable[object]) -> None:
         slots: dict[int, _Slot] = {}
         for optimizer in optimizers:
             for master, model in masters.pairs(optimizer):
-                slots.setdefault(id(master), _Slot(master, model))
+                if id(master) not in slots:
+                    if model is not master:
+                        masters.gather(master, model)
+                    slots[id(master)] = _Slot(master, model, master.grad)
         self._slots = list(slots.values())
+        self._by_model = {id(slot.model): slot for slot in self._slots}
 
-    def set_aside(self) -> None:
-        """Takes the gradients of earlier passes off the parameters."""
-        for slot in self._slots:
-            if slot.model is not slot.master:
-                masters.gather(slot.master, slot.model)
-            slot.earlier = slot.master.grad
-            slot.master.grad = slot.model.grad = None
+    def keep(self, leaf: Tensor, grad: Tensor) -> bool:
+        """See :class:`clamp.gradients.Waiting`."""
+        slot = self._by_model.get(id(leaf))
+        if slot is None:
+            return False
+        slot.earlier = grad if slot.earlier is None else gradients.added(slot.earlier, grad)
+        return True
 
     def average(self, ranks: Ranks, scaler: LossScale) -> None:
         """Replaces this pass's gradients, still multiplied by the scale, by their means over the ranks."""
-        models = [slot.model for slot in self._slots]
         scale = scaler.applied()
-        grads = [None if model.grad is None else gradients.at_scale(model.grad, scale) for model in models]
-        averages = ranks.average(models, grads, scaler)
+        grads = [None if slot.reached is None else gradients.at_scale(slot.reached, scale) for slot in self._slots]
+        averages = ranks.average([slot.model for slot in self._slots], grads, scaler)
         mark = Mark(scale)
-        for model, average in zip(models, averages, strict=True):
-            model.grad = average
+        for slot, average in zip(self._slots, averages, strict=True):
             if average is not None:
+                if slot.reached is None:  # on other ranks only
+                    slot.earlier = slot.model.grad
                 gradients.set_mark(average, mark)
+                slot.model.grad = average
 
     def put_back(self) -> None:
         """Gives the parameters the gradients they had before this pass."""
         for slot in self._slots:
-            slot.master.grad = slot.earlier
+            slot.master.grad = slot.before
             masters.share_gradient(slot.master, slot.model)
 
     def delivered(self) -> list[gradients.Held]:
@@ -80,7 +98,7 @@ class PassGradients:
 
     def require_any(self, scaler: LossScale) -> None:
         """Raises RuntimeError where no parameter has got a gradient from the scaled loss: the step would do nothing."""
-        marks = [mark_of(slot.model.grad) for slot in self._slots if slot.model.grad is not None]
+        marks = [mark_of(slot.reached) for slot in self._slots if slot.reached is not None]
         if not marks:
             raise RuntimeError(
                 "no gradient has reached a parameter of the optimizer inside `with handle.scale_loss(loss, optimizer) "
@@ -95,13 +113,17 @@ class PassGradients:
 
     def unscale(self, scaler: LossScale) -> None:
         """Divides this pass's gradients by the scale, in fp32, and adds the earlier ones. Hold the scaler's lock."""
-        reached = [slot.model.grad for slot in self._slots if slot.model.grad is not None]
-        waiting = [slot.earlier for slot in self._slots if gradients.scale_of(slot.earlier) is not None]
+        reached = [slot.reached for slot in self._slots if slot.reached is not None]
+        others = [slot.earlier if slot.reached is not None else slot.before for slot in self._slots]
+        waiting = [grad for grad in others if gradients.scale_of(grad) is not None and grad is not None]
         true = unscale_all([*reached, *waiting], scaler, elsewhere=waiting)
-        for slot in self._slots:
-            now = None if slot.model.grad is None else true[id(slot.model.grad)]
-            before = None if slot.earlier is None else true.get(id(slot.earlier), slot.earlier)
-            slot.master.grad = now if before is None else before if now is None else gradients.added(before, now)
+        for slot, other in zip(self._slots, others, strict=True):
+            now = slot.reached
+            if now is None and slot.model.grad is None:
+                other = None  # cleared by the user
+            now = None if now is None else true[id(now)]
+            other = None if other is None else true.get(id(other), other)
+            slot.master.grad = now if other is None else other if now is None else gradients.added(other, now)
             masters.share_gradient(slot.master, slot.model)
 
 

@@ -304,8 +304,8 @@ class Graph:
         check_loss(loss)
         reached = PassGradients(self._optimizers)
         try:
-            reached.set_aside()
-            Tape(retain_grads=False).backward(scaled_node(loss, self._scaler))
+            with gradients.waiting_in(reached):
+                Tape(retain_grads=False).backward(scaled_node(loss, self._scaler))
             reached.require_any(self._scaler)
             with self._scaler.lock, uninterrupted():
                 reached.unscale(self._scaler)
