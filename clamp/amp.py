@@ -15,7 +15,7 @@ import wrapt
 
 from clamp import bridge, checkpoint, debugging, session
 from clamp.autocast import Region, current_region, depth, in_region
-from clamp.bridge import TensorLike
+from clamp.bridge import DTypeLike, TensorLike
 from clamp.cache import weights
 from clamp.checkpoint_file import CheckpointError
 from clamp.compat import netcl as _netcl  # noqa: F401  (registers its wrappers)
@@ -175,22 +175,25 @@ class autocast:
         TypeError: ``enabled`` is PyTorch's device type.
     """
 
-    def __init__(self, enabled: bool = True, *, dtype: str | None = None, cache_enabled: bool | None = None) -> None:
+    def __init__(
+        self, enabled: bool = True, *, dtype: DTypeLike | None = None, cache_enabled: bool | None = None
+    ) -> None:
         if isinstance(enabled, str):
             raise TypeError(f"autocast takes no device type: casts follow each tensor's queue. Leave {enabled!r} out.")
+        name = None
         if dtype is not None:
-            dtype = bridge.canonical_dtype(dtype)
-            if dtype in _OTHER_DTYPES:
+            other = bridge.dtype_name(dtype)
+            if other in _OTHER_DTYPES:
                 warnings.warn(
-                    f"autocast to {dtype} is not supported: casts are off inside. Pass one of {', '.join(AMP_DTYPES)}.",
+                    f"autocast to {other} is not supported: casts are off inside. Pass one of {', '.join(AMP_DTYPES)}.",
                     UserWarning,
                     stacklevel=2,
                 )
-                enabled, dtype = False, None
+                enabled = False
             else:
-                check_dtype(dtype)
+                name = check_dtype(dtype)
         self._enabled = bool(enabled)
-        self._dtype = dtype
+        self._dtype = name
         self._cache_enabled = cache_enabled
         self._entered = threading.local()
 
@@ -244,7 +247,7 @@ def get_autocast_dtype() -> str:
     return region.dtype if region is not None else "float16"
 
 
-def cast(x: TensorLike, dtype: str) -> TensorLike:
+def cast(x: TensorLike, dtype: DTypeLike) -> TensorLike:
     """x in another dtype, differentiable; the very same node if it is that already.
 
     Args:
@@ -255,7 +258,7 @@ def cast(x: TensorLike, dtype: str) -> TensorLike:
         TypeError: x is no floating node or tensor on an OpenCL device.
         ValueError: unknown dtype.
     """
-    check_dtype(dtype, "dtype")
+    dtype = check_dtype(dtype, "dtype")
     value = getattr(x, "value", None)
     if not isinstance(value, bridge.Tensor) or value.dtype not in bridge.STORAGE or not bridge.on_device(value):
         raise TypeError(

@@ -42,6 +42,9 @@ __all__ = [
 
 TensorLike: TypeAlias = Node | Tensor
 
+#: a dtype as users write it; `dtype_name` reads it
+DTypeLike: TypeAlias = str | type | np.dtype[Any]
+
 #: netcl's names for a storage type -> the name kernels use (common.clh).
 STORAGE = {
     "float32": "f32",
@@ -52,12 +55,28 @@ STORAGE = {
 }
 HALF_DTYPES = frozenset({"float16", "half", "bfloat16"})
 _CANONICAL = {"float": "float32", "half": "float16", "double": "float64", "int": "int32"}
+_SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "float64": 8, "int64": 8}
 
 
 def canonical_dtype(dtype: str) -> str:
     """netcl's dtype without its aliases: ``"half"`` -> ``"float16"``."""
     return _CANONICAL.get(dtype, dtype)
+
+
+def dtype_name(dtype: object) -> object:
+    """netcl's name of a dtype as users write it: ``np.float16``, ``np.dtype("float16")``, ``"half"``, ``"fp16"``.
+
+    What is no dtype comes back as it is, for the caller to refuse.
+    """
+    if isinstance(dtype, str):
+        return canonical_dtype(_SHORT.get(dtype, dtype))
+    if isinstance(dtype, type | np.dtype):
+        try:
+            return np.dtype(dtype).name
+        except TypeError:  # a class that numpy knows nothing of
+            return dtype
+    return dtype
 
 
 def nbytes(tensor: Tensor) -> int:

@@ -73,15 +73,16 @@ class Ranks:
         ValueError: unknown ``reduce_dtype``.
     """
 
-    def __init__(self, comm: Any, reduce_dtype: str | None = None) -> None:
+    def __init__(self, comm: Any, reduce_dtype: bridge.DTypeLike | None = None) -> None:
         if not isinstance(comm, Communicator):
             raise TypeError(
                 f"distribute takes a communicator of mpi4py's, got {type(comm).__name__}: "
                 '`from mpi4py import MPI`, then MPI.COMM_WORLD (pip install "clamp-amp[mpi]")'
             )
-        if reduce_dtype is not None and reduce_dtype not in REDUCE_DTYPES:
+        name = "float32" if reduce_dtype is None else bridge.dtype_name(reduce_dtype)
+        if not isinstance(name, str) or name not in REDUCE_DTYPES:
             raise ValueError(f"unknown reduce_dtype {reduce_dtype!r}: pass one of {', '.join(REDUCE_DTYPES)}")
-        self.reduce_dtype = reduce_dtype or "float32"
+        self.reduce_dtype = name
         self._comm = comm.Dup()
         self._meeting = Meeting(self._comm)
         self._checked: set[int] = set()  # parameters known to be equal

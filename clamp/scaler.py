@@ -20,12 +20,10 @@ An optimizer is a bit, chosen by the caller: ``mask`` has the bits of the optimi
 from __future__ import annotations
 
 import operator
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -511,8 +509,6 @@ def make_loss_scale(loss_scale: str | float, dtype: str) -> LossScale:
     """
     if dtype not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"dtype must be 'float16', 'bfloat16' or 'float32', not {dtype!r}")
-    if loss_scale == "auto" and dtype == "bfloat16":
-        _say_no_scaling()
     if loss_scale == "auto":
         return DynamicLossScale() if dtype == "float16" else NoLossScale()
     if loss_scale == "dynamic":
@@ -520,13 +516,3 @@ def make_loss_scale(loss_scale: str | float, dtype: str) -> LossScale:
     if isinstance(loss_scale, str | bool):
         raise ValueError(f"loss_scale must be 'auto', 'dynamic' or a positive number, not {loss_scale!r}")
     return StaticLossScale(loss_scale)
-
-
-@cache
-def _say_no_scaling() -> None:
-    """Says, once in a process, that bfloat16 needs no loss scaling. No warning: nothing is wrong."""
-    print(
-        'clamp: loss_scale="auto" turns loss scaling off: bfloat16 has the range of float32, '
-        "and steps are not checked for inf and nan.",
-        file=sys.stderr,
-    )

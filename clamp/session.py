@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from clamp import bridge
 from clamp.autocast import Region
 from clamp.device import list_devices
 from clamp.gradients import lost_bits
@@ -28,10 +29,16 @@ _disabled = False  # the last init was one with enabled=False
 _autocast_patches: Patches | None = None
 
 
-def check_dtype(dtype: str, what: str = "AMP dtype") -> None:
-    """Raises ValueError for what is none of clamp's dtypes."""
-    if dtype not in AMP_DTYPES:
-        raise ValueError(f"unknown {what} {dtype!r}: pass one of {', '.join(AMP_DTYPES)}")
+def check_dtype(dtype: bridge.DTypeLike, what: str = "AMP dtype", known: Iterable[str] = AMP_DTYPES) -> str:
+    """The name of one of clamp's dtypes, however it is written: ``np.float16``, ``"half"`` and ``"fp16"`` are float16.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    name = bridge.dtype_name(dtype)
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"unknown {what} {dtype!r}: pass one of {', '.join(known)}")
+    return name
 
 
 def init(
@@ -40,7 +47,7 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
     *,
-    dtype: str = "float16",
+    dtype: bridge.DTypeLike = "float16",
     level: str = "O1",
     loss_scale: str | float = "auto",
     custom_white_list: Iterable[str] = (),
@@ -55,7 +62,9 @@ def init(
         enable_caching: keep 16-bit copies of parameters until they change.
         verbose: print a line for every cast: ``Float->Half (matmul_op)``.
         allow_banned: run banned functions in fp32 instead of raising.
-        dtype: ``"float16"``, ``"bfloat16"``, or ``"float32"``: clamp's kernels without casting.
+        dtype: ``"float16"``, ``"bfloat16"``, or ``"float32"``: clamp's kernels without casting. numpy's types and
+            the names ``"half"``, ``"fp16"``, ``"bf16"``, ``"fp32"`` and ``"float"`` are taken too, here and wherever
+            clamp takes a dtype.
         level: ``"O0"`` everything in fp32, 16-bit inputs too (losses are still scaled); ``"OD"`` only
             the half list in half; ``"O1"`` the lists;
             ``"O2"`` everything in half but what the lists keep in fp32.
@@ -73,7 +82,7 @@ def init(
     """
     if not enabled:
         return disable()
-    check_dtype(dtype)
+    dtype = check_dtype(dtype)
     with lock:
         require_none("amp.init()")
         make_loss_scale(loss_scale, dtype)  # raises before anything is patched

@@ -12,7 +12,7 @@ from typing import Any
 
 from clamp import session
 from clamp.autocast import Region
-from clamp.bridge import HALF_DTYPES, Node, canonical_dtype
+from clamp.bridge import HALF_DTYPES, DTypeLike, Node, canonical_dtype
 from clamp.handle import NoOpHandle
 from clamp.models import as_list, cast_calls, to_16_bit
 from clamp.scaler import DynamicLossScale, LossScale, NoLossScale, ScaleRule, StaticLossScale
@@ -53,18 +53,18 @@ def initialize(
     optimizers: Any = None,
     enabled: bool = True,
     opt_level: str = "O1",
-    cast_model_type: str | None = None,
+    cast_model_type: DTypeLike | None = None,
     patch_netcl_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
     loss_scale: float | str | None = None,
-    cast_model_outputs: str | None = None,
+    cast_model_outputs: DTypeLike | None = None,
     num_losses: int = 1,
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     *,
-    dtype: str = "float16",
+    dtype: DTypeLike = "float16",
     patch_torch_functions: bool | None = None,
 ) -> Any:
     """Turns on mixed precision at one of apex's opt_levels, for these models and optimizers, until ``amp.shutdown()``.
@@ -113,9 +113,9 @@ def initialize(
     session.require_none("amp.initialize()")
     model_list = as_list(models, "a model", "parameters")
     optimizer_list = [] if optimizers is None else as_list(optimizers, "an optimizer", "step")
-    session.check_dtype(dtype)
+    dtype = session.check_dtype(dtype)
     if cast_model_outputs is not None:
-        session.check_dtype(cast_model_outputs, "cast_model_outputs")
+        cast_model_outputs = session.check_dtype(cast_model_outputs, "cast_model_outputs")
     if not isinstance(num_losses, int) or isinstance(num_losses, bool) or num_losses < 1:
         raise ValueError(f"num_losses must be a positive integer, got {num_losses!r}")
     patch = patch_netcl_functions if patch_torch_functions is None else patch_torch_functions
@@ -176,7 +176,7 @@ def _properties(opt_level: str, dtype: str, overrides: dict[str, Any]) -> Proper
         raise RuntimeError("patch_netcl_functions=True belongs to opt_level='O1': the other levels cast the model.")
     chosen = replace(chosen, **given)
     if chosen.cast_model_type is not None:
-        session.check_dtype(chosen.cast_model_type, "cast_model_type")
+        chosen = replace(chosen, cast_model_type=session.check_dtype(chosen.cast_model_type, "cast_model_type"))
     if "loss_scale" not in given and "bfloat16" in (chosen.cast_model_type, dtype) and chosen.loss_scale == "dynamic":
         chosen = replace(chosen, loss_scale="off")
     return chosen

@@ -18,7 +18,7 @@ from netcl.autograd.graph import CompiledGraph
 
 from clamp import bridge, gradients, session
 from clamp.autocast import Region, current_region, in_region
-from clamp.bridge import Node, Tape, Tensor
+from clamp.bridge import DTypeLike, Node, Tape, Tensor
 from clamp.cache import weights
 from clamp.compat import pytorch
 from clamp.interrupts import uninterrupted
@@ -111,7 +111,7 @@ class GraphConfig:
         self.amp: bool | None = None  # None: as it is around the call
         self.dtype = "float16"
 
-    def enable_amp(self, mode: bool = True, *, dtype: str = "float16") -> None:
+    def enable_amp(self, mode: bool = True, *, dtype: DTypeLike = "float16") -> None:
         """Turns mixed precision on or off inside the graph, whatever holds around it.
 
         Args:
@@ -120,8 +120,7 @@ class GraphConfig:
         Raises:
             ValueError: unknown dtype.
         """
-        session.check_dtype(dtype)
-        self.amp, self.dtype = bool(mode), dtype
+        self.amp, self.dtype = bool(mode), session.check_dtype(dtype)
 
 
 class Graph:

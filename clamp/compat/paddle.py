@@ -13,7 +13,7 @@ import numpy as np
 
 from clamp import session
 from clamp.autocast import Region, current_region, depth, in_region
-from clamp.bridge import Node, Tensor, on_device
+from clamp.bridge import DTypeLike, Node, Tensor, on_device
 from clamp.cache import weights
 from clamp.device import capabilities
 from clamp.functions.casting import note_numpy_backend
@@ -30,10 +30,10 @@ def decorate(
     models: Any,
     optimizers: Any = None,
     level: str = "O2",
-    dtype: str = "float16",
+    dtype: DTypeLike = "float16",
     master_weight: bool | None = None,
     *,
-    save_dtype: str | None = None,
+    save_dtype: DTypeLike | None = None,
     master_grad: bool = False,
     excluded_layers: Any = None,
 ) -> Any:
@@ -63,9 +63,9 @@ def decorate(
     """
     result = models if optimizers is None else (models, optimizers)
     _check("level", level, LEVELS)
-    _check("dtype", dtype, session.AMP_DTYPES)
+    dtype = session.check_dtype(dtype, "dtype")
     if save_dtype is not None:
-        _check("save_dtype", save_dtype, SAVE_DTYPES)
+        save_dtype = session.check_dtype(save_dtype, "save_dtype", SAVE_DTYPES)
     model_list = as_list(models, "a model", "parameters")
     optimizer_list = [] if optimizers is None else as_list(optimizers, "an optimizer", "step")
     excluded = [] if excluded_layers is None else _layers(excluded_layers)
@@ -126,7 +126,7 @@ def auto_cast(
     custom_white_list: Iterable[str] | None = None,
     custom_black_list: Iterable[str] | None = None,
     level: str = "O1",
-    dtype: str = "float16",
+    dtype: DTypeLike = "float16",
     use_promote: bool = True,
 ) -> AbstractContextManager[None]:
     """A region of this thread in which ops cast as at one of Paddle's levels; context manager and decorator.
@@ -144,7 +144,7 @@ def auto_cast(
         ValueError: an unknown level, dtype or function, or one that is on both lists.
     """
     _check("level", level, LEVELS)
-    _check("dtype", dtype, session.AMP_DTYPES)
+    dtype = session.check_dtype(dtype, "dtype")
     white, black = frozenset(custom_white_list or ()), frozenset(custom_black_list or ())
     policies = _policies(level, white, black, use_promote, tuple(session.registrations))
     return _region(enable and level != "O0", dtype, policies)

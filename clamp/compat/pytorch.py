@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from clamp import session
-from clamp.bridge import Node, Tensor
+from clamp.bridge import DTypeLike, Node, Tensor
 from clamp.manual_scaling import ManualScaling
 from clamp.patching.custom import Backward, CustomBackward, CustomForward
 from clamp.scaler import ScaleRule
@@ -220,7 +220,7 @@ def _number(new_scale: Any) -> Any:
 # ---------------------------------------------------------------------------------------------- users' own ops
 
 
-def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: str | None = None) -> Any:
+def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: DTypeLike | None = None) -> Any:
     """Decorator for the forward of an op of your own: of its function of nodes, or of what ``apply_op`` calls.
 
     Args:
@@ -243,7 +243,7 @@ def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: str | None
         y = ag.apply_op(forward, backward, x)  # x: a node, 16-bit or not
     """
     if cast_inputs is not None:
-        session.check_dtype(cast_inputs, "dtype for cast_inputs")
+        cast_inputs = session.check_dtype(cast_inputs, "dtype for cast_inputs")
     if fwd is None:
         return partial(CustomForward, cast_inputs=cast_inputs)
     return CustomForward(fwd, cast_inputs)
