@@ -164,6 +164,7 @@ class PolicyTable:
 
 
 _CALLS = "calls.toml"
+_DEFECTS = "defects.toml"
 _IN_PLACE = "in_place"  # a table of functions of policy FLOAT
 
 
@@ -173,10 +174,21 @@ def default_table() -> PolicyTable:
     folder = files("clamp.lists")
     entries: list[Entry] = []
     for file in sorted(folder.iterdir(), key=lambda path: path.name):
-        if file.name.endswith(".toml") and file.name != _CALLS:
+        if file.name.endswith(".toml") and file.name not in (_CALLS, _DEFECTS):
             entries += parse_list(file.read_text(encoding="utf-8"), file.name)
     calls = tomllib.loads(folder.joinpath(_CALLS).read_text(encoding="utf-8"))["calls"]
     return PolicyTable(entries, calls)
+
+
+@cache
+def netcl_defects() -> Mapping[str, str]:
+    """netcl's functions that are wrong in float32, by full name, and what is wrong.
+
+    clamp's run in their place wherever patches are installed, where nothing is cast too.
+    """
+    text = files("clamp.lists").joinpath(_DEFECTS).read_text(encoding="utf-8")
+    defects: dict[str, str] = tomllib.loads(text)["defects"]
+    return defects
 
 
 def read_list(path: str | Path) -> list[Entry]:

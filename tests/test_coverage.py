@@ -103,7 +103,7 @@ def test_nothing_is_listed_twice() -> None:
     counts = Counter(
         entry.name
         for file in files("clamp.lists").iterdir()
-        if file.name.endswith(".toml") and file.name != "calls.toml"
+        if file.name.endswith(".toml") and file.name not in ("calls.toml", "defects.toml")
         for entry in parse_list(file.read_text(encoding="utf-8"), file.name)
     )
     assert counts.most_common(1)[0][1] == 1, counts.most_common(3)

@@ -24,6 +24,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from clamp import bridge, penalties
+from clamp.autocast import current_region
 from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.cache import weights
 from clamp.ops.cast import cast
@@ -204,7 +205,8 @@ def owned_value(x: TensorLike) -> Tensor:
     if not isinstance(value, Tensor):
         raise NotOwned
     if not bridge.on_device(value):
-        note_numpy_backend()
+        if current_region() is not None:  # somebody asked for AMP here
+            note_numpy_backend()
         raise NotOwned
     if value.dtype not in bridge.STORAGE and value.dtype not in ("int32", "int"):
         raise NotOwned

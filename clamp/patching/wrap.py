@@ -29,7 +29,7 @@ from clamp.functions.casting import (
     cast_node,
     widest,
 )
-from clamp.policy import CastPolicy, Entry
+from clamp.policy import CastPolicy, Entry, netcl_defects
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -50,20 +50,17 @@ class Installed:
     now = False
 
 
-#: backward of netcl's own ignores the gradient that arrives, and with it the loss scale: clamp's runs without casts too
-_IGNORES_GRADIENT = frozenset({"netcl.autograd.mse_loss"})
-
-
 def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
     """Wrapper for a netcl function that clamp has kernels for."""
-    always = entry.name in _IGNORES_GRADIENT
+    always = entry.name in netcl_defects()
 
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not Installed.now:
             return wrapped(*args, **kwargs)
         region = casting_region()
         if region is None:
-            # No casts here, but a 16-bit input must still not reach netcl's kernels.
+            # No casts here, but a 16-bit input must still not reach netcl's kernels, nor any a function of netcl's
+            # that is wrong: a loss that the user keeps in float32 has to train as well.
             if not always and not holds_half(args, kwargs):
                 return wrapped(*args, **kwargs)
             casting: Casting = _AS_GIVEN
