@@ -87,14 +87,17 @@ def nbytes(tensor: Tensor) -> int:
 # ---------------------------------------------------------------------------------------------- tensors
 
 
+_from_shape = Tensor.from_shape  # netcl's own: a user's goes through clamp/patching/engine.py
+
+
 def empty(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
     """A device tensor with undefined content, from netcl's pool."""
-    return Tensor.from_shape(queue, shape, dtype=dtype)
+    return _from_shape(queue, shape, dtype=dtype)
 
 
 def zeros(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
     """A device tensor of zeros, from netcl's pool."""
-    return Tensor.from_shape(queue, shape, dtype=dtype, fill=0.0)
+    return _from_shape(queue, shape, dtype=dtype, fill=0.0)
 
 
 def view(tensor: Tensor, shape: Sequence[int]) -> Tensor:

@@ -85,7 +85,7 @@ def hard_tanh(
 @implements("netcl.autograd.pow")
 def pow(casting: Casting, x: TensorLike, exponent: float, tape: Tape | None = None) -> Any:
     """x to a fixed power."""
-    return apply_unary(casting, x, tape, "pow", "pow_grad", float(exponent))
+    return apply_unary(casting, x, tape, "pow", "pow_grad", exponent)
 
 
 @implements("netcl.autograd.dropout")

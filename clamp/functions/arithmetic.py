@@ -123,7 +123,7 @@ def _comparison(op: str) -> None:
             raise NotOwned
         operands = float_operands(casting, *tensors)
         found = iter(operands)
-        values = [float(x) if is_scalar(x) else next(found).value for x in (a, b)]
+        values = [x if is_scalar(x) else next(found).value for x in (a, b)]
         # netcl returns a node here even for bare tensors and without grad mode.
         return as_constant_node(elementwise(op, casting.result_dtype(*operands), *values))
 
@@ -153,7 +153,7 @@ def where(casting: Casting, condition: TensorLike, a: Argument, b: Argument, tap
     operands = float_operands(casting, *(x for x in (a, b) if not is_scalar(x)))
     bridge.require_same_queue("where", choice.value, *(x.parent.value for x in operands))
     found = iter(operands)
-    inputs: list[Operand | float] = [float(x) if is_scalar(x) else next(found) for x in (a, b)]
+    inputs: list[Operand | float] = [x if is_scalar(x) else next(found) for x in (a, b)]
     branches = [x.value if isinstance(x, Operand) else x for x in inputs]
     out = elementwise("where", casting.result_dtype(*operands), choice.value, *branches)
     del branches

@@ -80,7 +80,7 @@ def apply_broadcast(
         raise NotOwned
     operands = float_operands(casting, *tensors)
     found = iter(operands)
-    inputs = [float(x) if is_scalar(x) else next(found) for x in xs]
+    inputs = [x if is_scalar(x) else next(found) for x in xs]
     values = [x.value if isinstance(x, Operand) else x for x in inputs]
     out = elementwise(op, casting.result_dtype(*operands), *values)
     del values  # backward reads operands anew, so that an input's 16-bit copy does not live until then

@@ -24,6 +24,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
 from clamp.ops.cast import span_for
+from clamp.ops.scalars import saturated
 from clamp.program import get_kernel
 from clamp.recording import Drawn, launch_with
 
@@ -56,8 +57,11 @@ OPS: dict[str, tuple[int, int]] = {
     "where_grad_a": (2, 0), "where_grad_b": (2, 0),
 }  # fmt: skip
 
+#: Functions whose result may be one of their numbers as it is. Those are held in the result's type (scalars.py);
+#: what the others do with a number is arithmetic, or a comparison, in float32.
+_PICKS = frozenset({"where", "maximum", "minimum", "clamp"})
+
 _INPUT_STORAGE = bridge.STORAGE | {"int32": "i32", "int": "i32"}
-_FLOAT_MAX = float(np.finfo(np.float32).max)
 _LOCAL_GPU = 64
 _MAX_PLANS = 4096
 
@@ -95,7 +99,8 @@ def elementwise(
         op: a name in ``OPS``.
         out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``; what is computed in float32 is rounded to it once.
         operands: tensors (float32, float16, bfloat16; int32 is read too) and floats, at least one of them a
-            tensor. Floats reach the kernel as arguments: no value is ever compiled in.
+            tensor. Floats reach the kernel as arguments: no value is ever compiled in. Finite ones stay finite where
+            the function may return them as they are.
         parameters: floats that the function takes after its operands, for example a slope.
         out: where to store the result, in place of a new tensor; it has the result's shape and ``out_dtype``,
             and may be an operand of that shape.
@@ -109,6 +114,7 @@ def elementwise(
     key: list[Any] = [op, out_dtype, len(parameters)]
     arguments: list[Any] = []
     tensor = None
+    held = out_dtype if op in _PICKS else "float32"
     for operand in operands:
         if isinstance(operand, Tensor):
             tensor = operand
@@ -116,7 +122,7 @@ def elementwise(
             arguments.append(operand.buffer)
         else:
             key.append("arg")
-            arguments.append(_in_float32(operand))
+            arguments.append(saturated(operand, held))
     if tensor is None:
         raise ValueError(f"{op} needs at least one tensor")
     queue = tensor.queue
@@ -127,17 +133,11 @@ def elementwise(
     if plan.kernel is not None:
         if parameters:
             arguments.append(y.buffer)
-            arguments += map(_in_float32, parameters)
+            arguments += [saturated(parameter, held) for parameter in parameters]
             plan.kernel(queue, plan.global_size, plan.local_size, *arguments, *plan.layout)
         else:
             plan.kernel(queue, plan.global_size, plan.local_size, *arguments, y.buffer, *plan.layout)
     return y
-
-
-def _in_float32(value: float) -> float:
-    """The number, infinite where it lies beyond float32, as numpy would cast it."""
-    value = float(value)
-    return math.copysign(math.inf, value) if abs(value) > _FLOAT_MAX else value
 
 
 def _make_plan(

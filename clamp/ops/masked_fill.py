@@ -16,14 +16,14 @@ def masked_fill(x: Tensor, mask: Tensor, fill: float, *, out_dtype: str) -> Tens
     Args:
         x: float32, float16 or bfloat16, any shape.
         mask: float32, float16, bfloat16 or int32; repeated over x's leading elements, whatever its own shape.
-        fill: rounded to ``out_dtype``: -1e9 is -inf in float16.
+        fill: rounded to ``out_dtype``, a finite one to a finite one: -1e9 is -65504 in float16.
         out_dtype: dtype of the result.
 
     Raises:
         ValueError: the mask's size does not divide x's.
     """
     repeats = _repeats(x, mask)
-    out = elementwise("where", out_dtype, _row(mask), float(fill), bridge.view(x, (repeats, mask.size)))
+    out = elementwise("where", out_dtype, _row(mask), fill, bridge.view(x, (repeats, mask.size)))
     return bridge.view(out, x.shape)
 
 

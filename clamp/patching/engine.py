@@ -18,6 +18,7 @@ from clamp.cache import weights
 from clamp.functions.casting import cast_node
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.elementwise import elementwise
+from clamp.ops.scalars import saturated
 from clamp.patching import custom
 from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, reporter, tensors_in, writes, written
 from clamp.policy import CastPolicy, Entry
@@ -177,6 +178,20 @@ def from_host(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) ->
         if dtype == "bfloat16" and np.asarray(data).dtype != np.uint16:
             data = to_bf16_host(np.asarray(data).astype(np.float32))
         return wrapped(queue, data, dtype, *more, **named)
+
+    return call(*args, **kwargs)
+
+
+def from_shape(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """A new tensor filled with a number: a finite one stays finite, and in bfloat16 it is the number, not a word."""
+
+    def call(queue: Any, shape: Any, dtype: str = "float32", *more: Any, fill: Any = None, **named: Any) -> Tensor:
+        if len(more) > 2:
+            *more, fill = more  # type: ignore[assignment]
+        if fill is not None and dtype in bridge.STORAGE and not isinstance(fill, np.uint16):
+            fill = saturated(fill, dtype)
+            fill = int(to_bf16_host(np.array([fill], np.float32))[0]) if dtype == "bfloat16" else fill
+        return wrapped(queue, shape, dtype, *more, fill=fill, **named)
 
     return call(*args, **kwargs)
 

@@ -71,6 +71,7 @@ _ENGINE: dict[str, Wrapper] = {
     "netcl.core.memory.get_persistent_pool": pools.of_queue,
     "netcl.core.tensor.Tensor.to_host": engine.to_host,
     "netcl.core.tensor.Tensor.from_host": engine.from_host,
+    "netcl.core.tensor.Tensor.from_shape": engine.from_shape,
     "netcl.ops.bf16_act.bf16_to_host": engine.bf16_to_host,
     "netcl.core.transfer.write": engine.transfer_write,
     "netcl.core.transfer.copy": engine.transfer_write,
