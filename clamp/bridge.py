@@ -267,6 +267,17 @@ def is_module(x: Any) -> bool:
     return isinstance(x, Module)
 
 
+def module_classes() -> Iterator[type]:
+    """The classes of all layers and models that are defined, netcl's and the user's."""
+    stack, seen = [Module], set()
+    while stack:
+        cls = stack.pop()
+        if cls not in seen:
+            seen.add(cls)
+            stack += cls.__subclasses__()
+            yield cls
+
+
 def module_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers of a model, each once, with their names: ``("layers.0.weight", tensor)``.
 
@@ -292,6 +303,13 @@ def _tensors_below(x: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Ten
 
 
 # --------------------------------------------------------------------------------------------- optimizers
+
+
+def is_optimizer(x: Any) -> bool:
+    """Whether x steps parameters: it has a list of them, and a ``step()``."""
+    return (
+        not is_module(x) and isinstance(getattr(x, "params", None), list | tuple) and callable(getattr(x, "step", None))
+    )
 
 
 def optimizer_parameters(optimizer: Any) -> list[Tensor]:
@@ -494,6 +512,11 @@ def parameter_names(params: Sequence[Tensor]) -> list[str]:
                 if id(tensor) in wanted and (name.count("."), name) > (names.get(id(tensor), "").count("."), ""):
                     names[id(tensor)] = name
     return [names.get(id(model_parameter(param)), f"params[{index}]") for index, param in enumerate(params)]
+
+
+def is_grad_enabled() -> bool:
+    """Whether ops are recorded for backward here."""
+    return bool(engine.is_grad_enabled())
 
 
 def graph(root: Node) -> Iterator[Node]:

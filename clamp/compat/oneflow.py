@@ -24,8 +24,12 @@ from clamp.compat import pytorch
 from clamp.interrupts import uninterrupted
 from clamp.ops import transfer
 from clamp.optimizers import StepGuards, StepReport
+from clamp.patching.compiled import Step
+from clamp.patching.replay import shared_memory
+from clamp.patching.variants import Recorded, Variants
+from clamp.patching.watch import Watch
 from clamp.policy import default_table
-from clamp.recording import host_step
+from clamp.recording import host_step, recorder
 from clamp.scaled_loss import check_loss, scaled_node
 from clamp.scaled_pass import PassGradients, end_pass
 from clamp.scaler import DynamicLossScale, LossScale, NoLossScale, ScaleRule, StaticLossScale
@@ -91,11 +95,8 @@ class StaticGradScaler:
 
 
 def _loss_scale(scaler: Any) -> LossScale:
-    if isinstance(scaler, pytorch.GradScaler):
-        state = scaler.state_dict()
-        if not state:
-            return NoLossScale()
-        scaler = GradScaler(*(state[key] for key in ("scale", "growth_factor", "backoff_factor", "growth_interval")))
+    if isinstance(scaler, pytorch.GradScaler):  # a disabled one
+        return NoLossScale()
     if not isinstance(scaler, GradScaler | StaticGradScaler):
         raise TypeError(f"set_grad_scaler takes a GradScaler or a StaticGradScaler, got {type(scaler).__name__}")
     return scaler.make()
@@ -154,12 +155,16 @@ class Graph:
     """
 
     def __init__(self) -> None:
+        earlier = set(vars(self))
         self.config = GraphConfig()
         self._optimizers: list[Any] = []
         self._guards = StepGuards(max_skips_at_floor=25)
-        self._scaler: LossScale = NoLossScale()
-        self._recorded: dict[Any, _Recorded | None] = {}  # None: has run once
+        self._own_scale: LossScale = NoLossScale()
+        self._grad_scaler: pytorch.GradScaler | None = None  # whose scale it is, if somebody else has it too
+        self._recorded = Variants(type(self).__name__, _what_differs)
         self._passes = 0
+        # What a recording does not depend on, or asks for as it is now.
+        self._unwatched = frozenset(vars(self)) - earlier | {"_unwatched"}
 
     def build(self, *inputs: Any) -> Any:
         """What the graph computes; override it."""
@@ -181,12 +186,30 @@ class Graph:
     def set_grad_scaler(self, grad_scaler: GradScaler | StaticGradScaler | pytorch.GradScaler) -> None:
         """How ``backward`` scales the loss; without it, it does not.
 
+        PyTorch's ``amp.GradScaler`` and the graph have one scale: the scaler shows it, saves and loads it. It falls
+        as that scaler lets it, below 1 too; the graph updates it, so ``update()`` is not to be called.
+
         Raises:
             TypeError: it is no scaler.
             RuntimeError: the graph has run already.
         """
         self._require_not_run("set_grad_scaler")
-        self._scaler = _loss_scale(grad_scaler)
+        if isinstance(grad_scaler, pytorch.GradScaler) and grad_scaler.is_enabled():
+            self._own_scale, self._grad_scaler, self._guards = NoLossScale(), grad_scaler, grad_scaler.guards
+        else:
+            self._own_scale, self._grad_scaler = _loss_scale(grad_scaler), None
+            self._guards = StepGuards(max_skips_at_floor=25)
+        for optimizer in self._optimizers:
+            self._guards.of(optimizer)
+
+    @property
+    def _scaler(self) -> LossScale:
+        """The loss scale; of a ``GradScaler`` that is given to the graph, the one that it has for the graph's queue."""
+        params = (param for optimizer in self._optimizers for param in optimizer.params if bridge.on_device(param))
+        first = next(params, None)
+        if self._grad_scaler is None or first is None:
+            return self._own_scale
+        return self._grad_scaler.loss_scale_on(first.queue)
 
     def _require_not_run(self, call: str) -> None:
         if self._recorded:
@@ -240,16 +263,23 @@ class Graph:
         session.ensure_patched()
         inputs = tuple(x.value if isinstance(x, Node) else x for x in inputs)
         region = self._region()
+        if recorder() is not None:  # inside another graph, which records this one with it
+            with nullcontext() if region is None else in_region(region):
+                return _mapped(self._run(inputs), lambda tensor: tensor)
         key = self._key(inputs, region)
+        tensors = _tensors(inputs)
         with nullcontext() if region is None else in_region(region):
-            known = self._recorded.get(key)
+            known = self._recorded.find(key, tensors)
             if known is not None:
-                outputs = known.replay(_tensors(inputs))
-            elif key in self._recorded:
-                outputs = self._record(key, inputs, region)
+                self._zero_grad()  # of parameters, too, that this recording gives no gradient
+                known.step.launch(tensors)
+                outputs = _mapped(known.outputs, _copy)
+            elif (before := self._recorded.may_record(key)) is not None:
+                outputs = self._record(key, inputs, region, before)
             else:
-                outputs = _detached(self._run(inputs))
-                self._recorded[key] = None
+                with self._recorded.following():
+                    outputs = _mapped(self._run(inputs), lambda tensor: tensor)
+                self._recorded.ran(key, self._watch(inputs))
         weights.clear()
         return outputs
 
@@ -261,22 +291,28 @@ class Graph:
         return replace(outer, enabled=self.config.amp, dtype=self.config.dtype, castings={})
 
     def _key(self, inputs: Sequence[Any], region: Region | None) -> Any:
-        """All that a recording depends on, besides the content of tensors."""
-        modes = [(getattr(x, "training", None), getattr(x, "_training", None)) for x in vars(self).values()]
-        how = None if region is None else (region.enabled, region.dtype, id(region.policies))
-        return how, tuple(modes), tuple(_signature(x) for x in inputs)
+        """What a recording depends on besides the state of the host and the content of tensors."""
+        how = None if region is None else (region.enabled, region.dtype, region.allow_banned, region.policies)
+        registered = tuple((id(x.owner), x.name, x.policy) for x in session.registrations)
+        around = (how, registered, bridge.is_grad_enabled(), threading.get_ident())
+        return around, tuple(_signature(x) for x in inputs), shared_memory(_tensors(inputs))
 
-    def _record(self, key: Any, inputs: Sequence[Any], region: Region | None) -> Any:
+    def _watch(self, inputs: Sequence[Any]) -> Watch:
+        """What ``build`` may read on the host, as it is now."""
+        given = {f"inputs[{index}]": x for index, x in enumerate(inputs) if not isinstance(x, Tensor)}
+        return Watch({"self": self, "the graph's optimizers": self._optimizers, **given})
+
+    def _record(self, key: Any, inputs: Sequence[Any], region: Region | None, before: Watch) -> Any:
         self._zero_grad()
         graph = CompiledGraph([param for optimizer in self._optimizers for param in optimizer.params])
         tensors = _tensors(inputs)
         given = [x.buffer for x in tensors]
-        with graph:
+        with self._recorded.following(), graph:
             # A result may be an input, or a view of one: the next call's is another.
             outputs = _mapped(self._run(inputs), lambda x: _copy(x) if any(x.buffer is b for b in given) else x)
-        graph.compile(tensors)
-        self._recorded[key] = recorded = _Recorded(graph, outputs, region)
-        return recorded.outputs()
+        step = Step(graph, tensors, before.tensors)
+        self._recorded.add(key, Recorded(step, outputs, self._watch(inputs), keeps=(graph, region)), before)
+        return _mapped(outputs, _copy)
 
     def _run(self, inputs: Sequence[Any]) -> Any:
         self._zero_grad()
@@ -327,42 +363,36 @@ class Graph:
             optimizer.zero_grad()
 
 
-class _Recorded:
-    """A recorded call: its launches, and the tensors that they write the results to."""
-
-    def __init__(self, graph: CompiledGraph, outputs: Any, region: Region | None) -> None:
-        self._graph = graph
-        self._outputs = outputs
-        self._region = region  # keeps what the key names by id
-
-    def replay(self, inputs: list[Tensor]) -> Any:
-        """The results for other inputs."""
-        self._graph.replay(inputs)
-        return self.outputs()
-
-    def outputs(self) -> Any:
-        """Copies of the results, which the next replay overwrites."""
-        return _mapped(self._outputs, _copy)
-
-
 def _tensors(inputs: Sequence[Any]) -> list[Tensor]:
     return [x for x in inputs if isinstance(x, Tensor)]
 
 
 def _signature(x: Any) -> Any:
     if not isinstance(x, Tensor):
-        if not isinstance(x, Hashable):
-            raise TypeError(
-                f"a Graph takes tensors and constants, not a {type(x).__name__}: pass its tensors one by one"
-            )
-        return x
+        return _constant(x)
     if not bridge.on_device(x):
         raise TypeError("a Graph takes tensors on an OpenCL device, not on netcl's numpy backend: call build() there")
-    return tuple(x.shape), x.dtype, x.queue
+    return tuple(x.shape), x.dtype, x.queue, bridge.is_trained(x)
 
 
-def _detached(outputs: Any) -> Any:
-    return _mapped(outputs, lambda tensor: tensor)
+def _constant(x: Any) -> Hashable:
+    """A constant as it tells calls apart: ``1``, ``1.0`` and ``True`` are three, as ``0.0`` and ``-0.0`` are two, and
+    nan is one."""
+    if isinstance(x, tuple | frozenset):
+        return type(x), type(x)(map(_constant, x)) if type(x) in (tuple, frozenset) else tuple(map(_constant, x))
+    if isinstance(x, int | float | complex | np.generic):
+        return type(x), repr(x)
+    if not isinstance(x, Hashable):
+        raise TypeError(f"a Graph takes tensors and constants, not a {type(x).__name__}: pass its tensors one by one")
+    return type(x), x
+
+
+def _what_differs(last: Any, now: Any) -> str:
+    """What tells the keys of two calls apart, for a warning."""
+    if last[0] != now[0]:
+        return "the region around the call changes"
+    changed = [index for index, (x, y) in enumerate(zip(last[1], now[1], strict=False)) if x != y]
+    return f"inputs[{changed[0]}] is another constant, or has another shape" if changed else "the inputs change"
 
 
 def _mapped(x: Any, convert: Callable[[Tensor], Tensor]) -> Any:

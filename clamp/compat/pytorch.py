@@ -8,12 +8,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pyopencl as cl
 
 from clamp import session
 from clamp.bridge import DTypeLike, Node, Tensor
 from clamp.manual_scaling import ManualScaling
+from clamp.optimizers import StepGuards
 from clamp.patching.custom import Backward, CustomBackward, CustomForward
-from clamp.scaler import ScaleRule
+from clamp.scaler import LossScale, ScaleRule
 
 _STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -129,6 +131,17 @@ class GradScaler:
             self._scaling.update()
         else:
             self._scaling.set_scale(_number(new_scale))
+
+    # ------------------------------------------------------------------------------------------ sharing
+
+    def loss_scale_on(self, queue: cl.CommandQueue) -> LossScale:
+        """The scale that this scaler has for a queue, for a graph that moves it itself."""
+        return self._scaling._scaler(queue)
+
+    @property
+    def guards(self) -> StepGuards:
+        """Where optimizers have their bits of this scaler's overflow word."""
+        return self._scaling._guards
 
     # ------------------------------------------------------------------------------------------ settings
 

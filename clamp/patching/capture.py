@@ -24,10 +24,12 @@ from netcl.core import memory
 from netcl.core.memory import PersistentBufferPool
 from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 
-from clamp import gradients, masters
+from clamp import bridge, gradients, masters
 from clamp.bridge import Tensor
 from clamp.cache import weights
 from clamp.ops import transfer
+from clamp.patching.dependencies import Dependencies, ModuleNotes, dependencies_of
+from clamp.patching.residents import Address, Seen, address_of, living_tensors
 from clamp.patching.wrap import Wrapper
 from clamp.recording import host_step, recorder, refuse, set_recorder
 
@@ -48,6 +50,13 @@ class _Pool(PersistentBufferPool):  # type: ignore[misc]
         super().__init__(main.context, main.queue, max_cached_bytes=1 << 62, max_buffers_per_bucket=1 << 30)
         self._main = main
         self._closed = False
+        self.given: set[Address] = set()  # all that it has ever handed out
+
+    def allocate(self, nbytes: int, flags: int | None = None) -> Any:
+        handle = super().allocate(nbytes, flags)
+        if (address := address_of(handle.buffer)) is not None:
+            self.given.add(address)
+        return handle
 
     def release(self, handle: Any) -> None:
         if self._closed:
@@ -102,11 +111,15 @@ class _Recording:
         self._kept: list[tuple[PersistentBufferPool, Any]] = []  # memory of others that nobody else uses any more
         self._addresses: set[Any] | None = None  # of all memory in the launches; None until they are known
         self._undo: list[tuple[Any, str, Any]] = []
+        self._before: list[Seen] = []  # the tensors that there were when it began
+        self._modules: ModuleNotes | None = None  # while it is under way
         self.thread = threading.get_ident()
 
     def start(self) -> None:
         """Puts the recorder's own versions over what netcl and pyopencl do to memory."""
         weights.clear()
+        self._before = living_tensors()
+        self._modules = ModuleNotes()
         _live.add(self)
         for pool in memory._PERSISTENT_POOLS.values():
             _watch(pool)
@@ -121,6 +134,10 @@ class _Recording:
         for name in ("to_host", "to_host_async"):
             self._replace(Tensor, name, self._refused(f"Tensor.{name}", _READ_ADVICE))
         self._replace(Tensor, "from_host", self._refused("Tensor.from_host", _INPUT_ADVICE))
+        for cls in bridge.module_classes():
+            for name in ("forward", "__call__"):
+                if callable(vars(cls).get(name)):
+                    self._replace(cls, name, partial(self._modules.noting, is_on=self._is_on))
         set_recorder(self)
 
     def stop(self) -> None:
@@ -131,11 +148,25 @@ class _Recording:
         self._undo.clear()
         weights.clear()
         capture = self._capture()
-        launches = [] if capture is None else capture._launches
-        self._addresses = {address_of(arg) for launch in launches for arg in launch.args} - {None}
+        own = {address for pool in self._pools.values() for address in pool.given}
+        if capture is not None and self._modules is not None:
+            capture._clamp_dependencies = Dependencies(capture, self._before, own, self._modules)
+        self._before, self._modules = [], None  # what leads back to the capture must not keep its memory
+        self._note_addresses()
         released, self._kept = self._kept, []
         for pool, handle in released:
             pool.release(handle)
+
+    def rebind(self) -> None:
+        """Before a replay that fits: lets the launches find the tensors that have got other memory since."""
+        capture = self._capture()
+        if capture is not None and dependencies_of(capture).residents.follow():
+            self._note_addresses()
+
+    def _note_addresses(self) -> None:
+        capture = self._capture()
+        launches = [] if capture is None else capture._launches
+        self._addresses = {address_of(arg) for launch in launches for arg in launch.args} - {None}
 
     def close(self) -> None:
         """Gives the memory back; there will be no replay any more."""
@@ -243,15 +274,6 @@ class _Recording:
             return wrapped(*args, **kwargs)
 
         return call
-
-
-def address_of(storage: Any) -> Any:
-    """Where memory lies, the same for every object that stands for it; None for what is no memory."""
-    if isinstance(storage, cl.Buffer):
-        return "buffer", storage.int_ptr
-    if isinstance(storage, cl.SVM):
-        return "svm", storage.svm_ptr
-    return None
 
 
 def _on_device(storage: Any) -> bool:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from netcl.autograd.graph import CompiledGraph
@@ -16,10 +16,13 @@ from clamp.bridge import Tensor
 from clamp.cache import weights
 from clamp.ops.cast import cast
 from clamp.patching.capture import recording_of
+from clamp.patching.dependencies import dependencies_of
 from clamp.patching.replay import Plan
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
+
+_MODES = ("training", "_training")
 
 # ---------------------------------------------------------------------------------------------- forward passes
 
@@ -32,16 +35,26 @@ def _dtype_of(compiled: Any) -> str:
     return getattr(compiled, "_clamp_dtype", "float32")
 
 
+def _is_stale(compiled: Any) -> bool:
+    """Whether a compiled pass cannot be replayed any more."""
+    ours = recording_of(compiled._capture) is not None
+    return ours and bool(dependencies_of(compiled._capture).change())
+
+
 def compile_forward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Records a forward pass. One recorded for an input of the same shape but another dtype is not handed out again."""
+    """Records a forward pass. One recorded for an input of the same shape but another dtype is not handed out again,
+    nor one whose model has changed."""
 
     def call(model: Any, sample_input: Tensor, *more: Any, **named: Any) -> Any:
         plans, key = instance._cache, tuple(sample_input.shape)
         dtype = bridge.canonical_dtype(sample_input.dtype)
-        if key in plans and _dtype_of(plans[key]) != dtype:
+        if key in plans and (_dtype_of(plans[key]) != dtype or _is_stale(plans[key])):
             del plans[key]
         compiled = wrapped(model, sample_input, *more, **named)
         if not hasattr(compiled, "_clamp_plan") and recording_of(compiled._capture) is not None:
+            dependencies_of(compiled._capture).ignore(
+                *_MODES
+            )  # it is a pass in eval mode, whatever the model is used for besides
             compiled._clamp_dtype = dtype
             compiled._clamp_plan = Plan(compiled._capture, [sample_input])
         return compiled
@@ -50,7 +63,12 @@ def compile_forward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywor
 
 
 def replay_forward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Replays on an input in the dtype that was recorded; another one's buffer would be misread."""
+    """Replays on an input in the dtype that was recorded; another one's buffer would be misread.
+
+    Raises:
+        RuntimeError: the model has changed since: a layer's weight is another tensor, or a setting has another value.
+        ValueError: the input is not like the one recorded.
+    """
     x = args[0] if args else kwargs["new_input"]
     dtype = _dtype_of(instance)
     x = cast(x, dtype) if x.dtype in bridge.STORAGE and dtype in bridge.STORAGE else x
@@ -63,16 +81,31 @@ def replay_forward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keyword
 # ---------------------------------------------------------------------------------------------- training steps
 
 
-class _Step:
-    """A recorded step, and the gradients that it leaves on the graph's parameters."""
+class Step:
+    """A recorded step, and the gradients that it leaves on the graph's parameters.
 
-    def __init__(self, graph: CompiledGraph, inputs: Sequence[Tensor]) -> None:
-        self._plan = Plan(graph.capture, inputs)
+    Args:
+        graph: it has been recorded.
+        inputs: the tensors whose buffers are replaced in a replay.
+        state: tensors that the step knows besides its inputs. Parameters count without being named.
+
+    Raises:
+        ValueError: an input that no launch reads.
+    """
+
+    def __init__(self, graph: CompiledGraph, inputs: Sequence[Tensor], state: Iterable[Tensor] = ()) -> None:
+        self.plan = Plan(graph.capture, inputs, state)
         self._held = graph._clamp_gradients
 
     def run(self, inputs: Sequence[Tensor]) -> None:
+        """Replays with other inputs; raises as ``Plan.run`` does."""
+        self.plan.check(inputs)
+        self.launch(inputs)
+
+    def launch(self, inputs: Sequence[Tensor]) -> None:
+        """Replays with inputs that fit."""
         gradients.restore(self._held)
-        self._plan.run(inputs)
+        self.plan.launch(inputs)
         gradients.restore(self._held)
         weights.clear()
 
@@ -120,7 +153,7 @@ def compile_graph(wrapped: Any, instance: CompiledGraph, args: Arguments, kwargs
     if recording_of(instance.capture) is None:
         wrapped(*args, **kwargs)
         return
-    instance._clamp_step = _Step(instance, inputs)
+    instance._clamp_step = Step(instance, inputs)
     instance._replay_steps = [_refuse_without_clamp]
 
 
@@ -132,7 +165,7 @@ def replay_graph(wrapped: Any, instance: CompiledGraph, args: Arguments, kwargs:
     """Replays a step on other inputs, and leaves its gradients on the parameters.
 
     Raises:
-        RuntimeError: the graph has not been recorded or not compiled.
+        RuntimeError: the graph has not been recorded or not compiled, or what the recording depends on has changed.
         TypeError: a 16-bit input for a graph that was recorded without clamp: its kernels read float.
         ValueError: the inputs are not like those recorded.
     """

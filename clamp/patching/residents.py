@@ -1,0 +1,158 @@
+"""The tensors in whose memory a recording's launches read and write, and where that memory is now.
+
+A launch names memory, not tensors. If a tensor gets other memory after the recording (fused AdamW moves its parameters
+at its first real step; a checkpoint may be loaded so), the launches must go where the tensor went. If the tensor itself
+has become another one in what the host decided by (its shape, whether it is trained), there is nothing to go on with.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import pyopencl as cl
+from netcl.runtime.capture import CapturedKernelLaunch
+
+from clamp import bridge
+from clamp.bridge import Tensor
+
+Address: TypeAlias = tuple[str, int]
+Place: TypeAlias = tuple[CapturedKernelLaunch, int]  # a launch, and the number of one of its arguments
+
+
+def address_of(storage: Any) -> Address | None:
+    """Where memory lies, the same for every object that stands for it; None for what is no memory."""
+    if isinstance(storage, cl.Buffer):
+        return "buffer", storage.int_ptr
+    if isinstance(storage, cl.SVM):
+        return "svm", storage.svm_ptr
+    return None
+
+
+Seen: TypeAlias = tuple[weakref.ref[Tensor], Any]  # a tensor and its memory
+
+
+def living_tensors() -> list[Seen]:
+    """All tensors of the process that lie in device memory. Takes milliseconds: it looks at every object there is."""
+    found = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+    seen = [(weakref.ref(x), vars(x).get("buffer")) for x in found]
+    return [(ref, buffer) for ref, buffer in seen if buffer is not None]
+
+
+@dataclass(slots=True)
+class _Resident:
+    """A tensor, and what the launches take it for."""
+
+    ref: weakref.ref[Tensor]
+    address: Address  # in the launches as they were recorded
+    buffer: Any  # where the launches find it now
+    state: tuple[Any, ...]
+
+
+def _state(tensor: Tensor) -> tuple[Any, ...]:
+    """What the host looks at in a tensor when it decides what to launch."""
+    own = vars(tensor)
+    return (
+        own["shape"],
+        own["dtype"],
+        own["requires_grad"],
+        bool(own.get("_frozen")),
+        "_model_param" in own,
+    )
+
+
+_STATE = ("shape", "dtype", "requires_grad", "frozen by freeze()", "held by an optimizer")
+
+
+class Residents:
+    """The tensors in a recording's memory that somebody besides the recording knows.
+
+    Args:
+        launches: what was recorded.
+        before: the living tensors when the recording began.
+        own: addresses of the recording's own memory: nobody else gives it to a tensor.
+    """
+
+    def __init__(
+        self, launches: Sequence[CapturedKernelLaunch], before: Iterable[Seen], own: Collection[Address]
+    ) -> None:
+        self._places: dict[Address, list[Place]] = {}
+        for launch in launches:
+            for index, arg in enumerate(launch.args):
+                where = address_of(arg)
+                if where is not None and where not in own:
+                    self._places.setdefault(where, []).append((launch, index))
+        self._residents: list[_Resident] = []
+        known: set[tuple[int, Address]] = set()
+        # Before: an optimizer may have moved a tensor in the recording itself, and launches before that name the old
+        # memory. Now: those after it name the new one.
+        for ref, buffer in (*before, *living_tensors()):
+            where, tensor = address_of(buffer), ref()
+            if where in self._places and tensor is not None and (id(tensor), where) not in known:
+                known.add((id(tensor), where))
+                self._residents.append(_Resident(ref, where, buffer, _state(tensor)))
+
+    @property
+    def addresses(self) -> set[Address]:
+        """Where the launches find the tensors, as they were recorded."""
+        return set(self._places)
+
+    def tensors_at(self, address: Address | None) -> list[Tensor]:
+        """The tensors that launches find at this address."""
+        found = [resident.ref() for resident in self._residents if resident.address == address]
+        return [tensor for tensor in found if tensor is not None]
+
+    def give_up(self, address: Address | None) -> None:
+        """This memory is an input's: every replay brings its own, and what lies in it now does not matter."""
+        self._residents = [resident for resident in self._residents if resident.address != address]
+
+    def change(self) -> str:
+        """Why the recording cannot be replayed any more, in words; empty if it can, after ``follow``."""
+        moved = False
+        for resident in self._residents:
+            tensor = resident.ref()
+            if tensor is None:
+                continue
+            state = _state(tensor)
+            if state != resident.state:
+                return _difference(tensor, resident.state, state)
+            moved = moved or tensor.buffer is not resident.buffer
+        if moved and self._parted():
+            gc.collect()  # views that nobody holds any more stay where they are
+            return self._parted()
+        return ""
+
+    def follow(self) -> bool:
+        """Lets the launches read and write where the tensors are now; whether any had moved."""
+        moved: dict[Address, Any] = {}
+        for resident in self._residents:
+            tensor = resident.ref()
+            if tensor is not None and tensor.buffer is not resident.buffer:
+                moved[resident.address] = resident.buffer = tensor.buffer
+        for address, buffer in moved.items():
+            for launch, index in self._places[address]:
+                launch.args = (*launch.args[:index], buffer, *launch.args[index + 1 :])
+        return bool(moved)
+
+    def _parted(self) -> str:
+        """Which tensors shared memory and do not any more: no launch says which of them it meant. Empty if none."""
+        now: dict[Address, tuple[Address | None, Tensor]] = {}
+        for resident in self._residents:
+            tensor = resident.ref()
+            if tensor is None:
+                continue
+            here = address_of(tensor.buffer)
+            there, other = now.setdefault(resident.address, (here, tensor))
+            if here != there or here is None:
+                shapes = f"{tuple(other.shape)} and {tuple(tensor.shape)}"
+                return f"tensors of shapes {shapes} shared memory, and one of them has been given other memory"
+        return ""
+
+
+def _difference(tensor: Tensor, then: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    index = next(index for index, (old, new) in enumerate(zip(then, now, strict=True)) if old != new)
+    kind = "parameter" if bridge.is_weight(tensor) else "tensor"
+    return f"{_STATE[index]} of a {kind} of shape {then[0]} was {then[index]} and is {now[index]}"

@@ -1,0 +1,300 @@
+"""What the code of a recorded pass reads on the host: modules and their settings, values, functions' variables.
+
+A replay runs no Python, so whatever Python decided by, it decided when the pass was recorded. A :class:`Watch` is a
+photograph of that, taken by walking from some roots (a graph, a model) through attributes, containers, closures and
+the global names that functions use. Tensors are leaves here, told apart by identity; what they hold is read by the
+launches, and whether they have moved is known by ``residents.py``.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from argparse import Namespace
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from operator import is_
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, TypeAlias
+
+import numpy as np
+import wrapt
+
+from clamp import bridge
+from clamp.bridge import Node, Tensor
+
+Values: TypeAlias = tuple[Any, ...]
+
+_PLAIN = (bool, int, float, complex, str, bytes, np.generic)
+_ITEMS = (list, tuple, set, frozenset, deque)
+_LONGEST = 4096  # items of a container, or bytes of an array, that are looked at one by one
+#: Packages whose classes, functions and objects are taken for unchanging, but for netcl's layers and plain holders of
+#: values.
+_LIBRARIES = frozenset({"clamp", "netcl", "numpy", "pyopencl", "wrapt", *sys.stdlib_module_names})
+_HOLDERS = (SimpleNamespace, Namespace, UserDict, UserList)
+
+
+@dataclass(slots=True)
+class _Part:
+    """One place where values are kept.
+
+    Attributes:
+        read: the values there now.
+        label: how a user would write the value with this number, among these values.
+        seen: the values that were there.
+    """
+
+    read: Callable[[], Values]
+    label: Callable[[Values, int], str]
+    seen: Values
+
+    def agrees(self) -> bool:
+        now, seen = self.read(), self.seen
+        return len(now) == len(seen) and (all(map(is_, now, seen)) or all(map(is_same, now, seen)))
+
+    def flags(self) -> list[bool] | None:
+        """Value by value, whether it is as it was; None if there are more or fewer."""
+        now = self.read()
+        return list(map(is_same, now, self.seen)) if len(now) == len(self.seen) else None
+
+    def first_change(self) -> str:
+        flags = self.flags()
+        if flags is None:
+            return self.label((), 0)
+        return self.label(self.seen, flags.index(False))
+
+    def follow(self, flags: list[bool] | None) -> None:
+        """Takes over the values that agreed before, as ``flags`` says, and do not any more."""
+        now = self.read()
+        if flags is not None and len(now) == len(self.seen):
+            self.seen = tuple(new if agreed else old for new, old, agreed in zip(now, self.seen, flags, strict=True))
+        elif flags is not None and all(flags):
+            self.seen = now
+
+
+class Watch:
+    """The host's state that a pass was computed from, as it is now.
+
+    Args:
+        roots: where to begin, by the name that messages use. Objects here are looked into, whatever their class.
+        hidden: whether an object's attribute of this name does not count.
+        inside: whether an object is looked into, if it is no root.
+    """
+
+    def __init__(
+        self,
+        roots: Mapping[str, Any],
+        hidden: Callable[[Any, str], bool] = lambda owner, name: name in getattr(owner, "_unwatched", ()),
+        inside: Callable[[Any], bool] = lambda x: True,
+    ) -> None:
+        self.tensors: list[Tensor] = []
+        self._parts: list[_Part] = []
+        self._hidden, self._inside = hidden, inside
+        self._known: dict[int, Any] = {}  # what was looked at, held so that ids stay unique
+        self._stack = [(x, name, True) for name, x in roots.items()]
+        while self._stack:
+            self._look_at(*self._stack.pop())
+
+    def holds(self) -> bool:
+        """Whether everything is as it was."""
+        return all(part.agrees() for part in self._parts)
+
+    def change(self) -> str:
+        """What has changed first, as a user would write it; empty if nothing has."""
+        return next((part.first_change() for part in self._parts if not part.agrees()), "")
+
+    def flags(self) -> list[list[bool] | None]:
+        """What is as it was: for ``follow``."""
+        return [part.flags() for part in self._parts]
+
+    def follow(self, flags: list[list[bool] | None]) -> None:
+        """Takes over what a pass itself has changed: a counter, a table that it made. That is no change from outside.
+
+        Args:
+            flags: from before the pass.
+        """
+        for part, agreed in zip(self._parts, flags, strict=True):
+            part.follow(agreed)
+
+    # ------------------------------------------------------------------------------------------ the walk
+
+    def _look_at(self, x: Any, name: str, root: bool = False) -> None:
+        kind = type(x)  # not isinstance: a proxy may answer for something that it would have to import first
+        if x is None or issubclass(kind, _PLAIN) or id(x) in self._known:
+            return
+        self._known[id(x)] = x
+        if issubclass(kind, Tensor):
+            self.tensors.append(x)
+        elif issubclass(kind, Node):
+            self._add(lambda: (x.value,), lambda *_: f"{name}.value")
+            self._push(x.value, f"{name}.value")
+        elif issubclass(kind, dict):
+            self._mapping(x, lambda key: f"{name}[{key!r}]")
+        elif issubclass(kind, _ITEMS):
+            self._items(x, name)
+        elif issubclass(kind, np.ndarray):
+            if x.nbytes <= _LONGEST and not x.dtype.hasobject:
+                self._add(lambda: (x.tobytes(), x.dtype, x.shape), lambda *_: name)
+        else:
+            self._look_at_code(x, kind, name, root)
+
+    def _look_at_code(self, x: Any, kind: type, name: str, root: bool) -> None:
+        """Functions, classes and objects."""
+        if issubclass(kind, wrapt.ObjectProxy):  # a function under a policy
+            self._push(x.__wrapped__, name)
+        elif issubclass(kind, FunctionType):
+            if not _is_library(x):
+                self._function(x, name)
+        elif issubclass(kind, MethodType | staticmethod | classmethod | property | partial):
+            for part in ("__self__", "__func__", "fget", "func", "args", "keywords"):
+                self._push(getattr(x, part, None), name)
+        elif issubclass(kind, type):
+            if not _is_library(x):
+                self._mapping(vars(x), lambda key: f"{x.__qualname__}.{key}")
+        elif bridge.is_optimizer(x):  # its settings and its state are the step's, which every replay makes anew
+            self._add(lambda: tuple(x.params), lambda *_: f"{name}.params")
+            for index, param in enumerate(x.params):
+                self._push(param, f"{name}.params[{index}]")
+        elif not issubclass(kind, ModuleType) and (root or (_has_settings(x) and self._inside(x))):
+            self._object(x, kind, name)
+
+    def _object(self, x: Any, kind: type, name: str) -> None:
+        self._add(lambda: (type(x),), lambda *_: f"the class of {name}")
+        if hasattr(x, "__dict__"):
+            hidden = frozenset(key for key in vars(x) if self._hidden(x, key))
+            self._mapping(vars(x), lambda key: f"{name}.{key}", hidden)
+        slots = [slot for cls in kind.__mro__ for slot in _slots(cls) if hasattr(x, slot)]
+        if slots:
+            self._mapping(_Slots(x, slots), lambda key: f"{name}.{key}")
+        for cls in kind.__mro__:
+            self._push(cls, name)
+
+    def _function(self, function: FunctionType, name: str) -> None:
+        """What a function finds outside: the variables around it, the globals that it names, its defaults."""
+        cells, scope = function.__closure__ or (), function.__globals__
+        names = [used for used in _global_names(function.__code__) if used in scope]
+        labels = [*function.__code__.co_freevars, *names]
+
+        def read() -> Values:
+            return (*map(_content, cells), *map(scope.get, names), function.__defaults__, function.__code__)
+
+        self._add(read, lambda _, index: ([*labels, *[f"{name}'s code"] * 2])[index])
+        for label, value in zip(labels, read(), strict=False):
+            if isinstance(value, ModuleType):
+                self._module_variables(value, function.__code__)
+            else:
+                self._push(value, label)
+        self._push(function.__defaults__, name)
+        self._push(function.__kwdefaults__, name)
+
+    def _module_variables(self, module: ModuleType, code: CodeType) -> None:
+        """What a function may read from a module of the user's: its variables that the function names."""
+        if module.__name__.partition(".")[0] in _LIBRARIES:
+            return
+        names = [name for name in code.co_names if name in vars(module)]
+        self._add(lambda: tuple(map(vars(module).get, names)), lambda _, index: f"{module.__name__}.{names[index]}")
+        for name in names:
+            self._push(vars(module)[name], f"{module.__name__}.{name}")
+
+    def _items(self, x: Any, name: str) -> None:
+        if len(x) > _LONGEST:
+            self._add(lambda: (len(x),), lambda *_: name)
+            return
+        if not issubclass(type(x), tuple | frozenset):
+            self._add(lambda: tuple(x), lambda values, index: f"{name}[{index}]" if values else f"len({name})")
+        for index, item in enumerate(x):
+            self._push(item, f"{name}[{index}]")
+
+    def _mapping(self, x: Mapping[Any, Any], label: Callable[[Any], str], hidden: frozenset[str] = frozenset()) -> None:
+        if len(x) > _LONGEST:
+            self._add(lambda: (len(x),), lambda *_: label("..."))
+            return
+
+        def read() -> Values:
+            return (*x, *x.values())
+
+        def shown() -> Values:
+            kept = {key: value for key, value in x.items() if key not in hidden}
+            return (*kept, *kept.values())
+
+        self._add(
+            shown if hidden else read,
+            lambda values, index: label(values[index % (len(values) // 2)]) if values else label("(more or fewer)"),
+        )
+        for key, value in x.items():
+            if key not in hidden:
+                self._push(value, label(key))
+
+    def _add(self, read: Callable[[], Values], label: Callable[[Values, int], str]) -> None:
+        self._parts.append(_Part(read, label, read()))
+
+    def _push(self, x: Any, name: str) -> None:
+        self._stack.append((x, name, False))
+
+
+class _Slots(Mapping[str, Any]):
+    """The attributes that an object keeps without a dict, as a dict."""
+
+    def __init__(self, owner: Any, names: list[str]) -> None:
+        self._owner, self._names = owner, names
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._owner, name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _slots(cls: type) -> list[str]:
+    slots = vars(cls).get("__slots__", ())
+    return [slot for slot in ([slots] if isinstance(slots, str) else slots) if slot not in ("__dict__", "__weakref__")]
+
+
+def is_same(now: Any, seen: Any) -> bool:
+    """Whether a value is what it was: the same object, or an equal number or text of the same type, nan included."""
+    if now is seen:
+        return True
+    if type(now) is not type(seen):
+        return False
+    if isinstance(now, tuple):
+        return len(now) == len(seen) and all(map(is_same, now, seen))
+    if isinstance(now, MethodType):  # made anew whenever it is asked for
+        return bool(now == seen)
+    return isinstance(now, _PLAIN) and (bool(now == seen) or now != now) and repr(now) == repr(seen)  # -0.0, nan
+
+
+def _is_library(x: Any) -> bool:
+    """Whether a class or function is none of the user's."""
+    return str(getattr(x, "__module__", None) or "builtins").partition(".")[0] in _LIBRARIES
+
+
+def _has_settings(x: Any) -> bool:
+    """Whether an object's attributes may decide what a pass computes: a module's, or those of a user's class."""
+    return (
+        not _is_library(type(x))
+        or isinstance(x, _HOLDERS)
+        or bridge.is_module(x)
+        or callable(getattr(x, "parameters", None))
+    )
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+@lru_cache(maxsize=1024)
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    """Global names that a function reads, and those defined in it."""
+    names = {x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names.update(_global_names(constant))
+    return tuple(sorted(names))
