@@ -12,7 +12,7 @@ import pytest
 from netcl import autograd as ag
 from netcl.autograd.graph import CompiledGraph
 from netcl.core import transfer
-from netcl.nn.layers import Dropout, Sequential
+from netcl.nn.layers import Dropout, LeakyReLU, Sequential
 from netcl.optim import SGD, Adam, AdamW
 from netcl.runtime.capture import KernelCapture
 
@@ -480,3 +480,160 @@ def test_a_pytorch_scaler_steps_after_replays(queue: cl.CommandQueue) -> None:
 
     assert_same([weights(True)], [weights(False)])
     amp.init().shutdown()  # takes autocast's patches away
+
+
+# ---------------------------------------------------------------------------------------------- what has changed since
+
+
+def wide(queue: cl.CommandQueue) -> Any:
+    """Enough parameters for fused AdamW, which moves them into one buffer at its first real step."""
+    return mlp(queue, 10, 96, 96, 96, 3)
+
+
+@pytest.mark.parametrize("kind", ["graph", "graph around the step", "capture"])
+def test_recordings_follow_parameters_that_an_optimizer_moves(queue: cl.CommandQueue, kind: str) -> None:
+    """Fused AdamW does at its first real step, which comes late when the first steps overflow."""
+    batches = poisoned(BATCHES[:7], 0, 1)
+
+    def run(records: bool) -> list[list[Any]]:
+        with init() as handle:
+            run = Trainer(queue, handle, "sgd")
+            run.model = wide(queue)
+            run.params = list(run.model.parameters())
+            run.optimizer = AdamW(run.params, lr=0.01)
+            x, y = to_device(queue, batches[0]), to_device(queue, TARGETS[0])
+            whole = kind != "graph"
+            play = None
+            found = []
+            for batch in batches:
+                x.write(batch)
+                if play is not None:
+                    play()
+                elif not records:
+                    loss = run.step(x, y) if whole else run.backward(x, y)
+                elif kind == "capture":
+                    capture = KernelCapture()
+                    capture.begin()
+                    loss = run.step(x, y)
+                    capture.end()
+                    play = capture.replay
+                else:
+                    graph = CompiledGraph(run.params)
+                    loss = record(graph, run.step if whole else run.backward, x, y)
+                    play = lambda graph=graph: graph.replay([x, y])  # noqa: E731
+                if not whole:
+                    run.optimizer.step()
+                found.append(run.result(loss))
+            return found
+
+    results = run(True)
+    assert (results[-1][1] != results[2][1]).any()
+    assert_same(results, run(False))
+
+
+def _other_weight(queue: cl.CommandQueue, model: Any) -> None:
+    model.layers[0].weight = Parameter.from_host(queue, model.layers[0].weight.to_host() * 2)
+
+
+MODEL_CHANGES: dict[str, tuple[Callable[[cl.CommandQueue, Any], None], str]] = {
+    "weight": (_other_weight, r"weight has changed"),
+    "layer": (lambda queue, model: model.layers.__setitem__(2, Dropout(0.1)), r"layers\[2\] has changed"),
+    "mode": (lambda queue, model: setattr(model.layers[1], "training", False), r"training has changed"),
+    "setting": (lambda queue, model: setattr(model.layers[1], "p", 0.25), r"\.p has changed"),
+    "frozen": (lambda queue, model: model.layers[0].freeze(), r"requires_grad of a parameter of shape \(10, 16\)"),
+    "decorated": (lambda queue, model: amp.decorate(model, level="O2"), r"dtype of a parameter|class of"),
+}
+
+
+@pytest.mark.parametrize("change", MODEL_CHANGES)
+def test_a_graph_of_netcls_refuses_a_model_that_has_changed(queue: cl.CommandQueue, change: str) -> None:
+    """It says what has, and that it must be recorded again; nothing is launched, no gradient touched."""
+    apply, message = MODEL_CHANGES[change]
+    with init() as handle:
+        run = Trainer(queue, handle, "sgd")
+        run.model = Sequential(run.model.layers[0], Dropout(0.5), *run.model.layers[1:])
+        graph = CompiledGraph(run.params)
+        inputs = [to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])]
+        record(graph, run.backward, *inputs)
+        run.optimizer.step()
+        graph.replay(inputs)
+        run.optimizer.zero_grad()
+        apply(queue, run.model)
+        with pytest.raises(RuntimeError, match=f"{message}.* Record the pass again"):
+            graph.replay(inputs)
+        assert all(param.grad is None for param in run.params)
+
+
+def test_a_counter_of_the_models_own_does_not_part_it_from_its_recording(queue: cl.CommandQueue) -> None:
+    class Counts(Sequential):
+        def forward(self, x: Any) -> Any:
+            self.calls = getattr(self, "calls", 0) + 1
+            self._kept = [self.calls]
+            return super().forward(x)
+
+    with init() as handle:
+        run = Trainer(queue, handle, "sgd")
+        run.model = Counts(*run.model.layers)
+        run.model(ag.tensor(to_device(queue, BATCHES[0])))
+        graph = CompiledGraph(run.params)
+        inputs = [to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])]
+        record(graph, run.step, *inputs)
+        run.model(ag.tensor(to_device(queue, BATCHES[1])))
+        graph.replay(inputs)
+        assert handle.last_step.stepped
+
+
+def test_a_graph_of_netcls_refuses_inputs_that_do_not_share_memory_as_they_did(queue: cl.CommandQueue) -> None:
+    x, y = to_device(queue, BATCHES[0]), to_device(queue, BATCHES[1])
+    weight = Parameter.from_host(queue, BATCHES[2])
+
+    def together(x: Tensor, y: Tensor) -> Any:
+        return ag.add(ag.mul(ag.tensor(x), 2.0), ag.tensor(y))
+
+    def with_weight(x: Tensor) -> Any:
+        return ag.add(ag.mul(ag.tensor(x), 2.0), ag.tensor(weight))
+
+    with init("float32"):
+        graph = CompiledGraph([])
+        out = record(graph, together, x, x)
+        graph.replay([y, y])
+        np.testing.assert_array_equal(out.value.to_host(), BATCHES[1] * 3)
+        with pytest.raises(RuntimeError, match="share memory, and these do not"):
+            graph.replay([x, y])
+        graph = CompiledGraph([])
+        out = record(graph, together, x, y)
+        graph.replay([y, y])
+        np.testing.assert_array_equal(out.value.to_host(), BATCHES[1] * 3)
+        graph = CompiledGraph([])
+        view = Tensor(weight.buffer, weight.shape, weight.dtype, weight.context, queue)
+        out = record(graph, with_weight, view)
+        graph.replay([weight])
+        np.testing.assert_array_equal(out.value.to_host(), BATCHES[2] * 3)
+        with pytest.raises(RuntimeError, match=r"inputs\[0\] was recorded in the memory of"):
+            graph.replay([x])
+
+
+@pytest.mark.parametrize("change", ["weight", "moved", "setting", "mode", "trained"])
+def test_a_compiled_forward_pass_gives_todays_result_or_refuses(queue: cl.CommandQueue, change: str) -> None:
+    x = to_device(queue, BATCHES[0])
+    with amp.init(dtype="float32"), ag.no_grad():
+        model = mlp(queue, 10, 16, 3)
+        model.layers[1] = LeakyReLU(0.01)
+        compiled = model.compile_forward(x)
+        first = model.layers[0]
+        if change in ("weight", "setting"):
+            if change == "weight":
+                first.weight = Parameter.from_host(queue, first.weight.to_host() * 2)
+            else:
+                model.layers[1].negative_slope = 0.5
+            with pytest.raises(RuntimeError, match=r"has changed since it was made.*invalidate_compiled"):
+                compiled(x)
+            compiled = model.compile_forward(x)  # not the old one
+        elif change == "moved":
+            first.weight.buffer = Parameter.from_host(queue, first.weight.to_host() * 2).buffer
+        elif change == "mode":
+            model.train()
+        else:
+            first.weight.write(first.weight.to_host() * 2)
+        model.eval()
+        np.testing.assert_array_equal(compiled(x).to_host(), model(x).to_host())
