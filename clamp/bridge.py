@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, TypeAlias
@@ -25,6 +25,7 @@ from netcl.nn.batchnorm import BatchNorm2dModule as BatchNorm2d
 from netcl.nn.layers import Module
 from netcl.nn.state import invalidate_derived
 from netcl.ops.bf16_act import from_bf16_host, to_bf16_host
+from netcl.optim import adamw
 from netcl.optim._utils import is_frozen_param as is_frozen
 
 __all__ = [
@@ -416,13 +417,31 @@ def without_write_back(masters: Sequence[Tensor]) -> Iterator[None]:
             master._model_param = model
 
 
-#: where netcl's optimizers keep arrays, by id of the parameter
+#: where netcl's optimizers keep arrays and buffers, by id of the parameter
 _HOST_STATE = ("velocity", "vel", "m", "v", "square_avg", "mom")
+_DEVICE_STATE = ("_v_buf", "_m_buf")
 
 
 def is_kernel_store(name: str) -> bool:
     """Whether an attribute of netcl's optimizers holds compiled kernels, which are no state."""
     return name.endswith(("_kernel", "_kernels"))
+
+
+def is_state_by_parameter(name: str, value: Any, parameters: Container[int]) -> bool:
+    """Whether an attribute of an optimizer of netcl's is a dict by ``id`` of the parameter.
+
+    Args:
+        parameters: the ids of the optimizer's parameters. The dict may have more: of such as have left it.
+    """
+    if not isinstance(value, dict):
+        return False
+    known = name in _HOST_STATE or name in _DEVICE_STATE
+    return known or any(key in parameters for key in value) or any(isinstance(x, cl.Buffer) for x in value.values())
+
+
+def fused_size(size: int) -> int:
+    """How many elements a parameter of ``size`` takes in the buffers of fused AdamW."""
+    return adamw._aligned_size(size, adamw._SUBBUF_ALIGN_FLOATS)
 
 
 def is_netcl_optimizer(optimizer: Any) -> bool:
@@ -451,21 +470,28 @@ def replace_parameter(optimizer: Any, index: int, new: Tensor) -> None:
 def add_missing_state(optimizer: Any) -> None:
     """Gives parameters that were added to ``optimizer.params`` the state of new ones.
 
-    netcl's optimizers make it at construction only, and fused AdamW forgets all moments when it meets a new
-    parameter: it goes on parameter by parameter instead, with the moments that it has.
+    netcl's optimizers make it at construction only, and fused AdamW forgets all moments when it meets another list of
+    parameters (one more or less, frozen, or in another order): it goes on parameter by parameter instead, with the
+    moments that it has.
     """
     params = optimizer.params
+    ids = {id(param) for param in params}
     for name in _HOST_STATE:
         state = vars(optimizer).get(name)
-        if isinstance(state, dict) and len(state) < len(params):
+        if isinstance(state, dict) and not ids <= state.keys():
             for param in params:
-                state.setdefault(id(param), np.zeros(param.shape, np.float32))
+                if id(param) not in state:
+                    state[id(param)] = np.zeros(param.shape, np.float32)
     fused = getattr(optimizer, "_fused_state", None)
-    if fused is not None and len(fused["offsets"]) < len(params):
+    if fused is not None and [id(param) for param, _, _ in fused["offsets"]] != _stepped_ids(params):
         for param, offset, size in fused["offsets"]:
             optimizer._m_buf[id(param)] = fused["m_flat"].get_sub_region(offset * 4, size * 4)
             optimizer._v_buf[id(param)] = fused["v_flat"].get_sub_region(offset * 4, size * 4)
         optimizer._fused_state, optimizer._fused_enabled = None, False
+
+
+def _stepped_ids(params: Sequence[Tensor]) -> list[int]:
+    return [id(param) for param in params if not is_frozen(param) and not is_frozen(model_parameter(param))]
 
 
 def _state_dicts(optimizer: Any) -> list[dict[int, Any]]:

@@ -229,6 +229,7 @@ window (1, 1, 0, 0)
 mode [0. 0. 0.]
 border 2.0
 moments of 8 parameters
+two steps with one gradient: 0.0017
 mean of 1 and 3: [4.]
 rows (2, 1)
 bfloat16 [16256]
@@ -265,6 +266,7 @@ window raises
 mode raises
 border raises
 moments of 9 parameters
+two steps with one gradient: 0.0020
 mean of 1 and 3: [2.]
 rows (2, 1)
 bfloat16 [1.]
