@@ -329,11 +329,11 @@ def load_state_dict(state: dict[str, dict[str, Any]]) -> None:
     try:
         for scaler, name in zip(scalers, expected, strict=True):
             scaler.load_state_dict(state[name])
-    except Exception:
+        handle.scalers_loaded()
+    except BaseException:  # an interrupt, too
         for scaler, saved in zip(scalers, before, strict=True):
             scaler.load_state_dict(saved)
         raise
-    handle.scalers_loaded()
 
 
 def save_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any = (), **extra: Any) -> None:
@@ -341,10 +341,11 @@ def save_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
 
     Args:
         path: of the file; one that is there is replaced, at once and as a whole.
-        models: a netcl module, an object with ``parameters()``, a list or dict of tensors, or a list of these.
-            Parameters, fp32 masters and buffers are saved.
-        optimizers: one or a list. Of netcl's all state and hyperparameters are saved, by their attributes; another
-            one needs ``state_dict()`` and ``load_state_dict()``.
+        models: a netcl module, an object with ``parameters()``, a list or dict of tensors, or a list of these; a
+            dict of modules is one model, whose names begin with its keys. Parameters, fp32 masters and buffers are
+            saved.
+        optimizers: one or a list. Of netcl's all state and hyperparameters are saved, by their attributes and the names
+            of the parameters in the models; another one needs ``state_dict()`` and ``load_state_dict()``.
         extra: numbers, texts, numpy arrays, and dicts, lists and tuples of these: history, epoch,
             ``np.random.get_state()`` (dropout draws from it), ``vars(scheduler)``.
 
@@ -364,6 +365,9 @@ def save_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
 def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any = ()) -> dict[str, Any]:
     """Goes on where ``save_checkpoint`` left off. Pass the same models and optimizers, in the same order.
 
+    An optimizer's parameters may come in another order: their state is found by their names in the models. Whatever
+    fails, an optimizer's own ``load_state_dict`` or an interrupt included, is undone.
+
     A run may go on at another level or dtype: 16-bit parameters take the values of float32 ones and the other way
     round, through their masters where there are any. Loss scales are restored if AMP is active; where the saved run
     had no loss scaling (bfloat16, float32), a dynamic scale starts from its beginning.
@@ -375,6 +379,7 @@ def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
         CheckpointError: the file is no checkpoint, is damaged or truncated, or does not fit. Nothing was changed.
         FileNotFoundError: there is no such file.
         ValueError: the number of loss scales differs. Nothing was changed.
+        TypeError: what was passed is no model, or no optimizer.
     """
     return checkpoint.load(path, models, optimizers, _load_scales if session.active_handle() else None)
 

@@ -3,8 +3,10 @@
 Arrays lie in it as they were on the device, bit for bit; everything else, and what each array is, stands in one JSON
 text:
 
-    clamp.json     {"format": "clamp checkpoint", "version": 1, "models": [...], "optimizers": [...], "amp": ..., ...}
+    clamp.json     {"format": "clamp checkpoint", "version": 2, "models": [...], "optimizers": [...], "amp": ..., ...}
     0, 1, 2 ...    the arrays that the text refers to as {"array": "0", "dtype": "bfloat16"}
+
+Version 1 did not name the parameters of optimizers (checkpoint_optimizers.py reads both).
 
 A file is checked as a whole when it is read, and written beside its place and moved there.
 """
@@ -31,8 +33,10 @@ Array: TypeAlias = npt.NDArray[Any]
 Json: TypeAlias = Any
 
 _FORMAT = "clamp checkpoint"
-_VERSION = 1
+_VERSION = 2
+_READABLE = (1, 2)
 _TEXT = "clamp.json"
+_DEEPEST = 50  # containers in one another; what is nested without end would be saved and could not be read
 
 
 class CheckpointError(ValueError):
@@ -53,9 +57,11 @@ def write(path: Path, content: Mapping[str, Json], arrays: Mapping[str, Array]) 
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(FileNotFoundError):
             os.unlink(name)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk does not say whose
+            raise OSError(error.errno, f"{error.strerror or error}, while writing a checkpoint", str(path)) from error
         raise
 
 
@@ -82,36 +88,28 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     text = arrays.pop(_TEXT, None)
     try:
         content = json.loads(text.tobytes()) if text is not None else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is no checkpoint of clamp's (amp.save_checkpoint writes them)")
-    if content.get("version") != _VERSION:
+    if content.get("version") not in _READABLE:
         raise CheckpointError(
-            f"{path} has format version {content.get('version')!r}, this clamp reads version {_VERSION}: "
+            f"{path} has format version {content.get('version')!r}, this clamp reads versions up to {_VERSION}: "
             "load it with the clamp that wrote it, or a newer one"
         )
     return content, arrays
 
 
 class Encoder:
-    """Turns values into JSON, and collects their arrays."""
+    """Turns values into JSON, and collects their arrays. A tensor that is met twice is one array."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, Array] = {}
-        self._masters: set[int] = set()
+        self._tensors: dict[int, tuple[Tensor, Json]] = {}  # with the tensor, so that its id stays its own
 
-    def parameter(self, tensor: Tensor) -> Json:
+    def parameter(self, tensor: Tensor, master: Tensor | None) -> Json:
         """A model's tensor, and the fp32 master that it may have."""
-        master = bridge.master_of(tensor)
-        return {"value": self.tensor(tensor), "master": None if master is None else self.master(master)}
-
-    def master(self, master: Tensor) -> Json:
-        """An fp32 master, if it has not been saved before."""
-        if id(master) in self._masters:
-            return None
-        self._masters.add(id(master))
-        return self.tensor(master)
+        return {"value": self.tensor(tensor), "master": None if master is None else self.tensor(master)}
 
     def array(self, array: Array, dtype: str) -> Json:
         name = str(len(self.arrays))
@@ -120,29 +118,34 @@ class Encoder:
 
     def tensor(self, tensor: Tensor) -> Json:
         """A tensor's bits."""
-        dtype = bridge.canonical_dtype(tensor.dtype)
-        words = np.dtype(f"u{bridge.nbytes(tensor) // tensor.size}") if tensor.size else np.dtype(np.uint8)
-        return self.array(bridge.read_bytes(tensor).view(words).reshape(tuple(tensor.shape)), dtype)
+        if id(tensor) not in self._tensors:
+            dtype = bridge.canonical_dtype(tensor.dtype)
+            words = np.dtype(f"u{bridge.nbytes(tensor) // tensor.size}") if tensor.size else np.dtype(np.uint8)
+            bits = bridge.read_bytes(tensor).view(words).reshape(tuple(tensor.shape))
+            self._tensors[id(tensor)] = tensor, self.array(bits, dtype)
+        return self._tensors[id(tensor)][1]
 
-    def value(self, value: Any, where: str) -> Json:
+    def value(self, value: Any, where: str, depth: int = 0) -> Json:
         """Numbers, texts, None, numpy arrays, and dicts, lists and tuples of these.
 
         Raises:
-            TypeError: it is something else.
+            TypeError: it is something else, or contains itself.
         """
         if value is None or type(value) in (bool, int, float, str):
             return value
-        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        if isinstance(value, np.ndarray | np.generic) and _is_plain(value):
             kind = "number" if isinstance(value, np.generic) else "numpy"
             return {**self.array(np.asarray(value), kind)}
+        if depth == _DEEPEST:
+            raise TypeError(f"{where[:80]}... is nested more than {_DEEPEST} deep, or contains itself")
         if isinstance(value, list):
-            return [self.value(item, f"{where}[{index}]") for index, item in enumerate(value)]
+            return [self.value(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]
         if isinstance(value, tuple):
-            return {"tuple": [self.value(item, f"{where}[{index}]") for index, item in enumerate(value)]}
+            return {"tuple": [self.value(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]}
         if isinstance(value, dict):
             # Pairs, because JSON's keys are texts.
             pairs = [
-                [self.value(key, f"{where}'s key"), self.value(item, f"{where}[{key!r}]")]
+                [self.value(key, f"{where}'s key", depth + 1), self.value(item, f"{where}[{key!r}]", depth + 1)]
                 for key, item in value.items()
             ]
             return {"dict": pairs}
@@ -150,6 +153,11 @@ class Encoder:
             f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: pass numbers, texts, None, numpy "
             "arrays, or dicts, lists and tuples of these (of an object, vars(x) or its state_dict())"
         )
+
+
+def _is_plain(array: Array | np.generic) -> bool:
+    """Whether an array is numbers and nothing else: a masked one would lose its mask."""
+    return array.dtype.kind in "biufc" and not isinstance(array, np.ma.MaskedArray)
 
 
 class Decoder:

@@ -256,7 +256,7 @@ def damage(kind: str, file: Path) -> None:
     elif kind == "a newer version":
         with np.load(file) as arrays:
             saved = dict(arrays)
-        text = saved["clamp.json"].tobytes().replace(b'"version": 1', b'"version": 9')
+        text = saved["clamp.json"].tobytes().replace(b'"version": 2', b'"version": 9')
         np.savez(file, **{**saved, "clamp.json": np.frombuffer(text, np.uint8)})
     elif kind == "a missing array":
         with np.load(file) as arrays:
