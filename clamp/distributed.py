@@ -17,13 +17,14 @@ MPI libraries take host memory (few are built to take OpenCL's), so that gradien
 only here: collected on the device into one buffer, read once, written once.
 
 Whatever a rank does next with the others begins with a header, an exception included, so that none waits for one that
-has failed (clamp/meeting.py). This module imports no MPI: the communicator, mpi4py's, brings it along.
+has failed (clamp/meeting.py). Headers tell as well whether the ranks still train the same parameters
+(clamp/rank_parameters.py). This module imports no MPI: the communicator, mpi4py's, brings it along.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -36,6 +37,7 @@ from clamp.cache import weights
 from clamp.meeting import Kind, Meeting, RankError
 from clamp.ops.concat import Part, assemble, split
 from clamp.ops.words import from_words, to_words
+from clamp.rank_parameters import RankParameters, digest, shapes_of
 from clamp.recording import recorder
 from clamp.scaler import LossScale, NoLossScale
 
@@ -85,7 +87,8 @@ class Ranks:
         self.reduce_dtype = name
         self._comm = comm.Dup()
         self._meeting = Meeting(self._comm)
-        self._checked: set[int] = set()  # parameters known to be equal
+        self._parameters = RankParameters(self._comm)
+        self._warned = False
 
     @property
     def rank(self) -> int:
@@ -116,7 +119,8 @@ class Ranks:
         if self.rank == 0:
             for tensor, begin, end in zip(tensors, places, places[1:], strict=False):
                 message[begin:end] = bridge.read_bytes(tensor)
-        self._meeting.exchange(Kind.BROADCAST, layout=_digest(_shapes(tensors)))
+        self._meeting.exchange(Kind.BROADCAST, layout=digest(shapes_of(tensors)))
+        self._parameters.name(roots)
         self._comm.Bcast(message, root=0)
         if self.rank != 0:
             for tensor, begin, end in zip(tensors, places, places[1:], strict=False):
@@ -125,25 +129,26 @@ class Ranks:
 
     # ------------------------------------------------------------------------------------------ one pass
 
-    def begin_pass(self) -> None:
-        """A backward pass begins on this rank.
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """A scaled backward pass on this rank, from the first check of its arguments to its last message.
+
+        Whatever is raised inside is told to the others, who raise a RankError that names this rank; all of them may
+        catch it and go on with the next pass. Passes may nest.
 
         Raises:
             RankError: the ranks have parted.
-            RuntimeError: launches are being recorded, and a replay would meet nobody.
+            RuntimeError: launches are being recorded, and a replay would meet nobody; or ``average`` was not called.
         """
-        if recorder() is not None:
-            raise RuntimeError("a recorded step cannot average gradients over ranks: run it eagerly")
-        self._meeting.begin_pass()
-
-    @contextmanager
-    def one_pass(self) -> Iterator[None]:
-        """Around a backward pass of this rank: an exception inside it is announced to the others."""
-        self.begin_pass()
+        begun = self._meeting.begin_pass()
         try:
+            if recorder() is not None:
+                raise RuntimeError("a recorded step cannot average gradients over ranks: run it eagerly")
             yield
+            if self._meeting.is_open(begun):
+                raise RuntimeError("a pass has ended without the average over the ranks, for which they wait")
         except BaseException as error:
-            self.failed(error)
+            self._meeting.failed(error, begun)
             raise
 
     def average(
@@ -151,7 +156,8 @@ class Ranks:
     ) -> list[Tensor | None]:
         """The mean over all ranks of each gradient, which is still multiplied by the loss scale.
 
-        A gradient that only some ranks have counts as zeros on the others; one that nobody has is None.
+        A gradient that only some ranks have counts as zeros on the others; one that nobody has is None. A rank that
+        has none at all is warned of once.
 
         Args:
             params: the parameters, one a gradient, the same on all ranks.
@@ -162,7 +168,9 @@ class Ranks:
             New float32 tensors, the same bits on all ranks.
 
         Raises:
-            RankError: another rank has failed or left, or parameters, shapes or loss scales differ.
+            RankError: another rank has failed or left, or parameters, their shapes, which of them are frozen, or loss
+                scales differ.
+            RuntimeError: no rank has any gradient.
             ValueError: float16 cannot be reduced in, because no loss scaling would notice an overflow.
         """
         if self.reduce_dtype == "float16" and isinstance(scaler, NoLossScale):
@@ -175,24 +183,40 @@ class Ranks:
         mine = self._collect(params, gradients)
         theirs, averages = np.empty_like(mine), np.empty_like(mine)
         headers = self._meeting.exchange(
-            Kind.PASS,
-            layout=_digest(_shapes(params)),
-            present=_digest(present.tobytes()),
-            parameters=self._parameters_to_check(params),
-            scale=scaler.scale,
+            Kind.PASS, present=digest(present.tobytes()), scale=scaler.scale, **self._parameters.header(params)
         )
-        self._checked.update(id(param) for param in params)
+        self._parameters.require_alike(params, headers)
         if (headers["present"] != headers["present"][0]).any():
             everyones = np.empty((self.size, len(present)), np.bool_)
             self._comm.Allgather(present, everyones)
+            self._warn_of_idle(everyones)
             present = np.any(everyones, axis=0)
+        if not present.any():
+            raise RuntimeError(
+                "no backward has reached a parameter on any rank: inside `with handle.scale_loss(loss, optimizer) as "
+                "scaled_loss` run scaled_loss.backward(), or tape.backward(scaled_loss). A loss whose tape is gone, "
+                "that was computed under no_grad or only from frozen parameters, reaches none."
+            )
         self._comm.Alltoall(mine, theirs)
         self._comm.Allgather(_mean(theirs.reshape(self.size, -1), self.reduce_dtype), averages)
         return self._hand_out(params, averages, present)
 
     def failed(self, error: BaseException) -> None:
-        """Tells the others that this pass ends in an error here; they raise a RankError."""
+        """Tells the others that the innermost pass ends in an error here; they raise a RankError."""
         self._meeting.failed(error)
+
+    def _warn_of_idle(self, present: Array) -> None:
+        """Says once, on all ranks, that one has no gradient at all. It may be meant: a rank may be out of rows."""
+        idle = np.flatnonzero(~present.any(axis=1))
+        if idle.size and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"rank {', '.join(map(str, idle))} had no gradient in this pass: no backward reached a parameter. "
+                f"It counts as zeros in the mean over {self.size} ranks. If it has no rows, weigh the other ranks' "
+                "losses: rows * ranks.size / global_rows. This is said once.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def leave(self) -> None:
         """This rank has ended its training; waits for the others to say the same.
@@ -217,8 +241,6 @@ class Ranks:
         return bridge.read_bytes(together).view(words)
 
     def _hand_out(self, params: Sequence[Tensor], averages: Array, present: Array) -> list[Tensor | None]:
-        if not present.any():
-            return [None] * len(params)
         together = bridge.empty(params[0].queue, averages.shape, self.reduce_dtype)
         bridge.write_bytes(together, averages.view(np.uint8))
         begins = np.cumsum([0, *(param.size for param in params)])
@@ -236,14 +258,6 @@ class Ranks:
             gradients[index] = target
         return gradients
 
-    def _parameters_to_check(self, params: Sequence[Tensor]) -> int:
-        if all(id(param) in self._checked for param in params):
-            return 0
-        digest = hashlib.blake2b(digest_size=8)
-        for param in params:
-            digest.update(bridge.read_bytes(param).tobytes())
-        return int.from_bytes(digest.digest(), "little") | 1
-
 
 def _mean(shares: Array, dtype: str) -> Array:
     """The mean of the rows in float32, added in their order, as words of ``dtype``."""
@@ -253,14 +267,6 @@ def _mean(shares: Array, dtype: str) -> Array:
             total += from_words(share, dtype)
         total /= np.float32(len(shares))
         return to_words(total, dtype)
-
-
-def _digest(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-
-def _shapes(tensors: Iterable[Tensor]) -> bytes:
-    return repr([(tuple(tensor.shape), bridge.canonical_dtype(tensor.dtype)) for tensor in tensors]).encode()
 
 
 def _tensors_of(root: Any) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ import sys
 import time
 import types
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, TypeAlias
 
@@ -50,12 +51,34 @@ _HEADER = np.dtype(
         ("kind", np.uint8),
         ("passes", np.uint64),  # begun so far
         ("layout", np.uint64),  # digest of the shapes
+        ("names", np.uint64),  # digest of the parameters' names; 0 where they are not known
+        ("trained", np.uint64),  # digest of which parameters are frozen, and which require a gradient
         ("present", np.uint64),  # digest of which gradients there are
-        ("parameters", np.uint64),  # digest of the parameters' bits, at an optimizer's first pass; else 0
+        ("compared", np.uint64),  # how often these parameters have been compared
+        ("parameters", np.uint64),  # digest of the bits of those whose turn it is
+        ("device", np.uint64),  # digest of what computes
         ("scale", np.float64),
         ("text", "S400"),
     ]
 )
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A backward pass that has begun on this rank."""
+
+    number: int
+
+
+@dataclass
+class _Message:
+    """Headers on their way: MPI writes into the arrays until the request is done."""
+
+    request: Any
+    kind: Kind
+    mine: Array
+    headers: Array
+    waited: bool = False
 
 
 class Meeting:
@@ -68,23 +91,28 @@ class Meeting:
     def __init__(self, comm: Any) -> None:
         self._comm = comm
         self._passes = 0
-        self._met = True  # whether this pass's header has been exchanged
+        self._open: list[Pass] = []  # passes whose header has not been exchanged, the innermost last
         self._parted: str = ""  # why the ranks cannot go on together
-        self._unheard: Any = None  # an exchange that the others have not joined
+        self._unheard: _Message | None = None  # a header that the others have not answered yet
         self._hook = sys.excepthook
         self._our_hook = self._excepthook
         sys.excepthook = self._our_hook
         atexit.register(self._at_exit)
 
-    def begin_pass(self) -> None:
-        """A backward pass begins on this rank; it ends with a header.
+    def begin_pass(self) -> Pass:
+        """A backward pass begins on this rank; it ends with a header. Passes may nest.
 
         Raises:
             RankError: the ranks have parted.
         """
         self._require_together()
         self._passes += 1
-        self._met = False
+        self._open.append(Pass(self._passes))
+        return self._open[-1]
+
+    def is_open(self, begun: Pass) -> bool:
+        """Whether this pass's header has not been exchanged yet."""
+        return any(one is begun for one in self._open)
 
     def exchange(self, kind: Kind, patience: float | None = None, text: str = "", **fields: Any) -> Array:
         """Exchanges headers; returns everybody's.
@@ -96,28 +124,49 @@ class Meeting:
             RankError: the others do something else, or did not come in time.
         """
         self._require_together()
+        if self._unheard is not None:  # an earlier pass's error: the others are on their way to it
+            with suppress(RankError):
+                self._hear(patience)
+            self._require_together()
         mine = np.zeros(1, _HEADER)
         mine["kind"], mine["passes"] = kind, self._passes
         mine["text"] = text.encode("utf-8", "replace")[: _HEADER["text"].itemsize]
         for name, value in fields.items():
             mine[name] = value
         headers = np.zeros(self._comm.size, _HEADER)
+        if kind in (Kind.PASS, Kind.FAILED) and self._open:
+            self._open.pop()
         request = self._comm.Iallgather(mine.view(np.uint8), headers.view(np.uint8))
-        if patience is None:
-            request.Wait()
-        elif not _done(request, patience):
-            self._unheard = request, mine, headers
-            self._parted = f"the other ranks did not hear for {patience:g} s that this rank {_DOES[kind]}"
-            raise RankError(self._parted)
-        self._met = True
-        self._check(kind, headers)
-        return headers
+        self._unheard = _Message(request, kind, mine, headers)
+        return self._hear(patience)
 
-    def failed(self, error: BaseException) -> None:
-        """Tells the others that this pass ends in an error here; they raise a RankError."""
-        if self._met or self._parted:
+    def _hear(self, patience: float | None) -> Array:
+        """Waits for the others' headers, and looks at them. Those of a failed pass may come later."""
+        message = self._unheard
+        assert message is not None
+        if patience is None:
+            message.request.Wait()
+        elif not _done(message.request, patience):
+            why = f"the other ranks did not hear for {patience:g} s that this rank {_DOES[message.kind]}"
+            if message.kind is not Kind.FAILED or message.waited:
+                self._parted = why
+            message.waited = True
+            raise RankError(why)
+        self._unheard = None
+        self._check(message.kind, message.headers)
+        return message.headers
+
+    def failed(self, error: BaseException, begun: Pass | None = None) -> None:
+        """Tells the others that a pass ends in an error here, if its header is not behind it; they raise a RankError.
+
+        Where they are still busy with that pass they will hear of it when they end it, and this rank goes on.
+
+        Args:
+            begun: which pass; the innermost if None.
+        """
+        if self._parted or not self._open or not (begun is None or self.is_open(begun)):
             return
-        with suppress(RankError):  # all that matters here is that they have heard
+        with suppress(RankError):  # all that matters here is that they have heard, or will hear
             self.exchange(Kind.FAILED, text=_name(error), patience=_PATIENCE)
 
     def _check(self, kind: Kind, headers: Array) -> None:
@@ -135,12 +184,8 @@ class Meeting:
         if kind is Kind.PASS or kind is Kind.BROADCAST:
             _check_alike("layout", headers, "the tensors' number or shapes differ: build the same model on every rank")
         if kind is Kind.PASS:
-            _check_alike(
-                "parameters",
-                headers,
-                "the parameters differ: call ranks.broadcast(model) after `ranks = handle.distribute(comm)` and before "
-                "the first pass, or give every rank the same seed",
-            )
+            if headers["names"].all():
+                _check_alike("names", headers, "parameters stand in another order: build the optimizers alike")
             _check_alike("scale", headers, "the loss scales differ: load the same amp.state_dict() on every rank")
 
     def _require_together(self) -> None:
@@ -191,7 +236,7 @@ class Meeting:
             self.leave()
         except RankError as error:
             sys.stderr.write(f"clamp: rank {self._comm.rank}: {error}\n")
-        if self._unheard is not None and not _done(self._unheard[0], _LAST_PATIENCE):
+        if self._unheard is not None and not _done(self._unheard.request, _LAST_PATIENCE):
             sys.stderr.write(f"clamp: rank {self._comm.rank}: {self._parted}; the job is ended\n")
             sys.stderr.flush()
             self._comm.Abort(1)

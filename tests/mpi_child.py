@@ -302,8 +302,13 @@ def differs_in_its_scale(queue: cl.CommandQueue) -> None:
     train_until(queue, event)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Runs the modes that the command names."""
     for name in sys.argv[1].split(","):
         MODES[name](open_queue())
     if RANK == 0:
         print("all well")
+
+
+if __name__ == "__main__":
+    main()
