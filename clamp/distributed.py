@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -149,6 +149,16 @@ class Ranks:
                 raise RuntimeError("a pass has ended without the average over the ranks, for which they wait")
         except BaseException as error:
             self._meeting.failed(error, begun)
+            raise
+
+    @contextmanager
+    def checks(self) -> Iterator[None]:
+        """Around what is checked before ``one_pass``: an error there takes the place of the pass that the others do."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(RankError):  # they have parted: nobody waits
+                self._meeting.failed(error, self._meeting.begin_pass())
             raise
 
     def average(

@@ -152,6 +152,13 @@ class AmpHandle:
                 has no graph: its tape is gone, or nothing in it is trained. Inside the ``with``: backward is run from
                 the loss itself. At its end: no gradient of the scaled loss has reached a parameter.
         """
+        with nullcontext() if self._ranks is None else self._ranks.checks():
+            optimizers = self._named(optimizer)
+            self._check_loss_id(loss_id)
+        return self.scaled(loss, optimizers, self._own_scalers[loss_id])
+
+    def _named(self, optimizer: Any) -> list[Any]:
+        """The optimizers that ``scale_loss`` was given."""
         self._require_active("scale_loss")
         if self._wrapped_scalers:
             raise RuntimeError(
@@ -161,12 +168,14 @@ class AmpHandle:
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         if not optimizers:
             raise ValueError("scale_loss got an empty list of optimizers: pass the optimizers that will step")
+        return optimizers
+
+    def _check_loss_id(self, loss_id: int) -> None:
         if loss_id not in range(len(self._own_scalers)):
             raise ValueError(
                 f"loss_id must be from 0 to {len(self._own_scalers) - 1}, got {loss_id!r}: "
                 "pass the number of losses to amp.initialize(num_losses=...)"
             )
-        return self.scaled(loss, optimizers, self._own_scalers[loss_id])
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """An optimizer with its own loss scalers, one for each of its ``num_loss`` backward passes a step.

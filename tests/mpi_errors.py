@@ -79,10 +79,17 @@ def an_error_in_a_pass_reaches_the_others(queue: cl.CommandQueue) -> None:
                     raise ValueError("two elements")
                 average(ranks, model)
 
+        def refused_by_rank_1() -> None:
+            with ranks.checks():
+                if RANK == 1:
+                    raise ValueError("two elements")
+            one(False)
+
         def well_but_inner() -> None:
             assert error_in(lambda: one(True)) == heard("two elements")
 
         assert error_in(lambda: one(True)) == heard("two elements")
+        assert error_in(refused_by_rank_1) == heard("two elements")
         assert error_in(lambda: one(False, inner=well_but_inner)) == ""
         assert error_in(lambda: one(True, inner=lambda: one(False))) == heard("two elements")
         train(queue, handle, model, optimizer)
