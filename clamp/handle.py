@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -71,6 +72,7 @@ class AmpHandle:
             wants_scaling=region.dtype == "float16" and self._scaler.scales,
         )
         self._on_shutdown = on_shutdown
+        self._shown: weakref.ref[Any] | None = None  # a scaler of netcl's that rules in place of the handle's
         self._scales = QueueScales(make_scaler)
         self._ranks: Ranks | None = None
         replicas = {
@@ -90,8 +92,12 @@ class AmpHandle:
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale; waits for the device and reads a few bytes from it."""
-        return self._scaler.scale
+        """The current loss scale; waits for the device and reads a few bytes from it.
+
+        After a step by a scaler of netcl's, a Trainer's say, that scaler's, until the handle scales a loss again.
+        """
+        shown = self._shown() if self._shown is not None else None
+        return self._scaler.scale if shown is None else _scale_of(shown)
 
     @property
     def scalers(self) -> list[LossScale]:
@@ -218,6 +224,7 @@ class AmpHandle:
     def _scaled_on_device(self, loss: Node, optimizers: Sequence[Any], scaler: LossScale) -> Iterator[Node]:
         guards = self._guards.sharing([self.guard(optimizer) for optimizer in optimizers])
         require_graph(loss)
+        self._shown = None
         scaler = self._scales.on(loss.value.queue, scaler)
         reached = PassGradients(optimizers)
         try:
@@ -342,6 +349,31 @@ class AmpHandle:
     def _require_active(self, what: str) -> None:
         if not self._active:
             raise RuntimeError(f"{what} was called on an AMP handle that is shut down: call amp.init() again")
+
+    # ------------------------------------------------------------------------------------------ netcl's own loops
+
+    def scale_loss_for(self, optimizer: Any, loss: Node) -> AbstractContextManager[Node]:
+        """``scale_loss`` for a loop that is not the user's: by the wrapper if the optimizer is a wrapped one."""
+        return self._scaled_replica(loss, optimizer)
+
+    @contextmanager
+    def stepped_by(self, scaler: Any, optimizer: Any) -> Iterator[None]:
+        """Around one step that a scaler of netcl's decides about: ``last_step`` and ``loss_scale`` tell of it.
+
+        Args:
+            scaler: netcl's ``GradScaler``; its ``scale`` is read after the step.
+            optimizer: whose ``step`` the scaler calls, or not.
+        """
+        guard = self.guard(optimizer.__wrapped__ if isinstance(optimizer, OptimWrapper) else optimizer)
+        before, last = _scale_of(scaler), guard.last
+        yield
+        guard.decided_elsewhere(before, _scale_of(scaler), stepped=guard.last is not last)
+        self._shown = weakref.ref(scaler)
+
+
+def _scale_of(scaler: Any) -> float:
+    """The scale of a scaler of netcl's."""
+    return float(scaler.scale) if scaler.enabled else 1.0
 
 
 class NoOpHandle:

@@ -118,6 +118,25 @@ class StepGuard:
         if self._skips_at_floor >= self._guards.max_skips_at_floor:
             self._give_up(scaler, scale, bad)
 
+    def decided_elsewhere(self, before: float, scale: float, *, stepped: bool) -> None:
+        """Another scaler than the handle's has let this optimizer step just now, or has not.
+
+        Args:
+            before, scale: its scale before and after.
+            stepped: whether the optimizer's ``step`` has been called, and reported.
+        """
+        if stepped:
+            self.last = self._guards.amend(scale_before=before, scale=scale)
+            return
+        params = [param for param in self.optimizer.params if isinstance(param, Tensor)]
+        bad = non_finite(params)
+        self._report(
+            StepReport(
+                False, str(bad) or "inf or nan in the gradients, which are gone", scale, scale_before=before,
+                infs=bad.infs, nans=bad.nans, parameters=bad.names, absent=self._names_of_absent(params),
+            )
+        )  # fmt: skip
+
     def _report(self, report: StepReport) -> None:
         self.last = self._guards.add(report)
 
@@ -255,6 +274,11 @@ class StepGuards:
         numbered = replace(report, step=self.steps)
         self.history.append(numbered)
         return numbered
+
+    def amend(self, **changes: Any) -> StepReport:
+        """Changes the last report."""
+        self.history[-1] = replace(self.history[-1], **changes)
+        return self.history[-1]
 
     def found_in(self, grads: Iterable[Tensor]) -> bool:
         """Whether any of these gradients has an inf or nan; one launch and one read a queue."""

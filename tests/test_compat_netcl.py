@@ -366,9 +366,10 @@ def fit(queue: cl.CommandQueue, data: Any, **settings: Any) -> tuple[Watched, An
     """A Trainer after two epochs, and its model."""
     model = mlp(queue, 8, 32, 4)
     ema = ModelEMA(model, decay=0.9) if settings.pop("ema", False) else None
+    seen_too = data if settings.pop("validate", False) else None
     trainer = Watched(model, SGD(model.parameters(), lr=0.5), device_queue=queue, ema=ema, **settings)
     gc.freeze()  # netcl collects garbage after each step, among all that a process of many tests holds
-    trainer.fit(data, epochs=2)
+    trainer.fit(data, seen_too, epochs=2)
     gc.unfreeze()
     return trainer, model
 
@@ -430,7 +431,133 @@ def test_trainer_skips_what_overflows(queue: cl.CommandQueue, half: amp.AmpHandl
         np.testing.assert_array_equal(now, then)
 
 
-def test_trainer_without_mixed_precision_computes_in_fp32(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
-    trainer, _ = fit(queue, batches(4, 16), grad_clip=1.0, accumulation_steps=2)
+def test_trainer_that_nobody_asked_trains_mixed_under_init(queue: cl.CommandQueue, dtype: str) -> None:
+    """amp.init() is the user's wish, in training and in evaluation; the handle's scaler scales."""
+    handle = amp._handle
+    trainer, _ = fit(queue, batches(12, 16), validate=True)
+    assert trainer.dtypes == {dtype}
+    assert np.mean(trainer.losses[-6:]) < 0.7 * np.mean(trainer.losses[:6])
+    assert trainer.scaler is None
+    assert handle.last_step is not None
+    assert handle.last_step.stepped
+    assert (handle.loss_scale, handle.scalers[0].growth_tracker) == ((2.0**16, 24) if dtype == "float16" else (1.0, 0))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_trainer_that_nobody_asked_gives_the_weights_of_netcl(queue: cl.CommandQueue, name: str) -> None:
+    data = batches(6, 16)
+    _, model = fit(queue, data, **SETTINGS[name])  # netcl alone
+    expected = weights_of(model)
+    for dtype, tolerance in (("float16", 4e-3), ("bfloat16", 2e-2)):
+        with amp.init(dtype=dtype):
+            trainer, model = fit(queue, data, **SETTINGS[name])
+        assert trainer.dtypes == {dtype}
+        for weight, exact in zip(weights_of(model), expected, strict=True):
+            np.testing.assert_allclose(weight, exact, atol=tolerance)
+
+
+def test_trainer_that_nobody_asked_skips_what_overflows(queue: cl.CommandQueue) -> None:
+    with amp.init(loss_scale=2.0**40) as handle:
+        model = mlp(queue, 8, 32, 4)
+        before = weights_of(model)
+        Trainer(model, SGD(model.parameters(), lr=0.1), queue, grad_clip=1.0).fit(batches(2, 16))
+        assert handle.last_step is not None
+        assert not handle.last_step.stepped
+        for now, then in zip(weights_of(model), before, strict=True):
+            np.testing.assert_array_equal(now, then)
+
+
+def test_islands_that_a_user_wrote_hold_in_a_trainer(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    network = mlp(queue, 8, 32, 4)
+    seen: list[str] = []
+
+    class Model:
+        def __call__(self, x: Node) -> Node:
+            with autocast(enabled=False, device_queue=queue):
+                out = network(x)
+            seen.append(out.value.dtype)
+            return network(x)
+
+    trainer = Watched(Model(), SGD(network.parameters(), lr=0.1), queue)
+    trainer.fit(batches(2, 16))
+    assert (seen, trainer.dtypes) == (["float32"] * 2, {"float16"})
+    around = Watched(network, SGD(network.parameters(), lr=0.1), queue)
+    for island in (half.disable_casts(), autocast(enabled=False), amp.autocast(enabled=False)):
+        with island:
+            around.fit(batches(1, 16))
+    assert around.dtypes == {"float32"}
+
+
+def test_a_forward_that_fails_leaves_no_trace_in_the_next_region(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    model = mlp(queue, 8, 32, 4)
+    trainer = Trainer(model, SGD(model.parameters(), lr=0.1), queue)
+    with pytest.raises(TypeError):
+        trainer._forward(object(), None, None)  # ends before its autocast
+    with autocast(enabled=False):
+        assert not is_autocast_enabled()
+
+
+def test_a_loss_that_was_scaled_by_the_user_is_not_scaled_again(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    model = mlp(queue, 8, 32, 4)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, queue)
+    (x, y), grads = batches(1, 16)[0], []
+    for by_hand in (False, True):
+        optimizer.zero_grad()
+        _, loss, tape = trainer._forward(x, y, F.cross_entropy)
+        if by_hand:
+            with half.scale_loss(loss, optimizer) as scaled_loss:
+                tape.backward(scaled_loss)
+        else:
+            tape.backward(loss)
+        grads.append([param.grad.to_host().copy() for param in model.parameters()])
+    for ours, theirs in zip(*grads, strict=True):
+        assert theirs.any()
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_trainer_takes_a_wrapped_optimizer(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    model = mlp(queue, 8, 32, 4)
+    optimizer = half.wrap_optimizer(SGD(model.parameters(), lr=0.5))
+    trainer = Watched(model, optimizer, queue)
+    trainer.fit(batches(12, 16), epochs=2)
+    assert np.mean(trainer.losses[-6:]) < 0.7 * np.mean(trainer.losses[:6])
+    assert half.scalers[1].growth_tracker == 24
+
+
+def test_the_handle_shows_the_scale_and_the_steps_of_a_trainers_scaler(
+    queue: cl.CommandQueue, half: amp.AmpHandle
+) -> None:
+    model, data = mlp(queue, 8, 32, 4), batches(1, 16)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, queue, mixed_precision=True)
+    for scale, stepped, after in ((2.0**12, True, 2.0**12), (2.0**40, False, 2.0**39)):
+        trainer.scaler._scale = scale
+        trainer.fit(data)
+        assert half.last_step is not None
+        assert (half.last_step.stepped, half.last_step.scale, half.loss_scale) == (stepped, after, after)
+    with half.scale_loss(loss_of(model, batch(queue, 8, 8, 4)), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert half.loss_scale == 2.0**16
+    optimizer.step()
+    assert (half.last_step.stepped, half.last_step.scale) == (True, 2.0**16)
+
+
+def test_the_handle_shows_the_steps_of_a_scaler_of_netcls(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    setup = Setup(queue)
+    for sick in (False, True):
+        setup.backward()
+        if sick:
+            plant(setup.params[0])
+        setup.scaler.step(setup.optimizer, setup.params)
+        assert half.last_step is not None
+        assert (half.last_step.stepped, half.loss_scale) == (not sick, setup.scaler.scale)
+
+
+def test_a_trainer_without_a_handle_is_left_alone(queue: cl.CommandQueue) -> None:
+    amp.init().shutdown()
+    with amp.autocast():  # patches without a handle
+        trainer, _ = fit(queue, batches(2, 16))
+        _, _, tape = trainer._forward(*batches(1, 16)[0], F.cross_entropy)
     assert trainer.dtypes == {"float32"}
-    assert trainer.losses[-1] < trainer.losses[0]
+    assert type(tape) is ag.Tape

@@ -1,24 +1,25 @@
-"""netcl's own face: ``netcl.amp`` and ``netcl.trainer`` as netcl's wiki describes them, while clamp's patches are in.
+"""netcl's own face: ``netcl.amp`` as netcl's wiki describes it, while clamp's patches are in.
 
-Methods are wrapped, not classes replaced: scalers and trainers made before ``amp.init()`` work too. netcl's scaler
-keeps its scale and growth tracker on the host, in attributes that scripts (and netcl's Trainer) read and set; the
-device's scale follows them.
+Methods are wrapped, not classes replaced: scalers made before ``amp.init()`` work too. netcl's scaler keeps its scale
+and growth tracker on the host, in attributes that scripts (and netcl's Trainer) read and set; the device's scale
+follows them.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pyopencl as cl
 
-from clamp import bridge, masters
+from clamp import bridge, masters, session
 from clamp.autocast import Region, casting_region, current_region, depth, in_region
 from clamp.bridge import Tensor
 from clamp.cache import weights
+from clamp.compat import trainer
 from clamp.device import capabilities
 from clamp.functions.casting import note_numpy_backend
 from clamp.manual_scaling import LARGEST, SMALLEST, unscale_gradients
@@ -50,8 +51,10 @@ def enter(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any
     if not Installed.now:
         return wrapped(*args, **kwargs)
     queue = instance.device_queue
-    enabled = bool(instance.enabled) and (queue is None or can_store_half(queue))
     outer = current_region() or Region(enabled=False, dtype="float16", policies=default_table())
+    enabled = bool(instance.enabled) and (queue is None or can_store_half(queue))
+    if trainer.asks_for_nothing(instance):
+        enabled = outer.enabled
     region = in_region(outer if outer.enabled == enabled else replace(outer, enabled=enabled, castings={}))
     result = wrapped(*args, **kwargs)
     region.__enter__()
@@ -180,26 +183,8 @@ def step(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
         own = [param for master, model in masters.pairs(optimizer) for param in (master, model)]
         known = {id(param) for param in own}
         more = [param for param in params if id(param) not in known]
-        return wrapped(optimizer, [*optimizer.params, *more])
+        handle = session.active_handle()
+        with nullcontext() if handle is None else handle.stepped_by(instance, optimizer):
+            return wrapped(optimizer, [*optimizer.params, *more])
 
     return call(*args, **kwargs) if Installed.now else wrapped(*args, **kwargs)
-
-
-# ---------------------------------------------------------------------------------------------- Trainer
-
-
-@answers_for("netcl.trainer.trainer.Trainer._scale_loss_node")
-def scale_loss_node(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """The Trainer's product of loss and scale, which would have the scale in a kernel's text, by its scaler.
-
-    What is left of the factor is 1 / accumulation_steps.
-    """
-
-    def call(loss_node: Any, scale: float) -> Any:
-        scaler = instance.scaler
-        if not Installed.now or not instance.mixed_precision or scaler is None:
-            return wrapped(loss_node, scale)
-        factor = scale / float(scaler.scale)
-        return scaler.scale_loss(loss_node if factor == 1 else wrapped(loss_node, factor))
-
-    return call(*args, **kwargs)
