@@ -23,6 +23,7 @@ from clamp.compat.apex import initialize, scale_loss
 from clamp.compat.oneflow import Graph, StaticGradScaler
 from clamp.compat.paddle import auto_cast, decorate
 from clamp.compat.pytorch import GradScaler, custom_bwd, custom_fwd
+from clamp.compat.settings import require_function, require_plain_function, require_switch
 from clamp.device import capabilities
 from clamp.functions.casting import cast_node
 from clamp.handle import AmpHandle, NoOpHandle, OptimWrapper
@@ -95,20 +96,21 @@ _OTHER_DTYPES = ("float64", "int8", "int32", "int64", "uint8", "bool")
 
 def half_function(function: F) -> F:
     """Decorator: under AMP the function gets its floating tensors in the AMP dtype, nested ones too."""
-    return _decorated(function, CastPolicy.HALF)
+    return _decorated(function, "@half_function", CastPolicy.HALF)
 
 
 def float_function(function: F) -> F:
     """Decorator: under AMP the function gets its 16-bit tensors in float32."""
-    return _decorated(function, CastPolicy.FLOAT)
+    return _decorated(function, "@float_function", CastPolicy.FLOAT)
 
 
 def promote_function(function: F) -> F:
     """Decorator: under AMP the function gets its floating tensors in the widest dtype among them."""
-    return _decorated(function, CastPolicy.PROMOTE)
+    return _decorated(function, "@promote_function", CastPolicy.PROMOTE)
 
 
-def _decorated(function: F, policy: CastPolicy) -> F:
+def _decorated(function: F, decorator: str, policy: CastPolicy) -> F:
+    require_function(function, decorator)
     name = getattr(function, "__name__", repr(function))
     return wrapt.FunctionWrapper(function, user_wrapper(name, policy))  # type: ignore[return-value]
 
@@ -172,7 +174,8 @@ class autocast:
     Raises:
         ValueError: there is no such dtype. For one that netcl has and AMP has not a warning is given, as in PyTorch,
             and nothing is cast inside.
-        TypeError: ``enabled`` is PyTorch's device type.
+        TypeError: ``enabled`` is PyTorch's device type, or a function (``@amp.autocast`` without parentheses); or what
+            the region decorates is no function, or a generator or coroutine, whose body would run after it.
     """
 
     def __init__(
@@ -180,6 +183,7 @@ class autocast:
     ) -> None:
         if isinstance(enabled, str):
             raise TypeError(f"autocast takes no device type: casts follow each tensor's queue. Leave {enabled!r} out.")
+        require_switch(enabled, "amp.autocast", "enabled")
         name = None
         if dtype is not None:
             other = bridge.dtype_name(dtype)
@@ -218,6 +222,8 @@ class autocast:
             weights.clear()
 
     def __call__(self, function: F) -> F:
+        require_plain_function(function, "amp.autocast()")
+
         @wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:
             with autocast(self._enabled, dtype=self._dtype, cache_enabled=self._cache_enabled):

@@ -360,8 +360,8 @@ def gradient_dtype(tensor: Tensor) -> str:
     return getattr(tensor, "_gradient_dtype", None) or str(tensor.dtype)
 
 
-def set_gradient_dtype(tensor: Tensor, dtype: str) -> None:
-    """Lets backward deliver a parameter's gradient in another dtype than the parameter's."""
+def set_gradient_dtype(tensor: Tensor, dtype: str | None) -> None:
+    """Lets backward deliver a parameter's gradient in another dtype than the parameter's; None: in its own again."""
     tensor._gradient_dtype = dtype
 
 

@@ -128,12 +128,15 @@ class ManualScaling:
         ValueError: init_scale is not finite and positive.
     """
 
+    _scale_class = DynamicLossScale
+
     def __init__(self, init_scale: float, rule: ScaleRule, max_skips_at_floor: int = 25) -> None:
         self._scalers: dict[cl.CommandQueue, DynamicLossScale] = {}
         self._lock = threading.RLock()  # of all scalers: several threads may step with one
         self._lost_bits = False  # whether a word was said about losses that are not scaled
         self._guards = StepGuards(max_skips_at_floor)
         self._rounds: dict[int, _Round] = {}
+        self._scaled_any = False  # whether anything was multiplied by the scale
         self._rule = rule
         self._start = {"loss_scale": init_scale, "unskipped": 0}  # of a scale that no queue has yet
         self._make(self._start)  # raises for a scale that is none
@@ -144,7 +147,7 @@ class ManualScaling:
         return self._guards.history
 
     def _make(self, state: Mapping[str, Any]) -> DynamicLossScale:
-        scaler = DynamicLossScale(rule=replace(self._rule, min_scale=SMALLEST, max_scale=LARGEST))
+        scaler = self._scale_class(rule=replace(self._rule, min_scale=SMALLEST, max_scale=LARGEST))
         _load(scaler, state)
         return scaler
 
@@ -154,13 +157,6 @@ class ManualScaling:
             self._scalers[queue] = self._make(self.state_dict())
         return self._scalers[queue]
 
-    def _used(self, queue: cl.CommandQueue, call: str) -> DynamicLossScale:
-        if not self._scalers:
-            raise RuntimeError(
-                f"{call} was called before any loss was scaled: run backward from scaler.scale(loss), not from the loss"
-            )
-        return self._scaler(queue)
-
     # ------------------------------------------------------------------------------------------ a step
 
     def scale(self, x: Node | Tensor) -> Any:
@@ -169,6 +165,7 @@ class ManualScaling:
         Raises:
             TypeError: x is not float32, float16 or bfloat16.
         """
+        self._scaled_any = True
         if not isinstance(x.value, Tensor) or not bridge.on_device(x.value):
             note_numpy_backend()
             return x
@@ -181,6 +178,7 @@ class ManualScaling:
             RuntimeError: twice since the last update, after step, or before any loss was scaled.
             ValueError: 16-bit parameters without masters.
         """
+        self._require_scaled("unscale_()")
         round_ = self._round(optimizer)
         if round_.stage is Stage.UNSCALED:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
@@ -190,7 +188,7 @@ class ManualScaling:
         lost_bits = not self._lost_bits and gradients.lost_bits(model for _, model in found)
         mask = round_.guard.mask
         with self._lock, uninterrupted():
-            scalers, round_.checked = unscale_gradients(found, lambda queue: self._used(queue, "unscale_()"))
+            scalers, round_.checked = unscale_gradients(found, self._scaler)
             for scaler in scalers:
                 scaler.record(mask, fresh=mask)
                 round_.guard.passed(scaler)
@@ -215,6 +213,7 @@ class ManualScaling:
                 "closures cannot be used with a GradScaler: a closure would run backward without loss scaling. "
                 "Run backward from scaler.scale(loss) and call scaler.step(optimizer) without one."
             )
+        self._require_scaled("step()")
         round_ = self._round(optimizer)
         if round_.stage is Stage.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
@@ -286,6 +285,16 @@ class ManualScaling:
             scaler.set_scale(scale)
         self._rounds.clear()
 
+    def make_ready(self) -> None:
+        """Makes every optimizer ready again, without a move of the scale: for one that stays."""
+        self._rounds.clear()
+
+    def _require_scaled(self, call: str) -> None:
+        if not self._scaled_any:
+            raise RuntimeError(
+                f"{call} was called before any loss was scaled: run backward from scaler.scale(loss), not from the loss"
+            )
+
     def _round(self, optimizer: Any) -> _Round:
         if id(optimizer) not in self._rounds:
             self._rounds[id(optimizer)] = _Round(optimizer, self._guards.of(optimizer))
@@ -329,6 +338,8 @@ class ManualScaling:
 
 
 def _load(scaler: DynamicLossScale, state: Mapping[str, Any]) -> None:
+    if isinstance(state["loss_scale"], bool | np.bool_):
+        raise ValueError(f"the loss scale must be a finite positive number, not {state['loss_scale']!r}")
     _allow(scaler, state["loss_scale"])
     scaler.load_state_dict(state)
 

@@ -36,7 +36,9 @@ def narrow(
 ) -> None:
     """Turns float32 parameters into 16-bit ones in place; their old storage becomes the masters'.
 
-    Parameters of another dtype, and those on netcl's numpy backend, are left alone.
+    Parameters that are 16-bit already keep their masters (and get one if they have none), and take the dtype and the
+    settings given here: of the other 16-bit dtype they become anew from the masters. Those of another dtype, and
+    those on netcl's numpy backend, are left alone.
 
     Args:
         params: the model's parameters.
@@ -46,15 +48,21 @@ def narrow(
         gradient_dtype: dtype of the parameters' gradients from backward; their own if not given.
     """
     for param in params:
-        if bridge.canonical_dtype(param.dtype) != "float32" or not bridge.on_device(param):
+        now = bridge.canonical_dtype(param.dtype)
+        if now not in ("float32", *HALF_DTYPES) or not bridge.on_device(param):
             continue
-        master = bridge.take_storage(param)
-        master.requires_grad = param.requires_grad
-        _share_gradient(master, param, param.grad)
-        bridge.give_storage(param, cast(master, dtype))
+        if now == "float32":
+            master = bridge.take_storage(param)
+            master.requires_grad = param.requires_grad
+            _share_gradient(master, param, param.grad)
+        else:
+            master = master_for(param)
+            if now != dtype:
+                bridge.take_storage(param)  # and gives it back
+        if now != dtype:
+            bridge.give_storage(param, cast(master, dtype))
         _link(master, param, keep_master)
-        if gradient_dtype is not None:
-            bridge.set_gradient_dtype(param, gradient_dtype)
+        bridge.set_gradient_dtype(param, gradient_dtype)
         weights.drop(param)
         for optimizer in optimizers:
             _replace(optimizer, param, master)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from clamp import bridge
-from clamp.bridge import Tensor
+from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.masters import narrow, showing_masters
 from clamp.patching.wrap import cast_arguments
 
@@ -57,7 +57,9 @@ def to_16_bit(
     keep_master: bool = True,
     gradient_dtype: str | None = None,
 ) -> None:
-    """Makes a model's float32 parameters 16-bit, with fp32 masters, and lets its state dict save fp32.
+    """Makes a model's parameters 16-bit, with fp32 masters, and lets its state dict save fp32.
+
+    Those of the other 16-bit dtype are made anew from their masters.
 
     Args:
         model: anything with ``parameters()``.
@@ -67,13 +69,47 @@ def to_16_bit(
         excluded: layers, or classes of layers, whose parameters stay fp32.
         keep_master, gradient_dtype: see :func:`clamp.masters.narrow`.
     """
-    kept = {id(param) for layer in modules(model) if _is_excluded(layer, excluded) for param in layer.parameters()}
-    for tensors in _batch_norms(model):
-        kept |= {id(tensor) for tensor in (tensors if keep_batch_norm else tensors[2:])}
+    kept = {id(param) for _, param in _kept(model, keep_batch_norm, excluded)}
     params = [param for param in model.parameters() if id(param) not in kept]
     narrow(params, dtype, optimizers, keep_master=keep_master, gradient_dtype=gradient_dtype)
     bridge.invalidate_derived(model)
     save_as(model, "float32")
+
+
+def require_convertible(model: Any, dtype: str, excluded: Sequence[Any] = ()) -> None:
+    """Raises ValueError for a model that ``to_16_bit`` made 16-bit earlier, where this dtype or list cannot be had.
+
+    Args:
+        model: anything with ``parameters()``.
+        dtype: the dtype to come, ``"float32"`` too.
+        excluded: as for ``to_16_bit``.
+    """
+    remedy = "Build the model anew, load its state_dict(), which is float32, and convert it once."
+    if dtype == "float32":
+        must_be_wide = [(model, param) for param in model.parameters()]
+    else:
+        must_be_wide = list(_kept(model, True, excluded))
+    for owner, param in must_be_wide:
+        if bridge.master_of(param) is not None and param.dtype in HALF_DTYPES:
+            raise ValueError(
+                f"a parameter of {type(owner).__name__}, of shape {tuple(param.shape)}, was made {param.dtype} earlier "
+                f"and cannot become float32 again. {remedy}"
+            )
+    calls = getattr(type(model), "_input_dtype", None)
+    if calls in HALF_DTYPES and dtype != calls:
+        raise ValueError(
+            f"{type(model).__name__} casts its inputs to {calls} since amp.initialize: {dtype!r} is another "
+            f"dtype. {remedy}"
+        )
+
+
+def _kept(model: Any, keep_batch_norm: bool, excluded: Sequence[Any]) -> Iterator[tuple[Any, Tensor]]:
+    """The tensors of a model that stay fp32, each with the layer that says so."""
+    for layer in modules(model):
+        if _is_excluded(layer, excluded):
+            yield from ((layer, param) for param in layer.parameters())
+    for tensors in _batch_norms(model):
+        yield from ((model, tensor) for tensor in (tensors if keep_batch_norm else tensors[2:]))
 
 
 def _is_excluded(layer: Any, excluded: Sequence[Any]) -> bool:
@@ -120,6 +156,7 @@ def cast_calls(model: Any, input_dtype: str | None, output_dtype: str | None) ->
         return call
 
     names: dict[str, Any] = {"_before_casts": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    names["_input_dtype"] = input_dtype
     for name in ("__call__", "forward"):
         if callable(getattr(base, name, None)):
             names[name] = _bound(casting, getattr(base, name))

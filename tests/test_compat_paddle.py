@@ -18,7 +18,7 @@ from netcl.optim import SGD, Adam, AdamW, clip_grad_norm
 
 from clamp import amp
 from clamp.bridge import Tensor
-from clamp.compat import paddle
+from clamp.compat import settings as face_settings
 from clamp.compat.paddle import AmpScaler, GradScaler
 from clamp.functions.casting import note_numpy_backend
 from tests.networks import batch, loss_of, mlp, weights_of
@@ -243,6 +243,65 @@ def test_bad_arguments_change_nothing(
     assert dtypes(model) == {"float32"}
 
 
+def test_decorated_again_a_model_takes_the_other_dtype_and_settings(queue: cl.CommandQueue) -> None:
+    model, data = mlp(queue, *WIDTHS), batch(queue, 32, 16, 8)
+    exact = weights_of(model)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    amp.decorate(model, optimizer, dtype="float16", master_grad=True)
+    masters = amp.master_params(optimizer)
+    amp.decorate(model, optimizer, dtype="bfloat16")
+    assert dtypes(model) == {"bfloat16"}
+    for param, master, before in zip(model.parameters(), amp.master_params(optimizer), exact, strict=True):
+        np.testing.assert_array_equal(to_numpy(param), quantize(before, "bfloat16").astype(np.float64))
+        np.testing.assert_array_equal(master.to_host(), before)
+    assert all(a is b for a, b in zip(masters, amp.master_params(optimizer), strict=True)), "the same masters"
+    with amp.auto_cast(level="O2", dtype="bfloat16"):
+        loss_of(model, data).backward()
+    assert {param.grad.dtype for param in model.parameters()} == {"bfloat16"}, "master_grad holds no more"
+    optimizer.zero_grad()
+    scaler = GradScaler(init_loss_scaling=64.0)
+    losses = [train(scaler, model, optimizer, data, level="O2", dtype="bfloat16") for _ in range(4)]
+    assert losses[-1] < losses[0]
+    for param, master in zip(model.parameters(), masters, strict=True):
+        np.testing.assert_array_equal(to_numpy(param), quantize(master.to_host(), "bfloat16").astype(np.float64))
+    amp.decorate(model, master_weight=False)
+    assert dtypes(model) == {"float16"}
+    for param, master in zip(model.parameters(), masters, strict=True):
+        np.testing.assert_array_equal(master.to_host(), to_numpy(param), "no precision is kept any more")
+
+
+def test_a_16_bit_model_of_the_users_gets_masters_and_the_dtype(queue: cl.CommandQueue) -> None:
+    model = Linear(queue, 4, 3, bias=False)
+    model.weight = to_device(queue, np.full((4, 3), 1 / 3), "float16")
+    model.weight.requires_grad = True
+    amp.decorate(model, dtype="bfloat16")
+    assert model.weight.dtype == "bfloat16"
+    assert to_numpy(model.weight)[0, 0] == quantize(np.float16([1 / 3]).astype(np.float32), "bfloat16")[0]
+
+
+def test_layers_excluded_too_late_are_refused_and_nothing_changes(queue: cl.CommandQueue) -> None:
+    first, model = mlp(queue, 4, 4), mlp(queue, 4, 8, 3)
+    amp.decorate(model)
+    for late in ({"excluded_layers": model.layers[0]}, {"excluded_layers": [Linear]}, {"dtype": "float32"}):
+        with pytest.raises(ValueError, match=r"was made float16 earlier and cannot become float32 again"):
+            amp.decorate([first, model], **late)
+        assert (dtypes(first), dtypes(model)) == ({"float32"}, {"float16"})
+    amp.decorate(model, level="O1", excluded_layers=Linear)  # changes nothing at O1
+    model = amp.decorate(mlp(queue, 4, 8, 3), excluded_layers=Linear)
+    assert dtypes(amp.decorate(model)) == {"float16"}, "excluded once, and not any more"
+
+
+def test_what_initialize_made_of_a_model_is_not_decorated_to_another_dtype(queue: cl.CommandQueue) -> None:
+    model = amp.initialize(mlp(queue, 4, 4), opt_level="O2", verbosity=0)
+    amp.shutdown()
+    assert amp.decorate(model) is model
+    with pytest.raises(ValueError, match=r"casts its inputs to float16 since amp\.initialize: 'bfloat16'"):
+        amp.decorate(model, dtype="bfloat16")
+    assert dtypes(model) == {"float16"}
+    with pytest.raises(ValueError, match=r"expected float32: amp\.initialize casts the model itself"):
+        amp.initialize(amp.decorate(mlp(queue, 4, 4)), opt_level="O2")
+
+
 # ---------------------------------------------------------------------------------------------- auto_cast
 
 
@@ -304,6 +363,20 @@ def test_auto_cast_nests_and_decorates(queue: cl.CommandQueue) -> None:
         assert ag.matmul_op(x, x).value.dtype == "float16"
 
 
+def test_auto_cast_on_what_is_no_function_raises() -> None:
+    def rows() -> Iterator[int]:
+        yield 1
+
+    with pytest.raises(TypeError, match=r"@amp.auto_cast\(\) decorates a function, got 5"):
+        amp.auto_cast()(5)
+    with pytest.raises(TypeError, match=r"write @amp.auto_cast\(\), with parentheses"):
+        amp.auto_cast(rows)
+    with pytest.raises(TypeError, match="got 'O1' as its enable"):
+        amp.auto_cast("O1")
+    with pytest.raises(TypeError, match="the body of a generator or coroutine"):
+        amp.auto_cast()(rows)
+
+
 # ---------------------------------------------------------------------------------------------- loss scaling
 
 
@@ -361,6 +434,107 @@ def test_a_static_scale_stays_and_skips(queue: cl.CommandQueue) -> None:
     train(scaler, model, optimizer, data)
     assert not np.array_equal(before[0], weights_of(model)[0])
     assert scaler.get_loss_scaling() == 128.0
+
+
+def test_a_static_scale_needs_no_update(queue: cl.CommandQueue) -> None:
+    model, data = mlp(queue, 16, 8), batch(queue, 8, 16, 8)
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    scaler = GradScaler(init_loss_scaling=128.0, use_dynamic_loss_scaling=False)
+    expected = weights_of(model)
+    for sick in (False, True, False, False):
+        optimizer.zero_grad()
+        with amp.auto_cast(dtype="float32"):
+            loss = loss_of(model, data)
+        scaler.scale(loss).backward()
+        if sick:
+            plant(model.parameters()[0])
+        else:
+            grads = [param.grad.to_host() / 128 for param in model.parameters()]
+            expected = [weight - 1e-3 * grad for weight, grad in zip(expected, grads, strict=True)]
+        scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match="already been called"):
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        for weight, exact in zip(weights_of(model), expected, strict=True):
+            np.testing.assert_allclose(weight, exact, rtol=1e-5, atol=1e-7)
+    assert scaler.get_loss_scaling() == 128.0
+
+
+def test_what_static_steps_met_does_not_move_a_scale_that_is_dynamic_later(queue: cl.CommandQueue) -> None:
+    model, data = mlp(queue, 16, 8), batch(queue, 8, 16, 8)
+    optimizer = SGD(model.parameters(), lr=1e-4)
+    scaler = GradScaler(init_loss_scaling=128.0, use_dynamic_loss_scaling=False)
+    overflow(scaler, model, optimizer, data)
+    scaler.load_state_dict({**scaler.state_dict(), "use_dynamic_loss_scaling": True})
+    train(scaler, model, optimizer, data)
+    assert scaler.get_loss_scaling() == 128.0
+
+
+@pytest.mark.parametrize("how", ["init", "set", "load"])
+def test_an_overflow_below_one_makes_the_scale_one(queue: cl.CommandQueue, how: str) -> None:
+    model, data = mlp(queue, 16, 8), batch(queue, 8, 16, 8)
+    optimizer = SGD(model.parameters(), lr=1e-4)
+    settings = {"incr_every_n_steps": 2, "decr_every_n_nan_or_inf": 2}
+    scaler = GradScaler(init_loss_scaling=0.3 if how == "init" else 4.0, **settings)
+    if how == "set":
+        train(scaler, model, optimizer, data)
+        scaler.set_init_loss_scaling(0.3)
+    elif how == "load":
+        scaler.load_state_dict(GradScaler(init_loss_scaling=0.3, **settings).state_dict())
+        assert scaler.get_init_loss_scaling() == np.float32(0.3)
+    seen = []
+    for sick in (True, False, True, True, True, True):
+        (overflow if sick else train)(scaler, model, optimizer, data)
+        seen.append(scaler.get_loss_scaling())
+    assert seen == [np.float32(0.3)] * 3 + [1.0] * 3
+    for _ in range(2):
+        train(scaler, model, optimizer, data)
+    assert scaler.get_loss_scaling() == 2.0
+
+
+def test_a_scale_below_one_grows_as_ever(queue: cl.CommandQueue) -> None:
+    model, data = mlp(queue, 16, 8), batch(queue, 8, 16, 8)
+    optimizer = SGD(model.parameters(), lr=1e-4)
+    scaler = GradScaler(init_loss_scaling=0.25, incr_every_n_steps=1, decr_ratio=0.75)
+    seen = []
+    for sick in (False, False, False, True, True):
+        (overflow if sick else train)(scaler, model, optimizer, data)
+        seen.append(scaler.get_loss_scaling())
+    assert seen == [0.5, 1.0, 2.0, 1.5, 1.125]
+
+
+def test_minimize_takes_the_arguments_of_paddles(queue: cl.CommandQueue) -> None:
+    model, data = mlp(queue, 16, 8), batch(queue, 8, 16, 8)
+    optimizer, scaler = SGD(model.parameters(), lr=1e-3), GradScaler(init_loss_scaling=64.0)
+
+    def scaled_loss() -> Any:
+        optimizer.zero_grad()
+        with amp.auto_cast():
+            scaled = scaler.scale(loss_of(model, data))
+        scaled.backward()
+        return scaled
+
+    for minimize in (
+        lambda loss: scaler.minimize(optimizer, loss=loss),
+        lambda loss: scaler.minimize(optimizer, loss, None, parameters=None),
+        lambda loss: scaler.minimize(optimizer=optimizer, loss=loss.value),
+        lambda loss: scaler.minimize(optimizer),
+    ):
+        before = weights_of(model)
+        minimize(scaled_loss())
+        assert not np.array_equal(before[0], weights_of(model)[0])
+    loss, before = scaled_loss(), weights_of(model)
+    for error, match, arguments in (
+        (ValueError, "cannot choose parameters", {"loss": loss, "parameters": model.parameters()[:1]}),
+        (ValueError, "cannot choose parameters", {"loss": loss, "no_grad_set": {"w"}}),
+        (ValueError, "static graph", {"loss": loss, "startup_program": object()}),
+        (TypeError, "unexpected keyword argument 'lose'", {"lose": loss}),
+        (TypeError, "takes the scaled loss, a node or a tensor, got float", {"loss": 2.0}),
+    ):
+        with pytest.raises(error, match=match):
+            scaler.minimize(optimizer, **arguments)
+    for now, then in zip(weights_of(model), before, strict=True):
+        np.testing.assert_array_equal(now, then)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -424,9 +598,19 @@ def test_settings(queue: cl.CommandQueue) -> None:
         getattr(scaler, f"set_{name}")(value)
         assert getattr(scaler, f"get_{name}")() == value
     assert scaler.get_loss_scaling() == 64.0
-    for bad in ({"incr_ratio": 1.0}, {"decr_ratio": 1.0}, {"init_loss_scaling": 0.0}, {"incr_every_n_steps": 0}):
+    for bad in (
+        {"incr_ratio": 1.0}, {"decr_ratio": 1.0}, {"init_loss_scaling": 0.0}, {"incr_every_n_steps": 0},
+        {"init_loss_scaling": True}, {"incr_every_n_steps": True}, {"incr_ratio": "2"},
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=r"."):
             GradScaler(**bad)
+        off = GradScaler(enable=False, **bad)
+        ((name, value),) = bad.items()
+        assert getattr(off, f"get_{name}")() is value
+        getattr(off, f"set_{name}")("anything")
+        assert (off.get_loss_scaling(), off.state_dict()) == (1.0, {})
+    with pytest.raises(ValueError, match="True"):
+        scaler.set_init_loss_scaling(True)
     with pytest.raises(TypeError, match="a node or a tensor"):
         scaler.scale(3.0)
 
@@ -451,8 +635,8 @@ def test_a_warning_once_where_nothing_is_gained(queue: cl.CommandQueue, monkeypa
     class Incapable:
         half_storage = False
 
-    monkeypatch.setattr(paddle, "capabilities", lambda queue: Incapable)
-    paddle._warn_of.cache_clear()
+    monkeypatch.setattr(face_settings, "capabilities", lambda queue: Incapable)
+    face_settings._warn_of.cache_clear()
     with pytest.warns(UserWarning, match=r"cannot store float16.*bfloat16"):
         GradScaler().scale(loss_of(mlp(queue, 4, 4), batch(queue, 4, 4, 4)))
     with warnings.catch_warnings():

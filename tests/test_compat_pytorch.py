@@ -251,6 +251,14 @@ def test_unscale_and_step_before_any_scale_raise(setup: Setup, amp_is_on: None) 
             call(setup.optimizer)
 
 
+def test_unscale_and_step_without_gradients_before_any_scale_raise(setup: Setup, amp_is_on: None) -> None:
+    for name in ("unscale_", "step"):
+        with pytest.raises(RuntimeError, match=rf"^{name}\(\) was called before any loss was scaled"):
+            getattr(setup.scaler, name)(setup.optimizer)
+    setup.backward()
+    setup.scaler.unscale_(setup.optimizer)  # what raised before counts as no call
+
+
 class OwnOptimizer:
     """An optimizer that is not netcl's."""
 
@@ -462,7 +470,7 @@ def test_update_sets_a_new_scale(queue: cl.CommandQueue, setup: Setup, kind: str
     assert (setup.scaler.get_scale(), setup.scaler.state_dict()["_growth_tracker"]) == (32, 1)
 
 
-@pytest.mark.parametrize("new_scale", [0.0, -1.0, np.inf, np.nan, 1e39, "2"])
+@pytest.mark.parametrize("new_scale", [0.0, -1.0, np.inf, np.nan, 1e39, "2", True, False, np.True_])
 def test_update_refuses_what_is_no_scale(setup: Setup, new_scale: Any) -> None:
     setup.backward()
     with pytest.raises(ValueError, match=r"."):
@@ -532,7 +540,8 @@ def test_any_finite_positive_init_scale_will_do(scale: float) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"init_scale": scale} for scale in (0.0, -1.0, np.inf, np.nan, 1e39)),
+        *({"init_scale": scale} for scale in (0.0, -1.0, np.inf, np.nan, 1e39, True)),
+        {"growth_interval": True},
         {"growth_factor": 1.0},
         {"backoff_factor": 1.0},
         {"backoff_factor": 0.0},
@@ -542,6 +551,14 @@ def test_any_finite_positive_init_scale_will_do(scale: float) -> None:
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
         amp.GradScaler(**settings)
+    off = amp.GradScaler(**settings, enabled=False)  # a script that switches AMP off may leave them in
+    for name, value in settings.items():
+        if name != "init_scale":
+            assert getattr(off, f"get_{name}")() is value
+    assert (off.get_scale(), off.state_dict()) == (1.0, {})
+    copy = pickle.loads(pickle.dumps(off))
+    copy.set_growth_factor(0.5)
+    assert (copy.is_enabled(), copy.get_growth_factor()) == (False, 0.5)
 
 
 def test_a_device_type_is_refused() -> None:
@@ -581,6 +598,7 @@ def test_disabled_it_passes_through(setup: Setup) -> None:
     assert scaler.step(optimizer, 1) == "stepped"
     scaler.update()
     scaler.update(3.0)
+    scaler.update(True)
     assert not scaler.is_enabled()
     assert scaler.get_scale() == 1.0
     assert scaler.state_dict() == {}
@@ -623,7 +641,9 @@ def test_an_empty_state_dict_is_refused() -> None:
         amp.GradScaler().load_state_dict({})
 
 
-@pytest.mark.parametrize("wrong", [{"scale": 0.0}, {"scale": "x"}, {"growth_factor": 1.0}, {"_growth_tracker": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"scale": 0.0}, {"scale": True}, {"scale": "x"}, {"growth_factor": 1.0}, {"_growth_tracker": -1}]
+)
 def test_a_wrong_state_dict_is_refused_and_changes_nothing(wrong: dict[str, Any]) -> None:
     scaler = amp.GradScaler()
     state = scaler.state_dict()

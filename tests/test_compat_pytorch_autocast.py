@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import types
 from collections.abc import Iterator
@@ -87,6 +88,50 @@ def test_as_a_decorator_also_recursively(x: Node, dtype: str) -> None:
     assert forward(2) == [dtype] * 3
     assert forward.__doc__ == "The docstring."
     assert product(x) == "float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "decorate"),
+    [
+        ("half_function", amp.half_function),
+        ("float_function", amp.float_function),
+        ("promote_function", amp.promote_function),
+        ("custom_fwd", amp.custom_fwd),
+        ("custom_fwd", amp.custom_fwd(cast_inputs="float32")),
+        ("custom_bwd", amp.custom_bwd),
+        ("custom_bwd", amp.custom_bwd()),
+        ("amp.autocast()", amp.autocast()),
+    ],
+)
+@pytest.mark.parametrize("what", [5, "float32", [len]])
+def test_a_decorator_of_what_is_no_function_raises(name: str, decorate: Any, what: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"@{name} decorates a function, got {what!r}")):
+        decorate(what)
+
+
+def test_autocast_without_parentheses_and_around_generators_raises(x: Node) -> None:
+    def products() -> Iterator[str]:
+        yield product(x)
+
+    async def later() -> str:
+        return product(x)
+
+    with pytest.raises(TypeError, match=r"write @amp.autocast\(\), with parentheses"):
+        amp.autocast(products)
+    for late in (products, later):
+        with pytest.raises(TypeError, match=rf"cannot decorate \S*{late.__name__}: the body of a generator or corout"):
+            amp.autocast()(late)
+
+
+def test_class_methods_can_be_decorated(x: Node) -> None:
+    class Layer:
+        @amp.half_function
+        @classmethod
+        def dtype_of(cls, y: Node) -> str:
+            return f"{cls.__name__} {y.value.dtype}"
+
+    with amp.autocast():
+        assert Layer.dtype_of(x) == "Layer float16"
 
 
 def test_one_object_can_be_entered_again(x: Node) -> None:

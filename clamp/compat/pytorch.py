@@ -12,10 +12,11 @@ import pyopencl as cl
 
 from clamp import session
 from clamp.bridge import DTypeLike, Node, Tensor
+from clamp.compat.settings import FaceRule, UncheckedRule, require_function
 from clamp.manual_scaling import ManualScaling
 from clamp.optimizers import StepGuards
 from clamp.patching.custom import Backward, CustomBackward, CustomForward
-from clamp.scaler import LossScale, ScaleRule
+from clamp.scaler import LossScale
 
 _STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -42,10 +43,11 @@ class GradScaler:
         growth_factor: above 1: the scale grows by it after ``growth_interval`` updates without inf or nan.
         backoff_factor: between 0 and 1: the scale is multiplied by it at an update after inf or nan.
         growth_interval: at least 1.
-        enabled: False: every method passes through.
+        enabled: False: every method passes through, and the other arguments may be anything.
 
     Raises:
         ValueError: an argument is none of these.
+        TypeError: ``init_scale`` is PyTorch's device type.
     """
 
     def __init__(
@@ -58,10 +60,15 @@ class GradScaler:
     ) -> None:
         if isinstance(init_scale, str):
             raise TypeError(f"GradScaler takes no device: every queue gets a scale. Leave {init_scale!r} out.")
-        self._enabled = bool(enabled)
-        self._scaling = ManualScaling(init_scale, ScaleRule(growth_factor, backoff_factor, growth_interval))
+        self._set_up(enabled, init_scale, growth_factor, backoff_factor, growth_interval)
         if self._enabled:
             session.ensure_patched()  # before the first loss: netcl's own mse_loss ignores the scale in backward
+
+    def _set_up(self, enabled: Any, init_scale: float, *factors: Any) -> None:
+        self._enabled = bool(enabled)
+        self._scaling = (
+            ManualScaling(init_scale, FaceRule(*factors)) if enabled else ManualScaling(1.0, UncheckedRule(*factors))
+        )
 
     # ------------------------------------------------------------------------------------------ a step
 
@@ -204,7 +211,7 @@ class GradScaler:
         if missing := [key for key in _STATE_KEYS if key not in state_dict]:
             raise ValueError(f"a GradScaler's state dict has the keys {', '.join(_STATE_KEYS)}; missing: {missing}")
         scale, growth_factor, backoff_factor, growth_interval, tracker = (state_dict[key] for key in _STATE_KEYS)
-        rule = ScaleRule(growth_factor, backoff_factor, growth_interval)
+        rule = FaceRule(growth_factor, backoff_factor, growth_interval)
         self._scaling.load_state_dict({"loss_scale": scale, "unskipped": tracker})
         self._scaling.rule = rule
 
@@ -215,8 +222,7 @@ class GradScaler:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         scale, growth_factor, backoff_factor, growth_interval, tracker = (state[key] for key in _STATE_KEYS)
-        self._enabled = state["enabled"]
-        self._scaling = ManualScaling(scale, ScaleRule(growth_factor, backoff_factor, growth_interval))
+        self._set_up(state["enabled"], scale, growth_factor, backoff_factor, growth_interval)
         self._scaling.load_state_dict({"loss_scale": scale, "unskipped": tracker})
 
 
@@ -242,6 +248,7 @@ def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: DTypeLike 
 
     Raises:
         ValueError: there is no such dtype.
+        TypeError: what it decorates is no function.
 
     Example::
 
@@ -258,7 +265,8 @@ def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: DTypeLike 
     if cast_inputs is not None:
         cast_inputs = session.check_dtype(cast_inputs, "dtype for cast_inputs")
     if fwd is None:
-        return partial(CustomForward, cast_inputs=cast_inputs)
+        return partial(custom_fwd, cast_inputs=cast_inputs)
+    require_function(fwd, "@custom_fwd")
     return CustomForward(fwd, cast_inputs)
 
 
@@ -268,5 +276,11 @@ def custom_bwd(bwd: Backward | None = None) -> Any:
     Elsewhere backward casts nothing. The region is the one around ``apply_op``, without casts if the forward had
     ``cast_inputs``; for a function that reaches no ``apply_op``, the one in which it was defined. Its gradients are
     returned in the dtypes of the inputs.
+
+    Raises:
+        TypeError: what it decorates is no function.
     """
-    return custom_bwd if bwd is None else CustomBackward(bwd)
+    if bwd is None:
+        return custom_bwd
+    require_function(bwd, "@custom_bwd")
+    return CustomBackward(bwd)

@@ -1,0 +1,96 @@
+"""What the faces ask of their arguments before they use them."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from clamp.bridge import Tensor, on_device
+from clamp.device import capabilities
+from clamp.functions.casting import note_numpy_backend
+from clamp.scaler import ScaleRule
+
+
+def require_function(function: Any, decorator: str) -> None:
+    """Raises TypeError for what a decorator cannot decorate.
+
+    Args:
+        function: what it was put on.
+        decorator: its name, for the message.
+    """
+    if not callable(function) and not isinstance(function, classmethod | staticmethod):
+        raise TypeError(f"{decorator} decorates a function, got {function!r}: put it above a def, or pass a function")
+
+
+def require_plain_function(function: Any, region: str) -> None:
+    """As ``require_function``, for a region around a call: what runs after the call has returned is outside of it.
+
+    Raises:
+        TypeError: no function, or one whose body runs later: a generator or a coroutine.
+    """
+    require_function(function, f"@{region}")
+    if any(
+        is_late(function)
+        for is_late in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    ):
+        name = getattr(function, "__qualname__", repr(function))
+        raise TypeError(
+            f"@{region} cannot decorate {name}: the body of a generator or coroutine runs after its call has returned, "
+            f"outside of the region. Write `with {region}:` inside it, around what is to be cast."
+        )
+
+
+def require_switch(value: Any, region: str, name: str) -> None:
+    """Raises TypeError for a function or a text where a region takes True or False.
+
+    Args:
+        region: how the region is written, for the message.
+        name: of the argument.
+    """
+    if callable(value):
+        raise TypeError(f"{region} got the function {value!r} as its {name}: write @{region}(), with parentheses")
+    if isinstance(value, str):
+        raise TypeError(f"{region} got {value!r} as its {name}, which is True or False")
+
+
+def require_number(name: str, value: Any) -> None:
+    """Raises ValueError for True and False, which Python takes for 1 and 0."""
+    if isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be a number, not {value!r}")
+
+
+class FaceRule(ScaleRule):
+    """A rule in which True and False are no numbers."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require_number(name, value)
+        super().__post_init__()
+
+
+class UncheckedRule(ScaleRule):
+    """The settings of a scaler that is not enabled: kept for those who ask for them, and used by nobody."""
+
+    def __post_init__(self) -> None:
+        """Anything will do, as in PyTorch and Paddle."""
+
+
+def warn_if_nothing_is_gained(tensor: Tensor, dtype: str) -> None:
+    """Warns, once for a device, where the dtype cannot be stored: nothing becomes smaller or faster there."""
+    if not on_device(tensor):
+        note_numpy_backend()
+    elif dtype == "float16" and not capabilities(tensor.queue).half_storage:
+        _warn_of(tensor.queue.device.name)
+
+
+@cache
+def _warn_of(device: str) -> None:
+    warnings.warn(
+        f"{device} cannot store float16: mixed precision in float16 gains nothing there. Pass dtype='bfloat16'.",
+        UserWarning,
+        stacklevel=4,
+    )
