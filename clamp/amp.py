@@ -19,7 +19,7 @@ from clamp.bridge import DTypeLike, TensorLike
 from clamp.cache import weights
 from clamp.checkpoint_file import CheckpointError
 from clamp.compat import netcl as _netcl  # noqa: F401  (registers its wrappers)
-from clamp.compat.apex import initialize, scale_loss
+from clamp.compat.apex import initialize, load_state_dict, restore, scale_loss, state_dict
 from clamp.compat.oneflow import Graph, StaticGradScaler
 from clamp.compat.paddle import auto_cast, decorate
 from clamp.compat.pytorch import GradScaler, custom_bwd, custom_fwd
@@ -299,49 +299,6 @@ def get_amp_supported_dtype(queue: cl.CommandQueue) -> list[str]:
 # ---------------------------------------------------------------------------------------------- state
 
 
-def state_dict() -> dict[str, dict[str, Any]]:
-    """The loss scalers of the active handle, ``{"loss_scaler0": {...}, ...}``.
-
-    After ``init`` or ``initialize`` with ``enabled=False`` there are none: ``{}``.
-
-    Raises:
-        RuntimeError: AMP is not active.
-    """
-    if session.is_disabled():
-        return {}
-    return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(session.require_handle().scalers)}
-
-
-def load_state_dict(state: dict[str, dict[str, Any]]) -> None:
-    """Restores what ``state_dict`` returned; on an error nothing is changed. With ``enabled=False`` nothing is done.
-
-    Raises:
-        RuntimeError: AMP is not active, or the state is empty.
-        ValueError: the state has another number of scalers, or is malformed.
-    """
-    if session.is_disabled():
-        return
-    handle = session.require_handle()
-    scalers = handle.scalers
-    if not state:
-        raise RuntimeError("the state is empty: it was saved without AMP, or with amp disabled")
-    expected = [f"loss_scaler{index}" for index in range(len(scalers))]
-    if sorted(state) != sorted(expected):
-        raise ValueError(
-            f"the state has {', '.join(sorted(state))}, this handle has {', '.join(expected)}: "
-            f"wrap the same optimizers with the same num_loss before loading"
-        )
-    before = [scaler.state_dict() for scaler in scalers]
-    try:
-        for scaler, name in zip(scalers, expected, strict=True):
-            scaler.load_state_dict(state[name])
-        handle.scalers_loaded()
-    except BaseException:  # an interrupt, too
-        for scaler, saved in zip(scalers, before, strict=True):
-            scaler.load_state_dict(saved)
-        raise
-
-
 def save_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any = (), **extra: Any) -> None:
     """Writes a training run to one file, from which it goes on bit by bit: call it after ``optimizer.step()``.
 
@@ -391,7 +348,10 @@ def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
 
 
 def _load_scales(state: Mapping[str, Any]) -> None:
-    now = state_dict()
-    load_state_dict(
-        {name: now[name] if name in state["off"] and name in now else s for name, s in state["scales"].items()}
-    )
+    now, saved = state_dict(), state["scales"]
+    if now.keys() != saved.keys():
+        raise ValueError(
+            f"the checkpoint has {', '.join(sorted(saved))}, this handle has {', '.join(now)}: "
+            f"wrap the same optimizers with the same num_loss before loading"
+        )
+    restore({name: now[name] if name in state["off"] else s for name, s in saved.items()})

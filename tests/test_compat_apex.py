@@ -171,6 +171,7 @@ def test_limits_of_the_dynamic_scale(queue: cl.CommandQueue) -> None:
         ({"opt_level": "O2", "cast_model_type": "int8"}, ValueError, "cast_model_type 'int8'"),
         ({"loss_scale": "huge"}, ValueError, "loss_scale must be"),
         ({"loss_scale": -1.0}, ValueError, "loss scale"),
+        ({"loss_scale": True}, ValueError, "loss_scale must be a number"),
         ({"num_losses": 0}, ValueError, "num_losses"),
         ({"cast_model_outputs": "half precision"}, ValueError, "cast_model_outputs"),
         ({"optimizers": ["adam"]}, TypeError, "an optimizer or a list of them, got str"),
@@ -405,6 +406,44 @@ def test_a_checkpoint_of_apex_loads(queue: cl.CommandQueue) -> None:
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 17}})
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 17
     assert amp._handle.loss_scale == 512.0
+
+
+def with_scales(*scales: float) -> dict[str, dict[str, Any]]:
+    return {f"loss_scaler{index}": {"loss_scale": s, "unskipped": index + 5} for index, s in enumerate(scales)}
+
+
+def scales_now() -> list[tuple[float, int]]:
+    return [(state["loss_scale"], state["unskipped"]) for state in amp.state_dict().values()]
+
+
+def test_a_state_with_fewer_or_more_scalers_warns_and_loads_what_is_there(queue: cl.CommandQueue) -> None:
+    initialize(mlp(queue, 4, 4), num_losses=2)
+    with pytest.warns(UserWarning, match=r"has 1 loss scalers and this handle 2\. As they were: loss_scaler1; not"):
+        amp.load_state_dict(with_scales(512.0))
+    assert scales_now() == [(512.0, 5), (2.0**16, 0)]
+    with pytest.warns(UserWarning, match=r"has 3 loss scalers .*As they were: none; not loaded: loss_scaler2\. "):
+        amp.load_state_dict(with_scales(64.0, 32.0, 16.0))
+    assert scales_now() == [(64.0, 5), (32.0, 6)]
+    with pytest.warns(UserWarning, match=r"As they were: loss_scaler0; not loaded: none"):
+        amp.load_state_dict({"loss_scaler1": {"loss_scale": 8.0, "unskipped": 1}})
+    assert scales_now() == [(64.0, 5), (8.0, 1)], "by name"
+
+
+def test_a_state_that_is_malformed_changes_no_scaler(queue: cl.CommandQueue) -> None:
+    initialize(mlp(queue, 4, 4), num_losses=2)
+    before = amp.state_dict()
+    good = with_scales(512.0, 256.0)
+    for bad in (
+        {**good, "loss_scaler1": {"loss_scale": -1.0, "unskipped": 0}},
+        {**good, "loss_scaler1": 256.0},
+        {**good, "model": {}},
+        {"loss_scaler": good["loss_scaler0"]},
+    ):
+        with pytest.raises(ValueError, match=r"."):
+            amp.load_state_dict(bad)
+        assert amp.state_dict() == before
+    with pytest.raises(RuntimeError, match="empty"):
+        amp.load_state_dict({})
 
 
 # ---------------------------------------------------------------------------------------------- the API of 2018

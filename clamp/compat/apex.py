@@ -1,11 +1,13 @@
-"""NVIDIA apex's later API: ``amp.initialize`` with opt_levels, and ``amp.scale_loss``.
+"""NVIDIA apex's later API: ``amp.initialize`` with opt_levels, ``amp.scale_loss``, the state of the scalers.
 
 The API of 2018 (``init``, handles, decorators, registration) is clamp's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -13,11 +15,12 @@ from typing import Any
 from clamp import session
 from clamp.autocast import Region
 from clamp.bridge import HALF_DTYPES, DTypeLike, Node, canonical_dtype
+from clamp.compat.settings import require_number
 from clamp.handle import NoOpHandle
 from clamp.models import as_list, cast_calls, to_16_bit
 from clamp.scaler import DynamicLossScale, LossScale, NoLossScale, ScaleRule, StaticLossScale
 
-__all__ = ["initialize", "scale_loss"]
+__all__ = ["initialize", "load_state_dict", "restore", "scale_loss", "state_dict"]
 
 
 @dataclass(frozen=True)
@@ -209,6 +212,7 @@ def _scaler_maker(loss_scale: str | float, smallest: float | None, largest: floa
         if smallest is not None:
             rule = replace(rule, min_scale=smallest)
         return lambda: DynamicLossScale(max(rule.min_scale, min(2.0**16, rule.max_scale)), rule)
+    require_number("loss_scale", loss_scale)
     try:
         scale = float(loss_scale)
     except (TypeError, ValueError):
@@ -268,3 +272,70 @@ def scale_loss(
             "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first"
         )
     return handle.scale_loss(loss, optimizers, loss_id)
+
+
+# ---------------------------------------------------------------------------------------------- state
+
+
+def state_dict() -> dict[str, dict[str, Any]]:
+    """The loss scalers of the active handle, ``{"loss_scaler0": {...}, ...}``.
+
+    After ``init`` or ``initialize`` with ``enabled=False`` there are none: ``{}``.
+
+    Raises:
+        RuntimeError: AMP is not active.
+    """
+    return {} if session.is_disabled() else {name: scaler.state_dict() for name, scaler in _scalers().items()}
+
+
+def load_state_dict(state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Restores what ``state_dict`` returned; on an error nothing is changed. With ``enabled=False`` nothing is done.
+
+    Of a state with fewer or more scalers than the handle has, what both have is loaded, and a warning names the rest,
+    as in apex.
+
+    Raises:
+        RuntimeError: AMP is not active, or the state is empty.
+        ValueError: the state is malformed, or has something else than ``loss_scaler0``, ``loss_scaler1``, ...
+    """
+    if session.is_disabled():
+        return
+    scalers = _scalers()
+    if not state:
+        raise RuntimeError("the state is empty: it was saved without AMP, or with amp disabled")
+    if unknown := [name for name in state if not re.fullmatch(r"loss_scaler\d+", str(name))]:
+        raise ValueError(f"the state has {unknown}; a state of amp has loss_scaler0, loss_scaler1, ...")
+    restore({name: saved for name, saved in state.items() if name in scalers})
+    if state.keys() != scalers.keys():
+        kept, left = [name for name in scalers if name not in state], [name for name in state if name not in scalers]
+        warnings.warn(
+            f"the state has {len(state)} loss scalers and this handle {len(scalers)}. "
+            f"As they were: {', '.join(kept) or 'none'}; not loaded: {', '.join(left) or 'none'}. A run continues "
+            "identically with the same num_losses, and the same optimizers wrapped before loading.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def restore(state: Mapping[str, Any]) -> None:
+    """Gives scalers of the active handle these states, by name; on an error all keep theirs.
+
+    Raises:
+        ValueError: a state is malformed.
+    """
+    scalers = _scalers()
+    before = {name: scaler.state_dict() for name, scaler in scalers.items()}
+    try:
+        for name, saved in state.items():
+            if not isinstance(saved, Mapping):
+                raise ValueError(f"{name} must be a dict with loss_scale and unskipped, got {saved!r}")
+            scalers[name].load_state_dict(saved)
+        session.require_handle().scalers_loaded()
+    except BaseException:  # an interrupt, too
+        for name, scaler in scalers.items():
+            scaler.load_state_dict(before[name])
+        raise
+
+
+def _scalers() -> dict[str, LossScale]:
+    return {f"loss_scaler{index}": scaler for index, scaler in enumerate(session.require_handle().scalers)}
