@@ -444,6 +444,18 @@ def fused_size(size: int) -> int:
     return adamw._aligned_size(size, adamw._SUBBUF_ALIGN_FLOATS)
 
 
+def steps_as_one(adamw: Any) -> bool:
+    """Whether netcl's AdamW will step with its fused kernel, which alone of its two knows ``max_norm``."""
+    params = [param for param in adamw.params if not is_frozen(param) and param.grad is not None]
+    return (
+        adamw._fused_enabled
+        and len(params) >= adamw._fused_min_params
+        and sum(param.size for param in params) >= adamw._fused_min_elems
+        and params[0].context is not None
+        and all(param.context == params[0].context for param in params)
+    )
+
+
 def is_netcl_optimizer(optimizer: Any) -> bool:
     """Whether an optimizer is netcl's, or derived from one of netcl's."""
     return any(cls.__module__.startswith("netcl.optim.") for cls in type(optimizer).__mro__)

@@ -342,6 +342,34 @@ def test_gradients_that_were_unscaled_too_early_add_up(queue: cl.CommandQueue, h
         np.testing.assert_allclose(grad, 2 * first, rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:The 'dest_offset' argument:DeprecationWarning")  # netcl's
+@pytest.mark.parametrize("count", [3, 9], ids=["small", "stepped as one"])
+def test_adamw_clips_models_of_any_size(queue: cl.CommandQueue, half: amp.AmpHandle, count: int) -> None:
+    """As clip_grad_norm and step do; netcl's own forgets max_norm where it steps one parameter at a time."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((2, count, 2048)).astype(np.float32)
+    moved = {}
+    for how in ("fused", "apart", "unclipped"):
+        params = [to_device(queue, value) for value in values[0]]
+        optimizer = AdamW(params, lr=0.1, eps=1.0)
+        for param, grad in zip(params, values[1], strict=True):
+            param.grad = to_device(queue, grad)
+        if how == "apart":
+            clip_grad_norm(params, 1.0)
+        optimizer.step(**({"max_norm": 1.0} if how == "fused" else {}))
+        moved[how] = np.stack([param.to_host() for param in params]) - values[0]
+    np.testing.assert_allclose(moved["fused"], moved["apart"], atol=1e-6)
+    assert np.abs(moved["unclipped"]).max() > 10 * np.abs(moved["apart"] - -0.1 * 0.01 * values[0]).max()
+
+
+def test_max_norm_of_adamw_may_be_none_or_zero(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    for arguments in ((), (None,), (0.0,)):
+        param = to_device(queue, np.zeros(4))
+        param.grad = to_device(queue, np.full(4, 1e3))
+        AdamW([param], lr=0.5, eps=1.0, weight_decay=0.0).step(*arguments)
+        np.testing.assert_allclose(param.to_host(), -0.5, rtol=2e-3)
+
+
 # ---------------------------------------------------------------------------------------------- Trainer
 
 
@@ -454,6 +482,15 @@ def test_trainer_that_nobody_asked_gives_the_weights_of_netcl(queue: cl.CommandQ
         assert trainer.dtypes == {dtype}
         for weight, exact in zip(weights_of(model), expected, strict=True):
             np.testing.assert_allclose(weight, exact, atol=tolerance)
+
+
+def test_trainer_with_a_small_adamw_clips(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    model = mlp(queue, 8, 32, 4)
+    optimizer = AdamW(model.parameters(), lr=0.1, eps=1.0, weight_decay=0.0)
+    before = weights_of(model)
+    Trainer(model, optimizer, queue, grad_clip=1e-3).fit(batches(1, 16))
+    moved = max(np.abs(now - then).max() for now, then in zip(weights_of(model), before, strict=True))
+    assert 0 < moved <= 1e-4  # lr * g / (g + eps), of gradients that are 1e-3 together
 
 
 def test_trainer_that_nobody_asked_skips_what_overflows(queue: cl.CommandQueue) -> None:

@@ -230,6 +230,7 @@ mode [0. 0. 0.]
 border 2.0
 moments of 8 parameters
 two steps with one gradient: 0.0017
+moved by -0.499
 mean of 1 and 3: [4.]
 rows (2, 1)
 bfloat16 [16256]
@@ -267,6 +268,7 @@ mode raises
 border raises
 moments of 9 parameters
 two steps with one gradient: 0.0020
+moved by -0.25
 mean of 1 and 3: [2.]
 rows (2, 1)
 bfloat16 [1.]
