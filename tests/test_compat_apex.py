@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -427,6 +428,20 @@ def test_a_state_with_fewer_or_more_scalers_warns_and_loads_what_is_there(queue:
     with pytest.warns(UserWarning, match=r"As they were: loss_scaler0; not loaded: none"):
         amp.load_state_dict({"loss_scaler1": {"loss_scale": 8.0, "unskipped": 1}})
     assert scales_now() == [(64.0, 5), (8.0, 1)], "by name"
+
+
+def test_a_checkpoint_file_wants_the_same_scalers(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    model = mlp(queue, 4, 4)
+    initialize(model, num_losses=2)
+    amp.save_checkpoint(tmp_path / "run", model)
+    amp.shutdown()
+    other = mlp(queue, 4, 4, seed=3)
+    before = weights_of(other)
+    initialize(other)
+    with pytest.raises(ValueError, match="the checkpoint has loss_scaler0, loss_scaler1, this handle has loss_scaler0"):
+        amp.load_checkpoint(tmp_path / "run", other)
+    for now, then in zip(weights_of(other), before, strict=True):
+        np.testing.assert_array_equal(now, then)
 
 
 def test_a_state_that_is_malformed_changes_no_scaler(queue: cl.CommandQueue) -> None:

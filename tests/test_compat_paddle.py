@@ -611,6 +611,8 @@ def test_settings(queue: cl.CommandQueue) -> None:
         assert (off.get_loss_scaling(), off.state_dict()) == (1.0, {})
     with pytest.raises(ValueError, match="True"):
         scaler.set_init_loss_scaling(True)
+    with pytest.raises(ValueError, match="scale must be a number, not"):
+        scaler.load_state_dict({**scaler.state_dict(), "scale": np.array([True])})
     with pytest.raises(TypeError, match="a node or a tensor"):
         scaler.scale(3.0)
 

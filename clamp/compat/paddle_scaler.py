@@ -10,7 +10,7 @@ import numpy as np
 
 from clamp import session
 from clamp.bridge import Node, Tensor
-from clamp.compat.settings import FaceRule, UncheckedRule, warn_if_nothing_is_gained
+from clamp.compat.settings import FaceRule, UncheckedRule, require_number, warn_if_nothing_is_gained
 from clamp.manual_scaling import ManualScaling
 from clamp.scaler import DynamicLossScale
 
@@ -275,6 +275,8 @@ class GradScaler:
         if missing := [key for key in _STATE_KEYS if key not in state_dict]:
             raise ValueError(f"a GradScaler's state dict has the keys {', '.join(_STATE_KEYS)}; missing: {missing}")
         scale, *settings, good, bad, dynamic = (state_dict[key] for key in _STATE_KEYS)
+        for each in np.ravel(scale):
+            require_number("scale", each)
         scale = np.asarray(scale, np.float64)
         if scale.size != 1:
             raise ValueError(f"the scale must be one number, got an array of shape {scale.shape}")
