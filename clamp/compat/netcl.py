@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import pyopencl as cl
-from netcl.optim import clip
 
 from clamp import bridge, masters, session
 from clamp.autocast import Region, casting_region, current_region, depth, in_region
@@ -189,19 +188,3 @@ def step(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
             return wrapped(optimizer, [*optimizer.params, *more])
 
     return call(*args, **kwargs) if Installed.now else wrapped(*args, **kwargs)
-
-
-# ---------------------------------------------------------------------------------------------- AdamW
-
-
-@answers_for("netcl.optim.adamw.AdamW.step")
-def adamw_step(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """AdamW's step, which clips also where netcl's forgets ``max_norm``: unless it steps all parameters as one."""
-
-    def call(max_norm: float | None = None) -> Any:
-        if max_norm is None or max_norm <= 0 or not Installed.now or bridge.steps_as_one(instance):
-            return wrapped(max_norm)
-        clip.clip_grad_norm_device(instance.params, max_norm)  # clamp's, while patches are installed
-        return wrapped()
-
-    return call(*args, **kwargs)

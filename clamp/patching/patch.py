@@ -24,6 +24,7 @@ from clamp import masters
 from clamp.bridge import Node, compiler, recorded_ops
 from clamp.functions.casting import OWNED
 from clamp.patching import capture, collectives, compiled, engine, layers, pools, replay
+from clamp.patching.max_norm import clipping
 from clamp.patching.redirect import Redirected
 from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, owned_wrapper, user_wrapper, writes
 from clamp.policy import CastPolicy, Entry, PolicyTable
@@ -149,7 +150,7 @@ class Patches:
         self._policies = policies
         self._functions = {"netcl.distributed.data_parallel.sync_grads": collectives.sync_grads, **(functions or {})}
         self._registrations = list(registrations)
-        self._step = step
+        self._step = clipping(step)
         self._wrappers: dict[int, tuple[Any, Any]] = {}  # id of the original -> (original, wrapper)
         self._undo: list[tuple[Any, str, Any, Any]] = []  # owner, name, what stood there, what we put there
         self._methods: dict[tuple[type, str], Any] = {}  # what stands for methods of optimizers
