@@ -2,7 +2,8 @@
 
 netcl's modules bind each other's functions at import (``from netcl.ops.matmul import matmul``), and so do
 users' scripts. A function is therefore replaced under every name that any loaded module has for it. Closures,
-partials and containers are not searched. Everything done is recorded and undone in reverse.
+partials and containers are not searched, but for those of a wrapper that a user has put over one of netcl's functions
+(user_wrappers.py). Everything done is recorded and undone in reverse.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import wrapt
 from clamp import masters
 from clamp.bridge import Node, compiler, recorded_ops
 from clamp.functions.casting import OWNED
-from clamp.patching import capture, collectives, compiled, engine, layers, pools, replay
+from clamp.patching import capture, collectives, compiled, engine, layers, pools, replay, user_wrappers
 from clamp.patching.max_norm import clipping
 from clamp.patching.redirect import Redirected
+from clamp.patching.user_wrappers import Place, is_users
 from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, owned_wrapper, user_wrapper, writes
 from clamp.policy import CastPolicy, Entry, PolicyTable
 
@@ -153,6 +155,7 @@ class Patches:
         self._step = clipping(step)
         self._wrappers: dict[int, tuple[Any, Any]] = {}  # id of the original -> (original, wrapper)
         self._undo: list[tuple[Any, str, Any, Any]] = []  # owner, name, what stood there, what we put there
+        self._filled: list[tuple[Place, Any]] = []  # inside wrappers of the user's, and what we put there
         self._methods: dict[tuple[type, str], Any] = {}  # what stands for methods of optimizers
         self._redirected: dict[int, Redirected] = {}  # functions ``step``, by id
 
@@ -172,6 +175,7 @@ class Patches:
                 if registration.full_name not in self._policies:
                     wrapper = user_wrapper(registration.name, registration.policy)
                     self._wrap_registered(registration, wrapper)
+            self._fill_users_wrappers()
             self._rebind({key: wrapper for key, (_, wrapper) in self._wrappers.items()})
             self._set(Node, "backward", engine.node_backward)
             self._set(recorded_ops, "maybe_cast_tensor", engine.keep_tensor)
@@ -206,6 +210,8 @@ class Patches:
                 entry = Entry(f"{name}.{function_name}", CastPolicy.FLOAT, "on no list")
                 if entry.name in self._policies.calls:
                     continue  # what it hands over to is wrapped, and must see the inputs as they are
+                if is_users(function) and user_wrappers.original_in(function) is not None:
+                    continue  # a wrapper of the user's: what it calls inside is met
                 if id(function) not in none and _is_own_function(function, module):
                     self._wrapper_of(function, netcl_wrapper(entry, listed=False))
 
@@ -213,6 +219,14 @@ class Patches:
         original = _function_of(entry)
         if original is None or (entry.policy is CastPolicy.NONE and not writes(original)):
             return  # "*", or a function that this release of netcl does not have
+        if is_users(original) and entry.name.startswith("netcl.") and entry.policy is not CastPolicy.NONE:
+            inside = user_wrappers.original_in(original, entry.function)
+            if inside is None:
+                user_wrappers.warn_of(original, entry.name)
+                self._wrapper_of(original, netcl_wrapper(entry))
+            original = inside or user_wrappers.defined_behind(entry)
+            if original is None:
+                return
         wrapper: Wrapper
         if entry.policy is CastPolicy.NONE:
             wrapper = engine.as_it_is
@@ -225,6 +239,14 @@ class Patches:
         else:
             wrapper = user_wrapper(entry.function, entry.policy)
         self._wrapper_of(original, wrapper)
+
+    def _fill_users_wrappers(self) -> None:
+        """Puts clamp's functions into the wrappers of the user's that stand under names of netcl's."""
+        for place in user_wrappers.places(_users_in_netcl()):
+            if id(place.value) in self._wrappers:
+                ours = self._wrappers[id(place.value)][1]
+                self._filled.append((place, ours))
+                place.put(ours)
 
     def _wrap_registered(self, registration: Registration, wrapper: Wrapper) -> None:
         owner = registration.owner
@@ -330,6 +352,10 @@ class Patches:
             else:
                 setattr(owner, name, original)
         self._undo.clear()
+        for place, ours in reversed(self._filled):
+            if place.get() is ours:
+                place.put(place.value)
+        self._filled.clear()
         # Modules imported since install have bound the wrappers themselves.
         originals = {id(wrapper): original for original, wrapper in self._wrappers.values()}
         for module in _searched_modules():
@@ -342,6 +368,12 @@ class Patches:
 def _function_of(entry: Entry) -> Any:
     """The function an entry names, as it stands now; None if it is not there."""
     return getattr(sys.modules.get(entry.module), entry.function, None)
+
+
+def _users_in_netcl() -> list[Any]:
+    """What stands in netcl's modules and is not netcl's."""
+    modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "netcl"]
+    return [value for module in modules for value in list(vars(module).values()) if is_users(value)]
 
 
 def _is_own_function(function: Any, module: types.ModuleType) -> bool:
