@@ -19,19 +19,30 @@ Value = TypeVar("Value")
 
 
 class _Entry:
-    __slots__ = ("buffer", "ref", "values")
+    __slots__ = ("buffer", "dtype", "ref", "shape", "values")
 
-    def __init__(self, ref: weakref.ref[Tensor], buffer: Any) -> None:
+    def __init__(self, tensor: Tensor, ref: weakref.ref[Tensor]) -> None:
         self.ref = ref
-        self.buffer = buffer
+        self.buffer = tensor.buffer
+        self.shape = tuple(tensor.shape)
+        self.dtype = str(tensor.dtype)
         self.values: dict[Hashable, Any] = {}
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether the entry is this tensor's, as it is now."""
+        owner = self.ref()
+        if owner is None or owner is not tensor or self.buffer is not owner.buffer:
+            return False
+        return self.shape == tuple(owner.shape) and self.dtype == str(owner.dtype)
 
 
 class WeightCache:
     """Derived values by tensor. Thread-safe; an entry dies with its tensor.
 
     netcl's tensors are unhashable, so entries are found by ``id`` and checked against a weak reference. They
-    also remember the tensor's buffer: an optimizer that replaces it (fused AdamW does) ends the entry.
+    also remember the tensor's buffer, shape and dtype: an optimizer that replaces the buffer (fused AdamW does), or
+    ``p.shape = ...``, ends the entry. What is written into the buffer by other means than netcl's (a kernel of the
+    user's, ``pyopencl.enqueue_copy``) nobody tells clamp of: ``handle.clear_cache()`` does.
     """
 
     def __init__(self) -> None:
@@ -41,8 +52,8 @@ class WeightCache:
     def get(self, tensor: Tensor, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
         """The value of this kind derived from ``tensor``: the kept one, or ``make(tensor)``, kept from now on."""
         with self._lock:
-            entry = self._entries.get(id(tensor)) or self._new_entry(tensor)
-            if entry.buffer is not tensor.buffer or entry.ref() is not tensor:
+            entry = self._entries.get(id(tensor))
+            if entry is None or not entry.is_of(tensor):
                 entry = self._new_entry(tensor)
             if kind not in entry.values:
                 entry.values[kind] = make(tensor)
@@ -70,7 +81,7 @@ class WeightCache:
                 if entry is not None and entry.ref is ref:
                     del self._entries[key]
 
-        entry = self._entries[key] = _Entry(weakref.ref(tensor, forget), tensor.buffer)
+        entry = self._entries[key] = _Entry(tensor, weakref.ref(tensor, forget))
         return entry
 
     def drop(self, tensor: Tensor) -> None:

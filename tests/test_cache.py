@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pyopencl as cl
@@ -217,3 +218,24 @@ def test_a_region_without_cache_casts_anew_for_users_functions(queue: cl.Command
         assert first(ag.tensor(weight)) == 1.0
         cl.enqueue_copy(queue, weight.buffer, np.full(16, 2.0, np.float32))
         assert first(ag.tensor(weight)) == 2.0
+
+
+@pytest.mark.parametrize("shape", [(8, 2), [8, 2]])
+def test_another_shape_ends_the_entry(queue: cl.CommandQueue, handle: amp.AmpHandle, shape: Any) -> None:
+    values = np.arange(16, dtype=np.float32)
+    weight = Parameter.from_host(queue, values.reshape(4, 4))
+    for rows in (4, 8):
+        for _ in range(3):  # with panels that are kept from the second use on
+            x = ag.tensor(to_device(queue, np.ones((1, rows))))
+            out = ag.matmul_op(x, ag.tensor(weight, requires_grad=True))
+            np.testing.assert_array_equal(to_numpy(out.value)[0], values.reshape(rows, -1).sum(0))
+        weight.shape = shape
+
+
+def test_another_dtype_ends_the_entry(queue: cl.CommandQueue) -> None:
+    cache, weight = WeightCache(), Parameter.from_host(queue, np.ones(4, np.float32))
+    assert cache.get(weight, "kind", lambda p: p.dtype) == "float32"
+    weight.dtype = "float16"
+    assert cache.get(weight, "kind", lambda p: p.dtype) == "float16"
+    assert cache.get(weight, "kind", lambda p: "made anew") == "float16"
+    assert len(cache) == 1
