@@ -117,6 +117,21 @@ def _host_cpu(field: str) -> str:
     return next((line.partition(":")[2] for line in lines if line.startswith(field)), "")
 
 
+def require_context(queue: cl.CommandQueue) -> None:
+    """Raises RuntimeError for a queue whose context is gone: Intel's runtime frees one that only its queue refers to.
+
+    From the first tensor on netcl's memory pool keeps it.
+    """
+    try:
+        _ = queue.context
+    except cl.LogicError as error:
+        raise RuntimeError(
+            "this queue's OpenCL context is gone: the driver (Intel's, for one) frees a context that only its queue "
+            "refers to. Keep it in a variable for as long as the queue is used: context = cl.Context([device]); "
+            "queue = cl.CommandQueue(context)"
+        ) from error
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What one device can do for clamp, as probed.

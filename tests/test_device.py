@@ -6,11 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pyopencl as cl
 import pytest
 
 from clamp import amp, device
+from clamp.bridge import Tensor
 from clamp.device import NoDeviceError, capabilities, list_devices, make_cpu_runtime_visible
 
 
@@ -86,3 +89,33 @@ def test_16_bit_storage_needs_no_extension(queue: cl.CommandQueue) -> None:
     assert amp.supports_fp16(queue)
     assert amp.is_bfloat16_supported(queue)
     assert amp.get_amp_supported_dtype(queue) == ["float16", "bfloat16"]
+
+
+def test_a_context_that_is_gone_is_named(queue: cl.CommandQueue) -> None:
+    gone = mock.Mock(spec=cl.CommandQueue)
+    type(gone).context = mock.PropertyMock(side_effect=cl.LogicError("clRetainContext failed: INVALID_CONTEXT"))
+    with amp.init(), pytest.raises(RuntimeError, match=r"context is gone.*context = cl\.Context"):
+        Tensor.from_host(gone, np.ones(3, np.float32))
+    with amp.init(), pytest.raises(RuntimeError, match=r"context is gone.*context = cl\.Context"):
+        Tensor.from_shape(gone, (3,))
+
+
+def test_a_queue_that_lost_its_context_says_so_or_works(queue: cl.CommandQueue) -> None:
+    """In a process of its own: what a driver does with a context that it has freed is its own affair."""
+    script = """if True:
+        import sys
+        import clamp, numpy as np, pyopencl as cl
+        from clamp import amp
+        from netcl.core.tensor import Tensor
+        device = next(device for platform in cl.get_platforms() if platform.name == sys.argv[1]
+                      for device in platform.get_devices())
+        queue = cl.CommandQueue(cl.Context([device]), device)
+        amp.init()
+        print(Tensor.from_host(queue, np.ones(3, np.float32)).to_host())
+    """
+    name = queue.device.platform.name
+    done = subprocess.run([sys.executable, "-c", script, name], capture_output=True, text=True)
+    if "Intel" in name:
+        assert "RuntimeError: this queue's OpenCL context is gone" in done.stderr
+    else:
+        assert "[1. 1. 1.]" in done.stdout

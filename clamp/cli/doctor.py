@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -81,7 +83,30 @@ def _facts(device: cl.Device) -> Iterator[tuple[str, str]]:
     yield "GEMM kernel", kernels
     yield "vector width", f"{found.float_vector_width} floats"
     yield "work-group", f"up to {found.max_work_group} work-items, {found.local_memory_bytes // 1024} KiB local memory"
+    yield "context", _fate_of_a_context(device)
     yield "arguments", f"up to {found.max_parameter_bytes} bytes a launch"
+
+
+_DROPS_ITS_CONTEXT = """
+import sys
+import clamp
+import pyopencl as cl
+platform, number = map(int, sys.argv[1:])
+device = cl.get_platforms()[platform].get_devices()[number]
+queue = cl.CommandQueue(cl.Context([device]), device)
+cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 4)
+"""
+
+
+def _fate_of_a_context(device: cl.Device) -> str:
+    """Whether a queue keeps its context alive, tried in a process of its own: a driver may do more than refuse."""
+    platforms = [one.get_devices() for one in cl.get_platforms()]
+    place = next((k, devices.index(device)) for k, devices in enumerate(platforms) if device in devices)
+    tried = subprocess.run([sys.executable, "-c", _DROPS_ITS_CONTEXT, *map(str, place)], capture_output=True, text=True)
+    if tried.returncode == 0:
+        return "kept alive by its queues"
+    error = (tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"])[-1]
+    return f"NOT kept alive by its queues: hold on to it in a variable of your own ({error.rpartition(': ')[2]})"
 
 
 def self_check(device: cl.Device) -> str:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pyopencl as cl
 import wrapt
 from netcl.ops.bf16_act import from_bf16_host, to_bf16_host
 
@@ -15,6 +16,7 @@ from clamp import bridge, gradients, masters, penalties
 from clamp.autocast import current_region, no_casts, thread_casts_off
 from clamp.bridge import HALF_DTYPES, Node, Tape, Tensor
 from clamp.cache import weights
+from clamp.device import require_context
 from clamp.functions.casting import cast_node
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.elementwise import elementwise
@@ -175,6 +177,8 @@ def from_host(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) ->
     """A tensor of host values; to bfloat16 numbers are rounded, where netcl would cut them to integer words."""
 
     def call(queue: Any, data: Any, dtype: str | None = None, *more: Any, **named: Any) -> Tensor:
+        if isinstance(queue, cl.CommandQueue):
+            require_context(queue)
         if dtype == "bfloat16" and np.asarray(data).dtype != np.uint16:
             data = to_bf16_host(np.asarray(data).astype(np.float32))
         return wrapped(queue, data, dtype, *more, **named)
@@ -186,6 +190,8 @@ def from_shape(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -
     """A new tensor filled with a number: a finite one stays finite, and in bfloat16 it is the number, not a word."""
 
     def call(queue: Any, shape: Any, dtype: str = "float32", *more: Any, fill: Any = None, **named: Any) -> Tensor:
+        if isinstance(queue, cl.CommandQueue):
+            require_context(queue)
         if len(more) > 2:
             *more, fill = more  # type: ignore[assignment]
         if fill is not None and dtype in bridge.STORAGE and not isinstance(fill, np.uint16):
