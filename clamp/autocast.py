@@ -60,6 +60,11 @@ def set_process_region(region: Region | None) -> None:
     _process = region
 
 
+def process_region() -> Region | None:
+    """The region that ``init`` set; None without one."""
+    return _process
+
+
 def current_region() -> Region | None:
     """The region around this point, enabled or not; None where there is none."""
     return _thread.region or _process

@@ -579,6 +579,7 @@ def test_a_counter_of_the_models_own_does_not_part_it_from_its_recording(queue: 
         inputs = [to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])]
         record(graph, run.step, *inputs)
         run.model(ag.tensor(to_device(queue, BATCHES[1])))
+        run.model.best = 0.5  # what was not there when it was recorded decided nothing
         graph.replay(inputs)
         assert handle.last_step.stepped
 
@@ -637,3 +638,20 @@ def test_a_compiled_forward_pass_gives_todays_result_or_refuses(queue: cl.Comman
             first.weight.write(first.weight.to_host() * 2)
         model.eval()
         np.testing.assert_array_equal(compiled(x).to_host(), model(x).to_host())
+
+
+def test_a_recording_of_one_init_is_none_of_the_next(queue: cl.CommandQueue) -> None:
+    """Its dtype and its lists were the other's."""
+    x = to_device(queue, BATCHES[0])
+    model = mlp(queue, 10, 16, 3)
+    with amp.init():
+        graph = CompiledGraph([])
+        record(graph, lambda x: model(ag.tensor(x)), x)
+        compiled = model.compile_forward(x)
+        graph.replay([x])
+    with amp.init(dtype="bfloat16"):
+        with pytest.raises(RuntimeError, match="AMP has been shut down since it was made"):
+            graph.replay([x])
+        with pytest.raises(RuntimeError, match="AMP has been shut down since it was made"):
+            compiled(x)
+        assert model.compile_forward(x)(x).dtype == "bfloat16"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from netcl.optim import SGD, AdamW
 
 from clamp import amp
 from clamp.bridge import Parameter, Tensor
+from clamp.patching import capture
 from clamp.patching.variants import MOST_KEYS, MOST_RECORDINGS
 from tests.networks import LOSS_FACTOR, mlp, weights_of
 from tests.reference import to_device
@@ -267,6 +270,17 @@ def test_modes_that_come_back_find_their_recording(queue: cl.CommandQueue) -> No
     assert graph._recorded.recordings == 2
 
 
+@pytest.mark.parametrize("how", ["no AMP", "off", "float32", "float16"])
+def test_every_replay_drops_out_anew_whatever_the_region(queue: cl.CommandQueue, how: str) -> None:
+    graph = Infer(Dropout(0.5))
+    graph.config.amp = None if how == "no AMP" else how != "off"
+    graph.config.dtype = how if how.startswith("float") else "float16"
+    recorded(graph, x_of(queue))
+    masks = {(graph(x_of(queue)).to_host() == 0).tobytes() for _ in range(4)}
+    assert len(masks) == 4
+    assert len(graph.builds) == 2
+
+
 def test_settings_of_a_batch_norm_are_seen(queue: cl.CommandQueue) -> None:
     norm = BatchNorm2dModule(queue, 3)
     x = to_device(queue, np.random.default_rng(0).standard_normal((2, 3, 4, 4)))
@@ -411,6 +425,50 @@ def test_regions_lists_and_grad_mode_around_the_call_are_seen(queue: cl.CommandQ
         assert dtype() == "float16"
         with ag.no_grad():
             assert dtype() == "float16"
+
+
+def test_functions_that_a_user_registers_are_seen(queue: cl.CommandQueue) -> None:
+    class Outside(amp.Graph):
+        def build(self, x: Any) -> Any:
+            return outside(x)
+
+    graph = Outside()
+    with amp.autocast():
+        assert {graph(x_of(queue)).dtype for _ in range(3)} == {"float32"}
+    try:
+        amp.register_half_function(sys.modules[__name__], "outside")
+        with amp.autocast():
+            assert {graph(x_of(queue)).dtype for _ in range(3)} == {"float16"}
+    finally:
+        amp._registrations.clear()
+        amp.session.forget_patches()
+
+
+def test_each_thread_has_recordings_of_its_own(queue: cl.CommandQueue) -> None:
+    graph = recorded(Infer(mlp(queue, 10, 16, 3)), x_of(queue))
+    expected = graph(x_of(queue)).to_host()
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(graph(x_of(queue)).to_host() for _ in range(3)))
+    thread.start()
+    thread.join()
+    assert len(found) == 3
+    for result in found:
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_a_graph_in_a_graph_is_recorded_with_it(queue: cl.CommandQueue) -> None:
+    inner = Infer(mlp(queue, 10, 16, 3))
+
+    class Outer(amp.Graph):
+        def build(self, x: Any) -> Any:
+            return ag.mul(ag.tensor(inner(x)), 2.0)
+
+    graph = recorded(Outer(), x_of(queue))
+    for index in range(3):
+        np.testing.assert_array_equal(graph(x_of(queue, index)).to_host(), inner(x_of(queue, index)).to_host() * 2)
+    inner.model.layers[0].weight.write(np.ones((10, 16)))
+    inner.model.layers[0].bias = None
+    np.testing.assert_array_equal(graph(x_of(queue)).to_host(), inner(x_of(queue)).to_host() * 2)
 
 
 # ---------------------------------------------------------------------------------------------- inputs
@@ -563,8 +621,6 @@ def test_an_input_that_is_trained_keeps_its_own_gradient(queue: cl.CommandQueue)
 
 
 def test_recordings_die_with_their_graph(queue: cl.CommandQueue) -> None:
-    from clamp.patching import capture
-
     gc.collect()
     before = len(capture._live)
     graph = recorded(Infer(mlp(queue, 10, 16, 3)), x_of(queue))

@@ -12,6 +12,7 @@ from typing import Any
 from netcl.runtime.capture import KernelCapture
 
 from clamp import bridge
+from clamp.autocast import process_region
 from clamp.patching.residents import Address, Residents, Seen
 from clamp.patching.watch import Watch, is_same
 
@@ -69,6 +70,7 @@ class Dependencies:
     ) -> None:
         self.residents = Residents(capture._launches, before, own)
         self._modules = modules
+        self._region = process_region()
         self._watch = modules.watch()
 
     def ignore(self, *names: str) -> None:
@@ -77,6 +79,8 @@ class Dependencies:
 
     def change(self) -> str:
         """Why the recording cannot be replayed any more, in words; empty if it can, after ``residents.follow()``."""
+        if self._region is not None and self._region is not process_region():
+            return "AMP has been shut down"
         return self.residents.change() or ("" if self._watch.holds() else f"{self._watch.change()} has changed")
 
 

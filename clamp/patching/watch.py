@@ -79,14 +79,15 @@ class Watch:
 
     Args:
         roots: where to begin, by the name that messages use. Objects here are looked into, whatever their class.
-        hidden: whether an object's attribute of this name does not count.
+        hidden: whether an object's attribute of this name does not count. Those that an object gets later do not
+            either, then. If not given, all count but those that an object names in ``_unwatched``.
         inside: whether an object is looked into, if it is no root.
     """
 
     def __init__(
         self,
         roots: Mapping[str, Any],
-        hidden: Callable[[Any, str], bool] = lambda owner, name: name in getattr(owner, "_unwatched", ()),
+        hidden: Callable[[Any, str], bool] | None = None,
         inside: Callable[[Any], bool] = lambda x: True,
     ) -> None:
         self.tensors: list[Tensor] = []
@@ -163,13 +164,24 @@ class Watch:
     def _object(self, x: Any, kind: type, name: str) -> None:
         self._add(lambda: (type(x),), lambda *_: f"the class of {name}")
         if hasattr(x, "__dict__"):
-            hidden = frozenset(key for key in vars(x) if self._hidden(x, key))
-            self._mapping(vars(x), lambda key: f"{name}.{key}", hidden)
+            self._attributes(x, name)
         slots = [slot for cls in kind.__mro__ for slot in _slots(cls) if hasattr(x, slot)]
         if slots:
             self._mapping(_Slots(x, slots), lambda key: f"{name}.{key}")
         for cls in kind.__mro__:
             self._push(cls, name)
+
+    def _attributes(self, x: Any, name: str) -> None:
+        """What an object has in its dict."""
+        own = vars(x)
+        if self._hidden is None:
+            unwatched: frozenset[str] = getattr(x, "_unwatched", frozenset())
+            self._mapping(own, lambda key: f"{name}.{key}", unwatched)
+            return
+        keys = [key for key in own if not self._hidden(x, key)]  # one that comes later has decided nothing
+        self._add(lambda: (*map(own.get, keys),), lambda _, index: f"{name}.{keys[index]}")
+        for key in keys:
+            self._push(own[key], f"{name}.{key}")
 
     def _function(self, function: FunctionType, name: str) -> None:
         """What a function finds outside: the variables around it, the globals that it names, its defaults."""

@@ -30,6 +30,7 @@ from clamp.functions.casting import (
     widest,
 )
 from clamp.policy import CastPolicy, Entry, netcl_defects
+from clamp.recording import recorder
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -50,9 +51,13 @@ class Installed:
     now = False
 
 
+#: a recording of netcl's own would drop out the same in every replay: clamp's draws anew, and is recorded in its place
+_DRAWS = frozenset({"netcl.autograd.dropout", "netcl.ops.elementwise.dropout"})
+
+
 def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
     """Wrapper for a netcl function that clamp has kernels for."""
-    always = entry.name in netcl_defects()
+    always, draws = entry.name in netcl_defects(), entry.name in _DRAWS
 
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not Installed.now:
@@ -61,7 +66,8 @@ def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
         if region is None:
             # No casts here, but a 16-bit input must still not reach netcl's kernels, nor any a function of netcl's
             # that is wrong: a loss that the user keeps in float32 has to train as well.
-            if not always and not holds_half(args, kwargs):
+            ours = always or (draws and recorder() is not None)
+            if not ours and not holds_half(args, kwargs):
                 return wrapped(*args, **kwargs)
             casting: Casting = _AS_GIVEN
         else:
