@@ -301,6 +301,28 @@ class Listed(SGD):
         self.rates = [0.1 * index for index in range(len(params))]
 
 
+class Rated(SGD):
+    """One of netcl's with a number for each parameter."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params)
+        self.rates = {id(param): 0.1 * index for index, param in enumerate(params)}
+
+
+def test_numbers_of_ones_own_by_parameter_follow_the_names(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    file = tmp_path / "run.npz"
+    model = mlp(queue, 8, 8, 8)
+    optimizer = Rated(model.parameters())
+    optimizer.params = optimizer.params[1:]
+    amp.save_checkpoint(file, model, optimizer)
+    other = Rated(model.parameters()[:0:-1])
+    amp.load_checkpoint(file, model, other)
+    assert other.rates == {id(param): 0.1 * index for index, param in enumerate(model.parameters()) if index}
+    optimizer.rates[id(optimizer.params[0])] = queue
+    with pytest.raises(TypeError, match=r"Rated\.rates is a CommandQueue"):
+        amp.save_checkpoint(file, model, optimizer)
+
+
 @pytest.mark.parametrize("kind", [Own, Listed])
 def test_a_state_that_only_its_optimizer_understands_wants_the_same_order(
     queue: cl.CommandQueue, tmp_path: Path, kind: Any
