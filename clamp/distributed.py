@@ -211,10 +211,6 @@ class Ranks:
         self._comm.Allgather(_mean(theirs.reshape(self.size, -1), self.reduce_dtype), averages)
         return self._hand_out(params, averages, present)
 
-    def failed(self, error: BaseException) -> None:
-        """Tells the others that the innermost pass ends in an error here; they raise a RankError."""
-        self._meeting.failed(error)
-
     def _warn_of_idle(self, present: Array) -> None:
         """Says once, on all ranks, that one has no gradient at all. It may be meant: a rank may be out of rows."""
         idle = np.flatnonzero(~present.any(axis=1))

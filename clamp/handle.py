@@ -158,10 +158,14 @@ class AmpHandle:
                 has no graph: its tape is gone, or nothing in it is trained. Inside the ``with``: backward is run from
                 the loss itself. At its end: no gradient of the scaled loss has reached a parameter.
         """
-        with nullcontext() if self._ranks is None else self._ranks.checks():
+        with self._announced():
             optimizers = self._named(optimizer)
             self._check_loss_id(loss_id)
         return self.scaled(loss, optimizers, self._own_scalers[loss_id])
+
+    def _announced(self) -> AbstractContextManager[None]:
+        """Around checks before a pass: after ``distribute`` the other ranks wait in theirs, and hear of an error."""
+        return nullcontext() if self._ranks is None else self._ranks.checks()
 
     def _named(self, optimizer: Any) -> list[Any]:
         """The optimizers that ``scale_loss`` was given."""
@@ -458,12 +462,13 @@ class OptimWrapper(wrapt.ObjectProxy[Any]):
             with handle.scale_loss(loss, self.__wrapped__) as unscaled:
                 yield unscaled
             return
-        handle._require_active("scale_loss")
-        if self._self_losses >= len(self._self_scalers):
-            raise RuntimeError(
-                f"scale_loss was called more than num_loss={len(self._self_scalers)} times since the last step(): "
-                f"pass the number of backward passes per step to handle.wrap_optimizer(optimizer, num_loss=...)"
-            )
+        with handle._announced():
+            handle._require_active("scale_loss")
+            if self._self_losses >= len(self._self_scalers):
+                raise RuntimeError(
+                    f"scale_loss was called more than num_loss={len(self._self_scalers)} times since the last step(): "
+                    f"pass the number of backward passes per step to handle.wrap_optimizer(optimizer, num_loss=...)"
+                )
         with handle.scaled(loss, [self.__wrapped__], self._self_scalers[self._self_losses]) as scaled_loss:
             yield scaled_loss
         self._self_losses += 1

@@ -12,13 +12,26 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import pytest
+from netcl import autograd as ag
 from netcl.optim import SGD
 
 from clamp import amp, meeting, rank_parameters
 from clamp.bridge import Tensor
 from clamp.distributed import RankError
 from clamp.scaler import StaticLossScale
-from tests.mpi_child import COMM, RANK, SIZE, WIDTHS, backward, main, mode, part, same_everywhere
+from tests.mpi_child import (
+    COMM,
+    RANK,
+    SIZE,
+    WIDTHS,
+    backward,
+    gradients,
+    main,
+    mean_loss,
+    mode,
+    part,
+    same_everywhere,
+)
 from tests.networks import batch, mlp, weights_of
 
 
@@ -57,7 +70,7 @@ def error_in(run: Callable[[], None]) -> str:
     """What it raises, in words; nothing if it does not."""
     try:
         run()
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -93,6 +106,59 @@ def an_error_in_a_pass_reaches_the_others(queue: cl.CommandQueue) -> None:
         assert error_in(lambda: one(False, inner=well_but_inner)) == ""
         assert error_in(lambda: one(True, inner=lambda: one(False))) == heard("two elements")
         train(queue, handle, model, optimizer)
+        assert same_everywhere(weights_of(model))
+
+
+@mode
+def what_scale_loss_refuses_reaches_the_others(queue: cl.CommandQueue) -> None:
+    """Whatever it is; gradients of before stay as they were, and all go on together."""
+    with training(queue) as (handle, _, model, optimizer):
+        train(queue, handle, model, optimizer)
+        before = gradients(model)
+
+        def loss() -> Any:
+            return mean_loss(model, part(queue, 0))
+
+        def outputs() -> Any:
+            return model(ag.tensor(part(queue, 0)[0]))
+
+        for refused in (
+            lambda: handle.scale_loss(outputs(), optimizer),
+            lambda: handle.scale_loss(loss().value, optimizer),
+            lambda: handle.scale_loss(loss(), "optimizer"),
+            lambda: handle.scale_loss(loss(), []),
+            lambda: handle.scale_loss(loss(), optimizer, loss_id=7),
+            lambda: handle.scale_loss(ag.tensor(loss().value), optimizer),
+        ):
+
+            def one(refused: Any = refused) -> None:
+                if RANK == 1:
+                    with refused() as scaled_loss:
+                        scaled_loss.backward()
+                else:
+                    backward(handle, optimizer, model, part(queue, 0))
+
+            error = error_in(one)
+            assert error if RANK == 1 else error.startswith("RankError: rank 1 failed: "), error
+            assert all(np.array_equal(a, b) for a, b in zip(before, gradients(model), strict=True))
+        train(queue, handle, model, optimizer, steps=2)
+        assert same_everywhere(weights_of(model))
+
+
+@mode
+def no_backward_inside_is_an_error_if_it_is_nobodys(queue: cl.CommandQueue) -> None:
+    with training(queue) as (handle, _, model, optimizer):
+
+        def one(runs: bool) -> None:
+            with handle.scale_loss(mean_loss(model, part(queue, 0)), optimizer) as scaled_loss:
+                if runs:
+                    scaled_loss.backward()
+
+        assert error_in(lambda: one(False)).startswith("RuntimeError: no backward has reached a parameter on any rank")
+        with pytest.warns(UserWarning, match="had no gradient in this pass"):
+            one(RANK == 0)
+        optimizer.step()
+        assert handle.last_step.stepped
         assert same_everywhere(weights_of(model))
 
 

@@ -253,6 +253,7 @@ def test_ranks_train_as_one_process_does(launcher: list[str], queue: cl.CommandQ
 def test_ranks_notice_errors_and_differences(launcher: list[str], queue: cl.CommandQueue) -> None:
     """One job, because starting one takes as long as all of these checks."""
     checks = (
+        "what_scale_loss_refuses_reaches_the_others,no_backward_inside_is_an_error_if_it_is_nobodys,"
         "an_error_in_a_pass_reaches_the_others,an_error_may_be_heard_late,a_pass_without_an_average_is_an_error,"
         "a_layer_frozen_on_one_rank_is_noticed,parameters_that_part_are_noticed,"
         "a_parameter_replaced_by_an_equal_one_is_no_difference,devices_that_round_differently_may_drift,"
