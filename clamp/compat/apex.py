@@ -296,7 +296,8 @@ def load_state_dict(state: Mapping[str, Mapping[str, Any]]) -> None:
 
     Raises:
         RuntimeError: AMP is not active, or the state is empty.
-        ValueError: the state is malformed, or has something else than ``loss_scaler0``, ``loss_scaler1``, ...
+        ValueError: the state is malformed, has something else than ``loss_scaler0``, ``loss_scaler1``, ..., or none of
+            the handle's scalers.
     """
     if session.is_disabled():
         return
@@ -305,6 +306,8 @@ def load_state_dict(state: Mapping[str, Mapping[str, Any]]) -> None:
         raise RuntimeError("the state is empty: it was saved without AMP, or with amp disabled")
     if unknown := [name for name in state if not re.fullmatch(r"loss_scaler\d+", str(name))]:
         raise ValueError(f"the state has {unknown}; a state of amp has loss_scaler0, loss_scaler1, ...")
+    if not state.keys() & scalers.keys():
+        raise ValueError(f"the state has {', '.join(state)}, this handle has {', '.join(scalers)}: nothing of it fits")
     restore({name: saved for name, saved in state.items() if name in scalers})
     if state.keys() != scalers.keys():
         kept, left = [name for name in scalers if name not in state], [name for name in state if name not in scalers]
