@@ -14,7 +14,7 @@ import wrapt
 
 from clamp import bridge, gradients
 from clamp.autocast import Region, current_region, in_region, set_process_region
-from clamp.bridge import Node, Tape
+from clamp.bridge import Node, Tape, Tensor
 from clamp.cache import weights
 from clamp.distributed import Ranks
 from clamp.functions.casting import note_numpy_backend
@@ -369,10 +369,16 @@ class AmpHandle:
             optimizer: whose ``step`` the scaler calls, or not.
         """
         guard = self.guard(optimizer.__wrapped__ if isinstance(optimizer, OptimWrapper) else optimizer)
-        before, last = _scale_of(scaler), guard.last
+        before, last, guard.met = _scale_of(scaler), guard.last, None
         yield
         guard.decided_elsewhere(before, _scale_of(scaler), stepped=guard.last is not last)
         self._shown = weakref.ref(scaler)
+
+    def met_non_finite(self, params: Sequence[Tensor]) -> None:
+        """A scaler of netcl's has found inf or nan among these parameters' gradients, and will let no step be."""
+        guard = self._guards.stepping(params)
+        if guard is not None:
+            guard.met_non_finite()
 
 
 def _scale_of(scaler: Any) -> float:

@@ -46,6 +46,9 @@ class StepGuard:
         self._skips_at_floor = 0
         self._absent: tuple[tuple[int, ...], tuple[str, ...]] = (), ()  # parameters without a gradient, their names
         self.last: StepReport | None = None
+        self.met: tuple[NonFinite, tuple[str, ...]] | None = (
+            None  # and who had no gradient, at a step decided elsewhere
+        )
 
     @property
     def optimizer(self) -> Any:
@@ -118,6 +121,11 @@ class StepGuard:
         if self._skips_at_floor >= self._guards.max_skips_at_floor:
             self._give_up(scaler, scale, bad)
 
+    def met_non_finite(self) -> None:
+        """Notes what is inf and nan now, for ``decided_elsewhere``: a Trainer clears gradients before its step ends."""
+        params = [param for param in self.optimizer.params if isinstance(param, Tensor)]
+        self.met = non_finite(params), self._names_of_absent(params)
+
     def decided_elsewhere(self, before: float, scale: float, *, stepped: bool) -> None:
         """Another scaler than the handle's has let this optimizer step just now, or has not.
 
@@ -128,12 +136,11 @@ class StepGuard:
         if stepped:
             self.last = self._guards.amend(scale_before=before, scale=scale)
             return
-        params = [param for param in self.optimizer.params if isinstance(param, Tensor)]
-        bad = non_finite(params)
+        bad, absent = self.met or (NonFinite(0, 0, ()), ())
         self._report(
             StepReport(
                 False, str(bad) or "inf or nan in the gradients, which are gone", scale, scale_before=before,
-                infs=bad.infs, nans=bad.nans, parameters=bad.names, absent=self._names_of_absent(params),
+                infs=bad.infs, nans=bad.nans, parameters=bad.names, absent=absent,
             )
         )  # fmt: skip
 

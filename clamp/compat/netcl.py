@@ -169,6 +169,9 @@ def _unscale(scaler: Any, found: list[Pair]) -> bool:
         for scale in scales:
             scale.record(1, fresh=1)
     found_inf = [scale.overflowed(1) for scale in scales]
+    handle = session.active_handle()
+    if any(found_inf) and handle is not None:
+        handle.met_non_finite([master for master, _ in found])
     return any(found_inf)
 
 
