@@ -546,8 +546,8 @@ def parameter_names(params: Sequence[Tensor]) -> list[str]:
     for module in gc.get_objects():
         if issubclass(type(module), Module):
             for name, tensor in module_tensors(module):
-                # the module that holds the others has the longest names
-                if id(tensor) in wanted and (name.count("."), name) > (names.get(id(tensor), "").count("."), ""):
+                # The module that holds the others has the longest names.
+                if id(tensor) in wanted and name.count(".") >= names.get(id(tensor), "").count("."):
                     names[id(tensor)] = name
     return [names.get(id(model_parameter(param)), f"params[{index}]") for index, param in enumerate(params)]
 

@@ -225,5 +225,6 @@ def forget_patches() -> None:
 def _release_autocast_patches() -> None:
     global _autocast_patches
     if _autocast_patches is not None:
+        _warn_once.cache_clear()
         _autocast_patches.remove()
         _autocast_patches = None
