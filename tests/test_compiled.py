@@ -16,7 +16,7 @@ from netcl.nn.layers import Dropout, LeakyReLU, Sequential
 from netcl.optim import SGD, Adam, AdamW
 from netcl.runtime.capture import KernelCapture
 
-from clamp import amp
+from clamp import amp, bridge
 from clamp.bridge import Parameter, Tensor
 from clamp.scaler import ScaleRule
 from tests.networks import loss_of, mlp, weights_of
@@ -280,6 +280,25 @@ def test_memory_that_a_recording_reads_is_given_to_nobody_until_it_is_gone(queue
         gc.collect()
         assert pool.stats.bytes_cached > cached
         assert "release" not in vars(pool)
+
+
+def test_memory_that_a_tensor_has_moved_to_is_given_to_nobody_either(queue: cl.CommandQueue) -> None:
+    x = to_device(queue, np.ones(200))
+    with amp.init():
+        held, other = (amp.cast(to_device(queue, np.full(200, number)), "float16") for number in (3.0, 4.0))
+        known = [held]
+        del held
+        graph = CompiledGraph([])
+        out = record(graph, lambda x: ag.mul(ag.tensor(x), ag.tensor(known[0])), x)
+        bridge.give_storage(known[0], other)
+        graph.replay([x])
+        known.clear()
+        del other
+        junk = [Tensor.from_shape(queue, (size,), fill=9.0) for size in (50, 100, 200) * 20]
+        graph.replay([x])
+        np.testing.assert_array_equal(out.value.to_host(), np.full(200, 4.0))
+        for tensor in junk:
+            np.testing.assert_array_equal(tensor.to_host(), np.full(tensor.shape, 9.0))
 
 
 def test_what_no_replay_can_do_raises(queue: cl.CommandQueue) -> None:

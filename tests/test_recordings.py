@@ -358,7 +358,7 @@ def test_values_that_build_reads_elsewhere_are_seen(queue: cl.CommandQueue, monk
         assert_as_fresh(graph, x_of(queue))
 
 
-@pytest.mark.parametrize("how", ["requires_grad", "freeze"])
+@pytest.mark.parametrize("how", ["requires_grad", "freeze", "mark alone"])
 def test_parameters_frozen_and_thawed_after_the_recording_are_seen(queue: cl.CommandQueue, how: str) -> None:
     model = mlp(queue, 10, 16, 3)
     first = model.layers[0]
@@ -366,6 +366,8 @@ def test_parameters_frozen_and_thawed_after_the_recording_are_seen(queue: cl.Com
     def freeze(on: bool) -> None:
         if how == "freeze":
             first.freeze() if on else first.unfreeze()
+        elif how == "mark alone":
+            first.weight._frozen = on
         else:
             first.weight.requires_grad = not on
 
@@ -618,6 +620,38 @@ def test_an_input_that_is_trained_keeps_its_own_gradient(queue: cl.CommandQueue)
     np.testing.assert_array_equal(grads[0], grads[2])
     np.testing.assert_array_equal(grads[3], grads[4])
     assert (grads[2] != grads[3]).any()
+
+    def new_each_time() -> None:
+        for index in range(12):
+            x = x_of(queue, index)
+            x.requires_grad = True
+            graph(x, y)
+            assert x.grad is not None
+
+    with pytest.warns(UserWarning, match="does not get to replay what it recorded"):
+        new_each_time()
+    assert graph._recorded.recordings <= 4
+
+
+def test_what_becomes_of_an_earlier_input_does_not_matter(queue: cl.CommandQueue) -> None:
+    graph, x = Infer(mlp(queue, 10, 16, 3)), x_of(queue)
+    recorded(graph, x)
+    x.requires_grad = True
+    x.buffer = x_of(queue, 1).buffer
+    graph(x_of(queue))
+    assert len(graph.builds) == 2
+
+
+def test_a_training_graph_under_no_grad_says_so_whatever_was_recorded(queue: cl.CommandQueue) -> None:
+    model = mlp(queue, 10, 16, 3)
+    graph = Train(model, SGD(model.parameters(), lr=0.01))
+    inputs = x_of(queue), to_device(queue, TARGETS[0])
+    recorded(graph, *inputs)
+    with ag.no_grad(), pytest.raises((TypeError, AttributeError)):
+        graph(*inputs)
+    graph(*inputs)
+    assert graph.last_step is not None
+    assert graph.last_step.stepped
 
 
 def test_recordings_die_with_their_graph(queue: cl.CommandQueue) -> None:

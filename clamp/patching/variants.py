@@ -54,6 +54,7 @@ class _Kind:
     ran: Watch | None = None  # the state after the last run
     kept: list[Recorded] = field(default_factory=list)
     unused: int = 0  # recordings since the last replay
+    why: str = ""  # what kept the last call from replaying
     never: bool = False  # runs as it is, always
 
 
@@ -91,7 +92,8 @@ class Variants:
             return None
         self._kinds.move_to_end(key)
         for recorded in reversed(kind.kept):
-            if not recorded.misfit(inputs):
+            kind.why = recorded.misfit(inputs)
+            if not kind.why:
                 kind.unused = self._strangers = 0
                 return recorded
         return None
@@ -123,7 +125,7 @@ class Variants:
         if _replaced(before, recorded):
             self._run_always(kind, "build puts a new tensor in place of one that it reads, and a replay cannot")
         elif kind.unused >= _RETRIES:
-            self._run_always(kind, recorded.misfit([]) or "its inputs are parameters, or share their memory")
+            self._run_always(kind, kind.why)
         else:
             kind.unused += 1
             kind.kept = [*kind.kept[1 - _PER_KEY :], recorded]
