@@ -183,26 +183,28 @@ attention_forward(__global const STORAGE(Q_T) *restrict q, __global const STORAG
                 FIRST_AND_SECOND(, const float16 shift1 = FINITE_TOP(new1);
                                  const float16 rescale1 = EXP(top1 - shift1);)
                 top0 = new0;
-                sum0 *= rescale0;
-                FIRST_AND_SECOND(, top1 = new1; sum1 *= rescale1;)
+                float16 added0 = 0.0f; // a block of keys by itself: rounding grows with blocks, not with keys
+                FIRST_AND_SECOND(, top1 = new1; float16 added1 = 0.0f;)
                 for (int j = 0; j < count; j++) {
                     floats w = weights + j * LANES;
                     const float16 p0 = EXP(LOAD_ANY(float16, w) - shift0);
                     FIRST_AND_SECOND(, const float16 p1 = EXP(LOAD_ANY(float16, w + 16) - shift1);)
-                    sum0 += p0;
-                    FIRST_AND_SECOND(, sum1 += p1;)
+                    added0 += p0;
+                    FIRST_AND_SECOND(, added1 += p1;)
                     PUT(w, p0, p1)
                 }
+                sum0 = sum0 * rescale0 + added0;
+                FIRST_AND_SECOND(, sum1 = sum1 * rescale1 + added1;)
                 for (size_t d = 0; d < D; d += ROWS) {
                     floats sums = result + d * LANES;
                     EACH_ROW(CLEAR)
-                    if (key0 > 0) {
-#define RESCALE(i)                                                              \
-    FIRST_AND_SECOND(c##i##_0 = LOAD_ANY(float16, sums + i * LANES) * rescale0;, \
-                     c##i##_1 = LOAD_ANY(float16, sums + i * LANES + 16) * rescale1;)
-                        EACH_ROW(RESCALE)
-                    }
                     MULTIPLY(values + key0 * pitch + d, 1, pitch, weights, LANES, count)
+                    if (key0 > 0) {
+#define ADD_RESTING(i)                                                            \
+    FIRST_AND_SECOND(c##i##_0 += LOAD_ANY(float16, sums + i * LANES) * rescale0;, \
+                     c##i##_1 += LOAD_ANY(float16, sums + i * LANES + 16) * rescale1;)
+                        EACH_ROW(ADD_RESTING)
+                    }
 #define KEEP_SUM(i) PUT(sums + i * LANES, c##i##_0, c##i##_1)
                     EACH_ROW(KEEP_SUM)
                 }

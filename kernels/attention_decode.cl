@@ -59,9 +59,10 @@ attention_decode(__global const STORAGE(Q_T) *restrict q, __global const STORAGE
         total = total * rescale + group_sum(added, scratch);
         BARRIER
         for (size_t d = lane * 16; d < D; d += WG * 16) {
-            float16 sum = key > 0 ? LOAD_PART(f32, sums, d, D, 0.0f) * rescale : (float16)(0.0f);
+            float16 sum = 0.0f;
             for (size_t j = 0, at = key * D; j < count; j++, at += D)
                 sum += LOAD_PART(V_T, v, at + d, at + D, 0.0f) * weights[j];
+            if (key > 0) sum += LOAD_PART(f32, sums, d, D, 0.0f) * rescale;
             STORE_PART(f32, sum, sums, d, D);
         }
     }

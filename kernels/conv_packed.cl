@@ -43,18 +43,18 @@
     const float bias##i = BIAS(channel + i); \
     EACH_VECTOR(FINISH_VECTOR, i)
 // The sums of a panel of weights, `rows` rows high: stored, if whole, or spilled to `tile`.
-#define MULTIPLY_PANEL(ROWS, rows)     \
-    {                                  \
-        ROWS(CLEAR)                    \
-        if (k0 > 0) { ROWS(RESUME) }   \
-        MULTIPLY_STEPS(ROWS, rows)     \
-        if (!is_last) {                \
-            ROWS(SUSPEND)              \
-        } else if (is_whole) {         \
-            ROWS(FINISH)               \
-        } else {                       \
-            ROWS(SPILL)                \
-        }                              \
+#define MULTIPLY_PANEL(ROWS, rows)        \
+    {                                     \
+        ROWS(CLEAR)                       \
+        MULTIPLY_STEPS(ROWS, rows)        \
+        if (k0 > 0) { ROWS(ADD_RESTING) } \
+        if (!is_last) {                   \
+            ROWS(SUSPEND)                 \
+        } else if (is_whole) {            \
+            ROWS(FINISH)                  \
+        } else {                          \
+            ROWS(SPILL)                   \
+        }                                 \
     }
 
 // Work-item (share of the panels of positions, share of the panels of output channels, `each_m` at most; group).
@@ -210,7 +210,6 @@ weight_grad(__global const float *restrict x, __global const ulong *restrict off
                 EACH_ROW(STREAM)
                 __global const float *b = panel;
                 EACH_ROW(CLEAR)
-                if (resume) { EACH_ROW(RESUME) }
                 for (int s = 0; s < runs; s++) {
                     size_t at = run_at[s];
                     const size_t stop = at + run_length[s];
@@ -220,6 +219,7 @@ weight_grad(__global const float *restrict x, __global const ulong *restrict off
                     }
                     for (; at < stop; at++, b += NR) { STEP(EACH_ROW, 0) }
                 }
+                if (resume) { EACH_ROW(ADD_RESTING) }
                 EACH_ROW(SUSPEND)
             }
         }

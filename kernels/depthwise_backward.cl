@@ -195,12 +195,17 @@ weight_gradient_elements(__global const STORAGE(X_T) *restrict x, __global const
     for (uint n = part * images; n < min((part + 1) * images, all_images); n++) {
         const size_t plane = (size_t)n * channels + c;
         float sum = 0;
-        for (uint i = get_local_id(0); i < out_height * out_width; i += WG) {
-            const uint oh = i / out_width;
-            const int h = (int)(oh * stride) + down, v = (int)((i - oh * out_width) * stride) + right;
-            if (h < 0 || h >= height || v < 0 || v >= width) continue;
-            sum += LOAD(X_T, x, (plane * height + h) * width + v) *
-                   LOAD(G_T, dy, plane * out_height * out_width + i);
+        for (uint i = get_local_id(0); i < out_height * out_width;) {
+            const uint stop = min(i + WG * 1024, out_height * out_width);
+            float block = 0; // by itself: rounding does not grow with the plane
+            for (; i < stop; i += WG) {
+                const uint oh = i / out_width;
+                const int h = (int)(oh * stride) + down, v = (int)((i - oh * out_width) * stride) + right;
+                if (h < 0 || h >= height || v < 0 || v >= width) continue;
+                block += LOAD(X_T, x, (plane * height + h) * width + v) *
+                         LOAD(G_T, dy, plane * out_height * out_width + i);
+            }
+            sum += block;
         }
         total += sum;
     }

@@ -60,16 +60,26 @@ __kernel void all_pairs(__global const STORAGE(X_T) *restrict x, __global const 
     for (uint r = 0; r < TILE; r++) x_at[r] = min(row + r, (size_t)rows - 1) * n;
     for (size_t column = begin; column < end; column += TILE) {
         for (uint c = 0; c < TILE; c++) y_at[c] = min(column + c, end - 1) * n;
-        float16 sums[TILE][TILE];
+        float totals[TILE][TILE];
         _Pragma("unroll") for (uint r = 0; r < TILE; r++)
-            _Pragma("unroll") for (uint c = 0; c < TILE; c++) sums[r][c] = 0.0f;
-        size_t k = 0;
-        for (; k + 16 <= n; k += 16) TILE_STEP(WHOLE)
-        if (k < n) TILE_STEP(PARTLY)
+            _Pragma("unroll") for (uint c = 0; c < TILE; c++) totals[r][c] = 0.0f;
+        for (size_t k = 0; k < n;) { // by blocks, so that rounding does not grow with the dimensions
+            const size_t stop = min(k + 4096, (size_t)n);
+            float16 sums[TILE][TILE];
+            _Pragma("unroll") for (uint r = 0; r < TILE; r++)
+                _Pragma("unroll") for (uint c = 0; c < TILE; c++) sums[r][c] = 0.0f;
+            for (; k + 16 <= stop; k += 16) TILE_STEP(WHOLE)
+            if (k < stop) {
+                TILE_STEP(PARTLY)
+                k = stop;
+            }
+            _Pragma("unroll") for (uint r = 0; r < TILE; r++)
+                _Pragma("unroll") for (uint c = 0; c < TILE; c++) totals[r][c] += sum16(sums[r][c]);
+        }
         _Pragma("unroll") for (uint r = 0; r < TILE; r++)
             _Pragma("unroll") for (uint c = 0; c < TILE; c++) {
                 if (row + r >= rows || column + c >= end) continue;
-                const float sum = sum16(sums[r][c]);
+                const float sum = totals[r][c];
 #ifdef ROOT
                 STORE(D_T, sqrt(sum + ROOT_EPSILON), d, (row + r) * columns + column + c);
 #else
@@ -83,16 +93,25 @@ __kernel void all_pairs(__global const STORAGE(X_T) *restrict x, __global const 
 #ifdef GATHER
 #define GATHER_STEP(HOW)                                                                            \
     {                                                                                               \
-        float16 own[WIDE], sums[WIDE];                                                              \
+        float16 own[WIDE], sums[WIDE], blocks[WIDE], block[WIDE];                                   \
         _Pragma("unroll") for (uint v = 0; v < WIDE; v++) {                                         \
             own[v] = HOW(X_T, x, row * n + k + 16 * v, (row + 1) * n);                              \
-            sums[v] = 0.0f;                                                                         \
+            sums[v] = blocks[v] = 0.0f;                                                             \
         }                                                                                           \
-        for (size_t j = 0; j < columns; j++) {                                                      \
-            const float slope = SLOPE(row, j);                                                      \
-            if (slope == 0.0f) continue;                                                            \
-            _Pragma("unroll") for (uint v = 0; v < WIDE; v++)                                       \
-                sums[v] += slope * (own[v] - HOW(Y_T, y, j * n + k + 16 * v, (j + 1) * n));         \
+        for (size_t j = 0; j < columns;) { /* in the levels of LONG_SUM */                          \
+            const size_t stop = min(j + RUN_TERMS, (size_t)columns);                                \
+            _Pragma("unroll") for (uint v = 0; v < WIDE; v++) block[v] = 0.0f;                      \
+            for (; j < stop; j++) {                                                                 \
+                const float slope = SLOPE(row, j);                                                  \
+                if (slope == 0.0f) continue;                                                        \
+                _Pragma("unroll") for (uint v = 0; v < WIDE; v++)                                   \
+                    block[v] += slope * (own[v] - HOW(Y_T, y, j * n + k + 16 * v, (j + 1) * n));    \
+            }                                                                                       \
+            const int full = stop % (RUN_TERMS * RUN_TERMS) == 0 || stop == columns;                \
+            _Pragma("unroll") for (uint v = 0; v < WIDE; v++) {                                     \
+                blocks[v] += block[v];                                                              \
+                if (full) sums[v] += blocks[v], blocks[v] = 0.0f;                                   \
+            }                                                                                       \
         }                                                                                           \
         _Pragma("unroll") for (uint v = 0; v < WIDE; v++)                                           \
             STORE_PART(DX_T, sums[v] * factor, dx, row * n + k + 16 * v, (row + 1) * n);            \
@@ -138,7 +157,7 @@ __kernel void gather(__global const STORAGE(X_T) *restrict x, __global const STO
 #define SCRATCH __local float *scratch = 0
 #endif
 
-#define ADD_SQUARES(HOW, B_T, b) sums += square16(HOW(X_T, x, i, end) - HOW(B_T, b, i, end));
+#define SQUARES(HOW, B_T, b) square16(HOW(X_T, x, i, end) - HOW(B_T, b, i, end))
 static inline float16 square16(float16 d) { return d * d; }
 
 // The squared distance of row `row` of x and of b, as a value of the whole work-group.
@@ -148,8 +167,8 @@ static inline float16 square16(float16 d) { return d * d; }
         const size_t end = (row + 1) * n;                                                          \
         float16 sums = 0.0f;                                                                       \
         size_t i = row * n + get_local_id(0) * 16;                                                 \
-        for (; i + 16 <= end; i += WG * 16) ADD_SQUARES(WHOLE, B_T, b)                             \
-        if (i < end) ADD_SQUARES(PARTLY, B_T, b)                                                   \
+        LONG_SUM(float16, sums, i, max(end, (size_t)15) - 15, WG * 16, SQUARES(WHOLE, B_T, b))     \
+        if (i < end) sums += SQUARES(PARTLY, B_T, b);                                              \
         name = group_sum(sum16(sums), scratch);                                                    \
     }
 #endif

@@ -46,8 +46,8 @@
         FIRST_AND_SECOND(, const float16 b1 = vload16(0, b_k + 16);)      \
         EACH_ROW(MULTIPLY_ADD)                                            \
     }
-#define RESUME(i) \
-    FIRST_AND_SECOND(c##i##_0 = vload16(0, sums + i * NR);, c##i##_1 = vload16(0, sums + i * NR + 16);)
+#define ADD_RESTING(i) \
+    FIRST_AND_SECOND(c##i##_0 += vload16(0, sums + i * NR);, c##i##_1 += vload16(0, sums + i * NR + 16);)
 #define SUSPEND(i) \
     FIRST_AND_SECOND(vstore16(c##i##_0, 0, sums + i * NR);, vstore16(c##i##_1, 0, sums + i * NR + 16);)
 #define SPILL(i) FIRST_AND_SECOND(vstore16(c##i##_0, 0, edge + i * NR);, vstore16(c##i##_1, 0, edge + i * NR + 16);)
@@ -87,10 +87,11 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void gemm(__global const float *restrict a_p
                 __global const float *b = b_panels + (q * K + k0) * NR;
                 __global float *sums = partial + (q * panels_a + p) * (MR * NR);
                 EACH_ROW(CLEAR)
-                if (k0 > 0) { EACH_ROW(RESUME) }
                 int k = 0;
                 for (; k + 4 <= steps; k += 4) { STEP(k) STEP(k + 1) STEP(k + 2) STEP(k + 3) }
                 for (; k < steps; k++) { STEP(k) }
+                // Blocks of steps are summed by themselves, so that rounding grows with them and not with K.
+                if (k0 > 0) { EACH_ROW(ADD_RESTING) }
                 if (!is_last) {
                     EACH_ROW(SUSPEND)
                     continue;

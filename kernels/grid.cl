@@ -150,28 +150,47 @@ __kernel void grid_sample_backward_grid(__global const STORAGE(G_T) *restrict g,
 #endif
 
 #if GRID_SAMPLE_BACKWARD_INPUT
+// Moves elements begin .. end - 1 of `count` planes, the first of which is at `at`, from `recent` to the sums in dx.
+static inline void add_up(__global float *dx, __global float *recent, size_t at, uint count, size_t plane, size_t begin,
+                          size_t end) {
+    for (uint c = 0; c < count; c++)
+        for (size_t i = at + c * plane + begin; i < at + c * plane + end; i++) {
+            dx[i] += recent[i];
+            recent[i] = 0.0f;
+        }
+}
+
 // Gradient of the image. Any position may reach any pixel. A unit is a band of rows in `block` channels of one image:
 // one work-item owns it, goes through all positions in order and adds what falls into the band. Nothing is shared,
-// and each sum has one order.
+// and each sum has one order. Where positions are many times as many as `interval`, pixels are summed over so many in
+// `recent`, and these sums in dx, so that rounding does not grow with the positions that fall on one pixel; else
+// `recent` is dx.
 __kernel void grid_sample_backward_input(__global const STORAGE(G_T) *restrict g,
-                                         __global const STORAGE(GRID_T) *restrict grid, __global float *restrict dx,
-                                         const uint channels, const int h, const int w, const ulong positions,
-                                         const int align_corners, const uint block, const uint blocks,
-                                         const uint band, const uint bands, const ulong units) {
+                                         __global const STORAGE(GRID_T) *restrict grid, __global float *dx,
+                                         __global float *recent, const ulong interval, const uint channels,
+                                         const int h, const int w, const ulong positions, const int align_corners,
+                                         const uint block, const uint blocks, const uint band, const uint bands,
+                                         const ulong units) {
     const size_t u = get_global_id(0);
     if (u >= units) return;
     const size_t plane = (size_t)h * w, n = u / blocks / bands;
     const uint first = (uint)(u % blocks) * block, last = min(first + block, channels);
     const int top = (int)(u / blocks % bands * band), bottom = min(top + (int)band, h);
     for (uint c = first; c < last; c++) {
-        __global float *to = dx + (n * channels + c) * plane;
-        for (size_t i = (size_t)top * w; i < (size_t)bottom * w; i++) to[i] = 0.0f;
+        __global float *to = dx + (n * channels + c) * plane, *first_to = recent + (n * channels + c) * plane;
+        for (size_t i = (size_t)top * w; i < (size_t)bottom * w; i++) to[i] = first_to[i] = 0.0f;
     }
+    const size_t owned = (n * channels + first) * plane, begin = (size_t)top * w, end = (size_t)bottom * w;
+    size_t pause = interval;
     for (size_t p = 0; p < positions; p += SPAN) {
+        if (p >= pause) {
+            add_up(dx, recent, owned, last - first, plane, begin, end);
+            pause += interval;
+        }
         taps_t taps;
         find_taps(&taps, grid + n * positions * 2, p, positions, h, w, align_corners, top, bottom);
         for (uint c = first; c < last; c++) {
-            __global float *to = dx + (n * channels + c) * plane;
+            __global float *to = recent + (n * channels + c) * plane;
             const size_t begin = (n * channels + c) * positions;
             float lanes[SPAN];
             LOAD_SPAN(G_T, lanes, g, begin + p, begin + positions);
@@ -181,6 +200,7 @@ __kernel void grid_sample_backward_input(__global const STORAGE(G_T) *restrict g
             }
         }
     }
+    if (recent != dx) add_up(dx, recent, owned, last - first, plane, begin, end);
 }
 #endif
 
@@ -224,15 +244,16 @@ __kernel void affine_grid_backward(__global const STORAGE(G_T) *restrict g, __gl
     float16 times_across = 0, times_down = 0, plain = 0;  // even lanes: of x, odd lanes: of y
     for (uint i = first; i < last; i++) {
         const size_t begin = (n * oh + i) * ow * 2, end = begin + 2 * (size_t)ow;
-        float16 row = 0;
+        float16 row = 0, row_across = 0; // by themselves, so that rounding grows with rows, not with elements
         for (uint j = 0; j < ow; j += 8) {
             const float8 across = coordinate((float)j + LANES8, ow, align_corners);
             const float16 v = LOAD_PART(G_T, g, begin + 2 * (size_t)j, end, 0.0f);
-            times_across.even += across * v.even;
-            times_across.odd += across * v.odd;
+            row_across.even += across * v.even;
+            row_across.odd += across * v.odd;
             row += v;
         }
         plain += row;
+        times_across += row_across;
         times_down += coordinate((float8)(float)i, oh, align_corners).s0 * row;
     }
     const float16 sources[3] = {times_across, times_down, plain};

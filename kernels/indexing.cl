@@ -13,7 +13,8 @@
 // nothing: no access ever leaves a tensor.
 //
 // ADDING. Every row of the table sums the rows that name it, in fp32, in the order of their positions, and is rounded
-// once: the same bits every time, without atomics. How a row finds them depends on the device.
+// once: the same bits every time, without atomics. Long lists are summed in runs (LONG_SUM), because a table's row that
+// all indices name would otherwise round as often as there are indices. How a row finds them depends on the device.
 //
 //   CPU    add_listed: a work-item owns blocks of the table's rows. It goes through all indices once and hangs each
 //          position that names a row of its own onto that row's list, then walks the lists.
@@ -123,35 +124,43 @@ __kernel void pick(__global const X *restrict x, __global const int *restrict in
     for (ulong first = (ulong)owner << block, last; last = min(first + (1ul << block), (ulong)dim), first < dim; \
          first += (ulong)owners << block)
 
+// The next RUN_TERMS rows of a list, from `at` on, are added up and then to `sums`: 64, 16 or one column of x. Returns
+// where the list goes on.
+#define DEFINE_ADD_RUN(COLUMNS, TYPE, VECTORS, LOAD_AT)                                                              \
+    static inline uint add_run_##COLUMNS(__global const STORAGE(X_T) *x, uint at, __global const uint *next,         \
+                                         size_t inner, TYPE *sums) {                                                 \
+        TYPE run[VECTORS];                                                                                           \
+        for (uint v = 0; v < VECTORS; v++) run[v] = 0.0f;                                                            \
+        for (uint k = 0; k < RUN_TERMS && at != END; k++, at = next[at])                                             \
+            for (uint v = 0; v < VECTORS; v++) run[v] += LOAD_AT(X_T, x, at * inner + 16 * v);                       \
+        for (uint v = 0; v < VECTORS; v++) sums[v] += run[v];                                                        \
+        return at;                                                                                                   \
+    }
+DEFINE_ADD_RUN(64, float16, 4, LOAD16)
+DEFINE_ADD_RUN(16, float16, 1, LOAD16)
+DEFINE_ADD_RUN(1, float, 1, LOAD)
+
+// The sum of a list, in the levels of LONG_SUM, added to what the base has at `begin` and stored there in y.
+#define ADD_LIST(COLUMNS, TYPE, VECTORS, BASE_AT, STORE_AT, x, begin)                                                \
+    {                                                                                                                \
+        TYPE sums[VECTORS];                                                                                          \
+        for (uint v = 0; v < VECTORS; v++) sums[v] = BASE_AT((begin) + 16 * v);                                      \
+        for (uint at = head; at != END;) {                                                                           \
+            TYPE runs[VECTORS];                                                                                      \
+            for (uint v = 0; v < VECTORS; v++) runs[v] = 0.0f;                                                       \
+            for (uint k = 0; k < RUN_TERMS && at != END; k++) at = add_run_##COLUMNS(x, at, next, inner, runs);      \
+            for (uint v = 0; v < VECTORS; v++) sums[v] += runs[v];                                                   \
+        }                                                                                                            \
+        for (uint v = 0; v < VECTORS; v++) STORE_AT(Y_T, sums[v], y, (begin) + 16 * v);                              \
+    }
+
 // The sum of the rows on a list, beginning at `head`, into y from `begin` on; 64 columns at a time.
 static inline void add_row(__global const STORAGE(X_T) *x, uint head, __global const uint *next,
                            __global STORAGE(Y_T) *y, size_t begin, size_t inner BASE_ARGUMENT) {
     size_t i = 0;
-    for (; i + 64 <= inner; i += 64) {
-        float16 a = BASE16(begin + i), b = BASE16(begin + i + 16);
-        float16 c = BASE16(begin + i + 32), d = BASE16(begin + i + 48);
-        for (uint at = head; at != END; at = next[at]) {
-            __global const STORAGE(X_T) *from = x + at * inner + i;
-            a += LOAD16(X_T, from, 0);
-            b += LOAD16(X_T, from, 16);
-            c += LOAD16(X_T, from, 32);
-            d += LOAD16(X_T, from, 48);
-        }
-        STORE16(Y_T, a, y, begin + i);
-        STORE16(Y_T, b, y, begin + i + 16);
-        STORE16(Y_T, c, y, begin + i + 32);
-        STORE16(Y_T, d, y, begin + i + 48);
-    }
-    for (; i + 16 <= inner; i += 16) {
-        float16 sum = BASE16(begin + i);
-        for (uint at = head; at != END; at = next[at]) sum += LOAD16(X_T, x, at * inner + i);
-        STORE16(Y_T, sum, y, begin + i);
-    }
-    for (; i < inner; i++) {
-        float sum = BASE(begin + i);
-        for (uint at = head; at != END; at = next[at]) sum += LOAD(X_T, x, at * inner + i);
-        STORE(Y_T, sum, y, begin + i);
-    }
+    for (; i + 64 <= inner; i += 64) ADD_LIST(64, float16, 4, BASE16, STORE16, x + i, begin + i)
+    for (; i + 16 <= inner; i += 16) ADD_LIST(16, float16, 1, BASE16, STORE16, x + i, begin + i)
+    for (; i < inner; i++) ADD_LIST(1, float, 1, BASE, STORE, x + i, begin + i)
 }
 
 // Rows that nothing is added to: the base's.
@@ -291,9 +300,8 @@ add_sorted(__global const STORAGE(X_T) *restrict x, __global const uint *restric
     const size_t plane = line / dim;
     const uint row = line % dim, end = starts[row + 1];
     float sum = 0.0f;
-    if (column < inner)
-        for (uint at = starts[row] + lane; at < end; at += LANES)
-            sum += LOAD(X_T, x, (plane * n + positions[at]) * inner + column);
+    uint at = starts[row] + lane;
+    if (column < inner) LONG_SUM(float, sum, at, end, LANES, LOAD(X_T, x, (plane * n + positions[at]) * inner + column))
 #if LANES > 1
     sums[lane][get_local_id(0)] = sum;
     barrier(CLK_LOCAL_MEM_FENCE);

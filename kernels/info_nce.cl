@@ -38,7 +38,8 @@ row_loss(__global const float *restrict s, __global float *restrict losses, __gl
         float16 most = -INFINITY, sums = 0.0f;
         FOR_EACH_16(i) most = fmax(most, LOAD_PART(f32, similar, i, n, -INFINITY));
         const float top = group_max(max16(most), scratch);
-        FOR_EACH_16(i) sums += exp((LOAD_PART(f32, similar, i, n, -INFINITY) - top) / temperature);
+        size_t at = get_local_id(0) * 16;
+        LONG_SUM(float16, sums, at, n, WG * 16, exp((LOAD_PART(f32, similar, at, n, -INFINITY) - top) / temperature))
         const float total = group_sum(sum16(sums), scratch);
         if (get_local_id(0) == 0) {
             losses[row] = (top - similar[row]) / temperature + log(total);
@@ -62,8 +63,8 @@ __kernel void column_loss(__global const float *restrict s, __global float *rest
         top = fmax(top, v);
         own = (LANES == (int)(row - column)) ? v : own;
     }
-    for (size_t row = 0; row < n; row++)
-        total += exp((LOAD_PART(f32, s + row * n, column, n, 0.0f) - top) / temperature);
+    size_t term = 0;
+    LONG_SUM(float16, total, term, n, 1, exp((LOAD_PART(f32, s + term * n, column, n, 0.0f) - top) / temperature))
     STORE_PART(f32, (top - own) / temperature + log(total), losses + start, column, n);
     STORE_PART(f32, top, tops + start, column, n);
     STORE_PART(f32, total, totals + start, column, n);

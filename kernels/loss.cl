@@ -15,6 +15,9 @@
 
 #define STATS 4
 #define FOR_EACH_16(i) for (size_t i = get_local_id(0) * 16; i < n; i += WG * 16)
+// Blocks of a row that are summed by themselves: 256 terms of each lane, so that rounding does not grow with the row.
+#define FOR_EACH_BLOCK(start, stop) \
+    for (size_t start = 0, stop; stop = min(start + WG * 4096, (size_t)n), start < n; start = stop)
 #define LANES ((int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))
 
 // Largest logit of the row, and the sum of exp(x - largest): softmax is exp(x - top) / total.
@@ -26,7 +29,8 @@ static inline float row_top(__global const STORAGE(X_T) *row, size_t n, __local 
 
 static inline float row_total(__global const STORAGE(X_T) *row, size_t n, float top, __local float *scratch) {
     float16 sums = 0;
-    FOR_EACH_16(i) sums += exp16(LOAD_PART(X_T, row, i, n, -INFINITY) - top);
+    size_t i = get_local_id(0) * 16;
+    LONG_SUM(float16, sums, i, n, WG * 16, exp16(LOAD_PART(X_T, row, i, n, -INFINITY) - top))
     return group_sum(sum16(sums), scratch);
 }
 
@@ -87,17 +91,13 @@ __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 label_mean(__global const float *restrict losses, __global const float *restrict stats, __global float *restrict loss,
            __global float *restrict count, const ulong rows) {
     SCRATCH;
-    const size_t block = 1024 * WG;
     float sum = 0, valid = 0;
-    for (size_t start = 0; start < rows; start += block) {
-        const size_t stop = min(start + block, (size_t)rows);
-        float block_sum = 0;
+    size_t row = get_local_id(0);
+    LONG_SUM(float, sum, row, rows, WG, losses[row])
+    for (size_t start = 0; start < rows; start += 1024 * WG) { // a float counts to 2^24, a sum of blocks further
         uint block_valid = 0;
-        for (size_t row = start + get_local_id(0); row < stop; row += WG) {
-            block_sum += losses[row];
+        for (row = start + get_local_id(0); row < min(start + 1024 * WG, (size_t)rows); row += WG)
             block_valid += stats[row * STATS + 1] != 0.0f;
-        }
-        sum += block_sum;
         valid += block_valid;
     }
     sum = group_sum(sum, scratch);
@@ -151,11 +151,17 @@ probability_loss(__global const STORAGE(X_T) *restrict x, __global const STORAGE
         const float top = row_top(logits, n, scratch);
         const float total = row_total(logits, n, top, scratch);
         float16 weights = 0, distances = 0;
-        FOR_EACH_16(i) {
-            const float16 weight = LOAD_PART(T_T, t + row * n, i, n, 0.0f);
-            const float16 distance = top - LOAD_PART(X_T, logits, i, n, 0.0f);
-            weights += weight;
-            distances += weight == 0.0f ? (float16)0.0f : weight * distance; // a logit of -inf may have weight 0
+        FOR_EACH_BLOCK(start, stop) {
+            float16 block_weights = 0, block_distances = 0;
+            for (size_t i = start + get_local_id(0) * 16; i < stop; i += WG * 16) {
+                const float16 weight = LOAD_PART(T_T, t + row * n, i, n, 0.0f);
+                const float16 distance = top - LOAD_PART(X_T, logits, i, n, 0.0f);
+                block_weights += weight;
+                // a logit of -inf may have weight 0
+                block_distances += weight == 0.0f ? (float16)0.0f : weight * distance;
+            }
+            weights += block_weights;
+            distances += block_distances;
         }
         const float weight = group_sum(sum16(weights), scratch);
         const float distance = group_sum(sum16(distances), scratch);
@@ -219,10 +225,14 @@ hinge_loss(__global const STORAGE(X_T) *restrict x, __global const STORAGE(T_T) 
         const long truth = found == -INFINITY ? -1 : (long)-found;
         const float score = truth < 0 ? 0.0f : LOAD(X_T, logits, truth);
         float16 sums = 0, counts = 0;
-        FOR_EACH_16(i) {
-            const float16 over = excess(LOAD_PART(X_T, logits, i, n, 0.0f), score, margin, i, truth, n);
-            sums += over;
-            counts += HINGE_SLOPE(over);
+        FOR_EACH_BLOCK(start, stop) {
+            float16 block_sum = 0;
+            for (size_t i = start + get_local_id(0) * 16; i < stop; i += WG * 16) {
+                const float16 over = excess(LOAD_PART(X_T, logits, i, n, 0.0f), score, margin, i, truth, n);
+                block_sum += over;
+                counts += HINGE_SLOPE(over); // whole numbers
+            }
+            sums += block_sum;
         }
         const float sum = group_sum(sum16(sums), scratch);
         const float count = group_sum(sum16(counts), scratch);

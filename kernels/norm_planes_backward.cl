@@ -16,19 +16,43 @@
 #endif
 
 #if defined PLANES_BACKWARD || defined PLANES_BACKWARD_SUMS
-// Adds this work-item's sum of g, and of g (x - mean), over a run to sum_g and sum_gd.
+// Sums of the runs of a set, in the levels of LONG_SUM: planes may be small and many.
+typedef struct {
+    float16 run, block, all;
+} ladder;
+
+static inline void climb(ladder *sums, float16 v, size_t number) {
+    sums->run += v;
+    if (number % RUN_TERMS != RUN_TERMS - 1) return;
+    sums->block += sums->run;
+    sums->run = 0;
+    if (number % (RUN_TERMS * RUN_TERMS) != RUN_TERMS * RUN_TERMS - 1) return;
+    sums->all += sums->block;
+    sums->block = 0;
+}
+#define LADDER ((ladder){(float16)(0), (float16)(0), (float16)(0)})
+#define TOTAL(sums) sum16((sums).all + ((sums).block + (sums).run))
+
+// Adds this work-item's sum of g, and of g (x - mean), over the run of this number in its set to sum_g and sum_gd.
 static inline void add_sums(__global const STORAGE(X_T) *x, __global const STORAGE(G_T) *grad, const size_t begin,
                             const size_t end, const float mean, const float scale, const float shift, const float slope,
-                            float16 *sum_g, float16 *sum_gd) {
+                            const size_t number, ladder *sum_g, ladder *sum_gd) {
     float16 g0 = 0, g1 = 0, gd0 = 0, gd1 = 0; // of this run only, so that rounding grows with runs, not with elements
+    float16 pieces_g = 0, pieces_gd = 0;
     size_t i = begin + get_local_id(0) * 16;
-    for (; i + STEP + 16 <= end; i += 2 * STEP) {
-        const float16 d = LOAD16(X_T, x, i) - mean, g = MASKED(LOAD16(G_T, grad, i), d);
-        const float16 e = LOAD16(X_T, x, i + STEP) - mean, h = MASKED(LOAD16(G_T, grad, i + STEP), e);
-        g0 += g;
-        g1 += h;
-        gd0 += g * d;
-        gd1 += h * e;
+    while (i + STEP + 16 <= end) {
+        const size_t stop = min(i + PIECE * WG, end);
+        for (; i + STEP + 16 <= stop; i += 2 * STEP) {
+            const float16 d = LOAD16(X_T, x, i) - mean, g = MASKED(LOAD16(G_T, grad, i), d);
+            const float16 e = LOAD16(X_T, x, i + STEP) - mean, h = MASKED(LOAD16(G_T, grad, i + STEP), e);
+            g0 += g;
+            g1 += h;
+            gd0 += g * d;
+            gd1 += h * e;
+        }
+        pieces_g += g0 + g1;
+        pieces_gd += gd0 + gd1;
+        g0 = g1 = gd0 = gd1 = 0;
     }
     for (; i + 16 <= end; i += STEP) {
         const float16 d = LOAD16(X_T, x, i) - mean, g = MASKED(LOAD16(G_T, grad, i), d);
@@ -41,8 +65,8 @@ static inline void add_sums(__global const STORAGE(X_T) *x, __global const STORA
         g1 += g;
         gd1 += g * d;
     }
-    *sum_g += g0 + g1;
-    *sum_gd += gd0 + gd1;
+    climb(sum_g, pieces_g + (g0 + g1), number);
+    climb(sum_gd, pieces_gd + (gd0 + gd1), number);
 }
 #endif
 
@@ -101,14 +125,19 @@ planes_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(
 #if GROUPS
     for (size_t set = (size_t)get_group_id(0) * each; set < stop; set++) {
         const float center = mean[set], r = 1 / sqrt(var[set] + eps);
-        float set_g = 0, set_gd = 0;
+        float set_g = 0, set_gd = 0, block_g = 0, block_gd = 0;
         for (size_t nth = 0; nth < planes; nth++) {
             const size_t plane = set * first + nth * step, c = plane % channels;
-            float16 sum_g = 0, sum_gd = 0;
-            add_sums(x, grad, plane * hw, (plane + 1) * hw, center, 0, 0, slope, &sum_g, &sum_gd);
-            const float plane_g = group_sum(sum16(sum_g), scratch), plane_gd = group_sum(sum16(sum_gd), scratch);
-            set_g += LOAD(SCALE_T, gamma, c) * plane_g;
-            set_gd += LOAD(SCALE_T, gamma, c) * plane_gd;
+            ladder sum_g = LADDER, sum_gd = LADDER;
+            add_sums(x, grad, plane * hw, (plane + 1) * hw, center, 0, 0, slope, 0, &sum_g, &sum_gd);
+            const float plane_g = group_sum(TOTAL(sum_g), scratch), plane_gd = group_sum(TOTAL(sum_gd), scratch);
+            block_g += LOAD(SCALE_T, gamma, c) * plane_g;
+            block_gd += LOAD(SCALE_T, gamma, c) * plane_gd;
+            if (nth % RUN_TERMS == RUN_TERMS - 1 || nth == planes - 1) {
+                set_g += block_g;
+                set_gd += block_gd;
+                block_g = block_gd = 0;
+            }
             if (get_local_id(0) == 0) {
                 dgamma[plane] = r * plane_gd;
                 dbeta[plane] = plane_g;
@@ -125,23 +154,23 @@ planes_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(
     for (size_t set = (size_t)get_group_id(0) * each; set < stop; set += WIDTH) {
         const uint width = min((size_t)WIDTH, stop - set);
         float scale[WIDTH], shift[WIDTH], constant_part[WIDTH], linear[WIDTH];
-        float16 sum_g[WIDTH], sum_gd[WIDTH];
+        ladder sum_g[WIDTH], sum_gd[WIDTH];
         for (uint k = 0; k < width; k++) {
             scale[k] = LOAD(SCALE_T, gamma, set + k) / sqrt(var[set + k] + eps);
             shift[k] = LOAD(SHIFT_T, beta, set + k);
-            sum_g[k] = sum_gd[k] = 0;
+            sum_g[k] = sum_gd[k] = LADDER;
         }
         for (size_t nth = 0; nth < planes; nth++) {
             for (uint k = 0; k < width; k++) {
                 const size_t plane = set * first + nth * step + k;
-                add_sums(x, grad, plane * hw, (plane + 1) * hw, mean[set + k], scale[k], shift[k], slope, &sum_g[k],
-                         &sum_gd[k]);
+                add_sums(x, grad, plane * hw, (plane + 1) * hw, mean[set + k], scale[k], shift[k], slope, nth,
+                         &sum_g[k], &sum_gd[k]);
             }
         }
         for (uint k = 0; k < width; k++) {
             const float r = 1 / sqrt(var[set + k] + eps);
-            const float total_g = group_sum(sum16(sum_g[k]), scratch);
-            const float total_gz = r * group_sum(sum16(sum_gd[k]), scratch);
+            const float total_g = group_sum(TOTAL(sum_g[k]), scratch);
+            const float total_gz = r * group_sum(TOTAL(sum_gd[k]), scratch);
             if (get_local_id(0) == 0) {
                 STORE(DGAMMA_T, total_gz, dgamma, set + k);
                 STORE(DBETA_T, total_g, dbeta, set + k);
@@ -178,13 +207,13 @@ planes_backward_sums(__global const STORAGE(X_T) *restrict x, __global const STO
     for (size_t job = (size_t)get_group_id(0) * each; job < stop; job++) {
         const size_t set = job / parts, from = job % parts * span, to = min(from + span, (size_t)(planes * hw));
         const float scale = LOAD(SCALE_T, gamma, set) / sqrt(var[set] + eps);
-        float16 sum_g = 0, sum_gd = 0;
-        for (size_t at = from; at < to;) {
+        ladder sum_g = LADDER, sum_gd = LADDER;
+        for (size_t at = from, number = 0; at < to; number++) {
             RUN_OF_PLANE(at, to)
-            add_sums(x, grad, begin, end, mean[set], scale, LOAD(SHIFT_T, beta, set), slope, &sum_g, &sum_gd);
+            add_sums(x, grad, begin, end, mean[set], scale, LOAD(SHIFT_T, beta, set), slope, number, &sum_g, &sum_gd);
             at += end - begin;
         }
-        const float total_g = group_sum(sum16(sum_g), scratch), total_gd = group_sum(sum16(sum_gd), scratch);
+        const float total_g = group_sum(TOTAL(sum_g), scratch), total_gd = group_sum(TOTAL(sum_gd), scratch);
         if (get_local_id(0) == 0) {
             partial_g[job] = total_g;
             partial_gd[job] = total_gd;

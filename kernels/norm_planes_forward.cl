@@ -18,14 +18,17 @@ typedef struct {
     float16 sum, squares;  // of the piece
     float pending;         // elements in the piece
     float count, mean, m2; // of everything before it
+    float lost;            // what is too small for `mean`, of many pieces together not too small
 } moments;
 
 static inline void moments_fold(moments *m) {
     if (m->pending == 0) return;
+    const float sum = sum16(m->sum), missed = m->lost * m->count;
     m->count += m->pending;
-    const float sum = sum16(m->sum), shift = sum / m->count;
+    const float shift = (sum + missed) / m->count, next = m->mean + shift;
     m->m2 += sum16(m->squares) - sum * shift;
-    m->mean += shift;
+    m->lost = shift - (next - m->mean);
+    m->mean = next;
     m->pending = 0;
     m->sum = m->squares = 0;
 }
@@ -59,7 +62,7 @@ static inline void moments_add_run(moments *m, __global const STORAGE(X_T) *x, c
         }
         m->sum += sum0 + sum1;
         m->squares += squares0 + squares1;
-        if (m->pending >= PIECE) moments_fold(m);
+        if (m->pending >= FOLD) moments_fold(m);
     }
 }
 
@@ -73,7 +76,7 @@ static inline void set_moments(__global const STORAGE(X_T) *x, const size_t set,
         for (uint k = 0; k < width; k++) {
             const size_t i = begin + k * hw;
             m[k].sum = m[k].squares = 0;
-            m[k].pending = m[k].count = m[k].m2 = 0;
+            m[k].pending = m[k].count = m[k].m2 = m[k].lost = 0;
             m[k].mean = end - begin < 16 ? LOAD(X_T, x, i) : sum16(LOAD16(X_T, x, i)) / 16;
         }
     }

@@ -30,6 +30,7 @@
 #define UNIT 3
 
 #define STEP (WG * 16)
+#define PIECE 4096 // elements of a row that a work-item sums by themselves: rounding grows with pieces, not elements
 
 #if KIND == LAYER
 #define CENTERED(v) ((v) - mean)
@@ -78,36 +79,46 @@ rows_forward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(SCA
         __global const STORAGE(X_T) *in = x + row * n;
         __global STORAGE(Y_T) *out = y + row * n;
         size_t i;
-        float16 sum0 = 0, sum1 = 0;
+        float16 sum = 0;
 #if KIND == LAYER
-        for (i = lane; i + STEP + 16 <= n; i += 2 * STEP) {
-            sum0 += LOAD16(X_T, in, i);
-            sum1 += LOAD16(X_T, in, i + STEP);
+        for (i = lane; i + STEP + 16 <= n;) {
+            const size_t stop = min(i + PIECE * WG, (size_t)n);
+            float16 sum0 = 0, sum1 = 0;
+            for (; i + STEP + 16 <= stop; i += 2 * STEP) {
+                sum0 += LOAD16(X_T, in, i);
+                sum1 += LOAD16(X_T, in, i + STEP);
+            }
+            sum += sum0 + sum1;
         }
-        for (; i + 16 <= n; i += STEP) sum0 += LOAD16(X_T, in, i);
-        if (i < n) sum1 += LOAD_PART(X_T, in, i, n, 0.0f);
-        const float mean = group_sum(sum16(sum0 + sum1), scratch) / n;
+        for (; i + 16 <= n; i += STEP) sum += LOAD16(X_T, in, i);
+        if (i < n) sum += LOAD_PART(X_T, in, i, n, 0.0f);
+        const float mean = group_sum(sum16(sum), scratch) / n;
         if (lane == 0) means[row] = mean;
-        sum0 = sum1 = 0;
+        sum = 0;
 #else
         const float mean = 0;
 #endif
-        for (i = lane; i + STEP + 16 <= n; i += 2 * STEP) {
-            PREFETCH_TO_WRITE(out + i);
-            PREFETCH_TO_WRITE(out + i + STEP);
-            const float16 d0 = CENTERED(LOAD16(X_T, in, i)), d1 = CENTERED(LOAD16(X_T, in, i + STEP));
-            sum0 += d0 * d0;
-            sum1 += d1 * d1;
+        for (i = lane; i + STEP + 16 <= n;) {
+            const size_t stop = min(i + PIECE * WG, (size_t)n);
+            float16 sum0 = 0, sum1 = 0;
+            for (; i + STEP + 16 <= stop; i += 2 * STEP) {
+                PREFETCH_TO_WRITE(out + i);
+                PREFETCH_TO_WRITE(out + i + STEP);
+                const float16 d0 = CENTERED(LOAD16(X_T, in, i)), d1 = CENTERED(LOAD16(X_T, in, i + STEP));
+                sum0 += d0 * d0;
+                sum1 += d1 * d1;
+            }
+            sum += sum0 + sum1;
         }
         for (; i + 16 <= n; i += STEP) {
             const float16 d = CENTERED(LOAD16(X_T, in, i));
-            sum0 += d * d;
+            sum += d * d;
         }
         if (i < n) {
             const float16 d = CENTERED(LOAD_PART(X_T, in, i, n, mean));
-            sum1 += d * d;
+            sum += d * d;
         }
-        const float squares = group_sum(sum16(sum0 + sum1), scratch);
+        const float squares = group_sum(sum16(sum), scratch);
 #if KIND == LAYER
         const float keep = squares / n;
 #elif KIND == RMS
@@ -161,30 +172,36 @@ rows_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_
 #endif
         const float r = inverse(kept[row], eps);
         size_t i;
-        float16 sum0 = 0, sum1 = 0, product0 = 0, product1 = 0;
-        for (i = lane; i + STEP + 16 <= n; i += 2 * STEP) {
-            PREFETCH_TO_WRITE(out + i);
-            PREFETCH_TO_WRITE(out + i + STEP);
-            const float16 h0 = SCALED(LOAD16(G_T, g_in, i), i);
-            const float16 h1 = SCALED(LOAD16(G_T, g_in, i + STEP), i + STEP);
-            sum0 += h0;
-            sum1 += h1;
-            product0 += h0 * CENTERED(LOAD16(X_T, in, i));
-            product1 += h1 * CENTERED(LOAD16(X_T, in, i + STEP));
+        float16 sum = 0, products = 0;
+        for (i = lane; i + STEP + 16 <= n;) {
+            const size_t stop = min(i + PIECE * WG, (size_t)n);
+            float16 sum0 = 0, sum1 = 0, product0 = 0, product1 = 0;
+            for (; i + STEP + 16 <= stop; i += 2 * STEP) {
+                PREFETCH_TO_WRITE(out + i);
+                PREFETCH_TO_WRITE(out + i + STEP);
+                const float16 h0 = SCALED(LOAD16(G_T, g_in, i), i);
+                const float16 h1 = SCALED(LOAD16(G_T, g_in, i + STEP), i + STEP);
+                sum0 += h0;
+                sum1 += h1;
+                product0 += h0 * CENTERED(LOAD16(X_T, in, i));
+                product1 += h1 * CENTERED(LOAD16(X_T, in, i + STEP));
+            }
+            sum += sum0 + sum1;
+            products += product0 + product1;
         }
         for (; i + 16 <= n; i += STEP) {
             const float16 h = SCALED(LOAD16(G_T, g_in, i), i);
-            sum0 += h;
-            product0 += h * CENTERED(LOAD16(X_T, in, i));
+            sum += h;
+            products += h * CENTERED(LOAD16(X_T, in, i));
         }
         if (i < n) {
             const float16 h = SCALED_PART(LOAD_PART(G_T, g_in, i, n, 0.0f), i, n);
-            sum1 += h;
-            product1 += h * CENTERED(LOAD_PART(X_T, in, i, n, 0.0f));
+            sum += h;
+            products += h * CENTERED(LOAD_PART(X_T, in, i, n, 0.0f));
         }
-        const float product = group_sum(sum16(product0 + product1), scratch);
+        const float product = group_sum(sum16(products), scratch);
 #if KIND == LAYER
-        const float constant_part = r * (group_sum(sum16(sum0 + sum1), scratch) / n);
+        const float constant_part = r * (group_sum(sum16(sum), scratch) / n);
 #else
         const float constant_part = 0;
 #endif

@@ -12,6 +12,14 @@
 //   MAX                   1: maximum, 0: average
 
 #ifdef POOL_ELEMENTS
+// A large window is summed in blocks of its rows, and those in blocks, so that rounding does not grow with it.
+static inline float sum_of_row(__global const STORAGE(X_T) *x, size_t begin, uint count) {
+    float sum = 0;
+    uint k = 0;
+    LONG_SUM(float, sum, k, count, 1, LOAD(X_T, x, begin + k))
+    return sum;
+}
+
 __kernel void pool_elements(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y,
                             const ulong out_size, const uint span, const uint height, const uint width,
                             const uint out_height, const uint out_width, const uint kernel_size, const uint stride,
@@ -22,18 +30,21 @@ __kernel void pool_elements(__global const STORAGE(X_T) *restrict x, __global ST
         const size_t line = i / out_width, plane = line / out_height;
         const size_t oh = line - plane * out_height, ow = i - line * out_width;
         size_t at = (plane * height + oh * stride) * width + ow * stride;
+#if MAX
         float v = LOAD(X_T, x, at);
         for (uint kh = 0; kh < kernel_size; kh++, at += width) {
-            for (uint kw = kh == 0; kw < kernel_size; kw++) {
+            for (uint kw = 0; kw < kernel_size; kw++) {
                 const float u = LOAD(X_T, x, at + kw);
-#if MAX
                 v = u > v || isnan(u) ? u : v;
-#else
-                v += u;
-#endif
             }
         }
-        STORE(Y_T, MAX ? v : v * scale, y, i);
+        STORE(Y_T, v, y, i);
+#else
+        float sum = 0;
+        uint row = 0;
+        LONG_SUM(float, sum, row, kernel_size, 1, sum_of_row(x, at + (size_t)row * width, kernel_size))
+        STORE(Y_T, sum * scale, y, i);
+#endif
     }
 }
 #endif
@@ -80,13 +91,15 @@ __kernel void pool_elements_backward(__global const STORAGE(G_T) *restrict dy, _
         const uint oh_end = min(ih / stride + 1, out_height), ow_end = min(iw / stride + 1, out_width);
         float v = 0;
         for (uint oh = oh_begin; oh < oh_end; oh++) {
+            float line = 0; // in two levels, as windows may be many
             for (uint ow = ow_begin; ow < ow_end; ow++) {
                 const size_t window = (plane * out_height + oh) * out_width + ow;
 #if MAX
                 if (chosen[window] == (int)(ih * width + iw))
 #endif
-                    v += LOAD(G_T, dy, window);
+                    line += LOAD(G_T, dy, window);
             }
+            v += line;
         }
         STORE(DX_T, MAX ? v : v * scale, dx, i);
     }

@@ -45,12 +45,17 @@ prelu_backward(__global const STORAGE(G_T) *restrict g, __global const STORAGE(X
         const size_t begin = row * n + part * span, end = min(begin + span, (row + 1) * n);
         const float slope = LOAD(SLOPE_T, slopes, channel);
         float16 total = 0;
-        for (size_t i = begin + get_local_id(0) * 16; i < end; i += WG * 16) {
-            const float16 v = LOAD_PART(X_T, x, i, end, 1.0f), grad = LOAD_PART(G_T, g, i, end, 0.0f);
-            total += v > 0.0f ? (float16)(0.0f) : grad * v; // a NaN is not above
+        for (size_t i = begin + get_local_id(0) * 16; i < end;) {
+            const size_t stop = min(i + WG * 4096, end); // summed by itself: rounding does not grow with the row
+            float16 block = 0;
+            for (; i < stop; i += WG * 16) {
+                const float16 v = LOAD_PART(X_T, x, i, end, 1.0f), grad = LOAD_PART(G_T, g, i, end, 0.0f);
+                block += v > 0.0f ? (float16)(0.0f) : grad * v; // a NaN is not above
 #if WITH_DX
-            STORE_PART(DX_T, v > 0.0f ? grad : slope * grad, dx, i, end);
+                STORE_PART(DX_T, v > 0.0f ? grad : slope * grad, dx, i, end);
 #endif
+            }
+            total += block;
         }
         const float sum = group_sum(sum16(total), scratch);
         if (get_local_id(0) == 0) sums[(row / channels * parts + part) * channels + channel] = sum;

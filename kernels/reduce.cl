@@ -12,14 +12,15 @@
 // Where rows or columns are too few to keep the device busy, each is cut into `parts` spans; their sums, laid out
 // (outer, parts, inner) in fp32, are summed by a second launch of the same kernel.
 //
-// Rounding: the innermost sums run over blocks (BLOCK elements in 4 x 16 lanes, or ROWS rows), whose sums are then
-// added. So a span of n elements costs about n / BLOCK roundings, not n.
+// Rounding: the innermost sums run over blocks (BLOCK elements in 4 x 16 lanes; columns.clh), whose sums are then
+// added. So a span of n elements of a row costs about n / BLOCK roundings, not n.
 //
 //   X_T, Y_T  storage types of input and output
 //   WG        work-items of a work-group in sum_rows: 1 on CPU devices, else a power of two
 
 #define BLOCK 1024 // elements summed in one go by sum_rows, a multiple of 64
-#define ROWS 64    // rows summed in one go by sum_columns
+
+#include "columns.clh"
 
 #ifdef WG
 static inline float16 block_sum(__global const STORAGE(X_T) *x, size_t i) {
@@ -48,7 +49,7 @@ sum_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restric
         const size_t end = min(i + span, (row + 1) * n);
         float16 total = 0;
 #if WG == 1
-        for (; i + BLOCK <= end; i += BLOCK) total += block_sum(x, i);
+        LONG_SUM(float16, total, i, max(end, (size_t)BLOCK - 1) - (BLOCK - 1), BLOCK, block_sum(x, i))
 #endif
         float16 rest = 0;
         for (i += get_local_id(0) * 16; i < end; i += WG * 16) rest += LOAD_PART(X_T, x, i, end, 0.0f);
@@ -69,45 +70,14 @@ __kernel void sum_columns(__global const STORAGE(X_T) *restrict x, __global STOR
     y += piece * inner;
     size_t i = (get_global_id(0) % strips) * width;
     const size_t last = min(i + width, (size_t)inner);
-    // 64 columns at a time: whole cache lines of each row, also in 16-bit storage.
     for (; i + 64 <= last; i += 64) {
-        float16 a = 0, b = 0, c = 0, d = 0;
-        for (size_t block = begin; block < end; block += ROWS) {
-            const size_t stop = min(block + ROWS, end);
-            float16 block_a = 0, block_b = 0, block_c = 0, block_d = 0;
-            for (size_t row = block, at = block * inner + i; row < stop; row++, at += inner) {
-                block_a += LOAD16(X_T, x, at);
-                block_b += LOAD16(X_T, x, at + 16);
-                block_c += LOAD16(X_T, x, at + 32);
-                block_d += LOAD16(X_T, x, at + 48);
-            }
-            a += block_a, b += block_b, c += block_c, d += block_d;
-        }
-        STORE16(Y_T, a / divisor, y, i);
-        STORE16(Y_T, b / divisor, y, i + 16);
-        STORE16(Y_T, c / divisor, y, i + 32);
-        STORE16(Y_T, d / divisor, y, i + 48);
+        float16 sums[4];
+        sum_64_columns(x, begin * inner + i, end - begin, inner, sums);
+        for (uint k = 0; k < 4; k++) STORE16(Y_T, sums[k] / divisor, y, i + 16 * k);
     }
-    for (; i + 16 <= last; i += 16) {
-        float16 total = 0;
-        for (size_t block = begin; block < end; block += ROWS) {
-            const size_t stop = min(block + ROWS, end);
-            float16 sum = 0;
-            for (size_t row = block; row < stop; row++) sum += LOAD16(X_T, x, row * inner + i);
-            total += sum;
-        }
-        STORE16(Y_T, total / divisor, y, i);
-    }
-    for (; i < last; i++) {
-        float total = 0;
-        for (size_t block = begin; block < end; block += ROWS) {
-            const size_t stop = min(block + ROWS, end);
-            float sum = 0;
-            for (size_t row = block; row < stop; row++) sum += LOAD(X_T, x, row * inner + i);
-            total += sum;
-        }
-        STORE(Y_T, total / divisor, y, i);
-    }
+    for (; i + 16 <= last; i += 16)
+        STORE16(Y_T, sum_16_columns(x, begin * inner + i, end - begin, inner) / divisor, y, i);
+    for (; i < last; i++) STORE(Y_T, sum_column(x, begin * inner + i, end - begin, inner) / divisor, y, i);
 }
 
 // y[row, 0 .. n-1] = x[row] / divisor: a gradient spread over the last axis. A work-item writes `span` elements.

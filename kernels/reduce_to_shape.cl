@@ -19,6 +19,8 @@
 
 #define PANEL 64  // columns a task: long enough a run of memory in every row, four accumulators of 16
 
+#include "columns.clh"
+
 __kernel void sum_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong rows,
                        const ulong inner, const ulong per_chunk, const ulong chunks, const ulong tasks,
                        const ulong tasks_per_item) {
@@ -34,29 +36,14 @@ __kernel void sum_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE
         size_t column = (task % panels) * PANEL;
         const size_t end = min(column + PANEL, (size_t)inner);
         if (column + PANEL == end) {
-            float16 s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;
-            for (size_t r = 0, i = from + column; r < count; r++, i += inner) {
-                s0 += LOAD16(X_T, x, i);
-                s1 += LOAD16(X_T, x, i + 16);
-                s2 += LOAD16(X_T, x, i + 32);
-                s3 += LOAD16(X_T, x, i + 48);
-            }
-            STORE16(Y_T, s0, y, to + column);
-            STORE16(Y_T, s1, y, to + column + 16);
-            STORE16(Y_T, s2, y, to + column + 32);
-            STORE16(Y_T, s3, y, to + column + 48);
+            float16 sums[4];
+            sum_64_columns(x, from + column, count, inner, sums);
+            for (uint k = 0; k < 4; k++) STORE16(Y_T, sums[k], y, to + column + 16 * k);
             continue;
         }
-        for (; column + 16 <= end; column += 16) {
-            float16 s = 0.0f;
-            for (size_t r = 0, i = from + column; r < count; r++, i += inner) s += LOAD16(X_T, x, i);
-            STORE16(Y_T, s, y, to + column);
-        }
-        for (; column < end; column++) {
-            float s = 0.0f;
-            for (size_t r = 0, i = from + column; r < count; r++, i += inner) s += LOAD(X_T, x, i);
-            STORE(Y_T, s, y, to + column);
-        }
+        for (; column + 16 <= end; column += 16)
+            STORE16(Y_T, sum_16_columns(x, from + column, count, inner), y, to + column);
+        for (; column < end; column++) STORE(Y_T, sum_column(x, from + column, count, inner), y, to + column);
     }
 }
 
@@ -68,16 +55,12 @@ __kernel void sum_row(__global const STORAGE(X_T) *restrict x, __global STORAGE(
         const size_t first = (task % chunks) * per_chunk;
         size_t i = task / chunks * rows + first;
         const size_t end = i + min((size_t)per_chunk, (size_t)rows - first);
-        float16 s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;
-        for (; i + 64 <= end; i += 64) {
-            s0 += LOAD16(X_T, x, i);
-            s1 += LOAD16(X_T, x, i + 16);
-            s2 += LOAD16(X_T, x, i + 32);
-            s3 += LOAD16(X_T, x, i + 48);
-        }
-        for (; i + 16 <= end; i += 16) s0 += LOAD16(X_T, x, i);
+        float16 sums[4];
+        const size_t lines = (end - i) / 64;
+        sum_64_columns(x, i, lines, 64, sums); // the row as lines of 64
+        for (i += lines * 64; i + 16 <= end; i += 16) sums[0] += LOAD16(X_T, x, i);
         float rest = 0.0f;
         for (; i < end; i++) rest += LOAD(X_T, x, i);
-        STORE(Y_T, sum16((s0 + s1) + (s2 + s3)) + rest, y, task);
+        STORE(Y_T, sum16((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest, y, task);
     }
 }

@@ -11,6 +11,9 @@
 //         |  and goes through each row in   |              |  a work-item goes down each of its columns,
 //         |  steps of 16 elements a work-item              |  16 columns at a time
 //
+// Sums over n are formed in blocks (LONG_SUM), so that rounding does not grow with the axis; rows of *_kept_rows are
+// too short to need it.
+//
 // A row of nothing but -inf, or with +inf or NaN in it, becomes NaN, as in numpy.
 //
 //   X_T, G_T, Y_T, DX_T  storage types of input, incoming gradient, result and outgoing gradient
@@ -62,11 +65,9 @@ softmax_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *res
         float16 most = -INFINITY, sums = 0;
         for (size_t i = begin; i < end; i += WG * 16) most = fmax(most, LOAD_PART(X_T, x, i, end, -INFINITY));
         const float top = group_max(max16(most), scratch);
-        for (size_t i = begin; i < end; i += WG * 16) {
-            const float16 v = LOAD_PART(X_T, x, i, end, -INFINITY);
-            // The lanes beyond the end hold -inf; in a row of -inf they would add NaNs, which it gets anyway.
-            sums += exp16(v - top);
-        }
+        size_t at = begin;
+        // The lanes beyond the end hold -inf; in a row of -inf they would add NaNs, which it gets anyway.
+        LONG_SUM(float16, sums, at, end, WG * 16, exp16(LOAD_PART(X_T, x, at, end, -INFINITY) - top))
         const float inverse = 1 / group_sum(sum16(sums), scratch);
         for (size_t i = begin; i < end; i += WG * 16)
             STORE_PART(Y_T, exp16(LOAD_PART(X_T, x, i, end, 0.0f) - top) * inverse, y, i, end);
@@ -75,6 +76,12 @@ softmax_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *res
 #endif
 
 #ifdef SOFTMAX_ROWS_BACKWARD
+static inline float16 product16(__global const STORAGE(Y_T) *y, __global const STORAGE(G_T) *dy, size_t i,
+                                __global const STORAGE(DX_T) *next) {
+    PREFETCH_TO_WRITE(next + i);
+    return LOAD16(Y_T, y, i) * LOAD16(G_T, dy, i);
+}
+
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 softmax_rows_backward(__global const STORAGE(Y_T) *restrict y, __global const STORAGE(G_T) *restrict dy,
                       __global STORAGE(DX_T) *restrict dx, const ulong rows, const ulong n, const uint each) {
@@ -87,10 +94,8 @@ softmax_rows_backward(__global const STORAGE(Y_T) *restrict y, __global const ST
         const size_t begin = row * n + lane, end = (row + 1) * n;
         float16 sums = 0;
         size_t i = begin;
-        for (; i + 16 <= end; i += WG * 16) {
-            PREFETCH_TO_WRITE(dx + i);
-            sums += LOAD16(Y_T, y, i) * LOAD16(G_T, dy, i);
-        }
+        const size_t whole = max(end, (size_t)15) - 15; // i < whole: i + 16 <= end
+        LONG_SUM(float16, sums, i, whole, WG * 16, product16(y, dy, i, dx))
         if (i < end) sums += LOAD_PART(Y_T, y, i, end, 0.0f) * LOAD_PART(G_T, dy, i, end, 0.0f);
         const float dot_product = group_sum(sum16(sums), scratch);
         for (i = begin; i + 16 <= end; i += WG * 16) {
@@ -119,7 +124,8 @@ __kernel void softmax_columns(__global const STORAGE(X_T) *restrict x, __global 
     for (; i + 16 <= last; i += 16) {
         float16 top = -INFINITY, total = 0;
         for (size_t row = 0; row < n; row++) top = fmax(top, LOAD16(X_T, x, row * inner + i));
-        for (size_t row = 0; row < n; row++) total += exp16(LOAD16(X_T, x, row * inner + i) - top);
+        size_t term = 0;
+        LONG_SUM(float16, total, term, n, 1, exp16(LOAD16(X_T, x, term * inner + i) - top))
         const float16 inverse = 1.0f / total;
         for (size_t row = 0; row < n; row++)
             STORE16(Y_T, exp16(LOAD16(X_T, x, row * inner + i) - top) * inverse, y, row * inner + i);
@@ -127,7 +133,8 @@ __kernel void softmax_columns(__global const STORAGE(X_T) *restrict x, __global 
     for (; i < last; i++) {
         float top = -INFINITY, total = 0;
         for (size_t row = 0; row < n; row++) top = fmax(top, LOAD(X_T, x, row * inner + i));
-        for (size_t row = 0; row < n; row++) total += exp(LOAD(X_T, x, row * inner + i) - top);
+        size_t term = 0;
+        LONG_SUM(float, total, term, n, 1, exp(LOAD(X_T, x, term * inner + i) - top))
         for (size_t row = 0; row < n; row++)
             STORE(Y_T, exp(LOAD(X_T, x, row * inner + i) - top) / total, y, row * inner + i);
     }
@@ -145,15 +152,15 @@ __kernel void softmax_columns_backward(__global const STORAGE(Y_T) *restrict y,
     const size_t last = min(i + width, (size_t)inner);
     for (; i + 16 <= last; i += 16) {
         float16 sum = 0;
-        for (size_t at = plane + i, row = 0; row < n; row++, at += inner)
-            sum += LOAD16(Y_T, y, at) * LOAD16(G_T, dy, at);
+        size_t term = plane + i;
+        LONG_SUM(float16, sum, term, plane + n * inner, inner, LOAD16(Y_T, y, term) * LOAD16(G_T, dy, term))
         for (size_t at = plane + i, row = 0; row < n; row++, at += inner)
             STORE16(DX_T, LOAD16(Y_T, y, at) * (LOAD16(G_T, dy, at) - sum), dx, at);
     }
     for (; i < last; i++) {
         float sum = 0;
-        for (size_t at = plane + i, row = 0; row < n; row++, at += inner)
-            sum += LOAD(Y_T, y, at) * LOAD(G_T, dy, at);
+        size_t term = plane + i;
+        LONG_SUM(float, sum, term, plane + n * inner, inner, LOAD(Y_T, y, term) * LOAD(G_T, dy, term))
         for (size_t at = plane + i, row = 0; row < n; row++, at += inner)
             STORE(DX_T, LOAD(Y_T, y, at) * (LOAD(G_T, dy, at) - sum), dx, at);
     }

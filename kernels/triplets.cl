@@ -160,10 +160,9 @@ active_mean(__global const float *restrict losses, __global const float *restric
             __global float *restrict loss, __global float *restrict count, const ulong n) {
     SCRATCH;
     float16 sums = 0.0f, total = 0.0f;
-    FOR_EACH_16(i) {
-        sums += LOAD_PART(f32, losses, i, n, 0.0f);
-        total += LOAD_PART(f32, counts, i, n, 0.0f);
-    }
+    size_t i = get_local_id(0) * 16, j = i;
+    LONG_SUM(float16, sums, i, n, WG * 16, LOAD_PART(f32, losses, i, n, 0.0f))
+    LONG_SUM(float16, total, j, n, WG * 16, LOAD_PART(f32, counts, j, n, 0.0f))
     const float sum = group_sum(sum16(sums), scratch);
     const float divisor = fmax(group_sum(sum16(total), scratch), 1.0f);
     if (get_local_id(0) == 0) {

@@ -20,6 +20,7 @@ from clamp.program import get_kernel
 _FRAME = 8192  # as FRAME in depthwise.clh
 _TAPS = 64  # as TAPS in depthwise.clh
 _BLOCK = 16  # as BLOCK in depthwise.clh
+_UNITS_SUMMED = 256  # images, or bands of them, that a work-item adds up one by one, at most
 _BLOCK_ELEMENTS = 32768  # elements of x that are worth reading in one go
 _SPILL = 32  # elements of a phase of the frame for what stores write beyond its end
 _SPECIALIZED = (3,)  # filter sizes that have a program of their own
@@ -260,7 +261,7 @@ def _parts(queue: cl.CommandQueue, units: int, sums: int) -> tuple[int, int]:
     """(units of a part, parts): into how many spans units that add to ``sums`` sums are cut to keep the device busy."""
     device = capabilities(queue)
     wanted = -(-(4 if device.is_cpu else 16) * device.compute_units // sums)
-    each = -(-units // min(max(wanted, 1), units))
+    each = min(-(-units // min(max(wanted, 1), units)), _UNITS_SUMMED)
     return each, -(-units // each)
 
 

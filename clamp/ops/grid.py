@@ -20,6 +20,7 @@ from clamp.program import get_kernel
 PADDING_MODES = ("zeros", "border")
 
 _WORTH_CPU = 1024  # positions times channels that are worth a work-item of their own
+_SUMMED = 1024  # positions that may fall on one pixel before their sum is moved on
 _CHANNELS_CPU = 8  # channels that share the search for the taps, where one work-item owns them
 
 
@@ -124,13 +125,19 @@ def grid_sample_backward_input(
         span = _span(grad.queue)
         block, band = _ownership(grad.queue, n, c, h)
         blocks, bands = -(-c // block), -(-h // band)
+        positions = prod(grid.shape[1:3])
+        interval = max(_SUMMED, h * w)  # moving the sums on takes no longer than forming them
+        if positions <= 2 * interval:
+            interval, recent = positions, out
+        else:
+            recent = bridge.empty(grad.queue, shape, "float32")
         kernel = get_kernel(
-            grad.queue, "grid.cl", "grid_sample_backward_input", "pppuiiqiuuuuq", GRID_SAMPLE_BACKWARD_INPUT=1,
+            grad.queue, "grid.cl", "grid_sample_backward_input", "ppppquiiqiuuuuq", GRID_SAMPLE_BACKWARD_INPUT=1,
             G_T=bridge.STORAGE[grad.dtype], **_macros(grad, grid, padding_mode, span),
         )  # fmt: skip
         kernel(
-            grad.queue, *launch(grad.queue, n * blocks * bands), grad.buffer, grid.buffer, out.buffer,
-            c, h, w, prod(grid.shape[1:3]), int(align_corners), block, blocks, band, bands, n * blocks * bands,
+            grad.queue, *launch(grad.queue, n * blocks * bands), grad.buffer, grid.buffer, out.buffer, recent.buffer,
+            interval, c, h, w, positions, int(align_corners), block, blocks, band, bands, n * blocks * bands,
         )  # fmt: skip
     return cast(out, out_dtype)
 

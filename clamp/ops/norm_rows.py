@@ -11,6 +11,7 @@ from clamp.ops.reduce import RowPlan, around_axis, plan_rows, reduce_sum
 from clamp.program import get_kernel
 
 _FILE = "norm_rows.cl"
+_ROWS_SUMMED = 512  # rows that a work-group adds up one by one, at most: their sums are added in blocks
 
 
 def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, *, eps: float, out_dtype: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,5 +163,5 @@ def _backward(
 def _plan_sums(queue: cl.CommandQueue, rows: int, n: int) -> RowPlan:
     """As ``plan_rows``, with few groups: each leaves a row of partial sums behind."""
     plan = plan_rows(queue, rows, n)
-    each = max(plan.each, -(-rows // (4 * capabilities(queue).compute_units)))
+    each = min(max(plan.each, -(-rows // (4 * capabilities(queue).compute_units))), _ROWS_SUMMED)
     return RowPlan(plan.group, each, -(-rows // each))

@@ -11,11 +11,12 @@ import pytest
 from netcl import autograd as ag
 
 from clamp import amp
-from clamp.bridge import Node
+from clamp.bridge import Node, Tape, Tensor
 from clamp.functions.casting import OWNED
 from clamp.ops.gemm import default_kernel
 from clamp.policy import CastPolicy
-from tests.conformance import ops, report
+from tests.conformance import long_axes, ops, report
+from tests.conformance.long_axes import LongCase
 from tests.conformance.runner import (
     arrange,
     counted_host_reads,
@@ -35,8 +36,8 @@ from tests.conformance.runner import (
     storages_of,
     tolerance,
 )
-from tests.conformance.table import Case, Op
-from tests.reference import HALF_DTYPES, to_numpy
+from tests.conformance.table import Array, Case, Op
+from tests.reference import HALF_DTYPES, to_device, to_numpy
 from tests.sweep import sweep
 
 _SPECIAL_ROUNDS = 3
@@ -178,3 +179,56 @@ def test_special_values(queue: cl.CommandQueue, amp_dtype: str, op: Op, storage:
             assert error.passes, f"{op.name}: {error}; inputs {arrangement.stored}"
             if op.exact:
                 np.testing.assert_array_equal(np.signbit(to_numpy(result.value)), np.signbit(want))
+
+
+# ---------------------------------------------------------------------------------------- sums of a million terms
+
+_EVERYDAY_LONG = ("softmax-rows_of_19", "index_add-one_row")
+
+
+def _argument(queue: cl.CommandQueue, value: Any) -> Any:
+    """An argument of a long case as the function takes it."""
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.dtype == np.int32:
+        return Tensor.from_host(queue, value, dtype="int32")
+    tensor = to_device(queue, value)
+    if value.dtype == np.float64:
+        return tensor
+    tensor.requires_grad = True
+    return Node(value=tensor)
+
+
+def _assert_summed_well(actual: Tensor, expected: Array | tuple[Array, Array], slack: float) -> None:
+    want, magnitude = expected if isinstance(expected, tuple) else (expected, np.abs(expected))
+    got = to_numpy(actual)
+    error = float(np.abs(got - want.reshape(got.shape)).max() / magnitude.max())
+    assert error <= slack * 1e-5, f"off by {error:.2g} of the largest element"
+
+
+@pytest.mark.parametrize("amp_dtype", ["float32"], indirect=True)
+@pytest.mark.parametrize(
+    "long",
+    [
+        pytest.param(long, id=str(long), marks=[] if str(long) in _EVERYDAY_LONG else [pytest.mark.slow])
+        for long in long_axes.CASES
+    ],
+)
+def test_sums_of_a_million_terms_are_as_good_as_short_ones(
+    queue: cl.CommandQueue, amp_dtype: str, long: LongCase
+) -> None:
+    inputs = long.inputs()
+    arguments = [_argument(queue, value) for value in inputs]
+    with Tape() as tape:
+        out = netcl_function(f"netcl.autograd.{long.name}")(*arguments, **long.kwargs)
+    incoming = long_axes.varied(*out.value.shape)
+    exact = [value.astype(float) if getattr(value, "dtype", None) == np.float32 else value for value in inputs]
+    want, gradients = long.reference(incoming.astype(float), *exact, **long.kwargs)
+    if want is not None:
+        _assert_summed_well(out.value, want, long.slack)
+    if not gradients:
+        return
+    tape.backward(out, to_device(queue, incoming))
+    for argument, gradient in zip(arguments, gradients, strict=False):
+        if gradient is not None:
+            _assert_summed_well(argument.grad, gradient, long.slack)
