@@ -11,6 +11,7 @@ import pyopencl as cl
 import pytest
 from netcl import autograd as ag
 from netcl.nn import functional as F
+from netcl.ops import elementwise as tensor_ops
 from netcl.optim import SGD
 
 from clamp import amp
@@ -68,24 +69,34 @@ def handle() -> Iterator[amp.AmpHandle]:
         yield handle
 
 
-WRONG = [op for op in ops.TABLE if op.name in netcl_defects()]
-EVERY_CASE = [
+SHORT = list(ISLANDS)
+#: All of the table: in an island every function is right, whoever's it is. What netcl gets wrong is tried every day.
+CALLS = [
     pytest.param(op, case, island, id=f"{op.name.removeprefix('netcl.')}-{index}-{island}",
-                 marks=[pytest.mark.slow] * (index > 0 or island != list(ISLANDS)[number % len(ISLANDS)]))
-    for number, op in enumerate(WRONG)
+                 marks=[pytest.mark.slow] * (island != SHORT[(number + index) % len(SHORT)] or
+                                             (index > 0 and op.name not in netcl_defects())))
+    for number, op in enumerate(ops.TABLE)
     for index, case in enumerate(op.cases)
     for island in ISLANDS
 ]  # fmt: skip
+#: netcl's own may be coarser than what clamp promises of its kernels: so much of each element, and of the largest
+_COARSE = (3e-4, 3e-5)
 
 
 def test_every_function_that_is_wrong_is_clamps_and_listed() -> None:
     table = default_table()
     assert [name for name in netcl_defects() if name not in OWNED or name not in table] == []
-    assert len(WRONG) > 30
 
 
-@pytest.mark.parametrize(("op", "case", "island"), EVERY_CASE)
-def test_what_netcl_gets_wrong_is_right_in_a_float32_island(
+def netcls_own(op: Op, want: Any) -> Any:
+    """What netcl's own functions, where they stay, may be off."""
+    if op.name in netcl_defects():
+        return 0.0
+    return _COARSE[0] * np.abs(want) + _COARSE[1] * np.abs(want).max(initial=1.0)
+
+
+@pytest.mark.parametrize(("op", "case", "island"), CALLS)
+def test_every_function_is_right_in_a_float32_island(
     queue: cl.CommandQueue, handle: amp.AmpHandle, op: Op, case: Case, island: str
 ) -> None:
     arrangement = arrange(op, case, "float32", "float32")
@@ -93,9 +104,8 @@ def test_what_netcl_gets_wrong_is_right_in_a_float32_island(
         nodes = nodes_of(queue, case, arrangement)
         args, kwargs = filled(case, nodes)
         out = outputs(ISLANDS[island](lambda: netcl_function(op.name)(*args, **kwargs), handle))[which]  # noqa: B023
-        error = error_of(
-            out.value, want, forward_slack(op, case, arrangement, want), tolerance("float32", 1, op.ulps32)
-        )
+        slack = forward_slack(op, case, arrangement, want) + netcls_own(op, want)
+        error = error_of(out.value, want, slack, tolerance("float32", 1, op.ulps32))
         assert out.value.dtype in ("float32", "int32")
         assert error.passes, error
         if not op.differentiable:
@@ -104,11 +114,78 @@ def test_what_netcl_gets_wrong_is_right_in_a_float32_island(
         for index, (one, node) in enumerate(zip(inputs_of(case), nodes, strict=True)):
             if isinstance(node, Node) and one.grad:
                 want_grad = reference_gradient(op, case, "float32", "float32", which, index, "float32")
-                slack = gradient_slack(op, want_grad)
-                error = error_of(
-                    node.grad, want_grad.value, slack, tolerance("float32", 1, op.grad_ulps32), want_grad.smooth
-                )
+                slack = gradient_slack(op, want_grad) + netcls_own(op, want_grad.value)
+                allowed = tolerance("float32", 1, op.grad_ulps32)
+                error = error_of(node.grad, want_grad.value, slack, allowed, want_grad.smooth)
                 assert error.passes, f"gradient of input {index}: {error}"
+
+
+NAN = np.array([[np.nan, 1.0], [2.0, -3.0]])
+KEPT: dict[str, Callable[[Node], Any]] = {
+    "relu": lambda x: ag.relu(x),
+    "relu of a tensor": lambda x: tensor_ops.relu(x.value),
+    "add_relu": lambda x: ag.add_relu(x, x),
+    "clamp": lambda x: ag.clamp(x, -1.0, 1.0),
+    "clip": lambda x: ag.clip(x, -1.0, 1.0),
+    "clamp of a tensor": lambda x: tensor_ops.clamp(x.value, -1.0, 1.0),
+    "hard_sigmoid": lambda x: ag.hard_sigmoid(x),
+    "hard_tanh": ag.hard_tanh,
+    "maximum": lambda x: ag.maximum(x, 0.0),
+    "minimum": lambda x: ag.minimum(x, 0.0),
+    "linear_relu": lambda x: ag.linear_relu(x, x, ag.sum(x, axis=0)),
+    "max_pool2d": lambda x: ag.max_pool2d(ag.reshape(x, (1, 1, 2, 2))),
+    "flash_attention": lambda x: ag.flash_attention(*[ag.reshape(x, (1, 1, 2, 2))] * 3),
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_nan_comes_through(queue: cl.CommandQueue, handle: amp.AmpHandle, what: str) -> None:
+    island = ISLANDS[SHORT[list(KEPT).index(what) % len(SHORT)]]
+    x = ag.tensor(to_device(queue, NAN), requires_grad=True)
+    assert np.isnan(island(lambda: KEPT[what](x), handle).value.to_host()).any()
+
+
+ZEROED: dict[str, Callable[[Node], Node]] = {
+    "sum": lambda x: ag.sum(x, axis=1),
+    "mean": lambda x: ag.mean(x, axis=1),
+    "maximum": lambda x: ag.maximum(x, ag.tensor(to_device(x.value.queue, np.zeros((4, 2, 3))))),
+    "where": lambda x: ag.where(to_device(x.value.queue, np.ones((4, 2, 3))), x, 0.0),
+}
+
+
+@pytest.mark.parametrize("what", ZEROED)
+def test_gradients_hold_nothing_of_what_was_in_memory(queue: cl.CommandQueue, handle: amp.AmpHandle, what: str) -> None:
+    island = ISLANDS[SHORT[list(ZEROED).index(what) % len(SHORT)]]
+    x = ag.tensor(Parameter.from_host(queue, np.ones((2, 3), np.float32)), requires_grad=True)
+    out = island(lambda: ag.sum(ZEROED[what](x)), handle)
+    shapes = [(2, 3), (2, 1), (4, 2, 3), (1,)] * 16
+    junk = [Tensor.from_shape(queue, shape, fill=float("nan")) for shape in shapes]
+    del junk
+    out.backward()
+    assert np.isfinite(x.value.grad.to_host()).all()
+
+
+def test_indices_that_do_not_exist_read_and_write_nothing(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
+    table = ag.tensor(to_device(queue, [[1.0], [2.0]]))
+    beyond = Tensor.from_host(queue, np.array([1, 7], np.int32), dtype="int32")
+    with handle.disable_casts():
+        for rows in (ag.index_select(table, 0, beyond), ag.embedding(table, beyond)):
+            np.testing.assert_array_equal(rows.value.to_host().ravel(), [2.0, np.nan])
+        added = ag.index_add(table, 0, beyond, ag.tensor(to_device(queue, [[10.0], [20.0]])))
+    assert added.value.to_host().ravel().tolist() == [1.0, 12.0]
+
+
+def test_calls_that_make_no_sense_raise(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
+    x = ag.tensor(to_device(queue, np.ones((1, 1, 2, 2))))
+    with amp.autocast(enabled=False):
+        for call, message in (
+            (lambda: ag.max_pool2d(x, kernel_size=3, stride=3), "window"),
+            (lambda: ag.avg_pool2d(x, kernel_size=3, stride=3), "window"),
+            (lambda: ag.pad2d(x, pad=1, mode="circular"), "mode must be"),
+            (lambda: ag.pad2d(x, pad=3, mode="reflect"), "mirrored border"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
 
 
 @pytest.mark.parametrize("island", sweep(list(ISLANDS)))
