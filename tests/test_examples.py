@@ -158,32 +158,6 @@ def test_script_of_the_readme_runs(queue: cl.CommandQueue, tmp_path: Path) -> No
     assert "prediction float16" in output
 
 
-DOCUMENTS = [
-    "docs/checkpoints.md",
-    "docs/coming-from-apex.md",
-    "docs/coming-from-netcl.md",
-    "docs/coming-from-oneflow.md",
-    "docs/coming-from-paddle.md",
-    "docs/coming-from-pytorch.md",
-    "docs/loss-scaling.md",
-    "docs/policies.md",
-]
-
-
-@pytest.mark.parametrize("file", DOCUMENTS)
-def test_scripts_of_a_document_run(queue: cl.CommandQueue, tmp_path: Path, file: str) -> None:
-    script = tmp_path / "document.py"
-    script.write_text("\n".join(python_blocks(file)), encoding="utf-8")
-    (tmp_path / "mine.toml").write_text(list_file_of("docs/policies.md"), encoding="utf-8")
-    code = f"import os, runpy; os.chdir({str(tmp_path)!r}); runpy.run_path({str(script)!r}, run_name='__main__')"
-    run_script(queue, "-c", code)
-
-
-def list_file_of(file: str) -> str:
-    """The list file that a document shows."""
-    return re.search(r"```toml\n(.*?)```", (ROOT / file).read_text(encoding="utf-8"), re.DOTALL)[1]
-
-
 DEFECTS = """
 import sys, warnings
 warnings.simplefilter("ignore")
@@ -282,6 +256,9 @@ def test_defects_of_netcl_are_as_documented(queue: cl.CommandQueue, tmp_path: Pa
     blocks = tmp_path / "defects.py"
     blocks.write_text("# --- next\n".join(python_blocks("docs/netcl-defects.md")), encoding="utf-8")
     output = run_script(queue, "-c", DEFECTS, str(blocks), who)
+    # netcl's own float16 product does not build where there is no cl_khr_fp16; no other script may end early.
+    may_raise = who == "netcl" and "cl_khr_fp16" not in queue.device.extensions
+    assert output.count("raised ") == may_raise, output
     position = 0
     for line in expected.strip().splitlines():
         position = output.find(line, position)

@@ -1,0 +1,118 @@
+"""What each document must have done by its end, besides what the runner looks for on every page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pyopencl as cl
+
+from clamp import amp, session
+from clamp.bridge import Node, Tensor
+from tests.documents.runner import Ran
+
+
+def readme(page: Ran, queue: cl.CommandQueue) -> None:
+    from netcl import autograd as ag
+    from netcl.nn import functional
+
+    assert "prediction float16" in page.output
+    assert float(page.output.split()[1].rstrip(",")) < 0.5  # the loss a row
+    # The first steps may be skipped until the scale fits; then accumulation, two optimizers, and two losses.
+    assert 90 <= len(page.steps) - 4 <= 100
+    assert [type(step.optimizer).__name__ for step in page.steps] == ["Adam"] * len(page.steps)
+    assert page.steps[-3].optimizer is page["lower"]
+    assert page.steps[-2].optimizer is page["upper"]
+
+    def leaf(shape: tuple[int, ...], dtype: str) -> Node:
+        tensor = Tensor.from_host(queue, np.full(shape, 0.5, dtype), dtype=dtype)
+        tensor.requires_grad = True
+        return ag.tensor(tensor, requires_grad=True)
+
+    with amp.init():
+        half, single = leaf((4, 4), "float16"), leaf((4, 4), "float32")
+        assert page["my_matmul"](single, half).value.dtype == "float16"
+        assert page["my_add"](half, single).value.dtype == "float32"
+        assert functional.gelu(half).value.dtype == "float32"  # registered; it would be float16
+        loss = page["my_loss"](half, leaf((4, 4), "float32"))
+        assert loss.value.dtype == "float32"
+
+
+def checkpoints(page: Ran, queue: cl.CommandQueue) -> None:
+    assert len(page.steps) == 7  # one, three more, and the same three again
+    history = page["history"]
+    assert len(set(history)) == len(history) == 4
+    assert history == page["extra"]["history"]
+
+
+def apex(page: Ran, queue: cl.CommandQueue) -> None:
+    optimizers = [step.optimizer for step in page.steps]
+    assert optimizers[:3] == [page.steps[0].optimizer] * 3
+    assert optimizers[3:] == [page["optimizer_d"], page["optimizer_g"]]
+    assert page["optimizer_d"].params[-1] is page["head"].bias
+
+
+def netcl(page: Ran, queue: cl.CommandQueue) -> None:
+    assert len(page.steps) == 4 + 1 + 4  # the recipe's, the clipped one, and the Trainer's: eight batches, two a step
+
+
+def oneflow(page: Ran, queue: cl.CommandQueue) -> None:
+    # The graph's twenty calls; then a step as it is, one while it is recorded, and five replays.
+    assert len(page.steps) == 20 + 2 + 5
+    assert len(set(page["values"])) == 20
+
+
+def paddle(page: Ran, queue: cl.CommandQueue) -> None:
+    assert [type(step.optimizer).__name__ for step in page.steps] == ["SGD"] * 3 + ["AdamW"] * 3
+    assert page["scaler"].state_dict()["scale"] == 1024
+
+
+def pytorch(page: Ran, queue: cl.CommandQueue) -> None:
+    assert [step.optimizer for step in page.steps] == [page["optimizer"]] * 3 + [page["first"], page["second"]]
+    assert "netcl has no second derivatives" in page.output
+    assert np.abs(page["constant"].to_host()).max() > 0
+
+
+def loss_scaling(page: Ran, queue: cl.CommandQueue) -> None:
+    # One loss, accumulation, the two optimizers, and the wrapped one.
+    assert [step.optimizer for step in page.steps] == [
+        page["optimizer"],
+        page["optimizer"],
+        page["first"],
+        page["second"],
+        page["wrapped"].__wrapped__,
+    ]
+    assert list(page["state"]) == ["loss_scaler0", "loss_scaler1", "loss_scaler2"]
+
+
+def policies(page: Ran, queue: cl.CommandQueue) -> None:
+    from netcl import autograd as ag
+
+    half = ag.tensor(Tensor.from_host(queue, np.ones((2, 2), np.float16), dtype="float16"))
+    with amp.init(lists="mine.toml"):
+        single = ag.tensor(Tensor.from_host(queue, np.ones((2, 2), np.float32)))
+        assert ag.softmax(single).value.dtype == "float16"
+        assert ag.tanh(half).value.dtype == "float32"
+        assert page["log_partition"](half).value.dtype == "float32"
+        assert ag.matmul_op(single, single).value.dtype == "float16"
+        assert page["in_full_precision"](single).value.dtype == "float32"
+    assert session.active_handle() is None
+
+
+def several_devices(page: Ran, queue: cl.CommandQueue) -> None:
+    assert [step.optimizer for step in page.steps] == page["optimizers"]
+
+
+#: what is checked at the end of each page, and how many comments on it say what is shown there
+PAGES: dict[str, tuple[Callable[[Ran, cl.CommandQueue], None], int]] = {
+    "README.md": (readme, 1),
+    "docs/checkpoints.md": (checkpoints, 0),
+    "docs/coming-from-apex.md": (apex, 2),
+    "docs/coming-from-netcl.md": (netcl, 2),
+    "docs/coming-from-oneflow.md": (oneflow, 0),
+    "docs/coming-from-paddle.md": (paddle, 2),
+    "docs/coming-from-pytorch.md": (pytorch, 3),
+    "docs/loss-scaling.md": (loss_scaling, 0),
+    "docs/policies.md": (policies, 0),
+    "docs/several-devices.md": (several_devices, 0),
+}
