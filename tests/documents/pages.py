@@ -105,14 +105,14 @@ def several_devices(page: Ran, queue: cl.CommandQueue) -> None:
 
 #: what is checked at the end of each page, and how many comments on it say what is shown there
 PAGES: dict[str, tuple[Callable[[Ran, cl.CommandQueue], None], int]] = {
-    "README.md": (readme, 1),
+    "README.md": (readme, 2),
     "docs/checkpoints.md": (checkpoints, 0),
     "docs/coming-from-apex.md": (apex, 2),
     "docs/coming-from-netcl.md": (netcl, 2),
     "docs/coming-from-oneflow.md": (oneflow, 0),
     "docs/coming-from-paddle.md": (paddle, 2),
     "docs/coming-from-pytorch.md": (pytorch, 3),
-    "docs/loss-scaling.md": (loss_scaling, 0),
-    "docs/policies.md": (policies, 0),
+    "docs/loss-scaling.md": (loss_scaling, 2),
+    "docs/policies.md": (policies, 3),
     "docs/several-devices.md": (several_devices, 0),
 }
