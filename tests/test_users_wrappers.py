@@ -193,3 +193,14 @@ def test_a_wrapper_that_calls_functions_of_clamps_leaves_them_as_they_are(
     for _ in range(2):
         with amp.init():
             assert product(queue, ag.matmul_op).value.dtype == "float16"
+
+
+def test_a_function_of_netcls_that_is_registered_keeps_its_original_inside(queue: cl.CommandQueue) -> None:
+    """The wrapper of a registered function stands in netcl's module when users' wrappers are looked for."""
+    amp.register_float_function(ag, "tanh")
+    x = Parameter.from_host(queue, np.full((2, 3), 0.5, np.float32))
+    try:
+        with amp.init():
+            assert ag.tanh(ag.tensor(amp.cast(x, "float16"))).value.dtype == "float32"
+    finally:
+        amp._registrations.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from clamp import session
 from clamp.bridge import Node, Tensor
 from clamp.compat.settings import FaceRule, UncheckedRule, require_number, warn_if_nothing_is_gained
 from clamp.manual_scaling import ManualScaling
+from clamp.optimizers import StepReport
 from clamp.scaler import DynamicLossScale
 
 
@@ -186,6 +187,11 @@ class GradScaler:
         result = self.step(optimizer)
         self.update()
         return result
+
+    @property
+    def history(self) -> Sequence[StepReport]:
+        """What the last 1000 steps did, the newest last; a skipped one says why. Not of a disabled scaler."""
+        return self._scaling.history
 
     # ------------------------------------------------------------------------------------------ settings
 

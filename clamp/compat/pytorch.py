@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from clamp import session
 from clamp.bridge import DTypeLike, Node, Tensor
 from clamp.compat.settings import FaceRule, UncheckedRule, require_function
 from clamp.manual_scaling import ManualScaling
-from clamp.optimizers import StepGuards
+from clamp.optimizers import StepGuards, StepReport
 from clamp.patching.custom import Backward, CustomBackward, CustomForward
 from clamp.scaler import LossScale
 
@@ -149,6 +149,11 @@ class GradScaler:
     def guards(self) -> StepGuards:
         """Where optimizers have their bits of this scaler's overflow word."""
         return self._scaling._guards
+
+    @property
+    def history(self) -> Sequence[StepReport]:
+        """What the last 1000 steps did, the newest last; a skipped one says why. Not of a disabled scaler."""
+        return self._scaling.history
 
     # ------------------------------------------------------------------------------------------ settings
 

@@ -242,11 +242,12 @@ class Patches:
 
     def _fill_users_wrappers(self) -> None:
         """Puts clamp's functions into the wrappers of the user's that stand under names of netcl's."""
-        for place in user_wrappers.places(_users_in_netcl()):
+        ours = {id(wrapper) for _, wrapper in self._wrappers.values()}  # a registered function's stands there already
+        for place in user_wrappers.places(x for x in _users_in_netcl() if id(x) not in ours):
             if id(place.value) in self._wrappers:
-                ours = self._wrappers[id(place.value)][1]
-                self._filled.append((place, ours))
-                place.put(ours)
+                wrapper = self._wrappers[id(place.value)][1]
+                self._filled.append((place, wrapper))
+                place.put(wrapper)
 
     def _wrap_registered(self, registration: Registration, wrapper: Wrapper) -> None:
         owner = registration.owner

@@ -50,6 +50,7 @@ class Redirected:
             function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
         own.__kwdefaults__ = function.__kwdefaults__
+        own.__annotations__ = function.__annotations__
         own.__qualname__ = function.__qualname__
 
         def target(instance: Any, *args: Any, **kwargs: Any) -> Any:
