@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyopencl as cl
@@ -93,6 +95,111 @@ def test_shapes(queue: cl.CommandQueue) -> None:
     ):
         with pytest.raises(ValueError, match=r"\d"):
             function(*(node(*shape) for shape in shapes))
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tuple that is passed as it is."""
+
+    value: tuple[int, ...]
+
+
+def _refusals() -> list[Any]:
+    """(netcl's function, its arguments, the error, its message): a shape stands for a node of that shape."""
+    return [
+        ("stack", ([(2, 3), (2, 4)],), ValueError, r"^stack: .*\(2, 3\), \(2, 4\); cat"),
+        ("stack", ([(2, 3)], 3), ValueError, r"^stack: axis 3 .* 3 dimensions"),
+        ("cat", ([(2, 3), (2, 3)], 4), ValueError, "^cat: axis 4"),
+        ("linear_relu", ((2, 3), (3, 4), (5,)), ValueError, r"^linear_relu: the bias has shape \(5,\).*\(4,\)"),
+        ("linear_relu", ((2, 3), (4, 5)), ValueError, r"^linear_relu: .*3 columns against 4 rows"),
+        ("sum", ((2, 3, 4), Given((0, 2))), TypeError, r"^sum: axis is \(0, 2\).*one axis after the other"),
+        ("mean", ((2, 3, 4), Given((0, 2))), TypeError, r"^mean: axis is \(0, 2\)"),
+        ("sum", ((2, 3, 4), 1.5), ValueError, "^sum: axis is 1.5"),
+        ("sum", ((2, 3, 4), "x"), TypeError, "^sum: axis is 'x'"),
+        ("softmax", ((2, 3), Given((0, 1))), TypeError, r"^softmax: axis is \(0, 1\)"),
+        ("softmax", ((2, 3), 7), ValueError, "^softmax: axis 7"),
+        ("argmax", ((2, 3), 4), ValueError, "^argmax: axis 4"),
+        ("topk", ((2, 3), 9), ValueError, "^topk: k=9"),
+        ("topk", ((2, 3), 0), ValueError, "^topk: k=0 out of range"),
+        ("index_select", ((2, 3), 5, [0]), ValueError, "^index_select: axis 5"),
+        ("gather", ((2, 3), 0, [4]), IndexError, "^gather: index 4 out of range"),
+        ("embedding", ((2, 3), [4]), IndexError, "^embedding: index 4 out of range"),
+        ("narrow", ((2, 3), 0, 1, 5), ValueError, r"^narrow: slice \[1, 6\)"),
+        ("split", ((2, 3), 0), ValueError, "^split: the size of a piece is 0"),
+        ("split", ((2, 3), [1, 5]), ValueError, r"^split: .*\[1, 5\]"),
+        ("chunk", ((2, 3), 0), ValueError, "^chunk: chunks is 0"),
+        ("getitem", ((2, 3), Given((0, 0, 0))), IndexError, "^getitem: 3 indices"),
+        ("reshape", ((2, 3), [4, 2]), ValueError, "^reshape: "),
+        ("reshape", ((2, 3), 6), TypeError, "^reshape: shape is 6"),
+        ("flatten", ((2, 3), [-1, -1]), ValueError, "^flatten: only one"),
+        ("permute", ((2, 3), [0, 0]), ValueError, "^permute: dims"),
+        ("squeeze", ((2, 3), 0), ValueError, "^squeeze: "),
+        ("unsqueeze", ((2, 3), 9), ValueError, "^unsqueeze: axis 9"),
+        *(
+            (name, ((1, 1, 4, 4), *rest), error, f"^{name}: {message}")
+            for name in ("max_pool2d", "avg_pool2d")
+            for rest, error, message in (
+                ((Given((2, 3)),), TypeError, r"kernel_size is \(2, 3\); it must be a whole number"),
+                ((2.5,), ValueError, "kernel_size is 2.5"),
+                ((5,), ValueError, "a window of 5 x 5 does not fit"),
+                ((2, None), TypeError, "stride is None"),
+                ((2, 0), ValueError, "stride is 0"),
+                ((2, float("inf")), ValueError, "stride is inf"),
+            )
+        ),
+        *(
+            ("dropout", ((3,), p), error, f"^dropout: p is {p!r}; it must be a number")
+            for p, error in ((float("nan"), ValueError), (1.5, ValueError), (-0.5, ValueError), ("x", TypeError))
+        ),
+        ("pad2d", ((1, 1, 4, 4), -1), ValueError, "^pad2d: pad is -1; .* a slice"),
+        ("pad2d", ((1, 1, 4, 4), 1.5), ValueError, "^pad2d: pad is 1.5"),
+        ("pad2d", ((1, 1, 4, 4), Given((1, 2))), TypeError, r"^pad2d: pad is \(1, 2\)"),
+        ("conv2d", ((1, 1, 4, 4), (1, 1, 5, 5)), ValueError, r"^conv2d: .* 5 x 5 .* image .* pad \(0, 0\); "),
+        ("conv2d_relu", ((1, 1, 4, 4), (1, 1, 5, 5), (1,)), ValueError, "^conv2d_relu: the kernel"),
+        ("conv2d", ((1, 1, 4, 4), (1, 1, 3, 3), None, None), TypeError, "^conv2d: stride is None"),
+        ("depthwise_conv2d", ((1, 2, 4, 4), (2, 1, 5, 5)), ValueError, "^depthwise_conv2d: filters of"),
+        ("depthwise_conv2d", ((1, 2, 4, 4), (2, 1, 3, 3), None, Given((1, 2))), TypeError,
+         r"^depthwise_conv2d: stride is \(1, 2\)"),
+        ("bias_add", ((2, 3), (4,)), ValueError, "^bias_add: "),
+        ("cross_entropy", ((2, 3), [0, 1, 2]), ValueError, "^cross_entropy: logits"),
+        ("cross_entropy", ((2, 3), [0, 7]), IndexError, "^cross_entropy: label 7"),
+        ("smooth_l1_loss", ((2, 3), (2, 3), float("nan")), ValueError, "^smooth_l1_loss: beta is nan"),
+        ("triplet_loss", ((2, 3), (2, 3), (2, 3), 1.0, "cosine"), ValueError, "^triplet_loss: distance .*'cosine'"),
+        ("info_nce_loss", ((2, 3), (2, 3), 0.0), ValueError, "^info_nce_loss: temperature"),
+        ("flash_attention", ((1, 2, 3), (1, 2, 3), (1, 2, 3)), ValueError, "^flash_attention takes"),
+        ("masked_fill", ((2, 3), (4, 3)), ValueError, "^masked_fill: a mask"),
+        ("pow", ((2, 3), "x"), TypeError, "^pow: exponent is 'x'"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arguments", "error", "message"), _refusals())
+def test_an_error_names_the_function_called_and_what_was_passed(
+    queue: cl.CommandQueue, name: str, arguments: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
+    def passed(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return ag.tensor(to_device(queue, np.ones(value)))
+        if isinstance(value, list) and all(isinstance(item, tuple) for item in value):
+            return [passed(item) for item in value]
+        return value.value if isinstance(value, Given) else value
+
+    with pytest.raises(error, match=message):
+        getattr(ag, name)(*map(passed, arguments))
+
+
+def test_one_hot_of_a_negative_number_of_classes(queue: cl.CommandQueue) -> None:
+    with pytest.raises(ValueError, match=r"^one_hot: num_classes is -2"):
+        ag.one_hot(Tensor.from_host(queue, np.zeros(1, np.int32), dtype="int32"), -2)
+
+
+def test_whole_numbers_of_any_type_are_taken(queue: cl.CommandQueue) -> None:
+    x = ag.tensor(to_device(queue, np.ones((1, 1, 4, 4))))
+    for two in (2, 2.0, np.int64(2), np.float32(2), np.array(2)):
+        assert ag.max_pool2d(x, two, two).value.shape == (1, 1, 2, 2)
+        assert ag.pad2d(x, two).value.shape == (1, 1, 8, 8)
+        assert ag.sum(x, two).value.shape == (1, 1, 4)
+    for none in (0, 0.0, np.float32(0)):
+        assert ag.dropout(x, none) is x
 
 
 def test_cast(queue: cl.CommandQueue) -> None:

@@ -102,12 +102,15 @@ def test_cat_of_eight_is_one_launch_forward_and_one_backward(
 def test_wrong_joins_are_refused(queue: cl.CommandQueue) -> None:
     x = leaf(queue, np.ones((2, 3)))
     integers = Tensor.from_host(queue, np.ones((2, 3), np.int32), dtype="int32")
-    for function in (joining.cat, joining.stack):
+    for function, message in (
+        (joining.cat, "cat: .* must agree everywhere but along axis 1"),
+        (joining.stack, r"stack: the tensors must have one shape, got \(2, 3\), \(3, 3\)"),
+    ):
         with pytest.raises(ValueError, match=f"{function.__name__} needs at least one tensor"):
             function(Promote(), [])
         with pytest.raises(TypeError, match="integer and floating tensors do not go together"):
             function(Promote(), [x, integers])
-        with pytest.raises(ValueError, match="must agree everywhere but along axis 1"):
+        with pytest.raises(ValueError, match=message):
             function(Promote(), [x, leaf(queue, np.ones((3, 3)))], 1)
     np.testing.assert_array_equal(joining.cat(Promote(), [integers, integers], 1).to_host(), np.ones((2, 6)))
 
@@ -262,9 +265,9 @@ def test_split_and_chunk_cut_as_netcl_does(queue: cl.CommandQueue) -> None:
         assert [piece.value.shape[1] for piece in pieces] == list(sizes)
         np.testing.assert_array_equal(np.concatenate([to_numpy(p.value) for p in pieces], 1), to_numpy(x.value))
     for call, message in (
-        (lambda: slicing.split(Match(), x, 0), "split size must be positive"),
+        (lambda: slicing.split(Match(), x, 0), "split: the size of a piece is 0"),
         (lambda: slicing.split(Match(), x, [1, 2], 1), "do not sum to axis size 6"),
-        (lambda: slicing.chunk(Match(), x, 0), "chunks must be positive"),
+        (lambda: slicing.chunk(Match(), x, 0), "chunk: chunks is 0"),
         (lambda: slicing.narrow(Match(), x, 1, 4, 3), r"slice \[4, 7\) out of range"),
         (lambda: slicing.narrow(Match(), x, 3, 0, 1), "axis 3 out of"),
     ):

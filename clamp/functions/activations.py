@@ -16,6 +16,7 @@ from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.functions.casting import Casting, implements, record
 from clamp.functions.elementwise import apply_unary, float_operands
 from clamp.ops import elementwise as ops
+from clamp.ops.arguments import number, probability
 from clamp.recording import Drawn
 
 #: netcl's name -> forward, gradient, and whether the gradient reads the result instead of the input
@@ -85,7 +86,7 @@ def hard_tanh(
 @implements("netcl.autograd.pow")
 def pow(casting: Casting, x: TensorLike, exponent: float, tape: Tape | None = None) -> Any:
     """x to a fixed power."""
-    return apply_unary(casting, x, tape, "pow", "pow_grad", exponent)
+    return apply_unary(casting, x, tape, "pow", "pow_grad", number("pow", "exponent", exponent))
 
 
 @implements("netcl.autograd.dropout")
@@ -93,17 +94,21 @@ def dropout(casting: Casting, x: TensorLike, p: float = 0.5, seed: int | None = 
     """x with a random part p of its elements zeroed and the others multiplied by 1 / (1 - p).
 
     The same seed drops the same elements, on every device. Without a seed one is drawn from numpy's global
-    generator, so ``np.random.seed`` makes a run repeatable. p <= 0 returns x itself, p >= 1 zeros. The mask is
+    generator, so ``np.random.seed`` makes a run repeatable. p = 0 returns x itself, p = 1 zeros. The mask is
     made on the device and made again in backward: it takes no memory, and it is not netcl's mask for that seed.
     Where launches are recorded, every replay draws a new seed; one that was passed stays.
+
+    Raises:
+        ValueError: p is not from 0 to 1 (netcl takes what is below for 0 and what is above for 1).
     """
-    if p <= 0:
+    p = probability("dropout", "p", p)
+    if p == 0:
         return x
     (operand,) = float_operands(casting, x)
     key = Drawn(_draw_seed) if seed is None else int(seed)
 
     def dropped(values: Tensor, dtype: str) -> Tensor:
-        if p >= 1:
+        if p == 1:
             return bridge.zeros(values.queue, values.shape, dtype)
         return ops.dropout(values, p, key, dtype)
 

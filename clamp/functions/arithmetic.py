@@ -104,7 +104,7 @@ def require_bias_shapes(x: tuple[int, ...], bias: tuple[int, ...]) -> None:
     if len(x) != 2 or len(bias) != 1:
         raise ValueError(f"bias_add expects x of shape (M, N) and a bias of shape (N,), got {x} and {bias}")
     if x[1] != bias[0]:
-        raise ValueError(f"bias dimension mismatch: rows of {x[1]} elements, a bias of {bias[0]}")
+        raise ValueError(f"bias_add: bias dimension mismatch: rows of {x[1]} elements, a bias of {bias[0]}")
 
 
 @implements("netcl.autograd.square")

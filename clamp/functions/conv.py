@@ -14,6 +14,7 @@ from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.cache import weights
 from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, leave_to_netcl_if, record
 from clamp.ops import conv as ops
+from clamp.ops.arguments import whole_number
 from clamp.ops.conv_geometry import Pair, Window
 from clamp.ops.conv_weights import Weights
 from clamp.ops.elementwise import elementwise
@@ -129,7 +130,10 @@ def _convolve(
         raise ValueError(f"{name}: {wo.shape[0]} output channels do not fall into {window.groups} groups")
     image, extent = _pair(name, "x", xo.shape[2:], 0), _pair(name, "kernel", wo.shape[2:], 1)
     if min(window.output(image, extent)) < 1:
-        raise ValueError(f"{name}: the kernel of w {wo.shape} is larger than the image of x {xo.shape}, {window}")
+        raise ValueError(
+            f"{name}: the kernel of w {wo.shape}, {extent[0]} x {extent[1]} with dilation {window.dilation}, is larger "
+            f"than the image of x {xo.shape} with pad {window.pad}; pass a larger image, or a larger pad"
+        )
     out = ops.conv2d(
         xo.value, _weights(wo, window, transposed=False), window,
         out_dtype=casting.result_dtype(xo, wo), bias=None if bo is None else bo.value, relu=relu,
@@ -187,15 +191,19 @@ def _window(name: str, stride: Number, pad: Number, dilation: Number, groups: in
     if int(groups) < 1:
         raise ValueError(f"{name}: groups is {groups}; it must be at least 1")
     return Window(
-        _pair(name, "stride", stride, 1), _pair(name, "pad", pad, 0), _pair(name, "dilation", dilation, 1), int(groups)
+        _pair(name, "stride", stride, 1),
+        _pair(name, "pad", pad, 0),
+        _pair(name, "dilation", dilation, 1),
+        whole_number(name, "groups", groups, 1),
     )
 
 
 def _pair(name: str, what: str, number: Number, least: int) -> Pair:
     pair = tuple(number) if isinstance(number, Sequence) else (number, number)
-    if len(pair) != 2 or any(int(n) != n or n < least for n in pair):
-        raise ValueError(f"{name}: {what} is {number}; it must be a whole number from {least} on, or two of them")
-    return int(pair[0]), int(pair[1])
+    if len(pair) != 2:
+        raise ValueError(f"{name}: {what} is {number!r}; it must be a whole number from {least} on, or two of them")
+    first, second = (whole_number(name, what, n, least, "one for both directions, or two") for n in pair)
+    return first, second
 
 
 def _check(

@@ -17,12 +17,12 @@ from clamp.bridge import Node, Tape, Tensor
 from clamp.functions.casting import Casting, Match, NotOwned, Operand, as_node, implements, owned_value, record
 from clamp.ops import indexing as ops
 from clamp.ops import topk as topk_ops
+from clamp.ops.arguments import axis_of, whole_number
 from clamp.ops.cast import cast
-from clamp.ops.reduce import normalize_axis
 
 
-def _indices(index: Any, x: Tensor, axis: int) -> Tensor:
-    """Indices into an axis of x, as int32 on x's queue.
+def _indices(name: str, index: Any, x: Tensor, axis: int) -> Tensor:
+    """Indices into an axis of x, as int32 on x's queue; ``name``: what the user called.
 
     Raises:
         IndexError: an index given on the host is no place of the axis.
@@ -31,13 +31,13 @@ def _indices(index: Any, x: Tensor, axis: int) -> Tensor:
     index = index.value if isinstance(index, Node) else index
     if isinstance(index, Tensor):
         value = owned_value(index)
-        bridge.require_same_queue("indices", x, value)
+        bridge.require_same_queue(name, x, value)
         return ops.to_index(value) if value.dtype in bridge.STORAGE else value
-    extent = x.shape[normalize_axis(axis, len(x.shape))]
+    extent = x.shape[axis_of(name, axis, len(x.shape))]
     host = _host_integers(index)
     wrong = host[(host < -extent) | (host >= extent)]
     if wrong.size:
-        raise IndexError(f"index {wrong[0]} out of range for axis {axis} of size {extent}")
+        raise IndexError(f"{name}: index {wrong[0]} out of range for axis {axis} of size {extent}")
     return _on_device(host, x.queue)
 
 
@@ -63,8 +63,8 @@ def _floating(casting: Casting, *xs: Any) -> tuple[Operand, ...]:
 
 def _select(casting: Casting, x: Any, axis: int, index: Any, name: str, tape: Tape | None) -> Any:
     (operand,) = casting.operands(as_node(x))
-    axis = normalize_axis(axis, len(operand.shape))
-    at = _indices(index, operand.value, axis)
+    axis = axis_of(name, axis, len(operand.shape))
+    at = _indices(name, index, operand.value, axis)
     dtype = casting.result_dtype(operand) if operand.value.dtype in bridge.STORAGE else "int32"
     out = ops.index_select(operand.value, axis, at, out_dtype=dtype)
 
@@ -127,8 +127,8 @@ def index_add(casting: Casting, dst: Any, axis: int, idx: Any, src: Any, tape: T
         IndexError: an index given on the host is no place of the axis.
     """
     to, source = _floating(casting, dst, src)
-    axis = normalize_axis(axis, len(to.shape))
-    at = _indices(idx, to.value, axis)
+    axis = axis_of("index_add", axis, len(to.shape))
+    at = _indices("index_add", idx, to.value, axis)
     out = bridge.empty(to.value.queue, to.shape, casting.result_dtype(to, source))
     ops.index_add(source.value, to.shape, axis, at, out, to.value)
 
@@ -164,7 +164,7 @@ def topk(casting: Casting, x: Any, k: int, axis: int = -1) -> tuple[Tensor, Tens
         ValueError: there is no such axis, or k is not in 1 .. its extent.
     """
     (operand,) = _floating(casting, x)
-    values, places = topk_ops.topk(operand.value, int(k), axis)
+    values, places = topk_ops.topk(operand.value, k, axis)
     return cast(values, casting.result_dtype(operand)), places
 
 
@@ -175,6 +175,7 @@ def one_hot(casting: Casting, idx: Any, num_classes: int, queue: Any = None, dty
     An index outside 0 .. num_classes - 1 has a row of zeros, as in netcl (here nothing counts from the end).
 
     Raises:
+        ValueError: num_classes is negative.
         NotOwned: no floating dtype of clamp's, or indices on the host without a queue.
     """
     if dtype not in bridge.STORAGE:
@@ -183,7 +184,8 @@ def one_hot(casting: Casting, idx: Any, num_classes: int, queue: Any = None, dty
         if queue is None:
             raise NotOwned
         idx = _on_device(_host_integers(idx), queue)
-    return ops.one_hot(_as_int32(owned_value(idx)), int(num_classes), out_dtype=dtype)
+    num_classes = whole_number("one_hot", "num_classes", num_classes, 0)
+    return ops.one_hot(_as_int32(owned_value(idx)), num_classes, out_dtype=dtype)
 
 
 def _as_int32(index: Tensor) -> Tensor:
@@ -201,7 +203,7 @@ def tensor_index_select(
     if out is None:
         return index_select(casting, x, axis, idx)
     (operand,) = casting.operands(as_node(x))
-    at = _indices(idx, operand.value, axis)
+    at = _indices("index_select", idx, operand.value, axis)
     dtype = casting.result_dtype(operand) if operand.value.dtype in bridge.STORAGE else "int32"
     return ops.index_select(operand.value, axis, at, out_dtype=dtype, out=owned_value(out))
 
@@ -213,7 +215,7 @@ def tensor_index_select_backward(
     """The gradient of ``index_select`` for a tensor of shape ``x_shape``, in the incoming gradient's dtype."""
     (grad,) = _floating(casting, grad_out)
     shape = tuple(int(extent) for extent in x_shape)
-    axis = normalize_axis(axis, len(shape))
+    axis = axis_of("index_select_backward", axis, len(shape))
     at = _as_int32(owned_value(idx)) if isinstance(idx, Tensor) else _on_device(_host_integers(idx), grad.value.queue)
     return _selected_gradient(grad.value, shape, axis, at, casting.result_dtype(grad))
 
@@ -227,7 +229,7 @@ def tensor_index_add(casting: Casting, dst: Tensor, axis: int, idx: Any, src: Te
     """
     to, source = _floating(Match(), dst, src)
     target = to.value
-    ops.index_add(source.value, to.shape, axis, _indices(idx, target, axis), target, target)
+    ops.index_add(source.value, to.shape, axis, _indices("index_add", idx, target, axis), target, target)
     return dst
 
 

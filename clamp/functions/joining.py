@@ -9,7 +9,7 @@ from clamp import bridge
 from clamp.bridge import Tape, Tensor
 from clamp.functions.casting import Casting, Operand, as_node, implements, owned_value, record
 from clamp.ops import concat as ops
-from clamp.ops.reduce import normalize_axis
+from clamp.ops.arguments import axis_of
 
 
 def moved_dtype(casting: Casting, name: str, *operands: Operand) -> str:
@@ -53,7 +53,7 @@ def stack(casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | 
     """
 
     def with_new_axis(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-        axis = normalize_axis(axis, len(shape) + 1)
+        axis = axis_of("stack", axis, len(shape) + 1)
         return (*shape[:axis], 1, *shape[axis:])
 
     return _joined(casting, tensors, axis, "stack", tape, with_new_axis)
@@ -71,8 +71,11 @@ def _joined(
         raise ValueError(f"{name} needs at least one tensor")
     operands = casting.operands(*(as_node(x) for x in tensors))
     dtype = moved_dtype(casting, name, *operands)
+    if name == "stack" and len({operand.shape for operand in operands}) > 1:
+        shapes = ", ".join(str(operand.shape) for operand in operands)
+        raise ValueError(f"stack: the tensors must have one shape, got {shapes}; cat joins what differs along its axis")
     views = [bridge.view(operand.value, seen_as(operand.shape, axis)) for operand in operands]
-    axis = normalize_axis(axis, len(views[0].shape))
+    axis = axis_of(name, axis, len(views[0].shape))
     out = ops.cat(views, axis, out_dtype=dtype)
     stretches = list(stretches_of([x.shape[axis] for x in views]))
     del views

@@ -96,10 +96,10 @@ def smooth_l1_loss(casting: Casting, pred: Any, target: Any, beta: float = 1.0, 
     Arguments and errors as for ``mse_loss``; besides
 
     Raises:
-        ValueError: beta is negative.
+        ValueError: beta is negative or NaN.
     """
-    if beta < 0:
-        raise ValueError(f"smooth_l1_loss: beta is {beta}, and must not be negative")
+    if not beta >= 0:
+        raise ValueError(f"smooth_l1_loss: beta is {beta}, and must not be negative or NaN")
     return _pair_loss(casting, "smooth_l1_loss", "smooth_l1", pred, target, tape, float(beta))
 
 
@@ -154,7 +154,7 @@ def cross_entropy(casting: Casting, logits: Any, targets: Any, tape: Tape | None
         TypeError: the logits are not floating, or the targets neither floating nor labels.
     """
     if _rank(targets) == 1:
-        return cross_entropy_indices(casting, logits, targets, tape=tape)
+        return _label_loss(casting, "cross_entropy", logits, targets, IGNORE_INDEX, tape)
     x, t = casting.operands(as_node(logits), as_node(targets))
     rows, _ = _require_rows("cross_entropy", x)
     require_floats("cross_entropy", targets=t)
@@ -187,12 +187,16 @@ def cross_entropy_indices(
         IndexError: a label given on the host is no class.
         TypeError: the logits are not floating.
     """
+    return _label_loss(casting, "cross_entropy_indices", logits, targets, ignore_index, tape)
+
+
+def _label_loss(casting: Casting, name: str, logits: Any, targets: Any, ignore_index: int, tape: Tape | None) -> Any:
     (x,) = casting.operands(as_node(logits))
-    rows, classes = _require_rows("cross_entropy_indices", x)
-    labels = _labels(targets, x.value, classes, ignore_index)
+    rows, classes = _require_rows(name, x)
+    labels = _labels(name, targets, x.value, classes, ignore_index)
     if labels.size != rows:
         raise ValueError(
-            f"cross_entropy_indices: logits have shape {x.shape}, targets have shape {labels.shape}; "
+            f"{name}: logits have shape {x.shape}, targets have shape {labels.shape}; "
             f"pass {rows} labels, one for each row"
         )
     forward = ops.label_loss(x.value, labels, ignore_index)
@@ -200,7 +204,7 @@ def cross_entropy_indices(
     def backward(grad: Tensor) -> list[Tensor | None]:
         return [ops.label_gradient(x.value, labels, forward, grad, x.grad_dtype) if x.needs_grad else None]
 
-    return record(forward.loss, backward, (x,), "cross_entropy_indices", tape)
+    return record(forward.loss, backward, (x,), name, tape)
 
 
 def _rank(targets: Any) -> int:
@@ -208,13 +212,13 @@ def _rank(targets: Any) -> int:
     return len(value.shape) if hasattr(value, "shape") else np.ndim(value)
 
 
-def _labels(targets: Any, logits: Tensor, classes: int, ignore_index: int) -> Tensor:
+def _labels(name: str, targets: Any, logits: Tensor, classes: int, ignore_index: int) -> Tensor:
     """Labels as a device tensor; those given on the host are checked and sent to the logits' queue."""
     value = targets.value if isinstance(targets, Node) else targets
     if isinstance(value, Tensor):
         if not bridge.on_device(value) or value.dtype not in ops.LABEL_STORAGE:
             raise NotOwned
-        bridge.require_same_queue("cross_entropy_indices", logits, value)
+        bridge.require_same_queue(name, logits, value)
         return value
     try:
         host = np.asarray(value).astype(np.int32).ravel()
@@ -222,7 +226,7 @@ def _labels(targets: Any, logits: Tensor, classes: int, ignore_index: int) -> Te
         raise NotOwned from None  # a tracer's value, or no numbers: netcl's own function judges
     wrong = host[((host < 0) | (host >= classes)) & (host != ignore_index)]
     if wrong.size:
-        raise IndexError(f"cross_entropy_indices: label {wrong[0]} is no class of logits of shape {logits.shape}")
+        raise IndexError(f"{name}: label {wrong[0]} is no class of logits of shape {logits.shape}")
     return (
         Tensor.from_host(logits.queue, host, dtype="int32") if host.size else bridge.empty(logits.queue, (0,), "int32")
     )

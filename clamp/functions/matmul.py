@@ -135,6 +135,12 @@ def linear_relu(
     bo = None if bias is None else as_is(bias)
     if len(xo.shape) != 2 or len(wo.shape) != 2:
         raise ValueError(f"linear_relu takes x (M, K) and w (K, N), got {xo.shape} and {wo.shape}")
+    if xo.shape[1] != wo.shape[0]:
+        raise ValueError(
+            f"linear_relu: x {xo.shape} and w {wo.shape} do not fit: {xo.shape[1]} columns against {wo.shape[0]} rows"
+        )
+    if bo is not None and bo.shape != wo.shape[1:]:
+        raise ValueError(f"linear_relu: the bias has shape {bo.shape}; w {wo.shape} needs {wo.shape[1:]}")
     dtype = casting.result_dtype(xo, wo)
     out = _times(xo.value, wo, out_dtype=dtype, bias=None if bo is None else bo.value, relu=True)
 

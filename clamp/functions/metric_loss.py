@@ -21,9 +21,9 @@ Distance = Literal["squared", "euclidean"]
 Reduction = Literal["mean", "sum"]
 
 
-def _require_choice(name: str, value: str, *choices: str) -> None:
+def _require_choice(function: str, name: str, value: str, *choices: str) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+        raise ValueError(f"{function}: {name} must be {' or '.join(map(repr, choices))}, got {value!r}")
 
 
 def _rows(casting: Casting, name: str, **arguments: Any) -> tuple[Operand, ...]:
@@ -127,8 +127,8 @@ def triplet_loss(
         ValueError: the shapes differ or are not (N, D); an unknown distance or reduction.
         TypeError: one of them is not floating.
     """
-    _require_choice("distance", distance, "squared", "euclidean")
-    _require_choice("reduction", reduction, "mean", "sum")
+    _require_choice("triplet_loss", "distance", distance, "squared", "euclidean")
+    _require_choice("triplet_loss", "reduction", reduction, "mean", "sum")
     a, p, n = operands = _rows(casting, "triplet_loss", anchor=anchor, positive=positive, negative=negative)
     forward = distances.triplet_loss(
         a.value, p.value, n.value, float(margin), distance == "euclidean", reduction == "mean"
@@ -166,7 +166,7 @@ def contrastive_loss(
         ValueError: the shapes differ or are not (N, D); another number of labels; an unknown reduction.
         TypeError: x1 or x2 is not floating.
     """
-    _require_choice("reduction", reduction, "mean", "sum")
+    _require_choice("contrastive_loss", "reduction", reduction, "mean", "sum")
     x, y = operands = _rows(casting, "contrastive_loss", x1=x1, x2=x2)
     on_device = _labels("contrastive_loss", labels, x.value, as_classes=False)
     forward = distances.contrastive_loss(x.value, y.value, on_device, float(margin), reduction == "mean")
@@ -246,8 +246,8 @@ def _mined(
     reduction: str,
     tape: Tape | None,
 ) -> Any:
-    _require_choice("distance", distance, "squared", "euclidean")
-    _require_choice("reduction", reduction, "mean", "sum")
+    _require_choice(name, "distance", distance, "squared", "euclidean")
+    _require_choice(name, "reduction", reduction, "mean", "sum")
     (x,) = operands = _rows(casting, name, embeddings=embeddings)
     on_device = _labels(name, labels, x.value, as_classes=True)
     forward = mine(x.value, on_device, float(margin), distance == "euclidean", reduction == "mean")
@@ -285,9 +285,9 @@ def info_nce_loss(
         ValueError: the shapes differ or are not (N, D); a temperature that is not positive; an unknown reduction.
         TypeError: one of them is not floating.
     """
-    _require_choice("reduction", reduction, "mean", "sum")
+    _require_choice("info_nce_loss", "reduction", reduction, "mean", "sum")
     if not temperature > 0.0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+        raise ValueError(f"info_nce_loss: temperature must be positive, got {temperature}")
     q, k = operands = _rows(casting, "info_nce_loss", queries=queries, keys=keys)
     forward = info_nce.info_nce(
         q.value, k.value,

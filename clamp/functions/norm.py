@@ -16,9 +16,9 @@ from clamp.functions.elementwise import float_operands
 from clamp.ops import norm_planes as planes_ops
 from clamp.ops import norm_planes_backward as planes_backward
 from clamp.ops import norm_rows as rows_ops
+from clamp.ops.arguments import axis_of
 from clamp.ops.cast import cast_into
 from clamp.ops.norm_sets import IDENTITY, RELU, Activation
-from clamp.ops.reduce import normalize_axis
 from clamp.ops.shape import permute
 
 
@@ -364,7 +364,7 @@ def l2_normalize(
         ValueError: there is no such axis.
     """
     (xo,) = float_operands(casting, as_node(X))
-    eps, axis = float(eps), normalize_axis(int(dim), len(xo.shape))
+    eps, axis = float(eps), axis_of("l2_normalize", dim, len(xo.shape))
     # The kernels go along the last axis; another one changes places with it, and back.
     order = list(range(len(xo.shape)))
     order[axis], order[-1] = order[-1], order[axis]

@@ -12,6 +12,7 @@ from clamp.bridge import Tape, Tensor
 from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, record
 from clamp.ops import pad as pad_ops
 from clamp.ops import pool as ops
+from clamp.ops.arguments import whole_number
 from clamp.ops.cast import cast
 
 
@@ -126,9 +127,10 @@ def pad2d(casting: Casting, x: Any, pad: int = 1, mode: str = "zero", tape: Tape
             border wider than the plane.
     """
     operand = _operand(casting, x)
-    shape, pad = operand.shape, int(pad)
+    shape = operand.shape
+    pad = whole_number("pad2d", "pad", pad, 0, "the same on all four sides; a slice takes edges off")
     dtype = casting.result_dtype(operand)
-    if pad <= 0:
+    if pad == 0:
         out = cast(operand.value, dtype)
         out = bridge.view(out, shape) if out is operand.value else out
     else:
@@ -137,7 +139,7 @@ def pad2d(casting: Casting, x: Any, pad: int = 1, mode: str = "zero", tape: Tape
     def backward(grad: Tensor) -> list[Tensor | None]:
         if not operand.needs_grad:
             return [None]
-        if pad <= 0:
+        if pad == 0:
             return [cast(grad, operand.grad_dtype)]
         return [pad_ops.pad2d_backward(grad, shape, pad, mode, out_dtype=operand.grad_dtype)]
 
@@ -154,7 +156,8 @@ def pad2d_backward(
         ValueError: ``in_shape`` is missing, or does not belong to the gradient's shape.
     """
     (grad,) = _floating(as_is(grad_out))
-    if pad <= 0:
+    pad = whole_number("pad2d_backward", "pad", pad, 0)
+    if pad == 0:
         return grad.value
     if in_shape is None:
         raise ValueError("pad2d_backward needs in_shape, the shape of what was padded")

@@ -9,6 +9,7 @@ from clamp.bridge import Tape, Tensor
 from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, leave_to_netcl_if, record
 from clamp.ops import reduce as ops
 from clamp.ops import softmax as softmax_ops
+from clamp.ops.arguments import axis_of
 
 
 def _operand(casting: Casting, x: Any) -> Operand:
@@ -20,8 +21,8 @@ def _operand(casting: Casting, x: Any) -> Operand:
 
 def _reduce(casting: Casting, x: Any, axis: int | None, keepdims: bool, take_mean: bool, tape: Tape | None) -> Any:
     operand = _operand(casting, x)
-    shape = operand.shape
-    axis = None if axis is None else int(axis)
+    shape, name = operand.shape, "mean" if take_mean else "sum"
+    axis = None if axis is None else axis_of(name, axis, len(shape))
     divisor = float(ops.around_axis(shape, axis)[1]) if take_mean else 1.0
     out = ops.reduce_sum(operand.value, axis, keepdims, out_dtype=casting.result_dtype(operand), divisor=divisor)
 
@@ -30,7 +31,7 @@ def _reduce(casting: Casting, x: Any, axis: int | None, keepdims: bool, take_mea
             return [None]
         return [ops.expand(grad, shape, axis, out_dtype=operand.grad_dtype, divisor=divisor)]
 
-    return record(out, backward, (operand,), "mean" if take_mean else "sum", tape)
+    return record(out, backward, (operand,), name, tape)
 
 
 @implements("netcl.autograd.sum")
@@ -69,7 +70,7 @@ def softmax(casting: Casting, x: Any, axis: int = -1, dim: int | None = None, ta
         ValueError: there is no such axis.
     """
     operand = _operand(casting, x)
-    axis = axis if dim is None else dim
+    axis = axis_of("softmax", axis if dim is None else dim, len(operand.shape))
     out = softmax_ops.softmax(operand.value, axis, out_dtype=casting.result_dtype(operand))
 
     def backward(grad: Tensor) -> list[Tensor | None]:
@@ -100,7 +101,7 @@ def tensor_reduce_sum(
     """
     leave_to_netcl_if(out)
     operand = _operand(casting, x)
-    axis = None if axis is None else int(axis)
+    axis = None if axis is None else axis_of("reduce_sum", axis, len(operand.shape))
     return ops.reduce_sum(operand.value, axis, keepdims, out_dtype=casting.result_dtype(operand))
 
 

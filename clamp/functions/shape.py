@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -10,7 +10,7 @@ from clamp import bridge
 from clamp.bridge import Tape, Tensor
 from clamp.functions.casting import Casting, NotOwned, as_node, implements, leave_to_netcl_if, record
 from clamp.ops import shape as ops
-from clamp.ops.reduce import normalize_axis
+from clamp.ops.arguments import axis_of, whole_number
 
 
 def _view(casting: Casting, x: Any, shape: Sequence[int], op_name: str, tape: Tape | None) -> Any:
@@ -30,20 +30,23 @@ def _shape_of(x: Any) -> tuple[int, ...]:
     return tuple(int(extent) for extent in value.shape)
 
 
-def _resolved(before: tuple[int, ...], shape: Any) -> tuple[int, ...]:
+def _resolved(name: str, before: tuple[int, ...], shape: Any) -> tuple[int, ...]:
     """A shape with its -1 filled in.
 
     Raises:
         ValueError: two are -1, another extent is negative, or the number of elements differs.
     """
-    wanted = tuple(int(extent) for extent in (shape if isinstance(shape, Sequence) else tuple(shape)))
+    if not isinstance(shape, Iterable) or isinstance(shape, str):
+        raise TypeError(f"{name}: shape is {shape!r}; pass a tuple of whole numbers")
+    shape = tuple(shape)
+    wanted = tuple(whole_number(name, f"an extent of shape {shape}", extent, -1) for extent in shape)
     if wanted.count(-1) > 1:
-        raise ValueError(f"only one dimension can be -1, got {wanted}")
+        raise ValueError(f"{name}: only one dimension can be -1, got {wanted}")
     total, known = prod(before), prod(extent for extent in wanted if extent != -1)
     if -1 in wanted and known > 0 and total % known == 0:
         wanted = tuple(total // known if extent == -1 else extent for extent in wanted)
     if min(wanted, default=0) < 0 or prod(wanted) != total:
-        raise ValueError(f"cannot reshape {before} into {tuple(shape)}: {total} elements against {known}")
+        raise ValueError(f"{name}: cannot reshape {before} into {shape}: {total} elements against {known}")
     return wanted
 
 
@@ -54,13 +57,13 @@ def reshape(casting: Casting, x: Any, shape: Sequence[int], tape: Tape | None = 
     Raises:
         ValueError: the number of elements differs, or two extents are -1.
     """
-    return _view(casting, x, _resolved(_shape_of(x), shape), "reshape", tape)
+    return _view(casting, x, _resolved("reshape", _shape_of(x), shape), "reshape", tape)
 
 
 @implements("netcl.autograd.flatten")
 def flatten(casting: Casting, x: Any, shape: Sequence[int], tape: Tape | None = None) -> Any:
     """netcl's other name for ``reshape``: the shape is given in full (an extent of -1 is filled in)."""
-    return _view(casting, x, _resolved(_shape_of(x), shape), "flatten", tape)
+    return _view(casting, x, _resolved("flatten", _shape_of(x), shape), "flatten", tape)
 
 
 @implements("netcl.autograd.unsqueeze")
@@ -71,9 +74,7 @@ def unsqueeze(casting: Casting, x: Any, axis: int, tape: Tape | None = None) -> 
         ValueError: the result has no such axis.
     """
     shape = _shape_of(x)
-    if not -len(shape) - 1 <= axis <= len(shape):
-        raise ValueError(f"axis {axis} out of range for unsqueeze on {len(shape)}D tensor")
-    axis %= len(shape) + 1
+    axis = axis_of("unsqueeze", axis, len(shape) + 1)
     return _view(casting, x, (*shape[:axis], 1, *shape[axis:]), "unsqueeze", tape)
 
 
@@ -87,9 +88,9 @@ def squeeze(casting: Casting, x: Any, axis: int | None = None, tape: Tape | None
     shape = _shape_of(x)
     if axis is None:
         return _view(casting, x, tuple(extent for extent in shape if extent != 1) or (1,), "squeeze", tape)
-    axis = normalize_axis(axis, len(shape))
+    axis = axis_of("squeeze", axis, len(shape))
     if shape[axis] != 1:
-        raise ValueError(f"cannot squeeze axis {axis} with size {shape[axis]}")
+        raise ValueError(f"squeeze: cannot squeeze axis {axis} with size {shape[axis]} of shape {shape}; it must be 1")
     return _view(casting, x, shape[:axis] + shape[axis + 1 :], "squeeze", tape)
 
 

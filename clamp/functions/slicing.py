@@ -19,9 +19,10 @@ from clamp.bridge import Node, Tape, Tensor
 from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, owned_value, record
 from clamp.functions.joining import moved_dtype, stretches_of
 from clamp.ops import concat as ops
+from clamp.ops.arguments import axis_of, whole_number
 from clamp.ops.concat import Part
 from clamp.ops.elementwise import elementwise
-from clamp.ops.reduce import around_axis, normalize_axis
+from clamp.ops.reduce import around_axis
 
 
 class _Slices:
@@ -148,9 +149,9 @@ def _along(
 ) -> list[Any]:
     """Slices of x along one axis."""
     shape = _shape_of(x)
-    axis = normalize_axis(axis, len(shape))
+    axis = axis_of(name, axis, len(shape))
     for start, length in stretches:
-        ops.require_inside(shape, axis, start, length)
+        ops.require_inside(shape, axis, start, length, name)
     rows, extent, inner = around_axis(shape, axis)
     flat = [(start * inner, length * inner) for start, length in stretches]
     shapes = [(*shape[:axis], length, *shape[axis + 1 :]) for _, length in stretches]
@@ -171,13 +172,14 @@ def narrow(casting: Casting, x: Any, axis: int, start: int, length: int, tape: T
     Raises:
         ValueError: there is no such axis, or the places are not all inside it.
     """
-    start, length = _from_front(x, axis, start), int(length)
+    start, length = _from_front(x, axis, start), whole_number("narrow", "length", length, 0)
     return _along(casting, x, axis, [(start, length)], "narrow", tape)[0]
 
 
 def _from_front(x: Any, axis: int, start: int) -> int:
     shape = _shape_of(x)
-    return int(start) + (shape[normalize_axis(axis, len(shape))] if start < 0 else 0)
+    start = whole_number("narrow", "start", start)
+    return start + (shape[axis_of("narrow", axis, len(shape))] if start < 0 else 0)
 
 
 @implements("netcl.autograd.split")
@@ -190,15 +192,13 @@ def split(
         ValueError: there is no such axis, the size is not positive, or the sizes do not sum to the extent.
     """
     shape = _shape_of(x)
-    extent = shape[normalize_axis(axis, len(shape))]
-    if isinstance(split_size_or_sections, int):
-        if split_size_or_sections <= 0:
-            raise ValueError("split size must be positive")
-        sizes = _pieces_of(extent, split_size_or_sections)
-    else:
-        sizes = [int(size) for size in split_size_or_sections]
+    extent = shape[axis_of("split", axis, len(shape))]
+    if isinstance(split_size_or_sections, Sequence):
+        sizes = [whole_number("split", "a section's size", size, 0) for size in split_size_or_sections]
         if sum(sizes) != extent:
-            raise ValueError(f"split sections {sizes} do not sum to axis size {extent}")
+            raise ValueError(f"split: split sections {sizes} do not sum to axis size {extent}")
+    else:
+        sizes = _pieces_of(extent, whole_number("split", "the size of a piece", split_size_or_sections, 1))
     return _along(casting, x, axis, stretches_of(sizes), "split", tape)
 
 
@@ -209,10 +209,9 @@ def chunk(casting: Casting, x: Any, chunks: int, axis: int = 0, tape: Tape | Non
     Raises:
         ValueError: there is no such axis, or ``chunks`` is not positive.
     """
-    if chunks <= 0:
-        raise ValueError("chunks must be positive")
+    chunks = whole_number("chunk", "chunks", chunks, 1)
     shape = _shape_of(x)
-    extent = shape[normalize_axis(axis, len(shape))]
+    extent = shape[axis_of("chunk", axis, len(shape))]
     sizes = _pieces_of(extent, max(1, -(-extent // chunks)))
     return _along(casting, x, axis, stretches_of(sizes), "chunk", tape)
 
@@ -268,22 +267,22 @@ def _parse(key: Any, shape: tuple[int, ...]) -> tuple[list[tuple[int, int]], set
         at = ellipses[0]
         keys[at : at + 1] = [slice(None)] * (len(shape) - (len(keys) - 1))
     if len(keys) > len(shape):
-        raise IndexError(f"too many indices for {len(shape)}D tensor")
+        raise IndexError(f"getitem: {len(keys)} indices are too many indices for {len(shape)}D tensor of shape {shape}")
     keys += [slice(None)] * (len(shape) - len(keys))
     stretches, dropped = [], set()
     for axis, (k, extent) in enumerate(zip(keys, shape, strict=True)):
         if isinstance(k, slice):
             if k.step not in (None, 1):
-                raise NotImplementedError("strided slicing is not supported")
+                raise NotImplementedError(f"getitem: strided slicing is not supported, got {k}; take a slice of step 1")
             start, stop, _ = k.indices(extent)
             stretches.append((start, max(stop - start, 0)))
         elif isinstance(k, int | np.integer):
             if not -extent <= k < extent:
-                raise IndexError(f"index {k} out of range for axis {axis} of size {extent}")
+                raise IndexError(f"getitem: index {k} out of range for axis {axis} of size {extent}")
             stretches.append((int(k) % extent, 1))
             dropped.add(axis)
         else:
-            raise TypeError(f"unsupported index type {type(k).__name__}")
+            raise TypeError(f"getitem: unsupported index type {type(k).__name__}; pass integers, slices or ...")
     return stretches, dropped
 
 

@@ -102,9 +102,10 @@ def on_device(queue: cl.CommandQueue, dtype: str) -> str:
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = [tuple(x.shape) for x in (q, k, v)]
     if len(shapes[0]) != 4 or shapes[0] != shapes[1] or shapes[0] != shapes[2]:
-        raise ValueError(f"attention takes q, k and v of one shape (B, H, T, D), got {', '.join(map(str, shapes))}")
+        given = ", ".join(map(str, shapes))
+        raise ValueError(f"flash_attention takes q, k and v of one shape (B, H, T, D), got {given}")
     if shapes[0][2] > _MAX_LENGTH:
-        raise ValueError(f"attention takes sequences of up to {_MAX_LENGTH} positions, got {shapes[0][2]}")
+        raise ValueError(f"flash_attention takes sequences of up to {_MAX_LENGTH} positions, got {shapes[0][2]}")
 
 
 def attention_decode(
@@ -129,11 +130,12 @@ def attention_decode(
     fits = len(shapes[0]) == len(shapes[1]) == 4 and shapes[0][2] == 1 and shapes[1] == shapes[2]
     if not fits or shapes[0][:2] != shapes[1][:2] or shapes[0][3] != shapes[1][3]:
         raise ValueError(
-            f"decoding takes q (B, H, 1, D) and caches (B, H, capacity, D), got {', '.join(map(str, shapes))}"
+            "flash_attention_decode takes q (B, H, 1, D) and caches (B, H, capacity, D), got "
+            + ", ".join(map(str, shapes))
         )
     capacity, width = shapes[1][2:]
     if not 0 <= length <= capacity:
-        raise ValueError(f"cache_len {length} exceeds capacity {capacity}")
+        raise ValueError(f"flash_attention_decode: cache_len {length} exceeds capacity {capacity}")
     out = bridge.empty(q.queue, q.shape, out_dtype)
     if out.size == 0:
         return out

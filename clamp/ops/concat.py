@@ -15,8 +15,9 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
+from clamp.ops.arguments import axis_of
 from clamp.ops.cast import launch, span_for
-from clamp.ops.reduce import around_axis, normalize_axis
+from clamp.ops.reduce import around_axis
 from clamp.program import get_kernel
 
 _MOST_PARTS = 8  # of one launch
@@ -47,7 +48,7 @@ def cat(tensors: Sequence[Tensor], axis: int, *, out_dtype: str, out: Tensor | N
     if not tensors:
         raise ValueError("cat needs at least one tensor")
     shape = tuple(tensors[0].shape)
-    axis = normalize_axis(axis, len(shape))
+    axis = axis_of("cat", axis, len(shape))
     parts, total = [], 0
     for tensor in tensors:
         require_same_but(axis, shape, tensor.shape, "cat")
@@ -71,10 +72,10 @@ def split(
     Raises:
         ValueError: there is no such axis, a stretch is not inside it, or one of ``outs`` is not such a tensor.
     """
-    axis = normalize_axis(axis, len(x.shape))
+    axis = axis_of("split", axis, len(x.shape))
     parts = []
     for (start, length), dtype, out in zip(stretches, out_dtypes, outs or [None] * len(stretches), strict=True):
-        require_inside(x.shape, axis, start, length)
+        require_inside(x.shape, axis, start, length, "split")
         shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
         parts.append(Part(start, length, result_tensor(x.queue, shape, dtype, out)))
     _move(x, axis, parts, join=False)
@@ -87,9 +88,9 @@ def write_into(target: Tensor, x: Tensor, axis: int, start: int) -> None:
     Raises:
         ValueError: there is no such axis, x does not fit there, or their other extents differ.
     """
-    axis = normalize_axis(axis, len(target.shape))
+    axis = axis_of("write_into", axis, len(target.shape))
     require_same_but(axis, target.shape, x.shape, "write_into")
-    require_inside(target.shape, axis, start, x.shape[axis])
+    require_inside(target.shape, axis, start, x.shape[axis], "write_into")
     _move(target, axis, [Part(start, x.shape[axis], x)], join=True)
 
 
@@ -139,10 +140,12 @@ def require_same_but(axis: int, shape: Sequence[int], other: Sequence[int], name
         )
 
 
-def require_inside(shape: Sequence[int], axis: int, start: int, length: int) -> None:
+def require_inside(shape: Sequence[int], axis: int, start: int, length: int, name: str) -> None:
     """Raises ValueError if a stretch of an axis is not inside it."""
     if start < 0 or length < 0 or start + length > shape[axis]:
-        raise ValueError(f"slice [{start}, {start + length}) out of range for axis {axis} of size {shape[axis]}")
+        raise ValueError(
+            f"{name}: slice [{start}, {start + length}) out of range for axis {axis} of size {shape[axis]}"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- launches

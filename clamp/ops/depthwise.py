@@ -12,6 +12,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
+from clamp.ops.arguments import whole_number
 from clamp.ops.cast import launch, span_for
 from clamp.ops.reduce import plan_rows
 from clamp.ops.reduce_to_shape import sum_axis
@@ -88,8 +89,9 @@ def geometry(x: tuple[int, ...], w: tuple[int, ...], stride: int, pad: int) -> G
     """
     if len(x) != 4 or len(w) != 4 or w[0] != x[1] or w[1] != 1:
         raise ValueError(f"depthwise_conv2d takes x (N, C, H, W) and w (C, 1, KH, KW), got {x} and {w}")
-    if stride < 1 or pad < 0:
-        raise ValueError(f"depthwise_conv2d: stride must be at least 1 and pad at least 0, got {stride} and {pad}")
+    instead = "one number for both directions; conv2d with groups takes two"
+    stride = whole_number("depthwise_conv2d", "stride", stride, 1, instead)
+    pad = whole_number("depthwise_conv2d", "pad", pad, 0, instead)
     height, width = (extent + 2 * pad - size for extent, size in zip(x[2:], w[2:], strict=True))
     if min(height, width) < 0 or min(w[2:]) < 1:
         raise ValueError(f"depthwise_conv2d: filters of {w[2:]} do not fit into planes of {x[2:]} padded by {pad}")

@@ -13,9 +13,10 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
+from clamp.ops.arguments import axis_of
 from clamp.ops.cast import launch, span_for
 from clamp.ops.concat import WORDS, overwrite, require_same_but, result_tensor, widest_word
-from clamp.ops.reduce import around_axis, normalize_axis
+from clamp.ops.reduce import around_axis
 from clamp.program import get_kernel
 
 _PIECES = 4  # CPU: pieces of work for each core, at most
@@ -44,7 +45,7 @@ def index_select(
     Raises:
         ValueError: there is no such axis, it is empty, or ``out`` is not such a tensor.
     """
-    axis = normalize_axis(axis, len(x.shape))
+    axis = axis_of("index_select", axis, len(x.shape))
     outer, dim, inner = around_axis(x.shape, axis)
     n = index.size
     out = result_tensor(x.queue, (*x.shape[:axis], n, *x.shape[axis + 1 :]), out_dtype, out)
@@ -91,7 +92,7 @@ def index_add(x: Tensor, shape: Sequence[int], axis: int, index: Tensor, out: Te
     Raises:
         ValueError: there is no such axis, or x has another shape.
     """
-    axis = normalize_axis(axis, len(shape))
+    axis = axis_of("index_add", axis, len(shape))
     require_same_but(axis, shape, x.shape, "index_add")
     if x.shape[axis] != index.size:
         raise ValueError(

@@ -41,8 +41,8 @@ def masked_fill_backward(grad: Tensor, mask: Tensor, *, out_dtype: str) -> Tenso
 def _repeats(x: Tensor, mask: Tensor) -> int:
     if mask.size == 0 or x.size % mask.size:
         raise ValueError(
-            f"a mask of shape {tuple(mask.shape)} does not repeat over a tensor of shape {tuple(x.shape)}: "
-            f"{mask.size} elements do not divide {x.size}"
+            f"masked_fill: a mask of shape {tuple(mask.shape)} does not repeat over a tensor of shape "
+            f"{tuple(x.shape)}: {mask.size} elements do not divide {x.size}"
         )
     return x.size // mask.size
 

@@ -9,6 +9,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
+from clamp.ops.arguments import whole_number
 from clamp.ops.cast import cast, launch, span_for
 from clamp.ops.reduce import expand, plan_rows, reduce_sum
 from clamp.program import get_kernel
@@ -67,16 +68,20 @@ class Windows:
         return {"KERNEL": self.size, "STRIDE": self.stride} if known else {}
 
 
+_SQUARES = "one for both directions (the stride is 2 if you pass none)"
+
+
 def windows(name: str, shape: tuple[int, ...], kernel_size: int, stride: int) -> tuple[Windows, tuple[int, ...]]:
     """The windows that fit into a tensor's planes, and the result's shape.
 
     Raises:
+        TypeError: kernel_size or stride is no number, but a pair or None.
         ValueError: the tensor is not NCHW, an extent is not positive, or the window is larger than the planes.
     """
     if len(shape) != 4:
         raise ValueError(f"{name} takes a tensor of shape (N, C, H, W), got {shape}")
-    if kernel_size < 1 or stride < 1:
-        raise ValueError(f"{name}: kernel_size and stride must be positive, got {kernel_size} and {stride}")
+    kernel_size = whole_number(name, "kernel_size", kernel_size, 1, _SQUARES)
+    stride = whole_number(name, "stride", stride, 1, _SQUARES)
     n, c, height, width = shape
     if kernel_size > min(height, width):
         raise ValueError(f"{name}: a window of {kernel_size} x {kernel_size} does not fit into planes of {shape[2:]}")
@@ -107,7 +112,7 @@ def max_pool2d(x: Tensor, kernel_size: int, stride: int, *, out_dtype: str) -> T
     Raises:
         ValueError: x is not NCHW, or no window fits.
     """
-    win, shape = windows("max_pool2d", tuple(x.shape), int(kernel_size), int(stride))
+    win, shape = windows("max_pool2d", tuple(x.shape), kernel_size, stride)
     return cast(_pool(x, win, shape, 1, x.dtype), out_dtype)
 
 
@@ -122,7 +127,7 @@ def max_pool2d_backward(x: Tensor, grad: Tensor, kernel_size: int, stride: int, 
     Raises:
         ValueError: the gradient's shape is not that of the result.
     """
-    win, shape = windows("max_pool2d", tuple(x.shape), int(kernel_size), int(stride))
+    win, shape = windows("max_pool2d", tuple(x.shape), kernel_size, stride)
     _require_grad_shape("max_pool2d", grad, shape)
     out = bridge.empty(x.queue, x.shape, out_dtype)
     if out.size == 0:
@@ -203,7 +208,7 @@ def avg_pool2d(x: Tensor, kernel_size: int, stride: int, *, out_dtype: str) -> T
     Raises:
         ValueError: x is not NCHW, or no window fits.
     """
-    win, shape = windows("avg_pool2d", tuple(x.shape), int(kernel_size), int(stride))
+    win, shape = windows("avg_pool2d", tuple(x.shape), kernel_size, stride)
     if win.size == win.height == win.width:
         return global_avg_pool2d(x, out_dtype=out_dtype)
     return _pool(x, win, shape, 0, out_dtype)
@@ -222,7 +227,7 @@ def avg_pool2d_backward(
     Raises:
         ValueError: the gradient's shape is not that of the result.
     """
-    win, out_shape = windows("avg_pool2d", shape, int(kernel_size), int(stride))
+    win, out_shape = windows("avg_pool2d", shape, kernel_size, stride)
     _require_grad_shape("avg_pool2d", grad, out_shape)
     out = bridge.empty(grad.queue, shape, out_dtype)
     if out.size == 0:

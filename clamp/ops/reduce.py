@@ -11,6 +11,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
+from clamp.ops.arguments import axis_of
 from clamp.ops.cast import launch, span_for
 from clamp.program import get_kernel
 
@@ -19,22 +20,18 @@ _STRIP = 64  # columns that a CPU's work-item sums at a time
 _GPU_GROUP = 256  # work-items that share one row on a GPU; each takes 16 elements at a time
 
 
-def normalize_axis(axis: int, ndim: int) -> int:
-    """axis counted from the front.
+def around_axis(shape: Sequence[int], axis: int | None, function: str = "sum") -> tuple[int, int, int]:
+    """(outer, n, inner): how many elements lie before, along and after an axis; with None everything lies along it.
+
+    Args:
+        function: what the user called, for the error.
 
     Raises:
         ValueError: there is no such axis.
     """
-    if not -ndim <= axis < ndim:
-        raise ValueError(f"axis {axis} out of bounds for tensor with {ndim} dimensions")
-    return axis % ndim
-
-
-def around_axis(shape: Sequence[int], axis: int | None) -> tuple[int, int, int]:
-    """(outer, n, inner): how many elements lie before, along and after an axis; with None everything lies along it."""
     if axis is None:
         return 1, prod(shape), 1
-    axis = normalize_axis(axis, len(shape))
+    axis = axis_of(function, axis, len(shape))
     return prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
 
 
@@ -42,7 +39,7 @@ def reduced_shape(shape: Sequence[int], axis: int | None, keepdims: bool) -> tup
     """Shape of a sum over an axis. netcl has no tensors without dimensions: a full sum has shape (1,)."""
     if axis is None:
         return (1,) * len(shape) if keepdims else (1,)
-    axis = normalize_axis(axis, len(shape))
+    axis = axis_of("sum", axis, len(shape))
     kept = (1,) if keepdims else ()
     return (*shape[:axis], *kept, *shape[axis + 1 :]) or (1,)
 

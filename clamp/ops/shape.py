@@ -40,7 +40,9 @@ def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
     """
     dims = tuple(int(dim) for dim in dims)
     if sorted(dims) != list(range(len(x.shape))):
-        raise ValueError(f"dims must be a permutation of 0..{len(x.shape) - 1} for shape {x.shape}, got {dims}")
+        raise ValueError(
+            f"permute: dims must be a permutation of 0..{len(x.shape) - 1} for shape {x.shape}, got {dims}"
+        )
     out = bridge.empty(x.queue, tuple(x.shape[dim] for dim in dims), x.dtype)
     if out.size == 0:
         return out

@@ -22,7 +22,7 @@ def softmax(x: Tensor, axis: int = -1, *, out_dtype: str) -> Tensor:
     Raises:
         ValueError: there is no such axis.
     """
-    outer, n, inner = around_axis(x.shape, axis)
+    outer, n, inner = around_axis(x.shape, axis, "softmax")
     out = bridge.empty(x.queue, x.shape, out_dtype)
     if out.size == 0:
         return out
@@ -57,7 +57,7 @@ def softmax_backward(y: Tensor, grad: Tensor, axis: int = -1, *, out_dtype: str)
     """
     if tuple(y.shape) != tuple(grad.shape):
         raise ValueError(f"softmax: gradient of shape {grad.shape} for a result of shape {y.shape}")
-    outer, n, inner = around_axis(y.shape, axis)
+    outer, n, inner = around_axis(y.shape, axis, "softmax")
     out = bridge.empty(y.queue, y.shape, out_dtype)
     if out.size == 0:
         return out

@@ -5,8 +5,9 @@ from __future__ import annotations
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.device import capabilities
+from clamp.ops.arguments import axis_of, whole_number
 from clamp.ops.cast import launch
-from clamp.ops.reduce import around_axis, column_width, normalize_axis, plan_rows
+from clamp.ops.reduce import around_axis, column_width, plan_rows
 from clamp.program import get_kernel
 
 _PIECES = 16  # pieces of work for each core of a CPU
@@ -25,7 +26,7 @@ def argmax(x: Tensor, axis: int = -1, keepdims: bool = False) -> Tensor:
     Raises:
         ValueError: there is no such axis, or it is empty.
     """
-    axis = normalize_axis(axis, len(x.shape))
+    axis = axis_of("argmax", axis, len(x.shape))
     outer, n, inner = around_axis(x.shape, axis)
     if n == 0:
         raise ValueError(f"argmax: axis {axis} of shape {tuple(x.shape)} is empty")
@@ -59,10 +60,11 @@ def topk(x: Tensor, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: there is no such axis, or k is out of range.
     """
-    axis = normalize_axis(axis, len(x.shape))
+    axis = axis_of("topk", axis, len(x.shape))
     outer, n, inner = around_axis(x.shape, axis)
+    k = whole_number("topk", "k", k)
     if not 1 <= k <= n:
-        raise ValueError(f"k={k} out of range for axis of size {n}")
+        raise ValueError(f"topk: k={k} out of range for axis of size {n} (axis {axis} of {tuple(x.shape)})")
     shape = (*x.shape[:axis], k, *x.shape[axis + 1 :])
     values, places = bridge.empty(x.queue, shape, x.dtype), bridge.empty(x.queue, shape, "int32")
     if values.size == 0:
