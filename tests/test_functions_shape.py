@@ -76,9 +76,7 @@ def test_leaves_without_gradient_get_none(queue: cl.CommandQueue) -> None:
 
 @pytest.mark.parametrize("shape", [(5,), (-1, -1), (-1, 4), (2, -2), (-1, 0)])
 def test_impossible_shapes_are_refused(queue: cl.CommandQueue, shape: tuple[int, ...]) -> None:
-    with pytest.raises(
-        ValueError, match=r"cannot reshape \(2, 3\) into|only one dimension|an extent of shape \(2, -2\)"
-    ):
+    with pytest.raises(ValueError, match=r"reshape: (cannot reshape \(2, 3\) into|only one|an extent of shape)"):
         F.reshape(Match(), leaf(queue, np.ones((2, 3))), shape)
 
 
