@@ -110,6 +110,25 @@ def test_an_inf_on_one_replica_skips_the_step_on_all(queues: list[cl.CommandQueu
         assert [optimizer.t for optimizer in optimizers] == [3, 3]
 
 
+def test_scaled_and_unscaled_replicas_are_not_averaged(queues: list[cl.CommandQueue]) -> None:
+    with amp.init(loss_scale=8.0) as handle:
+        replicas = prepare_replicas(parameters(queues[0]), queues)
+        optimizers = [SGD(replica, lr=0.1) for replica in replicas]
+        losses = []
+        for number, (queue, replica) in enumerate(zip(queues, replicas, strict=True)):
+            x, y = rows(0)
+            loss, _tape = forward(queue, x[number :: len(queues)], y[number :: len(queues)], replica)
+            losses.append((loss, _tape))
+        with handle.scale_loss(losses[0][0], optimizers[0]) as scaled_loss:
+            scaled_loss.backward()
+        with handle.scale_loss(losses[1][0], optimizers[1]) as scaled_loss:
+            scaled_loss.backward()
+            with pytest.raises(RuntimeError, match="on some replicas and not on others"):
+                sync_grads(replicas)
+        sync_grads(replicas)
+        assert same_bits([[param.grad for param in replica] for replica in replicas])
+
+
 @pytest.mark.parametrize("wrap", [False, True])
 def test_a_loop_of_ones_own_shares_overflows_through_sync_grads(queues: list[cl.CommandQueue], wrap: bool) -> None:
     with amp.init() as handle:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.gradients import scale_of
 from clamp.ops.concat import Part, assemble, split
 from clamp.ops.words import from_words, to_words
 
@@ -67,6 +68,7 @@ def sync_grads(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -
 
     Raises:
         ValueError: the replicas differ in their parameters, or a gradient is missing.
+        RuntimeError: a gradient is multiplied by a loss scale on some replicas only.
     """
 
     def call(param_replicas: Sequence[Sequence[Tensor]]) -> None:
@@ -106,6 +108,12 @@ def _gradients(param_replicas: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]
                     f"sync_grads expects grad populated: parameter {index} of replica {number} has none. Run backward "
                     "on every replica first; leave parameters that are not trained out of the lists."
                 )
+    for index, params in enumerate(zip(*param_replicas, strict=True)):
+        if len({scale_of(param.grad) is None for param in params}) > 1:
+            raise RuntimeError(
+                f"sync_grads: the gradient of parameter {index} is multiplied by a loss scale on some replicas and not "
+                "on others, so that no mean is right: end every `with handle.scale_loss(...)` first"
+            )
     return [[param.grad for param in replica] for replica in param_replicas if replica]
 
 
