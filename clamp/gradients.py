@@ -73,13 +73,13 @@ def set_mark(grad: Tensor, mark: Mark | None) -> None:
 
 def scale_of(grad: Any) -> AppliedScale | None:
     """What a gradient is multiplied by; None if nothing, as far as is known."""
-    mark = mark_of(grad)
+    mark: Mark | None = getattr(grad, "_loss_scaling", None)
     return None if mark is None else mark.scale
 
 
 def is_unscaled(grad: Tensor) -> bool:
     """Whether a gradient has been divided by its loss scale already, and checked."""
-    mark = mark_of(grad)
+    mark: Mark | None = getattr(grad, "_loss_scaling", None)
     return mark is not None and mark.is_checked
 
 
@@ -274,7 +274,8 @@ def require_unscaled(params: Iterable[Any], call: str, remedy: str) -> None:
         remedy: what to do first, for the message.
     """
     for index, param in enumerate(params):
-        for tensor in (param, bridge.model_parameter(param)):
+        model = bridge.model_parameter(param)
+        for tensor in (param,) if model is param else (param, model):
             if scale_of(getattr(tensor, "grad", None)) is not None:
                 raise RuntimeError(
                     f"{call} was called while gradients are still multiplied by the loss scale (parameter {index}, of "

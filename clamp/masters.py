@@ -149,8 +149,8 @@ def split(optimizer: Any) -> list[Pair]:
     return [(master, model) for master, model in pairs(optimizer) if model is not master]
 
 
-def gather_all(optimizer: Any) -> None:
-    """Gives the masters of an optimizer their gradients, for its ``step``.
+def gathered(optimizer: Any) -> list[Pair]:
+    """The masters of an optimizer, each with its 16-bit parameter, with the gradients for its ``step``.
 
     Raises:
         RuntimeError: a gradient is still multiplied by a loss scale.
@@ -162,19 +162,19 @@ def gather_all(optimizer: Any) -> None:
         "optimizer's loss reaches as well gets its gradient too: clear it with zero_grad() before your own backward, "
         "or name both optimizers in scale_loss(loss, [first, second]).",
     )
-    for master, model in split(optimizer) if hasattr(optimizer, "params") else ():
+    found = split(optimizer) if hasattr(optimizer, "params") else []
+    for master, model in found:
         gather(master, model)
+    return found
 
 
 @contextmanager
-def stepping(optimizer: Any) -> Iterator[None]:
-    """Around an optimizer's own ``step``: gives the masters their gradients, then rewrites the model from them.
+def stepping(found: Sequence[Pair]) -> Iterator[None]:
+    """Around an optimizer's own ``step``: rewrites 16-bit parameters from their masters after it.
 
-    Raises:
-        RuntimeError: a gradient is still multiplied by a loss scale.
+    Args:
+        found: what ``gathered`` returned.
     """
-    gather_all(optimizer)
-    found = split(optimizer) if hasattr(optimizer, "params") else []
     for master, model in found:
         master._frozen = bridge.is_frozen(model)
     try:

@@ -79,30 +79,28 @@ class StepGuard:
             RuntimeError: a gradient is still multiplied by a loss scale.
             FloatingPointError: every step for a while was skipped although the scale is at its floor.
         """
-        params = [param for param in getattr(self.optimizer, "params", ()) if isinstance(param, Tensor)]
         pending = self.pending
         before = pending[-1].last_seen if pending else 1.0
         states = [scaler.read() for scaler in pending]  # the one read of the device in a step
         overflowed = [index for index, state in enumerate(states) if state.overflow & self.mask]
-        if overflowed or self._guards.found_in(self._unchecked(params)):
+        found = [] if overflowed else masters.gathered(self.optimizer)
+        params = [param for param in getattr(self.optimizer, "params", ()) if isinstance(param, Tensor)]
+        # Gradients that no scaled pass has looked at: without a loss scale, or made by the user.
+        unchecked = [param.grad for param in params if not gradients.is_checked_or_none(param.grad)]
+        if overflowed or self._guards.found_in(unchecked):
             index = overflowed[-1] if overflowed else len(states) - 1
             self._skip(params, pending[index] if pending else None, states[index] if states else None, before)
             self._pending = []
             return None
         absent = self._names_of_absent(params)
         with uninterrupted():
-            with stepping(self.optimizer):
+            with stepping(found):
                 result = run()
             self._pending = []
             self._skips_at_floor = 0
             scale = states[-1].scale if states else 1.0
             self._report(StepReport(True, "", scale, scale_before=before, absent=absent))
         return result
-
-    def _unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients that no scaled pass has looked at: without a loss scale, or made by the user."""
-        masters.gather_all(self.optimizer)
-        return [param.grad for param in params if not gradients.is_checked_or_none(param.grad)]
 
     def _skip(
         self, params: Sequence[Tensor], scaler: LossScale | None, state: ScaleState | None, before: float

@@ -24,11 +24,21 @@ def refuse(found: bool) -> None:
         )
 
 
-def refuse_in(node: Node) -> None:
-    """Raises NotImplementedError if a recorded node computes a part of a loss from gradients."""
-    for parent in node.parents:
-        if not parent.parents and not parent.requires_grad:
-            refuse(_is_penalty(parent.value, node.value))
+def refuse_in(computed: Iterable[Node], leaves: Iterable[Node]) -> None:
+    """Raises NotImplementedError if a part of a loss is computed from gradients.
+
+    Args:
+        computed, leaves: the nodes of its graph with parents, and those without.
+    """
+    suspects = {id(leaf) for leaf in leaves if _is_of_gradients(leaf.value) and not leaf.requires_grad}
+    for node in computed if suspects else ():
+        for parent in node.parents:
+            refuse(id(parent) in suspects and _is_penalty(parent.value, node.value))
+
+
+def _is_of_gradients(tensor: Any) -> bool:
+    """Whether a tensor is a gradient, or computed from such."""
+    return mark_of(tensor) is not None or hasattr(tensor, "_made_from_gradient")
 
 
 def note_result(made: TensorLike, parents: Iterable[TensorLike]) -> None:
@@ -39,7 +49,7 @@ def note_result(made: TensorLike, parents: Iterable[TensorLike]) -> None:
     """
     for parent in parents:
         value = parent.value
-        if mark_of(value) is None and not hasattr(value, "_made_from_gradient"):
+        if not _is_of_gradients(value):
             continue
         if not bridge.is_leaf(made):
             refuse(not isinstance(parent, Node) and _is_penalty(value, made.value))  # backward looks at nodes

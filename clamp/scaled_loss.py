@@ -16,7 +16,7 @@ from clamp.bridge import Node, Tensor, TensorLike
 from clamp.functions.casting import Operand, record
 from clamp.scaler import LossScale
 
-_SCALE_OP = "scale_loss"  # name of the node that multiplies a loss by a scale
+SCALE_OP = "scale_loss"  # name of the node that multiplies a loss by a scale
 
 
 def check_loss(loss: Any) -> None:
@@ -68,7 +68,7 @@ def scaled_node(loss: TensorLike, scaler: LossScale) -> Any:
         scale = gradients.scale_in_backward() or scaler.applied()
         return [scale.multiply(grad, "float32")]
 
-    made = record(scaler.scale_loss(loss.value), backward, (operand,), _SCALE_OP)
+    made = record(scaler.scale_loss(loss.value), backward, (operand,), SCALE_OP)
     if isinstance(made, Node):
         made.loss_scale = scaler
     return made
@@ -79,7 +79,7 @@ def scaled_node(loss: TensorLike, scaler: LossScale) -> Any:
 
 def is_scaled(node: Node) -> bool:
     """Whether a node multiplies a loss by a scale."""
-    return node.op_name == _SCALE_OP and hasattr(node, "loss_scale")
+    return node.op_name == SCALE_OP and hasattr(node, "loss_scale")
 
 
 def scaler_of(root: Node, scaled: Sequence[Node]) -> LossScale | None:

@@ -14,7 +14,7 @@ from clamp.autocast import Region
 from clamp.device import list_devices
 from clamp.gradients import lost_bits
 from clamp.handle import AmpHandle, NoOpHandle
-from clamp.masters import stepping
+from clamp.masters import gathered, stepping
 from clamp.optimizers import warn_of_lost_bits
 from clamp.patching.patch import Patches, Registration
 from clamp.policy import Entry, PolicyTable, default_table, read_list
@@ -207,7 +207,7 @@ def ensure_patched() -> None:
 def _plain_step(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if lost_bits(getattr(optimizer, "params", ())):
         _warn_once()
-    with stepping(optimizer):
+    with stepping(gathered(optimizer)):
         return wrapped(*args, **kwargs)
 
 

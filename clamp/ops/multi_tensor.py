@@ -58,7 +58,7 @@ def unscale_(
     for kind, pairs in _by_kind(_distinct(sources, targets)).items():
         # The same storage for source and target is passed once, which leaves room for more tensors.
         in_place = all(same for _, _, same in pairs)
-        slots = _slots(pairs[0][0].queue, in_place)
+        slots = _slots(pairs[0][0].queue, in_place, len(pairs))
         for start in range(0, len(pairs), slots):
             _launch(pairs[start : start + slots], kind, in_place, slots, state, multiplier or state)
 
@@ -164,14 +164,19 @@ def _by_kind(pairs: Iterable[Pair]) -> dict[str, list[Pair]]:
     return kinds
 
 
-def _slots(queue: cl.CommandQueue, in_place: bool) -> int:
-    """Tensors that one launch can take, a multiple of 10."""
+def _slots(queue: cl.CommandQueue, in_place: bool, count: int) -> int:
+    """Tensors that a launch takes, a multiple of 10: as many as there are, or as it can take, for all of several.
+
+    A driver is given every argument in every launch, so that a small model pays for those that it does not use.
+    """
     device = capabilities(queue)
-    if device.is_cpu:
-        # PoCL states the least that OpenCL allows, 1024 bytes, but hands arguments over as an array of any length.
-        return _SLOTS
-    pointers = (device.max_parameter_bytes - _OTHER_ARGUMENTS_BYTES) // (8 if in_place else 16)
-    return max(10, min(_SLOTS, pointers // 10 * 10))
+    most = _SLOTS
+    if (
+        not device.is_cpu
+    ):  # PoCL states the least that OpenCL allows, 1024 bytes, but hands over arguments of any number
+        pointers = (device.max_parameter_bytes - _OTHER_ARGUMENTS_BYTES) // (8 if in_place else 16)
+        most = max(10, min(_SLOTS, pointers // 10 * 10))
+    return min(most, -(-count // 10) * 10)
 
 
 @dataclass(frozen=True)
@@ -195,7 +200,7 @@ class _Launch:
 def _readings(tensors: Sequence[Tensor]) -> Iterator[_Launch]:
     """Launches that read each tensor's storage once."""
     for kind, pairs in _by_kind(_distinct(tensors, tensors)).items():
-        slots = _slots(pairs[0][0].queue, in_place=True)
+        slots = _slots(pairs[0][0].queue, True, len(pairs))
         for start in range(0, len(pairs), slots):
             yield _Launch(kind, slots, [tensor for tensor, _, _ in pairs[start : start + slots]], [])
 

@@ -24,7 +24,7 @@ from clamp.ops.scalars import saturated
 from clamp.patching import custom
 from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, reporter, tensors_in, writes, written
 from clamp.policy import CastPolicy, Entry
-from clamp.scaled_loss import is_scaled, require_graph, scaler_of
+from clamp.scaled_loss import SCALE_OP, is_scaled, require_graph, scaler_of
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -65,18 +65,18 @@ def tape_backward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords
     penalties.refuse(kwargs.pop("create_graph", False))
     root = args[0] if args else kwargs["loss"]
     computed, leaves, scaled, in_half = [], [], [], False
-    for node in bridge.graph(root):
+    for node in bridge.graph(root):  # of every node of every step: short
         node.grad = None
         if node.parents:
             node.value.grad = None
-            penalties.refuse_in(node)
             computed.append(node)
             in_half = in_half or node.value.dtype in _FLOAT16
-            if is_scaled(node):
+            if node.op_name == SCALE_OP:
                 scaled.append(node)
         else:
             leaves.append(node)
-    scaler = scaler_of(root, scaled)
+    penalties.refuse_in(computed, leaves)
+    scaler = scaler_of(root, [node for node in scaled if is_scaled(node)])
     replaced = bridge.merge_leaves(leaves, computed)
     values = list({id(leaf.value): leaf.value for leaf in leaves}.values())
     with no_casts(), gradients.delivered(values, None if scaler is None else scaler.applied(), in_half):
