@@ -42,7 +42,7 @@ def test_scripts_of_a_document_do_what_they_say(
 
 def test_every_python_block_of_every_document_is_run() -> None:
     documents = {"README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))}
-    assert documents == PAGES.keys() | ELSEWHERE
+    assert {file for file in documents if python_blocks(file)} == PAGES.keys() | ELSEWHERE
     for file in documents:
         text = (ROOT / file).read_text(encoding="utf-8")
         fences = re.findall(r"^ *```(\S.*)$", text, re.MULTILINE)
