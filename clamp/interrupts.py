@@ -11,16 +11,22 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Inside the ``with``, Ctrl-C waits until its end. Other threads than the main one get none anyway."""
+    """Inside the ``with``, Ctrl-C waits until its end; a second one does not. Only the main thread gets any."""
     handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if not callable(handler):
         yield
         return
     caught: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        caught.append((number, frame))
+        if len(caught) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, wait)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if caught:
+        if len(caught) == 1:
             handler(*caught[0])

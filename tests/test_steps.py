@@ -388,6 +388,12 @@ def test_ctrl_c_waits_for_the_end_of_what_belongs_together() -> None:
         signal.raise_signal(signal.SIGINT)
         done.append("the rest")
     assert done == ["the rest"]
+    with pytest.raises(KeyboardInterrupt), interrupts.uninterrupted():  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        done.append("still here")
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the second one does not wait")
+    assert done[1:] == ["still here"]
     assert signal.getsignal(signal.SIGINT) is before
 
 
