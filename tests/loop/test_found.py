@@ -1,0 +1,128 @@
+"""Failures that random loops have found, each shrunk to a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl.optim import SGD
+
+from clamp import amp
+from tests.networks import batch, loss_of, mlp, weights_of
+
+Data = tuple[Any, Any]
+
+
+@pytest.fixture
+def model(queue: cl.CommandQueue) -> Any:
+    return mlp(queue, 4, 4, 2)
+
+
+@pytest.fixture
+def good(queue: cl.CommandQueue) -> Data:
+    return batch(queue, 4, 4, 2)
+
+
+@pytest.fixture
+def bad(queue: cl.CommandQueue) -> Data:
+    x, y = batch(queue, 4, 4, 2)
+    content = x.to_host()
+    content[0, 0] = np.inf
+    x.write(content)
+    return x, y
+
+
+@pytest.fixture
+def before(model: Any) -> Iterator[list[np.ndarray]]:
+    """The weights, which must be the same in the end."""
+    kept = weights_of(model)
+    yield kept
+    for old, new in zip(kept, weights_of(model), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def train(handle: amp.AmpHandle, model: Any, optimizer: Any, data: Data) -> None:
+    """One pass, and no step."""
+    with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+@pytest.mark.usefixtures("before")
+def test_an_overflow_skips_the_step_of_an_optimizer_that_no_loss_was_scaled_for(model: Any, bad: Data) -> None:
+    first, second = SGD(model.parameters(), lr=0.1), SGD(model.parameters()[:1], lr=0.1)
+    with amp.init() as handle:
+        train(handle, model, first, bad)
+        second.step()
+        assert not handle.last_step.stepped
+
+
+@pytest.mark.usefixtures("before")
+def test_a_second_step_on_gradients_that_overflowed_is_skipped_too(model: Any, bad: Data) -> None:
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with amp.init() as handle:
+        train(handle, model, optimizer, bad)
+        for _ in range(2):
+            optimizer.step()
+        assert [report.stepped for report in handle.history] == [False, False]
+
+
+@pytest.mark.usefixtures("before")
+def test_what_overflowed_and_was_not_cleared_skips_the_step_after_the_next_pass(
+    model: Any, bad: Data, good: Data
+) -> None:
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with amp.init() as handle:
+        for data in (bad, good):
+            train(handle, model, optimizer, data)
+            optimizer.step()
+        assert [report.stepped for report in handle.history] == [False, False]
+
+
+@pytest.mark.usefixtures("before")
+def test_a_gradient_that_overflowed_in_another_optimizers_pass_skips_the_step(
+    model: Any, bad: Data, good: Data
+) -> None:
+    first, second = SGD(model.parameters(), lr=0.1), SGD(model.parameters()[:1], lr=0.1)
+    with amp.init() as handle:
+        train(handle, model, first, bad)
+        train(handle, model, second, good)  # adds to the gradient of the weight that both have
+        second.step()
+        assert not handle.last_step.stepped
+
+
+@pytest.mark.usefixtures("before")
+def test_an_overflow_is_not_forgotten_with_the_handle(model: Any, bad: Data) -> None:
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with amp.init() as handle:
+        train(handle, model, optimizer, bad)
+    with amp.init() as handle:
+        optimizer.step()
+        assert not handle.last_step.stepped
+
+
+@pytest.mark.usefixtures("before")
+def test_a_step_inside_the_with_does_not_use_up_the_overflow_of_the_pass_before(
+    model: Any, bad: Data, good: Data
+) -> None:
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with amp.init() as handle:
+        train(handle, model, optimizer, bad)
+        with handle.scale_loss(loss_of(model, good), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            optimizer.step()
+        optimizer.step()
+        assert [report.stepped for report in handle.history] == [False, False]
+
+
+@pytest.mark.usefixtures("before")
+def test_a_grad_scalers_overflow_skips_a_plain_step_with_the_same_weight(model: Any, bad: Data) -> None:
+    first, second = SGD(model.parameters(), lr=0.1), SGD(model.parameters()[:1], lr=0.1)
+    scaler = amp.GradScaler()
+    with amp.init() as handle:
+        scaler.scale(loss_of(model, bad)).backward()
+        scaler.step(first)
+        second.step()
+        assert not handle.last_step.stepped
