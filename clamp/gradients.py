@@ -17,10 +17,11 @@ is not its own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 from clamp import bridge
@@ -37,13 +38,16 @@ class Mark:
 
     Attributes:
         scale: what it is multiplied by; None if it is the true one.
-        is_checked: an inf or nan in it has been noted, and will skip the step.
+        is_checked: an inf or nan in it has been noted, and skips the next step of those who heard of it.
+        heard: the guards' tokens (``StepGuard.token``) of those optimizers. Another optimizer that has the parameter
+            too, and one that has answered with a skipped step already, look at the gradient again.
         lost_bits: it came through float16 without a scale, where small numbers become zero.
     """
 
     scale: AppliedScale | None = None
     is_checked: bool = False
     lost_bits: bool = False
+    heard: frozenset[object] = frozenset()
 
     @property
     def is_scaled(self) -> bool:
@@ -95,9 +99,10 @@ def lost_bits(params: Iterable[Any]) -> bool:
     return any(_lost_bits(getattr(param, "grad", None)) for param in params)
 
 
-def is_checked_or_none(grad: Any) -> bool:
-    """Whether nothing is left to check in a gradient."""
-    return grad is None or is_unscaled(grad)
+def is_known_to(token: object, grad: Any) -> bool:
+    """Whether there is no gradient, or an optimizer's next step will be skipped if there is an inf or nan in it."""
+    mark = mark_of(grad)
+    return grad is None or (mark is not None and mark.is_checked and token in mark.heard)
 
 
 # ---------------------------------------------------------------------------------------------- backward passes
@@ -213,8 +218,8 @@ def added(first: Tensor, second: Tensor, dtype: str = "float32") -> Tensor:
         mark: Mark | None = Mark(scale)
     elif ours is None and theirs is None:
         mark = None
-    elif is_unscaled(first) and is_unscaled(second):
-        mark = UNSCALED
+    elif ours is not None and theirs is not None and ours.is_checked and theirs.is_checked:
+        mark = Mark(is_checked=True, heard=ours.heard & theirs.heard)
     else:
         mark = PLAIN_HALF if _lost_bits(first) or _lost_bits(second) else PLAIN
     total = elementwise("add", bridge.canonical_dtype(dtype), first, second)
@@ -255,11 +260,17 @@ def snapshot(tensors: Iterable[Any]) -> list[Held]:
     return [(tensor, grad, mark_of(grad)) for tensor, grad in grads if grad is not None]
 
 
-def restore(held: Iterable[Held]) -> None:
-    """Gives tensors these gradients again: a replay has written them anew, with the loss scale as it is now."""
+def restore(held: Iterable[Held], renewed: Mapping[object, object] = MappingProxyType({})) -> None:
+    """Gives tensors these gradients again: a replay has written them anew, with the loss scale as it is now.
+
+    Args:
+        renewed: tokens of guards as they are now, by those in the marks.
+    """
     for tensor, grad, mark in held:
         tensor.grad = grad
         if mark is not None:
+            if mark.heard:
+                mark = replace(mark, heard=frozenset(renewed.get(token, token) for token in mark.heard))
             set_mark(grad, mark if mark.scale is None else Mark(mark.scale.now()))
 
 

@@ -25,7 +25,7 @@ from clamp.patching.patch import Patches, Registration
 from clamp.recording import host_step
 from clamp.replicas import QueueScales, ScaledTape, keep_equal
 from clamp.scaled_loss import check_loss, open_loss, require_graph, scaled_node
-from clamp.scaled_pass import PassGradients, end_pass
+from clamp.scaled_pass import PassGradients, end_pass, tokens
 from clamp.scaler import LossScale
 
 
@@ -239,20 +239,26 @@ class AmpHandle:
             reached.require_any(scaler)
             with scaler.lock, uninterrupted():
                 try:
-                    reached.unscale(scaler)
+                    reached.unscale(scaler, guards)
                 except BaseException:
                     scaler.forget_found()
                     raise
-                host_step(partial(self._passed, guards, scaler, reached.delivered()))
+                host_step(partial(self._passed, guards, tokens(guards), scaler, reached.delivered()))
         except BaseException:
             reached.put_back()
             raise
         weights.clear()
 
-    def _passed(self, guards: Sequence[StepGuard], scaler: LossScale, delivered: Iterable[gradients.Held]) -> None:
+    def _passed(
+        self,
+        guards: Sequence[StepGuard],
+        then: Sequence[object],
+        scaler: LossScale,
+        delivered: Iterable[gradients.Held],
+    ) -> None:
         """Ends a scaled pass, and in a recording, each replay of it."""
         self._require_active("the replay of a scaled backward pass")
-        gradients.restore(delivered)
+        gradients.restore(delivered, dict(zip(then, tokens(guards), strict=True)))
         end_pass(guards, scaler)
 
     # ------------------------------------------------------------------------------------------ several devices

@@ -22,7 +22,7 @@ from clamp.interrupts import uninterrupted
 from clamp.masters import Pair
 from clamp.optimizers import StepGuard, StepGuards, StepReport, warn_of_lost_bits
 from clamp.scaled_loss import scaled_node
-from clamp.scaled_pass import unscale_all
+from clamp.scaled_pass import tokens, unscale_all
 from clamp.scaler import DynamicLossScale, LossScale, ScaleRule
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -32,7 +32,9 @@ ScalerOf = Callable[[cl.CommandQueue], LossScale]
 Found: TypeAlias = tuple[Tensor, Tensor, Tensor]  # master, model, gradient
 
 
-def unscale_gradients(found: Iterable[Pair], scaler_of: ScalerOf) -> tuple[list[LossScale], int]:
+def unscale_gradients(
+    found: Iterable[Pair], scaler_of: ScalerOf, heard: frozenset[object] = frozenset()
+) -> tuple[list[LossScale], int]:
     """Divides each gradient by the scale that it was multiplied by, in place; a true one is checked only.
 
     All are written, non-finite ones too; each scaler remembers whether there was one. The scale may have moved since
@@ -41,6 +43,7 @@ def unscale_gradients(found: Iterable[Pair], scaler_of: ScalerOf) -> tuple[list[
     Args:
         found: fp32 parameters, twice; 16-bit ones as (master, parameter), whose gradient goes to both, widened.
         scaler_of: the loss scale of a queue.
+        heard: tokens of the guards that will hear what the scalers note.
 
     Returns:
         The scalers of the queues where there were gradients, and how many gradients there were on any backend.
@@ -70,7 +73,7 @@ def unscale_gradients(found: Iterable[Pair], scaler_of: ScalerOf) -> tuple[list[
     for scaler, entries in zip(scalers, by_queue.values(), strict=True):
         _require_its_own(entries, scaler)
     for scaler, entries in zip(scalers, by_queue.values(), strict=True):
-        true = unscale_all([grad for _, _, grad in entries], scaler)
+        true = unscale_all([grad for _, _, grad in entries], scaler, heard)
         for master, model, grad in entries:
             master.grad = true[id(grad)]
             masters.share_gradient(master, model)
@@ -188,7 +191,7 @@ class ManualScaling:
         lost_bits = not self._lost_bits and gradients.lost_bits(model for _, model in found)
         mask = round_.guard.mask
         with self._lock, uninterrupted():
-            scalers, round_.checked = unscale_gradients(found, self._scaler)
+            scalers, round_.checked = unscale_gradients(found, self._scaler, frozenset(tokens([round_.guard])))
             for scaler in scalers:
                 scaler.record(mask, fresh=mask)
                 round_.guard.passed(scaler)

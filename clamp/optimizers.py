@@ -26,6 +26,8 @@ from clamp.step_report import HISTORY, NonFinite, StepReport, names_among, non_f
 
 __all__ = ["StepGuard", "StepGuards", "StepReport", "share_overflow"]
 
+_vouched = set[int]()  # optimizers whose gradients an outer guard, a GradScaler's or a graph's, has found finite
+
 MAX_OPTIMIZERS = 32  # one bit each in a scaler's overflow word
 
 
@@ -43,6 +45,7 @@ class StepGuard:
         self.mask = mask
         self._guards = guards
         self._pending: list[LossScale] = []  # scalers with a pass since the last step
+        self.token = object()  # stands for this guard, until its next step, in the marks of gradients
         self._skips_at_floor = 0
         self._absent: tuple[tuple[int, ...], tuple[str, ...]] = (), ()  # parameters without a gradient, their names
         self.last: StepReport | None = None
@@ -85,22 +88,40 @@ class StepGuard:
         overflowed = [index for index, state in enumerate(states) if state.overflow & self.mask]
         found = [] if overflowed else masters.gathered(self.optimizer)
         params = [param for param in getattr(self.optimizer, "params", ()) if isinstance(param, Tensor)]
-        # Gradients that no scaled pass has looked at: without a loss scale, or made by the user.
-        unchecked = [param.grad for param in params if not gradients.is_checked_or_none(param.grad)]
-        if overflowed or self._guards.found_in(unchecked):
+        if overflowed or self._guards.found_in(self._unchecked(params)):
             index = overflowed[-1] if overflowed else len(states) - 1
             self._skip(params, pending[index] if pending else None, states[index] if states else None, before)
-            self._pending = []
+            self._forget()
             return None
         absent = self._names_of_absent(params)
         with uninterrupted():
             with stepping(found):
-                result = run()
-            self._pending = []
+                result = self._vouching(run)
+            self._forget()
             self._skips_at_floor = 0
             scale = states[-1].scale if states else 1.0
             self._report(StepReport(True, "", scale, scale_before=before, absent=absent))
         return result
+
+    def _unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of which this guard has not heard: without a loss scale, made by the user, of another optimizer's
+        pass, or kept over a step."""
+        if id(self.optimizer) in _vouched:
+            return []
+        return [param.grad for param in params if not gradients.is_known_to(self.token, param.grad)]
+
+    def _vouching(self, run: Callable[[], Any]) -> Any:
+        inside = id(self.optimizer) in _vouched
+        _vouched.add(id(self.optimizer))
+        try:
+            return run()
+        finally:
+            if not inside:
+                _vouched.discard(id(self.optimizer))
+
+    def _forget(self) -> None:
+        self._pending = []
+        self.token = object()
 
     def _skip(
         self, params: Sequence[Tensor], scaler: LossScale | None, state: ScaleState | None, before: float

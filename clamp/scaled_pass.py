@@ -111,12 +111,16 @@ class PassGradients:
                 "a loss that was not scaled: run backward from scaled_loss"
             )
 
-    def unscale(self, scaler: LossScale) -> None:
-        """Divides this pass's gradients by the scale, in fp32, and adds the earlier ones. Hold the scaler's lock."""
+    def unscale(self, scaler: LossScale, guards: Sequence[StepGuard]) -> None:
+        """Divides this pass's gradients by the scale, in fp32, and adds the earlier ones. Hold the scaler's lock.
+
+        Args:
+            guards: of the optimizers that hear of an inf or nan in this pass.
+        """
         reached = [slot.reached for slot in self._slots if slot.reached is not None]
         others = [slot.earlier if slot.reached is not None else slot.before for slot in self._slots]
         waiting = [grad for grad in others if gradients.scale_of(grad) is not None and grad is not None]
-        true = unscale_all([*reached, *waiting], scaler, elsewhere=waiting)
+        true = unscale_all([*reached, *waiting], scaler, frozenset(tokens(guards)), elsewhere=waiting)
         for slot, other in zip(self._slots, others, strict=True):
             now = slot.reached
             if now is None and slot.model.grad is None:
@@ -127,7 +131,14 @@ class PassGradients:
             masters.share_gradient(slot.master, slot.model)
 
 
-def unscale_all(grads: Sequence[Tensor], scaler: LossScale, elsewhere: Sequence[Tensor] = ()) -> dict[int, Tensor]:
+def tokens(guards: Iterable[StepGuard]) -> list[object]:
+    """What marks of gradients call these guards, until their next steps."""
+    return [guard.token for guard in guards]
+
+
+def unscale_all(
+    grads: Sequence[Tensor], scaler: LossScale, heard: frozenset[object], elsewhere: Sequence[Tensor] = ()
+) -> dict[int, Tensor]:
     """Divides gradients, each by what it is multiplied by, and lets the scaler note what is inf or nan. Marks them.
 
     One that no backward has marked is taken for multiplied by the scaler's scale. One that is true already is only
@@ -135,6 +146,7 @@ def unscale_all(grads: Sequence[Tensor], scaler: LossScale, elsewhere: Sequence[
 
     Args:
         grads: float32, divided in place, or 16-bit, widened.
+        heard: tokens of the guards that will hear what the scaler notes.
         elsewhere: those among them that keep what they hold.
 
     Returns:
@@ -160,7 +172,7 @@ def unscale_all(grads: Sequence[Tensor], scaler: LossScale, elsewhere: Sequence[
     scaler.check_(true)
     for grad in (source for _, sources in by_scale.values() for source in sources if id(source) not in kept):
         gradients.set_mark(grad, None)  # where it was widened, nobody needs it or its scale any more
-    mark = gradients.UNSCALED if scaler.scales else gradients.PLAIN
+    mark = Mark(is_checked=True, heard=heard) if scaler.scales else gradients.PLAIN
     for target in targets.values():
         gradients.set_mark(target, mark)
     return targets

@@ -23,7 +23,7 @@ from clamp.cache import weights
 from clamp.compat import pytorch
 from clamp.interrupts import uninterrupted
 from clamp.ops import transfer
-from clamp.optimizers import StepGuards, StepReport
+from clamp.optimizers import StepGuard, StepGuards, StepReport
 from clamp.patching.compiled import Step
 from clamp.patching.replay import shared_memory
 from clamp.patching.variants import Recorded, Variants
@@ -31,7 +31,7 @@ from clamp.patching.watch import Watch
 from clamp.policy import default_table
 from clamp.recording import host_step, recorder
 from clamp.scaled_loss import check_loss, scaled_node
-from clamp.scaled_pass import PassGradients, end_pass
+from clamp.scaled_pass import PassGradients, end_pass, tokens
 from clamp.scaler import DynamicLossScale, LossScale, NoLossScale, ScaleRule, StaticLossScale
 
 __all__ = ["GradScaler", "Graph", "StaticGradScaler"]
@@ -329,7 +329,7 @@ class Graph:
                 "on the loss (tape.backward(loss) would not scale it)"
             )
         pairs = [pair for optimizer in self._optimizers for pair in PassGradients([optimizer]).delivered()]
-        host_step(partial(self._step, pairs))
+        host_step(partial(self._step, pairs, tokens(self._all_guards())))
         return outputs
 
     def _backward(self, loss: Node, grad: Tensor | None = None) -> None:
@@ -343,7 +343,7 @@ class Graph:
                 Tape(retain_grads=False).backward(scaled_node(loss, self._scaler))
             reached.require_any(self._scaler)
             with self._scaler.lock, uninterrupted():
-                reached.unscale(self._scaler)
+                reached.unscale(self._scaler, self._all_guards())
                 host_step(self._passed)
         except BaseException:
             reached.put_back()
@@ -351,10 +351,13 @@ class Graph:
         self._passes += 1
 
     def _passed(self) -> None:
-        end_pass([self._guards.of(optimizer) for optimizer in self._optimizers], self._scaler)
+        end_pass(self._all_guards(), self._scaler)
 
-    def _step(self, delivered: Sequence[gradients.Held]) -> None:
-        gradients.restore(delivered)
+    def _all_guards(self) -> list[StepGuard]:
+        return [self._guards.of(optimizer) for optimizer in self._optimizers]
+
+    def _step(self, delivered: Sequence[gradients.Held], then: Sequence[object]) -> None:
+        gradients.restore(delivered, dict(zip(then, tokens(self._all_guards()), strict=True)))
         for optimizer in self._optimizers:
             self._guards.of(optimizer).step(optimizer.step)
 
