@@ -382,8 +382,16 @@ def test_a_step_that_raises_can_be_called_again(training: Training, monkeypatch:
     assert handle.last_step.stepped
 
 
-def test_ctrl_c_waits_for_the_end_of_what_belongs_together() -> None:
-    done, before = [], signal.getsignal(signal.SIGINT)
+@pytest.fixture
+def pythons_handler() -> Iterator[Any]:
+    """Python's own handler of Ctrl-C: netcl's ends the process at the second one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_waits_for_the_end_of_what_belongs_together(pythons_handler: Any) -> None:
+    done = []
     with pytest.raises(KeyboardInterrupt), interrupts.uninterrupted():  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         done.append("the rest")
@@ -394,7 +402,7 @@ def test_ctrl_c_waits_for_the_end_of_what_belongs_together() -> None:
         signal.raise_signal(signal.SIGINT)
         pytest.fail("the second one does not wait")
     assert done[1:] == ["still here"]
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is pythons_handler
 
 
 # ---------------------------------------------------------------------------------------------- ways to a step
