@@ -129,11 +129,12 @@ _thread = _Thread()
 @contextmanager
 def waiting_in(scaled_pass: Waiting) -> Iterator[None]:
     """Inside the ``with``, gradients of other scales wait for the end of this thread's scaled pass."""
-    _thread.waiting.append(scaled_pass)
+    waiting = _thread.waiting  # of the thread that begins: a generator may be ended by another
+    waiting.append(scaled_pass)
     try:
         yield
     finally:
-        _thread.waiting.remove(scaled_pass)
+        waiting.remove(scaled_pass)
 
 
 def scale_in_backward() -> AppliedScale | None:

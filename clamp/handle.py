@@ -24,7 +24,7 @@ from clamp.patching import collectives
 from clamp.patching.patch import Patches, Registration
 from clamp.recording import host_step
 from clamp.replicas import QueueScales, ScaledTape, keep_equal
-from clamp.scaled_loss import check_loss, open_loss, require_graph, scaled_node
+from clamp.scaled_loss import check_loss, has_run, open_loss, require_graph, scaled_node
 from clamp.scaled_pass import PassGradients, end_pass, tokens
 from clamp.scaler import LossScale
 
@@ -231,12 +231,18 @@ class AmpHandle:
         self._shown = None
         scaler = self._scales.on(loss.value.queue, scaler)
         reached = PassGradients(optimizers)
+        scaled_loss = scaled_node(loss, scaler)
         try:
             with gradients.waiting_in(reached), open_loss(loss) if scaler.scales else nullcontext():
-                yield scaled_node(loss, scaler)
+                yield scaled_loss
+            if not self._active:
+                raise RuntimeError(
+                    "the AMP handle was shut down inside `with handle.scale_loss(...)`, whose end divides gradients: "
+                    "call shutdown() after it. Gradients are as they were before the with"
+                )
             if self._ranks is not None:
                 reached.average(self._ranks, scaler)
-            reached.require_any(scaler)
+            reached.require_any(scaler, ran=self._ranks is not None or has_run(scaled_loss))
             with scaler.lock, uninterrupted():
                 try:
                     reached.unscale(scaler, guards)

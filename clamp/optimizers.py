@@ -94,13 +94,15 @@ class StepGuard:
             self._forget()
             return None
         absent = self._names_of_absent(params)
+        moves = not params or any(not _is_idle(param) for param in params)
         with uninterrupted():
             with stepping(found):
                 result = self._vouching(run)
             self._forget()
             self._skips_at_floor = 0
             scale = states[-1].scale if states else 1.0
-            self._report(StepReport(True, "", scale, scale_before=before, absent=absent))
+            reason = "" if moves else "no parameter had a gradient"
+            self._report(StepReport(moves, reason, scale, scale_before=before, absent=absent))
         return result
 
     def _unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:
@@ -189,6 +191,11 @@ class StepGuard:
             f"{self._skips_at_floor} steps in a row were skipped{floor}: {why}. Non-finite gradients: "
             f"{', '.join(bad.names) or 'none any more'}."
         )
+
+
+def _is_idle(param: Tensor) -> bool:
+    """Whether a step leaves a parameter as it is."""
+    return param.grad is None or bridge.is_frozen(bridge.model_parameter(param))
 
 
 def _kind(state: ScaleState | None, mask: int) -> str:

@@ -62,16 +62,29 @@ def scaled_node(loss: TensorLike, scaler: LossScale) -> Any:
     """
     if isinstance(loss, Node) and loss.requires_grad:
         require_graph(loss)
-    operand = Operand(loss, loss.value)
+    operand, run = Operand(loss, loss.value), _Run()
 
     def backward(grad: Tensor) -> list[Tensor | None]:
+        run.begun = True
         scale = gradients.scale_in_backward() or scaler.applied()
         return [scale.multiply(grad, "float32")]
 
     made = record(scaler.scale_loss(loss.value), backward, (operand,), SCALE_OP)
     if isinstance(made, Node):
-        made.loss_scale = scaler
+        made.loss_scale, made.run = scaler, run
     return made
+
+
+class _Run:
+    """Whether backward has run through a node; beside it, since what refers to its node is freed late."""
+
+    begun = False
+
+
+def has_run(scaled_loss: Node) -> bool:
+    """Whether a backward has run from a scaled loss."""
+    run: _Run = scaled_loss.run
+    return run.begun
 
 
 # ---------------------------------------------------------------------------------------------- where backward starts
@@ -135,11 +148,12 @@ _open = _Open()
 @contextmanager
 def open_loss(loss: Node) -> Iterator[None]:
     """Inside the ``with``, backward from this loss, and not from what it is scaled to, is refused in this thread."""
-    _open.losses.append(loss)
+    losses = _open.losses  # of the thread that begins: a generator may be ended by another, and in any order
+    losses.append(loss)
     try:
         yield
     finally:
-        _open.losses.pop()
+        del losses[max(index for index, other in enumerate(losses) if other is loss)]
 
 
 def _refuse_open(root: Node) -> None:

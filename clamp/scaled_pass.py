@@ -96,19 +96,27 @@ class PassGradients:
         """Parameters, and masters, with the gradients they have now."""
         return gradients.snapshot(tensor for slot in self._slots for tensor in (slot.master, slot.model))
 
-    def require_any(self, scaler: LossScale) -> None:
-        """Raises RuntimeError where no parameter has got a gradient from the scaled loss: the step would do nothing."""
+    def require_any(self, scaler: LossScale, ran: bool) -> None:
+        """Raises RuntimeError where no parameter has got a gradient from the scaled loss: the step would do nothing.
+
+        Args:
+            ran: whether a backward has run from the scaled loss.
+        """
         marks = [mark_of(slot.reached) for slot in self._slots if slot.reached is not None]
         if not marks:
+            run = "" if ran else "run scaled_loss.backward() or tape.backward(scaled_loss) there, and "
+            cleared = ", and that they were not cleared after backward" if ran else ""
             raise RuntimeError(
                 "no gradient has reached a parameter of the optimizer inside `with handle.scale_loss(loss, optimizer) "
-                "as scaled_loss`: run scaled_loss.backward() or tape.backward(scaled_loss) there, and check that the "
-                "loss depends on this optimizer's parameters, and that some are not frozen"
+                f"as scaled_loss`: {run}check that the loss depends on this optimizer's parameters, and that some are "
+                f"not frozen{cleared}"
             )
-        if scaler.scales and not any(mark is None or mark.is_scaled or mark.is_checked for mark in marks):
+        if not scaler.scales or None in marks:  # a user's own gradient
+            return
+        if not ran or not any(mark.is_scaled or mark.is_checked for mark in marks if mark is not None):
             raise RuntimeError(
                 "the gradients that arrived inside `with handle.scale_loss(loss, optimizer) as scaled_loss` come from "
-                "a loss that was not scaled: run backward from scaled_loss"
+                "another loss, one that was not scaled here: run scaled_loss.backward() or tape.backward(scaled_loss)"
             )
 
     def unscale(self, scaler: LossScale, guards: Sequence[StepGuard]) -> None:

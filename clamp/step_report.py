@@ -24,7 +24,7 @@ class StepReport:
     """What one ``optimizer.step()`` did.
 
     Attributes:
-        stepped: whether the parameters were updated.
+        stepped: whether the parameters were updated; not where none of them had a gradient.
         reason: why not; empty if they were.
         scale: the loss scale after this step.
         scale_before: the loss scale before it: after the step before, of whichever optimizer.

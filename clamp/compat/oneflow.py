@@ -341,7 +341,7 @@ class Graph:
         try:
             with gradients.waiting_in(reached):
                 Tape(retain_grads=False).backward(scaled_node(loss, self._scaler))
-            reached.require_any(self._scaler)
+            reached.require_any(self._scaler, ran=True)
             with self._scaler.lock, uninterrupted():
                 reached.unscale(self._scaler, self._all_guards())
                 host_step(self._passed)

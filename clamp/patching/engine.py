@@ -60,7 +60,7 @@ def tape_backward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords
 
     Raises:
         NotImplementedError: the loss was made from a gradient.
-        RuntimeError: the gradients would be of several loss scales. Nothing was changed.
+        RuntimeError: the loss has lost its graph, or the gradients would be of several scales. Nothing was changed.
     """
     penalties.refuse(kwargs.pop("create_graph", False))
     root = args[0] if args else kwargs["loss"]
@@ -75,6 +75,9 @@ def tape_backward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords
                 scaled.append(node)
         else:
             leaves.append(node)
+    for start in (root, *(loss for node in scaled for loss in node.parents)):
+        if start.requires_grad and bridge.is_cut(start):
+            require_graph(start)
     penalties.refuse_in(computed, leaves)
     scaler = scaler_of(root, [node for node in scaled if is_scaled(node)])
     replaced = bridge.merge_leaves(leaves, computed)
