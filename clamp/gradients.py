@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
@@ -30,6 +30,7 @@ from clamp.ops import transfer
 from clamp.ops.elementwise import elementwise
 from clamp.ops.loss_scale import AppliedScale
 from clamp.recording import host_step, recorder, refuse
+from clamp.writes import writes
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class Mark:
         scale: what it is multiplied by; None if it is the true one.
         is_checked: an inf or nan in it has been noted, and skips the next step of those who heard of it.
         heard: the guards' tokens (``StepGuard.token``) of those optimizers. Another optimizer that has the parameter
-            too, and one that has answered with a skipped step already, look at the gradient again.
+            too, and one that has answered with a skipped step already, look at the gradient again. ``FINITE`` in
+            their place: that it is finite is known to everybody.
+        since: when it was checked, on the clock of ``clamp.writes``: what is written into it later is unchecked.
         lost_bits: it came through float16 without a scale, where small numbers become zero.
     """
 
@@ -48,6 +51,7 @@ class Mark:
     is_checked: bool = False
     lost_bits: bool = False
     heard: frozenset[object] = frozenset()
+    since: int = 0
 
     @property
     def is_scaled(self) -> bool:
@@ -57,7 +61,7 @@ class Mark:
 
 PLAIN = Mark()
 PLAIN_HALF = Mark(lost_bits=True)
-UNSCALED = Mark(is_checked=True)
+FINITE = object()
 
 Held: TypeAlias = tuple[Tensor, Tensor, Mark | None]  # a tensor, its gradient, and the gradient's mark
 
@@ -89,9 +93,15 @@ def is_unscaled(grad: Tensor) -> bool:
 
 def mark_checked(grads: Iterable[Tensor]) -> None:
     """These gradients are known to be finite. A user's stays without a mark: it may be written again."""
+    mark = checked(frozenset((FINITE,)))
     for grad in grads:
         if mark_of(grad) is not None:
-            set_mark(grad, UNSCALED)
+            set_mark(grad, mark)
+
+
+def checked(heard: frozenset[object]) -> Mark:
+    """The mark of true gradients that have been looked at just now, of which these have heard."""
+    return Mark(is_checked=True, heard=heard, since=writes.now)
 
 
 def lost_bits(params: Iterable[Any]) -> bool:
@@ -101,8 +111,18 @@ def lost_bits(params: Iterable[Any]) -> bool:
 
 def is_known_to(token: object, grad: Any) -> bool:
     """Whether there is no gradient, or an optimizer's next step will be skipped if there is an inf or nan in it."""
+    if grad is None:
+        return True
+    heard = _heard(grad)
+    return token in heard or FINITE in heard
+
+
+def _heard(grad: Tensor) -> frozenset[object]:
+    """Who knows, or will hear, whether a gradient is finite as it is now."""
     mark = mark_of(grad)
-    return grad is None or (mark is not None and mark.is_checked and token in mark.heard)
+    if mark is None or not mark.is_checked or writes.since(grad.buffer, mark.since):
+        return frozenset()
+    return mark.heard
 
 
 # ---------------------------------------------------------------------------------------------- backward passes
@@ -219,13 +239,19 @@ def added(first: Tensor, second: Tensor, dtype: str = "float32") -> Tensor:
         mark: Mark | None = Mark(scale)
     elif ours is None and theirs is None:
         mark = None
-    elif ours is not None and theirs is not None and ours.is_checked and theirs.is_checked:
-        mark = Mark(is_checked=True, heard=ours.heard & theirs.heard)
+    elif known := _heard_of_both(_heard(first), _heard(second)):
+        mark = checked(known)
     else:
         mark = PLAIN_HALF if _lost_bits(first) or _lost_bits(second) else PLAIN
     total = elementwise("add", bridge.canonical_dtype(dtype), first, second)
     set_mark(total, mark)
     return total
+
+
+def _heard_of_both(first: frozenset[object], second: frozenset[object]) -> frozenset[object]:
+    if first and second and (FINITE in first or FINITE in second):
+        return second if FINITE in first else first
+    return first & second
 
 
 def at_scale(grad: Tensor, scale: AppliedScale) -> Tensor:
@@ -270,8 +296,8 @@ def restore(held: Iterable[Held], renewed: Mapping[object, object] = MappingProx
     for tensor, grad, mark in held:
         tensor.grad = grad
         if mark is not None:
-            if mark.heard:
-                mark = replace(mark, heard=frozenset(renewed.get(token, token) for token in mark.heard))
+            if mark.is_checked:  # what was finite then need not be now
+                mark = checked(frozenset(renewed.get(token, token) for token in mark.heard - {FINITE}))
             set_mark(grad, mark if mark.scale is None else Mark(mark.scale.now()))
 
 

@@ -27,6 +27,7 @@ from clamp.replicas import QueueScales, ScaledTape, keep_equal
 from clamp.scaled_loss import check_loss, has_run, open_loss, require_graph, scaled_node
 from clamp.scaled_pass import PassGradients, end_pass, tokens
 from clamp.scaler import LossScale
+from clamp.writes import unnoted
 
 
 class AmpHandle:
@@ -306,12 +307,15 @@ class AmpHandle:
         return self._ranks
 
     def scalers_loaded(self) -> None:
-        """The scalers have got new states: the copies on further queues are made anew."""
+        """The scalers have got new states: the copies on further queues are made anew, and what was noted of passes
+        since the last steps is lost."""
         self._scales.forget()
+        self._guards.forget_heard()
 
     def _sync_grads(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """netcl's ``sync_grads``, after which an overflow of one replica counts for all."""
-        collectives.sync_grads(wrapped, instance, args, kwargs)
+        with unnoted():
+            collectives.sync_grads(wrapped, instance, args, kwargs)
         param_replicas = args[0] if args else kwargs["param_replicas"]
         guards = [self._guards.stepping(params) for params in param_replicas]
         share_overflow([guard for guard in guards if guard is not None])

@@ -19,6 +19,7 @@ from clamp import bridge, gradients
 from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.cache import weights
 from clamp.ops.cast import cast, cast_into
+from clamp.writes import writes
 
 Pair: TypeAlias = tuple[Tensor, Tensor]  # what the optimizer steps, what the model reads; one tensor if fp32
 
@@ -195,7 +196,9 @@ def write_back(master: Tensor, model: Tensor) -> None:
 
 
 def written(buffer: Any) -> None:
-    """A user has written into this storage: what was derived from it is stale, and a master follows its parameter."""
+    """A user has written into this storage: what was derived from it, or known of it, is stale, and a master follows
+    its parameter."""
+    writes.note(buffer)
     if len(weights):
         weights.drop_buffer(buffer)
     model = _models.get(id(buffer))

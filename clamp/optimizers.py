@@ -45,7 +45,7 @@ class StepGuard:
         self.mask = mask
         self._guards = guards
         self._pending: list[LossScale] = []  # scalers with a pass since the last step
-        self.token = object()  # stands for this guard, until its next step, in the marks of gradients
+        self.token = object()  # stands in the marks of gradients for this guard, as long as what it heard counts
         self._skips_at_floor = 0
         self._absent: tuple[tuple[int, ...], tuple[str, ...]] = (), ()  # parameters without a gradient, their names
         self.last: StepReport | None = None
@@ -289,6 +289,11 @@ class StepGuards:
         reached = {id(param) for guard in guards for param, _ in pairs(guard.optimizer)}
         others = [guard for guard in self._by_id.values() if guard not in guards and guard.optimizer is not None]
         return [*guards, *(guard for guard in others if any(id(p) in reached for p in guard.optimizer.params))]
+
+    def forget_heard(self) -> None:
+        """What scalers have noted for these guards is lost: the next steps look at the gradients again."""
+        for guard in self._by_id.values():
+            guard.token = object()
 
     def _free_bit(self) -> int:
         self._by_id = {key: guard for key, guard in self._by_id.items() if guard.optimizer is not None}

@@ -180,7 +180,7 @@ def unscale_all(
     scaler.check_(true)
     for grad in (source for _, sources in by_scale.values() for source in sources if id(source) not in kept):
         gradients.set_mark(grad, None)  # where it was widened, nobody needs it or its scale any more
-    mark = Mark(is_checked=True, heard=heard) if scaler.scales else gradients.PLAIN
+    mark = gradients.checked(heard) if scaler.scales else gradients.PLAIN
     for target in targets.values():
         gradients.set_mark(target, mark)
     return targets

@@ -1,5 +1,5 @@
-"""Loops that nobody means to write and everybody does: passes without a backward, withs that end out of order, a
-shutdown in the middle."""
+"""Loops that nobody means to write and everybody does: what was noted of a gradient holds for whom it was noted, and
+only until somebody writes into it; a step that moves nothing says so."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import pytest
+from netcl import amp as netcl_amp
 from netcl import autograd as ag
-from netcl.optim import SGD
+from netcl.optim import SGD, clip_grad_norm
 
 from clamp import amp, session
-from clamp.bridge import Parameter
+from clamp.bridge import Parameter, Tensor
+from clamp.ops.multi_tensor import check_
 from tests.reference import to_device
 
 LR = 0.125
+TOO_LARGE = 1e6  # overflows in float16
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +62,183 @@ def handle(queue: cl.CommandQueue) -> amp.AmpHandle:
 @pytest.fixture
 def task(queue: cl.CommandQueue, handle: amp.AmpHandle) -> Task:
     return Task(queue)
+
+
+# ---------------------------------------------------------------------------------------------- used twice
+
+
+def test_gradients_that_overflowed_stay_unfit_for_the_next_step_too(task: Task, handle: amp.AmpHandle) -> None:
+    task.backward(handle, TOO_LARGE)
+    task.optimizer.step()
+    task.optimizer.step()
+    assert [report.stepped for report in handle.history] == [False, False]
+    assert task.moved == 0
+
+
+def test_a_pass_that_adds_to_an_overflow_does_not_hide_it(task: Task, handle: amp.AmpHandle) -> None:
+    task.backward(handle, TOO_LARGE)
+    task.optimizer.step()
+    task.backward(handle)
+    task.optimizer.step()
+    assert task.moved == 0
+    task.optimizer.zero_grad()
+    task.backward(handle)
+    task.optimizer.step()
+    assert [report.stepped for report in handle.history] == [False, False, True]
+    assert task.moved == 1
+
+
+def _count_looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    looks: list[int] = []
+
+    def counted(grads: Any, state: Any) -> None:
+        looks.append(len(grads))
+        check_(grads, state)
+
+    monkeypatch.setattr("clamp.optimizers.check_", counted)
+    return looks
+
+
+# ---------------------------------------------------------------------------------------------- used by others
+
+
+def test_an_optimizer_made_after_the_pass_skips_its_overflow(task: Task, handle: amp.AmpHandle) -> None:
+    task.backward(handle, TOO_LARGE)
+    SGD([task.weight], lr=LR).step()
+    assert task.moved == 0
+    assert handle.last_step is not None
+    assert handle.last_step.infs == 12
+
+
+def test_an_optimizer_made_after_the_pass_uses_its_good_gradients(task: Task, handle: amp.AmpHandle) -> None:
+    task.backward(handle)
+    SGD([task.weight], lr=LR).step()
+    assert task.moved == 1
+
+
+def test_an_overflow_that_a_grad_scaler_noted_skips_a_plain_step(task: Task) -> None:
+    scaler = amp.GradScaler(8.0)
+    scaler.scale(task.loss(TOO_LARGE)).backward()
+    scaler.unscale_(task.optimizer)
+    task.optimizer.step()
+    assert task.moved == 0
+
+
+def test_an_overflow_that_netcls_scaler_told_of_skips_a_plain_step(task: Task) -> None:
+    scaler = netcl_amp.GradScaler(init_scale=8.0)
+    scaler.scale_loss(task.loss(TOO_LARGE)).backward()
+    assert scaler.unscale_grads([task.weight])
+    task.optimizer.step()
+    assert task.moved == 0
+
+
+def test_an_overflow_of_an_earlier_handle_skips_the_step(queue: cl.CommandQueue) -> None:
+    handle = amp.init(loss_scale=256.0)
+    task = Task(queue)
+    task.backward(handle, TOO_LARGE)
+    handle.shutdown()
+    amp.init(loss_scale=256.0)
+    task.optimizer.step()
+    assert task.moved == 0
+
+
+def test_a_grad_scalers_step_under_a_handle_looks_at_gradients_once(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = _count_looks(monkeypatch)
+    scaler = amp.GradScaler(8.0)
+    scaler.scale(task.loss()).backward()
+    scaler.step(task.optimizer)
+    scaler.update()
+    netcl_scaler = netcl_amp.GradScaler(init_scale=8.0)
+    task.optimizer.zero_grad()
+    netcl_scaler.scale_loss(task.loss()).backward()
+    netcl_scaler.step(task.optimizer, [task.weight])
+    assert task.moved == 2
+    assert not looks
+
+
+def test_what_one_optimizer_unscaled_another_may_step_by(queue: cl.CommandQueue) -> None:
+    task = Task(queue)
+    other = SGD([task.weight], lr=LR)
+    scaler = amp.GradScaler(8.0)
+    for size, moved in ((1.0, 2), (TOO_LARGE, 2)):
+        task.optimizer.zero_grad()
+        with amp.autocast():
+            loss = task.loss(size)
+        scaler.scale(loss).backward()
+        scaler.unscale_(task.optimizer)
+        scaler.unscale_(other)
+        scaler.step(task.optimizer)
+        scaler.step(other)
+        scaler.update()
+        assert task.moved == moved
+
+
+# ---------------------------------------------------------------------------------------------- states loaded
+
+
+def test_an_overflow_is_not_forgotten_when_a_scale_is_loaded_before_the_step(task: Task, handle: amp.AmpHandle) -> None:
+    state = amp.state_dict()
+    task.backward(handle, TOO_LARGE)
+    amp.load_state_dict(state)
+    task.optimizer.step()
+    assert task.moved == 0
+
+
+def test_good_gradients_survive_a_scale_that_is_loaded(task: Task, handle: amp.AmpHandle) -> None:
+    state = amp.state_dict()
+    task.backward(handle)
+    amp.load_state_dict(state)
+    task.optimizer.step()
+    assert task.moved == 1
+
+
+# ---------------------------------------------------------------------------------------------- written into
+
+
+def test_nan_written_into_a_gradient_that_was_checked_skips_the_step(task: Task, handle: amp.AmpHandle) -> None:
+    task.backward(handle)
+    task.weight.grad.write(np.full((4, 3), np.nan))
+    task.optimizer.step()
+    assert task.moved == 0
+    assert handle.last_step is not None
+    assert handle.last_step.nans == 12
+
+
+def test_an_op_that_writes_into_a_checked_gradient_is_looked_at(task: Task, handle: amp.AmpHandle) -> None:
+    from netcl.ops.elementwise import elementwise_binary
+
+    for noise, moved in ((np.inf, 0), (2.0, 3)):
+        task.optimizer.zero_grad()
+        task.backward(handle)
+        grad = task.weight.grad
+        elementwise_binary(grad, to_device(task.queue, np.full((4, 3), noise)), expression="ADD(v0, v1)", out=grad)
+        task.optimizer.step()
+        assert task.moved == moved
+
+
+def test_a_sum_with_a_gradient_that_was_written_into_is_looked_at(task: Task, handle: amp.AmpHandle) -> None:
+    task.backward(handle)
+    task.weight.grad.write(np.full((4, 3), np.inf))
+    task.backward(handle)
+    task.optimizer.step()
+    assert task.moved == 0
+
+
+def test_clipping_and_writes_elsewhere_cost_no_further_look(
+    task: Task, handle: amp.AmpHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = _count_looks(monkeypatch)
+    other = Tensor.from_host(task.queue, np.zeros(3, np.float32))
+    for _ in range(2):
+        task.optimizer.zero_grad()
+        task.backward(handle)
+        clip_grad_norm([task.weight], 1.0)
+        other.write(np.ones(3))
+        task.optimizer.step()
+    assert not looks
+    assert task.moved == pytest.approx(2 / 12**0.5)
 
 
 # ---------------------------------------------------------------------------------------------- no backward

@@ -15,7 +15,7 @@ from typing import Any
 
 import pyopencl as cl
 
-from clamp import bridge, masters, session
+from clamp import bridge, gradients, masters, session
 from clamp.autocast import Region, casting_region, current_region, depth, in_region
 from clamp.bridge import Tensor
 from clamp.cache import weights
@@ -169,6 +169,8 @@ def _unscale(scaler: Any, found: list[Pair]) -> bool:
         for scale in scales:
             scale.record(1, fresh=1)
     found_inf = [scale.overflowed(1) for scale in scales]
+    if not any(found_inf):
+        gradients.mark_checked(master.grad for master, _ in found if master.grad is not None)
     handle = session.active_handle()
     if any(found_inf) and handle is not None:
         handle.met_non_finite([master for master, _ in found])

@@ -25,6 +25,7 @@ from clamp.patching import custom
 from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, reporter, tensors_in, writes, written
 from clamp.policy import CastPolicy, Entry
 from clamp.scaled_loss import SCALE_OP, is_scaled, require_graph, scaler_of
+from clamp.writes import unnoted
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -322,7 +323,8 @@ def clip_gradients(wrapped: Any, instance: Any, args: Arguments, kwargs: Keyword
                 "scaler.unscale_(optimizer) or after scaler.unscale_grads(params), before the step.",
             )
             gradients.give_each_its_own(params)
-        return in_place(wrapped, instance, (params, *more), named)
+        with unnoted():
+            return in_place(wrapped, instance, (params, *more), named)
 
     return call(*args, **kwargs)
 

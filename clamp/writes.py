@@ -1,0 +1,61 @@
+"""When device memory was last written to by netcl's functions: what was known of its content then no longer holds.
+
+Kernels of a user's own, and pyopencl's copies, tell nobody.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_MOST = 10_000  # buffers that are remembered
+
+
+class Writes:
+    """The last write to each buffer, by the time on a clock that ticks with every write.
+
+    Buffers take no weak references, so they are known by id: one that has been there all the time has its own.
+    """
+
+    def __init__(self) -> None:
+        self._clock = itertools.count(1)
+        self._last: dict[int, int] = {}
+        self._all = 0  # time before which every buffer counts as written to
+        self.now = 0
+
+    def note(self, buffer: Any) -> None:
+        """This buffer is being written to."""
+        if _thread.silent:
+            return
+        self.now = next(self._clock)
+        if len(self._last) >= _MOST:
+            self._last, self._all = {}, self.now
+        self._last[id(buffer)] = self.now
+
+    def since(self, buffer: Any, time: int) -> bool:
+        """Whether a buffer that exists since then has been written to after that time."""
+        return self.now > time and max(self._last.get(id(buffer), 0), self._all) > time
+
+
+class _Thread(threading.local):
+    silent = 0
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def unnoted() -> Iterator[None]:
+    """Inside the ``with``, this thread's writes keep finite numbers finite (clipping does), and do not count."""
+    _thread.silent += 1
+    try:
+        yield
+    finally:
+        _thread.silent -= 1
+
+
+#: Those of the process.
+writes = Writes()
