@@ -85,7 +85,7 @@ def scale_of(grad: Any) -> AppliedScale | None:
     return None if mark is None else mark.scale
 
 
-def is_unscaled(grad: Tensor) -> bool:
+def is_unscaled(grad: Any) -> bool:
     """Whether a gradient has been divided by its loss scale already, and checked."""
     mark: Mark | None = getattr(grad, "_loss_scaling", None)
     return mark is not None and mark.is_checked
@@ -107,6 +107,12 @@ def checked(heard: frozenset[object]) -> Mark:
 def lost_bits(params: Iterable[Any]) -> bool:
     """Whether a parameter's gradient came through float16 from a loss that was not scaled."""
     return any(_lost_bits(getattr(param, "grad", None)) for param in params)
+
+
+def noted_elsewhere(params: Iterable[Any]) -> list[Tensor]:
+    """Gradients in which an inf or nan has been noted, if there is one, for others than who asks."""
+    grads = [getattr(param, "grad", None) for param in params]
+    return [grad for grad in grads if is_unscaled(grad) and FINITE not in _heard(grad)]
 
 
 def is_known_to(token: object, grad: Any) -> bool:

@@ -108,7 +108,7 @@ class StepGuard:
     def _unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of which this guard has not heard: without a loss scale, made by the user, of another optimizer's
         pass, or kept over a step."""
-        if id(self.optimizer) in _vouched:
+        if is_vouched(self.optimizer):
             return []
         return [param.grad for param in params if not gradients.is_known_to(self.token, param.grad)]
 
@@ -191,6 +191,11 @@ class StepGuard:
             f"{self._skips_at_floor} steps in a row were skipped{floor}: {why}. Non-finite gradients: "
             f"{', '.join(bad.names) or 'none any more'}."
         )
+
+
+def is_vouched(optimizer: Any) -> bool:
+    """Whether an optimizer steps inside of a step that a GradScaler or a graph has decided about."""
+    return id(optimizer) in _vouched
 
 
 def _is_idle(param: Tensor) -> bool:

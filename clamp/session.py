@@ -12,19 +12,21 @@ from typing import Any
 from clamp import bridge
 from clamp.autocast import Region
 from clamp.device import list_devices
-from clamp.gradients import lost_bits
+from clamp.gradients import lost_bits, noted_elsewhere
 from clamp.handle import AmpHandle, NoOpHandle
 from clamp.masters import gathered, stepping
-from clamp.optimizers import warn_of_lost_bits
+from clamp.optimizers import StepGuards, is_vouched, warn_of_lost_bits
 from clamp.patching.patch import Patches, Registration
 from clamp.policy import Entry, PolicyTable, default_table, read_list
 from clamp.scaler import LossScale, make_loss_scale
+from clamp.step_report import warn_user
 
 AMP_DTYPES = ("float16", "bfloat16", "float32")
 
 lock = threading.RLock()
 registrations: list[Registration] = []
 _handle: AmpHandle | None = None
+_plain_guards = StepGuards(max_skips_at_floor=25)  # of steps without a handle
 _disabled = False  # the last init was one with enabled=False
 _autocast_patches: Patches | None = None
 
@@ -207,7 +209,15 @@ def ensure_patched() -> None:
 def _plain_step(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if lost_bits(getattr(optimizer, "params", ())):
         _warn_once()
-    with stepping(gathered(optimizer)):
+    found = gathered(optimizer)
+    noted = [] if is_vouched(optimizer) else noted_elsewhere(getattr(optimizer, "params", ()))
+    if noted and _plain_guards.found_in(noted):
+        warn_user(
+            f"{type(optimizer).__name__}.step() was skipped: its gradients, which scaler.unscale_(optimizer) has "
+            "divided, are inf or nan. Call scaler.step(optimizer), which skips such steps by itself."
+        )
+        return None
+    with stepping(found):
         return wrapped(*args, **kwargs)
 
 

@@ -363,3 +363,20 @@ def test_a_shutdown_inside_the_with_says_so(task: Task, handle: amp.AmpHandle) -
         scaled_loss.backward()
         handle.shutdown()
     assert task.weight.grad is None
+
+
+@pytest.mark.parametrize("size", [1.0, TOO_LARGE])
+def test_a_plain_step_under_autocast_alone_skips_what_a_grad_scaler_has_noted(
+    queue: cl.CommandQueue, size: float
+) -> None:
+    task, scaler = Task(queue), amp.GradScaler(8.0)
+    with amp.autocast():
+        loss = task.loss(size)
+    scaler.scale(loss).backward()
+    scaler.unscale_(task.optimizer)
+    if size == TOO_LARGE:
+        with pytest.warns(UserWarning, match="was skipped"):
+            task.optimizer.step()
+    else:
+        task.optimizer.step()
+    assert task.moved == (size == 1.0)
