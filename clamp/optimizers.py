@@ -306,7 +306,10 @@ class StepGuards:
         for bit in range(MAX_OPTIMIZERS):
             if 1 << bit not in used:
                 return bit
-        raise RuntimeError(f"more than {MAX_OPTIMIZERS} optimizers share one AMP handle")
+        raise RuntimeError(
+            f"more than {MAX_OPTIMIZERS} optimizers share one AMP handle, whose scales have one bit for each: let those"
+            " go that have ended (del optimizer), or give parameters that are stepped together to one optimizer"
+        )
 
     # ------------------------------------------------------------------------------------------ history
 
