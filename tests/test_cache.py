@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,25 @@ def test_a_write_ends_the_entry(queue: cl.CommandQueue, handle: amp.AmpHandle, w
     assert output(weight) == 8.0
 
 
+def test_a_write_to_a_part_or_to_the_whole_ends_the_others_entry(queue: cl.CommandQueue) -> None:
+    whole = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 1 << 14)
+    parts = [whole.get_sub_region(start, 1 << 12) for start in (0, 1 << 13)]
+    elsewhere = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 1 << 12)
+    for held, written, ends in ((parts[0], whole, True), (whole, parts[1], True), (whole, elsewhere, False)):
+        values = WeightCache()
+        tensor = Parameter(held, (4, 4), "float32", queue.context, queue)
+        values.get(tensor, "kind", lambda _: "value")
+        values.drop_buffer(written)
+        assert len(values) == (not ends)
+
+
+def test_copies_and_fills_by_keyword_end_the_entry(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
+    weight, twos = (Parameter.from_host(queue, np.full((4, 4), x, np.float32)) for x in (1.0, 2.0))
+    assert output(weight) == 4.0
+    transfer.copy(queue, dst=weight.buffer, src=twos.buffer, byte_count=64)
+    assert output(weight) == 8.0
+
+
 def test_load_state_dict_ends_the_entry(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     layer = Linear(queue, 4, 4, bias=False)
     output(layer.weight)
@@ -181,6 +201,14 @@ def test_a_weight_in_a_loop_is_packed_once_and_again_after_a_write(
     assert [output(weight) for _ in range(4)] == [4.0] * 4
     weight.write(np.full((4, 4), 2.0, np.float32))
     assert [output(weight) for _ in range(4)] == [8.0] * 4
+
+
+def test_the_bytes_of_all_that_is_kept_are_counted(queue: cl.CommandQueue) -> None:
+    cache, tensor = WeightCache(), Parameter.from_host(queue, np.ones(3, np.float32))
+    cache.get(tensor, "copy", lambda _: to_device(queue, np.ones(3), "float16"))
+    cache.get(tensor, "panels", lambda _: SimpleNamespace(nbytes=100))
+    cache.get(tensor, "verdict", lambda _: True)
+    assert cache.nbytes == 6 + 100
 
 
 def test_averaged_weights_are_read_and_left_again(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:

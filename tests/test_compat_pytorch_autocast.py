@@ -386,6 +386,8 @@ def test_every_policy_of_pytorchs_can_be_registered(
         assert module.function(half, wide) == seen
         if policy == "fp32_set_opt_dtype":  # a dtype that the caller passes is respected, and nothing cast
             assert module.function(half, wide, dtype="float16") == ["float16", "float32", "float16"]
+        if policy == "fp32_append_dtype":  # none is appended to one that the caller passes
+            assert module.function(half, wide, dtype="float16") == ["float16", "float32", "float16"]
     assert module.function(half, wide) == ["float16", "float32", None]
 
 

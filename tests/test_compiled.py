@@ -13,6 +13,7 @@ from netcl import autograd as ag
 from netcl.autograd.graph import CompiledGraph
 from netcl.core import transfer
 from netcl.nn.layers import Dropout, LeakyReLU, Sequential
+from netcl.ops.elementwise import elementwise_scalar
 from netcl.optim import SGD, Adam, AdamW
 from netcl.runtime.capture import KernelCapture
 
@@ -20,7 +21,7 @@ from clamp import amp, bridge
 from clamp.bridge import Parameter, Tensor
 from clamp.scaler import ScaleRule
 from tests.networks import loss_of, mlp, weights_of
-from tests.reference import HALF_DTYPES, to_device
+from tests.reference import HALF_DTYPES, to_device, to_numpy
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda params: SGD(params, lr=0.05, momentum=0.9),
@@ -177,6 +178,30 @@ def test_bare_captures_and_two_graphs_side_by_side(queue: cl.CommandQueue) -> No
             for graph in graphs:
                 graph.replay([x, y])
         np.testing.assert_array_equal(losses[0].value.to_host(), expected[5][0])
+
+
+@pytest.mark.parametrize("new_buffers", [False, True])
+def test_a_replay_ends_what_was_derived_from_the_memory_that_it_writes(
+    queue: cl.CommandQueue, new_buffers: bool
+) -> None:
+    with init():
+        weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+        x = ag.tensor(to_device(queue, np.ones((1, 4))))
+
+        def output() -> float:
+            with ag.no_grad():
+                return float(to_numpy(ag.matmul_op(x, ag.tensor(weight, requires_grad=True)))[0, 0])
+
+        capture = KernelCapture()
+        capture.begin()
+        elementwise_scalar(weight, 2.0, "MUL", out=weight)
+        capture.end()
+        assert output() == 8.0
+        if new_buffers:
+            capture.replay_with_new_buffers({})
+        else:
+            capture.replay()
+        assert output() == 16.0
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
@@ -467,7 +492,7 @@ def test_a_pytorch_scaler_steps_after_replays(queue: cl.CommandQueue) -> None:
 
     def weights(record_it: bool) -> list[Any]:
         run = Trainer(queue, None, "adam")
-        scaler = amp.GradScaler(init_scale=1024.0)
+        scaler = amp.GradScaler(init_scale=1024.0, growth_interval=2)
 
         def backward(x: Tensor, y: Tensor) -> None:
             run.optimizer.zero_grad()
@@ -488,6 +513,7 @@ def test_a_pytorch_scaler_steps_after_replays(queue: cl.CommandQueue) -> None:
                 record(graph, backward, *inputs)
             scaler.step(run.optimizer)
             scaler.update()
+        assert scaler.get_scale() == 4096.0
 
         def whole(x: Tensor, y: Tensor) -> None:
             backward(x, y)

@@ -236,7 +236,9 @@ def test_a_function_that_no_list_names_gets_widened_inputs(
     x = to_device(queue, np.ones(3), "bfloat16")
     with amp.init():
         assert module.new(x, others=[x]).dtype == "float32"
-    assert seen == ["float32", "float32"]
+        assert module.new(x=x).dtype == "float32"
+        module.new(to_device(queue, np.ones(3)), others=[x])
+    assert seen == ["float32"] * 5
     assert module.new is new
 
 

@@ -92,6 +92,22 @@ def test_backward_of_the_loss_itself_is_refused_on_the_spot(task: Task, dtype: s
     assert task.gradient == 6.0
 
 
+@pytest.mark.parametrize("fails_first", [True, False])
+def test_an_exception_in_backward_leaves_no_gradient_where_there_was_none(
+    task: Task, handle: amp.AmpHandle, fails_first: bool
+) -> None:
+    def fail(grad: Tensor) -> list[Tensor]:
+        raise KeyboardInterrupt
+
+    other = Parameter.from_host(task.queue, np.ones(3, np.float32))
+    broken = ag.sum(ag.apply_op(lambda x: to_device(task.queue, x.to_host()), fail, ag.tensor(other)))
+    loss = ag.add(broken, task.loss()) if fails_first else ag.add(task.loss(), broken)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    assert task.weight.grad is None
+    assert other.grad is None
+
+
 def test_where_nothing_is_scaled_the_loss_itself_will_do(task: Task) -> None:
     handle = amp.init(dtype="bfloat16")
     loss = task.loss()
@@ -208,6 +224,18 @@ def test_zero_grad_inside_the_with_counts(task: Task, handle: amp.AmpHandle) -> 
     assert task.gradient == 2.0, "an exception leaves the gradients as they were"
 
 
+def test_what_is_cleared_inside_the_with_and_not_reached_again_is_gone(task: Task, handle: amp.AmpHandle) -> None:
+    other = Task(task.queue)
+    optimizer = SGD([task.weight, other.weight], lr=LR)
+    for each in (task, other):
+        each.set_gradient(3.0)
+    with handle.scale_loss(task.loss(), optimizer) as scaled_loss:
+        optimizer.zero_grad()
+        scaled_loss.backward()
+    assert task.gradient == 1.0
+    assert other.weight.grad is None
+
+
 def test_plain_gradients_before_within_and_after_add_up(task: Task) -> None:
     handle = amp.init(dtype="float32", loss_scale=SCALE)
     task.loss(1.0).backward()
@@ -311,6 +339,40 @@ def test_two_nodes_of_one_parameter_inside_disabled_casts(task: Task, handle: am
     assert task.gradient == 3 + 2 + 1
 
 
+def test_all_that_waits_for_a_pass_is_added_at_its_end(task: Task, handle: amp.AmpHandle) -> None:
+    task.set_gradient(1.0)
+    with handle.scale_loss(task.loss(2.0), task.optimizer) as outer:
+        outer.backward()
+        scaled_pass(handle, task, 4.0)
+        outer.backward()
+    assert task.gradient == 1 + 2 + 4 + 2
+
+
+def test_a_scaled_loss_and_a_constant_are_one_loss(task: Task, handle: amp.AmpHandle) -> None:
+    constant = ag.tensor(to_device(task.queue, np.float32(3.0)))
+    with handle.scale_loss(task.loss(), task.optimizer) as scaled_loss:
+        ag.add(scaled_loss, constant).backward()
+    assert task.gradient == 1.0
+
+
+def test_a_pass_given_up_while_it_is_unscaled_counts_for_nothing(
+    task: Task, handle: amp.AmpHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise MemoryError
+
+    task.set_gradient(1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(gradients, "added", fail)
+        with pytest.raises(MemoryError):
+            scaled_pass(handle, task, np.inf)
+    assert task.gradient == 1.0
+    scaled_pass(handle, task)
+    task.optimizer.step()
+    assert handle.last_step.stepped
+    assert task.moved == 2
+
+
 # ---------------------------------------------------------------------------------------------- clipping
 
 
@@ -325,6 +387,11 @@ def test_a_gradient_that_two_parameters_share_is_clipped_once(queue: cl.CommandQ
     getattr(clip, name)([first, second, first], 1.0)  # the norm of four ones is 2
     for param in (first, second):
         np.testing.assert_allclose(param.grad.to_host(), 0.5, rtol=1e-6)
+    scaler = amp.GradScaler(SCALE)  # which takes gradients that nothing is known of for scaled ones
+    scaler.scale(ag.sum(ag.tensor(second)))
+    scaler.step(optimizer)
+    for param in (first, second):
+        np.testing.assert_allclose(param.to_host(), -0.5 * LR, rtol=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------- changing hands
@@ -471,6 +538,86 @@ def test_a_users_gradient_is_legal(task: Task, handle: amp.AmpHandle) -> None:
     assert task.moved == 6, "a GradScaler divides it, as PyTorch's does"
 
 
+def test_bits_that_a_gradient_lost_are_lost_in_a_sum_with_it(task: Task) -> None:
+    handle = amp.init()
+    task.loss().backward()
+    with handle.disable_casts():
+        task.loss().backward()
+    with pytest.warns(UserWarning, match="not scaled"):
+        task.optimizer.step()
+    assert task.moved == 2
+
+
+def test_bits_are_lost_wherever_in_the_graph_float16_is(task: Task) -> None:
+    x = ag.tensor(to_device(task.queue, np.ones((2, 4))))
+    amp.init()
+    doubled = ag.mul(ag.tensor(task.weight), 2.0)
+    product = ag.matmul_op(x, doubled)
+    loss = ag.sum(ag.add(product, ag.tensor(to_device(task.queue, np.ones((2, 3))))))
+    assert [node.value.dtype for node in (doubled, product, loss)] == ["float32", "float16", "float32"]
+    loss.backward()
+    with pytest.warns(UserWarning, match="not scaled"):
+        task.optimizer.step()
+
+
+def test_a_checked_gradient_does_not_answer_for_what_is_added_to_it(task: Task, handle: amp.AmpHandle) -> None:
+    with handle.disable_casts():
+        ag.mul(task.loss(2e38), 4.0).backward()
+    scaled_pass(handle, task)
+    task.optimizer.step()
+    assert not handle.last_step.stepped
+    assert task.moved == 0
+
+
+def test_what_is_not_scaled_is_looked_at_all_the_same(task: Task, fp32: amp.AmpHandle) -> None:
+    scaler = amp.GradScaler(SCALE)
+    scaler.scale(task.loss())
+    task.loss(np.inf).backward()
+    scaler.step(task.optimizer)
+    assert task.moved == 0
+    scaler.update()
+    assert scaler.get_scale() == SCALE / 2
+
+
+def test_a_users_gradient_is_looked_at_at_every_step(task: Task, fp32: amp.AmpHandle) -> None:
+    task.set_gradient(1.0)
+    task.optimizer.step()
+    task.weight.grad.write(np.full((4, 3), np.nan, np.float32))
+    task.optimizer.step()
+    assert not fp32.last_step.stepped
+    assert task.moved == 1
+
+
+def test_a_users_gradient_stays_the_users_after_a_step(task: Task, fp32: amp.AmpHandle) -> None:
+    """A GradScaler takes what nobody but the user knows of for scaled, before the step and after."""
+    task.set_gradient(SCALE)
+    task.optimizer.step()
+    assert task.moved == SCALE
+    scaler = amp.GradScaler(SCALE)
+    scaler.scale(task.loss())
+    scaler.step(task.optimizer)
+    assert task.moved == SCALE + 1
+
+
+def test_a_bad_gradient_that_stays_is_skipped_again(task: Task, fp32: amp.AmpHandle) -> None:
+    task.loss(np.inf).backward()
+    for _ in range(2):
+        task.optimizer.step()
+        assert not fp32.last_step.stepped
+    assert task.moved == 0
+
+
+def test_a_bad_gradient_repaired_after_unscale_is_skipped_all_the_same(task: Task, fp32: amp.AmpHandle) -> None:
+    """As PyTorch's: what unscale_ has met counts, whatever is there now."""
+    scaler = amp.GradScaler(SCALE)
+    scaler.scale(task.loss(np.inf)).backward()
+    scaler.unscale_(task.optimizer)
+    task.weight.grad.write(np.ones((4, 3), np.float32))
+    scaler.step(task.optimizer)
+    scaler.update()
+    assert (task.moved, scaler.get_scale()) == (0, SCALE / 2)
+
+
 # ---------------------------------------------------------------------------------------------- the state itself
 
 
@@ -493,6 +640,21 @@ def test_a_scale_that_moves_is_kept_for_whoever_holds_it(queue: cl.CommandQueue)
     one = NoLossScale().applied()
     assert one.multiply(x, "float32") is x
     assert one.divide(x) is x
+
+
+def test_what_is_divided_to_be_added_elsewhere_is_no_overflow_of_its_scaler(task: Task, fp32: amp.AmpHandle) -> None:
+    """Of the scaler that takes the sum over it is one."""
+    first, second = amp.GradScaler(8.0), amp.GradScaler(32.0)
+    other = Task(task.queue)
+    first.scale(task.loss(np.inf)).backward()
+    first.scale(other.loss()).backward()
+    second.scale(task.loss()).backward()
+    first.step(other.optimizer)
+    first.update()
+    second.step(task.optimizer)
+    second.update()
+    assert (other.moved, task.moved) == (1, 0)
+    assert (first.get_scale(), second.get_scale()) == (8.0, 16.0)
 
 
 def test_nothing_is_copied_when_nobody_holds_the_old_scale(

@@ -189,6 +189,31 @@ def test_one_gradient_on_model_and_master(queue: cl.CommandQueue) -> None:
     np.testing.assert_allclose(master.to_host(), np.full((4, 3), 1 - 2.0**-6), rtol=1e-6)
 
 
+def test_an_exception_leaves_both_gradients(queue: cl.CommandQueue) -> None:
+    weight, x = weight_and_input(queue)
+    handle = amp.init(loss_scale=64.0)
+    optimizer = SGD([weight], lr=2.0**-6)
+    for before in (None, to_device(queue, np.ones((4, 3)))):
+        (master,) = amp.master_params(optimizer)
+        master.grad = weight.grad = before
+        loss = ag.sum(ag.matmul_op(x, ag.tensor(weight)))
+        with pytest.raises(KeyError), handle.scale_loss(loss, optimizer) as scaled_loss:  # noqa: PT012
+            scaled_loss.backward()
+            raise KeyError
+        assert weight.grad is before
+        assert master.grad is before
+
+
+def test_clipping_masters_is_refused_while_the_parameters_gradients_are_scaled(queue: cl.CommandQueue) -> None:
+    weight, x = weight_and_input(queue)
+    handle = amp.init(loss_scale=64.0)
+    optimizer = SGD([weight], lr=2.0**-6)
+    with handle.scale_loss(ag.sum(ag.matmul_op(x, ag.tensor(weight))), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        with pytest.raises(RuntimeError, match="still multiplied by the loss scale"):
+            clip_grad_norm(list(amp.master_params(optimizer)), 1.0)
+
+
 def test_gradients_in_the_parameters_dtype_or_in_fp32(queue: cl.CommandQueue) -> None:
     data = batch(queue, 8, 16, 8)
     amp.init()

@@ -454,6 +454,7 @@ def test_each_thread_has_recordings_of_its_own(queue: cl.CommandQueue) -> None:
     thread.start()
     thread.join()
     assert len(found) == 3
+    assert len(graph.builds) == 2 + 2
     for result in found:
         np.testing.assert_array_equal(result, expected)
 
@@ -548,6 +549,39 @@ def test_constants_are_told_apart_by_type_and_value(queue: cl.CommandQueue) -> N
     assert list(map(repr, graph.seen)) == [repr(x) for x in kinds for _ in range(2)]  # no third build
 
 
+def test_settings_that_differ_in_the_sign_of_zero_are_two(queue: cl.CommandQueue) -> None:
+    class Times(amp.Graph):
+        factor: float
+
+        def build(self, x: Any) -> Any:
+            return ag.mul(x, self.factor)
+
+    graph = Times()
+    graph.factor = 0.0
+    recorded(graph, x_of(queue))
+    for factor in (-0.0, 0.0):
+        graph.factor = factor
+        result = graph(x_of(queue)).to_host()
+        np.testing.assert_array_equal(np.signbit(result), np.signbit(BATCHES[0]) ^ np.signbit(factor))
+
+
+def test_a_list_that_build_makes_longer_is_looked_into_all_the_same(queue: cl.CommandQueue) -> None:
+    class Times(amp.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers = [1.0]
+
+        def build(self, x: Any) -> Any:
+            self.numbers.append(0.0)
+            return ag.mul(x, self.numbers[0])
+
+    graph = recorded(Times(), x_of(queue))
+    for factor in (2.0, 1.0, 3.0):
+        graph.numbers[0] = factor
+        for _ in range(3):
+            np.testing.assert_array_equal(graph(x_of(queue)).to_host(), BATCHES[0] * np.float32(factor))
+
+
 def test_a_constant_that_is_an_object_is_looked_into(queue: cl.CommandQueue) -> None:
     class Settings:
         factor = 2.0
@@ -633,6 +667,22 @@ def test_an_input_that_is_trained_keeps_its_own_gradient(queue: cl.CommandQueue)
     assert graph._recorded.recordings <= 4
 
 
+def test_a_trained_input_in_the_memory_of_another_gets_its_own_gradient(queue: cl.CommandQueue) -> None:
+    model = mlp(queue, 10, 16, 3)
+    graph, y = Train(model, SGD(model.parameters(), lr=1e-30)), to_device(queue, TARGETS[0])
+    x = x_of(queue)
+    view = Tensor(x.buffer, x.shape, x.dtype, x.context, queue)
+    x.requires_grad = view.requires_grad = True
+    for _ in range(3):
+        x.grad = None
+        graph(x, y)
+    assert len(graph.builds) == 2
+    expected, x.grad = x.grad.to_host(), None
+    graph(view, y)
+    assert x.grad is None
+    np.testing.assert_array_equal(view.grad.to_host(), expected)
+
+
 def test_what_becomes_of_an_earlier_input_does_not_matter(queue: cl.CommandQueue) -> None:
     graph, x = Infer(mlp(queue, 10, 16, 3)), x_of(queue)
     recorded(graph, x)
@@ -714,3 +764,74 @@ def test_a_scaler_of_a_graph_steps_an_optimizer_outside_as_well(queue: cl.Comman
         scaler.update()
         assert_same([weights_of(models[0])], [before])
         assert all((new != old).any() for new, old in zip(weights_of(models[1]), theirs, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------- many recordings
+
+
+def test_memory_that_moved_and_moves_back_is_followed(queue: cl.CommandQueue) -> None:
+    layer = Linear(queue, 10, 3)
+    graph, first = recorded(Infer(layer), x_of(queue)), layer.weight.buffer
+    expected = graph(x_of(queue)).to_host()
+    layer.weight.buffer = Parameter.from_host(queue, np.zeros((10, 3), np.float32)).buffer
+    assert (graph(x_of(queue)).to_host() != expected).any()
+    layer.weight.buffer = first
+    np.testing.assert_array_equal(graph(x_of(queue)).to_host(), expected)
+    assert len(graph.builds) == 2
+
+
+def test_a_setting_that_changes_now_and_then_is_recorded_each_time(queue: cl.CommandQueue) -> None:
+    class Times(amp.Graph):
+        factor, builds = 1.0, 0
+
+        def build(self, x: Any) -> Any:
+            return ag.mul(x, self.factor)
+
+    graph, x = Times(), x_of(queue)
+    for number in range(12):
+        graph.factor = float(number)
+        for _ in range(3):
+            np.testing.assert_array_equal(graph(x).to_host(), BATCHES[0] * np.float32(number))
+    assert graph._recorded.recordings > 0
+
+
+def test_the_kind_that_was_used_last_is_remembered(queue: cl.CommandQueue) -> None:
+    class Times(amp.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.builds: list[int] = []
+
+        def build(self, x: Any, factor: int) -> Any:
+            self.builds.append(factor)
+            return ag.mul(x, float(factor))
+
+    graph, x = Times(), x_of(queue)
+    for factor in range(MOST_KEYS + 1):
+        for _ in range(3):
+            np.testing.assert_array_equal(graph(x, factor).to_host(), BATCHES[0] * np.float32(factor))
+    assert graph.builds == [factor for factor in range(MOST_KEYS + 1) for _ in range(2)]
+    assert len(graph._recorded) == MOST_KEYS
+
+
+def test_a_parameter_that_a_replay_does_not_reach_is_not_stepped(queue: cl.CommandQueue) -> None:
+    models = [mlp(queue, 10, 3, seed=seed) for seed in range(2)]
+
+    class Either(amp.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.models = models
+            self.add_optimizer(SGD([param for model in models for param in model.parameters()], lr=0.01))
+
+        def build(self, x: Any, y: Any, which: int) -> Any:
+            loss = ag.mul(ag.mse_loss(self.models[which](x), y), LOSS_FACTOR)
+            loss.backward()
+            return loss
+
+    graph, x, y = Either(), x_of(queue), to_device(queue, TARGETS[0])
+    for which in (0, 0, 1, 1, 0, 1, 0, 1):
+        before = [weights_of(model) for model in models]
+        graph(x, y, which)
+        after = [weights_of(model) for model in models]
+        assert_same([after[1 - which]], [before[1 - which]])
+        assert all((new != old).any() for new, old in zip(after[which], before[which], strict=True))
+    assert graph._recorded.recordings == 2

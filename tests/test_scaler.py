@@ -420,6 +420,16 @@ def test_an_overflow_met_after_unscaling_or_elsewhere_counts(
     assert not off.overflowed(A)
 
 
+def test_whether_it_was_a_nan_is_known_until_the_next_step(queue: cl.CommandQueue) -> None:
+    scale = DynamicLossScale()
+    nan, inf = (to_device(queue, [value]) for value in (np.nan, np.inf))
+    for grad, fresh, nans in ((nan, A, A), (inf, 0, A), (inf, A, 0), (nan, 0, A)):
+        run_pass(scale, grad, A, fresh)
+        assert (scale.overflowed(A), scale.read().nans) == (True, nans)
+    scale.load_state_dict(scale.state_dict())  # which does not say it
+    assert (scale.overflowed(A), scale.read().nans) == (True, 0)
+
+
 def test_a_scale_that_was_set_is_not_moved_by_what_came_before(gradients: Callable[[bool], Tensor]) -> None:
     scale = DynamicLossScale()
     grad = gradients(True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import pickle
 import signal
@@ -228,6 +229,13 @@ def test_many_parameters_are_counted_and_the_first_named(queue: cl.CommandQueue)
     training.optimizer.step()
     assert handle.last_step.reason == (
         "nan in 120 elements of the gradients of layers.0.weight, layers.0.bias, layers.1.weight and 117 more"
+    )
+    training.backward(handle)
+    for param in training.optimizer.params[:3]:
+        plant(param, np.inf)
+    training.optimizer.step()
+    assert handle.last_step.reason == (
+        "inf in 3 elements of the gradients of layers.0.weight, layers.0.bias, layers.1.weight"
     )
 
 
@@ -530,3 +538,76 @@ def test_a_wrapper_kept_after_shutdown_says_so_on_entry(training: Training) -> N
     handle.shutdown()
     with pytest.raises(RuntimeError, match="shut down"), optimizer.scale_loss(loss):
         pytest.fail("the error comes on entry")
+
+
+def test_a_skipped_step_is_over_with(training: Training) -> None:
+    handle = amp.init(loss_scale=1.0)
+    training.backward(handle, np.inf)
+    training.optimizer.step()
+    for param in training.optimizer.params:
+        param.grad = to_device(param.queue, np.ones(param.shape, np.float32))
+    training.optimizer.step()
+    assert handle.last_step.stepped
+
+
+def test_only_skips_in_a_row_at_the_floor_raise(training: Training) -> None:
+    handle = amp.init(loss_scale="dynamic")
+    training.backward(handle)
+
+    def step_on_nan(scaled: bool) -> None:
+        if scaled:
+            training.backward(handle, np.nan)
+        else:
+            param = training.optimizer.params[0]
+            param.grad = to_device(param.queue, np.full(param.shape, np.nan, np.float32))
+        training.optimizer.step()
+        assert not handle.last_step.stepped
+
+    for scaled in (*[False] * 24, True, *[False] * 24):  # the one that is scaled lowers the scale
+        step_on_nan(scaled)
+    with pytest.raises(FloatingPointError, match="25 steps in a row"):
+        step_on_nan(scaled=False)
+
+
+def test_bits_of_optimizers_that_are_gone_are_given_to_others(training: Training) -> None:
+    handle = amp.init(loss_scale=1.0)
+    many = [SGD(training.model.parameters()) for _ in range(optimizers.MAX_OPTIMIZERS)]
+    for optimizer in many:
+        handle.guard(optimizer)
+    with pytest.raises(RuntimeError, match="more than 32 optimizers"):
+        handle.guard(training.optimizer)
+    del optimizer
+    many.clear()
+    gc.collect()
+    assert skips(handle, training, training.optimizer.step)
+
+
+def test_an_own_step_is_guarded_once(training: Training) -> None:
+    optimizer = training.optimizer
+    optimizer.step = lambda: Adam.step(optimizer)
+    with amp.init(loss_scale=1.0) as handle:
+        training.backward(handle)
+        step = optimizer.step
+        for _ in range(3):
+            training.backward(handle)
+            assert optimizer.step is step
+    training.optimizer.zero_grad()
+    before = optimizer.t
+    for param in optimizer.params:
+        param.grad = to_device(param.queue, np.full(param.shape, np.inf, np.float32))
+    step()  # kept after shutdown: nothing guards it any more
+    assert optimizer.t == before + 1
+    assert len(handle.history) == 0
+
+
+def test_code_that_a_user_gives_a_redirected_function_stays() -> None:
+    class Counter:
+        def add(self) -> int:
+            return 1
+
+    mine = (lambda self: 2).__code__
+    redirected = Redirected(Counter.add, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs))
+    Counter.add.__code__ = mine
+    redirected.undo()
+    assert Counter.add.__code__ is mine
+    assert Counter().add() == 2
