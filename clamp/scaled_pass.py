@@ -126,14 +126,12 @@ class PassGradients:
             guards: of the optimizers that hear of an inf or nan in this pass.
         """
         reached = [slot.reached for slot in self._slots if slot.reached is not None]
-        others = [slot.earlier if slot.reached is not None else slot.before for slot in self._slots]
+        # What no backward has come to is as it was, unless the user has cleared it meanwhile.
+        others = [slot.earlier if slot.reached is not None else slot.model.grad for slot in self._slots]
         waiting = [grad for grad in others if gradients.scale_of(grad) is not None and grad is not None]
         true = unscale_all([*reached, *waiting], scaler, frozenset(tokens(guards)), elsewhere=waiting)
         for slot, other in zip(self._slots, others, strict=True):
-            now = slot.reached
-            if now is None and slot.model.grad is None:
-                other = None  # cleared by the user
-            now = None if now is None else true[id(now)]
+            now = None if slot.reached is None else true[id(slot.reached)]
             other = None if other is None else true.get(id(other), other)
             slot.master.grad = now if other is None else other if now is None else gradients.added(other, now)
             masters.share_gradient(slot.master, slot.model)

@@ -117,6 +117,21 @@ def test_a_step_inside_the_with_does_not_use_up_the_overflow_of_the_pass_before(
         assert [report.stepped for report in handle.history] == [False, False]
 
 
+def test_an_overflow_that_is_cleared_inside_the_with_neither_skips_nor_lowers_the_scale(
+    model: Any, bad: Data, good: Data, queue: cl.CommandQueue
+) -> None:
+    other = mlp(queue, 4, 4, 2, seed=1)
+    first, second = SGD(model.parameters(), lr=0.1), SGD(other.parameters(), lr=0.1)
+    with amp.init() as handle:
+        amp.GradScaler().scale(loss_of(model, bad)).backward()
+        with handle.scale_loss(loss_of(other, good), [first, second]) as scaled_loss:
+            first.zero_grad()
+            scaled_loss.backward()
+        second.step()
+        assert handle.last_step.stepped
+        assert handle.loss_scale == 2.0**16
+
+
 @pytest.mark.usefixtures("before")
 def test_a_grad_scalers_overflow_skips_a_plain_step_with_the_same_weight(model: Any, bad: Data) -> None:
     first, second = SGD(model.parameters(), lr=0.1), SGD(model.parameters()[:1], lr=0.1)
