@@ -34,8 +34,10 @@ def readme(page: Ran, queue: cl.CommandQueue) -> None:
         assert page["my_matmul"](single, half).value.dtype == "float16"
         assert page["my_add"](half, single).value.dtype == "float32"
         assert functional.gelu(half).value.dtype == "float32"  # registered; it would be float16
-        loss = page["my_loss"](half, leaf((4, 4), "float32"))
+        loss = page["my_loss"](half, ag.tensor(Tensor.from_host(queue, np.zeros((4, 4), np.float32))))
         assert loss.value.dtype == "float32"
+        loss.backward()
+        np.testing.assert_array_equal(half.value.grad.to_host(), 1.0)
 
 
 def checkpoints(page: Ran, queue: cl.CommandQueue) -> None:
