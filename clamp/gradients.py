@@ -147,6 +147,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.waiting: list[Waiting] = []  # the scaled passes around this point, the innermost last
+        self.reached: dict[int, Tensor] | None = None  # tensors that backward has given a gradient to, if asked for
 
 
 _thread = _Thread()
@@ -161,6 +162,17 @@ def waiting_in(scaled_pass: Waiting) -> Iterator[None]:
         yield
     finally:
         waiting.remove(scaled_pass)
+
+
+@contextmanager
+def noting_reached() -> Iterator[dict[int, Tensor]]:
+    """Inside the ``with``, collects the tensors that this thread's backward passes give gradients to, by id."""
+    outer, reached = _thread.reached, dict[int, Tensor]()
+    _thread.reached = reached
+    try:
+        yield reached
+    finally:
+        _thread.reached = outer
 
 
 def scale_in_backward() -> AppliedScale | None:
@@ -222,6 +234,8 @@ def _mark_all(leaves: Iterable[Any], before: Iterable[tuple[Any, Any]], mark: Ma
         if grad is not None and grad is not last:
             lost_bits = mark.lost_bits or (last is not None and _lost_bits(last))
             set_mark(grad, mark if mark.is_scaled else PLAIN_HALF if lost_bits else PLAIN)
+            if _thread.reached is not None:
+                _thread.reached[id(leaf)] = leaf
 
 
 def _lost_bits(grad: Any) -> bool:

@@ -70,10 +70,14 @@ typedef struct {
 #if ONLY_CHECK
 #define MULTIPLIED(v) (v)
 #define WRITE(STORE_ANY, v, i)
+#define RESULT(i) LOAD(X_T, x, i)
 #else
 #define MULTIPLIED(v) ((v) * factor)
 #define WRITE(STORE_ANY, v, i) STORE_ANY(f32, v, y, i)
+#define RESULT(i) y[i]
 #endif
+#define KIND(bits)                                             \
+    (((bits) & MAGNITUDE) == INFINITE ? FOUND_INF : ((bits) & MAGNITUDE) > INFINITE ? FOUND_NAN : 0)
 
 // The multiplier is word 0 of a loss scale's state: of `state` itself, or of the scale as it was earlier.
 __kernel void unscale(__global const tile *restrict tiles, __global unscale_state *state,
@@ -94,23 +98,26 @@ __kernel void unscale(__global const tile *restrict tiles, __global unscale_stat
 #endif
 
     const size_t vectors = t.count / 16;
-    int16 inf16 = 0, nan16 = 0;
+    int16 bad16 = 0;
     for (size_t i = get_local_id(0); i < vectors; i += get_local_size(0)) {
         const float16 v = MULTIPLIED(LOAD16(X_T, x, 16 * i));
-        const int16 magnitude = as_int16(v) & MAGNITUDE;
-        inf16 |= magnitude == INFINITE;
-        nan16 |= magnitude > INFINITE;
+        bad16 |= (as_int16(v) & INFINITE) == INFINITE;
         WRITE(STORE16, v, 16 * i);
     }
-    int inf = any(inf16), nan = any(nan16);
+    int bad = any(bad16);
     for (size_t i = 16 * vectors + get_local_id(0); i < t.count; i += get_local_size(0)) {
         const float v = MULTIPLIED(LOAD(X_T, x, i));
-        const int magnitude = as_int(v) & MAGNITUDE;
-        inf |= magnitude == INFINITE;
-        nan |= magnitude > INFINITE;
+        bad |= (as_int(v) & INFINITE) == INFINITE;
         WRITE(STORE, v, i);
     }
-    if (inf | nan) atomic_or(&state->found, (inf ? FOUND_INF : 0) | (nan ? FOUND_NAN : 0));
+    if (!bad) return;
+    // Which of the two it was is asked of the few tiles that have one.
+    int found = 0;
+    for (size_t i = get_local_id(0); i < vectors; i += get_local_size(0))
+        for (size_t k = 16 * i; k < 16 * i + 16; k++) found |= KIND(as_int(RESULT(k)));
+    for (size_t i = 16 * vectors + get_local_id(0); i < t.count; i += get_local_size(0))
+        found |= KIND(as_int(RESULT(i)));
+    atomic_or(&state->found, found);
 }
 
 #if ONLY_CHECK

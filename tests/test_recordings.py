@@ -835,3 +835,35 @@ def test_a_parameter_that_a_replay_does_not_reach_is_not_stepped(queue: cl.Comma
         assert_same([after[1 - which]], [before[1 - which]])
         assert all((new != old).any() for new, old in zip(after[which], before[which], strict=True))
     assert graph._recorded.recordings == 2
+
+
+def test_gradients_of_what_the_graph_does_not_step_add_up(queue: cl.CommandQueue) -> None:
+    """Another optimizer's parameter, an input that is trained: calls add to their gradients, and so do replays."""
+    weight, extra = (Parameter.from_host(queue, np.ones(shape, np.float32)) for shape in ((4, 3), (4,)))
+    optimizer = SGD([weight], lr=1e-30)
+
+    class Train(amp.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_optimizer(optimizer)
+            self.config.enable_amp(True, dtype="float32")
+
+        def build(self, x: Any) -> Any:
+            loss = ag.sum(ag.matmul_op(ag.add(x, ag.tensor(extra)), ag.tensor(weight)))
+            loss.backward()
+            return loss
+
+    train, x = Train(), to_device(queue, np.ones((2, 4)))
+    x.requires_grad = True
+    for cleared in (True, False, True):
+        if cleared:
+            x.grad = extra.grad = None
+            total = 0
+        for _ in range(4):
+            train(x)
+            total += 1
+            np.testing.assert_array_equal(x.grad.to_host(), np.full((2, 4), 3.0 * total))
+            np.testing.assert_array_equal(extra.grad.to_host(), np.full(4, 6.0 * total))
+    kept = extra.grad
+    train(x)
+    np.testing.assert_array_equal(kept.to_host(), np.full(4, 6.0 * total))

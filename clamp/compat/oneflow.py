@@ -6,6 +6,7 @@ The graph is netcl's ``CompiledGraph``; docs/coming-from-oneflow.md has every di
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ import numpy as np
 from netcl import autograd as ag
 from netcl.autograd.graph import CompiledGraph
 
-from clamp import bridge, gradients, session
+from clamp import bridge, gradients, masters, session
 from clamp.autocast import Region, current_region, in_region
 from clamp.bridge import DTypeLike, Node, Tape, Tensor
 from clamp.cache import weights
@@ -163,6 +164,7 @@ class Graph:
         self._grad_scaler: pytorch.GradScaler | None = None  # whose scale it is, if somebody else has it too
         self._recorded = Variants(type(self).__name__, _what_differs)
         self._passes = 0
+        self._others: list[weakref.ref[Tensor]] = []  # what gets gradients here and is stepped elsewhere, if at all
         # What a recording does not depend on, or asks for as it is now.
         self._unwatched = frozenset(vars(self)) - earlier | {"_unwatched"}
 
@@ -271,17 +273,43 @@ class Graph:
         with nullcontext() if region is None else in_region(region):
             known = self._recorded.find(key, tensors)
             if known is not None:
-                self._zero_grad()  # of parameters, too, that this recording gives no gradient
-                known.step.launch(tensors)
+                with self._adding_to_others(tensors):
+                    self._zero_grad()  # of parameters, too, that this recording gives no gradient
+                    known.step.launch(tensors)
                 outputs = _mapped(known.outputs, _copy)
             elif (before := self._recorded.may_record(key)) is not None:
-                outputs = self._record(key, inputs, region, before)
+                with self._adding_to_others(tensors):
+                    outputs = self._record(key, inputs, region, before)
             else:
-                with self._recorded.following():
+                with self._recorded.following(), gradients.noting_reached() as reached:
                     outputs = _mapped(self._run(inputs), lambda tensor: tensor)
+                known_already = {id(ref()) for ref in self._others}
+                self._others += [weakref.ref(x) for key_, x in reached.items() if key_ not in known_already]
                 self._recorded.ran(key, self._watch(inputs))
         weights.clear()
         return outputs
+
+    @contextmanager
+    def _adding_to_others(self, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Around a recording, and each replay: what it gives to tensors that are trained, but by none of the graph's
+        optimizers, is added to what they have. A recording would add what was there when it was made, every time."""
+        own = {id(x) for optimizer in self._optimizers for pair in masters.pairs(optimizer) for x in pair}
+        trained = {id(x): x for x in inputs if bridge.is_trained(x)}
+        trained |= {id(x): x for ref in self._others if (x := ref()) is not None}
+        before = [(x, x.grad) for key, x in trained.items() if key not in own]
+        for x, _ in before:
+            x.grad = None
+        try:
+            yield
+        except BaseException:
+            for x, earlier in before:
+                x.grad = earlier
+            raise
+        for x, earlier in before:
+            if x.grad is None:
+                x.grad = earlier
+            else:  # in memory of its own: the next replay overwrites this one's
+                x.grad = gradients.copied(x.grad) if earlier is None else gradients.added(earlier, x.grad, x.grad.dtype)
 
     def _region(self) -> Region | None:
         outer = current_region()
