@@ -186,7 +186,7 @@ class ManualScaling:
         if round_.stage is Stage.UNSCALED:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if round_.stage is Stage.STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
+            raise RuntimeError("unscale_() is being called after step(): call update() before it.")
         found = masters.pairs(optimizer)
         lost_bits = not self._lost_bits and gradients.lost_bits(model for _, model in found)
         mask = round_.guard.mask

@@ -223,7 +223,7 @@ def test_wrong_shapes(queue: cl.CommandQueue) -> None:
         attention_backward(q, q, q, lse, longer, True, None, out_dtypes=("float32",) * 3)
     with pytest.raises(ValueError, match="exceeds capacity 5"):
         attention_decode(to_device(queue, np.ones((1, 2, 1, 4))), longer, longer, 6, None, out_dtype="float32")
-    with pytest.raises(ValueError, match="decoding takes"):
+    with pytest.raises(ValueError, match="flash_attention_decode takes"):
         attention_decode(q, longer, longer, 1, None, out_dtype="float32")
 
 
