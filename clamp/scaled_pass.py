@@ -102,7 +102,9 @@ class PassGradients:
         Args:
             ran: whether a backward has run from the scaled loss.
         """
-        marks = [mark_of(slot.reached) for slot in self._slots if slot.reached is not None]
+        # netcl's own functions give gradients to what is frozen by requires_grad as well, and no step reads them.
+        trained = [slot.reached for slot in self._slots if not bridge.is_frozen(slot.model)]
+        marks = [mark_of(grad) for grad in trained if grad is not None]
         if not marks:
             run = "" if ran else "run scaled_loss.backward() or tape.backward(scaled_loss) there, and "
             cleared = ", and that they were not cleared after backward" if ran else ""

@@ -141,3 +141,16 @@ def test_a_grad_scalers_overflow_skips_a_plain_step_with_the_same_weight(model: 
         scaler.step(first)
         second.step()
         assert not handle.last_step.stepped
+
+
+def test_a_pass_that_reaches_frozen_parameters_only_raises_without_casts_too(model: Any, good: Data) -> None:
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for param in optimizer.params:
+        param.requires_grad = False
+    with amp.init() as handle:
+        with handle.disable_casts():
+            loss = loss_of(model, good)
+        with pytest.raises(RuntimeError, match="frozen"):  # noqa: SIM117
+            with handle.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        assert handle.last_step is None
