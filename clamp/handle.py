@@ -19,6 +19,7 @@ from clamp.cache import weights
 from clamp.distributed import Ranks
 from clamp.functions.casting import note_numpy_backend
 from clamp.interrupts import uninterrupted
+from clamp.ops.loss_scale import scale_lock
 from clamp.optimizers import StepGuard, StepGuards, StepReport, share_overflow
 from clamp.patching import collectives
 from clamp.patching.patch import Patches, Registration
@@ -244,7 +245,7 @@ class AmpHandle:
             if self._ranks is not None:
                 reached.average(self._ranks, scaler)
             reached.require_any(scaler, ran=self._ranks is not None or has_run(scaled_loss))
-            with scaler.lock, uninterrupted():
+            with scale_lock, uninterrupted():
                 try:
                     reached.unscale(scaler, guards)
                 except BaseException:

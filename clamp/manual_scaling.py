@@ -7,7 +7,6 @@ gradients, or clip them, between unscaling and the step.
 from __future__ import annotations
 
 import enum
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -20,6 +19,7 @@ from clamp.bridge import HALF_DTYPES, Node, Tensor
 from clamp.functions.casting import note_numpy_backend
 from clamp.interrupts import uninterrupted
 from clamp.masters import Pair
+from clamp.ops.loss_scale import scale_lock
 from clamp.optimizers import StepGuard, StepGuards, StepReport, warn_of_lost_bits
 from clamp.scaled_loss import scaled_node
 from clamp.scaled_pass import tokens, unscale_all
@@ -135,7 +135,6 @@ class ManualScaling:
 
     def __init__(self, init_scale: float, rule: ScaleRule, max_skips_at_floor: int = 25) -> None:
         self._scalers: dict[cl.CommandQueue, DynamicLossScale] = {}
-        self._lock = threading.RLock()  # of all scalers: several threads may step with one
         self._lost_bits = False  # whether a word was said about losses that are not scaled
         self._guards = StepGuards(max_skips_at_floor)
         self._rounds: dict[int, _Round] = {}
@@ -190,7 +189,7 @@ class ManualScaling:
         found = masters.pairs(optimizer)
         lost_bits = not self._lost_bits and gradients.lost_bits(model for _, model in found)
         mask = round_.guard.mask
-        with self._lock, uninterrupted():
+        with scale_lock, uninterrupted():
             scalers, round_.checked = unscale_gradients(found, self._scaler, frozenset(tokens([round_.guard])))
             for scaler in scalers:
                 scaler.record(mask, fresh=mask)
@@ -242,7 +241,7 @@ class ManualScaling:
         for master, model in masters.split(round_.optimizer):
             masters.gather(master, model)
         grads = [param.grad for param in params if param.grad is not None and bridge.on_device(param.grad)]
-        with self._lock:
+        with scale_lock:
             for scaler in round_.scalers:
                 of_queue = [grad for grad in grads if self._scalers.get(grad.queue) is scaler]
                 scaler.check_(of_queue)

@@ -6,6 +6,7 @@ its picklability, and whoever holds the bound method, a scheduler, say, sees the
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections import deque
@@ -49,9 +50,8 @@ class StepGuard:
         self._skips_at_floor = 0
         self._absent: tuple[tuple[int, ...], tuple[str, ...]] = (), ()  # parameters without a gradient, their names
         self.last: StepReport | None = None
-        self.met: tuple[NonFinite, tuple[str, ...]] | None = (
-            None  # and who had no gradient, at a step decided elsewhere
-        )
+        # What was inf or nan and who had no gradient, at a step that is decided elsewhere.
+        self.met: tuple[NonFinite, tuple[str, ...]] | None = None
 
     @property
     def optimizer(self) -> Any:
@@ -256,7 +256,7 @@ class StepGuards:
         self.max_skips_at_floor = max_skips_at_floor
         self._check_finite = check_finite
         self._wants_scaling = wants_scaling
-        self._checks: dict[cl.CommandQueue, DeviceState] = {}
+        self._checks: dict[tuple[cl.CommandQueue, int], DeviceState] = {}  # one a thread, which waits for its own
         self._running: set[int] = set()
         self.history: deque[StepReport] = deque(maxlen=HISTORY)
         self.steps = self.skips = 0
@@ -334,10 +334,9 @@ class StepGuards:
                 by_queue.setdefault(grad.queue, []).append(grad)
         found = []
         for queue, of_queue in by_queue.items():
-            state = self._checks.setdefault(queue, DeviceState(1.0))
-            with state.lock:
-                check_(of_queue, state.buffer(queue))
-                found.append(state.take_found())
+            state = self._checks.setdefault((queue, threading.get_ident()), DeviceState(1.0))
+            check_(of_queue, state.buffer(queue))
+            found.append(state.take_found())
             if not found[-1]:
                 gradients.mark_checked(of_queue)
         return any(found)

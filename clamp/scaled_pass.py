@@ -6,7 +6,7 @@ Everything that scales a loss is made of these steps (``AmpHandle.scaled``, a gr
     reached = PassGradients(optimizers)
     with gradients.waiting_in(reached):  # gradients of earlier passes wait
         ... backward of scaled_node(loss, scaler) ...
-    with scaler.lock:
+    with scale_lock:
         reached.unscale(scaler)      # this pass's are divided by the scale, the earlier ones added back
         end_pass(guards, scaler)     # the scale moves; the optimizers know which scale their step depends on
 """
@@ -122,7 +122,7 @@ class PassGradients:
             )
 
     def unscale(self, scaler: LossScale, guards: Sequence[StepGuard]) -> None:
-        """Divides this pass's gradients by the scale, in fp32, and adds the earlier ones. Hold the scaler's lock.
+        """Divides this pass's gradients by the scale, in fp32, and adds the earlier ones. Hold ``scale_lock``.
 
         Args:
             guards: of the optimizers that hear of an inf or nan in this pass.

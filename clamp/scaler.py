@@ -20,7 +20,6 @@ An optimizer is a bit, chosen by the caller: ``mask`` has the bits of the optimi
 from __future__ import annotations
 
 import operator
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,11 +95,6 @@ class LossScale(ABC):
     #: Whether losses are multiplied at all.
     scales: bool = True
     _state: DeviceState
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Held while gradients are unscaled and the pass is ended: a verdict is that of one pass, in every thread."""
-        return self._state.lock
 
     @property
     def last_seen(self) -> float:

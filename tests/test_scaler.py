@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from netcl.runtime.capture import KernelCapture
 from clamp import bridge, program
 from clamp.bridge import Tensor
 from clamp.ops import multi_tensor
-from clamp.ops.loss_scale import ScaleState
+from clamp.ops.loss_scale import ScaleState, scale_lock
 from clamp.scaler import DynamicLossScale, LossScale, NoLossScale, ScaleRule, StaticLossScale, make_loss_scale
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, quantize, to_device, to_numpy
 
@@ -561,3 +562,19 @@ def test_a_captured_pass_replays_with_the_live_scale(
         assert scale.read() == model.state()
         assert scaled.to_host() == 3 * used
         assert target.to_host()[0] == 1 / used
+
+
+@pytest.mark.parametrize("move", [lambda scale: scale.set_scale(8.0), lambda scale: scale.update(A, A)])
+def test_no_scale_moves_while_another_thread_unscales(
+    queue: cl.CommandQueue, move: Callable[[LossScale], None]
+) -> None:
+    """A pass may divide by any scale: that of another ``loss_id``, say."""
+    scale = DynamicLossScale(rule=ScaleRule(growth_interval=1))
+    scale.scale_loss(to_device(queue, [1.0]))
+    thread = threading.Thread(target=move, args=(scale,))
+    with scale_lock:
+        thread.start()
+        thread.join(0.2)
+        assert scale.read().scale == 2.0**16
+    thread.join()
+    assert scale.read().scale != 2.0**16

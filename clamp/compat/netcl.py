@@ -24,6 +24,7 @@ from clamp.device import capabilities
 from clamp.functions.casting import note_numpy_backend
 from clamp.manual_scaling import LARGEST, SMALLEST, unscale_gradients
 from clamp.masters import Pair
+from clamp.ops.loss_scale import scale_lock
 from clamp.patching.patch import answers_for
 from clamp.patching.wrap import Installed
 from clamp.policy import default_table
@@ -108,7 +109,6 @@ class _Scales:
     """The device side of netcl's scalers: a loss scale for each scaler and queue."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
         # netcl's scalers compare by value, and cannot be keys.
         self._of: dict[int, tuple[weakref.ref[Any], dict[cl.CommandQueue, tuple[float, StaticLossScale]]]] = {}
 
@@ -164,7 +164,7 @@ def _master(param: Tensor) -> Tensor:
 
 
 def _unscale(scaler: Any, found: list[Pair]) -> bool:
-    with _scales.lock:
+    with scale_lock:
         scales, _ = unscale_gradients(found, lambda queue: _scales.of(scaler, queue))
         for scale in scales:
             scale.record(1, fresh=1)

@@ -24,6 +24,7 @@ from clamp.cache import weights
 from clamp.compat import pytorch
 from clamp.interrupts import uninterrupted
 from clamp.ops import transfer
+from clamp.ops.loss_scale import scale_lock
 from clamp.optimizers import StepGuard, StepGuards, StepReport
 from clamp.patching.compiled import Step
 from clamp.patching.replay import shared_memory
@@ -370,7 +371,7 @@ class Graph:
             with gradients.waiting_in(reached):
                 Tape(retain_grads=False).backward(scaled_node(loss, self._scaler))
             reached.require_any(self._scaler, ran=True)
-            with self._scaler.lock, uninterrupted():
+            with scale_lock, uninterrupted():
                 reached.unscale(self._scaler, self._all_guards())
                 host_step(self._passed)
         except BaseException:

@@ -22,6 +22,11 @@ from clamp.recording import unrecorded
 
 Words: TypeAlias = np.ndarray[Any, np.dtype[np.void]]
 
+#: What belongs together on a queue (unscaling and the verdict on it, multiplying and the scale that is kept for it) is
+#: enqueued under this, so that threads that share a loss scale do not come between. One lock for all loss scales: a
+#: pass may divide by several.
+scale_lock = threading.RLock()
+
 # As in loss_scale.cl.
 _WORDS = np.dtype(
     [
@@ -76,19 +81,19 @@ class AppliedScale:
 
     def multiply(self, x: Tensor, out_dtype: str) -> Tensor:
         """``x * scale`` in ``out_dtype``, of x's shape; both float32, float16 or bfloat16."""
-        with self._state.lock:
+        with scale_lock:
             return _multiply(x, out_dtype, self.buffer(x.queue))
 
     def divide(self, x: Tensor) -> Tensor:
         """``x / scale`` in float32, elsewhere. Whether anything is inf or nan is noted nowhere."""
-        with self._state.lock:
+        with scale_lock:
             buffer = self.keep(x.queue)
             y = bridge.empty(x.queue, x.shape, "float32")
             unscale_([x], [y], buffer)
             return y
 
     def buffer(self, queue: cl.CommandQueue) -> cl.Buffer:
-        """A state whose multiplier and scale are these. Hold the state's lock until what reads it is enqueued."""
+        """A state whose multiplier and scale are these. Hold ``scale_lock`` until what reads it is enqueued."""
         return self._copy or self._state.buffer(queue)
 
     def keep(self, queue: cl.CommandQueue) -> cl.Buffer:
@@ -112,9 +117,6 @@ class DeviceState:
         _assign(self._initial, {"scale": scale})
         self._home: tuple[cl.CommandQueue, cl.Buffer] | None = None
         self._applied: weakref.ref[AppliedScale] | None = None
-        #: what belongs together on the queue (unscaling and the verdict on it, multiplying and its mark) is enqueued
-        #: under it, so that threads that share the scale do not come between
-        self.lock = threading.RLock()
         self.seen = float(self._initial["scale"][0])  # the scale when it was last read or set
 
     def buffer(self, queue: cl.CommandQueue) -> cl.Buffer:
@@ -135,7 +137,7 @@ class DeviceState:
     def _create(self, queue: cl.CommandQueue) -> tuple[cl.CommandQueue, cl.Buffer]:
         if not isinstance(queue, cl.CommandQueue):
             raise TypeError("loss scaling needs tensors on an OpenCL device, not on netcl's numpy backend")
-        with self.lock:
+        with scale_lock:
             if self._home is None:
                 flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
                 self._home = queue, cl.Buffer(queue.context, flags, hostbuf=self._initial)
@@ -143,7 +145,7 @@ class DeviceState:
 
     def applied(self) -> AppliedScale:
         """The scale as it is now, for as long as it stays so, and for whoever holds it also after."""
-        with self.lock:
+        with scale_lock:
             applied = self._applied() if self._applied is not None else None
             if applied is None:
                 applied = AppliedScale(self)
@@ -165,7 +167,7 @@ class DeviceState:
         """Runs ``record``, ``adjust`` or ``update``. Before any tensor was scaled there is nothing to decide."""
         if self._home is not None:
             queue, buffer = self._home
-            with self.lock:
+            with scale_lock:
                 if kernel != "record":
                     self._about_to_move()
                 get_kernel(queue, "loss_scale.cl", kernel, "p" + args)(queue, (1,), (1,), buffer, *scalars)
@@ -191,7 +193,7 @@ class DeviceState:
 
     def write(self, **fields: float) -> None:
         """Sets some fields of the state, and what follows from them. Waits for the device."""
-        with self.lock:
+        with scale_lock:
             words = self._words()
             _assign(words, fields)
             self.seen = float(words["scale"][0])
