@@ -17,7 +17,7 @@ import wrapt
 from clamp import bridge, masters
 from clamp.bridge import Tensor
 from clamp.cache import weights
-from clamp.checkpoint_file import CheckpointError, Decoder, Encoder, Json, read, write
+from clamp.checkpoint_file import CheckpointError, Decoder, Encoder, Json, differences, read, write
 from clamp.checkpoint_optimizers import Names, Write, parameter_writes, state_of, writes_to
 from clamp.checkpoint_undo import Undo
 
@@ -131,11 +131,7 @@ def _model_writes(
         if missing or unknown:
             raise CheckpointError(
                 f"{decoder.path}: model {number} differs from the saved one: "
-                + "; ".join(
-                    f"{len(names)} tensors {where}: {', '.join(names[:5])}"
-                    for names, where in ((missing, "not in the file"), (unknown, "not in the model"))
-                    if names
-                )
+                + differences({"tensors not in the file": missing, "tensors not in the model": unknown})
             )
         for name, tensor in named.items():
             yield from parameter_writes(tensor, state[name], decoder, name)

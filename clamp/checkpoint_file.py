@@ -17,7 +17,7 @@ import json
 import os
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -41,6 +41,11 @@ _DEEPEST = 50  # containers in one another; what is nested without end would be 
 
 class CheckpointError(ValueError):
     """A file is no checkpoint of clamp's, is damaged, or does not fit what it is loaded into. Nothing was changed."""
+
+
+def differences(found: Mapping[str, Sequence[str]]) -> str:
+    """For messages: ``"2 not in the file: a, b; 1 not in the model: c"``, the first names of each."""
+    return "; ".join(f"{len(names)} {what}: {', '.join(names[:5])}" for what, names in found.items() if names)
 
 
 def write(path: Path, content: Mapping[str, Json], arrays: Mapping[str, Array]) -> None:

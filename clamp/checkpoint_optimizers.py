@@ -24,7 +24,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.checkpoint_file import Array, CheckpointError, Decoder, Encoder, Json
+from clamp.checkpoint_file import Array, CheckpointError, Decoder, Encoder, Json, differences
 from clamp.checkpoint_undo import Undo
 
 Write: TypeAlias = Callable[[], Any]
@@ -220,10 +220,11 @@ def _matched(saved: Sequence[Name | None], here: Sequence[Name | None], where: s
     if gone or new:
         raise CheckpointError(
             f"{where} had {len(saved)} parameters, here it has {len(here)}: "
-            + "; ".join(
-                f"{len(found)} {what}: {', '.join(_called(name) for name in found[:5])}"
-                for found, what in ((gone, "not in the optimizer any more"), (new, "not in the file"))
-                if found
+            + differences(
+                {
+                    "not in the optimizer any more": [_called(name) for name in gone],
+                    "not in the file": [_called(name) for name in new],
+                }
             )
             + ". Build it from the parameters that it had, and pass models and optimizers in the order of the save"
         )
