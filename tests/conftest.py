@@ -28,6 +28,7 @@ import clamp  # noqa: F401  (makes Intel's pip-installed runtime visible)
 from clamp import bridge, program, session
 from clamp.device import NoDeviceError, list_devices
 from tests.conformance import report
+from tests.loop import SWEEP
 from tests.poison import poisoned_empty
 
 _SIMULATOR = "oclgrind"
@@ -111,7 +112,10 @@ def _dealt_to_others(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    return [f"device {name}: {queue.device.name} ({queue.device.platform.version})" for name, queue in _QUEUES.items()]
+    devices = [
+        f"device {name}: {queue.device.name} ({queue.device.platform.version})" for name, queue in _QUEUES.items()
+    ]
+    return [*devices, f"random loops: seeds {SWEEP[0]} to {SWEEP[-1]} in the sweep (CLAMP_LOOP_SEED)"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
-
 import hypothesis
 import pyopencl as cl
 import pytest
@@ -12,11 +9,10 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.stateful import run_state_machine_as_test
 
 from clamp import session
+from tests.loop import SWEEP
 from tests.loop.rules import Basics
 from tests.loop.run_rules import WholeRun
 from tests.loop.scaler_rules import WithScalers
-
-SEED = "CLAMP_LOOP_SEED"  # a seed that the sweep has printed, to run its sequences again; or "random"
 
 
 class Loops(Basics, WithScalers, WholeRun):
@@ -48,14 +44,7 @@ def test_random_loops_do_what_the_model_says(queue: cl.CommandQueue, seed: int) 
     run(queue, seed, sequences=60, steps=12)
 
 
-@pytest.mark.skipif(SEED not in os.environ, reason=f"thousands of sequences: set {SEED} to a number, or to random")
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(10))
-def test_thousands_of_random_loops_do_what_the_model_says(
-    queue: cl.CommandQueue, part: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chosen = os.environ[SEED]
-    seed = random.SystemRandom().randrange(1, 2**32) if chosen == "random" else int(chosen) + part
-    with capsys.disabled():
-        print(f"\nrandom loops, part {part} on {queue.device.platform.name}: {SEED}={seed}")
+@pytest.mark.parametrize("seed", SWEEP)
+def test_thousands_of_random_loops_do_what_the_model_says(queue: cl.CommandQueue, seed: int) -> None:
     run(queue, seed, sequences=250, steps=20)
