@@ -8,7 +8,7 @@ with handle.scale_loss(loss, optimizer) as scaled_loss:
 optimizer.step()
 """
 
-from clamp.device import make_cpu_runtime_visible
+from clamp.opencl.device import make_cpu_runtime_visible
 
 make_cpu_runtime_visible()  # before anything asks pyopencl for platforms
 

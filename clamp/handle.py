@@ -12,23 +12,25 @@ from typing import Any
 
 import wrapt
 
-from clamp import bridge, gradients
-from clamp.autocast import Region, current_region, in_region, set_process_region
+from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.cache import weights
-from clamp.distributed import Ranks
-from clamp.functions.casting import note_numpy_backend
-from clamp.interrupts import uninterrupted
+from clamp.casting.operands import note_numpy_backend
+from clamp.casting.regions import Region, current_region, in_region, set_process_region
+from clamp.opencl.recording import host_step
 from clamp.ops.loss_scale import scale_lock
-from clamp.optimizers import StepGuard, StepGuards, StepReport, share_overflow
+from clamp.params import gradient_marks
+from clamp.params.weight_cache import weights
+from clamp.params.writes import unnoted
 from clamp.patching import collectives
+from clamp.patching.collectives import ScaledTape, keep_equal
 from clamp.patching.patch import Patches, Registration
-from clamp.recording import host_step
-from clamp.replicas import QueueScales, ScaledTape, keep_equal
-from clamp.scaled_loss import check_loss, has_run, open_loss, require_graph, scaled_node
-from clamp.scaled_pass import PassGradients, end_pass, tokens
-from clamp.scaler import LossScale
-from clamp.writes import unnoted
+from clamp.ranks.mpi import Ranks
+from clamp.scaling.backward_pass import PassGradients, end_pass, tokens
+from clamp.scaling.interrupts import uninterrupted
+from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.queue_scales import QueueScales
+from clamp.scaling.scaled_loss import check_loss, has_run, open_loss, require_graph, scaled_node
+from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport, share_overflow
 
 
 class AmpHandle:
@@ -235,7 +237,7 @@ class AmpHandle:
         reached = PassGradients(optimizers)
         scaled_loss = scaled_node(loss, scaler)
         try:
-            with gradients.waiting_in(reached), open_loss(loss) if scaler.scales else nullcontext():
+            with gradient_marks.waiting_in(reached), open_loss(loss) if scaler.scales else nullcontext():
                 yield scaled_loss
             if not self._active:
                 raise RuntimeError(
@@ -262,11 +264,11 @@ class AmpHandle:
         guards: Sequence[StepGuard],
         then: Sequence[object],
         scaler: LossScale,
-        delivered: Iterable[gradients.Held],
+        delivered: Iterable[gradient_marks.Held],
     ) -> None:
         """Ends a scaled pass, and in a recording, each replay of it."""
         self._require_active("the replay of a scaled backward pass")
-        gradients.restore(delivered, dict(zip(then, tokens(guards), strict=True)))
+        gradient_marks.restore(delivered, dict(zip(then, tokens(guards), strict=True)))
         end_pass(guards, scaler)
 
     # ------------------------------------------------------------------------------------------ several devices

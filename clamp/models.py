@@ -10,8 +10,8 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
-from clamp.masters import narrow, showing_masters
-from clamp.patching.wrap import cast_arguments
+from clamp.casting.arguments import cast_arguments
+from clamp.params.masters import narrow, showing_masters
 
 SAVE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -67,7 +67,7 @@ def to_16_bit(
         optimizers: those that step some of the parameters; updated in place.
         keep_batch_norm: whether batch norms keep theirs in fp32. (Their statistics always stay.)
         excluded: layers, or classes of layers, whose parameters stay fp32.
-        keep_master, gradient_dtype: see :func:`clamp.masters.narrow`.
+        keep_master, gradient_dtype: see :func:`clamp.params.masters.narrow`.
     """
     kept = {id(param) for _, param in _kept(model, keep_batch_norm, excluded)}
     params = [param for param in model.parameters() if id(param) not in kept]

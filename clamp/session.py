@@ -3,25 +3,25 @@ a region without a handle needs. The faces (``clamp.amp``, ``clamp.compat``) sta
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from clamp import bridge
-from clamp.autocast import Region
-from clamp.device import list_devices
-from clamp.gradients import lost_bits, noted_elsewhere
+from clamp.casting.policy import CastPolicy, Entry, PolicyTable, default_table, read_list
+from clamp.casting.regions import Region, check_dtype, depth
 from clamp.handle import AmpHandle, NoOpHandle
-from clamp.masters import gathered, stepping
-from clamp.optimizers import StepGuards, is_vouched, warn_of_lost_bits
+from clamp.opencl.device import list_devices
+from clamp.params.gradient_marks import lost_bits, noted_elsewhere
+from clamp.params.masters import gathered, stepping
 from clamp.patching.patch import Patches, Registration
-from clamp.policy import Entry, PolicyTable, default_table, read_list
-from clamp.scaler import LossScale, make_loss_scale
-from clamp.step_report import warn_user
-
-AMP_DTYPES = ("float16", "bfloat16", "float32")
+from clamp.scaling.loss_scale import LossScale, make_loss_scale
+from clamp.scaling.step_guard import StepGuards, is_vouched, warn_of_lost_bits
+from clamp.scaling.step_report import warn_user
 
 lock = threading.RLock()
 registrations: list[Registration] = []
@@ -29,18 +29,6 @@ _handle: AmpHandle | None = None
 _plain_guards = StepGuards(max_skips_at_floor=25)  # of steps without a handle
 _disabled = False  # the last init was one with enabled=False
 _autocast_patches: Patches | None = None
-
-
-def check_dtype(dtype: bridge.DTypeLike, what: str = "AMP dtype", known: Iterable[str] = AMP_DTYPES) -> str:
-    """The name of one of clamp's dtypes, however it is written: ``np.float16``, ``"half"`` and ``"fp16"`` are float16.
-
-    Raises:
-        ValueError: it is none of them.
-    """
-    name = bridge.dtype_name(dtype)
-    if not isinstance(name, str) or name not in known:
-        raise ValueError(f"unknown {what} {dtype!r}: pass one of {', '.join(known)}")
-    return name
 
 
 def init(
@@ -169,6 +157,9 @@ def policies_for(
     return table.at_level(level).customized(white, black).merged(overrides)
 
 
+# ---------------------------------------------------------------------------------------------- the handle
+
+
 def active_handle() -> AmpHandle | None:
     """The handle of ``amp.init``, until its shutdown."""
     return _handle
@@ -194,6 +185,54 @@ def require_none(call: str) -> None:
 def _forget_handle() -> None:
     global _handle
     _handle = None
+
+
+# ---------------------------------------------------------------------------------------------- functions of users
+
+
+def register(module: Any, name: str, policy: CastPolicy | str) -> None:
+    """Lets ``init`` wrap the function ``name`` of a module or class. Wins over an entry of the lists.
+
+    Args:
+        policy: a ``CastPolicy``, its value, or PyTorch's name for it (``"lower_precision_fp"``, ``"fp32"``,
+            ``"fp32_set_opt_dtype"``, ``"fp32_append_dtype"``, ``"promote"``).
+
+    Raises:
+        RuntimeError: AMP is active: register before ``amp.init()``.
+        ValueError: the module has no such function, or there is no such policy.
+    """
+    policy = CastPolicy.named(policy)
+    if isinstance(module, str):
+        raise ValueError(f"pass the module itself, not its name {module!r}")
+    if not callable(vars(module).get(name)) and not callable(getattr(module, name, None)):
+        where = getattr(module, "__name__", repr(module))
+        raise ValueError(f"No function named {name} in module {where}")
+    with lock:
+        if _handle is not None:
+            raise RuntimeError(f"register {name} before amp.init(), or after handle.shutdown()")
+        registration = Registration(module, name, policy)
+        registrations[:] = [r for r in registrations if (r.owner, r.name) != (module, name)]
+        registrations.append(registration)
+        if depth() == 0:
+            forget_patches()
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """``register`` with policy half."""
+    register(module, name, CastPolicy.HALF)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """``register`` with policy float."""
+    register(module, name, CastPolicy.FLOAT)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """``register`` with policy promote."""
+    register(module, name, CastPolicy.PROMOTE)
+
+
+# -------------------------------------------------------------------------------------------- regions without a handle
 
 
 def ensure_patched() -> None:
@@ -238,3 +277,73 @@ def _release_autocast_patches() -> None:
         _warn_once.cache_clear()
         _autocast_patches.remove()
         _autocast_patches = None
+
+
+# ---------------------------------------------------------------------------------------------- state
+
+
+def state_dict() -> dict[str, dict[str, Any]]:
+    """The loss scalers of the active handle, ``{"loss_scaler0": {...}, ...}``.
+
+    After ``init`` or ``initialize`` with ``enabled=False`` there are none: ``{}``.
+
+    Raises:
+        RuntimeError: AMP is not active.
+    """
+    return {} if _disabled else {name: scaler.state_dict() for name, scaler in _scalers().items()}
+
+
+def load_state_dict(state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Restores what ``state_dict`` returned; on an error nothing is changed. With ``enabled=False`` nothing is done.
+
+    Of a state with fewer or more scalers than the handle has, what both have is loaded, and a warning names the rest,
+    as in apex.
+
+    Raises:
+        RuntimeError: AMP is not active, or the state is empty.
+        ValueError: the state is malformed, has something else than ``loss_scaler0``, ``loss_scaler1``, ..., or none of
+            the handle's scalers.
+    """
+    if _disabled:
+        return
+    scalers = _scalers()
+    if not state:
+        raise RuntimeError("the state is empty: it was saved without AMP, or with amp disabled")
+    if unknown := [name for name in state if not re.fullmatch(r"loss_scaler\d+", str(name))]:
+        raise ValueError(f"the state has {unknown}; a state of amp has loss_scaler0, loss_scaler1, ...")
+    if not state.keys() & scalers.keys():
+        raise ValueError(f"the state has {', '.join(state)}, this handle has {', '.join(scalers)}: nothing of it fits")
+    restore({name: saved for name, saved in state.items() if name in scalers})
+    if state.keys() != scalers.keys():
+        kept, left = [name for name in scalers if name not in state], [name for name in state if name not in scalers]
+        warnings.warn(
+            f"the state has {len(state)} loss scalers and this handle {len(scalers)}. "
+            f"As they were: {', '.join(kept) or 'none'}; not loaded: {', '.join(left) or 'none'}. A run continues "
+            "identically with the same num_losses, and the same optimizers wrapped before loading.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def restore(state: Mapping[str, Any]) -> None:
+    """Gives scalers of the active handle these states, by name; on an error all keep theirs.
+
+    Raises:
+        ValueError: a state is malformed.
+    """
+    scalers = _scalers()
+    before = {name: scaler.state_dict() for name, scaler in scalers.items()}
+    try:
+        for name, saved in state.items():
+            if not isinstance(saved, Mapping):
+                raise ValueError(f"{name} must be a dict with loss_scale and unskipped, got {saved!r}")
+            scalers[name].load_state_dict(saved)
+        require_handle().scalers_loaded()
+    except BaseException:  # an interrupt, too
+        for name, scaler in scalers.items():
+            scaler.load_state_dict(before[name])
+        raise
+
+
+def _scalers() -> dict[str, LossScale]:
+    return {f"loss_scaler{index}": scaler for index, scaler in enumerate(require_handle().scalers)}

@@ -8,7 +8,7 @@ import warnings
 import pyopencl as cl
 
 import clamp  # noqa: F401  (makes Intel's pip-installed CPU runtime visible)
-from clamp.device import list_devices
+from clamp.opencl.device import list_devices
 
 # Drivers write progress into their build logs, and pyopencl warns of every log that is not empty.
 warnings.filterwarnings("ignore", category=cl.CompilerWarning)

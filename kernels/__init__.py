@@ -1,1 +1,1 @@
-"""OpenCL C sources of clamp, read with importlib.resources by clamp.program."""
+"""OpenCL C sources of clamp, read with importlib.resources by clamp.opencl.program."""

@@ -1,1 +1,1 @@
-"""The cast-policy lists of clamp, read with importlib.resources by clamp.policy."""
+"""The cast-policy lists of clamp, read with importlib.resources by clamp.casting.policy."""

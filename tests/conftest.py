@@ -25,8 +25,9 @@ import pytest
 from rich.console import Console
 
 import clamp  # noqa: F401  (makes Intel's pip-installed runtime visible)
-from clamp import bridge, program, session
-from clamp.device import NoDeviceError, list_devices
+from clamp import bridge, session
+from clamp.opencl import program
+from clamp.opencl.device import NoDeviceError, list_devices
 from tests.conformance import report
 from tests.loop import SWEEP
 from tests.poison import poisoned_empty

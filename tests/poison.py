@@ -14,7 +14,7 @@ import numpy as np
 import pyopencl as cl
 
 from clamp import bridge
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
 
 _NAN_BYTE = np.uint8(0xFF)  # NaN in float32, float16 and bfloat16, where every byte is this
 _GROUPS = 8  # for each core, so that every thread of the driver takes some

@@ -19,7 +19,7 @@ import pyopencl as cl
 import pytest
 
 from clamp import amp
-from clamp.device import list_devices
+from clamp.opencl.device import list_devices
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

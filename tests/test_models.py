@@ -13,7 +13,7 @@ import pytest
 from netcl.optim import SGD
 from netcl.ssl import methods
 
-from clamp import amp
+from clamp import amp, session
 from tests.recipes import NO_RECIPE, RECIPES, Recipe, classes, loss_of, make, training_fusion, values
 from tests.reference import to_device
 
@@ -26,8 +26,8 @@ LOSS_SCALE = 2.0**10
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     yield
-    if amp._handle is not None:
-        amp._handle.shutdown()
+    if session.active_handle() is not None:
+        session.active_handle().shutdown()
 
 
 def step(recipe: Recipe, queue: cl.CommandQueue, dtype: str) -> tuple[float, list[Any], list[Any]]:

@@ -14,9 +14,9 @@ from netcl.core.device import CPUQueue
 from netcl.nn.layers import Linear
 from netcl.optim import SGD, Adam
 
-from clamp import amp
+from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tape, Tensor, graph
-from clamp.functions.casting import note_numpy_backend
+from clamp.casting.operands import note_numpy_backend
 from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, step, weights_of
 from tests.reference import quantize, to_device, to_numpy
 
@@ -24,8 +24,8 @@ from tests.reference import quantize, to_device, to_numpy
 @pytest.fixture(autouse=True)
 def shut_down() -> Iterator[None]:
     yield
-    if amp._handle is not None:
-        amp._handle.shutdown()
+    if session.active_handle() is not None:
+        session.active_handle().shutdown()
 
 
 def gradients(params: list[Tensor]) -> list[np.ndarray]:

@@ -14,7 +14,7 @@ SCRIPT = """
 import sys, pathlib
 import clamp
 from clamp import amp
-from clamp.device import list_devices
+from clamp.opencl.device import list_devices
 assert pathlib.Path(clamp.__file__).is_relative_to(sys.argv[1]), clamp.__file__
 import numpy as np
 import pyopencl as cl

@@ -17,6 +17,7 @@ import pyopencl as cl
 import clamp
 
 WORKS = ("gemm", "conv", "bandwidth", "cast", "unscale", "step", "cnn")
+_MODULES = {"bench": "clamp.cli.bench.command", "doctor": "clamp.cli.doctor", "lists": "clamp.cli.lists"}
 EXTRAS = ("rich",)  # packages of the extra "examples" that commands import
 
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        command = importlib.import_module(f"clamp.cli.{args.command}")
+        command = importlib.import_module(_MODULES[args.command])
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRAS:

@@ -6,7 +6,7 @@ import re
 
 import pyopencl as cl
 
-from clamp.device import list_devices
+from clamp.opencl.device import list_devices
 
 _SIMULATORS = ("Oclgrind",)
 

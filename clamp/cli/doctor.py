@@ -19,7 +19,7 @@ import clamp
 from clamp import amp
 from clamp.bridge import Tensor
 from clamp.cli.devices import describe, is_simulator
-from clamp.device import NoDeviceError, capabilities, intel_cpu_runtime, list_devices
+from clamp.opencl.device import NoDeviceError, capabilities, intel_cpu_runtime, list_devices
 from clamp.ops.cast import cast
 from clamp.ops.gemm import default_kernel, gemm
 

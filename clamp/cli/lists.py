@@ -12,13 +12,12 @@ import pyopencl as cl
 from rich.console import Console
 from rich.table import Table
 
-from clamp import amp  # noqa: F401  (imports every family of functions, so that OWNED is complete)
+from clamp.casting.policy import CastPolicy, Entry, PolicyTable, default_table
+from clamp.cli.bench.report import make_console
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe
 from clamp.cli.kernels import on_device, reached
-from clamp.cli.report import make_console
-from clamp.device import NoDeviceError, capabilities
-from clamp.functions.casting import OWNED
-from clamp.policy import CastPolicy, Entry, PolicyTable, default_table
+from clamp.functions import OWNED
+from clamp.opencl.device import NoDeviceError, capabilities
 
 _WIDEST = (CastPolicy.PROMOTE,)
 _AS_GIVEN = (CastPolicy.MATCH, CastPolicy.VIEW)

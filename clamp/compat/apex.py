@@ -5,22 +5,21 @@ The API of 2018 (``init``, handles, decorators, registration) is clamp's own.
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from clamp import session
-from clamp.autocast import Region
 from clamp.bridge import HALF_DTYPES, DTypeLike, Node, canonical_dtype
+from clamp.casting.regions import Region, check_dtype
 from clamp.compat.settings import require_number
 from clamp.handle import NoOpHandle
 from clamp.models import as_list, cast_calls, to_16_bit
-from clamp.scaler import DynamicLossScale, LossScale, NoLossScale, ScaleRule, StaticLossScale
+from clamp.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, ScaleRule, StaticLossScale
+from clamp.session import load_state_dict, state_dict
 
-__all__ = ["initialize", "load_state_dict", "restore", "scale_loss", "state_dict"]
+__all__ = ["initialize", "load_state_dict", "scale_loss", "state_dict"]
 
 
 @dataclass(frozen=True)
@@ -116,9 +115,9 @@ def initialize(
     session.require_none("amp.initialize()")
     model_list = as_list(models, "a model", "parameters")
     optimizer_list = [] if optimizers is None else as_list(optimizers, "an optimizer", "step")
-    dtype = session.check_dtype(dtype)
+    dtype = check_dtype(dtype)
     if cast_model_outputs is not None:
-        cast_model_outputs = session.check_dtype(cast_model_outputs, "cast_model_outputs")
+        cast_model_outputs = check_dtype(cast_model_outputs, "cast_model_outputs")
     if not isinstance(num_losses, int) or isinstance(num_losses, bool) or num_losses < 1:
         raise ValueError(f"num_losses must be a positive integer, got {num_losses!r}")
     patch = patch_netcl_functions if patch_torch_functions is None else patch_torch_functions
@@ -179,7 +178,7 @@ def _properties(opt_level: str, dtype: str, overrides: dict[str, Any]) -> Proper
         raise RuntimeError("patch_netcl_functions=True belongs to opt_level='O1': the other levels cast the model.")
     chosen = replace(chosen, **given)
     if chosen.cast_model_type is not None:
-        chosen = replace(chosen, cast_model_type=session.check_dtype(chosen.cast_model_type, "cast_model_type"))
+        chosen = replace(chosen, cast_model_type=check_dtype(chosen.cast_model_type, "cast_model_type"))
     if "loss_scale" not in given and "bfloat16" in (chosen.cast_model_type, dtype) and chosen.loss_scale == "dynamic":
         chosen = replace(chosen, loss_scale="off")
     return chosen
@@ -272,73 +271,3 @@ def scale_loss(
             "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first"
         )
     return handle.scale_loss(loss, optimizers, loss_id)
-
-
-# ---------------------------------------------------------------------------------------------- state
-
-
-def state_dict() -> dict[str, dict[str, Any]]:
-    """The loss scalers of the active handle, ``{"loss_scaler0": {...}, ...}``.
-
-    After ``init`` or ``initialize`` with ``enabled=False`` there are none: ``{}``.
-
-    Raises:
-        RuntimeError: AMP is not active.
-    """
-    return {} if session.is_disabled() else {name: scaler.state_dict() for name, scaler in _scalers().items()}
-
-
-def load_state_dict(state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Restores what ``state_dict`` returned; on an error nothing is changed. With ``enabled=False`` nothing is done.
-
-    Of a state with fewer or more scalers than the handle has, what both have is loaded, and a warning names the rest,
-    as in apex.
-
-    Raises:
-        RuntimeError: AMP is not active, or the state is empty.
-        ValueError: the state is malformed, has something else than ``loss_scaler0``, ``loss_scaler1``, ..., or none of
-            the handle's scalers.
-    """
-    if session.is_disabled():
-        return
-    scalers = _scalers()
-    if not state:
-        raise RuntimeError("the state is empty: it was saved without AMP, or with amp disabled")
-    if unknown := [name for name in state if not re.fullmatch(r"loss_scaler\d+", str(name))]:
-        raise ValueError(f"the state has {unknown}; a state of amp has loss_scaler0, loss_scaler1, ...")
-    if not state.keys() & scalers.keys():
-        raise ValueError(f"the state has {', '.join(state)}, this handle has {', '.join(scalers)}: nothing of it fits")
-    restore({name: saved for name, saved in state.items() if name in scalers})
-    if state.keys() != scalers.keys():
-        kept, left = [name for name in scalers if name not in state], [name for name in state if name not in scalers]
-        warnings.warn(
-            f"the state has {len(state)} loss scalers and this handle {len(scalers)}. "
-            f"As they were: {', '.join(kept) or 'none'}; not loaded: {', '.join(left) or 'none'}. A run continues "
-            "identically with the same num_losses, and the same optimizers wrapped before loading.",
-            UserWarning,
-            stacklevel=2,
-        )
-
-
-def restore(state: Mapping[str, Any]) -> None:
-    """Gives scalers of the active handle these states, by name; on an error all keep theirs.
-
-    Raises:
-        ValueError: a state is malformed.
-    """
-    scalers = _scalers()
-    before = {name: scaler.state_dict() for name, scaler in scalers.items()}
-    try:
-        for name, saved in state.items():
-            if not isinstance(saved, Mapping):
-                raise ValueError(f"{name} must be a dict with loss_scale and unskipped, got {saved!r}")
-            scalers[name].load_state_dict(saved)
-        session.require_handle().scalers_loaded()
-    except BaseException:  # an interrupt, too
-        for name, scaler in scalers.items():
-            scaler.load_state_dict(before[name])
-        raise
-
-
-def _scalers() -> dict[str, LossScale]:
-    return {f"loss_scaler{index}": scaler for index, scaler in enumerate(session.require_handle().scalers)}

@@ -10,26 +10,24 @@ from __future__ import annotations
 import threading
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pyopencl as cl
 
-from clamp import bridge, gradients, masters, session
-from clamp.autocast import Region, casting_region, current_region, depth, in_region
+from clamp import bridge, session
 from clamp.bridge import Tensor
-from clamp.cache import weights
+from clamp.casting.operands import note_numpy_backend
+from clamp.casting.regions import casting_region, in_own_region, region_here
 from clamp.compat import trainer
-from clamp.device import capabilities
-from clamp.functions.casting import note_numpy_backend
-from clamp.manual_scaling import LARGEST, SMALLEST, unscale_gradients
-from clamp.masters import Pair
+from clamp.opencl.device import is_float16_supported
 from clamp.ops.loss_scale import scale_lock
+from clamp.params import gradient_marks, masters
+from clamp.params.masters import Pair
 from clamp.patching.patch import answers_for
 from clamp.patching.wrap import Installed
-from clamp.policy import default_table
-from clamp.scaled_loss import scaled_node
-from clamp.scaler import StaticLossScale
+from clamp.scaling.loss_scale import StaticLossScale
+from clamp.scaling.manual import LARGEST, SMALLEST, unscale_gradients
+from clamp.scaling.scaled_loss import scaled_node
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -52,11 +50,10 @@ def enter(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any
     if not Installed.now:
         return wrapped(*args, **kwargs)
     queue = instance.device_queue
-    outer = current_region() or Region(enabled=False, dtype="float16", policies=default_table())
-    enabled = bool(instance.enabled) and (queue is None or can_store_half(queue))
+    enabled = bool(instance.enabled) and (queue is None or is_float16_supported(queue))
     if trainer.asks_for_nothing(instance):
-        enabled = outer.enabled
-    region = in_region(outer if outer.enabled == enabled else replace(outer, enabled=enabled, castings={}))
+        enabled = region_here().enabled
+    region = in_own_region(region_here(enabled=enabled))
     result = wrapped(*args, **kwargs)
     region.__enter__()
     _entered.regions.append((instance, region))
@@ -68,8 +65,6 @@ def leave(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any
     """Ends the region; one that was entered before clamp was active has none."""
     if _entered.regions and _entered.regions[-1][0] is instance:
         _entered.regions.pop()[1].__exit__(None, None, None)
-        if depth() == 0:
-            weights.clear()
     return wrapped(*args, **kwargs)
 
 
@@ -84,14 +79,9 @@ def supports_fp16(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords
     """Whether clamp can store halves on the queue's device, which needs no ``cl_khr_fp16``."""
 
     def call(queue: Any) -> bool:
-        return can_store_half(queue) if Installed.now else wrapped(queue)
+        return is_float16_supported(queue) if Installed.now else wrapped(queue)
 
     return call(*args, **kwargs)
-
-
-def can_store_half(queue: Any) -> bool:
-    """Whether clamp can store float16 on a queue's device; not on netcl's numpy backend."""
-    return hasattr(queue, "device") and capabilities(queue).half_storage
 
 
 @answers_for("netcl.amp.maybe_cast_tensor")
@@ -170,7 +160,7 @@ def _unscale(scaler: Any, found: list[Pair]) -> bool:
             scale.record(1, fresh=1)
     found_inf = [scale.overflowed(1) for scale in scales]
     if not any(found_inf):
-        gradients.mark_checked(master.grad for master, _ in found if master.grad is not None)
+        gradient_marks.mark_checked(master.grad for master, _ in found if master.grad is not None)
     handle = session.active_handle()
     if any(found_inf) and handle is not None:
         handle.met_non_finite([master for master, _ in found])

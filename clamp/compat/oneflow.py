@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,24 +17,24 @@ import numpy as np
 from netcl import autograd as ag
 from netcl.autograd.graph import CompiledGraph
 
-from clamp import bridge, gradients, masters, session
-from clamp.autocast import Region, current_region, in_region
+from clamp import bridge, session
 from clamp.bridge import DTypeLike, Node, Tape, Tensor
-from clamp.cache import weights
+from clamp.casting.regions import Region, check_dtype, current_region, in_region, region_here
 from clamp.compat import pytorch
-from clamp.interrupts import uninterrupted
+from clamp.opencl.recording import host_step, recorder
 from clamp.ops import transfer
 from clamp.ops.loss_scale import scale_lock
-from clamp.optimizers import StepGuard, StepGuards, StepReport
-from clamp.patching.compiled import Step
-from clamp.patching.replay import shared_memory
-from clamp.patching.variants import Recorded, Variants
-from clamp.patching.watch import Watch
-from clamp.policy import default_table
-from clamp.recording import host_step, recorder
-from clamp.scaled_loss import check_loss, scaled_node
-from clamp.scaled_pass import PassGradients, end_pass, tokens
-from clamp.scaler import DynamicLossScale, LossScale, NoLossScale, ScaleRule, StaticLossScale
+from clamp.params import gradient_marks, masters
+from clamp.params.weight_cache import weights
+from clamp.patching.recordings.compiled import Step
+from clamp.patching.recordings.replay import shared_memory
+from clamp.patching.recordings.variants import Recorded, Variants
+from clamp.patching.recordings.watch import Watch
+from clamp.scaling.backward_pass import PassGradients, end_pass, tokens
+from clamp.scaling.interrupts import uninterrupted
+from clamp.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, ScaleRule, StaticLossScale
+from clamp.scaling.scaled_loss import check_loss, scaled_node
+from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport
 
 __all__ = ["GradScaler", "Graph", "StaticGradScaler"]
 
@@ -123,7 +123,7 @@ class GraphConfig:
         Raises:
             ValueError: unknown dtype.
         """
-        self.amp, self.dtype = bool(mode), session.check_dtype(dtype)
+        self.amp, self.dtype = bool(mode), check_dtype(dtype)
 
 
 class Graph:
@@ -282,7 +282,7 @@ class Graph:
                 with self._adding_to_others(tensors):
                     outputs = self._record(key, inputs, region, before)
             else:
-                with self._recorded.following(), gradients.noting_reached() as reached:
+                with self._recorded.following(), gradient_marks.noting_reached() as reached:
                     outputs = _mapped(self._run(inputs), lambda tensor: tensor)
                 known_already = {id(ref()) for ref in self._others}
                 self._others += [weakref.ref(x) for key_, x in reached.items() if key_ not in known_already]
@@ -310,14 +310,16 @@ class Graph:
             if x.grad is None:
                 x.grad = earlier
             else:  # in memory of its own: the next replay overwrites this one's
-                x.grad = gradients.copied(x.grad) if earlier is None else gradients.added(earlier, x.grad, x.grad.dtype)
+                x.grad = (
+                    gradient_marks.copied(x.grad)
+                    if earlier is None
+                    else gradient_marks.added(earlier, x.grad, x.grad.dtype)
+                )
 
     def _region(self) -> Region | None:
-        outer = current_region()
         if self.config.amp is None:
-            return outer
-        outer = outer or Region(enabled=False, dtype="float16", policies=default_table())
-        return replace(outer, enabled=self.config.amp, dtype=self.config.dtype, castings={})
+            return current_region()
+        return region_here(enabled=self.config.amp, dtype=self.config.dtype)
 
     def _key(self, inputs: Sequence[Any], region: Region | None) -> Any:
         """What a recording depends on besides the state of the host and the content of tensors."""
@@ -368,7 +370,7 @@ class Graph:
         check_loss(loss)
         reached = PassGradients(self._optimizers)
         try:
-            with gradients.waiting_in(reached):
+            with gradient_marks.waiting_in(reached):
                 Tape(retain_grads=False).backward(scaled_node(loss, self._scaler))
             reached.require_any(self._scaler, ran=True)
             with scale_lock, uninterrupted():
@@ -385,8 +387,8 @@ class Graph:
     def _all_guards(self) -> list[StepGuard]:
         return [self._guards.of(optimizer) for optimizer in self._optimizers]
 
-    def _step(self, delivered: Sequence[gradients.Held], then: Sequence[object]) -> None:
-        gradients.restore(delivered, dict(zip(then, tokens(self._all_guards()), strict=True)))
+    def _step(self, delivered: Sequence[gradient_marks.Held], then: Sequence[object]) -> None:
+        gradient_marks.restore(delivered, dict(zip(then, tokens(self._all_guards()), strict=True)))
         for optimizer in self._optimizers:
             self._guards.of(optimizer).step(optimizer.step)
 

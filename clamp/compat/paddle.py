@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from functools import lru_cache, wraps
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from clamp import session
-from clamp.autocast import Region, current_region, depth, in_region
 from clamp.bridge import DTypeLike
-from clamp.cache import weights
+from clamp.casting.policy import LEVELS, CastPolicy, PolicyTable
+from clamp.casting.regions import check_dtype
 from clamp.compat.paddle_scaler import AmpScaler, GradScaler
-from clamp.compat.settings import require_plain_function, require_switch, warn_if_nothing_is_gained
+from clamp.compat.regions import ThreadRegion
+from clamp.compat.settings import require_switch, warn_if_nothing_is_gained
 from clamp.models import SAVE_DTYPES, as_list, require_convertible, save_as, to_16_bit
 from clamp.patching.patch import Registration
-from clamp.policy import LEVELS, CastPolicy, PolicyTable
 
 __all__ = ["AmpScaler", "GradScaler", "auto_cast", "decorate"]
 
@@ -63,9 +60,9 @@ def decorate(
     """
     result = models if optimizers is None else (models, optimizers)
     _check("level", level, LEVELS)
-    dtype = session.check_dtype(dtype, "dtype")
+    dtype = check_dtype(dtype, "dtype")
     if save_dtype is not None:
-        save_dtype = session.check_dtype(save_dtype, "save_dtype", SAVE_DTYPES)
+        save_dtype = check_dtype(save_dtype, "save_dtype", SAVE_DTYPES)
     model_list = as_list(models, "a model", "parameters")
     optimizer_list = [] if optimizers is None else as_list(optimizers, "an optimizer", "step")
     excluded = [] if excluded_layers is None else _layers(excluded_layers)
@@ -114,7 +111,7 @@ def auto_cast(
     level: str = "O1",
     dtype: DTypeLike = "float16",
     use_promote: bool = True,
-) -> AbstractContextManager[None]:
+) -> ThreadRegion:
     """A region of this thread in which ops cast as at one of Paddle's levels; context manager and decorator.
 
     Args:
@@ -133,10 +130,10 @@ def auto_cast(
     """
     require_switch(enable, "amp.auto_cast", "enable")
     _check("level", level, LEVELS)
-    dtype = session.check_dtype(dtype, "dtype")
+    dtype = check_dtype(dtype, "dtype")
     white, black = frozenset(custom_white_list or ()), frozenset(custom_black_list or ())
     policies = _policies(level, white, black, use_promote, tuple(session.registrations))
-    return _AutoCast(lambda: _region(enable and level != "O0", dtype, policies))
+    return ThreadRegion("amp.auto_cast()", enabled=bool(enable) and level != "O0", dtype=dtype, policies=policies)
 
 
 @lru_cache(maxsize=32)
@@ -148,41 +145,3 @@ def _policies(
         listed = session.policies_for("O1", white, black)
         table = table.merged(entry for entry in listed if entry.policy is CastPolicy.PROMOTE)
     return table
-
-
-class _AutoCast(AbstractContextManager[None]):
-    """What ``auto_cast`` returns. May be entered again, and by several threads."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._entered = threading.local()
-
-    def __enter__(self) -> None:
-        region = self._make()
-        region.__enter__()
-        self._entered.regions = [*getattr(self._entered, "regions", ()), region]
-
-    def __exit__(self, *exception: Any) -> None:
-        self._entered.regions.pop().__exit__(*exception)
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        require_plain_function(function, "amp.auto_cast()")
-
-        @wraps(function)
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return inside
-
-
-@contextmanager
-def _region(enabled: bool, dtype: str, policies: PolicyTable) -> Iterator[None]:
-    session.ensure_patched()
-    outer = current_region() or Region(enabled=False, dtype=dtype, policies=policies)
-    try:
-        with in_region(replace(outer, enabled=enabled, dtype=dtype, policies=policies, castings={})):
-            yield
-    finally:
-        if depth() == 0:
-            weights.clear()

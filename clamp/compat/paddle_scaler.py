@@ -11,9 +11,9 @@ import numpy as np
 from clamp import session
 from clamp.bridge import Node, Tensor
 from clamp.compat.settings import FaceRule, UncheckedRule, require_number, warn_if_nothing_is_gained
-from clamp.manual_scaling import ManualScaling
-from clamp.optimizers import StepReport
-from clamp.scaler import DynamicLossScale
+from clamp.scaling.loss_scale import DynamicLossScale
+from clamp.scaling.manual import ManualScaling
+from clamp.scaling.step_guard import StepReport
 
 
 class _AtLeastOne(DynamicLossScale):

@@ -12,11 +12,13 @@ import pyopencl as cl
 
 from clamp import session
 from clamp.bridge import DTypeLike, Node, Tensor
-from clamp.compat.settings import FaceRule, UncheckedRule, require_function
-from clamp.manual_scaling import ManualScaling
-from clamp.optimizers import StepGuards, StepReport
+from clamp.casting.regions import check_dtype
+from clamp.compat.settings import FaceRule, UncheckedRule
 from clamp.patching.custom import Backward, CustomBackward, CustomForward
-from clamp.scaler import LossScale
+from clamp.patching.decorators import require_function
+from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.manual import ManualScaling
+from clamp.scaling.step_guard import StepGuards, StepReport
 
 _STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -268,7 +270,7 @@ def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: DTypeLike 
         y = ag.apply_op(forward, backward, x)  # x: a node, 16-bit or not
     """
     if cast_inputs is not None:
-        cast_inputs = session.check_dtype(cast_inputs, "dtype for cast_inputs")
+        cast_inputs = check_dtype(cast_inputs, "dtype for cast_inputs")
     if fwd is None:
         return partial(custom_fwd, cast_inputs=cast_inputs)
     require_function(fwd, "@custom_fwd")

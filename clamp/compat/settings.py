@@ -10,20 +10,10 @@ from typing import Any
 import numpy as np
 
 from clamp.bridge import Tensor, on_device
-from clamp.device import capabilities
-from clamp.functions.casting import note_numpy_backend
-from clamp.scaler import ScaleRule
-
-
-def require_function(function: Any, decorator: str) -> None:
-    """Raises TypeError for what a decorator cannot decorate.
-
-    Args:
-        function: what it was put on.
-        decorator: its name, for the message.
-    """
-    if not callable(function) and not isinstance(function, classmethod | staticmethod):
-        raise TypeError(f"{decorator} decorates a function, got {function!r}: put it above a def, or pass a function")
+from clamp.casting.operands import note_numpy_backend
+from clamp.opencl.device import capabilities
+from clamp.patching.decorators import require_function
+from clamp.scaling.loss_scale import ScaleRule
 
 
 def require_plain_function(function: Any, region: str) -> None:

@@ -16,7 +16,7 @@ from clamp import bridge, session
 from clamp.handle import AmpHandle
 from clamp.patching.patch import answers_for
 from clamp.patching.wrap import Installed
-from clamp.scaled_loss import is_scaled
+from clamp.scaling.scaled_loss import is_scaled
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]

@@ -10,7 +10,7 @@ import wrapt
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.cache import weights
+from clamp.params.weight_cache import weights
 
 
 class MemoryMeter:

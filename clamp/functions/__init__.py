@@ -1,10 +1,11 @@
 """An op's forward and backward, bound into netcl's autograd: one file a family, mirroring ``ops/``.
 
 A function here takes netcl's arguments behind a ``Casting``, which decides what the kernels read and in which
-dtype the result is stored (casting.py). Importing a family registers it in ``OWNED``, by the full name of the
+dtype the result is stored (``clamp.casting``). Importing a family registers it in ``OWNED``, by the full name of the
 netcl function whose place it takes.
 """
 
+from clamp.casting.operands import OWNED
 from clamp.functions import (
     activations,
     arithmetic,
@@ -32,6 +33,7 @@ from clamp.functions import (
 )
 
 __all__ = [
+    "OWNED",
     "activations",
     "arithmetic",
     "attention",

@@ -13,11 +13,11 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.functions.casting import Casting, implements, record
+from clamp.casting.operands import Casting, implements, record
 from clamp.functions.elementwise import apply_unary, float_operands
+from clamp.opencl.recording import Drawn
 from clamp.ops import elementwise as ops
 from clamp.ops.arguments import number, probability
-from clamp.recording import Drawn
 
 #: netcl's name -> forward, gradient, and whether the gradient reads the result instead of the input
 _PLAIN = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, TensorLike
-from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, owned_value, record
+from clamp.casting.operands import Casting, NotOwned, Operand, as_node, implements, owned_value, record
 from clamp.functions.elementwise import (
     PASS,
     apply_broadcast,

@@ -11,14 +11,14 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.cache import weights
-from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, leave_to_netcl_if, record
+from clamp.casting.operands import Casting, NotOwned, Operand, as_is, as_node, implements, leave_to_netcl_if, record
 from clamp.ops import conv as ops
 from clamp.ops.arguments import whole_number
 from clamp.ops.conv_geometry import Pair, Window
 from clamp.ops.conv_weights import Weights
 from clamp.ops.elementwise import elementwise
 from clamp.ops.reduce_to_shape import sum_channels
+from clamp.params.weight_cache import weights
 
 Number = int | Sequence[int]  # netcl takes one number for both axes
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
-from clamp.functions.casting import Casting, NotOwned, Operand, record
+from clamp.casting.operands import Casting, NotOwned, Operand, record
 from clamp.ops.elementwise import elementwise
 from clamp.ops.reduce_to_shape import sum_to_shape
 

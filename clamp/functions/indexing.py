@@ -14,7 +14,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.functions.casting import Casting, Match, NotOwned, Operand, as_node, implements, owned_value, record
+from clamp.casting.operands import Casting, Match, NotOwned, Operand, as_node, implements, owned_value, record
 from clamp.ops import indexing as ops
 from clamp.ops import topk as topk_ops
 from clamp.ops.arguments import axis_of, whole_number

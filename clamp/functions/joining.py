@@ -7,7 +7,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.functions.casting import Casting, Operand, as_node, implements, owned_value, record
+from clamp.casting.operands import Casting, Operand, as_node, implements, owned_value, record
 from clamp.ops import concat as ops
 from clamp.ops.arguments import axis_of
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, record
+from clamp.casting.operands import Casting, NotOwned, Operand, as_node, implements, record
 from clamp.ops import loss as ops
 from clamp.ops.loss_elementwise import loss_gradient, loss_sum, loss_terms
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from clamp.bridge import Tape, Tensor
-from clamp.functions.casting import Casting, Operand, as_node, implements, record
+from clamp.casting.operands import Casting, Operand, as_node, implements, record
 from clamp.functions.loss import require_floats, require_same_shape
 from clamp.ops.loss_elementwise import bce_constants, detection_constants, loss_gradient, loss_sum, loss_terms
 

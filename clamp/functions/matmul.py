@@ -11,12 +11,12 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.cache import weights
-from clamp.functions.casting import Casting, Operand, as_is, as_node, implements, leave_to_netcl_if, record
+from clamp.casting.operands import Casting, Operand, as_is, as_node, implements, leave_to_netcl_if, record
 from clamp.ops.elementwise import elementwise
 from clamp.ops.gemm import gemm, pack_b
 from clamp.ops.reduce_to_shape import sum_to_shape
 from clamp.ops.shape import permute
+from clamp.params.weight_cache import weights
 
 Shape = tuple[int, ...]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, record
+from clamp.casting.operands import Casting, NotOwned, Operand, as_node, implements, record
 from clamp.functions.loss import require_floats, require_same_shape
 from clamp.ops import distances, info_nce, triplets
 from clamp.ops.loss import LABEL_STORAGE

@@ -11,7 +11,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, record
+from clamp.casting.operands import Casting, NotOwned, Operand, as_is, as_node, implements, record
 from clamp.functions.elementwise import float_operands
 from clamp.ops import norm_planes as planes_ops
 from clamp.ops import norm_planes_backward as planes_backward

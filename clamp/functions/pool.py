@@ -9,7 +9,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.functions.casting import Casting, NotOwned, Operand, as_is, as_node, implements, record
+from clamp.casting.operands import Casting, NotOwned, Operand, as_is, as_node, implements, record
 from clamp.ops import pad as pad_ops
 from clamp.ops import pool as ops
 from clamp.ops.arguments import whole_number

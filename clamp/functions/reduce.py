@@ -6,7 +6,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, leave_to_netcl_if, record
+from clamp.casting.operands import Casting, NotOwned, Operand, as_node, implements, leave_to_netcl_if, record
 from clamp.ops import reduce as ops
 from clamp.ops import softmax as softmax_ops
 from clamp.ops.arguments import axis_of

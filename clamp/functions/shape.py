@@ -8,7 +8,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.functions.casting import Casting, NotOwned, as_node, implements, leave_to_netcl_if, record
+from clamp.casting.operands import Casting, NotOwned, as_node, implements, leave_to_netcl_if, record
 from clamp.ops import shape as ops
 from clamp.ops.arguments import axis_of, whole_number
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.functions.casting import Casting, NotOwned, Operand, as_node, implements, owned_value, record
+from clamp.casting.operands import Casting, NotOwned, Operand, as_node, implements, owned_value, record
 from clamp.functions.joining import moved_dtype, stretches_of
 from clamp.ops import concat as ops
 from clamp.ops.arguments import axis_of, whole_number

@@ -12,7 +12,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
-from clamp.functions.casting import (
+from clamp.casting.operands import (
     Casting,
     Float,
     NotOwned,

@@ -17,9 +17,9 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops import attention_blocked, attention_tiled
-from clamp.program import get_kernel
 
 _DECODE_KEYS = 256  # keys that one look at the maximum covers
 _DECODE_GROUP = 64  # work-items of a head on a GPU

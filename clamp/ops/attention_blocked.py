@@ -9,8 +9,8 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
-from clamp.program import get_kernel
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 
 _FILE = "attention_blocked.cl"
 _KEYS = 128  # keys between two looks at the maximum: their scores, 128 x 32 floats, stay in the first-level cache

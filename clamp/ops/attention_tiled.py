@@ -8,8 +8,8 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
-from clamp.program import get_kernel
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 
 _FILE = "attention_tiled.cl"
 _PER_ITEM = 4

@@ -6,8 +6,8 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
-from clamp.program import get_kernel
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 
 _SPAN_CPU = 16384  # elements a work-item; smaller tensors use less, so that every core has work
 _SPAN_GPU = 16

@@ -14,11 +14,11 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.arguments import axis_of
 from clamp.ops.cast import launch, span_for
 from clamp.ops.reduce import around_axis
-from clamp.program import get_kernel
 
 _MOST_PARTS = 8  # of one launch
 #: Bytes of a word -> its type in the kernels

@@ -20,7 +20,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
 from clamp.ops import conv_dot_bf16, conv_packed, conv_tiled, conv_winograd, conv_winograd_grad, gemm_dot_bf16
 from clamp.ops.conv_geometry import Correlation, Pair, Window, forward, gradient, pair
 from clamp.ops.conv_stage import Source, interleave, offsets, slices, stage

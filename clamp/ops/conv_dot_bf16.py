@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops import gemm_dot_bf16
 from clamp.ops.conv_geometry import Correlation
 from clamp.ops.conv_packed import divide, launch
 from clamp.ops.conv_stage import Source
 from clamp.ops.conv_weights import PanelLayout, Weights
 from clamp.ops.gemm_operands import Epilogue
-from clamp.program import get_kernel
 
 _ROWS, _COLUMNS = 12, 32  # of the register tile
 _LAYOUT = PanelLayout(width=_ROWS, short=8, block=384, pairs=True)

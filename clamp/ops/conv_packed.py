@@ -9,12 +9,12 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.conv_stage import Source
 from clamp.ops.conv_weights import PanelLayout, Weights
 from clamp.ops.gemm_operands import Epilogue
 from clamp.ops.gemm_packed import Tile, tile_of
-from clamp.program import get_kernel
 
 _PANEL_FLOATS = 8192  # of steps or positions: what a first-level cache holds beside the other operand
 _SHORT = 4  # rows of the last panels of weights: with 6 and 4 rows, at most one is computed in vain

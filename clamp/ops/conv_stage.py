@@ -11,10 +11,10 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.cast import launch
 from clamp.ops.conv_geometry import Correlation, Pair
-from clamp.program import get_kernel
 
 _WORKSPACE_BYTES = 256 * 2**20  # of a staged source; a larger batch is computed in slices
 _ROWS_BYTES = 2**16  # that a CPU's work-item should write

@@ -8,13 +8,13 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import Capabilities, capabilities
+from clamp.opencl.device import Capabilities, capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.cast import cast_into
 from clamp.ops.conv_stage import Source
 from clamp.ops.conv_weights import PanelLayout, Weights
 from clamp.ops.gemm_operands import Epilogue
 from clamp.ops.reduce_to_shape import sum_axis
-from clamp.program import get_kernel
 
 _PER_ITEM = 4  # a work-item computes 4 x 4 elements
 _TILE_K = 16

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.opencl.program import get_kernel
 from clamp.ops.conv_geometry import Correlation, Taps
-from clamp.program import get_kernel
 
 
 @dataclass(frozen=True)

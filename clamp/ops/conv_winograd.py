@@ -15,13 +15,13 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.conv_geometry import Pair, Window, pair
 from clamp.ops.conv_packed import deal
 from clamp.ops.conv_weights import PanelLayout, Weights
 from clamp.ops.gemm_operands import Epilogue
 from clamp.ops.gemm_packed import Tile, tile_of
-from clamp.program import get_kernel
 
 _TAPS = 9  # planes of the weights as they are, behind the transformed ones
 _ROW_PANELS = 4  # of weights, whose sums rest at a time

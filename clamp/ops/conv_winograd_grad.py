@@ -12,12 +12,12 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops import conv_winograd
 from clamp.ops.conv_geometry import Pair, Window, pair
 from clamp.ops.conv_packed import divide, tile_of_gradient
 from clamp.ops.conv_winograd import PLAIN, STRIDED, Form, Tiles, fits, stage
-from clamp.program import get_kernel
 
 _BLOCK = 64  # tiles that are transformed at a time
 _MOST_CHANNELS = 128  # input channels whose tiles a second-level cache holds, transformed

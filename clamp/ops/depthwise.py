@@ -11,12 +11,12 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.arguments import whole_number
 from clamp.ops.cast import launch, span_for
 from clamp.ops.reduce import plan_rows
 from clamp.ops.reduce_to_shape import sum_axis
-from clamp.program import get_kernel
 
 _FRAME = 8192  # as FRAME in depthwise.clh
 _TAPS = 64  # as TAPS in depthwise.clh

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.cast import launch
 from clamp.ops.loss import LABEL_STORAGE
 from clamp.ops.reduce import plan_rows, reduce_sum
-from clamp.program import get_kernel
 
 _TILE_CPU = 4  # rows and columns whose sums stay in registers
 _WIDTH_CPU = 64  # columns a work-item goes along

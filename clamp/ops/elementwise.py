@@ -22,11 +22,11 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
+from clamp.opencl.recording import Drawn, launch_with
 from clamp.ops.cast import span_for
 from clamp.ops.scalars import saturated
-from clamp.program import get_kernel
-from clamp.recording import Drawn, launch_with
 
 #: Every function: how many operands it takes, and how many parameters. Gradients take the result's gradient g
 #: first, then what stands in the comment. The formulas are in kernels/elementwise.cl.

@@ -16,7 +16,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
 from clamp.ops import gemm_dot_bf16, gemm_packed, gemm_tiled
 from clamp.ops.gemm_operands import DTYPES, Epilogue, Operand, operand_a, operand_b
 from clamp.ops.gemm_panels import Panels

@@ -11,11 +11,11 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities, host_cpu_flags, host_cpu_vendor
+from clamp.opencl.device import capabilities, host_cpu_flags, host_cpu_vendor
+from clamp.opencl.program import KernelBuildError, get_kernel
+from clamp.opencl.recording import unrecorded
 from clamp.ops.gemm_operands import Epilogue, Operand, operand_a, operand_b
 from clamp.ops.gemm_panels import Panels, blocks_of, pack
-from clamp.program import KernelBuildError, get_kernel
-from clamp.recording import unrecorded
 
 _ROWS, _COLUMNS = 12, 32  # of the register tile
 _KC = 256  # pairs of k between two visits to a tile

@@ -8,10 +8,10 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.gemm_operands import Epilogue, Operand
 from clamp.ops.gemm_panels import Panels, blocks_of, pack
-from clamp.program import get_kernel
 
 _KC = 256  # steps between two visits to a tile: a panel of B, KC x 32 floats, fits a first-level cache
 

@@ -7,9 +7,9 @@ from math import prod
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.gemm_operands import Operand
-from clamp.program import get_kernel
 
 _STEP_SPAN = 128  # steps that one work-item packs
 _BLOCK_ROWS, _BLOCK_COLUMNS = 96, 256  # of C, for one work-item: what its panels need fits a second-level cache

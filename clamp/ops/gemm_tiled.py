@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from clamp.bridge import Tensor
-from clamp.device import Capabilities, capabilities
+from clamp.opencl.device import Capabilities, capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.gemm_operands import Epilogue, Operand
-from clamp.program import get_kernel
 
 _PER_ITEM = 4  # a work-item computes 4 x 4 elements of C
 _TILE_K = 16

@@ -12,10 +12,10 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.cast import cast, launch
 from clamp.ops.reduce import reduce_sum
-from clamp.program import get_kernel
 
 PADDING_MODES = ("zeros", "border")
 

@@ -12,12 +12,12 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.arguments import axis_of
 from clamp.ops.cast import launch, span_for
 from clamp.ops.concat import WORDS, overwrite, require_same_but, result_tensor, widest_word
 from clamp.ops.reduce import around_axis
-from clamp.program import get_kernel
 
 _PIECES = 4  # CPU: pieces of work for each core, at most
 _INDEX_COST = 200  # CPU: elements moved in the time that ten owners take to look at an index

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.opencl.program import get_kernel
 from clamp.ops.cast import launch
 from clamp.ops.gemm import gemm
 from clamp.ops.norm_rows import l2_normalize, l2_normalize_backward
 from clamp.ops.reduce import plan_rows, reduce_sum
-from clamp.program import get_kernel
 
 _EPSILON = 1e-8  # what netcl adds to a norm before dividing by it
 

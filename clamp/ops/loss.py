@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.opencl.program import get_kernel
 from clamp.ops.reduce import RowPlan, plan_rows, reduce_sum
-from clamp.program import get_kernel
 
 _STATS = 4  # floats that the row kernels keep for each row
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.cast import launch, span_for
 from clamp.ops.reduce import parts_of, reduce_sum
-from clamp.program import get_kernel
 
 _GPU_GROUP = 256
 _CONSTANTS = 6

@@ -1,7 +1,8 @@
 """The state of a loss scale on the device: 32 bytes and the kernels that read and move them.
 
-clamp/scaler.py says what the state means, kernels/loss_scale.cl draws it. A gradient keeps the ``AppliedScale`` that it
-was multiplied by: when the scale moves while somebody still holds one, its value is set aside for the holder.
+clamp/scaling/loss_scale.py says what the state means, kernels/loss_scale.cl draws it. A gradient keeps the
+``AppliedScale`` that it was multiplied by: when the scale moves while somebody still holds one, its value is set aside
+for the holder.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.opencl.program import get_kernel
+from clamp.opencl.recording import unrecorded
 from clamp.ops.multi_tensor import unscale_
-from clamp.program import get_kernel
-from clamp.recording import unrecorded
 
 Words: TypeAlias = np.ndarray[Any, np.dtype[np.void]]
 

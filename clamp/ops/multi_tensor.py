@@ -16,8 +16,8 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
-from clamp.program import get_kernel
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 
 Pair: TypeAlias = tuple[Tensor, Tensor, bool]  # source, target, whether they are one storage
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.cast import cast
 from clamp.ops.norm_sets import (
     IDENTITY,
@@ -17,7 +18,6 @@ from clamp.ops.norm_sets import (
     storage_types,
 )
 from clamp.ops.reduce import parts_of, plan_rows
-from clamp.program import get_kernel
 
 _FILE = "norm_planes_forward.cl"
 _MERGE_GROUP = 256  # work-items that merge the channels' statistics on a GPU

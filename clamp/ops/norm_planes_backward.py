@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.opencl.program import get_kernel
 from clamp.ops.cast import launch
 from clamp.ops.norm_sets import (
     IDENTITY,
@@ -16,7 +17,6 @@ from clamp.ops.norm_sets import (
     storage_types,
 )
 from clamp.ops.reduce import parts_of, plan_rows, reduce_sum
-from clamp.program import get_kernel
 
 _FILE = "norm_planes_backward.cl"
 

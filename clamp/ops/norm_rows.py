@@ -6,9 +6,9 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.reduce import RowPlan, around_axis, plan_rows, reduce_sum
-from clamp.program import get_kernel
 
 _FILE = "norm_rows.cl"
 _ROWS_SUMMED = 512  # rows that a work-group adds up one by one, at most: their sums are added in blocks

@@ -8,7 +8,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
 from clamp.ops.reduce import RowPlan, plan_rows
 
 _WIDTH = 8  # channels that a CPU's work-item reads side by side, at most

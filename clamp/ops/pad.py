@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.cast import launch
 from clamp.ops.reduce import plan_rows
-from clamp.program import get_kernel
 
 MODES = ("zero", "reflect")
 

@@ -8,11 +8,11 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.arguments import whole_number
 from clamp.ops.cast import cast, launch, span_for
 from clamp.ops.reduce import expand, plan_rows, reduce_sum
-from clamp.program import get_kernel
 
 _LINE = 2048  # as LINE in pool_rows.cl
 _LINES = 8  # as LINES in pool_rows.cl

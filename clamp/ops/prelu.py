@@ -7,9 +7,9 @@ from math import prod
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.opencl.program import get_kernel
 from clamp.ops.elementwise import elementwise
 from clamp.ops.reduce import parts_of, plan_rows, reduce_sum
-from clamp.program import get_kernel
 
 
 def prelu(x: Tensor, slope: Tensor, *, out_dtype: str) -> Tensor:

@@ -10,10 +10,10 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.arguments import axis_of
 from clamp.ops.cast import launch, span_for
-from clamp.program import get_kernel
 
 _MIN_SPAN = 4096  # elements that are worth a work-group of their own on a CPU
 _STRIP = 64  # columns that a CPU's work-item sums at a time

@@ -11,9 +11,9 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.cast import cast
-from clamp.program import get_kernel
 
 _PANEL = 64  # columns a task of the kernel sum_rows
 _MIN_CHUNK = 4096  # elements below which cutting an axis into chunks costs more than it brings

@@ -10,9 +10,9 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.cast import launch
-from clamp.program import get_kernel
 
 _POSITION_STORAGE = bridge.STORAGE | {"int32": "i32", "int": "i32"}
 _PAIRS = 16  # pairs of a block of the table of cosines and sines

@@ -9,9 +9,9 @@ from math import prod
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.cast import launch
-from clamp.program import get_kernel
 
 _WORD = {2: "ushort", 4: "uint"}
 _MAX_BATCH = 5  # batch axes that the kernels take

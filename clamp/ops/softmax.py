@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.opencl.program import get_kernel
 from clamp.ops.cast import launch
 from clamp.ops.reduce import around_axis, column_width, plan_rows
-from clamp.program import get_kernel
 
 _KEPT = 4096  # elements of a row that a CPU's work-item keeps as floats in its private memory: half of a 32 KiB cache
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.arguments import axis_of, whole_number
 from clamp.ops.cast import launch
 from clamp.ops.reduce import around_axis, column_width, plan_rows
-from clamp.program import get_kernel
 
 _PIECES = 16  # pieces of work for each core of a CPU
 _LARGEST, _LAST = "INT_MAX", "INT_MIN"  # where a kernel puts NaN

@@ -7,8 +7,8 @@ from typing import Any
 
 import pyopencl as cl
 
+from clamp.opencl.program import get_kernel
 from clamp.ops.cast import launch
-from clamp.program import get_kernel
 
 _SPAN = 1024  # words a work-item
 _WORDS = {1: "uchar", 2: "ushort", 4: "uint", 8: "ulong"}

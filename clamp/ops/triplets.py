@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.opencl.program import get_kernel
 from clamp.ops.cast import launch
 from clamp.ops.distances import all_pairs, gather
 from clamp.ops.loss import LABEL_STORAGE
 from clamp.ops.reduce import plan_rows, reduce_sum
-from clamp.program import get_kernel
 
 
 @dataclass(frozen=True)

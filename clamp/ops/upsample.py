@@ -12,9 +12,9 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.device import capabilities
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import get_kernel
 from clamp.ops.cast import launch
-from clamp.program import get_kernel
 
 MODES = ("nearest", "bilinear")
 

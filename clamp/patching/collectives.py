@@ -7,7 +7,8 @@ out undefined memory for a single tensor. These write each tensor in its own dty
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,9 +16,9 @@ import numpy.typing as npt
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.gradients import scale_of
 from clamp.ops.concat import Part, assemble, split
-from clamp.ops.words import from_words, to_words
+from clamp.ops.host_words import from_words, to_words
+from clamp.params.gradient_marks import scale_of
 
 Array: TypeAlias = npt.NDArray[Any]
 Arguments = tuple[Any, ...]
@@ -154,3 +155,42 @@ def _write_all(tensors: Sequence[Tensor], numbers: Array) -> None:
         outs=[bridge.view(tensor, (tensor.size,)) for tensor in tensors],
     )
     together.queue.finish()  # other queues of the context may get the memory that is freed here
+
+
+# ---------------------------------------------------------------------------------------------- replicas
+
+
+class ScaledTape:
+    """A tape whose backward runs from the scaled loss.
+
+    Args:
+        tape: the tape.
+        scale: ``with scale(loss) as scaled_loss`` scales, and unscales the gradients at its end.
+    """
+
+    def __init__(self, tape: Any, scale: Callable[[Any], AbstractContextManager[Any]]) -> None:
+        self._tape = tape
+        self._scale = scale
+
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        """As ``Tape.backward``."""
+        with self._scale(loss) as scaled_loss:
+            self._tape.backward(scaled_loss, *args, **kwargs)
+
+
+def keep_equal(param_replicas: Sequence[Sequence[Tensor]]) -> None:
+    """Copies the first replica's parameters to replicas on other devices, which round a step differently."""
+    if not param_replicas or not all(bridge.on_device(param) for params in param_replicas for param in params):
+        return
+    first = param_replicas[0]
+    for params in param_replicas[1:]:
+        for param, source in zip(params, first, strict=True):
+            if param.queue.device != source.queue.device:
+                for target, origin in zip(_values(param), _values(source), strict=True):
+                    bridge.write_bytes(target, bridge.read_bytes(origin))
+
+
+def _values(param: Tensor) -> list[Tensor]:
+    """A parameter, and its master if it has one."""
+    other = bridge.master_of(param) or bridge.model_parameter(param)
+    return [param] if other is param else [param, other]

@@ -12,10 +12,10 @@ from typing import Any
 
 import wrapt
 
-from clamp.autocast import Region, casting_in, casting_region, in_region
 from clamp.bridge import Node, Tensor
+from clamp.casting.arguments import cast_arguments, reporter
+from clamp.casting.regions import Region, casting_in, casting_region, in_region
 from clamp.ops.cast import cast
-from clamp.patching.wrap import cast_arguments, reporter
 
 Backward = Callable[[Tensor], Sequence[Tensor | None]]
 
@@ -82,4 +82,4 @@ def bound(backward: Any, forward: Any, nodes: Sequence[Any]) -> Any:
 
 
 def _without_casts(region: Region) -> Region:
-    return replace(region, enabled=False, castings={})
+    return replace(region, enabled=False)

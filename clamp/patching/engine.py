@@ -12,20 +12,22 @@ import pyopencl as cl
 import wrapt
 from netcl.ops.bf16_act import from_bf16_host, to_bf16_host
 
-from clamp import bridge, gradients, masters, penalties
-from clamp.autocast import current_region, no_casts, thread_casts_off
+from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Node, Tape, Tensor
-from clamp.cache import weights
-from clamp.device import require_context
-from clamp.functions.casting import cast_node
+from clamp.casting.arguments import reporter, tensors_in
+from clamp.casting.operands import cast_node
+from clamp.casting.policy import CastPolicy, Entry
+from clamp.casting.regions import current_region, no_casts, thread_casts_off
+from clamp.opencl.device import require_context
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.elementwise import elementwise
 from clamp.ops.scalars import saturated
+from clamp.params import gradient_marks, gradient_penalties, masters
+from clamp.params.weight_cache import weights
+from clamp.params.writes import unnoted
 from clamp.patching import custom
-from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, reporter, tensors_in, writes, written
-from clamp.policy import CastPolicy, Entry
-from clamp.scaled_loss import SCALE_OP, is_scaled, require_graph, scaler_of
-from clamp.writes import unnoted
+from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, writes, written
+from clamp.scaling.scaled_loss import SCALE_OP, is_scaled, require_graph, scaler_of
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -63,7 +65,7 @@ def tape_backward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords
         NotImplementedError: the loss was made from a gradient.
         RuntimeError: the loss has lost its graph, or the gradients would be of several scales. Nothing was changed.
     """
-    penalties.refuse(kwargs.pop("create_graph", False))
+    gradient_penalties.refuse(kwargs.pop("create_graph", False))
     root = args[0] if args else kwargs["loss"]
     computed, leaves, scaled, in_half = [], [], [], False
     for node in bridge.graph(root):  # of every node of every step: short
@@ -79,11 +81,11 @@ def tape_backward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords
     for start in (root, *(loss for node in scaled for loss in node.parents)):
         if start.requires_grad and bridge.is_cut(start):
             require_graph(start)
-    penalties.refuse_in(computed, leaves)
+    gradient_penalties.refuse_in(computed, leaves)
     scaler = scaler_of(root, [node for node in scaled if is_scaled(node)])
     replaced = bridge.merge_leaves(leaves, computed)
     values = list({id(leaf.value): leaf.value for leaf in leaves}.values())
-    with no_casts(), gradients.delivered(values, None if scaler is None else scaler.applied(), in_half):
+    with no_casts(), gradient_marks.delivered(values, None if scaler is None else scaler.applied(), in_half):
         wrapped(*args, **kwargs)
     for leaf in leaves if replaced else ():
         leaf.grad = leaf.value.grad
@@ -103,7 +105,7 @@ def node_backward(
         NotImplementedError: ``create_graph``, or the loss was made from a gradient.
         RuntimeError: the node has no graph, or its gradients would be of several loss scales.
     """
-    penalties.refuse(create_graph)
+    gradient_penalties.refuse(create_graph)
     require_graph(self)
     Tape(retain_grads=False).backward(self, grad)
 
@@ -316,13 +318,13 @@ def clip_gradients(wrapped: Any, instance: Any, args: Arguments, kwargs: Keyword
     def call(params: Any, *more: Any, **named: Any) -> Any:
         params = list({id(param): param for param in params}.values())
         if Installed.now:
-            gradients.require_unscaled(
+            gradient_marks.require_unscaled(
                 params,
                 f"{wrapped.__name__}()",
                 "the norm would be that many times too large. Clip after `with handle.scale_loss(...)`, after "
                 "scaler.unscale_(optimizer) or after scaler.unscale_grads(params), before the step.",
             )
-            gradients.give_each_its_own(params)
+            gradient_marks.give_each_its_own(params)
         with unnoted():
             return in_place(wrapped, instance, (params, *more), named)
 

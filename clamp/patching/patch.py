@@ -21,15 +21,16 @@ from typing import Any
 import netcl
 import wrapt
 
-from clamp import masters
 from clamp.bridge import Node, compiler, recorded_ops
-from clamp.functions.casting import OWNED
-from clamp.patching import capture, collectives, compiled, engine, layers, pools, replay, user_wrappers
+from clamp.casting.policy import CastPolicy, Entry, PolicyTable
+from clamp.functions import OWNED
+from clamp.params import masters
+from clamp.patching import collectives, engine, layers, pools, user_wrappers
 from clamp.patching.max_norm import clipping
+from clamp.patching.recordings import capture, compiled, replay
 from clamp.patching.redirect import Redirected
 from clamp.patching.user_wrappers import Place, is_users
 from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, owned_wrapper, user_wrapper, writes
-from clamp.policy import CastPolicy, Entry, PolicyTable
 
 _MISSING = object()
 

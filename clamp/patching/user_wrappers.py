@@ -29,7 +29,7 @@ from typing import Any
 
 import wrapt
 
-from clamp.policy import Entry
+from clamp.casting.policy import Entry
 
 _DEPTH = 6  # wrappers over wrappers
 _PROXIES = (wrapt.ObjectProxy, wrapt.FunctionWrapper)

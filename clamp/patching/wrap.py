@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from clamp import bridge
-from clamp.autocast import Region, casting_in, casting_region, current_region, no_casts
-from clamp.bridge import HALF_DTYPES, Node, Tensor
-from clamp.functions.casting import (
+from clamp.bridge import HALF_DTYPES
+from clamp.casting.arguments import cast_arguments, holds_half, reporter, tensors_in
+from clamp.casting.operands import (
     Casting,
     Float,
     Function,
@@ -26,11 +26,11 @@ from clamp.functions.casting import (
     Match,
     NotOwned,
     Promote,
-    cast_node,
     widest,
 )
-from clamp.policy import CastPolicy, Entry, netcl_defects
-from clamp.recording import recorder
+from clamp.casting.policy import CastPolicy, Entry, netcl_defects
+from clamp.casting.regions import Region, casting_in, casting_region, current_region, no_casts
+from clamp.opencl.recording import recorder
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -209,79 +209,3 @@ def refuse_half_targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, 
             f"{function.__name__} was given a 16-bit tensor to write to, and clamp has no kernel that does: "
             f"pass a float32 tensor, or call it without {names}"
         )
-
-
-# ---------------------------------------------------------------------------------------------- arguments
-
-
-def cast_arguments(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dtype: str,
-    report: Callable[[str, str], None],
-    use_cache: bool = True,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with every floating node and tensor in ``dtype``, inside nested lists, tuples and dicts too.
-
-    ``out=`` is a place to write to and is never cast; neither are integers, float64, host arrays.
-    """
-    convert = partial(_cast_nested, cast_one=partial(cast_node, dtype=dtype, report=report, use_cache=use_cache))
-    return tuple(map(convert, args)), {name: x if name == "out" else convert(x) for name, x in kwargs.items()}
-
-
-def _cast_nested(x: Any, cast_one: Callable[[Any], Any]) -> Any:
-    if isinstance(x, Node | Tensor):
-        value = x.value
-        castable = isinstance(value, Tensor) and value.dtype in bridge.STORAGE and bridge.on_device(value)
-        return cast_one(x) if castable else x
-    if isinstance(x, list | tuple):
-        items = [_cast_nested(item, cast_one) for item in x]
-        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-    if isinstance(x, dict):
-        return {key: _cast_nested(item, cast_one) for key, item in x.items()}
-    return x
-
-
-_NONE: dict[str, Any] = {}
-
-
-def holds_half(args: tuple[Any, ...] | list[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a 16-bit tensor is among the arguments. On the path of every call: keep it short."""
-    for x in args:
-        if isinstance(x, Node):
-            if getattr(x.value, "dtype", None) in HALF_DTYPES:
-                return True
-        elif isinstance(x, Tensor):
-            if x.dtype in HALF_DTYPES:
-                return True
-        elif isinstance(x, (list, tuple)) and x and not isinstance(x[0], int) and holds_half(x, _NONE):
-            return True
-    return bool(kwargs) and holds_half(tuple(kwargs.values()), _NONE)
-
-
-def tensors_in(x: Any) -> list[Tensor]:
-    """Every tensor in nested arguments."""
-    if isinstance(x, Node | Tensor):
-        return [x.value] if isinstance(x.value, Tensor) else []
-    if isinstance(x, dict):
-        x = list(x.values())
-    if isinstance(x, list | tuple):
-        return [tensor for item in x for tensor in tensors_in(item)]
-    return []
-
-
-# ---------------------------------------------------------------------------------------------- verbose
-
-
-def reporter(region: Region | None, function: str) -> Callable[[str, str], None]:
-    """What a real cast calls: prints a line if there is a region and it is verbose."""
-    return partial(_say, function) if region is not None and region.verbose else _say_nothing
-
-
-def _say(function: str, source: str, target: str) -> None:
-    kinds = ["Half" if dtype in HALF_DTYPES else "Float" for dtype in (source, target)]
-    print(f"{kinds[0]}->{kinds[1]} ({function})")
-
-
-def _say_nothing(source: str, target: str) -> None:
-    pass

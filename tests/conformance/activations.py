@@ -1,4 +1,4 @@
-"""Functions of one tensor, element by element. (dropout is random: tests/test_functions_elementwise.py has it.)"""
+"""Functions of one tensor, element by element. (dropout is random: tests/functions/test_elementwise.py has it.)"""
 
 from __future__ import annotations
 

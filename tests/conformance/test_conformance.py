@@ -12,9 +12,9 @@ from netcl import autograd as ag
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
-from clamp.functions.casting import OWNED
+from clamp.casting.operands import OWNED
+from clamp.casting.policy import CastPolicy
 from clamp.ops.gemm import default_kernel
-from clamp.policy import CastPolicy
 from tests.conformance import long_axes, ops, report
 from tests.conformance.long_axes import LongCase
 from tests.conformance.runner import (

@@ -12,7 +12,7 @@ import pytest
 from clamp import session
 from tests.documents.pages import PAGES
 from tests.documents.runner import ROOT, is_as_claimed, python_blocks, run
-from tests.test_distributed import launcher, run_ranks  # noqa: F401  (a fixture)
+from tests.ranks.test_distributed import launcher, run_ranks  # noqa: F401  (a fixture)
 
 ELSEWHERE = {"docs/netcl-defects.md"}  # runs twice, as netcl and as clamp: test_defects_of_netcl_are_as_documented
 MPI = "docs/several-devices.md"

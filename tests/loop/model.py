@@ -157,7 +157,7 @@ class Pass:
 
 @dataclass(eq=False)
 class Scale:
-    """A loss scale by clamp's rule (clamp/scaler.py).
+    """A loss scale by clamp's rule (clamp/scaling/loss_scale.py).
 
     Attributes:
         moves: False: it stays.

@@ -1,0 +1,103 @@
+"""Nested arguments of a call: which tensors are in them, and casting them all; what verbose says of a cast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import HALF_DTYPES, DTypeLike, Node, Tensor, TensorLike
+from clamp.casting.operands import cast_node
+from clamp.casting.regions import Region, check_dtype
+
+
+def cast(x: TensorLike, dtype: DTypeLike) -> TensorLike:
+    """x in another dtype, differentiable; the very same node if it is that already.
+
+    Args:
+        x: node or tensor, float32, float16 or bfloat16.
+        dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+
+    Raises:
+        TypeError: x is no floating node or tensor on an OpenCL device.
+        ValueError: unknown dtype.
+    """
+    dtype = check_dtype(dtype, "dtype")
+    value = getattr(x, "value", None)
+    if not isinstance(value, bridge.Tensor) or value.dtype not in bridge.STORAGE or not bridge.on_device(value):
+        raise TypeError(
+            f"cast takes a float32, float16 or bfloat16 Node or Tensor on an OpenCL device, got {type(x).__name__}"
+            f"{f' of dtype {value.dtype}' if isinstance(value, bridge.Tensor) else ''}"
+        )
+    return cast_node(x, dtype)
+
+
+def cast_arguments(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dtype: str,
+    report: Callable[[str, str], None],
+    use_cache: bool = True,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with every floating node and tensor in ``dtype``, inside nested lists, tuples and dicts too.
+
+    ``out=`` is a place to write to and is never cast; neither are integers, float64, host arrays.
+    """
+    convert = partial(_cast_nested, cast_one=partial(cast_node, dtype=dtype, report=report, use_cache=use_cache))
+    return tuple(map(convert, args)), {name: x if name == "out" else convert(x) for name, x in kwargs.items()}
+
+
+def _cast_nested(x: Any, cast_one: Callable[[Any], Any]) -> Any:
+    if isinstance(x, Node | Tensor):
+        value = x.value
+        castable = isinstance(value, Tensor) and value.dtype in bridge.STORAGE and bridge.on_device(value)
+        return cast_one(x) if castable else x
+    if isinstance(x, list | tuple):
+        items = [_cast_nested(item, cast_one) for item in x]
+        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+    if isinstance(x, dict):
+        return {key: _cast_nested(item, cast_one) for key, item in x.items()}
+    return x
+
+
+_NONE: dict[str, Any] = {}
+
+
+def holds_half(args: tuple[Any, ...] | list[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a 16-bit tensor is among the arguments. On the path of every call: keep it short."""
+    for x in args:
+        if isinstance(x, Node):
+            if getattr(x.value, "dtype", None) in HALF_DTYPES:
+                return True
+        elif isinstance(x, Tensor):
+            if x.dtype in HALF_DTYPES:
+                return True
+        elif isinstance(x, (list, tuple)) and x and not isinstance(x[0], int) and holds_half(x, _NONE):
+            return True
+    return bool(kwargs) and holds_half(tuple(kwargs.values()), _NONE)
+
+
+def tensors_in(x: Any) -> list[Tensor]:
+    """Every tensor in nested arguments."""
+    if isinstance(x, Node | Tensor):
+        return [x.value] if isinstance(x.value, Tensor) else []
+    if isinstance(x, dict):
+        x = list(x.values())
+    if isinstance(x, list | tuple):
+        return [tensor for item in x for tensor in tensors_in(item)]
+    return []
+
+
+def reporter(region: Region | None, function: str) -> Callable[[str, str], None]:
+    """What a real cast calls: prints a line if there is a region and it is verbose."""
+    return partial(_say, function) if region is not None and region.verbose else _say_nothing
+
+
+def _say(function: str, source: str, target: str) -> None:
+    kinds = ["Half" if dtype in HALF_DTYPES else "Float" for dtype in (source, target)]
+    print(f"{kinds[0]}->{kinds[1]} ({function})")
+
+
+def _say_nothing(source: str, target: str) -> None:
+    pass

@@ -1,0 +1,320 @@
+"""How a policy turns an op's arguments into what its kernels read, and which dtype its result has.
+
+A function of clamp is written once, against this interface::
+
+    @implements("netcl.autograd.tanh")
+    def tanh(casting, x, tape=None):
+        (x,) = casting.operands(x)
+        out = ops.tanh(x.value, casting.result_dtype(x))
+
+        def backward(grad):
+            return [ops.tanh_backward(grad, x.value, out_dtype=x.grad_dtype) if x.needs_grad else None]
+
+        return record(out, backward, (x,), "tanh", tape)
+
+and runs under every policy: ``Half`` casts the operands, ``Float`` lets the kernel widen them as it loads,
+``Promote`` and ``Match`` read them as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+from clamp import bridge
+from clamp.bridge import Node, Tape, Tensor, TensorLike
+from clamp.casting.regions import current_region
+from clamp.ops.cast import cast
+from clamp.params import gradient_penalties
+from clamp.params.weight_cache import weights
+
+
+class NotOwned(Exception):
+    """These arguments are none of clamp's: float64, the numpy backend, a traced value. netcl's own function
+    takes over, after any 16-bit input has been widened."""
+
+
+def leave_to_netcl_if(*given: object) -> None:
+    """Raises NotOwned where an argument was given that clamp's kernels have no place for: ``out``, for one."""
+    if any(x is not None and x is not False for x in given):
+        raise NotOwned
+
+
+class Operand:
+    """One tensor argument of an op.
+
+    Attributes:
+        parent: the node (or bare tensor) that the gradient goes to.
+        value: the tensor that the kernels read.
+        weight: the parameter whose derived values the weight cache may hold; None if it must not, or is none.
+    """
+
+    __slots__ = ("parent", "value", "weight")
+
+    def __init__(self, parent: TensorLike, value: Tensor, weight: Tensor | None = None) -> None:
+        self.parent = parent
+        self.value = value
+        self.weight = weight
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value."""
+        return tuple(self.parent.value.shape)
+
+    @property
+    def grad_dtype(self) -> str:
+        """Dtype of the parent's gradient: that of the parent's own value, unless a 16-bit parameter wants fp32."""
+        return bridge.gradient_dtype(self.parent.value)
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether backward must compute a gradient for the parent."""
+        return bridge.needs_grad(self.parent)
+
+    def forward_done(self) -> None:
+        """Called when the op's result stands and only backward may still read the value."""
+
+
+class _InputOperand(Operand):
+    """A float32 input that needs no gradient, read in 16 bits.
+
+    The user holds the float32 input anyway; keeping its 16-bit copy for backward as well would add to the
+    activation memory. The copy is dropped after forward and made again if backward asks for it.
+    """
+
+    __slots__ = ("_dtype", "_value")
+
+    def __init__(self, parent: TensorLike, dtype: str) -> None:
+        self.parent = parent
+        self.weight = None
+        self._dtype = dtype
+        self._value: Tensor | None = None
+
+    @property
+    def value(self) -> Tensor:
+        if self._value is None:
+            self._value = cast(self.parent.value, self._dtype)
+        return self._value
+
+    def forward_done(self) -> None:
+        self._value = None
+
+
+class Casting(Protocol):
+    """A policy at work in one call of one function."""
+
+    def operands(self, *xs: TensorLike) -> tuple[Operand, ...]:
+        """The arguments as operands, all on one queue.
+
+        Raises:
+            NotOwned: an argument is not clamp's to compute with.
+            ValueError: the arguments are on different queues.
+        """
+        ...
+
+    def result_dtype(self, *operands: Operand) -> str:
+        """Dtype of the result."""
+        ...
+
+
+class _AsGiven:
+    """Operands are read in the dtype they have."""
+
+    def operands(self, *xs: TensorLike) -> tuple[Operand, ...]:
+        operands = tuple(Operand(x, owned_value(x)) for x in xs)
+        if len(operands) > 1:
+            bridge.require_same_queue("op", *(operand.parent.value for operand in operands))
+        return operands
+
+
+class Float(_AsGiven):
+    """fp32 result; the kernels widen 16-bit operands as they load them."""
+
+    def result_dtype(self, *operands: Operand) -> str:
+        return "float32"
+
+
+class Promote(_AsGiven):
+    """The widest of the operands' dtypes; float16 and bfloat16 together give float32."""
+
+    def result_dtype(self, *operands: Operand) -> str:
+        return widest(*(operand.value.dtype for operand in operands))
+
+
+class Match(_AsGiven):
+    """The first operand's dtype."""
+
+    def result_dtype(self, *operands: Operand) -> str:
+        return bridge.canonical_dtype(operands[0].value.dtype)
+
+
+class Half:
+    """Operands in the AMP dtype, result in the AMP dtype.
+
+    A leaf keeps its own node as the parent, so its gradient is written in its own dtype, straight from the
+    kernels' fp32 accumulators; a parameter's 16-bit copy comes from the weight cache. Anything computed is cast
+    by an autograd node.
+    """
+
+    def __init__(self, dtype: str, report: Callable[[str, str], None], use_cache: bool) -> None:
+        self.dtype = dtype
+        self._storage = bridge.STORAGE[dtype]
+        self._report = report
+        self._use_cache = use_cache
+
+    def operands(self, *xs: TensorLike) -> tuple[Operand, ...]:
+        operands = tuple(self._operand(x) for x in xs)
+        if len(operands) > 1:
+            bridge.require_same_queue("op", *(operand.parent.value for operand in operands))
+        return operands
+
+    def result_dtype(self, *operands: Operand) -> str:
+        return self.dtype
+
+    def _operand(self, x: TensorLike) -> Operand:
+        value = owned_value(x)
+        storage = bridge.STORAGE.get(value.dtype)
+        if storage is None:
+            return Operand(x, value)
+        weight = value if self._use_cache and bridge.is_leaf(x) and bridge.is_weight(value) else None
+        if storage == self._storage:
+            return Operand(x, value, weight)
+        if not bridge.is_leaf(x):
+            node = cast_node(x, self.dtype, self._report)
+            return Operand(node, node.value)
+        if bridge.is_weight(value):
+            return Operand(x, self._weight(value), weight)
+        if bridge.needs_grad(x):
+            self._report(value.dtype, self.dtype)
+            return Operand(x, cast(value, self.dtype))
+        self._report(value.dtype, self.dtype)
+        return _InputOperand(x, self.dtype)
+
+    def _weight(self, tensor: Tensor) -> Tensor:
+        return cached_cast(tensor, self.dtype, self._report, self._use_cache)
+
+
+def owned_value(x: TensorLike) -> Tensor:
+    """The tensor of an argument that clamp's kernels can read: fp32, fp16, bf16 or int32, on an OpenCL device.
+
+    Raises:
+        NotOwned: it is something else.
+    """
+    value = bridge.value_of(x)
+    if not isinstance(value, Tensor):
+        raise NotOwned
+    if not bridge.on_device(value):
+        if current_region() is not None:  # somebody asked for AMP here
+            note_numpy_backend()
+        raise NotOwned
+    if value.dtype not in bridge.STORAGE and value.dtype not in ("int32", "int"):
+        raise NotOwned
+    return value
+
+
+@cache
+def note_numpy_backend() -> None:
+    """Says, once in a process, that netcl's numpy backend is left alone."""
+    warnings.warn(
+        "AMP leaves netcl's numpy backend (device 'cpu') alone: it computes in fp32 on the host, without OpenCL "
+        "kernels. For mixed precision on a CPU use an OpenCL driver; `python -m clamp doctor` shows what is there.",
+        UserWarning,
+        stacklevel=6,
+    )
+
+
+def as_is(x: Any) -> Operand:
+    """A secondary input (bias, slope, scale of a norm, indices): read in its own dtype under every policy.
+
+    Raises:
+        NotOwned: it is no tensor of clamp's.
+    """
+    return Match().operands(as_node(x))[0]
+
+
+def widest(*dtypes: str) -> str:
+    """The dtype that holds every one of these floating dtypes; integer dtypes do not count."""
+    kinds = {bridge.canonical_dtype(dtype) for dtype in dtypes if dtype in bridge.STORAGE}
+    return kinds.pop() if len(kinds) == 1 else "float32"
+
+
+def cached_cast(tensor: Tensor, dtype: str, report: Callable[[str, str], None], use_cache: bool = True) -> Tensor:
+    """A parameter's value in another dtype, made once for as long as the parameter is not written."""
+
+    def make(source: Tensor) -> Tensor:
+        report(source.dtype, dtype)
+        return cast(source, dtype)
+
+    return weights.get(tensor, ("cast", dtype), make) if use_cache else make(tensor)
+
+
+def cast_node(
+    x: TensorLike,
+    dtype: str,
+    report: Callable[[str, str], None] = lambda source, target: None,
+    use_cache: bool = True,
+) -> TensorLike:
+    """x in another dtype, by an autograd node whose backward casts the gradient back; x itself if nothing changes."""
+    value = bridge.value_of(x)
+    if bridge.STORAGE[value.dtype] == bridge.STORAGE[dtype]:
+        return x
+    if bridge.is_leaf(x) and bridge.is_weight(value):
+        # A tensor of its own for each node: the engine adds to the gradient it finds on a node's tensor.
+        out = cached_cast(value, dtype, report, use_cache)
+        out = bridge.view(out, out.shape)
+    else:
+        report(value.dtype, dtype)
+        out = cast(value, dtype)
+    operand = Operand(x, value)
+    return record(out, lambda grad: [cast(grad, operand.grad_dtype)], (operand,), "cast")
+
+
+def record(
+    out: Tensor,
+    backward: Callable[[Tensor], list[Tensor | None]],
+    operands: Sequence[Operand],
+    op_name: str,
+    tape: Tape | None = None,
+) -> Any:
+    """Binds a result into the autograd graph: a Node, or a bare Tensor for bare tensors and under no_grad.
+
+    Args:
+        backward: takes the gradient of ``out`` (in out's dtype) and returns one gradient, or None, for each
+            operand, in that operand's ``grad_dtype``.
+    """
+    for operand in operands:
+        operand.forward_done()
+    parents = [operand.parent for operand in operands]
+    made = bridge.make_node(out, backward, parents, op_name, tape)
+    gradient_penalties.note_result(made, parents)
+    return made
+
+
+Function = Callable[..., Any]
+
+#: netcl function, by full name -> the function of clamp that takes its place: ``f(casting, *args, **kwargs)``
+OWNED: dict[str, Function] = {}
+
+
+def implements(*names: str) -> Callable[[Function], Function]:
+    """Registers a function as clamp's version of the netcl functions of these full names."""
+
+    def register(function: Function) -> Function:
+        for name in names:
+            OWNED[name] = function
+        return function
+
+    return register
+
+
+def as_node(x: Any) -> TensorLike:
+    """x if it is a node or tensor.
+
+    Raises:
+        NotOwned: it is neither.
+    """
+    if isinstance(x, Node | Tensor):
+        return x
+    raise NotOwned

@@ -1,0 +1,173 @@
+"""Where AMP is on: the state of the process, of this thread, and of the op that is running.
+
+``init`` sets the region of the process. ``autocast`` and ``disable_casts`` set one for the calling thread
+alone and nest. Inside an op, and during backward, nested calls do not cast again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from clamp import bridge
+from clamp.casting.policy import PolicyTable, default_table
+from clamp.params.weight_cache import weights
+
+AMP_DTYPES = ("float16", "bfloat16", "float32")
+
+
+def check_dtype(dtype: bridge.DTypeLike, what: str = "AMP dtype", known: Iterable[str] = AMP_DTYPES) -> str:
+    """The name of one of clamp's dtypes, however it is written: ``np.float16``, ``"half"`` and ``"fp16"`` are float16.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    name = bridge.dtype_name(dtype)
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"unknown {what} {dtype!r}: pass one of {', '.join(known)}")
+    return name
+
+
+@dataclass(frozen=True)
+class Region:
+    """How ops run inside a region.
+
+    Attributes:
+        enabled: whether ops cast at all.
+        dtype: the AMP dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"`` (clamp's kernels, no casting gain).
+        policies: which function runs in which precision.
+        cache_enabled: whether 16-bit copies of weights are kept.
+        allow_banned: whether banned functions run in fp32 instead of raising.
+        verbose: whether each cast prints a line.
+        castings: how each function casts here, by name; filled as functions are called.
+    """
+
+    enabled: bool
+    dtype: str
+    policies: PolicyTable
+    cache_enabled: bool = True
+    allow_banned: bool = False
+    verbose: bool = False
+    castings: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def in_float32(self) -> Region:
+        """This region with every function in float32, on clamp's kernels still."""
+        return replace(self, dtype="float32", allow_banned=True)
+
+
+class _Thread(threading.local):
+    region: Region | None = None  # set by a region of this thread; None: the process's region holds
+    depth: int = 0  # regions of this thread around this point
+    no_casts: int = 0  # ops and backward passes around this point
+
+
+_thread = _Thread()
+_process: Region | None = None
+
+
+def set_process_region(region: Region | None) -> None:
+    """Sets (or with None removes) the region that holds in every thread outside a thread's own regions."""
+    global _process
+    _process = region
+
+
+def process_region() -> Region | None:
+    """The region that ``init`` set; None without one."""
+    return _process
+
+
+def current_region() -> Region | None:
+    """The region around this point, enabled or not; None where there is none."""
+    return _thread.region or _process
+
+
+def casting_region() -> Region | None:
+    """The region whose casts apply to an op called here; None where ops do not cast."""
+    if _thread.no_casts:
+        return None
+    region = _thread.region or _process
+    return region if region is not None and region.enabled else None
+
+
+def thread_casts_off() -> bool:
+    """Whether this point is inside an op or a backward pass, where nested calls do not cast."""
+    return _thread.no_casts > 0
+
+
+def depth() -> int:
+    """How many regions of this thread are around this point."""
+    return _thread.depth
+
+
+@contextmanager
+def in_region(region: Region) -> Iterator[None]:
+    """Makes ``region`` hold for this thread inside the ``with``."""
+    outer = _thread.region
+    _thread.region = region
+    _thread.depth += 1
+    try:
+        yield
+    finally:
+        _thread.region = outer
+        _thread.depth -= 1
+
+
+def region_here(**changes: Any) -> Region:
+    """The region around this point with other settings; one without casts where there is none."""
+    around = current_region() or Region(enabled=False, dtype="float16", policies=default_table())
+    if all(getattr(around, name) == value for name, value in changes.items()):
+        return around
+    return replace(around, **changes)
+
+
+@contextmanager
+def in_own_region(region: Region) -> Iterator[None]:
+    """As ``in_region``; the end of the outermost region of a thread also empties the weight cache."""
+    try:
+        with in_region(region):
+            yield
+    finally:
+        if _thread.depth == 0:
+            weights.clear()
+
+
+def is_autocast_enabled() -> bool:
+    """Whether ops called here cast."""
+    region = current_region()
+    return region is not None and region.enabled
+
+
+def get_autocast_dtype() -> str:
+    """The AMP dtype of the region around, ``"float16"`` outside any."""
+    region = current_region()
+    return region.dtype if region is not None else "float16"
+
+
+@contextmanager
+def no_casts() -> Iterator[None]:
+    """Inside the ``with``, ops of this thread run in the dtypes they are given: within an op, and in backward."""
+    _thread.no_casts += 1
+    try:
+        yield
+    finally:
+        _thread.no_casts -= 1
+
+
+@contextmanager
+def casting_in(region: Region | None) -> Iterator[None]:
+    """Inside the ``with``, ops cast as in ``region``, within an op and in backward too; with None they do not."""
+    if region is None:
+        with no_casts():
+            yield
+        return
+    outer, _thread.no_casts = _thread.no_casts, 0
+    try:
+        with in_region(region):
+            yield
+    finally:
+        _thread.no_casts = outer

@@ -1,0 +1,203 @@
+"""The file of a checkpoint: numpy's .npz without pickled objects, so that loading one from elsewhere cannot run code.
+
+Arrays lie in it as they were on the device, bit for bit; everything else, and what each array is, stands in one JSON
+text:
+
+    clamp.json     {"format": "clamp checkpoint", "version": 2, "models": [...], "optimizers": [...], "amp": ..., ...}
+    0, 1, 2 ...    the arrays that the text refers to as {"array": "0", "dtype": "bfloat16"}
+
+Version 1 did not name the parameters of optimizers (optimizers.py reads both).
+
+A file is checked as a whole when it is read, and written beside its place and moved there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.ops.host_words import from_words, to_words
+
+Array: TypeAlias = npt.NDArray[Any]
+Json: TypeAlias = Any
+
+_FORMAT = "clamp checkpoint"
+_VERSION = 2
+_READABLE = (1, 2)
+_TEXT = "clamp.json"
+_DEEPEST = 50  # containers in one another; what is nested without end would be saved and could not be read
+
+
+class CheckpointError(ValueError):
+    """A file is no checkpoint of clamp's, is damaged, or does not fit what it is loaded into. Nothing was changed."""
+
+
+def differences(found: Mapping[str, Sequence[str]]) -> str:
+    """For messages: ``"2 not in the file: a, b; 1 not in the model: c"``, the first names of each."""
+    return "; ".join(f"{len(names)} {what}: {', '.join(names[:5])}" for what, names in found.items() if names)
+
+
+def write(path: Path, content: Mapping[str, Json], arrays: Mapping[str, Array]) -> None:
+    """Writes a checkpoint; the file that was there before stays whole until the new one is.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    text = json.dumps({"format": _FORMAT, "version": _VERSION, **content}).encode()
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, **{_TEXT: np.frombuffer(text, np.uint8), **arrays})  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException as error:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk does not say whose
+            raise OSError(error.errno, f"{error.strerror or error}, while writing a checkpoint", str(path)) from error
+        raise
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
+    """The content of a checkpoint, and the arrays that it refers to.
+
+    Raises:
+        CheckpointError: the file is no checkpoint, is damaged, or of another version.
+        FileNotFoundError: there is no such file.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint at {path}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise CheckpointError(f"{path} is damaged: the check sum of {damaged} is wrong")
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} is no checkpoint, or is truncated: {error}") from error
+    text = arrays.pop(_TEXT, None)
+    try:
+        content = json.loads(text.tobytes()) if text is not None else {}
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} is no checkpoint of clamp's (amp.save_checkpoint writes them)")
+    if content.get("version") not in _READABLE:
+        raise CheckpointError(
+            f"{path} has format version {content.get('version')!r}, this clamp reads versions up to {_VERSION}: "
+            "load it with the clamp that wrote it, or a newer one"
+        )
+    return content, arrays
+
+
+class Encoder:
+    """Turns values into JSON, and collects their arrays. A tensor that is met twice is one array."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, Array] = {}
+        self._tensors: dict[int, tuple[Tensor, Json]] = {}  # with the tensor, so that its id stays its own
+
+    def parameter(self, tensor: Tensor, master: Tensor | None) -> Json:
+        """A model's tensor, and the fp32 master that it may have."""
+        return {"value": self.tensor(tensor), "master": None if master is None else self.tensor(master)}
+
+    def array(self, array: Array, dtype: str) -> Json:
+        name = str(len(self.arrays))
+        self.arrays[name] = array
+        return {"array": name, "dtype": dtype}
+
+    def tensor(self, tensor: Tensor) -> Json:
+        """A tensor's bits."""
+        if id(tensor) not in self._tensors:
+            dtype = bridge.canonical_dtype(tensor.dtype)
+            words = np.dtype(f"u{bridge.nbytes(tensor) // tensor.size}") if tensor.size else np.dtype(np.uint8)
+            bits = bridge.read_bytes(tensor).view(words).reshape(tuple(tensor.shape))
+            self._tensors[id(tensor)] = tensor, self.array(bits, dtype)
+        return self._tensors[id(tensor)][1]
+
+    def value(self, value: Any, where: str, depth: int = 0) -> Json:
+        """Numbers, texts, None, numpy arrays, and dicts, lists and tuples of these.
+
+        Raises:
+            TypeError: it is something else, or contains itself.
+        """
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if isinstance(value, np.ndarray | np.generic) and _is_plain(value):
+            kind = "number" if isinstance(value, np.generic) else "numpy"
+            return {**self.array(np.asarray(value), kind)}
+        if depth == _DEEPEST:
+            raise TypeError(f"{where[:80]}... is nested more than {_DEEPEST} deep, or contains itself")
+        if isinstance(value, list):
+            return [self.value(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]
+        if isinstance(value, tuple):
+            return {"tuple": [self.value(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]}
+        if isinstance(value, dict):
+            # Pairs, because JSON's keys are texts.
+            pairs = [
+                [self.value(key, f"{where}'s key", depth + 1), self.value(item, f"{where}[{key!r}]", depth + 1)]
+                for key, item in value.items()
+            ]
+            return {"dict": pairs}
+        raise TypeError(
+            f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: pass numbers, texts, None, numpy "
+            "arrays, or dicts, lists and tuples of these (of an object, vars(x) or its state_dict())"
+        )
+
+
+def _is_plain(array: Array | np.generic) -> bool:
+    """Whether an array is numbers and nothing else: a masked one would lose its mask."""
+    return array.dtype.kind in "biufc" and not isinstance(array, np.ma.MaskedArray)
+
+
+class Decoder:
+    """Turns what ``Encoder`` made back into values."""
+
+    def __init__(self, arrays: dict[str, Array], path: str | os.PathLike[str]) -> None:
+        self._arrays = arrays
+        self.path = path
+
+    def array(self, reference: Json) -> Array:
+        return self._arrays[reference["array"]]
+
+    def value(self, value: Json) -> Any:
+        if isinstance(value, list):
+            return [self.value(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if "tuple" in value:
+            return tuple(self.value(item) for item in value["tuple"])
+        if "dict" in value:
+            return {self.value(key): self.value(item) for key, item in value["dict"]}
+        array = self.array(value)
+        return array[()] if value["dtype"] == "number" else array
+
+    def bits_for(self, reference: Json, tensor: Tensor, what: str) -> npt.NDArray[np.uint8]:
+        """A saved tensor's bytes in the dtype of the tensor that it is for; floats are converted.
+
+        Raises:
+            CheckpointError: shapes differ, or one is of integers.
+        """
+        words, saved, wanted = self.array(reference), reference["dtype"], bridge.canonical_dtype(tensor.dtype)
+        if words.shape != tuple(tensor.shape):
+            raise CheckpointError(f"{self.path}: {what} has shape {words.shape}, here it is {tuple(tensor.shape)}")
+        if saved != wanted:
+            if saved not in bridge.STORAGE or wanted not in bridge.STORAGE:
+                raise CheckpointError(f"{self.path}: {what} is {saved}, here it is {wanted}")
+            words = to_words(np.ascontiguousarray(from_words(words, saved)), wanted)
+        return np.ascontiguousarray(words).reshape(-1).view(np.uint8)

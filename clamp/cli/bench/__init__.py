@@ -1,0 +1,1 @@
+"""``python -m clamp bench``: the command (command.py) and its parts."""

@@ -1,0 +1,149 @@
+"""What is timed of functions that are bound by memory: bytes a second, beside a copy kernel.
+
+A function is credited with the bytes that it must move: every input read and every result written once, and an input
+that is needed twice, because a statistic of all of it comes before the result, read twice. The caches are emptied
+before each call, as Triton's ``do_bench`` does: what is measured is the memory's bandwidth, also on a machine whose
+last-level cache would hold all that a call reads and writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+from netcl import autograd as ag
+
+from clamp import amp, bridge
+from clamp.bridge import Node, Tensor
+from clamp.cli.bench.cases import Case, Contender, dtypes_of, random_tensor
+from clamp.cli.bench.timing import Turn, timed
+from clamp.ops.cast import cast_into
+
+_FLUSHED_BYTES = 2**27  # read, and half as many written, to empty the caches: several times what they hold
+
+
+@dataclass(frozen=True)
+class Work:
+    """A function whose time is that of its memory traffic.
+
+    Attributes:
+        name: of the function, and its size.
+        shape: of the input.
+        call: ``call(x, *parameters)`` on nodes.
+        parameters: shapes of its float32 parameters.
+        reads: how often forward reads its input.
+        backward_reads: how often backward reads its input (or result, which has its size) and the gradient.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    call: Callable[..., Any]
+    parameters: Sequence[tuple[int, ...]] = ()
+    reads: int = 1
+    backward_reads: tuple[int, int] = (1, 1)
+
+
+def works(images: int) -> list[Work]:
+    """The functions of convolutional networks and of transformers, at their usual sizes."""
+    image, rows = (images, 64, 56, 56), (images * 128, 1024)
+    channels = [(64,)] * 4
+    # Lambdas find the functions when they are called: AMP cannot reach what a partial holds.
+    return [
+        Work("depthwise_conv2d 3x3", image, lambda x, w: ag.depthwise_conv2d(x, w, pad=1), [(64, 1, 3, 3)]),
+        Work("max_pool2d 2x2", image, lambda x: ag.max_pool2d(x, kernel_size=2, stride=2)),
+        Work("avg_pool2d 2x2", image, lambda x: ag.avg_pool2d(x, kernel_size=2, stride=2), backward_reads=(0, 1)),
+        Work("batch_norm2d_relu", image, _batch_norm_relu, channels, reads=2, backward_reads=(2, 2)),
+        Work("layer_norm", rows, lambda x, gamma, beta: ag.layer_norm(x, gamma, beta), [(1024,)] * 2),
+        Work("rms_norm", rows, lambda x, gamma: ag.rms_norm(x, gamma), [(1024,)]),
+        Work("softmax", rows, lambda x: ag.softmax(x)),
+    ]
+
+
+def _batch_norm_relu(x: Node, gamma: Node, beta: Node, mean: Node, variance: Node) -> Node:
+    return ag.batch_norm2d_relu(x, gamma, beta, mean.value, variance.value, training=True)
+
+
+def bandwidth_cases(queue: cl.CommandQueue, images: int) -> Iterator[Case]:
+    """Forward and backward of every function, beside a copy of as many bytes."""
+    flush = _flush(queue)
+    for work in works(images):
+        for backward in (False, True):
+            runs = {f"clamp {dtype}": _Run(queue, work, dtype, backward, flush) for dtype in dtypes_of(queue)}
+            netcl = _Run(queue, work, None, backward, flush)
+            moved = runs["clamp float32"].bytes_moved() / 2  # as a 16-bit run moves, about
+            contenders = [
+                _copy_of(queue, moved, flush),
+                Contender("netcl", netcl.turn, netcl.bytes_moved(), is_baseline=True),
+                *(Contender(name, run.turn, run.bytes_moved()) for name, run in runs.items()),
+            ]
+            direction = "backward" if backward else "forward"
+            yield Case("bandwidth", f"{work.name} {direction}, {'x'.join(map(str, work.shape))}", "GB/s", contenders)
+
+
+def _flush(queue: cl.CommandQueue) -> Callable[[], object]:
+    """Leaves nothing in the caches that a call could use."""
+    source = bridge.zeros(queue, (_FLUSHED_BYTES // 4,), "float32")
+    return partial(cast_into, source, bridge.empty(queue, source.shape, "float16"))
+
+
+def _copy_of(queue: cl.CommandQueue, moved: float, flush: Callable[[], object]) -> Contender:
+    source = random_tensor(queue, (max(1, int(moved) // 8),), "float32")
+    target = bridge.empty(queue, source.shape, "float32")
+    turn = timed(partial(cast_into, source, target), queue.finish, flush)
+    return Contender("copy kernel", turn, 8.0 * source.size, is_baseline=True)
+
+
+class _Run:
+    """One function in one direction, in one AMP dtype or (None) by netcl alone."""
+
+    def __init__(
+        self, queue: cl.CommandQueue, work: Work, dtype: str | None, backward: bool, flush: Callable[[], object]
+    ) -> None:
+        self._queue, self._work, self._dtype, self._backward, self._flush = queue, work, dtype, backward, flush
+        self._x = random_tensor(queue, work.shape, dtype or "float32")
+        rng = np.random.default_rng(0)
+        self._parameters = [
+            Tensor.from_host(queue, rng.uniform(0.5, 1.5, shape).astype(np.float32)) for shape in work.parameters
+        ]
+        for tensor in (self._x, *self._parameters):
+            tensor.requires_grad = True
+
+    def bytes_moved(self) -> float:
+        """The bytes that one call must move."""
+        x, y = self._x, self._result_like()
+        if not self._backward:
+            return self._work.reads * bridge.nbytes(x) + y
+        of_input, of_gradient = self._work.backward_reads
+        return float(of_input * bridge.nbytes(x) + of_gradient * y + bridge.nbytes(x))
+
+    def turn(self, calls: int) -> list[float]:
+        """Times calls."""
+        if self._dtype is None:
+            return self._timed(calls)
+        with amp.init(dtype=self._dtype):
+            return self._timed(calls)
+
+    def _timed(self, calls: int) -> list[float]:
+        if not self._backward:
+            turn: Turn = timed(self._call, self._queue.finish, self._flush)
+            return turn(calls)
+        out = self._call()
+        gradient = random_tensor(self._queue, out.value.shape, out.value.dtype, 1)
+        return timed(partial(out.grad_fn, gradient), self._queue.finish, self._flush)(calls)
+
+    def _call(self) -> Any:
+        nodes = [Node(value=tensor, requires_grad=True) for tensor in (self._x, *self._parameters)]
+        return self._work.call(*nodes)
+
+    def _result_like(self) -> float:
+        """Bytes of the result."""
+        if self._dtype is None:
+            out = self._call()
+        else:
+            with amp.init(dtype=self._dtype):
+                out = self._call()
+        return float(bridge.nbytes(out.value))

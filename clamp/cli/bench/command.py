@@ -1,0 +1,194 @@
+"""``python -m clamp bench``: clamp beside netcl, numpy and torch, timed turn about in one run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import pyopencl as cl
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+import clamp
+from clamp.cli.bench.bandwidth import bandwidth_cases
+from clamp.cli.bench.cases import Case, cast_cases, gemm_cases, unscale_cases
+from clamp.cli.bench.conv import conv_cases
+from clamp.cli.bench.networks import Cnn, Mlp, Network
+from clamp.cli.bench.peers import PeerProcess, cpu_flags, installed_peers
+from clamp.cli.bench.report import Row, make_console, memory_rows, print_rows, rows_of, write_json
+from clamp.cli.bench.step import make_variants, step_case
+from clamp.cli.bench.timing import NORMAL, QUICK, Effort, interleave
+from clamp.cli.devices import UnknownDeviceError, choose_device, describe, slug
+from clamp.opencl.device import NoDeviceError, capabilities
+
+SIZES = (256, 512, 1024, 2048)
+QUICK_SIZES = (256, 1024)
+IMAGES, QUICK_IMAGES = 32, 4
+_BUSY = 0.3  # load per core
+
+
+def run(args: Namespace) -> int:
+    """Runs the command; see `clamp.cli`."""
+    try:
+        device = choose_device(args.device)
+    except NoDeviceError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except UnknownDeviceError as error:
+        print(error, file=sys.stderr)
+        return 2
+    console = make_console()
+    context = cl.Context([device])  # held here: Intel's runtime frees a context that only its queue refers to
+    queue = cl.CommandQueue(context, device)
+    bench = Bench(queue, args, QUICK if args.quick else NORMAL)
+    bench.run(console)
+    head = bench.head()
+    _print_head(console, head)
+    print_rows(console, bench.rows)
+    for note in bench.notes:
+        console.print(f"[yellow]{note}[/]", highlight=False)
+    if args.json:
+        name = f"{slug(device)}-{head['date'][:10]}.json"
+        try:
+            file = write_json(args.json, name, head, bench.rows)
+        except OSError as error:  # the tables are printed already: nothing is lost
+            print(f"cannot write {args.json}: {error}", file=sys.stderr)
+            return 1
+        console.print(f"written: {file}", highlight=False, soft_wrap=True)
+    return 0
+
+
+@dataclass
+class Bench:
+    """One run of the benchmark.
+
+    Attributes:
+        queue: the device under test.
+        args: the command's arguments.
+        effort: how long to measure.
+        rows: what was measured.
+        notes: who failed, and why.
+        peers: the peers that took part.
+    """
+
+    queue: cl.CommandQueue
+    args: Namespace
+    effort: Effort
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    peers: dict[str, str] = field(default_factory=dict)
+    _load: float | None = None
+
+    def run(self, console: Console) -> None:
+        """Measures everything that was asked for."""
+        self._load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+        columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+        with ExitStack() as stack:
+            peers = self._start_peers(stack)
+            # Drawn between turns only: a thread that redraws would take time from what is timed.
+            progress = stack.enter_context(Progress(*columns, console=console, auto_refresh=False, transient=True))
+            task = progress.add_task("")
+            for case in self._cases(peers):
+                what = f"{case.work} {case.name}"
+
+                def show(name: str, what: str = what) -> None:
+                    progress.update(task, description=f"{what}: {name}", refresh=True)
+
+                race = interleave({one.name: one.turn for one in case.contenders}, self.effort, show)
+                self.rows += rows_of(case, race)
+                self.notes += [f"{what}: {name} failed: {reason}" for name, reason in race.failures.items()]
+
+    def _start_peers(self, stack: ExitStack) -> list[PeerProcess]:
+        if self.args.no_peers:
+            return []
+        on_gpu = not capabilities(self.queue).is_cpu
+        peers, failures = stack.enter_context(installed_peers(self._threads(), on_gpu))
+        self.notes += [f"{kind} did not start: {reason}" for kind, reason in failures.items()]
+        self.peers = {peer.info.label: peer.info.version for peer in peers}
+        return peers
+
+    def _threads(self) -> int:
+        """Threads for peers: as many as the device has cores, or all there are beside a GPU."""
+        device = capabilities(self.queue)
+        return device.compute_units if device.is_cpu else os.cpu_count() or 1
+
+    def _cases(self, peers: Sequence[PeerProcess]) -> Iterator[Case]:
+        args = self.args
+        if "gemm" in args.only:
+            yield from gemm_cases(self.queue, args.sizes or (QUICK_SIZES if args.quick else SIZES), peers)
+        if "conv" in args.only:
+            yield from conv_cases(self.queue, args.images or (QUICK_IMAGES if args.quick else IMAGES), peers)
+        if "bandwidth" in args.only:
+            yield from bandwidth_cases(self.queue, args.images or (QUICK_IMAGES if args.quick else IMAGES))
+        if "cast" in args.only:
+            yield from cast_cases(self.queue, args.elements)
+        if "unscale" in args.only:
+            yield from unscale_cases(self.queue, args.elements)
+        if "step" in args.only:
+            yield from self._step_cases(Mlp(*args.step), peers)
+        if "cnn" in args.only:
+            yield from self._step_cases(Cnn(args.cnn), peers)
+
+    def _step_cases(self, network: Network, peers: Sequence[PeerProcess]) -> Iterator[Case]:
+        variants = make_variants(self.queue, network)
+        yield step_case(variants, network, peers)
+        # Here the step's rows stand: a generator goes on when its consumer asks for the next case.
+        finished = {row.contender for row in self.rows if row.work == network.work}
+        self.rows += memory_rows(
+            str(network), {name: variant.memory() for name, variant in variants.items() if name in finished}
+        )
+
+    def head(self) -> dict[str, Any]:
+        """What one must know to read the figures: device, versions, settings."""
+        device = self.queue.device
+        now = datetime.now(UTC)
+        return {
+            "date": now.isoformat(timespec="seconds"),
+            "device": {
+                "name": device.name.strip(),
+                "platform": device.platform.name.strip(),
+                "platform_version": device.platform.version.strip(),
+                "driver": device.driver_version.strip(),
+                "compute_units": device.max_compute_units,
+                "description": describe(device),
+            },
+            "machine": {
+                "system": platform.platform(),
+                "cpus": os.cpu_count(),
+                "cpu_flags": sorted(flag for flag in cpu_flags() if flag.startswith(("avx", "f16c", "amx", "asimd"))),
+                "load_before": self._load,
+            },
+            "versions": {
+                "clamp": clamp.__version__,
+                "python": platform.python_version(),
+                **{name: version(name) for name in ("netcl", "pyopencl", "numpy")},
+            },
+            "peers": {"threads": self._threads(), **self.peers},
+            "environment": {name: os.environ.get(name) for name in ("POCL_AFFINITY", "OPENBLAS_NUM_THREADS")},
+            "quick": self.args.quick,
+            "notes": self.notes,
+        }
+
+
+def _print_head(console: Console, head: dict[str, Any]) -> None:
+    device, versions = head["device"], head["versions"]
+    lines = [
+        f"{device['description']}, {device['compute_units']} compute units",
+        f"{device['platform_version']}, driver {device['driver']}",
+        ", ".join(f"{name} {number}" for name, number in versions.items()),
+        *(f"{name}: {text}" for name, text in head["peers"].items()),
+        head["date"],
+    ]
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    load, cpus = head["machine"]["load_before"], head["machine"]["cpus"]
+    if load is not None and cpus and load > _BUSY * cpus:
+        console.print(f"[yellow]other programs kept the machine busy (load {load:.1f}): do not trust these figures[/]")

@@ -1,0 +1,203 @@
+"""The process in which a peer, numpy or torch, is timed: started and driven by `clamp.cli.bench.peers`.
+
+Peers get their own process because BLAS libraries read their settings when they load, and because their idle
+threads must not spin in the process that times OpenCL. It answers lines on standard input with lines on
+standard output, and sleeps on the pipe in between::
+
+    <- {"label": "OpenBLAS", "version": "...", "works": {"gemm": ["float32"]}}
+    -> run gemm float32 NN 1024 5          five calls, timed
+    <- ok 0.0051 0.0049 0.0050 0.0049 0.0052
+    -> run gemm float64 NN 1024 5
+    <- error KeyError: 'float64'
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from clamp.cli.bench.timing import settle, timed
+
+Call = Callable[[], object]
+
+
+class Peer(Protocol):
+    """A library to be timed.
+
+    Attributes:
+        label: what the tables call it.
+        version: its version.
+        works: dtypes that it is timed in, by kind of work.
+    """
+
+    label: str
+    version: str
+    works: dict[str, list[str]]
+
+    def prepare(self, work: str, dtype: str, *args: str) -> Call:
+        """A call that does the work once."""
+        ...
+
+    def finish(self) -> None:
+        """Waits until the work is done."""
+        ...
+
+
+class NumpyPeer:
+    """numpy's matrix product: whichever BLAS numpy was built with."""
+
+    def __init__(self) -> None:
+        config: Any = np.show_config(mode="dicts")
+        blas = config["Build Dependencies"]["blas"]
+        self.label = "OpenBLAS" if "openblas" in blas["name"] else blas["name"]
+        self.version = f"{blas['name']} {blas['version']}, numpy {np.__version__}"
+        self.works = {"gemm": ["float32"]}
+
+    def prepare(self, work: str, dtype: str, *args: str) -> Call:
+        layout, n = args[0], int(args[1])
+        rng = np.random.default_rng(0)
+        a, b = (rng.standard_normal((n, n), dtype=np.float32) for _ in range(2))
+        left, right = (matrix.T if flag == "T" else matrix for matrix, flag in zip((a, b), layout, strict=True))
+        out = np.empty((n, n), np.float32)
+        return lambda: np.matmul(left, right, out=out)
+
+    def finish(self) -> None:
+        pass
+
+
+class TorchPeer:
+    """torch's matrix product and training step, on the CPU or, where ``device`` says so, with CUDA."""
+
+    def __init__(self, threads: int, device: str) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        self._torch.set_num_threads(threads)
+        self._device = "cuda" if device == "gpu" and self._torch.cuda.is_available() else "cpu"
+        self.label = "torch"
+        self.version = f"{self._torch.__version__} ({self._device})"
+        # float16 on a CPU has no fast kernels in torch and would take most of the run's time.
+        dtypes = ["float32", "bfloat16", *(["float16"] if self._device == "cuda" else [])]
+        self.works = dict.fromkeys(("gemm", "conv", "step", "cnn"), dtypes)
+
+    def prepare(self, work: str, dtype: str, *args: str) -> Call:
+        makers: dict[str, Callable[..., Call]] = {
+            "gemm": self._gemm, "conv": self._conv, "step": self._mlp_step, "cnn": self._cnn_step,
+        }  # fmt: skip
+        return makers[work](getattr(self._torch, dtype), *args)
+
+    def finish(self) -> None:
+        if self._device == "cuda":
+            self._torch.cuda.synchronize()
+
+    def _gemm(self, dtype: Any, layout: str, size: str) -> Call:
+        n, torch = int(size), self._torch
+        a, b = (torch.randn(n, n, device=self._device).to(dtype) for _ in range(2))
+        left, right = (matrix.T if flag == "T" else matrix for matrix, flag in zip((a, b), layout, strict=True))
+        out = torch.empty(n, n, dtype=dtype, device=self._device)
+        return lambda: torch.matmul(left, right, out=out)
+
+    def _conv(self, dtype: Any, direction: str, *numbers: str) -> Call:
+        n, c, h, w, features, kernel, stride, pad = map(int, numbers)
+        torch = self._torch
+        x = torch.randn(n, c, h, w, device=self._device).to(dtype)
+        weight = torch.randn(features, c, kernel, kernel, device=self._device).to(dtype)
+        out = torch.nn.functional.conv2d(x, weight, stride=stride, padding=pad)
+        window = ([0], [stride] * 2, [pad] * 2, [1] * 2, False, [0] * 2, 1)
+
+        def backward(wants_x: bool, wants_weight: bool) -> object:
+            mask = [wants_x, wants_weight, False]
+            return torch.ops.aten.convolution_backward(out, x, weight, *window, mask)
+
+        def forward() -> object:
+            return torch.nn.functional.conv2d(x, weight, stride=stride, padding=pad)
+
+        calls: dict[str, Call] = {
+            "forward": forward,
+            "input-gradient": lambda: backward(True, False),
+            "weight-gradient": lambda: backward(False, True),
+            "forward+backward": lambda: (forward(), backward(True, True)),
+        }
+        return calls[direction]
+
+    def _mlp_step(self, dtype: Any, layers: str, width: str, batch: str) -> Call:
+        torch, wide = self._torch, int(width)
+        linear = [torch.nn.Linear(wide, wide) for _ in range(int(layers))]
+        modules = [module for layer in linear for module in (layer, torch.nn.ReLU())][:-1]
+        x, y = (torch.randn(int(batch), wide, device=self._device) for _ in range(2))
+        return self._step(torch.nn.Sequential(*modules), x, lambda out: ((out.float() - y) ** 2).mean(), dtype)
+
+    def _cnn_step(self, dtype: Any, batch: str) -> Call:
+        torch, nn = self._torch, self._torch.nn
+        stages = [
+            *(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
+            *(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(64 * 8 * 8, 10)),
+        ]
+        x = torch.randn(int(batch), 3, 32, 32, device=self._device)
+        classes = torch.randint(0, 10, (int(batch),), device=self._device)
+        return self._step(
+            nn.Sequential(*stages), x, lambda out: nn.functional.cross_entropy(out.float(), classes), dtype
+        )
+
+    def _step(self, model: Any, x: Any, loss_of: Callable[[Any], Any], dtype: Any) -> Call:
+        torch, device = self._torch, self._device
+        model.to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
+
+        def step() -> float:
+            optimizer.zero_grad(set_to_none=True)
+            with nullcontext() if dtype == torch.float32 else torch.autocast(device, dtype=dtype):
+                loss = loss_of(model(x))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return float(loss.item())
+
+        return step
+
+
+def serve(peer: Peer) -> None:
+    """Answers lines until standard input ends."""
+
+    @lru_cache(maxsize=4)  # of a case's contenders, not of those before it
+    def prepared(*work: str) -> Call:
+        call = peer.prepare(*work)
+        call()
+        return call
+
+    for line in sys.stdin:
+        _, *work, calls = line.split()
+        try:
+            seconds = timed(prepared(*work), peer.finish)(int(calls))
+        except Exception as error:  # reported to the parent, which leaves this contender out
+            _say(f"error {type(error).__name__}: {error}".split("\n", 1)[0])
+        else:
+            settle()
+            _say("ok " + " ".join(f"{value:.9f}" for value in seconds))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main() -> None:
+    """``python -m clamp.cli.bench.peer_child numpy|torch THREADS cpu|gpu``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the parent; its end of the pipe ends this process
+    kind, threads, device = sys.argv[1:]
+    makers: dict[str, Callable[[], Peer]] = {"numpy": NumpyPeer, "torch": lambda: TorchPeer(int(threads), device)}
+    peer = makers[kind]()
+    _say(json.dumps({"label": peer.label, "version": peer.version, "works": peer.works}))
+    serve(peer)
+
+
+if __name__ == "__main__":
+    main()

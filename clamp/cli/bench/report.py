@@ -1,0 +1,151 @@
+"""Results of `bench`: rows with ratios, as tables and as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from clamp.cli.bench.cases import Case
+from clamp.cli.bench.timing import Race
+
+WIDTH = 150
+RATIOS = (
+    "ratios[x] compares a row with contender x of the same case. GFLOP/s and GB/s: own figure / x's; ms: x's time / "
+    "own time; so above 1 is faster than x. MiB: own bytes / x's, so below 1 is less memory than x."
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender's result in one case.
+
+    Attributes:
+        work, case, contender: what was measured.
+        unit: of ``median``, ``best`` and ``slow``: GFLOP/s, GB/s, ms or MiB.
+        median: of the timed calls.
+        best: the fastest call.
+        slow: the call that nine in ten are faster than.
+        samples: timed calls.
+        ratios: to the baselines of the case; `RATIOS` says how.
+        extra: further figures: launches, loss, loss scale.
+    """
+
+    work: str
+    case: str
+    contender: str
+    unit: str
+    median: float
+    best: float
+    slow: float
+    samples: int
+    ratios: dict[str, float]
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+def rows_of(case: Case, race: Race) -> list[Row]:
+    """A case's rows, in its order; contenders that failed have none."""
+
+    def in_unit(seconds: float, amount: float) -> float:
+        return seconds * 1e3 if case.unit == "ms" else amount / seconds / 1e9
+
+    running = [contender for contender in case.contenders if contender.name in race.timings]
+    medians = {one.name: in_unit(race.timings[one.name].median, one.amount) for one in running}
+    baselines = {one.name: medians[one.name] for one in running if one.is_baseline}
+    rows = []
+    for one in running:
+        timing, median = race.timings[one.name], medians[one.name]
+        best, slow = in_unit(timing.best, one.amount), in_unit(timing.slow, one.amount)
+        ratios = _ratios(one.name, median, baselines, lower_is_better=case.unit == "ms")
+        head = (case.work, case.name, one.name, case.unit)
+        rows.append(Row(*head, median, best, slow, len(timing.seconds), ratios, one.extra()))
+    return rows
+
+
+def memory_rows(case: str, bytes_of: Mapping[str, Mapping[str, int]]) -> list[Row]:
+    """Rows of memory: ``bytes_of[contender][what]``, the first contender being the baseline."""
+    baseline = next(iter(bytes_of), "")
+    rows = []
+    for what in bytes_of.get(baseline, {}):
+        mib = {name: figures[what] / 2**20 for name, figures in bytes_of.items()}
+        for name, value in mib.items():
+            ratios = _ratios(name, value, {baseline: mib[baseline]}, lower_is_better=False)
+            rows.append(Row("memory", f"{what}, {case}", name, "MiB", value, value, value, 1, ratios))
+    return rows
+
+
+def _ratios(name: str, value: float, baselines: Mapping[str, float], lower_is_better: bool) -> dict[str, float]:
+    return {
+        other: base / value if lower_is_better else value / base
+        for other, base in baselines.items()
+        if other != name and value > 0 and base > 0
+    }
+
+
+# ---------------------------------------------------------------------------------------------- output
+
+
+def make_console() -> Console:
+    """A console on standard output; in a pipe or file, where rich would assume 80 columns, wide enough for tables."""
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+
+
+def print_rows(console: Console, rows: Sequence[Row]) -> None:
+    """A table for each kind of work."""
+    for work, group in groupby(rows, key=lambda row: row.work):
+        console.print(_table(work, list(group)))
+
+
+def _table(work: str, rows: Sequence[Row]) -> Table:
+    compared = {base for row in rows for base in row.ratios}
+    bases = [name for name in dict.fromkeys(row.contender for row in rows) if name in compared]
+    extras = list(dict.fromkeys(name for row in rows for name in row.extra))
+    is_timed = rows[0].unit != "MiB"
+    meaning = "above 1 is faster" if is_timed else "below 1 is less memory"
+    table = Table(title=f"{work}, {rows[0].unit}", caption=f"/ {' / '.join(bases)}: {meaning}" if bases else None)
+    table.add_column("", no_wrap=True)
+    for name in ("median", "best", "90 %", "calls") if is_timed else ("",):
+        table.add_column(name, justify="right")
+    for name in (*(f"/ {base}" for base in bases), *extras):
+        table.add_column(name.replace("_", " "), justify="right")
+    for case, group in groupby(rows, key=lambda row: row.case):
+        table.add_row(f"[bold]{case}[/]")
+        for row in group:
+            spread = (_figure(row.best), _figure(row.slow), str(row.samples)) if is_timed else ()
+            ratios = (f"{row.ratios[base]:.2f}" if base in row.ratios else "" for base in bases)
+            extra = (_figure(row.extra[name]) if name in row.extra else "" for name in extras)
+            table.add_row(f"  {row.contender}", _figure(row.median), *spread, *ratios, *extra)
+        table.add_section()
+    return table
+
+
+def _figure(value: float) -> str:
+    """Three or more significant digits without an exponent, where that is readable."""
+    if value.is_integer() and abs(value) < 1e7:
+        return str(int(value))
+    return f"{value:.1f}" if 100 <= abs(value) < 1e7 else f"{value:.3g}"
+
+
+def write_json(path: str, default_name: str, head: Mapping[str, Any], rows: Sequence[Row]) -> Path:
+    """Writes everything; into a folder under the default name.
+
+    Returns:
+        The file written.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / default_name
+    content = {**head, "ratios": RATIOS, "rows": [asdict(row) for row in rows]}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return file

@@ -1,0 +1,142 @@
+"""A training step of a network, timed: netcl's layers, tape and optimizer.
+
+netcl alone runs it in float32; clamp runs the same script with its two lines more, in each dtype.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+from netcl import autograd as ag
+from netcl.optim import SGD
+
+from clamp import amp
+from clamp.bridge import Node, Tape
+from clamp.cli.bench.cases import Case, Contender, dtypes_of, peer_contenders
+from clamp.cli.bench.networks import Network
+from clamp.cli.bench.peers import PeerProcess
+from clamp.cli.bench.timing import timed
+from clamp.debugging import MemoryMeter
+from clamp.handle import AmpHandle, NoOpHandle
+
+_WARM_UP_LIMIT = 40  # a dynamic loss scale of 2^16 needs a few skipped steps to settle
+
+
+class Variant:
+    """One variant of the training, with its own model, optimizer and loss scale.
+
+    Args:
+        queue: where to train.
+        network: what to train.
+        dtype: clamp's AMP dtype; None for netcl alone.
+    """
+
+    def __init__(self, queue: cl.CommandQueue, network: Network, dtype: str | None) -> None:
+        self._queue = queue
+        self._dtype = dtype
+        self._scalers: dict[str, Any] | None = None
+        self._first_loss: float | None = None
+        np.random.seed(0)  # netcl's initializers draw from it: every variant starts from the same weights
+        self._network = network
+        self._model = network.model(queue)
+        self._model.train()
+        self._x, self._y = network.batch_of(queue)
+        self._optimizer = SGD(self._model.parameters(), lr=network.learning_rate)
+
+    def turn(self, calls: int) -> list[float]:
+        """Times training steps, each with the loss read at its end."""
+        with self._amp() as handle:
+            return timed(partial(self._train, handle), self._queue.finish)(calls)
+
+    def figures(self) -> dict[str, float]:
+        """The first loss, which is the same for all variants but for rounding, and the loss scale now."""
+        loss = {} if self._first_loss is None else {"first_loss": self._first_loss}
+        scale = {} if self._scalers is None else {"loss_scale": self._scalers["loss_scaler0"]["loss_scale"]}
+        return {**loss, **scale}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of activations at the end of forward, and the peak of a whole step.
+
+        Activations leave out parameters, inputs and the 16-bit copies of weights; the peak includes gradients,
+        workspaces and those copies.
+        """
+        with self._amp() as handle:
+            self._forget(handle)
+            with MemoryMeter() as meter:
+                graph = self._forward()
+                activations = meter.activations
+            del graph
+            self._forget(handle)
+            with MemoryMeter() as meter:
+                self._train(handle)
+            return {"activations": activations, "peak of a step": meter.peak}
+
+    def _forget(self, handle: AmpHandle | NoOpHandle | None) -> None:
+        """Frees what earlier steps left behind: gradients, and copies of weights older than a meter."""
+        self._optimizer.zero_grad()
+        if handle is not None:
+            handle.clear_cache()
+        gc.collect()
+
+    def _forward(self) -> tuple[Tape, Node]:
+        with ag.Tape() as tape:
+            loss = self._network.loss(self._model(ag.tensor(self._x)), ag.tensor(self._y))
+        return tape, loss
+
+    def _train(self, handle: AmpHandle | NoOpHandle | None) -> None:
+        self._optimizer.zero_grad()
+        tape, loss = self._forward()
+        if handle is None:
+            tape.backward(loss)
+        else:
+            with handle.scale_loss(loss, self._optimizer) as scaled_loss:
+                tape.backward(scaled_loss)
+        self._optimizer.step()
+        value = loss.value.to_host().item()
+        self._first_loss = value if self._first_loss is None else self._first_loss
+
+    @contextmanager
+    def _amp(self) -> Iterator[AmpHandle | NoOpHandle | None]:
+        """This variant's AMP, which no other variant may see; its loss scale lives on from turn to turn."""
+        if self._dtype is None:
+            yield None
+            return
+        with amp.init(dtype=self._dtype) as handle:
+            if self._scalers is None:
+                self._settle(handle)
+            else:
+                amp.load_state_dict(self._scalers)
+            try:
+                yield handle
+            finally:
+                self._scalers = amp.state_dict()
+
+    def _settle(self, handle: AmpHandle | NoOpHandle) -> None:
+        """Trains until the loss scale has come down to where steps are no longer skipped."""
+        for _ in range(_WARM_UP_LIMIT):
+            self._train(handle)
+            if handle.last_step is not None and handle.last_step.stepped:
+                return
+        raise FloatingPointError(f"no step of {_WARM_UP_LIMIT} had finite gradients")
+
+
+def make_variants(queue: cl.CommandQueue, network: Network) -> dict[str, Variant]:
+    """netcl alone, and clamp in each dtype."""
+    dtypes = {"netcl": None, **{f"clamp {dtype}": dtype for dtype in dtypes_of(queue)}}
+    return {name: Variant(queue, network, dtype) for name, dtype in dtypes.items()}
+
+
+def step_case(variants: dict[str, Variant], network: Network, peers: Sequence[PeerProcess]) -> Case:
+    """The step's time."""
+    contenders = [
+        Contender(name, variant.turn, is_baseline=name == "netcl", extra=variant.figures)
+        for name, variant in variants.items()
+    ]
+    contenders += peer_contenders(peers, network.work, *network.peer_args)
+    return Case(network.work, str(network), "ms", contenders)

@@ -1,0 +1,97 @@
+"""Regions of a thread that the faces open: one entry for all of them."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any, TypeVar
+
+from clamp import bridge, session
+from clamp.bridge import DTypeLike
+from clamp.casting.regions import AMP_DTYPES, check_dtype, in_own_region, region_here
+from clamp.compat.settings import require_plain_function, require_switch
+
+F = TypeVar("F", bound=Callable[..., Any])
+Self = TypeVar("Self", bound="ThreadRegion")
+
+_OTHER_DTYPES = ("float64", "int8", "int32", "int64", "uint8", "bool")
+
+
+class ThreadRegion:
+    """A region of the calling thread; context manager and decorator. Nests, and may be entered by several threads.
+
+    Without ``amp.init()`` it patches netcl on first entry and leaves AMP off outside the region. The weight cache is
+    emptied at the end of the outermost region.
+
+    Args:
+        name: how the region is written, for messages.
+        changes: fields of ``Region`` that differ from the region around.
+    """
+
+    def __init__(self, name: str, **changes: Any) -> None:
+        self._name = name
+        self._changes = changes
+        self._entered = threading.local()
+
+    def __enter__(self: Self) -> Self:
+        session.ensure_patched()
+        region: AbstractContextManager[None] = in_own_region(region_here(**self._changes))
+        region.__enter__()
+        self._entered.regions = [*getattr(self._entered, "regions", ()), region]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.regions.pop().__exit__(*exception)
+
+    def __call__(self, function: F) -> F:
+        require_plain_function(function, self._name)
+
+        @wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return inside  # type: ignore[return-value]
+
+
+class autocast(ThreadRegion):
+    """A region of this thread in which ops cast, or with ``enabled=False`` do not; context manager and decorator.
+
+    See ``ThreadRegion``.
+
+    Args:
+        enabled: whether ops cast inside.
+        dtype: the AMP dtype; that of the region around, or float16, if not given.
+        cache_enabled: whether 16-bit copies of weights are kept; as around, if not given.
+
+    Raises:
+        ValueError: there is no such dtype. For one that netcl has and AMP has not a warning is given, as in PyTorch,
+            and nothing is cast inside.
+        TypeError: ``enabled`` is PyTorch's device type, or a function (``@amp.autocast`` without parentheses); or what
+            the region decorates is no function, or a generator or coroutine, whose body would run after it.
+    """
+
+    def __init__(
+        self, enabled: bool = True, *, dtype: DTypeLike | None = None, cache_enabled: bool | None = None
+    ) -> None:
+        if isinstance(enabled, str):
+            raise TypeError(f"autocast takes no device type: casts follow each tensor's queue. Leave {enabled!r} out.")
+        require_switch(enabled, "amp.autocast", "enabled")
+        changes: dict[str, Any] = {"enabled": bool(enabled)}
+        if dtype is not None:
+            other = bridge.dtype_name(dtype)
+            if other in _OTHER_DTYPES:
+                warnings.warn(
+                    f"autocast to {other} is not supported: casts are off inside. Pass one of {', '.join(AMP_DTYPES)}.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+                changes["enabled"] = False
+            else:
+                changes["dtype"] = check_dtype(dtype)
+        if cache_enabled is not None:
+            changes["cache_enabled"] = cache_enabled
+        super().__init__("amp.autocast()", **changes)

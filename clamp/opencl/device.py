@@ -1,0 +1,216 @@
+"""What an OpenCL device can do, and where to find one.
+
+Nothing here believes an extension string: NVIDIA's driver computes in half without listing ``cl_khr_fp16``,
+and other drivers list what they cannot compile. A capability is what a probe kernel compiled and computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pyopencl as cl
+
+from clamp.opencl.program import KernelBuildError, get_kernel
+from clamp.opencl.recording import unrecorded
+
+SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
+_INTEL_ICD = "zz-clamp-intel-cpu.icd"  # ocl-icd lists platforms by file name: drivers already there stay first
+
+NO_DEVICE = """no OpenCL device found. Any one of these gives you one:
+  pip install "clamp-amp[cpu]"           Intel's CPU runtime (Linux, x86-64), found by clamp without further setup
+  apt install pocl-opencl-icd            PoCL, a CPU driver for every architecture (Debian, Ubuntu)
+  the OpenCL driver of your GPU          NVIDIA: part of the driver; AMD: rocm-opencl; Intel: intel-opencl-icd
+If a driver is installed, check that OCL_ICD_VENDORS, when set, names a folder with its .icd file."""
+
+
+class NoDeviceError(RuntimeError):
+    """No OpenCL platform offers a device; the message names the ways to get one."""
+
+    def __init__(self) -> None:
+        super().__init__(NO_DEVICE)
+
+
+def intel_cpu_runtime() -> Path | None:
+    """Library of Intel's CPU runtime, if pip installed it into this environment (extra ``cpu``)."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    library = Path(sysconfig.get_path("data")) / "lib" / "libintelocl.so"
+    return library if library.exists() else None
+
+
+def make_cpu_runtime_visible() -> None:
+    """Lets the OpenCL loader find Intel's pip-installed CPU runtime beside every driver of the system.
+
+    Must run before the first platform query of the process, because the loader looks once. The wheel's own
+    ``.icd`` file holds a path that does not exist, so a folder of our own repeats the system's ``.icd`` files
+    and adds a right one. Does nothing without that runtime, or when the user has set ``OCL_ICD_VENDORS``.
+    """
+    library = intel_cpu_runtime()
+    if library is None or "OCL_ICD_VENDORS" in os.environ:
+        return
+    vendors = {path.name: path.read_text() for path in sorted(SYSTEM_VENDORS.glob("*.icd"))}
+    if any(Path(text.strip()).name == library.name for text in vendors.values()):
+        return
+    vendors[_INTEL_ICD] = f"{library}\n"
+    os.environ["OCL_ICD_VENDORS"] = str(_write_vendors(vendors))
+
+
+def _write_vendors(vendors: dict[str, str]) -> Path:
+    """A folder in the user's cache with these ``.icd`` files; the same files give the same folder."""
+    digest = hashlib.sha256(repr(sorted(vendors.items())).encode()).hexdigest()[:16]
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache_home / "clamp" / f"vendors-{digest}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a home that cannot be written to
+        folder = Path(tempfile.mkdtemp(prefix="clamp-vendors-"))
+    for name, text in vendors.items():
+        file = folder / name
+        if not file.exists() or file.read_text() != text:
+            # Renamed into place, so that a process starting beside this one never reads half a file.
+            temporary = folder / f".{name}.{os.getpid()}"
+            temporary.write_text(text)
+            temporary.replace(file)
+    return folder
+
+
+def list_devices() -> list[cl.Device]:
+    """Every OpenCL device of every platform.
+
+    Raises:
+        NoDeviceError: there is none.
+    """
+    try:
+        devices = [device for plat in cl.get_platforms() for device in plat.get_devices()]
+    except cl.LogicError:  # the loader's way of saying that no platform is there
+        devices = []
+    if not devices:
+        raise NoDeviceError
+    return devices
+
+
+def host_cpu_flags() -> frozenset[str]:
+    """Instruction sets of the host's processor that the operating system lets programs use; empty if unknown."""
+    return frozenset(_host_cpu("flags").split())
+
+
+def host_cpu_vendor() -> str:
+    """``"AuthenticAMD"``, ``"GenuineIntel"``; empty if unknown."""
+    return _host_cpu("vendor_id").strip()
+
+
+@cache
+def _host_cpu(field: str) -> str:
+    """What Linux says of the host's first processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2] for line in lines if line.startswith(field)), "")
+
+
+def require_context(queue: cl.CommandQueue) -> None:
+    """Raises RuntimeError for a queue whose context is gone: Intel's runtime frees one that only its queue refers to.
+
+    From the first tensor on netcl's memory pool keeps it.
+    """
+    try:
+        _ = queue.context
+    except cl.LogicError as error:
+        raise RuntimeError(
+            "this queue's OpenCL context is gone: the driver (Intel's, for one) frees a context that only its queue "
+            "refers to. Keep it in a variable for as long as the queue is used: context = cl.Context([device]); "
+            "queue = cl.CommandQueue(context)"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What one device can do for clamp, as probed.
+
+    Attributes:
+        is_cpu: kernels that block for caches and vector registers pay off here, local memory does not.
+        compute_units: how many work-groups run at once.
+        half_storage: float16 loads and stores (``vload_half``, ``vstore_half_rte``) compile and round right.
+        max_parameter_bytes: bytes of kernel arguments a launch can take.
+        local_memory_bytes: local memory of a work-group.
+        max_work_group: work-items of a work-group.
+        float_vector_width: floats in a vector register (16 with AVX-512); 1 where there are none.
+    """
+
+    is_cpu: bool
+    compute_units: int
+    half_storage: bool
+    max_parameter_bytes: int
+    local_memory_bytes: int
+    max_work_group: int
+    float_vector_width: int
+
+
+_capabilities: dict[int, Capabilities] = {}
+
+
+def capabilities(queue: cl.CommandQueue) -> Capabilities:
+    """Capabilities of the queue's device; probed once per device."""
+    device = queue.device
+    if device.int_ptr not in _capabilities:
+        with unrecorded():
+            _capabilities[device.int_ptr] = _probed(queue)
+    return _capabilities[device.int_ptr]
+
+
+def _probed(queue: cl.CommandQueue) -> Capabilities:
+    device = queue.device
+    return Capabilities(
+        # A CPU device may call itself a GPU as well (Oclgrind claims every type); it is one of ours only
+        # if it is nothing but a CPU.
+        is_cpu=device.type & ~cl.device_type.DEFAULT == cl.device_type.CPU,
+        compute_units=device.max_compute_units,
+        half_storage=_probe(queue, "half_storage"),
+        max_parameter_bytes=device.max_parameter_size,
+        local_memory_bytes=device.local_mem_size,
+        max_work_group=device.max_work_group_size,
+        float_vector_width=device.native_vector_width_float,
+    )
+
+
+def _probe(queue: cl.CommandQueue, name: str) -> bool:
+    """Whether the probe ``name`` of ``probe.cl`` compiles here and sets its flag to 1."""
+    flag = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 4)
+    cl.enqueue_fill_buffer(queue, flag, b"\0\0\0\0", 0, 4)
+    scratch = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 64)
+    try:
+        kernel = get_kernel(queue, "probe.cl", name, "pp", **{f"PROBE_{name.upper()}": 1})
+        kernel(queue, (1,), (1,), scratch, flag)
+    except (KernelBuildError, cl.Error):
+        return False
+    result = bytearray(4)
+    cl.enqueue_copy(queue, result, flag)
+    return int.from_bytes(result, sys.byteorder) == 1
+
+
+def is_float16_supported(queue: cl.CommandQueue) -> bool:
+    """Whether clamp can store float16 on the queue's device. It needs no ``cl_khr_fp16``."""
+    return hasattr(queue, "device") and capabilities(queue).half_storage
+
+
+supports_fp16 = is_float16_supported
+
+
+def is_bfloat16_supported(queue: cl.CommandQueue) -> bool:
+    """Whether clamp can store bfloat16 on the queue's device: on any OpenCL device."""
+    return hasattr(queue, "device")
+
+
+def get_amp_supported_dtype(queue: cl.CommandQueue) -> list[str]:
+    """The 16-bit AMP dtypes of the queue's device."""
+    supported = {"float16": is_float16_supported, "bfloat16": is_bfloat16_supported}
+    return [dtype for dtype, is_supported in supported.items() if is_supported(queue)]

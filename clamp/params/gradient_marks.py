@@ -1,0 +1,341 @@
+"""What a gradient is multiplied by: its mark, set where the gradient is made and looked at wherever it is used.
+
+Backward leaves a mark on each gradient that it delivers:
+
+    mark           made by                                          an optimizer may use it
+    none           the user, who put it on the parameter            yes; unscaling takes it for scaled
+    plain          a backward without a loss scale                  yes, when it is known to be finite
+    scaled         one from a scaled loss, by a certain scale       no: unscale it first
+    unscaled       dividing by that scale                           yes: it has been checked
+
+A backward adds to the gradients that are there. Those of other scales are taken off before it. Inside of `with
+handle.scale_loss(...)` they wait for its end, where this pass's gradients have been divided; elsewhere they are added
+after backward, each multiplied or divided so that the sum has one scale. So no gradient is ever divided by a scale that
+is not its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.recording import host_step, recorder, refuse
+from clamp.ops import transfer
+from clamp.ops.elementwise import elementwise
+from clamp.ops.loss_scale import AppliedScale
+from clamp.params.writes import writes
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What is known of a gradient.
+
+    Attributes:
+        scale: what it is multiplied by; None if it is the true one.
+        is_checked: an inf or nan in it has been noted, and skips the next step of those who heard of it.
+        heard: the guards' tokens (``StepGuard.token``) of those optimizers. Another optimizer that has the parameter
+            too, and one that has answered with a skipped step already, look at the gradient again. ``FINITE`` in
+            their place: that it is finite is known to everybody.
+        since: when it was checked, on the clock of ``clamp.params.writes``: what is written into it later is unchecked.
+        lost_bits: it came through float16 without a scale, where small numbers become zero.
+    """
+
+    scale: AppliedScale | None = None
+    is_checked: bool = False
+    lost_bits: bool = False
+    heard: frozenset[object] = frozenset()
+    since: int = 0
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the gradient is multiplied by a scale."""
+        return self.scale is not None
+
+
+PLAIN = Mark()
+PLAIN_HALF = Mark(lost_bits=True)
+FINITE = object()
+
+Held: TypeAlias = tuple[Tensor, Tensor, Mark | None]  # a tensor, its gradient, and the gradient's mark
+
+
+def mark_of(grad: Any) -> Mark | None:
+    """A gradient's mark; None if there is no gradient or a user has made it."""
+    return getattr(grad, "_loss_scaling", None)
+
+
+def set_mark(grad: Tensor, mark: Mark | None) -> None:
+    """Marks a gradient; None takes a mark off."""
+    if mark is not None:
+        grad._loss_scaling = mark
+    elif hasattr(grad, "_loss_scaling"):
+        del grad._loss_scaling
+
+
+def scale_of(grad: Any) -> AppliedScale | None:
+    """What a gradient is multiplied by; None if nothing, as far as is known."""
+    mark: Mark | None = getattr(grad, "_loss_scaling", None)
+    return None if mark is None else mark.scale
+
+
+def is_unscaled(grad: Any) -> bool:
+    """Whether a gradient has been divided by its loss scale already, and checked."""
+    mark: Mark | None = getattr(grad, "_loss_scaling", None)
+    return mark is not None and mark.is_checked
+
+
+def mark_checked(grads: Iterable[Tensor]) -> None:
+    """These gradients are known to be finite. A user's stays without a mark: it may be written again."""
+    mark = checked(frozenset((FINITE,)))
+    for grad in grads:
+        if mark_of(grad) is not None:
+            set_mark(grad, mark)
+
+
+def checked(heard: frozenset[object]) -> Mark:
+    """The mark of true gradients that have been looked at just now, of which these have heard."""
+    return Mark(is_checked=True, heard=heard, since=writes.now)
+
+
+def lost_bits(params: Iterable[Any]) -> bool:
+    """Whether a parameter's gradient came through float16 from a loss that was not scaled."""
+    return any(_lost_bits(getattr(param, "grad", None)) for param in params)
+
+
+def noted_elsewhere(params: Iterable[Any]) -> list[Tensor]:
+    """Gradients in which an inf or nan has been noted, if there is one, for others than who asks."""
+    grads = [getattr(param, "grad", None) for param in params]
+    return [grad for grad in grads if is_unscaled(grad) and FINITE not in _heard(grad)]
+
+
+def is_known_to(token: object, grad: Any) -> bool:
+    """Whether there is no gradient, or an optimizer's next step will be skipped if there is an inf or nan in it."""
+    if grad is None:
+        return True
+    heard = _heard(grad)
+    return token in heard or FINITE in heard
+
+
+def _heard(grad: Tensor) -> frozenset[object]:
+    """Who knows, or will hear, whether a gradient is finite as it is now."""
+    mark = mark_of(grad)
+    if mark is None or not mark.is_checked or writes.since(grad.buffer, mark.since):
+        return frozenset()
+    return mark.heard
+
+
+# ---------------------------------------------------------------------------------------------- backward passes
+
+
+class Waiting(Protocol):
+    """Who keeps gradients of other scales until a scaled pass ends."""
+
+    def keep(self, leaf: Tensor, grad: Tensor) -> bool:
+        """Takes what was on a leaf before backward; False if the leaf is none of the pass's."""
+        ...
+
+
+class _Thread(threading.local):
+    scale: AppliedScale | None = None  # of the backward pass that is running
+
+    def __init__(self) -> None:
+        self.waiting: list[Waiting] = []  # the scaled passes around this point, the innermost last
+        self.reached: dict[int, Tensor] | None = None  # tensors that backward has given a gradient to, if asked for
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def waiting_in(scaled_pass: Waiting) -> Iterator[None]:
+    """Inside the ``with``, gradients of other scales wait for the end of this thread's scaled pass."""
+    waiting = _thread.waiting  # of the thread that begins: a generator may be ended by another
+    waiting.append(scaled_pass)
+    try:
+        yield
+    finally:
+        waiting.remove(scaled_pass)
+
+
+@contextmanager
+def noting_reached() -> Iterator[dict[int, Tensor]]:
+    """Inside the ``with``, collects the tensors that this thread's backward passes give gradients to, by id."""
+    outer, reached = _thread.reached, dict[int, Tensor]()
+    _thread.reached = reached
+    try:
+        yield reached
+    finally:
+        _thread.reached = outer
+
+
+def scale_in_backward() -> AppliedScale | None:
+    """What the backward pass that runs in this thread multiplies by."""
+    return _thread.scale
+
+
+@contextmanager
+def delivered(leaves: Sequence[Any], scale: AppliedScale | None, in_half: bool) -> Iterator[None]:
+    """Around a backward pass: marks the gradients that it gives to the leaves of its graph.
+
+    An exception leaves all of them with the gradients from before.
+
+    Args:
+        leaves: values of the leaf nodes, each once.
+        scale: what the pass multiplies by; None if nothing.
+        in_half: whether float16 numbers take part in it.
+    """
+    mark = Mark(scale) if scale is not None else PLAIN_HALF if in_half else PLAIN
+    before = [(leaf, grad) for leaf in leaves if (grad := getattr(leaf, "grad", None)) is not None]
+    aside = [(leaf, grad) for leaf, grad in before if not _adds_up(mark_of(grad), mark)]
+    outer, _thread.scale = _thread.scale, scale
+    try:
+        for leaf, _ in aside:
+            leaf.grad = None
+        yield
+        _mark_all(leaves, before, mark)
+        for leaf, grad in aside:
+            if leaf.grad is None:
+                leaf.grad = grad
+            elif scale is None or not any(scaled_pass.keep(leaf, grad) for scaled_pass in reversed(_thread.waiting)):
+                leaf.grad = added(grad, leaf.grad, leaf.grad.dtype)
+    except BaseException:
+        for leaf in leaves:
+            leaf.grad = None
+        for leaf, grad in before:
+            leaf.grad = grad
+        raise
+    finally:
+        _thread.scale = outer
+    if recorder() is not None:
+        host_step(partial(restore, snapshot(leaves)))
+
+
+def _adds_up(earlier: Mark | None, new: Mark) -> bool:
+    """Whether the engine may add a new gradient to an earlier one as they are.
+
+    A user's is taken for the true one inside a scaled pass, as in PyTorch for scaled by the same scale elsewhere.
+    """
+    if earlier is None:
+        return not new.is_scaled or not _thread.waiting
+    return earlier.scale is new.scale
+
+
+def _mark_all(leaves: Iterable[Any], before: Iterable[tuple[Any, Any]], mark: Mark) -> None:
+    earlier = {id(leaf): grad for leaf, grad in before}
+    for leaf in leaves:
+        grad, last = getattr(leaf, "grad", None), earlier.get(id(leaf))
+        if grad is not None and grad is not last:
+            lost_bits = mark.lost_bits or (last is not None and _lost_bits(last))
+            set_mark(grad, mark if mark.is_scaled else PLAIN_HALF if lost_bits else PLAIN)
+            if _thread.reached is not None:
+                _thread.reached[id(leaf)] = leaf
+
+
+def _lost_bits(grad: Any) -> bool:
+    mark = mark_of(grad)
+    return mark is not None and mark.lost_bits
+
+
+def added(first: Tensor, second: Tensor, dtype: str = "float32") -> Tensor:
+    """The sum of two gradients of whatever scales, with its mark.
+
+    It has the scale of the second one, or of the first if the second has none. A user's counts as of that scale.
+    """
+    ours, theirs = mark_of(first), mark_of(second)
+    scale = scale_of(second) or scale_of(first)
+    if scale is not None:
+        refuse(
+            "A gradient was added to one of another loss scale",
+            "Clear gradients at the beginning of the recorded part: optimizer.zero_grad().",
+        )
+        first, second = at_scale(first, scale), at_scale(second, scale)
+        mark: Mark | None = Mark(scale)
+    elif ours is None and theirs is None:
+        mark = None
+    elif known := _heard_of_both(_heard(first), _heard(second)):
+        mark = checked(known)
+    else:
+        mark = PLAIN_HALF if _lost_bits(first) or _lost_bits(second) else PLAIN
+    total = elementwise("add", bridge.canonical_dtype(dtype), first, second)
+    set_mark(total, mark)
+    return total
+
+
+def _heard_of_both(first: frozenset[object], second: frozenset[object]) -> frozenset[object]:
+    if first and second and (FINITE in first or FINITE in second):
+        return second if FINITE in first else first
+    return first & second
+
+
+def at_scale(grad: Tensor, scale: AppliedScale) -> Tensor:
+    """A gradient multiplied by ``scale`` in place of what it is multiplied by."""
+    mark = mark_of(grad)
+    if mark is None or mark.scale is scale:
+        return grad
+    return scale.multiply(grad if mark.scale is None else mark.scale.divide(grad), "float32")
+
+
+def give_each_its_own(params: Iterable[Any]) -> None:
+    """Copies gradients that several parameters share: what scales each in place would scale them several times."""
+    seen = set[int]()
+    for param in params:
+        grad = getattr(param, "grad", None)
+        if grad is not None and bridge.on_device(grad) and grad.dtype in bridge.STORAGE:
+            if id(grad.buffer) in seen:
+                param.grad = copied(grad)
+            seen.add(id(param.grad.buffer))
+
+
+def copied(grad: Tensor) -> Tensor:
+    """A copy of a gradient, with its mark."""
+    copy = bridge.empty(grad.queue, grad.shape, bridge.canonical_dtype(grad.dtype))
+    transfer.copy(grad.queue, copy.buffer, grad.buffer, bridge.nbytes(grad))
+    set_mark(copy, mark_of(grad))
+    return copy
+
+
+def snapshot(tensors: Iterable[Any]) -> list[Held]:
+    """The gradients that tensors have now, with their marks."""
+    grads = [(tensor, getattr(tensor, "grad", None)) for tensor in tensors]
+    return [(tensor, grad, mark_of(grad)) for tensor, grad in grads if grad is not None]
+
+
+def restore(held: Iterable[Held], renewed: Mapping[object, object] = MappingProxyType({})) -> None:
+    """Gives tensors these gradients again: a replay has written them anew, with the loss scale as it is now.
+
+    Args:
+        renewed: tokens of guards as they are now, by those in the marks.
+    """
+    for tensor, grad, mark in held:
+        tensor.grad = grad
+        if mark is not None:
+            if mark.is_checked:  # what was finite then need not be now
+                mark = checked(frozenset(renewed.get(token, token) for token in mark.heard - {FINITE}))
+            set_mark(grad, mark if mark.scale is None else Mark(mark.scale.now()))
+
+
+# ---------------------------------------------------------------------------------------------- checks
+
+
+def require_unscaled(params: Iterable[Any], call: str, remedy: str) -> None:
+    """Raises RuntimeError where a parameter's gradient is still multiplied by a loss scale.
+
+    Args:
+        call: what must not see such gradients, for the message.
+        remedy: what to do first, for the message.
+    """
+    for index, param in enumerate(params):
+        model = bridge.model_parameter(param)
+        for tensor in (param,) if model is param else (param, model):
+            if scale_of(getattr(tensor, "grad", None)) is not None:
+                raise RuntimeError(
+                    f"{call} was called while gradients are still multiplied by the loss scale (parameter {index}, of "
+                    f"shape {tuple(param.shape)}): {remedy}"
+                )

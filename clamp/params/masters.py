@@ -1,0 +1,306 @@
+"""16-bit parameters and their fp32 masters.
+
+The model's parameter (the *model*) is 16-bit: forward reads it without a cast. The tensor in ``optimizer.params`` (the
+*master*) is float32: ``step()`` updates it, and the model is rewritten from it on the device. netcl makes such masters
+too, for float16 parameters, but never gives them a gradient.
+
+After every scaled pass, and before every step, a model and its master hold one and the same float32 gradient, so that
+clipping finds it on either, and a gradient cleared or replaced on either counts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
+
+from clamp import bridge
+from clamp.bridge import HALF_DTYPES, Tensor
+from clamp.ops.cast import cast, cast_into
+from clamp.params import gradient_marks
+from clamp.params.weight_cache import weights
+from clamp.params.writes import writes
+
+Pair: TypeAlias = tuple[Tensor, Tensor]  # what the optimizer steps, what the model reads; one tensor if fp32
+
+
+# ---------------------------------------------------------------------------------------------- making them
+
+
+def narrow(
+    params: Iterable[Tensor],
+    dtype: str,
+    optimizers: Sequence[Any] = (),
+    *,
+    keep_master: bool = True,
+    gradient_dtype: str | None = None,
+) -> None:
+    """Turns float32 parameters into 16-bit ones in place; their old storage becomes the masters'.
+
+    Parameters that are 16-bit already keep their masters (and get one if they have none), and take the dtype and the
+    settings given here: of the other 16-bit dtype they become anew from the masters. Those of another dtype, and
+    those on netcl's numpy backend, are left alone.
+
+    Args:
+        params: the model's parameters.
+        dtype: ``"float16"`` or ``"bfloat16"``.
+        optimizers: built before, they step the masters from now on, with the state that they have.
+        keep_master: False keeps no precision between steps: the master is rounded to ``dtype`` after each.
+        gradient_dtype: dtype of the parameters' gradients from backward; their own if not given.
+    """
+    for param in params:
+        now = bridge.canonical_dtype(param.dtype)
+        if now not in ("float32", *HALF_DTYPES) or not bridge.on_device(param):
+            continue
+        if now == "float32":
+            master = bridge.take_storage(param)
+            master.requires_grad = param.requires_grad
+            _share_gradient(master, param, param.grad)
+        else:
+            master = master_for(param)
+            if now != dtype:
+                bridge.take_storage(param)  # and gives it back
+        if now != dtype:
+            bridge.give_storage(param, cast(master, dtype))
+        _link(master, param, keep_master)
+        bridge.set_gradient_dtype(param, gradient_dtype)
+        weights.drop(param)
+        for optimizer in optimizers:
+            _replace(optimizer, param, master)
+
+
+def master_for(model: Tensor) -> Tensor:
+    """The master of a 16-bit parameter; made from its value if there is none yet."""
+    master = bridge.master_of(model)
+    if master is None:
+        master = cast(model, "float32")
+        master.requires_grad = model.requires_grad
+        _link(master, model, keep_master=True)
+    return master
+
+
+#: 16-bit parameters with a master, by id of their storage
+_models: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def _link(master: Tensor, model: Tensor, keep_master: bool) -> None:
+    bridge.link_master(master, model)
+    _models[id(model.buffer)] = model
+    master._keeps_precision = keep_master
+    if not keep_master:
+        cast_into(model, master)
+
+
+def _replace(optimizer: Any, old: Tensor, new: Tensor) -> None:
+    for index, param in enumerate(optimizer.params):
+        if param is old:
+            bridge.replace_parameter(optimizer, index, new)
+
+
+def master_param(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """netcl's ``master_param``, which its optimizers call: one master for each parameter, for bfloat16 too."""
+    param = args[0] if args else kwargs["param"]
+    if param.dtype in HALF_DTYPES and bridge.on_device(param):
+        return master_for(param)
+    return wrapped(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------- optimizers
+
+
+def pairs(optimizer: Any) -> list[Pair]:
+    """The tensors that ``optimizer.step()`` updates, each with the tensor that the model reads.
+
+    What a user has added to ``params`` meanwhile is taken in: 16-bit parameters are replaced by their masters,
+    and an optimizer of netcl's gets state for new parameters.
+
+    Raises:
+        TypeError: the optimizer has no ``params``, or they are not tensors.
+    """
+    params = bridge.optimizer_parameters(optimizer)
+    owned = bridge.is_netcl_optimizer(optimizer)
+    for index, param in enumerate(params):
+        master = _master_in_place_of(param, owned)
+        if master is not param:
+            bridge.replace_parameter(optimizer, index, master)
+            params[index] = master
+    if owned:
+        bridge.add_missing_state(optimizer)
+    return [(param, bridge.model_parameter(param)) for param in params]
+
+
+def _master_in_place_of(param: Tensor, owned: bool) -> Tensor:
+    """What an optimizer must step in place of one of its ``params``: mostly that itself."""
+    if param.dtype in HALF_DTYPES:
+        known = bridge.master_of(param)
+        if known is None and not (owned and bridge.on_device(param)):
+            return param  # an optimizer of the user's that steps 16-bit tensors itself
+        return known or master_for(param)
+    model = bridge.model_parameter(param)
+    if model is param or model.dtype not in HALF_DTYPES:
+        return param
+    known = bridge.master_of(model)
+    if known is None:  # netcl made this master before clamp was there
+        _link(param, model, keep_master=True)
+    return known or param
+
+
+def master_params(optimizer: Any) -> list[Tensor]:
+    """The fp32 tensors that ``optimizer.step()`` updates: the parameters, or the masters of 16-bit ones.
+
+    Raises:
+        TypeError: the optimizer has no ``params``.
+    """
+    return [master for master, _ in pairs(optimizer)]
+
+
+def split(optimizer: Any) -> list[Pair]:
+    """The masters of an optimizer, each with its 16-bit parameter."""
+    return [(master, model) for master, model in pairs(optimizer) if model is not master]
+
+
+def gathered(optimizer: Any) -> list[Pair]:
+    """The masters of an optimizer, each with its 16-bit parameter, with the gradients for its ``step``.
+
+    Raises:
+        RuntimeError: a gradient is still multiplied by a loss scale.
+    """
+    gradient_marks.require_unscaled(
+        getattr(optimizer, "params", ()),
+        f"{type(optimizer).__name__}.step()",
+        "leave `with handle.scale_loss(...)` first, or call scaler.step(optimizer). A parameter that another "
+        "optimizer's loss reaches as well gets its gradient too: clear it with zero_grad() before your own backward, "
+        "or name both optimizers in scale_loss(loss, [first, second]).",
+    )
+    found = split(optimizer) if hasattr(optimizer, "params") else []
+    for master, model in found:
+        gather(master, model)
+    return found
+
+
+@contextmanager
+def stepping(found: Sequence[Pair]) -> Iterator[None]:
+    """Around an optimizer's own ``step``: rewrites 16-bit parameters from their masters after it.
+
+    Args:
+        found: what ``gathered`` returned.
+    """
+    for master, model in found:
+        master._frozen = bridge.is_frozen(model)
+    try:
+        with bridge.without_write_back([master for master, _ in found]):
+            yield
+    finally:
+        for master, model in found:
+            if master.grad is not None and not master._frozen:
+                write_back(master, model)
+        weights.clear()
+
+
+def write_back(master: Tensor, model: Tensor) -> None:
+    """Rewrites a 16-bit parameter from its master."""
+    cast_into(master, model)
+    if not getattr(master, "_keeps_precision", True):
+        cast_into(model, master)
+
+
+def written(buffer: Any) -> None:
+    """A user has written into this storage: what was derived from it, or known of it, is stale, and a master follows
+    its parameter."""
+    writes.note(buffer)
+    if len(weights):
+        weights.drop_buffer(buffer)
+    model = _models.get(id(buffer))
+    if model is not None and model.buffer is buffer and model.dtype in HALF_DTYPES:
+        cast_into(model, master_for(model))
+
+
+# ---------------------------------------------------------------------------------------------- gradients
+
+
+def gather(master: Tensor, model: Tensor) -> None:
+    """One float32 gradient for both: what backward left on the model, or what a user put on either."""
+    ours, theirs, last = master.grad, model.grad, _last_shared(master)
+    if ours is theirs or theirs is last:
+        grad = ours
+    elif ours is last or ours is None:
+        grad = theirs
+    else:
+        grad = ours if theirs is None else gradient_marks.added(ours, theirs)
+    if grad is not None and grad.dtype in HALF_DTYPES:
+        grad = widened(grad)
+    _share_gradient(master, model, grad)
+
+
+def widened(grad: Tensor) -> Tensor:
+    """A 16-bit gradient in float32, with its mark."""
+    wide = cast(grad, "float32")
+    gradient_marks.set_mark(wide, gradient_marks.mark_of(grad))
+    return wide
+
+
+def share_gradient(master: Tensor, model: Tensor) -> None:
+    """Shows the master's gradient on the model."""
+    if model is not master:
+        _share_gradient(master, model, master.grad)
+
+
+def _share_gradient(master: Tensor, model: Tensor, grad: Tensor | None) -> None:
+    master.grad = model.grad = grad
+    master._shared = None if grad is None else weakref.ref(grad)
+
+
+def _last_shared(master: Tensor) -> Any:
+    """The gradient that both had last; an object that is none if it is gone."""
+    reference = getattr(master, "_shared", None)
+    if reference is None:
+        return None
+    grad = reference()
+    return reference if grad is None else grad
+
+
+def zero_grad(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An optimizer's ``zero_grad``, which knows the masters' gradients only: the models' go as well."""
+    result = wrapped(*args, **kwargs)
+    for master, model in split(optimizer) if hasattr(optimizer, "params") else ():
+        if master.grad is None:
+            _share_gradient(master, model, None)
+    return result
+
+
+def with_new_parameters(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An optimizer's ``state_dict`` or ``load_state_dict``, which knows no state of parameters added later."""
+    if hasattr(optimizer, "params"):
+        pairs(optimizer)
+    return wrapped(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------- saving
+
+
+@contextmanager
+def showing_masters(params: Iterable[Tensor], *, load: bool = False) -> Iterator[None]:
+    """Inside the ``with``, 16-bit parameters are float32: their masters', or widened copies where there is none.
+
+    Args:
+        load: whether what is written to them inside stays, in master and model.
+    """
+    narrow = [param for param in params if param.dtype in HALF_DTYPES and bridge.on_device(param)]
+    wide = [bridge.master_of(param) or cast(param, "float32") for param in narrow]
+    try:
+        with ExitStack() as stack:
+            for param, master in zip(narrow, wide, strict=True):
+                stack.enter_context(bridge.showing(param, master))
+            yield
+    finally:
+        for param, master in zip(narrow, wide, strict=True) if load else ():
+            write_back(master, param)
+            weights.drop(param)
+
+
+def in_fp32(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of netcl's that copies or averages parameters: of 16-bit ones it reads and writes the masters."""
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    with showing_masters([*given, *getattr(instance, "_params", ())], load=True):
+        return wrapped(*args, **kwargs)

@@ -1,0 +1,358 @@
+"""Recordings that replay right (replay.py): what netcl's ``KernelCapture`` loses while it records launches.
+
+netcl records what goes through ``cl.Kernel.__call__``. Under AMP, from ``begin`` to ``end``,
+
+* copies and fills on the device run as kernels, so that they are recorded, too;
+* memory comes from a pool of the recording's own (as of a CUDA graph), so that nobody else is given a buffer that
+  the replay will write, and what was there before stays for as long as there may be replays that read it;
+* the weight cache is empty at both ends: a recording makes its own 16-bit copies, in every replay anew;
+* what the host decides (does the optimizer step? what is dropped out?) is decided anew in every replay;
+* what a replay could not repeat, a read to the host or an upload, raises.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pyopencl as cl
+import wrapt
+from netcl.core import memory
+from netcl.core.memory import PersistentBufferPool
+from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.recording import host_step, recorder, refuse, set_recorder
+from clamp.ops import transfer
+from clamp.params import gradient_marks, masters
+from clamp.params.weight_cache import weights
+from clamp.patching.recordings.dependencies import Dependencies, ModuleNotes, dependencies_of
+from clamp.patching.recordings.residents import Address, Seen, address_of, living_tensors
+from clamp.patching.wrap import Wrapper
+
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+_INPUT_ADVICE = "Pass data that changes as an input tensor; make constants before the recording."
+_READ_ADVICE = "Read it after the recorded part."
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+class _Pool(PersistentBufferPool):  # type: ignore[misc]
+    """The memory of one recording. When the recording is gone, it goes to netcl's own pool."""
+
+    def __init__(self, main: PersistentBufferPool) -> None:
+        super().__init__(main.context, main.queue, max_cached_bytes=1 << 62, max_buffers_per_bucket=1 << 30)
+        self._main = main
+        self._closed = False
+        self.given: set[Address] = set()  # all that it has ever handed out
+
+    def allocate(self, nbytes: int, flags: int | None = None) -> Any:
+        handle = super().allocate(nbytes, flags)
+        if (address := address_of(handle.buffer)) is not None:
+            self.given.add(address)
+        return handle
+
+    def release(self, handle: Any) -> None:
+        if self._closed:
+            handle.pool = self._main
+            self._main.release(handle)
+        else:
+            super().release(handle)
+
+    def close(self) -> None:
+        """Hands free memory over now, the rest when it is released. On an in-order queue it may be used at once."""
+        self._closed = True
+        with self._lock, self._main._lock:
+            self._main._owned_bytes += self._owned_bytes
+            self._main.stats.bytes_cached += self.stats.bytes_cached
+            for bucket, handles in vars(self)["_free"].items():
+                for handle in handles:
+                    handle.pool = self._main
+                self._main._free.setdefault(bucket, []).extend(handles)
+            for bucket, arrays in vars(self)["_svm_free"].items():
+                self._main._svm_free.setdefault(bucket, []).extend(arrays)
+            self.__dict__.update(_free={}, _svm_free={})
+
+
+#: recordings that are under way or can be replayed
+_live: set[_Recording] = set()
+
+
+def _watch(pool: PersistentBufferPool) -> None:
+    """Lets a pool of netcl's ask before it gives memory to others that a recording may use."""
+    if type(pool) is PersistentBufferPool and "release" not in vars(pool):
+        pool.release = partial(_release, pool)
+
+
+def _release(pool: PersistentBufferPool, handle: Any) -> None:
+    if not any(recording.keeps(pool, handle) for recording in list(_live)):
+        PersistentBufferPool.release(pool, handle)
+
+
+# ---------------------------------------------------------------------------------------------- recording
+
+
+class _Recording:
+    """One recording, from ``begin`` to ``end``, and its memory after.
+
+    Args:
+        capture: the list of launches that it fills.
+    """
+
+    def __init__(self, capture: KernelCapture) -> None:
+        self._capture = weakref.ref(capture)
+        self._pools: dict[int, _Pool] = {}
+        self._kept: list[tuple[PersistentBufferPool, Any]] = []  # memory of others that nobody else uses any more
+        self._addresses: set[Any] | None = None  # of all memory in the launches; None until they are known
+        self._undo: list[tuple[Any, str, Any]] = []
+        self._before: list[Seen] = []  # the tensors that there were when it began
+        self._modules: ModuleNotes | None = None  # while it is under way
+        self.thread = threading.get_ident()
+
+    def start(self) -> None:
+        """Puts the recorder's own versions over what netcl and pyopencl do to memory."""
+        weights.clear()
+        self._before = living_tensors()
+        self._modules = ModuleNotes()
+        _live.add(self)
+        for pool in memory._PERSISTENT_POOLS.values():
+            _watch(pool)
+        record, plain = cl.Kernel.__call__, self._original_call
+        self._replace(cl.Kernel, "__call__", lambda _: self._call(record, plain))
+        self._replace(memory, "get_persistent_pool", self._own_pool)
+        self._replace(cl, "enqueue_fill_buffer", self._fill_buffer)
+        self._replace(cl, "enqueue_svm_memfill", self._fill_svm)
+        self._replace(cl, "enqueue_copy", self._copy)
+        for name in ("enqueue_map_buffer", "enqueue_nd_range_kernel"):
+            self._replace(cl, name, self._refused(name, "Launch kernels by calling them; read and write outside."))
+        for name in ("to_host", "to_host_async"):
+            self._replace(Tensor, name, self._refused(f"Tensor.{name}", _READ_ADVICE))
+        self._replace(Tensor, "from_host", self._refused("Tensor.from_host", _INPUT_ADVICE))
+        for cls in bridge.module_classes():
+            for name in ("forward", "__call__"):
+                if callable(vars(cls).get(name)):
+                    self._replace(cls, name, partial(self._modules.noting, is_on=self._is_on))
+        set_recorder(self)
+
+    def stop(self) -> None:
+        """Puts everything back."""
+        set_recorder(None)
+        for owner, name, original in reversed(self._undo):
+            setattr(owner, name, original)
+        self._undo.clear()
+        weights.clear()
+        capture = self._capture()
+        own = {address for pool in self._pools.values() for address in pool.given}
+        if capture is not None and self._modules is not None:
+            capture._clamp_dependencies = Dependencies(capture, self._before, own, self._modules)
+        self._before, self._modules = [], None  # what leads back to the capture must not keep its memory
+        self._note_addresses()
+        released, self._kept = self._kept, []
+        for pool, handle in released:
+            pool.release(handle)
+
+    def rebind(self) -> None:
+        """Before a replay that fits: lets the launches find the tensors that have got other memory since."""
+        capture = self._capture()
+        if capture is not None and dependencies_of(capture).residents.follow():
+            self._note_addresses()
+
+    def _note_addresses(self) -> None:
+        capture = self._capture()
+        launches = [] if capture is None else capture._launches
+        self._addresses = {address_of(arg) for launch in launches for arg in launch.args} - {None}
+
+    def close(self) -> None:
+        """Gives the memory back; there will be no replay any more."""
+        _live.discard(self)
+        for pool in self._pools.values():
+            pool.close()
+        for pool, handle in self._kept:
+            pool.release(handle)
+        self._pools.clear()
+        self._kept.clear()
+        if not _live:
+            for pool in memory._PERSISTENT_POOLS.values():
+                vars(pool).pop("release", None)
+
+    def keeps(self, pool: PersistentBufferPool, handle: Any) -> bool:
+        """Takes memory that is released if a replay may still use it."""
+        keep = self._addresses is None or address_of(handle.buffer) in self._addresses
+        if keep:
+            self._kept.append((pool, handle))
+        return keep
+
+    def add(self, launch: Callable[..., Any], queue: Any, global_size: Any, local_size: Any, *args: Any) -> None:
+        """Appends what stands in a launch's place: a host step, or a launch whose arguments change."""
+        capture = self._capture()
+        if capture is not None:
+            capture._launches.append(CapturedKernelLaunch(launch, queue, global_size, local_size, args))
+
+    @property
+    def _original_call(self) -> Callable[..., Any]:
+        capture = self._capture()
+        assert capture is not None
+        return capture._orig_call
+
+    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        original = vars(owner)[name]
+        self._undo.append((owner, name, original))
+        setattr(owner, name, make(original))
+
+    def _is_on(self) -> bool:
+        return recorder() is self
+
+    def _call(self, record: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(kernel: Any, queue: Any, global_size: Any, local_size: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_on():
+                return plain(kernel, queue, global_size, local_size, *args, **kwargs)
+            if kwargs.keys() - {"wait_for"}:
+                raise RuntimeError(f"netcl records no launch with {', '.join(sorted(kwargs))}: pass the sizes alone")
+            return record(kernel, queue, global_size, local_size, *args, **kwargs)
+
+        return call
+
+    def _own_pool(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_persistent_pool(queue: Any) -> Any:
+            main = original(queue)
+            _watch(main)
+            if not self._is_on():
+                return main
+            key = id(main)
+            if key not in self._pools:
+                self._pools[key] = _Pool(main)
+            return self._pools[key]
+
+        return get_persistent_pool
+
+    def _fill_buffer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def enqueue_fill_buffer(
+            queue: Any, mem: Any, pattern: Any, offset: int, size: int, wait_for: Any = None
+        ) -> Any:
+            if not self._is_on():
+                return original(queue, mem, pattern, offset, size, wait_for)
+            return transfer.fill(queue, mem, pattern, int(offset), int(size))
+
+        return enqueue_fill_buffer
+
+    def _fill_svm(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def enqueue_svm_memfill(
+            queue: Any, dest: Any, pattern: Any, byte_count: int | None = None, wait_for: Any = None
+        ) -> Any:
+            if not self._is_on():
+                return original(queue, dest, pattern, byte_count, wait_for)
+            dest = dest if isinstance(dest, cl.SVMPointer) else cl.SVM(dest)
+            return transfer.fill(queue, dest, pattern, 0, int(dest.size if byte_count is None else byte_count))
+
+        return enqueue_svm_memfill
+
+    def _copy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def enqueue_copy(queue: Any, dest: Any, src: Any, **kwargs: Any) -> Any:
+            if not self._is_on():
+                return original(queue, dest, src, **kwargs)
+            known = kwargs.keys() <= {"byte_count", "src_offset", "dst_offset", "is_blocking", "wait_for"}
+            if not (known and _on_device(dest) and _on_device(src)):
+                refuse("A copy between host and device ran", f"{_READ_ADVICE} {_INPUT_ADVICE}")
+            begin, to = int(kwargs.get("src_offset") or 0), int(kwargs.get("dst_offset") or 0)
+            size = kwargs.get("byte_count")
+            size = min(src.size - begin, dest.size - to) if size is None else int(size)
+            return transfer.copy(queue, dest, src, size, begin, to)
+
+        return enqueue_copy
+
+    def _refused(self, name: str, instead: str) -> Callable[[Any], Any]:
+        @wrapt.decorator
+        def call(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+            if self._is_on():
+                refuse(f"{name} was called", instead)
+            return wrapped(*args, **kwargs)
+
+        return call
+
+
+def _on_device(storage: Any) -> bool:
+    return isinstance(storage, cl.Buffer | cl.SVM)
+
+
+#: the recordings that can be replayed
+_recordings: weakref.WeakKeyDictionary[KernelCapture, _Recording] = weakref.WeakKeyDictionary()
+_running: list[tuple[KernelCapture, _Recording]] = []  # at most one: netcl patches cl.Kernel for all threads
+
+
+def recording_of(capture: KernelCapture) -> _Recording | None:
+    """The recording that a capture holds; None if it was made without clamp, or not at all."""
+    return _recordings.get(capture)
+
+
+def begin(wrapped: Any, instance: KernelCapture, args: Arguments, kwargs: Keywords) -> None:
+    """Starts a recording.
+
+    Raises:
+        RuntimeError: another one is under way.
+    """
+    if _running:
+        raise RuntimeError("a recording is under way already: end it before you begin another")
+    _forget(instance)
+    wrapped(*args, **kwargs)
+    recording = _Recording(instance)
+    _running.append((instance, recording))
+    recording.start()
+
+
+def end(wrapped: Any, instance: KernelCapture, args: Arguments, kwargs: Keywords) -> int:
+    """Ends a recording; from now on it can be replayed."""
+    if _running and _running[0][0] is instance:
+        _, recording = _running.pop()
+        recording.stop()
+        _recordings[instance] = recording
+        weakref.finalize(instance, recording.close).atexit = False
+    return wrapped(*args, **kwargs)
+
+
+def clear(wrapped: Any, instance: KernelCapture, args: Arguments, kwargs: Keywords) -> None:
+    """Drops what was recorded, and ends a recording that is under way, as after an exception."""
+    if _running and _running[0][0] is instance:
+        instance.end()
+    _forget(instance)
+    wrapped(*args, **kwargs)
+
+
+def as_host_step(step: Wrapper) -> Wrapper:
+    """``optimizer.step`` in a recording: every replay makes it anew, with the learning rate, the step count and the
+    overflow of the day, on the gradients that the optimizer's parameters had here."""
+
+    def call(wrapped: Any, optimizer: Any, args: Arguments, kwargs: Keywords) -> Any:
+        if recorder() is None:
+            return step(wrapped, optimizer, args, kwargs)
+        params = (
+            [tensor for pair in masters.pairs(optimizer) for tensor in pair] if hasattr(optimizer, "params") else []
+        )
+        held = gradient_marks.snapshot(params)
+
+        def run() -> Any:
+            gradient_marks.restore(held)
+            return step(wrapped, optimizer, args, kwargs)
+
+        return host_step(run)
+
+    return call
+
+
+def abandon() -> None:
+    """Ends a recording that is under way: clamp's patches are about to go."""
+    if _running:
+        _running[0][0].clear()
+
+
+def _forget(capture: KernelCapture) -> None:
+    recording = _recordings.pop(capture, None)
+    if recording is not None:
+        capture._launches.clear()
+        recording.close()

@@ -1,0 +1,184 @@
+"""netcl's compiled passes: launches recorded once and replayed on other inputs' buffers.
+
+``ForwardCompiler`` compiles a forward pass, ``CompiledGraph`` a training step or a part of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from netcl.autograd.graph import CompiledGraph
+from netcl.runtime.capture import KernelCapture
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.ops.cast import cast
+from clamp.params import gradient_marks
+from clamp.params.weight_cache import weights
+from clamp.patching.recordings.capture import recording_of
+from clamp.patching.recordings.dependencies import dependencies_of
+from clamp.patching.recordings.replay import Plan
+
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+_MODES = ("training", "_training")
+
+# ---------------------------------------------------------------------------------------------- forward passes
+
+# What was recorded is kept on netcl's own objects: a plan may lead back to what holds it, through a host step, and a
+# weak dictionary would then keep both for ever.
+
+
+def _dtype_of(compiled: Any) -> str:
+    """Dtype of the input that a pass was recorded with; for one recorded without clamp, netcl's float32."""
+    return getattr(compiled, "_clamp_dtype", "float32")
+
+
+def _is_stale(compiled: Any) -> bool:
+    """Whether a compiled pass cannot be replayed any more."""
+    ours = recording_of(compiled._capture) is not None
+    return ours and bool(dependencies_of(compiled._capture).change())
+
+
+def compile_forward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Records a forward pass. One recorded for an input of the same shape but another dtype is not handed out again,
+    nor one whose model has changed."""
+
+    def call(model: Any, sample_input: Tensor, *more: Any, **named: Any) -> Any:
+        plans, key = instance._cache, tuple(sample_input.shape)
+        dtype = bridge.canonical_dtype(sample_input.dtype)
+        if key in plans and (_dtype_of(plans[key]) != dtype or _is_stale(plans[key])):
+            del plans[key]
+        compiled = wrapped(model, sample_input, *more, **named)
+        if not hasattr(compiled, "_clamp_plan") and recording_of(compiled._capture) is not None:
+            dependencies_of(compiled._capture).ignore(
+                *_MODES
+            )  # it is a pass in eval mode, whatever the model is used for besides
+            compiled._clamp_dtype = dtype
+            compiled._clamp_plan = Plan(compiled._capture, [sample_input])
+        return compiled
+
+    return call(*args, **kwargs)
+
+
+def replay_forward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Replays on an input in the dtype that was recorded; another one's buffer would be misread.
+
+    Raises:
+        RuntimeError: the model has changed since: a layer's weight is another tensor, or a setting has another value.
+        ValueError: the input is not like the one recorded.
+    """
+    x = args[0] if args else kwargs["new_input"]
+    dtype = _dtype_of(instance)
+    x = cast(x, dtype) if x.dtype in bridge.STORAGE and dtype in bridge.STORAGE else x
+    if not hasattr(instance, "_clamp_plan"):
+        return wrapped(x)
+    instance._clamp_plan.run([x])
+    return instance.output_tensor
+
+
+# ---------------------------------------------------------------------------------------------- training steps
+
+
+class Step:
+    """A recorded step, and the gradients that it leaves on the graph's parameters.
+
+    Args:
+        graph: it has been recorded.
+        inputs: the tensors whose buffers are replaced in a replay.
+        state: tensors that the step knows besides its inputs. Parameters count without being named.
+
+    Raises:
+        ValueError: an input that no launch reads.
+    """
+
+    def __init__(self, graph: CompiledGraph, inputs: Sequence[Tensor], state: Iterable[Tensor] = ()) -> None:
+        self.plan = Plan(graph.capture, inputs, state)
+        self._held = graph._clamp_gradients
+
+    def run(self, inputs: Sequence[Tensor]) -> None:
+        """Replays with other inputs; raises as ``Plan.run`` does."""
+        self.plan.check(inputs)
+        self.launch(inputs)
+
+    def launch(self, inputs: Sequence[Tensor]) -> None:
+        """Replays with inputs that fit."""
+        gradient_marks.restore(self._held)
+        self.plan.launch(inputs)
+        gradient_marks.restore(self._held)
+        weights.clear()
+
+
+def enter_graph(wrapped: Any, instance: CompiledGraph, args: Arguments, kwargs: Keywords) -> CompiledGraph:
+    """Begins to record a step, into a list of launches of the graph's own: netcl has one for all graphs.
+
+    Raises:
+        RuntimeError: a parameter has a gradient, which every replay would add again.
+    """
+    if not instance.is_compiled:
+        left = [index for index, param in enumerate(instance.params) if param.grad is not None]
+        if left:
+            raise RuntimeError(
+                f"params{left} have gradients already, and a replay would add to what is in their memory then: "
+                "call optimizer.zero_grad() before the graph is recorded"
+            )
+        instance.capture = KernelCapture()
+    return wrapped(*args, **kwargs)
+
+
+def exit_graph(wrapped: Any, instance: CompiledGraph, args: Arguments, kwargs: Keywords) -> bool:
+    """Ends the recording and remembers its gradients.
+
+    netcl's own list of them is emptied: its ``replay`` would zero four bytes for every element of them.
+    """
+    compiled = instance.is_compiled
+    result = wrapped(*args, **kwargs)
+    if instance.is_compiled and not compiled and recording_of(instance.capture) is not None:
+        instance._clamp_gradients = gradient_marks.snapshot(instance.params)
+        instance.grad_tensors = {}
+    return result
+
+
+def compile_graph(wrapped: Any, instance: CompiledGraph, args: Arguments, kwargs: Keywords) -> None:
+    """Prepares a recorded step for replays with other inputs.
+
+    Raises:
+        RuntimeError: nothing has been recorded.
+        ValueError: an input that no launch reads.
+    """
+    inputs = list(args[0] if args else kwargs["inputs"])
+    if not instance.is_compiled:
+        raise RuntimeError("the graph has not been recorded: run the step inside `with graph:` before compile()")
+    if recording_of(instance.capture) is None:
+        wrapped(*args, **kwargs)
+        return
+    instance._clamp_step = Step(instance, inputs)
+    instance._replay_steps = [_refuse_without_clamp]
+
+
+def _refuse_without_clamp(buffers: Any) -> None:
+    raise RuntimeError("this graph was recorded under AMP, which is shut down: record it again")
+
+
+def replay_graph(wrapped: Any, instance: CompiledGraph, args: Arguments, kwargs: Keywords) -> None:
+    """Replays a step on other inputs, and leaves its gradients on the parameters.
+
+    Raises:
+        RuntimeError: the graph has not been recorded or not compiled, or what the recording depends on has changed.
+        TypeError: a 16-bit input for a graph that was recorded without clamp: its kernels read float.
+        ValueError: the inputs are not like those recorded.
+    """
+    inputs = list(args[0] if args else kwargs["new_inputs"])
+    if hasattr(instance, "_clamp_step"):
+        instance._clamp_step.run(inputs)
+        return
+    if instance.is_compiled and not hasattr(instance, "_replay_steps"):
+        raise RuntimeError("call compile(inputs) with the recorded input tensors before replay()")
+    if any(x.dtype in bridge.HALF_DTYPES for x in inputs):
+        raise TypeError(
+            "a graph recorded before amp.init() got a 16-bit input, and its kernels read float: record it after "
+            'amp.init(), or pass amp.cast(x, "float32")'
+        )
+    wrapped(*args, **kwargs)

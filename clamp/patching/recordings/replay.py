@@ -1,0 +1,200 @@
+"""Replays of a recording (capture.py makes them): the same launches again, on new inputs' memory if need be."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from netcl.core.capabilities import get_device_capabilities
+from netcl.runtime.capture import KernelCapture
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.recording import refuse
+from clamp.params.weight_cache import weights
+from clamp.patching.recordings.capture import recording_of
+from clamp.patching.recordings.dependencies import dependencies_of, require_fit, stale
+from clamp.patching.recordings.residents import Address, Residents, address_of
+
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+
+class Plan:
+    """A recording's launches, with the places where input tensors are read.
+
+    An input whose memory the pass also knows by another name (it is a parameter's, a batch norm's statistics) stays
+    what it is: the launches do not say by which of the two names they meant it.
+
+    Args:
+        capture: what was recorded.
+        inputs: the tensors whose buffers are replaced in a replay.
+        state: tensors that the pass knows besides its inputs. Parameters count without being named.
+
+    Raises:
+        ValueError: an input that no launch reads.
+    """
+
+    def __init__(self, capture: KernelCapture, inputs: Sequence[Tensor], state: Iterable[Tensor] = ()) -> None:
+        recording = recording_of(capture)
+        assert recording is not None
+        self._capture = capture  # its launches keep all memory alive
+        self._recording = recording
+        self._dependencies = dependencies_of(capture)
+        self._thread = threading.get_ident()
+        self._inputs = [(tuple(x.shape), x.dtype, x.queue) for x in inputs]
+        self._together = shared_memory(inputs)
+        self._trained = [(index, x) for index, x in enumerate(inputs) if bridge.is_trained(x)]
+        self._fixed = _fixed(inputs, self._dependencies.residents, list(state))
+        places = {address_of(x.buffer): index for index, x in reversed(list(enumerate(inputs)))}
+        fixed = {address_of(inputs[index].buffer) for index in self._fixed}
+        places = {where: index for where, index in places.items() if where not in fixed}
+        for where in places:
+            self._dependencies.residents.give_up(where)
+        self._steps = []
+        read: set[int] = set()
+        for launch in capture._launches:
+            found = [(at, places[where]) for at, arg in enumerate(launch.args) if (where := address_of(arg)) in places]
+            read.update(index for _, index in found)
+            self._steps.append((launch, found, _sync_of(launch.queue)))
+        for index in set(places.values()) - read:
+            raise ValueError(
+                f"inputs[{index}], of shape {self._inputs[index][0]}, is read by no recorded launch, so new data in it "
+                f"would change nothing: leave it out, or compute with it on the device"
+            )
+
+    @property
+    def addresses(self) -> set[Address]:
+        """Of the memory that the launches use, but for the recording's own."""
+        return self._dependencies.residents.addresses
+
+    def misfit(self, inputs: Sequence[Tensor]) -> str:
+        """Why a replay with these inputs would give other results than the pass itself, in words; empty if it fits.
+
+        Args:
+            inputs: as many as were recorded, of the same shapes, dtypes and queues.
+        """
+        for index, tensor in self._fixed.items():
+            if address_of(inputs[index].buffer) != address_of(tensor.buffer):
+                return (
+                    f"inputs[{index}] was recorded in the memory of a tensor of shape {tuple(tensor.shape)} that the "
+                    "pass reads besides, and is another now"
+                )
+        for index, tensor in self._trained:
+            if inputs[index] is not tensor:
+                return f"inputs[{index}] was recorded as a tensor that is trained, and gets its gradient as that one"
+        pairs = ((x.buffer, inputs[first].buffer) for x, first in zip(inputs, self._together, strict=True))
+        if any(address_of(one) != address_of(other) for one, other in pairs if one is not other):
+            return "inputs were recorded that share memory, and these do not"
+        return self._dependencies.residents.change()
+
+    def run(self, inputs: Sequence[Tensor]) -> None:
+        """Replays with other tensors of the same shapes and dtypes.
+
+        Raises:
+            ValueError: there are more or fewer, or a shape, dtype or queue differs.
+            RuntimeError: called in another thread than the recording's, whose kernels it uses, or while recording, or
+                what the recording depends on has changed.
+        """
+        self.check(inputs)
+        self.launch(inputs)
+
+    def check(self, inputs: Sequence[Tensor]) -> None:
+        """Raises what ``run`` raises."""
+        refuse("A recording was replayed", "Replay it outside, or call the model itself here.")
+        self._check(inputs)
+        if misfit := self.misfit(inputs) or self._dependencies.change():
+            raise stale(misfit)
+
+    def launch(self, inputs: Sequence[Tensor]) -> None:
+        """Replays with inputs that fit."""
+        self._recording.rebind()
+        buffers = [x.buffer for x in inputs]
+        for launch, found, sync in self._steps:
+            args = launch.args
+            if found:
+                args = list(args)
+                for at, index in found:
+                    args[at] = buffers[index]
+            launch.kernel(launch.queue, launch.global_size, launch.local_size, *args)
+            if sync is not None:
+                sync()
+
+    def _check(self, inputs: Sequence[Tensor]) -> None:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("a recording replays in the thread that made it, whose kernels it uses: record it here")
+        if len(inputs) != len(self._inputs):
+            raise ValueError(f"the recording has {len(self._inputs)} inputs, got {len(inputs)}")
+        for index, (x, (shape, dtype, queue)) in enumerate(zip(inputs, self._inputs, strict=True)):
+            if tuple(x.shape) != shape or x.dtype != dtype or x.queue != queue:
+                raise ValueError(
+                    f"inputs[{index}] was recorded as {dtype} of shape {shape}, got {x.dtype} of shape "
+                    f"{tuple(x.shape)}{'' if x.queue == queue else ' on another queue'}: record another graph for it"
+                )
+
+
+def shared_memory(inputs: Sequence[Tensor]) -> tuple[int, ...]:
+    """Which inputs share memory: for each, the number of the first one that lies where it does."""
+    first: dict[Any, int] = {}
+    return tuple(first.setdefault(address_of(x.buffer), index) for index, x in enumerate(inputs))
+
+
+def _fixed(inputs: Sequence[Tensor], residents: Residents, state: Sequence[Tensor]) -> dict[int, Tensor]:
+    """The inputs, by number, whose memory is also that of a tensor that the pass knows, which is the value."""
+    named = {address_of(tensor.buffer): tensor for tensor in state if bridge.on_device(tensor)}
+    fixed = {}
+    for index, x in enumerate(inputs):
+        where = address_of(x.buffer)
+        weights_there = [tensor for tensor in residents.tensors_at(where) if bridge.is_weight(tensor)]
+        if where in named or weights_there:
+            fixed[index] = named[where] if where in named else weights_there[0]
+    return fixed
+
+
+def _sync_of(queue: Any) -> Callable[[], Any] | None:
+    """What netcl does after each node on this device, because the driver needs it."""
+    mode = "none" if queue is None else get_device_capabilities(queue).inter_kernel_sync
+    return {"flush": getattr(queue, "flush", None), "finish": getattr(queue, "finish", None)}.get(mode)
+
+
+def replay(wrapped: Any, instance: KernelCapture, args: Arguments, kwargs: Keywords) -> None:
+    """``KernelCapture.replay``, whose argument ``rebind`` netcl ignores.
+
+    Raises:
+        RuntimeError: what the recording depends on has changed.
+    """
+    if (args and args[0] is not None) or kwargs.get("rebind") is not None:
+        raise TypeError(
+            "netcl's replay ignores `rebind`: write new data into the recorded tensors, or use CompiledGraph"
+        )
+    _follow(instance)
+    wrapped()
+    weights.clear()
+
+
+def _follow(capture: KernelCapture) -> None:
+    recording = recording_of(capture)
+    if recording is not None:
+        require_fit(capture)
+        recording.rebind()
+
+
+def replay_with_new_buffers(wrapped: Any, instance: KernelCapture, args: Arguments, kwargs: Keywords) -> None:
+    """``KernelCapture.replay_with_new_buffers``, with SVM memory by its address, and no name that means nothing.
+
+    Raises:
+        ValueError: a buffer that no launch has.
+        RuntimeError: what the recording depends on has changed.
+    """
+    _follow(instance)
+    buffers: Mapping[int, Any] = args[0] if args else kwargs["buffer_map"]
+    known = {where[1] for launch in instance._launches for arg in launch.args if (where := address_of(arg))}
+    if missing := [hex(pointer) for pointer in buffers if pointer not in known]:
+        raise ValueError(f"no recorded launch has a buffer at {', '.join(missing)}")
+    if not instance.is_finalized:
+        raise RuntimeError("Cannot replay before capture is finalized")
+    for launch in instance._launches:
+        new = [buffers.get(where[1], arg) if (where := address_of(arg)) else arg for arg in launch.args]
+        launch.kernel(launch.queue, launch.global_size, launch.local_size, *new)
+    weights.clear()

@@ -1,0 +1,181 @@
+"""The recordings of one graph: which of them a call may replay, and how many are kept.
+
+A pass is recorded for a *key* (the shapes it is given, the region around it) and for a state of the host
+(``watch.py``). Its first run in a state is not recorded: kernels are built in it, tables made. The second is, if
+the state is still the same; all others replay that, for as long as the state stays or comes back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from clamp.bridge import Tensor
+from clamp.patching.recordings.compiled import Step
+from clamp.patching.recordings.residents import address_of
+from clamp.patching.recordings.watch import Watch
+
+MOST_KEYS = 32  # remembered; the one that was not used for longest goes first
+MOST_RECORDINGS = 32  # kept, each with the memory that its launches use
+_PER_KEY = 4  # of them: a model trained and evaluated, with a part frozen and without
+_PATIENCE = 32  # calls in a row of which each was the first of its kind
+_RETRIES = 8  # recordings in a row of one kind that no call could use
+
+
+@dataclass
+class Recorded:
+    """A recorded call.
+
+    Attributes:
+        step: its launches.
+        outputs: what it returned; each replay writes the tensors in it.
+        watch: the host's state after it.
+        keeps: what must live as long, because keys name it.
+    """
+
+    step: Step
+    outputs: Any
+    watch: Watch
+    keeps: Any = None
+
+    def misfit(self, inputs: Sequence[Tensor]) -> str:
+        """Why a call with these inputs cannot replay it; empty if it can."""
+        return self.step.plan.misfit(inputs) if self.watch.holds() else self.watch.change()
+
+
+@dataclass
+class _Kind:
+    """The calls of one key."""
+
+    ran: Watch | None = None  # the state after the last run
+    kept: list[Recorded] = field(default_factory=list)
+    unused: int = 0  # recordings since the last replay
+    why: str = ""  # what kept the last call from replaying
+    never: bool = False  # runs as it is, always
+
+
+class Variants:
+    """What one graph has recorded.
+
+    Args:
+        name: of the graph, for warnings.
+        explain: what tells two keys apart, in words.
+    """
+
+    def __init__(self, name: str, explain: Callable[[Any, Any], str]) -> None:
+        self._name = name
+        self._explain = explain
+        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._strangers = 0
+        self._warned = False
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def clear(self) -> None:
+        """Forgets everything, and gives the memory back."""
+        self._kinds.clear()
+
+    @property
+    def recordings(self) -> int:
+        """How many there are."""
+        return sum(len(kind.kept) for kind in self._kinds.values())
+
+    def find(self, key: Hashable, inputs: Sequence[Tensor]) -> Recorded | None:
+        """A recording that gives what running the pass on these inputs gives now; None if there is none."""
+        kind = self._kinds.get(key)
+        if kind is None:
+            return None
+        self._kinds.move_to_end(key)
+        for recorded in reversed(kind.kept):
+            kind.why = recorded.misfit(inputs)
+            if not kind.why:
+                kind.unused = self._strangers = 0
+                return recorded
+        return None
+
+    def may_record(self, key: Hashable) -> Watch | None:
+        """The state in which the pass has run before, if that is the state now; otherwise None."""
+        kind = self._kinds.get(key)
+        if kind is not None and kind.never:
+            return None
+        if kind is not None and kind.ran is not None and kind.ran.holds():
+            return kind.ran
+        self._strangers += 1
+        if self._strangers >= _PATIENCE:
+            self._warn(kind.ran.change() if kind is not None and kind.ran is not None else self._difference(key))
+        return None
+
+    def ran(self, key: Hashable, watch: Watch) -> None:
+        """The pass has run, and was not recorded."""
+        self._kind(key).ran = watch
+
+    def add(self, key: Hashable, recorded: Recorded, before: Watch) -> None:
+        """The pass has been recorded.
+
+        Args:
+            before: the state before it.
+        """
+        kind = self._kind(key)
+        kind.ran = recorded.watch
+        if _replaced(before, recorded):
+            self._run_always(kind, "build puts a new tensor in place of one that it reads, and a replay cannot")
+        elif kind.unused >= _RETRIES:
+            self._run_always(kind, kind.why)
+        else:
+            kind.unused += 1
+            kind.kept = [*kind.kept[1 - _PER_KEY :], recorded]
+        self._make_room()
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Around a run of the pass: what it changes itself is no change for any recording."""
+        watches = {id(x): x for kind in self._kinds.values() for x in (kind.ran, *(r.watch for r in kind.kept)) if x}
+        flags = [(watch, watch.flags()) for watch in watches.values()]
+        yield
+        for watch, before in flags:
+            watch.follow(before)
+
+    def _kind(self, key: Hashable) -> _Kind:
+        kind = self._kinds.setdefault(key, _Kind())
+        self._kinds.move_to_end(key)
+        while len(self._kinds) > MOST_KEYS:
+            self._kinds.popitem(last=False)
+        return kind
+
+    def _make_room(self) -> None:
+        for kind in list(self._kinds.values()):
+            while kind.kept and self.recordings > MOST_RECORDINGS:
+                kind.kept.pop(0)
+
+    def _run_always(self, kind: _Kind, why: str) -> None:
+        kind.kept.clear()
+        kind.never = True
+        self._warn(why)
+
+    def _difference(self, key: Hashable) -> str:
+        last = next(reversed(self._kinds), None)
+        return "" if last is None else self._explain(last, key)
+
+    def _warn(self, why: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{self._name} does not get to replay what it recorded: {why or 'its inputs'}, call after call. It runs "
+            "build() as it is instead, which is right and slower. Pass what changes as a tensor, and keep what build() "
+            "does not need out of the graph.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _replaced(before: Watch, recorded: Recorded) -> bool:
+    """Whether a pass reads a tensor that is another one after it: the next run would read that."""
+    still = {id(tensor) for tensor in recorded.watch.tensors}
+    used = recorded.step.plan.addresses
+    return any(address_of(x.buffer) in used for x in before.tensors if id(x) not in still)

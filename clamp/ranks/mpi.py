@@ -1,0 +1,293 @@
+"""Training on several processes and machines: the gradients of all ranks of an MPI communicator are averaged.
+
+Every backward pass ends in three messages, whatever the number of parameters. With ranks 0, 1, 2:
+
+    header                 [0] [1] [2]  ->  [0 1 2] everywhere    is everybody well, and at the same point?
+    scaled gradients       0: a0 b0 c0      0: a0 a1 a2           each rank gets its share of every gradient,
+    (all to all)           1: a1 b1 c1  ->  1: b0 b1 b2           adds in float32, in the order of the ranks,
+                           2: a2 b2 c2      2: c0 c1 c2           and divides by the number of ranks
+    averages (all gather)  0: A, 1: B, 2: C  ->  A B C everywhere
+
+An average is computed in one place and then copied, so that all ranks have the same bits, whatever they are made of.
+An inf or nan of one rank is in everybody's average: found-inf needs no message of its own, all ranks skip the same
+steps, and their loss scales move alike. MPI has no 16-bit floats; here they are just words that travel, added in
+float32, so that a sum over ranks neither overflows nor loses bits in half.
+
+MPI libraries take host memory (few are built to take OpenCL's), so that gradients pass through the host here, and
+only here: collected on the device into one buffer, read once, written once.
+
+Whatever a rank does next with the others begins with a header, an exception included, so that none waits for one that
+has failed (clamp/ranks/rendezvous.py). Headers tell as well whether the ranks still train the same parameters
+(clamp/ranks/parameters.py). This module imports no MPI: the communicator, mpi4py's, brings it along.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.recording import recorder
+from clamp.ops.concat import Part, assemble, split
+from clamp.ops.host_words import from_words, to_words
+from clamp.params.weight_cache import weights
+from clamp.ranks.parameters import RankParameters, digest, shapes_of
+from clamp.ranks.rendezvous import Kind, Meeting, RankError
+from clamp.scaling.loss_scale import LossScale, NoLossScale
+
+__all__ = ["RankError", "Ranks"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+REDUCE_DTYPES = ("float32", "float16", "bfloat16")
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """What is used of an mpi4py communicator."""
+
+    rank: int
+    size: int
+
+    def Dup(self) -> Any: ...
+    def Abort(self, errorcode: int = 0) -> Any: ...
+    def Bcast(self, buf: Any, root: int = 0) -> None: ...
+    def Alltoall(self, sendbuf: Any, recvbuf: Any) -> None: ...
+    def Allgather(self, sendbuf: Any, recvbuf: Any) -> None: ...
+    def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Any: ...
+
+
+class Ranks:
+    """The ranks that train one model together, from ``handle.distribute`` until ``handle.shutdown``.
+
+    Args:
+        comm: mpi4py's communicator; a duplicate of it is used.
+        reduce_dtype: in which dtype gradients travel; float32 if None.
+
+    Raises:
+        TypeError: comm is no communicator of mpi4py's.
+        ValueError: unknown ``reduce_dtype``.
+    """
+
+    def __init__(self, comm: Any, reduce_dtype: bridge.DTypeLike | None = None) -> None:
+        if not isinstance(comm, Communicator):
+            raise TypeError(
+                f"distribute takes a communicator of mpi4py's, got {type(comm).__name__}: "
+                '`from mpi4py import MPI`, then MPI.COMM_WORLD (pip install "clamp-amp[mpi]")'
+            )
+        name = "float32" if reduce_dtype is None else bridge.dtype_name(reduce_dtype)
+        if not isinstance(name, str) or name not in REDUCE_DTYPES:
+            raise ValueError(f"unknown reduce_dtype {reduce_dtype!r}: pass one of {', '.join(REDUCE_DTYPES)}")
+        self.reduce_dtype = name
+        self._comm = comm.Dup()
+        self._meeting = Meeting(self._comm)
+        self._parameters = RankParameters(self._comm)
+        self._warned = False
+
+    @property
+    def rank(self) -> int:
+        """This process's number, from 0."""
+        return int(self._comm.rank)
+
+    @property
+    def size(self) -> int:
+        """How many processes train together."""
+        return int(self._comm.size)
+
+    # ------------------------------------------------------------------------------------------ parameters
+
+    def broadcast(self, *roots: Any) -> None:
+        """Copies rank 0's values, bit for bit, to all ranks. Call it on every rank, before training.
+
+        Args:
+            roots: models (parameters and buffers), optimizers (what their ``step()`` updates), tensors, or lists.
+
+        Raises:
+            TypeError: one of these is none of that.
+            RankError: the ranks passed tensors of different shapes or dtypes.
+        """
+        tensors = list({id(tensor): tensor for root in roots for tensor in _tensors_of(root)}.values())
+        sizes = [bridge.nbytes(tensor) for tensor in tensors]
+        message = np.empty(sum(sizes), np.uint8)
+        places = np.cumsum([0, *sizes])
+        if self.rank == 0:
+            for tensor, begin, end in zip(tensors, places, places[1:], strict=False):
+                message[begin:end] = bridge.read_bytes(tensor)
+        self._meeting.exchange(Kind.BROADCAST, layout=digest(shapes_of(tensors)))
+        self._parameters.name(roots)
+        self._comm.Bcast(message, root=0)
+        if self.rank != 0:
+            for tensor, begin, end in zip(tensors, places, places[1:], strict=False):
+                bridge.write_bytes(tensor, message[begin:end])
+            weights.clear()
+
+    # ------------------------------------------------------------------------------------------ one pass
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """A scaled backward pass on this rank, from the first check of its arguments to its last message.
+
+        Whatever is raised inside is told to the others, who raise a RankError that names this rank; all of them may
+        catch it and go on with the next pass. Passes may nest.
+
+        Raises:
+            RankError: the ranks have parted.
+            RuntimeError: launches are being recorded, and a replay would meet nobody; or ``average`` was not called.
+        """
+        begun = self._meeting.begin_pass()
+        try:
+            if recorder() is not None:
+                raise RuntimeError("a recorded step cannot average gradients over ranks: run it eagerly")
+            yield
+            if self._meeting.is_open(begun):
+                raise RuntimeError("a pass has ended without the average over the ranks, for which they wait")
+        except BaseException as error:
+            self._meeting.failed(error, begun)
+            raise
+
+    @contextmanager
+    def checks(self) -> Iterator[None]:
+        """Around what is checked before ``one_pass``: an error there takes the place of the pass that the others do."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(RankError):  # they have parted: nobody waits
+                self._meeting.failed(error, self._meeting.begin_pass())
+            raise
+
+    def average(
+        self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], scaler: LossScale
+    ) -> list[Tensor | None]:
+        """The mean over all ranks of each gradient, which is still multiplied by the loss scale.
+
+        A gradient that only some ranks have counts as zeros on the others; one that nobody has is None. A rank that
+        has none at all is warned of once.
+
+        Args:
+            params: the parameters, one a gradient, the same on all ranks.
+            gradients: float32, float16 or bfloat16.
+            scaler: its scale must be the same on all ranks.
+
+        Returns:
+            New float32 tensors, the same bits on all ranks.
+
+        Raises:
+            RankError: another rank has failed or left, or parameters, their shapes, which of them are frozen, or loss
+                scales differ.
+            RuntimeError: no rank has any gradient.
+            ValueError: float16 cannot be reduced in, because no loss scaling would notice an overflow.
+        """
+        if self.reduce_dtype == "float16" and isinstance(scaler, NoLossScale):
+            raise ValueError(
+                "gradients cannot be reduced in float16 without loss scaling, which would notice that one overflows: "
+                'pass reduce_dtype="bfloat16" to distribute, or loss_scale="dynamic" to amp.init'
+            )
+        present: Array = np.array([gradient is not None for gradient in gradients], np.bool_)
+        # All that can go wrong on one rank alone comes before the header.
+        mine = self._collect(params, gradients)
+        theirs, averages = np.empty_like(mine), np.empty_like(mine)
+        headers = self._meeting.exchange(
+            Kind.PASS, present=digest(present.tobytes()), scale=scaler.scale, **self._parameters.header(params)
+        )
+        self._parameters.require_alike(params, headers)
+        if (headers["present"] != headers["present"][0]).any():
+            everyones = np.empty((self.size, len(present)), np.bool_)
+            self._comm.Allgather(present, everyones)
+            self._warn_of_idle(everyones)
+            present = np.any(everyones, axis=0)
+        if not present.any():
+            raise RuntimeError(
+                "no backward has reached a parameter on any rank: inside `with handle.scale_loss(loss, optimizer) as "
+                "scaled_loss` run scaled_loss.backward(), or tape.backward(scaled_loss). A loss whose tape is gone, "
+                "that was computed under no_grad or only from frozen parameters, reaches none."
+            )
+        self._comm.Alltoall(mine, theirs)
+        self._comm.Allgather(_mean(theirs.reshape(self.size, -1), self.reduce_dtype), averages)
+        return self._hand_out(params, averages, present)
+
+    def _warn_of_idle(self, present: Array) -> None:
+        """Says once, on all ranks, that one has no gradient at all. It may be meant: a rank may be out of rows."""
+        idle = np.flatnonzero(~present.any(axis=1))
+        if idle.size and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"rank {', '.join(map(str, idle))} had no gradient in this pass: no backward reached a parameter. "
+                f"It counts as zeros in the mean over {self.size} ranks. If it has no rows, weigh the other ranks' "
+                "losses: rows * ranks.size / global_rows. This is said once.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def leave(self) -> None:
+        """This rank has ended its training; waits for the others to say the same.
+
+        Raises:
+            RankError: another rank is still training, and no exception is on its way.
+        """
+        self._meeting.leave()
+
+    def _collect(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Array:
+        """All gradients in one host array, as many elements for every rank."""
+        parts, total = [], 0
+        for param, gradient in zip(params, gradients, strict=True):
+            flat = None if gradient is None else bridge.view(gradient, (param.size,))
+            parts.append(Part(total, param.size, flat))
+            total += param.size
+        padded = -(-total // self.size) * self.size
+        if padded == 0:
+            return np.empty(0, to_words(np.empty(0, np.float32), self.reduce_dtype).dtype)
+        together = assemble(params[0].queue, (padded,), 0, parts, self.reduce_dtype)
+        words = np.uint16 if self.reduce_dtype in bridge.HALF_DTYPES else np.uint32
+        return bridge.read_bytes(together).view(words)
+
+    def _hand_out(self, params: Sequence[Tensor], averages: Array, present: Array) -> list[Tensor | None]:
+        together = bridge.empty(params[0].queue, averages.shape, self.reduce_dtype)
+        bridge.write_bytes(together, averages.view(np.uint8))
+        begins = np.cumsum([0, *(param.size for param in params)])
+        chosen = [index for index in range(len(params)) if present[index]]
+        gradients: list[Tensor | None] = [None] * len(params)
+        targets = {index: bridge.empty(params[index].queue, params[index].shape, "float32") for index in chosen}
+        split(
+            together,
+            0,
+            [(int(begins[index]), params[index].size) for index in chosen],
+            out_dtypes=["float32"] * len(chosen),
+            outs=[bridge.view(target, (target.size,)) for target in targets.values()],
+        )
+        for index, target in targets.items():
+            gradients[index] = target
+        return gradients
+
+
+def _mean(shares: Array, dtype: str) -> Array:
+    """The mean of the rows in float32, added in their order, as words of ``dtype``."""
+    with np.errstate(over="ignore", invalid="ignore"):  # inf and nan are for the loss scale to find
+        total = from_words(shares[0], dtype).copy()
+        for share in shares[1:]:
+            total += from_words(share, dtype)
+        total /= np.float32(len(shares))
+        return to_words(total, dtype)
+
+
+def _tensors_of(root: Any) -> Iterator[Tensor]:
+    """The tensors of a model, an optimizer, a list of these, or a tensor itself."""
+    if isinstance(root, Tensor):
+        yield root
+    elif isinstance(root, list | tuple):
+        for part in root:
+            yield from _tensors_of(part)
+    elif hasattr(root, "params") and hasattr(root, "step"):
+        for param in bridge.optimizer_parameters(root):
+            yield param
+            yield bridge.model_parameter(param)
+    elif bridge.is_module(root):
+        for _, tensor in bridge.module_tensors(root):
+            yield tensor
+    else:
+        raise TypeError(f"broadcast takes models, optimizers and tensors, got {type(root).__name__}")

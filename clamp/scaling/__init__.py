@@ -1,0 +1,1 @@
+"""Loss scales, one scaled backward pass, and the guard over ``optimizer.step()``."""

@@ -1,0 +1,209 @@
+"""One scaled backward pass: the loss times its scale, backward, the gradients divided by the scale.
+
+Everything that scales a loss is made of these steps (``AmpHandle.scaled``, a graph's ``backward``)::
+
+    check_loss(loss)
+    reached = PassGradients(optimizers)
+    with gradient_marks.waiting_in(reached):  # gradients of earlier passes wait
+        ... backward of scaled_node(loss, scaler) ...
+    with scale_lock:
+        reached.unscale(scaler)      # this pass's are divided by the scale, the earlier ones added back
+        end_pass(guards, scaler)     # the scale moves; the optimizers know which scale their step depends on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from clamp import bridge
+from clamp.bridge import HALF_DTYPES, Tensor
+from clamp.ops.loss_scale import AppliedScale
+from clamp.params import gradient_marks, masters
+from clamp.params.gradient_marks import Mark, mark_of
+from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.step_guard import StepGuard
+
+
+class Averaging(Protocol):
+    """Processes that train together (``clamp.ranks.mpi.Ranks``)."""
+
+    def average(
+        self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], scaler: LossScale
+    ) -> list[Tensor | None]:
+        """The mean over all of them of each gradient, still multiplied by the loss scale."""
+        ...
+
+
+@dataclass
+class _Slot:
+    """A parameter.
+
+    Attributes:
+        master: what the optimizer steps.
+        model: what backward gives a gradient to.
+        before: the gradient when the pass began.
+        earlier: what a backward of this pass found there, to be added to this pass's at the end.
+    """
+
+    master: Tensor
+    model: Tensor
+    before: Tensor | None
+    earlier: Tensor | None = None
+
+    @property
+    def reached(self) -> Tensor | None:
+        """The gradient that has come meanwhile."""
+        return self.model.grad if self.model.grad is not self.before else None
+
+
+class PassGradients:
+    """The gradients that one backward pass delivers to some optimizers' parameters.
+
+    What is there when a backward of the pass begins waits until the pass ends, so that no gradient is ever divided by
+    a scale twice. What a user clears before (``zero_grad`` inside the ``with``) is gone.
+    """
+
+    def __init__(self, optimizers: Iterable[object]) -> None:
+        slots: dict[int, _Slot] = {}
+        for optimizer in optimizers:
+            for master, model in masters.pairs(optimizer):
+                if id(master) not in slots:
+                    if model is not master:
+                        masters.gather(master, model)
+                    slots[id(master)] = _Slot(master, model, master.grad)
+        self._slots = list(slots.values())
+        self._by_model = {id(slot.model): slot for slot in self._slots}
+
+    def keep(self, leaf: Tensor, grad: Tensor) -> bool:
+        """See :class:`clamp.params.gradient_marks.Waiting`."""
+        slot = self._by_model.get(id(leaf))
+        if slot is None:
+            return False
+        slot.earlier = grad if slot.earlier is None else gradient_marks.added(slot.earlier, grad)
+        return True
+
+    def average(self, ranks: Averaging, scaler: LossScale) -> None:
+        """Replaces this pass's gradients, still multiplied by the scale, by their means over the ranks."""
+        scale = scaler.applied()
+        grads = [None if slot.reached is None else gradient_marks.at_scale(slot.reached, scale) for slot in self._slots]
+        averages = ranks.average([slot.model for slot in self._slots], grads, scaler)
+        mark = Mark(scale)
+        for slot, average in zip(self._slots, averages, strict=True):
+            if average is not None:
+                if slot.reached is None:  # on other ranks only
+                    slot.earlier = slot.model.grad
+                gradient_marks.set_mark(average, mark)
+                slot.model.grad = average
+
+    def put_back(self) -> None:
+        """Gives the parameters the gradients they had before this pass."""
+        for slot in self._slots:
+            slot.master.grad = slot.before
+            masters.share_gradient(slot.master, slot.model)
+
+    def delivered(self) -> list[gradient_marks.Held]:
+        """Parameters, and masters, with the gradients they have now."""
+        return gradient_marks.snapshot(tensor for slot in self._slots for tensor in (slot.master, slot.model))
+
+    def require_any(self, scaler: LossScale, ran: bool) -> None:
+        """Raises RuntimeError where no parameter has got a gradient from the scaled loss: the step would do nothing.
+
+        Args:
+            ran: whether a backward has run from the scaled loss.
+        """
+        # netcl's own functions give gradients to what is frozen by requires_grad as well, and no step reads them.
+        trained = [slot.reached for slot in self._slots if not bridge.is_frozen(slot.model)]
+        marks = [mark_of(grad) for grad in trained if grad is not None]
+        if not marks:
+            run = "" if ran else "run scaled_loss.backward() or tape.backward(scaled_loss) there, and "
+            cleared = ", and that they were not cleared after backward" if ran else ""
+            raise RuntimeError(
+                "no gradient has reached a parameter of the optimizer inside `with handle.scale_loss(loss, optimizer) "
+                f"as scaled_loss`: {run}check that the loss depends on this optimizer's parameters, and that some are "
+                f"not frozen{cleared}"
+            )
+        if not scaler.scales or None in marks:  # a user's own gradient
+            return
+        if not ran or not any(mark.is_scaled or mark.is_checked for mark in marks if mark is not None):
+            raise RuntimeError(
+                "the gradients that arrived inside `with handle.scale_loss(loss, optimizer) as scaled_loss` come from "
+                "another loss, one that was not scaled here: run scaled_loss.backward() or tape.backward(scaled_loss)"
+            )
+
+    def unscale(self, scaler: LossScale, guards: Sequence[StepGuard]) -> None:
+        """Divides this pass's gradients by the scale, in fp32, and adds the earlier ones. Hold ``scale_lock``.
+
+        Args:
+            guards: of the optimizers that hear of an inf or nan in this pass.
+        """
+        reached = [slot.reached for slot in self._slots if slot.reached is not None]
+        # What no backward has come to is as it was, unless the user has cleared it meanwhile.
+        others = [slot.earlier if slot.reached is not None else slot.model.grad for slot in self._slots]
+        waiting = [grad for grad in others if gradient_marks.scale_of(grad) is not None and grad is not None]
+        true = unscale_all([*reached, *waiting], scaler, frozenset(tokens(guards)), elsewhere=waiting)
+        for slot, other in zip(self._slots, others, strict=True):
+            now = None if slot.reached is None else true[id(slot.reached)]
+            other = None if other is None else true.get(id(other), other)
+            slot.master.grad = now if other is None else other if now is None else gradient_marks.added(other, now)
+            masters.share_gradient(slot.master, slot.model)
+
+
+def tokens(guards: Iterable[StepGuard]) -> list[object]:
+    """What marks of gradients call these guards, until their next steps."""
+    return [guard.token for guard in guards]
+
+
+def unscale_all(
+    grads: Sequence[Tensor], scaler: LossScale, heard: frozenset[object], elsewhere: Sequence[Tensor] = ()
+) -> dict[int, Tensor]:
+    """Divides gradients, each by what it is multiplied by, and lets the scaler note what is inf or nan. Marks them.
+
+    One that no backward has marked is taken for multiplied by the scaler's scale. One that is true already is only
+    checked. A gradient that several parameters have is divided once (netcl's add hands one to both of its parents).
+
+    Args:
+        grads: float32, divided in place, or 16-bit, widened.
+        heard: tokens of the guards that will hear what the scaler notes.
+        elsewhere: those among them that keep what they hold.
+
+    Returns:
+        The float32 gradient for the id of each given one.
+    """
+    kept = {id(grad) for grad in elsewhere}
+    live = scaler.applied()
+    targets: dict[int, Tensor] = {}
+    by_scale: dict[int, tuple[AppliedScale, list[Tensor]]] = {}
+    true: list[Tensor] = []
+    for grad in {id(grad): grad for grad in grads}.values():
+        mark = mark_of(grad)
+        if mark is not None and mark.scale is None:
+            targets[id(grad)] = _widened(grad)
+            true.append(targets[id(grad)])
+            continue
+        scale = live if mark is None or mark.scale is None else mark.scale
+        by_scale.setdefault(id(scale), (scale, []))[1].append(grad)
+        new = grad.dtype in HALF_DTYPES or id(grad) in kept
+        targets[id(grad)] = bridge.empty(grad.queue, grad.shape, "float32") if new else grad
+    for scale, sources in by_scale.values():
+        scaler.unscale_(sources, [targets[id(source)] for source in sources], None if scale is live else scale)
+    scaler.check_(true)
+    for grad in (source for _, sources in by_scale.values() for source in sources if id(source) not in kept):
+        gradient_marks.set_mark(grad, None)  # where it was widened, nobody needs it or its scale any more
+    mark = gradient_marks.checked(heard) if scaler.scales else gradient_marks.PLAIN
+    for target in targets.values():
+        gradient_marks.set_mark(target, mark)
+    return targets
+
+
+def _widened(grad: Tensor) -> Tensor:
+    return masters.widened(grad) if grad.dtype in HALF_DTYPES else grad
+
+
+def end_pass(guards: Sequence[StepGuard], scaler: LossScale) -> None:
+    """Moves the scale, and tells the guards of the optimizers that the pass has reached."""
+    fresh = sum(guard.mask for guard in guards if guard.is_fresh(scaler))
+    scaler.update(sum(guard.mask for guard in guards), fresh)
+    for guard in guards:
+        guard.passed(scaler)

@@ -1,0 +1,353 @@
+"""Loss scaling step by step: scale, unscale, step, update. After PyTorch's ``GradScaler``.
+
+``handle.scale_loss`` does all of this at the end of its ``with``. Here the user says when, and may look at the
+gradients, or clip them, between unscaling and the step.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import HALF_DTYPES, Node, Tensor
+from clamp.casting.operands import note_numpy_backend
+from clamp.ops.loss_scale import scale_lock
+from clamp.params import gradient_marks, masters
+from clamp.params.masters import Pair
+from clamp.scaling.backward_pass import tokens, unscale_all
+from clamp.scaling.interrupts import uninterrupted
+from clamp.scaling.loss_scale import DynamicLossScale, LossScale, ScaleRule
+from clamp.scaling.scaled_loss import scaled_node
+from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport, warn_of_lost_bits
+
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).tiny)  # its reciprocal is finite, so that a scale down there can recover
+
+ScalerOf = Callable[[cl.CommandQueue], LossScale]
+Found: TypeAlias = tuple[Tensor, Tensor, Tensor]  # master, model, gradient
+
+
+def unscale_gradients(
+    found: Iterable[Pair], scaler_of: ScalerOf, heard: frozenset[object] = frozenset()
+) -> tuple[list[LossScale], int]:
+    """Divides each gradient by the scale that it was multiplied by, in place; a true one is checked only.
+
+    All are written, non-finite ones too; each scaler remembers whether there was one. The scale may have moved since
+    backward: a gradient knows its own. One that no backward made, a user's, is taken for multiplied by the scale.
+
+    Args:
+        found: fp32 parameters, twice; 16-bit ones as (master, parameter), whose gradient goes to both, widened.
+        scaler_of: the loss scale of a queue.
+        heard: tokens of the guards that will hear what the scalers note.
+
+    Returns:
+        The scalers of the queues where there were gradients, and how many gradients there were on any backend.
+
+    Raises:
+        ValueError: a 16-bit parameter has no master.
+        RuntimeError: a gradient is multiplied by another scaler's scale. Nothing was changed.
+    """
+    count = 0
+    by_queue: dict[cl.CommandQueue, list[Found]] = {}
+    for index, (master, model) in enumerate(found):
+        grad = _gradient(master, model)
+        if grad is None:
+            continue
+        count += 1
+        if not bridge.on_device(grad):
+            note_numpy_backend()
+        elif master.dtype in HALF_DTYPES:
+            raise ValueError(
+                f"parameter {index} of the optimizer is {master.dtype} (shape {tuple(master.shape)}): 16-bit gradients "
+                "cannot be unscaled in place. Keep float32 parameters, which autocast casts, or give the 16-bit ones "
+                'float32 master weights: amp.decorate(model, optimizer, level="O2").'
+            )
+        else:
+            by_queue.setdefault(grad.queue, []).append((master, model, grad))
+    scalers = [scaler_of(queue) for queue in by_queue]
+    for scaler, entries in zip(scalers, by_queue.values(), strict=True):
+        _require_its_own(entries, scaler)
+    for scaler, entries in zip(scalers, by_queue.values(), strict=True):
+        true = unscale_all([grad for _, _, grad in entries], scaler, heard)
+        for master, model, grad in entries:
+            master.grad = true[id(grad)]
+            masters.share_gradient(master, model)
+    return scalers, count
+
+
+def _gradient(master: Tensor, model: Tensor) -> Tensor | None:
+    """The gradient of a parameter: what backward left, or one in float32 if there is more than that."""
+    if model is not master and (master.grad is not None or model.grad is None):
+        masters.gather(master, model)
+        return master.grad
+    return model.grad
+
+
+def _require_its_own(entries: Iterable[Found], scaler: LossScale) -> None:
+    """Raises RuntimeError where a gradient belongs to another scaler, which would not hear of an overflow."""
+    for master, _, grad in entries:
+        scale = gradient_marks.scale_of(grad)
+        if scale is not None and not scaler.made(scale):
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(master.shape)} is multiplied by the scale of another "
+                "scaler than this one: unscale and step with the scaler whose scale(loss) backward ran from, or leave "
+                "`with handle.scale_loss(...)` first"
+            )
+
+
+class Stage(enum.Enum):
+    """Where an optimizer is between two updates of the scale."""
+
+    READY = enum.auto()
+    UNSCALED = enum.auto()
+    STEPPED = enum.auto()
+
+
+@dataclass
+class _Round:
+    """One optimizer from one update to the next."""
+
+    optimizer: Any  # held, so that its id stays its own
+    guard: StepGuard
+    stage: Stage = Stage.READY
+    checked: int = 0  # gradients
+    scalers: list[LossScale] = field(default_factory=list)
+
+
+class ManualScaling:
+    """A dynamic loss scale, one copy of it for each queue, and where each optimizer is.
+
+    Args:
+        init_scale: finite and positive.
+        rule: how the scale moves.
+        max_skips_at_floor: consecutive steps skipped at the smallest scale after which ``step`` raises.
+
+    Raises:
+        ValueError: init_scale is not finite and positive.
+    """
+
+    _scale_class = DynamicLossScale
+
+    def __init__(self, init_scale: float, rule: ScaleRule, max_skips_at_floor: int = 25) -> None:
+        self._scalers: dict[cl.CommandQueue, DynamicLossScale] = {}
+        self._lost_bits = False  # whether a word was said about losses that are not scaled
+        self._guards = StepGuards(max_skips_at_floor)
+        self._rounds: dict[int, _Round] = {}
+        self._scaled_any = False  # whether anything was multiplied by the scale
+        self._rule = rule
+        self._start = {"loss_scale": init_scale, "unskipped": 0}  # of a scale that no queue has yet
+        self._make(self._start)  # raises for a scale that is none
+
+    @property
+    def history(self) -> Sequence[StepReport]:
+        """What the last steps did, the newest last."""
+        return self._guards.history
+
+    def _make(self, state: Mapping[str, Any]) -> DynamicLossScale:
+        scaler = self._scale_class(rule=replace(self._rule, min_scale=SMALLEST, max_scale=LARGEST))
+        _load(scaler, state)
+        return scaler
+
+    def _scaler(self, queue: cl.CommandQueue) -> DynamicLossScale:
+        """The scaler of a queue; a new one goes on from where the first one is."""
+        if queue not in self._scalers:
+            self._scalers[queue] = self._make(self.state_dict())
+        return self._scalers[queue]
+
+    # ------------------------------------------------------------------------------------------ a step
+
+    def scale(self, x: Node | Tensor) -> Any:
+        """``x * scale``, float32; on netcl's numpy backend x itself.
+
+        Raises:
+            TypeError: x is not float32, float16 or bfloat16.
+        """
+        self._scaled_any = True
+        if not isinstance(x.value, Tensor) or not bridge.on_device(x.value):
+            note_numpy_backend()
+            return x
+        return scaled_node(x, self._scaler(x.value.queue))
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divides the gradients of an optimizer's parameters by the scale and looks for inf and nan.
+
+        Raises:
+            RuntimeError: twice since the last update, after step, or before any loss was scaled.
+            ValueError: 16-bit parameters without masters.
+        """
+        self._require_scaled("unscale_()")
+        round_ = self._round(optimizer)
+        if round_.stage is Stage.UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if round_.stage is Stage.STEPPED:
+            raise RuntimeError("unscale_() is being called after step(): call update() before it.")
+        found = masters.pairs(optimizer)
+        lost_bits = not self._lost_bits and gradient_marks.lost_bits(model for _, model in found)
+        mask = round_.guard.mask
+        with scale_lock, uninterrupted():
+            scalers, round_.checked = unscale_gradients(found, self._scaler, frozenset(tokens([round_.guard])))
+            for scaler in scalers:
+                scaler.record(mask, fresh=mask)
+                round_.guard.passed(scaler)
+            round_.scalers = scalers
+            round_.stage = Stage.UNSCALED
+        if lost_bits:
+            self._lost_bits = True  # one warning will do
+            warn_of_lost_bits()
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step(*args, **kwargs)`` unless its gradients are inf or nan; unscales them if that is not done.
+
+        Returns:
+            What the optimizer's step returns; None if it was skipped.
+
+        Raises:
+            RuntimeError: twice since the last update, a closure, no gradients, or before any loss was scaled.
+            FloatingPointError: every step for a while was skipped although the scale is at its floor.
+        """
+        if any(callable(x) for x in (*args, *kwargs.values())) or "closure" in kwargs:
+            raise RuntimeError(
+                "closures cannot be used with a GradScaler: a closure would run backward without loss scaling. "
+                "Run backward from scaler.scale(loss) and call scaler.step(optimizer) without one."
+            )
+        self._require_scaled("step()")
+        round_ = self._round(optimizer)
+        if round_.stage is Stage.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if round_.stage is Stage.READY:
+            self.unscale_(optimizer)
+        else:
+            self._check_again(round_)
+        if not round_.checked:
+            raise RuntimeError(
+                "no inf checks were recorded for this optimizer: none of its parameters has a gradient. Run backward "
+                "before step(), and zero_grad() after it or before backward."
+            )
+        result = round_.guard.step(lambda: optimizer.step(*args, **kwargs))
+        round_.stage = Stage.STEPPED
+        return result
+
+    def _check_again(self, round_: _Round) -> None:
+        """Gradients that were unscaled earlier: the user may have put inf or nan into them meanwhile."""
+        params = bridge.optimizer_parameters(round_.optimizer)
+        gradient_marks.require_unscaled(
+            params, "step()", "a backward has added to them since unscale_(); run every backward before it."
+        )
+        for master, model in masters.split(round_.optimizer):
+            masters.gather(master, model)
+        grads = [param.grad for param in params if param.grad is not None and bridge.on_device(param.grad)]
+        with scale_lock:
+            for scaler in round_.scalers:
+                of_queue = [grad for grad in grads if self._scalers.get(grad.queue) is scaler]
+                scaler.check_(of_queue)
+                scaler.record(round_.guard.mask, fresh=0)
+
+    def update(self) -> None:
+        """Moves the scale by what the steps since the last update met, and makes every optimizer ready again.
+
+        Raises:
+            RuntimeError: no gradient was checked since the last update.
+        """
+        rounds = [round_ for round_ in self._rounds.values() if round_.checked]
+        if not rounds:
+            raise RuntimeError("no inf checks were recorded prior to update(): call step(optimizer) before it.")
+        if len(self._scalers) > 1:
+            self._agree(rounds)
+        else:
+            for scaler in self._scalers.values():
+                scaler.adjust()
+        self._rounds.clear()
+
+    def _agree(self, rounds: Iterable[_Round]) -> None:
+        """One scale on all queues: an overflow on any lowers it on all."""
+        first, *others = self._scalers.values()
+        if any(scaler.overflowed(round_.guard.mask) for round_ in rounds for scaler in round_.scalers):
+            first.note_overflow()
+        mask = sum(round_.guard.mask for round_ in rounds)
+        first.record(mask, fresh=mask)
+        first.adjust()
+        for scaler in others:
+            scaler.load_state_dict(first.state_dict())
+
+    def set_scale(self, scale: float) -> None:
+        """Sets the scale and makes every optimizer ready again; the growth tracker stays.
+
+        Raises:
+            ValueError: the scale is not finite and positive.
+        """
+        self._make({"loss_scale": scale, "unskipped": 0})
+        self._start = {**self._start, "loss_scale": scale}
+        for scaler in self._scalers.values():
+            _allow(scaler, scale)
+            scaler.set_scale(scale)
+        self._rounds.clear()
+
+    def make_ready(self) -> None:
+        """Makes every optimizer ready again, without a move of the scale: for one that stays."""
+        self._rounds.clear()
+
+    def _require_scaled(self, call: str) -> None:
+        if not self._scaled_any:
+            raise RuntimeError(
+                f"{call} was called before any loss was scaled: run backward from scaler.scale(loss), not from the loss"
+            )
+
+    def _round(self, optimizer: Any) -> _Round:
+        if id(optimizer) not in self._rounds:
+            self._rounds[id(optimizer)] = _Round(optimizer, self._guards.of(optimizer))
+        return self._rounds[id(optimizer)]
+
+    # ------------------------------------------------------------------------------------------ state
+
+    @property
+    def between_updates(self) -> bool:
+        """Whether an optimizer is unscaled or stepped and the scale not updated yet."""
+        return bool(self._rounds)
+
+    @property
+    def rule(self) -> ScaleRule:
+        """How the scale moves; may be replaced at any time."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: ScaleRule) -> None:
+        self._rule = rule
+        for scaler in self._scalers.values():
+            scaler.rule = replace(rule, min_scale=scaler.rule.min_scale, max_scale=LARGEST)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and its growth tracker as apex names them; reads the device."""
+        for scaler in self._scalers.values():
+            return scaler.state_dict()
+        return self._start
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state; optimizers are ready again.
+
+        Raises:
+            ValueError: the state is malformed. Nothing was changed.
+        """
+        self._make(state)
+        self._start = dict(state)
+        for scaler in self._scalers.values():
+            _load(scaler, state)
+        self._rounds.clear()
+
+
+def _load(scaler: DynamicLossScale, state: Mapping[str, Any]) -> None:
+    if isinstance(state["loss_scale"], bool | np.bool_):
+        raise ValueError(f"the loss scale must be a finite positive number, not {state['loss_scale']!r}")
+    _allow(scaler, state["loss_scale"])
+    scaler.load_state_dict(state)
+
+
+def _allow(scaler: DynamicLossScale, scale: Any) -> None:
+    """Lets a scale below the floor, if somebody wants one, be: overflows lower no further."""
+    if isinstance(scale, int | float) and 0 < scale < scaler.rule.min_scale:
+        scaler.rule = replace(scaler.rule, min_scale=scale)

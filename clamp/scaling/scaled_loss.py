@@ -1,0 +1,166 @@
+"""A loss on its way into backward: what can be scaled, the node that scales it, and what a backward may start from.
+
+A backward pass runs from a scaled loss, or from one that is not scaled, never from a mixture: no division would be
+right for the gradients of a sum of both.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Node, Tensor, TensorLike
+from clamp.casting.operands import Operand, record
+from clamp.params import gradient_marks
+from clamp.scaling.loss_scale import LossScale
+
+SCALE_OP = "scale_loss"  # name of the node that multiplies a loss by a scale
+
+
+def check_loss(loss: Any) -> None:
+    """A loss that can be scaled is a recorded node of one floating element.
+
+    Raises:
+        TypeError, ValueError: it is not; the message says what it is.
+    """
+    if not isinstance(loss, Node) or not isinstance(loss.value, Tensor):
+        hint = (
+            " (a bare Tensor: it was computed under no_grad, or from bare Tensors)" if isinstance(loss, Tensor) else ""
+        )
+        raise TypeError(f"the loss must be an autograd Node, got {type(loss).__name__}{hint}")
+    if loss.value.dtype not in bridge.STORAGE:
+        raise TypeError(f"the loss must be float32, float16 or bfloat16, got {loss.value.dtype}")
+    if loss.value.size != 1:
+        raise ValueError(f"the loss must have one element, got shape {tuple(loss.shape)}: sum or average it first")
+
+
+def require_graph(loss: Node) -> None:
+    """Raises RuntimeError where a backward from this node would reach nothing."""
+    if not bridge.is_leaf(loss) or (bridge.needs_grad(loss) and not bridge.is_cut(loss)):
+        return
+    gone = (
+        "the tape that recorded it is gone, and netcl cuts the graph with it. Keep the tape until backward has run "
+        "(`with ag.Tape() as tape:`), or compute the loss without one"
+    )
+    if bridge.needs_grad(loss):
+        raise RuntimeError(f"the loss has no graph any more: {gone}")
+    raise RuntimeError(
+        "the loss has no graph: it depends on nothing that is trained (frozen parameters, data, tensors with "
+        "requires_grad=False)" + (f", or {gone}" if bridge.is_cut(loss) else "")
+    )
+
+
+def scaled_node(loss: TensorLike, scaler: LossScale) -> Any:
+    """loss * scale in float32, of a bare tensor as a bare tensor.
+
+    Its gradient stays float32, because 2^16 does not fit into half.
+
+    Raises:
+        RuntimeError: the loss has lost its graph.
+    """
+    if isinstance(loss, Node) and loss.requires_grad:
+        require_graph(loss)
+    operand, run = Operand(loss, loss.value), _Run()
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        run.begun = True
+        scale = gradient_marks.scale_in_backward() or scaler.applied()
+        return [scale.multiply(grad, "float32")]
+
+    made = record(scaler.scale_loss(loss.value), backward, (operand,), SCALE_OP)
+    if isinstance(made, Node):
+        made.loss_scale, made.run = scaler, run
+    return made
+
+
+class _Run:
+    """Whether backward has run through a node; beside it, since what refers to its node is freed late."""
+
+    begun = False
+
+
+def has_run(scaled_loss: Node) -> bool:
+    """Whether a backward has run from a scaled loss."""
+    run: _Run = scaled_loss.run
+    return run.begun
+
+
+# ---------------------------------------------------------------------------------------------- where backward starts
+
+
+def is_scaled(node: Node) -> bool:
+    """Whether a node multiplies a loss by a scale."""
+    return node.op_name == SCALE_OP and hasattr(node, "loss_scale")
+
+
+def scaler_of(root: Node, scaled: Sequence[Node]) -> LossScale | None:
+    """The loss scale of a backward from ``root``, None if nothing is scaled.
+
+    Args:
+        scaled: the nodes of root's graph that multiply by a scale.
+
+    Raises:
+        RuntimeError: the gradients would be of several scales, of a scale twice, or scaled in part.
+    """
+    if not scaled:
+        _refuse_open(root)
+        return None
+    scaler: LossScale = scaled[0].loss_scale
+    if scaled[0] is root and len(scaled) == 1:
+        return scaler
+    if any(node.loss_scale is not scaler for node in scaled):
+        raise RuntimeError(
+            "this backward runs through losses of several loss scales, and no division would be right for the sum of "
+            "their gradients: run one backward for each, or scale the sum of the losses once"
+        )
+    above = set[int]()
+    stack: list[Any] = [root]
+    while stack:
+        node = stack.pop()
+        if id(node) in above or is_scaled(node):
+            continue
+        above.add(id(node))
+        if not node.parents and bridge.needs_grad(node):
+            raise RuntimeError(
+                "a part of this loss is multiplied by the loss scale and a part is not, so that no division would be "
+                "right for its gradients: add the losses up first, and scale their sum"
+            )
+        stack += node.parents
+    inner = {id(node) for node in scaled}
+    if any(id(below) in inner for node in scaled for parent in node.parents for below in bridge.graph(parent)):
+        raise RuntimeError(
+            "this loss is multiplied by a loss scale twice: it was scaled already when it was given to scale() or "
+            "scale_loss()"
+        )
+    return scaler
+
+
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.losses: list[Node] = []
+
+
+_open = _Open()
+
+
+@contextmanager
+def open_loss(loss: Node) -> Iterator[None]:
+    """Inside the ``with``, backward from this loss, and not from what it is scaled to, is refused in this thread."""
+    losses = _open.losses  # of the thread that begins: a generator may be ended by another, and in any order
+    losses.append(loss)
+    try:
+        yield
+    finally:
+        del losses[max(index for index, other in enumerate(losses) if other is loss)]
+
+
+def _refuse_open(root: Node) -> None:
+    if any(root is loss for loss in _open.losses):
+        raise RuntimeError(
+            "backward was run from the loss itself inside `with handle.scale_loss(loss, optimizer) as scaled_loss`: "
+            "run it from what the with gives, scaled_loss.backward() or tape.backward(scaled_loss). The gradients "
+            "would be divided by a loss scale that they were not multiplied by"
+        )

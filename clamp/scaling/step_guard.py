@@ -1,0 +1,388 @@
+"""What stands between ``optimizer.step()`` and an overflow: one guard per optimizer.
+
+The function ``step`` of an optimizer's class is redirected, so an optimizer keeps its signature, its ``__self__`` and
+its picklability, and whoever holds the bound method, a scheduler, say, sees the same guard.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.ops.loss_scale import DeviceState, ScaleState
+from clamp.ops.multi_tensor import check_
+from clamp.params import gradient_marks, masters
+from clamp.params.masters import pairs, stepping
+from clamp.scaling.interrupts import uninterrupted
+from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.step_report import HISTORY, NonFinite, StepReport, names_among, non_finite, warn_user
+
+__all__ = ["StepGuard", "StepGuards", "StepReport", "share_overflow"]
+
+_vouched = set[int]()  # optimizers whose gradients an outer guard, a GradScaler's or a graph's, has found finite
+
+MAX_OPTIMIZERS = 32  # one bit each in a scaler's overflow word
+
+
+class StepGuard:
+    """Remembers which scaled backward passes an optimizer's gradients come from, and skips its step on overflow.
+
+    Args:
+        optimizer: any object with ``params`` and ``step``.
+        mask: this optimizer's bit in the overflow word of every scaler; 0 for one that has had no scaled pass.
+        guards: those of the same handle or scaler, which keep the history.
+    """
+
+    def __init__(self, optimizer: Any, mask: int, guards: StepGuards) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.mask = mask
+        self._guards = guards
+        self._pending: list[LossScale] = []  # scalers with a pass since the last step
+        self.token = object()  # stands in the marks of gradients for this guard, as long as what it heard counts
+        self._skips_at_floor = 0
+        self._absent: tuple[tuple[int, ...], tuple[str, ...]] = (), ()  # parameters without a gradient, their names
+        self.last: StepReport | None = None
+        # What was inf or nan and who had no gradient, at a step that is decided elsewhere.
+        self.met: tuple[NonFinite, tuple[str, ...]] | None = None
+
+    @property
+    def optimizer(self) -> Any:
+        """The guarded optimizer; None once it is gone."""
+        return self._optimizer()
+
+    def is_fresh(self, scaler: LossScale) -> bool:
+        """Whether this scaler has had no pass for this optimizer since its last step."""
+        return all(pending is not scaler for pending in self._pending)
+
+    def passed(self, scaler: LossScale) -> None:
+        """A scaled backward pass has reached this optimizer's parameters."""
+        if self.is_fresh(scaler):
+            self._pending.append(scaler)
+
+    @property
+    def pending(self) -> list[LossScale]:
+        """The scalers that have had a pass for this optimizer since its last step, in order."""
+        return list(self._pending)
+
+    def step(self, run: Callable[[], Any]) -> Any:
+        """Runs the optimizer's own step unless a gradient is inf or nan; returns its result or None.
+
+        What is known of the passes since the last step is forgotten only when this one has ended: one that is
+        interrupted can be called again.
+
+        Raises:
+            RuntimeError: a gradient is still multiplied by a loss scale.
+            FloatingPointError: every step for a while was skipped although the scale is at its floor.
+        """
+        pending = self.pending
+        before = pending[-1].last_seen if pending else 1.0
+        states = [scaler.read() for scaler in pending]  # the one read of the device in a step
+        overflowed = [index for index, state in enumerate(states) if state.overflow & self.mask]
+        found = [] if overflowed else masters.gathered(self.optimizer)
+        params = [param for param in getattr(self.optimizer, "params", ()) if isinstance(param, Tensor)]
+        if overflowed or self._guards.found_in(self._unchecked(params)):
+            index = overflowed[-1] if overflowed else len(states) - 1
+            self._skip(params, pending[index] if pending else None, states[index] if states else None, before)
+            self._forget()
+            return None
+        absent = self._names_of_absent(params)
+        moves = not params or any(not _is_idle(param) for param in params)
+        with uninterrupted():
+            with stepping(found):
+                result = self._vouching(run)
+            self._forget()
+            self._skips_at_floor = 0
+            scale = states[-1].scale if states else 1.0
+            reason = "" if moves else "no parameter had a gradient"
+            self._report(StepReport(moves, reason, scale, scale_before=before, absent=absent))
+        return result
+
+    def _unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of which this guard has not heard: without a loss scale, made by the user, of another optimizer's
+        pass, or kept over a step."""
+        if is_vouched(self.optimizer):
+            return []
+        return [param.grad for param in params if not gradient_marks.is_known_to(self.token, param.grad)]
+
+    def _vouching(self, run: Callable[[], Any]) -> Any:
+        inside = id(self.optimizer) in _vouched
+        _vouched.add(id(self.optimizer))
+        try:
+            return run()
+        finally:
+            if not inside:
+                _vouched.discard(id(self.optimizer))
+
+    def _forget(self) -> None:
+        self._pending = []
+        self.token = object()
+
+    def _skip(
+        self, params: Sequence[Tensor], scaler: LossScale | None, state: ScaleState | None, before: float
+    ) -> None:
+        bad = non_finite(params)
+        scale = 1.0 if state is None else state.scale
+        reason = str(bad) or f"{_kind(state, self.mask)} in the gradients of a backward pass, which are gone"
+        self._report(
+            StepReport(
+                False, reason, scale, scale_before=before, infs=bad.infs, nans=bad.nans, parameters=bad.names,
+                absent=self._names_of_absent(params),
+            )
+        )  # fmt: skip
+        stuck = scaler is None or scale <= scaler.floor
+        self._skips_at_floor = self._skips_at_floor + 1 if stuck else 0
+        if self._skips_at_floor >= self._guards.max_skips_at_floor:
+            self._give_up(scaler, scale, bad)
+
+    def met_non_finite(self) -> None:
+        """Notes what is inf and nan now, for ``decided_elsewhere``: a Trainer clears gradients before its step ends."""
+        params = [param for param in self.optimizer.params if isinstance(param, Tensor)]
+        self.met = non_finite(params), self._names_of_absent(params)
+
+    def decided_elsewhere(self, before: float, scale: float, *, stepped: bool) -> None:
+        """Another scaler than the handle's has let this optimizer step just now, or has not.
+
+        Args:
+            before, scale: its scale before and after.
+            stepped: whether the optimizer's ``step`` has been called, and reported.
+        """
+        if stepped:
+            self.last = self._guards.amend(scale_before=before, scale=scale)
+            return
+        bad, absent = self.met or (NonFinite(0, 0, ()), ())
+        self._report(
+            StepReport(
+                False, str(bad) or "inf or nan in the gradients, which are gone", scale, scale_before=before,
+                infs=bad.infs, nans=bad.nans, parameters=bad.names, absent=absent,
+            )
+        )  # fmt: skip
+
+    def _report(self, report: StepReport) -> None:
+        self.last = self._guards.add(report)
+
+    def _names_of_absent(self, params: Sequence[Tensor]) -> tuple[str, ...]:
+        absent = [
+            param for param in params if param.grad is None and not bridge.is_frozen(bridge.model_parameter(param))
+        ]
+        ids = tuple([id(param) for param in absent])
+        if ids != self._absent[0]:
+            self._absent = ids, tuple(names_among(params, absent))
+        return self._absent[1]
+
+    def _give_up(self, scaler: LossScale | None, scale: float, bad: NonFinite) -> None:
+        if scaler is None or not scaler.scales or scaler.is_dynamic:
+            floor = f" with the loss scale at its floor ({scale:g})" if scaler is not None and scaler.scales else ""
+            why = "the gradients are not finite at any scale, so the model itself computes inf or nan"
+        else:
+            floor = f" at the static loss scale {scale:g}"
+            why = (
+                "either the scale is too large for the gradients, or the model itself computes inf or nan: pass a "
+                'smaller loss_scale, or loss_scale="dynamic", which finds the scale by itself'
+            )
+        raise FloatingPointError(
+            f"{self._skips_at_floor} steps in a row were skipped{floor}: {why}. Non-finite gradients: "
+            f"{', '.join(bad.names) or 'none any more'}."
+        )
+
+
+def is_vouched(optimizer: Any) -> bool:
+    """Whether an optimizer steps inside of a step that a GradScaler or a graph has decided about."""
+    return id(optimizer) in _vouched
+
+
+def _is_idle(param: Tensor) -> bool:
+    """Whether a step leaves a parameter as it is."""
+    return param.grad is None or bridge.is_frozen(bridge.model_parameter(param))
+
+
+def _kind(state: ScaleState | None, mask: int) -> str:
+    return "inf" if state is None or not state.nans & mask else "nan"
+
+
+def _mark_plain_tensors(optimizer: Any, params: Sequence[Tensor]) -> None:
+    """Makes sure that the tensors of an optimizer that is not netcl's get gradients from now on."""
+    plain = [index for index, param in enumerate(params) if not bridge.is_weight(param)]
+    for index in plain:
+        bridge.mark_trained(params[index])
+    if plain and not getattr(params[plain[0]], "_frozen", False):
+        warnings.warn(
+            f"{type(optimizer).__name__}.params{plain} are plain tensors with requires_grad=False: what was computed "
+            "before this call gives them no gradient. Set requires_grad=True on tensors that are to be trained.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def share_overflow(guards: Sequence[StepGuard]) -> None:
+    """An overflow of one replica becomes that of all, so that they skip the same step and go on with one scale.
+
+    Args:
+        guards: of the optimizers of one model's replicas, each on its own queue, after as many passes.
+    """
+    for scalers in zip(*(guard.pending for guard in guards), strict=False):
+        states = [scaler.read() for scaler in scalers]
+        bad = [state for guard, state in zip(guards, states, strict=True) if state.overflow & guard.mask]
+        for guard, scaler in zip(guards, scalers, strict=True) if bad else ():
+            scaler.load_state_dict(
+                {
+                    "loss_scale": bad[0].scale,
+                    "unskipped": bad[0].growth_tracker,
+                    "overflow": scaler.read().overflow | guard.mask,
+                    "bad_steps": bad[0].bad_steps,
+                }
+            )
+
+
+class StepGuards:
+    """The guards of a handle, by optimizer, and the history of their steps.
+
+    Args:
+        max_skips_at_floor: consecutive steps skipped at the smallest scale after which ``step`` raises.
+        check_finite: whether gradients are looked at that no scaled pass has looked at.
+        wants_scaling: whether losses are meant to be scaled, so that a step without is worth a word.
+    """
+
+    def __init__(self, max_skips_at_floor: int, *, check_finite: bool = True, wants_scaling: bool = False) -> None:
+        self._by_id: dict[int, StepGuard] = {}
+        self._unscaled: dict[int, StepGuard] = {}  # of optimizers that have had no scaled pass
+        self.max_skips_at_floor = max_skips_at_floor
+        self._check_finite = check_finite
+        self._wants_scaling = wants_scaling
+        self._checks: dict[tuple[cl.CommandQueue, int], DeviceState] = {}  # one a thread, which waits for its own
+        self._running: set[int] = set()
+        self.history: deque[StepReport] = deque(maxlen=HISTORY)
+        self.steps = self.skips = 0
+        self.require_scaled = False  # whether steps are refused whose gradients came by no scaled backward pass
+
+    def of(self, optimizer: Any) -> StepGuard:
+        """The guard of an optimizer, made at its first use.
+
+        Raises:
+            TypeError: the optimizer has no usable ``params`` or no ``step``.
+            RuntimeError: more optimizers than a scaler has bits for.
+        """
+        guard = self._by_id.get(id(optimizer))
+        if guard is not None and guard.optimizer is optimizer:
+            return guard
+        params = bridge.optimizer_parameters(optimizer)
+        if not callable(getattr(optimizer, "step", None)):
+            raise TypeError(f"{type(optimizer).__name__} has no method step(): pass an optimizer")
+        guard = self._by_id[id(optimizer)] = StepGuard(optimizer, 1 << self._free_bit(), self)
+        _mark_plain_tensors(optimizer, params)
+        return guard
+
+    def stepping(self, params: Sequence[Tensor]) -> StepGuard | None:
+        """The guard of an optimizer that steps one of these parameters, or masters of them."""
+        wanted = {id(param) for param in params}
+        for guard in self._by_id.values():
+            if guard.optimizer is not None and any({id(x), id(y)} & wanted for x, y in pairs(guard.optimizer)):
+                return guard
+        return None
+
+    def sharing(self, guards: Sequence[StepGuard]) -> list[StepGuard]:
+        """These guards and those of other optimizers that step one of the same parameters."""
+        if len(self._by_id) == len(guards):
+            return list(guards)
+        reached = {id(param) for guard in guards for param, _ in pairs(guard.optimizer)}
+        others = [guard for guard in self._by_id.values() if guard not in guards and guard.optimizer is not None]
+        return [*guards, *(guard for guard in others if any(id(p) in reached for p in guard.optimizer.params))]
+
+    def forget_heard(self) -> None:
+        """What scalers have noted for these guards is lost: the next steps look at the gradients again."""
+        for guard in self._by_id.values():
+            guard.token = object()
+
+    def _free_bit(self) -> int:
+        self._by_id = {key: guard for key, guard in self._by_id.items() if guard.optimizer is not None}
+        used = {guard.mask for guard in self._by_id.values()}
+        for bit in range(MAX_OPTIMIZERS):
+            if 1 << bit not in used:
+                return bit
+        raise RuntimeError(
+            f"more than {MAX_OPTIMIZERS} optimizers share one AMP handle, whose scales have one bit for each: let those"
+            " go that have ended (del optimizer), or give parameters that are stepped together to one optimizer"
+        )
+
+    # ------------------------------------------------------------------------------------------ history
+
+    def add(self, report: StepReport) -> StepReport:
+        """Numbers a report and keeps it."""
+        self.steps += 1
+        self.skips += not report.stepped
+        numbered = replace(report, step=self.steps)
+        self.history.append(numbered)
+        return numbered
+
+    def amend(self, **changes: Any) -> StepReport:
+        """Changes the last report."""
+        self.history[-1] = replace(self.history[-1], **changes)
+        return self.history[-1]
+
+    def found_in(self, grads: Iterable[Tensor]) -> bool:
+        """Whether any of these gradients has an inf or nan; one launch and one read a queue."""
+        by_queue: dict[cl.CommandQueue, list[Tensor]] = {}
+        for grad in grads if self._check_finite else ():
+            if bridge.on_device(grad) and grad.dtype in bridge.STORAGE:
+                by_queue.setdefault(grad.queue, []).append(grad)
+        found = []
+        for queue, of_queue in by_queue.items():
+            state = self._checks.setdefault((queue, threading.get_ident()), DeviceState(1.0))
+            check_(of_queue, state.buffer(queue))
+            found.append(state.take_found())
+            if not found[-1]:
+                gradient_marks.mark_checked(of_queue)
+        return any(found)
+
+    # ------------------------------------------------------------------------------------------ step
+
+    def step(self, wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Wrapper of every optimizer's ``step`` (wrapt's form)."""
+        if id(optimizer) in self._running:  # an overriding step that calls its base class's
+            return wrapped(*args, **kwargs)
+        closure = next((x for x in (*args, *kwargs.values()) if callable(x)), None)
+        if closure is not None:
+            raise RuntimeError(
+                "optimizer.step(closure) cannot be used under AMP: a closure runs backward without loss scaling. "
+                "Run backward inside `with handle.scale_loss(...)` and call step() without arguments."
+            )
+        guard = self._by_id.get(id(optimizer))
+        if self.require_scaled and not (guard and guard.pending) and any(p.grad is not None for p in optimizer.params):
+            raise RuntimeError(
+                "optimizer.step() would use the gradients of this rank alone: under handle.distribute they are "
+                "averaged at the end of `with handle.scale_loss(loss, optimizer)`, so run every backward in one"
+            )
+        if guard is None or guard.optimizer is not optimizer:
+            guard = self._unscaled_guard(optimizer)
+        if self._wants_scaling and gradient_marks.lost_bits(getattr(optimizer, "params", ())):
+            self._wants_scaling = False  # one warning will do
+            warn_of_lost_bits()
+        self._running.add(id(optimizer))
+        try:
+            return guard.step(lambda: wrapped(*args, **kwargs))
+        finally:
+            self._running.discard(id(optimizer))
+
+    def _unscaled_guard(self, optimizer: Any) -> StepGuard:
+        guard = self._unscaled.get(id(optimizer))
+        if guard is None or guard.optimizer is not optimizer:
+            self._unscaled = {key: known for key, known in self._unscaled.items() if known.optimizer is not None}
+            guard = self._unscaled[id(optimizer)] = StepGuard(optimizer, 0, self)
+        return guard
+
+
+def warn_of_lost_bits() -> None:
+    """Says that a loss should have been scaled."""
+    warn_user(
+        "gradients of a loss that was not scaled came through float16, where those below 6e-8 become zero: run "
+        "backward inside `with handle.scale_loss(loss, optimizer) as scaled_loss`, or from scaler.scale(loss), or use "
+        "bfloat16, which needs no scaling."
+    )

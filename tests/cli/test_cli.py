@@ -1,0 +1,513 @@
+"""The command line: structure and exit codes. No test here looks at how fast anything was."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp.casting.operands import OWNED
+from clamp.casting.policy import CastPolicy, default_table
+from clamp.cli import main
+from clamp.cli.bench import command, conv
+from clamp.cli.bench.cases import TENSORS, counted_launches, mixed_sizes, random_tensor
+from clamp.cli.bench.conv import ConvShape
+from clamp.cli.bench.peers import PeerError, PeerProcess, blas_settings, installed_peers
+from clamp.cli.bench.report import rows_of
+from clamp.cli.bench.timing import Effort, Race, Timing, interleave, settle, timed
+from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator, slug
+from clamp.cli.kernels import reached
+from clamp.opencl.device import NoDeviceError, capabilities, list_devices
+from clamp.ops.cast import cast
+from clamp.ops.gemm import default_kernel
+
+TINY = ["bench", "--quick", "--sizes", "32", "--elements", "20000", "--step", "2x32x8", "--images", "1", "--cnn", "2"]
+
+
+# ---------------------------------------------------------------------------------------------- bench
+
+
+@pytest.fixture(scope="module")
+def result(queue: cl.CommandQueue, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """A tiny run of everything on one device, every contender timed twice.
+
+    Of convolutions it is one: netcl compiles and tries a dozen kernels for each shape, which takes most of a minute.
+    """
+    folder = tmp_path_factory.mktemp("bench")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "QUICK", Effort(rounds=2, seconds=0.0, least=1, most=1))
+        patch.setattr(conv, "resnet_shapes", lambda images: (ConvShape(images, 4, 6, 6, 8, 3, 2, 1),))
+        assert main([*TINY, "--device", queue.device.platform.name, "--json", str(folder)]) == 0
+    (file,) = folder.iterdir()
+    content = json.loads(file.read_text())
+    assert file.name == f"{slug(queue.device)}-{content['date'][:10]}.json"
+    return content
+
+
+@pytest.mark.slow
+def test_bench_says_where_it_ran(result: dict, queue: cl.CommandQueue) -> None:
+    assert result["device"]["name"] == queue.device.name.strip()
+    assert result["device"]["driver"] == queue.device.driver_version.strip()
+    assert {"clamp", "netcl", "pyopencl", "numpy", "python"} <= result["versions"].keys()
+    assert result["peers"]["threads"] >= 1
+    assert [note for note in result["notes"] if not note.startswith("torch")] == []
+
+
+@pytest.mark.slow
+def test_bench_measures_every_kind_of_work_in_every_dtype(result: dict) -> None:
+    found = {(row["work"], row["contender"]) for row in result["rows"]}
+    for work in ("gemm", "conv", "bandwidth", "unscale", "step", "cnn", "memory"):
+        for contender in ("netcl", "clamp float32", "clamp float16", "clamp bfloat16"):
+            assert (work, contender) in found
+    assert {name for work, name in found if work == "cast"} >= {
+        "copy kernel", "clamp float32->float16", "clamp float32->bfloat16", "clamp float16->float32",
+        "clamp bfloat16->float32",
+    }  # fmt: skip
+    assert {row["case"] for row in result["rows"] if row["work"] == "gemm"} == {"NN 32", "NT 32", "TN 32"}
+
+
+@pytest.mark.slow
+def test_bench_compares_with_netcl_and_with_numpy(result: dict) -> None:
+    peer = next(label for label in result["peers"] if label not in ("threads", "torch"))
+    for row in result["rows"]:
+        assert row["median"] > 0
+        assert row["samples"] >= 1
+        assert all(ratio > 0 for ratio in row["ratios"].values())
+        if row["contender"].startswith("clamp"):
+            # netcl computes both gradients of a convolution or none.
+            alone = row["work"] == "conv" and "-gradient" in row["case"]
+            assert alone or ("copy kernel" if row["work"] in ("cast", "bandwidth") else "netcl") in row["ratios"]
+            assert (f"{peer} float32" in row["ratios"]) == (row["work"] == "gemm")
+
+
+@pytest.mark.slow
+def test_bench_counts_the_launches_of_the_scaler(result: dict) -> None:
+    launches = {row["contender"]: row["extra"]["launches"] for row in result["rows"] if row["work"] == "unscale"}
+    assert launches["netcl"] == TENSORS
+    assert all(launches[f"clamp {dtype}"] <= 3 for dtype in ("float32", "float16", "bfloat16"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["step", "cnn"])
+def test_every_variant_of_the_step_computes_the_same_loss(result: dict, work: str) -> None:
+    rows = {row["contender"]: row for row in result["rows"] if row["work"] == work}
+    losses = {name: row["extra"]["first_loss"] for name, row in rows.items() if name.split()[0] in ("netcl", "clamp")}
+    assert losses["clamp float32"] == pytest.approx(losses["netcl"], rel=1e-5)
+    assert losses["clamp float16"] == pytest.approx(losses["netcl"], rel=1e-2)
+    assert losses["clamp bfloat16"] == pytest.approx(losses["netcl"], rel=5e-2)
+
+
+@pytest.mark.slow
+def test_activations_take_less_memory_in_16_bits(result: dict) -> None:
+    rows = [row for row in result["rows"] if row["work"] == "memory" and row["case"].startswith("activations")]
+    for network in {row["case"] for row in rows}:
+        mib = {row["contender"]: row["median"] for row in rows if row["case"] == network}
+        assert mib["clamp float16"] == mib["clamp bfloat16"] < mib["clamp float32"]
+
+
+def test_bench_measures_only_what_is_asked_for(
+    queue: cl.CommandQueue, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "new" / "result.json"
+    only = ["--only", "cast", "--no-peers", "--device", queue.device.platform.name, "--json", str(file)]
+    assert main([*TINY, *only]) == 0
+    content = json.loads(file.read_text())
+    assert {row["work"] for row in content["rows"]} == {"cast"}
+    assert list(content["peers"]) == ["threads"]
+    out = capsys.readouterr().out
+    assert "copy kernel" in out
+    assert str(file) in out
+
+
+def test_bench_starts_over_in_the_environment_that_timings_need(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    environment = {name: value for name, value in os.environ.items() if name != "POCL_AFFINITY"}
+    environment["OPENBLAS_NUM_THREADS"] = "2"
+    command = [sys.executable, "-m", "clamp", *TINY, "--only", "cast", "--no-peers", "--json", str(file)]
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    assert json.loads(file.read_text())["environment"] == {"POCL_AFFINITY": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def test_bench_says_when_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    target = str(tmp_path / "file" / "result.json")
+    assert main([*TINY, "--only", "cast", "--no-peers", "--json", target]) == 1
+    captured = capsys.readouterr()
+    assert target in captured.err
+    assert "copy kernel" in captured.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--only", "gemm,cats"], ["--sizes", "64,x"], ["--sizes", "0"], ["--step", "2x32"], ["--elements", "-1"]],
+)
+def test_bench_refuses_arguments_that_mean_nothing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["bench", *arguments])
+    assert exit_info.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_bench_lists_the_devices_when_none_has_the_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--device", "abacus"]) == 2
+    assert describe(list_devices()[0]) in capsys.readouterr().err
+
+
+def test_a_command_without_rich_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("lists", "bench.report"):
+        monkeypatch.delitem(sys.modules, f"clamp.cli.{name}", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert main(["lists"]) == 1
+    assert 'pip install "clamp-amp[examples]"' in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------- timing
+
+
+def test_contenders_take_turns_and_slow_ones_fewer() -> None:
+    order: list[tuple[str, int]] = []
+
+    def contender(name: str, seconds: float) -> object:
+        def turn(calls: int) -> list[float]:
+            order.append((name, calls))
+            return [seconds] * calls
+
+        return turn
+
+    effort = Effort(rounds=5, seconds=1.0, least=3, most=9)
+    race = interleave({"fast": contender("fast", 0.001), "slow": contender("slow", 2.0)}, effort)
+    assert len(race.timings["fast"].seconds) == 9
+    assert len(race.timings["slow"].seconds) == 3
+    assert [turn for turn in order if turn[0] == "slow"] == [("slow", 1)] * 4  # one of them warms up
+    assert order[:4] == [("fast", 1), ("slow", 1)] * 2
+    assert [turn for turn in order[4:] if turn[0] == "fast"] == [("fast", 2)] * 4
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(1e-9, 40), (0.1, 10), (2.0, 3), (5.0, 2), (100.0, 1)])
+def test_the_slower_a_call_the_fewer(seconds: float, calls: int) -> None:
+    assert Effort(rounds=5, seconds=1.0, least=3, most=40, patience=12.0).calls(seconds) == calls
+
+
+@pytest.mark.parametrize("good_turns", [0, 1, 3])
+def test_a_contender_that_fails_leaves_the_race(good_turns: int) -> None:
+    turns = 0
+
+    def failing(calls: int) -> list[float]:
+        nonlocal turns
+        turns += 1
+        if turns > good_turns:
+            raise ValueError("out of\nmemory")
+        return [0.1] * calls
+
+    race = interleave({"bad": failing, "good": lambda calls: [0.1] * calls}, Effort(3, 1.0, 3, 9))
+    assert race.failures == {"bad": "ValueError: out of"}
+    assert list(race.timings) == ["good"]
+    assert turns == good_turns + 1
+
+
+def test_a_timing_has_a_median_a_best_and_a_slow_call() -> None:
+    timing = Timing((3.0, 1.0, 2.0, 4.0, 5.0))
+    assert (timing.median, timing.best) == (3.0, 1.0)
+    assert 4.0 < timing.slow <= 5.0
+    assert Timing((2.0,)).slow == 2.0
+
+
+def test_a_turn_of_several_calls_starts_with_an_untimed_one() -> None:
+    events: list[str] = []
+    seconds = timed(lambda: events.append("call"), lambda: events.append("finish"))(2)
+    assert len(seconds) == 2
+    assert events == ["call", "finish"] * 3
+    settle(limit=0.05)
+
+
+def test_ratios_above_one_are_faster(queue: cl.CommandQueue) -> None:
+    from clamp.cli.bench.cases import Case, Contender
+
+    def never(calls: int) -> list[float]:
+        raise AssertionError
+
+    race = Race({"netcl": Timing((2.0,)), "clamp": Timing((0.5,))}, {})
+    for unit, netcl, clamp in (("ms", 2000.0, 500.0), ("GFLOP/s", 1.0, 4.0)):
+        contenders = [Contender("netcl", never, 2e9, is_baseline=True), Contender("clamp", never, 2e9)]
+        rows = rows_of(Case("gemm", "NN", unit, contenders), race)
+        assert [row.median for row in rows] == [netcl, clamp]
+        assert rows[0].ratios == {}
+        assert rows[1].ratios == {"netcl": 4.0}
+
+
+# ---------------------------------------------------------------------------------------------- peers
+
+
+def test_a_peer_times_what_it_can_and_says_what_it_cannot() -> None:
+    with PeerProcess("numpy", threads=1, gpu=False) as peer:
+        assert peer.info.works == {"gemm": ["float32"]}
+        for layout in ("NN", "NT", "TN"):
+            seconds = peer.turn("gemm", "float32", layout, "16")(3)
+            assert len(seconds) == 3
+            assert min(seconds) > 0
+        with pytest.raises(PeerError, match="ValueError"):
+            peer.turn("gemm", "float32", "NN", "many")(1)
+        assert len(peer.turn("gemm", "float32", "NN", "16")(1)) == 1  # it goes on after an error
+
+
+def test_a_peer_that_is_gone_is_an_error() -> None:
+    peer = PeerProcess("numpy", threads=1, gpu=False)
+    with peer:
+        pass
+    with pytest.raises((PeerError, ValueError)):
+        peer.turn("gemm", "float32", "NN", "16")(1)
+
+
+def test_a_peer_that_does_not_start_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PeerError, match="ended with status"):
+        PeerProcess("torch", threads=0, gpu=False)  # torch takes no 0 threads, where it is installed at all
+
+
+def test_a_peer_that_does_not_start_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("clamp.cli.bench.peers.KINDS", ("numpy", "json", "no_such_package"))
+    with installed_peers(threads=1, gpu=False) as (peers, failures):
+        assert [peer.info.works for peer in peers] == [{"gemm": ["float32"]}]
+        assert list(failures) == ["json"]
+
+
+def test_blas_settings_name_avx512_kernels_only_where_the_cpu_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clamp.cli.bench.peers.cpu_flags", lambda: {"avx2"})
+    assert "OPENBLAS_CORETYPE" not in blas_settings(2)
+    avx512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl", "avx2"}
+    monkeypatch.setattr("clamp.cli.bench.peers.cpu_flags", lambda: avx512)
+    settings = blas_settings(2)
+    assert settings["OPENBLAS_CORETYPE"] == "SKYLAKEX"
+    assert settings["OPENBLAS_NUM_THREADS"] == "2"
+
+
+# ---------------------------------------------------------------------------------------------- cases
+
+
+def test_launches_are_counted_and_the_kernel_class_is_restored(queue: cl.CommandQueue) -> None:
+    original = cl.Kernel.__call__
+    x = random_tensor(queue, (64,), "float32")
+    capabilities(queue)  # tries the device's halves with a launch, once in a process
+    with counted_launches() as launches:
+        cast(x, "float16")
+        cast(x, "bfloat16")
+    cast(x, "float16")
+    assert launches == ["cast", "cast"]
+    assert cl.Kernel.__call__ is original
+
+
+def test_gradient_sizes_are_mixed_and_add_up() -> None:
+    sizes = mixed_sizes(1_000_000)
+    assert len(sizes) == TENSORS
+    assert min(sizes) >= 1
+    assert sum(sizes) == pytest.approx(1_000_000, rel=1e-3)
+    assert max(sizes) > 20 * np.median(sizes)
+
+
+def test_a_device_is_chosen_by_platform_then_by_name(queue: cl.CommandQueue) -> None:
+    device = queue.device
+    assert choose_device(device.platform.name.upper()).platform == device.platform
+    assert choose_device(device.name) in list_devices()
+    assert not is_simulator(choose_device(None)) or all(map(is_simulator, list_devices()))
+    with pytest.raises(UnknownDeviceError, match="abacus"):
+        choose_device("abacus")
+
+
+# ---------------------------------------------------------------------------------------------- doctor
+
+
+@pytest.fixture
+def real_devices(monkeypatch: pytest.MonkeyPatch) -> list[cl.Device]:
+    """Keeps doctor from the simulator, which takes its time."""
+    devices = [device for device in list_devices() if not is_simulator(device)] or list_devices()
+    monkeypatch.setattr("clamp.cli.doctor.list_devices", lambda: devices)
+    return devices
+
+
+def test_doctor_reports_every_device(real_devices: list[cl.Device], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for device in real_devices:
+        assert describe(device) in out
+        assert device.driver_version.strip() in out
+    assert out.count("AMP dtypes       float16, bfloat16") == len(real_devices)
+    assert out.count("ok: products and casts agree with numpy") == len(real_devices)
+    # Intel's runtime frees a context under its queue, the others that these tests run on do not.
+    freed = ["Intel" in device.platform.name for device in real_devices]
+    lines = [line for line in out.splitlines() if line.startswith("  context ")]
+    assert ["NOT kept alive" in line and "INVALID_CONTEXT" in line for line in lines] == freed
+    assert ["  kept alive" in line for line in lines] == [not lost for lost in freed]
+    assert "OCL_ICD_VENDORS" in out
+
+
+@pytest.mark.parametrize("wrong", ["gemm", "cast"])
+def test_doctor_fails_when_a_result_is_wrong(
+    wrong: str, real_devices: list[cl.Device], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import clamp.cli.doctor as doctor
+
+    right = getattr(doctor, wrong)
+
+    def shifted(*args: object, **kwargs: object) -> object:
+        result = right(*args, **kwargs)
+        host = right_cast(result, "float32").to_host()
+        return right_cast(type(result).from_host(result.queue, host + np.float32(0.5)), result.dtype)
+
+    right_cast = doctor.cast
+    monkeypatch.setattr(doctor, wrong, shifted)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.count("FAILED: a ") == len(real_devices)
+
+
+def test_doctor_survives_a_device_that_cannot_be_used(
+    real_devices: list[cl.Device], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*args: object, **kwargs: object) -> object:
+        raise cl.RuntimeError("driver is gone")
+
+    monkeypatch.setattr("clamp.cli.doctor.cl.CommandQueue", broken)
+    monkeypatch.setattr("clamp.cli.doctor.manager.default", lambda: None)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("unusable") == len(real_devices)
+    assert out.count("FAILED: RuntimeError: driver is gone") == len(real_devices)
+
+
+def test_doctor_tells_how_to_get_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def none() -> list[cl.Device]:
+        raise NoDeviceError
+
+    monkeypatch.setattr("clamp.cli.doctor.list_devices", none)
+    monkeypatch.setattr("clamp.cli.devices.list_devices", none)
+    assert main(["doctor"]) == 1
+    assert 'pip install "clamp-amp[cpu]"' in capsys.readouterr().out
+    assert main(["bench"]) == 1
+    assert 'pip install "clamp-amp[cpu]"' in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------- lists
+
+
+def test_lists_prints_every_function_and_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lists"]) == 0
+    out = capsys.readouterr().out
+    for entry in default_table():
+        assert entry.function in out or entry.function == "*"
+    assert "half" in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["matmul_op", "netcl.autograd.matmul_op"])
+def test_lists_finds_a_function_by_own_or_full_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lists", name, "--dtype", "bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert "clamp in bfloat16" in out
+    assert "exp" not in out
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "runs_as"),
+    [
+        ("netcl.autograd.matmul_op", "O0", "clamp in float32"),
+        ("netcl.autograd.add", "O1", "clamp in the widest input's dtype"),
+        ("netcl.autograd.add", "O2", "clamp in float16"),
+        ("netcl.autograd.add", "OD", "clamp in float32"),
+        ("netcl.autograd.exp", "O1", "clamp in float32"),
+        ("netcl.autograd.relu", "O1", "clamp in its input's dtype"),
+        ("binary_cross_entropy", "O1", "raises"),
+        ("causal_mask", "O1", "netcl, as it is"),
+    ],
+)
+def test_lists_says_whose_kernel_runs(name: str, level: str, runs_as: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lists", name, "--level", level]) == 0
+    assert runs_as in capsys.readouterr().out
+
+
+def test_lists_says_what_clamp_has_no_kernel_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(OWNED, "netcl.autograd.matmul_op")
+    assert main(["lists", "matmul_op"]) == 0
+    assert "netcl in float32" in capsys.readouterr().out
+
+
+def test_lists_names_the_kernels_and_what_happens_on_a_device(
+    queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    platform = queue.device.platform.name
+    assert main(["lists", "netcl.autograd.matmul_op", "--dtype", "bfloat16", "--device", platform]) == 0
+    out = capsys.readouterr().out
+    assert "gemm_packed.cl" in out
+    assert "clamp.functions.matmul.matmul" in out
+    kernel = default_kernel(queue, "bfloat16", "bfloat16").value
+    assert platform in out
+    assert f"products of bfloat16: {kernel} kernel" in out
+    assert "Node.__matmul__" in out
+    assert main(["lists", "netcl.autograd.conv2d", "--dtype", "bfloat16", "--device", platform]) == 0
+    words = {"dot_bf16": "bfloat16 dot product", "packed": "register-blocked loop"}.get(kernel, "local memory")
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())  # lines of a table
+    assert words in out.partition("convolutions of bfloat16: ")[2]
+    assert ("Winograd" in out) == capabilities(queue).is_cpu
+    assert main(["lists", "netcl.autograd.softmax", "--device", platform]) == 0
+    assert "softmax.cl" in (out := capsys.readouterr().out)
+    assert "gemm" not in out
+
+
+def test_lists_finds_what_a_name_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lists", "silu"]) == 0
+    assert "netcl.autograd.swish" in capsys.readouterr().out
+
+
+def test_lists_needs_no_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def none() -> list[cl.Device]:
+        raise NoDeviceError
+
+    monkeypatch.setattr("clamp.cli.devices.list_devices", none)
+    assert main(["lists", "softmax"]) == 0
+    out = capsys.readouterr().out
+    assert "no OpenCL device" in out
+    assert "softmax.cl" in out
+
+
+def test_lists_names_the_devices_when_none_has_the_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lists", "softmax", "--device", "no such device"]) == 2
+    assert "no OpenCL device is called" in capsys.readouterr().err
+
+
+def test_every_function_that_clamp_implements_names_its_kernels() -> None:
+    for name, function in OWNED.items():
+        found = reached(function)
+        assert found.files or {entry.policy for entry in default_table().find(name)} == {CastPolicy.VIEW}, name
+        assert all(files("clamp.kernels").joinpath(file).is_file() for file in found.files)
+
+
+def test_every_kernel_file_is_named_for_a_function() -> None:
+    """But for those of loss scaling, optimizers and devices, which no function casts for."""
+    named = set().union(*(reached(function).files for function in OWNED.values()))
+    there = {path.name for path in files("clamp.kernels").iterdir() if path.name.endswith(".cl")}
+    assert there - named == {"loss_scale.cl", "multi_tensor.cl", "probe.cl", "transfer.cl"}
+
+
+def test_lists_suggests_names_for_one_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lists", "matmull"]) == 2
+    assert "netcl.autograd.matmul_op" in capsys.readouterr().err
+    assert main(["lists", "qqqqqq"]) == 2
+    assert "python -m clamp lists" in capsys.readouterr().err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out.startswith("clamp ")

@@ -1,0 +1,408 @@
+"""PyTorch's way of saying it: ``amp.autocast``, ``custom_fwd`` and ``custom_bwd``, policies by PyTorch's names."""
+
+from __future__ import annotations
+
+import re
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.autograd import apply_op
+from netcl.ops.matmul import matmul as tensor_matmul
+from netcl.optim import SGD
+
+from clamp import amp, session
+from clamp.bridge import Node, Tensor
+from clamp.params.weight_cache import weights
+from tests.networks import batch, loss_of, mlp
+from tests.reference import to_device, to_numpy
+
+DTYPES = ("float16", "bfloat16")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_netcl_unpatched() -> Iterator[None]:
+    yield
+    session.forget_patches()
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    session.registrations.clear()
+
+
+@pytest.fixture
+def x(queue: cl.CommandQueue) -> Node:
+    return ag.tensor(to_device(queue, np.arange(16).reshape(4, 4) / 16))
+
+
+def product(x: Node) -> str:
+    """The dtype of a matrix product here."""
+    return ag.matmul(x, x).value.dtype
+
+
+# ---------------------------------------------------------------------------------------------- autocast
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_regions_nest_and_restore(x: Node, dtype: str) -> None:
+    other = "bfloat16" if dtype == "float16" else "float16"
+    assert product(x) == "float32"
+    with amp.autocast(dtype=dtype):
+        assert product(x) == dtype
+        with amp.autocast(enabled=False):
+            assert product(x) == "float32"
+            assert not amp.is_autocast_enabled()
+            with amp.autocast():
+                assert product(x) == dtype  # the dtype of the region around
+            with amp.autocast(dtype=other):
+                assert (product(x), amp.get_autocast_dtype()) == (other, other)
+            assert product(x) == "float32"
+        assert (product(x), amp.get_autocast_dtype()) == (dtype, dtype)
+        assert amp.is_autocast_enabled()
+    assert product(x) == "float32"
+    assert not amp.is_autocast_enabled()
+
+
+def test_an_island_takes_half_inputs_without_casting_them(x: Node) -> None:
+    with amp.autocast():
+        half = ag.matmul(x, x)
+        with amp.autocast(enabled=False):
+            assert ag.matmul(half, half).value.dtype == "float16"
+            assert ag.matmul(amp.cast(half, "float32"), x).value.dtype == "float32"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_as_a_decorator_also_recursively(x: Node, dtype: str) -> None:
+    @amp.autocast(dtype=dtype)
+    def forward(depth: int) -> list[str]:
+        """The docstring."""
+        return [product(x), *(forward(depth - 1) if depth else [])]
+
+    assert forward(2) == [dtype] * 3
+    assert forward.__doc__ == "The docstring."
+    assert product(x) == "float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "decorate"),
+    [
+        ("half_function", amp.half_function),
+        ("float_function", amp.float_function),
+        ("promote_function", amp.promote_function),
+        ("custom_fwd", amp.custom_fwd),
+        ("custom_fwd", amp.custom_fwd(cast_inputs="float32")),
+        ("custom_bwd", amp.custom_bwd),
+        ("custom_bwd", amp.custom_bwd()),
+        ("amp.autocast()", amp.autocast()),
+    ],
+)
+@pytest.mark.parametrize("what", [5, "float32", [len]])
+def test_a_decorator_of_what_is_no_function_raises(name: str, decorate: Any, what: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"@{name} decorates a function, got {what!r}")):
+        decorate(what)
+
+
+def test_autocast_without_parentheses_and_around_generators_raises(x: Node) -> None:
+    def products() -> Iterator[str]:
+        yield product(x)
+
+    async def later() -> str:
+        return product(x)
+
+    with pytest.raises(TypeError, match=r"write @amp.autocast\(\), with parentheses"):
+        amp.autocast(products)
+    for late in (products, later):
+        with pytest.raises(TypeError, match=rf"cannot decorate \S*{late.__name__}: the body of a generator or corout"):
+            amp.autocast()(late)
+
+
+def test_class_methods_can_be_decorated(x: Node) -> None:
+    class Layer:
+        @amp.half_function
+        @classmethod
+        def dtype_of(cls, y: Node) -> str:
+            return f"{cls.__name__} {y.value.dtype}"
+
+    with amp.autocast():
+        assert Layer.dtype_of(x) == "Layer float16"
+
+
+def test_one_object_can_be_entered_again(x: Node) -> None:
+    region = amp.autocast()
+    for _ in range(2):
+        with region, region:
+            assert product(x) == "float16"
+        assert product(x) == "float32"
+
+
+def test_an_exception_ends_the_region(x: Node) -> None:
+    for error in (ValueError, KeyboardInterrupt):
+        with pytest.raises(error), amp.autocast(), amp.autocast(enabled=False):
+            raise error
+        assert product(x) == "float32"
+        assert not amp.is_autocast_enabled()
+
+
+def test_it_is_of_one_thread(x: Node) -> None:
+    seen: dict[str, str] = {}
+    inside, looked = threading.Event(), threading.Event()
+    region = amp.autocast()
+
+    def other() -> None:
+        inside.wait()
+        seen["without"] = product(x)
+        with region:  # of the same object, meanwhile entered by the other thread
+            seen["within"] = product(x)
+        seen["after"] = product(x)
+        looked.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with region:
+        inside.set()
+        looked.wait()
+        assert product(x) == "float16"
+    thread.join()
+    assert seen == {"without": "float32", "within": "float16", "after": "float32"}
+
+
+def test_under_init_it_acts_on_its_thread_alone(x: Node) -> None:
+    seen: list[str] = []
+    with amp.init(), amp.autocast(enabled=False):
+        thread = threading.Thread(target=lambda: seen.append(product(x)))
+        thread.start()
+        thread.join()
+        assert product(x) == "float32"
+    assert seen == ["float16"]
+
+
+def test_the_weight_cache_lives_until_the_outermost_region_ends(queue: cl.CommandQueue) -> None:
+    model, data = mlp(queue, 8, 16, 4), batch(queue, 4, 8, 4)
+    with amp.autocast():
+        with amp.autocast():
+            loss_of(model, data)
+        assert len(weights) == 2
+    assert len(weights) == 0
+    with amp.autocast(cache_enabled=False):
+        loss_of(model, data)
+        assert len(weights) == 0
+        with amp.autocast():
+            loss_of(model, data)
+            assert len(weights) == 0  # as around
+        with amp.autocast(cache_enabled=True):
+            loss_of(model, data)
+            assert len(weights) == 2
+
+
+def test_the_weight_cache_is_dropped_by_a_step_inside_the_region(queue: cl.CommandQueue) -> None:
+    model, data = mlp(queue, 8, 16, 4), batch(queue, 4, 8, 4)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    with amp.autocast():
+        before = loss_of(model, data)
+        before.backward()
+        with pytest.warns(UserWarning, match="not scaled"):
+            optimizer.step()
+        after = loss_of(model, data)
+    assert to_numpy(after.value)[0] != to_numpy(before.value)[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backward_in", ["no region", "an island", "another dtype"])
+def test_backward_keeps_the_choices_of_forward(queue: cl.CommandQueue, dtype: str, backward_in: str) -> None:
+    def gradients(region: Any) -> list[Any]:
+        model, data = mlp(queue, 8, 16, 4), batch(queue, 4, 8, 4)
+        with amp.autocast(dtype=dtype):
+            loss = loss_of(model, data)
+            if region is None:
+                loss.backward()
+        if region is not None:
+            with region:
+                loss.backward()
+        return [param.grad.to_host() for param in model.parameters()]
+
+    regions = {
+        "no region": amp.autocast(enabled=False),  # the same as none, where AMP is not active
+        "an island": amp.autocast(enabled=False),
+        "another dtype": amp.autocast(dtype="bfloat16" if dtype == "float16" else "float16"),
+    }
+    for ours, theirs in zip(gradients(regions[backward_in]), gradients(None), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_an_unsupported_dtype_warns_and_disables(x: Node) -> None:
+    with pytest.warns(UserWarning, match="autocast to float64 is not supported"):
+        region = amp.autocast(dtype="float64")
+    with region:
+        assert not amp.is_autocast_enabled()
+        assert product(x) == "float32"
+
+
+def test_an_unknown_dtype_and_a_device_type_raise() -> None:
+    with pytest.raises(ValueError, match="float8"):
+        amp.autocast(dtype="float8")
+    with pytest.raises(TypeError, match="device type"):
+        amp.autocast("cuda")
+
+
+def test_supported_dtypes(queue: cl.CommandQueue) -> None:
+    assert amp.get_amp_supported_dtype(queue) == ["float16", "bfloat16"]
+
+
+# ---------------------------------------------------------------------------------------------- custom functions
+
+
+class Square:
+    """A user's op from two functions, which note what they see."""
+
+    def __init__(self, cast_inputs: str | None) -> None:
+        self.seen: list[Any] = []
+
+        @amp.custom_fwd(cast_inputs=cast_inputs)
+        def forward(x: Tensor) -> Tensor:
+            self.seen += [x.dtype, tensor_matmul(x, x).dtype]
+            return to_device(x.queue, to_numpy(x) ** 2, x.dtype)
+
+        @amp.custom_bwd
+        def backward(grad: Tensor) -> list[Tensor]:
+            self.seen.append(tensor_matmul(grad, grad).dtype)
+            return [to_device(grad.queue, to_numpy(grad) * 2 * to_numpy(self.x.value))]
+
+        self.forward, self.backward = forward, backward
+
+    def __call__(self, x: Node) -> Node:
+        self.x = x
+        return apply_op(self.forward, self.backward, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("given", ["float32", "float16", "bfloat16"])
+def test_custom_fwd_casts_its_inputs_and_nothing_inside(queue: cl.CommandQueue, dtype: str, given: str) -> None:
+    leaf = to_device(queue, np.arange(1, 5).reshape(2, 2), given)
+    leaf.requires_grad = True
+    for cast_inputs in ("float32", dtype):
+        leaf.grad, op = None, Square(cast_inputs)
+        with amp.autocast(dtype=dtype):
+            y = op(ag.tensor(leaf, requires_grad=True))
+            assert y.value.dtype == cast_inputs
+            loss = ag.sum(y)
+        loss.backward()
+        assert op.seen == [cast_inputs, cast_inputs, cast_inputs]  # backward casts nothing either
+        assert leaf.grad.dtype == given
+        assert to_numpy(leaf.grad).tolist() == [[2, 4], [6, 8]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_cast_inputs_both_run_in_the_region_around_forward(queue: cl.CommandQueue, dtype: str) -> None:
+    leaf = to_device(queue, np.arange(1, 5).reshape(2, 2))
+    leaf.requires_grad = True
+    op = Square(None)
+    with amp.autocast(dtype=dtype):
+        loss = ag.sum(op(ag.tensor(leaf, requires_grad=True)))
+    loss.backward()
+    assert op.seen == ["float32", dtype, dtype]
+    assert leaf.grad.dtype == "float32"
+    assert to_numpy(leaf.grad).tolist() == [[2, 4], [6, 8]]
+
+
+@pytest.mark.parametrize("cast_inputs", [None, "float32", "float16"])
+def test_outside_of_a_region_custom_functions_change_nothing(queue: cl.CommandQueue, cast_inputs: str | None) -> None:
+    leaf = to_device(queue, np.arange(1, 5).reshape(2, 2))
+    leaf.requires_grad = True
+    op = Square(cast_inputs)
+    with amp.autocast(enabled=False):
+        loss = ag.sum(op(ag.tensor(leaf, requires_grad=True)))
+    loss.backward()
+    assert op.seen == ["float32"] * 3
+    assert to_numpy(leaf.grad).tolist() == [[2, 4], [6, 8]]
+
+
+def test_custom_fwd_on_a_function_of_nodes(queue: cl.CommandQueue) -> None:
+    """The other place for the decorator: around all of an op, keyword and nested arguments included."""
+    seen: list[Any] = []
+
+    @amp.custom_fwd(cast_inputs="float32")
+    def scaled_product(pair: tuple[Node, Node], *, bias: Node, count: int) -> Node:
+        seen.extend([pair[0].value.dtype, bias.value.dtype, count])
+        return ag.add(ag.matmul(*pair), bias)
+
+    leaf = to_device(queue, np.ones((2, 2)), "float16")
+    leaf.requires_grad = True
+    with amp.autocast():
+        x = ag.tensor(leaf, requires_grad=True)
+        y = scaled_product((x, x), bias=x, count=3)
+    assert seen == ["float32", "float32", 3]
+    assert y.value.dtype == "float32"
+    ag.sum(y).backward()
+    assert leaf.grad.dtype == "float16"
+    assert to_numpy(leaf.grad).tolist() == [[5, 5], [5, 5]]
+
+
+def test_bare_decorators_keep_names(queue: cl.CommandQueue) -> None:
+    @amp.custom_fwd
+    def forward(x: Tensor) -> Tensor:
+        return x
+
+    @amp.custom_bwd()
+    def backward(grad: Tensor) -> list[Tensor]:
+        return [grad]
+
+    assert (forward.__name__, backward.__name__) == ("forward", "backward")
+    x = to_device(queue, [1.0])
+    assert forward(x) is x
+    assert backward(x) == [x]
+    with pytest.raises(ValueError, match="float8"):
+        amp.custom_fwd(cast_inputs="float8")
+
+
+# ---------------------------------------------------------------------------------------------- policies by name
+
+
+@pytest.mark.parametrize(
+    ("policy", "seen"),
+    [
+        ("lower_precision_fp", ["float16", "float16", None]),
+        ("fp32", ["float32", "float32", None]),
+        ("fp32_set_opt_dtype", ["float32", "float32", None]),
+        ("fp32_append_dtype", ["float16", "float32", "float32"]),
+        ("promote", ["float32", "float32", None]),
+    ],
+)
+@pytest.mark.parametrize("by_member", [False, True])
+def test_every_policy_of_pytorchs_can_be_registered(
+    queue: cl.CommandQueue, policy: str, seen: list[Any], by_member: bool
+) -> None:
+    module = types.ModuleType("users_module")
+    module.function = lambda x, y, dtype=None: [x.value.dtype, y.value.dtype, dtype]
+    amp.register(module, "function", amp.CastPolicy[policy.upper()] if by_member else policy)
+    half, wide = ag.tensor(to_device(queue, [1.0], "float16")), ag.tensor(to_device(queue, [1.0]))
+    with amp.init():
+        assert module.function(half, wide) == seen
+        if policy == "fp32_set_opt_dtype":  # a dtype that the caller passes is respected, and nothing cast
+            assert module.function(half, wide, dtype="float16") == ["float16", "float32", "float16"]
+        if policy == "fp32_append_dtype":  # none is appended to one that the caller passes
+            assert module.function(half, wide, dtype="float16") == ["float16", "float32", "float16"]
+    assert module.function(half, wide) == ["float16", "float32", None]
+
+
+def test_a_registration_between_two_regions_counts(queue: cl.CommandQueue) -> None:
+    module = types.ModuleType("users_module")
+    module.function = lambda x: x.value.dtype
+    x = ag.tensor(to_device(queue, [1.0]))
+    with amp.autocast():
+        assert module.function(x) == "float32"
+    amp.register(module, "function", "lower_precision_fp")
+    assert module.function(x) == "float32"
+    with amp.autocast():
+        assert module.function(x) == "float16"
+
+
+def test_an_unknown_policy_raises() -> None:
+    with pytest.raises(ValueError, match=r"unknown policy 'fp64'.*lower_precision_fp"):
+        amp.register(types.ModuleType("users_module"), "function", "fp64")

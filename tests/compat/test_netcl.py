@@ -1,0 +1,614 @@
+"""netcl's own recipe, as its wiki writes it, with clamp active; and netcl's Trainer in mixed precision."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import netcl.amp
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl import optim
+from netcl.amp import (  # bound before amp.init(), as in a script
+    GradScaler,
+    autocast,
+    is_autocast_enabled,
+    master_param,
+    maybe_cast_tensor,
+    supports_fp16,
+)
+from netcl.nn import functional as F
+from netcl.optim import SGD, AdamW, ModelEMA, clip_grad_norm, clip_grad_norm_device
+from netcl.trainer import Trainer
+
+from clamp import amp, session
+from clamp.bridge import Node, Tensor
+from tests.networks import batch, loss_of, mlp, weights_of
+from tests.reference import to_device, to_numpy
+from tests.scaling.test_overflow import plant
+
+DTYPES = ("float16", "bfloat16")
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The AMP dtype of an active handle."""
+    with amp.init(dtype=request.param):
+        yield request.param
+
+
+# ---------------------------------------------------------------------------------------------- the recipe
+
+
+def recipe(queue: cl.CommandQueue, scaler: GradScaler, steps: int = 15, with_update: bool = True) -> tuple[Any, Any]:
+    """The training step of netcl's wiki. Returns losses, and the dtypes of the predictions."""
+    model = mlp(queue, 8, 32, 4)
+    x, _ = batch(queue, 16, 8, 4)
+    y = to_device(queue, np.eye(4)[np.arange(16) % 4])
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    losses, dtypes = [], set()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with autocast(device_queue=queue):
+            logits = model(ag.tensor(x))
+            loss = F.cross_entropy(logits, ag.tensor(y))
+        scaler.scale_loss(loss).backward()
+        scaler.step(optimizer, model.parameters())
+        if with_update:
+            scaler.update()
+        losses.append(float(to_numpy(loss.value)[0]))
+        dtypes.add(logits.value.dtype)
+    return losses, dtypes
+
+
+@pytest.mark.parametrize("with_update", [True, False])
+def test_the_recipe_of_the_wiki_trains(queue: cl.CommandQueue, dtype: str, with_update: bool) -> None:
+    assert supports_fp16(queue)
+    losses, dtypes = recipe(queue, GradScaler(), with_update=with_update)
+    assert dtypes == {dtype}
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("dtype_", DTYPES)
+def test_the_recipe_gives_the_losses_of_fp32(queue: cl.CommandQueue, dtype_: str) -> None:
+    with amp.init(dtype="float32"):
+        expected, _ = recipe(queue, GradScaler())
+    with amp.init(dtype=dtype_):
+        losses, _ = recipe(queue, GradScaler())
+    np.testing.assert_allclose(losses, expected, rtol=0.03, atol=0.01)
+
+
+def test_objects_made_before_init_and_names_imported_before_it_work(queue: cl.CommandQueue) -> None:
+    scaler, region = GradScaler(init_scale=2.0**10), autocast(device_queue=queue)
+    x = ag.tensor(to_device(queue, np.ones((2, 2))))
+    with amp.init():
+        with region:
+            assert ag.matmul(x, x).value.dtype == "float16"
+        scaled = scaler.scale_loss(ag.tensor(to_device(queue, [3.0])))
+        assert isinstance(scaler, netcl.amp.GradScaler)
+        assert isinstance(scaled, Node)
+        assert float(to_numpy(scaled.value)[0]) == 3 * 2**10
+
+
+def test_after_shutdown_netcl_is_as_before(queue: cl.CommandQueue) -> None:
+    methods = {name: vars(GradScaler)[name] for name in ("scale_loss", "unscale_grads", "step")}
+    region = {name: vars(autocast)[name] for name in ("__enter__", "__exit__")}
+    functions = supports_fp16, maybe_cast_tensor, is_autocast_enabled
+    handle = amp.init()
+    assert vars(GradScaler)["step"] is not methods["step"]
+    scaler = GradScaler(growth_interval=1)
+    recipe(queue, scaler, steps=2)
+    handle.shutdown()
+    assert {name: vars(GradScaler)[name] for name in methods} == methods
+    assert {name: vars(autocast)[name] for name in region} == region
+    assert (supports_fp16, maybe_cast_tensor, is_autocast_enabled) == functions
+    assert scaler.scale == 2.0**18  # what clamp's steps have made of it stays
+
+
+# ---------------------------------------------------------------------------------------------- autocast
+
+
+def test_autocast_nests_and_has_islands(queue: cl.CommandQueue, dtype: str) -> None:
+    x = ag.tensor(to_device(queue, np.ones((2, 2))))
+
+    def product() -> str:
+        return ag.matmul(x, x).value.dtype
+
+    assert product() == dtype
+    with autocast(enabled=False):
+        assert (product(), is_autocast_enabled()) == ("float32", False)
+        with autocast(device_queue=queue):
+            assert (product(), is_autocast_enabled()) == (dtype, True)
+        with pytest.raises(ValueError, match="inside"), autocast():
+            raise ValueError("inside")
+        assert product() == "float32"
+        seen: list[Any] = []
+        thread = threading.Thread(target=lambda: seen.extend([product(), is_autocast_enabled()]))
+        thread.start()
+        thread.join()
+        assert seen == [dtype, True]
+    assert (product(), is_autocast_enabled()) == (dtype, True)
+
+
+def test_init_inside_of_netcls_autocast(queue: cl.CommandQueue) -> None:
+    x = ag.tensor(to_device(queue, np.ones((2, 2))))
+    with autocast(enabled=False):
+        handle = amp.init()
+    assert ag.matmul(x, x).value.dtype == "float16"
+    with autocast(enabled=False):
+        handle.shutdown()
+    assert ag.matmul(x, x).value.dtype == "float32"
+    with amp.init():
+        assert ag.matmul(x, x).value.dtype == "float16"
+
+
+def test_supports_fp16_answers_for_clamp(queue: cl.CommandQueue, dtype: str) -> None:
+    assert supports_fp16(queue) is True
+    assert netcl.amp.supports_fp16(queue) is True  # on PoCL, without cl_khr_fp16, netcl says False
+    assert supports_fp16(None) is False
+
+
+def test_maybe_cast_tensor_and_master_param_lose_nothing(queue: cl.CommandQueue, dtype: str) -> None:
+    tensor = to_device(queue, [1.0, 1e6])
+    with autocast(device_queue=queue):
+        assert maybe_cast_tensor(tensor) is tensor
+    assert master_param(tensor) is tensor
+    half = to_device(queue, [1.0, 2.0], dtype)
+    master = master_param(half)
+    assert (master.dtype, to_numpy(master).tolist()) == ("float32", [1, 2])
+
+
+# ---------------------------------------------------------------------------------------------- GradScaler
+
+
+@pytest.fixture
+def half() -> Iterator[amp.AmpHandle]:
+    with amp.init() as handle:
+        yield handle
+
+
+class Setup:
+    """A network, an optimizer and netcl's scaler."""
+
+    def __init__(self, queue: cl.CommandQueue, **settings: Any) -> None:
+        self.model, self.data = mlp(queue, 8, 16, 4), batch(queue, 8, 8, 4)
+        self.optimizer = SGD(self.model.parameters(), lr=0.1)
+        self.scaler = GradScaler(**settings)
+        self.params = list(self.model.parameters())
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.add_backward()
+
+    def add_backward(self) -> None:
+        with autocast():
+            loss = loss_of(self.model, self.data)
+        self.scaler.scale_loss(loss).backward()
+
+    def gradients(self) -> list[np.ndarray]:
+        return [param.grad.to_host().copy() for param in self.params]
+
+
+def test_an_overflow_skips_the_step_and_halves_the_scale(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    setup = Setup(queue, growth_interval=2)
+    seen = []
+    for sick in (True, True, False, False):
+        setup.backward()
+        if sick:
+            plant(setup.params[0], np.nan)
+        before = weights_of(setup.model)
+        setup.scaler.step(setup.optimizer, setup.params)
+        setup.scaler.update()
+        stepped = any((now != then).any() for now, then in zip(weights_of(setup.model), before, strict=True))
+        seen.append((stepped, setup.scaler.scale))
+    assert seen == [(False, 2.0**15), (False, 2.0**14), (True, 2.0**14), (True, 2.0**15)]
+
+
+def test_unscale_grads_divides_once_and_says_inf(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    setup = Setup(queue)
+    setup.backward()
+    scaled = setup.gradients()
+    assert setup.scaler.unscale_grads(setup.model.parameters()) is False
+    assert setup.scaler.unscale_grads(iter(setup.params)) is False
+    for grad, before in zip(setup.gradients(), scaled, strict=True):
+        np.testing.assert_array_equal(grad, before / 2**16)
+    clip_grad_norm(setup.params, 1e-3)
+    clipped = setup.gradients()
+    setup.scaler.step(setup.optimizer, setup.params)
+    for grad, before in zip(setup.gradients(), clipped, strict=True):
+        np.testing.assert_array_equal(grad, before)
+
+    setup.backward()
+    plant(setup.params[1])
+    assert setup.scaler.unscale_grads(setup.params) is True
+    before = weights_of(setup.model)
+    setup.scaler.step(setup.optimizer, setup.params)
+    for now, then in zip(weights_of(setup.model), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_two_optimizers_with_the_models_parameters_each(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    setup = Setup(queue)
+    setup.backward()
+    scaled = setup.gradients()
+    for params in (setup.params[:2], setup.params[2:]):
+        setup.scaler.step(SGD(params, lr=0.1), setup.model.parameters())
+    for grad, before in zip(setup.gradients(), scaled, strict=True):
+        np.testing.assert_array_equal(grad, before / 2**16)
+
+
+def test_the_optimizers_parameters_are_unscaled_though_not_named(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    setup = Setup(queue)
+    setup.backward()
+    scaled = setup.gradients()
+    setup.scaler.step(setup.optimizer, setup.params[:1])
+    for grad, before in zip(setup.gradients(), scaled, strict=True):
+        np.testing.assert_array_equal(grad, before / 2**16)
+
+
+def test_a_step_reads_32_bytes_and_compiles_nothing(
+    queue: cl.CommandQueue, half: amp.AmpHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup(queue)
+    setup.backward()
+    setup.scaler.step(setup.optimizer, setup.params)
+    setup.scaler._scale = 2.0**12  # a new scale
+    setup.backward()
+    read: list[int] = []
+    copy = cl.enqueue_copy
+
+    def counted(queue: cl.CommandQueue, destination: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(destination, np.ndarray):
+            read.append(destination.nbytes)
+        return copy(queue, destination, *args, **kwargs)
+
+    def no_program(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("compiled a program")
+
+    monkeypatch.setattr(cl, "enqueue_copy", counted)
+    monkeypatch.setattr(cl, "Program", no_program)
+    setup.scaler.step(setup.optimizer, setup.params)
+    assert read == [32]
+
+
+def test_scale_and_tracker_can_be_read_and_set(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    setup = Setup(queue)
+    setup.backward()
+    at_first = setup.gradients()
+    setup.scaler._scale = 2.0**10
+    setup.backward()
+    for grad, before in zip(setup.gradients(), at_first, strict=True):
+        np.testing.assert_allclose(grad, before / 2**6, rtol=2e-2, atol=1e-3)
+    setup.scaler.step(setup.optimizer, setup.params)
+    assert (setup.scaler.scale, setup.scaler._growth_tracker) == (2.0**10, 1)
+
+
+def test_the_scale_stays_finite_and_above_zero(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    setup = Setup(queue)
+    for scale in (0.0, 1e-300, 1e300):
+        setup.scaler._scale = scale
+        scaled = setup.scaler.scale_loss(ag.tensor(to_device(queue, [1.0])))
+        assert 0 < float(to_numpy(scaled.value)[0]) < np.inf
+
+
+def test_disabled_it_passes_through(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    setup = Setup(queue, enabled=False)
+    setup.backward()
+    before = setup.gradients()
+    assert setup.scaler.unscale_grads(setup.params) is False
+    with pytest.warns(UserWarning, match="not scaled"):
+        setup.scaler.step(setup.optimizer, setup.params)
+    for grad, then in zip(setup.gradients(), before, strict=True):
+        np.testing.assert_array_equal(grad, then)
+
+
+def test_a_bare_loss_is_scaled_as_a_bare_tensor(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    scaled = GradScaler().scale_loss(to_device(queue, [2.0]))
+    assert isinstance(scaled, Tensor)
+    assert to_numpy(scaled).tolist() == [2.0**17]
+
+
+def test_clipping_before_unscaling_is_refused(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    setup = Setup(queue)
+    setup.optimizer = AdamW(setup.params, lr=1e-3)
+    setup.backward()
+    before = setup.gradients()
+    for clip in (clip_grad_norm, clip_grad_norm_device, optim.clip_grad_norm):
+        with pytest.raises(RuntimeError, match=r"still multiplied by the loss scale .*scaler\.unscale_grads"):
+            clip(setup.model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match="still multiplied by the loss scale"):
+        setup.optimizer.step(max_norm=1.0)
+    for grad, then in zip(setup.gradients(), before, strict=True):
+        np.testing.assert_array_equal(grad, then)
+    setup.scaler.unscale_grads(setup.params)
+    assert clip_grad_norm(setup.params, 1e6) == pytest.approx(
+        np.sqrt(sum(((grad / 2**16).astype(np.float64) ** 2).sum() for grad in before))
+    )
+    setup.optimizer.step(max_norm=1.0)
+
+
+def test_gradients_that_were_unscaled_too_early_add_up(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    setup = Setup(queue)
+    setup.backward()
+    setup.scaler.unscale_grads(setup.params)
+    once = setup.gradients()
+    setup.add_backward()
+    setup.scaler.unscale_grads(setup.params)
+    for grad, first in zip(setup.gradients(), once, strict=True):
+        np.testing.assert_allclose(grad, 2 * first, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The 'dest_offset' argument:DeprecationWarning")  # netcl's
+@pytest.mark.parametrize("count", [3, 9], ids=["small", "stepped as one"])
+def test_adamw_clips_models_of_any_size(queue: cl.CommandQueue, half: amp.AmpHandle, count: int) -> None:
+    """As clip_grad_norm and step do; netcl's own forgets max_norm where it steps one parameter at a time."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((2, count, 2048)).astype(np.float32)
+    moved = {}
+    for how in ("fused", "apart", "unclipped"):
+        params = [to_device(queue, value) for value in values[0]]
+        optimizer = AdamW(params, lr=0.1, eps=1.0)
+        for param, grad in zip(params, values[1], strict=True):
+            param.grad = to_device(queue, grad)
+        if how == "apart":
+            clip_grad_norm(params, 1.0)
+        optimizer.step(**({"max_norm": 1.0} if how == "fused" else {}))
+        moved[how] = np.stack([param.to_host() for param in params]) - values[0]
+    np.testing.assert_allclose(moved["fused"], moved["apart"], atol=1e-6)
+    assert np.abs(moved["unclipped"]).max() > 10 * np.abs(moved["apart"] - -0.1 * 0.01 * values[0]).max()
+
+
+def test_max_norm_of_adamw_may_be_none_or_zero(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    for arguments in ((), (None,), (0.0,)):
+        param = to_device(queue, np.zeros(4))
+        param.grad = to_device(queue, np.full(4, 1e3))
+        AdamW([param], lr=0.5, eps=1.0, weight_decay=0.0).step(*arguments)
+        np.testing.assert_allclose(param.to_host(), -0.5, rtol=2e-3)
+
+
+# ---------------------------------------------------------------------------------------------- Trainer
+
+
+def batches(count: int, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Batches of a problem that a small network learns."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((count, rows, 8)).astype(np.float32)
+    return list(zip(x, x[:, :, :4].argmax(axis=2), strict=True))
+
+
+class Watched(Trainer):
+    """A Trainer that notes the losses and the dtypes of its predictions."""
+
+    def _forward(self, *args: Any) -> Any:
+        logits, loss, tape = super()._forward(*args)
+        self.dtypes = {*getattr(self, "dtypes", ()), logits.value.dtype}
+        self.losses = [*getattr(self, "losses", ()), float(to_numpy(loss.value)[0])]
+        return logits, loss, tape
+
+
+def fit(queue: cl.CommandQueue, data: Any, **settings: Any) -> tuple[Watched, Any]:
+    """A Trainer after two epochs, and its model."""
+    model = mlp(queue, 8, 32, 4)
+    ema = ModelEMA(model, decay=0.9) if settings.pop("ema", False) else None
+    seen_too = data if settings.pop("validate", False) else None
+    trainer = Watched(model, SGD(model.parameters(), lr=0.5), device_queue=queue, ema=ema, **settings)
+    gc.freeze()  # netcl collects garbage after each step, among all that a process of many tests holds
+    trainer.fit(data, seen_too, epochs=2)
+    gc.unfreeze()
+    return trainer, model
+
+
+def test_trainer_trains_in_mixed_precision(queue: cl.CommandQueue, dtype: str) -> None:
+    trainer, _ = fit(queue, batches(12, 16), mixed_precision=True)
+    assert trainer.dtypes == {dtype}
+    assert np.mean(trainer.losses[-6:]) < 0.7 * np.mean(trainer.losses[:6])
+    assert trainer.scaler.scale == 2.0**12
+    assert trainer.scaler._growth_tracker == 24
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipping": {"grad_clip": 0.2},
+    "accumulation": {"accumulation_steps": 3},
+    "ema": {"ema": True},
+    "all": {"grad_clip": 0.2, "accumulation_steps": 2, "ema": True},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_trainer_gives_the_weights_of_fp32(queue: cl.CommandQueue, name: str) -> None:
+    """With accumulation, clipping and averaged weights, each and together."""
+    data = batches(6, 16)
+    trained = {}
+    for dtype in ("float32", *DTYPES):
+        with amp.init(dtype=dtype):
+            trainer, model = fit(queue, data, mixed_precision=True, **SETTINGS[name])
+            if dtype == "float32":
+                plain, _ = fit(queue, data, mixed_precision=True)
+        assert trainer.dtypes == {dtype}
+        averages = [] if trainer.ema is None else [to_numpy(shadow) for shadow in trainer.ema.shadow]
+        trained[dtype] = np.concatenate([weight.reshape(-1) for weight in (*weights_of(model), *averages)])
+    for dtype, tolerance in (("float16", 4e-3), ("bfloat16", 2e-2)):
+        np.testing.assert_allclose(trained[dtype], trained["float32"], atol=tolerance)
+    assert (name in ("plain", "ema")) == np.allclose(
+        plain.losses[-1], trainer.losses[-1], rtol=1e-2
+    )  # the setting matters
+
+
+def test_trainer_made_before_init_trains(queue: cl.CommandQueue) -> None:
+    model = mlp(queue, 8, 32, 4)
+    trainer = Watched(model, AdamW(model.parameters(), lr=1e-2), queue, mixed_precision=True, grad_clip=1.0)
+    with amp.init():
+        trainer.fit(batches(6, 16), epochs=2)
+    assert trainer.dtypes == {"float16"}
+    assert trainer.losses[-1] < trainer.losses[0]
+
+
+def test_trainer_skips_what_overflows(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    model = mlp(queue, 8, 32, 4)
+    trainer = Watched(model, SGD(model.parameters(), lr=0.1), queue, mixed_precision=True)
+    trainer.scaler._scale = 2.0**40
+    before = weights_of(model)
+    trainer.fit(batches(1, 16))
+    assert trainer.scaler.scale == 2.0**39
+    for now, then in zip(weights_of(model), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_trainer_that_nobody_asked_trains_mixed_under_init(queue: cl.CommandQueue, dtype: str) -> None:
+    """amp.init() is the user's wish, in training and in evaluation; the handle's scaler scales."""
+    handle = session.active_handle()
+    trainer, _ = fit(queue, batches(12, 16), validate=True)
+    assert trainer.dtypes == {dtype}
+    assert np.mean(trainer.losses[-6:]) < 0.7 * np.mean(trainer.losses[:6])
+    assert trainer.scaler is None
+    assert handle.last_step is not None
+    assert handle.last_step.stepped
+    assert (handle.loss_scale, handle.scalers[0].growth_tracker) == ((2.0**16, 24) if dtype == "float16" else (1.0, 0))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_trainer_that_nobody_asked_gives_the_weights_of_netcl(queue: cl.CommandQueue, name: str) -> None:
+    data = batches(6, 16)
+    _, model = fit(queue, data, **SETTINGS[name])  # netcl alone
+    expected = weights_of(model)
+    for dtype, tolerance in (("float16", 4e-3), ("bfloat16", 2e-2)):
+        with amp.init(dtype=dtype):
+            trainer, model = fit(queue, data, **SETTINGS[name])
+        assert trainer.dtypes == {dtype}
+        for weight, exact in zip(weights_of(model), expected, strict=True):
+            np.testing.assert_allclose(weight, exact, atol=tolerance)
+
+
+def test_trainer_with_a_small_adamw_clips(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    model = mlp(queue, 8, 32, 4)
+    optimizer = AdamW(model.parameters(), lr=0.1, eps=1.0, weight_decay=0.0)
+    before = weights_of(model)
+    Trainer(model, optimizer, queue, grad_clip=1e-3).fit(batches(1, 16))
+    moved = max(np.abs(now - then).max() for now, then in zip(weights_of(model), before, strict=True))
+    assert 0 < moved <= 1e-4  # lr * g / (g + eps), of gradients that are 1e-3 together
+
+
+def test_trainer_that_nobody_asked_skips_what_overflows(queue: cl.CommandQueue) -> None:
+    with amp.init(loss_scale=2.0**40) as handle:
+        model = mlp(queue, 8, 32, 4)
+        before = weights_of(model)
+        Trainer(model, SGD(model.parameters(), lr=0.1), queue, grad_clip=1.0).fit(batches(2, 16))
+        assert handle.last_step is not None
+        assert not handle.last_step.stepped
+        for now, then in zip(weights_of(model), before, strict=True):
+            np.testing.assert_array_equal(now, then)
+
+
+def test_islands_that_a_user_wrote_hold_in_a_trainer(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    network = mlp(queue, 8, 32, 4)
+    seen: list[str] = []
+
+    class Model:
+        def __call__(self, x: Node) -> Node:
+            with autocast(enabled=False, device_queue=queue):
+                out = network(x)
+            seen.append(out.value.dtype)
+            return network(x)
+
+    trainer = Watched(Model(), SGD(network.parameters(), lr=0.1), queue)
+    trainer.fit(batches(2, 16))
+    assert (seen, trainer.dtypes) == (["float32"] * 2, {"float16"})
+    around = Watched(network, SGD(network.parameters(), lr=0.1), queue)
+    for island in (half.disable_casts(), autocast(enabled=False), amp.autocast(enabled=False)):
+        with island:
+            around.fit(batches(1, 16))
+    assert around.dtypes == {"float32"}
+
+
+def test_a_forward_that_fails_leaves_no_trace_in_the_next_region(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    model = mlp(queue, 8, 32, 4)
+    trainer = Trainer(model, SGD(model.parameters(), lr=0.1), queue)
+    with pytest.raises(TypeError):
+        trainer._forward(object(), None, None)  # ends before its autocast
+    with autocast(enabled=False):
+        assert not is_autocast_enabled()
+
+
+def test_a_loss_that_was_scaled_by_the_user_is_not_scaled_again(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    model = mlp(queue, 8, 32, 4)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, queue)
+    (x, y), grads = batches(1, 16)[0], []
+    for by_hand in (False, True):
+        optimizer.zero_grad()
+        _, loss, tape = trainer._forward(x, y, F.cross_entropy)
+        if by_hand:
+            with half.scale_loss(loss, optimizer) as scaled_loss:
+                tape.backward(scaled_loss)
+        else:
+            tape.backward(loss)
+        grads.append([param.grad.to_host().copy() for param in model.parameters()])
+    for ours, theirs in zip(*grads, strict=True):
+        assert theirs.any()
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_trainer_takes_a_wrapped_optimizer(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    model = mlp(queue, 8, 32, 4)
+    optimizer = half.wrap_optimizer(SGD(model.parameters(), lr=0.5))
+    trainer = Watched(model, optimizer, queue)
+    trainer.fit(batches(12, 16), epochs=2)
+    assert np.mean(trainer.losses[-6:]) < 0.7 * np.mean(trainer.losses[:6])
+    assert half.scalers[1].growth_tracker == 24
+
+
+def test_the_handle_shows_the_scale_and_the_steps_of_a_trainers_scaler(
+    queue: cl.CommandQueue, half: amp.AmpHandle
+) -> None:
+    model, data = mlp(queue, 8, 32, 4), batches(1, 16)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, queue, mixed_precision=True)
+    for scale, stepped, after in ((2.0**12, True, 2.0**12), (2.0**40, False, 2.0**39)):
+        trainer.scaler._scale = scale
+        trainer.fit(data)
+        assert half.last_step is not None
+        assert (half.last_step.stepped, half.last_step.scale, half.loss_scale) == (stepped, after, after)
+    with half.scale_loss(loss_of(model, batch(queue, 8, 8, 4)), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert half.loss_scale == 2.0**16
+    optimizer.step()
+    assert (half.last_step.stepped, half.last_step.scale) == (True, 2.0**16)
+
+
+def test_a_trainers_skipped_step_is_told_as_it_was(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    """The Trainer clears the gradients before its step ends; the report counts what was in them."""
+    model = mlp(queue, 8, 32, 4)
+    trainer = Trainer(model, SGD(model.parameters(), lr=0.1), queue, mixed_precision=True)
+    trainer.scaler._scale = 2.0**40
+    trainer.fit(batches(1, 16))
+    (report,) = half.history
+    assert not report.stepped
+    assert report.infs + report.nans > 0
+    assert report.parameters
+    assert report.absent == ()
+    assert (report.scale_before, report.scale) == (2.0**40, 2.0**39)
+
+
+def test_the_handle_shows_the_steps_of_a_scaler_of_netcls(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    setup = Setup(queue)
+    for sick in (False, True):
+        setup.backward()
+        if sick:
+            plant(setup.params[0])
+        setup.scaler.step(setup.optimizer, setup.params)
+        assert half.last_step is not None
+        assert (half.last_step.stepped, half.loss_scale) == (not sick, setup.scaler.scale)
+
+
+def test_a_trainer_without_a_handle_is_left_alone(queue: cl.CommandQueue) -> None:
+    amp.init().shutdown()
+    with amp.autocast():  # patches without a handle
+        trainer, _ = fit(queue, batches(2, 16))
+        _, _, tape = trainer._forward(*batches(1, 16)[0], F.cross_entropy)
+    assert trainer.dtypes == {"float32"}
+    assert type(tape) is ag.Tape

@@ -1,0 +1,339 @@
+"""OneFlow's face: a graph's calls give the same bits recorded and replayed as an eager AMP step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.nn.layers import Dropout, Linear, ReLU, Sequential
+from netcl.optim import SGD
+
+from clamp import amp, session
+from clamp.bridge import Node, Tensor
+from clamp.compat.oneflow import GradScaler, Graph, StaticGradScaler
+from clamp.scaling.loss_scale import ScaleRule
+from tests.networks import LOSS_FACTOR, mlp, weights_of
+from tests.patching.test_compiled import BATCHES, OPTIMIZERS, TARGETS, assert_same, poisoned
+from tests.recipes import RECIPES, Made, Recipe, make
+from tests.reference import HALF_DTYPES, to_device, to_numpy
+
+ROWS = len(BATCHES)
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    if session.active_handle() is not None:
+        session.active_handle().shutdown()
+    amp.init().shutdown()  # takes the patches of graphs without a handle away
+
+
+def loss_of(model: Any, x: Any, y: Any) -> Any:
+    return ag.mul(ag.mse_loss(model(x), y), LOSS_FACTOR)
+
+
+class Train(Graph):
+    def __init__(self, model: Any, optimizer: Any, dtype: str = "float16", scaler: Any = None) -> None:
+        super().__init__()
+        self.builds = 0
+        self.model = model
+        self.add_optimizer(optimizer)
+        self.config.enable_amp(True, dtype=dtype)
+        if scaler is not None:
+            self.set_grad_scaler(scaler)
+
+    def build(self, x: Any, y: Any) -> Any:
+        self.builds += 1
+        loss = loss_of(self.model, x, y)
+        loss.backward()
+        return loss
+
+
+def trained(queue: cl.CommandQueue, model: Any, graph: Any, batches: list[np.ndarray]) -> list[list[Any]]:
+    results = []
+    for x, y in zip(batches, TARGETS, strict=True):
+        loss = graph(to_device(queue, x), to_device(queue, y))
+        results.append([loss, *weights_of(model), graph.loss_scale])
+        junk = [Tensor.from_shape(queue, (size,), fill=7.0) for size in (36, 160, 48, 3, 16, 1) * 3]
+        del junk
+    return [[result[0].to_host(), *result[1:]] for result in results]
+
+
+def eager(queue: cl.CommandQueue, dtype: str, name: str, batches: list[np.ndarray]) -> list[list[Any]]:
+    results = []
+    with amp.init(dtype=dtype, loss_scale="dynamic") as handle:
+        handle.scalers[0].rule = ScaleRule(growth_interval=3)
+        model = mlp(queue, 10, 16, 3)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        for x, y in zip(batches, TARGETS, strict=True):
+            optimizer.zero_grad()
+            loss = loss_of(model, ag.tensor(to_device(queue, x)), ag.tensor(to_device(queue, y)))
+            with handle.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            results.append([loss.value.to_host(), *weights_of(model), handle.loss_scale])
+    return results
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_a_graph_trains_as_eager_amp(queue: cl.CommandQueue, dtype: str, optimizer: str) -> None:
+    """Losses, parameters and scale; an overflow in a replay skips that step alone, and the scale grows and falls."""
+    batches = poisoned(BATCHES, 5)
+    model = mlp(queue, 10, 16, 3)
+    graph = Train(model, OPTIMIZERS[optimizer](model.parameters()), dtype, GradScaler(growth_interval=3))
+    assert_same(trained(queue, model, graph, batches), eager(queue, dtype, optimizer, batches))
+    assert graph.builds == 2
+
+
+def test_results_of_calls_are_the_users_to_keep(queue: cl.CommandQueue) -> None:
+    """Nested, detached, and not overwritten by the next call; a batch of another size is recorded on its own."""
+
+    class Infer(Graph):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.builds = 0
+            self.model = model
+            self.config.enable_amp()
+
+        def build(self, x: Any, factor: float) -> Any:
+            self.builds += 1
+            out = self.model(x)
+            return {"out": out, "more": (ag.mul(out, factor), "name")}
+
+    model = mlp(queue, 10, 16, 3)
+    graph = Infer(model)
+    batches = [*BATCHES[:4], *(batch[:5] for batch in BATCHES[:4])]
+    with amp.autocast(), ag.no_grad():
+        expected = [model(ag.tensor(to_device(queue, batch))).to_host().copy() for batch in batches]
+    results = [graph(to_device(queue, batch), 2.0) for batch in batches]
+    assert {result["out"].dtype for result in results} == {"float16"}
+    assert graph.builds == 4
+    for result, want in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(result["out"].to_host(), want)
+        np.testing.assert_array_equal(result["more"][0].to_host(), want * 2)
+        assert result["more"][1] == "name"
+    np.testing.assert_array_equal(graph(to_device(queue, BATCHES[0]), 4.0)["more"][0].to_host(), expected[0] * 4)
+
+
+def test_an_input_among_the_results_is_the_calls_own(queue: cl.CommandQueue) -> None:
+    class Same(Graph):
+        def build(self, x: Any) -> Any:
+            return x, ag.reshape(x, (10, 12))
+
+    graph = Same()
+    for batch in BATCHES[:4]:
+        same, view = graph(to_device(queue, batch))
+        np.testing.assert_array_equal(same.to_host(), batch)
+        np.testing.assert_array_equal(view.to_host(), batch.reshape(10, 12))
+
+
+def test_a_graph_sees_training_mode_change(queue: cl.CommandQueue) -> None:
+    class Infer(Graph):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.builds = 0
+            self.model = model
+            self.config.enable_amp()
+
+        def build(self, x: Any) -> Any:
+            return self.model(x)
+
+    model = Sequential(Linear(queue, 10, 16), ReLU(), Dropout(0.5))
+    graph = Infer(model)
+    x = to_device(queue, BATCHES[0])
+    model.train()
+    dropped = [graph(x).to_host().copy() for _ in range(4)]
+    model.eval()
+    kept = [graph(x).to_host().copy() for _ in range(4)]
+    assert all((one != other).any() for one, other in pairwise(dropped))
+    assert all((one == kept[0]).all() for one in kept)
+
+
+def test_graphs_work_under_init_and_after_shutdown(queue: cl.CommandQueue) -> None:
+    """A graph's own setting wins over the region around it; without one, it is the region's."""
+
+    class Product(Graph):
+        def build(self, x: Any) -> Any:
+            return ag.matmul_op(x, x)
+
+    x = to_device(queue, np.ones((4, 4)))
+    plain, off, narrow = Product(), Product(), Product()
+    off.config.enable_amp(False)
+    narrow.config.enable_amp(True, dtype="bfloat16")
+
+    def dtypes(times: int = 3) -> list[set[str]]:
+        return [{graph(x).dtype for _ in range(times)} for graph in (plain, off, narrow)]
+
+    assert dtypes() == [{"float32"}, {"float32"}, {"bfloat16"}]
+    with amp.init():
+        assert dtypes() == [{"float16"}, {"float32"}, {"bfloat16"}]
+    assert dtypes() == [{"float32"}, {"float32"}, {"bfloat16"}]
+
+
+@pytest.mark.parametrize("scaler", [StaticGradScaler(256.0), None], ids=["static", "none"])
+def test_a_scale_that_stays(queue: cl.CommandQueue, scaler: Any) -> None:
+    model = mlp(queue, 10, 16, 3)
+    graph = Train(model, OPTIMIZERS["sgd"](model.parameters()), "float16", scaler)
+    inputs = [to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])]
+    losses = [float(graph(*inputs).to_host()[0]) for _ in range(6)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+    assert graph.loss_scale == (256.0 if scaler else 1.0)
+    before = weights_of(model)
+    if scaler:
+        graph(to_device(queue, poisoned(BATCHES, 0)[0]), inputs[1])
+        assert not graph.last_step.stepped
+        assert_same([weights_of(model)], [before])
+
+
+def test_several_losses_and_optimizers_share_a_step(queue: cl.CommandQueue) -> None:
+    """Two backward passes into two optimizers: the replay adds their gradients up, as the first call does."""
+
+    class Two(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = mlp(queue, 10, 8), mlp(queue, 8, 3, seed=1)
+            self.add_optimizer(OPTIMIZERS["sgd"](self.first.parameters()))
+            self.add_optimizer(OPTIMIZERS["adam"](self.second.parameters()))
+            self.config.enable_amp(True)
+            self.set_grad_scaler(amp.GradScaler(init_scale=2.0**8))
+
+        def build(self, x: Any, y: Any) -> Any:
+            hidden = self.first(x)
+            ag.mul(ag.sum(ag.square(hidden)), 2.0**-10).backward()
+            loss = ag.mul(ag.mse_loss(self.second(hidden), y), 2.0**-10)
+            loss.backward()
+            return loss
+
+    inputs = [to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])]
+    recorded, plain = Two(), Two()
+    for _ in range(5):
+        loss = recorded(*inputs)
+        plain._recorded.clear()  # never records
+        np.testing.assert_array_equal(loss.to_host(), plain(*inputs).to_host())
+    for one, other in zip((recorded.first, recorded.second), (plain.first, plain.second), strict=True):
+        assert_same([weights_of(one)], [weights_of(other)])
+
+
+def test_a_graph_continues_from_its_state(queue: cl.CommandQueue) -> None:
+    model = mlp(queue, 10, 16, 3)
+    graph = Train(model, OPTIMIZERS["sgd"](model.parameters()), scaler=GradScaler(init_scale=3000, growth_interval=4))
+    inputs = [to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])]
+    for _ in range(3):
+        graph(*inputs)
+    state = graph.state_dict()
+    assert state["scaler"]["loss_scale"] == 3000
+    graph(*inputs)
+    assert graph.loss_scale == 6000
+    graph.load_state_dict(state)
+    assert graph.loss_scale == 3000
+    graph(*inputs)
+    assert graph.loss_scale == 6000
+    with pytest.raises(ValueError, match="has the key 'scaler'"):
+        graph.load_state_dict({})
+
+
+def test_the_scale_stays_above_one(queue: cl.CommandQueue) -> None:
+    model = mlp(queue, 10, 16, 3)
+    graph = Train(model, OPTIMIZERS["sgd"](model.parameters()), scaler=GradScaler(init_scale=4.0))
+    bad = [to_device(queue, poisoned(BATCHES, 0)[0]), to_device(queue, TARGETS[0])]
+    assert [(graph(*bad), graph.loss_scale)[1] for _ in range(4)] == [2.0, 1.0, 1.0, 1.0]
+
+
+def test_bad_use_says_what_to_do(queue: cl.CommandQueue) -> None:
+    model = mlp(queue, 10, 16, 3)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    x, y = to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])
+
+    class Forgot(Train):
+        def build(self, x: Any, y: Any) -> Any:
+            return loss_of(self.model, x, y)
+
+    class Reads(Train):
+        def build(self, x: Any, y: Any) -> Any:
+            loss = super().build(x, y)
+            return float(loss.value.to_host()[0])
+
+    with pytest.raises(RuntimeError, match=r"ran no loss.backward"):
+        Forgot(model, optimizer)(x, y)
+    reads = Reads(model, optimizer)
+    reads(x, y)
+    with pytest.raises(RuntimeError, match="Read it after the recorded part"):
+        reads(x, y)
+    graph = Train(model, optimizer)
+    graph(x, y)
+    with pytest.raises(RuntimeError, match="in __init__"):
+        graph.set_grad_scaler(GradScaler())
+    with pytest.raises(RuntimeError, match="in __init__"):
+        graph.add_optimizer(optimizer)
+    with pytest.raises(NotImplementedError, match="needs a method build"):
+        Graph()(x)
+    with pytest.raises(TypeError, match="pass its tensors one by one"):
+        graph([x], y)
+    with pytest.raises(TypeError, match="takes a GradScaler or a StaticGradScaler"):
+        Graph().set_grad_scaler(2.0**16)
+    with pytest.raises(TypeError, match="params"):
+        Graph().add_optimizer(model)
+    with pytest.raises(ValueError, match="float64"):
+        Graph().config.enable_amp(True, dtype="float64")
+    for wrong in ({"init_scale": 0.0}, {"growth_factor": 1.0}, {"backoff_factor": 2.0}, {"growth_interval": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong)).replace("init_scale", "the loss scale")):
+            GradScaler(**wrong)
+    with pytest.raises(ValueError, match="the loss scale"):
+        StaticGradScaler(-1.0)
+
+
+class Recorded(Graph):
+    """A recipe's model, trained on the mean square of its output, or only evaluated."""
+
+    def __init__(self, recipe: Recipe, made: Made, trains: bool) -> None:
+        super().__init__()
+        self.recipe, self.made, self.model = recipe, made, made.model
+        self.config.enable_amp(True)
+        if trains:
+            self.add_optimizer(SGD(made.trained, lr=1e-3))
+            self.set_grad_scaler(GradScaler(init_scale=64.0))
+
+    def build(self, *inputs: Any) -> Any:
+        given = iter(inputs)
+        arguments = [next(given) if isinstance(x, Tensor) else x for x in self.made.tensors]
+        arguments = [x.value if isinstance(x, Node) and x.value.dtype == "int32" else x for x in arguments]
+        out = self.recipe.call(self.model, *arguments)
+        out = out[0] if isinstance(out, list | tuple) else out
+        if self._optimizers:
+            out = ag.mean(ag.square(out)) if out.value.size > 1 else out
+            out.backward()
+        return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.result != "none"])
+def test_every_layer_and_model_of_netcl_replays(queue: cl.CommandQueue, name: str, trains: bool) -> None:
+    """Results and trained tensors have the bits of a graph that never records."""
+    recipe = RECIPES[name]
+    if not (trains or recipe.infers):
+        pytest.skip("has no inference")
+
+    def run(records: bool) -> list[np.ndarray]:
+        made = make(recipe, queue)
+        if not trains and hasattr(made.model, "eval"):
+            made.model.eval()
+        graph, results = Recorded(recipe, made, trains), []
+        np.random.seed(3)
+        for _ in range(4):
+            if not records:
+                graph._recorded.clear()
+            results.append(to_numpy(graph(*(x for x in made.tensors if isinstance(x, Tensor)))))
+            junk = [Tensor.from_shape(queue, (size,), fill=9.0) for size in (10, 200, 500, 2000) * 8]
+            del junk
+        return [*results, *map(to_numpy, made.trained)]
+
+    for actual, expected in zip(run(True), run(False), strict=True):
+        np.testing.assert_array_equal(actual, expected)

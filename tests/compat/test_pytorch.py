@@ -1,0 +1,748 @@
+"""PyTorch's way of saying it: ``amp.GradScaler``, with its complete state machine, and what scripts do around it.
+
+docs/coming-from-pytorch.md tells the differences. ``amp.autocast`` is in test_autocast.py.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.core.device import CPUQueue
+from netcl.nn.layers import Sequential
+from netcl.optim import SGD, Adam, AdamW, clip_grad_norm, clip_grad_norm_device
+
+from clamp import amp, session
+from clamp.bridge import Node, Tensor
+from clamp.params import masters
+from tests.networks import batch, loss_of, mlp, weights_of
+from tests.reference import to_device, to_numpy
+from tests.scaling.test_overflow import plant
+
+DTYPES = ("float16", "bfloat16")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_netcl_unpatched() -> Iterator[None]:
+    yield
+    session.forget_patches()
+
+
+@pytest.fixture(params=["autocast alone", "under a handle"])
+def amp_is_on(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test that takes it runs with ``amp.autocast`` alone, and with an active handle."""
+    if request.param == "autocast alone":
+        yield
+        return
+    with amp.init():
+        yield
+
+
+def scaled_backward(scaler: amp.GradScaler, model: Sequential, data: Any, dtype: str = "float16") -> Node:
+    with amp.autocast(dtype=dtype):
+        loss = loss_of(model, data)
+    scaler.scale(loss).backward()
+    return loss
+
+
+class Setup(NamedTuple):
+    model: Sequential
+    data: tuple[Tensor, Tensor]
+    optimizer: Any
+    scaler: amp.GradScaler
+
+    def backward(self) -> Node:
+        self.optimizer.zero_grad()
+        return scaled_backward(self.scaler, self.model, self.data)
+
+    @property
+    def params(self) -> list[Tensor]:
+        return self.optimizer.params
+
+
+@pytest.fixture
+def setup(queue: cl.CommandQueue) -> Setup:
+    model = mlp(queue, 8, 16, 4)
+    return Setup(model, batch(queue, 8, 8, 4), SGD(model.parameters(), lr=0.1), amp.GradScaler())
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pytorchs_loop_trains_as_fp32_does(queue: cl.CommandQueue, amp_is_on: None, dtype: str) -> None:
+    def train(dtype: str) -> list[float]:
+        model, data = mlp(queue, 8, 32, 4), batch(queue, 16, 8, 4)
+        optimizer, scaler, losses = Adam(model.parameters(), lr=1e-2), amp.GradScaler(), []
+        for _ in range(15):
+            optimizer.zero_grad()
+            loss = scaled_backward(scaler, model, data, dtype)
+            scaler.unscale_(optimizer)
+            clip_grad_norm(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(float(loss.value.to_host()[0]))
+        return losses
+
+    losses = train(dtype)
+    np.testing.assert_allclose(losses, train("float32"), rtol=0.03)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_accumulated_gradients_are_those_of_one_batch(setup: Setup, amp_is_on: None) -> None:
+    setup.backward()
+    setup.scaler.unscale_(setup.optimizer)
+    once = [param.grad.to_host().copy() for param in setup.params]
+    setup.scaler.update()
+    setup.backward()
+    scaled_backward(setup.scaler, setup.model, setup.data)
+    setup.scaler.unscale_(setup.optimizer)
+    for param, grad in zip(setup.params, once, strict=True):
+        np.testing.assert_allclose(param.grad.to_host(), 2 * grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_reads_32_bytes_of_the_device_and_no_gradient(
+    setup: Setup, amp_is_on: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def iteration() -> None:
+        setup.backward()
+        setup.scaler.unscale_(setup.optimizer)
+        setup.scaler.step(setup.optimizer)
+        setup.scaler.update()
+
+    iteration()
+    read: list[int] = []
+    copy = cl.enqueue_copy
+
+    def counted(queue: cl.CommandQueue, destination: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(destination, np.ndarray):
+            read.append(destination.nbytes)
+        return copy(queue, destination, *args, **kwargs)
+
+    monkeypatch.setattr(cl, "enqueue_copy", counted)
+    iteration()
+    assert read == [32]
+
+
+@pytest.mark.parametrize("region", ["none", "disabled"])
+def test_without_casts_gradients_are_right_too(queue: cl.CommandQueue, region: str) -> None:
+    """netcl's own mse_loss ignores the scaled gradient that arrives."""
+    session.forget_patches()
+    scaler, weight = amp.GradScaler(), to_device(queue, [[3.0]])
+    weight.requires_grad = True
+    with amp.autocast(enabled=False) if region == "disabled" else nullcontext():
+        loss = ag.mse_loss(ag.tensor(weight, requires_grad=True), ag.tensor(to_device(queue, [[1.0]])))
+    scaler.scale(loss).backward()
+    optimizer = OwnOptimizer([weight])
+    scaler.unscale_(optimizer)
+    assert to_numpy(weight.grad).tolist() == [[4.0]]
+    assert scaler.step(optimizer) == "stepped"
+
+
+def test_netcls_numpy_backend_is_left_alone() -> None:
+    weight = Tensor.from_host(CPUQueue(), np.ones((1, 1), np.float32), backend="cpu")
+    weight.requires_grad = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # once in a process it says so
+        scaler, optimizer = amp.GradScaler(), OwnOptimizer([weight])
+        with amp.autocast():
+            loss = ag.sum(ag.mul(ag.tensor(weight, requires_grad=True), 3.0))
+        assert scaler.scale(loss) is loss
+        loss.backward()
+        assert scaler.step(optimizer) == "stepped"
+        scaler.update()
+    assert weight.grad.to_host().tolist() == [[3.0]]
+    assert scaler.get_scale() == 2.0**16
+
+
+# ---------------------------------------------------------------------------------------------- scale
+
+
+def test_scale_multiplies_nodes_in_nested_iterables(queue: cl.CommandQueue) -> None:
+    class Losses(NamedTuple):
+        first: Node
+        second: Node
+
+    scaler = amp.GradScaler(init_scale=8.0)
+    x, y = (ag.tensor(to_device(queue, [value], dtype)) for value, dtype in ((3.0, "float32"), (5.0, "float16")))
+    scaled = scaler.scale([x, (x, y), Losses(x, y)])
+    assert isinstance(scaled, list)
+    assert isinstance(scaled[1], tuple)
+    assert isinstance(scaled[2], Losses)
+    values = [scaled[0], *scaled[1], scaled[2].first, scaled[2].second]
+    assert [float(to_numpy(value.value)[0]) for value in values] == [24, 24, 40, 24, 40]
+    assert {value.value.dtype for value in values} == {"float32"}
+    assert [float(to_numpy(value.value)[0]) for value in scaler.scale(node for node in (x, y))] == [24, 40]
+    assert float(to_numpy(scaler.scale(x.value))[0]) == 24  # a bare tensor
+
+
+def test_scale_takes_tensors_of_any_shape(queue: cl.CommandQueue) -> None:
+    x = to_device(queue, [[1.0, 2.0], [3.0, 4.0]])
+    x.requires_grad = True
+    node = amp.GradScaler(init_scale=4.0).scale(ag.tensor(x, requires_grad=True))
+    assert to_numpy(node.value).tolist() == [[4, 8], [12, 16]]
+    node.backward()
+    assert to_numpy(x.grad).tolist() == [[4, 4], [4, 4]]
+
+
+@pytest.mark.parametrize("output", [1.0, None, "loss", {"loss": 1}, [1.0], ["loss"], np.ones(2)])
+def test_scale_of_what_is_no_tensor_raises(output: Any) -> None:
+    with pytest.raises(ValueError, match=r"scale\(\) takes a node, a tensor or an iterable"):
+        amp.GradScaler().scale(output)
+
+
+def test_scale_of_integers_raises(queue: cl.CommandQueue) -> None:
+    with pytest.raises(TypeError, match="int32"):
+        amp.GradScaler().scale(Tensor.from_host(queue, np.ones(1, np.int32), dtype="int32"))
+
+
+# ---------------------------------------------------------------------------------------------- unscale_
+
+
+def test_unscale_divides_the_very_gradients_of_the_parameters(setup: Setup, amp_is_on: None) -> None:
+    setup.backward()
+    grads = [param.grad for param in setup.params]
+    scaled = [grad.to_host().copy() for grad in grads]
+    setup.scaler.unscale_(setup.optimizer)
+    for param, grad, before in zip(setup.params, grads, scaled, strict=True):
+        assert param.grad is grad
+        assert grad.dtype == "float32"
+        np.testing.assert_array_equal(grad.to_host(), before / 2**16)
+
+
+def test_all_gradients_are_divided_even_when_one_is_inf(setup: Setup, amp_is_on: None) -> None:
+    setup.backward()
+    scaled = [param.grad.to_host().copy() for param in setup.params]
+    plant(setup.params[0])
+    setup.scaler.unscale_(setup.optimizer)
+    assert np.isinf(setup.params[0].grad.to_host()).sum() == 1
+    for param, before in zip(setup.params[1:], scaled[1:], strict=True):
+        np.testing.assert_array_equal(param.grad.to_host(), before / 2**16)
+
+
+def test_unscale_twice_raises(setup: Setup, amp_is_on: None) -> None:
+    setup.backward()
+    setup.scaler.unscale_(setup.optimizer)
+    with pytest.raises(RuntimeError, match="already been called on this optimizer since the last update"):
+        setup.scaler.unscale_(setup.optimizer)
+    setup.scaler.update()
+    setup.backward()
+    setup.scaler.unscale_(setup.optimizer)  # update made it ready again
+
+
+def test_unscale_after_step_raises(setup: Setup, amp_is_on: None) -> None:
+    setup.backward()
+    setup.scaler.step(setup.optimizer)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step\(\)"):
+        setup.scaler.unscale_(setup.optimizer)
+
+
+def test_unscale_and_step_before_any_scale_raise(setup: Setup, amp_is_on: None) -> None:
+    with amp.autocast():
+        loss_of(setup.model, setup.data).backward()
+    for call in (setup.scaler.unscale_, setup.scaler.step):
+        with pytest.raises(RuntimeError, match="before any loss was scaled"):
+            call(setup.optimizer)
+
+
+def test_unscale_and_step_without_gradients_before_any_scale_raise(setup: Setup, amp_is_on: None) -> None:
+    for name in ("unscale_", "step"):
+        with pytest.raises(RuntimeError, match=rf"^{name}\(\) was called before any loss was scaled"):
+            getattr(setup.scaler, name)(setup.optimizer)
+    setup.backward()
+    setup.scaler.unscale_(setup.optimizer)  # what raised before counts as no call
+
+
+class OwnOptimizer:
+    """An optimizer that is not netcl's."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params = params
+        self.calls: list[Any] = []
+
+    def step(self, *args: Any, **kwargs: Any) -> str:
+        self.calls.append((args, kwargs))
+        return "stepped"
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unscale_of_16_bit_gradients_names_master_weights(queue: cl.CommandQueue, dtype: str) -> None:
+    weight = to_device(queue, np.ones((4, 4)), dtype)
+    weight.requires_grad = True
+    optimizer, scaler = OwnOptimizer([weight]), amp.GradScaler(init_scale=2.0)
+    with amp.autocast(dtype=dtype):
+        loss = ag.sum(ag.matmul(ag.tensor(to_device(queue, np.ones((2, 4)))), ag.tensor(weight, requires_grad=True)))
+    scaler.scale(loss).backward()
+    with pytest.raises(ValueError, match="master weights"):
+        scaler.unscale_(optimizer)
+    assert to_numpy(weight.grad).tolist() == [[4] * 4] * 4  # still scaled
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_16_bit_parameters_with_masters_train(queue: cl.CommandQueue, amp_is_on: None, dtype: str) -> None:
+    model, data = mlp(queue, 8, 16, 4), batch(queue, 8, 8, 4)
+    optimizer, scaler = SGD(model.parameters(), lr=0.1), amp.GradScaler(init_scale=2.0**10)
+    masters.narrow(model.parameters(), dtype, [optimizer])
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        losses.append(float(to_numpy(scaled_backward(scaler, model, data, dtype).value)[0]))
+        scaler.unscale_(optimizer)
+        assert {param.grad.dtype for param in model.parameters()} == {"float32"}
+        scaler.step(optimizer)
+        scaler.update()
+    assert losses[-1] < losses[0]
+    assert scaler.get_scale() == 2.0**10
+
+
+# ---------------------------------------------------------------------------------------------- step
+
+
+def test_step_passes_arguments_on_and_returns_the_result(queue: cl.CommandQueue, setup: Setup) -> None:
+    optimizer = OwnOptimizer(setup.params)
+    setup.backward()
+    assert setup.scaler.step(optimizer, 1, rate=2) == "stepped"
+    assert optimizer.calls == [((1,), {"rate": 2})]
+
+
+def test_overflow_skips_the_step_and_returns_none(setup: Setup, amp_is_on: None) -> None:
+    optimizer = OwnOptimizer(setup.params)
+    setup.backward()
+    plant(setup.params[1], np.nan)
+    assert setup.scaler.step(optimizer) is None
+    assert optimizer.calls == []
+    assert setup.scaler.get_scale() == 2.0**16  # update moves it
+    setup.scaler.update()
+    assert setup.scaler.get_scale() == 2.0**15
+    setup.backward()
+    assert setup.scaler.step(optimizer) == "stepped"
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_an_inf_put_in_between_unscale_and_step_is_seen(setup: Setup, amp_is_on: None, value: float) -> None:
+    setup.backward()
+    setup.scaler.unscale_(setup.optimizer)
+    plant(setup.params[-1], value)
+    before = weights_of(setup.model)
+    setup.scaler.step(setup.optimizer)
+    setup.scaler.update()
+    for now, weight in zip(weights_of(setup.model), before, strict=True):
+        np.testing.assert_array_equal(now, weight)
+    assert setup.scaler.get_scale() == 2.0**15
+
+
+def test_step_twice_raises(setup: Setup, amp_is_on: None) -> None:
+    setup.backward()
+    setup.scaler.step(setup.optimizer)
+    with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update"):
+        setup.scaler.step(setup.optimizer)
+
+
+@pytest.mark.parametrize("arguments", [((lambda: None,), {}), ((), {"closure": None}), ((), {"f": lambda: None})])
+def test_a_closure_is_rejected(setup: Setup, arguments: Any) -> None:
+    setup.backward()
+    with pytest.raises(RuntimeError, match="closure"):
+        setup.scaler.step(setup.optimizer, *arguments[0], **arguments[1])
+
+
+def test_a_step_without_gradients_raises(setup: Setup, amp_is_on: None) -> None:
+    setup.backward()
+    setup.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="none of its parameters has a gradient"):
+        setup.scaler.step(setup.optimizer)
+
+
+def test_an_optimizer_without_inf_steps_when_another_has_one(setup: Setup, amp_is_on: None) -> None:
+    healthy, sick = OwnOptimizer(setup.params[:2]), OwnOptimizer(setup.params[2:])
+    setup.backward()
+    plant(setup.params[3])
+    assert setup.scaler.step(sick) is None
+    assert setup.scaler.step(healthy) == "stepped"
+    setup.scaler.update()
+    assert setup.scaler.get_scale() == 2.0**15  # lowered once
+    assert setup.scaler.state_dict()["_growth_tracker"] == 0
+
+
+def test_a_parameter_of_two_optimizers_is_divided_once(setup: Setup, amp_is_on: None) -> None:
+    optimizers = OwnOptimizer(setup.params), OwnOptimizer(setup.params[1:])
+    setup.backward()
+    scaled = setup.params[1].grad.to_host().copy()
+    for optimizer in optimizers:
+        assert setup.scaler.step(optimizer) == "stepped"
+    np.testing.assert_array_equal(setup.params[1].grad.to_host(), scaled / 2**16)
+
+    setup.scaler.update()
+    setup.backward()
+    plant(setup.params[1])
+    assert [setup.scaler.step(optimizer) for optimizer in optimizers] == [None, None]
+
+
+def test_two_losses_and_two_optimizers(setup: Setup, amp_is_on: None) -> None:
+    """PyTorch's recipe for several losses."""
+    first, second = OwnOptimizer(setup.params[:2]), OwnOptimizer(setup.params[2:])
+    with amp.autocast():
+        losses = [loss_of(setup.model, setup.data), ag.mul(loss_of(setup.model, setup.data), 2.0)]
+    setup.scaler.scale(losses[0]).backward(retain_graph=True)
+    setup.scaler.scale(losses[1]).backward()
+    setup.scaler.unscale_(first)
+    three = setup.params[0].grad.to_host().copy()
+    assert [setup.scaler.step(optimizer) for optimizer in (first, second)] == ["stepped"] * 2
+    setup.scaler.update()
+    setup.backward()
+    setup.scaler.unscale_(first)
+    np.testing.assert_allclose(three, 3 * setup.params[0].grad.to_host(), rtol=2e-2, atol=1e-6)
+
+
+def test_a_sum_of_unscaled_and_scaled_gradients_is_right_in_the_next_round(setup: Setup, amp_is_on: None) -> None:
+    setup.backward()
+    setup.scaler.unscale_(setup.optimizer)
+    once = [param.grad.to_host().copy() for param in setup.params]
+    scaled_backward(setup.scaler, setup.model, setup.data)
+    with pytest.raises(RuntimeError, match="run every backward before it"):
+        setup.scaler.step(setup.optimizer)
+    setup.scaler.update()
+    setup.scaler.unscale_(setup.optimizer)
+    for param, grad in zip(setup.params, once, strict=True):
+        np.testing.assert_allclose(param.grad.to_host(), 2 * grad, rtol=1e-6)
+    setup.scaler.step(setup.optimizer)
+
+
+# ---------------------------------------------------------------------------------------------- update
+
+
+def test_the_scale_grows_after_the_interval_and_not_beyond_finite(setup: Setup, amp_is_on: None) -> None:
+    scaler = amp.GradScaler(init_scale=2.0**126, growth_interval=2)
+    optimizer = OwnOptimizer(setup.params)
+    seen = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        with amp.autocast():
+            tiny = ag.mul(loss_of(setup.model, setup.data), 2.0**-126)
+        scaler.scale(tiny).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
+    assert seen == [(2.0**126, 1), (2.0**127, 0), (2.0**127, 1), (2.0**127, 0), (2.0**127, 1), (2.0**127, 0)]
+
+
+def test_an_optimizer_that_was_unscaled_only_counts(setup: Setup, amp_is_on: None) -> None:
+    setup.backward()
+    plant(setup.params[0])
+    setup.scaler.unscale_(setup.optimizer)
+    setup.scaler.update()
+    assert setup.scaler.get_scale() == 2.0**15
+    setup.backward()
+    assert setup.scaler.step(OwnOptimizer(setup.params)) == "stepped"
+
+
+def test_update_without_checked_gradients_raises(setup: Setup) -> None:
+    with pytest.raises(RuntimeError, match="no inf checks were recorded prior to update"):
+        setup.scaler.update()
+    setup.backward()
+    with pytest.raises(RuntimeError, match="no inf checks were recorded prior to update"):
+        setup.scaler.update()
+
+
+@pytest.mark.parametrize("kind", ["float", "int", "tensor", "node"])
+def test_update_sets_a_new_scale(queue: cl.CommandQueue, setup: Setup, kind: str) -> None:
+    tensor = to_device(queue, [32.0])
+    new_scale = {"float": 32.0, "int": 32, "tensor": tensor, "node": ag.tensor(tensor)}[kind]
+    setup.scaler.update(new_scale)  # without a step before it, before any tensor was scaled
+    assert setup.scaler.get_scale() == 32
+    setup.backward()
+    plant(setup.params[0])
+    setup.scaler.step(setup.optimizer)
+    setup.scaler.update(new_scale)  # and the overflow moves it no more
+    assert setup.scaler.get_scale() == 32
+    setup.backward()
+    setup.scaler.step(setup.optimizer)
+    setup.scaler.update()
+    assert (setup.scaler.get_scale(), setup.scaler.state_dict()["_growth_tracker"]) == (32, 1)
+
+
+@pytest.mark.parametrize("new_scale", [0.0, -1.0, np.inf, np.nan, 1e39, "2", True, False, np.True_])
+def test_update_refuses_what_is_no_scale(setup: Setup, new_scale: Any) -> None:
+    setup.backward()
+    with pytest.raises(ValueError, match=r"."):
+        setup.scaler.update(new_scale)
+    assert setup.scaler.get_scale() == 2.0**16
+
+
+def test_update_refuses_a_tensor_of_several_elements(queue: cl.CommandQueue) -> None:
+    with pytest.raises(ValueError, match="one element"):
+        amp.GradScaler().update(to_device(queue, [1.0, 2.0]))
+
+
+def test_consecutive_overflows_end_in_an_error_that_names_the_gradients(setup: Setup) -> None:
+    setup.scaler.update(2.0**-126)
+
+    def overflow() -> None:
+        setup.backward()
+        plant(setup.params[2], np.nan)
+        setup.scaler.step(setup.optimizer)
+        setup.scaler.update()
+
+    for _ in range(24):
+        overflow()
+    with pytest.raises(FloatingPointError, match=r"layers\.2\.weight"):
+        overflow()
+
+
+# ---------------------------------------------------------------------------------------------- several queues
+
+
+def test_each_queue_has_the_scale_and_an_overflow_on_one_counts_for_all(
+    queue: cl.CommandQueue, amp_is_on: None
+) -> None:
+    queues = [queue, cl.CommandQueue(queue.context, queue.device)]
+    models = [mlp(q, 8, 4) for q in queues]
+    data = [batch(q, 4, 8, 4) for q in queues]
+    optimizer = OwnOptimizer([param for model in models for param in model.parameters()])
+    scaler = amp.GradScaler(growth_interval=3)
+
+    def iteration(sick: int | None) -> Any:
+        optimizer.zero_grad()
+        with amp.autocast():
+            losses = [loss_of(model, part) for model, part in zip(models, data, strict=True)]
+        for loss in scaler.scale(losses):
+            loss.backward()
+        if sick is not None:
+            plant(models[sick].parameters()[0])
+        result = scaler.step(optimizer)
+        scaler.update()
+        return result
+
+    results = [iteration(sick) for sick in (None, 1, 0, 1, None, None, None)]
+    assert results == ["stepped", None, None, None, "stepped", "stepped", "stepped"]
+    assert scaler.get_scale() == 2.0**14
+    for loss in scaler.scale([ag.tensor(to_device(q, [1.0])) for q in queues]):
+        assert float(to_numpy(loss.value)[0]) == 2.0**14
+
+
+# ---------------------------------------------------------------------------------------------- settings and state
+
+
+@pytest.mark.parametrize("scale", [2.0**-149, 1e-30, 1.0, 3, 2.0**24, 2.0**60, 3.4e38])
+def test_any_finite_positive_init_scale_will_do(scale: float) -> None:
+    assert amp.GradScaler(init_scale=scale).get_scale() == np.float32(scale)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"init_scale": scale} for scale in (0.0, -1.0, np.inf, np.nan, 1e39, True)),
+        {"growth_interval": True},
+        {"growth_factor": 1.0},
+        {"backoff_factor": 1.0},
+        {"backoff_factor": 0.0},
+        {"growth_interval": 0},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        amp.GradScaler(**settings)
+    off = amp.GradScaler(**settings, enabled=False)  # a script that switches AMP off may leave them in
+    for name, value in settings.items():
+        if name != "init_scale":
+            assert getattr(off, f"get_{name}")() is value
+    assert (off.get_scale(), off.state_dict()) == (1.0, {})
+    copy = pickle.loads(pickle.dumps(off))
+    copy.set_growth_factor(0.5)
+    assert (copy.is_enabled(), copy.get_growth_factor()) == (False, 0.5)
+
+
+def test_a_device_type_is_refused() -> None:
+    with pytest.raises(TypeError, match="takes no device"):
+        amp.GradScaler("cuda")
+
+
+def test_settings_can_be_changed(setup: Setup) -> None:
+    scaler = setup.scaler
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (2.0, 0.5, 2000)
+    setup.backward()
+    scaler.set_growth_factor(4.0)
+    scaler.set_backoff_factor(0.25)
+    scaler.set_growth_interval(1)
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (4.0, 0.25, 1)
+    scaler.step(setup.optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**18
+    setup.backward()
+    plant(setup.params[0])
+    scaler.step(setup.optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**16
+    with pytest.raises(ValueError, match="above 1"):
+        scaler.set_growth_factor(1.0)
+
+
+def test_disabled_it_passes_through(setup: Setup) -> None:
+    scaler, optimizer = amp.GradScaler(enabled=False), OwnOptimizer(setup.params)
+    with amp.autocast(enabled=False):
+        loss = loss_of(setup.model, setup.data)
+    assert scaler.scale(loss) is loss
+    assert scaler.scale("anything") == "anything"
+    loss.backward()
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+    assert scaler.step(optimizer, 1) == "stepped"
+    scaler.update()
+    scaler.update(3.0)
+    scaler.update(True)
+    assert not scaler.is_enabled()
+    assert scaler.get_scale() == 1.0
+    assert scaler.state_dict() == {}
+    scaler.load_state_dict({})
+    assert amp.GradScaler().is_enabled()
+
+
+def test_the_state_dict_has_pytorchs_keys_and_continues_identically(setup: Setup, amp_is_on: None) -> None:
+    def trace(scaler: amp.GradScaler) -> list[Any]:
+        seen = []
+        for sick in (False, True, False, False):
+            setup.optimizer.zero_grad()
+            scaled_backward(scaler, setup.model, setup.data)
+            if sick:
+                plant(setup.params[0])
+            scaler.step(OwnOptimizer(setup.params))
+            scaler.update()
+            seen.append(scaler.state_dict())
+        return seen
+
+    scaler = amp.GradScaler(2.0**10, 3.0, 0.25, 2)
+    trace(scaler)
+    state = scaler.state_dict()
+    assert list(state) == ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
+    other = amp.GradScaler()
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    assert trace(other) == trace(scaler)
+
+
+def test_a_state_dict_of_pytorchs_loads() -> None:
+    saved = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    scaler = amp.GradScaler(1.0)
+    scaler.load_state_dict({**saved, "_growth_tracker": 7})
+    assert scaler.state_dict() == {**saved, "_growth_tracker": 7}
+
+
+def test_an_empty_state_dict_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="The source state dict is empty"):
+        amp.GradScaler().load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"scale": 0.0}, {"scale": True}, {"scale": "x"}, {"growth_factor": 1.0}, {"_growth_tracker": -1}]
+)
+def test_a_wrong_state_dict_is_refused_and_changes_nothing(wrong: dict[str, Any]) -> None:
+    scaler = amp.GradScaler()
+    state = scaler.state_dict()
+    with pytest.raises(ValueError, match=r"."):
+        scaler.load_state_dict({**state, "scale": 2.0, **wrong})
+    with pytest.raises(ValueError, match="missing"):
+        scaler.load_state_dict({"scale": 1.0})
+    assert scaler.state_dict() == state
+
+
+def test_it_can_be_pickled_between_iterations(setup: Setup) -> None:
+    setup.backward()
+    setup.scaler.step(setup.optimizer)
+    with pytest.raises(RuntimeError, match="can be pickled at the start of an iteration"):
+        pickle.dumps(setup.scaler)
+    setup.scaler.update()
+    copy = pickle.loads(pickle.dumps(setup.scaler))
+    assert copy.state_dict() == setup.scaler.state_dict()
+    assert not pickle.loads(pickle.dumps(amp.GradScaler(enabled=False))).is_enabled()
+
+
+# ---------------------------------------------------------------------------------------------- clipping
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_clipping_after_unscale_clips_the_true_norm(setup: Setup, amp_is_on: None, on_device: bool) -> None:
+    clip = clip_grad_norm_device if on_device else clip_grad_norm
+    setup.backward()
+    setup.scaler.unscale_(setup.optimizer)
+    grads = [param.grad.to_host().astype(np.float64) for param in setup.params]
+    norm = np.sqrt(sum((grad**2).sum() for grad in grads))
+    clip(setup.params, norm / 2)
+    for param, grad in zip(setup.params, grads, strict=True):
+        np.testing.assert_allclose(param.grad.to_host(), grad / 2, rtol=1e-5, atol=1e-8)
+    setup.scaler.step(setup.optimizer)
+
+
+def test_clipping_scaled_gradients_is_refused(setup: Setup, amp_is_on: None) -> None:
+    setup.backward()
+    before = setup.params[0].grad.to_host().copy()
+    for clip in (clip_grad_norm, clip_grad_norm_device):
+        with pytest.raises(RuntimeError, match=r"still multiplied by the loss scale .*scaler\.unscale_"):
+            clip(iter(setup.params), 1.0)
+    np.testing.assert_array_equal(setup.params[0].grad.to_host(), before)
+
+
+def test_stepping_on_scaled_gradients_is_refused(setup: Setup, amp_is_on: None) -> None:
+    optimizer = AdamW(setup.params, lr=1e-3)
+    setup.backward()
+    before = weights_of(setup.model)
+    for kwargs in ({}, {"max_norm": 1.0}):
+        with pytest.raises(RuntimeError, match=r"still multiplied by the loss scale .*scaler\.step"):
+            optimizer.step(**kwargs)
+    for now, weight in zip(weights_of(setup.model), before, strict=True):
+        np.testing.assert_array_equal(now, weight)
+    setup.scaler.step(optimizer, max_norm=1.0)
+
+
+def test_under_scale_loss_clipping_is_right_outside_and_refused_inside(queue: cl.CommandQueue, setup: Setup) -> None:
+    for dtype in DTYPES:
+        with amp.init(dtype=dtype) as handle:
+            setup.optimizer.zero_grad()
+            with handle.scale_loss(loss_of(setup.model, setup.data), setup.optimizer) as scaled_loss:
+                scaled_loss.backward()
+                with pytest.raises(RuntimeError, match=r"after `with handle\.scale_loss"):
+                    clip_grad_norm(setup.params, 1.0)
+                with pytest.raises(RuntimeError, match=r"leave `with handle\.scale_loss"):
+                    setup.optimizer.step()
+            grads = [param.grad.to_host().astype(np.float64) for param in setup.params]
+            assert clip_grad_norm(setup.params, 1e6) == pytest.approx(np.sqrt(sum((grad**2).sum() for grad in grads)))
+
+
+# ---------------------------------------------------------------------------------------------- second derivatives
+
+
+def test_create_graph_is_refused(setup: Setup, amp_is_on: None) -> None:
+    with amp.autocast():
+        loss = loss_of(setup.model, setup.data)
+    with pytest.raises(NotImplementedError, match="gradient penalty"):
+        setup.scaler.scale(loss).backward(create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradient penalty"), ag.Tape() as tape:
+        tape.backward(loss, create_graph=True)
+
+
+def test_a_loss_made_from_gradients_is_refused(queue: cl.CommandQueue, setup: Setup, amp_is_on: None) -> None:
+    setup.backward()
+    grad = setup.params[0].grad
+    setup.optimizer.zero_grad()
+    with amp.autocast():
+        loss = loss_of(setup.model, setup.data)
+        penalized = ag.add(loss, ag.sum(ag.square(ag.tensor(grad))))
+        weighted = ag.add(loss, ag.sum(ag.mul(ag.tensor(setup.params[0], requires_grad=True), ag.tensor(grad))))
+        with pytest.raises(NotImplementedError, match="no second derivatives"):
+            ag.add(loss, ag.sum(ag.square(grad)))  # of bare tensors
+    for wrong in (penalized, weighted):
+        with pytest.raises(NotImplementedError, match="no second derivatives"):
+            setup.scaler.scale(wrong).backward()
+    with amp.autocast():  # as a constant it may be part of the loss
+        constant = ag.sum(ag.square(ag.tensor(Tensor.from_host(queue, grad.to_host()))))
+        loss = ag.add(loss_of(setup.model, setup.data), constant)
+    setup.scaler.scale(loss).backward()

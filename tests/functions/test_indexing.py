@@ -1,0 +1,255 @@
+"""Selecting, adding and comparing by index under autograd and on bare tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl import nn
+from netcl.ops import indexing as netcl_indexing
+
+from clamp import amp
+from clamp.bridge import Node, Tape, Tensor
+from clamp.casting.operands import Float, Half, Match, NotOwned, Promote
+from clamp.functions import indexing as F
+from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, to_device, to_numpy
+
+RNG = np.random.default_rng(0)
+VALUES = RNG.standard_normal((4, 6, 5))
+EPS = 2.0**-24
+
+
+@pytest.fixture
+def amp_on() -> Iterator[None]:
+    with amp.init():
+        yield
+
+
+def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
+    tensor = to_device(queue, values, dtype)
+    tensor.requires_grad = requires_grad
+    return Node(value=tensor)
+
+
+def integers(queue: cl.CommandQueue, values: Any) -> Tensor:
+    return Tensor.from_host(queue, np.asarray(values, np.int32), dtype="int32")
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_index_select_and_its_gradient(queue: cl.CommandQueue, axis: int, dtype: str) -> None:
+    index = np.array([3, 0, -1, 3, 3])
+    for function in (F.index_select, F.gather):
+        x = leaf(queue, VALUES, dtype)
+        out = function(Match(), x, axis, integers(queue, index))
+        assert out.value.dtype == dtype
+        np.testing.assert_array_equal(to_numpy(out.value), to_numpy(x.value).take(index, axis))
+        grad = to_device(queue, RNG.standard_normal(out.value.shape), dtype)
+        Tape().backward(out, grad)
+        expected = np.zeros(VALUES.shape)
+        np.add.at(np.moveaxis(expected, axis, 0), index, np.moveaxis(to_numpy(grad), axis, 0))
+        assert x.grad.dtype == dtype
+        assert_close(x.grad, expected, ulps=0.51, slack=16 * EPS * 5)
+
+
+def test_indices_come_in_many_forms(queue: cl.CommandQueue) -> None:
+    x = leaf(queue, VALUES[0], "float16")
+    expected = to_numpy(x.value)[[2, 0, 5]]
+    for index in (
+        [2, 0, -1], np.array([2, 0, 5]), (2, 0, 5), integers(queue, [[2, 0, 5]]),
+        Node(value=integers(queue, [2, 0, 5])),
+        to_device(queue, [2.0, 0.0, 5.0]), to_device(queue, [2.0, 0.0, 5.0], "bfloat16"), np.array([2.0, 0.0, 5.0]),
+    ):  # fmt: skip
+        np.testing.assert_array_equal(to_numpy(F.embedding(Match(), x, index).value), expected)
+    assert F.embedding(Match(), x, []).value.shape == (0, 5)
+    for wrong in ([6], [-7], [2**40]):
+        with pytest.raises(IndexError, match="out of range for axis 0 of size 6"):
+            F.embedding(Match(), x, wrong)
+    with pytest.raises(NotOwned):
+        F.embedding(Match(), x, object())
+
+
+def test_a_wrong_index_on_the_device_is_nan_and_gives_nothing_back(queue: cl.CommandQueue) -> None:
+    x = leaf(queue, np.ones((3, 2)), "float16")
+    out = F.embedding(Match(), x, integers(queue, [0, 3, -4, 100_000]))
+    np.testing.assert_array_equal(np.isnan(to_numpy(out.value)[:, 0]), [False, True, True, True])
+    Tape().backward(out, to_device(queue, np.ones((4, 2)), "float16"))
+    np.testing.assert_array_equal(to_numpy(x.grad), [[1, 1], [0, 0], [0, 0]])
+
+
+def test_integers_are_selected_too(queue: cl.CommandQueue) -> None:
+    host = np.arange(6, dtype=np.int32).reshape(3, 2)
+    out = F.index_select(Match(), Tensor.from_host(queue, host, dtype="int32"), 0, [2, 0])
+    assert out.dtype == "int32"
+    np.testing.assert_array_equal(out.to_host(), host[[2, 0]])
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_an_embedding_trains_in_both_precisions(queue: cl.CommandQueue, dtype: str, amp_on: None) -> None:
+    layer = nn.Embedding(10, 4, queue=queue)
+    index = integers(queue, [1, 7, 1, 1])
+    ag.Tape().backward(ag.sum(layer(index)))
+    assert layer.weight.grad.dtype == "float32"
+    np.testing.assert_array_equal(to_numpy(layer.weight.grad)[[1, 7, 0], 0], [3, 1, 0])
+    table = leaf(queue, to_numpy(layer.weight), dtype)  # 16-bit parameters, as amp.decorate makes them
+    out = ag.embedding(table, index)
+    assert out.value.dtype == dtype
+    Tape().backward(out, to_device(queue, np.full((4, 4), 2.0**-9), dtype))
+    assert table.grad.dtype == dtype
+    np.testing.assert_array_equal(to_numpy(table.grad)[[1, 7, 0], 0], [3 * 2.0**-9, 2.0**-9, 0])
+    with ag.no_grad():
+        assert isinstance(layer(index), Tensor)
+
+
+def test_positions_and_tied_projections(queue: cl.CommandQueue, amp_on: None) -> None:
+    positions = nn.PositionalEmbedding(8, 4, queue=queue)
+    out = positions(3)
+    np.testing.assert_array_equal(to_numpy(out.value), to_numpy(positions.weight)[:3])
+    ag.Tape().backward(ag.sum(out))
+    np.testing.assert_array_equal(to_numpy(positions.weight.grad)[:, 0], [1, 1, 1, 0, 0, 0, 0, 0])
+    table = nn.Embedding(10, 4, queue=queue)
+    logits = nn.TiedLinear(table.weight)(table(integers(queue, [1, 2])))
+    assert logits.value.dtype == "float16"
+    ag.Tape().backward(ag.sum(logits))
+    rows = to_numpy(table.weight)
+    expected = np.tile(rows[1] + rows[2], (10, 1))
+    expected[[1, 2]] += rows.sum(0)
+    np.testing.assert_allclose(to_numpy(table.weight.grad), expected, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("scale", [2.0**-10, 2.0**16])
+def test_scaled_losses_give_scaled_gradients(queue: cl.CommandQueue, scale: float) -> None:
+    gradients = []
+    for seed in (1.0, scale):
+        x = leaf(queue, VALUES)
+        out = F.index_add(
+            Promote(), F.index_select(Match(), x, 1, [0, 0, 2]), 1, [1, 1], F.gather(Match(), x, 1, [3, 4])
+        )
+        Tape().backward(out, to_device(queue, np.full(out.value.shape, seed)))
+        gradients.append(to_numpy(x.grad) / seed)
+    np.testing.assert_array_equal(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("dtypes", [("float16", "float16"), ("float16", "float32"), ("float32", "bfloat16")])
+def test_index_add_promotes(queue: cl.CommandQueue, dtypes: tuple[str, str]) -> None:
+    to, source = leaf(queue, VALUES, dtypes[0]), leaf(queue, RNG.standard_normal((4, 3, 5)), dtypes[1])
+    index = integers(queue, [5, -1, 99])  # the last adds nothing
+    out = F.index_add(Promote(), to, 1, index, source)
+    assert out.value.dtype == (dtypes[0] if dtypes[0] == dtypes[1] else "float32")
+    expected = to_numpy(to.value)
+    before = expected.copy()
+    expected[:, 5] += to_numpy(source.value)[:, :2].sum(1)
+    assert_close(out.value, expected, ulps=0.51, slack=1e-6)
+    np.testing.assert_array_equal(to_numpy(to.value), before)
+    grad = to_device(queue, RNG.standard_normal(VALUES.shape), out.value.dtype)
+    Tape().backward(out, grad)
+    assert (to.grad.dtype, source.grad.dtype) == dtypes
+    assert_close(to.grad, to_numpy(grad), ulps=0.51)
+    picked = to_numpy(grad)[:, [5, 5, 0]]
+    picked[:, 2] = 0
+    assert_close(source.grad, picked, ulps=0.51)
+
+
+def test_leaves_without_gradient_get_none(queue: cl.CommandQueue) -> None:
+    to, source = leaf(queue, VALUES, requires_grad=False), leaf(queue, VALUES[:, :1])
+    assert F.index_select(Match(), to, 0, [0]).grad_fn is None
+    out = F.index_add(Promote(), to, 1, [2], source)
+    Tape().backward(out, to_device(queue, VALUES))
+    assert to.grad is None
+    assert_close(source.grad, VALUES[:, 2:3])
+
+
+def test_argmax_and_topk(queue: cl.CommandQueue) -> None:
+    x = leaf(queue, VALUES, "bfloat16")
+    values = to_numpy(x.value)
+    place = F.argmax(Match(), x, 1)
+    assert isinstance(place, Tensor)
+    np.testing.assert_array_equal(place.to_host(), values.argmax(1))
+    np.testing.assert_array_equal(F.argmax(Match(), x.value, keepdims=True).to_host(), values.argmax(-1)[..., None])
+    largest, places = F.topk(Match(), x, 2, axis=0)
+    assert (largest.dtype, places.dtype) == ("bfloat16", "int32")
+    np.testing.assert_array_equal(to_numpy(largest), -np.sort(-values, 0)[:2])
+    assert F.topk(Float(), x, 2)[0].dtype == "float32"
+    integer = integers(queue, [[1, 2]])
+    for call in (lambda: F.argmax(Match(), integer), lambda: F.topk(Match(), integer, 1)):
+        with pytest.raises(NotOwned):
+            call()
+
+
+def test_an_embedding_under_policy_half_keeps_fp32_gradients(queue: cl.CommandQueue) -> None:
+    x = leaf(queue, VALUES[0])
+    out = F.embedding(Half("float16", lambda source, target: None, False), x, [1, 1])
+    assert out.value.dtype == "float16"
+    Tape().backward(out, to_device(queue, np.full((2, 5), 2049.0 - 1), "float16"))
+    assert x.grad.dtype == "float32"
+    np.testing.assert_array_equal(to_numpy(x.grad)[1], np.full(5, 4096.0))
+
+
+# -------------------------------------------------------------------------------------------- tensor level
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_tensor_level_functions(queue: cl.CommandQueue, dtype: str, amp_on: None) -> None:
+    x, index = to_device(queue, VALUES[0], dtype), integers(queue, [2, 2, 0])
+    out = to_device(queue, np.zeros((3, 5)), dtype)
+    assert netcl_indexing.index_select(x, 0, index, out=out) is out
+    np.testing.assert_array_equal(to_numpy(out), to_numpy(x)[[2, 2, 0]])
+    gradient = netcl_indexing.index_select_backward(out, (6, 5), 0, index)
+    assert gradient.dtype == dtype
+    np.testing.assert_array_equal(to_numpy(gradient)[2], 2 * to_numpy(x)[2])
+    np.testing.assert_array_equal(netcl_indexing.argmax(x, axis=0).to_host(), to_numpy(x).argmax(0))
+    assert netcl_indexing.topk(x, 2)[0].dtype == dtype
+    np.testing.assert_array_equal(to_numpy(ag.one_hot(index, 3, dtype=dtype)), np.eye(3)[[2, 2, 0]])
+    np.testing.assert_array_equal(to_numpy(netcl_indexing.one_hot(index, 3, dtype)), np.eye(3)[[2, 2, 0]])
+    np.testing.assert_array_equal(to_numpy(ag.one_hot([1, 0], 2, queue=queue, dtype=dtype)), np.eye(2)[[1, 0]])
+    whole = netcl_indexing.as_index_tensor(to_device(queue, [[1.0, 2.0]], dtype))
+    np.testing.assert_array_equal(whole.to_host(), [1, 2])
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_adding_in_place_keeps_the_targets_dtype(queue: cl.CommandQueue, dtype: str, amp_on: None) -> None:
+    for function in (netcl_indexing.index_add, netcl_indexing.scatter_add):
+        target, source = to_device(queue, np.ones((3, 2)), dtype), to_device(queue, np.full((300, 2), 0.25))
+        assert function(target, 0, integers(queue, np.full(300, 1)), source) is target
+        assert target.dtype == dtype
+        np.testing.assert_array_equal(to_numpy(target), [[1, 1], [76, 76], [1, 1]])
+
+
+def test_adding_in_place_outside_of_amp_and_to_a_cached_weight(queue: cl.CommandQueue, amp_on: None) -> None:
+    weight = nn.Linear(queue=queue, in_features=3, out_features=2).weight
+    x = to_device(queue, np.eye(3), "float16")
+    with ag.no_grad():
+        before = to_numpy(ag.matmul_op(x, weight))
+        netcl_indexing.index_add(weight, 0, [1], to_device(queue, np.ones((1, 2)), "float16"))
+        np.testing.assert_allclose(to_numpy(ag.matmul_op(x, weight)) - before, [[0, 0], [1, 1], [0, 0]], atol=1e-3)
+    with amp.autocast(enabled=False):
+        target = to_device(queue, np.ones((3, 2)), "float16")
+        netcl_indexing.index_add(target, 0, [1], to_device(queue, np.ones((1, 2))))
+        np.testing.assert_array_equal(to_numpy(target), [[1, 1], [2, 2], [1, 1]])
+
+
+def test_wrong_input_is_refused(queue: cl.CommandQueue) -> None:
+    x = to_device(queue, np.ones((2, 3)), "float16")
+    for call in (
+        lambda: F.index_select(Match(), x, 2, [0]),
+        lambda: F.index_add(Promote(), x, 0, [0], x),
+        lambda: F.index_add(Promote(), x, 0, [0, 1], to_device(queue, np.ones((2, 4)))),
+        lambda: F.tensor_index_add(Match(), x, 2, [0], x),
+        lambda: F.topk(Match(), x, 4),
+    ):
+        with pytest.raises(ValueError, match=r"axis|shape"):
+            call()
+    wide = Tensor.from_host(queue, np.ones((2, 3)), dtype="float64")
+    for refused in (
+        lambda: F.index_select(Match(), wide, 0, [0]),
+        lambda: F.index_add(Promote(), x, 0, [0], integers(queue, [[1, 2, 3]])),
+        lambda: F.one_hot(Match(), [0], 2, dtype="float16"),
+        lambda: F.one_hot(Match(), integers(queue, [0]), 2, dtype="int32"),
+        lambda: F.tensor_as_index_tensor(Match(), [1, 2]),
+    ):
+        with pytest.raises(NotOwned):
+            refused()

@@ -1,0 +1,270 @@
+"""Losses under autograd: gradients follow the incoming one, in each parent's dtype, under every policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import netcl.autograd as ag
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp.bridge import Node, Tape, Tensor
+from clamp.casting.operands import Casting, Float, Half, Match, NotOwned, Promote
+from clamp.functions import loss as F
+from clamp.functions import loss_tensors
+from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
+
+RNG = np.random.default_rng(0)
+LOGITS = RNG.standard_normal((6, 5))
+CLASSES = np.array([0, 4, 2, 2, 1, 3])
+ONE_HOT = np.eye(5)[CLASSES]
+EPS = 2.0**-24
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    exps = np.exp(x - x.max(1, keepdims=True))
+    return exps / exps.sum(1, keepdims=True)
+
+
+def half() -> Half:
+    return Half("float16", lambda source, target: None, False)
+
+
+def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
+    """A node of a leaf tensor."""
+    tensor = to_device(queue, values, dtype)
+    tensor.requires_grad = requires_grad
+    return Node(value=tensor)
+
+
+def run(function: Callable[..., Any], casting: Casting, *args: Any, seed: float | None = None, **kwargs: Any) -> Node:
+    """The loss, after a backward pass whose incoming gradient is ``seed`` (default: netcl's own, 1)."""
+    tape = Tape()
+    loss = function(casting, *args, tape=tape, **kwargs)
+    tape.backward(loss, None if seed is None else to_device(loss.value.queue, np.full(loss.value.shape, seed)))
+    return loss
+
+
+def smooth(d: np.ndarray) -> np.ndarray:
+    return np.clip(d / 0.5, -1, 1)
+
+
+def hinge(x: np.ndarray, t: np.ndarray) -> np.ndarray:
+    true = t.argmax(1)
+    rows = np.arange(len(x))
+    gradient = (1 + x - x[rows, true][:, None] > 0).astype(float)
+    gradient[rows, true] = 0
+    gradient[rows, true] = -gradient.sum(1)
+    return gradient / len(x)
+
+
+#: loss -> gradient of its sum for pred, from the values as stored
+GRADIENTS: dict[Callable[..., Any], Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    F.mse_loss: lambda x, t: 2 * (x - t),
+    F.l2_loss: lambda x, t: 2 * (x - t),
+    F.l1_loss: lambda x, t: np.sign(x - t),
+    F.smooth_l1_loss: lambda x, t: smooth(x - t),
+    F.binary_cross_entropy_with_logits: lambda x, t: 1 / (1 + np.exp(-x)) - t,
+    F.cross_entropy: lambda x, t: (softmax(x) * t.sum(1, keepdims=True) - t) / len(x),
+    F.hinge_loss: hinge,
+}
+EXTRA = {F.smooth_l1_loss: {"beta": 0.5}}
+losses = pytest.mark.parametrize("function", list(GRADIENTS), ids=lambda function: function.__name__)
+
+
+@losses
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_gradients_in_the_leafs_dtype(queue: cl.CommandQueue, function: Callable[..., Any], dtype: str) -> None:
+    pred, target = leaf(queue, LOGITS, dtype), leaf(queue, ONE_HOT, requires_grad=False)
+    loss = run(function, Float(), pred, target, **EXTRA.get(function, {}))
+    assert loss.value.dtype == "float32"
+    assert loss.value.shape == ((6, 5) if function is F.binary_cross_entropy_with_logits else (1,))
+    expected = GRADIENTS[function](to_numpy(pred.value), to_numpy(target.value))
+    assert pred.grad.dtype == dtype
+    assert_close(pred.grad, expected, slack=16 * EPS)
+    assert target.grad is None
+
+
+@losses
+@pytest.mark.parametrize("scale", [2.0**exponent for exponent in (-10, 0, 5, 16)])
+def test_a_scaled_loss_has_scaled_gradients(queue: cl.CommandQueue, function: Callable[..., Any], scale: float) -> None:
+    values = LOGITS * 0.25
+    base, scaled = (leaf(queue, values) for _ in range(2))
+    target = to_device(queue, ONE_HOT)
+    run(function, Float(), base, target, **EXTRA.get(function, {}))
+    run(function, Float(), scaled, target, seed=scale, **EXTRA.get(function, {}))
+    np.testing.assert_array_equal(to_numpy(scaled.grad) / scale, to_numpy(base.grad))
+
+
+@pytest.mark.parametrize("scale", [2.0**-10, 1.0, 2.0**14])
+def test_scaling_through_a_multiplication(queue: cl.CommandQueue, scale: float) -> None:
+    pred = leaf(queue, LOGITS, "float16")
+    tape = Tape()
+    loss = F.cross_entropy(Float(), pred, to_device(queue, ONE_HOT), tape=tape)
+    scaled_loss = ag.mul(loss, scale, tape=tape)
+    tape.backward(scaled_loss)
+    expected = GRADIENTS[F.cross_entropy](to_numpy(pred.value), ONE_HOT) * scale
+    assert_close(pred.grad, expected, slack=16 * EPS * scale)
+
+
+@pytest.mark.parametrize("casting", [Float(), Promote(), Match(), half()], ids=lambda casting: type(casting).__name__)
+@losses
+def test_a_scalar_loss_is_float32_under_every_policy(
+    queue: cl.CommandQueue, function: Callable[..., Any], casting: Casting
+) -> None:
+    pred, target = leaf(queue, LOGITS), to_device(queue, ONE_HOT, "bfloat16")
+    tape = Tape()
+    loss = function(casting, pred, target, tape=tape, **EXTRA.get(function, {}))
+    if function is F.binary_cross_entropy_with_logits:
+        return
+    assert loss.value.dtype == "float32"
+    tape.backward(loss)
+    assert pred.grad.dtype == "float32"  # a leaf's own dtype, though it was read in half
+    stored = to_numpy(to_device(queue, LOGITS, "float16")) if isinstance(casting, Half) else to_numpy(pred.value)
+    assert_close(pred.grad, GRADIENTS[function](stored, ONE_HOT), slack=16 * EPS)
+
+
+@pytest.mark.parametrize("function", [F.mse_loss, F.l1_loss, F.l2_loss, F.smooth_l1_loss])
+def test_targets_get_the_opposite_gradient(queue: cl.CommandQueue, function: Callable[..., Any]) -> None:
+    pred, target = leaf(queue, LOGITS, "float16"), leaf(queue, ONE_HOT, "bfloat16")
+    run(function, Float(), pred, target, seed=2.0, **EXTRA.get(function, {}))
+    expected = 2 * GRADIENTS[function](to_numpy(pred.value), to_numpy(target.value))
+    assert target.grad.dtype == "bfloat16"
+    assert_close(pred.grad, expected, slack=EPS)
+    assert_close(target.grad, -expected, slack=EPS)
+    frozen = leaf(queue, LOGITS, requires_grad=False)
+    run(function, Float(), frozen, target)
+    assert frozen.grad is None
+
+
+def test_bce_gives_targets_minus_the_logits(queue: cl.CommandQueue) -> None:
+    logits, target = leaf(queue, LOGITS, "float16"), leaf(queue, ONE_HOT * 0.5)
+    run(F.binary_cross_entropy_with_logits, Float(), logits, target, seed=3.0)
+    assert_close(target.grad, -3 * to_numpy(logits.value), slack=EPS)
+
+
+@pytest.mark.parametrize("kind", ["int32 tensor", "float tensor", "node", "array", "list"])
+def test_labels_equal_one_hot(queue: cl.CommandQueue, kind: str) -> None:
+    labels: Any = {
+        "int32 tensor": lambda: Tensor.from_host(queue, CLASSES.astype(np.int32), dtype="int32"),
+        "float tensor": lambda: Tensor.from_host(queue, CLASSES.astype(np.float32)),
+        "node": lambda: Node(value=Tensor.from_host(queue, CLASSES.astype(np.int32), dtype="int32")),
+        "array": lambda: CLASSES,
+        "list": lambda: CLASSES.tolist(),
+    }[kind]()
+    reference = leaf(queue, LOGITS, "float16")
+    loss = run(F.cross_entropy, Float(), reference, to_device(queue, ONE_HOT), seed=8.0)
+    for function in (F.cross_entropy, F.cross_entropy_indices):
+        pred = leaf(queue, LOGITS, "float16")
+        other = run(function, Float(), pred, labels, seed=8.0)
+        assert_close(other.value, to_numpy(loss.value), slack=16 * EPS)
+        assert_close(pred.grad, to_numpy(reference.grad), slack=16 * EPS)
+
+
+def test_labels_are_never_cast(queue: cl.CommandQueue) -> None:
+    """In half, the float label 2049 would be 2048."""
+    logits = leaf(queue, np.arange(2050)[None] * 0.001)
+    labels = to_device(queue, [2049.0])
+    loss = run(F.cross_entropy, half(), logits, labels)
+    assert to_numpy(logits.grad)[0, 2049] < -0.9
+    assert np.isfinite(to_numpy(loss.value)).all()
+
+
+def test_ignored_rows(queue: cl.CommandQueue) -> None:
+    labels = np.where([True, False, False, True, False, False], CLASSES, 1)
+    pred = leaf(queue, LOGITS)
+    host = np.where([True, False, False, True, False, False], labels, -7)
+    loss = run(F.cross_entropy_indices, Float(), pred, host, ignore_index=-7)
+    kept = leaf(queue, LOGITS[[0, 3]])
+    expected = run(F.cross_entropy, Float(), kept, to_device(queue, ONE_HOT[[0, 3]]))
+    assert_close(loss.value, to_numpy(expected.value), slack=8 * EPS)
+    assert_close(kept.grad, to_numpy(pred.grad)[[0, 3]], slack=8 * EPS)
+    np.testing.assert_array_equal(to_numpy(pred.grad)[[1, 2, 4, 5]], 0)
+
+
+def test_bare_tensors_give_bare_losses(queue: cl.CommandQueue) -> None:
+    x, t = to_device(queue, LOGITS, "float16"), to_device(queue, ONE_HOT)
+    assert isinstance(F.mse_loss(Float(), x, t), Tensor)
+    assert isinstance(F.cross_entropy(Float(), x, CLASSES), Tensor)
+
+
+def test_netcls_own_mse_ignores_the_incoming_gradient_and_clamps_does_not(queue: cl.CommandQueue) -> None:
+    target = Node(value=to_device(queue, ONE_HOT))
+    own, clamps = leaf(queue, LOGITS), leaf(queue, LOGITS)
+    tape = Tape()
+    tape.backward(ag.mse_loss(own, target, tape=tape), to_device(queue, [1024.0]))
+    run(F.mse_loss, Float(), clamps, target, seed=1024.0)
+    expected = 2 * (to_numpy(own.value) - ONE_HOT)
+    assert_close(own.grad, expected, slack=EPS)  # scaled by 1024 it should be
+    assert_close(clamps.grad, expected * 1024, slack=EPS * 1024)
+
+
+@pytest.mark.parametrize("name", ["l1_loss", "l2_loss"])
+def test_netcls_own_l1_and_l2_backward_raise(queue: cl.CommandQueue, name: str) -> None:
+    tape = Tape()
+    loss = getattr(ag, name)(leaf(queue, LOGITS), Node(value=to_device(queue, ONE_HOT)), tape=tape)
+    with pytest.raises(ValueError, match="shape"):
+        tape.backward(loss)
+
+
+def test_wrong_shapes_name_both(queue: cl.CommandQueue) -> None:
+    x = leaf(queue, LOGITS)
+    wrong = to_device(queue, ONE_HOT[:, :4])
+    for function in GRADIENTS:
+        with pytest.raises(ValueError, match=r"\(6, 5\).*\(6, 4\).*(reshape|pass)"):
+            function(Float(), x, wrong)
+    with pytest.raises(ValueError, match=r"\(6, 5\).*\(3,\).*pass 6 labels"):
+        F.cross_entropy(Float(), x, CLASSES[:3])
+    with pytest.raises(ValueError, match=r"must be \(N, C\)"):
+        F.cross_entropy(Float(), leaf(queue, LOGITS[0]), [1])
+    with pytest.raises(ValueError, match="beta is -1"):
+        F.smooth_l1_loss(Float(), x, x, beta=-1.0)
+
+
+def test_wrong_dtypes(queue: cl.CommandQueue) -> None:
+    integers = Node(value=Tensor.from_host(queue, np.ones((6, 5), np.int32), dtype="int32"))
+    target = to_device(queue, ONE_HOT)
+    for function in GRADIENTS:
+        with pytest.raises(TypeError, match="int32"):
+            function(Float(), integers, target)
+    with pytest.raises(TypeError, match="targets is int32"):
+        F.cross_entropy(Float(), leaf(queue, LOGITS), integers)
+    with pytest.raises(NotOwned):
+        F.mse_loss(Float(), leaf(queue, LOGITS), LOGITS)
+
+
+def test_host_labels_that_are_no_class_raise(queue: cl.CommandQueue) -> None:
+    for wrong in (5, -1):
+        with pytest.raises(IndexError, match=f"label {wrong} is no class"):
+            F.cross_entropy(Float(), leaf(queue, LOGITS), [0, 1, 2, 3, 4, wrong])
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_cross_entropy_of_bare_tensors_and_its_backward(queue: cl.CommandQueue, dtype: str) -> None:
+    x = to_device(queue, LOGITS, dtype)
+    targets = Tensor.from_host(queue, np.array([0, 4, -100, 2, 1, 3], np.int32), dtype="int32")
+    loss, scale = loss_tensors.cross_entropy_indices(Float(), x, targets)
+    kept = [0, 1, 3, 4, 5]
+    share = softmax(to_numpy(x))
+    assert_close(loss, [-np.log(share[np.arange(6), CLASSES])[kept].mean()], ulps=4)
+    assert_close(scale, [0.2])
+    gradient = loss_tensors.cross_entropy_indices_backward(Match(), x, targets, to_device(queue, [8.0]))
+    expected = (share - ONE_HOT) * 8
+    expected[2] = 0
+    assert gradient.dtype == dtype
+    assert_close(gradient, expected, slack=64 * EPS)
+    with pytest.raises(ValueError, match="expected 6 targets, got 1"):
+        loss_tensors.cross_entropy_indices(Float(), x, Tensor.from_host(queue, np.array([1], np.int32), dtype="int32"))
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_softmax_backward_of_bare_tensors(queue: cl.CommandQueue, axis: int) -> None:
+    y, g = to_device(queue, softmax(LOGITS), "float16"), to_device(queue, LOGITS)
+    result = loss_tensors.softmax_backward(Match(), y, g, axis=axis)
+    out = to_numpy(y)
+    assert result.dtype == "float16"
+    assert_close(result, out * (to_numpy(g) - (out * to_numpy(g)).sum(axis, keepdims=True)), slack=32 * EPS)
+    with pytest.raises(NotOwned):
+        loss_tensors.softmax_backward(Match(), y, g, y)

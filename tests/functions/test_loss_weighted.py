@@ -1,0 +1,157 @@
+"""Weighted losses under autograd: values, gradients that follow the incoming one, who gets one, wrong input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import netcl.autograd as ag
+import netcl.nn.loss
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp.bridge import Node, Tape, Tensor
+from clamp.casting.operands import Casting, Float, Half, Match, NotOwned, Promote
+from clamp.functions import loss_weighted as F
+from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
+
+RNG = np.random.default_rng(0)
+PRED = np.hstack([RNG.uniform(0.3, 0.7, (6, 2)), RNG.uniform(0.1, 0.5, (6, 2))])
+TARGET = PRED + RNG.normal(0, 0.05, PRED.shape)
+WEIGHT, OTHER_WEIGHT = RNG.uniform(0.5, 2, (2, *PRED.shape))
+EPS = 2.0**-24
+
+#: clamp's function -> netcl's own, and the arguments besides pred and target
+LOSSES: dict[Callable[..., Any], tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    F.weighted_smooth_l1_loss: (ag.weighted_smooth_l1_loss, (WEIGHT,)),
+    F.weighted_smooth_l1_elementwise: (ag.weighted_smooth_l1_elementwise, (WEIGHT,)),
+    F.weighted_bce: (ag.weighted_bce, (WEIGHT,)),
+    F.weighted_bce_elementwise: (ag.weighted_bce_elementwise, (WEIGHT,)),
+    F.fused_weighted_bce_smooth_l1_loss: (
+        ag.fused_weighted_bce_smooth_l1_loss,
+        (WEIGHT, OTHER_WEIGHT, 0.5, 2.0),
+    ),
+    F.weighted_box_smooth_l1_loss: (netcl.nn.loss.weighted_box_smooth_l1_loss, ()),
+    F.binary_cross_entropy: (ag.binary_cross_entropy, ()),
+}
+ELEMENTWISE = (F.weighted_smooth_l1_elementwise, F.weighted_bce_elementwise, F.binary_cross_entropy)
+losses = pytest.mark.parametrize("function", list(LOSSES), ids=lambda function: function.__name__)
+
+
+def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
+    """A node of a leaf tensor."""
+    tensor = to_device(queue, values, dtype)
+    tensor.requires_grad = requires_grad
+    return Node(value=tensor)
+
+
+def arguments(queue: cl.CommandQueue, function: Callable[..., Any], *dtypes: str, grads: bool = True) -> list[Any]:
+    """The loss's arguments, the tensors in these dtypes in turn."""
+    values = [PRED, TARGET, *LOSSES[function][1]]
+    cycle = iter(dtypes * len(values))
+    return [leaf(queue, v, next(cycle), grads) if isinstance(v, np.ndarray) else v for v in values]
+
+
+def run(loss: Node, tape: Tape, seed: float) -> Node:
+    tape.backward(loss, to_device(loss.value.queue, np.full(loss.value.shape, seed)))
+    return loss
+
+
+@losses
+def test_in_fp32_as_netcl(queue: cl.CommandQueue, function: Callable[..., Any]) -> None:
+    own, clamps = (arguments(queue, function, "float32") for _ in range(2))
+    tapes = Tape(), Tape()
+    expected = run(LOSSES[function][0](*own, tape=tapes[0]), tapes[0], 2.0)
+    loss = run(function(Float(), *clamps, tape=tapes[1]), tapes[1], 2.0)
+    assert loss.value.shape == (PRED.shape if function in ELEMENTWISE else (1,)) == expected.value.shape
+    assert_close(loss.value, to_numpy(expected.value), ulps=32)
+    for mine, netcls in zip(clamps, own, strict=True):
+        if not isinstance(mine, Node):
+            continue
+        assert (mine.grad is None) == (netcls.grad is None)
+        if mine.grad is not None:
+            assert_close(mine.grad, to_numpy(netcls.grad), slack=64 * EPS)
+
+
+@losses
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_gradients_in_each_leafs_dtype(queue: cl.CommandQueue, function: Callable[..., Any], dtype: str) -> None:
+    mixed = arguments(queue, function, dtype, "float32", "bfloat16")
+    wide = [leaf(queue, to_numpy(x.value)) if isinstance(x, Node) else x for x in mixed]
+    tapes = Tape(), Tape()
+    loss = run(function(Float(), *mixed, tape=tapes[0]), tapes[0], 16.0)
+    expected = run(function(Float(), *wide, tape=tapes[1]), tapes[1], 16.0)
+    assert loss.value.dtype == "float32"
+    assert_close(loss.value, to_numpy(expected.value), ulps=0)
+    for narrow, reference in zip(mixed, wide, strict=True):
+        if isinstance(narrow, Node) and narrow.grad is not None:
+            assert narrow.grad.dtype == narrow.value.dtype
+            assert_close(narrow.grad, to_numpy(reference.grad))
+
+
+@losses
+def test_a_scaled_loss_has_scaled_gradients(queue: cl.CommandQueue, function: Callable[..., Any]) -> None:
+    grads = []
+    for scale in (1.0, 2.0**-10, 2.0**16):
+        args = arguments(queue, function, "float32")
+        tape = Tape()
+        run(function(Float(), *args, tape=tape), tape, scale)
+        grads.append(to_numpy(args[0].grad) / scale)
+    np.testing.assert_array_equal(grads[1], grads[0])
+    np.testing.assert_array_equal(grads[2], grads[0])
+
+
+@losses
+@pytest.mark.parametrize("casting", [Promote(), Match(), Half("float16", lambda source, target: None, False)])
+def test_scalars_are_float32_under_every_policy(
+    queue: cl.CommandQueue, function: Callable[..., Any], casting: Casting
+) -> None:
+    args = arguments(queue, function, "float16")
+    tape = Tape()
+    loss = function(casting, *args, tape=tape)
+    assert loss.value.dtype == ("float16" if function is F.binary_cross_entropy else "float32")
+    run(loss, tape, 1.0)
+    assert args[0].grad.dtype == "float16"
+
+
+@losses
+def test_no_gradient_where_none_is_needed(queue: cl.CommandQueue, function: Callable[..., Any]) -> None:
+    args = arguments(queue, function, "float16", grads=False)
+    args[0] = leaf(queue, PRED, "float16")
+    tape = Tape()
+    run(function(Float(), *args, tape=tape), tape, 1.0)
+    assert args[0].grad is not None
+    assert all(x.grad is None for x in args[1:] if isinstance(x, Node))
+    bare = [x.value if isinstance(x, Node) else x for x in args]
+    assert isinstance(function(Float(), *bare), Tensor)
+    with ag.no_grad():
+        assert isinstance(function(Float(), *args), Tensor)
+
+
+def test_a_held_probability_gets_no_gradient(queue: cl.CommandQueue) -> None:
+    """netcl's own gradient there is 1e7, infinite in float16."""
+    pred = leaf(queue, [[0.0, 1.0, 0.5, 1.0]], "float16")
+    target, weight = leaf(queue, [[1.0, 0.0, 1.0, 1.0]]), leaf(queue, np.ones((1, 4)))
+    tape = Tape()
+    loss = run(F.weighted_bce(Float(), pred, target, weight, tape=tape), tape, 1.0)
+    np.testing.assert_array_equal(to_numpy(pred.grad), [[0, 0, -2, 0]])
+    assert_close(loss.value, [-2 * np.log(1e-7) + np.log(2) + 1e-7], ulps=4)
+
+
+@losses
+def test_bad_input(queue: cl.CommandQueue, function: Callable[..., Any]) -> None:
+    args = arguments(queue, function, "float32")
+    with pytest.raises(ValueError, match=r"pred has shape \(6, 4\), target has shape \(5, 4\)"):
+        function(Float(), args[0], leaf(queue, TARGET[:5]), *args[2:])
+    integers = Node(value=Tensor.from_host(queue, np.ones((6, 4), np.int32), dtype="int32"))
+    with pytest.raises(TypeError, match=f"{function.__name__}: target is int32"):
+        function(Float(), args[0], integers, *args[2:])
+    with pytest.raises(NotOwned):
+        function(Float(), args[0], TARGET, *args[2:])
+
+
+def test_boxes_have_four_coordinates(queue: cl.CommandQueue) -> None:
+    x = leaf(queue, PRED[:, :3])
+    with pytest.raises(ValueError, match=r"\(6, 3\).*one box a row"):
+        F.weighted_box_smooth_l1_loss(Float(), x, x)

@@ -1,0 +1,209 @@
+"""Losses of metric learning under autograd: netcl's values, gradients that follow the incoming one, no host reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import netcl.autograd as ag
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp.bridge import Node, Tape, Tensor
+from clamp.casting.operands import Casting, Float, Half, Match, NotOwned, Promote
+from clamp.functions import metric_loss as F
+from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
+
+RNG = np.random.default_rng(0)
+FIRST, SECOND, THIRD = (RNG.standard_normal((9, 6)) * 0.5 for _ in range(3))
+CLASSES = np.array([0, 2, 1, 0, 0, 1, 2, 1, 3])
+ALIKE = np.array([1, 0, 0, 1, 0, 1, 1, 0, 0])
+EPS = 2.0**-24
+
+
+class Loss:
+    """A call: clamp's function, netcl's own, the embeddings, what follows them, keywords."""
+
+    def __init__(self, name: str, embeddings: tuple[np.ndarray, ...], *rest: Any, **kwargs: Any) -> None:
+        self.function: Callable[..., Any] = getattr(F, name)
+        self.netcls: Callable[..., Any] = getattr(ag, name)
+        self.embeddings, self.rest, self.kwargs = embeddings, rest, kwargs
+        self.label = f"{name}-{'-'.join(map(str, kwargs.values()))}"
+
+
+LOSSES = [
+    Loss("triplet_loss", (FIRST, SECOND, THIRD), margin=0.5),
+    Loss("triplet_loss", (FIRST, SECOND, THIRD), distance="euclidean", reduction="sum"),
+    Loss("contrastive_loss", (FIRST, SECOND), ALIKE, margin=2.0),
+    Loss("contrastive_loss", (FIRST, SECOND), ALIKE, margin=1.5, reduction="sum"),
+    Loss("batch_hard_triplet_loss", (FIRST,), CLASSES),
+    Loss("batch_hard_triplet_loss", (FIRST,), CLASSES, distance="euclidean", reduction="sum"),
+    Loss("batch_all_triplet_loss", (FIRST,), CLASSES),
+    Loss("batch_all_triplet_loss", (FIRST,), CLASSES, distance="euclidean", reduction="sum"),
+    Loss("info_nce_loss", (FIRST, SECOND), temperature=0.2),
+    Loss("info_nce_loss", (FIRST, SECOND), temperature=0.5, normalize=False, reduction="sum", symmetric=True),
+    Loss("pairwise_squared_distances", (FIRST, SECOND)),
+    Loss("pairwise_squared_distances", (FIRST,)),
+]
+losses = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.label)
+
+
+def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
+    """A node of a leaf tensor."""
+    tensor = to_device(queue, values, dtype)
+    tensor.requires_grad = requires_grad
+    return Node(value=tensor)
+
+
+def leaves(queue: cl.CommandQueue, loss: Loss, *dtypes: str) -> list[Node]:
+    """The embeddings, in these dtypes in turn."""
+    return [leaf(queue, x, dtypes[i % len(dtypes)]) for i, x in enumerate(loss.embeddings)]
+
+
+def backward(loss: Any, tape: Tape, seed: float) -> Any:
+    tape.backward(loss, to_device(loss.value.queue, np.full(loss.value.shape, seed)))
+    return loss
+
+
+def run(loss: Loss, nodes: list[Node], seed: float = 1.0, casting: Casting | None = None, **kwargs: Any) -> Node:
+    tape = Tape()
+    out = loss.function(casting or Float(), *nodes, *loss.rest, **loss.kwargs, **kwargs, tape=tape)
+    return backward(out, tape, seed)
+
+
+@losses
+def test_in_fp32_as_netcl(queue: cl.CommandQueue, loss: Loss) -> None:
+    # netcl's numpy backend: its l2 norm, and with it InfoNCE, crashes on PoCL.
+    on_host = {"dtype": "float32", "backend": "cpu"}
+    own = [Node(value=Tensor.from_host(None, x.astype(np.float32), **on_host)) for x in loss.embeddings]
+    clamps, tape = leaves(queue, loss, "float32"), Tape()
+    expected = loss.netcls(*own, *loss.rest, **loss.kwargs, tape=tape)
+    tape.backward(expected, Tensor.from_host(None, np.full(expected.value.shape, 2, np.float32), **on_host))
+    result = run(loss, clamps, 2.0)
+    assert_close(result.value, to_numpy(expected.value), ulps=8, slack=64 * EPS)
+    for mine, netcls in zip(clamps, own, strict=True):
+        # netcl's gradient of contrastive_loss divides by d + 1e-8 in place of d.
+        assert_close(mine.grad, to_numpy(netcls.grad), slack=256 * EPS * np.abs(to_numpy(netcls.grad)).max())
+
+
+@losses
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_gradients_in_each_leafs_dtype(queue: cl.CommandQueue, loss: Loss, dtype: str) -> None:
+    mixed = leaves(queue, loss, dtype, "bfloat16", "float32")
+    wide = [leaf(queue, to_numpy(x.value)) for x in mixed]
+    result, expected = run(loss, mixed, 4.0), run(loss, wide, 4.0)
+    assert result.value.dtype == "float32"
+    assert_close(result.value, to_numpy(expected.value), ulps=4, slack=16 * EPS)
+    for narrow, reference in zip(mixed, wide, strict=True):
+        assert narrow.grad.dtype == narrow.value.dtype
+        want = to_numpy(reference.grad)
+        assert_close(narrow.grad, want, slack=16 * EPS * np.abs(want).max())
+
+
+@losses
+def test_a_scaled_loss_has_scaled_gradients(queue: cl.CommandQueue, loss: Loss) -> None:
+    def gradients(scale: float) -> list[np.ndarray]:
+        nodes = leaves(queue, loss, "float32")
+        run(loss, nodes, scale)
+        return [to_numpy(node.grad) / scale for node in nodes]
+
+    base = gradients(1.0)
+    for scale in (2.0**-10, 2.0**16):
+        for scaled, unscaled in zip(gradients(scale), base, strict=True):
+            np.testing.assert_array_equal(scaled, unscaled)
+
+
+@losses
+@pytest.mark.parametrize("casting", [Promote(), Match(), Half("float16", lambda source, target: None, False)])
+def test_a_loss_is_float32_under_every_policy(queue: cl.CommandQueue, loss: Loss, casting: Casting) -> None:
+    nodes = leaves(queue, loss, "float16")
+    result = run(loss, nodes, casting=casting)
+    is_loss = result.value.shape == (1,)
+    assert result.value.dtype == ("float32" if is_loss else "float16")
+    assert all(node.grad.dtype == "float16" for node in nodes)
+
+
+@losses
+def test_only_who_needs_a_gradient_gets_one(queue: cl.CommandQueue, loss: Loss) -> None:
+    for kept in range(len(loss.embeddings)):
+        nodes = [leaf(queue, x, "float16", i == kept) for i, x in enumerate(loss.embeddings)]
+        run(loss, nodes)
+        assert [node.grad is not None for node in nodes] == [i == kept for i in range(len(nodes))]
+    bare = [node.value for node in nodes]
+    assert isinstance(loss.function(Float(), *bare, *loss.rest, **loss.kwargs), Tensor)
+    with ag.no_grad():
+        assert isinstance(loss.function(Float(), *nodes, *loss.rest, **loss.kwargs), Tensor)
+
+
+@losses
+def test_nothing_is_read_on_the_host(queue: cl.CommandQueue, loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = leaves(queue, loss, "float16")
+    rest = [Tensor.from_host(queue, labels.astype(np.int32), dtype="int32") for labels in loss.rest]
+    tape = Tape()
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "to_host", lambda self: pytest.fail("read on the host"))
+        out = loss.function(Float(), *nodes, *rest, **loss.kwargs, tape=tape)
+        backward(out, tape, 1.0)
+    expected = loss.function(Float(), *nodes, *loss.rest, **loss.kwargs)
+    np.testing.assert_array_equal(to_numpy(out.value), to_numpy(expected.value))
+
+
+@pytest.mark.parametrize("kind", ["list", "int64 array", "large int64 array", "float tensor", "int64 tensor", "node"])
+def test_labels_of_any_kind(queue: cl.CommandQueue, kind: str) -> None:
+    labels: Any = {
+        "list": lambda: CLASSES.tolist(),
+        "int64 array": lambda: CLASSES,
+        "large int64 array": lambda: CLASSES + 2**40,
+        "float tensor": lambda: Tensor.from_host(queue, CLASSES.astype(np.float32)),
+        "int64 tensor": lambda: Tensor.from_host(queue, CLASSES + 2**40, dtype="int64"),
+        "node": lambda: Node(value=Tensor.from_host(queue, CLASSES.astype(np.int32), dtype="int32")),
+    }[kind]()
+    x = to_device(queue, FIRST)
+    for function in (F.batch_hard_triplet_loss, F.batch_all_triplet_loss):
+        expected = function(Float(), x, CLASSES)
+        np.testing.assert_array_equal(to_numpy(function(Float(), x, labels)), to_numpy(expected))
+
+
+def test_distances_within_one_matrix_count_both_of_its_roles(queue: cl.CommandQueue) -> None:
+    x, one, two = leaf(queue, FIRST), leaf(queue, FIRST), leaf(queue, FIRST)
+    for args in ((x,), (one, two)):
+        tape = Tape()
+        backward(F.pairwise_squared_distances(Float(), *args, tape=tape), tape, 1.0)
+    assert_close(x.grad, to_numpy(one.grad) + to_numpy(two.grad), slack=64 * EPS)
+
+
+def test_netcls_labels_go_through_the_host_and_its_gradient_too(queue: cl.CommandQueue) -> None:
+    """Why these are owned: every one of netcl's reads its inputs, or its incoming gradient, on the host."""
+    reads: list[Tensor] = []
+    own = Tensor.to_host
+    x = leaf(queue, FIRST)
+    tape = Tape()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "to_host", lambda self: reads.append(self) or own(self))
+        tape.backward(ag.batch_all_triplet_loss(x, CLASSES, tape=tape))
+    assert reads
+
+
+def test_bad_input(queue: cl.CommandQueue) -> None:
+    x = leaf(queue, FIRST)
+    with pytest.raises(ValueError, match="distance must be 'squared' or 'euclidean', got 'cosine'"):
+        F.triplet_loss(Float(), x, x, x, distance="cosine")  # type: ignore[arg-type]
+    for function in (F.batch_hard_triplet_loss, F.batch_all_triplet_loss):
+        with pytest.raises(ValueError, match="reduction must be"):
+            function(Float(), x, CLASSES, reduction="none")
+        with pytest.raises(ValueError, match="3 labels for embeddings of shape"):
+            function(Float(), x, CLASSES[:3])
+        with pytest.raises(ValueError, match=r"\(N, D\): one embedding a row"):
+            function(Float(), leaf(queue, FIRST[0]), CLASSES)
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        F.info_nce_loss(Float(), x, x, temperature=0.0)
+    with pytest.raises(ValueError, match=r"queries has shape \(9, 6\), keys has shape \(4, 6\)"):
+        F.info_nce_loss(Float(), x, leaf(queue, FIRST[:4]))
+    with pytest.raises(ValueError, match=r"\(N, D\) and \(M, D\)"):
+        F.pairwise_squared_distances(Float(), x, leaf(queue, FIRST[:, :3]))
+    integers = Node(value=Tensor.from_host(queue, np.ones((9, 6), np.int32), dtype="int32"))
+    with pytest.raises(TypeError, match="negative is int32"):
+        F.triplet_loss(Float(), x, x, integers)
+    with pytest.raises(NotOwned):
+        F.contrastive_loss(Float(), FIRST, x, ALIKE)

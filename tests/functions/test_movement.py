@@ -1,0 +1,351 @@
+"""Joining and slicing under autograd: numpy's results, and one gradient for all slices of a tensor."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl import nn
+from netcl.ops import tensor_ops
+
+from clamp import amp
+from clamp.bridge import Node, Tape, Tensor, view
+from clamp.casting.operands import Half, Match, NotOwned, Promote
+from clamp.functions import joining, slicing
+from clamp.ops import concat
+from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
+
+VALUES = np.random.default_rng(0).standard_normal((4, 6, 5))
+
+
+@pytest.fixture
+def amp_on() -> Iterator[None]:
+    with amp.init():
+        yield
+
+
+def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
+    tensor = to_device(queue, values, dtype)
+    tensor.requires_grad = requires_grad
+    return Node(value=tensor)
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> int:
+    """How many kernels a call launches."""
+    count = 0
+    launch = cl.Kernel.__call__
+
+    def counting(self: cl.Kernel, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return launch(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cl.Kernel, "__call__", counting)
+        call()
+    return count
+
+
+# ------------------------------------------------------------------------------------------------- joining
+
+
+def test_cat_promotes_and_gives_each_input_its_own_dtype_back(queue: cl.CommandQueue) -> None:
+    parts = [
+        leaf(queue, VALUES[:, :n], dtype) for n, dtype in zip((1, 2, 3, 2), (*STORAGE_DTYPES, "float16"), strict=True)
+    ]
+    parts[3].value.requires_grad = False
+    tape = Tape()
+    out = joining.cat(Promote(), parts, 1, tape)
+    assert out.value.dtype == "float32"
+    np.testing.assert_array_equal(to_numpy(out.value), np.concatenate([to_numpy(x.value) for x in parts], 1))
+    grad = np.random.default_rng(1).standard_normal(out.value.shape).astype(np.float32)
+    tape.backward(out, to_device(queue, grad))
+    start = 0
+    for x in parts[:3]:
+        n = x.value.shape[1]
+        assert x.grad.dtype == x.value.dtype
+        np.testing.assert_array_equal(to_numpy(x.grad), quantize(grad[:, start : start + n], x.grad.dtype))
+        start += n
+    assert parts[3].grad is None
+
+
+def test_stack_of_one_dtype_stays_in_it(queue: cl.CommandQueue) -> None:
+    for axis in (0, 1, -1):
+        parts = [leaf(queue, VALUES[k], "float16") for k in range(3)]
+        tape = Tape()
+        out = joining.stack(Promote(), parts, axis, tape)
+        assert out.value.dtype == "float16"
+        expected = np.stack([to_numpy(x.value) for x in parts], axis)
+        np.testing.assert_array_equal(to_numpy(out.value), expected)
+        tape.backward(out, to_device(queue, expected, "float16"))
+        for x in parts:
+            np.testing.assert_array_equal(to_numpy(x.grad), to_numpy(x.value))
+
+
+def test_cat_of_eight_is_one_launch_forward_and_one_backward(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [leaf(queue, VALUES[k], "float16") for k in (0, 1, 2, 3, 0, 1, 2, 3)]
+    out: list[Node] = []
+    tape = Tape()
+    assert launches(monkeypatch, lambda: out.append(joining.cat(Promote(), parts, 0, tape))) == 1
+    grad = to_device(queue, np.ones((48, 5)), "float16")
+    assert launches(monkeypatch, lambda: tape.backward(out[0], grad)) == 1
+
+
+def test_wrong_joins_are_refused(queue: cl.CommandQueue) -> None:
+    x = leaf(queue, np.ones((2, 3)))
+    integers = Tensor.from_host(queue, np.ones((2, 3), np.int32), dtype="int32")
+    for function, message in (
+        (joining.cat, "cat: .* must agree everywhere but along axis 1"),
+        (joining.stack, r"stack: the tensors must have one shape, got \(2, 3\), \(3, 3\)"),
+    ):
+        with pytest.raises(ValueError, match=f"{function.__name__} needs at least one tensor"):
+            function(Promote(), [])
+        with pytest.raises(TypeError, match="integer and floating tensors do not go together"):
+            function(Promote(), [x, integers])
+        with pytest.raises(ValueError, match=message):
+            function(Promote(), [x, leaf(queue, np.ones((3, 3)))], 1)
+    np.testing.assert_array_equal(joining.cat(Promote(), [integers, integers], 1).to_host(), np.ones((2, 6)))
+
+
+# ------------------------------------------------------------------------------------------------- slicing
+
+KEYS: list[Any] = [
+    0, -1, slice(1, 3), (slice(None), 2), (1, 2), (1, 2, 3), (..., 1), (0, ..., slice(1, 3)), np.int64(2),
+    slice(-2, None),
+    (slice(1, 3), slice(2, 5), slice(0, 2)), (slice(None), slice(1, 4), 2), (slice(None), slice(None), slice(4, 5)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_every_form_of_index(queue: cl.CommandQueue, dtype: str) -> None:
+    for key in KEYS:
+        x = leaf(queue, VALUES, dtype)
+        out = slicing.getitem(Match(), x, key)
+        expected = np.atleast_1d(to_numpy(x.value)[key])
+        assert out.value.dtype == dtype
+        np.testing.assert_array_equal(to_numpy(out.value), expected, err_msg=str(key))
+        Tape().backward(out, to_device(queue, expected, dtype))
+        gradient = np.zeros(VALUES.shape)
+        gradient[key] = to_numpy(x.value)[key]
+        np.testing.assert_array_equal(to_numpy(x.grad), gradient, err_msg=str(key))
+        assert x.grad.dtype == dtype
+
+
+def test_an_index_that_cuts_nothing_off(queue: cl.CommandQueue) -> None:
+    x = leaf(queue, VALUES)
+    for key in (slice(None), ..., (slice(0, 4), ...)):
+        assert slicing.getitem(Match(), x, key) is x
+    x = leaf(queue, np.ones((1, 3)))
+    out = slicing.getitem(Match(), x, 0)
+    assert out.value.shape == (3,)
+    assert out.value.buffer is x.value.buffer
+    Tape().backward(out, to_device(queue, [1.0, 2.0, 3.0]))
+    np.testing.assert_array_equal(to_numpy(x.grad), [[1, 2, 3]])
+    assert slicing.getitem(Match(), x, (0, slice(2, 2))).value.shape == (0,)
+
+
+def test_wrong_indices_are_refused(queue: cl.CommandQueue) -> None:
+    x = leaf(queue, np.ones((2, 3)))
+    for key, error in (
+        ((0, 0, 0), IndexError), (2, IndexError), ((0, -4), IndexError), (slice(0, 2, 2), NotImplementedError),
+        ([0, 1], TypeError), (None, TypeError), (1.0, TypeError),
+    ):  # fmt: skip
+        with pytest.raises(error, match=r"ind|step|strided"):
+            slicing.getitem(Match(), x, key)
+
+
+def test_operators_reach_clamp(queue: cl.CommandQueue, amp_on: None) -> None:
+    x = leaf(queue, VALUES, "bfloat16")
+    out = x[:, 1]
+    assert out.value.dtype == "bfloat16"
+    assert out.op_name == "getitem"
+    assert out.parents[0].op_name == "slices"
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_slices_that_overlap_and_the_tensor_itself_add_up(queue: cl.CommandQueue, dtype: str, amp_on: None) -> None:
+    x = leaf(queue, VALUES, dtype)
+    cuts = [x[:, 0], x[:, 3], ag.narrow(x, 1, 2, 3), x[1], x, *ag.split(x, 2, axis=2)]
+    loss = ag.sum(ag.mul(cuts[0], cuts[0]))
+    for cut in cuts[1:]:
+        loss = ag.add(loss, ag.sum(ag.mul(cut, cut)))
+    weight = np.full(VALUES.shape, 2.0)
+    weight[:, [0, 3]] += 1
+    weight[:, 2:5] += 1
+    weight[1] += 1
+    for _ in range(2):  # a second backward pass starts from nothing
+        x.grad = x.value.grad = None
+        ag.Tape().backward(loss)
+        assert x.grad.dtype == dtype
+        assert_close(x.grad, 2 * to_numpy(x.value) * weight, ulps=4)
+
+
+def test_the_gradient_of_all_chunks_is_one_launch(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = leaf(queue, VALUES, "float16")
+    parts: list[Node] = []
+    assert launches(monkeypatch, lambda: parts.extend(slicing.chunk(Match(), x, 3, axis=1))) == 1
+    joined = joining.cat(Promote(), [parts[2], parts[0]], 1)  # the second has no gradient
+    grad = to_device(queue, np.ones((4, 4, 5)), "float16")
+    assert launches(monkeypatch, lambda: Tape().backward(joined, grad)) == 2
+    np.testing.assert_array_equal(to_numpy(x.grad)[0, :, 0], [1, 1, 0, 0, 1, 1])
+
+
+def test_a_loop_over_time_steps_writes_the_gradient_once(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = leaf(queue, np.arange(16 * 6.0).reshape(2, 16, 3), "float16")
+    steps = [slicing.getitem(Match(), x, (slice(None), t)) for t in range(16)]
+    joined = joining.stack(Promote(), steps, 1)
+    count = launches(monkeypatch, lambda: Tape().backward(joined, x.value))
+    assert count == 4  # two for the steps, two for x
+    np.testing.assert_array_equal(to_numpy(x.grad), to_numpy(x.value))
+
+
+def test_slices_outlive_the_tape_of_an_earlier_iteration(queue: cl.CommandQueue, amp_on: None) -> None:
+    x = leaf(queue, VALUES)
+    kept = []
+    for _ in range(3):
+        x.grad = x.value.grad = None
+        with ag.Tape() as tape:
+            kept.append(x[1])
+            tape.backward(ag.sum(kept[-1]))
+        del tape
+        np.testing.assert_array_equal(to_numpy(x.grad)[:, 0, 0], [0, 1, 0, 0])
+
+
+def test_slices_leave_nothing_behind(queue: cl.CommandQueue) -> None:
+    x = leaf(queue, VALUES)
+    gc.disable()  # reference counts must do
+    try:
+        out = slicing.getitem(Match(), x, 1)
+        watched = [weakref.ref(out), weakref.ref(out.parents[0])]
+        Tape().backward(out, to_device(queue, np.ones((6, 5))))
+        del out
+        assert [watch() for watch in watched] == [None, None]
+    finally:
+        gc.enable()
+    assert to_numpy(x.grad)[1].sum() == 30
+
+
+def test_a_failed_backward_leaves_nothing_for_the_next(queue: cl.CommandQueue, amp_on: None) -> None:
+    x = leaf(queue, VALUES, "float16")
+    first, second = ag.chunk(x, 2, axis=1)
+    failing = [True]
+
+    def grad_fn(grad: Tensor) -> list[Tensor]:
+        if failing:
+            raise RuntimeError("stop")
+        return [grad]
+
+    troubled = Node(value=view(second.value, second.value.shape), grad_fn=grad_fn, parents=[second], requires_grad=True)
+    loss = ag.sum(ag.add(troubled, first))
+    with pytest.raises(RuntimeError, match="stop"):
+        ag.Tape().backward(loss)
+    failing.clear()
+    ag.Tape().backward(loss)
+    np.testing.assert_array_equal(to_numpy(x.grad), np.ones(VALUES.shape))
+
+
+def test_split_and_chunk_cut_as_netcl_does(queue: cl.CommandQueue) -> None:
+    x = leaf(queue, VALUES, "bfloat16")
+    for pieces, sizes in (
+        (slicing.split(Match(), x, 4, 1), (4, 2)),
+        (slicing.split(Match(), x, [1, 5], axis=1), (1, 5)),
+        (slicing.chunk(Match(), x, 4, 1), (2, 2, 2)),
+        (slicing.chunk(Match(), x, 9, 1), (1,) * 6),
+    ):
+        assert [piece.value.shape[1] for piece in pieces] == list(sizes)
+        np.testing.assert_array_equal(np.concatenate([to_numpy(p.value) for p in pieces], 1), to_numpy(x.value))
+    for call, message in (
+        (lambda: slicing.split(Match(), x, 0), "split: the size of a piece is 0"),
+        (lambda: slicing.split(Match(), x, [1, 2], 1), "do not sum to axis size 6"),
+        (lambda: slicing.chunk(Match(), x, 0), "chunk: chunks is 0"),
+        (lambda: slicing.narrow(Match(), x, 1, 4, 3), r"slice \[4, 7\) out of range"),
+        (lambda: slicing.narrow(Match(), x, 3, 0, 1), "axis 3 out of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_no_gradient_no_node_between(queue: cl.CommandQueue) -> None:
+    x = leaf(queue, VALUES, requires_grad=False)
+    out = slicing.narrow(Match(), x, 0, 1, 2)
+    assert out.grad_fn is None
+    bare = to_device(queue, VALUES, "float16")
+    assert all(isinstance(piece, Tensor) for piece in slicing.chunk(Match(), bare, 2))
+    with ag.no_grad():
+        assert isinstance(slicing.getitem(Match(), leaf(queue, VALUES), 0), Tensor)
+
+
+def test_under_another_policy_slices_are_cast(queue: cl.CommandQueue) -> None:
+    x = leaf(queue, VALUES)
+    half = Half("float16", lambda source, target: None, False)
+    out = slicing.narrow(half, x, 0, 1, 1)
+    assert out.value.dtype == "float16"
+    Tape().backward(out, to_device(queue, np.ones((1, 6, 5)), "float16"))
+    assert x.grad.dtype == "float32"
+    assert to_numpy(x.grad).sum() == 30
+
+
+# -------------------------------------------------------------------------------------------- tensor level
+
+
+def test_tensor_level_functions(queue: cl.CommandQueue, amp_on: None) -> None:
+    x, y = to_device(queue, VALUES, "float16"), to_device(queue, VALUES, "bfloat16")
+    assert tensor_ops.cat([x, y]).dtype == "float32"
+    out = to_device(queue, np.zeros((8, 6, 5)), "float16")
+    assert tensor_ops.cat([x, x], out=out) is out
+    np.testing.assert_array_equal(to_numpy(out), np.tile(to_numpy(x), (2, 1, 1)))
+    small = to_device(queue, np.zeros((4, 2, 5)), "float16")
+    assert tensor_ops.narrow(x, 1, -2, 2, out=small) is small
+    np.testing.assert_array_equal(to_numpy(small), to_numpy(x)[:, 4:])
+    with pytest.raises(ValueError, match="output tensor shape/dtype mismatch"):
+        tensor_ops.narrow(y, 1, 0, 2, out=small)
+    assert tensor_ops.write_into(x, to_device(queue, np.ones((4, 1, 5))), 1, 2) is x
+    np.testing.assert_array_equal(to_numpy(x)[:, 2], 1)
+    assert tensor_ops.zeros_like(y).dtype == "bfloat16"
+    np.testing.assert_array_equal(to_numpy(tensor_ops.zeros_like(y, (2, 3))), np.zeros((2, 3)))
+
+
+def test_write_into_keeps_to_its_target(queue: cl.CommandQueue) -> None:
+    x = to_device(queue, np.ones((2, 3)), "float16")
+    for source, axis, start in ((np.ones((2, 3)), 1, 1), (np.ones((3, 1)), 1, 0), (np.ones((2, 1)), 2, 0)):
+        with pytest.raises(ValueError, match="axis"):
+            slicing.tensor_write_into(Match(), x, to_device(queue, source), axis, start)
+    with pytest.raises(TypeError, match="do not go together"):
+        slicing.tensor_write_into(Match(), x, Tensor.from_host(queue, np.ones((2, 1), np.int32), dtype="int32"), 1, 0)
+
+
+def test_concat_layer_and_its_inference(queue: cl.CommandQueue, amp_on: None) -> None:
+    layer = nn.Concat(axis=1)
+    a, b = to_device(queue, VALUES, "float16"), to_device(queue, VALUES[:, :2])
+    for result in (layer(a, b), layer(Node(value=a), Node(value=b)).value):
+        assert result.dtype == "float32"
+        np.testing.assert_array_equal(to_numpy(result), np.concatenate([to_numpy(a), to_numpy(b)], 1))
+
+
+def test_what_is_not_clamps_is_left_to_netcl(queue: cl.CommandQueue) -> None:
+    wide = Tensor.from_host(queue, np.ones((2, 3)), dtype="float64")
+    for call in (
+        lambda: joining.cat(Promote(), [wide]),
+        lambda: slicing.narrow(Match(), wide, 0, 0, 1),
+        lambda: slicing.getitem(Match(), np.ones(3), 0),
+        lambda: slicing.chunk(Match(), wide, 2),
+    ):
+        with pytest.raises(NotOwned):
+            call()
+
+
+def test_many_parts_are_laid_side_by_side(queue: cl.CommandQueue) -> None:
+    """Overlapping gradients are added, the others share one tensor."""
+    parts = [(1, concat.Part(start, 2, to_device(queue, [[1.0, 2.0]]))) for start in (4, 0, 1, 2)]
+    out = slicing.gradient_of_slices((6,), "float32", parts)
+    np.testing.assert_array_equal(to_numpy(out), [1, 3, 3, 2, 1, 2])

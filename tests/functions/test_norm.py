@@ -1,0 +1,330 @@
+"""Norms under autograd, on bare tensors and in netcl's layers, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.nn import batchnorm, layernorm
+from netcl.nn.batchnorm import BatchNorm2dModule
+from netcl.nn.containers import GroupNorm
+from netcl.nn.layers import LayerNorm
+from netcl.nn.modern import RMSNorm
+
+from clamp import amp
+from clamp.bridge import Node, Tape, Tensor
+from clamp.casting.operands import Casting, Float, Half, Match, NotOwned
+from clamp.functions import norm, norm_tensors
+from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, to_device, to_numpy
+
+Array = npt.NDArray[np.float64]
+RNG = np.random.default_rng(0)
+EPS = 2.0**-24
+SHAPE = (3, 4, 5, 3)
+AXES = (0, 2, 3)
+
+
+def half() -> Half:
+    return Half("float16", lambda source, target: None, False)
+
+
+def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
+    tensor = to_device(queue, values, dtype)
+    tensor.requires_grad = requires_grad
+    return Node(value=tensor)
+
+
+def parameters(queue: cl.CommandQueue, n: int, requires_grad: bool = True) -> tuple[Node, Node]:
+    return leaf(queue, RNG.uniform(0.5, 1.5, n), requires_grad=requires_grad), leaf(
+        queue, RNG.standard_normal(n), requires_grad=requires_grad
+    )
+
+
+def running(queue: cl.CommandQueue, channels: int) -> tuple[Tensor, Tensor]:
+    return to_device(queue, np.zeros(channels)), to_device(queue, np.ones(channels))
+
+
+def of_channels(values: Array) -> Array:
+    return values.reshape(1, -1, 1, 1)
+
+
+def normalized(x: Array, axis: int | tuple[int, ...], eps: float = 1e-5) -> Array:
+    return (x - x.mean(axis, keepdims=True)) / np.sqrt(x.var(axis, keepdims=True) + eps)
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+@pytest.mark.parametrize("casting", [Match(), Float(), half()], ids=["match", "float", "half"])
+def test_batch_norm_and_its_activations(queue: cl.CommandQueue, casting: Casting, dtype: str) -> None:
+    expected_dtype = casting.result_dtype(*Match().operands(leaf(queue, [0.0], dtype)))
+    for function, slope in (
+        (norm.batch_norm2d, 1.0),
+        (norm.batch_norm2d_relu, 0.0),
+        (norm.batch_norm2d_leaky_relu, 0.01),
+    ):
+        x, (gamma, beta), (mean, var) = (
+            leaf(queue, RNG.standard_normal(SHAPE), dtype),
+            parameters(queue, 4),
+            running(queue, 4),
+        )
+        tape = Tape()
+        out = function(casting, x, gamma, beta, mean, var, tape=tape)
+        grad = to_device(queue, RNG.standard_normal(SHAPE), out.value.dtype)
+        tape.backward(out, grad)
+        values = (
+            to_numpy(x.value) if not isinstance(casting, Half) else to_numpy(x.value).astype(np.float16).astype(float)
+        )
+        pre = normalized(values, AXES) * of_channels(to_numpy(gamma.value)) + of_channels(to_numpy(beta.value))
+        assert out.value.dtype == expected_dtype
+        assert_close(out.value, np.where(pre > 0, pre, slope * pre), slack=256 * EPS)
+        assert_close(mean, 0.1 * values.mean(AXES), slack=64 * EPS)
+        assert_close(var, 0.9 + 0.1 * values.var(AXES), slack=64 * EPS)
+        g = np.where(pre > 0, to_numpy(grad), slope * to_numpy(grad))
+        assert (x.grad.dtype, gamma.grad.dtype, beta.grad.dtype) == (dtype, "float32", "float32")
+        assert_close(beta.grad, g.sum(AXES), slack=512 * EPS)
+        assert_close(gamma.grad, (g * normalized(values, AXES)).sum(AXES), slack=2048 * EPS)
+
+
+def test_evaluation_backward_uses_the_statistics_of_its_forward(queue: cl.CommandQueue) -> None:
+    x, (gamma, beta), (mean, var) = (
+        leaf(queue, RNG.standard_normal(SHAPE), "float16"),
+        parameters(queue, 4),
+        running(queue, 4),
+    )
+    tape = Tape()
+    out = norm.batch_norm2d(Match(), x, gamma, beta, mean, var, training=False, tape=tape)
+    norm.batch_norm2d(Match(), leaf(queue, 100 + 9 * RNG.standard_normal(SHAPE)), gamma, beta, mean, var, momentum=1.0)
+    assert to_numpy(mean).min() > 50
+    grad = to_device(queue, RNG.standard_normal(SHAPE), "float16")
+    tape.backward(out, grad)
+    expected = to_numpy(grad) * of_channels(to_numpy(gamma.value)) / np.sqrt(1 + 1e-5)
+    assert_close(x.grad, expected, slack=8 * EPS)
+    expected = (to_numpy(grad) * to_numpy(x.value)).sum(AXES) / np.sqrt(1 + 1e-5)
+    assert_close(gamma.grad, expected, slack=2048 * EPS)
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_float_norms(queue: cl.CommandQueue, dtype: str) -> None:
+    def grouped(x: Array) -> Array:
+        return normalized(x.reshape(3, 2, -1), -1).reshape(SHAPE)
+
+    cases: list[tuple[Callable[..., Any], int, bool, Callable[[Array], Array]]] = [
+        (lambda c, *args, **kw: norm.group_norm(c, *args, groups=2, **kw), 4, True, grouped),
+        (norm.layer_norm, 3, True, lambda x: normalized(x, -1)),
+        (norm.rms_norm, 3, False, lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)),
+    ]
+    for function, n, has_beta, reference in cases:
+        for casting, result in ((Float(), "float32"), (Match(), dtype), (half(), "float16")):
+            x, taken = leaf(queue, RNG.standard_normal(SHAPE), dtype), parameters(queue, n)[: 1 + has_beta]
+            tape = Tape()
+            out = function(casting, x, *taken, tape=tape)
+            grad = to_device(queue, RNG.standard_normal(SHAPE), result)
+            tape.backward(out, grad)
+            values, g = to_numpy(x.value), to_numpy(grad)
+            if result == "float16":
+                values = values.astype(np.float16).astype(float)
+            shape, lead = ((1, 4, 1, 1), AXES) if n == 4 else ((3,), (0, 1, 2))
+            z = reference(values)
+            expected = z * to_numpy(taken[0].value).reshape(shape)
+            assert out.value.dtype == result
+            assert_close(out.value, expected + (to_numpy(taken[1].value).reshape(shape) if has_beta else 0), slack=1e-4)
+            assert x.grad.dtype == dtype
+            assert_close(taken[0].grad, (g * z).sum(lead), slack=1e-3)
+            assert taken[0].grad.shape == (n,)
+            if has_beta:
+                assert_close(taken[1].grad, g.sum(lead), slack=1e-5)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_l2_normalize_along_every_axis(queue: cl.CommandQueue, dim: int) -> None:
+    x = leaf(queue, RNG.standard_normal((4, 3, 5)), "float16")
+    tape = Tape()
+    out = norm.l2_normalize(Float(), x, dim=dim, eps=0.5, tape=tape)
+    grad = to_device(queue, RNG.standard_normal((4, 3, 5)))
+    tape.backward(out, grad)
+    values, g = to_numpy(x.value), to_numpy(grad)
+    length = np.linalg.norm(values, axis=dim, keepdims=True)
+    r = 1 / (length + 0.5)
+    assert_close(out.value, values * r, slack=8 * EPS)
+    expected = g * r - values * (g * values).sum(dim, keepdims=True) * r * r / length
+    assert_close(x.grad, expected, slack=64 * EPS)
+
+
+@pytest.mark.parametrize("scale", [2.0**-10, 2.0**16])
+def test_scaled_gradients(queue: cl.CommandQueue, scale: float) -> None:
+    seed = RNG.uniform(-(2.0**-3), 2.0**-3, SHAPE)  # scaled by 2**16 it is finite in every storage type
+    images, (gamma, beta), (mean, var) = RNG.standard_normal(SHAPE), parameters(queue, 4), running(queue, 4)
+    for function, args in (
+        (norm.batch_norm2d_relu, (gamma, beta, mean, var)),
+        (norm.group_norm, (gamma, beta, 2)),
+        (norm.layer_norm, parameters(queue, 3)),
+        (norm.rms_norm, parameters(queue, 3)[:1]),
+        (norm.l2_normalize, ()),
+    ):
+        gradients = []
+        for factor in (1.0, scale):
+            x = leaf(queue, images)
+            tape = Tape()
+            out = function(Float(), x, *args, tape=tape)
+            tape.backward(out, to_device(queue, np.float32(seed) * factor))
+            gradients.append(to_numpy(x.grad) / factor)
+        np.testing.assert_array_equal(gradients[0], gradients[1])
+
+
+def test_leaves_without_gradient_get_none(queue: cl.CommandQueue) -> None:
+    x, frozen = leaf(queue, RNG.standard_normal(SHAPE)), parameters(queue, 4, requires_grad=False)
+    for function, args in ((norm.batch_norm2d, running(queue, 4)), (norm.group_norm, (2,))):
+        out = function(Match(), x, *frozen, *args)
+        grads = out.grad_fn(to_device(queue, np.ones(SHAPE)))
+        assert [grad is None for grad in grads] == [False, True, True]
+        image = leaf(queue, np.ones(SHAPE), requires_grad=False)
+        grads = function(Match(), image, *parameters(queue, 4), *args).grad_fn(to_device(queue, np.ones(SHAPE)))
+        assert [grad is None for grad in grads] == [True, False, False]
+        assert function(Match(), image, *frozen, *args).grad_fn is None
+    frozen = parameters(queue, 3, requires_grad=False)
+    for function, some in ((norm.layer_norm, frozen), (norm.rms_norm, frozen[:1])):
+        grads = function(Match(), x, *some).grad_fn(to_device(queue, np.ones(SHAPE)))
+        assert grads[0] is not None
+        assert all(grad is None for grad in grads[1:])
+
+
+def test_bare_tensors(queue: cl.CommandQueue) -> None:
+    x, gamma = to_device(queue, RNG.standard_normal(SHAPE), "float16"), to_device(queue, RNG.uniform(1, 2, 4))
+    values, mean, var = to_numpy(x), *running(queue, 4)
+    out, batch_mean, batch_var = norm_tensors.tensor_batch_norm2d(Match(), x, gamma, gamma, mean, var)
+    assert isinstance(out, Tensor)
+    assert out.dtype == "float16"
+    assert_close(batch_mean, values.mean(AXES), slack=64 * EPS)
+    assert_close(batch_var, values.var(AXES), slack=64 * EPS)
+    _, given_mean, given_var = norm_tensors.tensor_batch_norm2d(Match(), x, gamma, gamma, mean, var, training=False)
+    assert given_mean is mean
+    assert given_var is var
+    scale = to_device(queue, RNG.uniform(1, 2, 3))
+    out, row_mean, row_var = norm_tensors.tensor_layer_norm(Float(), x, scale, scale)
+    assert out.dtype == "float32"
+    assert row_mean.shape == row_var.shape == (*SHAPE[:-1], 1)
+    _, group_mean, _ = norm_tensors.tensor_group_norm(Float(), x, gamma, gamma, 2)
+    assert group_mean.shape == (3, 2)
+    out, inverse = norm_tensors.tensor_rms_norm(Float(), x, scale)
+    assert_close(inverse, 1 / np.sqrt((values**2).mean(-1).reshape(-1) + 1e-6), slack=256 * EPS)
+    assert norm_tensors.tensor_l2_normalize(Float(), x).dtype == "float32"
+    shifted = norm_tensors.fused_bn_relu(Match(), x, gamma, gamma)
+    gamma_values = of_channels(to_numpy(gamma))
+    assert_close(shifted, np.maximum(values * gamma_values + gamma_values, 0))
+    with pytest.raises(NotOwned):
+        norm_tensors.fused_bn_relu(Match(), x, gamma, gamma, out=x)
+
+
+def test_backwards_of_bare_tensors_are_those_of_autograd(queue: cl.CommandQueue) -> None:
+    x, grad = (
+        leaf(queue, RNG.standard_normal(SHAPE), "float16"),
+        to_device(queue, RNG.standard_normal(SHAPE), "float16"),
+    )
+    (gamma, beta), (scale, shift), statistics = parameters(queue, 4), parameters(queue, 3), running(queue, 4)
+
+    def both(node: Any, found: tuple[Any, ...]) -> None:
+        expected = node.grad_fn(grad)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(to_numpy(one), to_numpy(other), rtol=1e-3, atol=1e-5)
+
+    bare = x.value, gamma.value
+    _, mean, var = norm_tensors.tensor_batch_norm2d(Match(), *bare, beta.value, *statistics)
+    node = norm.batch_norm2d(Match(), x, gamma, beta, *statistics)
+    both(node, norm_tensors.tensor_batch_norm2d_backward(Match(), *bare, grad, mean, var))
+    node = norm.batch_norm2d_leaky_relu(Match(), x, gamma, beta, *statistics, negative_slope=0.25)
+    both(node, norm_tensors.tensor_batch_norm2d_backward(
+        Match(), *bare, grad, mean, var, out=node.value, leaky_slope=0.25
+    ))  # fmt: skip
+    kept = [to_device(queue, [0.5, -1, 0, 2], "float16"), to_device(queue, [1, 2, 0.5, 4], "float16")]
+    node = norm.batch_norm2d(Match(), x, gamma, beta, *kept, training=False)
+    both(node, norm_tensors.tensor_batch_norm2d_backward(Match(), *bare, grad, *kept, training=False))
+    _, mean, var = norm_tensors.tensor_group_norm(Float(), *bare, beta.value, 2)
+    node = norm.group_norm(Float(), x, gamma, beta, 2)
+    both(node, norm_tensors.tensor_group_norm_backward(Float(), *bare, grad, mean, var, 2))
+    bare = x.value, scale.value
+    _, mean, var = norm_tensors.tensor_layer_norm(Float(), *bare, shift.value)
+    node = norm.layer_norm(Float(), x, scale, shift)
+    both(node, norm_tensors.tensor_layer_norm_backward(Float(), *bare, grad, mean, var))
+    _, inverse = norm_tensors.tensor_rms_norm(Float(), *bare)
+    both(norm.rms_norm(Float(), x, scale), norm_tensors.tensor_rms_norm_backward(Float(), *bare, grad, inverse))
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("training", [True, False])
+def test_backwards_of_bare_tensors_read_16_bit_statistics(queue: cl.CommandQueue, dtype: str, training: bool) -> None:
+    """The kernels take fp32 statistics: words of 16 bits would be read two at a time, and beyond the end."""
+    x, grad = (to_device(queue, RNG.standard_normal(SHAPE), "float16") for _ in range(2))
+    gamma, scale = to_device(queue, RNG.uniform(1, 2, 4)), to_device(queue, RNG.uniform(1, 2, 3))
+
+    def check(function: Callable[..., Any], weight: Tensor, count: int, statistics: int = 2, **options: Any) -> None:
+        narrow = [to_device(queue, RNG.uniform(0.5, 2, count), dtype) for _ in range(statistics)]
+        wide = [to_device(queue, to_numpy(statistic)) for statistic in narrow]
+        found, expected = (function(Match(), x, weight, grad, *given, **options) for given in (narrow, wide))
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
+
+    check(norm_tensors.tensor_batch_norm2d_backward, gamma, 4, training=training)
+    check(norm_tensors.tensor_group_norm_backward, gamma, 3 * 2, groups=2)
+    check(norm_tensors.tensor_layer_norm_backward, scale, 3 * 4 * 5)
+    check(norm_tensors.tensor_rms_norm_backward, scale, 3 * 4 * 5, statistics=1)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_netcl_layers(queue: cl.CommandQueue, dtype: str) -> None:
+    """Layers take nodes and bare tensors, and the running statistics are read from the layer afterwards."""
+    images = to_device(queue, RNG.standard_normal(SHAPE), dtype)
+    bn, ln, gn = BatchNorm2dModule(queue, 4), LayerNorm([3], queue=queue), GroupNorm(2, 4, queue=queue)
+    with amp.init(dtype=dtype, verbose=False):
+        for layer, expected in ((bn, dtype), (ln, "float32"), (gn, "float32"), (RMSNorm(3, queue=queue), "float32")):
+            node = layer(ag.tensor(images, requires_grad=True))
+            assert node.value.dtype == expected
+            with ag.no_grad():
+                bare = layer(images)
+            assert isinstance(bare, Tensor)
+            np.testing.assert_array_equal(to_numpy(bare), to_numpy(node.value))
+        bn.training = False
+        with ag.no_grad():
+            out = bn(images)
+    values = to_numpy(images)
+    twice = 0.1 * values.mean(AXES) * 1.9
+    assert_close(bn.running_mean, twice, slack=64 * EPS)
+    r = 1 / np.sqrt(to_numpy(bn.running_var) + 1e-5)
+    assert_close(out, (values - of_channels(twice)) * of_channels(r), slack=64 * EPS)
+
+
+def test_netcl_functions_are_back_after_shutdown(queue: cl.CommandQueue) -> None:
+    before = batchnorm.batch_norm2d, layernorm.layer_norm
+    with amp.init(verbose=False):
+        assert batchnorm.batch_norm2d is not before[0]
+    assert (batchnorm.batch_norm2d, layernorm.layer_norm) == before
+
+
+def test_wrong_input(queue: cl.CommandQueue) -> None:
+    x, row = leaf(queue, np.ones(SHAPE)), leaf(queue, np.ones((3, 4)))
+    gamma, beta = parameters(queue, 4)
+    mean, var = running(queue, 4)
+    short = to_device(queue, np.ones(3))
+    with pytest.raises(ValueError, match=r"takes x of shape \(N, C, H, W\), got \(3, 4\)"):
+        norm.batch_norm2d(Match(), row, gamma, beta, mean, var)
+    with pytest.raises(ValueError, match=r"beta of shape \(3,\) for 4 features"):
+        norm.batch_norm2d(Match(), x, gamma, short, mean, var)
+    with pytest.raises(ValueError, match="4 elements are needed"):
+        norm.batch_norm2d(Match(), x, gamma, beta, mean, short)
+    elsewhere = running(cl.CommandQueue(queue.context, queue.device), 4)
+    with pytest.raises(ValueError, match="different queues"):
+        norm.batch_norm2d(Match(), x, gamma, beta, *elsewhere)
+    with pytest.raises(ValueError, match="not divisible by groups=3"):
+        norm.group_norm(Float(), x, gamma, beta, 3)
+    with pytest.raises(ValueError, match=r"gamma of shape \(3,\) for 4 features"):
+        norm.layer_norm(Float(), row, short, beta)
+    with pytest.raises(ValueError, match="axis 2 out of bounds"):
+        norm.l2_normalize(Float(), row, dim=2)
+    with pytest.raises(NotOwned):
+        norm.batch_norm2d(Match(), x, gamma, beta, None, None, training=False)
+    integers = Tensor.from_host(queue, np.ones((3, 4), np.int32), dtype="int32")
+    with pytest.raises(NotOwned):
+        norm.layer_norm(Float(), integers, gamma, beta)

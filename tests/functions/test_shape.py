@@ -1,0 +1,106 @@
+"""Views share the buffer forward and backward; permutations are numpy's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp.bridge import Node, Tape, Tensor
+from clamp.casting.operands import Match, NotOwned
+from clamp.functions import shape as F
+from tests.reference import STORAGE_DTYPES, to_device, to_numpy
+
+VIEWS = [
+    (F.reshape, {"shape": (4, 6)}, (4, 6)),
+    (F.reshape, {"shape": [-1, 2]}, (12, 2)),
+    (F.flatten, {"shape": (24,)}, (24,)),
+    (F.flatten, {"shape": (2, -1)}, (2, 12)),
+    (F.unsqueeze, {"axis": 1}, (2, 1, 3, 1, 4)),
+    (F.unsqueeze, {"axis": -1}, (2, 3, 1, 4, 1)),
+    (F.squeeze, {}, (2, 3, 4)),
+    (F.squeeze, {"axis": -2}, (2, 3, 4)),
+]
+
+
+def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
+    tensor = to_device(queue, values, dtype)
+    tensor.requires_grad = requires_grad
+    return Node(value=tensor)
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+@pytest.mark.parametrize(("function", "arguments", "shape"), VIEWS)
+def test_views(queue: cl.CommandQueue, function: Any, arguments: Any, shape: tuple[int, ...], dtype: str) -> None:
+    values = np.arange(24.0).reshape(2, 3, 1, 4)
+    x = leaf(queue, values, dtype)
+    tape = Tape()
+    out = function(Match(), x, **arguments, tape=tape)
+    assert out.value.buffer is x.value.buffer
+    assert out.value.dtype == dtype
+    np.testing.assert_array_equal(to_numpy(out.value), values.reshape(shape))
+    grad = to_device(queue, np.ones(shape), dtype)
+    tape.backward(out, grad)
+    assert x.grad.shape == values.shape
+    assert x.grad.buffer is grad.buffer
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_permute(queue: cl.CommandQueue, dtype: str) -> None:
+    values = np.arange(24.0).reshape(2, 3, 4)
+    for dims in ((2, 0, 1), (0, 2, 1), [1, 0, 2]):
+        x = leaf(queue, values, dtype)
+        tape = Tape()
+        out = F.permute(Match(), x, dims, tape=tape)
+        np.testing.assert_array_equal(to_numpy(out.value), values.transpose(dims))
+        tape.backward(out, to_device(queue, values.transpose(dims) * 2, dtype))
+        np.testing.assert_array_equal(to_numpy(x.grad), values * 2)
+        assert x.grad.dtype == dtype
+
+
+def test_integers_are_moved_too(queue: cl.CommandQueue) -> None:
+    host = np.arange(6, dtype=np.int32).reshape(2, 3)
+    x = Tensor.from_host(queue, host, dtype="int32")
+    np.testing.assert_array_equal(F.permute(Match(), x, (1, 0)).to_host(), host.T)
+    np.testing.assert_array_equal(F.reshape(Match(), x, (3, 2)).to_host(), host.reshape(3, 2))
+    np.testing.assert_array_equal(F.tensor_transpose2d(Match(), x).to_host(), host.T)
+
+
+def test_leaves_without_gradient_get_none(queue: cl.CommandQueue) -> None:
+    x = leaf(queue, np.ones((2, 3)), requires_grad=False)
+    assert F.permute(Match(), x, (1, 0)).grad_fn is None
+    assert F.reshape(Match(), x, (6,)).grad_fn is None
+
+
+@pytest.mark.parametrize("shape", [(5,), (-1, -1), (-1, 4), (2, -2), (-1, 0)])
+def test_impossible_shapes_are_refused(queue: cl.CommandQueue, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"reshape: (cannot reshape \(2, 3\) into|only one|an extent of shape)"):
+        F.reshape(Match(), leaf(queue, np.ones((2, 3))), shape)
+
+
+def test_impossible_axes_are_refused(queue: cl.CommandQueue) -> None:
+    x = leaf(queue, np.ones((2, 1)))
+    with pytest.raises(ValueError, match="cannot squeeze axis 0 with size 2"):
+        F.squeeze(Match(), x, 0)
+    for function, axis in ((F.squeeze, 2), (F.unsqueeze, 3), (F.unsqueeze, -4)):
+        with pytest.raises(ValueError, match=f"axis {axis} out of"):
+            function(Match(), x, axis)
+    with pytest.raises(ValueError, match="dims must be a permutation"):
+        F.permute(Match(), x, (0, 0))
+    with pytest.raises(ValueError, match="transpose2d expects a 2D tensor"):
+        F.tensor_transpose2d(Match(), to_device(queue, np.ones(3)))
+
+
+def test_what_is_not_clamps_is_left_to_netcl(queue: cl.CommandQueue) -> None:
+    wide = Tensor.from_host(queue, np.ones((2, 3)), dtype="float64")
+    x = to_device(queue, np.ones((2, 3)))
+    for call in (
+        lambda: F.reshape(Match(), wide, (6,)),
+        lambda: F.permute(Match(), np.ones((2, 3)), (1, 0)),
+        lambda: F.tensor_permute(Match(), x, (1, 0), out=x),
+        lambda: F.tensor_transpose2d(Match(), x, out=x),
+    ):
+        with pytest.raises(NotOwned):
+            call()

@@ -1,0 +1,122 @@
+"""Finding a device: Intel's pip-installed runtime beside the system's drivers, or an error that says what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp import amp
+from clamp.bridge import Tensor
+from clamp.opencl import device
+from clamp.opencl.device import NoDeviceError, capabilities, list_devices, make_cpu_runtime_visible
+
+
+@pytest.fixture
+def vendors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A system with one driver and Intel's runtime from pip."""
+    folder = tmp_path / "system"
+    folder.mkdir()
+    (folder / "driver.icd").write_text("libdriver.so\n")
+    monkeypatch.setattr(device, "SYSTEM_VENDORS", folder)
+    monkeypatch.setattr(device, "intel_cpu_runtime", lambda: Path("/env/lib/libintelocl.so"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("OCL_ICD_VENDORS", raising=False)
+    return folder
+
+
+def test_intels_runtime_joins_the_drivers_that_are_there(vendors: Path) -> None:
+    make_cpu_runtime_visible()
+    folder = Path(os.environ["OCL_ICD_VENDORS"])
+    contents = {file.name: file.read_text() for file in folder.iterdir()}
+    assert contents.pop("driver.icd") == "libdriver.so\n"
+    assert list(contents.values()) == ["/env/lib/libintelocl.so\n"]
+    assert sorted([*contents, "driver.icd"])[0] == "driver.icd", "the system's own drivers stay first"
+
+
+def test_the_users_own_setting_is_left_alone(vendors: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCL_ICD_VENDORS", "/my/vendors")
+    make_cpu_runtime_visible()
+    assert os.environ["OCL_ICD_VENDORS"] == "/my/vendors"
+
+
+def test_nothing_to_add(vendors: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (vendors / "intel.icd").write_text("/opt/intel/libintelocl.so")
+    make_cpu_runtime_visible()
+    assert "OCL_ICD_VENDORS" not in os.environ, "the system knows Intel's runtime itself"
+    (vendors / "intel.icd").unlink()
+    monkeypatch.setattr(device, "intel_cpu_runtime", lambda: None)
+    make_cpu_runtime_visible()
+    assert "OCL_ICD_VENDORS" not in os.environ
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(
+    vendors: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    make_cpu_runtime_visible()
+    assert (Path(os.environ["OCL_ICD_VENDORS"]) / "driver.icd").exists()
+
+
+def test_no_device_names_the_ways_to_get_one(tmp_path: Path) -> None:
+    script = "from clamp import amp; amp.init()"
+    environment = {**os.environ, "OCL_ICD_VENDORS": str(tmp_path), "PYOPENCL_HOME": str(tmp_path)}
+    # a driver that pip put beside pyopencl would still be found, so platforms are asked for through clamp alone
+    script = f"import pyopencl as cl; cl.get_platforms = lambda: []; {script}"
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert run.returncode != 0
+    for way in ("clamp-amp[cpu]", "pocl-opencl-icd", "OCL_ICD_VENDORS", "GPU"):
+        assert way in run.stderr
+    assert issubclass(NoDeviceError, RuntimeError)
+
+
+def test_capabilities_are_probed_once(queue: cl.CommandQueue) -> None:
+    found = capabilities(queue)
+    assert found is capabilities(queue)
+    assert found.half_storage
+    assert found.compute_units >= 1
+    assert queue.device in list_devices()
+
+
+def test_16_bit_storage_needs_no_extension(queue: cl.CommandQueue) -> None:
+    assert amp.is_float16_supported(queue)
+    assert amp.supports_fp16(queue)
+    assert amp.is_bfloat16_supported(queue)
+    assert amp.get_amp_supported_dtype(queue) == ["float16", "bfloat16"]
+
+
+def test_a_context_that_is_gone_is_named(queue: cl.CommandQueue) -> None:
+    gone = mock.Mock(spec=cl.CommandQueue)
+    type(gone).context = mock.PropertyMock(side_effect=cl.LogicError("clRetainContext failed: INVALID_CONTEXT"))
+    with amp.init(), pytest.raises(RuntimeError, match=r"context is gone.*context = cl\.Context"):
+        Tensor.from_host(gone, np.ones(3, np.float32))
+    with amp.init(), pytest.raises(RuntimeError, match=r"context is gone.*context = cl\.Context"):
+        Tensor.from_shape(gone, (3,))
+
+
+def test_a_queue_that_lost_its_context_says_so_or_works(queue: cl.CommandQueue) -> None:
+    """In a process of its own: what a driver does with a context that it has freed is its own affair."""
+    script = """if True:
+        import sys
+        import clamp, numpy as np, pyopencl as cl
+        from clamp import amp
+        from netcl.core.tensor import Tensor
+        device = next(device for platform in cl.get_platforms() if platform.name == sys.argv[1]
+                      for device in platform.get_devices())
+        queue = cl.CommandQueue(cl.Context([device]), device)
+        amp.init()
+        print(Tensor.from_host(queue, np.ones(3, np.float32)).to_host())
+    """
+    name = queue.device.platform.name
+    done = subprocess.run([sys.executable, "-c", script, name], capture_output=True, text=True)
+    if "Intel" in name:
+        assert "RuntimeError: this queue's OpenCL context is gone" in done.stderr
+    else:
+        assert "[1. 1. 1.]" in done.stdout

@@ -1,0 +1,21 @@
+"""What becomes of built programs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyopencl as cl
+
+from clamp.opencl import program
+from clamp.ops.cast import cast
+from tests.reference import to_device, to_numpy
+
+
+def test_released_programs_are_built_again(queue: cl.CommandQueue) -> None:
+    x = to_device(queue, np.arange(5.0))
+    before = to_numpy(cast(x, "float16"))
+    held = program.built_programs()
+    program.release_programs()
+    assert held > 0
+    assert program.built_programs() == 0
+    np.testing.assert_array_equal(to_numpy(cast(x, "float16")), before)
+    assert program.built_programs() == 1

@@ -1,0 +1,183 @@
+"""Rows picked are numpy's take, bit for bit; rows added are summed in fp32, in a fixed order."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp.bridge import Tensor, empty
+from clamp.opencl.device import capabilities
+from clamp.ops import cast, concat, indexing
+from clamp.ops.indexing import index_add, index_select, one_hot, sort_positions, to_index
+from tests.ops.test_concat import bits_of, words
+from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, to_device, to_numpy
+
+pytestmark = pytest.mark.kernel
+
+EPS = 2.0**-24
+
+
+@pytest.fixture(params=["own plan", "other plan"])
+def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's own kind of plan, and the other, with a sort that small inputs spread over several work-groups."""
+    monkeypatch.setattr(indexing, "_TILE", 8)
+    if request.param == "other plan":
+        other = dataclasses.replace(capabilities(queue), is_cpu=not capabilities(queue).is_cpu)
+        for module in (indexing, concat, cast):
+            monkeypatch.setattr(module, "capabilities", lambda queue: other)
+
+
+def integers(queue: cl.CommandQueue, values: object) -> Tensor:
+    return Tensor.from_host(queue, np.asarray(values, np.int32), dtype="int32")
+
+
+@pytest.mark.usefixtures("plan")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32"])
+@pytest.mark.parametrize("inner", [1, 3, 16, 37])
+def test_picked_rows_keep_their_bits(queue: cl.CommandQueue, inner: int, dtype: str) -> None:
+    x, bits = words(queue, (2, 9, inner), dtype)
+    index = np.array([[0, -1, 8, 3], [3, -9, 4, 3]])
+    out = index_select(x, 1, integers(queue, index), out_dtype=dtype)
+    np.testing.assert_array_equal(bits_of(out), bits[:, index.ravel()])
+
+
+@pytest.mark.usefixtures("plan")
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_an_index_that_names_nothing_is_read_as_nan(queue: cl.CommandQueue, dtype: str) -> None:
+    x = to_device(queue, np.ones((2, 3, 5)), dtype)
+    index = integers(queue, [0, 3, -4, 2, 2**31 - 1, -(2**31)])
+    for out_dtype in {dtype, "float32"}:
+        out = to_numpy(index_select(x, 1, index, out_dtype=out_dtype))
+        np.testing.assert_array_equal(np.isnan(out[0, :, 0]), [False, True, True, False, True, True])
+        assert np.isnan(out[:, [1, 2, 4, 5]]).all()
+        zeros = to_numpy(index_select(x, 1, index, out_dtype=out_dtype, missing=0.0))
+        np.testing.assert_array_equal(zeros[0, :, 0], [1, 0, 0, 1, 0, 0])
+
+
+def added(source: np.ndarray, index: np.ndarray, base: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The sum in float64, and the sum of the terms' magnitudes."""
+    total, magnitude = base.copy(), np.abs(base)
+    for position, row in enumerate(index):
+        if -base.shape[1] <= row < base.shape[1]:
+            total[:, row] += source[:, position]
+            magnitude[:, row] += np.abs(source[:, position])
+    return total, magnitude
+
+
+@pytest.mark.usefixtures("plan")
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+@pytest.mark.parametrize(
+    ("outer", "dim", "inner", "n"), [(1, 7, 83, 40), (3, 20, 3, 9), (5, 2, 16, 30), (40, 3, 1, 5), (1, 100, 1, 1)]
+)
+def test_rows_add_up_in_fp32(queue: cl.CommandQueue, outer: int, dim: int, inner: int, n: int, dtype: str) -> None:
+    rng = np.random.default_rng(n)
+    x = to_device(queue, rng.standard_normal((outer, n, inner)), dtype)
+    index = rng.integers(-dim - 1, dim + 1, n)  # some name nothing
+    base = to_device(queue, rng.standard_normal((outer, dim, inner)), "float16")
+    total, magnitude = added(to_numpy(x), index, to_numpy(base))
+    slack = 4 * n * EPS * magnitude
+    for out_dtype in (dtype, "float32"):
+        out = empty(queue, base.shape, out_dtype)
+        index_add(x, base.shape, 1, integers(queue, index), out, base)
+        assert_close(out, total, ulps=0.51, slack=slack)
+        index_add(x, base.shape, 1, integers(queue, index), out, None)
+        assert_close(out, total - to_numpy(base), ulps=0.51, slack=slack)
+    index_add(x, base.shape, 1, integers(queue, index), base, base)
+    assert_close(base, total, ulps=0.51, slack=slack)
+
+
+@pytest.mark.usefixtures("plan")
+def test_a_row_named_often_is_rounded_once(queue: cl.CommandQueue) -> None:
+    for dtype in HALF_DTYPES:
+        x = to_device(queue, np.ones((3000, 2)), dtype)
+        out = empty(queue, (2, 2), dtype)
+        index_add(x, (2, 2), 0, integers(queue, np.arange(3000) % 3 // 2), out, None)
+        assert_close(out, [[2000.0, 2000.0], [1000.0, 1000.0]], ulps=0.51)
+
+
+@pytest.mark.usefixtures("plan")
+def test_sums_have_the_same_bits_every_time(queue: cl.CommandQueue) -> None:
+    rng = np.random.default_rng(0)
+    x, index = to_device(queue, rng.standard_normal((200, 17))), integers(queue, rng.integers(0, 3, 200))
+    results = []
+    for _ in range(3):
+        out = empty(queue, (3, 17), "float32")
+        index_add(x, (3, 17), 0, index, out, None)
+        results.append(bits_of(out))
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
+
+
+@pytest.mark.usefixtures("plan")
+def test_rows_that_nothing_is_added_to_keep_their_bits(queue: cl.CommandQueue) -> None:
+    target, bits = words(queue, (50, 3), "float16")
+    index_add(to_device(queue, np.ones((1, 3))), (50, 3), 0, integers(queue, [7]), target, target)
+    kept = np.arange(50) != 7
+    np.testing.assert_array_equal(bits_of(target)[kept], bits[kept])
+
+
+@pytest.mark.usefixtures("plan")
+def test_no_indices(queue: cl.CommandQueue) -> None:
+    none, nothing = empty(queue, (0,), "int32"), empty(queue, (0, 4), "float32")
+    base, out = to_device(queue, np.ones((3, 4)), "float16"), empty(queue, (3, 4), "float32")
+    assert index_select(base, 0, none, out_dtype="float16").shape == (0, 4)
+    index_add(nothing, (3, 4), 0, none, out, base)
+    np.testing.assert_array_equal(to_numpy(out), np.ones((3, 4)))
+    index_add(nothing, (3, 4), 0, none, out, None)
+    np.testing.assert_array_equal(to_numpy(out), np.zeros((3, 4)))
+
+
+@pytest.mark.parametrize(("n", "dim"), [(1, 1), (50, 3), (100, 300), (33, 100_000)])
+def test_positions_are_sorted_and_equal_ones_keep_their_order(
+    queue: cl.CommandQueue, simulated: bool, n: int, dim: int
+) -> None:
+    dim = min(dim, 1000) if simulated else dim
+    index = np.random.default_rng(n).integers(-dim, dim, n)
+    positions, starts = sort_positions(integers(queue, index), dim, 16)
+    rows = index % dim
+    np.testing.assert_array_equal(positions.to_host(), np.argsort(rows, kind="stable"))
+    np.testing.assert_array_equal(starts.to_host(), np.searchsorted(np.sort(rows), np.arange(dim + 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("plan")
+def test_tables_of_language_models(queue: cl.CommandQueue, simulated: bool) -> None:
+    if simulated:
+        pytest.skip("too large for the simulator")
+    rng = np.random.default_rng(0)
+    for dim, n, inner in ((256, 4096, 64), (20_011, 1009, 96)):
+        index = np.minimum(rng.zipf(1.3, n) - 1, dim - 1)
+        x = to_device(queue, rng.standard_normal((n, inner)), "float16")
+        out = empty(queue, (dim, inner), "float16")
+        index_add(x, (dim, inner), 0, integers(queue, index), out, None)
+        total, magnitude = added(to_numpy(x)[None], index, np.zeros((1, dim, inner)))
+        assert_close(out, total[0], ulps=0.51, slack=4 * n * EPS * magnitude[0])
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_one_hot_and_whole_numbers(queue: cl.CommandQueue, dtype: str) -> None:
+    rows = one_hot(integers(queue, [0, 3, -1, 4, 2]), 4, out_dtype=dtype)
+    assert rows.dtype == dtype
+    expected = np.zeros((5, 4))
+    expected[[0, 1, 4], [0, 3, 2]] = 1
+    np.testing.assert_array_equal(to_numpy(rows), expected)
+    assert one_hot(empty(queue, (0,), "int32"), 4, out_dtype=dtype).shape == (0, 4)
+    index = to_index(to_device(queue, [[0.0, -3.0], [200.0, 1.5]], dtype))
+    assert index.dtype == "int32"
+    np.testing.assert_array_equal(index.to_host(), [0, -3, 200, 1])
+
+
+def test_wrong_shapes_are_refused(queue: cl.CommandQueue) -> None:
+    x, index = to_device(queue, np.ones((2, 3))), integers(queue, [0, 1])
+    for call in (
+        lambda: index_select(x, 2, index, out_dtype="float32"),
+        lambda: index_select(empty(queue, (0, 3), "float32"), 0, index, out_dtype="float32"),
+        lambda: index_select(x, 0, index, out_dtype="float32", out=to_device(queue, np.ones((3, 3)))),
+        lambda: index_add(x, (5, 4), 0, index, x, x),
+        lambda: index_add(x, (2, 5), 1, index, x, x),
+    ):
+        with pytest.raises(ValueError, match=r"axis|shape"):
+            call()

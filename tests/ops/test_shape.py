@@ -1,0 +1,117 @@
+"""Permutations are numpy's transpose, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp.bridge import Tensor
+from clamp.opencl.device import capabilities
+from clamp.ops import shape as ops
+from clamp.ops.shape import Axis, copy, merged_axes, permute
+from tests.reference import to_device, to_numpy
+
+pytestmark = pytest.mark.kernel
+
+
+@pytest.fixture(params=["own plan", "other plan"])
+def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's own kind of plan, and the other."""
+    if request.param == "other plan":
+        own = capabilities(queue)
+        other = dataclasses.replace(own, is_cpu=not own.is_cpu)
+        monkeypatch.setattr(ops, "capabilities", lambda queue: other)
+
+
+def words(queue: cl.CommandQueue, shape: tuple[int, ...], dtype: str) -> tuple[Tensor, np.ndarray]:
+    """A tensor of distinct values, and the same on the host."""
+    host = np.arange(np.prod(shape)).reshape(shape)
+    if dtype == "int32":
+        return Tensor.from_host(queue, host.astype(np.int32), dtype="int32"), host
+    bits = (host % 0x7800).astype(np.uint16).view(np.float16) if dtype == "float16" else host.astype(np.float32)
+    return Tensor.from_host(queue, np.ascontiguousarray(bits), dtype=dtype), bits
+
+
+@pytest.mark.usefixtures("plan")
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
+@pytest.mark.parametrize(
+    ("shape", "dims"),
+    [
+        ((5,), (0,)),
+        ((1, 1), (1, 0)),
+        ((37, 53), (1, 0)),
+        ((64, 48), (1, 0)),
+        ((100, 3), (1, 0)),
+        ((3, 40, 33), (0, 2, 1)),
+        ((2, 16, 48), (2, 0, 1)),
+        ((2, 9, 3, 20), (0, 2, 1, 3)),  # heads of attention
+        ((2, 3, 4, 35), (0, 2, 3, 1)),  # NCHW to NHWC
+        ((2, 3, 4, 5), (3, 2, 1, 0)),
+        ((2, 3, 2, 3, 2, 3), (5, 1, 3, 0, 2, 4)),
+        ((2, 3, 2, 2, 3, 2, 2), (6, 1, 5, 2, 4, 3, 0)),
+        ((2, 3, 2, 2, 3, 2, 2), (5, 1, 4, 2, 3, 0, 6)),
+        ((2, 1, 3, 1, 4, 1, 2, 1, 2), (8, 7, 6, 5, 4, 3, 2, 1, 0)),
+    ],
+)
+def test_permute_is_numpys_transpose(
+    queue: cl.CommandQueue, shape: tuple[int, ...], dims: tuple[int, ...], dtype: str
+) -> None:
+    x, host = words(queue, shape, dtype)
+    result = permute(x, dims)
+    assert result.dtype == dtype
+    assert result.shape == host.transpose(dims).shape
+    np.testing.assert_array_equal(result.to_host(), host.transpose(dims))
+
+
+def test_every_order_of_four_axes(queue: cl.CommandQueue) -> None:
+    x, host = words(queue, (2, 3, 4, 5), "float16")
+    for dims in itertools.permutations(range(4)):
+        np.testing.assert_array_equal(permute(x, dims).to_host(), host.transpose(dims))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("plan")
+def test_every_order_of_five_axes_and_large_matrices(queue: cl.CommandQueue, simulated: bool) -> None:
+    x, host = words(queue, (3, 2, 17, 2, 18), "float32")
+    for dims in itertools.permutations(range(5)):
+        np.testing.assert_array_equal(permute(x, dims).to_host(), host.transpose(dims))
+    if not simulated:
+        x, host = words(queue, (1031, 2053), "float16")
+        np.testing.assert_array_equal(permute(x, (1, 0)).to_host(), host.T)
+
+
+def test_bits_survive_a_move(queue: cl.CommandQueue) -> None:
+    bits = np.arange(0, 1 << 16, 13, dtype=np.uint16)[: 16 * 315].reshape(16, 315)
+    x = Tensor.from_host(queue, bits, dtype="bfloat16")
+    np.testing.assert_array_equal(permute(x, (1, 0)).to_host().view(np.uint16), bits.T)
+
+
+@pytest.mark.usefixtures("plan")
+@pytest.mark.parametrize("size", [1, 15, 1009, 20_011])
+def test_a_copy_has_its_own_buffer(queue: cl.CommandQueue, simulated: bool, size: int) -> None:
+    size = min(size, 2000) if simulated else size
+    x = to_device(queue, np.random.default_rng(0).standard_normal(size), "float16")
+    y = copy(x)
+    assert y.buffer is not x.buffer
+    np.testing.assert_array_equal(to_numpy(y), to_numpy(x))
+
+
+def test_empty_tensors(queue: cl.CommandQueue) -> None:
+    assert permute(to_device(queue, np.empty((3, 0, 2))), (2, 0, 1)).shape == (2, 3, 0)
+
+
+def test_wrong_dims_are_refused(queue: cl.CommandQueue) -> None:
+    x = to_device(queue, np.ones((2, 3)))
+    for dims in [(0,), (0, 0), (0, 2), (0, 1, 2)]:
+        with pytest.raises(ValueError, match="dims must be a permutation"):
+            permute(x, dims)
+
+
+def test_neighbouring_axes_merge() -> None:
+    assert merged_axes((2, 3, 4), (0, 1, 2)) == (Axis(24, 1, 1),)
+    assert merged_axes((2, 3, 4), (2, 0, 1)) == (Axis(4, 1, 6), Axis(6, 4, 1))
+    assert merged_axes((1, 1), (1, 0)) == (Axis(1, 1, 1),)

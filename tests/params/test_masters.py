@@ -1,0 +1,370 @@
+"""16-bit parameters with fp32 masters: every netcl optimizer updates the masters and the model follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.nn import BatchNorm2d
+from netcl.nn.state import flatten_state_dict
+from netcl.optim import SGD, Adam, AdamW, Momentum, clip_grad_norm
+from netcl.optim.ema import ModelEMA
+
+from clamp import amp, session
+from clamp.bridge import Parameter, Tensor
+from clamp.params import masters
+from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, step, weights_of
+from tests.reference import quantize, to_device, to_numpy
+from tests.scaling.test_overflow import OPTIMIZERS, WIDTHS, optimizer_state, plant
+
+HALF = ("float16", "bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def shut_down() -> Iterator[None]:
+    yield
+    if session.active_handle() is not None:
+        session.active_handle().shutdown()
+
+
+def master_values(params: list[Tensor]) -> list[np.ndarray]:
+    return [masters.master_for(param).to_host().copy() for param in params]
+
+
+def assert_model_follows(params: list[Tensor], dtype: str) -> None:
+    for param in params:
+        assert param.dtype == dtype
+        np.testing.assert_array_equal(
+            to_numpy(param), quantize(masters.master_for(param).to_host(), dtype).astype(np.float64)
+        )
+
+
+@pytest.mark.parametrize("built", ["before", "after"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_updates_the_masters_and_the_model(queue: cl.CommandQueue, name: str, built: str) -> None:
+    data = batch(queue, 32, 16, 8)
+    dtype = "bfloat16" if name in ("sgd", "adamw_per_parameter") else "float16"
+    model = mlp(queue, *WIDTHS)
+    before = weights_of(model)
+    params = model.parameters()
+    handle = amp.init(dtype=dtype, loss_scale=64.0)
+    if built == "before":
+        optimizer = OPTIMIZERS[name](params)
+        masters.narrow(params, dtype, [optimizer], gradient_dtype="float32")
+    else:
+        masters.narrow(params, dtype, gradient_dtype="float32")
+        optimizer = OPTIMIZERS[name](params)
+    for old, master in zip(before, master_values(params), strict=True):
+        np.testing.assert_array_equal(old, master)
+    losses = [step(handle, model, optimizer, data) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    stepped = len(optimizer.params)
+    for old, master in zip(before[:stepped], master_values(params)[:stepped], strict=True):
+        assert not np.array_equal(old, master)
+    assert all(param.dtype == "float32" for param in optimizer.params)
+    assert_model_follows(params[:stepped], dtype)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_moments_survive_narrowing(queue: cl.CommandQueue, name: str) -> None:
+    """Three fp32 steps, then three with 16-bit parameters: the optimizer does what its own continued state says."""
+    data = batch(queue, 32, 16, 8)
+    model = mlp(queue, *WIDTHS)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    handle = amp.init(loss_scale=64.0)
+    for _ in range(3):
+        step(handle, model, optimizer, data)
+    state, values = optimizer_state(optimizer, queue), weights_of(model)
+    masters.narrow(model.parameters(), "float16", [optimizer])
+    after = optimizer_state(optimizer, queue)
+    for key in ("velocity", "vel", "m", "v", "square_avg", "_m_buf", "_v_buf", "fused", "params"):
+        if key in state:
+            as_lists = [list(x.values()) if isinstance(x, dict) else x for x in (state[key], after[key])]
+            assert sorted(as_lists[0]) == sorted(as_lists[1]), key
+    for old, new in zip(values, master_values(model.parameters()), strict=True):
+        np.testing.assert_array_equal(old, new)
+    fused = getattr(optimizer, "_fused_state", None)
+    step(handle, model, optimizer, data)
+    assert getattr(optimizer, "_fused_state", None) is fused, "the fused moments are those from before"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_overflow_leaves_masters_model_and_state_bit_identical(queue: cl.CommandQueue, name: str) -> None:
+    model, data = mlp(queue, *WIDTHS), batch(queue, 32, 16, 8)
+    handle = amp.init()
+    masters.narrow(model.parameters(), "float16")
+    optimizer = OPTIMIZERS[name](model.parameters())
+    while not (handle.last_step and handle.last_step.stepped):
+        step(handle, model, optimizer, data)
+    scale = handle.loss_scale
+    kept = master_values(model.parameters()), weights_of(model), optimizer_state(optimizer, queue)
+    optimizer.zero_grad()
+    with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        plant(model.parameters()[2])
+    optimizer.step()
+    assert not handle.last_step.stepped
+    assert handle.loss_scale == scale / 2
+    now = master_values(model.parameters()), weights_of(model), optimizer_state(optimizer, queue)
+    for old, new in zip(kept[0] + kept[1], now[0] + now[1], strict=True):
+        np.testing.assert_array_equal(old, new)
+    optimizer.zero_grad()
+    assert {k: v for k, v in kept[2].items() if k != "params"} == {k: v for k, v in now[2].items() if k != "params"}
+
+
+def weight_and_input(queue: cl.CommandQueue, dtype: str = "float16") -> tuple[Parameter, Any]:
+    weight = Parameter.from_host(queue, np.ones((4, 3), np.float32))
+    masters.narrow([weight], dtype)
+    return weight, ag.tensor(to_device(queue, np.ones((2, 4))))
+
+
+def backward(weight: Parameter, x: Any) -> None:
+    ag.sum(ag.matmul_op(x, ag.tensor(weight, requires_grad=True))).backward()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_step_without_scale_loss_uses_plain_16_bit_gradients(queue: cl.CommandQueue, dtype: str) -> None:
+    weight, x = weight_and_input(queue, dtype)
+    amp.init(dtype=dtype)
+    optimizer = SGD([weight], lr=2.0**-6)
+    for expected in (1 - 2 * 2.0**-6, 1 - 4 * 2.0**-6):
+        optimizer.zero_grad()
+        backward(weight, x)
+        assert weight.grad.dtype == dtype
+        optimizer.step()
+        np.testing.assert_array_equal(to_numpy(weight), np.full((4, 3), expected))
+    with session.active_handle().disable_casts():
+        optimizer.zero_grad()
+        optimizer.step()
+    np.testing.assert_array_equal(to_numpy(weight), np.full((4, 3), expected))
+
+
+def test_step_in_a_region_without_a_handle(queue: cl.CommandQueue) -> None:
+    weight, x = weight_and_input(queue)
+    optimizer = Momentum([weight], lr=2.0**-6)
+    with amp.autocast():
+        backward(weight, x)
+    optimizer.step()
+    np.testing.assert_array_equal(to_numpy(weight), np.full((4, 3), 1 - 2 * 2.0**-6))
+
+
+def test_zero_grad_clears_the_model_too(queue: cl.CommandQueue) -> None:
+    weight, x = weight_and_input(queue)
+    amp.init()
+    optimizer = SGD([weight], lr=1.0)
+    backward(weight, x)
+    optimizer.zero_grad()
+    assert weight.grad is None
+    optimizer.step()
+    np.testing.assert_array_equal(to_numpy(weight), np.ones((4, 3)))
+
+
+def test_one_gradient_on_model_and_master(queue: cl.CommandQueue) -> None:
+    weight, x = weight_and_input(queue)
+    handle = amp.init(loss_scale=64.0)
+    optimizer = SGD([weight], lr=2.0**-6)
+
+    def scaled_pass() -> None:
+        with handle.scale_loss(ag.sum(ag.matmul_op(x, ag.tensor(weight))), optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    scaled_pass()
+    (master,) = amp.master_params(optimizer)
+    assert weight.grad is master.grad
+    np.testing.assert_array_equal(master.grad.to_host(), np.full((4, 3), 2.0))
+    scaled_pass()  # accumulates
+    np.testing.assert_array_equal(weight.grad.to_host(), np.full((4, 3), 4.0))
+    backward(weight, x)  # an unscaled pass adds to it
+    scaled_pass()
+    np.testing.assert_array_equal(master.grad.to_host(), np.full((4, 3), 8.0))
+    clip_grad_norm([weight], float(np.sqrt(12.0)))  # norm 8 sqrt(12) -> every element 1
+    with pytest.warns(UserWarning, match="not scaled"):
+        optimizer.step()
+    np.testing.assert_allclose(master.to_host(), np.full((4, 3), 1 - 2.0**-6), rtol=1e-6)
+    weight.grad = None  # cleared by hand, on the model
+    optimizer.step()
+    np.testing.assert_allclose(master.to_host(), np.full((4, 3), 1 - 2.0**-6), rtol=1e-6)
+
+
+def test_an_exception_leaves_both_gradients(queue: cl.CommandQueue) -> None:
+    weight, x = weight_and_input(queue)
+    handle = amp.init(loss_scale=64.0)
+    optimizer = SGD([weight], lr=2.0**-6)
+    for before in (None, to_device(queue, np.ones((4, 3)))):
+        (master,) = amp.master_params(optimizer)
+        master.grad = weight.grad = before
+        loss = ag.sum(ag.matmul_op(x, ag.tensor(weight)))
+        with pytest.raises(KeyError), handle.scale_loss(loss, optimizer) as scaled_loss:  # noqa: PT012
+            scaled_loss.backward()
+            raise KeyError
+        assert weight.grad is before
+        assert master.grad is before
+
+
+def test_clipping_masters_is_refused_while_the_parameters_gradients_are_scaled(queue: cl.CommandQueue) -> None:
+    weight, x = weight_and_input(queue)
+    handle = amp.init(loss_scale=64.0)
+    optimizer = SGD([weight], lr=2.0**-6)
+    with handle.scale_loss(ag.sum(ag.matmul_op(x, ag.tensor(weight))), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        with pytest.raises(RuntimeError, match="still multiplied by the loss scale"):
+            clip_grad_norm(list(amp.master_params(optimizer)), 1.0)
+
+
+def test_gradients_in_the_parameters_dtype_or_in_fp32(queue: cl.CommandQueue) -> None:
+    data = batch(queue, 8, 16, 8)
+    amp.init()
+    for gradient_dtype, expected in ((None, "float16"), ("float32", "float32")):
+        model = mlp(queue, 16, 32, 8)
+        masters.narrow(model.parameters(), "float16", gradient_dtype=gradient_dtype)
+        loss_of(model, data).backward()
+        assert {param.grad.dtype for param in model.parameters()} == {expected}
+
+
+def test_forward_reads_16_bit_parameters_without_a_cast(
+    queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, (x, _) = mlp(queue, 16, 32, 8), batch(queue, 8, 16, 8)
+    masters.narrow(model.parameters(), "float16")
+    amp.init(verbose=True)
+    model(ag.tensor(to_device(queue, x.to_host(), "float16")))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("make", [Adam, Momentum, AdamW], ids=lambda cls: cls.__name__)
+def test_parameters_added_later(queue: cl.CommandQueue, make: Any) -> None:
+    model, more, data = mlp(queue, *WIDTHS), mlp(queue, 8, 8), batch(queue, 32, 16, 8)
+    handle = amp.init(loss_scale=64.0)
+    masters.narrow(model.parameters(), "float16")
+    optimizer = make(model.parameters(), lr=1e-3)
+    step(handle, model, optimizer, data)
+    moments = optimizer.state_dict()["moments"] if make is AdamW else None
+    masters.narrow(more.parameters(), "float16")
+    optimizer.params += more.parameters()  # the 16-bit parameters themselves
+    before = weights_of(more)
+    if moments is not None:
+        for (m, v), (new_m, new_v) in zip(moments, optimizer.state_dict()["moments"][: len(moments)], strict=True):
+            np.testing.assert_array_equal(m, new_m)
+            np.testing.assert_array_equal(v, new_v)
+    x, y = data
+    optimizer.zero_grad()
+    loss = ag.mul(ag.mse_loss(more(model(ag.tensor(x))), ag.tensor(y)), LOSS_FACTOR)
+    with handle.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert {param.dtype for param in optimizer.params} == {"float32"}
+    assert any(not np.array_equal(a, b) for a, b in zip(before, weights_of(more), strict=True))
+    assert_model_follows(model.parameters() + more.parameters(), "float16")
+
+
+def test_two_optimizers_of_one_parameter_share_its_master(queue: cl.CommandQueue) -> None:
+    weight = Parameter.from_host(queue, np.ones((4, 3), np.float16), dtype="float16")
+    made_by_netcl = [SGD([weight]), SGD([weight])]
+    assert made_by_netcl[0].params[0] is not made_by_netcl[1].params[0]
+    amp.init()
+    later = SGD([weight])
+    (master,) = amp.master_params(later)
+    for optimizer in made_by_netcl:
+        assert amp.master_params(optimizer)[0] is master
+
+
+def test_frozen_parameters_stay(queue: cl.CommandQueue) -> None:
+    weight, x = weight_and_input(queue)
+    amp.init()
+    optimizer = SGD([weight], lr=1.0)
+    backward(weight, x)
+    weight.requires_grad, weight._frozen = False, True
+    optimizer.step()
+    np.testing.assert_array_equal(to_numpy(weight), np.ones((4, 3)))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_without_masters_no_precision_is_kept(queue: cl.CommandQueue, dtype: str) -> None:
+    weight = Parameter.from_host(queue, np.ones((4, 3), np.float32))
+    amp.init(dtype=dtype)
+    masters.narrow([weight], dtype, keep_master=False)
+    optimizer = SGD([weight], lr=2.0**-14)
+    x = ag.tensor(to_device(queue, np.ones((2, 4))))
+    for _ in range(40):  # each update is below half an ulp of 1
+        optimizer.zero_grad()
+        backward(weight, x)
+        optimizer.step()
+    np.testing.assert_array_equal(to_numpy(weight), np.ones((4, 3)))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_state_is_the_masters_and_comes_back_to_both(queue: cl.CommandQueue, dtype: str) -> None:
+    model = mlp(queue, 16, 32, 8)
+    params, before = model.parameters(), weights_of(model)
+    masters.narrow(params, dtype)
+    with masters.showing_masters(params):
+        state = model.state_dict()
+    assert {param.dtype for param in params} == {dtype}
+    saved = list(flatten_state_dict(state, arrays_only=True).values())
+    assert {array.dtype for array in saved} == {np.dtype(np.float32)}
+    assert sorted(array.tobytes() for array in saved) == sorted(array.tobytes() for array in before)
+    other = mlp(queue, 16, 32, 8, seed=3)
+    masters.narrow(other.parameters(), dtype)
+    with masters.showing_masters(other.parameters(), load=True):
+        other.load_state_dict(state)
+    for old, new in zip(before, master_values(other.parameters()), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert_model_follows(other.parameters(), dtype)
+
+
+def test_batch_norm_trains_with_16_bit_neighbours(queue: cl.CommandQueue) -> None:
+    norm = BatchNorm2d(queue, 3)
+    amp.init()
+    x = ag.tensor(to_device(queue, np.random.default_rng(0).standard_normal((2, 3, 4, 4)), "float16"))
+    ag.sum(ag.square(norm(x))).backward()
+    assert norm.gamma.grad.dtype == "float32"
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_what_a_user_writes_into_a_parameter_is_not_lost(queue: cl.CommandQueue, dtype: str) -> None:
+    weight, x = weight_and_input(queue, dtype)
+    amp.init(dtype=dtype)
+    optimizer = SGD([weight], lr=2.0**-6)
+    weight.write(np.full((4, 3), 2.0, np.float32))
+    np.testing.assert_array_equal(amp.master_params(optimizer)[0].to_host(), np.full((4, 3), 2.0))
+    backward(weight, x)
+    optimizer.step()
+    np.testing.assert_array_equal(to_numpy(weight), np.full((4, 3), 2 - 2 * 2.0**-6))
+
+
+def test_clipping_keeps_the_masters_precision(queue: cl.CommandQueue) -> None:
+    weight, x = weight_and_input(queue)
+    amp.init()
+    optimizer = SGD([weight], lr=2.0**-10)
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(weight, x)
+        clip_grad_norm([weight], 1e-3)
+        optimizer.step()
+    values = amp.master_params(optimizer)[0].to_host()
+    assert ((values < 1) & (values > 1 - 2e-6)).all(), "updates far below an ulp of float16 add up"
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_moving_averages_are_of_the_masters(queue: cl.CommandQueue, dtype: str) -> None:
+    model, data = mlp(queue, 16, 32, 8), batch(queue, 8, 16, 8)
+    handle = amp.init(dtype=dtype, loss_scale=64.0)
+    masters.narrow(model.parameters(), dtype)
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    ema = ModelEMA(model, decay=0.5, warmup=False)
+    expected = master_values(model.parameters())
+    for _ in range(2):
+        step(handle, model, optimizer, data)
+        ema.update()
+        expected = [(a + b) / 2 for a, b in zip(expected, master_values(model.parameters()), strict=True)]
+    own = master_values(model.parameters())
+    with ema.averaged():
+        for param, average in zip(model.parameters(), expected, strict=True):
+            np.testing.assert_allclose(masters.master_for(param).to_host(), average, rtol=1e-6, atol=1e-8)
+        assert_model_follows(model.parameters(), dtype)
+    for before, after in zip(own, master_values(model.parameters()), strict=True):
+        np.testing.assert_array_equal(before, after)

@@ -1,0 +1,702 @@
+"""netcl's compiled graphs under AMP: a replay gives what running the step again gives, bit for bit, or refuses."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.autograd.graph import CompiledGraph
+from netcl.core import transfer
+from netcl.nn.layers import Dropout, LeakyReLU, Sequential
+from netcl.ops.elementwise import elementwise_scalar
+from netcl.optim import SGD, Adam, AdamW
+from netcl.runtime.capture import KernelCapture
+
+from clamp import amp, bridge
+from clamp.bridge import Parameter, Tensor
+from clamp.scaling.loss_scale import ScaleRule
+from tests.networks import loss_of, mlp, weights_of
+from tests.reference import HALF_DTYPES, to_device, to_numpy
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda params: SGD(params, lr=0.05, momentum=0.9),
+    "adam": lambda params: Adam(params, lr=0.01),
+}
+
+BATCHES = [np.random.default_rng(seed).standard_normal((12, 10)).astype(np.float32) for seed in range(12)]
+TARGETS = [np.random.default_rng(seed + 50).standard_normal((12, 3)).astype(np.float32) for seed in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    handle = amp.session.active_handle()
+    if handle is not None:
+        handle.shutdown()
+
+
+def init(dtype: str = "float16") -> Any:
+    handle = amp.init(dtype=dtype, loss_scale="dynamic")
+    handle.scalers[0].rule = ScaleRule(growth_interval=3)
+    return handle
+
+
+class Trainer:
+    """One training run, whose step is the same code whether it is recorded or not."""
+
+    def __init__(self, queue: cl.CommandQueue, handle: Any, optimizer: str) -> None:
+        self.handle = handle
+        self.model = mlp(queue, 10, 16, 3)
+        self.params = list(self.model.parameters())
+        self.optimizer = OPTIMIZERS[optimizer](self.params)
+
+    def backward(self, x: Tensor, y: Tensor) -> Any:
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model, (x, y))
+        with self.handle.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return loss
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        loss = self.backward(x, y)
+        self.optimizer.step()
+        return loss
+
+    def result(self, loss: Any) -> list[Any]:
+        return [loss.value.to_host().copy(), *weights_of(self.model), self.handle.loss_scale]
+
+
+def poisoned(batches: list[np.ndarray], *where: int) -> list[np.ndarray]:
+    batches = [batch.copy() for batch in batches]
+    for index in where:
+        batches[index][3, 4] = np.inf
+    return batches
+
+
+def eager(queue: cl.CommandQueue, dtype: str, optimizer: str, batches: list[np.ndarray]) -> list[list[Any]]:
+    with init(dtype) as handle:
+        run = Trainer(queue, handle, optimizer)
+        return [
+            run.result(run.step(to_device(queue, x), to_device(queue, y)))
+            for x, y in zip(batches, TARGETS, strict=True)
+        ]
+
+
+def assert_same(actual: list[list[Any]], expected: list[list[Any]]) -> None:
+    assert len(actual) == len(expected)
+    for step, (got, want) in enumerate(zip(actual, expected, strict=True)):
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=f"step {step}")
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["backward", "whole step"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_a_replayed_step_is_the_eager_step(queue: cl.CommandQueue, dtype: str, optimizer: str, whole: bool) -> None:
+    """Parameters, loss and scale, with an overflow on the way: only that step is skipped."""
+    batches = poisoned(BATCHES, 5)
+    expected = eager(queue, dtype, optimizer, batches)
+    assert np.isfinite(np.concatenate([array.ravel() for array in expected[-1][1:-1]])).all()
+    assert [step[-1] for step in expected[3:8]] == [2.0**17, 2.0**17, 2.0**16, 2.0**16, 2.0**16]
+    with init(dtype) as handle:
+        run = Trainer(queue, handle, optimizer)
+        graph = CompiledGraph(run.params)
+        actual, loss = [], None
+        for x, y in zip(batches, TARGETS, strict=True):
+            inputs = [to_device(queue, x), to_device(queue, y)]
+            if graph.is_compiled:
+                graph.replay(inputs)
+            else:
+                with graph:
+                    loss = (run.step if whole else run.backward)(*inputs)
+                graph.compile(inputs)
+            if not whole:
+                run.optimizer.step()
+            assert all(param.grad is not None for param in run.params)
+            actual.append(run.result(loss))
+            junk = [Tensor.from_shape(queue, (size,), fill=7.0) for size in (36, 160, 48, 3, 16, 1) * 3]
+            del junk
+    assert_same(actual, expected)
+
+
+def record(graph: CompiledGraph, step: Callable[..., Any], *inputs: Tensor) -> Any:
+    with graph:
+        result = step(*inputs)
+    graph.compile(list(inputs))
+    return result
+
+
+def test_new_data_may_be_written_into_the_recorded_tensors(queue: cl.CommandQueue) -> None:
+    expected = eager(queue, "float16", "adam", BATCHES)
+    with init() as handle:
+        run = Trainer(queue, handle, "adam")
+        graph = CompiledGraph(run.params)
+        x, y = to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])
+        loss = record(graph, run.step, x, y)
+        actual = [run.result(loss)]
+        for batch, target in zip(BATCHES[1:], TARGETS[1:], strict=True):
+            x.write(batch)
+            y.write(target)
+            graph.replay([x, y])
+            actual.append(run.result(loss))
+    assert_same(actual, expected)
+
+
+def test_bare_captures_and_two_graphs_side_by_side(queue: cl.CommandQueue) -> None:
+    """A KernelCapture holds a whole step, host decisions included; netcl's one list for all graphs mixes nothing up."""
+    x, y = to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])
+    with init() as handle:
+        run = Trainer(queue, handle, "sgd")
+        expected = [run.result(run.step(x, y)) for _ in range(6)]
+    with init() as handle:
+        run = Trainer(queue, handle, "sgd")
+        capture = KernelCapture()
+        capture.begin()
+        loss = run.step(x, y)
+        capture.end()
+        actual = [run.result(loss)]
+        for _ in range(5):
+            capture.replay()
+            actual.append(run.result(loss))
+        assert_same(actual, expected)
+        pointer = x.buffer.int_ptr
+        capture.replay_with_new_buffers({pointer: to_device(queue, BATCHES[1]).buffer})
+        with pytest.raises(ValueError, match="no recorded launch has a buffer"):
+            capture.replay_with_new_buffers({1: x.buffer})
+        with pytest.raises(TypeError, match="ignores `rebind`"):
+            capture.replay({0: x.buffer})
+    with init() as handle:
+        runs = [Trainer(queue, handle, name) for name in ("sgd", "adam")]
+        graphs = [CompiledGraph(run.params) for run in runs]
+        losses = [record(graph, run.step, x, y) for graph, run in zip(graphs, runs, strict=True)]
+        for _ in range(5):
+            for graph in graphs:
+                graph.replay([x, y])
+        np.testing.assert_array_equal(losses[0].value.to_host(), expected[5][0])
+
+
+@pytest.mark.parametrize("new_buffers", [False, True])
+def test_a_replay_ends_what_was_derived_from_the_memory_that_it_writes(
+    queue: cl.CommandQueue, new_buffers: bool
+) -> None:
+    with init():
+        weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+        x = ag.tensor(to_device(queue, np.ones((1, 4))))
+
+        def output() -> float:
+            with ag.no_grad():
+                return float(to_numpy(ag.matmul_op(x, ag.tensor(weight, requires_grad=True)))[0, 0])
+
+        capture = KernelCapture()
+        capture.begin()
+        elementwise_scalar(weight, 2.0, "MUL", out=weight)
+        capture.end()
+        assert output() == 8.0
+        if new_buffers:
+            capture.replay_with_new_buffers({})
+        else:
+            capture.replay()
+        assert output() == 16.0
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_an_overflow_in_a_replay_leaves_optimizer_and_parameters_as_they_are(
+    queue: cl.CommandQueue, dtype: str
+) -> None:
+    with init(dtype) as handle:
+        run = Trainer(queue, handle, "adam")
+        graph = CompiledGraph(run.params)
+        x, y = to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])
+        record(graph, run.step, x, y)
+        before, scale = weights_of(run.model), handle.loss_scale
+        graph.replay([to_device(queue, poisoned(BATCHES, 0)[0]), y])
+        assert not handle.last_step.stepped
+        assert (run.optimizer.t, handle.loss_scale) == (1, scale / 2)
+        assert_same([weights_of(run.model)], [before])
+        graph.replay([x, y])
+        assert handle.last_step.stepped
+        assert run.optimizer.t == 2
+
+
+def test_the_learning_rate_of_the_day_steps(queue: cl.CommandQueue) -> None:
+    with init() as handle:
+        run = Trainer(queue, handle, "sgd")
+        graph = CompiledGraph(run.params)
+        inputs = [to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])]
+        record(graph, run.step, *inputs)
+        before = weights_of(run.model)
+        run.optimizer.lr = 1e-30
+        run.optimizer.momentum = 0.0
+        graph.replay(inputs)
+        assert_same([weights_of(run.model)], [before])
+
+
+def test_replays_drop_out_anew(queue: cl.CommandQueue) -> None:
+    """With numpy's generator seeded they draw what the eager steps draw."""
+
+    def losses(graph: CompiledGraph | None, handle: Any) -> list[Any]:
+        run = Trainer(queue, handle, "sgd")
+        run.model = Sequential(*run.model.layers[:2], Dropout(0.5), *run.model.layers[2:])
+        inputs = [to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])]
+        np.random.seed(7)
+        if graph is None:
+            return [run.step(*inputs).value.to_host().copy() for _ in range(5)]
+        loss = record(graph, run.step, *inputs)
+        found = [loss.value.to_host().copy()]
+        for _ in range(4):
+            graph.replay(inputs)
+            found.append(loss.value.to_host().copy())
+        return found
+
+    with init() as handle:
+        expected = losses(None, handle)
+    with init() as handle:
+        assert_same([losses(CompiledGraph([]), handle)], [expected])
+    assert len({float(loss[0]) for loss in expected}) == 5
+
+
+def test_fills_and_copies_are_replayed(queue: cl.CommandQueue) -> None:
+    x = to_device(queue, np.arange(300))
+    sums = Tensor.from_shape(queue, (300,), fill=0.0)
+    part = to_device(queue, np.zeros(300))
+    with amp.init():
+        capture = KernelCapture()
+        capture.begin()
+        transfer.fill(queue, part.buffer, np.float32(2.0), 40, 400)
+        transfer.fill(queue, sums.buffer, np.uint16(0), 0, 6)
+        transfer.copy(queue, part.buffer, x.buffer, 80, src_offset=40, dst_offset=0)
+        transfer.copy(queue, sums.buffer, part.buffer, 1199)
+        zeros = Tensor.from_shape(queue, (5,), dtype="float16", fill=3.0)
+        capture.end()
+        x.write(np.arange(300) + 1000.0)
+        for tensor in (part, sums):
+            tensor.write(np.full(300, 5.0))
+        zeros.write(np.zeros(5))
+        capture.replay()
+    expected = np.full(300, 5.0, np.float32)
+    expected[10:110] = 2
+    expected[:20] = np.arange(10, 30) + 1000.0
+    np.testing.assert_array_equal(part.to_host(), expected)
+    np.testing.assert_array_equal(sums.to_host()[:299], expected[:299])
+    np.testing.assert_array_equal(zeros.to_host(), np.full(5, 3.0))
+
+
+def test_memory_that_a_recording_reads_is_given_to_nobody_until_it_is_gone(queue: cl.CommandQueue) -> None:
+    """Neither its own buffers nor those of tensors that its user has dropped since."""
+    pool = amp.bridge.Tensor.from_shape(queue, (64,)).pool_handle.pool
+    with amp.init():
+        held = [amp.cast(to_device(queue, np.full(200, 3.0)), "float16")]
+        x = to_device(queue, np.ones(200))
+        graph = CompiledGraph([])
+        out = record(graph, lambda x: ag.mul(ag.tensor(x), ag.tensor(held[0])), x)
+        held.clear()
+        junk = [Tensor.from_shape(queue, (size,), fill=9.0) for size in (50, 100, 200) * 20]
+        graph.replay([to_device(queue, np.full(200, 2.0))])
+        np.testing.assert_array_equal(out.value.to_host(), np.full(200, 6.0))
+        for tensor in junk:
+            np.testing.assert_array_equal(tensor.to_host(), np.full(tensor.shape, 9.0))
+        cached = pool.stats.bytes_cached
+        del graph, out
+        gc.collect()
+        assert pool.stats.bytes_cached > cached
+        assert "release" not in vars(pool)
+
+
+def test_memory_that_a_tensor_has_moved_to_is_given_to_nobody_either(queue: cl.CommandQueue) -> None:
+    x = to_device(queue, np.ones(200))
+    with amp.init():
+        held, other = (amp.cast(to_device(queue, np.full(200, number)), "float16") for number in (3.0, 4.0))
+        known = [held]
+        del held
+        graph = CompiledGraph([])
+        out = record(graph, lambda x: ag.mul(ag.tensor(x), ag.tensor(known[0])), x)
+        bridge.give_storage(known[0], other)
+        graph.replay([x])
+        known.clear()
+        del other
+        junk = [Tensor.from_shape(queue, (size,), fill=9.0) for size in (50, 100, 200) * 20]
+        graph.replay([x])
+        np.testing.assert_array_equal(out.value.to_host(), np.full(200, 4.0))
+        for tensor in junk:
+            np.testing.assert_array_equal(tensor.to_host(), np.full(tensor.shape, 9.0))
+
+
+def test_what_no_replay_can_do_raises(queue: cl.CommandQueue) -> None:
+    x, y = to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])
+    plain_copy, plain_read, plain_call = cl.enqueue_copy, vars(Tensor)["to_host"], cl.Kernel.__call__
+    with init() as handle:
+        recorded_read = vars(Tensor)["to_host"]
+        run = Trainer(queue, handle, "sgd")
+
+        def reading(x: Tensor, y: Tensor) -> None:
+            float(run.backward(x, y).value.to_host()[0])
+
+        def uploading(x: Tensor, y: Tensor) -> None:
+            run.backward(Tensor.from_host(queue, BATCHES[1]), y)
+
+        def asking_the_scale(x: Tensor, y: Tensor) -> None:
+            run.backward(x, y)
+            handle.loss_scale  # noqa: B018
+
+        for step, advice in (
+            (reading, "Read it after the recorded part"),
+            (uploading, "Pass data that changes as an input tensor"),
+            (asking_the_scale, "Read it after the recorded part"),
+        ):
+            graph = CompiledGraph(run.params)
+            run.optimizer.zero_grad()
+            with pytest.raises(RuntimeError, match=advice), graph:
+                step(x, y)
+            assert (cl.enqueue_copy, vars(Tensor)["to_host"]) == (plain_copy, recorded_read)
+            assert cl.Kernel.__call__ is plain_call
+        with pytest.raises(RuntimeError, match="have gradients already"), CompiledGraph(run.params):
+            pass
+        run.optimizer.zero_grad()
+        graph = CompiledGraph(run.params)
+        with pytest.raises(RuntimeError, match="has not been recorded"):
+            graph.compile([x])
+        with pytest.raises(RuntimeError, match="under way already"), graph, CompiledGraph([]):
+            pass
+        run.optimizer.zero_grad()
+        graph = CompiledGraph(run.params)
+        with graph:
+            run.step(x, y)
+        with pytest.raises(RuntimeError, match="call compile"):
+            graph.replay([x, y])
+        with pytest.raises(ValueError, match="read by no recorded launch"):
+            graph.compile([x, to_device(queue, TARGETS[0])])
+        graph.compile([x, y])
+        for wrong in ([x], [x, x], [amp.cast(x, "float16"), y]):
+            with pytest.raises(ValueError, match=r"recording has 2 inputs|was recorded as float32"):
+                graph.replay(wrong)
+        with pytest.raises(RuntimeError, match="Replay it outside"), CompiledGraph([]):
+            graph.replay([x, y])
+        graph.replay([x, y])
+    assert vars(Tensor)["to_host"] is plain_read
+    with pytest.raises(RuntimeError, match="shut down: record it again"):
+        graph.replay([x, y])
+
+
+def test_shutdown_in_a_recording_leaves_netcl_as_it_was(queue: cl.CommandQueue) -> None:
+    names = ("enqueue_copy", "enqueue_fill_buffer", "enqueue_svm_memfill", "enqueue_map_buffer")
+    before = [getattr(cl, name) for name in names] + [vars(KernelCapture)["begin"], vars(CompiledGraph)["replay"]]
+    call = cl.Kernel.__call__
+    handle = amp.init()
+    with CompiledGraph([]):
+        handle.shutdown()
+    assert [getattr(cl, name) for name in names] + [
+        vars(KernelCapture)["begin"],
+        vars(CompiledGraph)["replay"],
+    ] == before
+    assert cl.Kernel.__call__ is call
+
+
+def test_a_graph_of_netcls_own_refuses_16_bit_inputs(queue: cl.CommandQueue) -> None:
+    x = to_device(queue, np.ones(8))
+    graph = CompiledGraph([])
+    with graph:
+        out = ag.mul(ag.tensor(x), ag.tensor(x))
+    graph.compile([x])
+    with amp.init():
+        with pytest.raises(TypeError, match="recorded before amp"):
+            graph.replay([amp.cast(x, "float16")])
+        graph.replay([to_device(queue, np.full(8, 3.0))])
+    np.testing.assert_array_equal(out.value.to_host(), np.full(8, 9.0))
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_a_compiled_forward_pass_takes_a_computed_sample(queue: cl.CommandQueue, dtype: str) -> None:
+    """Its memory is SVM, which netcl's replay does not find again: it returned the sample's result."""
+    with amp.init(dtype=dtype), ag.no_grad():
+        model = mlp(queue, 10, 16, 3)
+        sample, other = (amp.cast(to_device(queue, batch), dtype) for batch in BATCHES[:2])
+        expected = model(other).to_host().copy()
+        compiled = model.compile_forward(sample)
+        np.testing.assert_array_equal(compiled(other).to_host(), expected)
+        with pytest.raises(ValueError, match="was recorded as"):
+            compiled(to_device(queue, BATCHES[0][:5]))
+
+
+def test_an_optimizer_with_masters_steps_in_replays(queue: cl.CommandQueue) -> None:
+    """16-bit parameters: every replay unscales into the masters and writes the parameters back."""
+
+    def weights(record_it: bool) -> np.ndarray:
+        with init() as handle:
+            weight = Parameter.from_host(
+                queue, np.linspace(-1, 1, 48, dtype=np.float16).reshape(16, 3), dtype="float16"
+            )
+            optimizer = AdamW([weight], lr=0.01)
+            x = to_device(queue, np.linspace(-1, 1, 192).reshape(12, 16))
+
+            def step(x: Tensor) -> None:
+                optimizer.zero_grad()
+                loss = ag.mean(ag.square(ag.matmul_op(ag.tensor(x), ag.tensor(weight, requires_grad=True))))
+                with handle.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+
+            if record_it:
+                graph = CompiledGraph([])
+                record(graph, step, x)
+                for _ in range(4):
+                    graph.replay([x])
+            else:
+                for _ in range(5):
+                    step(x)
+            return weight.to_host().copy()
+
+    eagerly = weights(False)
+    assert (eagerly != np.linspace(-1, 1, 48, dtype=np.float16).reshape(16, 3)).any()
+    np.testing.assert_array_equal(weights(True), eagerly)
+
+
+def test_functions_of_jit_compile_are_recorded(queue: cl.CommandQueue) -> None:
+    """Their kernels read float, so clamp widens what it gives them; the recording holds both."""
+
+    def losses(record_it: bool) -> list[Any]:
+        with init() as handle:
+            compiled = ag.jit_compile(lambda a, b: ag.add(ag.mul(a, b), 1.0))
+            run = Trainer(queue, handle, "sgd")
+            x, y = to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])
+
+            def step(x: Tensor, y: Tensor) -> Any:
+                run.optimizer.zero_grad()
+                out = run.model(ag.tensor(x))
+                loss = ag.mul(ag.mse_loss(compiled(out, out), ag.tensor(y)), 2.0**-10)
+                with handle.scale_loss(loss, run.optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                run.optimizer.step()
+                return loss
+
+            graph = CompiledGraph(run.params)
+            loss = record(graph, step, x, y) if record_it else step(x, y)
+            found = [run.result(loss)]
+            for _ in range(4):
+                if record_it:
+                    graph.replay([x, y])
+                else:
+                    loss = step(x, y)
+                found.append(run.result(loss))
+            return found
+
+    assert_same(losses(True), losses(False))
+
+
+def test_a_pytorch_scaler_steps_after_replays(queue: cl.CommandQueue) -> None:
+    """Each replay's gradients are scaled anew, and said to be: the scaler divides them again."""
+
+    def weights(record_it: bool) -> list[Any]:
+        run = Trainer(queue, None, "adam")
+        scaler = amp.GradScaler(init_scale=1024.0, growth_interval=2)
+
+        def backward(x: Tensor, y: Tensor) -> None:
+            run.optimizer.zero_grad()
+            with amp.autocast():
+                loss = loss_of(run.model, (x, y))
+            scaler.scale(loss).backward()
+
+        inputs = [to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])]
+        backward(*inputs)
+        run.optimizer.zero_grad()
+        graph = CompiledGraph(run.params)
+        for step in range(4):
+            if not record_it:
+                backward(*inputs)
+            elif step:
+                graph.replay(inputs)
+            else:
+                record(graph, backward, *inputs)
+            scaler.step(run.optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 4096.0
+
+        def whole(x: Tensor, y: Tensor) -> None:
+            backward(x, y)
+            scaler.step(run.optimizer)
+
+        with pytest.raises(RuntimeError, match="Read it after"), CompiledGraph([]):
+            whole(*inputs)
+        return weights_of(run.model)
+
+    assert_same([weights(True)], [weights(False)])
+    amp.init().shutdown()  # takes autocast's patches away
+
+
+# ---------------------------------------------------------------------------------------------- what has changed since
+
+
+def wide(queue: cl.CommandQueue) -> Any:
+    """Enough parameters for fused AdamW, which moves them into one buffer at its first real step."""
+    return mlp(queue, 10, 96, 96, 96, 3)
+
+
+@pytest.mark.parametrize("kind", ["graph", "graph around the step", "capture"])
+def test_recordings_follow_parameters_that_an_optimizer_moves(queue: cl.CommandQueue, kind: str) -> None:
+    """Fused AdamW does at its first real step, which comes late when the first steps overflow."""
+    batches = poisoned(BATCHES[:7], 0, 1)
+
+    def run(records: bool) -> list[list[Any]]:
+        with init() as handle:
+            run = Trainer(queue, handle, "sgd")
+            run.model = wide(queue)
+            run.params = list(run.model.parameters())
+            run.optimizer = AdamW(run.params, lr=0.01)
+            x, y = to_device(queue, batches[0]), to_device(queue, TARGETS[0])
+            whole = kind != "graph"
+            play = None
+            found = []
+            for batch in batches:
+                x.write(batch)
+                if play is not None:
+                    play()
+                elif not records:
+                    loss = run.step(x, y) if whole else run.backward(x, y)
+                elif kind == "capture":
+                    capture = KernelCapture()
+                    capture.begin()
+                    loss = run.step(x, y)
+                    capture.end()
+                    play = capture.replay
+                else:
+                    graph = CompiledGraph(run.params)
+                    loss = record(graph, run.step if whole else run.backward, x, y)
+                    play = lambda graph=graph: graph.replay([x, y])  # noqa: E731
+                if not whole:
+                    run.optimizer.step()
+                found.append(run.result(loss))
+            return found
+
+    results = run(True)
+    assert (results[-1][1] != results[2][1]).any()
+    assert_same(results, run(False))
+
+
+def _other_weight(queue: cl.CommandQueue, model: Any) -> None:
+    model.layers[0].weight = Parameter.from_host(queue, model.layers[0].weight.to_host() * 2)
+
+
+MODEL_CHANGES: dict[str, tuple[Callable[[cl.CommandQueue, Any], None], str]] = {
+    "weight": (_other_weight, r"weight has changed"),
+    "layer": (lambda queue, model: model.layers.__setitem__(2, Dropout(0.1)), r"layers\[2\] has changed"),
+    "mode": (lambda queue, model: setattr(model.layers[1], "training", False), r"training has changed"),
+    "setting": (lambda queue, model: setattr(model.layers[1], "p", 0.25), r"\.p has changed"),
+    "frozen": (lambda queue, model: model.layers[0].freeze(), r"requires_grad of a parameter of shape \(10, 16\)"),
+    "decorated": (lambda queue, model: amp.decorate(model, level="O2"), r"dtype of a parameter|class of"),
+}
+
+
+@pytest.mark.parametrize("change", MODEL_CHANGES)
+def test_a_graph_of_netcls_refuses_a_model_that_has_changed(queue: cl.CommandQueue, change: str) -> None:
+    """It says what has, and that it must be recorded again; nothing is launched, no gradient touched."""
+    apply, message = MODEL_CHANGES[change]
+    with init() as handle:
+        run = Trainer(queue, handle, "sgd")
+        run.model = Sequential(run.model.layers[0], Dropout(0.5), *run.model.layers[1:])
+        graph = CompiledGraph(run.params)
+        inputs = [to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])]
+        record(graph, run.backward, *inputs)
+        run.optimizer.step()
+        graph.replay(inputs)
+        run.optimizer.zero_grad()
+        apply(queue, run.model)
+        with pytest.raises(RuntimeError, match=f"{message}.* Record the pass again"):
+            graph.replay(inputs)
+        assert all(param.grad is None for param in run.params)
+
+
+def test_a_counter_of_the_models_own_does_not_part_it_from_its_recording(queue: cl.CommandQueue) -> None:
+    class Counts(Sequential):
+        def forward(self, x: Any) -> Any:
+            self.calls = getattr(self, "calls", 0) + 1
+            self._kept = [self.calls]
+            return super().forward(x)
+
+    with init() as handle:
+        run = Trainer(queue, handle, "sgd")
+        run.model = Counts(*run.model.layers)
+        run.model(ag.tensor(to_device(queue, BATCHES[0])))
+        graph = CompiledGraph(run.params)
+        inputs = [to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])]
+        record(graph, run.step, *inputs)
+        run.model(ag.tensor(to_device(queue, BATCHES[1])))
+        run.model.best = 0.5  # what was not there when it was recorded decided nothing
+        graph.replay(inputs)
+        assert handle.last_step.stepped
+
+
+def test_a_graph_of_netcls_refuses_inputs_that_do_not_share_memory_as_they_did(queue: cl.CommandQueue) -> None:
+    x, y = to_device(queue, BATCHES[0]), to_device(queue, BATCHES[1])
+    weight = Parameter.from_host(queue, BATCHES[2])
+
+    def together(x: Tensor, y: Tensor) -> Any:
+        return ag.add(ag.mul(ag.tensor(x), 2.0), ag.tensor(y))
+
+    def with_weight(x: Tensor) -> Any:
+        return ag.add(ag.mul(ag.tensor(x), 2.0), ag.tensor(weight))
+
+    with init("float32"):
+        graph = CompiledGraph([])
+        out = record(graph, together, x, x)
+        graph.replay([y, y])
+        np.testing.assert_array_equal(out.value.to_host(), BATCHES[1] * 3)
+        with pytest.raises(RuntimeError, match="share memory, and these do not"):
+            graph.replay([x, y])
+        graph = CompiledGraph([])
+        out = record(graph, together, x, y)
+        graph.replay([y, y])
+        np.testing.assert_array_equal(out.value.to_host(), BATCHES[1] * 3)
+        graph = CompiledGraph([])
+        view = Tensor(weight.buffer, weight.shape, weight.dtype, weight.context, queue)
+        out = record(graph, with_weight, view)
+        graph.replay([weight])
+        np.testing.assert_array_equal(out.value.to_host(), BATCHES[2] * 3)
+        with pytest.raises(RuntimeError, match=r"inputs\[0\] was recorded in the memory of"):
+            graph.replay([x])
+
+
+@pytest.mark.parametrize("change", ["weight", "moved", "setting", "mode", "trained"])
+def test_a_compiled_forward_pass_gives_todays_result_or_refuses(queue: cl.CommandQueue, change: str) -> None:
+    x = to_device(queue, BATCHES[0])
+    with amp.init(dtype="float32"), ag.no_grad():
+        model = mlp(queue, 10, 16, 3)
+        model.layers[1] = LeakyReLU(0.01)
+        compiled = model.compile_forward(x)
+        first = model.layers[0]
+        if change in ("weight", "setting"):
+            if change == "weight":
+                first.weight = Parameter.from_host(queue, first.weight.to_host() * 2)
+            else:
+                model.layers[1].negative_slope = 0.5
+            with pytest.raises(RuntimeError, match=r"has changed since it was made.*invalidate_compiled"):
+                compiled(x)
+            compiled = model.compile_forward(x)  # not the old one
+        elif change == "moved":
+            first.weight.buffer = Parameter.from_host(queue, first.weight.to_host() * 2).buffer
+        elif change == "mode":
+            model.train()
+        else:
+            first.weight.write(first.weight.to_host() * 2)
+        model.eval()
+        np.testing.assert_array_equal(compiled(x).to_host(), model(x).to_host())
+
+
+def test_a_recording_of_one_init_is_none_of_the_next(queue: cl.CommandQueue) -> None:
+    """Its dtype and its lists were the other's."""
+    x = to_device(queue, BATCHES[0])
+    model = mlp(queue, 10, 16, 3)
+    with amp.init():
+        graph = CompiledGraph([])
+        record(graph, lambda x: model(ag.tensor(x)), x)
+        compiled = model.compile_forward(x)
+        graph.replay([x])
+    with amp.init(dtype="bfloat16"):
+        with pytest.raises(RuntimeError, match="AMP has been shut down since it was made"):
+            graph.replay([x])
+        with pytest.raises(RuntimeError, match="AMP has been shut down since it was made"):
+            compiled(x)
+        assert model.compile_forward(x)(x).dtype == "bfloat16"

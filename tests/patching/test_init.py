@@ -1,0 +1,223 @@
+"""init and shutdown: netcl is patched, and comes back to the identical objects."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import netcl
+import netcl.nn
+import netcl.optim
+import netcl.trainer  # noqa: F401
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.autograd import matmul_op  # bound before init, as users' scripts do
+from netcl.autograd.engine import Node, Tape
+from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
+
+from clamp import amp, session
+from tests.networks import batch, loss_of, mlp, step
+from tests.reference import to_device
+
+_CLASSES = (Node, Tape, SGD, Adam, AdamW, Momentum, RMSProp)
+
+
+def snapshot() -> dict[tuple[str, str], object]:
+    """Every attribute of every netcl module, of the classes that clamp touches, and of this module."""
+    owners: dict[str, object] = {
+        name: module
+        for name, module in sys.modules.items()
+        if isinstance(module, types.ModuleType) and (name.split(".")[0] == "netcl" or name == __name__)
+    }
+    owners |= {cls.__qualname__: cls for cls in _CLASSES}
+    return {(name, key): value for name, owner in owners.items() for key, value in vars(owner).items()}
+
+
+def assert_identical(before: dict[tuple[str, str], object]) -> None:
+    after = snapshot()
+    assert after.keys() >= before.keys()
+    changed = [key for key in before if after[key] is not before[key] and not key[1].startswith("__")]
+    # netcl's own caches and counters are containers that change in place; rebinding is what we look for
+    assert changed == []
+    assert not hasattr(Node, "backward")
+
+
+@pytest.fixture(autouse=True)
+def shut_down() -> Iterator[None]:
+    """No test leaves AMP on."""
+    yield
+    if session.active_handle() is not None:
+        session.active_handle().shutdown()
+
+
+def test_disabled_changes_no_attribute() -> None:
+    before = snapshot()
+    handle = amp.init(enabled=False)
+    assert_identical(before)
+    assert isinstance(handle, amp.NoOpHandle)
+    assert not handle.is_active()
+    assert handle.loss_scale == 1.0
+
+
+def test_disabled_handle_passes_through(queue: cl.CommandQueue) -> None:
+    handle = amp.init(enabled=False)
+    model, data = mlp(queue, 8, 16, 4), batch(queue, 8, 8, 4)
+    optimizer = handle.wrap_optimizer(SGD(model.parameters(), lr=1e-3))
+    loss = loss_of(model, data)
+    with handle.scale_loss(loss, optimizer) as scaled:
+        assert scaled is loss
+        scaled.backward()
+    assert "backward" not in vars(loss)
+    optimizer.step()
+    loss = loss_of(model, data)
+    with optimizer.scale_loss(loss) as scaled, handle.disable_casts():
+        Tape().backward(scaled)
+    handle.clear_cache()
+    handle._clear_cache()
+    handle.shutdown()
+
+
+def test_shutdown_restores_the_identical_objects(queue: cl.CommandQueue) -> None:
+    before = snapshot()
+    original = matmul_op
+    handle = amp.init()
+    assert matmul_op is not original, "a name bound before init must be met"
+    assert ag.matmul is ag.matmul_op is matmul_op
+    model = mlp(queue, 8, 16, 4)
+    step(handle, model, Adam(model.parameters()), batch(queue, 8, 8, 4))
+    handle.shutdown()
+    assert_identical(before)
+    assert matmul_op is original
+    handle.shutdown()
+
+
+def test_shutdown_restores_after_an_exception_inside_a_step(queue: cl.CommandQueue) -> None:
+    before = snapshot()
+    model, data = mlp(queue, 8, 16, 4), batch(queue, 8, 8, 4)
+    optimizer = SGD(model.parameters())
+
+    def failing_step(handle: amp.AmpHandle) -> None:
+        with handle.scale_loss(loss_of(model, data), optimizer) as scaled:
+            scaled.backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), amp.init() as handle:
+        failing_step(handle)
+    assert_identical(before)
+
+
+@pytest.mark.slow
+def test_a_thousand_inits_leave_memory_flat() -> None:
+    def cycle(times: int) -> int:
+        for _ in range(times):
+            amp.init().shutdown()
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = snapshot()
+    cycle(10)
+    first = cycle(90)
+    last = cycle(900)
+    assert last - first < 500, "objects pile up from one init to the next"
+    assert_identical(before)
+
+
+def test_a_second_init_names_shutdown() -> None:
+    amp.init()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        amp.init()
+
+
+def test_a_failing_init_leaves_netcl_alone() -> None:
+    before = snapshot()
+    for arguments in (
+        {"dtype": "float8"},
+        {"level": "O9"},
+        {"loss_scale": "huge"},
+        {"loss_scale": -1.0},
+        {"custom_white_list": ["no_such_function"]},
+        {"custom_white_list": ["softmax"], "custom_black_list": ["softmax"]},
+        {"lists": "/no/such/file.toml"},
+    ):
+        with pytest.raises(ValueError, match=r"."):
+            amp.init(**arguments)
+    assert_identical(before)
+    amp.init().shutdown()
+
+
+def test_signatures_names_and_docs_stay() -> None:
+    signature, doc = inspect.signature(ag.matmul_op), ag.leaky_relu.__doc__
+    amp.init()
+    assert inspect.signature(ag.matmul_op) == signature
+    assert ag.matmul_op.__name__ == "matmul_op"
+    assert ag.leaky_relu.__doc__ == doc
+    assert inspect.signature(SGD.step) == inspect.Signature([inspect.Parameter("self", 1)])
+
+
+def test_modules_imported_later_are_met_and_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "late_script.py").write_text("from netcl.autograd import relu\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    original = ag.relu
+    handle = amp.init()
+    late = importlib.import_module("late_script")
+    assert late.relu is ag.relu is not original
+    handle.shutdown()
+    assert late.relu is original
+    del sys.modules["late_script"]
+
+
+def test_a_listed_module_imported_later_is_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "late_ops.py").write_text("def double(x):\n    return x\n")
+    (tmp_path / "my.toml").write_text('[half]\n"late_ops.double" = "A test."\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    handle = amp.init(lists=tmp_path / "my.toml")
+    module = importlib.import_module("late_ops")
+    assert hasattr(module.double, "__wrapped__")
+    handle.shutdown()
+    assert not hasattr(module.double, "__wrapped__")
+    del sys.modules["late_ops"]
+
+
+def test_a_kept_wrapper_passes_straight_through_after_shutdown(queue: cl.CommandQueue) -> None:
+    handle = amp.init()
+    kept = ag.matmul_op
+    handle.shutdown()
+    a = ag.tensor(to_device(queue, [[1.0, 2.0]]))
+    b = ag.tensor(to_device(queue, [[3.0], [4.0]]))
+    assert kept(a, b).value.dtype == "float32"
+
+
+def test_what_a_user_replaced_meanwhile_is_left_alone() -> None:
+    original = ag.relu
+
+    def mine(x: object) -> object:
+        return x
+
+    handle = amp.init()
+    ag.relu = mine
+    handle.shutdown()
+    try:
+        assert ag.relu is mine
+    finally:
+        ag.relu = original
+
+
+def test_importing_clamp_changes_no_netcl_attribute(tmp_path: Path) -> None:
+    import subprocess
+
+    script = textwrap.dedent("""
+        import sys, netcl, netcl.nn, netcl.optim, netcl.autograd
+        modules = {n: m for n, m in sys.modules.items() if n.startswith("netcl")}
+        before = {(n, k): id(v) for n, m in modules.items() for k, v in vars(m).items()}
+        from clamp import amp
+        after = {(n, k): id(v) for n, m in modules.items() for k, v in vars(m).items()}
+        assert all(after[key] == value for key, value in before.items())
+    """)
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)

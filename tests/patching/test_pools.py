@@ -1,0 +1,57 @@
+"""Memory that one queue frees is not handed to another queue while AMP is on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyopencl as cl
+import pytest
+from netcl.core import memory
+from netcl.core.tensor import Tensor
+
+from clamp import amp
+from clamp.patching.recordings.capture import address_of
+
+SHAPE = (3, 1001)
+_CONTEXTS: list[cl.Context] = []  # Intel's runtime frees a context that only its queues refer to
+
+
+def freed_address(queue: cl.CommandQueue) -> Any:
+    """Where a tensor of this queue lay that is gone."""
+    tensor = Tensor.from_shape(queue, SHAPE)
+    return address_of(tensor.buffer)
+
+
+@pytest.fixture
+def queues(queue: cl.CommandQueue) -> list[cl.CommandQueue]:
+    """Two queues of one context that no test has used."""
+    context = cl.Context([queue.device])
+    _CONTEXTS.append(context)
+    return [cl.CommandQueue(context, queue.device) for _ in range(2)]
+
+
+def test_each_queue_takes_from_its_own_pool_and_gives_back_to_it(queues: list[cl.CommandQueue]) -> None:
+    with amp.init():
+        for one, other in (queues, queues[::-1]):
+            freed = freed_address(one)
+            assert freed_address(other) != freed
+            assert freed_address(one) == freed
+
+
+def test_the_queue_that_asked_first_keeps_netcls_pool(queues: list[cl.CommandQueue]) -> None:
+    own = memory.get_persistent_pool(queues[0])
+    with amp.init():
+        assert memory.get_persistent_pool(queues[0]) is own
+        further = memory.get_persistent_pool(queues[1])
+        assert further is not own
+        assert further.queue == queues[1]
+        assert memory.get_persistent_pool(queue=queues[1]) is further
+
+
+def test_afterwards_netcls_one_pool_is_back_and_tensors_live_on(queues: list[cl.CommandQueue]) -> None:
+    Tensor.from_shape(queues[0], SHAPE)
+    with amp.init():
+        tensor = Tensor.from_shape(queues[1], SHAPE, fill=3.0)
+    assert memory.get_persistent_pool(queues[1]) is memory.get_persistent_pool(queues[0])
+    assert freed_address(queues[1]) == freed_address(queues[0])
+    assert (tensor.to_host() == 3.0).all()

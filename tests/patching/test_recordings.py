@@ -1,0 +1,869 @@
+"""A graph knows what its recordings depend on: every call gives what running ``build`` gives, whatever has changed."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.nn.batchnorm import BatchNorm2dModule
+from netcl.nn.layers import Dropout, LeakyReLU, Linear, Module, Sequential
+from netcl.optim import SGD, AdamW
+
+from clamp import amp, session
+from clamp.bridge import Parameter, Tensor
+from clamp.patching.recordings import capture
+from clamp.patching.recordings.variants import MOST_KEYS, MOST_RECORDINGS
+from tests.networks import LOSS_FACTOR, mlp, weights_of
+from tests.patching.test_compiled import BATCHES, TARGETS, assert_same, poisoned
+from tests.reference import to_device
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    amp.shutdown()
+    amp.init().shutdown()  # takes the patches of graphs without a handle away
+
+
+def x_of(queue: cl.CommandQueue, index: int = 0) -> Tensor:
+    return to_device(queue, BATCHES[index])
+
+
+class Infer(amp.Graph):
+    """A model's output; counts its builds where no recording looks."""
+
+    def __init__(self, model: Any, dtype: str = "float32") -> None:
+        super().__init__()
+        self.model = model
+        self.config.enable_amp(True, dtype=dtype)
+        self.builds: list[int] = []
+
+    def build(self, x: Any) -> Any:
+        self.builds.append(1)
+        return self.model(x)
+
+
+def recorded(graph: amp.Graph, *inputs: Any) -> amp.Graph:
+    """A graph after enough calls to replay."""
+    for _ in range(3):
+        graph(*inputs)
+    assert graph._recorded.recordings == 1
+    return graph
+
+
+def assert_as_fresh(graph: Any, *inputs: Any) -> None:
+    """The next calls give what a graph gives that has recorded nothing; the last of them replays."""
+    results = [graph(*inputs).to_host() for _ in range(3)]
+    kept = graph._recorded
+    graph._recorded = type(kept)("fresh", kept._explain)
+    expected = graph(*inputs).to_host()
+    graph._recorded = kept
+    for result in results:
+        np.testing.assert_array_equal(result, expected)
+
+
+class Train(amp.Graph):
+    def __init__(self, model: Any, optimizer: Any, scaler: Any = None) -> None:
+        super().__init__()
+        self.builds: list[int] = []
+        self.model = model
+        self.add_optimizer(optimizer)
+        self.config.enable_amp(True)
+        if scaler is not None:
+            self.set_grad_scaler(scaler)
+
+    def build(self, x: Any, y: Any) -> Any:
+        self.builds.append(1)
+        loss = ag.mul(ag.mse_loss(self.model(x), y), LOSS_FACTOR)
+        loss.backward()
+        return loss
+
+
+# ---------------------------------------------------------------------------------------------- memory that moves
+
+
+def wide(queue: cl.CommandQueue, seed: int = 0) -> Sequential:
+    """Enough parameters for fused AdamW, which moves them into one buffer at its first real step."""
+    return mlp(queue, 10, 96, 96, 96, 3, seed=seed)
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 3], ids=["never", "unrecorded call", "until a replay"])
+def test_a_graph_trains_what_fused_adamw_has_moved(queue: cl.CommandQueue, skipped: int) -> None:
+    """The first steps overflow, so the first real one comes before, in or after the recording."""
+    batches = poisoned(BATCHES[:8], *range(skipped))
+
+    def run(records: bool) -> list[list[Any]]:
+        model = wide(queue)
+        graph = Train(model, AdamW(model.parameters(), lr=0.01), amp.GradScaler(init_scale=2.0**12))
+        found = []
+        for x, y in zip(batches, TARGETS, strict=False):
+            if not records:
+                graph._recorded.clear()
+            loss = graph(to_device(queue, x), to_device(queue, y))
+            found.append([loss.to_host().copy(), *weights_of(model), graph.loss_scale])
+        assert (len(graph.builds) < len(batches)) == records
+        return found
+
+    results = run(True)
+    assert (results[-1][1] != results[skipped][1]).any()
+    assert_same(results, run(False))
+
+
+def test_an_eval_graph_recorded_before_training_returns_todays_results(queue: cl.CommandQueue) -> None:
+    model = wide(queue)
+    infer = recorded(Infer(model), x_of(queue))
+    train = Train(model, AdamW(model.parameters(), lr=0.01), amp.GradScaler(init_scale=2.0**10))
+    for x, y in zip(BATCHES[:4], TARGETS, strict=False):
+        before = infer(x_of(queue)).to_host()
+        train(to_device(queue, x), to_device(queue, y))
+        assert (infer(x_of(queue)).to_host() != before).any()
+    assert_as_fresh(infer, x_of(queue))
+
+
+def test_memory_that_only_moved_is_rebound_without_recording_anew(queue: cl.CommandQueue) -> None:
+    layer = Linear(queue, 10, 3)
+    graph = recorded(Infer(layer), x_of(queue))
+    other = np.random.default_rng(3).standard_normal((10, 3)).astype(np.float32)
+    layer.weight.buffer = Parameter.from_host(queue, other).buffer
+    result = graph(x_of(queue)).to_host()
+    assert len(graph.builds) == 2
+    np.testing.assert_allclose(result, BATCHES[0] @ other + layer.bias.to_host(), rtol=1e-4, atol=1e-4)
+    one, two = layer.weight.buffer, Parameter.from_host(queue, other + 1).buffer
+    for buffer in (two, one, two):  # and again
+        layer.weight.buffer = buffer
+        result = graph(x_of(queue)).to_host()
+    np.testing.assert_allclose(result, BATCHES[0] @ (other + 1) + layer.bias.to_host(), rtol=1e-4, atol=1e-4)
+    assert len(graph.builds) == 2
+
+
+def test_tensors_that_shared_memory_and_part_are_recorded_anew(queue: cl.CommandQueue) -> None:
+    """No launch says which of the two it read."""
+    weight = to_device(queue, np.full((12, 10), 2.0))
+    view = Tensor(weight.buffer, weight.shape, weight.dtype, weight.context, queue)
+
+    class Both(Infer):
+        def build(self, x: Any) -> Any:
+            self.builds.append(1)
+            return ag.add(ag.mul(x, ag.tensor(weight)), ag.tensor(view))
+
+    graph = recorded(Both(None), x_of(queue))
+    view.buffer = to_device(queue, np.full((12, 10), 5.0)).buffer
+    np.testing.assert_array_equal(graph(x_of(queue)).to_host(), BATCHES[0] * 2 + 5)
+    assert_as_fresh(graph, x_of(queue))
+
+
+# ---------------------------------------------------------------------------------------------- what Python decides by
+
+
+def _replace_weight(queue: cl.CommandQueue, model: Any) -> None:
+    first = model.layers[0]
+    first.weight = Parameter.from_host(queue, first.weight.to_host() * 2)
+
+
+def _replace_layer(queue: cl.CommandQueue, model: Any) -> None:
+    model.layers[-1] = Linear(queue, 16, 5)
+
+
+def _other_shape(queue: cl.CommandQueue, model: Any) -> None:
+    first, last = model.layers[0], model.layers[-1]
+    first.weight, first.bias = (Parameter.from_host(queue, x) for x in (np.ones((10, 4)), np.ones(4)))
+    last.weight = Parameter.from_host(queue, np.ones((4, 3)))
+
+
+def _remove_bias(queue: cl.CommandQueue, model: Any) -> None:
+    model.layers[0].bias = None
+
+
+CHANGES: dict[str, Callable[[cl.CommandQueue, Any], None]] = {
+    "weight": _replace_weight,
+    "layer": _replace_layer,
+    "shape": _other_shape,
+    "bias": _remove_bias,
+    "layers": lambda queue, model: model.layers.pop(1),
+    "slope": lambda queue, model: setattr(model.layers[1], "negative_slope", 0.5),
+    "load": lambda queue, model: model.load_state_dict(mlp(queue, 10, 16, 3, seed=9).state_dict()),
+    "decorate": lambda queue, model: amp.decorate(model, level="O2"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_is_seen(queue: cl.CommandQueue, change: str) -> None:
+    model = mlp(queue, 10, 16, 3)
+    model.layers[1] = LeakyReLU(0.01)
+    infer = recorded(Infer(model), x_of(queue))
+    before = infer(x_of(queue)).to_host()
+    CHANGES[change](queue, model)
+    if change not in ("load", "decorate"):
+        model._fused_layers = model._fused_train_layers = None  # netcl's own memory of its layers
+    after = infer(x_of(queue)).to_host()
+    assert after.shape != before.shape or (after != before).any()
+    assert_as_fresh(infer, x_of(queue))
+
+
+class Nested(Module):
+    """Modules where ``train`` and ``eval`` of the outermost do not reach: in lists of dicts, deep inside."""
+
+    def __init__(self) -> None:
+        self.parts = [{"a": (Dropout(0.5),)}]
+        self.training = True
+
+    def forward(self, x: Any) -> Any:
+        return self.parts[0]["a"][0](x)
+
+
+@pytest.mark.parametrize("where", ["list", "dict", "tuple", "module in a module"])
+def test_modes_and_settings_are_seen_wherever_a_module_is_kept(queue: cl.CommandQueue, where: str) -> None:
+    dropout = Dropout(0.5)
+    nested = Nested()
+    nested.parts[0]["a"] = (dropout,)
+    kept = {"list": [dropout], "dict": {"x": dropout}, "tuple": ((dropout,),), "module in a module": nested}[where]
+
+    class Uses(amp.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config.enable_amp(True, dtype="float32")
+            self.kept = kept
+
+        def build(self, x: Any) -> Any:
+            return nested(x) if where == "module in a module" else dropout(x)
+
+    graph = recorded(Uses(), x_of(queue))
+    assert (graph(x_of(queue)).to_host() == 0).any()
+    dropout.training = False
+    np.testing.assert_array_equal(graph(x_of(queue)).to_host(), BATCHES[0])
+    dropout.training = True
+    assert (graph(x_of(queue)).to_host() == 0).any()
+    dropout.p = 0.0
+    for _ in range(3):
+        np.testing.assert_array_equal(graph(x_of(queue)).to_host(), BATCHES[0])
+
+
+def test_modes_that_come_back_find_their_recording(queue: cl.CommandQueue) -> None:
+    """Counters of the model's own do not stand in the way."""
+
+    class Counts(Nested):
+        calls = 0
+        total = 0
+
+        def forward(self, x: Any) -> Any:
+            self.calls += 1
+            Counts.total += 1
+            return super().forward(x)
+
+    model = Counts()
+    graph = Infer(model)
+    for _ in range(4):
+        for mode in (True, False):
+            model.parts[0]["a"][0].training = mode
+            for _ in range(3):
+                graph(x_of(queue))
+    assert len(graph.builds) == 4
+    assert graph._recorded.recordings == 2
+
+
+@pytest.mark.parametrize("how", ["no AMP", "off", "float32", "float16"])
+def test_every_replay_drops_out_anew_whatever_the_region(queue: cl.CommandQueue, how: str) -> None:
+    graph = Infer(Dropout(0.5))
+    graph.config.amp = None if how == "no AMP" else how != "off"
+    graph.config.dtype = how if how.startswith("float") else "float16"
+    recorded(graph, x_of(queue))
+    masks = {(graph(x_of(queue)).to_host() == 0).tobytes() for _ in range(4)}
+    assert len(masks) == 4
+    assert len(graph.builds) == 2
+
+
+def test_settings_of_a_batch_norm_are_seen(queue: cl.CommandQueue) -> None:
+    norm = BatchNorm2dModule(queue, 3)
+    x = to_device(queue, np.random.default_rng(0).standard_normal((2, 3, 4, 4)))
+    graph = recorded(Infer(norm), x)
+    norm.momentum = 1.0
+    norm.running_mean.write(np.zeros(3))
+    graph(x)
+    np.testing.assert_allclose(norm.running_mean.to_host(), x.to_host().mean((0, 2, 3)), rtol=1e-4, atol=1e-6)
+    before = graph(x).to_host()
+    norm.eps = 3.0
+    assert (graph(x).to_host() != before).all()
+    norm.eval()
+    norm.running_mean = to_device(queue, np.full(3, 7.0))
+    assert_as_fresh(graph, x)
+
+
+OUTSIDE = SimpleNamespace(factor=2.0)
+FACTORS = {"x": [2.0]}
+
+
+def outside(x: Any) -> Any:
+    return ag.mul(ag.mul(x, OUTSIDE.factor), FACTORS["x"][0])
+
+
+def test_values_that_build_reads_elsewhere_are_seen(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attributes of the graph, its class, objects in it; closures, globals, arrays, functions that it calls."""
+    monkeypatch.setattr(OUTSIDE, "factor", 2.0)
+    monkeypatch.setitem(FACTORS, "x", [2.0])
+    local, weights = 2.0, np.ones(3)
+    scale = to_device(queue, np.full((12, 10), 3.0))
+
+    class Reads(amp.Graph):
+        on_class = 2.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = 2.0
+            self.inner = SimpleNamespace(value=2.0)
+            self.function: Callable[[Any], Any] = lambda x: ag.mul(x, local)
+
+        def factor(self) -> float:
+            return self.own * self.on_class * self.inner.value * float(weights.sum())
+
+        def build(self, x: Any) -> Any:
+            return outside(self.function(ag.mul(ag.mul(x, ag.tensor(scale)), self.factor())))
+
+    graph: Any = recorded(Reads(), x_of(queue))
+
+    def change_array() -> None:
+        weights[0] = 5.0
+
+    def change_local() -> None:
+        nonlocal local
+        local = 4.0
+
+    def change_tensor() -> None:
+        nonlocal scale
+        scale = to_device(queue, np.full((12, 10), 4.0))
+
+    changes: list[Callable[[], Any]] = [
+        lambda: setattr(graph, "own", 3.0),
+        lambda: setattr(Reads, "on_class", 3.0),
+        lambda: setattr(graph.inner, "value", 5.0),
+        lambda: setattr(OUTSIDE, "factor", 3.0),
+        lambda: FACTORS["x"].__setitem__(0, 4.0),
+        change_local,
+        lambda: setattr(graph, "function", lambda x: ag.mul(x, 7.0)),
+        change_array,
+        change_tensor,
+    ]
+    for number, change in enumerate(changes):
+        before = graph(x_of(queue)).to_host()
+        change()
+        assert (graph(x_of(queue)).to_host() != before).all(), number
+        assert_as_fresh(graph, x_of(queue))
+
+
+@pytest.mark.parametrize("how", ["requires_grad", "freeze", "mark alone"])
+def test_parameters_frozen_and_thawed_after_the_recording_are_seen(queue: cl.CommandQueue, how: str) -> None:
+    model = mlp(queue, 10, 16, 3)
+    first = model.layers[0]
+
+    def freeze(on: bool) -> None:
+        if how == "freeze":
+            first.freeze() if on else first.unfreeze()
+        elif how == "mark alone":
+            first.weight._frozen = on
+        else:
+            first.weight.requires_grad = not on
+
+    freeze(True)
+    graph = Train(model, SGD(model.parameters(), lr=0.05))
+    inputs = x_of(queue), to_device(queue, TARGETS[0])
+    recorded(graph, *inputs)
+    frozen = first.weight.to_host()
+    freeze(False)
+    graph(*inputs)
+    assert (first.weight.to_host() != frozen).any()
+    for _ in range(3):
+        graph(*inputs)
+    freeze(True)
+    frozen = first.weight.to_host()
+    for _ in range(3):
+        graph(*inputs)
+        np.testing.assert_array_equal(first.weight.to_host(), frozen)
+        assert first.weight.grad is None
+
+
+def test_parameters_that_join_and_leave_an_optimizer_are_seen(queue: cl.CommandQueue) -> None:
+    model = mlp(queue, 10, 16, 3)
+    params = list(model.parameters())
+    optimizer = SGD(params, lr=0.05)
+    graph = Train(model, optimizer)
+    inputs = x_of(queue), to_device(queue, TARGETS[0])
+    recorded(graph, *inputs)
+    for kept in (params[:2], params[2:], params):
+        optimizer.params = list(kept)
+        for _ in range(4):
+            before = weights_of(model)
+            graph(*inputs)
+            moved = [(new != old).any() for new, old in zip(weights_of(model), before, strict=True)]
+            assert moved == [any(p is q for q in kept) for p in params]
+
+
+def test_regions_lists_and_grad_mode_around_the_call_are_seen(queue: cl.CommandQueue) -> None:
+    class Product(amp.Graph):
+        def build(self, x: Any) -> Any:
+            return ag.matmul_op(x, ag.permute(x, (1, 0)))
+
+    graph = Product()
+
+    def dtype() -> str:
+        return {graph(x_of(queue)).dtype for _ in range(3)}.pop()
+
+    assert dtype() == "float32"
+    for how, expected in (({}, "float16"), ({"dtype": "bfloat16"}, "bfloat16"), ({"level": "O0"}, "float32")):
+        with amp.init(**how) as handle:
+            assert dtype() == expected
+            with handle.disable_casts():
+                assert dtype() == "float32"
+    with amp.init(custom_black_list=["matmul_op"]):
+        assert dtype() == "float32"
+    with amp.init():
+        assert dtype() == "float16"
+        with ag.no_grad():
+            assert dtype() == "float16"
+
+
+def test_functions_that_a_user_registers_are_seen(queue: cl.CommandQueue) -> None:
+    class Outside(amp.Graph):
+        def build(self, x: Any) -> Any:
+            return outside(x)
+
+    graph = Outside()
+    with amp.autocast():
+        assert {graph(x_of(queue)).dtype for _ in range(3)} == {"float32"}
+    try:
+        amp.register_half_function(sys.modules[__name__], "outside")
+        with amp.autocast():
+            assert {graph(x_of(queue)).dtype for _ in range(3)} == {"float16"}
+    finally:
+        session.registrations.clear()
+        amp.session.forget_patches()
+
+
+def test_each_thread_has_recordings_of_its_own(queue: cl.CommandQueue) -> None:
+    graph = recorded(Infer(mlp(queue, 10, 16, 3)), x_of(queue))
+    expected = graph(x_of(queue)).to_host()
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(graph(x_of(queue)).to_host() for _ in range(3)))
+    thread.start()
+    thread.join()
+    assert len(found) == 3
+    assert len(graph.builds) == 2 + 2
+    for result in found:
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_a_graph_in_a_graph_is_recorded_with_it(queue: cl.CommandQueue) -> None:
+    inner = Infer(mlp(queue, 10, 16, 3))
+
+    class Outer(amp.Graph):
+        def build(self, x: Any) -> Any:
+            return ag.mul(ag.tensor(inner(x)), 2.0)
+
+    graph = recorded(Outer(), x_of(queue))
+    for index in range(3):
+        np.testing.assert_array_equal(graph(x_of(queue, index)).to_host(), inner(x_of(queue, index)).to_host() * 2)
+    inner.model.layers[0].weight.write(np.ones((10, 16)))
+    inner.model.layers[0].bias = None
+    np.testing.assert_array_equal(graph(x_of(queue)).to_host(), inner(x_of(queue)).to_host() * 2)
+
+
+# ---------------------------------------------------------------------------------------------- inputs
+
+
+class Affine(amp.Graph):
+    def __init__(self) -> None:
+        super().__init__()
+        self.builds: list[int] = []
+
+    def build(self, x: Any, y: Any) -> Any:
+        self.builds.append(1)
+        return ag.add(ag.mul(x, 2.0), y)
+
+
+def test_inputs_that_were_one_tensor_and_part_are_seen(queue: cl.CommandQueue) -> None:
+    """The other way round as well, and views on one buffer."""
+    x, y = x_of(queue), x_of(queue, 1)
+    view = Tensor(x.buffer, x.shape, x.dtype, x.context, queue)
+    for first in ((x, x), (x, view), (x, y)):
+        graph = recorded(Affine(), *first)
+        for a, b in ((x, y), (y, x), (y, y), (x, view), (x, x), (x, y)):
+            for _ in range(3):
+                np.testing.assert_array_equal(graph(a, b).to_host(), a.to_host() * 2 + b.to_host())
+        assert len(graph.builds) == 4  # one recording for inputs that share memory, one for others
+
+
+@pytest.mark.parametrize("what", ["parameter", "view of a parameter", "statistics"])
+def test_an_input_in_the_memory_of_the_model_is_not_taken_for_it(queue: cl.CommandQueue, what: str) -> None:
+    """Later inputs do not become the model's parameters."""
+    weight = Parameter.from_host(queue, np.ones((12, 10), np.float32))
+    weight.requires_grad = False
+    if what == "statistics":
+        weight = to_device(queue, np.ones((12, 10)))
+    model = SimpleNamespace(weight=weight)
+    given = weight
+    if what == "view of a parameter":
+        given = Tensor(weight.buffer, weight.shape, weight.dtype, weight.context, queue)
+
+    class Uses(amp.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def build(self, x: Any) -> Any:
+            return ag.add(ag.mul(ag.tensor(self.model.weight), 10.0), x)
+
+    graph = recorded(Uses(), given)
+    for index in range(3):
+        np.testing.assert_array_equal(graph(x_of(queue, index)).to_host(), BATCHES[index] + 10)
+    weight.write(np.full((12, 10), 2.0))
+    np.testing.assert_array_equal(graph(given).to_host(), np.full((12, 10), 22.0))
+    np.testing.assert_array_equal(graph(x_of(queue)).to_host(), BATCHES[0] + 20)
+    model.weight = to_device(queue, np.full((12, 10), 3.0))
+    for _ in range(3):
+        np.testing.assert_array_equal(graph(x_of(queue)).to_host(), BATCHES[0] + 30)
+
+
+def test_constants_are_told_apart_by_type_and_value(queue: cl.CommandQueue) -> None:
+    class Constant(amp.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = []
+
+        def build(self, x: Any, constant: Any) -> Any:
+            self.seen.append(constant)
+            return ag.mul(x, float(type(constant).__name__ == "float") + 2.0)
+
+    graph: Any = Constant()
+    kinds = [1, True, 1.0, np.float32(1), 0.0, -0.0, float("nan"), (1, 2), (1.0, 2), None, "1"]
+    for constant in kinds:
+        for _ in range(3):
+            result = graph(x_of(queue), float("nan") if constant != constant else constant).to_host()
+            np.testing.assert_array_equal(result, BATCHES[0] * (3 if isinstance(constant, float) else 2))
+    assert list(map(repr, graph.seen)) == [repr(x) for x in kinds for _ in range(2)]  # no third build
+
+
+def test_settings_that_differ_in_the_sign_of_zero_are_two(queue: cl.CommandQueue) -> None:
+    class Times(amp.Graph):
+        factor: float
+
+        def build(self, x: Any) -> Any:
+            return ag.mul(x, self.factor)
+
+    graph = Times()
+    graph.factor = 0.0
+    recorded(graph, x_of(queue))
+    for factor in (-0.0, 0.0):
+        graph.factor = factor
+        result = graph(x_of(queue)).to_host()
+        np.testing.assert_array_equal(np.signbit(result), np.signbit(BATCHES[0]) ^ np.signbit(factor))
+
+
+def test_a_list_that_build_makes_longer_is_looked_into_all_the_same(queue: cl.CommandQueue) -> None:
+    class Times(amp.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers = [1.0]
+
+        def build(self, x: Any) -> Any:
+            self.numbers.append(0.0)
+            return ag.mul(x, self.numbers[0])
+
+    graph = recorded(Times(), x_of(queue))
+    for factor in (2.0, 1.0, 3.0):
+        graph.numbers[0] = factor
+        for _ in range(3):
+            np.testing.assert_array_equal(graph(x_of(queue)).to_host(), BATCHES[0] * np.float32(factor))
+
+
+def test_a_constant_that_is_an_object_is_looked_into(queue: cl.CommandQueue) -> None:
+    class Settings:
+        factor = 2.0
+
+    class Scaled(amp.Graph):
+        def build(self, x: Any, settings: Any) -> Any:
+            return ag.mul(x, settings.factor)
+
+    settings = Settings()
+    graph = recorded(Scaled(), x_of(queue), settings)
+    settings.factor = 3.0
+    for _ in range(3):
+        np.testing.assert_array_equal(graph(x_of(queue), settings).to_host(), BATCHES[0] * 3)
+
+
+def test_a_constant_that_changes_in_every_call_runs_with_one_warning_and_bounded_memory(
+    queue: cl.CommandQueue,
+) -> None:
+    class Times(amp.Graph):
+        def build(self, x: Any, factor: float) -> Any:
+            return ag.mul(x, factor)
+
+    graph, x = Times(), x_of(queue)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(3 * MOST_KEYS):
+            graph(x, float(number))
+    assert [str(w.message)[:36] for w in said if w.category is UserWarning] == ["Times does not get to replay what it"]
+    assert "inputs[1]" in next(str(w.message) for w in said if w.category is UserWarning)
+    assert len(graph._recorded) == MOST_KEYS
+    for number in range(2 * MOST_RECORDINGS):
+        for _ in range(2):
+            np.testing.assert_array_equal(graph(x, float(number)).to_host(), BATCHES[0] * np.float32(number))
+    assert graph._recorded.recordings <= MOST_RECORDINGS
+
+
+# ---------------------------------------------------------------------------------------------- what no replay can do
+
+
+def test_a_tensor_that_build_reads_and_replaces_is_never_the_old_one(queue: cl.CommandQueue) -> None:
+    """A state carried from call to call in an attribute: the graph runs build each time, and says so once."""
+
+    class Carries(amp.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state = to_device(queue, np.zeros((12, 10)))
+
+        def build(self, x: Any) -> Any:
+            self.state = ag.add(ag.tensor(self.state), x).value
+            return self.state
+
+    graph = Carries()
+    graph(x_of(queue))
+    with pytest.warns(UserWarning, match="puts a new tensor in place of one that it reads"):
+        graph(x_of(queue))
+    for count in range(3, 7):
+        np.testing.assert_allclose(graph(x_of(queue)).to_host(), BATCHES[0] * count, rtol=1e-5)
+
+
+def test_an_input_that_is_trained_keeps_its_own_gradient(queue: cl.CommandQueue) -> None:
+    model = mlp(queue, 10, 16, 3)
+    graph = Train(model, SGD(model.parameters(), lr=1e-30))
+    y = to_device(queue, TARGETS[0])
+    grads = []
+    for index in (0, 0, 0, 1, 1, 2):
+        x = x_of(queue, index)
+        x.requires_grad = True
+        graph(x, y)
+        grads.append(x.grad.to_host())
+    np.testing.assert_array_equal(grads[0], grads[2])
+    np.testing.assert_array_equal(grads[3], grads[4])
+    assert (grads[2] != grads[3]).any()
+
+    def new_each_time() -> None:
+        for index in range(12):
+            x = x_of(queue, index)
+            x.requires_grad = True
+            graph(x, y)
+            assert x.grad is not None
+
+    with pytest.warns(UserWarning, match="does not get to replay what it recorded"):
+        new_each_time()
+    assert graph._recorded.recordings <= 4
+
+
+def test_a_trained_input_in_the_memory_of_another_gets_its_own_gradient(queue: cl.CommandQueue) -> None:
+    model = mlp(queue, 10, 16, 3)
+    graph, y = Train(model, SGD(model.parameters(), lr=1e-30)), to_device(queue, TARGETS[0])
+    x = x_of(queue)
+    view = Tensor(x.buffer, x.shape, x.dtype, x.context, queue)
+    x.requires_grad = view.requires_grad = True
+    for _ in range(3):
+        x.grad = None
+        graph(x, y)
+    assert len(graph.builds) == 2
+    expected, x.grad = x.grad.to_host(), None
+    graph(view, y)
+    assert x.grad is None
+    np.testing.assert_array_equal(view.grad.to_host(), expected)
+
+
+def test_what_becomes_of_an_earlier_input_does_not_matter(queue: cl.CommandQueue) -> None:
+    graph, x = Infer(mlp(queue, 10, 16, 3)), x_of(queue)
+    recorded(graph, x)
+    x.requires_grad = True
+    x.buffer = x_of(queue, 1).buffer
+    graph(x_of(queue))
+    assert len(graph.builds) == 2
+
+
+def test_a_training_graph_under_no_grad_says_so_whatever_was_recorded(queue: cl.CommandQueue) -> None:
+    model = mlp(queue, 10, 16, 3)
+    graph = Train(model, SGD(model.parameters(), lr=0.01))
+    inputs = x_of(queue), to_device(queue, TARGETS[0])
+    recorded(graph, *inputs)
+    with ag.no_grad(), pytest.raises((TypeError, AttributeError)):
+        graph(*inputs)
+    graph(*inputs)
+    assert graph.last_step is not None
+    assert graph.last_step.stepped
+
+
+def test_recordings_die_with_their_graph(queue: cl.CommandQueue) -> None:
+    gc.collect()
+    before = len(capture._live)
+    graph = recorded(Infer(mlp(queue, 10, 16, 3)), x_of(queue))
+    assert len(capture._live) == before + 1
+    del graph
+    gc.collect()
+    assert len(capture._live) == before
+
+
+# ---------------------------------------------------------------------------------------------- the scale
+
+
+def test_a_grad_scaler_and_its_graph_have_one_scale(queue: cl.CommandQueue) -> None:
+    """Shown, saved, loaded and set on either, between replays too; the growth tracker goes along."""
+    scaler = amp.GradScaler(init_scale=2.0**10, growth_interval=4)
+    model = mlp(queue, 10, 16, 3)
+    graph = Train(model, SGD(model.parameters(), lr=0.01), scaler)
+    good = x_of(queue), to_device(queue, TARGETS[0])
+    bad = to_device(queue, poisoned(BATCHES, 0)[0]), good[1]
+    for inputs, scale in ((good, 10), (good, 10), (good, 10), (good, 11), (bad, 10), (good, 10)):
+        graph(*inputs)
+        assert scaler.get_scale() == graph.loss_scale == 2.0**scale
+    state = scaler.state_dict()
+    assert state["_growth_tracker"] == 1
+    assert graph.state_dict()["scaler"]["unskipped"] == 1
+    scaler.update(512.0)
+    graph(*good)
+    assert graph.loss_scale == 512.0
+    scaler.load_state_dict(state)
+    assert graph.loss_scale == 2.0**10
+    graph.load_state_dict({"scaler": {"loss_scale": 64.0, "unskipped": 3}})
+    assert scaler.get_scale() == 64.0
+    graph(*good)
+    assert scaler.get_scale() == 128.0
+    other = amp.GradScaler(enabled=False)
+    plain = Train(model, SGD(model.parameters(), lr=0.01), other)
+    plain(*good)
+    assert plain.loss_scale == 1.0
+
+
+def test_a_scaler_of_a_graph_steps_an_optimizer_outside_as_well(queue: cl.CommandQueue) -> None:
+    """An overflow of the one is none of the other's."""
+    scaler = amp.GradScaler(init_scale=2.0**10)
+    models = [mlp(queue, 10, 16, 3, seed=seed) for seed in range(2)]
+    inside, besides = (SGD(model.parameters(), lr=0.01) for model in models)
+    graph = Train(models[0], inside, scaler)
+    inputs = to_device(queue, poisoned(BATCHES, 0)[0]), to_device(queue, TARGETS[0])
+    for _ in range(3):
+        besides.zero_grad()
+        with amp.autocast():
+            loss = ag.mul(ag.mse_loss(models[1](ag.tensor(x_of(queue))), ag.tensor(inputs[1])), LOSS_FACTOR)
+        scaler.scale(loss).backward()
+        scaler.unscale_(besides)
+        before, theirs = (weights_of(model) for model in models)
+        graph(*inputs)
+        scaler.step(besides)
+        scaler.update()
+        assert_same([weights_of(models[0])], [before])
+        assert all((new != old).any() for new, old in zip(weights_of(models[1]), theirs, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------- many recordings
+
+
+def test_memory_that_moved_and_moves_back_is_followed(queue: cl.CommandQueue) -> None:
+    layer = Linear(queue, 10, 3)
+    graph, first = recorded(Infer(layer), x_of(queue)), layer.weight.buffer
+    expected = graph(x_of(queue)).to_host()
+    layer.weight.buffer = Parameter.from_host(queue, np.zeros((10, 3), np.float32)).buffer
+    assert (graph(x_of(queue)).to_host() != expected).any()
+    layer.weight.buffer = first
+    np.testing.assert_array_equal(graph(x_of(queue)).to_host(), expected)
+    assert len(graph.builds) == 2
+
+
+def test_a_setting_that_changes_now_and_then_is_recorded_each_time(queue: cl.CommandQueue) -> None:
+    class Times(amp.Graph):
+        factor, builds = 1.0, 0
+
+        def build(self, x: Any) -> Any:
+            return ag.mul(x, self.factor)
+
+    graph, x = Times(), x_of(queue)
+    for number in range(12):
+        graph.factor = float(number)
+        for _ in range(3):
+            np.testing.assert_array_equal(graph(x).to_host(), BATCHES[0] * np.float32(number))
+    assert graph._recorded.recordings > 0
+
+
+def test_the_kind_that_was_used_last_is_remembered(queue: cl.CommandQueue) -> None:
+    class Times(amp.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.builds: list[int] = []
+
+        def build(self, x: Any, factor: int) -> Any:
+            self.builds.append(factor)
+            return ag.mul(x, float(factor))
+
+    graph, x = Times(), x_of(queue)
+    for factor in range(MOST_KEYS + 1):
+        for _ in range(3):
+            np.testing.assert_array_equal(graph(x, factor).to_host(), BATCHES[0] * np.float32(factor))
+    assert graph.builds == [factor for factor in range(MOST_KEYS + 1) for _ in range(2)]
+    assert len(graph._recorded) == MOST_KEYS
+
+
+def test_a_parameter_that_a_replay_does_not_reach_is_not_stepped(queue: cl.CommandQueue) -> None:
+    models = [mlp(queue, 10, 3, seed=seed) for seed in range(2)]
+
+    class Either(amp.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.models = models
+            self.add_optimizer(SGD([param for model in models for param in model.parameters()], lr=0.01))
+
+        def build(self, x: Any, y: Any, which: int) -> Any:
+            loss = ag.mul(ag.mse_loss(self.models[which](x), y), LOSS_FACTOR)
+            loss.backward()
+            return loss
+
+    graph, x, y = Either(), x_of(queue), to_device(queue, TARGETS[0])
+    for which in (0, 0, 1, 1, 0, 1, 0, 1):
+        before = [weights_of(model) for model in models]
+        graph(x, y, which)
+        after = [weights_of(model) for model in models]
+        assert_same([after[1 - which]], [before[1 - which]])
+        assert all((new != old).any() for new, old in zip(after[which], before[which], strict=True))
+    assert graph._recorded.recordings == 2
+
+
+def test_gradients_of_what_the_graph_does_not_step_add_up(queue: cl.CommandQueue) -> None:
+    """Another optimizer's parameter, an input that is trained: calls add to their gradients, and so do replays."""
+    weight, extra = (Parameter.from_host(queue, np.ones(shape, np.float32)) for shape in ((4, 3), (4,)))
+    optimizer = SGD([weight], lr=1e-30)
+
+    class Train(amp.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_optimizer(optimizer)
+            self.config.enable_amp(True, dtype="float32")
+
+        def build(self, x: Any) -> Any:
+            loss = ag.sum(ag.matmul_op(ag.add(x, ag.tensor(extra)), ag.tensor(weight)))
+            loss.backward()
+            return loss
+
+    train, x = Train(), to_device(queue, np.ones((2, 4)))
+    x.requires_grad = True
+    for cleared in (True, False, True):
+        if cleared:
+            x.grad = extra.grad = None
+            total = 0
+        for _ in range(4):
+            train(x)
+            total += 1
+            np.testing.assert_array_equal(x.grad.to_host(), np.full((2, 4), 3.0 * total))
+            np.testing.assert_array_equal(extra.grad.to_host(), np.full(4, 6.0 * total))
+    kept = extra.grad
+    train(x)
+    np.testing.assert_array_equal(kept.to_host(), np.full(4, 6.0 * total))

@@ -1,0 +1,315 @@
+"""What a rank does in the tests of tests/ranks/test_distributed.py, which start it with mpirun:
+``-m tests.ranks.mpi_child NAME``.
+
+Every check is an assertion on every rank; a rank that fails one ends the job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from mpi4py import MPI
+from netcl.optim import SGD
+
+from clamp import amp
+from clamp.bridge import Tensor
+from clamp.opencl.device import list_devices
+from tests.networks import batch, loss_of, mlp, weights_of
+
+warnings.simplefilter("ignore", cl.CompilerWarning)
+COMM = MPI.COMM_WORLD
+RANK, SIZE = COMM.rank, COMM.size
+WIDTHS = (8, 16, 4)
+ROWS = 8  # of the global batch
+MODES: dict[str, Callable[[cl.CommandQueue], None]] = {}
+
+
+def mode(run: Callable[[cl.CommandQueue], None]) -> Callable[[cl.CommandQueue], None]:
+    MODES[run.__name__] = run
+    return run
+
+
+def open_queue() -> cl.CommandQueue:
+    devices = [device for device in list_devices() if device.platform.name != "Oclgrind"]
+    wanted = os.environ.get("CLAMP_MPI_PLATFORM", devices[0].platform.name)
+    device = next(device for device in devices if device.platform.name == wanted)
+    open_queue.context = cl.Context([device])  # type: ignore[attr-defined]
+    return cl.CommandQueue(open_queue.context, device)  # type: ignore[attr-defined]
+
+
+def part(queue: cl.CommandQueue, seed: int, rank: int = RANK, size: int = SIZE) -> tuple[Tensor, Tensor]:
+    """A rank's rows of a global batch."""
+    whole = batch(queue, ROWS, WIDTHS[0], WIDTHS[-1], seed=seed)
+    rows = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
+    x, y = (Tensor.from_host(queue, np.ascontiguousarray(tensor.to_host()[rows])) for tensor in whole)
+    return x, y
+
+
+def mean_loss(model: Any, data: tuple[Tensor, Tensor]) -> Any:
+    """netcl's mse_loss sums: divided by its rows, so that the mean over ranks is that over the global batch."""
+    return loss_of(model, data) * (1.0 / data[0].shape[0])
+
+
+def backward(handle: Any, optimizer: Any, model: Any, data: tuple[Tensor, Tensor]) -> None:
+    with handle.scale_loss(mean_loss(model, data), optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def gradients(model: Any) -> list[np.ndarray]:
+    return [param.grad.to_host().copy() for param in model.parameters()]
+
+
+def same_everywhere(arrays: list[np.ndarray]) -> bool:
+    digest = hashlib.blake2b(b"".join(array.tobytes() for array in arrays)).digest()
+    return len(set(COMM.allgather(digest))) == 1
+
+
+def single_process(queue: cl.CommandQueue, dtype: str, steps: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Gradients of the first step and the weights after the last, of one process with the whole batches."""
+    model = mlp(queue, *WIDTHS)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with amp.init(dtype=dtype) as handle:
+        first = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            backward(handle, optimizer, model, part(queue, step, 0, 1))
+            first = first or gradients(model)
+            optimizer.step()
+        return first, weights_of(model)
+
+
+@mode
+def equals_single_process(queue: cl.CommandQueue) -> None:
+    """Gradients differ by the order of fp32 sums over the rows, and by the rounding of 16-bit messages."""
+    for dtype, reduce_dtype, unit in (
+        ("float16", None, 2.0**-24),
+        ("float16", "float16", 2.0**-11),
+        ("float16", "bfloat16", 2.0**-8),
+        ("bfloat16", "bfloat16", 2.0**-8),
+        ("float32", None, 2.0**-24),
+    ):
+        expected, expected_weights = single_process(queue, dtype, 4)
+        model = mlp(queue, *WIDTHS, seed=RANK)
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with amp.init(dtype=dtype) as handle:
+            ranks = handle.distribute(COMM, reduce_dtype=reduce_dtype)
+            assert (ranks.rank, ranks.size) == (RANK, SIZE)
+            ranks.broadcast(model)
+            for step in range(4):
+                optimizer.zero_grad()
+                data = part(queue, step)
+                backward(handle, optimizer, model, data)
+                if step == 0:
+                    for got, want in zip(gradients(model), expected, strict=True):
+                        # A rank's gradient is at most the sum of its rows' magnitudes; 16 covers what that is here.
+                        bound = 16 * ROWS * unit * np.abs(want).max()
+                        assert np.abs(got - want).max() <= bound, (dtype, reduce_dtype, np.abs(got - want).max(), bound)
+                    assert same_everywhere(gradients(model))
+                optimizer.step()
+                assert handle.last_step.stepped
+            got_weights = weights_of(model)
+            assert same_everywhere(got_weights)
+            for got, want in zip(got_weights, expected_weights, strict=True):
+                assert np.abs(got - want).max() <= 64 * ROWS * unit * np.abs(want).max()
+
+
+@mode
+def overflow_on_one_rank(queue: cl.CommandQueue) -> None:
+    """Every rank skips the same step, no bit of parameters or momentum moves, and the scales stay equal."""
+    for reduce_dtype in (None, "float16"):
+        model = mlp(queue, *WIDTHS)
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with amp.init() as handle:
+            handle.distribute(COMM, reduce_dtype=reduce_dtype)
+            for step in range(4):
+                optimizer.zero_grad()
+                before = weights_of(model)
+                x, y = part(queue, step)
+                if step == 1 and RANK == SIZE - 1:
+                    x = Tensor.from_host(queue, np.full(x.shape, np.inf if reduce_dtype is None else 6e4, np.float32))
+                backward(handle, optimizer, model, (x, y))
+                optimizer.step()
+                assert handle.last_step.stepped == (step != 1)
+                unchanged = all(np.array_equal(a, b) for a, b in zip(before, weights_of(model), strict=True))
+                assert unchanged == (step == 1)
+                assert COMM.allgather(handle.loss_scale) == [2.0**16 if step == 0 else 2.0**15] * SIZE
+            assert same_everywhere(weights_of(model))
+
+
+@mode
+def accumulates_and_wraps(queue: cl.CommandQueue) -> None:
+    """Two passes a step add up to the mean over both global batches; through wrap_optimizer, and with num_loss."""
+    for wrap in (False, True):
+        model = mlp(queue, *WIDTHS)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with amp.init() as handle:
+            handle.distribute(COMM)
+            scaling = handle.wrap_optimizer(optimizer, num_loss=2) if wrap else None
+            separate = []
+            for seed in (0, 1):
+                data = part(queue, seed)
+                manager = scaling.scale_loss(mean_loss(model, data)) if wrap else None
+                if manager is None:
+                    backward(handle, optimizer, model, data)
+                else:
+                    with manager as scaled_loss:
+                        scaled_loss.backward()
+                separate.append(gradients(model))
+            assert same_everywhere(separate[-1])
+            optimizer.step()
+            assert same_everywhere(weights_of(model))
+        reference = mlp(queue, *WIDTHS)
+        with amp.init() as handle:
+            other = SGD(reference.parameters(), lr=0.1)
+            for seed in (0, 1):
+                backward(handle, other, reference, part(queue, seed, 0, 1))
+            for got, want in zip(separate[-1], gradients(reference), strict=True):
+                assert np.abs(got - want).max() <= 32 * ROWS * 2.0**-24 * np.abs(want).max()
+
+
+@mode
+def gradient_on_one_rank_only(queue: cl.CommandQueue) -> None:
+    """A parameter that only rank 0's loss reaches counts as zeros elsewhere; one that nobody reaches stays None."""
+    used, spare, unused = (mlp(queue, *WIDTHS, seed=seed) for seed in range(3))
+    optimizer = SGD([p for model in (used, spare, unused) for p in model.parameters()], lr=0.1)
+    with amp.init() as handle:
+        handle.distribute(COMM)
+        data = part(queue, 0)
+        loss = mean_loss(used, data)
+        if RANK == 0:
+            loss = loss + mean_loss(spare, data)
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        averaged = gradients(spare)
+        assert same_everywhere(averaged)
+        assert all(param.grad is None for param in unused.parameters())
+        assert max(float(np.abs(grad).max()) for grad in averaged) > 0
+
+
+@mode
+def refuses_a_step_without_averages(queue: cl.CommandQueue) -> None:
+    model = mlp(queue, *WIDTHS)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with amp.init(dtype="bfloat16") as handle:
+        handle.distribute(COMM, reduce_dtype="float16")
+        with pytest.raises(ValueError, match='reduce_dtype="bfloat16"'):
+            backward(handle, optimizer, model, part(queue, 0))
+    with amp.init() as handle:
+        handle.distribute(COMM)
+        mean_loss(model, part(queue, 0)).backward()
+        with pytest.raises(RuntimeError, match="this rank alone"):
+            optimizer.step()
+
+
+# ---------------------------------------------------------------------------------------------- jobs that must end
+
+
+def train_until(queue: cl.CommandQueue, event: Callable[[int, str], None], broadcast: bool = True) -> None:
+    """Trains without an end in sight; ``event(step, place)`` is called outside and inside ``scale_loss``."""
+    model = mlp(queue, *WIDTHS, seed=RANK)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    with amp.init() as handle:
+        ranks = handle.distribute(COMM)
+        if broadcast:
+            ranks.broadcast(model)
+        for step in range(1000):
+            event(step, "outside")
+            optimizer.zero_grad()
+            with handle.scale_loss(mean_loss(model, part(queue, 0)), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                event(step, "inside")
+            optimizer.step()
+
+
+def at(place: str, act: Callable[[], None]) -> Callable[[int, str], None]:
+    def event(step: int, where: str) -> None:
+        if RANK == 1 and step == 2 and where == place:
+            act()
+
+    return event
+
+
+def fail() -> None:
+    raise ValueError("no such image")
+
+
+@mode
+def raises_inside(queue: cl.CommandQueue) -> None:
+    train_until(queue, at("inside", fail))
+
+
+@mode
+def raises_outside(queue: cl.CommandQueue) -> None:
+    train_until(queue, at("outside", fail))
+
+
+@mode
+def exits(queue: cl.CommandQueue) -> None:
+    train_until(queue, at("outside", lambda: sys.exit(3)))
+
+
+@mode
+def dies(queue: cl.CommandQueue) -> None:
+    train_until(queue, at("outside", lambda: os.kill(os.getpid(), signal.SIGKILL)))
+
+
+@mode
+def waits_elsewhere(queue: cl.CommandQueue) -> None:
+    """Rank 1 fails while the others wait for it in a message of their own."""
+
+    def event(step: int, where: str) -> None:
+        if step == 2 and where == "outside":
+            if RANK == 1:
+                fail()
+            COMM.barrier()
+
+    train_until(queue, event)
+
+
+@mode
+def does_fewer_passes(queue: cl.CommandQueue) -> None:
+    class Done(Exception):
+        pass
+
+    def done() -> None:
+        raise Done
+
+    try:
+        train_until(queue, at("outside", done))
+    except Done:
+        print("rank 1 has seen all of its data")
+
+
+@mode
+def differs_in_its_weights(queue: cl.CommandQueue) -> None:
+    train_until(queue, lambda step, where: None, broadcast=False)
+
+
+@mode
+def differs_in_its_scale(queue: cl.CommandQueue) -> None:
+    def event(step: int, where: str) -> None:
+        if RANK == 1 and step == 2 and where == "outside":
+            amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**10, "unskipped": 0}})
+
+    train_until(queue, event)
+
+
+def main() -> None:
+    """Runs the modes that the command names."""
+    for name in sys.argv[1].split(","):
+        MODES[name](open_queue())
+    if RANK == 0:
+        print("all well")
+
+
+if __name__ == "__main__":
+    main()

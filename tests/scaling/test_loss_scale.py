@@ -1,0 +1,588 @@
+"""The loss scales: one interface, and a state machine on the device that a short Python model predicts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from netcl.core.device import CPUQueue
+from netcl.core.memory import get_persistent_pool
+from netcl.runtime.capture import KernelCapture
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl import program
+from clamp.ops import multi_tensor
+from clamp.ops.loss_scale import ScaleState, scale_lock
+from clamp.scaling.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    ScaleRule,
+    StaticLossScale,
+    make_loss_scale,
+)
+from tests.reference import HALF_DTYPES, STORAGE_DTYPES, quantize, to_device, to_numpy
+
+pytestmark = pytest.mark.kernel
+
+A, B = 1, 2  # two optimizers
+
+
+@dataclass
+class Model:
+    """What DynamicLossScale's docstring says, in Python."""
+
+    scale: np.float32
+    rule: ScaleRule
+    growth_tracker: int = 0
+    overflow: int = 0
+    bad_steps: int = 0
+
+    def update(self, found_inf: bool, mask: int, fresh: int) -> None:
+        self.overflow &= ~fresh
+        if found_inf:
+            first = not self.overflow & mask
+            self.overflow |= mask
+            self.growth_tracker = 0
+            if first:
+                self._back_off()
+        elif fresh == mask:
+            self._grow()
+
+    def _back_off(self) -> None:
+        self.bad_steps += 1
+        if self.bad_steps == self.rule.decr_every_n_nan_or_inf:
+            self.bad_steps = 0
+            lower = self.scale * np.float32(self.rule.backoff_factor)
+            self.scale = max(lower, np.float32(self.rule.min_scale))
+
+    def _grow(self) -> None:
+        self.bad_steps = 0
+        self.growth_tracker += 1
+        if self.growth_tracker == self.rule.growth_interval:
+            self.growth_tracker = 0
+            with np.errstate(over="ignore"):
+                higher = self.scale * np.float32(self.rule.growth_factor)
+            if np.isfinite(higher):
+                self.scale = min(higher, np.float32(self.rule.max_scale))
+
+    def state(self) -> ScaleState:
+        return ScaleState(float(self.scale), self.growth_tracker, self.overflow, self.bad_steps)
+
+
+@pytest.fixture
+def gradients(queue: cl.CommandQueue) -> Callable[[bool], Tensor]:
+    """A gradient without, and one with an inf."""
+    clean, bad = to_device(queue, [1.0, 2.0]), to_device(queue, [1.0, np.inf])
+    return lambda overflow: bad if overflow else clean
+
+
+def run_pass(scale: LossScale, grad: Tensor, mask: int = A, fresh: int | None = None) -> None:
+    """Backward has left a gradient; unscale it elsewhere, so that it can be used again."""
+    scale.unscale_([grad], [bridge.empty(grad.queue, grad.shape, "float32")])
+    scale.update(mask, mask if fresh is None else fresh)
+
+
+PASSES = st.lists(
+    st.tuples(st.booleans(), st.sampled_from([A, B, A | B]), st.integers(0, 3)).map(
+        lambda drawn: (drawn[0], drawn[1], drawn[1] & drawn[2])
+    ),
+    max_size=25,
+)
+RULES = st.builds(
+    ScaleRule,
+    growth_factor=st.sampled_from([2.0, 1.5, 3.1]),
+    backoff_factor=st.sampled_from([0.5, 0.3]),
+    growth_interval=st.integers(1, 3),
+    decr_every_n_nan_or_inf=st.integers(1, 3),
+    min_scale=st.sampled_from([2.0**-14, 100.0]),
+    max_scale=st.sampled_from([2.0**24, 1000.0, 3.4e38]),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(passes=PASSES, rule=RULES, start=st.sampled_from([100.0, 512.0, 1000.0]), fused=st.booleans())
+def test_the_state_machine_is_the_model(
+    gradients: Callable[[bool], Tensor], passes: Any, rule: ScaleRule, start: float, fused: bool
+) -> None:
+    scale, model = DynamicLossScale(start, rule), Model(np.float32(start), rule)
+    for overflow, mask, fresh in passes:
+        grad = gradients(overflow)
+        target = bridge.empty(grad.queue, grad.shape, "float32")
+        scale.unscale_([grad], [target])
+        if not overflow:
+            expected = np.array([1, 2], np.float32) * np.float32(1 / np.float64(model.scale))
+            np.testing.assert_array_equal(target.to_host(), expected)
+        if fused:
+            scale.update(mask, fresh)
+        else:
+            scale.record(mask, fresh)
+            scale.adjust()
+        model.update(overflow, mask, fresh)
+        assert scale.read() == model.state()
+        for optimizers in (A, B, A | B):
+            assert scale.overflowed(optimizers) == bool(model.overflow & optimizers)
+
+
+def test_defaults(gradients: Callable[[bool], Tensor]) -> None:
+    scale = DynamicLossScale()
+    assert (scale.scale, scale.growth_tracker, scale.floor) == (2.0**16, 0, 2.0**-14)
+    assert scale.rule == ScaleRule(2.0, 0.5, 2000, 1, 2.0**-14, 2.0**24)
+    run_pass(scale, gradients(False))
+    assert (scale.scale, scale.growth_tracker) == (2.0**16, 1)
+    run_pass(scale, gradients(True))
+    assert (scale.scale, scale.growth_tracker) == (2.0**15, 0)
+
+
+def test_it_grows_after_the_interval_up_to_the_maximum(gradients: Callable[[bool], Tensor]) -> None:
+    scale = DynamicLossScale(8.0, ScaleRule(growth_interval=3, max_scale=24.0))
+    seen = []
+    for _ in range(9):
+        run_pass(scale, gradients(False))
+        seen.append((scale.scale, scale.growth_tracker))
+    assert seen == [(8, 1), (8, 2), (16, 0), (16, 1), (16, 2), (24, 0), (24, 1), (24, 2), (24, 0)]
+
+
+def test_it_never_grows_to_infinity(gradients: Callable[[bool], Tensor]) -> None:
+    scale = DynamicLossScale(2.0**126, ScaleRule(growth_interval=1, max_scale=float(np.finfo(np.float32).max)))
+    for expected in (2.0**127, 2.0**127):
+        run_pass(scale, gradients(False))
+        assert scale.scale == expected
+
+
+def test_it_falls_to_the_floor_and_no_further(gradients: Callable[[bool], Tensor]) -> None:
+    scale = DynamicLossScale(8.0, ScaleRule(min_scale=3.0))
+    seen = []
+    for _ in range(3):
+        run_pass(scale, gradients(True))
+        seen.append(scale.scale)
+    assert seen == [4.0, 3.0, 3.0]
+    assert scale.floor == 3.0
+
+
+def test_it_falls_once_for_a_step_of_several_passes(gradients: Callable[[bool], Tensor]) -> None:
+    scale = DynamicLossScale()
+    run_pass(scale, gradients(False), A, fresh=A)
+    run_pass(scale, gradients(True), A, fresh=0)
+    run_pass(scale, gradients(True), A, fresh=0)
+    run_pass(scale, gradients(False), A, fresh=0)  # a clean pass does not save the step
+    assert scale.scale == 2.0**15
+    assert scale.overflowed(A)
+    run_pass(scale, gradients(False), A, fresh=A)
+    assert not scale.overflowed(A)
+    assert scale.growth_tracker == 1
+
+
+def test_an_overflow_is_of_the_optimizers_that_it_reached(gradients: Callable[[bool], Tensor]) -> None:
+    scale = DynamicLossScale()
+    run_pass(scale, gradients(True), A)
+    run_pass(scale, gradients(False), B)
+    assert scale.overflowed(A)
+    assert scale.overflowed(A | B)
+    assert not scale.overflowed(B)
+
+
+def test_the_highest_bit_is_an_optimizer_too(gradients: Callable[[bool], Tensor]) -> None:
+    scale = DynamicLossScale()
+    run_pass(scale, gradients(True), 1 << 31)
+    assert scale.overflowed(1 << 31)
+    assert not scale.overflowed((1 << 31) - 1)
+
+
+def test_hysteresis_counts_overflows_in_a_row(gradients: Callable[[bool], Tensor]) -> None:
+    scale = DynamicLossScale(64.0, ScaleRule(decr_every_n_nan_or_inf=2))
+    seen = []
+    for overflow in (True, False, True, True, True):
+        run_pass(scale, gradients(overflow))
+        seen.append(scale.scale)
+        assert scale.overflowed(A) == overflow  # the step is skipped, whether the scale falls or not
+    assert seen == [64, 64, 64, 32, 32]
+
+
+def test_recorded_passes_leave_the_scale_until_it_is_adjusted(gradients: Callable[[bool], Tensor]) -> None:
+    scale = DynamicLossScale()
+    for overflow, optimizer in ((True, A), (False, B)):
+        scale.unscale_([gradients(overflow)], [bridge.empty(gradients(False).queue, (2,), "float32")])
+        scale.record(optimizer, optimizer)
+        assert (scale.scale, scale.overflowed(A), scale.overflowed(B)) == (2.0**16, True, False)
+    scale.adjust()
+    assert (scale.scale, scale.growth_tracker) == (2.0**15, 0)
+    scale.adjust()  # nothing was recorded since
+    assert (scale.scale, scale.growth_tracker) == (2.0**15, 0)
+
+
+def test_the_rule_may_be_replaced(gradients: Callable[[bool], Tensor]) -> None:
+    scale = DynamicLossScale(8.0)
+    scale.rule = replace(scale.rule, growth_interval=1, growth_factor=4.0)
+    run_pass(scale, gradients(False))
+    assert scale.scale == 32.0
+    scale.rule = replace(scale.rule, max_scale=16.0)
+    run_pass(scale, gradients(False))
+    assert scale.scale == 32.0  # a lower limit stops it and does not make it jump
+    scale.rule = replace(scale.rule, max_scale=64.0, min_scale=50.0)
+    run_pass(scale, gradients(True))
+    assert scale.scale == 32.0
+
+
+def test_the_reciprocal_is_correctly_rounded(queue: cl.CommandQueue, simulated: bool) -> None:
+    rng = np.random.default_rng(0)
+    scale = DynamicLossScale(1.0, ScaleRule(min_scale=2.0**-100, max_scale=2.0**100))
+    state = scale._state.buffer(queue)
+    words = np.zeros(8, np.float32)
+    for value in (2.0 ** rng.uniform(-20, 20, 20 if simulated else 500)).astype(np.float32):
+        scale.set_scale(float(value))
+        scale.adjust()  # the device computes it anew
+        cl.enqueue_copy(queue, words, state)
+        assert words[0] == np.float32(1 / np.float64(value))
+
+
+# -------------------------------------------------------------------------------------- losses and gradients
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+@pytest.mark.parametrize(
+    "make_scale", [DynamicLossScale, lambda: StaticLossScale(1000.0), NoLossScale], ids=["dynamic", "static", "none"]
+)
+def test_losses_are_scaled_in_float32(queue: cl.CommandQueue, make_scale: Callable[[], LossScale], dtype: str) -> None:
+    scale = make_scale()
+    for shape in ((1,), (1, 1), (3, 7)):
+        loss = quantize(np.random.default_rng(0).standard_normal(shape), dtype)
+        scaled = scale.scale_loss(to_device(queue, loss, dtype))
+        assert (scaled.dtype, scaled.shape) == ("float32", shape)
+        np.testing.assert_array_equal(scaled.to_host(), loss.astype(np.float32) * np.float32(scale.scale))
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_gradients_of_the_product_are_scaled_in_the_losss_dtype(queue: cl.CommandQueue, dtype: str) -> None:
+    grad = to_device(queue, [0.1])
+    scaled = StaticLossScale(1000.0).scale_gradient(grad, dtype)
+    assert scaled.dtype == dtype
+    np.testing.assert_array_equal(to_numpy(scaled), quantize(np.float32(0.1) * np.float32(1000), dtype).astype(float))
+    np.testing.assert_array_equal(
+        to_numpy(NoLossScale().scale_gradient(grad, dtype)), quantize(np.float32([0.1]), dtype).astype(float)
+    )
+
+
+def test_other_dtypes_are_refused(queue: cl.CommandQueue) -> None:
+    integers = Tensor.from_host(queue, np.arange(3, dtype=np.int32), dtype="int32")
+    for scale in (DynamicLossScale(), StaticLossScale(2.0), NoLossScale()):
+        with pytest.raises(TypeError, match="int32"):
+            scale.scale_loss(integers)
+        with pytest.raises(TypeError, match="int32"):
+            scale.scale_gradient(to_device(queue, [1.0]), "int32")
+
+
+def test_a_scale_stays_on_its_queue(queue: cl.CommandQueue) -> None:
+    scale = DynamicLossScale()
+    scale.scale_loss(to_device(queue, [1.0]))
+    other = to_device(cl.CommandQueue(queue.context, queue.device), [1.0])
+    with pytest.raises(ValueError, match="another queue"):
+        scale.scale_loss(other)
+    with pytest.raises(ValueError, match="another queue"):
+        scale.unscale_([other], [other])
+    with pytest.raises(TypeError, match="numpy backend"):
+        DynamicLossScale().scale_loss(Tensor.from_host(CPUQueue(), np.ones(1, np.float32)))
+
+
+# ------------------------------------------------------------------------------------------- static and none
+
+
+def test_a_static_scale_stays_and_notices_overflows(gradients: Callable[[bool], Tensor]) -> None:
+    scale = StaticLossScale(128)
+    for overflow in (False, True, True, False):
+        run_pass(scale, gradients(overflow))
+        assert scale.overflowed(A) == overflow
+        assert scale.scale == scale.floor == 128.0
+    assert not scale.is_dynamic
+    assert DynamicLossScale().is_dynamic
+
+
+def test_no_scale_leaves_gradients_alone(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = NoLossScale()
+    grad, loss = to_device(queue, [1.0, np.inf]), to_device(queue, [1.0])
+    monkeypatch.delattr(cl.Kernel, "__call__")  # no work on the device
+    assert scale.scale_loss(loss) is loss
+    assert scale.scale_gradient(loss, "float32") is loss
+    scale.unscale_([grad], [grad])
+    scale.record(A, A)
+    scale.adjust()
+    scale.update(A, A)
+    assert not scale.overflowed(A)
+    assert (scale.scale, scale.floor, scale.growth_tracker, scale.is_dynamic) == (1.0, 1.0, 0, False)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_no_scale_still_widens_for_master_weights(queue: cl.CommandQueue, dtype: str) -> None:
+    source = to_device(queue, [1.5, np.inf], dtype)
+    target, untouched = bridge.zeros(queue, (2,), "float32"), to_device(queue, [np.nan])
+    NoLossScale().unscale_([untouched, source], [untouched, target])
+    np.testing.assert_array_equal(target.to_host(), [1.5, np.inf])
+
+
+def test_auto_is_dynamic_for_float16_only() -> None:
+    assert isinstance(make_loss_scale("auto", "float16"), DynamicLossScale)
+    assert isinstance(make_loss_scale("auto", "bfloat16"), NoLossScale)
+    assert isinstance(make_loss_scale("auto", "float32"), NoLossScale)
+    assert isinstance(make_loss_scale("dynamic", "bfloat16"), DynamicLossScale)
+    static = make_loss_scale(128, "float16")
+    assert type(static) is StaticLossScale
+    assert static.scale == 128.0
+
+
+# ------------------------------------------------------------------------------------------------ state dicts
+
+
+def test_a_restored_scale_goes_on_identically(gradients: Callable[[bool], Tensor]) -> None:
+    rule = ScaleRule(growth_interval=3, decr_every_n_nan_or_inf=2)
+    rng = np.random.default_rng(0)
+    original = DynamicLossScale(rule=rule)
+    for _ in range(12):
+        run_pass(original, gradients(bool(rng.random() < 0.3)), A, fresh=int(rng.integers(2)))
+        state = original.state_dict()
+        fresh, used = DynamicLossScale(rule=rule), DynamicLossScale(64.0, rule)
+        run_pass(used, gradients(True))
+        for restored in (fresh, used):
+            restored.load_state_dict(state)
+            assert restored.read() == original.read()
+            run_pass(restored, gradients(True), A, fresh=0)
+    for overflow in (True, False, False, False):
+        fresh.load_state_dict(original.state_dict())
+        for scale in (original, fresh):
+            run_pass(scale, gradients(overflow))
+        assert fresh.read() == original.read()
+
+
+def test_apexs_state_dict_will_do() -> None:
+    scale = DynamicLossScale()
+    scale.load_state_dict({"loss_scale": 1024.0, "unskipped": 7})
+    assert scale.state_dict() == {"loss_scale": 1024.0, "unskipped": 7, "overflow": 0, "bad_steps": 0}
+
+
+@pytest.mark.parametrize("scale", [DynamicLossScale(), StaticLossScale(2.0), NoLossScale()], ids=type)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss_scale": 0.0},
+        {"loss_scale": float("nan")},
+        {"loss_scale": float("inf")},
+        {"loss_scale": "many"},
+        {"unskipped": -1},
+        {"unskipped": 1.5},
+        {"unskipped": 2**31},
+        {"overflow": 2**32},
+        {"bad_steps": None},
+        {"surprise": 1},
+    ],
+    ids=str,
+)
+def test_a_malformed_state_dict_changes_nothing(scale: LossScale, change: dict[str, Any]) -> None:
+    before = scale.state_dict()
+    with pytest.raises(ValueError, match=next(iter(change))):
+        scale.load_state_dict({"loss_scale": 1.0, "unskipped": 0, **change})
+    with pytest.raises(ValueError, match="unskipped"):
+        scale.load_state_dict({"loss_scale": 1.0})
+    with pytest.raises(RuntimeError, match="empty"):
+        scale.load_state_dict({})
+    assert scale.state_dict() == before
+
+
+def test_a_scale_beyond_the_limits_is_not_loaded() -> None:
+    scale = DynamicLossScale()
+    with pytest.raises(ValueError, match="max_scale"):
+        scale.load_state_dict({"loss_scale": 2.0**25, "unskipped": 0})
+    assert scale.scale == 2.0**16
+
+
+# --------------------------------------------------------------------------------------- overflows met elsewhere
+
+
+@pytest.mark.parametrize("how", ["check", "note"])
+def test_an_overflow_met_after_unscaling_or_elsewhere_counts(
+    queue: cl.CommandQueue, gradients: Callable[[bool], Tensor], how: str
+) -> None:
+    scale = DynamicLossScale()
+    grad = gradients(False)
+    scale.unscale_([grad], [grad])
+    scale.record(A, A)
+    scale.check_([grad])
+    scale.record(A, 0)
+    assert not scale.overflowed(A)
+    if how == "check":
+        scale.check_([to_device(queue, [np.nan])])
+    else:
+        scale.note_overflow()
+    scale.record(A, 0)
+    scale.adjust()
+    assert scale.overflowed(A)
+    assert scale.scale == 2.0**15
+    off = NoLossScale()
+    off.check_([to_device(queue, [np.nan])])
+    off.note_overflow()
+    assert not off.overflowed(A)
+
+
+def test_whether_it_was_a_nan_is_known_until_the_next_step(queue: cl.CommandQueue) -> None:
+    scale = DynamicLossScale()
+    nan, inf = (to_device(queue, [value]) for value in (np.nan, np.inf))
+    for grad, fresh, nans in ((nan, A, A), (inf, 0, A), (inf, A, 0), (nan, 0, A)):
+        run_pass(scale, grad, A, fresh)
+        assert (scale.overflowed(A), scale.read().nans) == (True, nans)
+    scale.load_state_dict(scale.state_dict())  # which does not say it
+    assert (scale.overflowed(A), scale.read().nans) == (True, 0)
+
+
+def test_a_scale_that_was_set_is_not_moved_by_what_came_before(gradients: Callable[[bool], Tensor]) -> None:
+    scale = DynamicLossScale()
+    grad = gradients(True)
+    scale.unscale_([grad], [grad])
+    scale.record(A, A)
+    scale.set_scale(4.0)
+    scale.adjust()
+    assert scale.scale == 4.0
+
+
+# ------------------------------------------------------------------------------------------------- validation
+
+
+def test_set_scale_sets_the_scale_only(gradients: Callable[[bool], Tensor]) -> None:
+    scale = DynamicLossScale()
+    scale.set_scale(1024.0)  # before the device is known
+    run_pass(scale, gradients(False))
+    assert (scale.scale, scale.growth_tracker) == (1024.0, 1)
+    scale.set_scale(3.0)
+    assert (scale.scale, scale.growth_tracker) == (3.0, 1)
+    for value in (0.0, -1.0, float("nan"), float("inf"), 2.0**25, 1e39, 1e-50, "x", None):
+        with pytest.raises(ValueError, match="scale"):
+            scale.set_scale(value)  # type: ignore[arg-type]
+    assert scale.scale == 3.0
+    with pytest.raises(ValueError, match="off"):
+        NoLossScale().set_scale(2.0)
+    NoLossScale().set_scale(1.0)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"growth_factor": 1.0},
+        {"growth_factor": 1 + 1e-12},  # 1 as a float32
+        {"growth_factor": float("inf")},
+        {"backoff_factor": 1.0},
+        {"backoff_factor": 0.0},
+        {"backoff_factor": -0.5},
+        {"growth_interval": 0},
+        {"growth_interval": 2.5},
+        {"growth_interval": 2**31},
+        {"decr_every_n_nan_or_inf": 0},
+        {"min_scale": 0.0},
+        {"min_scale": float("nan")},
+        {"min_scale": 2.0**25},
+        {"max_scale": float("inf")},
+        {"max_scale": "high"},
+    ],
+    ids=str,
+)
+def test_a_bad_rule_says_what_was_passed(rule: dict[str, Any]) -> None:
+    (name, value), *_ = rule.items()
+    with pytest.raises(ValueError, match=name) as caught:
+        ScaleRule(**rule)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e39, "2", True])
+def test_bad_scales_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="scale"):
+        make_loss_scale(value, "float16")
+
+
+def test_choices_are_named() -> None:
+    with pytest.raises(ValueError, match="'auto', 'dynamic' or a positive number, not 'sometimes'"):
+        make_loss_scale("sometimes", "float16")
+    with pytest.raises(ValueError, match="'float16', 'bfloat16' or 'float32', not 'half'"):
+        make_loss_scale("auto", "half")
+    with pytest.raises(ValueError, match="min_scale"):
+        DynamicLossScale(2.0**-15)
+
+
+@pytest.mark.parametrize("scale", [DynamicLossScale(), StaticLossScale(2.0), NoLossScale()], ids=type)
+def test_bad_masks_are_refused(scale: LossScale) -> None:
+    for mask, fresh in ((0, 0), (-1, 0), (1 << 32, 0), (A, B), (A, A | B)):
+        for end_pass in (scale.record, scale.update):
+            with pytest.raises(ValueError, match="mask"):
+                end_pass(mask, fresh)
+
+
+# ------------------------------------------------------------------------------------- cost, and captured graphs
+
+
+def test_nothing_is_compiled_or_allocated_as_the_scale_changes(
+    queue: cl.CommandQueue, gradients: Callable[[bool], Tensor]
+) -> None:
+    scale, loss = DynamicLossScale(rule=ScaleRule(growth_interval=1)), to_device(queue, [1.0])
+
+    def iteration(overflow: bool) -> None:
+        scale.scale_gradient(scale.scale_loss(loss), "float32")
+        run_pass(scale, gradients(overflow))
+        scale.overflowed(A)
+
+    for _ in range(3):
+        iteration(False)
+    pool = get_persistent_pool(queue)
+
+    def counts() -> tuple[int, ...]:
+        return len(program._programs), pool.stats.bytes_allocated, multi_tensor._tile_table.cache_info().currsize
+
+    before = counts()
+    for index in range(50):
+        iteration(index % 3 == 0)
+    assert counts() == before
+
+
+def test_a_captured_pass_replays_with_the_live_scale(
+    queue: cl.CommandQueue, gradients: Callable[[bool], Tensor]
+) -> None:
+    scale, loss = DynamicLossScale(rule=ScaleRule(growth_interval=2)), to_device(queue, [3.0])
+    grad, target = to_device(queue, [1.0, 2.0]), bridge.empty(queue, (2,), "float32")
+    model = Model(np.float32(2.0**16), scale.rule)
+    scale.scale_loss(loss)
+    capture = KernelCapture()
+    capture.begin()
+    try:
+        scaled = scale.scale_loss(loss)
+        scale.unscale_([grad], [target])
+        scale.update(A, A)
+    finally:
+        capture.end()
+    assert capture.num_launches == 3
+    model.update(False, A, A)
+    for overflow in (False, True, True, False, False, False):
+        used = float(model.scale)
+        grad.write(np.float32([1.0, np.inf if overflow else 2.0]))
+        capture.replay()
+        model.update(overflow, A, A)
+        assert scale.read() == model.state()
+        assert scaled.to_host() == 3 * used
+        assert target.to_host()[0] == 1 / used
+
+
+@pytest.mark.parametrize("move", [lambda scale: scale.set_scale(8.0), lambda scale: scale.update(A, A)])
+def test_no_scale_moves_while_another_thread_unscales(
+    queue: cl.CommandQueue, move: Callable[[LossScale], None]
+) -> None:
+    """A pass may divide by any scale: that of another ``loss_id``, say."""
+    scale = DynamicLossScale(rule=ScaleRule(growth_interval=1))
+    scale.scale_loss(to_device(queue, [1.0]))
+    thread = threading.Thread(target=move, args=(scale,))
+    with scale_lock:
+        thread.start()
+        thread.join(0.2)
+        assert scale.read().scale == 2.0**16
+    thread.join()
+    assert scale.read().scale != 2.0**16

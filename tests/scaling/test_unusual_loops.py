@@ -1,0 +1,382 @@
+"""Loops that nobody means to write and everybody does: what was noted of a gradient holds for whom it was noted, and
+only until somebody writes into it; a step that moves nothing says so."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import amp as netcl_amp
+from netcl import autograd as ag
+from netcl.optim import SGD, clip_grad_norm
+
+from clamp import amp, session
+from clamp.bridge import Parameter, Tensor
+from clamp.ops.multi_tensor import check_
+from tests.reference import to_device
+
+LR = 0.125
+TOO_LARGE = 1e6  # overflows in float16
+
+
+@pytest.fixture(autouse=True)
+def shut_down() -> Iterator[None]:
+    yield
+    session.shutdown()
+
+
+class Task:
+    """A weight of ones whose loss has a gradient of ``size`` everywhere."""
+
+    def __init__(self, queue: cl.CommandQueue) -> None:
+        self.queue = queue
+        self.weight = Parameter.from_host(queue, np.ones((4, 3), np.float32))
+        self.optimizer = SGD([self.weight], lr=LR)
+        self._x = ag.tensor(to_device(queue, np.ones((2, 4))))
+
+    def loss(self, size: float = 1.0) -> Any:
+        return ag.mul(ag.sum(ag.matmul_op(self._x, ag.tensor(self.weight))), size / 2)
+
+    def backward(self, handle: amp.AmpHandle, size: float = 1.0) -> None:
+        with handle.scale_loss(self.loss(size), self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    @property
+    def moved(self) -> float:
+        """How far steps have moved the weight, in gradients of 1."""
+        weight = self.weight.to_host()
+        assert (weight == weight.flat[0]).all()
+        return float(1 - weight.flat[0]) / LR
+
+
+@pytest.fixture
+def handle(queue: cl.CommandQueue) -> amp.AmpHandle:
+    return amp.init(loss_scale=256.0)
+
+
+@pytest.fixture
+def task(queue: cl.CommandQueue, handle: amp.AmpHandle) -> Task:
+    return Task(queue)
+
+
+# ---------------------------------------------------------------------------------------------- used twice
+
+
+def test_gradients_that_overflowed_stay_unfit_for_the_next_step_too(task: Task, handle: amp.AmpHandle) -> None:
+    task.backward(handle, TOO_LARGE)
+    task.optimizer.step()
+    task.optimizer.step()
+    assert [report.stepped for report in handle.history] == [False, False]
+    assert task.moved == 0
+
+
+def test_a_pass_that_adds_to_an_overflow_does_not_hide_it(task: Task, handle: amp.AmpHandle) -> None:
+    task.backward(handle, TOO_LARGE)
+    task.optimizer.step()
+    task.backward(handle)
+    task.optimizer.step()
+    assert task.moved == 0
+    task.optimizer.zero_grad()
+    task.backward(handle)
+    task.optimizer.step()
+    assert [report.stepped for report in handle.history] == [False, False, True]
+    assert task.moved == 1
+
+
+def _count_looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    looks: list[int] = []
+
+    def counted(grads: Any, state: Any) -> None:
+        looks.append(len(grads))
+        check_(grads, state)
+
+    monkeypatch.setattr("clamp.scaling.step_guard.check_", counted)
+    return looks
+
+
+# ---------------------------------------------------------------------------------------------- used by others
+
+
+def test_an_optimizer_made_after_the_pass_skips_its_overflow(task: Task, handle: amp.AmpHandle) -> None:
+    task.backward(handle, TOO_LARGE)
+    SGD([task.weight], lr=LR).step()
+    assert task.moved == 0
+    assert handle.last_step is not None
+    assert handle.last_step.infs == 12
+
+
+def test_an_optimizer_made_after_the_pass_uses_its_good_gradients(task: Task, handle: amp.AmpHandle) -> None:
+    task.backward(handle)
+    SGD([task.weight], lr=LR).step()
+    assert task.moved == 1
+
+
+def test_an_overflow_that_a_grad_scaler_noted_skips_a_plain_step(task: Task) -> None:
+    scaler = amp.GradScaler(8.0)
+    scaler.scale(task.loss(TOO_LARGE)).backward()
+    scaler.unscale_(task.optimizer)
+    task.optimizer.step()
+    assert task.moved == 0
+
+
+def test_an_overflow_that_netcls_scaler_told_of_skips_a_plain_step(task: Task) -> None:
+    scaler = netcl_amp.GradScaler(init_scale=8.0)
+    scaler.scale_loss(task.loss(TOO_LARGE)).backward()
+    assert scaler.unscale_grads([task.weight])
+    task.optimizer.step()
+    assert task.moved == 0
+
+
+def test_an_overflow_of_an_earlier_handle_skips_the_step(queue: cl.CommandQueue) -> None:
+    handle = amp.init(loss_scale=256.0)
+    task = Task(queue)
+    task.backward(handle, TOO_LARGE)
+    handle.shutdown()
+    amp.init(loss_scale=256.0)
+    task.optimizer.step()
+    assert task.moved == 0
+
+
+def test_a_grad_scalers_step_under_a_handle_looks_at_gradients_once(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = _count_looks(monkeypatch)
+    scaler = amp.GradScaler(8.0)
+    scaler.scale(task.loss()).backward()
+    scaler.step(task.optimizer)
+    scaler.update()
+    netcl_scaler = netcl_amp.GradScaler(init_scale=8.0)
+    task.optimizer.zero_grad()
+    netcl_scaler.scale_loss(task.loss()).backward()
+    netcl_scaler.step(task.optimizer, [task.weight])
+    assert task.moved == 2
+    assert not looks
+
+
+def test_what_one_optimizer_unscaled_another_may_step_by(queue: cl.CommandQueue) -> None:
+    task = Task(queue)
+    other = SGD([task.weight], lr=LR)
+    scaler = amp.GradScaler(8.0)
+    for size, moved in ((1.0, 2), (TOO_LARGE, 2)):
+        task.optimizer.zero_grad()
+        with amp.autocast():
+            loss = task.loss(size)
+        scaler.scale(loss).backward()
+        scaler.unscale_(task.optimizer)
+        scaler.unscale_(other)
+        scaler.step(task.optimizer)
+        scaler.step(other)
+        scaler.update()
+        assert task.moved == moved
+
+
+# ---------------------------------------------------------------------------------------------- states loaded
+
+
+def test_an_overflow_is_not_forgotten_when_a_scale_is_loaded_before_the_step(task: Task, handle: amp.AmpHandle) -> None:
+    state = amp.state_dict()
+    task.backward(handle, TOO_LARGE)
+    amp.load_state_dict(state)
+    task.optimizer.step()
+    assert task.moved == 0
+
+
+def test_good_gradients_survive_a_scale_that_is_loaded(task: Task, handle: amp.AmpHandle) -> None:
+    state = amp.state_dict()
+    task.backward(handle)
+    amp.load_state_dict(state)
+    task.optimizer.step()
+    assert task.moved == 1
+
+
+# ---------------------------------------------------------------------------------------------- written into
+
+
+def test_nan_written_into_a_gradient_that_was_checked_skips_the_step(task: Task, handle: amp.AmpHandle) -> None:
+    task.backward(handle)
+    task.weight.grad.write(np.full((4, 3), np.nan))
+    task.optimizer.step()
+    assert task.moved == 0
+    assert handle.last_step is not None
+    assert handle.last_step.nans == 12
+
+
+def test_an_op_that_writes_into_a_checked_gradient_is_looked_at(task: Task, handle: amp.AmpHandle) -> None:
+    from netcl.ops.elementwise import elementwise_binary
+
+    for noise, moved in ((np.inf, 0), (2.0, 3)):
+        task.optimizer.zero_grad()
+        task.backward(handle)
+        grad = task.weight.grad
+        elementwise_binary(grad, to_device(task.queue, np.full((4, 3), noise)), expression="ADD(v0, v1)", out=grad)
+        task.optimizer.step()
+        assert task.moved == moved
+
+
+def test_a_sum_with_a_gradient_that_was_written_into_is_looked_at(task: Task, handle: amp.AmpHandle) -> None:
+    task.backward(handle)
+    task.weight.grad.write(np.full((4, 3), np.inf))
+    task.backward(handle)
+    task.optimizer.step()
+    assert task.moved == 0
+
+
+def test_clipping_and_writes_elsewhere_cost_no_further_look(
+    task: Task, handle: amp.AmpHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = _count_looks(monkeypatch)
+    other = Tensor.from_host(task.queue, np.zeros(3, np.float32))
+    for _ in range(2):
+        task.optimizer.zero_grad()
+        task.backward(handle)
+        clip_grad_norm([task.weight], 1.0)
+        other.write(np.ones(3))
+        task.optimizer.step()
+    assert not looks
+    assert task.moved == pytest.approx(2 / 12**0.5)
+
+
+# ---------------------------------------------------------------------------------------------- no backward
+
+
+def test_a_forgotten_outer_backward_is_refused(task: Task, handle: amp.AmpHandle) -> None:
+    with (
+        pytest.raises(RuntimeError, match="scaled_loss"),
+        handle.scale_loss(task.loss(), task.optimizer),
+        handle.scale_loss(task.loss(2.0), task.optimizer) as inner,
+    ):
+        inner.backward()
+    assert task.weight.grad is None
+
+
+def test_a_grad_scalers_backward_inside_is_none_of_the_scaled_loss(task: Task, handle: amp.AmpHandle) -> None:
+    scaler = amp.GradScaler(8.0)
+    with pytest.raises(RuntimeError, match="scaled_loss"), handle.scale_loss(task.loss(), task.optimizer):
+        scaler.scale(task.loss(2.0)).backward()
+
+
+def test_gradients_cleared_after_backward_are_told_apart_from_none(task: Task, handle: amp.AmpHandle) -> None:
+    with (  # noqa: PT012
+        pytest.raises(RuntimeError, match="not cleared after backward"),
+        handle.scale_loss(task.loss(), task.optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+        task.optimizer.zero_grad()
+
+
+def test_a_step_without_any_gradient_is_no_step(task: Task, handle: amp.AmpHandle) -> None:
+    task.optimizer.step()
+    assert handle.last_step is not None
+    assert not handle.last_step.stepped
+    assert handle.last_step.reason == "no parameter had a gradient"
+    assert "1 skipped" in repr(handle)
+    task.weight._frozen = True
+    task.weight.grad = to_device(task.queue, np.ones((4, 3)))
+    task.optimizer.step()
+    assert not handle.last_step.stepped
+
+
+def test_backward_of_a_dead_tapes_loss_is_refused_by_a_tape_too(queue: cl.CommandQueue) -> None:
+    amp.init(dtype="bfloat16")
+    task = Task(queue)
+    with ag.Tape():
+        loss = task.loss()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="the tape that recorded it is gone"):
+        ag.Tape().backward(loss)
+
+
+def test_a_tape_that_dies_after_scaling_is_named(task: Task, handle: amp.AmpHandle) -> None:
+    with ag.Tape() as tape:
+        loss = task.loss()
+    with (  # noqa: PT012
+        pytest.raises(RuntimeError, match="the tape that recorded it is gone"),
+        handle.scale_loss(loss, task.optimizer) as scaled_loss,
+    ):
+        del tape
+        gc.collect()
+        scaled_loss.backward()
+
+
+# ---------------------------------------------------------------------------------------------- out of order
+
+
+def test_withs_that_generators_hold_may_end_in_any_order(task: Task, handle: amp.AmpHandle) -> None:
+    other = Task(task.queue)
+
+    def held(of: Task, loss: Any) -> Iterator[Any]:
+        with handle.scale_loss(loss, of.optimizer) as scaled_loss:
+            yield scaled_loss
+
+    first_loss, second_loss = task.loss(), other.loss(2.0)
+    first, second = held(task, first_loss), held(other, second_loss)
+    first_scaled, second_scaled = next(first), next(second)
+    first_scaled.backward()
+    next(first, None)
+    with pytest.raises(RuntimeError, match="from the loss itself"):
+        second_loss.backward()
+    second_scaled.backward()
+    next(second, None)
+    task.optimizer.step()
+    other.optimizer.step()
+    assert (task.moved, other.moved) == (1, 2)
+
+
+def test_a_with_that_another_thread_ends_leaves_no_pass_behind(task: Task, handle: amp.AmpHandle) -> None:
+    def held() -> Iterator[Any]:
+        with handle.scale_loss(task.loss(), task.optimizer) as scaled_loss:
+            yield scaled_loss
+
+    generator = held()
+    next(generator).backward()
+    errors: list[BaseException] = []
+
+    def end() -> None:
+        try:
+            next(generator, None)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join()
+    assert not errors
+    scaler = amp.GradScaler(8.0)
+    scaler.scale(task.loss(2.0)).backward()  # adds to what the with has left
+    scaler.step(task.optimizer)
+    assert task.moved == 3
+
+
+# ---------------------------------------------------------------------------------------------- the end of AMP
+
+
+def test_a_shutdown_inside_the_with_says_so(task: Task, handle: amp.AmpHandle) -> None:
+    with (  # noqa: PT012
+        pytest.raises(RuntimeError, match="shut down inside"),
+        handle.scale_loss(task.loss(), task.optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+        handle.shutdown()
+    assert task.weight.grad is None
+
+
+@pytest.mark.parametrize("size", [1.0, TOO_LARGE])
+def test_a_plain_step_under_autocast_alone_skips_what_a_grad_scaler_has_noted(
+    queue: cl.CommandQueue, size: float
+) -> None:
+    task, scaler = Task(queue), amp.GradScaler(8.0)
+    with amp.autocast():
+        loss = task.loss(size)
+    scaler.scale(loss).backward()
+    scaler.unscale_(task.optimizer)
+    if size == TOO_LARGE:
+        with pytest.warns(UserWarning, match="was skipped"):
+            task.optimizer.step()
+    else:
+        task.optimizer.step()
+    assert task.moved == (size == 1.0)

@@ -1,0 +1,94 @@
+"""The table of rooms in docs/architecture.md, held against what the modules really import."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "clamp"
+TABLE = re.findall(r"^\| `clamp/(\w+)(?:/|\.py)` \|", (ROOT / "docs/architecture.md").read_text("utf-8"), re.M)
+ABOVE_ALL = ("clamp", "clamp.__main__")  # the package itself, and the program
+
+
+def name_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(file): file for file in PACKAGE.rglob("*.py")}
+
+
+def imports_of(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """The modules of clamp that a syntax tree imports, wherever in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are written out in full"
+            if (node.module or "").partition(".")[0] == "clamp":
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    yield name if name in MODULES else str(node.module), node
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "clamp":
+                    yield alias.name, node
+
+
+def imports() -> list[tuple[str, str]]:
+    return [
+        (name, imported)
+        for name, file in MODULES.items()
+        for imported, _ in imports_of(ast.parse(file.read_text("utf-8")))
+    ]
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_every_module_is_in_a_room_of_the_table() -> None:
+    found = {room(name) for name in MODULES if name not in ABOVE_ALL}
+    assert sorted(found) == sorted(TABLE)
+
+
+def test_a_room_imports_only_rooms_above_it() -> None:
+    upward = [
+        f"{name} imports {imported}"
+        for name, imported in imports()
+        if name not in ABOVE_ALL and imported != "clamp" and TABLE.index(room(imported)) > TABLE.index(room(name))
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    graph: dict[str, set[str]] = {name: set() for name in MODULES}
+    for name, imported in imports():
+        if not name.startswith(f"{imported}."):  # a package may gather what its modules have
+            graph[name].add(imported)
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_stand_at_the_top(name: str) -> None:
+    tree = ast.parse(MODULES[name].read_text("utf-8"))
+    inside = [
+        node.lineno
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for _, node in imports_of(function)
+    ]
+    assert not inside
+
+
+def test_amp_gathers_names_and_does_nothing_else() -> None:
+    tree = ast.parse((PACKAGE / "amp.py").read_text("utf-8"))
+    docstring, *rest = tree.body
+    assert isinstance(docstring, ast.Expr)
+    assert all(isinstance(node, ast.Import | ast.ImportFrom) for node in rest[:-1])
+    assert isinstance(rest[-1], ast.Assign)
+    assert ast.unparse(rest[-1].targets[0]) == "__all__"
