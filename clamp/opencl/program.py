@@ -1,13 +1,14 @@
-"""Builds the OpenCL programs of clamp and hands out their kernels. The only place that compiles anything.
+"""Builds the OpenCL programs of clamp and launches their kernels. The only place that compiles anything.
 
-A kernel is asked for by file, name and macros::
+A kernel is declared once, beside the function that launches it, and called with tensors and numbers::
 
-    kernel = get_kernel(queue, "cast.cl", "cast", args="ppq", X_T="f32", Y_T="f16", SPAN=4096)
-    kernel(queue, (groups,), None, x.buffer, y.buffer, n)
+    CAST = Kernel("cast.cl", "cast")
+    ...
+    CAST(queue, (groups,), (1,), x, y, x.size, X_T="f32", Y_T="f16", SPAN=4096)
 
-Programs are built once per context and set of macros. Kernels are held per thread, because a ``cl.Kernel``
-carries its arguments from one call to the next. Launch a kernel by calling it: netcl records launches by
-wrapping ``cl.Kernel.__call__``.
+Numbers are converted to the types that the compiled kernel says its arguments have. Programs are built once per context
+and set of macros. Kernels are held per thread, because a ``cl.Kernel`` carries its arguments from one call to the next;
+they are launched by calling them: netcl records launches by wrapping ``cl.Kernel.__call__``.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ import numpy as np
 import pyopencl as cl
 
 _COMMON = "common.clh"
-_ARGUMENT_TYPES = {"p": None, "i": np.int32, "u": np.uint32, "q": np.uint64, "f": np.float32}
+# Scalars by their names in OpenCL C. A program is built with -cl-kernel-arg-info, so that its kernels know them.
+_SCALARS = {"int": np.int32, "uint": np.uint32, "long": np.int64, "ulong": np.uint64, "float": np.float32}
+_OPTIONS = ("-cl-kernel-arg-info",)
 
-_lock = threading.Lock()
+_lock = threading.Lock()  # around the two tables, never around a build
 _programs: dict[tuple[Any, ...], cl.Program] = {}
+_building: dict[tuple[Any, ...], threading.Lock] = {}
 _per_thread = threading.local()
 
 
@@ -47,28 +51,71 @@ def source(name: str) -> str:
     return "\n".join(lines)
 
 
-def get_kernel(queue: cl.CommandQueue, file: str, name: str, args: str, **macros: object) -> cl.Kernel:
-    """The kernel ``name`` of ``kernels/<file>``, compiled with ``macros`` for the queue's context.
+class Kernel:
+    """A kernel of ``kernels/``.
 
     Args:
-        args: one letter per kernel argument: ``p`` pointer, ``i`` int, ``u`` uint, ``q`` ulong, ``f`` float.
-        macros: preprocessor definitions, for example ``X_T="f16"``.
-
-    Raises:
-        KernelBuildError: the device's compiler rejected the kernel.
+        file: name of the file.
+        name: of the kernel in it.
     """
-    context = queue.context
-    key = (context.int_ptr, file, name, *macros.items())
-    try:
-        return _per_thread.kernels[key]
-    except AttributeError:
-        _per_thread.kernels = {}
-    except KeyError:
-        pass
-    kernel = cl.Kernel(_get_program(context, file, macros), name)
-    kernel.set_scalar_arg_dtypes([_ARGUMENT_TYPES[letter] for letter in args])
-    _per_thread.kernels[key] = kernel
-    return kernel
+
+    def __init__(self, file: str, name: str) -> None:
+        self.file = file
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.file!r}, {self.name!r})"
+
+    def __call__(
+        self,
+        queue: cl.CommandQueue,
+        global_size: tuple[int, ...],
+        local_size: tuple[int, ...] | None,
+        *args: Any,
+        **macros: object,
+    ) -> cl.Event:
+        """Launches the kernel, built with ``macros`` (for example ``X_T="f16"``) on the queue's first such call.
+
+        Args:
+            args: tensors, buffers and numbers, in the order of the kernel's arguments.
+
+        Raises:
+            KernelBuildError: the device's compiler rejected the program.
+        """
+        event: cl.Event = self.on(queue, **macros)(
+            queue, global_size, local_size, *[getattr(x, "buffer", x) for x in args]
+        )
+        return event
+
+    def on(self, queue: cl.CommandQueue, **macros: object) -> cl.Kernel:
+        """This thread's kernel for the queue's context, compiled with ``macros``.
+
+        Raises:
+            KernelBuildError: the device's compiler rejected the program.
+        """
+        context = queue.context
+        key = (context.int_ptr, self.file, self.name, *macros.items())
+        try:
+            return _per_thread.kernels[key]
+        except AttributeError:
+            _per_thread.kernels = {}
+        except KeyError:
+            pass
+        kernel = cl.Kernel(_get_program(context, self.file, macros), self.name)
+        kernel.set_scalar_arg_dtypes([_scalar_type(kernel, index) for index in range(kernel.num_args)])
+        _per_thread.kernels[key] = kernel
+        return kernel
+
+
+def _scalar_type(kernel: cl.Kernel, index: int) -> Any:
+    """The numpy type of an argument; None of a pointer."""
+    name = str(kernel.get_arg_info(index, cl.kernel_arg_info.TYPE_NAME))
+    return None if name.endswith("*") else _SCALARS[name]
+
+
+def get_kernel(queue: cl.CommandQueue, file: str, name: str, args: str, **macros: object) -> cl.Kernel:
+    """``Kernel(file, name).on(queue, **macros)``."""
+    return Kernel(file, name).on(queue, **macros)
 
 
 def built_programs() -> int:
@@ -83,6 +130,7 @@ def release_programs() -> None:
     """
     with _lock:
         _programs.clear()
+        _building.clear()
     _per_thread.kernels = {}
 
 
@@ -90,8 +138,14 @@ def _get_program(context: cl.Context, file: str, macros: dict[str, object]) -> c
     # The program keeps its context alive, so the pointer in the key stays unique.
     key = (context.int_ptr, file, *sorted(macros.items()))
     with _lock:
+        if key in _programs:
+            return _programs[key]
+        building = _building.setdefault(key, threading.Lock())
+    with building:  # others may build other programs meanwhile
         if key not in _programs:
-            _programs[key] = _build(context, file, macros)
+            program = _build(context, file, macros)
+            with _lock:
+                _programs[key] = program
         return _programs[key]
 
 
@@ -102,14 +156,15 @@ def _prefetches(device: cl.Device) -> bool:
 
 def _build(context: cl.Context, file: str, macros: dict[str, object]) -> cl.Program:
     text = f'#line 1 "{_COMMON}"\n{source(_COMMON)}\n#line 1 "{file}"\n{source(file)}'
-    options = [f"-D{name}={value}" for name, value in macros.items()]
+    options = [*_OPTIONS, *(f"-D{name}={value}" for name, value in macros.items())]
     if all(map(_prefetches, context.devices)):
         options.append("-DPREFETCHES")
     with warnings.catch_warnings():
         # Drivers write progress to the build log of a program that is fine.
         warnings.simplefilter("ignore", cl.CompilerWarning)
         try:
-            return cl.Program(context, text).build(options=options)
+            # Intel's runtime forgets the arguments' types in the binaries that pyopencl keeps.
+            return cl.Program(context, text).build(options=options, cache_dir=False)  # type: ignore[arg-type]
         except cl.RuntimeError as error:
             devices = ", ".join(device.name for device in context.devices)
             raise KernelBuildError(
