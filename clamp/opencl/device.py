@@ -25,9 +25,10 @@ SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
 _INTEL_ICD = "zz-clamp-intel-cpu.icd"  # ocl-icd lists platforms by file name: drivers already there stay first
 
 NO_DEVICE = """no OpenCL device found. Any one of these gives you one:
-  pip install "clamp-amp[cpu]"           Intel's CPU runtime (Linux, x86-64), found by clamp without further setup
-  apt install pocl-opencl-icd            PoCL, a CPU driver for every architecture (Debian, Ubuntu)
-  the OpenCL driver of your GPU          NVIDIA: part of the driver; AMD: rocm-opencl; Intel: intel-opencl-icd
+  pip install intel-opencl-rt intel-cmplr-lib-rt
+                               Intel's CPU runtime (Linux, x86-64), found by clamp without further setup
+  apt install pocl-opencl-icd  PoCL, a CPU driver for every architecture (Debian, Ubuntu)
+  the driver of your GPU       NVIDIA: part of the driver; AMD: rocm-opencl; Intel: intel-opencl-icd
 If a driver is installed, check that OCL_ICD_VENDORS, when set, names a folder with its .icd file."""
 
 

@@ -79,7 +79,7 @@ class Ranks:
         if not isinstance(comm, Communicator):
             raise TypeError(
                 f"distribute takes a communicator of mpi4py's, got {type(comm).__name__}: "
-                '`from mpi4py import MPI`, then MPI.COMM_WORLD (pip install "clamp-amp[mpi]")'
+                "`from mpi4py import MPI`, then MPI.COMM_WORLD (pip install mpi4py)"
             )
         name = "float32" if reduce_dtype is None else bridge.dtype_name(reduce_dtype)
         if not isinstance(name, str) or name not in REDUCE_DTYPES:

@@ -169,7 +169,7 @@ def test_a_command_without_rich_says_what_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)
     assert main(["lists"]) == 1
-    assert 'pip install "clamp-amp[examples]"' in capsys.readouterr().err
+    assert "pip install rich" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------- timing
@@ -392,9 +392,9 @@ def test_doctor_tells_how_to_get_a_device(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr("clamp.cli.doctor.list_devices", none)
     monkeypatch.setattr("clamp.cli.devices.list_devices", none)
     assert main(["doctor"]) == 1
-    assert 'pip install "clamp-amp[cpu]"' in capsys.readouterr().out
+    assert "pip install intel-opencl-rt" in capsys.readouterr().out
     assert main(["bench"]) == 1
-    assert 'pip install "clamp-amp[cpu]"' in capsys.readouterr().err
+    assert "pip install intel-opencl-rt" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------- lists
