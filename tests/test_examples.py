@@ -152,7 +152,7 @@ def test_rnn_cell_casts_each_weight_once(queue: cl.CommandQueue) -> None:
 def test_script_of_the_readme_runs(queue: cl.CommandQueue, tmp_path: Path) -> None:
     script = tmp_path / "readme.py"
     script.write_text(python_blocks("README.md")[0], encoding="utf-8")
-    output = run_script(queue, str(script))
+    output = run_script(queue, "-W", "error::UserWarning", str(script))
     loss = float(re.search(r"loss ([\d.]+)", output)[1])
     assert loss < 0.5
     assert "prediction float16" in output
@@ -321,7 +321,7 @@ def three_seeds(queue: cl.CommandQueue, digits: ModuleType, amp_options: dict[st
     return [digits.train(queue, data, amp_options, seed) for seed in range(3)]
 
 
-# Whole runs, of three seeds each, have their figures in the README; these short ones notice when something changes.
+# Whole runs, of three seeds each, have their figures in docs/benchmarks.md; these short ones notice when something changes.
 
 
 @pytest.mark.slow

@@ -207,7 +207,7 @@ def test_what_netcl_gets_right_stays_netcls_own(queue: cl.CommandQueue, handle: 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_loss_of_the_users_in_float32_trains(queue: cl.CommandQueue, dtype: str) -> None:
-    """As README writes one: the last layer's result is 16-bit, the loss is not."""
+    """As a user writes one: the last layer's result is 16-bit, the loss is not."""
 
     @amp.float_function
     def my_loss(pred: Node, target: Node) -> Node:

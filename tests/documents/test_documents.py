@@ -41,17 +41,26 @@ def test_scripts_of_a_document_do_what_they_say(
 
 
 def test_every_python_block_of_every_document_is_run() -> None:
-    documents = {"README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))}
+    documents = {"README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))}
     assert {file for file in documents if python_blocks(file)} == PAGES.keys() | ELSEWHERE
     for file in documents:
         text = (ROOT / file).read_text(encoding="utf-8")
         fences = re.findall(r"^ *```(\S.*)$", text, re.MULTILINE)
-        assert set(fences) <= {"python", "python mpi", "sh", "text", "toml"}, file
+        assert set(fences) <= {"python", "python mpi", "diff", "sh", "text", "toml"}, file
         assert fences.count("python mpi") == (file == MPI), file
         assert fences.count("python") == len(python_blocks(file)), file
         indented = re.findall(r"^    (?:from \S+ import|import|with|for|\w+ = ).*", text, re.MULTILINE)
         in_blocks = "".join(re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL))
         assert [line for line in indented if line not in in_blocks] == [], file
+
+
+def test_the_difference_in_the_readme_is_that_of_its_script() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    difference = re.search(r"^```diff\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1].splitlines()
+    after = [line[1:] for line in difference if not line.startswith("-")]
+    script = [line.partition("  #")[0].rstrip() for line in python_blocks("README.md")[0][1].splitlines()]
+    first = script.index(after[0])
+    assert script[first : first + len(after)] == after
 
 
 def test_script_for_mpi_runs_and_keeps_the_same_bits(launcher: list[str], tmp_path: Path) -> None:  # noqa: F811
