@@ -321,7 +321,7 @@ def three_seeds(queue: cl.CommandQueue, digits: ModuleType, amp_options: dict[st
     return [digits.train(queue, data, amp_options, seed) for seed in range(3)]
 
 
-# Whole runs, of three seeds each, have their figures in docs/benchmarks.md; these short ones notice when something changes.
+# Whole runs, of three seeds each, have their figures in docs/benchmarks.md; these short ones notice changes.
 
 
 @pytest.mark.slow
