@@ -36,7 +36,7 @@ _FORMAT = "clamp checkpoint"
 _VERSION = 2
 _READABLE = (1, 2)
 _TEXT = "clamp.json"
-_DEEPEST = 50  # containers in one another; what is nested without end would be saved and could not be read
+_DEEPEST = 50  # deepest nesting of containers; what contains itself would never end
 
 
 class CheckpointError(ValueError):

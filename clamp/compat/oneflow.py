@@ -152,8 +152,8 @@ class Graph:
 
     The first call with tensors of some shapes and dtypes runs ``build`` as it is, the second one records what it
     launches, and all others replay that: they give the same bits as running it. The loss scale, the skipping of
-    steps, learning rates and what ``dropout`` draws are those of the day. Everything else that ``build`` does on the
-    host happens in the first two calls only: it must not read tensors to the host or make them from host data.
+    steps, learning rates and what ``dropout`` draws are those current at replay. Everything else that ``build`` does on
+    the host happens in the first two calls only: it must not read tensors to the host or make them from host data.
     """
 
     def __init__(self) -> None:

@@ -64,7 +64,7 @@ def refuse(what: str, instead: str) -> None:
 def host_step(run: Callable[[], Any]) -> Any:
     """Runs ``run()``, and if a recording is on, again at this place of every replay; returns its result now.
 
-    What it launches is not recorded: it is launched anew, with the arguments of the day.
+    What it launches is not recorded: it is launched anew, with the arguments current at replay.
     """
     recording = recorder()
     if recording is None:

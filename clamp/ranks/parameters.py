@@ -24,7 +24,7 @@ from clamp.ranks.rendezvous import RankError
 
 Array: TypeAlias = npt.NDArray[Any]
 
-TURNS = 50  #: passes of one optimizer within which each of its parameters is compared
+TURNS = 50  #: passes of one optimizer in which each of its parameters has its turn
 _MOST_LISTS = 64  # lists of parameters that are remembered; one that was forgotten is compared as a whole
 
 

@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_PATIENCE = 10.0  # seconds in which a rank with an error must be heard by the others
-_LAST_PATIENCE = 30.0  # seconds more when the process ends
+_PATIENCE = 10.0  # seconds for the others to hear of a rank's error
+_LAST_PATIENCE = 30.0  # further seconds at the end of the process
 
 
 class RankError(RuntimeError):
