@@ -1,6 +1,6 @@
 // probe.cl: small kernels that show what a device really can do. Each sets *flag to 1 when the device computed
 // what it should. Each stands in a program of its own (-DPROBE_...), so that one the compiler refuses does not
-// take the others with it. scratch: 64 bytes.
+// take the others with it. scratch: 4096 bytes.
 
 #ifdef PROBE_HALF_STORAGE
 // 1 + 2^-11 lies halfway between two halves and must go to the even one, 1; 65520 to infinity; 2^-24 stays.
@@ -9,5 +9,42 @@ __kernel void half_storage(__global half *scratch, __global int *flag) {
     vstore_half_rte(65520.0f, 1, scratch);
     vstore_half_rte(5.9604645e-8f, 2, scratch);
     *flag = vload_half(0, scratch) == 1.0f && isinf(vload_half(1, scratch)) && vload_half(2, scratch) == 5.9604645e-8f;
+}
+#endif
+
+#ifdef PROBE_DOT_BF16
+#include "dot_bf16.clh"
+#define STEPS 3 // of which two are one visit to a tile, and one is another
+
+// Small integers by their places, whose sums are exact, stored as pairs of bfloat16.
+static int element(size_t row, size_t k) { return (int)((5 * row + 3 * k) % 15) - 7; }
+static uint pair(size_t row, size_t step) {
+    return as_uint((float)element(row, 2 * step)) >> 16 | (as_uint((float)element(row, 2 * step + 1)) & 0xffff0000);
+}
+
+#define DEFINE_IS_RIGHT(HEIGHT)                                                                                        \
+    /* Whether two panels of A, of HEIGHT rows, by one of B give their sums. Rows of B are those from 100 on. */       \
+    static bool is_right_##HEIGHT(__global uint *a, __global uint *b, __global float *sums) {                          \
+        const ulong stride = STEPS * HEIGHT * sizeof(uint);                                                            \
+        for (size_t i = 0; i < 2 * STEPS * HEIGHT; i++)                                                                \
+            a[i] = pair(i / (STEPS * HEIGHT) * HEIGHT + i % HEIGHT, i / HEIGHT % STEPS);                               \
+        for (size_t j = 0; j < STEPS * NR; j++) b[j] = pair(100 + j % NR, j / NR);                                     \
+        multiply_##HEIGHT(a, b, sums, 2, stride, STEPS - 1, 0);                                                        \
+        multiply_##HEIGHT(a + (STEPS - 1) * HEIGHT, b + (STEPS - 1) * NR, sums, 2, stride, 1, 1);                      \
+        bool right = true;                                                                                             \
+        for (size_t i = 0; i < 2 * HEIGHT * NR; i++) {                                                                 \
+            int sum = 0;                                                                                               \
+            for (size_t k = 0; k < 2 * STEPS; k++) sum += element(i / NR, k) * element(100 + i % NR, k);               \
+            right = right && sums[i] == sum;                                                                           \
+        }                                                                                                              \
+        return right;                                                                                                  \
+    }
+DEFINE_IS_RIGHT(12)
+DEFINE_IS_RIGHT(8)
+
+__kernel ONE_WORK_ITEM void dot_bf16(__global uint *scratch, __global int *flag) {
+    __global uint *a = scratch, *b = a + 2 * STEPS * MR;
+    __global float *sums = (__global float *)(b + STEPS * NR); // 2 MR x NR: all three are 936 words
+    *flag = is_right_12(a, b, sums) && is_right_8(a, b, sums);
 }
 #endif

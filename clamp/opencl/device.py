@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pyopencl as cl
 
-from clamp.opencl.program import KernelBuildError, get_kernel
+from clamp.opencl.program import Kernel, KernelBuildError
 from clamp.opencl.recording import unrecorded
 
 SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
@@ -145,6 +145,12 @@ class Capabilities:
         local_memory_bytes: local memory of a work-group.
         max_work_group: work-items of a work-group.
         float_vector_width: floats in a vector register (16 with AVX-512); 1 where there are none.
+        dot_bf16: the processor's dot product of bfloat16 (AVX512_BF16) compiles and computes right.
+        fast_dot_bf16: it is also faster than multiplying floats. AMD's processors run it at the rate of a float's
+            multiply-add, on twice the elements (1.7 to 2 times as fast on a Zen 5, 1.5 to 2 times on a Zen 4). Intel's
+            run it at half that rate: 187 against 281 and 153 against 245 GFLOP/s were measured on two Xeons, one of
+            which hid its matrix units (AMX). The vendor tells, not a timing, because results must not depend on what
+            else the machine was doing.
     """
 
     is_cpu: bool
@@ -154,6 +160,8 @@ class Capabilities:
     local_memory_bytes: int
     max_work_group: int
     float_vector_width: int
+    dot_bf16: bool
+    fast_dot_bf16: bool
 
 
 _capabilities: dict[int, Capabilities] = {}
@@ -170,16 +178,21 @@ def capabilities(queue: cl.CommandQueue) -> Capabilities:
 
 def _probed(queue: cl.CommandQueue) -> Capabilities:
     device = queue.device
+    # A CPU device may call itself a GPU as well (Oclgrind claims every type); it is one of ours only
+    # if it is nothing but a CPU.
+    is_cpu = device.type & ~cl.device_type.DEFAULT == cl.device_type.CPU
+    # An instruction that the processor lacks would end the process: ask before trying.
+    dot_bf16 = is_cpu and "avx512_bf16" in host_cpu_flags() and _probe(queue, "dot_bf16")
     return Capabilities(
-        # A CPU device may call itself a GPU as well (Oclgrind claims every type); it is one of ours only
-        # if it is nothing but a CPU.
-        is_cpu=device.type & ~cl.device_type.DEFAULT == cl.device_type.CPU,
+        is_cpu=is_cpu,
         compute_units=device.max_compute_units,
         half_storage=_probe(queue, "half_storage"),
         max_parameter_bytes=device.max_parameter_size,
         local_memory_bytes=device.local_mem_size,
         max_work_group=device.max_work_group_size,
         float_vector_width=device.native_vector_width_float,
+        dot_bf16=dot_bf16,
+        fast_dot_bf16=dot_bf16 and host_cpu_vendor() == "AuthenticAMD",
     )
 
 
@@ -187,10 +200,9 @@ def _probe(queue: cl.CommandQueue, name: str) -> bool:
     """Whether the probe ``name`` of ``probe.cl`` compiles here and sets its flag to 1."""
     flag = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 4)
     cl.enqueue_fill_buffer(queue, flag, b"\0\0\0\0", 0, 4)
-    scratch = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 64)
+    scratch = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 4096)
     try:
-        kernel = get_kernel(queue, "probe.cl", name, "pp", **{f"PROBE_{name.upper()}": 1})
-        kernel(queue, (1,), (1,), scratch, flag)
+        Kernel("probe.cl", name)(queue, (1,), (1,), scratch, flag, **{f"PROBE_{name.upper()}": 1})
     except (KernelBuildError, cl.Error):
         return False
     result = bytearray(4)

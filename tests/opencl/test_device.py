@@ -85,6 +85,29 @@ def test_capabilities_are_probed_once(queue: cl.CommandQueue) -> None:
     assert queue.device in list_devices()
 
 
+@pytest.mark.parametrize(("vendor", "is_fast"), [("AuthenticAMD", True), ("GenuineIntel", False), ("", False)])
+@pytest.mark.parametrize("works", [True, False])
+def test_the_dot_product_of_bfloat16_is_tried_and_fast_by_vendor(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, vendor: str, is_fast: bool, works: bool
+) -> None:
+    monkeypatch.setattr(device, "host_cpu_vendor", lambda: vendor)
+    monkeypatch.setattr(device, "host_cpu_flags", lambda: frozenset({"avx512_bf16"}))
+    monkeypatch.setattr(device, "_probe", lambda queue, name: works)
+    found = device._probed(queue)
+    assert found.dot_bf16 == (found.is_cpu and works)
+    assert found.fast_dot_bf16 == (found.dot_bf16 and is_fast)
+
+
+def test_an_instruction_that_the_processor_lacks_is_not_tried(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(device, "host_cpu_flags", frozenset)
+    monkeypatch.setattr(device, "_probe", lambda queue, name: not tried.append(name))
+    assert not device._probed(queue).dot_bf16
+    assert tried == ["half_storage"]
+
+
 def test_16_bit_storage_needs_no_extension(queue: cl.CommandQueue) -> None:
     assert amp.is_float16_supported(queue)
     assert amp.supports_fp16(queue)
