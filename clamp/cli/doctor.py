@@ -21,7 +21,8 @@ from clamp.bridge import Tensor
 from clamp.cli.devices import describe, is_simulator
 from clamp.opencl.device import NoDeviceError, capabilities, intel_cpu_runtime, list_devices
 from clamp.ops.cast import cast
-from clamp.ops.gemm import default_kernel, gemm
+from clamp.ops.gemm import gemm
+from clamp.ops.gemm.engines import usual
 
 _M, _N, _K = 33, 17, 40  # no multiples of a tile: the edges are checked, too
 _PRECISIONS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}  # steps at 1
@@ -72,7 +73,7 @@ def _facts(device: cl.Device) -> Iterator[tuple[str, str]]:
         queue = cl.CommandQueue(context, device)
         found = capabilities(queue)
         dtypes = ", ".join(amp.get_amp_supported_dtype(queue))
-        kernels = ", ".join(f"{dtype} {default_kernel(queue, dtype, dtype).value}" for dtype in _PRECISIONS)
+        kernels = ", ".join(f"{dtype} {usual(found, dtype).NAME}" for dtype in _PRECISIONS)
     except Exception as error:  # a driver in any state must not keep doctor from the next one
         yield "unusable", f"{type(error).__name__}: {error}"
         return

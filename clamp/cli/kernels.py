@@ -14,6 +14,8 @@ from typing import Any
 
 import pyopencl as cl
 
+from clamp.opencl.program import Kernel
+
 _FOLLOWED = ("clamp.functions.", "clamp.ops.")
 
 
@@ -51,6 +53,10 @@ def reached(function: Callable[..., Any]) -> Reached:
             waiting += [getattr(member, "fget", member) for member in vars(x).values()]
         elif is_dataclass(x) and type(x).__module__.startswith(_FOLLOWED):
             waiting += [getattr(x, each.name) for each in fields(x)]
+        elif isinstance(x, types.ModuleType):  # of a list of engines
+            waiting += [y for y in vars(x).values() if str(getattr(y, "__module__", "")).startswith(_FOLLOWED)]
+        elif isinstance(x, Kernel):
+            found.files.add(x.file)
         elif isinstance(x, dict):
             waiting += x.values()
         elif isinstance(x, list | tuple | set | frozenset):
@@ -75,12 +81,11 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _named(code: types.CodeType, names: dict[str, Any]) -> list[Any]:
-    """What the names in a code stand for; of a module, or of a table of modules, what is taken from it by name."""
+    """What the names in a code stand for; of a module, what is taken from it by name."""
     found = [names[name] for name in code.co_names if name in names]
-    tables = [item for x in found if isinstance(x, dict) for item in x.values()]
-    for module in (x for x in (*found, *tables) if isinstance(x, types.ModuleType)):
-        found += [vars(module)[name] for name in code.co_names if name in vars(module)]
-    return found
+    modules = [x for x in found if isinstance(x, types.ModuleType)]
+    taken = [vars(module)[name] for module in modules for name in code.co_names if name in vars(module)]
+    return [x for x in found if not isinstance(x, types.ModuleType)] + taken
 
 
 def _is_kernel_file(x: object) -> bool:

@@ -1,6 +1,6 @@
 """Convolutions: forward and backward of netcl's conv2d, conv2d_relu and conv_transpose2d.
 
-The gradients are convolutions again (ops/conv.py). A weight's gradient is stored in the weight's own dtype straight
+The gradients are convolutions again (ops/conv/). A weight's gradient is stored in the weight's own dtype straight
 from the fp32 sums; the bias is read, and gets its gradient, in its own dtype.
 """
 
@@ -14,8 +14,7 @@ from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, NotOwned, Operand, as_is, as_node, implements, leave_to_netcl_if, record
 from clamp.ops import conv as ops
 from clamp.ops.arguments import whole_number
-from clamp.ops.conv_geometry import Pair, Window
-from clamp.ops.conv_weights import Weights
+from clamp.ops.conv import Pair, Weights, Window
 from clamp.ops.elementwise import elementwise
 from clamp.ops.reduce_to_shape import sum_channels
 from clamp.params.weight_cache import weights

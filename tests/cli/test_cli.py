@@ -26,7 +26,7 @@ from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_si
 from clamp.cli.kernels import reached
 from clamp.opencl.device import NoDeviceError, capabilities, list_devices
 from clamp.ops.cast import cast
-from clamp.ops.gemm import default_kernel
+from clamp.ops.gemm.engines import usual
 
 TINY = ["bench", "--quick", "--sizes", "32", "--elements", "20000", "--step", "2x32x8", "--images", "1", "--cnn", "2"]
 
@@ -450,7 +450,7 @@ def test_lists_names_the_kernels_and_what_happens_on_a_device(
     out = capsys.readouterr().out
     assert "gemm_packed.cl" in out
     assert "clamp.functions.matmul.matmul" in out
-    kernel = default_kernel(queue, "bfloat16", "bfloat16").value
+    kernel = usual(capabilities(queue), "bfloat16").NAME
     assert platform in out
     assert f"products of bfloat16: {kernel} kernel" in out
     assert "Node.__matmul__" in out

@@ -14,7 +14,7 @@ from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import OWNED
 from clamp.casting.policy import CastPolicy
-from clamp.ops.gemm import default_kernel
+from clamp.opencl.device import capabilities
 from tests.conformance import long_axes, ops, report
 from tests.conformance.long_axes import LongCase
 from tests.conformance.runner import (
@@ -85,7 +85,7 @@ def test_op(
     queue: cl.CommandQueue, amp_dtype: str, op: Op, case: Case, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = inputs_of(case)
-    default_kernel(queue, amp_dtype, amp_dtype)  # its trial on the device, once in a process, reads a result
+    capabilities(queue)  # its probes of the device, once in a process, read results
     arrangement = arrange(op, case, storage, amp_dtype)
     want = reference(op, case, storage, amp_dtype)
     dtype = result_dtype(op, case, arrangement.dtypes, amp_dtype)

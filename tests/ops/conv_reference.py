@@ -12,16 +12,15 @@ import pyopencl as cl
 
 from clamp.bridge import Tensor
 from clamp.ops import conv as ops
-from clamp.ops.conv import ConvKernel
-from clamp.ops.conv_geometry import Window
+from clamp.ops.conv import Window
 from tests.reference import assert_close, quantize, to_device, to_numpy
 
 Array = npt.NDArray[Any]
 
 
-def storage_of(kernel: ConvKernel) -> str:
-    """The storage type that most tests of a kernel use."""
-    return "bfloat16" if kernel is ConvKernel.DOT_BF16 else "float16"
+def storage_of(engine: str) -> str:
+    """The storage type that most tests of an engine use."""
+    return "bfloat16" if engine == "dot_bf16" else "float16"
 
 
 @dataclass(frozen=True)
@@ -106,19 +105,19 @@ def slack(magnitude: Array, terms: int) -> Array:
 def check(
     queue: cl.CommandQueue,
     case: Case,
-    kernel: ConvKernel,
+    engine: str,
     dtypes: tuple[str, str, str, str] | None = None,
     *,
     with_bias: bool = True,
 ) -> None:
     """Forward and all gradients of a case; storage types of x, w, the gradient and what is computed."""
-    dtypes = dtypes or (storage_of(kernel),) * 4
+    dtypes = dtypes or (storage_of(engine),) * 4
     out_dtype = dtypes[3]
     x, w, g = (quantize(a, d).astype(np.float64) for a, d in zip(case.arrays(), dtypes, strict=False))
     tensors = [to_device(queue, a, d) for a, d in zip((x, w, g), dtypes, strict=False)]
-    options: Any = {"out_dtype": out_dtype, "kernel": kernel}
+    options: Any = {"out_dtype": out_dtype, "engine": engine}
     # Winograd's sums of multiples of elements: some roundings more, of the largest in a tile.
-    is_winograd = kernel is ConvKernel.WINOGRAD
+    is_winograd = engine == "winograd"
     reach = 3 * case.stride[0]
     nearby, roundings = (partial(largest_nearby, reach=reach), 3) if is_winograd else (np.abs, 1)
     bias = np.linspace(-2, 2, w.shape[0]).astype(np.float32)
@@ -153,7 +152,7 @@ def check_weight_grad(x: Array, g: Array, tensors: list[Tensor], case: Case, opt
         np.testing.assert_array_equal(to_numpy(gw), without)
         assert_close(gb, g.sum((0, 2, 3)), slack=slack(np.abs(g).sum((0, 2, 3)), terms))
     magnitude = weight_grad(np.abs(x), np.abs(g), case)
-    if options["kernel"] is ConvKernel.WINOGRAD:
+    if options["engine"] == "winograd":
         nearby_x, nearby_g = largest_nearby(x, 3 * case.stride[0]), largest_nearby(g, 3)
         magnitude = 3 * weight_grad(nearby_x, nearby_g, case)
     assert_close(gw, weight_grad(x, g, case), slack=slack(magnitude, terms))

@@ -1,4 +1,4 @@
-"""Convolutions: all kernels, every geometry and storage type, against float64 of the stored values."""
+"""Convolutions: all engines, every geometry and storage type, against float64 of the stored values."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import numpy.typing as npt
 import pyopencl as cl
 import pytest
 
+from clamp.opencl.device import capabilities
 from clamp.ops import conv as ops
-from clamp.ops import conv_dot_bf16, conv_geometry, conv_stage, gemm_dot_bf16
-from clamp.ops.conv import ConvKernel
-from clamp.ops.conv_geometry import Window
+from clamp.ops.conv import Window, engines, stage
 from tests.ops.conv_reference import Case, check, forward, storage_of
 from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 from tests.sweep import sweep
@@ -20,16 +19,14 @@ from tests.sweep import sweep
 pytestmark = pytest.mark.kernel
 
 Array = npt.NDArray[Any]
-KERNELS = pytest.mark.parametrize(
-    "kernel", [ConvKernel.DOT_BF16, ConvKernel.PACKED, ConvKernel.TILED], ids=lambda kernel: kernel.value
-)
+ENGINES = pytest.mark.parametrize("engine", ["dot_bf16", "packed", "tiled"])
 
 
 @pytest.fixture(autouse=True)
-def _kernel_that_runs_here(request: pytest.FixtureRequest, queue: cl.CommandQueue) -> None:
+def _engine_that_runs_here(request: pytest.FixtureRequest, queue: cl.CommandQueue) -> None:
     """Skips what needs an instruction that the processor lacks."""
     parameters = getattr(request.node, "callspec", None)
-    if parameters and parameters.params.get("kernel") is ConvKernel.DOT_BF16 and not gemm_dot_bf16.works(queue):
+    if parameters and parameters.params.get("engine") == "dot_bf16" and not capabilities(queue).dot_bf16:
         pytest.skip("no bfloat16 dot product here")
 
 
@@ -62,81 +59,81 @@ CASES = {
 SIMULATED_TILED = [CASES["1x1"], CASES["stride 4, dilation 2"], CASES["padding larger than the kernel"]]
 
 
-@KERNELS
+@ENGINES
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_geometries(queue: cl.CommandQueue, simulated: bool, case: Case, kernel: ConvKernel) -> None:
-    if simulated and kernel is ConvKernel.TILED and case not in SIMULATED_TILED:
-        pytest.skip("slow to simulate; the geometry is the same in all kernels")
-    check(queue, case, kernel)
+def test_geometries(queue: cl.CommandQueue, simulated: bool, case: Case, engine: str) -> None:
+    if simulated and engine == "tiled" and case not in SIMULATED_TILED:
+        pytest.skip("slow to simulate; the geometry is the same in all engines")
+    check(queue, case, engine)
 
 
-@KERNELS
+@ENGINES
 @pytest.mark.parametrize("x_dtype", sweep(STORAGE_DTYPES))
-def test_storage_types(queue: cl.CommandQueue, simulated: bool, x_dtype: str, kernel: ConvKernel) -> None:
+def test_storage_types(queue: cl.CommandQueue, simulated: bool, x_dtype: str, engine: str) -> None:
     others = {
         "float32": ("float16", "bfloat16"),
         "float16": ("bfloat16", "float32"),
         "bfloat16": ("float32", "float16"),
     }
     w_dtype, out_dtype = others[x_dtype]
-    if kernel is ConvKernel.DOT_BF16:
+    if engine == "dot_bf16":
         x_dtype = w_dtype = "bfloat16"
     case = Case(1, 1, 2, (3, 5), (3, 3), pad=(1, 1)) if simulated else Case(2, 2, 5, (5, 18), (3, 3), pad=(1, 1))
-    grad_dtype = w_dtype if kernel is ConvKernel.DOT_BF16 else out_dtype
-    check(queue, case, kernel, (x_dtype, w_dtype, grad_dtype, out_dtype), with_bias=False)
-    check(queue, case, kernel, (x_dtype,) * 4)
+    grad_dtype = w_dtype if engine == "dot_bf16" else out_dtype
+    check(queue, case, engine, (x_dtype, w_dtype, grad_dtype, out_dtype), with_bias=False)
+    check(queue, case, engine, (x_dtype,) * 4)
 
 
-@KERNELS
+@ENGINES
 @pytest.mark.parametrize("features", [*range(1, 14), 16, 20, 28])
-def test_numbers_of_channels(queue: cl.CommandQueue, simulated: bool, features: int, kernel: ConvKernel) -> None:
+def test_numbers_of_channels(queue: cl.CommandQueue, simulated: bool, features: int, engine: str) -> None:
     """Panels of weights are of two heights: every remainder, forward and in the input gradient."""
     if simulated:
         pytest.skip("slow to simulate; other tests have panels of both heights")
-    check(queue, Case(2, features, features, (3, 6), (3, 3), pad=(1, 1), groups=2), kernel)
+    check(queue, Case(2, features, features, (3, 6), (3, 3), pad=(1, 1), groups=2), engine)
 
 
-@KERNELS
-def test_sums_of_several_blocks(queue: cl.CommandQueue, simulated: bool, kernel: ConvKernel) -> None:
-    if simulated and kernel is ConvKernel.TILED:
-        pytest.skip("the tiled kernel has no such blocks, and is slow to simulate")
+@ENGINES
+def test_sums_of_several_blocks(queue: cl.CommandQueue, simulated: bool, engine: str) -> None:
+    if simulated and engine == "tiled":
+        pytest.skip("the tiled engine has no such blocks, and is slow to simulate")
     channels = 33 if simulated else 131
-    dtypes = ("bfloat16",) * 4 if kernel is ConvKernel.DOT_BF16 else ("float32",) * 4
-    check(queue, Case(1, channels, 14, (2, 9), (3, 3), pad=(1, 1)), kernel, dtypes)
+    dtypes = ("bfloat16",) * 4 if engine == "dot_bf16" else ("float32",) * 4
+    check(queue, Case(1, channels, 14, (2, 9), (3, 3), pad=(1, 1)), engine, dtypes)
 
 
-@KERNELS
-def test_positions_of_several_blocks(queue: cl.CommandQueue, simulated: bool, kernel: ConvKernel) -> None:
+@ENGINES
+def test_positions_of_several_blocks(queue: cl.CommandQueue, simulated: bool, engine: str) -> None:
     if simulated:
         pytest.skip("slow to simulate")
-    check(queue, Case(2, 2, 3, (31, 47), (3, 3), pad=(1, 1)), kernel)
-    check(queue, Case(3, 9, 13, (29, 29), (1, 1)), kernel)
+    check(queue, Case(2, 2, 3, (31, 47), (3, 3), pad=(1, 1)), engine)
+    check(queue, Case(3, 9, 13, (29, 29), (1, 1)), engine)
 
 
-@KERNELS
-def test_a_batch_in_slices(queue: cl.CommandQueue, kernel: ConvKernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv_stage, "_WORKSPACE_BYTES", 1500)
-    check(queue, Case(3, 2, 3, (5, 6), (3, 3), (2, 2), (1, 1)), kernel)
-    check(queue, Case(3, 1, 2, (5, 6), (3, 3), pad=(1, 1), groups=2), kernel)
+@ENGINES
+def test_a_batch_in_slices(queue: cl.CommandQueue, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "_WORKSPACE_BYTES", 1500)
+    check(queue, Case(3, 2, 3, (5, 6), (3, 3), (2, 2), (1, 1)), engine)
+    check(queue, Case(3, 1, 2, (5, 6), (3, 3), pad=(1, 1), groups=2), engine)
 
 
-@KERNELS
+@ENGINES
 @pytest.mark.parametrize("shape", [(0, 2, 4, 4), (2, 0, 4, 4), (2, 2, 0, 4)])
-def test_nothing_to_sum(queue: cl.CommandQueue, shape: tuple[int, ...], kernel: ConvKernel) -> None:
+def test_nothing_to_sum(queue: cl.CommandQueue, shape: tuple[int, ...], engine: str) -> None:
     n, c, h, w = shape
     case = Case(n, c, 3, (h, w), (3, 3), pad=(2, 2))
-    check(queue, case, kernel)
+    check(queue, case, engine)
 
 
-@KERNELS
-def test_infinities_and_nan_stay_where_they_are(queue: cl.CommandQueue, kernel: ConvKernel) -> None:
+@ENGINES
+def test_infinities_and_nan_stay_where_they_are(queue: cl.CommandQueue, engine: str) -> None:
     case = Case(1, 1, 1, (3, 40), (3, 3), pad=(1, 1))
     x, w, _ = case.arrays()
     x[0, 0, 0, 0], x[0, 0, 2, 20], x[0, 0, 1, 39] = np.inf, np.nan, -np.inf
     w = np.abs(w)
-    dtype = "bfloat16" if kernel is ConvKernel.DOT_BF16 else "float32"
+    dtype = "bfloat16" if engine == "dot_bf16" else "float32"
     tensors = to_device(queue, x, dtype), to_device(queue, w, dtype)
-    y = ops.conv2d(*tensors, case.window, out_dtype="float16", relu=True, kernel=kernel)
+    y = ops.conv2d(*tensors, case.window, out_dtype="float16", relu=True, engine=engine)
     with np.errstate(invalid="ignore"):
         expected = forward(*(quantize(a, dtype).astype(np.float64) for a in (x, w)), case)
         expected = np.where(np.isnan(expected), np.nan, np.maximum(expected, 0))
@@ -144,66 +141,33 @@ def test_infinities_and_nan_stay_where_they_are(queue: cl.CommandQueue, kernel: 
     assert np.isnan(to_numpy(y)).sum() == 6
 
 
-@KERNELS
-def test_weights_whose_sums_do_not_read_an_infinity_stay_finite(queue: cl.CommandQueue, kernel: ConvKernel) -> None:
+@ENGINES
+def test_weights_whose_sums_do_not_read_an_infinity_stay_finite(queue: cl.CommandQueue, engine: str) -> None:
     """Rows of five outputs: what lies behind them in memory belongs to other weights, or to the next row."""
     case = Case(1, 1, 1, (3, 7), (3, 3))
     x, _, g = case.arrays()
     x[0, 0, 1, 5] = np.inf
-    tensors = [to_device(queue, a, storage_of(kernel)) for a in (x, g)]
-    gw = to_numpy(ops.conv2d_weight_grad(*tensors, case.kernel, case.window, out_dtype="float32", kernel=kernel))
+    tensors = [to_device(queue, a, storage_of(engine)) for a in (x, g)]
+    gw = to_numpy(ops.conv2d_weight_grad(*tensors, case.kernel, case.window, out_dtype="float32", engine=engine))
     np.testing.assert_array_equal(np.isfinite(gw[0, 0]), [[True] * 3, [True, False, False], [True] * 3])
 
 
-@KERNELS
-def test_repeatable(queue: cl.CommandQueue, kernel: ConvKernel) -> None:
+@ENGINES
+def test_repeatable(queue: cl.CommandQueue, engine: str) -> None:
     case = Case(2, 3, 5, (9, 11), (3, 3), (2, 2), (1, 1))
     x, _, g = case.arrays()
-    tensors = to_device(queue, x, storage_of(kernel)), to_device(queue, g, storage_of(kernel))
+    tensors = to_device(queue, x, storage_of(engine)), to_device(queue, g, storage_of(engine))
     runs = [
-        to_numpy(ops.conv2d_weight_grad(*tensors, case.kernel, case.window, out_dtype="float32", kernel=kernel))
+        to_numpy(ops.conv2d_weight_grad(*tensors, case.kernel, case.window, out_dtype="float32", engine=engine))
         for _ in range(3)
     ]
     np.testing.assert_array_equal(runs[0], runs[1])
     np.testing.assert_array_equal(runs[0], runs[2])
 
 
-def test_the_dot_product_serves_bfloat16_where_it_is_faster(
-    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not gemm_dot_bf16.works(queue):
-        pytest.skip("no bfloat16 dot product here")
-    case = Case(1, 2, 3, (9, 9), (3, 3), pad=(1, 1))
-    x, w, g = (to_device(queue, a, "bfloat16") for a in case.arrays())
-    half = to_device(queue, case.arrays()[1], "float16")
-    shape = conv_geometry.forward(case.image, case.kernel, case.window)
-    narrow = conv_geometry.forward((9, 5), case.kernel, case.window)
-    for vendor, is_fast in (("AuthenticAMD", True), ("GenuineIntel", False), ("", False)):
-        monkeypatch.setattr(gemm_dot_bf16, "host_cpu_vendor", lambda vendor=vendor: vendor)
-        assert conv_dot_bf16.pays(x, w) == conv_dot_bf16.gradient_pays(x, g, shape) == is_fast
-        assert not conv_dot_bf16.pays(x, half)
-        assert not conv_dot_bf16.gradient_pays(x, g, narrow)
-    monkeypatch.setattr(gemm_dot_bf16, "host_cpu_vendor", lambda: "AuthenticAMD")
-    on_device = ops.on_device(queue, "bfloat16")
-    assert "3x3 of stride 1 by Winograd's sums" in on_device
-    assert "3x3 of stride 2 and others by packed panels and the processor's bfloat16 dot product" in on_device
-    assert "3x3 of stride 1 and 3x3 of stride 2 by Winograd's sums" in ops.on_device(queue, "float16")
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(gemm_dot_bf16, "works", lambda queue: False)
-        with pytest.raises(ValueError, match=r"DOT_BF16.*no such instruction"):
-            ops.conv2d(x, w, case.window, out_dtype="float32", kernel=ConvKernel.DOT_BF16)
-    with pytest.raises(ValueError, match=r"DOT_BF16.*bfloat16 by float16"):
-        ops.conv2d(x, half, case.window, out_dtype="float32", kernel=ConvKernel.DOT_BF16)
-    with pytest.raises(ValueError, match=r"DOT_BF16.*bfloat16 by float16"):
-        ops.conv2d_weight_grad(
-            x, to_device(queue, case.arrays()[2], "float16"), case.kernel, case.window,
-            out_dtype="float32", kernel=ConvKernel.DOT_BF16,
-        )  # fmt: skip
-
-
 @pytest.mark.slow
-@KERNELS
-def test_layers_of_a_resnet(queue: cl.CommandQueue, simulated: bool, kernel: ConvKernel) -> None:
+@ENGINES
+def test_layers_of_a_resnet(queue: cl.CommandQueue, simulated: bool, engine: str) -> None:
     if simulated:
         pytest.skip("too large to simulate")
     for case in (
@@ -214,7 +178,7 @@ def test_layers_of_a_resnet(queue: cl.CommandQueue, simulated: bool, kernel: Con
         Case(3, 128, 70, (7, 7), (3, 3), pad=(1, 1)),
         Case(2, 16, 24, (15, 17), (5, 5), pad=(2, 2), groups=4),
     ):
-        check(queue, case, kernel)
+        check(queue, case, engine)
 
 
 def test_shapes_that_do_not_fit(queue: cl.CommandQueue) -> None:
@@ -223,13 +187,13 @@ def test_shapes_that_do_not_fit(queue: cl.CommandQueue) -> None:
         ops.conv2d(x, w, Window(), out_dtype="float32")
     with pytest.raises(ValueError, match="do not fit"):
         ops.conv2d(x, w, Window(groups=2, pad=(2, 2)), out_dtype="float32")
-    with pytest.raises(ValueError, match="WINOGRAD"):
-        ops.conv2d(x, w, Window(pad=(2, 2)), out_dtype="float32", kernel=ConvKernel.WINOGRAD)
+    with pytest.raises(ValueError, match="winograd"):
+        ops.conv2d(x, w, Window(pad=(2, 2)), out_dtype="float32", engine="winograd")
     with pytest.raises(ValueError, match="do not fit"):
         ops.conv2d_input_grad(x, w, (3, 3), Window(pad=(2, 2)), out_dtype="float32")
-    for kernel in ConvKernel:
-        grad = to_device(queue, np.ones((1, 4, 1, 300)), storage_of(kernel))
+    for engine in (each.NAME for each in engines.ENGINES):
+        grad = to_device(queue, np.ones((1, 4, 1, 300)), storage_of(engine))
         with pytest.raises(ValueError, match=r"image \(5, 5\) do not fit"):
-            ops.conv2d_input_grad(grad, w, (5, 5), Window(), out_dtype="float16", kernel=kernel)
+            ops.conv2d_input_grad(grad, w, (5, 5), Window(), out_dtype="float16", engine=engine)
     with pytest.raises(ValueError, match="do not fit"):
         ops.conv2d_weight_grad(x, x, (5, 5), Window(), out_dtype="float32")

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp import bridge
-from clamp.opencl.device import capabilities
 from clamp.ops import conv as ops
-from clamp.ops import conv_stage, conv_winograd, conv_winograd_grad
-from clamp.ops.conv import ConvKernel
-from clamp.ops.conv_geometry import Window
+from clamp.ops.conv import Window, stage, winograd, winograd_tiles
 from tests.ops.conv_reference import Case, check, forward, input_grad, largest_nearby, slack, weight_grad
 from tests.reference import assert_close, quantize, to_device, to_numpy
 from tests.sweep import sweep
@@ -58,7 +53,7 @@ SIMULATED = [
 def test_geometries(queue: cl.CommandQueue, simulated: bool, name: str) -> None:
     if simulated and name not in SIMULATED:
         pytest.skip("slow to simulate")
-    check(queue, CASES[name], ConvKernel.WINOGRAD)
+    check(queue, CASES[name], "winograd")
 
 
 @pytest.mark.parametrize(
@@ -69,27 +64,27 @@ def test_storage_types(queue: cl.CommandQueue, simulated: bool, x_dtype: str, w_
         pytest.skip("slow to simulate; storage types are those of the other kernels")
     case = Case(2, 131, 14, (3, 19), (3, 3), pad=(1, 1))
     other = {"float16": "bfloat16", "bfloat16": "float16"}[x_dtype]
-    check(queue, case, ConvKernel.WINOGRAD, (x_dtype, w_dtype, x_dtype, x_dtype))
-    check(queue, case, ConvKernel.WINOGRAD, (x_dtype, w_dtype, x_dtype, other), with_bias=False)
+    check(queue, case, "winograd", (x_dtype, w_dtype, x_dtype, x_dtype))
+    check(queue, case, "winograd", (x_dtype, w_dtype, x_dtype, other), with_bias=False)
 
 
 @pytest.mark.parametrize(("x_dtype", "out_dtype"), [("float32", "float16"), ("bfloat16", "float32")])
 def test_is_not_for_float32(queue: cl.CommandQueue, x_dtype: str, out_dtype: str) -> None:
     x, w = to_device(queue, np.ones((1, 2, 5, 5)), x_dtype), to_device(queue, np.ones((2, 2, 3, 3)), "float16")
-    with pytest.raises(ValueError, match=f"WINOGRAD reads and stores 16 bits; x is {x_dtype}, the result {out_dtype}"):
-        ops.conv2d(x, w, Window(), out_dtype=out_dtype, kernel=ConvKernel.WINOGRAD)
+    with pytest.raises(ValueError, match=f"winograd.*{x_dtype} by float16 to {out_dtype}.*reads and stores 16 bits"):
+        ops.conv2d(x, w, Window(), out_dtype=out_dtype, engine="winograd")
 
 
 def test_channels_in_blocks(queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of more output channels than rest at a time, over more input channels than are multiplied at a time."""
-    monkeypatch.setattr(conv_winograd, "_PANEL_FLOATS", 128)
+    monkeypatch.setattr(winograd, "_PANEL_FLOATS", 128)
     case = Case(1, 19, 27 if simulated else 53, (2, 5), (3, 3), pad=(1, 1))
-    check(queue, case, ConvKernel.WINOGRAD)
+    check(queue, case, "winograd")
     x, w, _ = (quantize(array, "float16").astype(np.float64) for array in case.arrays())
     x[0, 11, 1, 2] = np.inf
     y = ops.conv2d(
         to_device(queue, x, "float16"), to_device(queue, w, "float16"), case.window,
-        out_dtype="float16", kernel=ConvKernel.WINOGRAD,
+        out_dtype="float16", engine="winograd",
     )  # fmt: skip
     assert_close(y, forward(x, w, case), slack=slack(forward(np.minimum(np.abs(x), 9), np.abs(w), case), w[0].size))
 
@@ -110,7 +105,7 @@ def test_outputs_keep_to_what_they_read(
     results = [
         ops.conv2d(
             to_device(queue, array, "float16"), to_device(queue, w, "float16"), case.window,
-            bias=bias, out_dtype="float16", kernel=ConvKernel.WINOGRAD,
+            bias=bias, out_dtype="float16", engine="winograd",
         )
         for array in (x, spoiled)
     ]  # fmt: skip
@@ -134,7 +129,7 @@ def test_outputs_of_stride_2_keep_to_what_they_read(
         pytest.skip("slow to simulate")
     case = Case(1, 2, 3, (9, 39), (3, 3), (2, 2), (1, 1))
     x, w, g = (quantize(array, "float16").astype(np.float64) for array in case.arrays())
-    options: Any = {"out_dtype": "float16", "kernel": ConvKernel.WINOGRAD}
+    options: Any = {"out_dtype": "float16", "engine": "winograd"}
     x_magnitude, g_magnitude = (np.abs(array).max() * np.abs(w).sum((1, 2, 3)).max() for array in (x, g))
     x[0, 1][2 * place[0], 2 * place[1]] = g[0, 1][place] = value
     tensors = [to_device(queue, array, "float16") for array in (x, w, g)]
@@ -151,7 +146,7 @@ def test_overflow(queue: cl.CommandQueue, simulated: bool) -> None:
         pytest.skip("slow to simulate")
     case = Case(2, 3, 2, (9, 75), (3, 3), pad=(1, 1))
     x, w, _ = (quantize(array, "bfloat16").astype(np.float64) for array in case.arrays())
-    options: Any = {"out_dtype": "bfloat16", "kernel": ConvKernel.WINOGRAD, "relu": True}
+    options: Any = {"out_dtype": "bfloat16", "engine": "winograd", "relu": True}
     x[np.abs(x) > 1.5] *= 2.0**123
     y = ops.conv2d(to_device(queue, x, "bfloat16"), to_device(queue, w, "bfloat16"), case.window, **options)
     expected = np.maximum(forward(x, w, case), 0)
@@ -180,9 +175,7 @@ def test_gradients_of_other_channels_stay_finite(queue: cl.CommandQueue, simulat
             tensors = [to_device(queue, array, "float16") for array in arrays]
             results.append(
                 to_numpy(
-                    ops.conv2d_weight_grad(
-                        *tensors, case.kernel, case.window, out_dtype="float32", kernel=ConvKernel.WINOGRAD
-                    )
+                    ops.conv2d_weight_grad(*tensors, case.kernel, case.window, out_dtype="float32", engine="winograd")
                 )
             )
         reads = np.zeros(results[0].shape, dtype=bool)
@@ -193,10 +186,10 @@ def test_gradients_of_other_channels_stay_finite(queue: cl.CommandQueue, simulat
 
 
 def test_a_batch_in_slices(queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv_stage, "_WORKSPACE_BYTES", 1500)
-    monkeypatch.setattr(conv_winograd, "_STAGED_BYTES", 1500)
+    monkeypatch.setattr(stage, "_WORKSPACE_BYTES", 1500)
+    monkeypatch.setattr(winograd_tiles, "_STAGED_BYTES", 1500)
     images = 2 if simulated else 3
-    check(queue, Case(images, 2, 3, (5, 6), (3, 3), pad=(1, 1)), ConvKernel.WINOGRAD)
+    check(queue, Case(images, 2, 3, (5, 6), (3, 3), pad=(1, 1)), "winograd")
 
 
 def test_integers_are_exact(queue: cl.CommandQueue, simulated: bool) -> None:
@@ -205,54 +198,21 @@ def test_integers_are_exact(queue: cl.CommandQueue, simulated: bool) -> None:
     rng = np.random.default_rng(0)
     x, w, g = (rng.integers(-most, most + 1, array.shape) for most, array in zip((8, 4, 6), case.arrays(), strict=True))
     tensors = [to_device(queue, array, "float16") for array in (x, w, g)]
-    kernel = ConvKernel.WINOGRAD
-    y = ops.conv2d(tensors[0], tensors[1], case.window, out_dtype="float16", kernel=kernel)
-    gx = ops.conv2d_input_grad(tensors[2], tensors[1], case.image, case.window, out_dtype="float16", kernel=kernel)
+    engine = "winograd"
+    y = ops.conv2d(tensors[0], tensors[1], case.window, out_dtype="float16", engine=engine)
+    gx = ops.conv2d_input_grad(tensors[2], tensors[1], case.image, case.window, out_dtype="float16", engine=engine)
     for result, expected in ((y, forward(x, w, case)), (gx, input_grad(g, w, case))):
         got = to_numpy(result)
         np.testing.assert_array_equal(got[expected != 0], expected[expected != 0])
         assert np.abs(got[expected == 0]).max(initial=0) < 2e-4
-    gw = ops.conv2d_weight_grad(tensors[0], tensors[2], case.kernel, case.window, out_dtype="float32", kernel=kernel)
+    gw = ops.conv2d_weight_grad(tensors[0], tensors[2], case.kernel, case.window, out_dtype="float32", engine=engine)
     np.testing.assert_allclose(to_numpy(gw), weight_grad(x, g, case), rtol=0, atol=1e-3)
-
-
-def test_serves_16_bit_storage_on_cpus(queue: cl.CommandQueue) -> None:
-    def kernels(case: Case, x_dtype: str = "float16", out_dtype: str = "float16") -> tuple[ConvKernel, ConvKernel]:
-        x = bridge.empty(queue, (case.n, case.c, *case.image), x_dtype)
-        w = bridge.empty(queue, (case.f, case.c, *case.kernel), "float16")
-        out = bridge.empty(queue, (case.n, case.f, *case.window.output(case.image, case.kernel)), out_dtype)
-        weights = ops.pack_weights(w, 1, transposed=False)
-        pays = (
-            conv_winograd.pays(x, weights, case.window, out),
-            conv_winograd_grad.pays(x, out, case.kernel, case.window),
-        )
-        choices = [[ConvKernel.WINOGRAD] if is_faster else [] for is_faster in pays]
-        first, second = (ops.kernel_for(None, x, w, case.kernel, case.window, choice) for choice in choices)
-        return first, second
-
-    is_cpu = capabilities(queue).is_cpu
-    direct = ConvKernel.PACKED if is_cpu else ConvKernel.TILED
-    winograd = ConvKernel.WINOGRAD if is_cpu else ConvKernel.TILED
-    fitting = Case(128, 16, 16, (4, 4), (3, 3), pad=(1, 1))
-    assert kernels(fitting) == (winograd, winograd)
-    assert kernels(replace(fitting, n=63)) == (winograd, direct)
-    strided = replace(fitting, c=48, f=48, image=(7, 8), stride=(2, 2))
-    assert kernels(replace(strided, n=512)) == (winograd, winograd)
-    assert kernels(replace(strided, n=512, c=47)) == kernels(replace(strided, n=512, f=47)) == (winograd, direct)
-    assert kernels(replace(strided, n=256)) == (winograd, direct)
-    assert kernels(replace(strided, n=255)) == (direct, direct)
-    assert kernels(fitting, "float32") == kernels(fitting, "bfloat16", "float32") == (direct, direct)
-    for change in (
-        {"stride": (2, 1)}, {"stride": (2, 2), "pad": (0, 0), "n": 9999}, {"dilation": (1, 2)}, {"pad": (3, 3)},
-        {"kernel": (1, 3)}, {"c": 3}, {"f": 15}, {"n": 31},
-    ):  # fmt: skip
-        assert kernels(replace(fitting, **change)) == (direct, direct)
 
 
 @pytest.mark.slow
 def test_layers_of_a_resnet(queue: cl.CommandQueue, simulated: bool) -> None:
     if simulated:
         pytest.skip("too large to simulate")
-    check(queue, Case(2, 64, 64, (28, 28), (3, 3), pad=(1, 1)), ConvKernel.WINOGRAD)
-    check(queue, Case(3, 128, 70, (7, 7), (3, 3), pad=(1, 1)), ConvKernel.WINOGRAD)
-    check(queue, Case(2, 20, 150, (14, 14), (3, 3), pad=(1, 1), groups=2), ConvKernel.WINOGRAD, ("bfloat16",) * 4)
+    check(queue, Case(2, 64, 64, (28, 28), (3, 3), pad=(1, 1)), "winograd")
+    check(queue, Case(3, 128, 70, (7, 7), (3, 3), pad=(1, 1)), "winograd")
+    check(queue, Case(2, 20, 150, (14, 14), (3, 3), pad=(1, 1), groups=2), "winograd", ("bfloat16",) * 4)

@@ -15,8 +15,7 @@ from clamp.bridge import Node, Tape, Tensor
 from clamp.cli.bench.cases import Case, Contender, dtypes_of, peer_contenders, random_tensor
 from clamp.cli.bench.peers import PeerProcess
 from clamp.cli.bench.timing import Turn, timed
-from clamp.ops.conv import conv2d, conv2d_input_grad, conv2d_weight_grad
-from clamp.ops.conv_geometry import Window
+from clamp.ops.conv import Window, conv2d, conv2d_input_grad, conv2d_weight_grad
 
 
 @dataclass(frozen=True)

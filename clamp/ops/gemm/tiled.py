@@ -4,33 +4,35 @@ from __future__ import annotations
 
 from clamp.bridge import Tensor
 from clamp.opencl.device import Capabilities, capabilities
-from clamp.opencl.program import get_kernel
-from clamp.ops.gemm_operands import Epilogue, Operand
+from clamp.opencl.program import Kernel
+from clamp.ops.engines import always
+from clamp.ops.gemm.problem import Epilogue, Operand
 
+NAME = "tiled"
+TAKES = "every product"
+IN_WORDS = "tiles in local memory"
+fits = pays = always  # whatever no other engine takes is computed here
+
+_GEMM = Kernel("gemm_tiled.cl", "gemm")
 _PER_ITEM = 4  # a work-item computes 4 x 4 elements of C
 _TILE_K = 16
 
 
-def pack_columns(b: Operand) -> Operand:
-    """op(B) as `multiply` takes it: in place."""
+def pack(b: Operand) -> Operand:
+    """op(B) as it is: it is read in place."""
     return b
 
 
-def multiply(a: Operand, b: Operand, c: Tensor, epilogue: Epilogue) -> None:
+def run(a: Operand, b: Operand, c: Tensor, epilogue: Epilogue) -> None:
     """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
-    queue = c.queue
-    side = _tiled_side(capabilities(queue))
+    side = _tiled_side(capabilities(c.queue))
     tile = side * _PER_ITEM
-    kernel = get_kernel(
-        queue, "gemm_tiled.cl", "gemm", "ppppqqqqqqqqqii",
+    groups = -(-b.rows // tile), -(-a.rows // tile)
+    _GEMM(
+        c.queue, (groups[0] * side, groups[1] * side, c.size // (a.rows * b.rows)), (side, side, 1),
+        a.tensor, b.tensor, c, epilogue.bias_or(c), a.rows, b.rows, a.k,
+        a.stride_row, a.stride_k, a.stride_batch, b.stride_row, b.stride_k, b.stride_batch, *epilogue.flags,
         A_T=a.storage, B_T=b.storage, SIDE=side, PER_ITEM=_PER_ITEM, TILE_K=_TILE_K, **epilogue.macros,
-    )  # fmt: skip
-    bias = c if epilogue.bias is None else epilogue.bias  # a kernel's pointer must point somewhere
-    kernel(
-        queue, (-(-b.rows // tile) * side, -(-a.rows // tile) * side, c.size // (a.rows * b.rows)), (side, side, 1),
-        a.tensor.buffer, b.tensor.buffer, c.buffer, bias.buffer, a.rows, b.rows, a.k,
-        a.stride_row, a.stride_k, a.stride_batch, b.stride_row, b.stride_k, b.stride_batch,
-        epilogue.bias is not None, epilogue.relu,
     )  # fmt: skip
 
 

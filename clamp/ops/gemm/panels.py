@@ -8,8 +8,10 @@ from math import prod
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
-from clamp.ops.gemm_operands import Operand
+from clamp.opencl.program import Kernel
+from clamp.ops.gemm.problem import Operand
+
+_PACK = Kernel("gemm_pack.cl", "pack")
 
 _STEP_SPAN = 128  # steps that one work-item packs
 _BLOCK_ROWS, _BLOCK_COLUMNS = 96, 256  # of C, for one work-item: what its panels need fits a second-level cache
@@ -54,13 +56,10 @@ def pack(x: Operand, width: int, *, pairs: bool = False) -> Panels:
     if x.tensor.size == 0:  # the sum of nothing, for kernels that take at least one step: a step of zeros
         return Panels(bridge.zeros(queue, shape, "float32"), x.batch, x.rows, x.k, steps, width)
     panels = bridge.empty(queue, shape, "float32")
-    kernel = get_kernel(
-        queue, "gemm_pack.cl", "pack", "ppqqqqq",
-        SRC_T=x.storage, WIDTH=width, STEP_SPAN=_STEP_SPAN, PAIRS=int(pairs),
-    )  # fmt: skip
-    kernel(
-        queue, (count, -(-steps // _STEP_SPAN), batches), (1, 1, 1), x.tensor.buffer, panels.buffer,
+    _PACK(
+        queue, (count, -(-steps // _STEP_SPAN), batches), (1, 1, 1), x.tensor, panels,
         x.rows, x.k, x.stride_row, x.stride_k, x.stride_batch,
+        SRC_T=x.storage, WIDTH=width, STEP_SPAN=_STEP_SPAN, PAIRS=int(pairs),
     )  # fmt: skip
     return Panels(panels, x.batch, x.rows, x.k, steps, width)
 

@@ -1,56 +1,36 @@
 """Matrix multiplication: 16-bit or fp32 storage, fp32 sums, bias and relu in the store.
 
-Three kernels compute it, and the choice is made here and nowhere else. On CPU devices both operands are packed into
-panels for a register-blocked loop, which for two bfloat16 operands uses the processor's dot product if it has one;
-every other device gets tiles in local memory.
+On CPU devices both operands are packed into panels for a register-blocked loop, which for two bfloat16 operands uses
+the processor's dot product if it has a fast one; every other device gets tiles in local memory (engines.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any
-
-import pyopencl as cl
+from dataclasses import dataclass, replace
 
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.ops import gemm_dot_bf16, gemm_packed, gemm_tiled
-from clamp.ops.gemm_operands import DTYPES, Epilogue, Operand, operand_a, operand_b
-from clamp.ops.gemm_panels import Panels
-
-
-class GemmKernel(Enum):
-    """Which kernel multiplies."""
-
-    PACKED = "packed"  # CPU devices
-    DOT_BF16 = "dot_bf16"  # CPU devices with a bfloat16 dot product, both operands bfloat16
-    TILED = "tiled"  # every device
-
-
-#: each has pack_columns(b) and multiply(a, what pack_columns returned, c, epilogue)
-_KERNELS: dict[GemmKernel, Any] = {
-    GemmKernel.PACKED: gemm_packed,
-    GemmKernel.DOT_BF16: gemm_dot_bf16,
-    GemmKernel.TILED: gemm_tiled,
-}
+from clamp.ops.gemm.engines import Engine, choose
+from clamp.ops.gemm.panels import Panels
+from clamp.ops.gemm.problem import DTYPES, Epilogue, Operand, Problem, operand_a, operand_b
 
 
 @dataclass(frozen=True)
 class PackedB:
-    """The right-hand operand of `gemm`, ready for its kernel; made by `pack_b` and good for any number of calls.
+    """The right-hand operand of `gemm`, ready for its engine; made by `pack_b` and good for any number of calls.
 
-    It holds the values that b had when it was packed (on devices whose kernel reads b in place, b itself).
+    It holds the values that b had when it was packed (where the engine reads b in place, b itself).
     """
 
-    kernel: GemmKernel
+    problem: Problem
+    engine: Engine
     matrix: Panels | Operand
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that the panels take (of b itself, where the kernel reads it in place)."""
+        """Bytes of device memory that the panels take (of b itself, where the engine reads it in place)."""
         return bridge.nbytes(self.matrix.tensor)
 
 
@@ -63,7 +43,7 @@ def gemm(
     out_dtype: str,
     bias: Tensor | None = None,
     relu: bool = False,
-    kernel: GemmKernel | None = None,
+    engine: str | None = None,
 ) -> Tensor:
     """``relu(op(a) @ op(b) + bias)``, summed in fp32 and rounded to ``out_dtype`` once, at the end.
 
@@ -74,16 +54,16 @@ def gemm(
         out_dtype: storage type of the result.
         bias: (N,), read in its own storage type.
         relu: replaces negative results by zero; NaN stays.
-        kernel: overrides the choice by device.
+        engine: name of one that takes the place of the choice by device and types.
 
     Returns:
         Tensor (…, M, N). With K = 0 it is the epilogue of zeros.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown dtype, tensors of different queues.
+        ValueError: shapes that do not fit, an unknown dtype, tensors of different queues, an engine that does not fit.
     """
-    if isinstance(b, PackedB) and (transpose_b or kernel not in (None, b.kernel)):
-        raise ValueError("gemm: b is packed already; give transpose and kernel to pack_b instead")
+    if isinstance(b, PackedB) and (transpose_b or engine not in (None, b.engine.NAME)):
+        raise ValueError("gemm: b is packed already; give transpose and engine to pack_b instead")
     left = _matrix("gemm", "a", a, transpose_a, operand_a)
     right = b.matrix if isinstance(b, PackedB) else _matrix("gemm", "b", b, transpose_b, operand_b)
     _check(left, right, out_dtype, bias)
@@ -93,49 +73,28 @@ def gemm(
         return c
     if left.batch and not right.batch and not transpose_a:
         left = left.as_one_matrix()
-    packed = b if isinstance(b, PackedB) else pack_b(b, transpose=transpose_b, a_dtype=a.dtype, kernel=kernel)
-    _KERNELS[packed.kernel].multiply(left, packed.matrix, c, Epilogue(out_dtype, bias, relu))
+    packed = b if isinstance(b, PackedB) else pack_b(b, transpose=transpose_b, a_dtype=a.dtype, engine=engine)
+    if a.dtype != packed.problem.a_dtype:
+        choose(replace(packed.problem, a_dtype=a.dtype), packed.engine.NAME)
+    packed.engine.run(left, packed.matrix, c, Epilogue(out_dtype, bias, relu))
     return c
 
 
-def pack_b(
-    b: Tensor, *, transpose: bool = False, a_dtype: str | None = None, kernel: GemmKernel | None = None
-) -> PackedB:
+def pack_b(b: Tensor, *, transpose: bool = False, a_dtype: str | None = None, engine: str | None = None) -> PackedB:
     """Prepares ``b`` for repeated use in `gemm`: a weight in the steps of an RNN, say.
 
     Args:
         b: (…, K, N), or (…, N, K) with ``transpose``; float32, float16 or bfloat16.
         a_dtype: storage type of the matrices it will be multiplied with; by default b's own.
-        kernel: overrides the choice by device and types.
+        engine: name of one that takes the place of the choice by device and types.
 
     Raises:
-        ValueError: fewer than two dimensions, or an unknown dtype.
+        ValueError: fewer than two dimensions, an unknown dtype, or an engine that does not fit.
     """
     right = _matrix("pack_b", "b", b, transpose, operand_b)
-    kernel = kernel or default_kernel(b.queue, a_dtype or b.dtype, b.dtype)
-    return PackedB(kernel, _KERNELS[kernel].pack_columns(right))
-
-
-def default_kernel(queue: cl.CommandQueue, a_dtype: str, b_dtype: str) -> GemmKernel:
-    """The fastest kernel for the queue's device and the operands' storage types."""
-    if not capabilities(queue).is_cpu:
-        return GemmKernel.TILED
-    if a_dtype == b_dtype == "bfloat16" and gemm_dot_bf16.pays_off(queue):
-        return GemmKernel.DOT_BF16
-    return GemmKernel.PACKED
-
-
-_IN_WORDS = {
-    GemmKernel.PACKED: "panels packed for a register-blocked loop",
-    GemmKernel.DOT_BF16: "packed panels and the processor's bfloat16 dot product",
-    GemmKernel.TILED: "tiles in local memory",
-}
-
-
-def on_device(queue: cl.CommandQueue, dtype: str) -> str:
-    """How products of a storage type run on the queue's device, in words."""
-    kernel = default_kernel(queue, dtype, dtype)
-    return f"products of {dtype}: {kernel.value} kernel, {_IN_WORDS[kernel]}"
+    problem = Problem(a_dtype or b.dtype, b.dtype, right.k, right.rows, capabilities(b.queue))
+    chosen = choose(problem, engine)
+    return PackedB(problem, chosen, chosen.pack(right))
 
 
 def _matrix(function: str, name: str, x: Tensor, transpose: bool, view: Callable[[Tensor, bool], Operand]) -> Operand:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pyopencl as cl
@@ -12,10 +13,15 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.cast import launch
-from clamp.ops.conv_geometry import Correlation, Pair
+from clamp.ops.conv.geometry import Correlation, Pair
+from clamp.ops.gemm.problem import Epilogue
 
+_STAGE_ROWS = Kernel("conv_stage.cl", "stage_rows")
+_STAGE_ELEMENTS = Kernel("conv_stage.cl", "stage_elements")
+_INTERLEAVE_ROWS = Kernel("conv_stage.cl", "interleave_rows")
+_INTERLEAVE_ELEMENTS = Kernel("conv_stage.cl", "interleave_elements")
 _WORKSPACE_BYTES = 256 * 2**20  # of a staged source; a larger batch is computed in slices
 _ROWS_BYTES = 2**16  # that a CPU's work-item should write
 
@@ -52,6 +58,29 @@ class Source:
     def group_size(self) -> int:
         """Elements of one group of an image."""
         return self.channels * self.shape.plane
+
+    def sizes(self, rows: int) -> tuple[int, ...]:
+        """What every kernel is told of the sizes: positions of all images, output channels of a group, steps, positions
+        of an image, a row of them, elements of an image and of a group."""
+        image, group = self.groups * self.group_size, self.group_size
+        return self.columns, rows, self.offsets.steps, self.shape.positions, *self.shape.row, image, group
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the results of a correlation go.
+
+    Attributes:
+        out: the tensor.
+        begin: its first element that is written.
+        image: elements from an image's results to the next's.
+        epilogue: what happens in the store.
+    """
+
+    out: Tensor
+    begin: int
+    image: int
+    epilogue: Epilogue
 
 
 def slices(x: Tensor, shape: Correlation, dtype: str) -> Iterator[tuple[int, int]]:
@@ -94,16 +123,15 @@ def stage(
     phases = (y.phases, x_axis.phases, y.stride, x_axis.stride, y.pad, x_axis.pad)
     if by_rows:
         each = max(1, min(_ROWS_BYTES // (4 * columns_phase), rows // (4 * capabilities(x.queue).compute_units)))
-        kernel = get_kernel(x.queue, "conv_stage.cl", "stage_rows", "ppqqqqqqquuuuuuu", STAGE_ROWS=1, **types)
-        items = -(-rows // each)
-        kernel(x.queue, (items,), (1,), x.buffer, out.buffer, first_plane, x.size, *sizes, *phases, each)
+        grid = ((-(-rows // each),), (1,))
+        _STAGE_ROWS(x.queue, *grid, x, out, first_plane, x.size, *sizes, *phases, each, STAGE_ROWS=1, **types)
     else:
-        kernel = get_kernel(x.queue, "conv_stage.cl", "stage_elements", "ppqqqqqquuuuuu", STAGE_ELEMENTS=1, **types)
-        kernel(x.queue, *launch(x.queue, rows * columns_phase), x.buffer, out.buffer, first_plane, *sizes, *phases)
+        grid = launch(x.queue, rows * columns_phase)
+        _STAGE_ELEMENTS(x.queue, *grid, x, out, first_plane, *sizes, *phases, STAGE_ELEMENTS=1, **types)
     return out
 
 
-def _moved(source: str, target: str) -> dict[str, str]:
+def _moved(source: str, target: str) -> dict[str, Any]:
     """Storage types for a kernel that copies: 16-bit elements which keep their type are moved as bits."""
     x_t, y_t = bridge.STORAGE[source], bridge.STORAGE[target]
     return {"X_T": "u16", "Y_T": "u16"} if x_t == y_t != "f32" else {"X_T": x_t, "Y_T": y_t}
@@ -141,9 +169,8 @@ def interleave(phases: Tensor, out: Tensor, stride: Pair, *, by_rows: bool) -> N
     if by_rows:
         rows = planes * height
         each = max(1, min(_ROWS_BYTES // (2 * width), rows // (4 * capabilities(queue).compute_units)))
-        kernel = get_kernel(queue, "conv_stage.cl", "interleave_rows", "ppqqquuu", INTERLEAVE_ROWS=1, **types)
         grid = ((-(-rows // each),), (1,))
-        kernel(queue, *grid, phases.buffer, out.buffer, planes, height, width, *stride, each)
+        _INTERLEAVE_ROWS(queue, *grid, phases, out, planes, height, width, *stride, each, INTERLEAVE_ROWS=1, **types)
     else:
-        kernel = get_kernel(queue, "conv_stage.cl", "interleave_elements", "ppqqquu", INTERLEAVE_ELEMENTS=1, **types)
-        kernel(queue, *launch(queue, out.size), phases.buffer, out.buffer, planes, height, width, *stride)
+        grid = launch(queue, out.size)
+        _INTERLEAVE_ELEMENTS(queue, *grid, phases, out, planes, height, width, *stride, INTERLEAVE_ELEMENTS=1, **types)

@@ -9,10 +9,18 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
-from clamp.ops.gemm_operands import Epilogue, Operand
-from clamp.ops.gemm_panels import Panels, blocks_of, pack
+from clamp.opencl.program import Kernel
+from clamp.ops.engines import always
+from clamp.ops.gemm import panels
+from clamp.ops.gemm.panels import Panels, blocks_of
+from clamp.ops.gemm.problem import Epilogue, Operand, Problem
 
+NAME = "packed"
+TAKES = "every product"
+IN_WORDS = "panels packed for a register-blocked loop"
+fits = always
+
+_GEMM = Kernel("gemm_packed.cl", "gemm")
 _KC = 256  # steps between two visits to a tile: a panel of B, KC x 32 floats, fits a first-level cache
 
 
@@ -33,27 +41,27 @@ def tile_of(queue: cl.CommandQueue) -> Tile:
     return _TILE_AVX512 if capabilities(queue).float_vector_width >= 16 else _TILE_NARROW
 
 
-def pack_columns(b: Operand) -> Panels:
-    """op(B) in the panels that `multiply` takes."""
-    return pack(b, tile_of(b.tensor.queue).columns)
+def pays(problem: Problem) -> bool:
+    """Whether the device has caches and vector registers to block for."""
+    return problem.device.is_cpu
 
 
-def multiply(a_operand: Operand, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
+def pack(b: Operand) -> Panels:
+    """op(B) in panels of floats."""
+    return panels.pack(b, tile_of(b.tensor.queue).columns)
+
+
+def run(a_operand: Operand, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
     """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
     queue = c.queue
-    a = pack(a_operand, tile_of(queue).rows)
+    a = panels.pack(a_operand, tile_of(queue).rows)
     blocks = blocks_of(a, b, c)
-    # A kernel's pointers must point somewhere: c stands in for a bias or sums that are not there.
-    bias = c if epilogue.bias is None else epilogue.bias
-    partial = c
+    partial = c  # a kernel's pointer must point somewhere
     if a.steps > _KC:
         sums = blocks.grid[2] * a.count * a.width * b.count * b.width
         partial = bridge.empty(queue, (sums,), "float32")
-    kernel = get_kernel(
-        queue, "gemm_packed.cl", "gemm", "pppppqqqqquuii", MR=a.width, NR=b.width, KC=_KC, **epilogue.macros
-    )
-    kernel(
-        queue, blocks.grid, (1, 1, 1), a.tensor.buffer, b.tensor.buffer, c.buffer, bias.buffer, partial.buffer,
-        a.rows, b.rows, a.steps, a.stride_batch, b.stride_batch, blocks.panels_a, blocks.panels_b,
-        epilogue.bias is not None, epilogue.relu,
+    _GEMM(
+        queue, blocks.grid, (1, 1, 1), a.tensor, b.tensor, c, epilogue.bias_or(c), partial,
+        a.rows, b.rows, a.steps, a.stride_batch, b.stride_batch, blocks.panels_a, blocks.panels_b, *epilogue.flags,
+        MR=a.width, NR=b.width, KC=_KC, **epilogue.macros,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What every GEMM kernel is told: the two operands as matrices with strides, and what happens in the store."""
+"""What a product is: by values, for the choice of an engine; and by its operands and its store, for the engine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,30 @@ from math import prod
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.opencl.device import Capabilities
 
 #: what matrices may be stored as
 DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is known of a product when B is packed, whichever A will come.
+
+    Attributes:
+        a_dtype, b_dtype: storage types.
+        k, columns: of op(B).
+        device: what the device can do.
+    """
+
+    a_dtype: str
+    b_dtype: str
+    k: int
+    columns: int
+    device: Capabilities
+
+    def __str__(self) -> str:
+        return f"{self.a_dtype} by {self.b_dtype}"
 
 
 @dataclass(frozen=True)
@@ -66,3 +87,12 @@ class Epilogue:
         """Storage types of the output and of the bias, for the kernel."""
         bias_dtype = self.bias.dtype if self.bias is not None else "float32"
         return {"OUT_T": bridge.STORAGE[self.out_dtype], "BIAS_T": bridge.STORAGE[bias_dtype]}
+
+    @property
+    def flags(self) -> tuple[bool, bool]:
+        """Whether there is a bias, and a relu."""
+        return self.bias is not None, self.relu
+
+    def bias_or(self, other: Tensor) -> Tensor:
+        """The bias; ``other`` if there is none, because a kernel's pointer must point somewhere."""
+        return other if self.bias is None else self.bias

@@ -8,16 +8,16 @@ on the way.
 
 from __future__ import annotations
 
-import pyopencl as cl
+from math import prod
 
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
-from clamp.ops import conv_winograd
-from clamp.ops.conv_geometry import Pair, Window, pair
-from clamp.ops.conv_packed import divide, tile_of_gradient
-from clamp.ops.conv_winograd import PLAIN, STRIDED, Form, Tiles, fits, stage
+from clamp.ops.conv.division import divide
+from clamp.ops.conv.geometry import pair
+from clamp.ops.conv.packed import tile_of_gradient
+from clamp.ops.conv.problem import Problem
+from clamp.ops.conv.winograd_tiles import PLAIN, STRIDED, Form, Tiles, slices, stage
 
 _BLOCK = 64  # tiles that are transformed at a time
 _MOST_CHANNELS = 128  # input channels whose tiles a second-level cache holds, transformed
@@ -27,32 +27,26 @@ _MIN_CHANNELS_STRIDED, _MIN_POSITIONS_STRIDED = 48, 8192
 _ITEMS_PER_CORE = 1  # each has partial sums to add up, and a workspace of a few MB
 
 
-def pays(x: Tensor, grad: Tensor, extent: Pair, window: Window) -> bool:
-    """Whether this kernel is faster, for elements whose own rounding is coarse beside that of adding some of them."""
+def pays(problem: Problem) -> bool:
+    """Whether these sums are faster, for elements whose own rounding is coarse beside that of adding some of them."""
     least_channels, least_positions = _MIN_CHANNELS, _MIN_POSITIONS
-    if window.stride != (1, 1):
+    if problem.window.stride != (1, 1):
         least_channels, least_positions = _MIN_CHANNELS_STRIDED, _MIN_POSITIONS_STRIDED
-    channels = min(x.shape[1], grad.shape[1]) // window.groups
-    large = channels >= least_channels and grad.size >= least_positions * grad.shape[1]
-    return "float32" not in (x.dtype, grad.dtype) and large and fits(extent, window)
+    large = problem.images * prod(problem.size) >= least_positions
+    return "float32" not in problem.dtypes and large and min(problem.channels, problem.features) >= least_channels
 
 
-def weight_gradient(x: Tensor, grad: Tensor, window: Window, out: Tensor) -> None:
-    """Writes the gradient of the weights over ``out`` (F, C / groups, 3, 3).
-
-    Raises:
-        ValueError: x is not stored in 16 bits.
-    """
-    if x.dtype == "float32":
-        raise ValueError("conv2d: WINOGRAD reads 16 bits; x is float32")
-    tiles = Tiles.of(PLAIN if window.stride == (1, 1) else STRIDED, pair(grad.shape[2:]))
+def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
+    """Writes the gradient by the weights over ``out`` (F, C / groups, 3, 3)."""
+    tiles = Tiles.of(PLAIN if problem.window.stride == (1, 1) else STRIDED, pair(grad.shape[2:]))
     total: _Sum | None = None
-    for first, images in conv_winograd.slices(x, tiles):
-        staged = stage(x, tiles, first, images, window.pad)
-        total = total or _Sum(out, tiles.form, images * tiles.count, window.groups)
+    for first, images in slices(x, tiles):
+        staged = stage(x, tiles, first, images, problem.window.pad)
+        total = total or _Sum(out, tiles.form, images * tiles.count, problem.window.groups)
         total.add(staged, tiles, images, grad, first * (grad.size // grad.shape[0]))
     if total is not None:
         total.finish()
+    return None
 
 
 class _Sum:
@@ -82,27 +76,20 @@ class _Sum:
         slice_floats = form.read_planes * read_floats + form.grad_places * grad_floats
         slice_floats += form.edge * (form.edge * _BLOCK + 16) * 16
         work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_floats,), "float32")
-        kernel = get_kernel(
-            queue, form.file, "weight_grad", "ppppqqqqqqqqqqqui",
-            WEIGHT_GRAD=1, X_T=bridge.STORAGE[staged.dtype], G_T=bridge.STORAGE[grad.dtype],
-            MR=tile.rows, NR=tile.columns, BLOCK=_BLOCK, CHANNELS=channels, PIECES=tiles.pieces, **dict(form.macros),
-        )  # fmt: skip
-        kernel(
-            queue, grid, (1, 1, 1), staged.buffer, grad.buffer, self._partial.buffer, work.buffer, begin,
+        form.kernel("weight_grad")(
+            queue, grid, (1, 1, 1), staged, grad, self._partial, work, begin,
             images * tiles.count, self._rows, self._channels, tiles.count, tiles.columns, *tiles.staged,
             *grad.shape[2:], grad.size, division.each_k, self._accumulate,
+            WEIGHT_GRAD=1, X_T=bridge.STORAGE[staged.dtype], G_T=bridge.STORAGE[grad.dtype],
+            MR=tile.rows, NR=tile.columns, BLOCK=_BLOCK, CHANNELS=channels, PIECES=tiles.pieces, **form.macros,
         )  # fmt: skip
         self._accumulate = True
 
     def finish(self) -> None:
         """Writes the sum."""
-        queue: cl.CommandQueue = self._out.queue
-        kernel = get_kernel(
-            queue, self._form.file, "weight_grad_finish", "ppqqu",
+        self._form.kernel("weight_grad_finish")(
+            self._out.queue, (self._panels_k, self._panels_m, self._groups), (1, 1, 1),
+            self._partial, self._out, self._rows, self._channels, self._division.chunks,
             WEIGHT_GRAD_FINISH=1, OUT_T=bridge.STORAGE[self._out.dtype], MR=self._tile.rows, NR=self._tile.columns,
-            **dict(self._form.macros),
-        )  # fmt: skip
-        kernel(
-            queue, (self._panels_k, self._panels_m, self._groups), (1, 1, 1),
-            self._partial.buffer, self._out.buffer, self._rows, self._channels, self._division.chunks,
+            **self._form.macros,
         )  # fmt: skip

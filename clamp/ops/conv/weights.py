@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import get_kernel
-from clamp.ops.conv_geometry import Correlation, Taps
+from clamp.opencl.program import Kernel
+from clamp.ops.conv.geometry import Correlation, Taps
+
+_PACK = Kernel("conv_weights.cl", "pack_weights")
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,11 @@ class Weights:
         kernel_columns, taps = w.shape[3], w.shape[2] * w.shape[3]
         per_output = w.shape[1] * taps
         strides = (taps, per_output) if self.transposed else (per_output, taps)
-        kernel = get_kernel(
-            w.queue, "conv_weights.cl", "pack_weights", "ppqquuqqquuuu",
-            SRC_T=bridge.STORAGE[w.dtype], WIDTH=layout.width, SHORT=layout.short, KC=layout.block,
-            PAIRS=int(layout.pairs),
-        )  # fmt: skip
-        kernel(
-            w.queue, (tall + short, -(-steps // layout.block), self.groups), (1, 1, 1), w.buffer, panels.buffer,
+        _PACK(
+            w.queue, (tall + short, -(-steps // layout.block), self.groups), (1, 1, 1), w, panels,
             rows, elements, y.count, x.count, w.shape[0] // self.groups * per_output, *strides,
             y.first * kernel_columns + x.first, y.step * kernel_columns, x.step, tall,
+            SRC_T=bridge.STORAGE[w.dtype], WIDTH=layout.width, SHORT=layout.short, KC=layout.block,
+            PAIRS=int(layout.pairs),
         )  # fmt: skip
         return panels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pyopencl as cl
@@ -9,21 +10,39 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import Capabilities, capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.cast import cast_into
-from clamp.ops.conv_stage import Source
-from clamp.ops.conv_weights import PanelLayout, Weights
-from clamp.ops.gemm_operands import Epilogue
+from clamp.ops.conv import direct
+from clamp.ops.conv.problem import Problem
+from clamp.ops.conv.stage import Source, Target
+from clamp.ops.conv.weights import PanelLayout, Weights
+from clamp.ops.engines import always
+from clamp.ops.gemm.problem import Epilogue
 from clamp.ops.reduce_to_shape import sum_axis
 
+NAME = "tiled"
+TAKES = "every convolution"
+IN_WORDS = "tiles in local memory"
+fits = pays = always  # whatever no other engine takes is computed here
+
+_CONV = Kernel("conv_tiled.cl", "conv")
+_WEIGHT_GRAD = Kernel("conv_tiled.cl", "weight_grad")
 _PER_ITEM = 4  # a work-item computes 4 x 4 elements
 _TILE_K = 16
 _GROUPS_PER_UNIT = 4  # work-groups that a compute unit should get
 _MIN_CHUNK = 1024  # positions that are worth a work-group of their own
 _PARTIAL_FLOATS = 8 * 2**20  # of partial weight gradients
 
-#: what `weight_grad` reads: any storage type
-GRAD_SOURCE_DTYPE: str | None = None
+
+def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
+    """Writes a convolution or an input gradient over ``out``."""
+    direct.convolve(_correlate, problem, x, weights, out, epilogue, by_rows=False)
+
+
+def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
+    """Writes the gradient by the weights over ``out``."""
+    direct.weight_gradient(partial(_Sum, out=out), problem, x, grad, x.dtype, by_rows=False)
+    return None
 
 
 def _side(device: Capabilities) -> int:
@@ -45,31 +64,24 @@ def _layout(queue: cl.CommandQueue) -> PanelLayout:
     return PanelLayout(_side(capabilities(queue)) * _PER_ITEM, 0, _TILE_K)
 
 
-def correlate(source: Source, weights: Weights, out: Tensor, begin: int, out_image: int, epilogue: Epilogue) -> None:
-    """Writes a correlation, through the epilogue, into ``out`` from element ``begin`` on."""
-    queue, shape = out.queue, source.shape
-    side, layout = _side(capabilities(queue)), _layout(queue)
+def _correlate(source: Source, weights: Weights, target: Target) -> None:
+    out, epilogue = target.out, target.epilogue
+    side, layout = _side(capabilities(out.queue)), _layout(out.queue)
     tile = layout.width
-    kernel = get_kernel(
-        queue, "conv_tiled.cl", "conv", "pppppqqqqqqqqqqii",
-        CONV=1, X_T=source.storage, **_macros(queue), **epilogue.macros,
-    )  # fmt: skip
-    bias = out if epilogue.bias is None else epilogue.bias  # a kernel's pointer must point somewhere
     grid = (-(-source.columns // tile) * side, -(-weights.rows // tile) * side, source.groups)
-    kernel(
-        queue, grid, (side, side, 1), weights.panels(shape, layout).buffer, source.tensor.buffer,
-        source.offsets.buffer, out.buffer, bias.buffer, begin, source.columns, weights.rows, source.offsets.steps,
-        shape.positions, *shape.row,
-        source.groups * source.group_size, source.group_size, out_image, epilogue.bias is not None, epilogue.relu,
+    _CONV(
+        out.queue, grid, (side, side, 1), weights.panels(source.shape, layout), source.tensor,
+        source.offsets, out, epilogue.bias_or(out), target.begin, *source.sizes(weights.rows),
+        target.image, *epilogue.flags, CONV=1, X_T=source.storage, **_macros(out.queue), **epilogue.macros,
     )  # fmt: skip
 
 
-class WeightGradient:
+class _Sum:
     """A weight gradient as it adds up, slice by slice of the batch."""
 
-    def __init__(self, first: Source, rows: int, out: Tensor) -> None:
+    def __init__(self, first: Source, out: Tensor) -> None:
+        queue, rows = out.queue, out.shape[0] // first.groups
         self._out, self._rows = out, rows
-        queue = out.queue
         tile = _layout(queue).width
         floats = first.groups * rows * first.offsets.steps
         groups = -(-first.offsets.steps // tile) * -(-rows // tile) * first.groups
@@ -82,21 +94,17 @@ class WeightGradient:
 
     def add(self, source: Source, grad: Tensor, begin: int) -> None:
         """Adds the images of ``source``, whose output gradients are in ``grad`` from element ``begin`` on."""
-        queue, shape = grad.queue, source.shape
+        queue = grad.queue
         side, tile = _side(capabilities(queue)), _layout(queue).width
-        kernel = get_kernel(
-            queue, "conv_tiled.cl", "weight_grad", "ppppqqqqqqqqqqqui",
-            WEIGHT_GRAD=1, X_T=source.storage, G_T=bridge.STORAGE[grad.dtype], **_macros(queue),
-        )  # fmt: skip
         grid = (-(-source.offsets.steps // tile) * side, -(-self._rows // tile) * side, self._chunks * source.groups)
-        kernel(
-            queue, grid, (side, side, 1), source.tensor.buffer, source.offsets.buffer, grad.buffer,
-            self._partial.buffer, begin, source.columns, self._rows, source.offsets.steps, shape.positions, *shape.row,
-            source.groups * source.group_size, source.group_size, source.groups * self._rows * shape.positions,
-            self._chunk, source.groups, self._accumulate,
+        _WEIGHT_GRAD(
+            queue, grid, (side, side, 1), source.tensor, source.offsets, grad, self._partial,
+            begin, *source.sizes(self._rows), source.groups * self._rows * source.shape.positions, self._chunk,
+            source.groups, self._accumulate,
+            WEIGHT_GRAD=1, X_T=source.storage, G_T=bridge.STORAGE[grad.dtype], **_macros(queue),
         )  # fmt: skip
         self._accumulate = True
 
-    def finish(self, source: Source) -> None:
+    def finish(self) -> None:
         """Writes the sum."""
         cast_into(sum_axis(self._partial, 1, self._chunks, self._out.size, self._out.dtype), self._out)

@@ -1,0 +1,172 @@
+"""Two-dimensional convolution and its gradients: 16-bit or fp32 storage, fp32 sums, bias and relu in the store.
+
+On CPU devices a register-blocked kernel multiplies packed panels, on every other device tiles in local memory
+(direct.py). Two more engines serve CPU devices: in 16-bit storage one that multiplies less for 3x3 kernels of stride 1
+or 2 (winograd.py); in bfloat16, where that one does not serve stride 1, the processor's dot product if it is fast
+(dot_bf16.py). The input gradient, which is also the transposed convolution, is such a product again; with a stride, one
+for each remainder of the input position (geometry.py). The weight gradient is a sum of outer products over the output
+positions.
+"""
+
+from __future__ import annotations
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.device import capabilities
+from clamp.ops.conv.engines import choose
+from clamp.ops.conv.geometry import Pair, Window, pair
+from clamp.ops.conv.problem import Problem
+from clamp.ops.conv.weights import Weights
+from clamp.ops.gemm.problem import Epilogue
+from clamp.ops.reduce_to_shape import sum_channels
+
+
+def pack_weights(w: Tensor, groups: int, *, transposed: bool) -> Weights:
+    """Prepares weights (F, C / groups, KH, KW) for any number of calls of `conv2d`, or, transposed, of
+    `conv2d_input_grad`. The panels are made when they are first needed."""
+    return Weights(w, groups, transposed)
+
+
+def conv2d(
+    x: Tensor,
+    w: Tensor | Weights,
+    window: Window,
+    *,
+    out_dtype: str,
+    bias: Tensor | None = None,
+    relu: bool = False,
+    engine: str | None = None,
+) -> Tensor:
+    """``relu(x * w + bias)``, summed in fp32 and rounded to ``out_dtype`` once, at the end.
+
+    Args:
+        x: (N, C, H, W); float32, float16 or bfloat16.
+        w: (F, C / groups, KH, KW), any of the three as well, or what `pack_weights` returned.
+        out_dtype: storage type of the result.
+        bias: (F,), read in its own storage type.
+        relu: replaces negative results by zero; NaN stays.
+        engine: name of one that takes the place of the choice.
+
+    Returns:
+        Tensor (N, F, OH, OW), of the size that ``window.output`` gives.
+
+    Raises:
+        ValueError: shapes that do not fit, or an engine that does not.
+    """
+    weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=False)
+    features, channels, *extent = weights.tensor.shape
+    _require(x.shape[1] == channels * window.groups, f"x {x.shape} and w {weights.tensor.shape} do not fit")
+    image, size = pair(x.shape[2:]), window.output(pair(x.shape[2:]), pair(extent))
+    _require(min(size) > 0, f"the kernel {tuple(extent)} is larger than the padded image {tuple(image)}")
+    out = bridge.empty(x.queue, (x.shape[0], features, *size), out_dtype)
+    dtypes, shape = (x.dtype, weights.tensor.dtype), tuple(weights.tensor.shape)
+    problem = Problem("", dtypes, out_dtype, x.shape[0], image, shape, window, capabilities(x.queue))
+    choose(problem, engine).convolve(problem, x, weights, out, Epilogue(out_dtype, bias, relu))
+    return out
+
+
+def conv2d_input_grad(
+    grad: Tensor,
+    w: Tensor | Weights,
+    image: Pair,
+    window: Window,
+    *,
+    out_dtype: str,
+    bias: Tensor | None = None,
+    engine: str | None = None,
+) -> Tensor:
+    """Gradient of a convolution with respect to its input: also the transposed convolution of ``grad``.
+
+    Args:
+        grad: (N, F, OH, OW); float32, float16 or bfloat16.
+        w: (F, C / groups, KH, KW), or what `pack_weights` returned with ``transposed``.
+        image: (H, W) of the input.
+        out_dtype: storage type of the result.
+        bias: (C,), added to the result: the bias of a transposed convolution.
+        engine: name of one that takes the place of the choice.
+
+    Returns:
+        Tensor (N, C, H, W).
+
+    Raises:
+        ValueError: shapes that do not fit, or an engine that does not.
+    """
+    weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=True)
+    features, channels, *extent = weights.tensor.shape
+    fits = grad.shape[1] == features and pair(grad.shape[2:]) == window.output(image, pair(extent))
+    _require(fits, f"the gradient {grad.shape}, w {weights.tensor.shape} and image {image} do not fit with {window}")
+    out = bridge.empty(grad.queue, (grad.shape[0], channels * window.groups, *image), out_dtype)
+    dtypes, shape = (grad.dtype, weights.tensor.dtype), tuple(weights.tensor.shape)
+    problem = Problem("input", dtypes, out_dtype, grad.shape[0], pair(image), shape, window, capabilities(grad.queue))
+    choose(problem, engine).convolve(problem, grad, weights, out, Epilogue(out_dtype, bias))
+    return out
+
+
+def conv2d_weight_grad(
+    x: Tensor, grad: Tensor, extent: Pair, window: Window, *, out_dtype: str, engine: str | None = None
+) -> Tensor:
+    """Gradient of a convolution with respect to its weights, straight from fp32 sums, in a fixed order.
+
+    Args:
+        x: (N, C, H, W), the input; float32, float16 or bfloat16.
+        grad: (N, F, OH, OW), the output's gradient; any of the three as well.
+        extent: (KH, KW).
+        out_dtype: storage type of the result.
+        engine: name of one that takes the place of the choice.
+
+    Returns:
+        Tensor (F, C / groups, KH, KW).
+
+    Raises:
+        ValueError: shapes that do not fit, or an engine that does not.
+    """
+    return _parameter_grads(x, grad, extent, window, out_dtype, None, engine)[0]
+
+
+def conv2d_parameter_grads(
+    x: Tensor,
+    grad: Tensor,
+    extent: Pair,
+    window: Window,
+    *,
+    out_dtype: str,
+    bias_dtype: str,
+    engine: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients with respect to the weights, as `conv2d_weight_grad`, and to the bias, which costs hardly more.
+
+    Args:
+        bias_dtype: storage type of the second.
+
+    Returns:
+        Tensors (F, C / groups, KH, KW) and (F,).
+    """
+    weights, bias = _parameter_grads(x, grad, extent, window, out_dtype, bias_dtype, engine)
+    return weights, sum_channels(grad, bias_dtype) if bias is None else bias
+
+
+def _parameter_grads(
+    x: Tensor,
+    grad: Tensor,
+    extent: Pair,
+    window: Window,
+    out_dtype: str,
+    bias_dtype: str | None,
+    engine: str | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The weights' gradient; and the bias's, if it is wanted and the kernel sums it on the way."""
+    channels, rows = x.shape[1] // window.groups, grad.shape[1] // window.groups
+    size = window.output(pair(x.shape[2:]), extent)
+    _require(grad.shape == (x.shape[0], rows * window.groups, *size), f"x {x.shape} and {grad.shape} do not fit")
+    out_shape = (rows * window.groups, channels, *extent)
+    if x.size * grad.size == 0:
+        return bridge.zeros(x.queue, out_shape, out_dtype), None
+    out = bridge.empty(x.queue, out_shape, out_dtype)
+    image, dtypes = pair(x.shape[2:]), (x.dtype, grad.dtype)
+    problem = Problem("weights", dtypes, out_dtype, x.shape[0], image, out_shape, window, capabilities(x.queue))
+    return out, choose(problem, engine).weight_gradient(problem, x, grad, out, bias_dtype)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(f"conv2d: {message}")

@@ -1,0 +1,63 @@
+"""The engines of convolutions and their gradients, and how one is chosen."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import pyopencl as cl
+
+from clamp.bridge import Tensor
+from clamp.opencl.device import capabilities
+from clamp.ops import engines
+from clamp.ops.conv import dot_bf16, packed, tiled, winograd
+from clamp.ops.conv.geometry import Pair, Window
+from clamp.ops.conv.problem import Problem
+from clamp.ops.conv.weights import Weights
+from clamp.ops.gemm.problem import Epilogue
+
+
+class Engine(engines.Engine, Protocol):
+    """A way to compute convolutions."""
+
+    def convolve(self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
+        """Writes the convolution of x, or the input gradient from the output's gradient x, through the epilogue, over
+        ``out``."""
+        ...
+
+    def weight_gradient(
+        self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None
+    ) -> Tensor | None:
+        """Writes the gradient by the weights over ``out``. Returns the bias's gradient (F,), stored as ``bias_dtype``,
+        if that is given and the engine sums it on the way."""
+        ...
+
+
+#: the first that fits and pays runs
+ENGINES: tuple[Engine, ...] = (winograd, dot_bf16, packed, tiled)
+
+
+def choose(problem: Problem, name: str | None = None) -> Engine:
+    """The engine of a convolution or a gradient; the named one, if there is a name.
+
+    Raises:
+        ValueError: no engine has the name, or the problem does not fit it.
+    """
+    return engines.choose("conv2d", ENGINES, problem, name)
+
+
+def on_device(queue: cl.CommandQueue, dtype: str) -> str:
+    """How convolutions of operands and results in one storage type run on the queue's device, in words."""
+
+    def words(extent: Pair, window: Window) -> str:
+        """Those of the engine for many channels and positions."""
+        problem = Problem("", (dtype, dtype), dtype, 64, (16, 16), (16, 16, *extent), window, capabilities(queue))
+        return choose(problem).IN_WORDS
+
+    ways = {
+        "3x3 of stride 1": words((3, 3), Window(pad=(1, 1))),
+        "3x3 of stride 2": words((3, 3), Window((2, 2), (1, 1))),
+        "others": words((1, 1), Window()),
+    }
+    names = {way: " and ".join(name for name in ways if ways[name] == way) for way in ways.values()}
+    said = "; ".join(f"{names[way]} by {way}" for way in names) if len(names) > 1 else ways["others"]
+    return f"convolutions of {dtype}: {said}"

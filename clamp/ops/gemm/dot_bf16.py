@@ -1,0 +1,53 @@
+"""The GEMM of bfloat16 by bfloat16 on x86 processors with AVX512_BF16 (kernels/gemm_dot_bf16.cl)."""
+
+from __future__ import annotations
+
+from math import prod
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.program import Kernel
+from clamp.ops.gemm import panels
+from clamp.ops.gemm.panels import Panels, blocks_of
+from clamp.ops.gemm.problem import Epilogue, Operand, Problem
+
+NAME = "dot_bf16"
+TAKES = (
+    "bfloat16 by bfloat16, on a processor whose dot product of them works; "
+    "leave the engine to clamp, and give pack_b the storage type of a as a_dtype"
+)
+IN_WORDS = "packed panels and the processor's bfloat16 dot product"
+
+_GEMM = Kernel("gemm_dot_bf16.cl", "gemm")
+_ROWS, _COLUMNS = 12, 32  # of the register tile
+_KC = 256  # pairs of k between two visits to a tile
+
+
+def fits(problem: Problem) -> bool:
+    """Whether the device has the instruction, and both operands are stored for it."""
+    return problem.a_dtype == problem.b_dtype == "bfloat16" and problem.device.dot_bf16
+
+
+def pays(problem: Problem) -> bool:
+    """Whether the instruction is also faster than a float's multiply-add."""
+    return problem.device.fast_dot_bf16
+
+
+def pack(b: Operand) -> Panels:
+    """op(B) in panels of pairs."""
+    return panels.pack(b, _COLUMNS, pairs=True)
+
+
+def run(a_operand: Operand, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
+    """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
+    queue = c.queue
+    a = panels.pack(a_operand, _ROWS, pairs=True)
+    blocks = blocks_of(a, b, c)
+    slot_columns = blocks.panels_b if a.steps > _KC else 1
+    slots = prod(blocks.grid) * blocks.panels_a * slot_columns
+    sums = bridge.empty(queue, (slots * _ROWS * _COLUMNS,), "float32")
+    _GEMM(
+        queue, blocks.grid, (1, 1, 1), a.tensor, b.tensor, c, epilogue.bias_or(c), sums,
+        a.rows, b.rows, a.steps, a.stride_batch, b.stride_batch, blocks.panels_a, blocks.panels_b, slot_columns,
+        *epilogue.flags, KC=_KC, **epilogue.macros,
+    )  # fmt: skip

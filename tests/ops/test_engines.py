@@ -1,0 +1,152 @@
+"""Which engine computes a matrix product or a convolution: chosen by values, so that asking needs no device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp.opencl.device import Capabilities
+from clamp.ops.conv import Window
+from clamp.ops.conv import engines as conv
+from clamp.ops.conv.problem import Problem as Convolution
+from clamp.ops.gemm import engines as gemm
+from clamp.ops.gemm import gemm as product
+from clamp.ops.gemm import tiled
+from clamp.ops.gemm.problem import Problem as Product
+from tests.reference import to_device
+
+GPU = Capabilities(
+    is_cpu=False, compute_units=32, half_storage=True, max_parameter_bytes=4096, local_memory_bytes=2**15,
+    max_work_group=1024, float_vector_width=1, dot_bf16=False, fast_dot_bf16=False,
+)  # fmt: skip
+CPU = replace(GPU, is_cpu=True, float_vector_width=16)
+SLOW_DOT = replace(CPU, dot_bf16=True)
+FAST_DOT = replace(CPU, dot_bf16=True, fast_dot_bf16=True)
+
+F32, F16, BF16 = "float32", "float16", "bfloat16"
+
+
+@pytest.mark.parametrize(("k", "columns"), [(1, 1), (300, 70), (4096, 4096)])
+@pytest.mark.parametrize(
+    ("a_dtype", "b_dtype", "with_fast_dot"),
+    [
+        (F32, F32, "packed"), (F16, F16, "packed"), (F16, BF16, "packed"), (BF16, F32, "packed"),
+        (BF16, BF16, "dot_bf16"),
+    ],
+)  # fmt: skip
+def test_products(a_dtype: str, b_dtype: str, k: int, columns: int, with_fast_dot: str) -> None:
+    for device, name in ((GPU, "tiled"), (CPU, "packed"), (SLOW_DOT, "packed"), (FAST_DOT, with_fast_dot)):
+        assert name == gemm.choose(Product(a_dtype, b_dtype, k, columns, device)).NAME
+
+
+def convolution(gradient: str, dtypes: tuple[str, str, str], device: Capabilities, **changes: Any) -> Convolution:
+    """A convolution, or its gradient, of 16 channels; storage types of the two that are multiplied, and of the result.
+
+    Args:
+        changes: (n, c, f, image, kernel, stride, pad, dilation), where they are others.
+    """
+    case: dict[str, Any] = {"n": 128, "c": 16, "f": 16, "image": (4, 4), "kernel": (3, 3), "pad": (1, 1)} | changes
+    window = Window(case.get("stride", (1, 1)), case["pad"], case.get("dilation", (1, 1)))
+    weights = (case["f"], case["c"], *case["kernel"])
+    return Convolution(gradient, dtypes[:2], dtypes[2], case["n"], case["image"], weights, window, device)
+
+
+STRIDED = {"c": 48, "f": 48, "image": (7, 8), "stride": (2, 2)}
+HALVES, BRAINS = (F16,) * 3, (BF16,) * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtypes", "on_cpu", "with_fast_dot"),
+    [  # the convolution's and its weight gradient's engines
+        ({}, HALVES, "winograd winograd", ""),
+        ({}, BRAINS, "winograd winograd", "winograd winograd"),
+        ({"image": (4, 6)}, (BF16, BF16, F32), "packed winograd", "dot_bf16 winograd"),
+        ({"n": 63}, HALVES, "winograd packed", ""),
+        ({"n": 63}, BRAINS, "winograd packed", "winograd packed"),
+        ({"n": 63, "image": (6, 6)}, BRAINS, "winograd winograd", "winograd winograd"),
+        ({"n": 15, "image": (6, 6)}, BRAINS, "winograd packed", "winograd dot_bf16"),
+        ({"n": 31}, HALVES, "packed packed", ""),
+        ({"n": 31}, BRAINS, "packed packed", "dot_bf16 packed"),
+        (STRIDED | {"n": 512}, HALVES, "winograd winograd", ""),
+        (STRIDED | {"n": 512}, BRAINS, "winograd winograd", "dot_bf16 winograd"),
+        (STRIDED | {"n": 512, "image": (14, 14)}, BRAINS, "winograd winograd", "dot_bf16 dot_bf16"),
+        (STRIDED | {"n": 512, "c": 47}, HALVES, "winograd packed", ""),
+        (STRIDED | {"n": 512, "f": 47}, HALVES, "winograd packed", ""),
+        (STRIDED | {"n": 256}, HALVES, "winograd packed", ""),
+        (STRIDED | {"n": 255}, HALVES, "packed packed", ""),
+        ({}, (F32, F16, F16), "packed packed", ""),
+        ({}, (BF16, F32, F32), "packed packed", ""),
+        ({"kernel": (1, 1), "pad": (0, 0)}, BRAINS, "packed packed", "dot_bf16 dot_bf16"),
+        ({"kernel": (1, 1), "pad": (0, 0)}, (BF16, F16, BF16), "packed packed", ""),
+        ({"stride": (2, 1)}, HALVES, "packed packed", ""),
+        ({"stride": (2, 2), "pad": (0, 0), "n": 9999}, HALVES, "packed packed", ""),
+        ({"dilation": (1, 2)}, HALVES, "packed packed", ""),
+        ({"pad": (3, 3)}, HALVES, "packed packed", ""),
+        ({"kernel": (1, 3)}, HALVES, "packed packed", ""),
+        ({"c": 3}, HALVES, "packed packed", ""),
+        ({"f": 15}, HALVES, "packed packed", ""),
+    ],
+)
+def test_convolutions(changes: dict[str, Any], dtypes: tuple[str, str, str], on_cpu: str, with_fast_dot: str) -> None:
+    devices = (GPU, "tiled tiled"), (CPU, on_cpu), (SLOW_DOT, on_cpu), (FAST_DOT, with_fast_dot or on_cpu)
+    for device, names in devices:
+        chosen = [conv.choose(convolution(gradient, dtypes, device, **changes)).NAME for gradient in ("", "weights")]
+        assert " ".join(chosen) == names
+        assert chosen[0] == conv.choose(convolution("input", dtypes, device, **changes)).NAME
+
+
+def test_an_engine_that_is_named_must_fit() -> None:
+    with pytest.raises(ValueError, match="gemm: no engine is called 'nonesuch'; there are dot_bf16, packed, tiled"):
+        gemm.choose(Product(F16, F16, 3, 4, FAST_DOT), "nonesuch")
+    with pytest.raises(ValueError, match=r"gemm: the engine dot_bf16 does not.*on a processor whose dot product"):
+        gemm.choose(Product(BF16, BF16, 3, 4, CPU), "dot_bf16")
+    with pytest.raises(ValueError, match=r"gemm.*float16 by bfloat16.*a_dtype"):
+        gemm.choose(Product(F16, BF16, 3, 4, FAST_DOT), "dot_bf16")
+    with pytest.raises(ValueError, match=r"dot_bf16.*no such instruction"):
+        conv.choose(convolution("", BRAINS, CPU), "dot_bf16")
+    for gradient in ("", "weights"):
+        with pytest.raises(ValueError, match=r"dot_bf16.*bfloat16 by float16"):
+            conv.choose(convolution(gradient, (BF16, F16, F32), FAST_DOT), "dot_bf16")
+    assert gemm.choose(Product(BF16, BF16, 3, 4, SLOW_DOT), "dot_bf16").NAME == "dot_bf16"
+    assert conv.choose(convolution("", BRAINS, GPU), "winograd").NAME == "winograd"
+
+
+def test_a_new_engine_is_a_module_and_a_line_in_the_list(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fits(problem: Product) -> bool:
+        return problem.columns == 5
+
+    words = {"NAME": "new", "TAKES": "five columns", "IN_WORDS": "as it pleases"}
+    new = SimpleNamespace(**words, fits=fits, pays=fits, pack=tiled.pack, run=lambda *args: ran.append(args))
+    ran: list[Any] = []
+    monkeypatch.setattr(gemm, "ENGINES", (new, *gemm.ENGINES))
+    a, b = to_device(queue, np.ones((2, 3))), to_device(queue, np.ones((3, 5)))
+    c = product(a, b, out_dtype="float16")
+    assert len(ran) == 1
+    assert ran[0][2] is c
+    product(a, to_device(queue, np.ones((3, 4))), out_dtype="float16")
+    with pytest.raises(ValueError, match=r"the engine new does not compute float32 by float32.*it takes five columns"):
+        product(a, to_device(queue, np.ones((3, 4))), out_dtype="float16", engine="new")
+    assert len(ran) == 1
+
+
+def test_the_choice_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def words(module: Any, dtype: str, device: Capabilities) -> str:
+        monkeypatch.setattr(module, "capabilities", lambda queue: device)
+        return str(module.on_device(None, dtype))
+
+    assert words(gemm, F16, GPU) == "products of float16: tiled kernel, tiles in local memory"
+    assert "the processor's bfloat16 dot product" in words(gemm, BF16, FAST_DOT)
+    assert words(conv, F16, GPU) == "convolutions of float16: tiles in local memory"
+    both = "3x3 of stride 1 and 3x3 of stride 2 by Winograd's sums"
+    assert both in words(conv, F16, FAST_DOT)
+    assert both in words(conv, BF16, SLOW_DOT)
+    brains = words(conv, BF16, FAST_DOT)
+    assert "3x3 of stride 1 by Winograd's sums" in brains
+    assert "3x3 of stride 2 and others by packed panels and the processor's bfloat16 dot product" in brains
