@@ -13,7 +13,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.ops.multi_tensor import count_non_finite
 
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 
 HISTORY = 1000  # reports that are kept
 _NAMED = 3  # parameters that a reason names
