@@ -28,7 +28,8 @@ def describe(device: cl.Device) -> str:
 def choose_device(name: str | None) -> cl.Device:
     """The first device whose platform, or else whose own name, contains ``name``; without a name the first of all.
 
-    Simulators are chosen only by name.
+    A number is an index into the list of devices, if the list is that long. Simulators are chosen only by name or
+    index.
 
     Raises:
         NoDeviceError: there is no device.
@@ -37,15 +38,17 @@ def choose_device(name: str | None) -> cl.Device:
     devices = list_devices()
     if name is None:
         return next((device for device in devices if not is_simulator(device)), devices[0])
-    wanted = name.lower()
+    if name.isdecimal() and int(name) < len(devices):
+        return devices[int(name)]
+    wanted = name.strip().lower()
     # Platforms first: "intel" means Intel's runtime, not another one on a CPU made by Intel. PoCL calls itself so
     # only in its version.
     for text_of in (lambda device: f"{device.platform.name} {device.platform.version}", lambda device: device.name):
         for device in devices:
-            if wanted in text_of(device).lower():
+            if wanted and wanted in text_of(device).lower():
                 return device
-    found = "\n  ".join(describe(device) for device in devices)
-    raise UnknownDeviceError(f"no OpenCL device is called {name!r}; found:\n  {found}")
+    found = "\n".join(f"  {index}: {describe(device)}" for index, device in enumerate(devices))
+    raise UnknownDeviceError(f"no OpenCL device is called {name!r}; found:\n{found}")
 
 
 def slug(device: cl.Device) -> str:

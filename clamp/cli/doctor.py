@@ -41,9 +41,9 @@ def run(args: Namespace) -> int:
         return 1
     default = manager.default()
     failures = 0
-    for device in devices:
+    for index, device in enumerate(devices):
         is_default = default is not None and default.queue.device == device
-        print(f"\n{describe(device)}{'  (what netcl picks)' if is_default else ''}")
+        print(f"\n{index}: {describe(device)}{'  (what netcl picks)' if is_default else ''}")
         for label, text in _facts(device):
             print(f"  {label:<16} {text}")
         problem = self_check(device)

@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from clamp.casting.policy import CastPolicy, Entry, PolicyTable, default_table
-from clamp.cli.bench.report import make_console
+from clamp.cli.console import make_console
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe
 from clamp.cli.kernels import on_device, reached
+from clamp.cli.layers import functions_of, layers
 from clamp.functions import OWNED
 from clamp.opencl.device import NoDeviceError, capabilities
 
@@ -25,24 +26,47 @@ _AS_GIVEN = (CastPolicy.MATCH, CastPolicy.VIEW)
 
 def run(args: Namespace) -> int:
     """Runs the command; see `clamp.cli`."""
-    policies = default_table().at_level(args.level)
-    console = make_console()
-    if args.name is None:
-        _print_all(console, policies, args)
-        return 0
-    entries = policies.find(args.name)
-    if not entries:
-        print(_unknown(args.name, policies), file=sys.stderr)
+    table = default_table().at_level(args.level)
+    what, entries = _search(args.name, table)
+    chosen = [entry for entry in entries if args.policy in (None, entry.policy.value)]
+    if not chosen:
+        print(_nothing(args, table, entries), file=sys.stderr)
         return 2
+    console = make_console()
+    if what:
+        console.print(f"[bold]{what}[/], level {args.level}, {args.dtype}", highlight=False)
+    if what and len(chosen) > 1:
+        if len(chosen) == len(list(table)):
+            console.print(f"{len(table.calls)} more only call one of these, operators of Tensor and Node among them")
+        _print_many(console, chosen, args)
+        return 0
     try:
         context = _context(args.device)
     except UnknownDeviceError as error:
         print(error, file=sys.stderr)
         return 2
     queue = None if context is None else cl.CommandQueue(context)  # Intel's queues do not keep their context alive
-    for entry in entries:
-        _print_one(console, policies, entry, args, queue)
+    for entry in chosen:
+        _print_one(console, table, entry, args, queue)
     return 0
+
+
+def _search(name: str | None, table: PolicyTable) -> tuple[str, list[Entry]]:
+    """What entries a name stands for, in words (none for a function's name), and these entries.
+
+    First come functions of this name, then what the layers call whose name it is or begins, then names it is a part of.
+    """
+    if name is None:
+        return "netcl's functions", list(table)
+    if found := table.find(name):
+        return "", found
+    if meant := [name] if name in layers() else [layer for layer in layers() if layer.startswith(name)]:
+        called = {table.called_by(function) for layer in meant for function in functions_of(layers()[layer])}
+        entries = [entry for entry in table if entry.name in called and entry.policy is not CastPolicy.NONE]
+        return f"What {', '.join(meant)} of netcl.nn call{'s' if len(meant) == 1 else ''}", entries
+    callers = {table.called_by(caller) for caller in table.calls if name.lower() in caller.lower()}
+    found = [entry for entry in table if name.lower() in entry.name.lower() or entry.name in callers]
+    return f"Functions with {name!r} in their names", found
 
 
 def runs_as(entry: Entry, level: str, dtype: str) -> str:
@@ -73,22 +97,23 @@ def kernels(entry: Entry) -> str:
     return f"{files}  ({function.__module__}.{function.__qualname__})"
 
 
-def _print_all(console: Console, policies: PolicyTable, args: Namespace) -> None:
-    table = Table(title=f"level {args.level}, {args.dtype}")
-    table.add_column("function", no_wrap=True)
-    table.add_column("policy", no_wrap=True)
-    table.add_column("runs as")
-    table.add_column("reason")
-    for module, entries in groupby(sorted(policies, key=lambda entry: entry.module), lambda entry: entry.module):
-        table.add_section()
-        table.add_row(f"[bold]{module}[/bold]")
-        for entry in entries:
-            own_name = "everything else" if entry.function == "*" else entry.function
-            table.add_row(f"  {own_name}", entry.policy.value, runs_as(entry, args.level, args.dtype), entry.reason)
-    console.print(table)
-    console.print(f"{len(policies.calls)} more names only call one of these, Tensor's and Node's operators among them")
-    counts = Counter(entry.policy.value for entry in policies)
-    console.print(", ".join(f"{count} {policy}" for policy, count in counts.most_common()), highlight=False)
+def _print_many(console: Console, entries: list[Entry], args: Namespace) -> None:
+    """Functions and reasons, under a heading for each module and policy."""
+    names = {entry: "  everything else" if entry.function == "*" else f"  {entry.function}" for entry in entries}
+
+    def heading(entry: Entry) -> tuple[str, str, str]:
+        return entry.module, entry.policy.value, runs_as(entry, args.level, args.dtype)
+
+    for (module, policy, how), group in groupby(sorted(entries, key=lambda entry: entry.module), heading):
+        console.print(f"\n[bold]{module}[/]  [cyan]{policy}[/]: {how}", highlight=False)
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(width=min(console.width // 2, max(map(len, names.values()))), overflow="fold")
+        table.add_column(overflow="fold")
+        for entry in group:
+            table.add_row(names[entry], entry.reason)
+        console.print(table)
+    counts = Counter(entry.policy.value for entry in entries)
+    console.print("\n" + ", ".join(f"{count} {policy}" for policy, count in counts.most_common()), highlight=False)
 
 
 def _print_one(
@@ -97,7 +122,7 @@ def _print_one(
     console.print(f"[bold]{entry.name}[/bold]  level {args.level}, {args.dtype}", highlight=False)
     table = Table(show_header=False)
     table.add_column(no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")
     table.add_row("policy", entry.policy.value)
     table.add_row("reason", entry.reason)
     table.add_row("runs as", runs_as(entry, args.level, args.dtype))
@@ -137,10 +162,14 @@ def _context(name: str | None) -> cl.Context | None:
         return None
 
 
-def _unknown(name: str, policies: PolicyTable) -> str:
-    """The error for a name that is on no list, with the names it may have meant."""
-    known = {spelling: entry.name for entry in policies for spelling in (entry.name, entry.function)}
-    known |= {spelling: caller for caller in policies.calls for spelling in (caller, caller.rpartition(".")[2])}
-    close = dict.fromkeys(known[match] for match in difflib.get_close_matches(name, known, n=5))
+def _nothing(args: Namespace, table: PolicyTable, found: list[Entry]) -> str:
+    """The error for arguments that name no function, with the names that may have been meant."""
+    if found:
+        what = f"no function that {args.name!r} means" if args.name else "no function"
+        return f"{what} has the policy {args.policy!r} at level {args.level}"
+    known = {spelling: entry.name for entry in table for spelling in (entry.name, entry.function)}
+    known |= {spelling: caller for caller in table.calls for spelling in (caller, caller.rpartition(".")[2])}
+    known |= {name: name for name in layers()}
+    close = dict.fromkeys(known[match] for match in difflib.get_close_matches(args.name, known, n=5))
     hint = f"; close to it: {', '.join(close)}" if close else "; `python -m clamp lists` prints all names"
-    return f"no list names a function {name!r}{hint}"
+    return f"no list names a function {args.name!r}, and netcl has no layer of that name{hint}"

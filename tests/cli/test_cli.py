@@ -16,9 +16,11 @@ import pytest
 from clamp.casting.operands import OWNED
 from clamp.casting.policy import CastPolicy, default_table
 from clamp.cli import main
-from clamp.cli.bench import command, conv
-from clamp.cli.bench.cases import TENSORS, counted_launches, mixed_sizes, random_tensor
-from clamp.cli.bench.conv import ConvShape
+from clamp.cli.bench import command
+from clamp.cli.bench.cases import conv
+from clamp.cli.bench.cases.contenders import Case, Contender, random_tensor
+from clamp.cli.bench.cases.conv import ConvShape
+from clamp.cli.bench.cases.unscale import TENSORS, counted_launches, mixed_sizes
 from clamp.cli.bench.peers import PeerError, PeerProcess, blas_settings, installed_peers
 from clamp.cli.bench.report import rows_of
 from clamp.cli.bench.timing import Effort, Race, Timing, interleave, settle, timed
@@ -141,7 +143,7 @@ def test_bench_says_when_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureF
     assert main([*TINY, "--only", "cast", "--no-peers", "--json", target]) == 1
     captured = capsys.readouterr()
     assert target in captured.err
-    assert "copy kernel" in captured.out
+    assert captured.out == ""  # it says so before it measures
 
 
 @pytest.mark.parametrize(
@@ -153,6 +155,35 @@ def test_bench_refuses_arguments_that_mean_nothing(arguments: list[str], capsys:
         main(["bench", *arguments])
     assert exit_info.value.code == 2
     assert arguments[0] in capsys.readouterr().err
+
+
+def test_bench_prints_what_it_has_when_it_is_interrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "unscale_cases", interrupted)
+    file = tmp_path / "result.json"
+    assert main([*TINY, "--only", "cast,unscale", "--no-peers", "--json", str(file)]) == 130
+    captured = capsys.readouterr()
+    assert "copy kernel" in captured.out
+    assert "interrupted" in captured.out
+    assert captured.err == ""
+    content = json.loads(file.read_text())
+    assert {row["work"] for row in content["rows"]} == {"cast"}
+    assert "interrupted" in content["notes"][-1]
+
+
+def test_a_command_ends_in_one_line_when_it_is_interrupted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("clamp.cli.lists.default_table", interrupted)
+    assert main(["lists"]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
 
 
 def test_bench_lists_the_devices_when_none_has_the_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,8 +263,6 @@ def test_a_turn_of_several_calls_starts_with_an_untimed_one() -> None:
 
 
 def test_ratios_above_one_are_faster(queue: cl.CommandQueue) -> None:
-    from clamp.cli.bench.cases import Case, Contender
-
     def never(calls: int) -> list[float]:
         raise AssertionError
 
@@ -320,6 +349,10 @@ def test_a_device_is_chosen_by_platform_then_by_name(queue: cl.CommandQueue) -> 
     device = queue.device
     assert choose_device(device.platform.name.upper()).platform == device.platform
     assert choose_device(device.name) in list_devices()
+    assert choose_device(str(list_devices().index(device))) == device
+    assert choose_device("pocl" if "Portable" in device.platform.name else device.platform.name[:5]) == device
+    with pytest.raises(UnknownDeviceError, match="'99'"):
+        choose_device("99")
     assert not is_simulator(choose_device(None)) or all(map(is_simulator, list_devices()))
     with pytest.raises(UnknownDeviceError, match="abacus"):
         choose_device("abacus")
@@ -467,6 +500,47 @@ def test_lists_names_the_kernels_and_what_happens_on_a_device(
 def test_lists_finds_what_a_name_calls(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lists", "silu"]) == 0
     assert "netcl.autograd.swish" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "there", "absent"),
+    [
+        (["Linear"], ("matmul_op", "bias_add"), "conv2d"),
+        (["Conv2d"], ("netcl.autograd.conv2d",), "matmul_op"),
+        (["BatchNorm"], ("netcl.autograd.batch_norm2d",), "layer_norm"),
+        (["DecoderBlock"], ("rms_norm", "flash_attention", "swish", "rope"), "softmax  "),
+        (["SiLU"], ("netcl.autograd.swish",), "relu"),
+        (["MSELoss"], ("netcl.autograd.mse_loss",), "l1_loss"),
+        (["pool2"], ("max_pool2d_backward", "avg_pool2d"), "conv2d"),
+        (["--policy", "half"], ("matmul_op", "prelu"), "layer_norm"),
+        (["--policy", "half", "--level", "O2"], ("matmul_op", "relu"), "layer_norm"),
+        (["conv", "--policy", "half"], ("conv2d_relu", "depthwise_conv2d"), "im2col"),
+    ],
+)
+def test_lists_searches_by_layer_part_and_policy(
+    arguments: list[str], there: tuple[str, ...], absent: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["lists", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in there)
+    assert absent not in out
+
+
+def test_lists_says_when_no_function_has_the_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lists", "softmax", "--policy", "half"]) == 2
+    assert "'softmax' means has the policy 'half' at level O1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80])
+@pytest.mark.parametrize("name", [None, "pool2", "netcl.autograd.conv2d"])
+def test_lists_fits_a_terminal(
+    name: str | None, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["lists"] if name is None else ["lists", name]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= columns
+    assert "…" not in out
 
 
 def test_lists_needs_no_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

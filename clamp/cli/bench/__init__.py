@@ -1,1 +1,1 @@
-"""``python -m clamp bench``: the command (command.py) and its parts."""
+"""``python -m clamp bench``: the command, what it times (cases/), against whom (peers), how (timing), the report."""

@@ -18,14 +18,19 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 import clamp
-from clamp.cli.bench.bandwidth import bandwidth_cases
-from clamp.cli.bench.cases import Case, cast_cases, gemm_cases, unscale_cases
-from clamp.cli.bench.conv import conv_cases
-from clamp.cli.bench.networks import Cnn, Mlp, Network
+from clamp.cli.arguments import INTERRUPTED
+from clamp.cli.bench.cases.bandwidth import bandwidth_cases
+from clamp.cli.bench.cases.cast import cast_cases
+from clamp.cli.bench.cases.contenders import Case
+from clamp.cli.bench.cases.conv import conv_cases
+from clamp.cli.bench.cases.gemm import gemm_cases
+from clamp.cli.bench.cases.networks import Cnn, Mlp, Network
+from clamp.cli.bench.cases.step import make_variants, step_case
+from clamp.cli.bench.cases.unscale import unscale_cases
 from clamp.cli.bench.peers import PeerProcess, cpu_flags, installed_peers
-from clamp.cli.bench.report import Row, make_console, memory_rows, print_rows, rows_of, write_json
-from clamp.cli.bench.step import make_variants, step_case
+from clamp.cli.bench.report import Row, json_file, memory_rows, print_rows, rows_of, write_json
 from clamp.cli.bench.timing import NORMAL, QUICK, Effort, interleave
+from clamp.cli.console import make_console
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, slug
 from clamp.opencl.device import NoDeviceError, capabilities
 
@@ -45,25 +50,31 @@ def run(args: Namespace) -> int:
     except UnknownDeviceError as error:
         print(error, file=sys.stderr)
         return 2
+    began = datetime.now(UTC)
+    try:
+        file = json_file(args.json, f"{slug(device)}-{began.date()}.json") if args.json else None
+    except OSError as error:
+        print(f"cannot write {args.json}: {error}", file=sys.stderr)
+        return 1
     console = make_console()
     context = cl.Context([device])  # held here: Intel's runtime frees a context that only its queue refers to
     queue = cl.CommandQueue(context, device)
-    bench = Bench(queue, args, QUICK if args.quick else NORMAL)
-    bench.run(console)
+    bench = Bench(queue, args, QUICK if args.quick else NORMAL, began)
+    status = 0
+    try:
+        bench.run(console)
+    except KeyboardInterrupt:
+        bench.notes.append("interrupted: what is not in the tables was not measured")
+        status = INTERRUPTED
     head = bench.head()
     _print_head(console, head)
     print_rows(console, bench.rows)
     for note in bench.notes:
         console.print(f"[yellow]{note}[/]", highlight=False)
-    if args.json:
-        name = f"{slug(device)}-{head['date'][:10]}.json"
-        try:
-            file = write_json(args.json, name, head, bench.rows)
-        except OSError as error:  # the tables are printed already: nothing is lost
-            print(f"cannot write {args.json}: {error}", file=sys.stderr)
-            return 1
+    if file is not None:
+        write_json(file, head, bench.rows)
         console.print(f"written: {file}", highlight=False, soft_wrap=True)
-    return 0
+    return status
 
 
 @dataclass
@@ -74,6 +85,7 @@ class Bench:
         queue: the device under test.
         args: the command's arguments.
         effort: how long to measure.
+        began: when.
         rows: what was measured.
         notes: who failed, and why.
         peers: the peers that took part.
@@ -82,6 +94,7 @@ class Bench:
     queue: cl.CommandQueue
     args: Namespace
     effort: Effort
+    began: datetime
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     peers: dict[str, str] = field(default_factory=dict)
@@ -149,9 +162,8 @@ class Bench:
     def head(self) -> dict[str, Any]:
         """What one must know to read the figures: device, versions, settings."""
         device = self.queue.device
-        now = datetime.now(UTC)
         return {
-            "date": now.isoformat(timespec="seconds"),
+            "date": self.began.isoformat(timespec="seconds"),
             "device": {
                 "name": device.name.strip(),
                 "platform": device.platform.name.strip(),

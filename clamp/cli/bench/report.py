@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -13,10 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from clamp.cli.bench.cases import Case
+from clamp.cli.bench.cases.contenders import Case
 from clamp.cli.bench.timing import Race
 
-WIDTH = 150
 RATIOS = (
     "ratios[x] compares a row with contender x of the same case. GFLOP/s and GB/s: own figure / x's; ms: x's time / "
     "own time; so above 1 is faster than x. MiB: own bytes / x's, so below 1 is less memory than x."
@@ -92,11 +91,6 @@ def _ratios(name: str, value: float, baselines: Mapping[str, float], lower_is_be
 # ---------------------------------------------------------------------------------------------- output
 
 
-def make_console() -> Console:
-    """A console on standard output; in a pipe or file, where rich would assume 80 columns, wide enough for tables."""
-    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
-
-
 def print_rows(console: Console, rows: Sequence[Row]) -> None:
     """A table for each kind of work."""
     for work, group in groupby(rows, key=lambda row: row.work):
@@ -133,11 +127,8 @@ def _figure(value: float) -> str:
     return f"{value:.1f}" if 100 <= abs(value) < 1e7 else f"{value:.3g}"
 
 
-def write_json(path: str, default_name: str, head: Mapping[str, Any], rows: Sequence[Row]) -> Path:
-    """Writes everything; into a folder under the default name.
-
-    Returns:
-        The file written.
+def json_file(path: str, default_name: str) -> Path:
+    """The file to write: ``path``, or the default name in it if it is a folder. Folders that lack are made.
 
     Raises:
         OSError: it cannot be written.
@@ -145,7 +136,13 @@ def write_json(path: str, default_name: str, head: Mapping[str, Any], rows: Sequ
     file = Path(path)
     if file.is_dir():
         file = file / default_name
-    content = {**head, "ratios": RATIOS, "rows": [asdict(row) for row in rows]}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise PermissionError(f"no permission to write {file}")
     return file
+
+
+def write_json(file: Path, head: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Writes everything."""
+    content = {**head, "ratios": RATIOS, "rows": [asdict(row) for row in rows]}
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -18,8 +18,8 @@ from netcl.optim import SGD
 
 from clamp import amp
 from clamp.bridge import Node, Tape
-from clamp.cli.bench.cases import Case, Contender, dtypes_of, peer_contenders
-from clamp.cli.bench.networks import Network
+from clamp.cli.bench.cases.contenders import Case, Contender, dtypes_of, peer_contenders
+from clamp.cli.bench.cases.networks import Network
 from clamp.cli.bench.peers import PeerProcess
 from clamp.cli.bench.timing import timed
 from clamp.debugging import MemoryMeter

@@ -12,7 +12,7 @@ from netcl.ops.conv2d import conv2d as netcl_conv2d
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
-from clamp.cli.bench.cases import Case, Contender, dtypes_of, peer_contenders, random_tensor
+from clamp.cli.bench.cases.contenders import Case, Contender, dtypes_of, peer_contenders, random_tensor
 from clamp.cli.bench.peers import PeerProcess
 from clamp.cli.bench.timing import Turn, timed
 from clamp.ops.conv import Window, conv2d, conv2d_input_grad, conv2d_weight_grad

@@ -19,7 +19,7 @@ from netcl import autograd as ag
 
 from clamp import amp, bridge
 from clamp.bridge import Node, Tensor
-from clamp.cli.bench.cases import Case, Contender, dtypes_of, random_tensor
+from clamp.cli.bench.cases.contenders import Case, Contender, dtypes_of, random_tensor
 from clamp.cli.bench.timing import Turn, timed
 from clamp.ops.cast import cast_into
 

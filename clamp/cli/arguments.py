@@ -1,0 +1,32 @@
+"""What the arguments of commands and examples have in common; argparse refuses in one line what makes no sense."""
+
+from __future__ import annotations
+
+import argparse
+
+INTERRUPTED = 130  # the exit status after Ctrl-C, as shells have it
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+    return number
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--device``, which `clamp.cli.devices.choose_device` understands."""
+    parser.add_argument(
+        "--device",
+        metavar="NAME|INDEX",
+        help='part of a platform\'s or device\'s name ("pocl", "intel", "nvidia"), or the index that `python -m clamp '
+        "doctor` gives it; the first device by default",
+    )

@@ -1,0 +1,73 @@
+"""What a case is: work that several contenders do; and what the files of cases share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyopencl as cl
+
+from clamp import amp
+from clamp.bridge import Tensor
+from clamp.cli.bench.peers import PeerProcess
+from clamp.cli.bench.timing import Turn
+from clamp.ops.cast import cast
+
+Extra = Callable[[], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do a case's work.
+
+    Attributes:
+        name: ``"netcl"``, ``"clamp float16"``, ``"OpenBLAS float32"``.
+        turn: times it.
+        amount: what one call does, in the case's unit without its prefix: flops, bytes; not used for times.
+        is_baseline: whether the others are compared with it.
+        extra: further figures, asked for after the timing.
+    """
+
+    name: str
+    turn: Turn
+    amount: float = 0.0
+    is_baseline: bool = False
+    extra: Extra = field(default=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Work that several contenders do, turn about.
+
+    Attributes:
+        work: kind of work: ``"gemm"``.
+        name: which of its kind: ``"NN 1024"``.
+        unit: of the results: ``"GFLOP/s"``, ``"GB/s"`` or ``"ms"``.
+        contenders: in the order of the table.
+    """
+
+    work: str
+    name: str
+    unit: str
+    contenders: Sequence[Contender]
+
+
+def dtypes_of(queue: cl.CommandQueue) -> tuple[str, ...]:
+    """The dtypes that clamp computes in on a device."""
+    return ("float32", *amp.get_amp_supported_dtype(queue))
+
+
+def random_tensor(queue: cl.CommandQueue, shape: Sequence[int], dtype: str, seed: int = 0) -> Tensor:
+    """Normally distributed numbers."""
+    host = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return cast(Tensor.from_host(queue, host), dtype)
+
+
+def peer_contenders(peers: Sequence[PeerProcess], work: str, *args: str, amount: float = 0.0) -> list[Contender]:
+    """Every peer in every dtype that it does this work in."""
+    return [
+        Contender(f"{peer.info.label} {dtype}", peer.turn(work, dtype, *args), amount, is_baseline=True)
+        for peer in peers
+        for dtype in peer.info.works.get(work, [])
+    ]

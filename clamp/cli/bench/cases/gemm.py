@@ -1,0 +1,43 @@
+"""Matrix products, beside netcl's and the peers'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import pyopencl as cl
+from netcl.ops.matmul import matmul
+from netcl.ops.transpose import transpose2d
+
+from clamp.bridge import Tensor
+from clamp.cli.bench.cases.contenders import Case, Contender, dtypes_of, peer_contenders, random_tensor
+from clamp.cli.bench.peers import PeerProcess
+from clamp.cli.bench.timing import timed
+from clamp.ops.gemm import gemm
+
+LAYOUTS = ("NN", "NT", "TN")
+
+
+def gemm_cases(queue: cl.CommandQueue, sizes: Sequence[int], peers: Sequence[PeerProcess]) -> Iterator[Case]:
+    """n x n matrices; NT and TN have their second or first operand transposed, as in backward passes."""
+    for n in sizes:
+        operands = {
+            dtype: (random_tensor(queue, (n, n), dtype), random_tensor(queue, (n, n), dtype, 1))
+            for dtype in dtypes_of(queue)
+        }
+        flops = 2.0 * n**3
+        for layout in LAYOUTS:
+            netcls = partial(_netcl_gemm, *operands["float32"], layout)
+            contenders = [Contender("netcl", timed(netcls, queue.finish), flops, is_baseline=True)]
+            for dtype, (a, b) in operands.items():
+                call = partial(
+                    gemm, a, b, transpose_a=layout[0] == "T", transpose_b=layout[1] == "T", out_dtype=dtype
+                )  # fmt: skip
+                contenders.append(Contender(f"clamp {dtype}", timed(call, queue.finish), flops))
+            contenders += peer_contenders(peers, "gemm", layout, str(n), amount=flops)
+            yield Case("gemm", f"{layout} {n}", "GFLOP/s", contenders)
+
+
+def _netcl_gemm(a: Tensor, b: Tensor, layout: str) -> Tensor:
+    """As netcl's own backward does it: its matmul reads operands as they lie, so it transposes them first."""
+    return matmul(transpose2d(a) if layout[0] == "T" else a, transpose2d(b) if layout[1] == "T" else b)
