@@ -1,15 +1,18 @@
-"""What every example needs: a command queue on the device that the user names."""
+"""What every example needs: a command queue on the device that the user names, and an end in one line."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
+from collections.abc import Callable
 
 import pyopencl as cl
 
 import clamp  # noqa: F401  (makes Intel's pip-installed CPU runtime visible)
+from clamp.cli.arguments import INTERRUPTED
 from clamp.cli.devices import UnknownDeviceError, choose_device
-from clamp.opencl.device import NoDeviceError, list_devices
+from clamp.opencl.device import NoDeviceError
 
 # Drivers write progress into their build logs, and pyopencl warns of every log that is not empty.
 warnings.filterwarnings("ignore", category=cl.CompilerWarning)
@@ -17,17 +20,8 @@ warnings.filterwarnings("ignore", category=cl.CompilerWarning)
 _contexts: list[cl.Context] = []  # Intel's runtime frees a context that only its queue refers to
 
 
-def add_device_option(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--device`` to an example's options."""
-    parser.add_argument(
-        "--device",
-        metavar="NAME|INDEX",
-        help="part of a platform's or device's name, pocl or intel say, or an index into the list (default: the first)",
-    )
-
-
 def open_queue(wanted: str | None = None) -> cl.CommandQueue:
-    """A queue on the wanted device; without a wish on netcl's default, the first one that is no simulator.
+    """A queue on the wanted device; without a wish on the first one that is no simulator.
 
     Args:
         wanted: part of a platform's or device's name, or an index into the list of devices.
@@ -36,11 +30,9 @@ def open_queue(wanted: str | None = None) -> cl.CommandQueue:
         SystemExit: no device matches; the message lists those there are.
     """
     try:
-        devices = list_devices()
-        by_index = wanted is not None and wanted.isdecimal() and int(wanted) < len(devices)
-        device = devices[int(wanted)] if by_index else choose_device(wanted)
+        device = choose_device(wanted)
     except (NoDeviceError, UnknownDeviceError) as error:
-        raise SystemExit(str(error)) from None
+        raise SystemExit(str(error)) from error
     _contexts.append(cl.Context([device]))
     return cl.CommandQueue(_contexts[-1], device)
 
@@ -48,3 +40,18 @@ def open_queue(wanted: str | None = None) -> cl.CommandQueue:
 def describe(queue: cl.CommandQueue) -> str:
     """Name of a queue's device, and of its driver."""
     return f"{queue.device.name.strip()} ({queue.device.platform.name})"
+
+
+def check_batch(parser: argparse.ArgumentParser, batch: int, there: int) -> None:
+    """Ends an example whose ``--batch`` is more than there is to train on."""
+    if batch > there:
+        parser.error(f"argument --batch: {batch} is more than the {there} there are to train on")
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Runs an example; Ctrl-C ends it in one line. (A second one, while the device computes, is netcl's: at once.)"""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)

@@ -20,12 +20,13 @@ from functools import cache
 
 import numpy as np
 import pyopencl as cl
-from common import add_device_option, describe, open_queue
+from common import describe, open_queue, run_main
 from netcl import autograd as ag
 from netcl.autograd.engine import Node, apply_op
 from netcl.core.tensor import Tensor
 
 from clamp import amp
+from clamp.cli.arguments import add_device_option
 
 # The arithmetic is float for both storage types; vload_half and vstore_half need no cl_khr_fp16.
 SOURCE = """
@@ -146,4 +147,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

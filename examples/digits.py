@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 import pyopencl as cl
-from common import add_device_option, describe, open_queue
-from comparison import OnStep, Run, Task, add_options, positive, show, step_memory
+from common import check_batch, describe, open_queue, run_main
+from comparison import OnStep, Run, Task, add_options, show, step_memory
 from netcl import autograd as ag
 from netcl.core.tensor import Tensor
 from netcl.nn import functional as F
@@ -31,6 +31,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from clamp import amp
+from clamp.cli.arguments import add_device_option, positive
 
 CLASSES = 10
 
@@ -56,14 +57,14 @@ def train(
     seed: int = 0,
     steps: int = 440,
     batch: int = 64,
-    on_step: OnStep = lambda loss: None,
+    on_step: OnStep = lambda run: None,
 ) -> Run:
     """One training run, scored by its test accuracy in percent.
 
     Args:
         amp_options: what ``amp.init`` is given.
         seed: of the weights and of the order of the images.
-        on_step: called with the loss after every step.
+        on_step: called with the run so far after every step.
     """
     np.random.seed(seed)  # netcl draws its weights from numpy's global generator
     model = make_model(queue)
@@ -82,7 +83,8 @@ def train(
             with handle.scale_loss(loss, optimizer) as scaled_loss:  # <- line 2
                 tape.backward(scaled_loss)
             optimizer.step()
-            on_step(run.record(loss.value, handle, start))
+            run.record(loss.value, handle, start)
+            on_step(run)
 
         run.score = 100 * accuracy(model, queue, digits)
         run.weights = [str(parameter.dtype) for parameter in model.parameters()]
@@ -149,9 +151,8 @@ def memory(queue: cl.CommandQueue, digits: Digits, batch: int, amp_options: dict
     return step_memory(model, lambda: F.cross_entropy(model(ag.tensor(x)), ag.tensor(y)), amp_options)
 
 
-def make_task(queue: cl.CommandQueue, options: argparse.Namespace) -> Task:
+def make_task(queue: cl.CommandQueue, digits: Digits, options: argparse.Namespace) -> Task:
     """What is run in three ways."""
-    digits = load()
     return Task(
         title=f"Digits: epochs {options.epochs}, batch {options.batch}, seeds {options.seeds}",
         score="test\naccuracy",
@@ -168,12 +169,14 @@ def main() -> None:
     """Trains, prints the table, draws the plot."""
     parser = argparse.ArgumentParser(description="netcl's fp32, clamp in float32 and mixed precision on the digits")
     add_device_option(parser)
-    parser.add_argument("--epochs", type=positive, default=20)
+    parser.add_argument("--epochs", type=positive, default=20, metavar="N", help="times through the data (20)")
     add_options(parser, batch=64)
     options = parser.parse_args()
+    digits = load()
+    check_batch(parser, options.batch, len(digits.train_y))
     queue = open_queue(options.device)
-    show(make_task(queue, options), options, describe(queue))
+    show(make_task(queue, digits, options), options, describe(queue))
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

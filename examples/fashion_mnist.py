@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 import pyopencl as cl
-from common import add_device_option, describe, open_queue
-from comparison import OnStep, Run, Task, add_options, positive, show, step_memory
+from common import check_batch, describe, open_queue, run_main
+from comparison import OnStep, Run, Task, add_options, show, step_memory
 from netcl import autograd as ag
 from netcl.core.tensor import Tensor
 from netcl.nn import functional as F
@@ -34,6 +34,7 @@ from netcl.nn.layers import Conv2d, Flatten, Linear, MaxPool2d, Module, ReLU, Se
 from netcl.optim import Adam
 
 from clamp import amp
+from clamp.cli.arguments import add_device_option, positive
 
 CLASSES = 10
 SIDE = 28
@@ -68,7 +69,7 @@ def train(
     steps: int,
     whole_run: int | None = None,
     batch: int = 64,
-    on_step: OnStep = lambda loss: None,
+    on_step: OnStep = lambda run: None,
 ) -> Run:
     """One training run, scored by its test accuracy in percent.
 
@@ -76,7 +77,7 @@ def train(
         amp_options: what ``amp.init`` is given.
         seed: of the weights and of the order of the images.
         whole_run: the steps after which the learning rate would be zero; by default ``steps``.
-        on_step: called with the loss after every step.
+        on_step: called with the run so far after every step.
     """
     np.random.seed(seed)  # netcl draws its weights from numpy's global generator
     model = make_model(queue)
@@ -96,7 +97,8 @@ def train(
             with handle.scale_loss(loss, optimizer) as scaled_loss:  # <- line 2
                 tape.backward(scaled_loss)
             optimizer.step()
-            on_step(run.record(loss.value, handle, start))
+            run.record(loss.value, handle, start)
+            on_step(run)
 
         if steps == (whole_run or steps):
             run.score = 100 * accuracy(model, queue, images)
@@ -135,15 +137,15 @@ def load(folder: Path = DEBIAN) -> Images:
     """The data set's four files.
 
     Raises:
-        SystemExit: they are not there; the message says where to get them.
+        SystemExit: they are not there, or are not whole; the message says where to get them.
     """
     try:
         train_x, test_x = (read_idx(folder / f"{part}-images-idx3-ubyte.gz") for part in ("train", "t10k"))
         train_y, test_y = (read_idx(folder / f"{part}-labels-idx1-ubyte.gz") for part in ("train", "t10k"))
-    except FileNotFoundError as error:
+    except (OSError, EOFError, ValueError) as error:
         raise SystemExit(
-            f"{error.filename} is not there. Fashion-MNIST is Debian's package dataset-fashion-mnist "
-            "(sudo apt install dataset-fashion-mnist); or give the folder of its four .gz files with --data."
+            f"{folder} has not the files of Fashion-MNIST ({error}). They are Debian's package dataset-fashion-mnist "
+            "(sudo apt install dataset-fashion-mnist); or give the folder of the four .gz files with --data."
         ) from error
     mean, deviation = train_x.mean(), train_x.std()
 
@@ -157,7 +159,7 @@ def read_idx(file: Path) -> np.ndarray:
     """An array of bytes in the IDX format: two zeros, 8 for bytes, the number of axes, then each extent in 4 bytes."""
     data = gzip.decompress(file.read_bytes())
     if data[:3] != b"\0\0\x08":
-        raise SystemExit(f"{file} is no IDX file of bytes: it begins with {data[:3]!r}")
+        raise ValueError(f"{file} is no IDX file of bytes: it begins with {data[:3]!r}")
     axes = data[3]
     shape = np.frombuffer(data, ">u4", count=axes, offset=4)
     return np.frombuffer(data, np.uint8, offset=4 + 4 * axes).reshape(shape.astype(int))
@@ -187,9 +189,8 @@ def memory(queue: cl.CommandQueue, images: Images, batch: int, amp_options: dict
     return step_memory(model, lambda: F.cross_entropy(model(ag.tensor(x)), ag.tensor(y)), amp_options)
 
 
-def make_task(queue: cl.CommandQueue, options: argparse.Namespace) -> Task:
+def make_task(queue: cl.CommandQueue, images: Images, options: argparse.Namespace) -> Task:
     """What is run in three ways."""
-    images = load(options.data)
     whole = options.epochs * (len(images.train_y) // options.batch)
     return Task(
         title=f"Fashion-MNIST: epochs {options.epochs}, batch {options.batch}, seeds {options.seeds}",
@@ -207,13 +208,15 @@ def main() -> None:
     """Trains, prints the table, draws the plot."""
     parser = argparse.ArgumentParser(description="fp32 and mixed precision of a convolutional network on Fashion-MNIST")
     add_device_option(parser)
-    parser.add_argument("--epochs", type=positive, default=1)
+    parser.add_argument("--epochs", type=positive, default=1, metavar="N", help="times through the data (1)")
     add_options(parser, batch=64, netcl_steps=10)
     parser.add_argument("--data", type=Path, default=DEBIAN, metavar="DIR", help=f"default: {DEBIAN}")
     options = parser.parse_args()
+    images = load(options.data)
+    check_batch(parser, options.batch, len(images.train_y))
     queue = open_queue(options.device)
-    show(make_task(queue, options), options, describe(queue))
+    show(make_task(queue, images, options), options, describe(queue))
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

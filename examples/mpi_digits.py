@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pyopencl as cl
-from common import add_device_option, describe, open_queue
+from common import check_batch, describe, open_queue, run_main
 from digits import CLASSES, Digits, accuracy, load, make_model
 from mpi4py import MPI
 from netcl import autograd as ag
@@ -32,6 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from clamp import amp
+from clamp.cli.arguments import add_device_option, positive
+from clamp.cli.console import print_fitting
 
 
 @dataclass
@@ -101,7 +103,7 @@ def report(runs: list[Run], alone: Run, options: argparse.Namespace) -> None:
     for name, run in [*((str(rank), run) for rank, run in enumerate(runs)), ("alone", alone)]:
         numbers = f"{run.milliseconds:.1f}", f"{run.accuracy:.2f} %", f"{run.loss_scale:g}"
         table.add_row(name, run.where, str(run.rows), *numbers)
-    Console().print(table)
+    print_fitting(Console(), table)
     first = runs[0].weights
     same = all(np.array_equal(a, b) for run in runs for a, b in zip(first, run.weights, strict=True))
     change = max(float(np.abs(a - b).max()) for a, b in zip(first, alone.weights, strict=True))
@@ -113,8 +115,8 @@ def main() -> None:
     """Trains on all ranks, then on rank 0 alone."""
     parser = argparse.ArgumentParser(description="data-parallel mixed precision on MPI")
     add_device_option(parser)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=64, help="images of all ranks together")
+    parser.add_argument("--steps", type=positive, default=100, metavar="N", help="of every rank (100)")
+    parser.add_argument("--batch", type=positive, default=64, metavar="N", help="images of all ranks together (64)")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
     parser.add_argument("--reduce-dtype", choices=("float32", "float16", "bfloat16"), default="float32")
     options = parser.parse_args()
@@ -122,10 +124,11 @@ def main() -> None:
     if options.batch % comm.size:
         parser.error(f"--batch {options.batch} cannot be divided among {comm.size} ranks")
     queue, digits = open_queue(options.device), load()
+    check_batch(parser, options.batch, len(digits.train_y))
     runs = comm.gather(train(queue, digits, options, comm))
     if runs is not None:
         report(runs, train(queue, digits, options), options)
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -20,7 +20,7 @@ from contextlib import redirect_stdout
 
 import numpy as np
 import pyopencl as cl
-from common import add_device_option, describe, open_queue
+from common import describe, open_queue, run_main
 from netcl import autograd as ag
 from netcl.autograd.engine import Node
 from netcl.core.parameter import Parameter
@@ -29,6 +29,7 @@ from netcl.nn import functional as F
 from netcl.optim import Adam
 
 from clamp import amp
+from clamp.cli.arguments import add_device_option, positive
 
 TIME_STEPS, BATCH, HIDDEN = 8, 64, 32
 
@@ -132,7 +133,7 @@ def main() -> None:
     """Counts casts, then trains."""
     parser = argparse.ArgumentParser(description="an LSTM cell in a loop, under AMP")
     add_device_option(parser)
-    parser.add_argument("--iterations", type=int, default=120)
+    parser.add_argument("--iterations", type=positive, default=120, metavar="N", help="of the training (120)")
     options = parser.parse_args()
     queue = open_queue(options.device)
     print(f"Device: {describe(queue)}")
@@ -148,4 +149,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -12,7 +12,7 @@ import argparse
 
 import numpy as np
 import pyopencl as cl
-from common import add_device_option, describe, open_queue
+from common import describe, open_queue, run_main
 from netcl import autograd as ag
 from netcl.core.tensor import Tensor
 from netcl.nn import functional as F
@@ -20,6 +20,7 @@ from netcl.nn.layers import Linear, Sequential, Tanh
 from netcl.optim import Adam
 
 from clamp import amp
+from clamp.cli.arguments import add_device_option
 
 STEPS = 200
 
@@ -71,4 +72,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

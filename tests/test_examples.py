@@ -113,6 +113,94 @@ def test_char_lm_compares_three_runs(queue: cl.CommandQueue, tmp_path: Path) -> 
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("digits", ["--plot", "/no/such/dir/x.png"], "there is no folder '/no/such/dir'"),
+        ("digits", ["--plot", "picture.abc"], "is no name of a picture"),
+        ("digits", ["--epochs", "0"], "'0' is no positive integer"),
+        ("digits", ["--batch", "1438"], "1438 is more than the 1437 there are to train on"),
+        ("digits", ["--netcl-steps", "few"], "'few' is no positive integer"),
+        ("char_lm", ["--batch", "100000000"], "there are to train on"),
+        ("char_lm", ["--steps", "-1"], "'-1' is no positive integer"),
+        ("fashion_mnist", ["--seeds", "0"], "'0' is no positive integer"),
+        ("rnn_cell", ["--iterations", "0"], "'0' is no positive integer"),
+    ],
+)
+def test_an_example_refuses_what_makes_no_sense(
+    name: str,
+    arguments: list[str],
+    message: str,
+    example: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = example(name)
+    monkeypatch.setattr(module, "open_queue", None)  # before there is a device
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(SystemExit) as exit_info:
+        module.main()
+    assert exit_info.value.code == 2
+    *usage, error = capsys.readouterr().err.splitlines()
+    assert usage[0].startswith("usage: ")
+    assert message in error
+
+
+@pytest.mark.parametrize("broken", ["a file", "no IDX", "cut off"])
+def test_fashion_mnist_says_in_one_line_what_is_wrong_with_its_data(
+    broken: str, small_fashion: Path, example: Callable[[str], ModuleType]
+) -> None:
+    file = small_fashion / "train-images-idx3-ubyte.gz"
+    if broken != "a file":
+        data = file.read_bytes()
+        file.write_bytes(gzip.compress(b"text") if broken == "no IDX" else data[: len(data) // 2])
+    with pytest.raises(SystemExit, match="has not the files of Fashion-MNIST") as exit_info:
+        example("fashion_mnist").load(file if broken == "a file" else small_fashion)
+    assert "\n" not in str(exit_info.value)
+
+
+def test_an_interrupted_example_prints_what_it_has(
+    queue: cl.CommandQueue, digits: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import common
+
+    record, steps = digits.Run.record, []
+
+    def interrupted_in_the_second_run(*args: Any) -> None:
+        steps.append(record(*args))
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(digits.Run, "record", interrupted_in_the_second_run)
+    index = list_devices().index(queue.device)
+    monkeypatch.setattr(sys, "argv", ["digits", "--device", str(index), "--epochs", "1", "--netcl-steps", "2"])
+    with pytest.raises(SystemExit) as exit_info:
+        common.run_main(digits.main)
+    assert exit_info.value.code == 130
+    captured = capsys.readouterr()
+    rows = [line for line in captured.out.splitlines() if " steps)" in line]
+    assert [re.search(r"\((\d) steps\)", row)[1] for row in rows] == ["2", "4"]
+    assert captured.err == "interrupted\n"
+    assert not amp.is_autocast_enabled()
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_a_narrow_terminal_loses_no_digits(
+    columns: int, example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison = example("comparison")
+    run = comparison.Run(1, [0.12345], [12345.67], [65536.0], 7, 98.76)
+    task = comparison.Task("A title", "validation\nloss", "{:.2f} %".format, 1, None, None, note="A note.")
+    results = [comparison.Result(name, 2**30, 2**32, [run]) for name in comparison.settings("bfloat16")]
+    console = comparison.Console(width=columns)
+    comparison.print_fitting(console, comparison.table(task, results))
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= columns
+    for text in ("98.76 %", "0.1235", "12345.67", "1.0x", "65536", " 7 ", "1024 / 4096"):
+        assert out.count(text) == 3, text
+    assert all(name in out for name in comparison.settings("bfloat16"))
+
+
 def test_an_unknown_device_is_named_with_those_there_are(queue: cl.CommandQueue) -> None:
     command = [sys.executable, str(EXAMPLES / "digits.py"), "--device", "no such device"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

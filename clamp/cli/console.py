@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from copy import copy
+from dataclasses import replace
 
 from rich.console import Console
+from rich.table import Column, Table
 
 _WIDTH = 150
 
@@ -16,3 +19,30 @@ def make_console() -> Console:
     In a pipe or file, where rich would assume 80 columns, it is wide enough for tables.
     """
     return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=_WIDTH)
+
+
+def print_fitting(console: Console, table: Table) -> None:
+    """Prints a table whose columns need not fit: others follow below, beside the first column again."""
+    first, *waiting = table.columns
+    first = replace(first, overflow="fold", max_width=console.width // 2)
+    title = table.title
+    while waiting:
+        taken = 1
+        while taken < len(waiting) and _fits(console, _part(table, [first, *waiting[: taken + 1]])):
+            taken += 1
+        part = _part(table, [first, *waiting[:taken]])
+        waiting = waiting[taken:]
+        part.title, part.caption = title, None if waiting else table.caption
+        console.print(part)
+        title = None
+
+
+def _part(table: Table, columns: list[Column]) -> Table:
+    part = copy(table)
+    part.columns = columns
+    return part
+
+
+def _fits(console: Console, table: Table) -> bool:
+    unlimited = console.options.update(max_width=sys.maxsize)
+    return console.measure(table, options=unlimited).maximum <= console.width

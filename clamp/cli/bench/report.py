@@ -15,6 +15,7 @@ from rich.table import Table
 
 from clamp.cli.bench.cases.contenders import Case
 from clamp.cli.bench.timing import Race
+from clamp.cli.console import print_fitting
 
 RATIOS = (
     "ratios[x] compares a row with contender x of the same case. GFLOP/s and GB/s: own figure / x's; ms: x's time / "
@@ -94,7 +95,7 @@ def _ratios(name: str, value: float, baselines: Mapping[str, float], lower_is_be
 def print_rows(console: Console, rows: Sequence[Row]) -> None:
     """A table for each kind of work."""
     for work, group in groupby(rows, key=lambda row: row.work):
-        console.print(_table(work, list(group)))
+        print_fitting(console, _table(work, list(group)))
 
 
 def _table(work: str, rows: Sequence[Row]) -> Table:
@@ -104,11 +105,11 @@ def _table(work: str, rows: Sequence[Row]) -> Table:
     is_timed = rows[0].unit != "MiB"
     meaning = "above 1 is faster" if is_timed else "below 1 is less memory"
     table = Table(title=f"{work}, {rows[0].unit}", caption=f"/ {' / '.join(bases)}: {meaning}" if bases else None)
-    table.add_column("", no_wrap=True)
+    table.add_column("")
     for name in ("median", "best", "90 %", "calls") if is_timed else ("",):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for name in (*(f"/ {base}" for base in bases), *extras):
-        table.add_column(name.replace("_", " "), justify="right")
+        table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
     for case, group in groupby(rows, key=lambda row: row.case):
         table.add_row(f"[bold]{case}[/]")
         for row in group:
