@@ -140,6 +140,27 @@ def test_registered_functions(queue: cl.CommandQueue) -> None:
         del sys.modules["backend_of_a_user"]
 
 
+def test_a_dtype_that_the_caller_passes_stays(queue: cl.CommandQueue) -> None:
+    module = types.ModuleType("backend_of_a_user")
+    module.total = lambda x, dtype="none": dtype  # type: ignore[attr-defined]
+    amp.register(module, "total", amp.CastPolicy.FLOAT_APPEND_DTYPE)
+    x = ag.tensor(to_device(queue, np.ones(3)))
+    with amp.init():
+        assert module.total(x) == "float32"  # type: ignore[attr-defined]
+        assert module.total(x, dtype="bfloat16") == "bfloat16"  # type: ignore[attr-defined]
+
+
+def test_a_function_on_no_list_calls_functions_in_half(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those that a list keeps in fp32 are so throughout: of a newer netcl's layer nobody has said that."""
+    module = types.ModuleType("netcl.newer")
+    exec("from netcl import autograd as ag\ndef block(x):\n    return ag.matmul_op(x, x)", vars(module))
+    monkeypatch.setitem(sys.modules, "netcl.newer", module)
+    x = ag.tensor(to_device(queue, np.eye(4)))
+    with amp.init():
+        assert hasattr(module.block, "__wrapped__")
+        assert module.block(x).value.dtype == "float16"
+
+
 def test_registration_wins_over_the_lists(queue: cl.CommandQueue) -> None:
     x = ag.tensor(to_device(queue, np.eye(4)))
     amp.register_float_function(ag, "matmul_op")

@@ -21,6 +21,7 @@ from clamp.bridge import Tensor
 from clamp.opencl import program
 from clamp.ops import multi_tensor
 from clamp.ops.loss_scale import ScaleState, scale_lock
+from clamp.scaling.backward_pass import unscale_all
 from clamp.scaling.loss_scale import (
     DynamicLossScale,
     LossScale,
@@ -358,6 +359,31 @@ def test_a_restored_scale_goes_on_identically(gradients: Callable[[bool], Tensor
         for scale in (original, fresh):
             run_pass(scale, gradients(overflow))
         assert fresh.read() == original.read()
+
+
+def test_a_state_dict_keeps_the_overflow_of_every_optimizer() -> None:
+    scale = DynamicLossScale()
+    state = {"loss_scale": 1024.0, "unskipped": 0, "overflow": 2**32 - 1, "bad_steps": 1}
+    scale.load_state_dict(state)
+    assert scale.state_dict() == state
+
+
+def test_a_gradient_that_two_parameters_have_is_divided_once(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two divisions in one launch may meet: both read what neither has written. So what is launched is looked at, too.
+    divided: list[Tensor] = []
+    unscale = DynamicLossScale.unscale_
+
+    def noted(scale: DynamicLossScale, sources: list[Tensor], *rest: Any) -> None:
+        divided.extend(sources)
+        unscale(scale, sources, *rest)
+
+    monkeypatch.setattr(DynamicLossScale, "unscale_", noted)
+    grad = to_device(queue, np.full(3, 1024.0))
+    unscale_all([grad, grad], DynamicLossScale(1024.0), frozenset())
+    assert divided == [grad]
+    np.testing.assert_array_equal(grad.to_host(), np.ones(3))
 
 
 def test_apexs_state_dict_will_do() -> None:

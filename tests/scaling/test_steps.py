@@ -570,6 +570,36 @@ def test_only_skips_in_a_row_at_the_floor_raise(training: Training) -> None:
         step_on_nan(scaled=False)
 
 
+def test_a_clean_step_ends_a_row_of_skips(training: Training) -> None:
+    handle = amp.init(dtype="bfloat16")
+    for bad in (*[np.nan] * 24, None, *[np.nan] * 24):
+        training.backward(handle, bad)
+        training.optimizer.step()
+        assert handle.last_step.stepped == (bad is None)
+    training.backward(handle, np.nan)
+    with pytest.raises(FloatingPointError, match="25 steps in a row"):
+        training.optimizer.step()
+
+
+def test_a_skip_reports_the_scale_of_the_last_loss_that_overflowed(training: Training) -> None:
+    handle = amp.init()
+    optimizer = handle.wrap_optimizer(training.optimizer, num_loss=2)
+
+    def step(first: float | None, second: float | None) -> None:
+        training.optimizer.zero_grad()
+        for bad in (first, second):
+            with optimizer.scale_loss(loss_of(training.model, training.data)) as scaled_loss:
+                scaled_loss.backward()
+                if bad is not None:
+                    plant(training.optimizer.params[2], bad)
+        optimizer.step()
+
+    step(np.inf, None)
+    step(np.inf, np.inf)
+    assert not handle.last_step.stepped
+    assert handle.last_step.scale == 2.0**15  # of the second loss; the first one's has been halved twice
+
+
 def test_bits_of_optimizers_that_are_gone_are_given_to_others(training: Training) -> None:
     handle = amp.init(loss_scale=1.0)
     many = [SGD(training.model.parameters()) for _ in range(step_guard.MAX_OPTIMIZERS)]
