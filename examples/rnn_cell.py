@@ -144,8 +144,8 @@ def main() -> None:
         losses = [iteration() for _ in range(options.iterations)]
         dtypes = {parameter.grad.dtype for parameter in model.params}
         print(f"Gradients of the weights: {', '.join(sorted(dtypes))}; loss scale: {handle.loss_scale:g}")
-    shown = range(0, len(losses), max(1, len(losses) // 5))
-    print("Loss: " + "  ".join(f"{losses[index]:.4f}" for index in shown) + f"  {losses[-1]:.4f}")
+    shown = sorted({*range(0, len(losses), max(1, len(losses) // 5)), len(losses) - 1})
+    print("Loss: " + "  ".join(f"{losses[index]:.4f}" for index in shown))
 
 
 if __name__ == "__main__":
