@@ -6,11 +6,7 @@ A function of clamp is written once, against this interface::
     def tanh(casting, x, tape=None):
         (x,) = casting.operands(x)
         out = ops.tanh(x.value, casting.result_dtype(x))
-
-        def backward(grad):
-            return [ops.tanh_backward(grad, x.value, out_dtype=x.grad_dtype) if x.needs_grad else None]
-
-        return record(out, backward, (x,), "tanh", tape)
+        return bound(out, {x: lambda grad: ops.tanh_backward(grad, x.value, out_dtype=x.grad_dtype)}, "tanh", tape)
 
 and runs under every policy: ``Half`` casts the operands, ``Float`` lets the kernel widen them as it loads,
 ``Promote`` and ``Match`` read them as they are.
@@ -19,9 +15,9 @@ and runs under every policy: ``Half`` casts the operands, ``Float`` lets the ker
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
@@ -72,6 +68,11 @@ class Operand:
     def needs_grad(self) -> bool:
         """Whether backward must compute a gradient for the parent."""
         return bridge.needs_grad(self.parent)
+
+    @property
+    def wanted_dtype(self) -> str | None:
+        """``grad_dtype``, or None if no gradient is wanted: for ops that compute several gradients together."""
+        return self.grad_dtype if self.needs_grad else None
 
     def forward_done(self) -> None:
         """Called when the op's result stands and only backward may still read the value."""
@@ -234,6 +235,24 @@ def as_is(x: Any) -> Operand:
     return Match().operands(as_node(x))[0]
 
 
+def float_operands(casting: Casting, *xs: Any) -> tuple[Operand, ...]:
+    """The arguments as operands, where all of them are floating.
+
+    Raises:
+        NotOwned: one of them is not float32, float16 or bfloat16 on an OpenCL device.
+        ValueError: they are on different queues.
+    """
+    operands = casting.operands(*map(as_node, xs))
+    require_floating(*operands)
+    return operands
+
+
+def require_floating(*operands: Operand | None) -> None:
+    """Raises NotOwned where an operand that was given is not floating: netcl's own function judges integers."""
+    if any(operand is not None and operand.value.dtype not in bridge.STORAGE for operand in operands):
+        raise NotOwned
+
+
 def widest(*dtypes: str) -> str:
     """The dtype that holds every one of these floating dtypes; integer dtypes do not count."""
     kinds = {bridge.canonical_dtype(dtype) for dtype in dtypes if dtype in bridge.STORAGE}
@@ -268,7 +287,52 @@ def cast_node(
         report(value.dtype, dtype)
         out = cast(value, dtype)
     operand = Operand(x, value)
-    return record(out, lambda grad: [cast(grad, operand.grad_dtype)], (operand,), "cast")
+    return bound(out, {operand: lambda grad: cast(grad, operand.grad_dtype)}, "cast")
+
+
+#: Operand, or several whose gradients are computed together -> function that takes the gradient of the result, in the
+#: result's dtype, and returns the operand's in its ``grad_dtype``, or one for each of several. None: never a gradient.
+Gradients: TypeAlias = Mapping[Operand | tuple[Operand, ...], Callable[[Tensor], Any] | None]
+
+
+def bound(
+    out: Tensor,
+    gradients: Gradients,
+    op_name: str,
+    tape: Tape | None = None,
+    *,
+    first: Callable[[Tensor], Tensor] | None = None,
+) -> Any:
+    """Binds a result into the autograd graph: a Node, or a bare Tensor for bare tensors and under no_grad.
+
+    Args:
+        gradients: one entry for each operand. Backward computes those that are wanted, in this order; of gradients
+            computed together, those that nobody wants are dropped.
+        first: applied to the gradient of ``out``, once, for all of them.
+    """
+    operands = [operand for key in gradients for operand in _each(key)]
+    for operand in operands:
+        operand.forward_done()
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        wanted = {operand for operand in operands if operand.needs_grad}
+        found: dict[Operand, Tensor | None] = {}
+        if first is not None and wanted:
+            grad = first(grad)
+        for key, gradient in gradients.items():
+            if gradient is not None and not wanted.isdisjoint(_each(key)):
+                result = gradient(grad)
+                found |= zip(key, result, strict=True) if isinstance(key, tuple) else [(key, result)]
+        return [found.get(operand) if operand in wanted else None for operand in operands]
+
+    parents = [operand.parent for operand in operands]
+    made = bridge.make_node(out, backward, parents, op_name, tape)
+    gradient_penalties.note_result(made, parents)
+    return made
+
+
+def _each(key: Operand | tuple[Operand, ...]) -> tuple[Operand, ...]:
+    return key if isinstance(key, tuple) else (key,)
 
 
 def record(
@@ -278,18 +342,8 @@ def record(
     op_name: str,
     tape: Tape | None = None,
 ) -> Any:
-    """Binds a result into the autograd graph: a Node, or a bare Tensor for bare tensors and under no_grad.
-
-    Args:
-        backward: takes the gradient of ``out`` (in out's dtype) and returns one gradient, or None, for each
-            operand, in that operand's ``grad_dtype``.
-    """
-    for operand in operands:
-        operand.forward_done()
-    parents = [operand.parent for operand in operands]
-    made = bridge.make_node(out, backward, parents, op_name, tape)
-    gradient_penalties.note_result(made, parents)
-    return made
+    """As ``bound``, with the gradients of all operands from one function."""
+    return bound(out, {tuple(operands): backward}, op_name, tape)
 
 
 Function = Callable[..., Any]

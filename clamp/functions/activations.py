@@ -13,8 +13,8 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, implements, record
-from clamp.functions.elementwise import apply_unary, float_operands
+from clamp.casting.operands import Casting, bound, float_operands, implements
+from clamp.functions.elementwise import apply_unary
 from clamp.opencl.recording import Drawn
 from clamp.ops import elementwise as ops
 from clamp.ops.arguments import number, probability
@@ -113,11 +113,7 @@ def dropout(casting: Casting, x: TensorLike, p: float = 0.5, seed: int | None = 
         return ops.dropout(values, p, key, dtype)
 
     out = dropped(operand.value, casting.result_dtype(operand))
-
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [dropped(grad, operand.grad_dtype) if operand.needs_grad else None]
-
-    return record(out, backward, (operand,), "dropout", tape)
+    return bound(out, {operand: lambda grad: dropped(grad, operand.grad_dtype)}, "dropout", tape)
 
 
 def _draw_seed() -> int:

@@ -9,19 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 from clamp import bridge
-from clamp.bridge import Node, Tape, TensorLike
-from clamp.casting.operands import Casting, NotOwned, Operand, as_node, implements, owned_value, record
+from clamp.bridge import Node, Tape, Tensor, TensorLike
+from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, float_operands, implements, owned_value
 from clamp.functions.elementwise import (
     PASS,
     apply_broadcast,
     apply_unary,
     as_constant_node,
-    float_operands,
-    gradient_of,
+    gradients_by,
     is_scalar,
 )
 from clamp.ops.elementwise import elementwise
-from clamp.ops.reduce_to_shape import sum_to_shape
 
 Argument = TensorLike | float
 
@@ -75,17 +73,14 @@ def add_relu(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None =
     operands = float_operands(casting, a, b)
     out = elementwise("add_relu", casting.result_dtype(*operands), operands[0].value, operands[1].value)
 
-    def backward(grad: Any) -> list[Any]:
+    def through(grad: Tensor) -> Tensor:
+        # All operands get this one tensor, summed or rounded only where they differ from the result.
         wanted = [operand for operand in operands if operand.needs_grad]
-        if not wanted:
-            return [None, None]
-        # Both operands get this one tensor, summed or rounded only where they differ from the result.
         dtypes = {operand.grad_dtype for operand in wanted}
         whole = all(operand.shape == out.shape for operand in wanted)
-        through = elementwise("relu_grad", dtypes.pop() if whole and len(dtypes) == 1 else "float32", grad, out)
-        return [sum_to_shape(through, x.shape, x.grad_dtype) if x.needs_grad else None for x in operands]
+        return elementwise("relu_grad", dtypes.pop() if whole and len(dtypes) == 1 else "float32", grad, out)
 
-    return record(out, backward, operands, "add_relu", tape)
+    return bound(out, gradients_by(operands, (PASS, PASS), ()), "add_relu", tape, first=through)
 
 
 @implements("netcl.autograd.bias_add")
@@ -158,12 +153,4 @@ def where(casting: Casting, condition: TensorLike, a: Argument, b: Argument, tap
     out = elementwise("where", casting.result_dtype(*operands), choice.value, *branches)
     del branches
     rules = (("where_grad_a", "g", 0), ("where_grad_b", "g", 0))
-
-    def backward(grad: Any) -> list[Any]:
-        return [None] + [
-            gradient_of(x, rule, grad, (choice,)) if x.needs_grad else None
-            for x, rule in zip(inputs, rules, strict=True)
-            if isinstance(x, Operand)
-        ]
-
-    return record(out, backward, (choice, *operands), "where", tape)
+    return bound(out, {choice: None, **gradients_by(inputs, rules, (choice,))}, "where", tape)

@@ -6,8 +6,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Operand, as_is, as_node, implements, owned_value, record
-from clamp.functions.elementwise import float_operands
+from clamp.casting.operands import Casting, Operand, as_is, as_node, float_operands, implements, owned_value, record
 from clamp.ops import attention as ops
 from clamp.ops.rope import rope as rotate
 

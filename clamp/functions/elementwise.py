@@ -8,13 +8,13 @@ kernel; where the operand was broadcast, a sum to the operand's shape follows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, NotOwned, Operand, record
+from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, bound, float_operands
 from clamp.ops.elementwise import elementwise
 from clamp.ops.reduce_to_shape import sum_to_shape
 
@@ -32,19 +32,6 @@ def is_scalar(x: object) -> bool:
     return isinstance(x, _NUMBERS)
 
 
-def float_operands(casting: Casting, *xs: TensorLike) -> tuple[Operand, ...]:
-    """The arguments as operands.
-
-    Raises:
-        NotOwned: one of them is not float32, float16 or bfloat16 on an OpenCL device.
-    """
-    operands = casting.operands(*xs)
-    for operand in operands:
-        if operand.parent.value.dtype not in bridge.STORAGE:
-            raise NotOwned
-    return operands
-
-
 def apply_unary(
     casting: Casting,
     x: TensorLike,
@@ -58,13 +45,11 @@ def apply_unary(
     (operand,) = float_operands(casting, x)
     out = elementwise(op, casting.result_dtype(operand), operand.value, parameters=parameters)
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        if not operand.needs_grad:
-            return [None]
+    def gradient(grad: Tensor) -> Tensor:
         saved = out if from_out else operand.value
-        return [elementwise(grad_op, operand.grad_dtype, grad, saved, parameters=parameters)]
+        return elementwise(grad_op, operand.grad_dtype, grad, saved, parameters=parameters)
 
-    return record(out, backward, (operand,), op, tape)
+    return bound(out, {operand: gradient}, op, tape)
 
 
 def apply_broadcast(
@@ -84,18 +69,17 @@ def apply_broadcast(
     values = [x.value if isinstance(x, Operand) else x for x in inputs]
     out = elementwise(op, casting.result_dtype(*operands), *values)
     del values  # backward reads operands anew, so that an input's 16-bit copy does not live until then
-
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [
-            gradient_of(x, rule, grad, inputs) if x.needs_grad else None
-            for x, rule in zip(inputs, gradients, strict=True)
-            if isinstance(x, Operand)
-        ]
-
-    return record(out, backward, operands, op, tape)
+    return bound(out, gradients_by(inputs, gradients, inputs), op, tape)
 
 
-def gradient_of(operand: Operand, rule: Gradient, grad: Tensor, inputs: Sequence[Operand | float]) -> Tensor:
+def gradients_by(xs: Sequence[Operand | float], rules: Sequence[Gradient], inputs: Sequence[Any]) -> Gradients:
+    """For each operand among ``xs`` the function of its gradient that its rule tells, given what rules count in."""
+    return {
+        x: partial(_gradient_of, x, rule, inputs) for x, rule in zip(xs, rules, strict=True) if isinstance(x, Operand)
+    }
+
+
+def _gradient_of(operand: Operand, rule: Gradient, inputs: Sequence[Operand | float], grad: Tensor) -> Tensor:
     """The gradient of one operand, in its shape and dtype."""
     op, *names = rule
     if op == "copy":

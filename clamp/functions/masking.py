@@ -6,8 +6,16 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Operand, as_node, implements, leave_to_netcl_if, owned_value, record
-from clamp.functions.elementwise import float_operands
+from clamp.casting.operands import (
+    Casting,
+    Operand,
+    as_node,
+    float_operands,
+    implements,
+    leave_to_netcl_if,
+    owned_value,
+    record,
+)
 from clamp.ops import masked_fill as ops
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, NotOwned, Operand, as_is, as_node, implements, record
-from clamp.functions.elementwise import float_operands
+from clamp.casting.operands import Casting, NotOwned, Operand, as_is, as_node, float_operands, implements, record
 from clamp.ops import norm_planes as planes_ops
 from clamp.ops import norm_planes_backward as planes_backward
 from clamp.ops import norm_rows as rows_ops

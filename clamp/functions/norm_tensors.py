@@ -6,8 +6,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.casting.operands import Casting, Operand, as_node, implements, leave_to_netcl_if, owned_value
-from clamp.functions.elementwise import float_operands
+from clamp.casting.operands import Casting, Operand, as_node, float_operands, implements, leave_to_netcl_if, owned_value
 from clamp.functions.norm import (
     l2_normalize,
     last_axis,

@@ -7,8 +7,17 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Casting, NotOwned, Operand, as_is, as_node, implements, leave_to_netcl_if, record
-from clamp.functions.elementwise import float_operands
+from clamp.casting.operands import (
+    Casting,
+    NotOwned,
+    Operand,
+    as_is,
+    as_node,
+    float_operands,
+    implements,
+    leave_to_netcl_if,
+    record,
+)
 from clamp.ops import prelu as ops
 
 

@@ -19,11 +19,11 @@ from clamp.casting.operands import (
     Operand,
     as_is,
     as_node,
+    float_operands,
     implements,
     leave_to_netcl_if,
     record,
 )
-from clamp.functions.elementwise import float_operands
 from clamp.ops import grid as grid_ops
 from clamp.ops import upsample as upsample_ops
 

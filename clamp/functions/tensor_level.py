@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from clamp.bridge import Tensor
-from clamp.casting.operands import Casting, NotOwned, implements, leave_to_netcl_if
+from clamp.casting.operands import Casting, NotOwned, float_operands, implements, leave_to_netcl_if
 from clamp.functions import activations, arithmetic
-from clamp.functions.elementwise import float_operands
 from clamp.ops.elementwise import elementwise
 
 # -------------------------------------------------------------------------------------------- activations
