@@ -15,7 +15,7 @@ and runs under every policy: ``Half`` casts the operands, ``Float`` lets the ker
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol, TypeAlias
 
@@ -247,6 +247,17 @@ def float_operands(casting: Casting, *xs: Any) -> tuple[Operand, ...]:
     return operands
 
 
+def floats_as_is(*xs: Any) -> tuple[Operand, ...]:
+    """Secondary inputs (see ``as_is``), where all of them are floating.
+
+    Raises:
+        NotOwned: one of them is not float32, float16 or bfloat16 on an OpenCL device.
+    """
+    operands = tuple(map(as_is, xs))
+    require_floating(*operands)
+    return operands
+
+
 def require_floating(*operands: Operand | None) -> None:
     """Raises NotOwned where an operand that was given is not floating: netcl's own function judges integers."""
     if any(operand is not None and operand.value.dtype not in bridge.STORAGE for operand in operands):
@@ -292,7 +303,7 @@ def cast_node(
 
 #: Operand, or several whose gradients are computed together -> function that takes the gradient of the result, in the
 #: result's dtype, and returns the operand's in its ``grad_dtype``, or one for each of several. None: never a gradient.
-Gradients: TypeAlias = Mapping[Operand | tuple[Operand, ...], Callable[[Tensor], Any] | None]
+Gradients: TypeAlias = dict[Operand | tuple[Operand, ...], Callable[[Tensor], Any] | None]
 
 
 def bound(
@@ -333,17 +344,6 @@ def bound(
 
 def _each(key: Operand | tuple[Operand, ...]) -> tuple[Operand, ...]:
     return key if isinstance(key, tuple) else (key,)
-
-
-def record(
-    out: Tensor,
-    backward: Callable[[Tensor], list[Tensor | None]],
-    operands: Sequence[Operand],
-    op_name: str,
-    tape: Tape | None = None,
-) -> Any:
-    """As ``bound``, with the gradients of all operands from one function."""
-    return bound(out, {tuple(operands): backward}, op_name, tape)
 
 
 Function = Callable[..., Any]

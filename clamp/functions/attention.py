@@ -6,7 +6,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Operand, as_is, as_node, float_operands, implements, owned_value, record
+from clamp.casting.operands import Casting, Operand, as_is, as_node, bound, float_operands, implements, owned_value
 from clamp.ops import attention as ops
 from clamp.ops.rope import rope as rotate
 
@@ -23,25 +23,21 @@ def flash_attention(
     Raises:
         ValueError: shapes that are not four-dimensional and equal.
     """
-    operands = qo, ko, vo = float_operands(casting, as_node(q), as_node(k), as_node(v))
+    operands = qo, ko, vo = float_operands(casting, q, k, v)
     out, lse = ops.attention(qo.value, ko.value, vo.value, causal, scale, out_dtype=casting.result_dtype(*operands))
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return _gradients(operands, lse, grad, causal, scale)
+    def backward(grad: Tensor) -> ops.Gradients:
+        return _gradients(qo, ko, vo, lse, grad, causal, scale)
 
-    return record(out, backward, operands, "flash_attention", tape)
+    return bound(out, {operands: backward}, "flash_attention", tape)
 
 
 def _gradients(
-    operands: tuple[Operand, ...], lse: Tensor, grad: Tensor, causal: bool, scale: float | None
-) -> list[Tensor | None]:
-    if not any(operand.needs_grad for operand in operands):
-        return [None] * len(operands)
-    q, k, v = operands
-    grads = ops.attention_backward(
-        q.value, k.value, v.value, lse, grad, causal, scale, out_dtypes=(q.grad_dtype, k.grad_dtype, v.grad_dtype)
-    )
-    return [value if operand.needs_grad else None for operand, value in zip(operands, grads, strict=True)]
+    q: Operand, k: Operand, v: Operand, lse: Tensor, grad: Tensor, causal: bool, scale: float | None
+) -> ops.Gradients:
+    """Gradients of q, k and v, each in its own dtype."""
+    dtypes = (q.grad_dtype, k.grad_dtype, v.grad_dtype)
+    return ops.attention_backward(q.value, k.value, v.value, lse, grad, causal, scale, out_dtypes=dtypes)
 
 
 @implements("netcl.ops.attention.flash_attention")
@@ -49,7 +45,7 @@ def tensor_flash_attention(
     casting: Casting, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None, pool: Any = None
 ) -> tuple[Tensor, Tensor]:
     """(result, log-sum-exp of each query's scores) of ``flash_attention``, the latter (B, H, T) in float32."""
-    operands = qo, ko, vo = float_operands(casting, as_node(q), as_node(k), as_node(v))
+    operands = qo, ko, vo = float_operands(casting, q, k, v)
     return ops.attention(qo.value, ko.value, vo.value, causal, scale, out_dtype=casting.result_dtype(*operands))
 
 
@@ -59,13 +55,10 @@ def tensor_flash_attention_backward(
     causal: bool = True, scale: float | None = None, pool: Any = None,
 ) -> ops.Gradients:  # fmt: skip
     """Gradients of q, k and v, each in the dtype of its tensor. ``out`` is not needed."""
-    qo, ko, vo = float_operands(casting, as_node(q), as_node(k), as_node(v))
+    qo, ko, vo = float_operands(casting, q, k, v)
     grad, sums = as_is(grad_out).value, as_is(lse).value
     bridge.require_same_queue("flash_attention_backward", qo.value, grad, sums)
-    return ops.attention_backward(
-        qo.value, ko.value, vo.value, sums, grad, causal, scale,
-        out_dtypes=(qo.grad_dtype, ko.grad_dtype, vo.grad_dtype),
-    )  # fmt: skip
+    return _gradients(qo, ko, vo, sums, grad, causal, scale)
 
 
 @implements("netcl.ops.attention.flash_attention_decode")
@@ -80,7 +73,7 @@ def flash_attention_decode(
     Raises:
         ValueError: shapes that do not fit, or ``cache_len`` beyond the capacity.
     """
-    (qo,) = float_operands(casting, as_node(q))
+    (qo,) = float_operands(casting, q)
     keys, values = as_is(k_cache).value, as_is(v_cache).value
     bridge.require_same_queue("flash_attention_decode", qo.value, keys, values)
     dtype = casting.result_dtype(qo)
@@ -98,17 +91,15 @@ def rope(
     Raises:
         ValueError: D is odd, or there are not T positions.
     """
-    (operand,) = float_operands(casting, as_node(x))
+    (operand,) = float_operands(casting, x)
     places = owned_value(as_node(positions))
     bridge.require_same_queue("rope", operand.value, places)
     out = rotate(operand.value, places, float(base), out_dtype=casting.result_dtype(operand))
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        if not operand.needs_grad:
-            return [None]
-        return [rotate(grad, places, float(base), inverse=True, out_dtype=operand.grad_dtype)]
+    def gradient(grad: Tensor) -> Tensor:
+        return rotate(grad, places, float(base), inverse=True, out_dtype=operand.grad_dtype)
 
-    return record(out, backward, (operand,), "rope", tape)
+    return bound(out, {operand: gradient}, "rope", tape)
 
 
 @implements("netcl.ops.norm_rope.rope")
@@ -116,7 +107,7 @@ def tensor_rope(
     casting: Casting, x: Tensor, positions: Tensor, base: float = 10000.0, inverse: bool = False, pool: Any = None
 ) -> Tensor:
     """``rope`` of a bare tensor; with ``inverse`` by the negated angles."""
-    (operand,) = float_operands(casting, as_node(x))
+    (operand,) = float_operands(casting, x)
     places = owned_value(as_node(positions))
     bridge.require_same_queue("rope", operand.value, places)
     dtype = casting.result_dtype(operand)

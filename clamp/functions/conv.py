@@ -7,11 +7,22 @@ from the fp32 sums; the bias is read, and gets its gradient, in its own dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, NotOwned, Operand, as_is, as_node, implements, leave_to_netcl_if, record
+from clamp.casting.operands import (
+    Casting,
+    Gradients,
+    Operand,
+    as_is,
+    as_node,
+    bound,
+    implements,
+    leave_to_netcl_if,
+    require_floating,
+)
 from clamp.ops import conv as ops
 from clamp.ops.arguments import whole_number
 from clamp.ops.conv import Pair, Weights, Window
@@ -99,17 +110,13 @@ def conv_transpose2d(
         out_dtype=casting.result_dtype(xo, wo), bias=None if bo is None else bo.value,
     )  # fmt: skip
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        gx = gw = gb = None
-        if xo.needs_grad:
-            gx = ops.conv2d(grad, _weights(wo, window, transposed=False), window, out_dtype=xo.grad_dtype)
-        if wo.needs_grad:
-            gw = ops.conv2d_weight_grad(grad, xo.value, extent, window, out_dtype=wo.grad_dtype)
-        if bo is not None and bo.needs_grad:
-            gb = _bias_grad(grad, bo)
-        return [gx, gw] if bo is None else [gx, gw, gb]
-
-    return record(out, backward, (xo, wo) if bo is None else (xo, wo, bo), "conv_transpose2d", tape)
+    gradients: Gradients = {
+        xo: lambda grad: ops.conv2d(grad, _weights(wo, window, transposed=False), window, out_dtype=xo.grad_dtype),
+        wo: lambda grad: ops.conv2d_weight_grad(grad, xo.value, extent, window, out_dtype=wo.grad_dtype),
+    }
+    if bo is not None:
+        gradients[bo] = partial(bias_gradient, bo)
+    return bound(out, gradients, "conv_transpose2d", tape)
 
 
 def _convolve(
@@ -138,20 +145,19 @@ def _convolve(
         out_dtype=casting.result_dtype(xo, wo), bias=None if bo is None else bo.value, relu=relu,
     )  # fmt: skip
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        if relu:
-            grad = elementwise("relu_grad", out.dtype, grad, out)
-        gx = gw = gb = None
-        if xo.needs_grad:
-            packed = _weights(wo, window, transposed=True)
-            gx = ops.conv2d_input_grad(grad, packed, image, window, out_dtype=xo.grad_dtype)
-        if wo.needs_grad:
-            gw, gb = _parameter_grads(xo.value, grad, wo, bo if bo is not None and bo.needs_grad else None, window)
-        elif bo is not None and bo.needs_grad:
-            gb = _bias_grad(grad, bo)
-        return [gx, gw] if bo is None else [gx, gw, gb]
+    def input_gradient(grad: Tensor) -> Tensor:
+        packed = _weights(wo, window, transposed=True)
+        return ops.conv2d_input_grad(grad, packed, image, window, out_dtype=xo.grad_dtype)
 
-    return record(out, backward, (xo, wo) if bo is None else (xo, wo, bo), name, tape)
+    def parameter_gradients(grad: Tensor) -> tuple[Tensor | None, ...]:
+        if bo is not None and not wo.needs_grad:
+            return None, bias_gradient(bo, grad)
+        gw, gb = _parameter_grads(xo.value, grad, wo, bo if bo is not None and bo.needs_grad else None, window)
+        return (gw,) if bo is None else (gw, gb)
+
+    parameters = (wo,) if bo is None else (wo, bo)
+    through_relu = (lambda grad: elementwise("relu_grad", out.dtype, grad, out)) if relu else None
+    return bound(out, {xo: input_gradient, parameters: parameter_gradients}, name, tape, first=through_relu)
 
 
 def _weights(w: Operand, window: Window, *, transposed: bool) -> Weights:
@@ -176,8 +182,8 @@ def _parameter_grads(
     return gw, bridge.view(gb, bias.shape)
 
 
-def _bias_grad(grad: Tensor, bias: Operand) -> Tensor:
-    """The sum over everything but channels."""
+def bias_gradient(bias: Operand, grad: Tensor) -> Tensor:
+    """The sum over everything but channels, in the bias's shape and dtype."""
     return bridge.view(sum_channels(grad, bias.grad_dtype), bias.shape)
 
 
@@ -208,8 +214,7 @@ def _pair(name: str, what: str, number: Number, least: int) -> Pair:
 def _check(
     name: str, x: Operand, w: Operand, bias: Operand | None, channels: Sequence[int], features: Sequence[int]
 ) -> None:
-    if any(operand.value.dtype not in bridge.STORAGE for operand in (x, w, *([] if bias is None else [bias]))):
-        raise NotOwned
+    require_floating(x, w, bias)
     if len(x.shape) != 4 or len(w.shape) != 4:
         raise ValueError(f"{name} takes x (N, C, H, W) and w with four dimensions, got {x.shape} and {w.shape}")
     if x.shape[1] != channels[0]:

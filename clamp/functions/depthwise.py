@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Casting, NotOwned, Operand, as_is, as_node, implements, leave_to_netcl_if, record
+from clamp.casting.operands import (
+    Casting,
+    Gradients,
+    as_is,
+    as_node,
+    bound,
+    implements,
+    leave_to_netcl_if,
+    require_floating,
+)
+from clamp.functions.conv import bias_gradient
 from clamp.ops import depthwise as ops
-from clamp.ops.reduce_to_shape import sum_channels
-
-
-def _require_floating(*operands: Operand | None) -> None:
-    if any(operand is not None and operand.value.dtype not in bridge.STORAGE for operand in operands):
-        raise NotOwned  # integers: netcl says what it thinks of them
 
 
 @implements("netcl.autograd.depthwise_conv2d")
@@ -36,23 +41,20 @@ def depthwise_conv2d(
     """
     xo, wo = casting.operands(as_node(x), as_node(w))
     bo = None if bias is None else as_is(bias)
-    _require_floating(xo, wo, bo)
+    require_floating(xo, wo, bo)
     dtype = casting.result_dtype(xo, wo)
     offset = None if bo is None else bo.value
     bridge.require_same_queue("depthwise_conv2d", xo.value, wo.value, *([] if offset is None else [offset]))
     out = ops.depthwise_conv2d(xo.value, wo.value, offset, stride, pad, out_dtype=dtype)
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        gx, gw = ops.gradients(
-            xo.value, wo.value, grad, stride, pad,
-            dx_dtype=xo.grad_dtype if xo.needs_grad else None, dw_dtype=wo.grad_dtype if wo.needs_grad else None,
-        )  # fmt: skip
-        if bo is None:
-            return [gx, gw]
-        gb = bridge.view(sum_channels(grad, bo.grad_dtype), bo.shape) if bo.needs_grad else None
-        return [gx, gw, gb]
+    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
+        dtypes = xo.wanted_dtype, wo.wanted_dtype
+        return ops.gradients(xo.value, wo.value, grad, stride, pad, dx_dtype=dtypes[0], dw_dtype=dtypes[1])
 
-    return record(out, backward, (xo, wo) if bo is None else (xo, wo, bo), "depthwise_conv2d", tape)
+    gradients: Gradients = {(xo, wo): backward}
+    if bo is not None:
+        gradients[bo] = partial(bias_gradient, bo)
+    return bound(out, gradients, "depthwise_conv2d", tape)
 
 
 @implements("netcl.ops.depthwise_conv2d.depthwise_conv2d")
@@ -96,8 +98,7 @@ def depthwise_conv2d_backward(
     """
     xo, wo = casting.operands(as_node(x), as_node(w))
     grad, bo = as_is(grad_out), None if bias is None else as_is(bias)
-    _require_floating(xo, wo, grad, bo)
+    require_floating(xo, wo, grad, bo)
     bridge.require_same_queue("depthwise_conv2d_backward", xo.value, wo.value, grad.value)
     gx, gw = ops.gradients(xo.value, wo.value, grad.value, stride, pad, dx_dtype=xo.grad_dtype, dw_dtype=wo.grad_dtype)
-    gb = None if bo is None else bridge.view(sum_channels(grad.value, bo.grad_dtype), bo.shape)
-    return gx, gw, gb
+    return gx, gw, None if bo is None else bias_gradient(bo, grad.value)

@@ -14,7 +14,17 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, Match, NotOwned, Operand, as_node, implements, owned_value, record
+from clamp.casting.operands import (
+    Casting,
+    Gradients,
+    Match,
+    NotOwned,
+    as_node,
+    bound,
+    float_operands,
+    implements,
+    owned_value,
+)
 from clamp.ops import indexing as ops
 from clamp.ops import topk as topk_ops
 from clamp.ops.arguments import axis_of, whole_number
@@ -54,13 +64,6 @@ def _on_device(host: Any, queue: Any) -> Tensor:
     return Tensor.from_host(queue, host.astype(np.int32), dtype="int32")
 
 
-def _floating(casting: Casting, *xs: Any) -> tuple[Operand, ...]:
-    operands = casting.operands(*(as_node(x) for x in xs))
-    if any(operand.value.dtype not in bridge.STORAGE for operand in operands):
-        raise NotOwned  # integers: netcl says what it thinks of them
-    return operands
-
-
 def _select(casting: Casting, x: Any, axis: int, index: Any, name: str, tape: Tape | None) -> Any:
     (operand,) = casting.operands(as_node(x))
     axis = axis_of(name, axis, len(operand.shape))
@@ -68,10 +71,10 @@ def _select(casting: Casting, x: Any, axis: int, index: Any, name: str, tape: Ta
     dtype = casting.result_dtype(operand) if operand.value.dtype in bridge.STORAGE else "int32"
     out = ops.index_select(operand.value, axis, at, out_dtype=dtype)
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [_selected_gradient(grad, operand.shape, axis, at, operand.grad_dtype) if operand.needs_grad else None]
+    def gradient(grad: Tensor) -> Tensor:
+        return _selected_gradient(grad, operand.shape, axis, at, operand.grad_dtype)
 
-    return record(out, backward, (operand,), name, tape)
+    return bound(out, {operand: gradient}, name, tape)
 
 
 def _selected_gradient(grad: Tensor, shape: Sequence[int], axis: int, at: Tensor, dtype: str) -> Tensor:
@@ -126,21 +129,17 @@ def index_add(casting: Casting, dst: Any, axis: int, idx: Any, src: Any, tape: T
         ValueError: there is no such axis, or src has another shape.
         IndexError: an index given on the host is no place of the axis.
     """
-    to, source = _floating(casting, dst, src)
+    to, source = float_operands(casting, dst, src)
     axis = axis_of("index_add", axis, len(to.shape))
     at = _indices("index_add", idx, to.value, axis)
     out = bridge.empty(to.value.queue, to.shape, casting.result_dtype(to, source))
     ops.index_add(source.value, to.shape, axis, at, out, to.value)
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        to_grad = source_grad = None
-        if to.needs_grad:
-            to_grad = cast(grad, to.grad_dtype)
-        if source.needs_grad:
-            source_grad = ops.index_select(grad, axis, at, out_dtype=source.grad_dtype, missing=0.0)
-        return [to_grad, source_grad]
-
-    return record(out, backward, (to, source), "index_add", tape)
+    gradients: Gradients = {
+        to: lambda grad: cast(grad, to.grad_dtype),
+        source: lambda grad: ops.index_select(grad, axis, at, out_dtype=source.grad_dtype, missing=0.0),
+    }
+    return bound(out, gradients, "index_add", tape)
 
 
 @implements("netcl.autograd.argmax")
@@ -150,7 +149,7 @@ def argmax(casting: Casting, x: Any, axis: int = -1, keepdims: bool = False) -> 
     Raises:
         ValueError: there is no such axis, or it is empty.
     """
-    (operand,) = _floating(casting, x)
+    (operand,) = float_operands(casting, x)
     return topk_ops.argmax(operand.value, axis, keepdims)
 
 
@@ -163,7 +162,7 @@ def topk(casting: Casting, x: Any, k: int, axis: int = -1) -> tuple[Tensor, Tens
     Raises:
         ValueError: there is no such axis, or k is not in 1 .. its extent.
     """
-    (operand,) = _floating(casting, x)
+    (operand,) = float_operands(casting, x)
     values, places = topk_ops.topk(operand.value, k, axis)
     return cast(values, casting.result_dtype(operand)), places
 
@@ -213,7 +212,7 @@ def tensor_index_select_backward(
     casting: Casting, grad_out: Tensor, x_shape: Sequence[int], axis: int, idx: Any, pool: Any = None
 ) -> Tensor:
     """The gradient of ``index_select`` for a tensor of shape ``x_shape``, in the incoming gradient's dtype."""
-    (grad,) = _floating(casting, grad_out)
+    (grad,) = float_operands(casting, grad_out)
     shape = tuple(int(extent) for extent in x_shape)
     axis = axis_of("index_select_backward", axis, len(shape))
     at = _as_int32(owned_value(idx)) if isinstance(idx, Tensor) else _on_device(_host_integers(idx), grad.value.queue)
@@ -227,7 +226,7 @@ def tensor_index_add(casting: Casting, dst: Tensor, axis: int, idx: Any, src: Te
     Returns:
         dst, in its own dtype.
     """
-    to, source = _floating(Match(), dst, src)
+    to, source = float_operands(Match(), dst, src)
     target = to.value
     ops.index_add(source.value, to.shape, axis, _indices("index_add", idx, target, axis), target, target)
     return dst

@@ -7,7 +7,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Casting, Operand, as_node, implements, owned_value, record
+from clamp.casting.operands import Casting, Operand, as_node, bound, implements, owned_value
 from clamp.ops import concat as ops
 from clamp.ops.arguments import axis_of
 
@@ -86,7 +86,7 @@ def _joined(
         pieces = iter(ops.split(grad, axis, [at for _, at in wanted], out_dtypes=dtypes))
         return [bridge.view(next(pieces), operand.shape) if operand.needs_grad else None for operand in operands]
 
-    return record(out, backward, operands, name, tape)
+    return bound(out, {operands: backward}, name, tape)
 
 
 @implements("netcl.ops.tensor_ops.cat")

@@ -7,13 +7,14 @@ gradient; l2 has the gradient of half its value), the value rules.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, NotOwned, Operand, as_node, implements, record
+from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound, implements
 from clamp.ops import loss as ops
 from clamp.ops.loss_elementwise import loss_gradient, loss_sum, loss_terms
 
@@ -39,6 +40,17 @@ def require_same_shape(name: str, first: str, x: Operand, second: str, t: Operan
         )
 
 
+def slope(
+    kind: str, operands: Sequence[Operand], receiver: Operand, constants: Sequence[float] = ()
+) -> Callable[[Tensor], Tensor]:
+    """The gradient of a kind of loss of operands, for the one that receives it."""
+
+    def gradient(grad: Tensor) -> Tensor:
+        return loss_gradient(kind, [operand.value for operand in operands], grad, receiver.grad_dtype, constants)
+
+    return gradient
+
+
 # --------------------------------------------------------------------------------------------------- pairs
 
 
@@ -49,15 +61,9 @@ def _pair_loss(
     require_floats(name, pred=x, target=t)
     require_same_shape(name, "pred", x, "target", t)
     loss = loss_sum(kind, (x.value, t.value), (beta,))
-
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        # The loss is a function of |x - t|: its gradient for t is that for x with the operands swapped.
-        return [
-            loss_gradient(kind, (x.value, t.value), grad, x.grad_dtype, (beta,)) if x.needs_grad else None,
-            loss_gradient(kind, (t.value, x.value), grad, t.grad_dtype, (beta,)) if t.needs_grad else None,
-        ]
-
-    return record(loss, backward, (x, t), name, tape)
+    # The loss is a function of |x - t|: its gradient for t is that for x with the operands swapped.
+    gradients: Gradients = {x: slope(kind, (x, t), x, (beta,)), t: slope(kind, (t, x), t, (beta,))}
+    return bound(loss, gradients, name, tape)
 
 
 @implements("netcl.autograd.mse_loss", "netcl.nn.loss.mse_loss")
@@ -119,14 +125,8 @@ def binary_cross_entropy_with_logits(casting: Casting, logits: Any, target: Any,
     require_floats(name, logits=x, target=t)
     require_same_shape(name, "logits", x, "target", t)
     loss = loss_terms("logit_bce", (x.value, t.value), casting.result_dtype(x, t))
-
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [
-            loss_gradient("logit_bce", (x.value, t.value), grad, x.grad_dtype) if x.needs_grad else None,
-            loss_gradient("logit_bce_target", (x.value, t.value), grad, t.grad_dtype) if t.needs_grad else None,
-        ]
-
-    return record(loss, backward, (x, t), name, tape)
+    gradients: Gradients = {x: slope("logit_bce", (x, t), x), t: slope("logit_bce_target", (x, t), t)}
+    return bound(loss, gradients, name, tape)
 
 
 # ---------------------------------------------------------------------------------------------------- rows
@@ -161,12 +161,10 @@ def cross_entropy(casting: Casting, logits: Any, targets: Any, tape: Tape | None
     require_same_shape("cross_entropy", "logits", x, "targets", t, f"pass targets of that shape, or {rows} labels")
     forward = ops.probability_loss(x.value, t.value)
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        if not x.needs_grad:
-            return [None, None]
-        return [ops.probability_gradient(x.value, t.value, forward, grad, x.grad_dtype), None]
+    def gradient(grad: Tensor) -> Tensor:
+        return ops.probability_gradient(x.value, t.value, forward, grad, x.grad_dtype)
 
-    return record(forward.loss, backward, (x, t), "cross_entropy", tape)
+    return bound(forward.loss, {x: gradient, t: None}, "cross_entropy", tape)
 
 
 @implements("netcl.autograd.cross_entropy_indices")
@@ -201,10 +199,10 @@ def _label_loss(casting: Casting, name: str, logits: Any, targets: Any, ignore_i
         )
     forward = ops.label_loss(x.value, labels, ignore_index)
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [ops.label_gradient(x.value, labels, forward, grad, x.grad_dtype) if x.needs_grad else None]
+    def gradient(grad: Tensor) -> Tensor:
+        return ops.label_gradient(x.value, labels, forward, grad, x.grad_dtype)
 
-    return record(forward.loss, backward, (x,), name, tape)
+    return bound(forward.loss, {x: gradient}, name, tape)
 
 
 def _rank(targets: Any) -> int:
@@ -250,9 +248,7 @@ def hinge_loss(casting: Casting, logits: Any, targets: Any, margin: float = 1.0,
     require_same_shape("hinge_loss", "logits", x, "targets", t, "pass one-hot targets of the logits' shape")
     forward = ops.hinge_loss(x.value, t.value, float(margin))
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        if not x.needs_grad:
-            return [None, None]
-        return [ops.hinge_gradient(x.value, forward, grad, float(margin), x.grad_dtype), None]
+    def gradient(grad: Tensor) -> Tensor:
+        return ops.hinge_gradient(x.value, forward, grad, float(margin), x.grad_dtype)
 
-    return record(forward.loss, backward, (x, t), "hinge_loss", tape)
+    return bound(forward.loss, {x: gradient, t: None}, "hinge_loss", tape)

@@ -8,13 +8,12 @@ overflows in 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Casting, Operand, as_node, implements, record
-from clamp.functions.loss import require_floats, require_same_shape
-from clamp.ops.loss_elementwise import bce_constants, detection_constants, loss_gradient, loss_sum, loss_terms
+from clamp.bridge import Tape
+from clamp.casting.operands import Casting, Gradients, Operand, as_node, bound, implements
+from clamp.functions.loss import require_floats, require_same_shape, slope
+from clamp.ops.loss_elementwise import bce_constants, detection_constants, loss_sum, loss_terms
 
 _PROBABILITY_EPSILON = 1e-7
 _BANNED_EPSILON = 1e-6  # binary_cross_entropy's
@@ -32,15 +31,6 @@ def _operands(casting: Casting, name: str, **arguments: Any) -> tuple[Operand, .
     return operands
 
 
-def _gradient(
-    kind: str, operands: Sequence[Operand], receiver: Operand, grad: Tensor, constants: Sequence[float]
-) -> Tensor | None:
-    """Gradient of a kind of slope, for the operand that receives it; None if it needs none."""
-    if not receiver.needs_grad:
-        return None
-    return loss_gradient(kind, [operand.value for operand in operands], grad, receiver.grad_dtype, constants)
-
-
 def _weighted_smooth_l1(
     casting: Casting, name: str, summed: bool, pred: Any, target: Any, weight: Any, beta: float, tape: Tape | None
 ) -> Any:
@@ -49,16 +39,12 @@ def _weighted_smooth_l1(
     values = (x.value, t.value, w.value)
     kind = "weighted_smooth_l1"
     loss = loss_sum(kind, values, constants) if summed else loss_terms(kind, values, "float32", constants)
-
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        # The loss is a function of |x - t|: its gradient for t is that for x with the two swapped.
-        return [
-            _gradient(kind, operands, x, grad, constants),
-            _gradient(kind, (t, x, w), t, grad, constants),
-            _gradient(f"{kind}_weight", operands, w, grad, constants),
-        ]
-
-    return record(loss, backward, operands, name, tape)
+    gradients: Gradients = {
+        x: slope(kind, operands, x, constants),
+        t: slope(kind, (t, x, w), t, constants),  # the loss is a function of |x - t|
+        w: slope(f"{kind}_weight", operands, w, constants),
+    }
+    return bound(loss, gradients, name, tape)
 
 
 @implements("netcl.autograd.weighted_smooth_l1_loss")
@@ -95,11 +81,7 @@ def _weighted_bce(
     values = (x.value, t.value, w.value)
     kind = "weighted_bce"
     loss = loss_sum(kind, values, constants) if summed else loss_terms(kind, values, "float32", constants)
-
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [_gradient(kind, operands, x, grad, constants), None, None]
-
-    return record(loss, backward, operands, name, tape)
+    return bound(loss, {x: slope(kind, operands, x, constants), t: None, w: None}, name, tape)
 
 
 @implements("netcl.autograd.weighted_bce")
@@ -152,11 +134,8 @@ def fused_weighted_bce_smooth_l1_loss(
         max(float(beta), _SMALLEST_BETA), _PROBABILITY_EPSILON, float(heat_scale), float(reg_scale)
     )
     loss = loss_sum(kind, [operand.value for operand in operands], constants)
-
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [_gradient(kind, operands, operands[0], grad, constants), None, None, None]
-
-    return record(loss, backward, operands, name, tape)
+    x, *others = operands
+    return bound(loss, {x: slope(kind, operands, x, constants), **dict.fromkeys(others)}, name, tape)
 
 
 @implements("netcl.nn.loss.weighted_box_smooth_l1_loss")
@@ -192,14 +171,11 @@ def weighted_box_smooth_l1_loss(
     sizes = (max(float(beta), _SMALLEST_BETA), max(float(area_ref), 1e-6))
     constants = (*sizes, float(area_gain), float(miss_gain), float(center_gain), float(size_gain))
     loss = loss_sum("box", (x.value, t.value), constants)
-
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [
-            _gradient("box", operands, x, grad, constants),
-            _gradient("box_target", operands, t, grad, constants),
-        ]
-
-    return record(loss, backward, operands, name, tape)
+    gradients: Gradients = {
+        x: slope("box", operands, x, constants),
+        t: slope("box_target", operands, t, constants),
+    }
+    return bound(loss, gradients, name, tape)
 
 
 @implements("netcl.autograd.binary_cross_entropy")
@@ -218,11 +194,8 @@ def binary_cross_entropy(casting: Casting, pred: Any, target: Any, tape: Tape | 
     x, t = operands = _operands(casting, "binary_cross_entropy", pred=pred, target=target)
     constants, kind = bce_constants(_BANNED_EPSILON), "probability_bce"
     loss = loss_terms(kind, (x.value, t.value), casting.result_dtype(*operands), constants)
-
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [
-            _gradient(kind, operands, x, grad, constants),
-            _gradient(f"{kind}_target", operands, t, grad, constants),
-        ]
-
-    return record(loss, backward, operands, "binary_cross_entropy", tape)
+    gradients: Gradients = {
+        x: slope(kind, operands, x, constants),
+        t: slope(f"{kind}_target", operands, t, constants),
+    }
+    return bound(loss, gradients, "binary_cross_entropy", tape)

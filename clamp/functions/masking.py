@@ -10,17 +10,17 @@ from clamp.casting.operands import (
     Casting,
     Operand,
     as_node,
+    bound,
     float_operands,
     implements,
     leave_to_netcl_if,
     owned_value,
-    record,
 )
 from clamp.ops import masked_fill as ops
 
 
 def _operands(casting: Casting, x: TensorLike, mask: TensorLike) -> tuple[Operand, Tensor]:
-    (operand,) = float_operands(casting, as_node(x))
+    (operand,) = float_operands(casting, x)
     where = owned_value(as_node(mask))
     bridge.require_same_queue("masked_fill", operand.value, where)
     return operand, where
@@ -38,10 +38,10 @@ def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float =
     operand, where = _operands(casting, x, mask)
     out = ops.masked_fill(operand.value, where, fill, out_dtype=casting.result_dtype(operand))
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [ops.masked_fill_backward(grad, where, out_dtype=operand.grad_dtype) if operand.needs_grad else None]
+    def gradient(grad: Tensor) -> Tensor:
+        return ops.masked_fill_backward(grad, where, out_dtype=operand.grad_dtype)
 
-    return record(out, backward, (operand,), "masked_fill", tape)
+    return bound(out, {operand: gradient}, "masked_fill", tape)
 
 
 @implements("netcl.ops.lm_ops.masked_fill")

@@ -11,7 +11,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Operand, as_is, as_node, implements, leave_to_netcl_if, record
+from clamp.casting.operands import Casting, Gradients, Operand, as_is, as_node, bound, implements, leave_to_netcl_if
 from clamp.ops.elementwise import elementwise
 from clamp.ops.gemm import gemm, pack_b
 from clamp.ops.reduce_to_shape import sum_to_shape
@@ -65,15 +65,11 @@ def _product(casting: Casting, x: Operand, w: Operand, op_name: str, tape: Tape 
     """(batched) x @ w, where a 2-D operand is shared by the whole batch of the other."""
     out = _times(x.value, w, out_dtype=casting.result_dtype(x, w))
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        gx = gw = None
-        if x.needs_grad:
-            gx = _grad_of_left(grad, x, w)
-        if w.needs_grad:
-            gw = gemm(x.value, grad, transpose_a=True, out_dtype=w.grad_dtype)
-        return [gx, gw]
-
-    return record(out, backward, (x, w), op_name, tape)
+    gradients: Gradients = {
+        x: lambda grad: _grad_of_left(grad, x, w),
+        w: lambda grad: gemm(x.value, grad, transpose_a=True, out_dtype=w.grad_dtype),
+    }
+    return bound(out, gradients, op_name, tape)
 
 
 def _times(a: Tensor, w: Operand, *, transpose: bool = False, **epilogue: Any) -> Tensor:
@@ -101,16 +97,12 @@ def _rows_times_matrix(casting: Casting, x: Operand, w: Operand, tape: Tape | No
     rows = (-1, x.shape[-1])
     out = _times(_flat(x.value, rows), w, out_dtype=casting.result_dtype(x, w))
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        flat_grad = _flat(grad, (-1, w.shape[1]))
-        gx = gw = None
-        if x.needs_grad:
-            gx = bridge.view(_times(flat_grad, w, transpose=True, out_dtype=x.grad_dtype), x.shape)
-        if w.needs_grad:
-            gw = gemm(_flat(x.value, rows), flat_grad, transpose_a=True, out_dtype=w.grad_dtype)
-        return [gx, gw]
-
-    return record(bridge.view(out, (*x.shape[:-1], w.shape[1])), backward, (x, w), "matmul", tape)
+    gradients: Gradients = {
+        x: lambda grad: bridge.view(_times(grad, w, transpose=True, out_dtype=x.grad_dtype), x.shape),
+        w: lambda grad: gemm(_flat(x.value, rows), grad, transpose_a=True, out_dtype=w.grad_dtype),
+    }
+    out = bridge.view(out, (*x.shape[:-1], w.shape[1]))
+    return bound(out, gradients, "matmul", tape, first=lambda grad: _flat(grad, (-1, w.shape[1])))
 
 
 def _flat(tensor: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -144,18 +136,13 @@ def linear_relu(
     dtype = casting.result_dtype(xo, wo)
     out = _times(xo.value, wo, out_dtype=dtype, bias=None if bo is None else bo.value, relu=True)
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        grad = elementwise("relu_grad", out.dtype, grad, out)
-        gx = gw = gb = None
-        if xo.needs_grad:
-            gx = _times(grad, wo, transpose=True, out_dtype=xo.grad_dtype)
-        if wo.needs_grad:
-            gw = gemm(xo.value, grad, transpose_a=True, out_dtype=wo.grad_dtype)
-        if bo is not None and bo.needs_grad:
-            gb = sum_to_shape(grad, bo.shape, bo.grad_dtype)
-        return [gx, gw] if bo is None else [gx, gw, gb]
-
-    return record(out, backward, (xo, wo) if bo is None else (xo, wo, bo), "linear_relu", tape)
+    gradients: Gradients = {
+        xo: lambda grad: _times(grad, wo, transpose=True, out_dtype=xo.grad_dtype),
+        wo: lambda grad: gemm(xo.value, grad, transpose_a=True, out_dtype=wo.grad_dtype),
+    }
+    if bo is not None:
+        gradients[bo] = lambda grad: sum_to_shape(grad, bo.shape, bo.grad_dtype)
+    return bound(out, gradients, "linear_relu", tape, first=lambda grad: elementwise("relu_grad", out.dtype, grad, out))
 
 
 @implements("netcl.ops.matmul.matmul")

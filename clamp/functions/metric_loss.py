@@ -6,13 +6,14 @@ a device tensor, which is read there: unlike netcl's, none of these functions br
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, NotOwned, Operand, as_node, implements, record
+from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound, implements
 from clamp.functions.loss import require_floats, require_same_shape
 from clamp.ops import distances, info_nce, triplets
 from clamp.ops.loss import LABEL_STORAGE
@@ -88,19 +89,12 @@ def pairwise_squared_distances(casting: Casting, X: Any, Y: Any = None, tape: Ta
     if len(x.shape) != 2 or len(y.shape) != 2 or x.shape[1] != y.shape[1]:
         raise ValueError(f"{name}: X has shape {x.shape}, Y has shape {y.shape}, and they must be (N, D) and (M, D)")
     out = distances.all_pairs(x.value, y.value, out_dtype=casting.result_dtype(*operands))
-
-    def backward_of_one(grad: Tensor) -> list[Tensor | None]:
-        if not x.needs_grad:
-            return [None]
-        return [distances.gather(x.value, x.value, grad, x.grad_dtype, scale=2.0, symmetric=True)]
-
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [
-            distances.gather(x.value, y.value, grad, x.grad_dtype, scale=2.0) if x.needs_grad else None,
-            distances.gather(y.value, x.value, grad, y.grad_dtype, scale=2.0, transpose=True) if y.needs_grad else None,
-        ]
-
-    return record(out, backward_of_one if Y is None else backward, operands, name, tape)
+    gradients: Gradients = {
+        x: lambda grad: distances.gather(x.value, y.value, grad, x.grad_dtype, scale=2.0, symmetric=Y is None)
+    }
+    if Y is not None:
+        gradients[y] = lambda grad: distances.gather(y.value, x.value, grad, y.grad_dtype, scale=2.0, transpose=True)
+    return bound(out, gradients, name, tape)
 
 
 # -------------------------------------------------------------------------------------- pairs and triplets
@@ -129,19 +123,16 @@ def triplet_loss(
     """
     _require_choice("triplet_loss", "distance", distance, "squared", "euclidean")
     _require_choice("triplet_loss", "reduction", reduction, "mean", "sum")
-    a, p, n = operands = _rows(casting, "triplet_loss", anchor=anchor, positive=positive, negative=negative)
+    a, p, n = _rows(casting, "triplet_loss", anchor=anchor, positive=positive, negative=negative)
     forward = distances.triplet_loss(
         a.value, p.value, n.value, float(margin), distance == "euclidean", reduction == "mean"
     )
-
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [
-            _partner_gradient(a, (p, n), 0, forward, grad),
-            _partner_gradient(p, (a,), 0, forward, grad),
-            _partner_gradient(n, (a,), 1, forward, grad),
-        ]
-
-    return record(forward.loss, backward, operands, "triplet_loss", tape)
+    gradients: Gradients = {
+        a: partial(_partner_gradient, a, (p, n), 0, forward),
+        p: partial(_partner_gradient, p, (a,), 0, forward),
+        n: partial(_partner_gradient, n, (a,), 1, forward),
+    }
+    return bound(forward.loss, gradients, "triplet_loss", tape)
 
 
 @implements("netcl.autograd.contrastive_loss")
@@ -167,21 +158,19 @@ def contrastive_loss(
         TypeError: x1 or x2 is not floating.
     """
     _require_choice("contrastive_loss", "reduction", reduction, "mean", "sum")
-    x, y = operands = _rows(casting, "contrastive_loss", x1=x1, x2=x2)
+    x, y = _rows(casting, "contrastive_loss", x1=x1, x2=x2)
     on_device = _labels("contrastive_loss", labels, x.value, as_classes=False)
     forward = distances.contrastive_loss(x.value, y.value, on_device, float(margin), reduction == "mean")
-
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [_partner_gradient(x, (y,), 0, forward, grad), _partner_gradient(y, (x,), 0, forward, grad)]
-
-    return record(forward.loss, backward, operands, "contrastive_loss", tape)
+    gradients: Gradients = {
+        x: partial(_partner_gradient, x, (y,), 0, forward),
+        y: partial(_partner_gradient, y, (x,), 0, forward),
+    }
+    return bound(forward.loss, gradients, "contrastive_loss", tape)
 
 
 def _partner_gradient(
     own: Operand, partners: tuple[Operand, ...], first: int, forward: distances.PartnerLoss, grad: Tensor
-) -> Tensor | None:
-    if not own.needs_grad:
-        return None
+) -> Tensor:
     values = tuple(partner.value for partner in partners)
     return distances.partner_gradient(own.value, values, first, forward, grad, own.grad_dtype)
 
@@ -248,14 +237,14 @@ def _mined(
 ) -> Any:
     _require_choice(name, "distance", distance, "squared", "euclidean")
     _require_choice(name, "reduction", reduction, "mean", "sum")
-    (x,) = operands = _rows(casting, name, embeddings=embeddings)
+    (x,) = _rows(casting, name, embeddings=embeddings)
     on_device = _labels(name, labels, x.value, as_classes=True)
     forward = mine(x.value, on_device, float(margin), distance == "euclidean", reduction == "mean")
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [triplets.triplet_gradient(x.value, forward, grad, x.grad_dtype) if x.needs_grad else None]
+    def gradient(grad: Tensor) -> Tensor:
+        return triplets.triplet_gradient(x.value, forward, grad, x.grad_dtype)
 
-    return record(forward.loss, backward, operands, name, tape)
+    return bound(forward.loss, {x: gradient}, name, tape)
 
 
 # ---------------------------------------------------------------------------------------------- contrasts
@@ -288,14 +277,13 @@ def info_nce_loss(
     _require_choice("info_nce_loss", "reduction", reduction, "mean", "sum")
     if not temperature > 0.0:
         raise ValueError(f"info_nce_loss: temperature must be positive, got {temperature}")
-    q, k = operands = _rows(casting, "info_nce_loss", queries=queries, keys=keys)
+    q, k = _rows(casting, "info_nce_loss", queries=queries, keys=keys)
     forward = info_nce.info_nce(
         q.value, k.value,
         temperature=float(temperature), normalize=normalize, mean=reduction == "mean", symmetric=symmetric,
     )  # fmt: skip
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        wanted = (operand.grad_dtype if operand.needs_grad else None for operand in operands)
-        return list(info_nce.info_nce_gradients(forward, grad, *wanted))
+    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
+        return info_nce.info_nce_gradients(forward, grad, q.wanted_dtype, k.wanted_dtype)
 
-    return record(forward.loss, backward, (q, k), "info_nce_loss", tape)
+    return bound(forward.loss, {(q, k): backward}, "info_nce_loss", tape)

@@ -11,7 +11,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, NotOwned, Operand, as_is, as_node, float_operands, implements, record
+from clamp.casting.operands import Casting, Operand, as_node, bound, float_operands, floats_as_is, implements
 from clamp.ops import norm_planes as planes_ops
 from clamp.ops import norm_planes_backward as planes_backward
 from clamp.ops import norm_rows as rows_ops
@@ -21,17 +21,15 @@ from clamp.ops.norm_sets import IDENTITY, RELU, Activation
 from clamp.ops.shape import permute
 
 
-def parameters_of(name: str, x: Operand, size: int, *parameters: Any) -> list[Operand]:
+def parameters_of(name: str, x: Operand, size: int, *parameters: Any) -> tuple[Operand, ...]:
     """gamma and beta, read in their own dtype.
 
     Raises:
         ValueError: one has another number of elements, or lives on another queue than x.
         NotOwned: one is no floating tensor of clamp's.
     """
-    operands = [as_is(parameter) for parameter in parameters]
+    operands = floats_as_is(*parameters)
     for label, operand in zip(("gamma", "beta"), operands, strict=False):
-        if operand.value.dtype not in bridge.STORAGE:
-            raise NotOwned
         if operand.value.size != size:
             raise ValueError(f"{name}: {label} of shape {operand.shape} for {size} features (x has shape {x.shape})")
     bridge.require_same_queue(name, x.value, *(operand.value for operand in operands))
@@ -46,10 +44,6 @@ def require_nchw(name: str, x: Operand) -> None:
     """
     if len(x.shape) != 4:
         raise ValueError(f"{name} takes x of shape (N, C, H, W), got {x.shape}")
-
-
-def _grad_dtype(operand: Operand) -> str | None:
-    return operand.grad_dtype if operand.needs_grad else None
 
 
 def _like(grad: Tensor | None, operand: Operand) -> Tensor | None:
@@ -67,9 +61,7 @@ def statistics_of(name: str, x: Operand, size: int, *statistics: Any) -> list[Te
         ValueError: they have another number of elements than ``size``, two dtypes, or live on another queue than x.
         NotOwned: they are no floating tensors of clamp's.
     """
-    values = [as_is(x).value for x in statistics]
-    if any(value.dtype not in bridge.STORAGE for value in values):
-        raise NotOwned
+    values = [operand.value for operand in floats_as_is(*statistics)]
     if any(value.size != size or value.dtype != values[0].dtype for value in values):
         kinds = " and ".join(f"{value.dtype} {tuple(value.shape)}" for value in values)
         raise ValueError(f"{name}: statistics of one dtype and {size} elements are needed, got {kinds}")
@@ -99,7 +91,7 @@ def normalized_batch(
     activation: Activation = IDENTITY,
 ) -> tuple[Any, Tensor, Tensor]:
     """(result, mean, variance) of a batch norm and what follows it."""
-    (xo,) = float_operands(casting, as_node(x))
+    (xo,) = float_operands(casting, x)
     require_nchw(name, xo)
     go, bo = parameters_of(name, xo, xo.shape[1], gamma, beta)
     has_running = running_mean is not None and running_var is not None
@@ -120,14 +112,13 @@ def normalized_batch(
             xo.value, go.value, bo.value, mean, var, eps=eps, out_dtype=dtype, activation=activation
         )
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        dx, dgamma, dbeta = planes_backward.batch_norm_backward(
-            xo.value, go.value, bo.value, grad, mean, var, eps=eps, dx_dtype=_grad_dtype(xo), training=training,
+    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
+        return planes_backward.batch_norm_backward(
+            xo.value, go.value, bo.value, grad, mean, var, eps=eps, dx_dtype=xo.wanted_dtype, training=training,
             parameters=go.needs_grad or bo.needs_grad, activation=activation,
         )  # fmt: skip
-        return [dx, dgamma if go.needs_grad else None, dbeta if bo.needs_grad else None]
 
-    return record(out, backward, (xo, go, bo), name, tape), mean, var
+    return bound(out, {(xo, go, bo): backward}, name, tape), mean, var
 
 
 @implements("netcl.autograd.batch_norm2d")
@@ -208,7 +199,7 @@ def normalized_groups(
     casting: Casting, x: Any, gamma: Any, beta: Any, groups: int, eps: float, tape: Tape | None
 ) -> tuple[Any, Tensor, Tensor]:
     """As ``group_norm``, with the float32 means and variances of all groups: (result, mean, variance)."""
-    (xo,) = float_operands(casting, as_node(x))
+    (xo,) = float_operands(casting, x)
     require_nchw("group_norm", xo)
     groups, eps, channels = int(groups), float(eps), xo.shape[1]
     if groups < 1 or channels % groups:
@@ -217,14 +208,14 @@ def normalized_groups(
     dtype = casting.result_dtype(xo)
     out, mean, var = planes_ops.group_norm(xo.value, go.value, bo.value, groups, eps=eps, out_dtype=dtype)
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
+    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dgamma, dbeta = planes_backward.group_norm_backward(
             xo.value, go.value, grad, mean, var, groups, eps=eps, dx_dtype=xo.grad_dtype,
-            dgamma_dtype=_grad_dtype(go), dbeta_dtype=_grad_dtype(bo),
+            dgamma_dtype=go.wanted_dtype, dbeta_dtype=bo.wanted_dtype,
         )  # fmt: skip
-        return [dx if xo.needs_grad else None, _like(dgamma, go), _like(dbeta, bo)]
+        return dx, _like(dgamma, go), _like(dbeta, bo)
 
-    return record(out, backward, (xo, go, bo), "group_norm", tape), mean, var
+    return bound(out, {(xo, go, bo): backward}, "group_norm", tape), mean, var
 
 
 @implements("netcl.autograd.group_norm")
@@ -254,7 +245,7 @@ def normalized_rows(
     casting: Casting, x: Any, gamma: Any, beta: Any, eps: float, tape: Tape | None
 ) -> tuple[Any, Tensor, Tensor]:
     """As ``layer_norm``, with the float32 means and variances of all rows: (result, mean, variance)."""
-    (xo,) = float_operands(casting, as_node(x))
+    (xo,) = float_operands(casting, x)
     eps, shape = float(eps), xo.shape
     rows = _rows_that_share_statistics(xo, as_node(gamma))
     go, bo = parameters_of("layer_norm", xo, rows[-1], gamma, beta)
@@ -262,14 +253,14 @@ def normalized_rows(
         bridge.view(xo.value, rows), go.value, bo.value, eps=eps, out_dtype=casting.result_dtype(xo)
     )
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
+    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dgamma, dbeta = rows_ops.layer_norm_backward(
             bridge.view(xo.value, rows), go.value, bridge.view(grad, rows), mean, var, eps=eps, dx_dtype=xo.grad_dtype,
-            dgamma_dtype=_grad_dtype(go), dbeta_dtype=_grad_dtype(bo),
+            dgamma_dtype=go.wanted_dtype, dbeta_dtype=bo.wanted_dtype,
         )  # fmt: skip
-        return [bridge.view(dx, shape) if xo.needs_grad else None, _like(dgamma, go), _like(dbeta, bo)]
+        return bridge.view(dx, shape), _like(dgamma, go), _like(dbeta, bo)
 
-    return record(bridge.view(out, shape), backward, (xo, go, bo), "layer_norm", tape), mean, var
+    return bound(bridge.view(out, shape), {(xo, go, bo): backward}, "layer_norm", tape), mean, var
 
 
 def _rows_that_share_statistics(x: Operand, gamma: TensorLike) -> tuple[int, ...]:
@@ -323,17 +314,17 @@ def layer_norm(
 
 def normalized_rms(casting: Casting, x: Any, gamma: Any, eps: float, tape: Tape | None) -> tuple[Any, Tensor]:
     """As ``rms_norm``, with the float32 inverse root mean squares of all rows: (result, inverse)."""
-    (xo,) = float_operands(casting, as_node(x))
+    (xo,) = float_operands(casting, x)
     (go,) = parameters_of("rms_norm", xo, last_axis("rms_norm", xo), gamma)
     out, inverse = rows_ops.rms_norm(xo.value, go.value, eps=float(eps), out_dtype=casting.result_dtype(xo))
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
+    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dgamma = rows_ops.rms_norm_backward(
-            xo.value, go.value, grad, inverse, dx_dtype=xo.grad_dtype, dgamma_dtype=_grad_dtype(go)
+            xo.value, go.value, grad, inverse, dx_dtype=xo.grad_dtype, dgamma_dtype=go.wanted_dtype
         )
-        return [dx if xo.needs_grad else None, _like(dgamma, go)]
+        return dx, _like(dgamma, go)
 
-    return record(out, backward, (xo, go), "rms_norm", tape), inverse
+    return bound(out, {(xo, go): backward}, "rms_norm", tape), inverse
 
 
 @implements("netcl.autograd.rms_norm")
@@ -362,7 +353,7 @@ def l2_normalize(
     Raises:
         ValueError: there is no such axis.
     """
-    (xo,) = float_operands(casting, as_node(X))
+    (xo,) = float_operands(casting, X)
     eps, axis = float(eps), axis_of("l2_normalize", dim, len(xo.shape))
     # The kernels go along the last axis; another one changes places with it, and back.
     order = list(range(len(xo.shape)))
@@ -373,10 +364,8 @@ def l2_normalize(
 
     out, norm = rows_ops.l2_normalize(swapped(xo.value), eps=eps, out_dtype=casting.result_dtype(xo))
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        if not xo.needs_grad:
-            return [None]
-        dx = rows_ops.l2_normalize_backward(swapped(xo.value), swapped(grad), norm, eps=eps, dx_dtype=xo.grad_dtype)
-        return [swapped(dx)]
+    def gradient(grad: Tensor) -> Tensor:
+        x, grad = swapped(xo.value), swapped(grad)
+        return swapped(rows_ops.l2_normalize_backward(x, grad, norm, eps=eps, dx_dtype=xo.grad_dtype))
 
-    return record(swapped(out), backward, (xo,), "l2_normalize", tape)
+    return bound(swapped(out), {xo: gradient}, "l2_normalize", tape)

@@ -6,7 +6,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.casting.operands import Casting, Operand, as_node, float_operands, implements, leave_to_netcl_if, owned_value
+from clamp.casting.operands import Casting, Operand, float_operands, implements, leave_to_netcl_if, owned_value
 from clamp.functions.norm import (
     l2_normalize,
     last_axis,
@@ -71,7 +71,7 @@ def tensor_batch_norm2d_backward(
     out: Tensor | None = None, leaky_slope: float | None = None, training: bool = True,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of x, gamma and beta. ``out`` is not written: with ``leaky_slope`` it tells where to scale."""
-    (xo,) = float_operands(casting, as_node(x))
+    (xo,) = float_operands(casting, x)
     require_nchw("batch_norm2d_backward", xo)
     (go,) = parameters_of("batch_norm2d_backward", xo, xo.shape[1], gamma)
     grad, (center, spread) = owned_value(grad_out), _saved("batch_norm2d_backward", xo, xo.shape[1], mean, var)
@@ -88,7 +88,7 @@ def fused_bn_relu(
 ) -> Tensor:
     """``relu(x * scale + shift)`` of an (N, C, H, W) tensor, scale and shift of shape (C,)."""
     leave_to_netcl_if(out)
-    (xo,) = float_operands(casting, as_node(x))
+    (xo,) = float_operands(casting, x)
     require_nchw("fused_bn_relu", xo)
     so, bo = parameters_of("fused_bn_relu", xo, xo.shape[1], scale, shift)
     zero = bridge.zeros(xo.value.queue, (xo.shape[1],), "float32")  # mean 0, variance 0 + 1
@@ -111,7 +111,7 @@ def tensor_group_norm_backward(
     eps: float = 1e-5,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of x, gamma and beta."""
-    (xo,) = float_operands(casting, as_node(x))
+    (xo,) = float_operands(casting, x)
     require_nchw("group_norm_backward", xo)
     (go,) = parameters_of("group_norm_backward", xo, xo.shape[1], gamma)
     groups = int(groups)
@@ -135,7 +135,7 @@ def tensor_layer_norm_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, mean: Tensor, var: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, gamma and beta."""
-    (xo,) = float_operands(casting, as_node(x))
+    (xo,) = float_operands(casting, x)
     n = last_axis("layer_norm_backward", xo)
     (go,) = parameters_of("layer_norm_backward", xo, n, gamma)
     center, spread = _saved("layer_norm_backward", xo, xo.value.size // max(n, 1), mean, var)
@@ -158,7 +158,7 @@ def tensor_rms_norm_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, rstd: Tensor, pool: Any = None
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and gamma."""
-    (xo,) = float_operands(casting, as_node(x))
+    (xo,) = float_operands(casting, x)
     n = last_axis("rms_norm_backward", xo)
     (go,) = parameters_of("rms_norm_backward", xo, n, gamma)
     (inverse,) = _saved("rms_norm_backward", xo, xo.value.size // max(n, 1), rstd)

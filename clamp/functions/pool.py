@@ -9,22 +9,11 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Casting, NotOwned, Operand, as_is, as_node, implements, record
+from clamp.casting.operands import Casting, bound, float_operands, floats_as_is, implements
 from clamp.ops import pad as pad_ops
 from clamp.ops import pool as ops
 from clamp.ops.arguments import whole_number
 from clamp.ops.cast import cast
-
-
-def _floating(*operands: Operand) -> tuple[Operand, ...]:
-    if any(operand.value.dtype not in bridge.STORAGE for operand in operands):
-        raise NotOwned  # integers: netcl says what it thinks of them
-    return operands
-
-
-def _operand(casting: Casting, x: Any) -> Operand:
-    return _floating(*casting.operands(as_node(x)))[0]
-
 
 # -------------------------------------------------------------------------------------------------- pooling
 
@@ -39,15 +28,13 @@ def max_pool2d(casting: Casting, x: Any, kernel_size: int = 2, stride: int = 2, 
     Raises:
         ValueError: x is not NCHW, or no window fits.
     """
-    operand = _operand(casting, x)
+    (operand,) = float_operands(casting, x)
     out = ops.max_pool2d(operand.value, kernel_size, stride, out_dtype=casting.result_dtype(operand))
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        if not operand.needs_grad:
-            return [None]
-        return [ops.max_pool2d_backward(operand.value, grad, kernel_size, stride, out_dtype=operand.grad_dtype)]
+    def gradient(grad: Tensor) -> Tensor:
+        return ops.max_pool2d_backward(operand.value, grad, kernel_size, stride, out_dtype=operand.grad_dtype)
 
-    return record(out, backward, (operand,), "max_pool2d", tape)
+    return bound(out, {operand: gradient}, "max_pool2d", tape)
 
 
 @implements("netcl.autograd.avg_pool2d", "netcl.nn.pooling.avg_pool2d")
@@ -57,16 +44,14 @@ def avg_pool2d(casting: Casting, x: Any, kernel_size: int = 2, stride: int = 2, 
     Raises:
         ValueError: x is not NCHW, or no window fits.
     """
-    operand = _operand(casting, x)
+    (operand,) = float_operands(casting, x)
     shape = operand.shape
     out = ops.avg_pool2d(operand.value, kernel_size, stride, out_dtype=casting.result_dtype(operand))
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        if not operand.needs_grad:
-            return [None]
-        return [ops.avg_pool2d_backward(shape, grad, kernel_size, stride, out_dtype=operand.grad_dtype)]
+    def gradient(grad: Tensor) -> Tensor:
+        return ops.avg_pool2d_backward(shape, grad, kernel_size, stride, out_dtype=operand.grad_dtype)
 
-    return record(out, backward, (operand,), "avg_pool2d", tape)
+    return bound(out, {operand: gradient}, "avg_pool2d", tape)
 
 
 @implements("netcl.autograd.global_avg_pool2d", "netcl.nn.pooling.global_avg_pool2d")
@@ -76,16 +61,14 @@ def global_avg_pool2d(casting: Casting, x: Any, tape: Tape | None = None) -> Any
     Raises:
         ValueError: x is not NCHW, or its planes are empty.
     """
-    operand = _operand(casting, x)
+    (operand,) = float_operands(casting, x)
     shape = operand.shape
     out = ops.global_avg_pool2d(operand.value, out_dtype=casting.result_dtype(operand))
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        if not operand.needs_grad:
-            return [None]
-        return [ops.global_avg_pool2d_backward(shape, grad, out_dtype=operand.grad_dtype)]
+    def gradient(grad: Tensor) -> Tensor:
+        return ops.global_avg_pool2d_backward(shape, grad, out_dtype=operand.grad_dtype)
 
-    return record(out, backward, (operand,), "global_avg_pool2d", tape)
+    return bound(out, {operand: gradient}, "global_avg_pool2d", tape)
 
 
 @implements("netcl.nn.pooling.max_pool2d_backward")
@@ -93,7 +76,7 @@ def max_pool2d_backward(
     casting: Casting, x: Tensor, grad_out: Tensor, kernel_size: int = 2, stride: int = 2, indices: Any = None
 ) -> Tensor:
     """Gradient of ``max_pool2d`` of a bare tensor, in x's dtype (``indices``: netcl's numpy backend's)."""
-    source, grad = _floating(as_is(x), as_is(grad_out))
+    source, grad = floats_as_is(x, grad_out)
     bridge.require_same_queue("max_pool2d_backward", source.value, grad.value)
     return ops.max_pool2d_backward(source.value, grad.value, kernel_size, stride, out_dtype=source.grad_dtype)
 
@@ -101,14 +84,14 @@ def max_pool2d_backward(
 @implements("netcl.nn.pooling.avg_pool2d_backward")
 def avg_pool2d_backward(casting: Casting, x: Tensor, grad_out: Tensor, kernel_size: int = 2, stride: int = 2) -> Tensor:
     """Gradient of ``avg_pool2d`` of a bare tensor, in x's dtype; of x only the shape is read."""
-    source, grad = _floating(as_is(x), as_is(grad_out))
+    source, grad = floats_as_is(x, grad_out)
     return ops.avg_pool2d_backward(source.shape, grad.value, kernel_size, stride, out_dtype=source.grad_dtype)
 
 
 @implements("netcl.nn.pooling.global_avg_pool2d_backward")
 def global_avg_pool2d_backward(casting: Casting, x: Tensor, grad_out: Tensor) -> Tensor:
     """Gradient of ``global_avg_pool2d`` of a bare tensor, in x's dtype; of x only the shape is read."""
-    source, grad = _floating(as_is(x), as_is(grad_out))
+    source, grad = floats_as_is(x, grad_out)
     return ops.global_avg_pool2d_backward(source.shape, grad.value, out_dtype=source.grad_dtype)
 
 
@@ -126,7 +109,7 @@ def pad2d(casting: Casting, x: Any, pad: int = 1, mode: str = "zero", tape: Tape
         ValueError: x is not NCHW, another mode (netcl pads with zeros then, and raises in backward), or a mirrored
             border wider than the plane.
     """
-    operand = _operand(casting, x)
+    (operand,) = float_operands(casting, x)
     shape = operand.shape
     pad = whole_number("pad2d", "pad", pad, 0, "the same on all four sides; a slice takes edges off")
     dtype = casting.result_dtype(operand)
@@ -136,14 +119,12 @@ def pad2d(casting: Casting, x: Any, pad: int = 1, mode: str = "zero", tape: Tape
     else:
         out = pad_ops.pad2d(operand.value, pad, mode, out_dtype=dtype)
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        if not operand.needs_grad:
-            return [None]
+    def gradient(grad: Tensor) -> Tensor:
         if pad == 0:
-            return [cast(grad, operand.grad_dtype)]
-        return [pad_ops.pad2d_backward(grad, shape, pad, mode, out_dtype=operand.grad_dtype)]
+            return cast(grad, operand.grad_dtype)
+        return pad_ops.pad2d_backward(grad, shape, pad, mode, out_dtype=operand.grad_dtype)
 
-    return record(out, backward, (operand,), "pad2d", tape)
+    return bound(out, {operand: gradient}, "pad2d", tape)
 
 
 @implements("netcl.nn.padding.pad2d_backward")
@@ -155,7 +136,7 @@ def pad2d_backward(
     Raises:
         ValueError: ``in_shape`` is missing, or does not belong to the gradient's shape.
     """
-    (grad,) = _floating(as_is(grad_out))
+    (grad,) = floats_as_is(grad_out)
     pad = whole_number("pad2d_backward", "pad", pad, 0)
     if pad == 0:
         return grad.value

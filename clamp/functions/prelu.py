@@ -9,23 +9,20 @@ from clamp import bridge
 from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import (
     Casting,
-    NotOwned,
     Operand,
     as_is,
-    as_node,
+    bound,
     float_operands,
+    floats_as_is,
     implements,
     leave_to_netcl_if,
-    record,
 )
 from clamp.ops import prelu as ops
 
 
 def _operands(casting: Casting, x: Any, alpha: Any) -> tuple[Operand, Operand]:
-    (operand,) = float_operands(casting, as_node(x))
-    slope = as_is(alpha)
-    if slope.value.dtype not in bridge.STORAGE:
-        raise NotOwned
+    (operand,) = float_operands(casting, x)
+    (slope,) = floats_as_is(alpha)
     bridge.require_same_queue("prelu", operand.parent.value, slope.value)
     return operand, slope
 
@@ -44,11 +41,12 @@ def prelu(casting: Casting, x: Any, alpha: Any, tape: Tape | None = None) -> Any
     operand, slope = operands = _operands(casting, x, alpha)
     out = ops.prelu(operand.value, slope.value, out_dtype=casting.result_dtype(operand))
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        dtypes = [one.grad_dtype if one.needs_grad else None for one in operands]
-        return list(ops.prelu_backward(grad, operand.value, slope.value, dx_dtype=dtypes[0], slope_dtype=dtypes[1]))
+    def backward(grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return ops.prelu_backward(
+            grad, operand.value, slope.value, dx_dtype=operand.wanted_dtype, slope_dtype=slope.wanted_dtype
+        )
 
-    return record(out, backward, operands, "prelu", tape)
+    return bound(out, {operands: backward}, "prelu", tape)
 
 
 @implements("netcl.ops.elementwise.prelu")

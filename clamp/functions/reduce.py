@@ -4,34 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Casting, NotOwned, Operand, as_node, implements, leave_to_netcl_if, record
+from clamp.casting.operands import Casting, bound, float_operands, implements, leave_to_netcl_if
 from clamp.ops import reduce as ops
 from clamp.ops import softmax as softmax_ops
 from clamp.ops.arguments import axis_of
 
 
-def _operand(casting: Casting, x: Any) -> Operand:
-    (operand,) = casting.operands(as_node(x))
-    if operand.value.dtype not in bridge.STORAGE:
-        raise NotOwned  # integers: netcl says what it thinks of them
-    return operand
-
-
 def _reduce(casting: Casting, x: Any, axis: int | None, keepdims: bool, take_mean: bool, tape: Tape | None) -> Any:
-    operand = _operand(casting, x)
+    (operand,) = float_operands(casting, x)
     shape, name = operand.shape, "mean" if take_mean else "sum"
     axis = None if axis is None else axis_of(name, axis, len(shape))
     divisor = float(ops.around_axis(shape, axis)[1]) if take_mean else 1.0
     out = ops.reduce_sum(operand.value, axis, keepdims, out_dtype=casting.result_dtype(operand), divisor=divisor)
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        if not operand.needs_grad:
-            return [None]
-        return [ops.expand(grad, shape, axis, out_dtype=operand.grad_dtype, divisor=divisor)]
+    def gradient(grad: Tensor) -> Tensor:
+        return ops.expand(grad, shape, axis, out_dtype=operand.grad_dtype, divisor=divisor)
 
-    return record(out, backward, (operand,), name, tape)
+    return bound(out, {operand: gradient}, name, tape)
 
 
 @implements("netcl.autograd.sum")
@@ -69,16 +59,14 @@ def softmax(casting: Casting, x: Any, axis: int = -1, dim: int | None = None, ta
     Raises:
         ValueError: there is no such axis.
     """
-    operand = _operand(casting, x)
+    (operand,) = float_operands(casting, x)
     axis = axis_of("softmax", axis if dim is None else dim, len(operand.shape))
     out = softmax_ops.softmax(operand.value, axis, out_dtype=casting.result_dtype(operand))
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        if not operand.needs_grad:
-            return [None]
-        return [softmax_ops.softmax_backward(out, grad, axis, out_dtype=operand.grad_dtype)]
+    def gradient(grad: Tensor) -> Tensor:
+        return softmax_ops.softmax_backward(out, grad, axis, out_dtype=operand.grad_dtype)
 
-    return record(out, backward, (operand,), "softmax", tape)
+    return bound(out, {operand: gradient}, "softmax", tape)
 
 
 # ------------------------------------------------------------------------------------------ tensor level
@@ -100,7 +88,7 @@ def tensor_reduce_sum(
         NotOwned: ``out`` is given, or x is not floating.
     """
     leave_to_netcl_if(out)
-    operand = _operand(casting, x)
+    (operand,) = float_operands(casting, x)
     axis = None if axis is None else axis_of("reduce_sum", axis, len(operand.shape))
     return ops.reduce_sum(operand.value, axis, keepdims, out_dtype=casting.result_dtype(operand))
 
@@ -114,5 +102,5 @@ def tensor_softmax(casting: Casting, x: Any, out: Tensor | None = None, pool: An
         NotOwned: ``out`` is given, or x is not floating.
     """
     leave_to_netcl_if(out)
-    operand = _operand(casting, x)
+    (operand,) = float_operands(casting, x)
     return softmax_ops.softmax(operand.value, axis, out_dtype=casting.result_dtype(operand))

@@ -8,7 +8,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Casting, NotOwned, as_node, implements, leave_to_netcl_if, record
+from clamp.casting.operands import Casting, NotOwned, as_node, bound, implements, leave_to_netcl_if
 from clamp.ops import shape as ops
 from clamp.ops.arguments import axis_of, whole_number
 
@@ -16,11 +16,7 @@ from clamp.ops.arguments import axis_of, whole_number
 def _view(casting: Casting, x: Any, shape: Sequence[int], op_name: str, tape: Tape | None) -> Any:
     (operand,) = casting.operands(as_node(x))
     before = operand.shape
-
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [bridge.view(grad, before) if operand.needs_grad else None]
-
-    return record(bridge.view(operand.value, shape), backward, (operand,), op_name, tape)
+    return bound(bridge.view(operand.value, shape), {operand: lambda grad: bridge.view(grad, before)}, op_name, tape)
 
 
 def _shape_of(x: Any) -> tuple[int, ...]:
@@ -104,11 +100,7 @@ def permute(casting: Casting, x: Any, dims: Sequence[int], tape: Tape | None = N
     (operand,) = casting.operands(as_node(x))
     out = ops.permute(operand.value, dims)
     inverse = sorted(range(len(dims)), key=lambda axis: dims[axis])
-
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [ops.permute(grad, inverse) if operand.needs_grad else None]
-
-    return record(out, backward, (operand,), "permute", tape)
+    return bound(out, {operand: lambda grad: ops.permute(grad, inverse)}, "permute", tape)
 
 
 # ------------------------------------------------------------------------------------------ tensor level

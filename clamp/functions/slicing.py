@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, NotOwned, Operand, as_node, implements, owned_value, record
+from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, implements, owned_value
 from clamp.functions.joining import moved_dtype, stretches_of
 from clamp.ops import concat as ops
 from clamp.ops.arguments import axis_of, whole_number
@@ -130,16 +131,13 @@ def _sliced(
         slices, node = _Slices.of(operand)
         parent = Operand(node, operand.value)
 
-    def backward_of(start: int, length: int) -> Callable[[Tensor], list[Tensor | None]]:
-        def backward(grad: Tensor) -> list[Tensor | None]:
-            assert slices is not None  # nothing else asks for a gradient
-            return [slices.take(rows, Part(start, length, bridge.view(grad, (rows, length))))]
-
-        return backward
+    def gradient(start: int, length: int, grad: Tensor) -> Tensor | None:
+        assert slices is not None  # nothing else asks for a gradient
+        return slices.take(rows, Part(start, length, bridge.view(grad, (rows, length))))
 
     operand.forward_done()
     return [
-        record(bridge.view(piece, shape), backward_of(*stretch), (parent,), name, tape)
+        bound(bridge.view(piece, shape), {parent: partial(gradient, *stretch)}, name, tape)
         for piece, shape, stretch in zip(pieces, shapes, stretches, strict=True)
     ]
 
@@ -289,11 +287,8 @@ def _parse(key: Any, shape: tuple[int, ...]) -> tuple[list[tuple[int, int]], set
 def _reshaped(casting: Casting, x: Any, shape: tuple[int, ...], tape: Tape | None) -> Any:
     """x under another shape: a key that only drops axes of extent 1."""
     (operand,) = casting.operands(as_node(x))
-
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [bridge.view(grad, operand.shape) if operand.needs_grad else None]
-
-    return record(bridge.view(operand.value, shape), backward, (operand,), "getitem", tape)
+    before = operand.shape
+    return bound(bridge.view(operand.value, shape), {operand: lambda grad: bridge.view(grad, before)}, "getitem", tape)
 
 
 # -------------------------------------------------------------------------------------------- tensor level

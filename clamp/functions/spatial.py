@@ -15,14 +15,12 @@ from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.operands import (
     Casting,
     Float,
-    NotOwned,
     Operand,
-    as_is,
-    as_node,
+    bound,
     float_operands,
+    floats_as_is,
     implements,
     leave_to_netcl_if,
-    record,
 )
 from clamp.ops import grid as grid_ops
 from clamp.ops import upsample as upsample_ops
@@ -33,10 +31,8 @@ ScaleFactor = Sequence[float] | float | None
 
 def _operands(casting: Casting, x: Any, *coordinates: Any) -> list[Operand]:
     """x under the policy, coordinates as they are; all floating and on one queue."""
-    (operand,) = float_operands(casting, as_node(x))
-    others = [as_is(one) for one in coordinates]
-    if any(other.value.dtype not in bridge.STORAGE for other in others):
-        raise NotOwned
+    (operand,) = float_operands(casting, x)
+    others = floats_as_is(*coordinates)
     bridge.require_same_queue("grid_sample", operand.parent.value, *(other.value for other in others))
     return [operand, *others]
 
@@ -91,12 +87,10 @@ def upsample(
     dtype = casting.result_dtype(operand)
     out = upsample_ops.upsample(operand.value, resolved, mode, align_corners, out_dtype=dtype)
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        if not operand.needs_grad:
-            return [None]
-        return [upsample_ops.upsample_backward(grad, shape, mode, align_corners, out_dtype=operand.grad_dtype)]
+    def gradient(grad: Tensor) -> Tensor:
+        return upsample_ops.upsample_backward(grad, shape, mode, align_corners, out_dtype=operand.grad_dtype)
 
-    return record(out, backward, (operand,), "upsample", tape)
+    return bound(out, {operand: gradient}, "upsample", tape)
 
 
 # -------------------------------------------------------------------------------------------- grids
@@ -130,23 +124,21 @@ def grid_sample(
         ValueError: shapes that do not belong together, images without pixels, another mode or padding mode.
     """
     _require_bilinear(mode)
-    image, places = operands = _operands(casting, x, grid)
+    image, places = _operands(casting, x, grid)
     dtype = casting.result_dtype(image)
     out = grid_ops.grid_sample(image.value, places.value, padding_mode, align_corners, out_dtype=dtype)
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        dx = dgrid = None
-        if image.needs_grad:
-            dx = grid_ops.grid_sample_backward_input(
-                grad, places.value, image.shape, padding_mode, align_corners, out_dtype=image.grad_dtype
-            )
-        if places.needs_grad:
-            dgrid = grid_ops.grid_sample_backward_grid(
-                grad, image.value, places.value, padding_mode, align_corners, out_dtype=places.grad_dtype
-            )
-        return [dx, dgrid]
+    def image_gradient(grad: Tensor) -> Tensor:
+        return grid_ops.grid_sample_backward_input(
+            grad, places.value, image.shape, padding_mode, align_corners, out_dtype=image.grad_dtype
+        )
 
-    return record(out, backward, operands, "grid_sample", tape)
+    def grid_gradient(grad: Tensor) -> Tensor:
+        return grid_ops.grid_sample_backward_grid(
+            grad, image.value, places.value, padding_mode, align_corners, out_dtype=places.grad_dtype
+        )
+
+    return bound(out, {image: image_gradient, places: grid_gradient}, "grid_sample", tape)
 
 
 @implements("netcl.autograd.affine_grid")
@@ -168,12 +160,10 @@ def affine_grid(
     dtype = casting.result_dtype(operand)
     out = grid_ops.affine_grid(operand.value, size, align_corners, out_dtype=dtype)
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        if not operand.needs_grad:
-            return [None]
-        return [grid_ops.affine_grid_backward(grad, align_corners, out_dtype=operand.grad_dtype)]
+    def gradient(grad: Tensor) -> Tensor:
+        return grid_ops.affine_grid_backward(grad, align_corners, out_dtype=operand.grad_dtype)
 
-    return record(out, backward, (operand,), "affine_grid", tape)
+    return bound(out, {operand: gradient}, "affine_grid", tape)
 
 
 @implements("netcl.autograd.rotate_2d_grid")
@@ -217,17 +207,13 @@ def _angles(angles: Any, like: Tensor) -> TensorLike:
 
 def _rotation(angles: TensorLike, n: int, tape: Tape | None) -> Any:
     """The maps that rotate n images, with a gradient for the angles."""
-    operand = as_is(angles)
-    if operand.value.dtype not in bridge.STORAGE:
-        raise NotOwned
+    (operand,) = floats_as_is(angles)
     theta = grid_ops.rotation(operand.value, n)
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        if not operand.needs_grad:
-            return [None]
-        return [grid_ops.rotation_backward(grad, operand.value, out_dtype=operand.grad_dtype)]
+    def gradient(grad: Tensor) -> Tensor:
+        return grid_ops.rotation_backward(grad, operand.value, out_dtype=operand.grad_dtype)
 
-    return record(theta, backward, (operand,), "rotation", tape)
+    return bound(theta, {operand: gradient}, "rotation", tape)
 
 
 # -------------------------------------------------------------------------------------------- tensor level

@@ -13,7 +13,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
-from clamp.casting.operands import Operand, record
+from clamp.casting.operands import Operand, bound
 from clamp.params import gradient_marks
 from clamp.scaling.loss_scale import LossScale
 
@@ -65,12 +65,12 @@ def scaled_node(loss: TensorLike, scaler: LossScale) -> Any:
         require_graph(loss)
     operand, run = Operand(loss, loss.value), _Run()
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
+    def gradient(grad: Tensor) -> Tensor:
         run.begun = True
         scale = gradient_marks.scale_in_backward() or scaler.applied()
-        return [scale.multiply(grad, "float32")]
+        return scale.multiply(grad, "float32")
 
-    made = record(scaler.scale_loss(loss.value), backward, (operand,), SCALE_OP)
+    made = bound(scaler.scale_loss(loss.value), {operand: gradient}, SCALE_OP)
     if isinstance(made, Node):
         made.loss_scale, made.run = scaler, run
     return made
