@@ -27,7 +27,7 @@ from netcl.optim import clip
 
 from clamp import amp
 from clamp.bridge import Node, Parameter, Tensor
-from clamp.casting.operands import OWNED
+from clamp.casting.owned import OWNED
 from clamp.casting.policy import CastPolicy, PolicyTable, default_table, parse_list
 from clamp.patching import patch
 from clamp.patching.patch import _netcl_modules

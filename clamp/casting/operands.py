@@ -32,12 +32,6 @@ class NotOwned(Exception):
     takes over, after any 16-bit input has been widened."""
 
 
-def leave_to_netcl_if(*given: object) -> None:
-    """Raises NotOwned where an argument was given that clamp's kernels have no place for: ``out``, for one."""
-    if any(x is not None and x is not False for x in given):
-        raise NotOwned
-
-
 class Operand:
     """One tensor argument of an op.
 
@@ -344,23 +338,6 @@ def bound(
 
 def _each(key: Operand | tuple[Operand, ...]) -> tuple[Operand, ...]:
     return key if isinstance(key, tuple) else (key,)
-
-
-Function = Callable[..., Any]
-
-#: netcl function, by full name -> the function of clamp that takes its place: ``f(casting, *args, **kwargs)``
-OWNED: dict[str, Function] = {}
-
-
-def implements(*names: str) -> Callable[[Function], Function]:
-    """Registers a function as clamp's version of the netcl functions of these full names."""
-
-    def register(function: Function) -> Function:
-        for name in names:
-            OWNED[name] = function
-        return function
-
-    return register
 
 
 def as_node(x: Any) -> TensorLike:

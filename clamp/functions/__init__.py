@@ -5,7 +5,7 @@ dtype the result is stored (``clamp.casting``). Importing a family registers it 
 netcl function whose place it takes.
 """
 
-from clamp.casting.operands import OWNED
+from clamp.casting.owned import OWNED
 from clamp.functions import (
     activations,
     arithmetic,

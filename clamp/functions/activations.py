@@ -6,14 +6,14 @@ x = 4.5 on, while the slope is not. It reads the result where nothing is lost by
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, bound, float_operands, implements
+from clamp.casting.operands import Casting, bound, float_operands
+from clamp.casting.owned import implements
 from clamp.functions.elementwise import apply_unary
 from clamp.opencl.recording import Drawn
 from clamp.ops import elementwise as ops
@@ -36,46 +36,50 @@ _PLAIN = {
     "rsqrt": ("rsqrt", "rsqrt_grad", False),
 }
 
+#: names that netcl has a function of bare tensors for, too
+_ON_TENSORS = {"relu", "sigmoid", "tanh", "swish", "softplus", "hard_sigmoid", "hard_swish"}
 
-def _plain(name: str, op: str, grad_op: str, from_out: bool) -> Callable[..., Any]:
+
+def _plain(name: str, op: str, grad_op: str, from_out: bool) -> None:
     def function(casting: Casting, x: TensorLike, tape: Tape | None = None) -> Any:
         return apply_unary(casting, x, tape, op, grad_op, from_out=from_out)
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"{name} of every element."
-    return implements(f"netcl.autograd.{name}")(function)
+    places = ("netcl.autograd", "netcl.ops.elementwise") if name in _ON_TENSORS else ("netcl.autograd",)
+    implements(*(f"{place}.{name}" for place in places))(function)
 
 
-#: The functions of ``_PLAIN``, by name: ``f(casting, x, tape=None)``
-PLAIN = {name: _plain(name, *rule) for name, rule in _PLAIN.items()}
+for _name, _rule in _PLAIN.items():
+    _plain(_name, *_rule)
 
 
-@implements("netcl.autograd.leaky_relu")
+@implements("netcl.autograd.leaky_relu", "netcl.ops.elementwise.leaky_relu")
 def leaky_relu(casting: Casting, x: TensorLike, negative_slope: float = 0.01, tape: Tape | None = None) -> Any:
     """x where positive, negative_slope * x elsewhere."""
     return apply_unary(casting, x, tape, "leaky_relu", "leaky_relu_grad", negative_slope)
 
 
-@implements("netcl.autograd.gelu")
+@implements("netcl.autograd.gelu", "netcl.ops.elementwise.gelu")
 def gelu(casting: Casting, x: TensorLike, approximate: bool = True, tape: Tape | None = None) -> Any:
     """x * Phi(x), Phi being the normal distribution, or with ``approximate`` its usual form in tanh."""
     op = "gelu_tanh" if approximate else "gelu_erf"
     return apply_unary(casting, x, tape, op, f"{op}_grad")
 
 
-@implements("netcl.autograd.elu")
+@implements("netcl.autograd.elu", "netcl.ops.elementwise.elu")
 def elu(casting: Casting, x: TensorLike, alpha: float = 1.0, tape: Tape | None = None) -> Any:
     """x where positive, alpha * (exp(x) - 1) elsewhere."""
     return apply_unary(casting, x, tape, "elu", "elu_grad", alpha)
 
 
-@implements("netcl.autograd.clamp", "netcl.autograd.clip")
+@implements("netcl.autograd.clamp", "netcl.autograd.clip", "netcl.ops.elementwise.clamp")
 def clamp(casting: Casting, x: TensorLike, min_val: float, max_val: float, tape: Tape | None = None) -> Any:
     """x, not below min_val and not above max_val. The gradient passes at the bounds and between them."""
     return apply_unary(casting, x, tape, "clamp", "clamp_grad", min_val, max_val)
 
 
-@implements("netcl.autograd.hard_tanh")
+@implements("netcl.autograd.hard_tanh", "netcl.ops.elementwise.hard_tanh")
 def hard_tanh(
     casting: Casting, x: TensorLike, min_val: float = -1.0, max_val: float = 1.0, tape: Tape | None = None
 ) -> Any:
@@ -89,7 +93,7 @@ def pow(casting: Casting, x: TensorLike, exponent: float, tape: Tape | None = No
     return apply_unary(casting, x, tape, "pow", "pow_grad", number("pow", "exponent", exponent))
 
 
-@implements("netcl.autograd.dropout")
+@implements("netcl.autograd.dropout", "netcl.ops.elementwise.dropout")
 def dropout(casting: Casting, x: TensorLike, p: float = 0.5, seed: int | None = None, tape: Tape | None = None) -> Any:
     """x with a random part p of its elements zeroed and the others multiplied by 1 / (1 - p).
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, float_operands, implements, owned_value
+from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, float_operands, owned_value
+from clamp.casting.owned import implements
 from clamp.functions.elementwise import (
     PASS,
     apply_broadcast,
@@ -83,7 +84,7 @@ def add_relu(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None =
     return bound(out, gradients_by(operands, (PASS, PASS), ()), "add_relu", tape, first=through)
 
 
-@implements("netcl.autograd.bias_add")
+@implements("netcl.autograd.bias_add", "netcl.ops.elementwise.bias_add")
 def bias_add(casting: Casting, x: TensorLike, bias: TensorLike, tape: Tape | None = None) -> Any:
     """x + bias, a bias of shape (N,) on every row of x, of shape (M, N).
 

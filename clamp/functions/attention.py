@@ -6,17 +6,20 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Operand, as_is, as_node, bound, float_operands, implements, owned_value
+from clamp.casting.operands import Casting, Operand, as_is, as_node, bound, float_operands, owned_value
+from clamp.casting.owned import implements
 from clamp.ops import attention as ops
 from clamp.ops.rope import rope as rotate
 
 
-@implements("netcl.autograd.flash_attention")
+@implements("netcl.ops.attention.flash_attention")
+@implements("netcl.autograd.flash_attention", first=True)
 def flash_attention(
     casting: Casting, q: TensorLike, k: TensorLike, v: TensorLike, causal: bool = True,
     scale: float | None = None, tape: Tape | None = None,
-) -> Any:  # fmt: skip
-    """softmax(q k' scale) v for q, k and v of one shape (B, H, T, D); see ``clamp.ops.attention.attention``.
+) -> tuple[Any, Tensor]:  # fmt: skip
+    """softmax(q k' scale) v for q, k and v of one shape (B, H, T, D); log-sum-exp of each query's scores, (B, H, T) in
+    float32. See ``clamp.ops.attention.attention``.
 
     Backward keeps q, k, v and a float a query, neither the weights nor the result.
 
@@ -29,7 +32,7 @@ def flash_attention(
     def backward(grad: Tensor) -> ops.Gradients:
         return _gradients(qo, ko, vo, lse, grad, causal, scale)
 
-    return bound(out, {operands: backward}, "flash_attention", tape)
+    return bound(out, {operands: backward}, "flash_attention", tape), lse
 
 
 def _gradients(
@@ -38,15 +41,6 @@ def _gradients(
     """Gradients of q, k and v, each in its own dtype."""
     dtypes = (q.grad_dtype, k.grad_dtype, v.grad_dtype)
     return ops.attention_backward(q.value, k.value, v.value, lse, grad, causal, scale, out_dtypes=dtypes)
-
-
-@implements("netcl.ops.attention.flash_attention")
-def tensor_flash_attention(
-    casting: Casting, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None, pool: Any = None
-) -> tuple[Tensor, Tensor]:
-    """(result, log-sum-exp of each query's scores) of ``flash_attention``, the latter (B, H, T) in float32."""
-    operands = qo, ko, vo = float_operands(casting, q, k, v)
-    return ops.attention(qo.value, ko.value, vo.value, causal, scale, out_dtype=casting.result_dtype(*operands))
 
 
 @implements("netcl.ops.attention.flash_attention_backward")
@@ -80,13 +74,17 @@ def flash_attention_decode(
     return ops.attention_decode(qo.value, keys, values, int(cache_len), scale, out_dtype=dtype)
 
 
-@implements("netcl.autograd.rope")
+@implements("netcl.autograd.rope", "netcl.ops.norm_rope.rope")
 def rope(
-    casting: Casting, x: TensorLike, positions: TensorLike, base: float = 10000.0, tape: Tape | None = None
-) -> Any:
+    casting: Casting, x: TensorLike, positions: TensorLike, base: float = 10000.0, tape: Tape | None = None,
+    *, inverse: bool = False,
+) -> Any:  # fmt: skip
     """x (..., T, D), each pair of elements rotated by its angle at ``positions`` (T,); see ``clamp.ops.rope.rope``.
 
     Backward turns the gradient back by the same angles.
+
+    Args:
+        inverse: whether by the negated angles.
 
     Raises:
         ValueError: D is odd, or there are not T positions.
@@ -94,21 +92,10 @@ def rope(
     (operand,) = float_operands(casting, x)
     places = owned_value(as_node(positions))
     bridge.require_same_queue("rope", operand.value, places)
-    out = rotate(operand.value, places, float(base), out_dtype=casting.result_dtype(operand))
+    dtype = casting.result_dtype(operand)
+    out = rotate(operand.value, places, float(base), inverse=bool(inverse), out_dtype=dtype)
 
     def gradient(grad: Tensor) -> Tensor:
-        return rotate(grad, places, float(base), inverse=True, out_dtype=operand.grad_dtype)
+        return rotate(grad, places, float(base), inverse=not inverse, out_dtype=operand.grad_dtype)
 
     return bound(out, {operand: gradient}, "rope", tape)
-
-
-@implements("netcl.ops.norm_rope.rope")
-def tensor_rope(
-    casting: Casting, x: Tensor, positions: Tensor, base: float = 10000.0, inverse: bool = False, pool: Any = None
-) -> Tensor:
-    """``rope`` of a bare tensor; with ``inverse`` by the negated angles."""
-    (operand,) = float_operands(casting, x)
-    places = owned_value(as_node(positions))
-    bridge.require_same_queue("rope", operand.value, places)
-    dtype = casting.result_dtype(operand)
-    return rotate(operand.value, places, float(base), inverse=bool(inverse), out_dtype=dtype)

@@ -12,17 +12,8 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import (
-    Casting,
-    Gradients,
-    Operand,
-    as_is,
-    as_node,
-    bound,
-    implements,
-    leave_to_netcl_if,
-    require_floating,
-)
+from clamp.casting.operands import Casting, Gradients, Operand, as_is, as_node, bound, require_floating
+from clamp.casting.owned import implements, leave_to_netcl_if
 from clamp.ops import conv as ops
 from clamp.ops.arguments import whole_number
 from clamp.ops.conv import Pair, Weights, Window
@@ -33,7 +24,7 @@ from clamp.params.weight_cache import weights
 Number = int | Sequence[int]  # netcl takes one number for both axes
 
 
-@implements("netcl.autograd.conv2d")
+@implements("netcl.autograd.conv2d", "netcl.ops.conv2d.conv2d")
 def conv2d(
     casting: Casting,
     x: TensorLike,
@@ -45,18 +36,21 @@ def conv2d(
     dilation: Number = 1,
     groups: int = 1,
     tape: Tape | None = None,
+    *,
+    fuse_relu: bool | None = None,
 ) -> Any:
     """Convolution of x (N, C, H, W) with w (F, C / groups, KH, KW), plus bias (F,).
 
     Args:
         stride, pad, dilation: one number, or one for each axis.
         algo: has no effect; there is one algorithm for a device.
+        fuse_relu: whether relu follows, in its store (netcl's function of bare tensors takes it).
 
     Raises:
         ValueError: shapes that do not fit, or a stride, padding, dilation or number of groups that makes no sense.
     """
     window = _window("conv2d", stride, pad, dilation, groups)
-    return _convolve(casting, x, w, bias, window, False, "conv2d", tape)
+    return _convolve(casting, x, w, bias, window, bool(fuse_relu), "conv2d", tape)
 
 
 @implements("netcl.autograd.conv2d_relu")
@@ -78,7 +72,7 @@ def conv2d_relu(
     return _convolve(casting, x, w, bias, _window("conv2d_relu", stride, pad, 1, groups), True, "conv2d_relu", tape)
 
 
-@implements("netcl.autograd.conv_transpose2d")
+@implements("netcl.autograd.conv_transpose2d", "netcl.ops.conv_transpose2d.conv_transpose2d")
 def conv_transpose2d(
     casting: Casting,
     x: TensorLike,
@@ -228,33 +222,6 @@ def _check(
 # ------------------------------------------------------------------------------------------ tensor level
 
 
-@implements("netcl.ops.conv2d.conv2d")
-def tensor_conv2d(
-    casting: Casting,
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-    pool: Any = None,
-    stride: Number = 1,
-    pad: Number = 0,
-    use_im2col: bool = False,
-    algo: str | None = None,
-    strategy: str | None = None,
-    fuse_relu: bool | None = None,
-    dilation: Number = 1,
-    groups: int = 1,
-) -> Any:
-    """``conv2d`` of bare tensors, with relu if ``fuse_relu``.
-
-    Raises:
-        NotOwned: ``out`` is given.
-    """
-    leave_to_netcl_if(out)
-    window = _window("conv2d", stride, pad, dilation, groups)
-    return _convolve(casting, x, w, bias, window, bool(fuse_relu), "conv2d", None)
-
-
 @implements("netcl.ops.conv2d.conv2d_backward")
 def tensor_conv2d_backward(
     casting: Casting,
@@ -282,26 +249,6 @@ def tensor_conv2d_backward(
         gx = ops.conv2d_input_grad(grad, packed, image, window, out_dtype=xo.grad_dtype)
     gw, gb = _parameter_grads(xo.value, grad, wo, None if bias is None else as_is(bias), window)
     return gx, gw, gb
-
-
-@implements("netcl.ops.conv_transpose2d.conv_transpose2d")
-def tensor_conv_transpose2d(
-    casting: Casting,
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None = None,
-    stride: Number = 1,
-    pad: Number = 0,
-    out: Tensor | None = None,
-    pool: Any = None,
-) -> Any:
-    """``conv_transpose2d`` of bare tensors.
-
-    Raises:
-        NotOwned: ``out`` is given.
-    """
-    leave_to_netcl_if(out)
-    return conv_transpose2d(casting, x, w, bias, stride, pad)
 
 
 @implements("netcl.ops.fused_ops.fused_conv_bias_relu")

@@ -7,21 +7,13 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import (
-    Casting,
-    Gradients,
-    as_is,
-    as_node,
-    bound,
-    implements,
-    leave_to_netcl_if,
-    require_floating,
-)
+from clamp.casting.operands import Casting, Gradients, as_is, as_node, bound, require_floating
+from clamp.casting.owned import implements
 from clamp.functions.conv import bias_gradient
 from clamp.ops import depthwise as ops
 
 
-@implements("netcl.autograd.depthwise_conv2d")
+@implements("netcl.autograd.depthwise_conv2d", "netcl.ops.depthwise_conv2d.depthwise_conv2d")
 def depthwise_conv2d(
     casting: Casting,
     x: Any,
@@ -55,28 +47,6 @@ def depthwise_conv2d(
     if bo is not None:
         gradients[bo] = partial(bias_gradient, bo)
     return bound(out, gradients, "depthwise_conv2d", tape)
-
-
-@implements("netcl.ops.depthwise_conv2d.depthwise_conv2d")
-def depthwise_conv2d_tensors(
-    casting: Casting,
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None = None,
-    stride: int = 1,
-    pad: int = 0,
-    out: Tensor | None = None,
-    pool: Any = None,
-    algo: str | None = None,
-) -> Any:
-    """``depthwise_conv2d`` of bare tensors. ``algo`` names one of netcl's kernels, which are not used.
-
-    Raises:
-        ValueError: shapes that do not fit.
-        NotOwned: ``out`` is given.
-    """
-    leave_to_netcl_if(out)
-    return depthwise_conv2d(casting, x, w, bias, stride, pad)
 
 
 @implements("netcl.ops.depthwise_conv2d.depthwise_conv2d_backward")

@@ -14,17 +14,8 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import (
-    Casting,
-    Gradients,
-    Match,
-    NotOwned,
-    as_node,
-    bound,
-    float_operands,
-    implements,
-    owned_value,
-)
+from clamp.casting.operands import Casting, Gradients, Match, NotOwned, as_node, bound, float_operands, owned_value
+from clamp.casting.owned import implements
 from clamp.ops import indexing as ops
 from clamp.ops import topk as topk_ops
 from clamp.ops.arguments import axis_of, whole_number
@@ -142,7 +133,7 @@ def index_add(casting: Casting, dst: Any, axis: int, idx: Any, src: Any, tape: T
     return bound(out, gradients, "index_add", tape)
 
 
-@implements("netcl.autograd.argmax")
+@implements("netcl.autograd.argmax", "netcl.ops.indexing.argmax")
 def argmax(casting: Casting, x: Any, axis: int = -1, keepdims: bool = False) -> Tensor:
     """The place of the largest element along an axis, an int32 tensor; the first of equal ones, or of NaNs (numpy).
 
@@ -153,7 +144,7 @@ def argmax(casting: Casting, x: Any, axis: int = -1, keepdims: bool = False) -> 
     return topk_ops.argmax(operand.value, axis, keepdims)
 
 
-@implements("netcl.autograd.topk")
+@implements("netcl.autograd.topk", "netcl.ops.indexing.topk")
 def topk(casting: Casting, x: Any, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
     """The k largest elements along an axis in descending order, and their places (int32). Not differentiable.
 
@@ -167,7 +158,7 @@ def topk(casting: Casting, x: Any, k: int, axis: int = -1) -> tuple[Tensor, Tens
     return cast(values, casting.result_dtype(operand)), places
 
 
-@implements("netcl.autograd.one_hot")
+@implements("netcl.autograd.one_hot", "netcl.ops.indexing.one_hot")
 def one_hot(casting: Casting, idx: Any, num_classes: int, queue: Any = None, dtype: str = "float32") -> Tensor:
     """A row of zeros for each index, with a one at the index: (number of indices, num_classes).
 
@@ -230,26 +221,6 @@ def tensor_index_add(casting: Casting, dst: Tensor, axis: int, idx: Any, src: Te
     target = to.value
     ops.index_add(source.value, to.shape, axis, _indices("index_add", idx, target, axis), target, target)
     return dst
-
-
-@implements("netcl.ops.indexing.argmax")
-def tensor_argmax(casting: Casting, x: Tensor, axis: int = -1, keepdims: bool = False, pool: Any = None) -> Tensor:
-    """``argmax`` of a bare tensor."""
-    return argmax(casting, x, axis, keepdims)
-
-
-@implements("netcl.ops.indexing.topk")
-def tensor_topk(casting: Casting, x: Tensor, k: int, axis: int = -1, pool: Any = None) -> tuple[Tensor, Tensor]:
-    """``topk`` of a bare tensor."""
-    return topk(casting, x, k, axis)
-
-
-@implements("netcl.ops.indexing.one_hot")
-def tensor_one_hot(
-    casting: Casting, idx: Any, num_classes: int, dtype: str = "float32", queue: Any = None, pool: Any = None
-) -> Tensor:
-    """``one_hot`` with its arguments in another order."""
-    return one_hot(casting, idx, num_classes, queue, dtype)
 
 
 @implements("netcl.ops.indexing.as_index_tensor")

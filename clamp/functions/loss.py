@@ -14,7 +14,8 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound, implements
+from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound
+from clamp.casting.owned import implements
 from clamp.ops import loss as ops
 from clamp.ops.loss_elementwise import loss_gradient, loss_sum, loss_terms
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from clamp.bridge import Tape
-from clamp.casting.operands import Casting, Gradients, Operand, as_node, bound, implements
+from clamp.casting.operands import Casting, Gradients, Operand, as_node, bound
+from clamp.casting.owned import implements
 from clamp.functions.loss import require_floats, require_same_shape, slope
 from clamp.ops.loss_elementwise import bce_constants, detection_constants, loss_sum, loss_terms
 

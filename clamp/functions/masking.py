@@ -6,16 +6,8 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import (
-    Casting,
-    Operand,
-    as_node,
-    bound,
-    float_operands,
-    implements,
-    leave_to_netcl_if,
-    owned_value,
-)
+from clamp.casting.operands import Casting, Operand, as_node, bound, float_operands, owned_value
+from clamp.casting.owned import implements
 from clamp.ops import masked_fill as ops
 
 
@@ -26,7 +18,7 @@ def _operands(casting: Casting, x: TensorLike, mask: TensorLike) -> tuple[Operan
     return operand, where
 
 
-@implements("netcl.autograd.masked_fill")
+@implements("netcl.autograd.masked_fill", "netcl.ops.lm_ops.masked_fill")
 def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float = -1e9, tape: Tape | None = None) -> Any:
     """x with ``fill`` wherever the mask is not zero; no gradient flows there.
 
@@ -42,16 +34,6 @@ def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float =
         return ops.masked_fill_backward(grad, where, out_dtype=operand.grad_dtype)
 
     return bound(out, {operand: gradient}, "masked_fill", tape)
-
-
-@implements("netcl.ops.lm_ops.masked_fill")
-def tensor_masked_fill(
-    casting: Casting, x: Tensor, mask: Tensor, fill: float = -1e9, out: Tensor | None = None, pool: Any = None
-) -> Tensor:
-    """``masked_fill`` of a bare tensor."""
-    leave_to_netcl_if(out)
-    operand, where = _operands(casting, x, mask)
-    return ops.masked_fill(operand.value, where, fill, out_dtype=casting.result_dtype(operand))
 
 
 @implements("netcl.ops.lm_ops.masked_fill_backward")

@@ -11,7 +11,8 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Gradients, Operand, as_is, as_node, bound, implements, leave_to_netcl_if
+from clamp.casting.operands import Casting, Gradients, Operand, as_is, as_node, bound
+from clamp.casting.owned import implements
 from clamp.ops.elementwise import elementwise
 from clamp.ops.gemm import gemm, pack_b
 from clamp.ops.reduce_to_shape import sum_to_shape
@@ -21,7 +22,7 @@ from clamp.params.weight_cache import weights
 Shape = tuple[int, ...]
 
 
-@implements("netcl.autograd.matmul_op")
+@implements("netcl.autograd.matmul_op", "netcl.ops.matmul.matmul")
 def matmul_op(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None = None) -> Any:
     """a @ b for (M, K) @ (K, N), (..., M, K) @ (K, N), (M, K) @ (B, K, N) and (B, M, K) @ (B, K, N).
 
@@ -35,7 +36,7 @@ def matmul_op(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None 
     return _product(casting, x, w, "matmul", tape)
 
 
-@implements("netcl.autograd.bmm")
+@implements("netcl.autograd.bmm", "netcl.ops.bmm.bmm")
 def bmm(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None = None) -> Any:
     """(..., M, K) @ (..., K, N) with equal leading dimensions.
 
@@ -143,20 +144,3 @@ def linear_relu(
     if bo is not None:
         gradients[bo] = lambda grad: sum_to_shape(grad, bo.shape, bo.grad_dtype)
     return bound(out, gradients, "linear_relu", tape, first=lambda grad: elementwise("relu_grad", out.dtype, grad, out))
-
-
-@implements("netcl.ops.matmul.matmul")
-def matmul(
-    casting: Casting, a: Tensor, b: Tensor, tile: int = 16, out: Tensor | None = None, pool: Any = None,
-    force_naive: bool = False,
-) -> Any:  # fmt: skip
-    """netcl's matmul of bare tensors."""
-    leave_to_netcl_if(out)
-    return matmul_op(casting, a, b)
-
-
-@implements("netcl.ops.bmm.bmm")
-def bmm_tensors(casting: Casting, a: Tensor, b: Tensor, out: Tensor | None = None, pool: Any = None) -> Any:
-    """netcl's bmm of bare tensors."""
-    leave_to_netcl_if(out)
-    return bmm(casting, a, b)

@@ -13,7 +13,8 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound, implements
+from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound
+from clamp.casting.owned import implements
 from clamp.functions.loss import require_floats, require_same_shape
 from clamp.ops import distances, info_nce, triplets
 from clamp.ops.loss import LABEL_STORAGE

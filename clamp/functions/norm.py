@@ -11,7 +11,8 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Operand, as_node, bound, float_operands, floats_as_is, implements
+from clamp.casting.operands import Casting, Operand, as_node, bound, float_operands, floats_as_is
+from clamp.casting.owned import implements
 from clamp.ops import norm_planes as planes_ops
 from clamp.ops import norm_planes_backward as planes_backward
 from clamp.ops import norm_rows as rows_ops
@@ -121,7 +122,8 @@ def normalized_batch(
     return bound(out, {(xo, go, bo): backward}, name, tape), mean, var
 
 
-@implements("netcl.autograd.batch_norm2d")
+@implements("netcl.nn.batchnorm.batch_norm2d")
+@implements("netcl.autograd.batch_norm2d", first=True)
 def batch_norm2d(
     casting: Casting,
     x: TensorLike,
@@ -133,8 +135,8 @@ def batch_norm2d(
     eps: float = 1e-5,
     training: bool = True,
     tape: Tape | None = None,
-) -> Any:
-    """``(x - mean) / sqrt(var + eps) * gamma + beta`` for each channel (Ioffe and Szegedy, 2015).
+) -> tuple[Any, Tensor, Tensor]:
+    """``(x - mean) / sqrt(var + eps) * gamma + beta`` for each channel (Ioffe and Szegedy, 2015); mean, variance.
 
     In training the statistics are those of the batch, and the running ones become ``(1 - momentum) * running +
     momentum * batch`` in place, with the biased variance; a batch whose statistics are not finite leaves them alone.
@@ -149,10 +151,11 @@ def batch_norm2d(
     """
     return normalized_batch(
         casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d"
-    )[0]  # fmt: skip
+    )  # fmt: skip
 
 
-@implements("netcl.autograd.batch_norm2d_relu")
+@implements("netcl.nn.batchnorm.batch_norm2d_relu")
+@implements("netcl.autograd.batch_norm2d_relu", first=True)
 def batch_norm2d_relu(
     casting: Casting,
     x: TensorLike,
@@ -164,14 +167,15 @@ def batch_norm2d_relu(
     eps: float = 1e-5,
     training: bool = True,
     tape: Tape | None = None,
-) -> Any:
-    """relu of ``batch_norm2d``, in its store. Arguments and errors as there."""
+) -> tuple[Any, Tensor, Tensor]:
+    """relu of ``batch_norm2d``, in its store; mean, variance. Arguments and errors as there."""
     return normalized_batch(
         casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d_relu", RELU
-    )[0]
+    )
 
 
-@implements("netcl.autograd.batch_norm2d_leaky_relu")
+@implements("netcl.nn.batchnorm.batch_norm2d_leaky_relu")
+@implements("netcl.autograd.batch_norm2d_leaky_relu", first=True)
 def batch_norm2d_leaky_relu(
     casting: Casting,
     x: TensorLike,
@@ -184,21 +188,38 @@ def batch_norm2d_leaky_relu(
     training: bool = True,
     negative_slope: float = 0.01,
     tape: Tape | None = None,
-) -> Any:
-    """leaky_relu of ``batch_norm2d``, in its store. Arguments and errors as there."""
+) -> tuple[Any, Tensor, Tensor]:
+    """leaky_relu of ``batch_norm2d``, in its store; mean, variance. Arguments and errors as there."""
     return normalized_batch(
         casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d_leaky_relu",
         Activation(2, float(negative_slope)),
-    )[0]  # fmt: skip
+    )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------- group and layer norm
 
 
-def normalized_groups(
-    casting: Casting, x: Any, gamma: Any, beta: Any, groups: int, eps: float, tape: Tape | None
+@implements("netcl.nn.groupnorm.group_norm")
+@implements("netcl.autograd.group_norm", first=True)
+def group_norm(
+    casting: Casting,
+    x: TensorLike,
+    gamma: TensorLike,
+    beta: TensorLike,
+    groups: int,
+    eps: float = 1e-5,
+    tape: Tape | None = None,
 ) -> tuple[Any, Tensor, Tensor]:
-    """As ``group_norm``, with the float32 means and variances of all groups: (result, mean, variance)."""
+    """``(x - mean) / sqrt(var + eps) * gamma + beta`` with the statistics of each sample's group of channels
+    (Wu and He, 2018); the float32 means and variances, of shape (N, groups).
+
+    Args:
+        x: (N, C, H, W), float32, float16 or bfloat16; ``groups`` divides C.
+        gamma, beta: C elements each.
+
+    Raises:
+        ValueError: shapes that do not fit, or tensors on different queues.
+    """
     (xo,) = float_operands(casting, x)
     require_nchw("group_norm", xo)
     groups, eps, channels = int(groups), float(eps), xo.shape[1]
@@ -218,33 +239,26 @@ def normalized_groups(
     return bound(out, {(xo, go, bo): backward}, "group_norm", tape), mean, var
 
 
-@implements("netcl.autograd.group_norm")
-def group_norm(
+@implements("netcl.nn.layernorm.layer_norm")
+@implements("netcl.autograd.layer_norm", first=True)
+def layer_norm(
     casting: Casting,
     x: TensorLike,
     gamma: TensorLike,
     beta: TensorLike,
-    groups: int,
     eps: float = 1e-5,
     tape: Tape | None = None,
-) -> Any:
-    """``(x - mean) / sqrt(var + eps) * gamma + beta`` with the statistics of each sample's group of channels
-    (Wu and He, 2018).
+) -> tuple[Any, Tensor, Tensor]:
+    """``(x - mean) / sqrt(var + eps) * gamma + beta`` over the last axis (Ba, Kiros and Hinton, 2016), or over the
+    last axes where gamma has several; the float32 means and variances, of shape (..., 1).
 
     Args:
-        x: (N, C, H, W), float32, float16 or bfloat16; ``groups`` divides C.
-        gamma, beta: C elements each.
+        x: (..., n), float32, float16 or bfloat16.
+        gamma, beta: n elements each, or of the shape of x's last axes.
 
     Raises:
         ValueError: shapes that do not fit, or tensors on different queues.
     """
-    return normalized_groups(casting, x, gamma, beta, groups, eps, tape)[0]
-
-
-def normalized_rows(
-    casting: Casting, x: Any, gamma: Any, beta: Any, eps: float, tape: Tape | None
-) -> tuple[Any, Tensor, Tensor]:
-    """As ``layer_norm``, with the float32 means and variances of all rows: (result, mean, variance)."""
     (xo,) = float_operands(casting, x)
     eps, shape = float(eps), xo.shape
     rows = _rows_that_share_statistics(xo, as_node(gamma))
@@ -287,33 +301,24 @@ def last_axis(name: str, x: Operand) -> int:
     return x.shape[-1]
 
 
-@implements("netcl.autograd.layer_norm")
-def layer_norm(
-    casting: Casting,
-    x: TensorLike,
-    gamma: TensorLike,
-    beta: TensorLike,
-    eps: float = 1e-5,
-    tape: Tape | None = None,
-) -> Any:
-    """``(x - mean) / sqrt(var + eps) * gamma + beta`` over the last axis (Ba, Kiros and Hinton, 2016), or over the
-    last axes where gamma has several.
+# ------------------------------------------------------------------------------- RMS norm, L2 normalization
+
+
+@implements("netcl.ops.norm_rope.rms_norm")
+@implements("netcl.autograd.rms_norm", first=True)
+def rms_norm(
+    casting: Casting, x: TensorLike, gamma: TensorLike, eps: float = 1e-6, tape: Tape | None = None
+) -> tuple[Any, Tensor]:
+    """``x / sqrt(mean x^2 + eps) * gamma`` over the last axis (Zhang and Sennrich, 2019); the float32 reciprocal root
+    mean square of each row.
 
     Args:
         x: (..., n), float32, float16 or bfloat16.
-        gamma, beta: n elements each, or of the shape of x's last axes.
+        gamma: n elements.
 
     Raises:
         ValueError: shapes that do not fit, or tensors on different queues.
     """
-    return normalized_rows(casting, x, gamma, beta, eps, tape)[0]
-
-
-# ------------------------------------------------------------------------------- RMS norm, L2 normalization
-
-
-def normalized_rms(casting: Casting, x: Any, gamma: Any, eps: float, tape: Tape | None) -> tuple[Any, Tensor]:
-    """As ``rms_norm``, with the float32 inverse root mean squares of all rows: (result, inverse)."""
     (xo,) = float_operands(casting, x)
     (go,) = parameters_of("rms_norm", xo, last_axis("rms_norm", xo), gamma)
     out, inverse = rows_ops.rms_norm(xo.value, go.value, eps=float(eps), out_dtype=casting.result_dtype(xo))
@@ -325,20 +330,6 @@ def normalized_rms(casting: Casting, x: Any, gamma: Any, eps: float, tape: Tape 
         return dx, _like(dgamma, go)
 
     return bound(out, {(xo, go): backward}, "rms_norm", tape), inverse
-
-
-@implements("netcl.autograd.rms_norm")
-def rms_norm(casting: Casting, x: TensorLike, gamma: TensorLike, eps: float = 1e-6, tape: Tape | None = None) -> Any:
-    """``x / sqrt(mean x^2 + eps) * gamma`` over the last axis (Zhang and Sennrich, 2019).
-
-    Args:
-        x: (..., n), float32, float16 or bfloat16.
-        gamma: n elements.
-
-    Raises:
-        ValueError: shapes that do not fit, or tensors on different queues.
-    """
-    return normalized_rms(casting, x, gamma, eps, tape)[0]
 
 
 @implements("netcl.autograd.l2_normalize")

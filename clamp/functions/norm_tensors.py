@@ -1,4 +1,4 @@
-"""netcl's norms on bare tensors, which its layers call under ``no_grad`` and for tensor inputs, and their backwards."""
+"""netcl's backwards of norms on bare tensors, and what has no counterpart among nodes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.casting.operands import Casting, Operand, float_operands, implements, leave_to_netcl_if, owned_value
+from clamp.casting.operands import Casting, Operand, float_operands, owned_value
+from clamp.casting.owned import implements, leave_to_netcl_if
 from clamp.functions.norm import (
     l2_normalize,
     last_axis,
-    normalized_batch,
-    normalized_groups,
-    normalized_rms,
-    normalized_rows,
     parameters_of,
     require_nchw,
     statistics_of,
@@ -23,46 +20,12 @@ from clamp.ops import norm_planes_backward as planes_backward
 from clamp.ops import norm_rows as rows_ops
 from clamp.ops.cast import cast
 from clamp.ops.elementwise import elementwise
-from clamp.ops.norm_sets import RELU, Activation
+from clamp.ops.norm_sets import RELU
 
 
 def _saved(name: str, x: Operand, size: int, *statistics: Any) -> list[Tensor]:
     """The statistics of a forward, in fp32: running ones may be kept in 16 bits."""
     return [cast(statistic, "float32") for statistic in statistics_of(name, x, size, *statistics)]
-
-
-@implements("netcl.nn.batchnorm.batch_norm2d")
-def tensor_batch_norm2d(
-    casting: Casting, x: Tensor, gamma: Tensor, beta: Tensor, running_mean: Tensor, running_var: Tensor,
-    momentum: float = 0.1, eps: float = 1e-5, training: bool = True,
-) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
-    """(result, mean, variance) of ``batch_norm2d``."""
-    return normalized_batch(
-        casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, None, "batch_norm2d"
-    )
-
-
-@implements("netcl.nn.batchnorm.batch_norm2d_relu")
-def tensor_batch_norm2d_relu(
-    casting: Casting, x: Tensor, gamma: Tensor, beta: Tensor, running_mean: Tensor, running_var: Tensor,
-    momentum: float = 0.1, eps: float = 1e-5, training: bool = True,
-) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
-    """(result, mean, variance) of ``batch_norm2d_relu``."""
-    return normalized_batch(
-        casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, None, "batch_norm2d_relu", RELU
-    )
-
-
-@implements("netcl.nn.batchnorm.batch_norm2d_leaky_relu")
-def tensor_batch_norm2d_leaky_relu(
-    casting: Casting, x: Tensor, gamma: Tensor, beta: Tensor, running_mean: Tensor, running_var: Tensor,
-    momentum: float = 0.1, eps: float = 1e-5, training: bool = True, negative_slope: float = 0.01,
-) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
-    """(result, mean, variance) of ``batch_norm2d_leaky_relu``."""
-    return normalized_batch(
-        casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, None, "batch_norm2d_leaky_relu",
-        Activation(2, float(negative_slope)),
-    )  # fmt: skip
 
 
 @implements("netcl.nn.batchnorm.batch_norm2d_backward")
@@ -97,14 +60,6 @@ def fused_bn_relu(
     )
 
 
-@implements("netcl.nn.groupnorm.group_norm")
-def tensor_group_norm(
-    casting: Casting, x: Tensor, gamma: Tensor, beta: Tensor, groups: int, eps: float = 1e-5
-) -> tuple[Any, Tensor, Tensor]:
-    """(result, mean, variance) of ``group_norm``, the latter two of shape (N, groups)."""
-    return normalized_groups(casting, x, gamma, beta, groups, eps, None)
-
-
 @implements("netcl.nn.groupnorm.group_norm_backward")
 def tensor_group_norm_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, mean: Tensor, var: Tensor, groups: int,
@@ -122,14 +77,6 @@ def tensor_group_norm_backward(
     )  # fmt: skip
 
 
-@implements("netcl.nn.layernorm.layer_norm")
-def tensor_layer_norm(
-    casting: Casting, x: Tensor, gamma: Tensor, beta: Tensor, eps: float = 1e-5
-) -> tuple[Any, Tensor, Tensor]:
-    """(result, mean, variance) of ``layer_norm``, the latter two of shape (..., 1)."""
-    return normalized_rows(casting, x, gamma, beta, eps, None)
-
-
 @implements("netcl.nn.layernorm.layer_norm_backward")
 def tensor_layer_norm_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, mean: Tensor, var: Tensor, eps: float = 1e-5
@@ -143,14 +90,6 @@ def tensor_layer_norm_backward(
         xo.value, go.value, owned_value(grad_out), center, spread, eps=float(eps), dx_dtype=xo.grad_dtype,
         dgamma_dtype=go.grad_dtype, dbeta_dtype=go.grad_dtype,
     )  # fmt: skip
-
-
-@implements("netcl.ops.norm_rope.rms_norm")
-def tensor_rms_norm(
-    casting: Casting, x: Tensor, gamma: Tensor, eps: float = 1e-6, pool: Any = None
-) -> tuple[Any, Tensor]:
-    """(result, reciprocal root mean square of each row) of ``rms_norm``."""
-    return normalized_rms(casting, x, gamma, eps, None)
 
 
 @implements("netcl.ops.norm_rope.rms_norm_backward")

@@ -7,16 +7,8 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import (
-    Casting,
-    Operand,
-    as_is,
-    bound,
-    float_operands,
-    floats_as_is,
-    implements,
-    leave_to_netcl_if,
-)
+from clamp.casting.operands import Casting, Operand, as_is, bound, float_operands, floats_as_is
+from clamp.casting.owned import implements
 from clamp.ops import prelu as ops
 
 
@@ -27,7 +19,7 @@ def _operands(casting: Casting, x: Any, alpha: Any) -> tuple[Operand, Operand]:
     return operand, slope
 
 
-@implements("netcl.autograd.prelu")
+@implements("netcl.autograd.prelu", "netcl.ops.elementwise.prelu")
 def prelu(casting: Casting, x: Any, alpha: Any, tape: Tape | None = None) -> Any:
     """x where positive, alpha * x elsewhere.
 
@@ -47,18 +39,6 @@ def prelu(casting: Casting, x: Any, alpha: Any, tape: Tape | None = None) -> Any
         )
 
     return bound(out, {operands: backward}, "prelu", tape)
-
-
-@implements("netcl.ops.elementwise.prelu")
-def tensor_prelu(casting: Casting, x: Any, alpha: Any, out: Tensor | None = None) -> Any:
-    """``prelu`` of bare tensors.
-
-    Raises:
-        ValueError: the number of slopes is another.
-        NotOwned: ``out`` is given.
-    """
-    leave_to_netcl_if(out)
-    return prelu(casting, x, alpha)
 
 
 @implements("netcl.ops.elementwise.prelu_backward")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Casting, bound, float_operands, implements, leave_to_netcl_if
+from clamp.casting.operands import Casting, bound, float_operands
+from clamp.casting.owned import implements, leave_to_netcl_if
 from clamp.ops import reduce as ops
 from clamp.ops import softmax as softmax_ops
 from clamp.ops.arguments import axis_of
@@ -48,7 +49,7 @@ def mean(casting: Casting, x: Any, axis: int | None = None, keepdims: bool = Fal
     return _reduce(casting, x, axis, keepdims and axis is not None, True, tape)
 
 
-@implements("netcl.autograd.softmax")
+@implements("netcl.autograd.softmax", "netcl.ops.softmax.softmax")
 def softmax(casting: Casting, x: Any, axis: int = -1, dim: int | None = None, tape: Tape | None = None) -> Any:
     """``exp(x) / sum(exp(x))`` along an axis. Backward keeps the result, not the input.
 
@@ -91,16 +92,3 @@ def tensor_reduce_sum(
     (operand,) = float_operands(casting, x)
     axis = None if axis is None else axis_of("reduce_sum", axis, len(operand.shape))
     return ops.reduce_sum(operand.value, axis, keepdims, out_dtype=casting.result_dtype(operand))
-
-
-@implements("netcl.ops.softmax.softmax")
-def tensor_softmax(casting: Casting, x: Any, out: Tensor | None = None, pool: Any = None, axis: int = -1) -> Any:
-    """``softmax`` of a bare tensor.
-
-    Raises:
-        ValueError: there is no such axis.
-        NotOwned: ``out`` is given, or x is not floating.
-    """
-    leave_to_netcl_if(out)
-    (operand,) = float_operands(casting, x)
-    return softmax_ops.softmax(operand.value, axis, out_dtype=casting.result_dtype(operand))

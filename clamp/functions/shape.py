@@ -8,7 +8,8 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Casting, NotOwned, as_node, bound, implements, leave_to_netcl_if
+from clamp.casting.operands import Casting, NotOwned, as_node, bound
+from clamp.casting.owned import implements, leave_to_netcl_if
 from clamp.ops import shape as ops
 from clamp.ops.arguments import axis_of, whole_number
 
@@ -90,7 +91,7 @@ def squeeze(casting: Casting, x: Any, axis: int | None = None, tape: Tape | None
     return _view(casting, x, shape[:axis] + shape[axis + 1 :], "squeeze", tape)
 
 
-@implements("netcl.autograd.permute")
+@implements("netcl.autograd.permute", "netcl.ops.permute.permute")
 def permute(casting: Casting, x: Any, dims: Sequence[int], tape: Tape | None = None) -> Any:
     """A copy of x with its axes in the order ``dims``; any number of axes.
 
@@ -104,19 +105,6 @@ def permute(casting: Casting, x: Any, dims: Sequence[int], tape: Tape | None = N
 
 
 # ------------------------------------------------------------------------------------------ tensor level
-
-
-@implements("netcl.ops.permute.permute")
-def tensor_permute(casting: Casting, x: Any, dims: Sequence[int], out: Tensor | None = None, pool: Any = None) -> Any:
-    """``permute`` of a bare tensor.
-
-    Raises:
-        ValueError: dims is no permutation of x's axes.
-        NotOwned: ``out`` is given.
-    """
-    leave_to_netcl_if(out)
-    (operand,) = casting.operands(as_node(x))
-    return ops.permute(operand.value, dims)
 
 
 @implements("netcl.ops.transpose.transpose2d")

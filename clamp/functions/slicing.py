@@ -17,7 +17,8 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, implements, owned_value
+from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, owned_value
+from clamp.casting.owned import implements
 from clamp.functions.joining import moved_dtype, stretches_of
 from clamp.ops import concat as ops
 from clamp.ops.arguments import axis_of, whole_number

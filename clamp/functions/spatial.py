@@ -12,16 +12,8 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
-from clamp.casting.operands import (
-    Casting,
-    Float,
-    Operand,
-    bound,
-    float_operands,
-    floats_as_is,
-    implements,
-    leave_to_netcl_if,
-)
+from clamp.casting.operands import Casting, Float, Operand, bound, float_operands, floats_as_is
+from clamp.casting.owned import implements, leave_to_netcl_if
 from clamp.ops import grid as grid_ops
 from clamp.ops import upsample as upsample_ops
 
@@ -59,7 +51,7 @@ def _output_size(shape: Sequence[int], size: Size, scale_factor: ScaleFactor) ->
     return int(shape[2] * float(down)), int(shape[3] * float(across))
 
 
-@implements("netcl.autograd.upsample")
+@implements("netcl.autograd.upsample", "netcl.ops.upsample.upsample")
 def upsample(
     casting: Casting,
     x: Any,
@@ -101,7 +93,7 @@ def _require_bilinear(mode: str) -> None:
         raise ValueError(f"grid_sample supports mode='bilinear', got {mode!r}")
 
 
-@implements("netcl.autograd.grid_sample")
+@implements("netcl.autograd.grid_sample", "netcl.ops.grid_sample.grid_sample")
 def grid_sample(
     casting: Casting,
     x: Any,
@@ -141,7 +133,7 @@ def grid_sample(
     return bound(out, {image: image_gradient, places: grid_gradient}, "grid_sample", tape)
 
 
-@implements("netcl.autograd.affine_grid")
+@implements("netcl.autograd.affine_grid", "netcl.ops.grid_sample.affine_grid")
 def affine_grid(
     casting: Casting, theta: Any, size: Sequence[int], align_corners: bool = False, tape: Tape | None = None
 ) -> Any:
@@ -219,27 +211,6 @@ def _rotation(angles: TensorLike, n: int, tape: Tape | None) -> Any:
 # -------------------------------------------------------------------------------------------- tensor level
 
 
-@implements("netcl.ops.upsample.upsample")
-def tensor_upsample(
-    casting: Casting,
-    x: Any,
-    size: Size = None,
-    scale_factor: ScaleFactor = None,
-    mode: str = "nearest",
-    align_corners: bool = False,
-    out: Tensor | None = None,
-    pool: Any = None,
-) -> Any:
-    """``upsample`` of a bare tensor.
-
-    Raises:
-        ValueError: as for ``upsample``.
-        NotOwned: ``out`` is given.
-    """
-    leave_to_netcl_if(out)
-    return upsample(casting, x, size, scale_factor, mode, align_corners)
-
-
 @implements("netcl.ops.upsample.upsample_backward")
 def tensor_upsample_backward(
     casting: Casting,
@@ -261,27 +232,6 @@ def tensor_upsample_backward(
     shape = tuple(int(extent) for extent in in_shape)
     dtype = casting.result_dtype(grad)
     return upsample_ops.upsample_backward(grad.value, shape, mode, align_corners, out_dtype=dtype)
-
-
-@implements("netcl.ops.grid_sample.grid_sample")
-def tensor_grid_sample(
-    casting: Casting,
-    x: Any,
-    grid: Any,
-    mode: str = "bilinear",
-    padding_mode: str = "zeros",
-    align_corners: bool = False,
-    out: Tensor | None = None,
-    pool: Any = None,
-) -> Any:
-    """``grid_sample`` of bare tensors.
-
-    Raises:
-        ValueError: as for ``grid_sample``.
-        NotOwned: ``out`` is given.
-    """
-    leave_to_netcl_if(out)
-    return grid_sample(casting, x, grid, mode, padding_mode, align_corners)
 
 
 @implements("netcl.ops.grid_sample.grid_sample_backward")
@@ -307,25 +257,6 @@ def tensor_grid_sample_backward(
     dx = grid_ops.grid_sample_backward_input(grad.value, places.value, image.shape, *modes, out_dtype=dtype)
     dgrid = grid_ops.grid_sample_backward_grid(grad.value, image.value, places.value, *modes, out_dtype="float32")
     return dx, dgrid
-
-
-@implements("netcl.ops.grid_sample.affine_grid")
-def tensor_affine_grid(
-    casting: Casting,
-    theta: Any,
-    size: Sequence[int],
-    align_corners: bool = False,
-    out: Tensor | None = None,
-    pool: Any = None,
-) -> Any:
-    """``affine_grid`` of a bare tensor.
-
-    Raises:
-        ValueError: as for ``affine_grid``.
-        NotOwned: ``out`` is given.
-    """
-    leave_to_netcl_if(out)
-    return affine_grid(casting, theta, size, align_corners)
 
 
 @implements("netcl.ops.grid_sample.affine_grid_backward")

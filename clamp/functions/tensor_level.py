@@ -1,100 +1,14 @@
-"""netcl's functions on bare tensors, which its layers call under ``no_grad`` and for tensor inputs.
-
-Each hands over to the function of the same name in ``netcl.autograd``: bare tensors in, bare tensor out. What
-writes into a tensor of the caller's (``out=``) or hands out a mask stays netcl's.
-"""
+"""netcl's arithmetic on bare tensors, which has no counterpart in ``netcl.autograd`` or is called by an op's name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from clamp.bridge import Tensor
-from clamp.casting.operands import Casting, NotOwned, float_operands, implements, leave_to_netcl_if
-from clamp.functions import activations, arithmetic
+from clamp.casting.operands import Casting, NotOwned, float_operands
+from clamp.casting.owned import implements, leave_to_netcl_if
+from clamp.functions import arithmetic
 from clamp.ops.elementwise import elementwise
-
-# -------------------------------------------------------------------------------------------- activations
-
-
-def _adapter(name: str) -> None:
-    function: Callable[..., Any] = activations.PLAIN[name]
-
-    def adapted(casting: Casting, x: Tensor, out: Tensor | None = None, pool: Any = None) -> Any:
-        leave_to_netcl_if(out)
-        return function(casting, x)
-
-    adapted.__name__ = adapted.__qualname__ = name
-    implements(f"netcl.ops.elementwise.{name}")(adapted)
-
-
-for _name in ("relu", "sigmoid", "tanh", "swish", "softplus", "hard_sigmoid", "hard_swish"):
-    _adapter(_name)
-
-
-@implements("netcl.ops.elementwise.leaky_relu")
-def leaky_relu(
-    casting: Casting, x: Tensor, negative_slope: float = 0.01, out: Tensor | None = None, pool: Any = None
-) -> Any:
-    """See ``activations.leaky_relu``."""
-    leave_to_netcl_if(out)
-    return activations.leaky_relu(casting, x, negative_slope)
-
-
-@implements("netcl.ops.elementwise.gelu")
-def gelu(casting: Casting, x: Tensor, approximate: bool = True, out: Tensor | None = None) -> Any:
-    """See ``activations.gelu``."""
-    leave_to_netcl_if(out)
-    return activations.gelu(casting, x, approximate)
-
-
-@implements("netcl.ops.elementwise.elu")
-def elu(casting: Casting, x: Tensor, alpha: float = 1.0, out: Tensor | None = None) -> Any:
-    """See ``activations.elu``."""
-    leave_to_netcl_if(out)
-    return activations.elu(casting, x, alpha)
-
-
-@implements("netcl.ops.elementwise.clamp")
-def clamp(casting: Casting, x: Tensor, min_val: float, max_val: float, out: Tensor | None = None) -> Any:
-    """See ``activations.clamp``."""
-    leave_to_netcl_if(out)
-    return activations.clamp(casting, x, min_val, max_val)
-
-
-@implements("netcl.ops.elementwise.hard_tanh")
-def hard_tanh(
-    casting: Casting, x: Tensor, min_val: float = -1.0, max_val: float = 1.0, out: Tensor | None = None
-) -> Any:
-    """See ``activations.hard_tanh``."""
-    leave_to_netcl_if(out)
-    return activations.hard_tanh(casting, x, min_val, max_val)
-
-
-@implements("netcl.ops.elementwise.dropout")
-def dropout(
-    casting: Casting,
-    x: Tensor,
-    p: float = 0.5,
-    seed: int | None = None,
-    out: Tensor | None = None,
-    pool: Any = None,
-    return_mask: bool = False,
-    mask: Tensor | None = None,
-) -> Any:
-    """See ``activations.dropout``."""
-    leave_to_netcl_if(out, return_mask, mask)
-    return activations.dropout(casting, x, p, seed)
-
-
-# --------------------------------------------------------------------------------------------- arithmetic
-
-
-@implements("netcl.ops.elementwise.bias_add")
-def bias_add(casting: Casting, x: Tensor, bias: Tensor, out: Tensor | None = None, pool: Any = None) -> Any:
-    """See ``arithmetic.bias_add``."""
-    leave_to_netcl_if(out)
-    return arithmetic.bias_add(casting, x, bias)
 
 
 @implements("netcl.ops.elementwise_optimized.fused_bias_relu")

@@ -21,13 +21,13 @@ from clamp.casting.arguments import cast_arguments, holds_half, reporter, tensor
 from clamp.casting.operands import (
     Casting,
     Float,
-    Function,
     Half,
     Match,
     NotOwned,
     Promote,
     widest,
 )
+from clamp.casting.owned import Function
 from clamp.casting.policy import CastPolicy, Entry, netcl_defects
 from clamp.casting.regions import Region, casting_in, casting_region, current_region, no_casts
 from clamp.opencl.recording import recorder

@@ -16,7 +16,7 @@ from netcl.optim import SGD
 
 from clamp import amp
 from clamp.bridge import Node, Parameter, Tensor
-from clamp.casting.operands import OWNED
+from clamp.casting.owned import OWNED
 from clamp.casting.policy import default_table, netcl_defects
 from tests.conformance import ops
 from tests.conformance.runner import (

@@ -18,7 +18,7 @@ from netcl.optim import SGD
 
 from clamp import amp, bridge, session
 from clamp.bridge import Node, Parameter
-from clamp.casting.operands import OWNED
+from clamp.casting.owned import OWNED
 from tests.reference import to_device, to_numpy
 
 Pair = namedtuple("Pair", "left right")

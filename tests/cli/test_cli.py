@@ -13,7 +13,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.casting.operands import OWNED
+from clamp.casting.owned import OWNED
 from clamp.casting.policy import CastPolicy, default_table
 from clamp.cli import main
 from clamp.cli.bench import command

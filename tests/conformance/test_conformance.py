@@ -12,7 +12,7 @@ from netcl import autograd as ag
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import OWNED
+from clamp.casting.owned import OWNED
 from clamp.casting.policy import CastPolicy
 from clamp.opencl.device import capabilities
 from tests.conformance import long_axes, ops, report

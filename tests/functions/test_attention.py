@@ -16,6 +16,7 @@ from netcl.nn.transformer import CausalSelfAttention, TransformerBlock
 from clamp import amp, session
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, Half, Match, NotOwned, Promote
+from clamp.casting.owned import OWNED
 from clamp.functions import attention, masking
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 
@@ -79,7 +80,7 @@ def test_attention(
 ) -> None:  # fmt: skip
     leaves = [leaf(queue, seed, dtype) for seed, dtype in enumerate(dtypes)]
     tape = Tape()
-    out = attention.flash_attention(casting, *leaves, causal=causal, scale=scale, tape=tape)
+    out = OWNED["netcl.autograd.flash_attention"](casting, *leaves, causal=causal, scale=scale, tape=tape)
     g = to_device(queue, np.random.default_rng(9).standard_normal(SHAPE), result)
     tape.backward(out, g)
     values = [to_numpy(x.value if read is None else to_device(queue, to_numpy(x.value), read)) for x in leaves]
@@ -97,7 +98,7 @@ def test_scaled_gradients(queue: cl.CommandQueue, scale: float) -> None:
     for factor in (1.0, scale):
         leaves = [leaf(queue, seed) for seed in range(3)]
         tape = Tape()
-        out = attention.flash_attention(half("bfloat16"), *leaves, tape=tape)
+        out = OWNED["netcl.autograd.flash_attention"](half("bfloat16"), *leaves, tape=tape)
         tape.backward(out, to_device(queue, factor * np.random.default_rng(3).standard_normal(SHAPE), "bfloat16"))
         results.append([to_numpy(x.grad) / factor for x in leaves])
     for first, second in zip(*results, strict=True):
@@ -107,20 +108,20 @@ def test_scaled_gradients(queue: cl.CommandQueue, scale: float) -> None:
 def test_no_gradient_for_inputs_that_need_none(queue: cl.CommandQueue) -> None:
     q, k, v = (leaf(queue, seed, "float16", requires_grad=seed == 1) for seed in range(3))
     tape = Tape()
-    out = attention.flash_attention(half(), q, k, v, tape=tape)
+    out = OWNED["netcl.autograd.flash_attention"](half(), q, k, v, tape=tape)
     tape.backward(out, to_device(queue, np.ones(SHAPE), "float16"))
     assert (q.grad, v.grad) == (None, None)
     assert k.grad is not None
     inputs = [leaf(queue, seed, requires_grad=False) for seed in range(3)]
-    assert attention.flash_attention(half(), *inputs).grad_fn is None
+    assert OWNED["netcl.autograd.flash_attention"](half(), *inputs).grad_fn is None
     assert attention.rope(Match(), inputs[0], integers(queue, range(5))).grad_fn is None
     assert masking.masked_fill(Promote(), inputs[0], to_device(queue, np.ones(8))).grad_fn is None
 
 
 def test_bare_tensors(queue: cl.CommandQueue) -> None:
     q, k, v = (leaf(queue, seed, "float16").value for seed in range(3))
-    assert isinstance(attention.flash_attention(half(), q, k, v), Tensor)
-    out, lse = attention.tensor_flash_attention(half(), q, k, v, causal=False, scale=0.5)
+    assert isinstance(OWNED["netcl.autograd.flash_attention"](half(), q, k, v), Tensor)
+    out, lse = attention.flash_attention(half(), q, k, v, causal=False, scale=0.5)
     g = to_device(queue, np.random.default_rng(5).standard_normal(SHAPE), "float16")
     grads = attention.tensor_flash_attention_backward(half(), q, k, v, out, lse, g, causal=False, scale=0.5)
     want = reference(*(to_numpy(x) for x in (q, k, v, g)), False, 0.5)
@@ -128,7 +129,7 @@ def test_bare_tensors(queue: cl.CommandQueue) -> None:
         assert got.dtype == "float16"
         assert_close(got, expected, slack=1024 * EPS)
     # The last query of a causal attention is what decoding computes.
-    out, _ = attention.tensor_flash_attention(Match(), q, k, v)
+    out, _ = attention.flash_attention(Match(), q, k, v)
     last = to_device(queue, to_numpy(q)[:, :, -1:], "float16")
     assert_close(attention.flash_attention_decode(half(), last, k, v, 5), to_numpy(out)[:, :, -1:], ulps=1)
 
@@ -136,11 +137,11 @@ def test_bare_tensors(queue: cl.CommandQueue) -> None:
 def test_what_attention_does_not_take(queue: cl.CommandQueue) -> None:
     q = leaf(queue, 0)
     with pytest.raises(ValueError, match="one shape"):
-        attention.flash_attention(half(), q, q, to_device(queue, np.ones((2, 3, 4, 8))))
+        OWNED["netcl.autograd.flash_attention"](half(), q, q, to_device(queue, np.ones((2, 3, 4, 8))))
     with pytest.raises(NotOwned):
-        attention.flash_attention(half(), q, q, Tensor.from_host(queue, np.ones(SHAPE), dtype="float64"))
+        OWNED["netcl.autograd.flash_attention"](half(), q, q, Tensor.from_host(queue, np.ones(SHAPE), dtype="float64"))
     with pytest.raises(NotOwned):
-        attention.flash_attention(half(), q, q, integers(queue, np.ones(SHAPE)))
+        OWNED["netcl.autograd.flash_attention"](half(), q, q, integers(queue, np.ones(SHAPE)))
 
 
 # ------------------------------------------------------------------------------------------ rotary positions
@@ -160,7 +161,7 @@ def test_rope(queue: cl.CommandQueue, dtype: str) -> None:
         want = to_numpy(source).view(np.complex128) * factor
         assert got.dtype == dtype
         assert_close(got, want.view(np.float64), slack=8 * EPS)
-    back = attention.tensor_rope(Match(), out.value, integers(queue, places), 500.0, inverse=True)
+    back = attention.rope(Match(), out.value, integers(queue, places), 500.0, inverse=True)
     assert back.dtype == dtype
     np.testing.assert_allclose(to_numpy(back), to_numpy(x.value), atol=3e-2 if dtype == "bfloat16" else 4e-3)
 
@@ -179,12 +180,12 @@ def test_masked_fill(queue: cl.CommandQueue, dtype: str) -> None:
     assert out.value.dtype == dtype
     assert_close(out.value, np.where(mask, -1e4, to_numpy(x.value)))
     np.testing.assert_array_equal(to_numpy(x.grad), np.where(mask, 0, to_numpy(g)))
-    bare = masking.tensor_masked_fill(Promote(), x.value, to_device(queue, mask, "float16"), -1e4)
+    bare = masking.masked_fill(Promote(), x.value, to_device(queue, mask, "float16"), -1e4)
     np.testing.assert_array_equal(to_numpy(bare), to_numpy(out.value))
     grad = masking.tensor_masked_fill_backward(Promote(), g, integers(queue, mask))
     np.testing.assert_array_equal(to_numpy(grad), to_numpy(x.grad))
     with pytest.raises(NotOwned):
-        masking.tensor_masked_fill(Promote(), x.value, x.value, out=g)
+        OWNED["netcl.ops.lm_ops.masked_fill"](Promote(), x.value, x.value, out=g)
 
 
 # ---------------------------------------------------------------------------------------------------- modules

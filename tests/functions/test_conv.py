@@ -15,7 +15,8 @@ from netcl.nn.layers import _FusedConvReLUTrain
 import clamp.functions.conv  # noqa: F401  (registers)
 from clamp import amp
 from clamp.bridge import Node, Parameter, Tape, Tensor
-from clamp.casting.operands import OWNED, Float, Half, NotOwned, Promote
+from clamp.casting.operands import Float, Half, NotOwned, Promote
+from clamp.casting.owned import OWNED
 from tests.ops.conv_reference import Case, forward, input_grad, weight_grad
 from tests.reference import assert_close, quantize, to_device, to_numpy
 

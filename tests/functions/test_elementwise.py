@@ -17,7 +17,8 @@ import clamp.functions.activations
 import clamp.functions.arithmetic
 import clamp.functions.tensor_level  # noqa: F401  (registers)
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import OWNED, Float, Half, Match, NotOwned, Promote
+from clamp.casting.operands import Float, Half, Match, NotOwned, Promote
+from clamp.casting.owned import OWNED
 from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
 Array = np.ndarray[Any, Any]

@@ -9,7 +9,8 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Node, Parameter, Tape, Tensor
-from clamp.casting.operands import OWNED, Float, Half, Promote
+from clamp.casting.operands import Float, Half, Promote
+from clamp.casting.owned import OWNED
 from tests.reference import assert_close, quantize, to_device, to_numpy
 
 HALVES = [Half(dtype, lambda source, target: None, False) for dtype in ("float16", "bfloat16", "float32")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from netcl.nn.modern import RMSNorm
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, Float, Half, Match, NotOwned
+from clamp.casting.owned import OWNED
 from clamp.functions import norm, norm_tensors
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, to_device, to_numpy
 
@@ -27,6 +29,9 @@ RNG = np.random.default_rng(0)
 EPS = 2.0**-24
 SHAPE = (3, 4, 5, 3)
 AXES = (0, 2, 3)
+
+_NAMES = ("batch_norm2d", "batch_norm2d_relu", "batch_norm2d_leaky_relu", "group_norm", "layer_norm", "rms_norm")
+nodes = SimpleNamespace(**{name: OWNED[f"netcl.autograd.{name}"] for name in _NAMES})  # without the statistics
 
 
 def half() -> Half:
@@ -62,9 +67,9 @@ def normalized(x: Array, axis: int | tuple[int, ...], eps: float = 1e-5) -> Arra
 def test_batch_norm_and_its_activations(queue: cl.CommandQueue, casting: Casting, dtype: str) -> None:
     expected_dtype = casting.result_dtype(*Match().operands(leaf(queue, [0.0], dtype)))
     for function, slope in (
-        (norm.batch_norm2d, 1.0),
-        (norm.batch_norm2d_relu, 0.0),
-        (norm.batch_norm2d_leaky_relu, 0.01),
+        (nodes.batch_norm2d, 1.0),
+        (nodes.batch_norm2d_relu, 0.0),
+        (nodes.batch_norm2d_leaky_relu, 0.01),
     ):
         x, (gamma, beta), (mean, var) = (
             leaf(queue, RNG.standard_normal(SHAPE), dtype),
@@ -96,8 +101,8 @@ def test_evaluation_backward_uses_the_statistics_of_its_forward(queue: cl.Comman
         running(queue, 4),
     )
     tape = Tape()
-    out = norm.batch_norm2d(Match(), x, gamma, beta, mean, var, training=False, tape=tape)
-    norm.batch_norm2d(Match(), leaf(queue, 100 + 9 * RNG.standard_normal(SHAPE)), gamma, beta, mean, var, momentum=1.0)
+    out = nodes.batch_norm2d(Match(), x, gamma, beta, mean, var, training=False, tape=tape)
+    nodes.batch_norm2d(Match(), leaf(queue, 100 + 9 * RNG.standard_normal(SHAPE)), gamma, beta, mean, var, momentum=1.0)
     assert to_numpy(mean).min() > 50
     grad = to_device(queue, RNG.standard_normal(SHAPE), "float16")
     tape.backward(out, grad)
@@ -113,9 +118,9 @@ def test_float_norms(queue: cl.CommandQueue, dtype: str) -> None:
         return normalized(x.reshape(3, 2, -1), -1).reshape(SHAPE)
 
     cases: list[tuple[Callable[..., Any], int, bool, Callable[[Array], Array]]] = [
-        (lambda c, *args, **kw: norm.group_norm(c, *args, groups=2, **kw), 4, True, grouped),
-        (norm.layer_norm, 3, True, lambda x: normalized(x, -1)),
-        (norm.rms_norm, 3, False, lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)),
+        (lambda c, *args, **kw: nodes.group_norm(c, *args, groups=2, **kw), 4, True, grouped),
+        (nodes.layer_norm, 3, True, lambda x: normalized(x, -1)),
+        (nodes.rms_norm, 3, False, lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)),
     ]
     for function, n, has_beta, reference in cases:
         for casting, result in ((Float(), "float32"), (Match(), dtype), (half(), "float16")):
@@ -159,10 +164,10 @@ def test_scaled_gradients(queue: cl.CommandQueue, scale: float) -> None:
     seed = RNG.uniform(-(2.0**-3), 2.0**-3, SHAPE)  # scaled by 2**16 it is finite in every storage type
     images, (gamma, beta), (mean, var) = RNG.standard_normal(SHAPE), parameters(queue, 4), running(queue, 4)
     for function, args in (
-        (norm.batch_norm2d_relu, (gamma, beta, mean, var)),
-        (norm.group_norm, (gamma, beta, 2)),
-        (norm.layer_norm, parameters(queue, 3)),
-        (norm.rms_norm, parameters(queue, 3)[:1]),
+        (nodes.batch_norm2d_relu, (gamma, beta, mean, var)),
+        (nodes.group_norm, (gamma, beta, 2)),
+        (nodes.layer_norm, parameters(queue, 3)),
+        (nodes.rms_norm, parameters(queue, 3)[:1]),
         (norm.l2_normalize, ()),
     ):
         gradients = []
@@ -177,7 +182,7 @@ def test_scaled_gradients(queue: cl.CommandQueue, scale: float) -> None:
 
 def test_leaves_without_gradient_get_none(queue: cl.CommandQueue) -> None:
     x, frozen = leaf(queue, RNG.standard_normal(SHAPE)), parameters(queue, 4, requires_grad=False)
-    for function, args in ((norm.batch_norm2d, running(queue, 4)), (norm.group_norm, (2,))):
+    for function, args in ((nodes.batch_norm2d, running(queue, 4)), (nodes.group_norm, (2,))):
         out = function(Match(), x, *frozen, *args)
         grads = out.grad_fn(to_device(queue, np.ones(SHAPE)))
         assert [grad is None for grad in grads] == [False, True, True]
@@ -186,7 +191,7 @@ def test_leaves_without_gradient_get_none(queue: cl.CommandQueue) -> None:
         assert [grad is None for grad in grads] == [True, False, False]
         assert function(Match(), image, *frozen, *args).grad_fn is None
     frozen = parameters(queue, 3, requires_grad=False)
-    for function, some in ((norm.layer_norm, frozen), (norm.rms_norm, frozen[:1])):
+    for function, some in ((nodes.layer_norm, frozen), (nodes.rms_norm, frozen[:1])):
         grads = function(Match(), x, *some).grad_fn(to_device(queue, np.ones(SHAPE)))
         assert grads[0] is not None
         assert all(grad is None for grad in grads[1:])
@@ -195,21 +200,21 @@ def test_leaves_without_gradient_get_none(queue: cl.CommandQueue) -> None:
 def test_bare_tensors(queue: cl.CommandQueue) -> None:
     x, gamma = to_device(queue, RNG.standard_normal(SHAPE), "float16"), to_device(queue, RNG.uniform(1, 2, 4))
     values, mean, var = to_numpy(x), *running(queue, 4)
-    out, batch_mean, batch_var = norm_tensors.tensor_batch_norm2d(Match(), x, gamma, gamma, mean, var)
+    out, batch_mean, batch_var = norm.batch_norm2d(Match(), x, gamma, gamma, mean, var)
     assert isinstance(out, Tensor)
     assert out.dtype == "float16"
     assert_close(batch_mean, values.mean(AXES), slack=64 * EPS)
     assert_close(batch_var, values.var(AXES), slack=64 * EPS)
-    _, given_mean, given_var = norm_tensors.tensor_batch_norm2d(Match(), x, gamma, gamma, mean, var, training=False)
+    _, given_mean, given_var = norm.batch_norm2d(Match(), x, gamma, gamma, mean, var, training=False)
     assert given_mean is mean
     assert given_var is var
     scale = to_device(queue, RNG.uniform(1, 2, 3))
-    out, row_mean, row_var = norm_tensors.tensor_layer_norm(Float(), x, scale, scale)
+    out, row_mean, row_var = norm.layer_norm(Float(), x, scale, scale)
     assert out.dtype == "float32"
     assert row_mean.shape == row_var.shape == (*SHAPE[:-1], 1)
-    _, group_mean, _ = norm_tensors.tensor_group_norm(Float(), x, gamma, gamma, 2)
+    _, group_mean, _ = norm.group_norm(Float(), x, gamma, gamma, 2)
     assert group_mean.shape == (3, 2)
-    out, inverse = norm_tensors.tensor_rms_norm(Float(), x, scale)
+    out, inverse = norm.rms_norm(Float(), x, scale)
     assert_close(inverse, 1 / np.sqrt((values**2).mean(-1).reshape(-1) + 1e-6), slack=256 * EPS)
     assert norm_tensors.tensor_l2_normalize(Float(), x).dtype == "float32"
     shifted = norm_tensors.fused_bn_relu(Match(), x, gamma, gamma)
@@ -232,25 +237,25 @@ def test_backwards_of_bare_tensors_are_those_of_autograd(queue: cl.CommandQueue)
             np.testing.assert_allclose(to_numpy(one), to_numpy(other), rtol=1e-3, atol=1e-5)
 
     bare = x.value, gamma.value
-    _, mean, var = norm_tensors.tensor_batch_norm2d(Match(), *bare, beta.value, *statistics)
-    node = norm.batch_norm2d(Match(), x, gamma, beta, *statistics)
+    _, mean, var = norm.batch_norm2d(Match(), *bare, beta.value, *statistics)
+    node = nodes.batch_norm2d(Match(), x, gamma, beta, *statistics)
     both(node, norm_tensors.tensor_batch_norm2d_backward(Match(), *bare, grad, mean, var))
-    node = norm.batch_norm2d_leaky_relu(Match(), x, gamma, beta, *statistics, negative_slope=0.25)
+    node = nodes.batch_norm2d_leaky_relu(Match(), x, gamma, beta, *statistics, negative_slope=0.25)
     both(node, norm_tensors.tensor_batch_norm2d_backward(
         Match(), *bare, grad, mean, var, out=node.value, leaky_slope=0.25
     ))  # fmt: skip
     kept = [to_device(queue, [0.5, -1, 0, 2], "float16"), to_device(queue, [1, 2, 0.5, 4], "float16")]
-    node = norm.batch_norm2d(Match(), x, gamma, beta, *kept, training=False)
+    node = nodes.batch_norm2d(Match(), x, gamma, beta, *kept, training=False)
     both(node, norm_tensors.tensor_batch_norm2d_backward(Match(), *bare, grad, *kept, training=False))
-    _, mean, var = norm_tensors.tensor_group_norm(Float(), *bare, beta.value, 2)
-    node = norm.group_norm(Float(), x, gamma, beta, 2)
+    _, mean, var = norm.group_norm(Float(), *bare, beta.value, 2)
+    node = nodes.group_norm(Float(), x, gamma, beta, 2)
     both(node, norm_tensors.tensor_group_norm_backward(Float(), *bare, grad, mean, var, 2))
     bare = x.value, scale.value
-    _, mean, var = norm_tensors.tensor_layer_norm(Float(), *bare, shift.value)
-    node = norm.layer_norm(Float(), x, scale, shift)
+    _, mean, var = norm.layer_norm(Float(), *bare, shift.value)
+    node = nodes.layer_norm(Float(), x, scale, shift)
     both(node, norm_tensors.tensor_layer_norm_backward(Float(), *bare, grad, mean, var))
-    _, inverse = norm_tensors.tensor_rms_norm(Float(), *bare)
-    both(norm.rms_norm(Float(), x, scale), norm_tensors.tensor_rms_norm_backward(Float(), *bare, grad, inverse))
+    _, inverse = norm.rms_norm(Float(), *bare)
+    both(nodes.rms_norm(Float(), x, scale), norm_tensors.tensor_rms_norm_backward(Float(), *bare, grad, inverse))
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
@@ -309,22 +314,22 @@ def test_wrong_input(queue: cl.CommandQueue) -> None:
     mean, var = running(queue, 4)
     short = to_device(queue, np.ones(3))
     with pytest.raises(ValueError, match=r"takes x of shape \(N, C, H, W\), got \(3, 4\)"):
-        norm.batch_norm2d(Match(), row, gamma, beta, mean, var)
+        nodes.batch_norm2d(Match(), row, gamma, beta, mean, var)
     with pytest.raises(ValueError, match=r"beta of shape \(3,\) for 4 features"):
-        norm.batch_norm2d(Match(), x, gamma, short, mean, var)
+        nodes.batch_norm2d(Match(), x, gamma, short, mean, var)
     with pytest.raises(ValueError, match="4 elements are needed"):
-        norm.batch_norm2d(Match(), x, gamma, beta, mean, short)
+        nodes.batch_norm2d(Match(), x, gamma, beta, mean, short)
     elsewhere = running(cl.CommandQueue(queue.context, queue.device), 4)
     with pytest.raises(ValueError, match="different queues"):
-        norm.batch_norm2d(Match(), x, gamma, beta, *elsewhere)
+        nodes.batch_norm2d(Match(), x, gamma, beta, *elsewhere)
     with pytest.raises(ValueError, match="not divisible by groups=3"):
-        norm.group_norm(Float(), x, gamma, beta, 3)
+        nodes.group_norm(Float(), x, gamma, beta, 3)
     with pytest.raises(ValueError, match=r"gamma of shape \(3,\) for 4 features"):
-        norm.layer_norm(Float(), row, short, beta)
+        nodes.layer_norm(Float(), row, short, beta)
     with pytest.raises(ValueError, match="axis 2 out of bounds"):
         norm.l2_normalize(Float(), row, dim=2)
     with pytest.raises(NotOwned):
-        norm.batch_norm2d(Match(), x, gamma, beta, None, None, training=False)
+        nodes.batch_norm2d(Match(), x, gamma, beta, None, None, training=False)
     integers = Tensor.from_host(queue, np.ones((3, 4), np.int32), dtype="int32")
     with pytest.raises(NotOwned):
-        norm.layer_norm(Float(), integers, gamma, beta)
+        nodes.layer_norm(Float(), integers, gamma, beta)

@@ -13,6 +13,7 @@ from netcl.nn.containers import PReLU
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Float, Half, Match, NotOwned
+from clamp.casting.owned import OWNED
 from clamp.functions import prelu as functions
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 
@@ -85,14 +86,14 @@ def test_a_layer_trains_and_infers(queue: cl.CommandQueue, dtype: str) -> None:
 
 def test_tensor_level(queue: cl.CommandQueue) -> None:
     x, slope = to_device(queue, [[-2.0, 4.0]], "float16"), to_device(queue, [0.5])
-    out = functions.tensor_prelu(Match(), x, slope)
+    out = OWNED["netcl.ops.elementwise.prelu"](Match(), x, slope)
     assert isinstance(out, Tensor)
     assert_close(out, [[-1, 4]])
     dx, dslope = functions.tensor_prelu_backward(Match(), x, slope, to_device(queue, [[1.0, 1.0]], "float16"))
     assert_close(dx, [[0.5, 1]])
     assert_close(dslope, [-2.0])
     with pytest.raises(NotOwned):
-        functions.tensor_prelu(Match(), x, slope, out=x)
+        OWNED["netcl.ops.elementwise.prelu"](Match(), x, slope, out=x)
 
 
 def test_wrong_arguments(queue: cl.CommandQueue) -> None:

@@ -15,6 +15,7 @@ from netcl.nn.containers import Upsample
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Float, Half, Match, NotOwned
+from clamp.casting.owned import OWNED
 from clamp.functions import spatial
 from tests.conformance import spatial as reference
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
@@ -145,11 +146,11 @@ def test_tensor_level_adapters(queue: cl.CommandQueue) -> None:
     x, grid = to_device(queue, RNG.standard_normal(IMAGE), "float16"), to_device(queue, places())
     theta = to_device(queue, RNG.standard_normal((2, 2, 3)))
     casting = Float()
-    assert_close(spatial.tensor_upsample(casting, x, 3), reference.upsample(to_numpy(x), 3))
+    assert_close(OWNED["netcl.ops.upsample.upsample"](casting, x, 3), reference.upsample(to_numpy(x), 3))
     want = reference.grid_sample(to_numpy(x), to_numpy(grid))
-    assert_close(spatial.tensor_grid_sample(casting, x, grid), want, slack=1e-5)
+    assert_close(OWNED["netcl.ops.grid_sample.grid_sample"](casting, x, grid), want, slack=1e-5)
     want = reference.affine_grid(to_numpy(theta), IMAGE)
-    assert_close(spatial.tensor_affine_grid(casting, theta, IMAGE), want, slack=1e-5)
+    assert_close(OWNED["netcl.ops.grid_sample.affine_grid"](casting, theta, IMAGE), want, slack=1e-5)
     grad = to_device(queue, np.ones((2, 3, 3, 6)), "float16")
     dx, dgrid = spatial.tensor_grid_sample_backward(casting, grad, x, grid)
     assert (dx.shape, dx.dtype, dgrid.shape, dgrid.dtype) == (IMAGE, "float32", (2, 3, 6, 2), "float32")
@@ -158,9 +159,9 @@ def test_tensor_level_adapters(queue: cl.CommandQueue) -> None:
     grad = to_device(queue, np.ones((2, 4, 5, 2)))
     assert_close(spatial.tensor_affine_grid_backward(casting, grad, IMAGE), [[[0, 0, 20]] * 2] * 2, slack=1e-5)
     for call in (
-        lambda: spatial.tensor_upsample(casting, x, 3, out=x),
-        lambda: spatial.tensor_grid_sample(casting, x, grid, out=x),
-        lambda: spatial.tensor_affine_grid(casting, theta, IMAGE, out=x),
+        lambda: OWNED["netcl.ops.upsample.upsample"](casting, x, 3, out=x),
+        lambda: OWNED["netcl.ops.grid_sample.grid_sample"](casting, x, grid, out=x),
+        lambda: OWNED["netcl.ops.grid_sample.affine_grid"](casting, theta, IMAGE, out=x),
         lambda: spatial.grid_sample(
             casting, x, Tensor.from_host(queue, np.ones((2, 1, 1, 2), np.int32), dtype="int32")
         ),
