@@ -19,7 +19,7 @@ OWNED: dict[str, Function] = {}
 _HINTS = frozenset({"algo", "force_naive", "pool", "strategy", "tile", "use_im2col"})
 
 
-def implements(*names: str, first: bool = False) -> Callable[[Function], Function]:
+def implements(*names: str, result_only: bool = False) -> Callable[[Function], Function]:
     """Registers a function as clamp's version of the netcl functions of these full names.
 
     Its parameters are named as netcl's. Where netcl's have another order, or more of them, as the functions of bare
@@ -27,12 +27,12 @@ def implements(*names: str, first: bool = False) -> Callable[[Function], Functio
     it is a hint; with any other (``out``, a tensor to write to) the call is left to netcl.
 
     Args:
-        first: these return the first of the function's results alone: a norm without its statistics.
+        result_only: these return the first of what the function returns: a norm without its statistics.
     """
 
     def register(function: Function) -> Function:
         for name in names:
-            OWNED[name] = _with_arguments_of(name, _first_of(function) if first else function)
+            OWNED[name] = _with_arguments_of(name, _first_of(function) if result_only else function)
         return function
 
     return register

@@ -13,15 +13,17 @@ from clamp.ops.rope import rope as rotate
 
 
 @implements("netcl.ops.attention.flash_attention")
-@implements("netcl.autograd.flash_attention", first=True)
+@implements("netcl.autograd.flash_attention", result_only=True)
 def flash_attention(
     casting: Casting, q: TensorLike, k: TensorLike, v: TensorLike, causal: bool = True,
     scale: float | None = None, tape: Tape | None = None,
 ) -> tuple[Any, Tensor]:  # fmt: skip
-    """softmax(q k' scale) v for q, k and v of one shape (B, H, T, D); log-sum-exp of each query's scores, (B, H, T) in
-    float32. See ``clamp.ops.attention.attention``.
+    """softmax(q k' scale) v for q, k and v of one shape (B, H, T, D); see ``clamp.ops.attention.attention``.
 
     Backward keeps q, k, v and a float a query, neither the weights nor the result.
+
+    Returns:
+        The result, and the log-sum-exp of each query's scores, (B, H, T) in float32.
 
     Raises:
         ValueError: shapes that are not four-dimensional and equal.

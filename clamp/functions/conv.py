@@ -24,7 +24,7 @@ from clamp.params.weight_cache import weights
 Number = int | Sequence[int]  # netcl takes one number for both axes
 
 
-@implements("netcl.autograd.conv2d", "netcl.ops.conv2d.conv2d")
+@implements("netcl.autograd.conv2d")
 def conv2d(
     casting: Casting,
     x: TensorLike,
@@ -36,21 +36,18 @@ def conv2d(
     dilation: Number = 1,
     groups: int = 1,
     tape: Tape | None = None,
-    *,
-    fuse_relu: bool | None = None,
 ) -> Any:
     """Convolution of x (N, C, H, W) with w (F, C / groups, KH, KW), plus bias (F,).
 
     Args:
         stride, pad, dilation: one number, or one for each axis.
         algo: has no effect; there is one algorithm for a device.
-        fuse_relu: whether relu follows, in its store (netcl's function of bare tensors takes it).
 
     Raises:
         ValueError: shapes that do not fit, or a stride, padding, dilation or number of groups that makes no sense.
     """
     window = _window("conv2d", stride, pad, dilation, groups)
-    return _convolve(casting, x, w, bias, window, bool(fuse_relu), "conv2d", tape)
+    return _convolve(casting, x, w, bias, window, False, "conv2d", tape)
 
 
 @implements("netcl.autograd.conv2d_relu")
@@ -220,6 +217,23 @@ def _check(
 
 
 # ------------------------------------------------------------------------------------------ tensor level
+
+
+@implements("netcl.ops.conv2d.conv2d")
+def tensor_conv2d(
+    casting: Casting,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    stride: Number = 1,
+    pad: Number = 0,
+    fuse_relu: bool | None = None,
+    dilation: Number = 1,
+    groups: int = 1,
+) -> Any:
+    """``conv2d`` of bare tensors, with relu if ``fuse_relu``."""
+    window = _window("conv2d", stride, pad, dilation, groups)
+    return _convolve(casting, x, w, bias, window, bool(fuse_relu), "conv2d", None)
 
 
 @implements("netcl.ops.conv2d.conv2d_backward")

@@ -123,7 +123,7 @@ def normalized_batch(
 
 
 @implements("netcl.nn.batchnorm.batch_norm2d")
-@implements("netcl.autograd.batch_norm2d", first=True)
+@implements("netcl.autograd.batch_norm2d", result_only=True)
 def batch_norm2d(
     casting: Casting,
     x: TensorLike,
@@ -136,7 +136,7 @@ def batch_norm2d(
     training: bool = True,
     tape: Tape | None = None,
 ) -> tuple[Any, Tensor, Tensor]:
-    """``(x - mean) / sqrt(var + eps) * gamma + beta`` for each channel (Ioffe and Szegedy, 2015); mean, variance.
+    """``(x - mean) / sqrt(var + eps) * gamma + beta`` for each channel (Ioffe and Szegedy, 2015).
 
     In training the statistics are those of the batch, and the running ones become ``(1 - momentum) * running +
     momentum * batch`` in place, with the biased variance; a batch whose statistics are not finite leaves them alone.
@@ -145,6 +145,9 @@ def batch_norm2d(
     Args:
         x: (N, C, H, W), float32, float16 or bfloat16; the result has its dtype.
         gamma, beta, running_mean, running_var: C elements each.
+
+    Returns:
+        The result, and the mean and variance of each channel that it was normalized with.
 
     Raises:
         ValueError: shapes that do not fit, or tensors on different queues.
@@ -155,7 +158,7 @@ def batch_norm2d(
 
 
 @implements("netcl.nn.batchnorm.batch_norm2d_relu")
-@implements("netcl.autograd.batch_norm2d_relu", first=True)
+@implements("netcl.autograd.batch_norm2d_relu", result_only=True)
 def batch_norm2d_relu(
     casting: Casting,
     x: TensorLike,
@@ -168,14 +171,14 @@ def batch_norm2d_relu(
     training: bool = True,
     tape: Tape | None = None,
 ) -> tuple[Any, Tensor, Tensor]:
-    """relu of ``batch_norm2d``, in its store; mean, variance. Arguments and errors as there."""
+    """relu of ``batch_norm2d``, in its store. Arguments, results and errors as there."""
     return normalized_batch(
         casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d_relu", RELU
     )
 
 
 @implements("netcl.nn.batchnorm.batch_norm2d_leaky_relu")
-@implements("netcl.autograd.batch_norm2d_leaky_relu", first=True)
+@implements("netcl.autograd.batch_norm2d_leaky_relu", result_only=True)
 def batch_norm2d_leaky_relu(
     casting: Casting,
     x: TensorLike,
@@ -189,7 +192,7 @@ def batch_norm2d_leaky_relu(
     negative_slope: float = 0.01,
     tape: Tape | None = None,
 ) -> tuple[Any, Tensor, Tensor]:
-    """leaky_relu of ``batch_norm2d``, in its store; mean, variance. Arguments and errors as there."""
+    """leaky_relu of ``batch_norm2d``, in its store. Arguments, results and errors as there."""
     return normalized_batch(
         casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d_leaky_relu",
         Activation(2, float(negative_slope)),
@@ -200,7 +203,7 @@ def batch_norm2d_leaky_relu(
 
 
 @implements("netcl.nn.groupnorm.group_norm")
-@implements("netcl.autograd.group_norm", first=True)
+@implements("netcl.autograd.group_norm", result_only=True)
 def group_norm(
     casting: Casting,
     x: TensorLike,
@@ -211,11 +214,14 @@ def group_norm(
     tape: Tape | None = None,
 ) -> tuple[Any, Tensor, Tensor]:
     """``(x - mean) / sqrt(var + eps) * gamma + beta`` with the statistics of each sample's group of channels
-    (Wu and He, 2018); the float32 means and variances, of shape (N, groups).
+    (Wu and He, 2018).
 
     Args:
         x: (N, C, H, W), float32, float16 or bfloat16; ``groups`` divides C.
         gamma, beta: C elements each.
+
+    Returns:
+        The result, and the means and variances in float32, of shape (N, groups).
 
     Raises:
         ValueError: shapes that do not fit, or tensors on different queues.
@@ -240,7 +246,7 @@ def group_norm(
 
 
 @implements("netcl.nn.layernorm.layer_norm")
-@implements("netcl.autograd.layer_norm", first=True)
+@implements("netcl.autograd.layer_norm", result_only=True)
 def layer_norm(
     casting: Casting,
     x: TensorLike,
@@ -250,11 +256,14 @@ def layer_norm(
     tape: Tape | None = None,
 ) -> tuple[Any, Tensor, Tensor]:
     """``(x - mean) / sqrt(var + eps) * gamma + beta`` over the last axis (Ba, Kiros and Hinton, 2016), or over the
-    last axes where gamma has several; the float32 means and variances, of shape (..., 1).
+    last axes where gamma has several.
 
     Args:
         x: (..., n), float32, float16 or bfloat16.
         gamma, beta: n elements each, or of the shape of x's last axes.
+
+    Returns:
+        The result, and the means and variances in float32, of shape (..., 1).
 
     Raises:
         ValueError: shapes that do not fit, or tensors on different queues.
@@ -305,16 +314,18 @@ def last_axis(name: str, x: Operand) -> int:
 
 
 @implements("netcl.ops.norm_rope.rms_norm")
-@implements("netcl.autograd.rms_norm", first=True)
+@implements("netcl.autograd.rms_norm", result_only=True)
 def rms_norm(
     casting: Casting, x: TensorLike, gamma: TensorLike, eps: float = 1e-6, tape: Tape | None = None
 ) -> tuple[Any, Tensor]:
-    """``x / sqrt(mean x^2 + eps) * gamma`` over the last axis (Zhang and Sennrich, 2019); the float32 reciprocal root
-    mean square of each row.
+    """``x / sqrt(mean x^2 + eps) * gamma`` over the last axis (Zhang and Sennrich, 2019).
 
     Args:
         x: (..., n), float32, float16 or bfloat16.
         gamma: n elements.
+
+    Returns:
+        The result, and the reciprocal root mean square of each row in float32.
 
     Raises:
         ValueError: shapes that do not fit, or tensors on different queues.
