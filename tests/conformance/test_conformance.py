@@ -14,7 +14,9 @@ from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.owned import OWNED
 from clamp.casting.policy import CastPolicy
+from clamp.cli.kernels import reached
 from clamp.opencl.device import capabilities
+from clamp.opencl.program import Kernel
 from tests.conformance import long_axes, ops, report
 from tests.conformance.long_axes import LongCase
 from tests.conformance.runner import (
@@ -79,13 +81,33 @@ def test_every_op_is_owned_and_listed_once() -> None:
     assert [name for name in names if name not in OWNED] == []
 
 
+_EVERYWHERE = {"cast.cl"}  # arguments are cast, whatever the op
+
+
+@pytest.fixture
+def named_kernels_only(
+    queue: cl.CommandQueue, amp_dtype: str, op: Op, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Fails where an op launches kernels of a file that ``python -m clamp lists`` does not name."""
+    capabilities(queue)  # its probes of the device, once in a process, read results
+    launched, on = set(), Kernel.on
+
+    def noted(kernel: Kernel, *args: Any, **macros: Any) -> cl.Kernel:
+        launched.add(kernel.file)
+        return on(kernel, *args, **macros)
+
+    monkeypatch.setattr(Kernel, "on", noted)
+    yield
+    assert launched - _EVERYWHERE <= reached(OWNED[op.name]).files
+
+
 @pytest.mark.kernel
+@pytest.mark.usefixtures("named_kernels_only")
 @every_call
 def test_op(
     queue: cl.CommandQueue, amp_dtype: str, op: Op, case: Case, storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = inputs_of(case)
-    capabilities(queue)  # its probes of the device, once in a process, read results
     arrangement = arrange(op, case, storage, amp_dtype)
     want = reference(op, case, storage, amp_dtype)
     dtype = result_dtype(op, case, arrangement.dtypes, amp_dtype)
