@@ -23,13 +23,16 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 
+from clamp.opencl import binaries
+from clamp.opencl.binaries import Built
+
 _COMMON = "common.clh"
 # Scalars by their names in OpenCL C. A program is built with -cl-kernel-arg-info, so that its kernels know them.
 _SCALARS = {"int": np.int32, "uint": np.uint32, "long": np.int64, "ulong": np.uint64, "float": np.float32}
 _OPTIONS = ("-cl-kernel-arg-info",)
 
 _lock = threading.Lock()  # around the two tables, never around a build
-_programs: dict[tuple[Any, ...], cl.Program] = {}
+_programs: dict[tuple[Any, ...], Built] = {}
 _building: dict[tuple[Any, ...], threading.Lock] = {}
 _per_thread = threading.local()
 
@@ -71,6 +74,7 @@ class Kernel:
         queue: cl.CommandQueue,
         global_size: tuple[int, ...],
         local_size: tuple[int, ...] | None,
+        /,
         *args: Any,
         **macros: object,
     ) -> cl.Event:
@@ -101,15 +105,15 @@ class Kernel:
             _per_thread.kernels = {}
         except KeyError:
             pass
-        kernel = cl.Kernel(_get_program(context, self.file, macros), self.name)
-        kernel.set_scalar_arg_dtypes([_scalar_type(kernel, index) for index in range(kernel.num_args)])
+        built = _get_program(context, self.file, macros)
+        kernel = cl.Kernel(built.program, self.name)
+        kernel.set_scalar_arg_dtypes([_scalar_type(name) for name in built.signatures[self.name]])
         _per_thread.kernels[key] = kernel
         return kernel
 
 
-def _scalar_type(kernel: cl.Kernel, index: int) -> Any:
+def _scalar_type(name: str) -> Any:
     """The numpy type of an argument; None of a pointer."""
-    name = str(kernel.get_arg_info(index, cl.kernel_arg_info.TYPE_NAME))
     return None if name.endswith("*") else _SCALARS[name]
 
 
@@ -134,7 +138,7 @@ def release_programs() -> None:
     _per_thread.kernels = {}
 
 
-def _get_program(context: cl.Context, file: str, macros: dict[str, object]) -> cl.Program:
+def _get_program(context: cl.Context, file: str, macros: dict[str, object]) -> Built:
     # The program keeps its context alive, so the pointer in the key stays unique.
     key = (context.int_ptr, file, *sorted(macros.items()))
     with _lock:
@@ -143,9 +147,9 @@ def _get_program(context: cl.Context, file: str, macros: dict[str, object]) -> c
         building = _building.setdefault(key, threading.Lock())
     with building:  # others may build other programs meanwhile
         if key not in _programs:
-            program = _build(context, file, macros)
+            built = _build(context, file, macros)
             with _lock:
-                _programs[key] = program
+                _programs[key] = built
         return _programs[key]
 
 
@@ -154,19 +158,29 @@ def _prefetches(device: cl.Device) -> bool:
     return bool(device.type & cl.device_type.CPU) and device.platform.name != "Oclgrind"
 
 
-def _build(context: cl.Context, file: str, macros: dict[str, object]) -> cl.Program:
+def _build(context: cl.Context, file: str, macros: dict[str, object]) -> Built:
     text = f'#line 1 "{_COMMON}"\n{source(_COMMON)}\n#line 1 "{file}"\n{source(file)}'
     options = [*_OPTIONS, *(f"-D{name}={value}" for name, value in macros.items())]
     if all(map(_prefetches, context.devices)):
         options.append("-DPREFETCHES")
+    kept = binaries.file_of(context, text, options)
     with warnings.catch_warnings():
         # Drivers write progress to the build log of a program that is fine.
         warnings.simplefilter("ignore", cl.CompilerWarning)
+        if kept is not None and (known := binaries.load(context, kept)) is not None:
+            return known
         try:
-            # Intel's runtime forgets the arguments' types in the binaries that pyopencl keeps.
-            return cl.Program(context, text).build(options=options, cache_dir=False)  # type: ignore[arg-type]
+            program = cl.Program(context, text).build(options=options, cache_dir=False)  # type: ignore[arg-type]
         except cl.RuntimeError as error:
             devices = ", ".join(device.name for device in context.devices)
             raise KernelBuildError(
                 f"{file} with {' '.join(options)} does not compile on {devices}:\n{error}"
             ) from error
+    built = Built(program, {kernel.function_name: _argument_types(kernel) for kernel in program.all_kernels()})
+    if kept is not None:
+        binaries.store(kept, built)
+    return built
+
+
+def _argument_types(kernel: cl.Kernel) -> list[str]:
+    return [str(kernel.get_arg_info(index, cl.kernel_arg_info.TYPE_NAME)) for index in range(kernel.num_args)]

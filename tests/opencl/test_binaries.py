@@ -1,0 +1,136 @@
+"""Programs that are kept on disk for the next process."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp.opencl import binaries, program
+from clamp.opencl.device import capabilities
+from clamp.ops.cast import cast
+from tests.reference import to_device, to_numpy
+
+_CONTEXTS: list[cl.Context] = []  # Intel's runtime frees a context that only its queue refers to
+
+
+@pytest.fixture
+def folder(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for programs of the device under test."""
+    capabilities(queue)  # builds programs of its own
+    monkeypatch.setenv("CLAMP_CACHE_DIR", str(tmp_path / "programs"))
+    if binaries.file_of(queue.context, "", []) is None:
+        pytest.skip("programs of this platform are not kept")
+    return tmp_path / "programs"
+
+
+def _halves(queue: cl.CommandQueue) -> None:
+    """Casts in a context that has no programs yet, as a new process has none."""
+    _CONTEXTS.append(cl.Context([queue.device]))
+    x = to_device(cl.CommandQueue(_CONTEXTS[-1]), np.arange(5.0))
+    assert to_numpy(cast(x, "float16")).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.fixture
+def file(queue: cl.CommandQueue, folder: Path) -> Path:
+    """The file of a program that was built just now."""
+    _halves(queue)
+    (file,) = folder.glob("*")
+    return file
+
+
+def _refuse_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binaries, "store", lambda *_: pytest.fail("a program that was kept was built again"))
+
+
+def test_a_kept_program_is_not_built_again(queue: cl.CommandQueue, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _refuse_to_build(monkeypatch)
+    _halves(queue)
+
+
+def test_folder_and_file_are_the_users_alone(file: Path) -> None:
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (file.parent, file)] == [0o700, 0o600]
+
+
+def test_a_harmed_file_is_written_anew(queue: cl.CommandQueue, file: Path) -> None:
+    content = file.read_bytes()
+    for harmed in (b"", content[:-9], content.replace(b"ulong", b"float")):
+        file.write_bytes(harmed)
+        assert binaries.load(queue.context, file) is None
+        _halves(queue)
+        assert binaries.load(queue.context, file) is not None
+
+
+def test_a_file_that_others_can_write_to_is_written_anew(queue: cl.CommandQueue, file: Path) -> None:
+    file.chmod(0o666)
+    assert binaries.load(queue.context, file) is None
+    _halves(queue)
+    assert binaries.load(queue.context, file) is not None
+
+
+def test_a_program_under_the_name_of_another_is_not_loaded(queue: cl.CommandQueue, file: Path) -> None:
+    renamed = file.with_name("0" * len(file.stem) + file.suffix)
+    file.rename(renamed)
+    assert binaries.load(queue.context, renamed) is None
+
+
+def test_a_binary_that_the_driver_refuses_is_written_anew(queue: cl.CommandQueue, file: Path) -> None:
+    content = b'{"cast": []}\nno binary'
+    file.write_bytes(binaries._digest(file, content) + b"\n" + content)
+    _halves(queue)
+    assert binaries.load(queue.context, file) is not None
+
+
+def test_a_folder_that_others_can_write_to_is_left_alone(queue: cl.CommandQueue, folder: Path) -> None:
+    folder.chmod(0o777)
+    _halves(queue)
+    assert list(folder.iterdir()) == []
+
+
+def test_nothing_is_kept_where_that_is_off_or_impossible(
+    queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for named in ("off", __file__, f"{__file__}/programs"):
+        monkeypatch.setenv("CLAMP_CACHE_DIR", named)
+        _halves(queue)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_full_disk_is_no_error(queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    _halves(queue)
+    assert list(folder.iterdir()) == []
+
+
+def test_without_a_folder_named_it_is_the_users_cache(
+    queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CLAMP_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    kept = binaries.file_of(queue.context, "", [])
+    assert kept is not None
+    assert kept.parent == folder / "clamp" / "programs"
+
+
+def test_the_name_depends_on_source_and_options(
+    queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs: tuple[tuple[str, list[str]], ...] = (("a", []), ("b", []), ("a", ["-DB"]), ("a", ["-DB=1"]))
+    names = [binaries.file_of(queue.context, *each) for each in programs]
+    monkeypatch.setenv("PYOPENCL_BUILD_OPTIONS", "-cl-fast-relaxed-math")
+    names.append(binaries.file_of(queue.context, "a", []))
+    assert len(set(names)) == 5
+
+
+def test_signatures_are_the_same_from_disk(queue: cl.CommandQueue, file: Path) -> None:
+    known = binaries.load(queue.context, file)
+    assert known is not None
+    built = program._get_program(_CONTEXTS[-1], "cast.cl", {"X_T": "f32", "Y_T": "f16", "SPAN": 256})
+    assert known.signatures == built.signatures == {"cast": ["float*", "half*", "ulong"]}
