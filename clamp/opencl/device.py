@@ -21,6 +21,9 @@ import pyopencl as cl
 from clamp.opencl.program import Kernel, KernelBuildError
 from clamp.opencl.recording import unrecorded
 
+HALF_STORAGE = Kernel("probe.cl", "half_storage")
+DOT_BF16 = Kernel("probe.cl", "dot_bf16")
+
 SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
 _INTEL_ICD = "zz-clamp-intel-cpu.icd"  # ocl-icd lists platforms by file name: drivers already there stay first
 
@@ -182,11 +185,11 @@ def _probed(queue: cl.CommandQueue) -> Capabilities:
     # if it is nothing but a CPU.
     is_cpu = device.type & ~cl.device_type.DEFAULT == cl.device_type.CPU
     # An instruction that the processor lacks would end the process: ask before trying.
-    dot_bf16 = is_cpu and "avx512_bf16" in host_cpu_flags() and _probe(queue, "dot_bf16")
+    dot_bf16 = is_cpu and "avx512_bf16" in host_cpu_flags() and _probe(queue, DOT_BF16)
     return Capabilities(
         is_cpu=is_cpu,
         compute_units=device.max_compute_units,
-        half_storage=_probe(queue, "half_storage"),
+        half_storage=_probe(queue, HALF_STORAGE),
         max_parameter_bytes=device.max_parameter_size,
         local_memory_bytes=device.local_mem_size,
         max_work_group=device.max_work_group_size,
@@ -196,13 +199,13 @@ def _probed(queue: cl.CommandQueue) -> Capabilities:
     )
 
 
-def _probe(queue: cl.CommandQueue, name: str) -> bool:
-    """Whether the probe ``name`` of ``probe.cl`` compiles here and sets its flag to 1."""
+def _probe(queue: cl.CommandQueue, kernel: Kernel) -> bool:
+    """Whether a kernel of ``probe.cl`` compiles here and sets its flag to 1."""
     flag = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 4)
     cl.enqueue_fill_buffer(queue, flag, b"\0\0\0\0", 0, 4)
     scratch = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 4096)
     try:
-        Kernel("probe.cl", name)(queue, (1,), (1,), scratch, flag, **{f"PROBE_{name.upper()}": 1})
+        kernel(queue, (1,), (1,), scratch, flag, **{f"PROBE_{kernel.name.upper()}": 1})
     except (KernelBuildError, cl.Error):
         return False
     result = bytearray(4)

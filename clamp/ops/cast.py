@@ -7,7 +7,9 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
+
+CAST = Kernel("cast.cl", "cast")
 
 _SPAN_CPU = 16384  # elements a work-item; smaller tensors use less, so that every core has work
 _SPAN_GPU = 16
@@ -33,10 +35,10 @@ def cast_into(x: Tensor, y: Tensor) -> None:
     if x.size == 0:
         return
     span = span_for(x.queue, x.size)
-    kernel = get_kernel(
-        x.queue, "cast.cl", "cast", "ppq", X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], SPAN=span
-    )
-    kernel(x.queue, *launch(x.queue, -(-x.size // span)), x.buffer, y.buffer, x.size)
+    CAST(
+        x.queue, *launch(x.queue, -(-x.size // span)), x, y, x.size,
+        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], SPAN=span,
+    )  # fmt: skip
 
 
 def launch(queue: cl.CommandQueue, items: int) -> tuple[tuple[int], tuple[int]]:

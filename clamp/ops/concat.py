@@ -15,10 +15,12 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.arguments import axis_of
 from clamp.ops.cast import launch, span_for
 from clamp.ops.reduce import around_axis
+
+MOVE_PARTS = Kernel("concat.cl", "move_parts")
 
 _MOST_PARTS = 8  # of one launch
 #: Bytes of a word -> its type in the kernels
@@ -190,16 +192,15 @@ def _launch(whole: Tensor, extents: tuple[int, int, int], parts: list[Part], kin
         deep = 1 if across > 1 else max(1, span // length)
         end += across * -(-rows // deep)
         zeros |= (part.tensor is None) << number
-        # A part of zeros has no tensor: any buffer stands in its place.
-        buffer = whole.buffer if part.tensor is None else part.tensor.buffer
-        arguments += [buffer, length, part.start * scale_up // scale_down, end]
+        # A part of zeros has no tensor: any other stands in its place.
+        tensor = whole if part.tensor is None else part.tensor
+        arguments += [tensor, length, part.start * scale_up // scale_down, end]
     arguments += [arguments[0], 1, 0, end] * (count - len(parts))
     index = "uint" if end < 1 << 31 else "ulong"
-    kernel = get_kernel(
-        whole.queue, "concat.cl", "move_parts", "pqqqu" + "pqqq" * count,
+    MOVE_PARTS(
+        whole.queue, *launch(whole.queue, end), whole, row, rows, span, zeros, *arguments,
         PARTS=count, JOIN=int(join), VECTORS=int(is_cpu), INDEX=index, **types,
     )  # fmt: skip
-    kernel(whole.queue, *launch(whole.queue, end), whole.buffer, row, rows, span, zeros, *arguments)
 
 
 def widest_word(itemsize: int, inner: int, extent: int, along: Iterable[int], is_cpu: bool) -> int:

@@ -11,10 +11,16 @@ from dataclasses import dataclass
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.cast import launch
 from clamp.ops.loss import LABEL_STORAGE
 from clamp.ops.reduce import plan_rows, reduce_sum
+
+ALL_PAIRS = Kernel("distances.cl", "all_pairs")
+GATHER = Kernel("distances.cl", "gather")
+TRIPLET = Kernel("distances.cl", "triplet")
+CONTRASTIVE = Kernel("distances.cl", "contrastive")
+PARTNERS = Kernel("distances.cl", "partners")
 
 _TILE_CPU = 4  # rows and columns whose sums stay in registers
 _WIDTH_CPU = 64  # columns a work-item goes along
@@ -37,12 +43,12 @@ def all_pairs(x: Tensor, y: Tensor, *, out_dtype: str, root: bool = False) -> Te
         return out
     is_cpu = capabilities(queue).is_cpu
     tile, width = (_TILE_CPU, _WIDTH_CPU) if is_cpu else (1, 1)
-    kernel = get_kernel(
-        queue, "distances.cl", "all_pairs", "pppqqqq", ALL_PAIRS=1, TILE=tile, **({"ROOT": 1} if root else {}),
-        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], D_T=bridge.STORAGE[out_dtype],
-    )  # fmt: skip
     items = -(-rows // tile) * -(-columns // width)
-    kernel(queue, *launch(queue, items), x.buffer, y.buffer, out.buffer, rows, columns, n, width)
+    ALL_PAIRS(
+        queue, *launch(queue, items), x, y, out, rows, columns, n, width,
+        ALL_PAIRS=1, TILE=tile, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], D_T=bridge.STORAGE[out_dtype],
+        **({"ROOT": 1} if root else {}),
+    )  # fmt: skip
     return out
 
 
@@ -77,16 +83,12 @@ def gather(
         macros["G_T"] = bridge.STORAGE[grad.dtype]
     if count is not None:
         macros["COUNTED"] = 1
-    given = [tensor.buffer for tensor in (grad, count) if tensor is not None]
-    kernel = get_kernel(
-        queue, "distances.cl", "gather", f"ppp{'p' * len(given)}pqqqqqf", GATHER=1, WIDE=wide,
-        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], S_T=bridge.STORAGE[slopes.dtype],
-        DX_T=bridge.STORAGE[out_dtype], **macros,
-    )  # fmt: skip
+    given = [tensor for tensor in (grad, count) if tensor is not None]
     steps = (1, rows) if transpose else (columns, 1)
-    kernel(
-        queue, *launch(queue, rows * -(-n // (16 * wide))),
-        x.buffer, y.buffer, slopes.buffer, *given, out.buffer, rows, columns, n, *steps, scale,
+    GATHER(
+        queue, *launch(queue, rows * -(-n // (16 * wide))), x, y, slopes, *given, out, rows, columns, n, *steps, scale,
+        GATHER=1, WIDE=wide, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], S_T=bridge.STORAGE[slopes.dtype],
+        DX_T=bridge.STORAGE[out_dtype], **macros,
     )  # fmt: skip
     return out
 
@@ -121,7 +123,7 @@ def triplet_loss(
     macros: dict[str, object] = {"TRIPLET": 1, **({"ROOT": 1} if root else {})}
     types = {"X_T": anchor, "Y_T": positive, "Z_T": negative}
     macros |= {name: bridge.STORAGE[tensor.dtype] for name, tensor in types.items()}
-    return _partner_loss("triplet", macros, (anchor, positive, negative), margin, mean)
+    return _partner_loss(TRIPLET, macros, (anchor, positive, negative), margin, mean)
 
 
 def contrastive_loss(x: Tensor, y: Tensor, labels: Tensor, margin: float, mean: bool) -> PartnerLoss:
@@ -135,21 +137,20 @@ def contrastive_loss(x: Tensor, y: Tensor, labels: Tensor, margin: float, mean: 
         "CONTRASTIVE": 1, "LABEL_T": LABEL_STORAGE[labels.dtype],
         "X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[y.dtype],
     }  # fmt: skip
-    return _partner_loss("contrastive", macros, (x, y, labels), margin, mean)
+    return _partner_loss(CONTRASTIVE, macros, (x, y, labels), margin, mean)
 
 
 def _partner_loss(
-    name: str, macros: dict[str, object], inputs: tuple[Tensor, Tensor, Tensor], margin: float, mean: bool
+    kernel: Kernel, macros: dict[str, object], inputs: tuple[Tensor, Tensor, Tensor], margin: float, mean: bool
 ) -> PartnerLoss:
     x = inputs[0]
     (rows, n), queue = x.shape, x.queue
     losses, slopes = bridge.empty(queue, (rows,), "float32"), bridge.empty(queue, (rows, 2), "float32")
     if rows:
         plan = plan_rows(queue, rows, n)
-        kernel = get_kernel(queue, "distances.cl", name, "pppppqquf", WG=plan.group, **macros)
         kernel(
-            queue, plan.global_size, plan.local_size,
-            *(tensor.buffer for tensor in inputs), losses.buffer, slopes.buffer, rows, n, plan.each, margin,
+            queue, plan.global_size, plan.local_size, *inputs, losses, slopes, rows, n, plan.each, margin,
+            WG=plan.group, **macros,
         )  # fmt: skip
     divisor = float(max(rows, 1)) if mean else 1.0
     return PartnerLoss(reduce_sum(losses, out_dtype="float32", divisor=divisor), slopes, divisor)
@@ -170,13 +171,10 @@ def partner_gradient(
         return out
     y, z = partners[0], partners[-1]
     each = plan_rows(queue, rows, n).each
-    kernel = get_kernel(
-        queue, "distances.cl", "partners", "ppppppqquuf", PARTNERS=len(partners),
-        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], Z_T=bridge.STORAGE[z.dtype],
+    PARTNERS(
+        queue, *launch(queue, -(-rows // each)), x, y, z, forward.slopes, grad, out, rows, n, each, first,
+        2.0 / forward.divisor,
+        PARTNERS=len(partners), X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], Z_T=bridge.STORAGE[z.dtype],
         G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[out_dtype],
-    )  # fmt: skip
-    kernel(
-        queue, *launch(queue, -(-rows // each)), x.buffer, y.buffer, z.buffer, forward.slopes.buffer, grad.buffer,
-        out.buffer, rows, n, each, first, 2.0 / forward.divisor,
     )  # fmt: skip
     return out

@@ -23,10 +23,13 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.opencl.recording import Drawn, launch_with
 from clamp.ops.cast import span_for
 from clamp.ops.scalars import saturated
+
+ELEMENTWISE = Kernel("elementwise.cl", "elementwise")
+DROPOUT = Kernel("elementwise_dropout.cl", "dropout")
 
 #: Every function: how many operands it takes, and how many parameters. Gradients take the result's gradient g
 #: first, then what stands in the comment. The formulas are in kernels/elementwise.cl.
@@ -162,17 +165,14 @@ def _make_plan(
             if len(dims) == 1:
                 macros[f"X{k}_STEP"] = dims[0][1 + k]
         macros |= {"Y_T": bridge.STORAGE[out_dtype], "STRIDED": int(len(dims) > 1)}
-        types = "".join("p" if isinstance(x, Tensor) else "f" for x in operands) + "p" + "f" * parameter_count
         span = span_for(queue, size)
         layout: tuple[Any, ...] = (span, size)
-        types += "qq"
         if len(dims) > 1:
             layout += (len(dims), _constants(queue.context, dims))
-            types += "up"
         # PoCL compiles a kernel anew for every work-group size it picks itself, so the size is always given.
         local = 1 if capabilities(queue).is_cpu else _LOCAL_GPU
         items = -(-size // span)
-        kernel = get_kernel(queue, "elementwise.cl", "elementwise", types, **macros)
+        kernel = ELEMENTWISE.on(queue, **macros)
         plan = _Plan(kernel, (-(-items // local) * local,), (local,), shape, layout)
     if len(_plans.known) >= _MAX_PLANS:  # shapes that never come back must not pile up
         _plans.known.clear()
@@ -241,8 +241,7 @@ def dropout(x: Tensor, p: float, seed: int | Drawn, out_dtype: str) -> Tensor:
     y = bridge.empty(x.queue, x.shape, out_dtype)
     if x.size == 0:
         return y
-    names = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
-    kernel = get_kernel(x.queue, "elementwise_dropout.cl", "dropout", "ppufuuqq", **names)
+    kernel = DROPOUT.on(x.queue, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[out_dtype])
     span = max(span_for(x.queue, x.size), 64)
     local = 1 if capabilities(x.queue).is_cpu else _LOCAL_GPU
     items = -(-x.size // span)

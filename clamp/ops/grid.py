@@ -13,9 +13,17 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.cast import cast, launch
 from clamp.ops.reduce import reduce_sum
+
+GRID_SAMPLE = Kernel("grid.cl", "grid_sample")
+GRID_SAMPLE_BACKWARD_GRID = Kernel("grid.cl", "grid_sample_backward_grid")
+GRID_SAMPLE_BACKWARD_INPUT = Kernel("grid.cl", "grid_sample_backward_input")
+AFFINE_GRID = Kernel("grid.cl", "affine_grid")
+AFFINE_GRID_BACKWARD = Kernel("grid.cl", "affine_grid_backward")
+ROTATION = Kernel("grid.cl", "rotation")
+ROTATION_BACKWARD = Kernel("grid.cl", "rotation_backward")
 
 PADDING_MODES = ("zeros", "border")
 
@@ -51,13 +59,10 @@ def grid_sample(
     blocks = -(-c // block)
     units = n * blocks * spans
     each = _each(x.queue, units, span * block)
-    kernel = get_kernel(
-        x.queue, "grid.cl", "grid_sample", "pppuiiqiuuquq", GRID_SAMPLE=1,
-        Y_T=bridge.STORAGE[out_dtype], **_macros(x, grid, padding_mode, span),
-    )  # fmt: skip
-    kernel(
-        x.queue, *launch(x.queue, -(-units // each)), x.buffer, grid.buffer, out.buffer,
-        c, h, w, positions, int(align_corners), block, blocks, spans, each, units,
+    GRID_SAMPLE(
+        x.queue, *launch(x.queue, -(-units // each)), x, grid, out, c, h, w, positions, int(align_corners), block,
+        blocks, spans, each, units,
+        GRID_SAMPLE=1, Y_T=bridge.STORAGE[out_dtype], **_macros(x, grid, padding_mode, span),
     )  # fmt: skip
     return out
 
@@ -83,13 +88,11 @@ def grid_sample_backward_grid(
     positions, span = prod(grid.shape[1:3]), _span(x.queue)
     spans = -(-positions // span)
     each = _each(x.queue, n * spans, span * max(c, 1))
-    kernel = get_kernel(
-        x.queue, "grid.cl", "grid_sample_backward_grid", "ppppuiiqiquq", GRID_SAMPLE_BACKWARD_GRID=1,
-        G_T=bridge.STORAGE[grad.dtype], Y_T=bridge.STORAGE[out_dtype], **_macros(x, grid, padding_mode, span),
-    )  # fmt: skip
-    kernel(
-        x.queue, *launch(x.queue, -(-n * spans // each)), grad.buffer, x.buffer, grid.buffer, out.buffer,
-        c, h, w, positions, int(align_corners), spans, each, n * spans,
+    GRID_SAMPLE_BACKWARD_GRID(
+        x.queue, *launch(x.queue, -(-n * spans // each)), grad, x, grid, out, c, h, w, positions, int(align_corners),
+        spans, each, n * spans,
+        GRID_SAMPLE_BACKWARD_GRID=1, G_T=bridge.STORAGE[grad.dtype], Y_T=bridge.STORAGE[out_dtype],
+        **_macros(x, grid, padding_mode, span),
     )  # fmt: skip
     return out
 
@@ -131,13 +134,10 @@ def grid_sample_backward_input(
             interval, recent = positions, out
         else:
             recent = bridge.empty(grad.queue, shape, "float32")
-        kernel = get_kernel(
-            grad.queue, "grid.cl", "grid_sample_backward_input", "ppppquiiqiuuuuq", GRID_SAMPLE_BACKWARD_INPUT=1,
-            G_T=bridge.STORAGE[grad.dtype], **_macros(grad, grid, padding_mode, span),
-        )  # fmt: skip
-        kernel(
-            grad.queue, *launch(grad.queue, n * blocks * bands), grad.buffer, grid.buffer, out.buffer, recent.buffer,
-            interval, c, h, w, positions, int(align_corners), block, blocks, band, bands, n * blocks * bands,
+        GRID_SAMPLE_BACKWARD_INPUT(
+            grad.queue, *launch(grad.queue, n * blocks * bands), grad, grid, out, recent, interval, c, h, w, positions,
+            int(align_corners), block, blocks, band, bands, n * blocks * bands,
+            GRID_SAMPLE_BACKWARD_INPUT=1, G_T=bridge.STORAGE[grad.dtype], **_macros(grad, grid, padding_mode, span),
         )  # fmt: skip
     return cast(out, out_dtype)
 
@@ -163,14 +163,10 @@ def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool = False,
     out = bridge.empty(theta.queue, (n, oh, ow, 2), out_dtype)
     if out.size == 0:
         return out
-    kernel = get_kernel(
-        theta.queue, "grid.cl", "affine_grid", "ppuuiuq", AFFINE_GRID=1,
-        X_T=bridge.STORAGE[theta.dtype], Y_T=bridge.STORAGE[out_dtype],
-    )  # fmt: skip
     each = _each(theta.queue, n * oh, 2 * ow)
-    kernel(
-        theta.queue, *launch(theta.queue, -(-n * oh // each)), theta.buffer, out.buffer,
-        oh, ow, int(align_corners), each, n * oh,
+    AFFINE_GRID(
+        theta.queue, *launch(theta.queue, -(-n * oh // each)), theta, out, oh, ow, int(align_corners), each, n * oh,
+        AFFINE_GRID=1, X_T=bridge.STORAGE[theta.dtype], Y_T=bridge.STORAGE[out_dtype],
     )  # fmt: skip
     return out
 
@@ -195,13 +191,9 @@ def affine_grid_backward(grad: Tensor, align_corners: bool = False, *, out_dtype
     rows = -(-oh // parts)
     parts = -(-oh // rows)
     sums = bridge.empty(grad.queue, (n, parts, 6), "float32")
-    kernel = get_kernel(
-        grad.queue, "grid.cl", "affine_grid_backward", "ppuuiuuq", AFFINE_GRID_BACKWARD=1,
-        G_T=bridge.STORAGE[grad.dtype],
-    )  # fmt: skip
-    kernel(
-        grad.queue, *launch(grad.queue, n * parts), grad.buffer, sums.buffer,
-        oh, ow, int(align_corners), rows, parts, n * parts,
+    AFFINE_GRID_BACKWARD(
+        grad.queue, *launch(grad.queue, n * parts), grad, sums, oh, ow, int(align_corners), rows, parts, n * parts,
+        AFFINE_GRID_BACKWARD=1, G_T=bridge.STORAGE[grad.dtype],
     )  # fmt: skip
     return bridge.view(reduce_sum(sums, 1, out_dtype=out_dtype), (n, 2, 3))
 
@@ -219,8 +211,10 @@ def rotation(angles: Tensor, n: int) -> Tensor:
         raise ValueError(f"rotate_2d_grid: {angles.size} angles for {n} images; pass one, or one for each")
     theta = bridge.empty(angles.queue, (n, 2, 3), "float32")
     if n:
-        kernel = get_kernel(angles.queue, "grid.cl", "rotation", "ppqq", ROTATION=1, X_T=bridge.STORAGE[angles.dtype])
-        kernel(angles.queue, *launch(angles.queue, n), angles.buffer, theta.buffer, angles.size, n)
+        ROTATION(
+            angles.queue, *launch(angles.queue, n), angles, theta, angles.size, n,
+            ROTATION=1, X_T=bridge.STORAGE[angles.dtype],
+        )  # fmt: skip
     return theta
 
 
@@ -233,12 +227,12 @@ def rotation_backward(grad: Tensor, angles: Tensor, *, out_dtype: str) -> Tensor
     """
     out = bridge.empty(angles.queue, angles.shape, out_dtype)
     if out.size:
-        kernel = get_kernel(
-            angles.queue, "grid.cl", "rotation_backward", "pppqq", ROTATION_BACKWARD=1,
-            G_T=bridge.STORAGE[grad.dtype], X_T=bridge.STORAGE[angles.dtype], Y_T=bridge.STORAGE[out_dtype],
-        )  # fmt: skip
         sizes = launch(angles.queue, angles.size)
-        kernel(angles.queue, *sizes, grad.buffer, angles.buffer, out.buffer, angles.size, grad.shape[0])
+        ROTATION_BACKWARD(
+            angles.queue, *sizes, grad, angles, out, angles.size, grad.shape[0],
+            ROTATION_BACKWARD=1, G_T=bridge.STORAGE[grad.dtype], X_T=bridge.STORAGE[angles.dtype],
+            Y_T=bridge.STORAGE[out_dtype],
+        )  # fmt: skip
     return out
 
 

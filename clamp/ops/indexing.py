@@ -13,11 +13,21 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.arguments import axis_of
 from clamp.ops.cast import launch, span_for
 from clamp.ops.concat import WORDS, overwrite, require_same_but, result_tensor, widest_word
 from clamp.ops.reduce import around_axis
+
+PICK = Kernel("indexing.cl", "pick")
+ADD_LISTED = Kernel("indexing.cl", "add_listed")
+ADD_SORTED = Kernel("indexing.cl", "add_sorted")
+COUNT_DIGITS = Kernel("indexing.cl", "count_digits")
+SCAN_COUNTS = Kernel("indexing.cl", "scan_counts")
+MOVE_KEYS = Kernel("indexing.cl", "move_keys")
+FIND_SEGMENTS = Kernel("indexing.cl", "find_segments")
+ONE_HOT = Kernel("indexing.cl", "one_hot")
+TO_INDEX = Kernel("indexing.cl", "to_index")
 
 _PIECES = 4  # CPU: pieces of work for each core, at most
 _INDEX_COST = 200  # CPU: elements moved in the time that ten owners take to look at an index
@@ -65,14 +75,11 @@ def index_select(
     span = span_for(x.queue, outer * n * inner) if is_cpu else 1
     deep = max(1, span // inner)
     items = -(-outer * n // deep) * -(-inner // span)
-    kernel = get_kernel(
-        x.queue, "indexing.cl", "pick", "pppuuqqqqu",
+    PICK(
+        x.queue, *launch(x.queue, items), x, index, out, dim, n, inner, outer * n, span, deep,
+        fill if np.isnan(missing) else 0,
         PICK=1, VECTORS=int(is_cpu), SINGLES=int(is_cpu and inner == 1),
         INDEX="uint" if max(items, outer * n) < 1 << 31 else "ulong", **types,
-    )  # fmt: skip
-    kernel(
-        x.queue, *launch(x.queue, items), x.buffer, index.buffer, out.buffer,
-        dim, n, inner, outer * n, span, deep, fill if np.isnan(missing) else 0,
     )  # fmt: skip
     return out
 
@@ -128,13 +135,11 @@ def _add_listed(x: Tensor, index: Tensor, out: Tensor, base: Tensor | None, exte
     size = bridge.nbytes(out) // outer
     block = max(0, (min(max(size // (owners * 64), _BLOCK), 64 * _BLOCK) * dim // size).bit_length() - 1)
     lists = bridge.empty(x.queue, (slices * (dim + n),), "int32")
-    bases = () if base is None else (base.buffer,)
-    kernel = get_kernel(
-        x.queue, "indexing.cl", "add_listed", "ppppuuqquuu" + "p" * len(bases), ADD_LISTED=1, **_macros(x, out, base)
-    )
-    kernel(
-        x.queue, *launch(x.queue, slices * owners), x.buffer, index.buffer, out.buffer, lists.buffer,
-        dim, n, inner, outer, slices, owners, block, *bases,
+    bases = () if base is None else (base,)
+    ADD_LISTED(
+        x.queue, *launch(x.queue, slices * owners), x, index, out, lists, dim, n, inner, outer, slices, owners, block,
+        *bases,
+        ADD_LISTED=1, **_macros(x, out, base),
     )  # fmt: skip
 
 
@@ -144,14 +149,13 @@ def _add_sorted(x: Tensor, index: Tensor, out: Tensor, base: Tensor | None, exte
     positions, starts = sort_positions(index, dim, min(_TILE, capabilities(x.queue).max_work_group))
     crowded = n >= _CROWDED * dim
     lanes, columns = (_LANES, _COLUMNS) if crowded else (1, 1)
-    bases = () if base is None else (base.buffer,)
-    kernel = get_kernel(
-        x.queue, "indexing.cl", "add_sorted", "ppppuuqq" + "p" * len(bases),
-        ADD_SORTED=1, LANES=lanes, COLUMNS=columns, **_macros(x, out, base),
-    )  # fmt: skip
+    bases = () if base is None else (base,)
     groups = outer * dim * -(-inner // columns)
     sizes = ((groups * columns, lanes), (columns, lanes)) if crowded else launch(x.queue, groups)
-    kernel(x.queue, *sizes, x.buffer, positions.buffer, starts.buffer, out.buffer, dim, n, inner, outer, *bases)
+    ADD_SORTED(
+        x.queue, *sizes, x, positions, starts, out, dim, n, inner, outer, *bases,
+        ADD_SORTED=1, LANES=lanes, COLUMNS=columns, **_macros(x, out, base),
+    )  # fmt: skip
 
 
 def sort_positions(index: Tensor, dim: int, tile: int) -> tuple[Tensor, Tensor]:
@@ -169,22 +173,15 @@ def sort_positions(index: Tensor, dim: int, tile: int) -> tuple[Tensor, Tensor]:
     counts = bridge.empty(queue, (tiles * tile,), "int32")
     sizes = (tiles * tile,), (tile,)
     digit_bits = tile.bit_length() - 1
+    sort: dict[str, object] = {"SORT": 1, "TILE": tile}
     for shift in range(0, dim.bit_length(), digit_bits):
         to_keys, to_positions = (bridge.empty(queue, (max(n, 1),), "int32") for _ in range(2))
-        count, scan, move = (
-            get_kernel(queue, "indexing.cl", name, args, SORT=1, TILE=tile)
-            for name, args in (("count_digits", "ppuuuu"), ("scan_counts", "pu"), ("move_keys", "pppppuuuu"))
-        )
-        count(queue, *sizes, keys.buffer, counts.buffer, dim, n, shift, tiles)
-        scan(queue, (tile,), (tile,), counts.buffer, tiles)
-        move(
-            queue, *sizes, keys.buffer, positions.buffer, counts.buffer, to_keys.buffer, to_positions.buffer,
-            dim, n, shift, tiles,
-        )  # fmt: skip
+        COUNT_DIGITS(queue, *sizes, keys, counts, dim, n, shift, tiles, **sort)
+        SCAN_COUNTS(queue, (tile,), (tile,), counts, tiles, **sort)
+        MOVE_KEYS(queue, *sizes, keys, positions, counts, to_keys, to_positions, dim, n, shift, tiles, **sort)
         keys, positions = to_keys, to_positions
     starts = bridge.empty(queue, (dim + 1,), "int32")
-    find = get_kernel(queue, "indexing.cl", "find_segments", "ppuu", SORT=1, TILE=tile)
-    find(queue, *launch(queue, dim + 1), keys.buffer, starts.buffer, dim, n)
+    FIND_SEGMENTS(queue, *launch(queue, dim + 1), keys, starts, dim, n, SORT=1, TILE=tile)
     return positions, starts
 
 
@@ -198,9 +195,8 @@ def one_hot(index: Tensor, classes: int, *, out_dtype: str) -> Tensor:
     out = bridge.zeros(index.queue, (index.size, classes), out_dtype)
     if out.size:
         span = span_for(index.queue, index.size)
-        kernel = get_kernel(index.queue, "indexing.cl", "one_hot", "ppuuu", ONE_HOT=1, Y_T=bridge.STORAGE[out_dtype])
         sizes = launch(index.queue, -(-index.size // span))
-        kernel(index.queue, *sizes, index.buffer, out.buffer, index.size, classes, span)
+        ONE_HOT(index.queue, *sizes, index, out, index.size, classes, span, ONE_HOT=1, Y_T=bridge.STORAGE[out_dtype])
     return out
 
 
@@ -209,6 +205,8 @@ def to_index(x: Tensor) -> Tensor:
     out = bridge.empty(x.queue, (x.size,), "int32")
     if x.size:
         span = span_for(x.queue, x.size)
-        kernel = get_kernel(x.queue, "indexing.cl", "to_index", "ppqu", TO_INDEX=1, X_T=bridge.STORAGE[x.dtype])
-        kernel(x.queue, *launch(x.queue, -(-x.size // span)), x.buffer, out.buffer, x.size, span)
+        TO_INDEX(
+            x.queue, *launch(x.queue, -(-x.size // span)), x, out, x.size, span,
+            TO_INDEX=1, X_T=bridge.STORAGE[x.dtype],
+        )  # fmt: skip
     return out

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.cast import launch
 from clamp.ops.gemm import gemm
 from clamp.ops.norm_rows import l2_normalize, l2_normalize_backward
 from clamp.ops.reduce import plan_rows, reduce_sum
+
+ROW_LOSS = Kernel("info_nce.cl", "row_loss")
+COLUMN_LOSS = Kernel("info_nce.cl", "column_loss")
+SIMILARITY_SLOPES = Kernel("info_nce.cl", "similarity_slopes")
 
 _EPSILON = 1e-8  # what netcl adds to a norm before dividing by it
 
@@ -76,12 +80,13 @@ def info_nce(
     losses, tops, totals = (bridge.empty(queue, (sides, n), "float32") for _ in range(3))
     if n:
         plan = plan_rows(queue, n, n)
-        kernel = get_kernel(queue, "info_nce.cl", "row_loss", "ppppquf", ROW_LOSS=1, WG=plan.group)
-        buffers = (similarities.buffer, losses.buffer, tops.buffer, totals.buffer)
-        kernel(queue, plan.global_size, plan.local_size, *buffers, n, plan.each, temperature)
+        tensors = (similarities, losses, tops, totals)
+        ROW_LOSS(
+            queue, plan.global_size, plan.local_size, *tensors, n, plan.each, temperature,
+            ROW_LOSS=1, WG=plan.group,
+        )  # fmt: skip
         if symmetric:
-            kernel = get_kernel(queue, "info_nce.cl", "column_loss", "ppppqqf", COLUMN_LOSS=1, WG=1)
-            kernel(queue, *launch(queue, -(-n // 16)), *buffers, n, n, temperature)
+            COLUMN_LOSS(queue, *launch(queue, -(-n // 16)), *tensors, n, n, temperature, COLUMN_LOSS=1, WG=1)
     divisor = float(sides * (max(n, 1) if mean else 1))
     loss = reduce_sum(losses, out_dtype="float32", divisor=divisor)
     return InfoNCE(loss, q, k, similarities, tops, totals, temperature, symmetric, divisor)
@@ -117,13 +122,9 @@ def _slopes(forward: InfoNCE, grad: Tensor) -> Tensor:
     slopes = bridge.empty(queue, (n, n), "float32")
     if n:
         plan = plan_rows(queue, n, n)
-        kernel = get_kernel(
-            queue, "info_nce.cl", "similarity_slopes", "pppppquff", SLOPES=1, WG=plan.group,
-            G_T=bridge.STORAGE[grad.dtype], **({"SYMMETRIC": 1} if forward.symmetric else {}),
-        )  # fmt: skip
-        kernel(
-            queue, plan.global_size, plan.local_size,
-            similarities.buffer, forward.tops.buffer, forward.totals.buffer, grad.buffer, slopes.buffer,
-            n, plan.each, forward.temperature, forward.divisor,
+        SIMILARITY_SLOPES(
+            queue, plan.global_size, plan.local_size, similarities, forward.tops, forward.totals, grad, slopes, n,
+            plan.each, forward.temperature, forward.divisor,
+            SLOPES=1, WG=plan.group, G_T=bridge.STORAGE[grad.dtype], **({"SYMMETRIC": 1} if forward.symmetric else {}),
         )  # fmt: skip
     return slopes

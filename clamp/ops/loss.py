@@ -10,8 +10,16 @@ from dataclasses import dataclass
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.reduce import RowPlan, plan_rows, reduce_sum
+
+LABEL_LOSS = Kernel("loss.cl", "label_loss")
+LABEL_MEAN = Kernel("loss.cl", "label_mean")
+LABEL_GRADIENT = Kernel("loss.cl", "label_gradient")
+PROBABILITY_LOSS = Kernel("loss.cl", "probability_loss")
+PROBABILITY_GRADIENT = Kernel("loss.cl", "probability_gradient")
+HINGE_LOSS = Kernel("loss.cl", "hinge_loss")
+HINGE_GRADIENT = Kernel("loss.cl", "hinge_gradient")
 
 _STATS = 4  # floats that the row kernels keep for each row
 
@@ -54,15 +62,14 @@ def label_loss(x: Tensor, labels: Tensor, ignore_index: int) -> RowLoss:
     plan, losses, stats = _row_buffers(x)
     types = {"X_T": bridge.STORAGE[x.dtype], "LABEL_T": LABEL_STORAGE[labels.dtype]}
     if rows:
-        kernel = get_kernel(queue, "loss.cl", "label_loss", "ppppqqui", LABELS=1, WG=plan.group, **types)
-        kernel(
-            queue, plan.global_size, plan.local_size,
-            x.buffer, labels.buffer, losses.buffer, stats.buffer, rows, n, plan.each, ignore_index,
+        LABEL_LOSS(
+            queue, plan.global_size, plan.local_size, x, labels, losses, stats, rows, n, plan.each, ignore_index,
+            LABELS=1, WG=plan.group, **types,
         )  # fmt: skip
     loss, count = bridge.empty(queue, (1,), "float32"), bridge.empty(queue, (1,), "float32")
-    kernel = get_kernel(queue, "loss.cl", "label_mean", "ppppq", LABELS=1, WG=plan.group, **types)
-    kernel(
-        queue, plan.local_size, plan.local_size, losses.buffer, stats.buffer, loss.buffer, count.buffer, rows
+    LABEL_MEAN(
+        queue, plan.local_size, plan.local_size, losses, stats, loss, count, rows,
+        LABELS=1, WG=plan.group, **types,
     )  # fmt: skip
     return RowLoss(loss, stats, count)
 
@@ -77,15 +84,12 @@ def label_gradient(x: Tensor, labels: Tensor, forward: RowLoss, grad: Tensor, ou
     out = bridge.empty(queue, x.shape, out_dtype)
     if out.size == 0:
         return out
-    kernel = get_kernel(
-        queue, "loss.cl", "label_gradient", "ppppppqqu", LABELS=1, WG=plan.group,
-        X_T=bridge.STORAGE[x.dtype], LABEL_T=LABEL_STORAGE[labels.dtype], G_T=bridge.STORAGE[grad.dtype],
-        DX_T=bridge.STORAGE[out_dtype], **({} if forward.count is None else {"COUNTED": 1}),
-    )  # fmt: skip
     count = forward.stats if forward.count is None else forward.count
-    kernel(
-        queue, plan.global_size, plan.local_size, x.buffer, labels.buffer, forward.stats.buffer, count.buffer,
-        grad.buffer, out.buffer, rows, n, plan.each,
+    LABEL_GRADIENT(
+        queue, plan.global_size, plan.local_size, x, labels, forward.stats, count, grad, out, rows, n, plan.each,
+        LABELS=1, WG=plan.group, X_T=bridge.STORAGE[x.dtype], LABEL_T=LABEL_STORAGE[labels.dtype],
+        G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[out_dtype],
+        **({} if forward.count is None else {"COUNTED": 1}),
     )  # fmt: skip
     return out
 
@@ -100,13 +104,9 @@ def probability_loss(x: Tensor, t: Tensor) -> RowLoss:
     (rows, n), queue = x.shape, x.queue
     plan, losses, stats = _row_buffers(x)
     if rows:
-        kernel = get_kernel(
-            queue, "loss.cl", "probability_loss", "ppppqqu", PROBABILITIES=1, WG=plan.group,
-            X_T=bridge.STORAGE[x.dtype], T_T=bridge.STORAGE[t.dtype],
-        )  # fmt: skip
-        kernel(
-            queue, plan.global_size, plan.local_size,
-            x.buffer, t.buffer, losses.buffer, stats.buffer, rows, n, plan.each,
+        PROBABILITY_LOSS(
+            queue, plan.global_size, plan.local_size, x, t, losses, stats, rows, n, plan.each,
+            PROBABILITIES=1, WG=plan.group, X_T=bridge.STORAGE[x.dtype], T_T=bridge.STORAGE[t.dtype],
         )  # fmt: skip
     return RowLoss(reduce_sum(losses, out_dtype="float32", divisor=float(max(rows, 1))), stats)
 
@@ -118,14 +118,10 @@ def probability_gradient(x: Tensor, t: Tensor, forward: RowLoss, grad: Tensor, o
     out = bridge.empty(queue, x.shape, out_dtype)
     if out.size == 0:
         return out
-    kernel = get_kernel(
-        queue, "loss.cl", "probability_gradient", "pppppqqu", PROBABILITIES=1, WG=plan.group,
-        X_T=bridge.STORAGE[x.dtype], T_T=bridge.STORAGE[t.dtype], G_T=bridge.STORAGE[grad.dtype],
-        DX_T=bridge.STORAGE[out_dtype],
-    )  # fmt: skip
-    kernel(
-        queue, plan.global_size, plan.local_size,
-        x.buffer, t.buffer, forward.stats.buffer, grad.buffer, out.buffer, rows, n, plan.each,
+    PROBABILITY_GRADIENT(
+        queue, plan.global_size, plan.local_size, x, t, forward.stats, grad, out, rows, n, plan.each,
+        PROBABILITIES=1, WG=plan.group, X_T=bridge.STORAGE[x.dtype], T_T=bridge.STORAGE[t.dtype],
+        G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[out_dtype],
     )  # fmt: skip
     return out
 
@@ -140,13 +136,9 @@ def hinge_loss(x: Tensor, t: Tensor, margin: float) -> RowLoss:
     (rows, n), queue = x.shape, x.queue
     plan, losses, stats = _row_buffers(x)
     if rows:
-        kernel = get_kernel(
-            queue, "loss.cl", "hinge_loss", "ppppqquf", HINGE=1, WG=plan.group,
-            X_T=bridge.STORAGE[x.dtype], T_T=bridge.STORAGE[t.dtype],
-        )  # fmt: skip
-        kernel(
-            queue, plan.global_size, plan.local_size,
-            x.buffer, t.buffer, losses.buffer, stats.buffer, rows, n, plan.each, margin,
+        HINGE_LOSS(
+            queue, plan.global_size, plan.local_size, x, t, losses, stats, rows, n, plan.each, margin,
+            HINGE=1, WG=plan.group, X_T=bridge.STORAGE[x.dtype], T_T=bridge.STORAGE[t.dtype],
         )  # fmt: skip
     return RowLoss(reduce_sum(losses, out_dtype="float32", divisor=float(max(rows, 1))), stats)
 
@@ -158,12 +150,9 @@ def hinge_gradient(x: Tensor, forward: RowLoss, grad: Tensor, margin: float, out
     out = bridge.empty(queue, x.shape, out_dtype)
     if out.size == 0:
         return out
-    kernel = get_kernel(
-        queue, "loss.cl", "hinge_gradient", "ppppqquf", HINGE=1, WG=plan.group,
-        X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[out_dtype],
-    )  # fmt: skip
-    kernel(
-        queue, plan.global_size, plan.local_size,
-        x.buffer, forward.stats.buffer, grad.buffer, out.buffer, rows, n, plan.each, margin,
+    HINGE_GRADIENT(
+        queue, plan.global_size, plan.local_size, x, forward.stats, grad, out, rows, n, plan.each, margin,
+        HINGE=1, WG=plan.group, X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype],
+        DX_T=bridge.STORAGE[out_dtype],
     )  # fmt: skip
     return out

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.cast import launch, span_for
 from clamp.ops.reduce import parts_of, reduce_sum
+
+LOSS_SUM = Kernel("loss_elementwise.cl", "loss_sum")
+LOSS_TERMS = Kernel("loss_elementwise.cl", "loss_terms")
+LOSS_GRADIENT = Kernel("loss_elementwise.cl", "loss_gradient")
 
 _GPU_GROUP = 256
 _CONSTANTS = 6
@@ -61,10 +64,10 @@ def loss_sum(kind: str, operands: Sequence[Tensor], constants: Sequence[float] =
     group = 1 if device.is_cpu else min(_GPU_GROUP, 1 << (device.max_work_group.bit_length() - 1))
     parts, span = parts_of(queue, 1, n)
     sums = bridge.empty(queue, (parts,), "float32")
-    kernel = get_kernel(
-        queue, "loss_elementwise.cl", "loss_sum", "pppppqqffffff", LOSS_SUM=1, WG=group, **_macros(kind, operands)
-    )
-    kernel(queue, (parts * group,), (group,), *_buffers(operands), sums.buffer, n, span, *_padded(constants))
+    LOSS_SUM(
+        queue, (parts * group,), (group,), *_all_four(operands), sums, n, span, *_padded(constants),
+        LOSS_SUM=1, WG=group, **_macros(kind, operands),
+    )  # fmt: skip
     return sums if parts == 1 else reduce_sum(sums, out_dtype="float32")
 
 
@@ -79,12 +82,11 @@ def loss_terms(kind: str, operands: Sequence[Tensor], out_dtype: str, constants:
     if out.size == 0:
         return out
     span = span_for(x.queue, x.size)
-    kernel = get_kernel(
-        x.queue, "loss_elementwise.cl", "loss_terms", "pppppqqffffff",
+    sizes = launch(x.queue, -(-x.size // span))
+    LOSS_TERMS(
+        x.queue, *sizes, *_all_four(operands), out, x.size, span, *_padded(constants),
         LOSS_TERMS=1, Y_T=bridge.STORAGE[out_dtype], **_macros(kind, operands),
     )  # fmt: skip
-    sizes = launch(x.queue, -(-x.size // span))
-    kernel(x.queue, *sizes, *_buffers(operands), out.buffer, x.size, span, *_padded(constants))
     return out
 
 
@@ -103,23 +105,18 @@ def loss_gradient(
         return out
     span = span_for(x.queue, x.size)
     each: dict[str, object] = {"G_EACH": 1} if grad.size == x.size else {}
-    kernel = get_kernel(
-        x.queue, "loss_elementwise.cl", "loss_gradient", "ppppppqqffffff",
+    sizes = launch(x.queue, -(-x.size // span))
+    LOSS_GRADIENT(
+        x.queue, *sizes, *_all_four(operands), grad, out, x.size, span, *_padded(constants),
         LOSS_GRADIENT=1, G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[out_dtype], **each,
         **_macros(kind, operands),
     )  # fmt: skip
-    sizes = launch(x.queue, -(-x.size // span))
-    kernel(x.queue, *sizes, *_buffers(operands), grad.buffer, out.buffer, x.size, span, *_padded(constants))
     return out
 
 
 def _all_four(operands: Sequence[Tensor]) -> list[Tensor]:
     """The operands; the prediction stands in for weights that the kind has not, and is not read there."""
     return [*operands, operands[0], operands[0]][:4]
-
-
-def _buffers(operands: Sequence[Tensor]) -> list[Any]:
-    return [operand.buffer for operand in _all_four(operands)]
 
 
 def _macros(kind: str, operands: Sequence[Tensor]) -> dict[str, object]:

@@ -17,9 +17,14 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.opencl.recording import unrecorded
 from clamp.ops.multi_tensor import unscale_
+
+RECORD = Kernel("loss_scale.cl", "record")
+ADJUST = Kernel("loss_scale.cl", "adjust")
+UPDATE = Kernel("loss_scale.cl", "update")
+MULTIPLY = Kernel("loss_scale.cl", "multiply")
 
 Words: TypeAlias = np.ndarray[Any, np.dtype[np.void]]
 
@@ -164,14 +169,14 @@ class DeviceState:
         """``x * scale`` in ``out_dtype``, of x's shape; both float32, float16 or bfloat16."""
         return _multiply(x, out_dtype, self.buffer(x.queue))
 
-    def launch(self, kernel: str, args: str, *scalars: float) -> None:
-        """Runs ``record``, ``adjust`` or ``update``. Before any tensor was scaled there is nothing to decide."""
+    def launch(self, kernel: Kernel, *scalars: float) -> None:
+        """Runs ``RECORD``, ``ADJUST`` or ``UPDATE``. Before any tensor was scaled there is nothing to decide."""
         if self._home is not None:
             queue, buffer = self._home
             with scale_lock:
-                if kernel != "record":
+                if kernel is not RECORD:
                     self._about_to_move()
-                get_kernel(queue, "loss_scale.cl", kernel, "p" + args)(queue, (1,), (1,), buffer, *scalars)
+                kernel(queue, (1,), (1,), buffer, *scalars)
 
     def read(self) -> ScaleState:
         """The state now: a blocking read of 32 bytes."""
@@ -218,8 +223,7 @@ def _multiply(x: Tensor, out_dtype: str, state: cl.Buffer) -> Tensor:
     y = bridge.empty(x.queue, x.shape, out_dtype)
     if x.size:
         types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
-        kernel = get_kernel(x.queue, "loss_scale.cl", "multiply", "ppp", **types)
-        kernel(x.queue, (x.size,), (1,), x.buffer, y.buffer, state)
+        MULTIPLY(x.queue, (x.size,), (1,), x, y, state, **types)
     return y
 
 

@@ -17,7 +17,10 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
+
+UNSCALE = Kernel("multi_tensor.cl", "unscale")
+COUNT = Kernel("multi_tensor.cl", "count")
 
 Pair: TypeAlias = tuple[Tensor, Tensor, bool]  # source, target, whether they are one storage
 
@@ -76,8 +79,7 @@ def check_(tensors: Sequence[Tensor], state: cl.Buffer) -> None:
     """
     _check_sources(tensors, "check_")
     for launch in _readings(tensors):
-        kernel = _kernel(launch, "unscale", "ppp", IN_PLACE=1, ONLY_CHECK=1)
-        _run(kernel, launch, state, state)
+        _run(UNSCALE, launch, state, state, IN_PLACE=1, ONLY_CHECK=1)
 
 
 def count_non_finite(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -93,7 +95,7 @@ def count_non_finite(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     found: dict[int, tuple[int, int]] = {}
     for launch in _readings(tensors):
         counts = bridge.zeros(launch.queue, (2 * launch.slots,), "int32")
-        _run(_kernel(launch, "count", "pp", IN_PLACE=1, ONLY_CHECK=1), launch, counts.buffer)
+        _run(COUNT, launch, counts, IN_PLACE=1, ONLY_CHECK=1)
         numbers = counts.to_host().reshape(-1, 2)
         for tensor, (inf, nan) in zip(launch.targets, numbers, strict=False):
             found[id(tensor.buffer)] = int(inf), int(nan)
@@ -193,8 +195,8 @@ class _Launch:
         return self.targets[0].queue
 
     @property
-    def buffers(self) -> list[Any]:
-        return [buffer for tensors in (self.sources, self.targets) for buffer in _filled(tensors, self.slots)]
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensors in (self.sources, self.targets) for tensor in _filled(tensors, self.slots)]
 
 
 def _readings(tensors: Sequence[Tensor]) -> Iterator[_Launch]:
@@ -210,27 +212,22 @@ def _launch(
 ) -> None:
     sources = [] if in_place else [source for source, _, _ in pairs]
     launch = _Launch(kind, slots, [target for _, target, _ in pairs], sources)
-    _run(_kernel(launch, "unscale", "ppp", IN_PLACE=int(in_place), ONLY_CHECK=0), launch, state, multiplier)
+    _run(UNSCALE, launch, state, multiplier, IN_PLACE=int(in_place), ONLY_CHECK=0)
 
 
-def _kernel(launch: _Launch, name: str, args: str, **macros: int) -> cl.Kernel:
-    args += "p" * launch.slots * (2 if launch.sources else 1)
-    return get_kernel(
-        launch.queue, "multi_tensor.cl", name, args, X_T=launch.kind, DECADES=launch.slots // 10, **macros
-    )
-
-
-def _run(kernel: cl.Kernel, launch: _Launch, *buffers: Any) -> None:
+def _run(kernel: Kernel, launch: _Launch, *results: Any, **macros: int) -> None:
     queue, sizes = launch.queue, tuple([tensor.size for tensor in launch.targets])
     table, tiles = _tile_table(queue.context, _tile_elements(queue, sum(sizes)), sizes)
     group = 1 if capabilities(queue).is_cpu else _GROUP_GPU
-    kernel(queue, (tiles * group,), (group,), table, *buffers, *launch.buffers)
+    kernel(
+        queue, (tiles * group,), (group,), table, *results, *launch.tensors,
+        X_T=launch.kind, DECADES=launch.slots // 10, **macros,
+    )  # fmt: skip
 
 
-def _filled(tensors: list[Tensor], slots: int) -> list[Any]:
-    """The buffers and, since a kernel wants all of its arguments, the first one again for the slots left over."""
-    buffers = [tensor.buffer for tensor in tensors]
-    return buffers + buffers[:1] * (slots - len(buffers))
+def _filled(tensors: list[Tensor], slots: int) -> list[Tensor]:
+    """The tensors and, since a kernel wants all of its arguments, the first one again for the slots left over."""
+    return tensors + tensors[:1] * (slots - len(tensors))
 
 
 def _tile_elements(queue: cl.CommandQueue, total: int) -> int:

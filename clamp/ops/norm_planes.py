@@ -5,7 +5,7 @@ from __future__ import annotations
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.cast import cast
 from clamp.ops.norm_sets import (
     IDENTITY,
@@ -19,7 +19,11 @@ from clamp.ops.norm_sets import (
 )
 from clamp.ops.reduce import parts_of, plan_rows
 
-_FILE = "norm_planes_forward.cl"
+PLANES_STATISTICS = Kernel("norm_planes_forward.cl", "planes_statistics")
+PLANES_FORWARD = Kernel("norm_planes_forward.cl", "planes_forward")
+BATCH_MERGE = Kernel("norm_planes_forward.cl", "batch_merge")
+PLANES_APPLY = Kernel("norm_planes_forward.cl", "planes_apply")
+
 _MERGE_GROUP = 256  # work-items that merge the channels' statistics on a GPU
 
 
@@ -66,12 +70,10 @@ def batch_norm(
         return y, mean, var
     partial_mean, partial_var = (bridge.empty(x.queue, (sets.sets * parts,), "float32") for _ in range(2))
     plan = plan_rows(x.queue, sets.sets * parts, span)
-    kernel = get_kernel(
-        x.queue, _FILE, "planes_statistics", "pppqqqqqquu", PLANES_STATISTICS=1, WG=plan.group, **storage_types(X=x)
-    )
-    kernel(
-        x.queue, plan.global_size, plan.local_size,
-        x.buffer, partial_mean.buffer, partial_var.buffer, *sets.geometry, span, parts, plan.each,
+    PLANES_STATISTICS(
+        x.queue, plan.global_size, plan.local_size, x, partial_mean, partial_var, *sets.geometry, span, parts,
+        plan.each,
+        PLANES_STATISTICS=1, WG=plan.group, **storage_types(X=x),
     )  # fmt: skip
     _merge(partial_mean, partial_var, mean, var, running_mean, running_var, sets, span, parts, momentum)
     _apply(x, gamma, beta, y, mean, var, sets, eps, activation)
@@ -110,15 +112,11 @@ def _forward(
 ) -> None:
     """Statistics and result, a set at a time."""
     plan, width = plan_sets(x.queue, sets)
-    kernel = get_kernel(
-        x.queue, _FILE, "planes_forward", "ppppppqqqqqquff",
+    PLANES_FORWARD(
+        x.queue, plan.global_size, plan.local_size, x, gamma, beta, y, mean, var, *sets.geometry, sets.channels,
+        plan.each, eps, activation.slope,
         PLANES_FORWARD=1, WG=plan.group, WIDTH=width, ACT=activation.kind,
         **storage_types(X=x, SCALE=gamma, SHIFT=beta, Y=y),
-    )  # fmt: skip
-    kernel(
-        x.queue, plan.global_size, plan.local_size,
-        x.buffer, gamma.buffer, beta.buffer, y.buffer, mean.buffer, var.buffer,
-        *sets.geometry, sets.channels, plan.each, eps, activation.slope,
     )  # fmt: skip
 
 
@@ -139,14 +137,10 @@ def _merge(
     group = 1 if device.is_cpu else min(_MERGE_GROUP, device.max_work_group)
     running = running_mean is not None and running_var is not None
     moved = (running_mean, running_var) if running_mean is not None and running_var is not None else (mean, var)
-    kernel = get_kernel(
-        queue, _FILE, "batch_merge", "ppppppqqquf",
+    BATCH_MERGE(
+        queue, (group,), (group,), partial_mean, partial_var, mean, var, moved[0], moved[1], sets.sets, sets.elements,
+        span, parts, momentum,
         BATCH_MERGE=1, WG=group, RUNNING=int(running), **storage_types(RUNNING=moved[0]),
-    )  # fmt: skip
-    kernel(
-        queue, (group,), (group,),
-        partial_mean.buffer, partial_var.buffer, mean.buffer, var.buffer, moved[0].buffer, moved[1].buffer,
-        sets.sets, sets.elements, span, parts, momentum,
     )  # fmt: skip
 
 
@@ -163,15 +157,10 @@ def _apply(
 ) -> None:
     """The result from given statistics."""
     plan = plan_planes(x.queue, sets)
-    kernel = get_kernel(
-        x.queue, _FILE, "planes_apply", "ppppppqqquff",
-        PLANES_APPLY=1, WG=plan.group, ACT=activation.kind,
-        **storage_types(X=x, SCALE=gamma, SHIFT=beta, Y=y),
-    )  # fmt: skip
-    kernel(
-        x.queue, plan.global_size, plan.local_size,
-        x.buffer, gamma.buffer, beta.buffer, y.buffer, mean.buffer, var.buffer,
-        sets.sets * sets.planes, sets.hw, sets.channels, plan.each, eps, activation.slope,
+    PLANES_APPLY(
+        x.queue, plan.global_size, plan.local_size, x, gamma, beta, y, mean, var, sets.sets * sets.planes, sets.hw,
+        sets.channels, plan.each, eps, activation.slope,
+        PLANES_APPLY=1, WG=plan.group, ACT=activation.kind, **storage_types(X=x, SCALE=gamma, SHIFT=beta, Y=y),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.cast import launch
 from clamp.ops.norm_sets import (
     IDENTITY,
@@ -18,7 +18,10 @@ from clamp.ops.norm_sets import (
 )
 from clamp.ops.reduce import parts_of, plan_rows, reduce_sum
 
-_FILE = "norm_planes_backward.cl"
+PLANES_BACKWARD = Kernel("norm_planes_backward.cl", "planes_backward")
+PLANES_BACKWARD_SUMS = Kernel("norm_planes_backward.cl", "planes_backward_sums")
+BATCH_BACKWARD_MERGE = Kernel("norm_planes_backward.cl", "batch_backward_merge")
+PLANES_BACKWARD_APPLY = Kernel("norm_planes_backward.cl", "planes_backward_apply")
 
 
 def batch_norm_backward(
@@ -136,15 +139,11 @@ def _backward(
     """All gradients, a set at a time."""
     queue = dx.queue
     plan, width = plan_sets(queue, sets)
-    kernel = get_kernel(
-        queue, _FILE, "planes_backward", "pppppppppqqqqqquff",
-        PLANES_BACKWARD=1, WG=plan.group, WIDTH=width, ACT=activation.kind, TRAINING=int(training),
-        GROUPS=int(groups), **_input_types(inputs), **storage_types(DX=dx),
-    )  # fmt: skip
-    kernel(
-        queue, plan.global_size, plan.local_size,
-        *(tensor.buffer for tensor in inputs), dx.buffer, dgamma.buffer, dbeta.buffer,
-        *sets.geometry, sets.channels, plan.each, eps, activation.slope,
+    PLANES_BACKWARD(
+        queue, plan.global_size, plan.local_size, *inputs, dx, dgamma, dbeta, *sets.geometry, sets.channels, plan.each,
+        eps, activation.slope,
+        PLANES_BACKWARD=1, WG=plan.group, WIDTH=width, ACT=activation.kind, TRAINING=int(training), GROUPS=int(groups),
+        **_input_types(inputs), **storage_types(DX=dx),
     )  # fmt: skip
 
 
@@ -162,24 +161,15 @@ def _backward_sums(
     queue, var = dgamma.queue, inputs[-1]
     partial_gd, partial_g = (bridge.empty(queue, (sets.sets * parts,), "float32") for _ in range(2))
     plan = plan_rows(queue, sets.sets * parts, span)
-    kernel = get_kernel(
-        queue, _FILE, "planes_backward_sums", "ppppppppqqqqqquuff",
+    PLANES_BACKWARD_SUMS(
+        queue, plan.global_size, plan.local_size, *inputs, partial_gd, partial_g, *sets.geometry, span, parts,
+        plan.each, eps, activation.slope,
         PLANES_BACKWARD_SUMS=1, WG=plan.group, ACT=activation.kind, **_input_types(inputs),
     )  # fmt: skip
-    kernel(
-        queue, plan.global_size, plan.local_size,
-        *(tensor.buffer for tensor in inputs), partial_gd.buffer, partial_g.buffer,
-        *sets.geometry, span, parts, plan.each, eps, activation.slope,
-    )  # fmt: skip
     sums = bridge.empty(queue, (sets.sets, 2), "float32")
-    kernel = get_kernel(
-        queue, _FILE, "batch_backward_merge", "ppppppquf",
+    BATCH_BACKWARD_MERGE(
+        queue, *launch(queue, sets.sets), partial_gd, partial_g, var, sums, dgamma, dbeta, sets.sets, parts, eps,
         BATCH_BACKWARD_MERGE=1, **storage_types(SCALE=dgamma, SHIFT=dbeta),
-    )  # fmt: skip
-    kernel(
-        queue, *launch(queue, sets.sets),
-        partial_gd.buffer, partial_g.buffer, var.buffer, sums.buffer, dgamma.buffer, dbeta.buffer,
-        sets.sets, parts, eps,
     )  # fmt: skip
     return sums
 
@@ -190,13 +180,9 @@ def _backward_apply(
     """x's gradient from the sums."""
     queue = dx.queue
     plan = plan_planes(queue, sets)
-    kernel = get_kernel(
-        queue, _FILE, "planes_backward_apply", "ppppppppqqqufff",
-        PLANES_BACKWARD_APPLY=1, WG=plan.group, ACT=activation.kind, TRAINING=int(training),
-        **_input_types(inputs), **storage_types(DX=dx),
-    )  # fmt: skip
-    kernel(
-        queue, plan.global_size, plan.local_size,
-        *(tensor.buffer for tensor in inputs), sums.buffer, dx.buffer,
-        sets.sets * sets.planes, sets.hw, sets.channels, plan.each, sets.elements, eps, activation.slope,
+    PLANES_BACKWARD_APPLY(
+        queue, plan.global_size, plan.local_size, *inputs, sums, dx, sets.sets * sets.planes, sets.hw, sets.channels,
+        plan.each, sets.elements, eps, activation.slope,
+        PLANES_BACKWARD_APPLY=1, WG=plan.group, ACT=activation.kind, TRAINING=int(training), **_input_types(inputs),
+        **storage_types(DX=dx),
     )  # fmt: skip

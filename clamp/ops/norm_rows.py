@@ -7,10 +7,12 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.reduce import RowPlan, around_axis, plan_rows, reduce_sum
 
-_FILE = "norm_rows.cl"
+ROWS_FORWARD = Kernel("norm_rows.cl", "rows_forward")
+ROWS_BACKWARD = Kernel("norm_rows.cl", "rows_backward")
+
 _ROWS_SUMMED = 512  # rows that a work-group adds up one by one, at most: their sums are added in blocks
 
 
@@ -105,15 +107,10 @@ def _forward(
         return y
     rows, n, _ = around_axis(x.shape, -1)
     plan = plan_rows(x.queue, rows, n)
-    kernel = get_kernel(
-        x.queue, _FILE, "rows_forward", "ppppppqquf",
-        ROWS_FORWARD=1, KIND=kind, WG=plan.group,
-        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[out_dtype],
+    ROWS_FORWARD(
+        x.queue, plan.global_size, plan.local_size, x, gamma, beta, y, mean, kept, rows, n, plan.each, eps,
+        ROWS_FORWARD=1, KIND=kind, WG=plan.group, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[out_dtype],
         SCALE_T=bridge.STORAGE[gamma.dtype], SHIFT_T=bridge.STORAGE[beta.dtype],
-    )  # fmt: skip
-    kernel(
-        x.queue, plan.global_size, plan.local_size,
-        x.buffer, gamma.buffer, beta.buffer, y.buffer, mean.buffer, kept.buffer, rows, n, plan.each, eps,
     )  # fmt: skip
     return y
 
@@ -142,16 +139,11 @@ def _backward(
     if parameters:
         partial_gamma = bridge.empty(x.queue, (plan.groups, n), "float32")
         partial_beta = bridge.empty(x.queue, (plan.groups, n), "float32") if kind == "LAYER" else kept
-    kernel = get_kernel(
-        x.queue, _FILE, "rows_backward", "ppppppppqquf",
-        ROWS_BACKWARD=1, KIND=kind, WG=plan.group, PARAMETERS=int(parameters),
-        X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[dx_dtype],
-        SCALE_T=bridge.STORAGE[gamma.dtype],
-    )  # fmt: skip
-    kernel(
-        x.queue, plan.global_size, plan.local_size,
-        x.buffer, grad.buffer, gamma.buffer, mean.buffer, kept.buffer, dx.buffer,
-        partial_gamma.buffer, partial_beta.buffer, rows, n, plan.each, eps,
+    ROWS_BACKWARD(
+        x.queue, plan.global_size, plan.local_size, x, grad, gamma, mean, kept, dx, partial_gamma, partial_beta, rows,
+        n, plan.each, eps,
+        ROWS_BACKWARD=1, KIND=kind, WG=plan.group, PARAMETERS=int(parameters), X_T=bridge.STORAGE[x.dtype],
+        G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[dx_dtype], SCALE_T=bridge.STORAGE[gamma.dtype],
     )  # fmt: skip
     dgamma, dbeta = (
         None if dtype is None else reduce_sum(partial, 0, out_dtype=dtype)

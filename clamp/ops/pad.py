@@ -5,9 +5,14 @@ from __future__ import annotations
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.cast import launch
 from clamp.ops.reduce import plan_rows
+
+PAD_ROWS = Kernel("pad.cl", "pad_rows")
+PAD_ELEMENTS = Kernel("pad.cl", "pad_elements")
+PAD_ROWS_BACKWARD = Kernel("pad.cl", "pad_rows_backward")
+PAD_ELEMENTS_BACKWARD = Kernel("pad.cl", "pad_elements_backward")
 
 MODES = ("zero", "reflect")
 
@@ -26,8 +31,8 @@ def pad2d(x: Tensor, pad: int, mode: str = "zero", *, out_dtype: str) -> Tensor:
     """
     n, c, height, width = _check(tuple(x.shape), pad, mode)
     out = bridge.empty(x.queue, (n, c, height + 2 * pad, width + 2 * pad), out_dtype)
-    types: dict[str, object] = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
-    _run("", x, out, (height, width, pad), out.shape[3], {"REFLECT": int(mode == "reflect"), **types})
+    types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
+    _run((PAD_ROWS, PAD_ELEMENTS), x, out, (height, width, pad), out.shape[3], mode, types)
     return out
 
 
@@ -46,8 +51,8 @@ def pad2d_backward(grad: Tensor, shape: tuple[int, ...], pad: int, mode: str = "
     if tuple(grad.shape) != expected:
         raise ValueError(f"pad2d: the gradient must have the result's shape {expected}, got {tuple(grad.shape)}")
     out = bridge.empty(grad.queue, shape, out_dtype)
-    types: dict[str, object] = {"G_T": bridge.STORAGE[grad.dtype], "DX_T": bridge.STORAGE[out_dtype]}
-    _run("_backward", grad, out, (height, width, pad), width, {"REFLECT": int(mode == "reflect"), **types})
+    types = {"G_T": bridge.STORAGE[grad.dtype], "DX_T": bridge.STORAGE[out_dtype]}
+    _run((PAD_ROWS_BACKWARD, PAD_ELEMENTS_BACKWARD), grad, out, (height, width, pad), width, mode, types)
     return out
 
 
@@ -63,18 +68,22 @@ def _check(shape: tuple[int, ...], pad: int, mode: str) -> tuple[int, int, int, 
 
 
 def _run(
-    direction: str, source: Tensor, out: Tensor, extents: tuple[int, int, int], row: int, types: dict[str, object]
+    kernels: tuple[Kernel, Kernel],
+    source: Tensor,
+    out: Tensor,
+    extents: tuple[int, int, int],
+    row: int,
+    mode: str,
+    types: dict[str, str],
 ) -> None:
-    """Launches ``pad_rows`` or ``pad_elements``, or their backward; ``row`` is the length of a row of ``out``."""
+    """Launches the kernel of rows or that of elements; ``row`` is the length of a row of ``out``."""
     if out.size == 0:
         return
-    queue = out.queue
+    queue, (by_rows, by_elements), reflect = out.queue, kernels, int(mode == "reflect")
     if capabilities(queue).is_cpu:
         rows = out.size // row
         plan = plan_rows(queue, rows, row)
-        kernel = get_kernel(queue, "pad.cl", f"pad_rows{direction}", "ppqquuuu", **types)
         sizes = plan.global_size, plan.local_size
-        kernel(queue, *sizes, source.buffer, out.buffer, source.size, rows, plan.each, *extents)
+        by_rows(queue, *sizes, source, out, source.size, rows, plan.each, *extents, **types, REFLECT=reflect)
     else:
-        kernel = get_kernel(queue, "pad.cl", f"pad_elements{direction}", "ppquuuu", **types)
-        kernel(queue, *launch(queue, out.size), source.buffer, out.buffer, out.size, 1, *extents)
+        by_elements(queue, *launch(queue, out.size), source, out, out.size, 1, *extents, **types, REFLECT=reflect)

@@ -7,9 +7,12 @@ from math import prod
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.elementwise import elementwise
 from clamp.ops.reduce import parts_of, plan_rows, reduce_sum
+
+PRELU = Kernel("prelu.cl", "prelu")
+PRELU_BACKWARD = Kernel("prelu.cl", "prelu_backward")
 
 
 def prelu(x: Tensor, slope: Tensor, *, out_dtype: str) -> Tensor:
@@ -31,13 +34,10 @@ def prelu(x: Tensor, slope: Tensor, *, out_dtype: str) -> Tensor:
     parts, span = parts_of(x.queue, rows, n)
     out = bridge.empty(x.queue, x.shape, out_dtype)
     plan = plan_rows(x.queue, rows * parts, min(n, span))
-    kernel = get_kernel(
-        x.queue, "prelu.cl", "prelu", "pppuqquuq", PRELU=1, X_T=bridge.STORAGE[x.dtype],
-        SLOPE_T=bridge.STORAGE[slope.dtype], Y_T=bridge.STORAGE[out_dtype], WG=plan.group,
-    )  # fmt: skip
-    kernel(
-        x.queue, plan.global_size, plan.local_size, x.buffer, slope.buffer, out.buffer,
-        slope.size, n, span, parts, plan.each, rows * parts,
+    PRELU(
+        x.queue, plan.global_size, plan.local_size, x, slope, out, slope.size, n, span, parts, plan.each, rows * parts,
+        PRELU=1, X_T=bridge.STORAGE[x.dtype], SLOPE_T=bridge.STORAGE[slope.dtype], Y_T=bridge.STORAGE[out_dtype],
+        WG=plan.group,
     )  # fmt: skip
     return out
 
@@ -81,14 +81,12 @@ def _one_pass(grad: Tensor, x: Tensor, slope: Tensor, n: int, dx_dtype: str | No
     sums = bridge.empty(x.queue, (rows * parts,), "float32")
     dx = None if dx_dtype is None else bridge.empty(x.queue, x.shape, dx_dtype)
     plan = plan_rows(x.queue, rows * parts, min(n, span))
-    kernel = get_kernel(
-        x.queue, "prelu.cl", "prelu_backward", "pppppuqquuq", PRELU_BACKWARD=1, G_T=bridge.STORAGE[grad.dtype],
-        X_T=bridge.STORAGE[x.dtype], SLOPE_T=bridge.STORAGE[slope.dtype],
-        DX_T=bridge.STORAGE[dx_dtype or "float32"], WITH_DX=int(dx is not None), WG=plan.group,
-    )  # fmt: skip
-    kernel(
-        x.queue, plan.global_size, plan.local_size, grad.buffer, x.buffer, slope.buffer,
-        (dx or sums).buffer, sums.buffer, channels, n, span, parts, plan.each, rows * parts,
+    PRELU_BACKWARD(
+        x.queue, plan.global_size, plan.local_size, grad, x, slope, dx or sums, sums, channels, n, span, parts,
+        plan.each, rows * parts,
+        PRELU_BACKWARD=1, G_T=bridge.STORAGE[grad.dtype], X_T=bridge.STORAGE[x.dtype],
+        SLOPE_T=bridge.STORAGE[slope.dtype], DX_T=bridge.STORAGE[dx_dtype or "float32"], WITH_DX=int(dx is not None),
+        WG=plan.group,
     )  # fmt: skip
     return dx, sums
 

@@ -11,9 +11,14 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.arguments import axis_of
 from clamp.ops.cast import launch, span_for
+
+SUM_ROWS = Kernel("reduce.cl", "sum_rows")
+SUM_COLUMNS = Kernel("reduce.cl", "sum_columns")
+EXPAND_ROWS = Kernel("reduce.cl", "expand_rows")
+EXPAND_COLUMNS = Kernel("reduce.cl", "expand_columns")
 
 _MIN_SPAN = 4096  # elements that are worth a work-group of their own on a CPU
 _STRIP = 64  # columns that a CPU's work-item sums at a time
@@ -130,25 +135,19 @@ def reduce_sum(
 
 def _sum_rows(x: Tensor, y: Tensor, outer: int, n: int, inner: int, parts: int, span: int, divisor: float) -> None:
     plan = plan_rows(x.queue, outer * parts, min(n, span))
-    kernel = get_kernel(
-        x.queue, "reduce.cl", "sum_rows", "ppqqquuf",
+    SUM_ROWS(
+        x.queue, plan.global_size, plan.local_size, x, y, outer * parts, n, span, parts, plan.each, divisor,
         X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], WG=plan.group,
-    )  # fmt: skip
-    kernel(
-        x.queue, plan.global_size, plan.local_size,
-        x.buffer, y.buffer, outer * parts, n, span, parts, plan.each, divisor,
     )  # fmt: skip
 
 
 def _sum_columns(x: Tensor, y: Tensor, outer: int, n: int, inner: int, parts: int, span: int, divisor: float) -> None:
     width = column_width(x.queue, outer * parts, min(n, span), inner)
-    kernel = get_kernel(
-        x.queue, "reduce.cl", "sum_columns", "ppqqqqquuf", X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype]
-    )
     strips = -(-inner // width)
-    kernel(
-        x.queue, *launch(x.queue, strips * parts * outer),
-        x.buffer, y.buffer, n, inner, span, width, outer * parts, strips, parts, divisor,
+    SUM_COLUMNS(
+        x.queue, *launch(x.queue, strips * parts * outer), x, y, n, inner, span, width, outer * parts, strips, parts,
+        divisor,
+        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype],
     )  # fmt: skip
 
 
@@ -182,9 +181,7 @@ def expand(x: Tensor, shape: Sequence[int], axis: int | None = None, *, out_dtyp
     span = span_for(x.queue, out.size)
     sizes = launch(x.queue, -(-out.size // span))
     if inner == 1:
-        kernel = get_kernel(x.queue, "reduce.cl", "expand_rows", "ppqqqf", **types)
-        kernel(x.queue, *sizes, x.buffer, out.buffer, out.size, n, span, divisor)
+        EXPAND_ROWS(x.queue, *sizes, x, out, out.size, n, span, divisor, **types)
     else:
-        kernel = get_kernel(x.queue, "reduce.cl", "expand_columns", "ppqqqqf", **types)
-        kernel(x.queue, *sizes, x.buffer, out.buffer, out.size, n, inner, span, divisor)
+        EXPAND_COLUMNS(x.queue, *sizes, x, out, out.size, n, inner, span, divisor, **types)
     return out

@@ -12,8 +12,11 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.cast import cast
+
+SUM_ROW = Kernel("reduce_to_shape.cl", "sum_row")
+SUM_ROWS = Kernel("reduce_to_shape.cl", "sum_rows")
 
 _PANEL = 64  # columns a task of the kernel sum_rows
 _MIN_CHUNK = 4096  # elements below which cutting an axis into chunks costs more than it brings
@@ -95,13 +98,12 @@ def _make_plan(queue: cl.CommandQueue, key: tuple[Any, ...]) -> tuple[Any, ...]:
     tasks = outer * panels * chunks
     tasks_per_item = max(1, min(tasks // (4 * items_wanted), 4096))
     y_dtype = out_dtype if chunks == 1 else "float32"
-    names = {"X_T": bridge.STORAGE[x_dtype], "Y_T": bridge.STORAGE[y_dtype]}
-    name, extents = ("sum_row", (rows,)) if inner == 1 else ("sum_rows", (rows, inner))
+    kernel, extents = (SUM_ROW, (rows,)) if inner == 1 else (SUM_ROWS, (rows, inner))
     arguments = (*extents, per_chunk, chunks, tasks, tasks_per_item)
-    kernel = get_kernel(queue, "reduce_to_shape.cl", name, "pp" + "q" * len(arguments), **names)
     items = -(-tasks // tasks_per_item)
     # PoCL compiles a kernel anew for every work-group size it picks itself, so the size is always given.
-    plan = (kernel, (-(-items // local) * local,), (local,), (outer * chunks * inner,), y_dtype, arguments, chunks)
+    built = kernel.on(queue, X_T=bridge.STORAGE[x_dtype], Y_T=bridge.STORAGE[y_dtype])
+    plan = (built, (-(-items // local) * local,), (local,), (outer * chunks * inner,), y_dtype, arguments, chunks)
     if len(_plans.known) > 4096:  # shapes that never come back must not pile up
         _plans.known.clear()
     _plans.known[key] = plan

@@ -11,8 +11,10 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.cast import launch
+
+ROPE = Kernel("rope.cl", "rope")
 
 _POSITION_STORAGE = bridge.STORAGE | {"int32": "i32", "int": "i32"}
 _PAIRS = 16  # pairs of a block of the table of cosines and sines
@@ -64,11 +66,9 @@ def _launch(x: Tensor, out: Tensor, positions: Tensor, theta: cl.Buffer, sign: f
     spans = -(-length // span)
     # As many leads as leave work for every core; on a GPU a few, for which the angles are computed once.
     leads_each = min(leads, max(1, leads * spans // (4 * device.compute_units)) if device.is_cpu else 4)
-    kernel = get_kernel(
-        queue, "rope.cl", "rope", "ppppqqqqf", SPAN=span, BLOCKS=blocks,
-        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[out.dtype], P_T=_POSITION_STORAGE[positions.dtype],
-    )  # fmt: skip
-    kernel(
-        queue, *launch(queue, spans * -(-leads // leads_each)), x.buffer, out.buffer, positions.buffer, theta,
-        leads, length, width, leads_each, sign,
+    ROPE(
+        queue, *launch(queue, spans * -(-leads // leads_each)), x, out, positions, theta, leads, length, width,
+        leads_each, sign,
+        SPAN=span, BLOCKS=blocks, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[out.dtype],
+        P_T=_POSITION_STORAGE[positions.dtype],
     )  # fmt: skip

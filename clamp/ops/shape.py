@@ -10,8 +10,12 @@ from math import prod
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.cast import launch
+
+MOVE_ROWS = Kernel("permute.cl", "move_rows")
+TRANSPOSE = Kernel("permute.cl", "transpose")
+TRANSPOSE_LOCAL = Kernel("permute.cl", "transpose_local")
 
 _WORD = {2: "ushort", 4: "uint"}
 _MAX_BATCH = 5  # batch axes that the kernels take
@@ -110,10 +114,10 @@ def _move_rows(x: Tensor, y: Tensor, axes: tuple[Axis, ...]) -> None:
     else:
         column_span = row_span = 1
     across, down = -(-inner // column_span), -(-runs.extent // row_span)
-    kernel = get_kernel(x.queue, "permute.cl", "move_rows", "ppqqqq" + _ARGUMENTS, **_macros(x, "MOVE_ROWS", rank))
-    kernel(
-        x.queue, *launch(x.queue, across * down * batches), x.buffer, y.buffer,
-        inner, column_span, runs.extent, row_span, runs.from_step, runs.to_step, across, down, batches, *batch,
+    MOVE_ROWS(
+        x.queue, *launch(x.queue, across * down * batches), x, y, inner, column_span, runs.extent, row_span,
+        runs.from_step, runs.to_step, across, down, batches, *batch,
+        **_macros(x, "MOVE_ROWS", rank),
     )  # fmt: skip
 
 
@@ -133,16 +137,16 @@ def _transpose(x: Tensor, y: Tensor, axes: tuple[Axis, ...]) -> None:
     if capabilities(x.queue).is_cpu:
         b_span = 16 * -(-_span(x, x.size) // 256)
         across, down = -(-a.extent // 16), -(-b.extent // b_span)
-        kernel = get_kernel(x.queue, "permute.cl", "transpose", "ppqqq" + _ARGUMENTS, **_macros(x, "TRANSPOSE", rank))
-        kernel(
-            x.queue, *launch(x.queue, across * down * batches),
-            x.buffer, y.buffer, a.extent, b.extent, b_span, *steps, across, down, batches, *batch,
+        TRANSPOSE(
+            x.queue, *launch(x.queue, across * down * batches), x, y, a.extent, b.extent, b_span, *steps, across, down,
+            batches, *batch,
+            **_macros(x, "TRANSPOSE", rank),
         )  # fmt: skip
         return
     across, down = -(-a.extent // _TILE), -(-b.extent // _TILE)
     macros = _macros(x, "TRANSPOSE_LOCAL", rank)
-    kernel = get_kernel(x.queue, "permute.cl", "transpose_local", "ppqq" + _ARGUMENTS, **macros)
-    kernel(
-        x.queue, (across * down * batches * _TILE, _LINES), (_TILE, _LINES),
-        x.buffer, y.buffer, a.extent, b.extent, *steps, across, down, batches, *batch,
+    TRANSPOSE_LOCAL(
+        x.queue, (across * down * batches * _TILE, _LINES), (_TILE, _LINES), x, y, a.extent, b.extent, *steps, across,
+        down, batches, *batch,
+        **macros,
     )  # fmt: skip

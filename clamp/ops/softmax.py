@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.cast import launch
 from clamp.ops.reduce import around_axis, column_width, plan_rows
+
+SOFTMAX_KEPT_ROWS = Kernel("softmax.cl", "softmax_kept_rows")
+SOFTMAX_ROWS = Kernel("softmax.cl", "softmax_rows")
+SOFTMAX_COLUMNS = Kernel("softmax.cl", "softmax_columns")
+SOFTMAX_ROWS_BACKWARD = Kernel("softmax.cl", "softmax_rows_backward")
+SOFTMAX_COLUMNS_BACKWARD = Kernel("softmax.cl", "softmax_columns_backward")
 
 _KEPT = 4096  # elements of a row that a CPU's work-item keeps as floats in its private memory: half of a 32 KiB cache
 
@@ -29,18 +35,18 @@ def softmax(x: Tensor, axis: int = -1, *, out_dtype: str) -> Tensor:
     types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
     if inner == 1:
         plan = plan_rows(x.queue, outer, n)
+        sizes = plan.global_size, plan.local_size
         if plan.group == 1 and n <= _KEPT:
-            kernel = get_kernel(
-                x.queue, "softmax.cl", "softmax_kept_rows", "ppqqu", SOFTMAX_KEPT_ROWS=1, KEPT=_KEPT, **types
-            )
+            SOFTMAX_KEPT_ROWS(x.queue, *sizes, x, out, outer, n, plan.each, SOFTMAX_KEPT_ROWS=1, KEPT=_KEPT, **types)
         else:
-            kernel = get_kernel(x.queue, "softmax.cl", "softmax_rows", "ppqqu", SOFTMAX_ROWS=1, WG=plan.group, **types)
-        kernel(x.queue, plan.global_size, plan.local_size, x.buffer, out.buffer, outer, n, plan.each)
+            SOFTMAX_ROWS(x.queue, *sizes, x, out, outer, n, plan.each, SOFTMAX_ROWS=1, WG=plan.group, **types)
     else:
         width = column_width(x.queue, outer, n, inner)
         strips = -(-inner // width)
-        kernel = get_kernel(x.queue, "softmax.cl", "softmax_columns", "ppqqquq", SOFTMAX_COLUMNS=1, **types)
-        kernel(x.queue, *launch(x.queue, strips * outer), x.buffer, out.buffer, n, inner, width, strips, outer)
+        SOFTMAX_COLUMNS(
+            x.queue, *launch(x.queue, strips * outer), x, out, n, inner, width, strips, outer,
+            SOFTMAX_COLUMNS=1, **types,
+        )  # fmt: skip
     return out
 
 
@@ -64,16 +70,16 @@ def softmax_backward(y: Tensor, grad: Tensor, axis: int = -1, *, out_dtype: str)
     types = {"Y_T": bridge.STORAGE[y.dtype], "G_T": bridge.STORAGE[grad.dtype], "DX_T": bridge.STORAGE[out_dtype]}
     if inner == 1:
         plan = plan_rows(y.queue, outer, n)
-        kernel = get_kernel(
-            y.queue, "softmax.cl", "softmax_rows_backward", "pppqqu", SOFTMAX_ROWS_BACKWARD=1, WG=plan.group, **types
-        )
-        kernel(y.queue, plan.global_size, plan.local_size, y.buffer, grad.buffer, out.buffer, outer, n, plan.each)
+        SOFTMAX_ROWS_BACKWARD(
+            y.queue, plan.global_size, plan.local_size, y, grad, out, outer, n, plan.each,
+            SOFTMAX_ROWS_BACKWARD=1, WG=plan.group, **types,
+        )  # fmt: skip
     else:
         width = column_width(y.queue, outer, n, inner)
-        kernel = get_kernel(
-            y.queue, "softmax.cl", "softmax_columns_backward", "pppqqquq", SOFTMAX_COLUMNS_BACKWARD=1, **types
-        )
         strips = -(-inner // width)
         sizes = launch(y.queue, strips * outer)
-        kernel(y.queue, *sizes, y.buffer, grad.buffer, out.buffer, n, inner, width, strips, outer)
+        SOFTMAX_COLUMNS_BACKWARD(
+            y.queue, *sizes, y, grad, out, n, inner, width, strips, outer,
+            SOFTMAX_COLUMNS_BACKWARD=1, **types,
+        )  # fmt: skip
     return out

@@ -5,10 +5,15 @@ from __future__ import annotations
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.arguments import axis_of, whole_number
 from clamp.ops.cast import launch
 from clamp.ops.reduce import around_axis, column_width, plan_rows
+
+ARGMAX_ROWS = Kernel("topk.cl", "argmax_rows")
+ARGMAX_COLUMNS = Kernel("topk.cl", "argmax_columns")
+TOPK_HEAP = Kernel("topk.cl", "topk_heap")
+TOPK_SELECT = Kernel("topk.cl", "topk_select")
 
 _PIECES = 16  # pieces of work for each core of a CPU
 _LARGEST, _LAST = "INT_MAX", "INT_MIN"  # where a kernel puts NaN
@@ -37,13 +42,17 @@ def argmax(x: Tensor, axis: int = -1, keepdims: bool = False) -> Tensor:
     macros = {"X_T": bridge.STORAGE[x.dtype], "NAN_KEY": _LARGEST}
     if inner == 1:
         plan = plan_rows(x.queue, outer, n)
-        kernel = get_kernel(x.queue, "topk.cl", "argmax_rows", "ppquu", ARGMAX_ROWS=1, WG=plan.group, **macros)
-        kernel(x.queue, plan.global_size, plan.local_size, x.buffer, out.buffer, outer, n, plan.each)
+        ARGMAX_ROWS(
+            x.queue, plan.global_size, plan.local_size, x, out, outer, n, plan.each,
+            ARGMAX_ROWS=1, WG=plan.group, **macros,
+        )  # fmt: skip
     else:
         width = column_width(x.queue, outer, n, inner)
         strips = -(-inner // width)
-        kernel = get_kernel(x.queue, "topk.cl", "argmax_columns", "ppuqquq", ARGMAX_COLUMNS=1, **macros)
-        kernel(x.queue, *launch(x.queue, strips * outer), x.buffer, out.buffer, n, inner, width, strips, outer)
+        ARGMAX_COLUMNS(
+            x.queue, *launch(x.queue, strips * outer), x, out, n, inner, width, strips, outer,
+            ARGMAX_COLUMNS=1, **macros,
+        )  # fmt: skip
     return out
 
 
@@ -77,13 +86,8 @@ def topk(x: Tensor, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
         each = -(-lanes // (_PIECES * device.compute_units))
         items = -(-lanes // each)
         heaps = bridge.empty(x.queue, (items * k * 2,), "int32")
-        kernel = get_kernel(x.queue, "topk.cl", "topk_heap", "ppppuququ", TOPK_HEAP=1, **macros)
-        kernel(
-            x.queue, (items,), (1,),
-            x.buffer, values.buffer, places.buffer, heaps.buffer, n, inner, k, lanes, each,
-        )  # fmt: skip
+        TOPK_HEAP(x.queue, (items,), (1,), x, values, places, heaps, n, inner, k, lanes, each, TOPK_HEAP=1, **macros)
         return values, places
     group = plan_rows(x.queue, lanes, n).group
-    kernel = get_kernel(x.queue, "topk.cl", "topk_select", "pppuqu", TOPK_SELECT=1, WG=group, **macros)
-    kernel(x.queue, (lanes * group,), (group,), x.buffer, values.buffer, places.buffer, n, inner, k)
+    TOPK_SELECT(x.queue, (lanes * group,), (group,), x, values, places, n, inner, k, TOPK_SELECT=1, WG=group, **macros)
     return values, places

@@ -7,8 +7,11 @@ from typing import Any
 
 import pyopencl as cl
 
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.cast import launch
+
+FILL = Kernel("transfer.cl", "fill")
+COPY = Kernel("transfer.cl", "copy")
 
 _SPAN = 1024  # words a work-item
 _WORDS = {1: "uchar", 2: "ushort", 4: "uint", 8: "ulong"}
@@ -29,10 +32,12 @@ def fill(queue: cl.CommandQueue, dst: Any, pattern: Any, offset: int, size: int)
     if unit not in _WORDS or offset % unit or size % unit:
         raise ValueError(f"cannot fill bytes {offset} to {offset + size} with a pattern of {unit} bytes")
     if size:
-        kernel = get_kernel(queue, "transfer.cl", "fill", "pqqq", FILL=1, WORD=_WORDS[unit], SPAN=_SPAN)
         words = size // unit
         value = int.from_bytes(content, sys.byteorder)
-        kernel(queue, *launch(queue, -(-words // _SPAN)), dst, offset // unit, value, words)
+        FILL(
+            queue, *launch(queue, -(-words // _SPAN)), dst, offset // unit, value, words,
+            FILL=1, WORD=_WORDS[unit], SPAN=_SPAN,
+        )  # fmt: skip
 
 
 def copy(queue: cl.CommandQueue, dst: Any, src: Any, size: int, src_offset: int = 0, dst_offset: int = 0) -> None:
@@ -45,6 +50,8 @@ def copy(queue: cl.CommandQueue, dst: Any, src: Any, size: int, src_offset: int 
     if not size:
         return
     unit = next(unit for unit in (4, 2, 1) if not (size % unit or src_offset % unit or dst_offset % unit))
-    kernel = get_kernel(queue, "transfer.cl", "copy", "pqpqq", WORD=_WORDS[unit], SPAN=_SPAN)
     words = size // unit
-    kernel(queue, *launch(queue, -(-words // _SPAN)), src, src_offset // unit, dst, dst_offset // unit, words)
+    COPY(
+        queue, *launch(queue, -(-words // _SPAN)), src, src_offset // unit, dst, dst_offset // unit, words,
+        WORD=_WORDS[unit], SPAN=_SPAN,
+    )  # fmt: skip

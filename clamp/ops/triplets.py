@@ -9,11 +9,16 @@ from dataclasses import dataclass
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.cast import launch
 from clamp.ops.distances import all_pairs, gather
 from clamp.ops.loss import LABEL_STORAGE
 from clamp.ops.reduce import plan_rows, reduce_sum
+
+HARDEST = Kernel("triplets.cl", "hardest")
+ALL_TRIPLETS = Kernel("triplets.cl", "all_triplets")
+ACTIVE_MEAN = Kernel("triplets.cl", "active_mean")
+FIRST_OF_CLASS = Kernel("triplets.cl", "first_of_class")
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ def hardest_triplets(x: Tensor, labels: Tensor, margin: float, root: bool, mean:
         labels: N class numbers in any dtype of ``LABEL_STORAGE``.
         root: d is ``sqrt(squared distance + 1e-8)``, else the squared distance.
     """
-    losses, slopes, _ = _over_anchors("hardest", x, labels, margin, root, counts=False)
+    losses, slopes, _ = _over_anchors(HARDEST, x, labels, margin, root)
     divisor = float(max(x.shape[0], 1)) if mean else 1.0
     return TripletLoss(reduce_sum(losses, out_dtype="float32", divisor=divisor), slopes, divisor)
 
@@ -54,16 +59,13 @@ def all_triplets(x: Tensor, labels: Tensor, margin: float, root: bool, mean: boo
 
     Takes time proportional to the number of positive pairs times N.
     """
-    losses, slopes, counts = _over_anchors("all_triplets", x, labels, margin, root, counts=True)
+    losses, slopes, counts = _over_anchors(ALL_TRIPLETS, x, labels, margin, root)
     if not mean:
         return TripletLoss(reduce_sum(losses, out_dtype="float32"), slopes)
     n, queue = x.shape[0], x.queue
     loss, count = bridge.empty(queue, (1,), "float32"), bridge.empty(queue, (1,), "float32")
     plan = plan_rows(queue, 1, n)
-    kernel = get_kernel(queue, "triplets.cl", "active_mean", "ppppq", ACTIVE=1, WG=plan.group)
-    kernel(
-        queue, plan.local_size, plan.local_size, losses.buffer, counts.buffer, loss.buffer, count.buffer, n
-    )  # fmt: skip
+    ACTIVE_MEAN(queue, plan.local_size, plan.local_size, losses, counts, loss, count, n, ACTIVE=1, WG=plan.group)
     return TripletLoss(loss, slopes, count=count)
 
 
@@ -74,9 +76,9 @@ def triplet_gradient(x: Tensor, forward: TripletLoss, grad: Tensor, out_dtype: s
 
 
 def _over_anchors(
-    name: str, x: Tensor, labels: Tensor, margin: float, root: bool, counts: bool
+    kernel: Kernel, x: Tensor, labels: Tensor, margin: float, root: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses of anchors, slopes of distances, and (with ``counts``) how many triplets of each anchor exceeded 0."""
+    """Losses of anchors, slopes of distances, and (of ``ALL_TRIPLETS``) how many triplets of each anchor exceeded 0."""
     n, queue = x.shape[0], x.queue
     distances = all_pairs(x, x, out_dtype="float32", root=root)
     slopes = bridge.empty(queue, (n, n), "float32")
@@ -84,14 +86,12 @@ def _over_anchors(
     if n:
         classes = _classes(labels)
         plan = plan_rows(queue, n, n)
-        macros = {"ALL" if counts else "HARDEST": 1, **({"ROOT": 1} if root else {})}
-        outputs = [slopes.buffer, losses.buffer, *([active.buffer] if counts else [])]
-        kernel = get_kernel(
-            queue, "triplets.cl", name, f"pp{'p' * len(outputs)}quf", WG=plan.group, **macros
-        )  # fmt: skip
+        every = kernel is ALL_TRIPLETS
+        macros = {"ALL" if every else "HARDEST": 1, **({"ROOT": 1} if root else {})}
+        outputs = (slopes, losses, active) if every else (slopes, losses)
         kernel(
-            queue, plan.global_size, plan.local_size,
-            distances.buffer, classes.buffer, *outputs, n, plan.each, margin,
+            queue, plan.global_size, plan.local_size, distances, classes, *outputs, n, plan.each, margin,
+            WG=plan.group, **macros,
         )  # fmt: skip
     return losses, slopes, active
 
@@ -102,8 +102,5 @@ def _classes(labels: Tensor) -> Tensor:
         return labels
     n, queue = labels.size, labels.queue
     classes = bridge.empty(queue, (n,), "int32")
-    kernel = get_kernel(
-        queue, "triplets.cl", "first_of_class", "ppq", CLASSES=1, WG=1, LABEL_T=LABEL_STORAGE[labels.dtype]
-    )
-    kernel(queue, *launch(queue, n), labels.buffer, classes.buffer, n)
+    FIRST_OF_CLASS(queue, *launch(queue, n), labels, classes, n, CLASSES=1, WG=1, LABEL_T=LABEL_STORAGE[labels.dtype])
     return classes

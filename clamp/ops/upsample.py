@@ -13,8 +13,11 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
 from clamp.ops.cast import launch
+
+UPSAMPLE_FORWARD = Kernel("upsample.cl", "upsample_forward")
+UPSAMPLE_BACKWARD = Kernel("upsample.cl", "upsample_backward")
 
 MODES = ("nearest", "bilinear")
 
@@ -55,7 +58,7 @@ def upsample(
     """
     _check(x.shape, size, mode)
     out = bridge.empty(x.queue, (*x.shape[:2], *size), out_dtype)
-    _run("upsample_forward", x, out, tuple(x.shape), tuple(size), out.shape[2:], mode, align_corners)
+    _run(UPSAMPLE_FORWARD, x, out, tuple(x.shape), tuple(size), out.shape[2:], mode, align_corners)
     return out
 
 
@@ -77,7 +80,7 @@ def upsample_backward(
     size = tuple(grad.shape[2:])
     _check(shape, size, mode)
     out = bridge.empty(grad.queue, shape, out_dtype)
-    _run("upsample_backward", grad, out, tuple(shape), size, out.shape[2:], mode, align_corners)
+    _run(UPSAMPLE_BACKWARD, grad, out, tuple(shape), size, out.shape[2:], mode, align_corners)
     return out
 
 
@@ -93,7 +96,7 @@ def _check(shape: Sequence[int], size: Sequence[int], mode: str) -> None:
 
 
 def _run(
-    name: str, x: Tensor, y: Tensor, shape: Sequence[int], size: Sequence[int], written: Sequence[int],
+    kernel: Kernel, x: Tensor, y: Tensor, shape: Sequence[int], size: Sequence[int], written: Sequence[int],
     mode: str, align_corners: bool,
 ) -> None:  # fmt: skip
     """Launches a kernel that reads x and writes y, whose planes have the extents ``written``."""
@@ -103,15 +106,12 @@ def _run(
     align_corners = align_corners and bilinear
     (h, w), (oh, ow) = shape[2:], size
     plan = _plan(x.queue, shape[0] * shape[1], *written)
-    kernel = get_kernel(
-        x.queue, "upsample.cl", name, "ppppuuuuuuuuq", **{name.upper(): 1},
-        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype],
-        BILINEAR=int(bilinear), DOUBLE=int(ow == 2 * w and not align_corners), STRIP=plan.strip,
-    )  # fmt: skip
     kernel(
-        x.queue, *launch(x.queue, -(-plan.units // plan.each)), x.buffer, y.buffer,
+        x.queue, *launch(x.queue, -(-plan.units // plan.each)), x, y,
         _table(x.queue.context, h, oh, mode, align_corners), _table(x.queue.context, w, ow, mode, align_corners),
         h, w, oh, ow, plan.band, plan.bands, plan.strips, plan.each, plan.units,
+        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], STRIP=plan.strip, BILINEAR=int(bilinear),
+        DOUBLE=int(ow == 2 * w and not align_corners), **{kernel.name.upper(): 1},
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.ops.cast import cast
-from clamp.ops.loss_scale import AppliedScale, DeviceState, ScaleState
+from clamp.ops.loss_scale import ADJUST, RECORD, UPDATE, AppliedScale, DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_, unscale_
 
 _OPTIMIZERS = 32  # bits of a mask
@@ -350,7 +350,7 @@ class StaticLossScale(LossScale):
 
     def record(self, mask: int, fresh: int) -> None:
         _check_masks(mask, fresh)
-        self._state.launch("record", "uu", mask, fresh)
+        self._state.launch(RECORD, mask, fresh)
 
     def adjust(self) -> None:
         pass
@@ -475,11 +475,11 @@ class DynamicLossScale(StaticLossScale):
         return self.rule.min_scale
 
     def adjust(self) -> None:
-        self._state.launch("adjust", "ffiiff", *self.rule.arguments)
+        self._state.launch(ADJUST, *self.rule.arguments)
 
     def update(self, mask: int, fresh: int) -> None:
         _check_masks(mask, fresh)
-        self._state.launch("update", "uuffiiff", mask, fresh, *self.rule.arguments)
+        self._state.launch(UPDATE, mask, fresh, *self.rule.arguments)
 
     def _check_scale(self, value: float) -> float:
         value = _positive("the loss scale", value)
