@@ -36,16 +36,15 @@
 // stored. A key that a query must not see has the score -inf and the weight 0.
 
 // The tile's code, written once for each row; a row is one vector of 16 lanes or two.
-#if ROWS == 8
-#define EACH_ROW(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
-#else
-#define EACH_ROW(X) X(0) X(1) X(2) X(3)
+#if KEYS % ROWS
+#error "KEYS must be a multiple of ROWS"
 #endif
-#if LANES == 32
-#define FIRST_AND_SECOND(first, second) first second
-#else
-#define FIRST_AND_SECOND(first, second) first
-#endif
+#define ROWS_4(X) X(0) X(1) X(2) X(3)
+#define ROWS_8(X) ROWS_4(X) X(4) X(5) X(6) X(7)
+#define EACH_ROW(X) CAT(ROWS_, ROWS)(X)
+#define VECTORS_16(first, second) first
+#define VECTORS_32(first, second) first second
+#define FIRST_AND_SECOND(first, second) CAT(VECTORS_, LANES)(first, second)
 #define CLEAR(i) FIRST_AND_SECOND(float16 c##i##_0 = 0.0f;, float16 c##i##_1 = 0.0f;)
 #define MULTIPLY_ADD(i)                                                          \
     FIRST_AND_SECOND(c##i##_0 = (float16)(a_k[(i) * a_row]) * b0 + c##i##_0;,    \
@@ -123,13 +122,12 @@ static inline void transpose(floats from, size_t from_pitch, floats to, size_t t
     (edge ? select(c##i##_##half * scale, (float16)(-INFINITY), (int16)(key + i) > last##half) : c##i##_##half * scale)
 // The last key of each lane, and whether the tile of keys from `key` on holds one that a lane must not see.
 #define LAST_KEYS                                                                                                   \
-    const int16 lanes = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) + (int)first;                 \
+    const int16 lanes = (int16)(LANE_NUMBERS) + (int)first;                 \
     const int16 last0 = causal ? lanes : (int16)((int)T - 1);                                                       \
     FIRST_AND_SECOND(, const int16 last1 = causal ? lanes + 16 : (int16)((int)T - 1);)                              \
     const int seen_by_all = causal ? (int)first : (int)T - 1, visible = (int)(causal ? min(first + LANES, T) : T);
 #define IS_EDGE(key) ((key) + ROWS - 1 > seen_by_all)
 
-#define EXP(v) exp16(v)
 // What to subtract from scores: with nothing but -inf among them, 0, so that their exponentials are 0 and not NaN.
 #define FINITE_TOP(top) select(top, (float16)(0.0f), (top) == -INFINITY)
 
@@ -179,16 +177,16 @@ attention_forward(__global const STORAGE(Q_T) *restrict q, __global const STORAG
     PUT(weights + (j + i) * LANES, c##i##_0, c##i##_1)
                     EACH_ROW(KEEP_SCORE)
                 }
-                const float16 shift0 = FINITE_TOP(new0), rescale0 = EXP(top0 - shift0);
+                const float16 shift0 = FINITE_TOP(new0), rescale0 = exp16(top0 - shift0);
                 FIRST_AND_SECOND(, const float16 shift1 = FINITE_TOP(new1);
-                                 const float16 rescale1 = EXP(top1 - shift1);)
+                                 const float16 rescale1 = exp16(top1 - shift1);)
                 top0 = new0;
                 float16 added0 = 0.0f; // a block of keys by itself: rounding grows with blocks, not with keys
                 FIRST_AND_SECOND(, top1 = new1; float16 added1 = 0.0f;)
                 for (int j = 0; j < count; j++) {
                     floats w = weights + j * LANES;
-                    const float16 p0 = EXP(LOAD_ANY(float16, w) - shift0);
-                    FIRST_AND_SECOND(, const float16 p1 = EXP(LOAD_ANY(float16, w + 16) - shift1);)
+                    const float16 p0 = exp16(LOAD_ANY(float16, w) - shift0);
+                    FIRST_AND_SECOND(, const float16 p1 = exp16(LOAD_ANY(float16, w + 16) - shift1);)
                     added0 += p0;
                     FIRST_AND_SECOND(, added1 += p1;)
                     PUT(w, p0, p1)
@@ -277,7 +275,7 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void attention_backward(
                 {
                     EACH_ROW(CLEAR)
                     MULTIPLY(keys + key * pitch, pitch, 1, queries, LANES, D)
-#define KEEP_WEIGHT(i) PUT(weights + (key + i) * LANES, EXP(SCORE(i, 0) - shift0), EXP(SCORE(i, 1) - shift1))
+#define KEEP_WEIGHT(i) PUT(weights + (key + i) * LANES, exp16(SCORE(i, 0) - shift0), exp16(SCORE(i, 1) - shift1))
                     EACH_ROW(KEEP_WEIGHT)
                 }
                 EACH_ROW(CLEAR)

@@ -11,6 +11,9 @@
 //   KEYS                keys at a time, a multiple of 16
 //   Q_T, K_T, V_T, Y_T  storage types
 
+#if KEYS % 16
+#error "KEYS must be a multiple of 16"
+#endif
 #if WG == 1
 #define SHARED
 #define BARRIER
@@ -25,9 +28,7 @@ attention_decode(__global const STORAGE(Q_T) *restrict q, __global const STORAGE
                  __global float *restrict sums, const ulong length, const ulong capacity, const ulong D,
                  const float scale) {
     SHARED float weights[KEYS];
-#if WG > 1
-    __local float scratch[WG];
-#endif
+    SCRATCH;
     const size_t head = get_group_id(0), lane = get_local_id(0);
     q += head * D;
     k += head * capacity * D;

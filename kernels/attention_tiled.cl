@@ -80,6 +80,9 @@ static inline float finite_top(float top) { return top == -INFINITY ? 0.0f : top
 
 #define HIDDEN(query, key) ((key) >= T || (query) >= T || (causal && (key) > (query)))
 
+#if SIDE % PER_ITEM
+#error "PER_ITEM must divide SIDE"
+#endif
 #ifdef FORWARD
 __kernel GROUP void attention_forward(__global const STORAGE(Q_T) *restrict q,
                                       __global const STORAGE(K_T) *restrict k,

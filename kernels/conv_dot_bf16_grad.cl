@@ -44,7 +44,7 @@ static inline float pair_of(elements s, size_t t, size_t count) {
 // `end`; up to 15 steps behind the last are written too.
 static inline void pack_4_rows(elements r0, elements r1, elements r2, elements r3, elements end, size_t count,
                                __global float *panel, size_t distance) {
-    const uint16 lane = (uint16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const uint16 lane = (uint16)(LANE_NUMBERS);
     for (size_t t = 0; t < count; t += 32, panel += 16 * distance, r0 += 32, r1 += 32, r2 += 32, r3 += 32) {
         if (r3 + 32 <= end && r2 + 32 <= end && r1 + 32 <= end && r0 + 32 <= end) {
             const uint left = min(count - t, (size_t)32);

@@ -91,7 +91,7 @@ gradient_tiles(__global const STORAGE(X_T) *x, __global const STORAGE(G_T) *dy, 
                const int width, const int out_height, const int out_width, const uint kernel_height,
                const uint kernel_width, const uint pad, const uint band, const uint tile, const int pitch) {
     float frame[FRAME + BEYOND], weights[TAPS], totals[BLOCK * TAPS];
-    const int16 lane = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const int16 lane = (int16)(LANE_NUMBERS);
     const long step = pitch;
     const uint taps = KERNEL_H * KERNEL_W;
     const uint down = (height + STRIDE - 1) / STRIDE, wide = (width + STRIDE - 1) / STRIDE; // groups of a plane
@@ -185,9 +185,7 @@ weight_gradient_elements(__global const STORAGE(X_T) *restrict x, __global const
                          __global float *restrict dw, const uint all_images, const uint images, const uint channels,
                          const int height, const int width, const uint out_height, const uint out_width,
                          const uint kernel_height, const uint kernel_width, const uint pad, const uint stride) {
-#if WG > 1
-    __local float scratch[WG];
-#endif
+    SCRATCH;
     const uint taps = kernel_height * kernel_width, tap = get_group_id(0) % taps;
     const uint c = get_group_id(0) / taps % channels, part = get_group_id(0) / taps / channels;
     const int down = (int)(tap / kernel_width) - (int)pad, right = (int)(tap % kernel_width) - (int)pad;

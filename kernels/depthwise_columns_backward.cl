@@ -104,7 +104,7 @@ gradient_columns(__global const STORAGE(X_T) *x, __global const STORAGE(G_T) *dy
                  __global STORAGE(DX_T) *dx, __global float *dw, const long size, const long out_size,
                  const uint images, const uint each, const uint block, const uint channels, const long height,
                  const long width, const long out_height, const long out_width) {
-    const int16 lane = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const int16 lane = (int16)(LANE_NUMBERS);
     float weights[KERNEL * KERNEL], totals[BLOCK * KERNEL * KERNEL];
     const uint blocks = (channels + block - 1) / block, part = get_group_id(0) / blocks;
     const uint c_begin = get_group_id(0) % blocks * block, c_end = min(c_begin + block, channels);

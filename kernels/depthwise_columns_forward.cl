@@ -83,7 +83,7 @@ forward_columns(__global const STORAGE(X_T) *restrict x, __global const STORAGE(
                 __global const STORAGE(B_T) *restrict bias, __global STORAGE(Y_T) *restrict y, const long size,
                 const long planes, const uint each, const uint channels, const long height, const long width,
                 const long out_height, const long out_width) {
-    const int16 lane = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const int16 lane = (int16)(LANE_NUMBERS);
     float weights[KERNEL * KERNEL];
     const long begin = (long)get_group_id(0) * each, end = min(begin + each, planes);
     const long range_end = end * out_height * out_width;

@@ -151,11 +151,6 @@ __kernel void gather(__global const STORAGE(X_T) *restrict x, __global const STO
 // ----------------------------------------------------------------------------------------------------- rows
 
 #if defined(TRIPLET) || defined(CONTRASTIVE)
-#if WG > 1
-#define SCRATCH __local float scratch[WG]
-#else
-#define SCRATCH __local float *scratch = 0
-#endif
 
 #define SQUARES(HOW, B_T, b) square16(HOW(X_T, x, i, end) - HOW(B_T, b, i, end))
 static inline float16 square16(float16 d) { return d * d; }
@@ -250,9 +245,11 @@ __kernel void partners(__global const STORAGE(X_T) *restrict x, __global const S
             const float16 own = LOAD_PART(X_T, x, i, end, 0.0f);
             float16 sum = 0.0f;
             if (y_slope != 0.0f) sum = y_slope * (own - LOAD_PART(Y_T, y, i, end, 0.0f));
-#if PARTNERS > 1
+#if PARTNERS == 2
             const float z_slope = s[2 * row + 1 - first];
             if (z_slope != 0.0f) sum += z_slope * (own - LOAD_PART(Z_T, z, i, end, 0.0f));
+#elif PARTNERS != 1
+#error "PARTNERS must be 1 or 2"
 #endif
             STORE_PART(DX_T, sum * factor, dx, i, end);
         }

@@ -173,30 +173,21 @@ static inline float16 load16_i32(__global const int *p, size_t i) { return conve
 #endif
 
 // M(storage type, step, operand, where its row starts, its block of 16, its block one by one, column in dims)
-#if ARITY == 1
-#define EACH(M) M(X0_T, X0_STEP, x0, at0, v0, lanes0, 1)
-#define VALUES v0
-#elif ARITY == 2
-#define EACH(M) M(X0_T, X0_STEP, x0, at0, v0, lanes0, 1) M(X1_T, X1_STEP, x1, at1, v1, lanes1, 2)
-#define VALUES v0, v1
-#else
-#define EACH(M) \
-    M(X0_T, X0_STEP, x0, at0, v0, lanes0, 1) \
-    M(X1_T, X1_STEP, x1, at1, v1, lanes1, 2) \
-    M(X2_T, X2_STEP, x2, at2, v2, lanes2, 3)
-#define VALUES v0, v1, v2
-#endif
+#define EACH_1(M) M(X0_T, X0_STEP, x0, at0, v0, lanes0, 1)
+#define EACH_2(M) EACH_1(M) M(X1_T, X1_STEP, x1, at1, v1, lanes1, 2)
+#define EACH_3(M) EACH_2(M) M(X2_T, X2_STEP, x2, at2, v2, lanes2, 3)
+#define EACH CAT(EACH_, ARITY)
+#define VALUES_1 v0
+#define VALUES_2 v0, v1
+#define VALUES_3 v0, v1, v2
 
-#if PARAMETERS == 0
-#define PARAMETER_LIST
-#define RESULT OP(VALUES)
-#elif PARAMETERS == 1
-#define PARAMETER_LIST const float p0,
-#define RESULT OP(VALUES, p0)
-#else
-#define PARAMETER_LIST const float p0, const float p1,
-#define RESULT OP(VALUES, p0, p1)
-#endif
+#define PARAMETERS_0
+#define PARAMETERS_1 const float p0,
+#define PARAMETERS_2 const float p0, const float p1,
+#define GIVEN_0
+#define GIVEN_1 , p0
+#define GIVEN_2 , p0, p1
+#define RESULT OP(CAT(VALUES_, ARITY) CAT(GIVEN_, PARAMETERS))
 
 #define INPUT(T, STEP, x, at, v, lanes, column) CAT(input_, T)(x),
 #define DECLARE(T, STEP, x, at, v, lanes, column) \
@@ -221,7 +212,8 @@ static inline float16 load16_i32(__global const int *p, size_t i) { return conve
         }                                        \
     }
 
-__kernel void elementwise(EACH(INPUT) __global STORAGE(Y_T) *y, PARAMETER_LIST const ulong span, const ulong n
+__kernel void elementwise(EACH(INPUT) __global STORAGE(Y_T) *y, CAT(PARAMETERS_, PARAMETERS) const ulong span,
+                          const ulong n
 #if STRIDED
                           , const uint rank, __global const ulong *dims
 #endif

@@ -29,7 +29,7 @@ typedef struct {
 
 static inline random_block philox(ulong block, uint key0, uint key1) {
     const ulong first = block * 16;
-    uint16 c0 = (uint)first + (uint16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    uint16 c0 = (uint)first + (uint16)(LANE_NUMBERS);
     uint16 c1 = (uint)(first >> 32);  // first is a multiple of 16: the lanes carry nothing into it
     uint16 c2 = 0u, c3 = 0u;
     for (int round = 0; round < 10; round++) {

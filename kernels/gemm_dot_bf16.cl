@@ -11,12 +11,7 @@
 // The third dimension is the batch; a batch stride of 0 (in elements) uses one matrix for all of it.
 
 #include "dot_bf16.clh"
-
-// A NaN is not below zero and stays.
-static inline float relu_1(float v) { return v < 0.0f ? 0.0f : v; }
-static inline float16 relu_16(float16 v) { return select(v, (float16)(0.0f), v < 0.0f); }
-#define EPILOGUE(v, b, relu_n) (relu ? relu_n((v) + (b)) : (v) + (b))
-#define NO_BIAS (-0.0f) // v + -0 is v for every v, -0 included
+#include "epilogue.clh"
 
 // Work-item (block of rows, block of columns, batch): block_panels_a x block_panels_b tiles of C. It owns
 // block_panels_a * slot_columns slots of sums: slot_columns is block_panels_b if K takes several visits, else 1.

@@ -69,8 +69,10 @@ static inline void store_row(ELEMENT16 v, panel d) {
 #elif WIDTH == 12
     vstore8(v.lo, 0, d);
     vstore4(v.hi.lo, 0, d + 8);
-#else
+#elif WIDTH % 16 == 0
     vstore16(v, 0, d);
+#else
+#error "WIDTH must be 6, 12 or a multiple of 16"
 #endif
 }
 

@@ -15,26 +15,24 @@
 // all its A panels, which stay in the second level. A tile of C is MR x NR/16 vectors in registers. Its sums between
 // two blocks of k rest in `partial`, a float workspace laid out tile by tile, and are rounded to storage once.
 //
-//   MR, NR   the register tile: 12 x 32 with 32 vector registers of 16 floats, else 6 x 16
+//   MR, NR   the register tile, 12 or 6 by 32 or 16: 12 x 32 with 32 vector registers of 16 floats, else 6 x 16
 //   KC       steps of k between two visits to a tile
 //   OUT_T, BIAS_T   storage types of C and of the bias
 //
 // All matrices of a batch are computed by one launch, its third dimension; a batch stride of 0 (in elements) uses one
 // matrix for the whole batch.
 
+#include "epilogue.clh"
+
 // The tile's code, written once for each row i and vector of columns j. X(i) must come row by row: an element of A is
 // broadcast and used by all vectors of its row.
-#if MR == 12
-#define EACH_ROW(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
-#else
-#define EACH_ROW(X) X(0) X(1) X(2) X(3) X(4) X(5)
-#endif
+#define ROWS_6(X) X(0) X(1) X(2) X(3) X(4) X(5)
+#define ROWS_12(X) ROWS_6(X) X(6) X(7) X(8) X(9) X(10) X(11)
+#define EACH_ROW(X) CAT(ROWS_, MR)(X)
 // A row of the tile is one vector of 16 columns or two; with one, the second's code disappears.
-#if NR == 32
-#define FIRST_AND_SECOND(first, second) first second
-#else
-#define FIRST_AND_SECOND(first, second) first
-#endif
+#define VECTORS_16(first, second) first
+#define VECTORS_32(first, second) first second
+#define FIRST_AND_SECOND(first, second) CAT(VECTORS_, NR)(first, second)
 
 #define CLEAR(i) FIRST_AND_SECOND(float16 c##i##_0 = 0.0f;, float16 c##i##_1 = 0.0f;)
 #define MULTIPLY_ADD(i) \
@@ -55,11 +53,6 @@
     FIRST_AND_SECOND(STORE16(OUT_T, EPILOGUE(c##i##_0, bias0, relu_16), out, i * N);, \
                      STORE16(OUT_T, EPILOGUE(c##i##_1, bias1, relu_16), out, i * N + 16);)
 
-// A NaN is not below zero and stays.
-static inline float relu_1(float v) { return v < 0.0f ? 0.0f : v; }
-static inline float16 relu_16(float16 v) { return select(v, (float16)(0.0f), v < 0.0f); }
-#define EPILOGUE(v, b, relu_n) (relu ? relu_n((v) + (b)) : (v) + (b))
-#define NO_BIAS (-0.0f) // v + -0 is v for every v, -0 included
 #define BIAS16(n) (has_bias ? LOAD16(BIAS_T, bias, n) : (float16)(NO_BIAS))
 
 // Work-item (block of rows, block of columns, batch): block_panels_a x block_panels_b tiles of C.

@@ -40,9 +40,11 @@ static inline float8 coordinate(const float8 i, const uint size, const int align
 #if SPAN == 16
 #define LOAD_SPAN(T, lanes, p, i, end) vstore16(LOAD_PART(T, p, i, end, 0.0f), 0, lanes)
 #define STORE_SPAN(T, lanes, p, i, end) STORE_PART(T, vload16(0, lanes), p, i, end)
-#else
+#elif SPAN == 1
 #define LOAD_SPAN(T, lanes, p, i, end) (lanes)[0] = LOAD(T, p, i)
 #define STORE_SPAN(T, lanes, p, i, end) STORE(T, (lanes)[0], p, i)
+#else
+#error "SPAN must be 16 or 1"
 #endif
 
 typedef struct {
@@ -83,7 +85,7 @@ static inline float tap_value(__global const STORAGE(X_T) *x, const int at) {
     (((t) / 2 ? (taps).down[k] : 1.0f - (taps).down[k]) *                     \
      ((t) % 2 ? (taps).right[k] : 1.0f - (taps).right[k]))
 
-#if GRID_SAMPLE
+#ifdef GRID_SAMPLE
 // A unit is a run of SPAN positions in `block` channels of one image.
 __kernel void grid_sample(__global const STORAGE(X_T) *restrict x, __global const STORAGE(GRID_T) *restrict grid,
                           __global STORAGE(Y_T) *restrict y, const uint channels, const int h, const int w,
@@ -113,7 +115,7 @@ __kernel void grid_sample(__global const STORAGE(X_T) *restrict x, __global cons
 }
 #endif
 
-#if GRID_SAMPLE_BACKWARD_GRID
+#ifdef GRID_SAMPLE_BACKWARD_GRID
 // Gradient of the grid. A unit is a run of SPAN positions of one image; it goes through all channels.
 __kernel void grid_sample_backward_grid(__global const STORAGE(G_T) *restrict g,
                                         __global const STORAGE(X_T) *restrict x,
@@ -149,7 +151,7 @@ __kernel void grid_sample_backward_grid(__global const STORAGE(G_T) *restrict g,
 }
 #endif
 
-#if GRID_SAMPLE_BACKWARD_INPUT
+#ifdef GRID_SAMPLE_BACKWARD_INPUT
 // Moves elements begin .. end - 1 of `count` planes, the first of which is at `at`, from `recent` to the sums in dx.
 static inline void add_up(__global float *dx, __global float *recent, size_t at, uint count, size_t plane, size_t begin,
                           size_t end) {
@@ -211,7 +213,7 @@ __kernel void grid_sample_backward_input(__global const STORAGE(G_T) *restrict g
 
 #define LANES8 (float8)(0, 1, 2, 3, 4, 5, 6, 7)
 
-#if AFFINE_GRID
+#ifdef AFFINE_GRID
 // A work-item takes `each` rows of grids.
 __kernel void affine_grid(__global const STORAGE(X_T) *restrict theta, __global STORAGE(Y_T) *restrict grid,
                           const uint oh, const uint ow, const int align_corners, const uint each, const ulong rows) {
@@ -232,7 +234,7 @@ __kernel void affine_grid(__global const STORAGE(X_T) *restrict theta, __global 
 }
 #endif
 
-#if AFFINE_GRID_BACKWARD
+#ifdef AFFINE_GRID_BACKWARD
 // Sums for theta's gradient over a part of the rows of one grid: sums[n][part][2][3].
 __kernel void affine_grid_backward(__global const STORAGE(G_T) *restrict g, __global float *restrict sums,
                                    const uint oh, const uint ow, const int align_corners, const uint span,
@@ -267,7 +269,7 @@ __kernel void affine_grid_backward(__global const STORAGE(G_T) *restrict g, __gl
 // ---------------------------------------------------------------------------------------------------- rotations
 // theta[n] = (cos a, sin a, 0), (-sin a, cos a, 0), of one angle for each n, or one for all.
 
-#if ROTATION
+#ifdef ROTATION
 __kernel void rotation(__global const STORAGE(X_T) *restrict angles, __global float *restrict theta,
                        const ulong count, const ulong n) {
     const size_t i = get_global_id(0);
@@ -278,7 +280,7 @@ __kernel void rotation(__global const STORAGE(X_T) *restrict angles, __global fl
 }
 #endif
 
-#if ROTATION_BACKWARD
+#ifdef ROTATION_BACKWARD
 __kernel void rotation_backward(__global const STORAGE(G_T) *restrict g, __global const STORAGE(X_T) *restrict angles,
                                 __global STORAGE(Y_T) *restrict dangles, const ulong count, const ulong n) {
     const size_t a = get_global_id(0);

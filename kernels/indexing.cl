@@ -209,6 +209,9 @@ __kernel void add_listed(__global const STORAGE(X_T) *restrict x, __global const
 #endif
 
 #ifdef SORT
+#if TILE <= 0 || TILE & (TILE - 1)
+#error "TILE must be a power of two"
+#endif
 // Keys are the rows named, `dim` for none; the first round (shift 0) makes them of the indices. Digit d of tile t is
 // counted at counts[d * tiles + t], so that a running sum over all counts is where each digit of each tile goes.
 static inline uint digit_of(uint key, uint shift) { return key >> shift & (TILE - 1); }

@@ -16,14 +16,8 @@
 //   G_T          storage type of the incoming gradient
 //   WG           work-items of a work-group: 1 on CPU devices, else a power of two
 
-#define LANES ((int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))
-#define FOR_EACH_16(i) for (size_t i = get_local_id(0) * 16; i < n; i += WG * 16)
+#define LANES ((int16)(LANE_NUMBERS))
 
-#if WG > 1
-#define SCRATCH __local float scratch[WG]
-#else
-#define SCRATCH __local float *scratch = 0
-#endif
 #define ROW_RANGE const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows)
 
 #ifdef ROW_LOSS
@@ -36,7 +30,7 @@ row_loss(__global const float *restrict s, __global float *restrict losses, __gl
     for (size_t row = first; row < last; row++) {
         __global const float *similar = s + row * n;
         float16 most = -INFINITY, sums = 0.0f;
-        FOR_EACH_16(i) most = fmax(most, LOAD_PART(f32, similar, i, n, -INFINITY));
+        FOR_EACH_16(i, n) most = fmax(most, LOAD_PART(f32, similar, i, n, -INFINITY));
         const float top = group_max(max16(most), scratch);
         size_t at = get_local_id(0) * 16;
         LONG_SUM(float16, sums, at, n, WG * 16, exp((LOAD_PART(f32, similar, at, n, -INFINITY) - top) / temperature))
@@ -82,7 +76,7 @@ similarity_slopes(__global const float *restrict s, __global const float *restri
     const float scale = LOAD(G_T, g, 0) / divisor / temperature;
     for (size_t row = first; row < last; row++) {
         const float top = tops[row], total = totals[row];
-        FOR_EACH_16(i) {
+        FOR_EACH_16(i, n) {
             const float16 v = LOAD_PART(f32, s + row * n, i, n, 0.0f);
             const long lane = (long)row - (long)i;
             const float16 here =

@@ -14,16 +14,15 @@
 //   WG                        work-items of a work-group: 1 on CPU devices, else a power of two
 
 #define STATS 4
-#define FOR_EACH_16(i) for (size_t i = get_local_id(0) * 16; i < n; i += WG * 16)
 // Blocks of a row that are summed by themselves: 256 terms of each lane, so that rounding does not grow with the row.
 #define FOR_EACH_BLOCK(start, stop) \
     for (size_t start = 0, stop; stop = min(start + WG * 4096, (size_t)n), start < n; start = stop)
-#define LANES ((int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))
+#define LANES ((int16)(LANE_NUMBERS))
 
 // Largest logit of the row, and the sum of exp(x - largest): softmax is exp(x - top) / total.
 static inline float row_top(__global const STORAGE(X_T) *row, size_t n, __local float *scratch) {
     float16 most = -INFINITY;
-    FOR_EACH_16(i) most = fmax(most, LOAD_PART(X_T, row, i, n, -INFINITY));
+    FOR_EACH_16(i, n) most = fmax(most, LOAD_PART(X_T, row, i, n, -INFINITY));
     return group_max(max16(most), scratch);
 }
 
@@ -34,11 +33,6 @@ static inline float row_total(__global const STORAGE(X_T) *row, size_t n, float 
     return group_sum(sum16(sums), scratch);
 }
 
-#if WG > 1
-#define SCRATCH __local float scratch[WG]
-#else
-#define SCRATCH __local float *scratch = 0
-#endif
 #define ROW_RANGE                                                                                  \
     const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);   \
     const uint lid = get_local_id(0)

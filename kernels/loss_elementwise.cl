@@ -170,9 +170,7 @@ static inline float16 slope_box_target(ARGUMENTS) { return -slope_box(x, t, w, v
 #ifdef LOSS_SUM
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void loss_sum(INPUTS, __global float *restrict sums,
                                                                        SETTINGS) {
-#if WG > 1
-    __local float scratch[WG];
-#endif
+    SCRATCH;
     const float8 c = C;
     const size_t begin = get_group_id(0) * (size_t)span, end = min(begin + span, (size_t)n);
     float16 total = 0;

@@ -117,9 +117,7 @@ planes_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(
                 __global STORAGE(DBETA_T) *restrict dbeta, const ulong sets, const ulong planes, const ulong hw,
                 const ulong first, const ulong step, const ulong channels, const uint each, const float eps,
                 const float slope) {
-#if WG > 1
-    __local float scratch[WG];
-#endif
+    SCRATCH;
     const size_t stop = min((size_t)(get_group_id(0) + 1) * each, (size_t)sets);
     const float n = (float)(planes * hw);
 #if GROUPS
@@ -200,9 +198,7 @@ planes_backward_sums(__global const STORAGE(X_T) *restrict x, __global const STO
                      __global float *restrict partial_gd, __global float *restrict partial_g, const ulong sets,
                      const ulong planes, const ulong hw, const ulong first, const ulong step, const ulong span,
                      const uint parts, const uint each, const float eps, const float slope) {
-#if WG > 1
-    __local float scratch[WG];
-#endif
+    SCRATCH;
     const size_t stop = min((size_t)(get_group_id(0) + 1) * each, (size_t)sets * parts);
     for (size_t job = (size_t)get_group_id(0) * each; job < stop; job++) {
         const size_t set = job / parts, from = job % parts * span, to = min(from + span, (size_t)(planes * hw));

@@ -109,11 +109,7 @@ __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 planes_statistics(__global const STORAGE(X_T) *restrict x, __global float *restrict partial_mean,
                   __global float *restrict partial_var, const ulong sets, const ulong planes, const ulong hw,
                   const ulong first, const ulong step, const ulong span, const uint parts, const uint each) {
-#if WG > 1
-    __local float scratch[WG];
-#else
-    __local float *scratch = 0;
-#endif
+    SCRATCH;
     const size_t stop = min((size_t)(get_group_id(0) + 1) * each, (size_t)sets * parts);
     for (size_t job = (size_t)get_group_id(0) * each; job < stop; job++) {
         const size_t from = job % parts * span, to = min(from + span, (size_t)(planes * hw));
@@ -134,9 +130,7 @@ __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 batch_merge(__global const float *partial_mean, __global const float *partial_var, __global float *mean,
             __global float *var, __global STORAGE(RUNNING_T) *running_mean, __global STORAGE(RUNNING_T) *running_var,
             const ulong channels, const ulong total, const ulong span, const uint parts, const float momentum) {
-#if WG > 1
-    __local float scratch[WG];
-#endif
+    SCRATCH;
     float bad = 0;
     for (size_t c = get_local_id(0); c < channels; c += WG) {
         float center = partial_mean[c * parts], spread = partial_var[c * parts];
@@ -192,11 +186,7 @@ planes_forward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(S
                __global float *restrict mean, __global float *restrict var, const ulong sets, const ulong planes,
                const ulong hw, const ulong first, const ulong step, const ulong channels, const uint each,
                const float eps, const float slope) {
-#if WG > 1
-    __local float scratch[WG];
-#else
-    __local float *scratch = 0;
-#endif
+    SCRATCH;
     const size_t stop = min((size_t)(get_group_id(0) + 1) * each, (size_t)sets);
     for (size_t set = (size_t)get_group_id(0) * each; set < stop; set += WIDTH) {
         const uint width = min((size_t)WIDTH, stop - set);

@@ -71,9 +71,7 @@ rows_forward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(SCA
              __global const STORAGE(SHIFT_T) *restrict beta, __global STORAGE(Y_T) *restrict y,
              __global float *restrict means, __global float *restrict kept, const ulong rows, const ulong n,
              const uint each, const float eps) {
-#if WG > 1
-    __local float scratch[WG];
-#endif
+    SCRATCH;
     const size_t lane = get_local_id(0) * 16, last = min((size_t)(get_group_id(0) + 1) * each, (size_t)rows);
     for (size_t row = (size_t)get_group_id(0) * each; row < last; row++) {
         __global const STORAGE(X_T) *in = x + row * n;
@@ -147,9 +145,7 @@ rows_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_
               __global const float *restrict kept, __global STORAGE(DX_T) *restrict dx,
               __global float *restrict partial_gamma, __global float *restrict partial_beta, const ulong rows,
               const ulong n, const uint each, const float eps) {
-#if WG > 1
-    __local float scratch[WG];
-#endif
+    SCRATCH;
     const size_t lane = get_local_id(0) * 16, first = (size_t)get_group_id(0) * each;
     const size_t last = min(first + each, (size_t)rows);
     partial_gamma += get_group_id(0) * n;

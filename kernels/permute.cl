@@ -26,6 +26,9 @@
 //   WORD  type of an element's bits: ushort or uint
 //   RANK  batch axes, 0 to 5
 
+#if RANK > 5
+#error "RANK must be 0 to 5"
+#endif
 #define VECTOR CAT(WORD, 16)
 
 // Where a batch begins in x and y: `batch` written in the mixed radix of the extents, the last running fastest.

@@ -344,7 +344,7 @@ max_pool_tiles_backward(__global const STORAGE(X_T) *restrict x, __global const 
                 }
                 float16 grad = LOAD_PART(G_T, dy, from + k, out_size, 0.0f);
                 if (k + 16 > windows) {
-                    const int16 lane = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+                    const int16 lane = (int16)(LANE_NUMBERS);
                     grad = lane < (int)(windows - k) ? grad : (float16)(0);
                 }
                 const int16 chosen = convert_int16(tap);

@@ -36,9 +36,7 @@ prelu_backward(__global const STORAGE(G_T) *restrict g, __global const STORAGE(X
                __global const STORAGE(SLOPE_T) *restrict slopes, __global STORAGE(DX_T) *restrict dx,
                __global float *restrict sums, const uint channels, const ulong n, const ulong span, const uint parts,
                const uint each, const ulong units) {
-#if WG > 1
-    __local float scratch[WG];
-#endif
+    SCRATCH;
     const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)units);
     for (size_t unit = first; unit < last; unit++) {
         const size_t row = unit / parts, part = unit % parts, channel = row % channels;

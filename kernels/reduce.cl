@@ -38,9 +38,7 @@ static inline float16 block_sum(__global const STORAGE(X_T) *x, size_t i) {
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 sum_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong pieces,
          const ulong n, const ulong span, const uint parts, const uint each, const float divisor) {
-#if WG > 1
-    __local float scratch[WG];
-#endif
+    SCRATCH;
     const size_t first = (size_t)get_group_id(0) * each;
     const size_t last = min(first + each, (size_t)pieces);
     for (size_t piece = first; piece < last; piece++) {

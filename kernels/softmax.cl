@@ -21,6 +21,9 @@
 //   KEPT                 elements of the longest row that *_kept_rows (for CPU devices) takes, a multiple of 16
 
 #ifdef SOFTMAX_KEPT_ROWS
+#if KEPT % 16
+#error "KEPT must be a multiple of 16"
+#endif
 __kernel ONE_WORK_ITEM void
 softmax_kept_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong rows,
                   const ulong n, const uint each) {
@@ -55,9 +58,7 @@ softmax_kept_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T)
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 softmax_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong rows,
              const ulong n, const uint each) {
-#if WG > 1
-    __local float scratch[WG];
-#endif
+    SCRATCH;
     const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);
     const size_t lane = get_local_id(0) * 16;
     for (size_t row = first; row < last; row++) {
@@ -85,9 +86,7 @@ static inline float16 product16(__global const STORAGE(Y_T) *y, __global const S
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 softmax_rows_backward(__global const STORAGE(Y_T) *restrict y, __global const STORAGE(G_T) *restrict dy,
                       __global STORAGE(DX_T) *restrict dx, const ulong rows, const ulong n, const uint each) {
-#if WG > 1
-    __local float scratch[WG];
-#endif
+    SCRATCH;
     const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);
     const size_t lane = get_local_id(0) * 16;
     for (size_t row = first; row < last; row++) {

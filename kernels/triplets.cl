@@ -19,14 +19,8 @@
 //   ROOT       distances are sqrt(squared distance + 1e-8), else squared
 //   WG         work-items of a work-group: 1 on CPU devices, else a power of two
 
-#define LANES ((int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))
-#define FOR_EACH_16(i) for (size_t i = get_local_id(0) * 16; i < n; i += WG * 16)
+#define LANES ((int16)(LANE_NUMBERS))
 
-#if WG > 1
-#define SCRATCH __local float scratch[WG]
-#else
-#define SCRATCH __local float *scratch = 0
-#endif
 
 // The derivative of a distance by its square.
 #ifdef ROOT
@@ -66,7 +60,7 @@ hardest(__global const float *restrict distances, __global const int *restrict c
         const int own = classes[row];
         float16 far = -1.0f, close = -INFINITY, spoilt = 0.0f; // close: minus the smallest distance
         int16 found = 0;
-        FOR_EACH_16(j) {
+        FOR_EACH_16(j, n) {
             const float16 v = LOAD_PART(f32, d, j, n, 0.0f);
             const int16 same = classes16(classes, j, n) == own, other = counted(j, row, n);
             far = (same & other) ? fmax(far, v) : far;
@@ -81,7 +75,7 @@ hardest(__global const float *restrict distances, __global const int *restrict c
         const float over = (positive - negative) + margin;
         const int active = complete && !(over <= 0.0f);
         float p = -INFINITY, q = -INFINITY; // minus the indices of the two
-        FOR_EACH_16(j) {
+        FOR_EACH_16(j, n) {
             const float16 v = LOAD_PART(f32, d, j, n, 0.0f);
             const int16 same = classes16(classes, j, n) == own, other = counted(j, row, n);
             p = fmax(p, first_marked(same & other & (v == positive), j));
@@ -89,7 +83,7 @@ hardest(__global const float *restrict distances, __global const int *restrict c
         }
         p = group_max(p, scratch);
         q = group_max(q, scratch);
-        FOR_EACH_16(j) {
+        FOR_EACH_16(j, n) {
             const float16 index = convert_float16(LANES) + (float)j;
             const float16 slope = (index == -p) ? (float16)BY_SQUARE(positive)
                                 : (index == -q) ? (float16)-BY_SQUARE(negative) : (float16)0.0f;
@@ -117,7 +111,7 @@ all_triplets(__global const float *restrict distances, __global const int *restr
         __global const float *d = distances + row * n;
         __global float *slope = slopes + row * n;
         const int own = classes[row];
-        FOR_EACH_16(j) {
+        FOR_EACH_16(j, n) {
             const float16 v = LOAD_PART(f32, d, j, n, 1.0f);
             const int16 negative = (classes16(classes, j, n) != own) & counted(j, row, n);
             float16 part = 0.0f;

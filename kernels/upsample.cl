@@ -36,7 +36,7 @@
     const uint bottom = min(top + band, (rows));                            \
     const size_t plane = u / strips / bands;
 
-#if UPSAMPLE_FORWARD
+#ifdef UPSAMPLE_FORWARD
 
 // Resizes a row of the input to `count` columns of the result from `left` on.
 static inline void stretch(__global const STORAGE(X_T) *x, float16 *line, __global const int *columns, const uint left,
@@ -109,7 +109,7 @@ __kernel void upsample_forward(__global const STORAGE(X_T) *restrict x, __global
 }
 #endif
 
-#if UPSAMPLE_BACKWARD
+#ifdef UPSAMPLE_BACKWARD
 
 // What a row of the result's gradient gives to the input's columns c .. c+15.
 static inline float16 gather(__global const STORAGE(X_T) *g, __global const int *columns, const uint c, const uint w,
@@ -123,7 +123,7 @@ static inline float16 gather(__global const STORAGE(X_T) *g, __global const int 
     float16 before = odd.s00123456789abcde, after = even.s123456789abcdeff;
     before.s0 = c ? LOAD(X_T, g, 2 * c - 1) : even.s0;
     if (c + 16 < w) after.sf = LOAD(X_T, g, 2 * c + 32);
-    const int16 column = (int)c + (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const int16 column = (int)c + (int16)(LANE_NUMBERS);
     after = column == (int)w - 1 ? odd : after;
     return 0.25f * (before + after) + 0.75f * (even + odd);
 #else

@@ -1,0 +1,139 @@
+"""Kernels whose macros are missing, or have values that they do not know, do not compile."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+import pyopencl as cl
+import pytest
+
+from clamp.opencl.program import Kernel, KernelBuildError
+
+#: Of each file: what chooses its kernels, and the macros that these cannot do without.
+_REQUIRED = """
+attention_blocked.cl FORWARD BACKWARD LANES=32 ROWS=8 KEYS=128 Q_T=f16 K_T=f16 V_T=f16 Y_T=f16 G_T=f16 DQ_T=f16 DV_T=f16
+attention_decode.cl WG=1 KEYS=256 Q_T=f32 K_T=f32 V_T=f32 Y_T=f32
+attention_tiled.cl FORWARD BACKWARD_Q BACKWARD_KV SIDE=16 PER_ITEM=4 STEP=16 Q_T=f16 K_T=f16 Y_T=f16 DQ_T=f16 DK_T=f16
+cast.cl X_T=f32 Y_T=f32 SPAN=256
+concat.cl PARTS=1 JOIN=1 VECTORS=1 INDEX=uint FROM_T=f32 TO_T=f32
+conv_dot_bf16.cl KC=512 OUT_T=f32 BIAS_T=f32
+conv_dot_bf16_grad.cl WEIGHT_GRAD WEIGHT_GRAD_FINISH STEPS=512 OUT_T=f32
+conv_packed.cl CONV WEIGHT_GRAD WEIGHT_GRAD_FINISH KC=512 X_T=f32 MR=6 NR=16 SHORT=4 OUT_T=f32 BIAS_T=f32 G_T=f32 JC=512
+conv_stage.cl STAGE_ROWS STAGE_ELEMENTS INTERLEAVE_ROWS INTERLEAVE_ELEMENTS X_T=f32 Y_T=f32
+conv_tiled.cl CONV WEIGHT_GRAD X_T=f32 SIDE=16 PER_ITEM=4 TILE_K=16 OUT_T=f32 BIAS_T=f32 G_T=f32
+conv_weights.cl SRC_T=f32 WIDTH=6 SHORT=4 KC=512 PAIRS=0
+conv_winograd.cl WINOGRAD X_T=f16 MR=6 SHORT=4 NR=16 KC=128 ROW_PANELS=4 PIECES=4 OUT_T=f16 BIAS_T=f32
+conv_winograd.cl TRANSFORM_WEIGHTS SRC_T=f32 MR=6 SHORT=4
+conv_winograd_strided.cl WINOGRAD GRADIENT=0 X_T=f16 MR=6 NR=16 SHORT=4 KC=128 ROW_PANELS=4 PIECES=4 OUT_T=f16
+depthwise_backward.cl GRADIENT_TILES SHIFT=1 INPUT_GRADIENT=1 WEIGHT_GRADIENT=1 X_T=f32 G_T=f32 W_T=f32 STRIDE=2
+depthwise_backward.cl INPUT_GRADIENT_ELEMENTS WEIGHT_GRADIENT_ELEMENTS X_T=f32 G_T=f32 W_T=f32 DX_T=f32 WG=1
+depthwise_columns_backward.cl KERNEL=3 PAD=1 INPUT_GRADIENT=1 WEIGHT_GRADIENT=1 X_T=f32 G_T=f32 W_T=f32 DX_T=f32
+depthwise_columns_forward.cl KERNEL=3 PAD=1 X_T=f32 W_T=f32 B_T=f32 Y_T=f32 BIAS=1
+depthwise_forward.cl FORWARD_TILES FORWARD_ELEMENTS X_T=f32 W_T=f32 B_T=f32 Y_T=f32 BIAS=1 STRIDE=2
+distances.cl ALL_PAIRS GATHER TILE=4 WIDE=4 X_T=f32 Y_T=f32 D_T=f32 S_T=f32 DX_T=f32
+distances.cl TRIPLET CONTRASTIVE PARTNERS WG=1 X_T=f32 Y_T=f32 Z_T=f32 G_T=f32 DX_T=f32 LABEL_T=i32
+elementwise.cl OP=op_add ARITY=2 PARAMETERS=0 X0_T=f32 X0_STEP=1 X1_T=f32 X1_STEP=1 Y_T=f32 STRIDED=0
+elementwise_dropout.cl X_T=f32 Y_T=f32
+gemm_dot_bf16.cl KC=256 OUT_T=f32 BIAS_T=f32
+gemm_pack.cl SRC_T=f32 WIDTH=16 STEP_SPAN=128 PAIRS=0
+gemm_packed.cl MR=6 NR=16 KC=256 OUT_T=f32 BIAS_T=f32
+gemm_tiled.cl A_T=f32 B_T=f32 SIDE=16 PER_ITEM=4 TILE_K=16 OUT_T=f32 BIAS_T=f32
+grid.cl GRID_SAMPLE GRID_SAMPLE_BACKWARD_INPUT SPAN X_T=f32 Y_T=f32 GRID_T=f32 BORDER=0 G_T=f32
+grid.cl AFFINE_GRID AFFINE_GRID_BACKWARD ROTATION ROTATION_BACKWARD X_T=f32 Y_T=f32 G_T=f32
+indexing.cl PICK VECTORS=1 SINGLES=0 INDEX=uint X_T=f32 Y_T=f32
+indexing.cl ADD ADD_LISTED ADD_SORTED SORT TILE=8 LANES=8 COLUMNS=32 X_T=f32 Y_T=f32 IN_PLACE=0
+indexing.cl ONE_HOT TO_INDEX X_T=f32 Y_T=f32
+info_nce.cl ROW_LOSS COLUMN_LOSS SLOPES WG=1 G_T=f32
+loss.cl LABELS PROBABILITIES HINGE WG=1 X_T=f32 T_T=f32 LABEL_T=i32
+loss_elementwise.cl LOSS_SUM LOSS_TERMS WG=1 KIND=mse WEIGHTS=0 X_T=f32 T_T=f32 W_T=f32 V_T=f32 Y_T=f32
+loss_scale.cl X_T Y_T=f32
+multi_tensor.cl X_T=f32 DECADES=2 IN_PLACE=1 ONLY_CHECK=0
+norm_planes_backward.cl PLANES_BACKWARD WG=1 TRAINING=1 GROUPS=0 X_T=f32 G_T=f32 SCALE_T=f32 SHIFT_T=f32 DX_T=f32
+norm_planes_forward.cl PLANES_FORWARD BATCH_MERGE WG=1 X_T=f32 SCALE_T=f32 SHIFT_T=f32 Y_T=f32 RUNNING=1 RUNNING_T=f32
+norm_rows.cl ROWS_FORWARD ROWS_BACKWARD KIND=UNIT WG=1 X_T=f32 Y_T=f32 SCALE_T=f32 SHIFT_T=f32 PARAMETERS=1 G_T=f32
+pad.cl X_T Y_T=f32 REFLECT=0
+permute.cl MOVE_ROWS TRANSPOSE TRANSPOSE_LOCAL WORD=uint RANK=0
+pool_2x2.cl AVG_POOL_2X2 AVG_POOL_2X2_BACKWARD X_T=f32
+pool_elements.cl POOL_ELEMENTS MAX_POOL_ARGMAX POOL_ELEMENTS_BACKWARD X_T=f32 Y_T=f32 MAX=1 G_T=f32 DX_T=f32
+pool_rows.cl POOL_ROWS MAX_POOL_TILES_BACKWARD AVG_POOL_ROWS_BACKWARD MAX=1 X_T=f32 Y_T=f32 G_T=f32 DX_T=f32
+prelu.cl PRELU PRELU_BACKWARD X_T=f32 SLOPE_T=f32 Y_T=f32 WG=1 G_T=f32 DX_T=f32 WITH_DX=1
+probe.cl
+reduce.cl X_T=f32 Y_T=f32
+reduce_to_shape.cl X_T=f32 Y_T=f32
+rope.cl SPAN=16 BLOCKS=4 X_T=f32 Y_T=f32 P_T=i32
+softmax.cl SOFTMAX_KEPT_ROWS SOFTMAX_COLUMNS_BACKWARD KEPT=4096 X_T=f32 Y_T=f32 G_T=f32 DX_T=f32
+softmax.cl SOFTMAX_ROWS SOFTMAX_ROWS_BACKWARD WG=1 X_T=f32 Y_T=f32 G_T=f32 DX_T=f32
+topk.cl ARGMAX_ROWS ARGMAX_COLUMNS TOPK TOPK_HEAP TOPK_SELECT WG=1 X_T=f32 NAN_KEY=INT_MAX WORD=uint
+transfer.cl FILL WORD=uchar SPAN=1024
+triplets.cl HARDEST ALL ACTIVE CLASSES WG=1 LABEL_T=i64
+upsample.cl UPSAMPLE_FORWARD UPSAMPLE_BACKWARD X_T=f32 Y_T=f32 STRIP=256 BILINEAR=0 DOUBLE=0
+"""
+
+#: Values that a kernel is not written for.
+_UNKNOWN = """
+attention_blocked.cl ROWS=6
+attention_blocked.cl LANES=8
+attention_blocked.cl KEYS=100
+attention_decode.cl WG=3
+attention_tiled.cl PER_ITEM=3
+conv_packed.cl MR=7
+conv_packed.cl NR=48
+conv_winograd.cl PIECES=3
+depthwise_forward.cl STRIDE=3
+elementwise.cl ARITY=4
+elementwise.cl PARAMETERS=3
+gemm_pack.cl WIDTH=8
+gemm_packed.cl MR=8
+gemm_packed.cl NR=48
+grid.cl SPAN=4
+permute.cl RANK=6
+softmax.cl KEPT=100
+"""
+
+
+def _rows(table: str) -> list[tuple[str, dict[str, str]]]:
+    """Files and macros of a table; a macro without a value is 1."""
+    rows = [line.split() for line in table.strip().splitlines()]
+    return [(file, {name: value or "1" for name, _, value in (x.partition("=") for x in rest)}) for file, *rest in rows]
+
+
+def _require_compiler_that_asks(queue: cl.CommandQueue) -> None:
+    if queue.device.platform.name == "Portable Computing Language":
+        pytest.skip("PoCL lets #if take a macro that is missing for 0 (kernels/common.clh)")
+
+
+def _complaints(queue: cl.CommandQueue, file: str, macros: dict[str, str]) -> str:
+    """The compiler's log of a program that must not compile; empty if it does."""
+    try:
+        Kernel(file, "none").on(queue, **macros)
+    except KernelBuildError as error:
+        return str(error).partition("does not compile")[2].partition("(options:")[0]
+    except cl.LogicError:  # it compiled, and has no kernel of that name
+        pass
+    return ""
+
+
+def test_the_table_has_every_file() -> None:
+    kernels = {path.name for path in files("clamp.kernels").iterdir() if path.name.endswith(".cl")}
+    assert {file for file, _ in _rows(_REQUIRED)} == kernels
+
+
+def test_a_missing_macro_is_named(queue: cl.CommandQueue) -> None:
+    _require_compiler_that_asks(queue)
+    unnamed = []
+    for line in _REQUIRED.strip().splitlines():
+        ((file, macros),) = _rows(line)
+        for name in re.findall(r"(\w+)=", line):
+            log = _complaints(queue, file, {key: value for key, value in macros.items() if key != name})
+            if not re.search(rf"(?<![A-Z0-9]){name}\b", log):
+                unnamed.append(f"{file} without {name}: {log or 'compiles'}")
+    assert unnamed == []
+
+
+def test_unknown_values_do_not_compile(queue: cl.CommandQueue) -> None:
+    known = dict(reversed(_rows(_REQUIRED)))
+    for file, macros in _rows(_UNKNOWN):
+        ((name, value),) = macros.items()
+        log = _complaints(queue, file, {**known[file], **macros})
+        assert re.search(rf"\b{name}\b|_{value}\b", log), f"{file} with {name}={value}: {log or 'compiles'}"
