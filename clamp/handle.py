@@ -20,9 +20,6 @@ from clamp.opencl.recording import host_step
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks
 from clamp.params.weight_cache import weights
-from clamp.params.writes import unnoted
-from clamp.patching import collectives
-from clamp.patching.collectives import ScaledTape, keep_equal
 from clamp.patching.patch import Patches, Registration
 from clamp.ranks.mpi import Ranks
 from clamp.scaling.backward_pass import PassGradients, end_pass, tokens
@@ -79,11 +76,7 @@ class AmpHandle:
         self._shown: weakref.ref[Any] | None = None  # a scaler of netcl's that rules in place of the handle's
         self._scales = QueueScales(make_scaler)
         self._ranks: Ranks | None = None
-        replicas = {
-            "netcl.distributed.data_parallel.sync_grads": self._sync_grads,
-            "netcl.distributed.trainer.data_parallel_step": self._data_parallel_step,
-        }
-        self._patches = Patches(region.policies, registrations, self._guards.step, replicas)
+        self._patches = Patches(region.policies, registrations, self._guards.step)
         self._patches.install()
         set_process_region(region)
         self._active = True
@@ -315,35 +308,10 @@ class AmpHandle:
         self._scales.forget()
         self._guards.forget_heard()
 
-    def _sync_grads(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """netcl's ``sync_grads``, after which an overflow of one replica counts for all."""
-        with unnoted():
-            collectives.sync_grads(wrapped, instance, args, kwargs)
-        param_replicas = args[0] if args else kwargs["param_replicas"]
+    def share_overflows(self, param_replicas: Iterable[Sequence[Tensor]]) -> None:
+        """An overflow of one replica, whose gradients are part of a mean now, counts for all."""
         guards = [self._guards.stepping(params) for params in param_replicas]
         share_overflow([guard for guard in guards if guard is not None])
-
-    def _data_parallel_step(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """netcl's ``data_parallel_step`` with scaled losses: it calls ``forward_fn`` once for each replica, in order,
-        and then ``tape.backward`` with what that returned."""
-
-        def step(forward_fn: Any, params_replicas: Any, optimizers: Any, batch: Any, **hooks: Any) -> Any:
-            order = iter(optimizers)
-
-            def forward(*inputs: Any) -> tuple[Any, ScaledTape]:
-                loss, tape = forward_fn(*inputs)
-                return loss, ScaledTape(tape, partial(self._scaled_replica, optimizer=next(order)))
-
-            result = wrapped(forward, params_replicas, optimizers, batch, **hooks)
-            keep_equal(params_replicas)
-            return result
-
-        return step(*args, **kwargs)
-
-    def _scaled_replica(self, loss: Node, optimizer: Any) -> AbstractContextManager[Node]:
-        if isinstance(optimizer, OptimWrapper):
-            return optimizer.scale_loss(loss)
-        return self.scaled(loss, [optimizer], self._scaler)
 
     # ------------------------------------------------------------------------------------------ end
 
@@ -377,7 +345,9 @@ class AmpHandle:
 
     def scale_loss_for(self, optimizer: Any, loss: Node) -> AbstractContextManager[Node]:
         """``scale_loss`` for a loop that is not the user's: by the wrapper if the optimizer is a wrapped one."""
-        return self._scaled_replica(loss, optimizer)
+        if isinstance(optimizer, OptimWrapper):
+            return optimizer.scale_loss(loss)
+        return self.scaled(loss, [optimizer], self._scaler)
 
     @contextmanager
     def stepped_by(self, scaler: Any, optimizer: Any) -> Iterator[None]:

@@ -26,7 +26,7 @@ from netcl.nn.resnet import ResNet18
 from netcl.nn.simple import SimpleCNN
 
 from clamp.bridge import Node, Parameter, Tensor
-from clamp.patching.patch import _netcl_modules
+from clamp.patching.netcl_names import netcl_modules
 from tests.reference import quantize, to_device
 
 Array = npt.NDArray[Any]
@@ -237,7 +237,7 @@ def built(queue: cl.CommandQueue, config: list[dict[str, Any]]) -> layers.Sequen
 def classes() -> set[str]:
     """Names of all public classes of netcl.nn and of its ready-made configurations and blocks."""
     names = set()
-    for module_name in _netcl_modules():
+    for module_name in netcl_modules():
         if not module_name.startswith("netcl.nn."):
             continue
         for name, x in vars(importlib.import_module(module_name)).items():

@@ -30,7 +30,7 @@ from clamp.bridge import Node, Parameter, Tensor
 from clamp.casting.owned import OWNED
 from clamp.casting.policy import CastPolicy, PolicyTable, default_table, parse_list
 from clamp.patching import patch
-from clamp.patching.patch import _netcl_modules
+from clamp.patching.netcl_names import netcl_modules
 from tests.reference import to_device, to_numpy
 
 
@@ -39,9 +39,9 @@ def modules() -> dict[str, types.ModuleType]:
     """Every module of the installed netcl, imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in _netcl_modules():
+        for name in netcl_modules():
             importlib.import_module(name)
-    return {name: sys.modules[name] for name in _netcl_modules()}
+    return {name: sys.modules[name] for name in netcl_modules()}
 
 
 @cache
@@ -254,8 +254,8 @@ def test_a_module_of_netcls_that_is_imported_later_is_met(
         "def exponential(x: Tensor):\n    return softmax(x)\n"
     )
     monkeypatch.setattr(netcl.ops, "__path__", [*netcl.ops.__path__, str(tmp_path)])
-    known = _netcl_modules()
-    monkeypatch.setattr(patch, "_netcl_modules", lambda: [*known, name])
+    known = netcl_modules()
+    monkeypatch.setattr(patch, "netcl_modules", lambda: [*known, name])
     x = to_device(queue, np.ones(3), "float16")
     try:
         with amp.init():

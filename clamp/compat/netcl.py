@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,20 +19,16 @@ from clamp import bridge, session
 from clamp.bridge import Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import casting_region, in_own_region, region_here
-from clamp.compat import trainer
+from clamp.compat import replicas, trainer  # noqa: F401  (replicas for what it meets)
 from clamp.opencl.device import is_float16_supported
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
 from clamp.params.masters import Pair
-from clamp.patching.patch import answers_for
+from clamp.patching.meets import meets
 from clamp.patching.wrap import Installed
 from clamp.scaling.loss_scale import StaticLossScale
 from clamp.scaling.manual import LARGEST, SMALLEST, unscale_gradients
 from clamp.scaling.scaled_loss import scaled_node
-
-Arguments = tuple[Any, ...]
-Keywords = dict[str, Any]
-
 
 # ---------------------------------------------------------------------------------------------- autocast
 
@@ -44,52 +41,46 @@ class _Entered(threading.local):
 _entered = _Entered()
 
 
-@answers_for("netcl.amp.autocast.__enter__")
-def enter(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.amp.autocast.__enter__")
+def enter(wrapped: Any, instance: Any, /) -> Any:
     """netcl's autocast is a region of this thread, of the dtype around it."""
     if not Installed.now:
-        return wrapped(*args, **kwargs)
+        return wrapped()
     queue = instance.device_queue
     enabled = bool(instance.enabled) and (queue is None or is_float16_supported(queue))
     if trainer.asks_for_nothing(instance):
         enabled = region_here().enabled
     region = in_own_region(region_here(enabled=enabled))
-    result = wrapped(*args, **kwargs)
+    result = wrapped()
     region.__enter__()
     _entered.regions.append((instance, region))
     return result
 
 
-@answers_for("netcl.amp.autocast.__exit__")
-def leave(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.amp.autocast.__exit__")
+def leave(wrapped: Any, instance: Any, /, *exception: Any) -> Any:
     """Ends the region; one that was entered before clamp was active has none."""
     if _entered.regions and _entered.regions[-1][0] is instance:
         _entered.regions.pop()[1].__exit__(None, None, None)
-    return wrapped(*args, **kwargs)
+    return wrapped(*exception)
 
 
-@answers_for("netcl.amp.is_autocast_enabled")
-def is_autocast_enabled(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> bool:
+@meets("netcl.amp.is_autocast_enabled")
+def is_autocast_enabled(wrapped: Any, instance: None, /) -> bool:
     """Whether ops called here cast; netcl's flag is one for all threads."""
-    return casting_region() is not None if Installed.now else wrapped(*args, **kwargs)
+    return casting_region() is not None if Installed.now else wrapped()
 
 
-@answers_for("netcl.amp.supports_fp16")
-def supports_fp16(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> bool:
+@meets("netcl.amp.supports_fp16")
+def supports_fp16(wrapped: Any, instance: None, /, queue: Any) -> bool:
     """Whether clamp can store halves on the queue's device, which needs no ``cl_khr_fp16``."""
-
-    def call(queue: Any) -> bool:
-        return is_float16_supported(queue) if Installed.now else wrapped(queue)
-
-    return call(*args, **kwargs)
+    return is_float16_supported(queue) if Installed.now else wrapped(queue)
 
 
-@answers_for("netcl.amp.maybe_cast_tensor")
-def maybe_cast_tensor(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.amp.maybe_cast_tensor")
+def maybe_cast_tensor(wrapped: Any, instance: None, /, t: Tensor) -> Any:
     """The tensor itself: clamp's ops cast what they read, and netcl's copy would be one that no gradient reaches."""
-    if not Installed.now:
-        return wrapped(*args, **kwargs)
-    return args[0] if args else kwargs["t"]
+    return t if Installed.now else wrapped(t)
 
 
 # ---------------------------------------------------------------------------------------------- GradScaler
@@ -119,29 +110,28 @@ class _Scales:
 _scales = _Scales()
 
 
-@answers_for("netcl.amp.GradScaler.scale_loss")
-def scale_loss(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.amp.GradScaler.scale_loss")
+def scale_loss(wrapped: Any, instance: Any, /, loss: Any) -> Any:
     """``loss * scale``, of a node as a node."""
-    loss = args[0] if args else kwargs["loss"]
     if not Installed.now:
-        return wrapped(*args, **kwargs)
+        return wrapped(loss)
     if not instance.enabled:
         return loss
     if not bridge.on_device(loss.value):
         note_numpy_backend()
-        return wrapped(*args, **kwargs)
+        return wrapped(loss)
     return scaled_node(loss, _scales.of(instance, loss.value.queue))
 
 
-@answers_for("netcl.amp.GradScaler.unscale_grads")
-def unscale_grads(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.amp.GradScaler.unscale_grads")
+def unscale_grads(wrapped: Any, instance: Any, /, params: Iterable[Tensor]) -> Any:
     """Divides the gradients on the device, each once, and says whether any is inf or nan; one read for each queue.
 
     Raises:
         ValueError: a 16-bit parameter without fp32 master weights.
         RuntimeError: a gradient is part scaled, part unscaled.
     """
-    params = list(args[0] if args else kwargs["params"])
+    params = list(params)
     if not Installed.now or any(not bridge.on_device(param) for param in params):
         return wrapped(params)
     if not instance.enabled:
@@ -167,19 +157,16 @@ def _unscale(scaler: Any, found: list[Pair]) -> bool:
     return any(found_inf)
 
 
-@answers_for("netcl.amp.GradScaler.step")
-def step(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.amp.GradScaler.step")
+def step(wrapped: Any, instance: Any, /, optimizer: Any, params: Any = ()) -> Any:
     """netcl's step, over the parameters given and all that the optimizer steps.
 
     Gradients that ``unscale_grads`` has divided already are checked and not divided again.
     """
-
-    def call(optimizer: Any, params: Any = ()) -> Any:
-        own = [param for master, model in masters.pairs(optimizer) for param in (master, model)]
-        known = {id(param) for param in own}
-        more = [param for param in params if id(param) not in known]
-        handle = session.active_handle()
-        with nullcontext() if handle is None else handle.stepped_by(instance, optimizer):
-            return wrapped(optimizer, [*optimizer.params, *more])
-
-    return call(*args, **kwargs) if Installed.now else wrapped(*args, **kwargs)
+    if not Installed.now:
+        return wrapped(optimizer, params)
+    known = {id(param) for pair in masters.pairs(optimizer) for param in pair}
+    more = [param for param in params if id(param) not in known]
+    handle = session.active_handle()
+    with nullcontext() if handle is None else handle.stepped_by(instance, optimizer):
+        return wrapped(optimizer, [*optimizer.params, *more])

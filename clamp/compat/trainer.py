@@ -14,12 +14,9 @@ import wrapt
 
 from clamp import bridge, session
 from clamp.handle import AmpHandle
-from clamp.patching.patch import answers_for
+from clamp.patching.meets import meets
 from clamp.patching.wrap import Installed
 from clamp.scaling.scaled_loss import is_scaled
-
-Arguments = tuple[Any, ...]
-Keywords = dict[str, Any]
 
 
 class _Forward(threading.local):
@@ -60,8 +57,8 @@ def _has_own_scaler(trainer: Any) -> bool:
     return bool(trainer.mixed_precision) and trainer.scaler is not None
 
 
-@answers_for("netcl.trainer.trainer.Trainer._forward")
-def forward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.trainer.trainer.Trainer._forward")
+def forward(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A Trainer's forward, in training and in evaluation."""
     handle = session.active_handle()
     if handle is None or _has_own_scaler(instance):
@@ -74,25 +71,21 @@ def forward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> A
     return logits, loss, _ScaledTape(tape, handle, instance.optimizer)
 
 
-@answers_for("netcl.trainer.trainer.Trainer._scale_loss_node")
-def scale_loss_node(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.trainer.trainer.Trainer._scale_loss_node")
+def scale_loss_node(wrapped: Any, instance: Any, /, loss_node: Any, scale: float) -> Any:
     """The Trainer's product of loss and scale, which would have the scale in a kernel's text, by its scaler.
 
     What is left of the factor is 1 / accumulation_steps.
     """
-
-    def call(loss_node: Any, scale: float) -> Any:
-        scaler = instance.scaler
-        if not Installed.now or not _has_own_scaler(instance):
-            return wrapped(loss_node, scale)
-        factor = scale / float(scaler.scale)
-        return scaler.scale_loss(loss_node if factor == 1 else wrapped(loss_node, factor))
-
-    return call(*args, **kwargs)
+    scaler = instance.scaler
+    if not Installed.now or not _has_own_scaler(instance):
+        return wrapped(loss_node, scale)
+    factor = scale / float(scaler.scale)
+    return scaler.scale_loss(loss_node if factor == 1 else wrapped(loss_node, factor))
 
 
-@answers_for("netcl.trainer.trainer.Trainer._step")
-def step(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.trainer.trainer.Trainer._step")
+def step(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A Trainer's step, which the handle hears of also where the Trainer's own scaler decides."""
     handle = session.active_handle()
     if handle is None or not _has_own_scaler(instance):

@@ -98,14 +98,6 @@ def _replace(optimizer: Any, old: Tensor, new: Tensor) -> None:
             bridge.replace_parameter(optimizer, index, new)
 
 
-def master_param(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """netcl's ``master_param``, which its optimizers call: one master for each parameter, for bfloat16 too."""
-    param = args[0] if args else kwargs["param"]
-    if param.dtype in HALF_DTYPES and bridge.on_device(param):
-        return master_for(param)
-    return wrapped(*args, **kwargs)
-
-
 # ---------------------------------------------------------------------------------------------- optimizers
 
 
@@ -260,20 +252,11 @@ def _last_shared(master: Tensor) -> Any:
     return reference if grad is None else grad
 
 
-def zero_grad(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An optimizer's ``zero_grad``, which knows the masters' gradients only: the models' go as well."""
-    result = wrapped(*args, **kwargs)
-    for master, model in split(optimizer) if hasattr(optimizer, "params") else ():
+def clear_gradients(optimizer: Any) -> None:
+    """Clears the gradients of 16-bit parameters whose masters have none any more."""
+    for master, model in split(optimizer):
         if master.grad is None:
             _share_gradient(master, model, None)
-    return result
-
-
-def with_new_parameters(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An optimizer's ``state_dict`` or ``load_state_dict``, which knows no state of parameters added later."""
-    if hasattr(optimizer, "params"):
-        pairs(optimizer)
-    return wrapped(*args, **kwargs)
 
 
 # ---------------------------------------------------------------------------------------------- saving
@@ -297,10 +280,3 @@ def showing_masters(params: Iterable[Tensor], *, load: bool = False) -> Iterator
         for param, master in zip(narrow, wide, strict=True) if load else ():
             write_back(master, param)
             weights.drop(param)
-
-
-def in_fp32(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of netcl's that copies or averages parameters: of 16-bit ones it reads and writes the masters."""
-    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    with showing_masters([*given, *getattr(instance, "_params", ())], load=True):
-        return wrapped(*args, **kwargs)

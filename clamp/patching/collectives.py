@@ -19,70 +19,63 @@ from clamp.bridge import Tensor
 from clamp.ops.concat import Part, assemble, split
 from clamp.ops.host_words import from_words, to_words
 from clamp.params.gradient_marks import scale_of
+from clamp.patching.meets import meets
 
 Array: TypeAlias = npt.NDArray[Any]
-Arguments = tuple[Any, ...]
-Keywords = dict[str, Any]
 
 _OPERATIONS = ("sum", "mean")
 
 
-def all_reduce(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """``all_reduce(tensors, op, overlap)`` and ``all_reduce_p2p(tensors, op)``: the sum or mean, in every tensor."""
-
-    def call(tensors: Sequence[Any], op: str = "sum", overlap: bool = False) -> Any:
-        if not tensors or not all(_is_owned(tensor) for tensor in tensors):
-            return wrapped(*args, **kwargs)
-        _require_alike(tensors, "all_reduce")
-        if op.lower() not in _OPERATIONS:
-            raise ValueError(f"unsupported all_reduce op {op}: pass one of {', '.join(_OPERATIONS)}")
-        total = _sum(_numbers(tensor) for tensor in tensors)
-        if op.lower() == "mean":
-            total = total / np.float32(len(tensors))
-        for tensor in tensors:
-            bridge.write_bytes(tensor, to_words(total, bridge.canonical_dtype(tensor.dtype)).view(np.uint8))
-        return tensors
-
-    return call(*args, **kwargs)
+@meets("netcl.distributed.collectives.all_reduce", "netcl.distributed.collectives.all_reduce_p2p")
+def all_reduce(wrapped: Any, instance: None, /, tensors: Sequence[Any], op: str = "sum", **overlap: bool) -> Any:
+    """The sum or mean, in every tensor."""
+    if not tensors or not all(_is_owned(tensor) for tensor in tensors):
+        return wrapped(tensors, op, **overlap)
+    _require_alike(tensors, "all_reduce")
+    if op.lower() not in _OPERATIONS:
+        raise ValueError(f"unsupported all_reduce op {op}: pass one of {', '.join(_OPERATIONS)}")
+    total = _sum(_numbers(tensor) for tensor in tensors)
+    if op.lower() == "mean":
+        total = total / np.float32(len(tensors))
+    for tensor in tensors:
+        bridge.write_bytes(tensor, to_words(total, bridge.canonical_dtype(tensor.dtype)).view(np.uint8))
+    return tensors
 
 
-def broadcast(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """``broadcast(tensors, root)``: one tensor's values in all of them, each in its own dtype."""
-
-    def call(tensor: Any, root: int = 0) -> Any:
-        if not isinstance(tensor, list) or not all(_is_owned(one) for one in tensor):
-            return wrapped(*args, **kwargs)
-        _require_alike(tensor, "broadcast")
-        numbers = _numbers(tensor[root])
-        for index, target in enumerate(tensor):
-            if index != root % len(tensor):
-                bridge.write_bytes(target, to_words(numbers, bridge.canonical_dtype(target.dtype)).view(np.uint8))
-        return tensor
-
-    return call(*args, **kwargs)
+@meets("netcl.distributed.collectives.broadcast")
+def broadcast(wrapped: Any, instance: None, /, tensor: Any, root: int = 0) -> Any:
+    """One tensor's values in all of a list, each in its own dtype."""
+    if not isinstance(tensor, list) or not all(_is_owned(one) for one in tensor):
+        return wrapped(tensor, root)
+    _require_alike(tensor, "broadcast")
+    numbers = _numbers(tensor[root])
+    for index, target in enumerate(tensor):
+        if index != root % len(tensor):
+            bridge.write_bytes(target, to_words(numbers, bridge.canonical_dtype(target.dtype)).view(np.uint8))
+    return tensor
 
 
-def sync_grads(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> None:
-    """``sync_grads(param_replicas)``: each gradient becomes the mean over the replicas, the same bits in all.
+def sync_grads(own: Callable[..., None], param_replicas: Sequence[Sequence[Tensor]]) -> None:
+    """Each gradient becomes the mean over the replicas, the same bits in all.
 
     One read and one write a replica, however many parameters there are.
+
+    Args:
+        own: netcl's function, for gradients that clamp has no kernels for.
+        param_replicas: the parameters of each replica.
 
     Raises:
         ValueError: the replicas differ in their parameters, or a gradient is missing.
         RuntimeError: a gradient is multiplied by a loss scale on some replicas only.
     """
-
-    def call(param_replicas: Sequence[Sequence[Tensor]]) -> None:
-        gradients = _gradients(param_replicas)
-        if not gradients or not all(_is_owned(gradient) for replica in gradients for gradient in replica):
-            wrapped(param_replicas)
-            return
-        total = _sum(_read_all(replica) for replica in gradients)
-        total /= np.float32(len(gradients))
-        for replica in gradients:
-            _write_all(replica, total)
-
-    call(*args, **kwargs)
+    gradients = _gradients(param_replicas)
+    if not gradients or not all(_is_owned(gradient) for replica in gradients for gradient in replica):
+        own(param_replicas)
+        return
+    total = _sum(_read_all(replica) for replica in gradients)
+    total /= np.float32(len(gradients))
+    for replica in gradients:
+        _write_all(replica, total)
 
 
 def _is_owned(tensor: Any) -> bool:

@@ -3,7 +3,7 @@ ops nobody patched, and word of every write to a parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from clamp.params import gradient_marks, gradient_penalties, masters
 from clamp.params.weight_cache import weights
 from clamp.params.writes import unnoted
 from clamp.patching import custom
+from clamp.patching.meets import meets, replaces
 from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, writes, written
 from clamp.scaling.scaled_loss import SCALE_OP, is_scaled, require_graph, scaler_of
 
@@ -35,26 +36,29 @@ Keywords = dict[str, Any]
 _FLOAT16 = ("float16", "half")
 
 
-def ones_like(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Tensor:
+@meets("netcl.autograd.engine.ones_like")
+def ones_like(wrapped: Any, instance: None, /, t: Tensor) -> Tensor:
     """The engine's seed gradient, for 16-bit losses as well."""
-    tensor = args[0]
-    if tensor.dtype not in HALF_DTYPES:
-        return wrapped(*args, **kwargs)
-    return cast(Tensor.from_shape(tensor.queue, tensor.shape, dtype="float32", fill=1.0), tensor.dtype)
+    if t.dtype not in HALF_DTYPES:
+        return wrapped(t)
+    return cast(Tensor.from_shape(t.queue, t.shape, dtype="float32", fill=1.0), t.dtype)
 
 
-def add_gradients(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Tensor:
+@meets("netcl.autograd.engine.add_inplace", "netcl.autograd.engine.add_out_of_place")
+def add_gradients(wrapped: Any, instance: None, first: Tensor, second: Tensor, /) -> Tensor:
     """The engine's sum of two gradients of one node, in the first one's dtype.
 
     Out of place where a 16-bit gradient takes part: netcl has no such kernel that builds everywhere.
     """
-    first, second = args
     if first.dtype not in HALF_DTYPES and second.dtype not in HALF_DTYPES:
         return wrapped(first, second)
     return elementwise("add", bridge.canonical_dtype(first.dtype), first, second)
 
 
-def tape_backward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> None:
+@meets("netcl.autograd.engine.Tape.backward")
+def tape_backward(
+    wrapped: Any, instance: Tape, /, loss: Node, grad: Tensor | None = None, *, create_graph: bool = False
+) -> None:
     """Backward with all casts off, from a graph without gradients of an earlier backward.
 
     The engine adds to ``Node.grad`` whatever it finds there: what an earlier backward left in a shared part of
@@ -65,10 +69,9 @@ def tape_backward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords
         NotImplementedError: the loss was made from a gradient.
         RuntimeError: the loss has lost its graph, or the gradients would be of several scales. Nothing was changed.
     """
-    gradient_penalties.refuse(kwargs.pop("create_graph", False))
-    root = args[0] if args else kwargs["loss"]
+    gradient_penalties.refuse(create_graph)
     computed, leaves, scaled, in_half = [], [], [], False
-    for node in bridge.graph(root):  # of every node of every step: short
+    for node in bridge.graph(loss):  # of every node of every step: short
         node.grad = None
         if node.parents:
             node.value.grad = None
@@ -78,19 +81,20 @@ def tape_backward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords
                 scaled.append(node)
         else:
             leaves.append(node)
-    for start in (root, *(loss for node in scaled for loss in node.parents)):
+    for start in (loss, *(unscaled for node in scaled for unscaled in node.parents)):
         if start.requires_grad and bridge.is_cut(start):
             require_graph(start)
     gradient_penalties.refuse_in(computed, leaves)
-    scaler = scaler_of(root, [node for node in scaled if is_scaled(node)])
+    scaler = scaler_of(loss, [node for node in scaled if is_scaled(node)])
     replaced = bridge.merge_leaves(leaves, computed)
     values = list({id(leaf.value): leaf.value for leaf in leaves}.values())
     with no_casts(), gradient_marks.delivered(values, None if scaler is None else scaler.applied(), in_half):
-        wrapped(*args, **kwargs)
+        wrapped(loss, grad)
     for leaf in leaves if replaced else ():
         leaf.grad = leaf.value.grad
 
 
+@replaces("netcl.autograd.engine.Node.backward")
 def node_backward(
     self: Node, grad: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False
 ) -> None:
@@ -110,13 +114,13 @@ def node_backward(
     Tape(retain_grads=False).backward(self, grad)
 
 
-def apply_op(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.autograd.engine.apply_op")
+def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *nodes: Any, **kwargs: Any) -> Any:
     """The net under every recorded op that is neither clamp's nor wrapped: its 16-bit inputs are widened.
 
     Inside a function that a user declared half, the user's kernels do read 16 bits; there nothing is widened. A
     forward function may name the dtype that it wants its inputs in (clamp/patching/custom.py).
     """
-    forward, backward, *nodes = args
     dtype = custom.input_dtype(forward) if Installed.now else None
     if dtype is None and (thread_casts_off() or not Installed.now or not any(_is_half(node) for node in nodes)):
         return wrapped(forward, custom.bound(backward, forward, nodes), *nodes, **kwargs)
@@ -165,72 +169,80 @@ def _is_half(x: Any) -> bool:
     return getattr(getattr(x, "value", None), "dtype", None) in HALF_DTYPES
 
 
+@replaces("netcl.autograd.ops.maybe_cast_tensor")
 def keep_tensor(tensor: Tensor) -> Tensor:
     """In place of netcl's own autocast, which would hand out 16-bit copies of weights without a link to them."""
     return tensor
 
 
-def to_host(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.core.tensor.Tensor.to_host")
+def to_host(wrapped: Any, instance: Tensor, /) -> Any:
     """A tensor's values on the host; of bfloat16 as float32, not netcl's 16-bit words.
 
     A script that computes with what it reads, an accuracy say, would take the words for numbers.
     """
-    host = wrapped(*args, **kwargs)
+    host = wrapped()
     return from_bf16_host(host) if instance.dtype == "bfloat16" and host.dtype == np.uint16 else host
 
 
-def from_host(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.core.tensor.Tensor.from_host")
+def from_host(
+    wrapped: Any, instance: None, /, queue: Any, data: Any, dtype: str | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
     """A tensor of host values; to bfloat16 numbers are rounded, where netcl would cut them to integer words."""
-
-    def call(queue: Any, data: Any, dtype: str | None = None, *more: Any, **named: Any) -> Tensor:
-        if isinstance(queue, cl.CommandQueue):
-            require_context(queue)
-        if dtype == "bfloat16" and np.asarray(data).dtype != np.uint16:
-            data = to_bf16_host(np.asarray(data).astype(np.float32))
-        return wrapped(queue, data, dtype, *more, **named)
-
-    return call(*args, **kwargs)
+    if isinstance(queue, cl.CommandQueue):
+        require_context(queue)
+    if dtype == "bfloat16" and np.asarray(data).dtype != np.uint16:
+        data = to_bf16_host(np.asarray(data).astype(np.float32))
+    return wrapped(queue, data, dtype, *args, **kwargs)
 
 
-def from_shape(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.core.tensor.Tensor.from_shape")
+def from_shape(
+    wrapped: Any,
+    instance: None,
+    /,
+    queue: Any,
+    shape: Any,
+    dtype: str = "float32",
+    pool: Any = None,
+    backend: str | None = None,
+    fill: Any = None,
+) -> Tensor:
     """A new tensor filled with a number: a finite one stays finite, and in bfloat16 it is the number, not a word."""
-
-    def call(queue: Any, shape: Any, dtype: str = "float32", *more: Any, fill: Any = None, **named: Any) -> Tensor:
-        if isinstance(queue, cl.CommandQueue):
-            require_context(queue)
-        if len(more) > 2:
-            *more, fill = more  # type: ignore[assignment]
-        if fill is not None and dtype in bridge.STORAGE and not isinstance(fill, np.uint16):
-            fill = saturated(fill, dtype)
-            fill = int(to_bf16_host(np.array([fill], np.float32))[0]) if dtype == "bfloat16" else fill
-        return wrapped(queue, shape, dtype, *more, fill=fill, **named)
-
-    return call(*args, **kwargs)
+    if isinstance(queue, cl.CommandQueue):
+        require_context(queue)
+    if fill is not None and dtype in bridge.STORAGE and not isinstance(fill, np.uint16):
+        fill = saturated(fill, dtype)
+        fill = int(to_bf16_host(np.array([fill], np.float32))[0]) if dtype == "bfloat16" else fill
+    return wrapped(queue, shape, dtype, pool, backend, fill)
 
 
-def bf16_to_host(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.ops.bf16_act.bf16_to_host")
+def bf16_to_host(wrapped: Any, instance: None, /, t: Tensor) -> Any:
     """netcl's way to read bfloat16 as float32, which is what ``to_host`` gives already."""
-    tensor = args[0] if args else kwargs["t"]
-    return tensor.to_host()
+    return t.to_host()
 
 
-def transfer_write(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """netcl's copies and fills, ``f(queue, destination, ...)``: what was derived from the destination is stale."""
-    destination = args[1] if len(args) > 1 else kwargs.get("dst")
+@meets("netcl.core.transfer.write", "netcl.core.transfer.copy", "netcl.core.transfer.fill")
+def transfer_write(wrapped: Any, instance: None, /, queue: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
+    """netcl's copies and fills: what was derived from their destination is stale."""
     try:
-        return wrapped(*args, **kwargs)
+        return wrapped(queue, dst, *args, **kwargs)
     finally:
-        masters.written(destination)
+        masters.written(dst)
 
 
 _COMPILED = Entry("netcl.autograd.jit_compile", CastPolicy.FLOAT, "netcl compiles kernels of float.")
 
 
-def jit_compile(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.autograd.compiler.jit_compile")
+def jit_compile(wrapped: Any, instance: None, /, *args: Any, **kwargs: Any) -> Any:
     """netcl's compiler makes kernels that read every input as float: what it compiles gets 16-bit inputs widened."""
     return wrapt.FunctionWrapper(wrapped(*args, **kwargs), netcl_wrapper(_COMPILED, listed=False))
 
 
+@replaces("netcl.autograd.compiler._COMPILER_CACHE")
 class FloatKernels(dict[Any, Any]):
     """netcl's cache of compiled kernels, which refuses to be asked about 16-bit inputs.
 
@@ -308,27 +320,24 @@ def in_place(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> 
             weights.drop_buffer(tensor.buffer)
 
 
-def clip_gradients(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.optim.clip.clip_grad_norm", "netcl.optim.clip.clip_grad_norm_device")
+def clip_gradients(wrapped: Any, instance: None, /, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
     """netcl's clipping by norm: refused while gradients are multiplied by the loss scale, and so their norm.
 
     Raises:
         RuntimeError: a gradient is scaled.
     """
-
-    def call(params: Any, *more: Any, **named: Any) -> Any:
-        params = list({id(param): param for param in params}.values())
-        if Installed.now:
-            gradient_marks.require_unscaled(
-                params,
-                f"{wrapped.__name__}()",
-                "the norm would be that many times too large. Clip after `with handle.scale_loss(...)`, after "
-                "scaler.unscale_(optimizer) or after scaler.unscale_grads(params), before the step.",
-            )
-            gradient_marks.give_each_its_own(params)
-        with unnoted():
-            return in_place(wrapped, instance, (params, *more), named)
-
-    return call(*args, **kwargs)
+    params = list({id(param): param for param in params}.values())
+    if Installed.now:
+        gradient_marks.require_unscaled(
+            params,
+            f"{wrapped.__name__}()",
+            "the norm would be that many times too large. Clip after `with handle.scale_loss(...)`, after "
+            "scaler.unscale_(optimizer) or after scaler.unscale_grads(params), before the step.",
+        )
+        gradient_marks.give_each_its_own(params)
+    with unnoted():
+        return in_place(wrapped, instance, (params, *args), kwargs)
 
 
 def as_it_is(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:

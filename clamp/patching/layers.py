@@ -11,19 +11,21 @@ from netcl.nn import layers
 from netcl.ops import elementwise
 
 from clamp.bridge import Node
+from clamp.patching.meets import meets
 
 
-def fused_conv_relu(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@meets("netcl.nn.layers._FusedConvReLUTrain.forward")
+def fused_conv_relu(wrapped: Any, instance: Any, /, x: Any) -> Any:
     """Convolution and relu fused by a Sequential that trains: netcl's drops dilation and groups."""
     conv = instance.conv
     if conv.dilation == 1 and conv.groups == 1:
-        return wrapped(*args, **kwargs)
-    return layers.ReLU()(conv(*args, **kwargs))
+        return wrapped(x)
+    return layers.ReLU()(conv(x))
 
 
-def gelu(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@meets("netcl.nn.containers.GELU.forward")
+def gelu(wrapped: Any, instance: Any, /, x: Any) -> Any:
     """GELU of a bare tensor: netcl's always takes the approximation by tanh."""
-    x = args[0] if args else kwargs["x"]
     if isinstance(x, Node):
-        return wrapped(*args, **kwargs)
+        return wrapped(x)
     return elementwise.gelu(x, approximate=instance.approximate)

@@ -14,22 +14,21 @@ from typing import Any
 from netcl.core import memory
 from netcl.core.memory import PersistentBufferPool
 
+from clamp.patching.meets import meets
+
 _lock = threading.Lock()
 
 
-def of_queue(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PersistentBufferPool:
-    """``get_persistent_pool(queue)``"""
-
-    def call(queue: Any) -> PersistentBufferPool:
-        first = wrapped(queue)
-        if first.queue == queue:
-            return first
-        # Beside netcl's, whose keys are positive, so that whoever looks at all pools meets these, too.
-        key = -queue.int_ptr
-        pool = memory._PERSISTENT_POOLS.get(key)
-        if pool is None:
-            with _lock:
-                pool = memory._PERSISTENT_POOLS.setdefault(key, PersistentBufferPool(queue.context, queue))
-        return pool
-
-    return call(*args, **kwargs)
+@meets("netcl.core.memory.get_persistent_pool")
+def of_queue(wrapped: Any, instance: None, /, queue: Any) -> PersistentBufferPool:
+    """The pool of a queue."""
+    first = wrapped(queue)
+    if first.queue == queue:
+        return first
+    # Beside netcl's, whose keys are positive, so that whoever looks at all pools meets these, too.
+    key = -queue.int_ptr
+    pool = memory._PERSISTENT_POOLS.get(key)
+    if pool is None:
+        with _lock:
+            pool = memory._PERSISTENT_POOLS.setdefault(key, PersistentBufferPool(queue.context, queue))
+    return pool

@@ -30,6 +30,7 @@ from clamp.opencl.recording import host_step, recorder, refuse, set_recorder
 from clamp.ops import transfer
 from clamp.params import gradient_marks, masters
 from clamp.params.weight_cache import weights
+from clamp.patching.meets import meets
 from clamp.patching.recordings.dependencies import Dependencies, ModuleNotes, dependencies_of
 from clamp.patching.recordings.residents import Address, Seen, address_of, living_tensors
 from clamp.patching.wrap import Wrapper
@@ -291,7 +292,8 @@ def recording_of(capture: KernelCapture) -> _Recording | None:
     return _recordings.get(capture)
 
 
-def begin(wrapped: Any, instance: KernelCapture, args: Arguments, kwargs: Keywords) -> None:
+@meets("netcl.runtime.capture.KernelCapture.begin")
+def begin(wrapped: Any, instance: KernelCapture, /) -> None:
     """Starts a recording.
 
     Raises:
@@ -300,28 +302,30 @@ def begin(wrapped: Any, instance: KernelCapture, args: Arguments, kwargs: Keywor
     if _running:
         raise RuntimeError("a recording is under way already: end it before you begin another")
     _forget(instance)
-    wrapped(*args, **kwargs)
+    wrapped()
     recording = _Recording(instance)
     _running.append((instance, recording))
     recording.start()
 
 
-def end(wrapped: Any, instance: KernelCapture, args: Arguments, kwargs: Keywords) -> int:
+@meets("netcl.runtime.capture.KernelCapture.end")
+def end(wrapped: Any, instance: KernelCapture, /) -> int:
     """Ends a recording; from now on it can be replayed."""
     if _running and _running[0][0] is instance:
         _, recording = _running.pop()
         recording.stop()
         _recordings[instance] = recording
         weakref.finalize(instance, recording.close).atexit = False
-    return wrapped(*args, **kwargs)
+    return wrapped()
 
 
-def clear(wrapped: Any, instance: KernelCapture, args: Arguments, kwargs: Keywords) -> None:
+@meets("netcl.runtime.capture.KernelCapture.clear")
+def clear(wrapped: Any, instance: KernelCapture, /) -> None:
     """Drops what was recorded, and ends a recording that is under way, as after an exception."""
     if _running and _running[0][0] is instance:
         instance.end()
     _forget(instance)
-    wrapped(*args, **kwargs)
+    wrapped()
 
 
 def as_host_step(step: Wrapper) -> Wrapper:

@@ -16,12 +16,10 @@ from clamp.bridge import Tensor
 from clamp.ops.cast import cast
 from clamp.params import gradient_marks
 from clamp.params.weight_cache import weights
+from clamp.patching.meets import meets
 from clamp.patching.recordings.capture import recording_of
 from clamp.patching.recordings.dependencies import dependencies_of
 from clamp.patching.recordings.replay import Plan
-
-Arguments = tuple[Any, ...]
-Keywords = dict[str, Any]
 
 _MODES = ("training", "_training")
 
@@ -42,36 +40,32 @@ def _is_stale(compiled: Any) -> bool:
     return ours and bool(dependencies_of(compiled._capture).change())
 
 
-def compile_forward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.autograd.forward_compiler.ForwardCompiler.compile")
+def compile_forward(wrapped: Any, instance: Any, /, model: Any, sample_input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Records a forward pass. One recorded for an input of the same shape but another dtype is not handed out again,
     nor one whose model has changed."""
-
-    def call(model: Any, sample_input: Tensor, *more: Any, **named: Any) -> Any:
-        plans, key = instance._cache, tuple(sample_input.shape)
-        dtype = bridge.canonical_dtype(sample_input.dtype)
-        if key in plans and (_dtype_of(plans[key]) != dtype or _is_stale(plans[key])):
-            del plans[key]
-        compiled = wrapped(model, sample_input, *more, **named)
-        if not hasattr(compiled, "_clamp_plan") and recording_of(compiled._capture) is not None:
-            dependencies_of(compiled._capture).ignore(
-                *_MODES
-            )  # it is a pass in eval mode, whatever the model is used for besides
-            compiled._clamp_dtype = dtype
-            compiled._clamp_plan = Plan(compiled._capture, [sample_input])
-        return compiled
-
-    return call(*args, **kwargs)
+    plans, key = instance._cache, tuple(sample_input.shape)
+    dtype = bridge.canonical_dtype(sample_input.dtype)
+    if key in plans and (_dtype_of(plans[key]) != dtype or _is_stale(plans[key])):
+        del plans[key]
+    compiled = wrapped(model, sample_input, *args, **kwargs)
+    if not hasattr(compiled, "_clamp_plan") and recording_of(compiled._capture) is not None:
+        # It is a pass in eval mode, whatever the model is used for besides.
+        dependencies_of(compiled._capture).ignore(*_MODES)
+        compiled._clamp_dtype = dtype
+        compiled._clamp_plan = Plan(compiled._capture, [sample_input])
+    return compiled
 
 
-def replay_forward(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+@meets("netcl.autograd.forward_compiler.CompiledForward.__call__")
+def replay_forward(wrapped: Any, instance: Any, /, new_input: Tensor) -> Any:
     """Replays on an input in the dtype that was recorded; another one's buffer would be misread.
 
     Raises:
         RuntimeError: the model has changed since: a layer's weight is another tensor, or a setting has another value.
         ValueError: the input is not like the one recorded.
     """
-    x = args[0] if args else kwargs["new_input"]
-    dtype = _dtype_of(instance)
+    x, dtype = new_input, _dtype_of(instance)
     x = cast(x, dtype) if x.dtype in bridge.STORAGE and dtype in bridge.STORAGE else x
     if not hasattr(instance, "_clamp_plan"):
         return wrapped(x)
@@ -111,7 +105,8 @@ class Step:
         weights.clear()
 
 
-def enter_graph(wrapped: Any, instance: CompiledGraph, args: Arguments, kwargs: Keywords) -> CompiledGraph:
+@meets("netcl.autograd.graph.CompiledGraph.__enter__")
+def enter_graph(wrapped: Any, instance: CompiledGraph, /) -> CompiledGraph:
     """Begins to record a step, into a list of launches of the graph's own: netcl has one for all graphs.
 
     Raises:
@@ -125,34 +120,36 @@ def enter_graph(wrapped: Any, instance: CompiledGraph, args: Arguments, kwargs: 
                 "call optimizer.zero_grad() before the graph is recorded"
             )
         instance.capture = KernelCapture()
-    return wrapped(*args, **kwargs)
+    return wrapped()
 
 
-def exit_graph(wrapped: Any, instance: CompiledGraph, args: Arguments, kwargs: Keywords) -> bool:
+@meets("netcl.autograd.graph.CompiledGraph.__exit__")
+def exit_graph(wrapped: Any, instance: CompiledGraph, /, *exception: Any) -> bool:
     """Ends the recording and remembers its gradients.
 
     netcl's own list of them is emptied: its ``replay`` would zero four bytes for every element of them.
     """
     compiled = instance.is_compiled
-    result = wrapped(*args, **kwargs)
+    result = wrapped(*exception)
     if instance.is_compiled and not compiled and recording_of(instance.capture) is not None:
         instance._clamp_gradients = gradient_marks.snapshot(instance.params)
         instance.grad_tensors = {}
     return result
 
 
-def compile_graph(wrapped: Any, instance: CompiledGraph, args: Arguments, kwargs: Keywords) -> None:
+@meets("netcl.autograd.graph.CompiledGraph.compile")
+def compile_graph(wrapped: Any, instance: CompiledGraph, /, inputs: Iterable[Tensor]) -> None:
     """Prepares a recorded step for replays with other inputs.
 
     Raises:
         RuntimeError: nothing has been recorded.
         ValueError: an input that no launch reads.
     """
-    inputs = list(args[0] if args else kwargs["inputs"])
+    inputs = list(inputs)
     if not instance.is_compiled:
         raise RuntimeError("the graph has not been recorded: run the step inside `with graph:` before compile()")
     if recording_of(instance.capture) is None:
-        wrapped(*args, **kwargs)
+        wrapped(inputs)
         return
     instance._clamp_step = Step(instance, inputs)
     instance._replay_steps = [_refuse_without_clamp]
@@ -162,7 +159,8 @@ def _refuse_without_clamp(buffers: Any) -> None:
     raise RuntimeError("this graph was recorded under AMP, which is shut down: record it again")
 
 
-def replay_graph(wrapped: Any, instance: CompiledGraph, args: Arguments, kwargs: Keywords) -> None:
+@meets("netcl.autograd.graph.CompiledGraph.replay")
+def replay_graph(wrapped: Any, instance: CompiledGraph, /, new_inputs: Iterable[Tensor]) -> None:
     """Replays a step on other inputs, and leaves its gradients on the parameters.
 
     Raises:
@@ -170,7 +168,7 @@ def replay_graph(wrapped: Any, instance: CompiledGraph, args: Arguments, kwargs:
         TypeError: a 16-bit input for a graph that was recorded without clamp: its kernels read float.
         ValueError: the inputs are not like those recorded.
     """
-    inputs = list(args[0] if args else kwargs["new_inputs"])
+    inputs = list(new_inputs)
     if hasattr(instance, "_clamp_step"):
         instance._clamp_step.run(inputs)
         return
@@ -181,4 +179,4 @@ def replay_graph(wrapped: Any, instance: CompiledGraph, args: Arguments, kwargs:
             "a graph recorded before amp.init() got a 16-bit input, and its kernels read float: record it after "
             'amp.init(), or pass amp.cast(x, "float32")'
         )
-    wrapped(*args, **kwargs)
+    wrapped(inputs)

@@ -13,12 +13,10 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.recording import refuse
 from clamp.params.weight_cache import weights
+from clamp.patching.meets import meets
 from clamp.patching.recordings.capture import recording_of
 from clamp.patching.recordings.dependencies import dependencies_of, require_fit, stale
 from clamp.patching.recordings.residents import Address, Residents, address_of
-
-Arguments = tuple[Any, ...]
-Keywords = dict[str, Any]
 
 
 class Plan:
@@ -158,13 +156,14 @@ def _sync_of(queue: Any) -> Callable[[], Any] | None:
     return {"flush": getattr(queue, "flush", None), "finish": getattr(queue, "finish", None)}.get(mode)
 
 
-def replay(wrapped: Any, instance: KernelCapture, args: Arguments, kwargs: Keywords) -> None:
+@meets("netcl.runtime.capture.KernelCapture.replay")
+def replay(wrapped: Any, instance: KernelCapture, /, rebind: Any = None) -> None:
     """``KernelCapture.replay``, whose argument ``rebind`` netcl ignores.
 
     Raises:
         RuntimeError: what the recording depends on has changed.
     """
-    if (args and args[0] is not None) or kwargs.get("rebind") is not None:
+    if rebind is not None:
         raise TypeError(
             "netcl's replay ignores `rebind`: write new data into the recorded tensors, or use CompiledGraph"
         )
@@ -180,7 +179,8 @@ def _follow(capture: KernelCapture) -> None:
         recording.rebind()
 
 
-def replay_with_new_buffers(wrapped: Any, instance: KernelCapture, args: Arguments, kwargs: Keywords) -> None:
+@meets("netcl.runtime.capture.KernelCapture.replay_with_new_buffers")
+def replay_with_new_buffers(wrapped: Any, instance: KernelCapture, /, buffer_map: Mapping[int, Any]) -> None:
     """``KernelCapture.replay_with_new_buffers``, with SVM memory by its address, and no name that means nothing.
 
     Raises:
@@ -188,13 +188,12 @@ def replay_with_new_buffers(wrapped: Any, instance: KernelCapture, args: Argumen
         RuntimeError: what the recording depends on has changed.
     """
     _follow(instance)
-    buffers: Mapping[int, Any] = args[0] if args else kwargs["buffer_map"]
     known = {where[1] for launch in instance._launches for arg in launch.args if (where := address_of(arg))}
-    if missing := [hex(pointer) for pointer in buffers if pointer not in known]:
+    if missing := [hex(pointer) for pointer in buffer_map if pointer not in known]:
         raise ValueError(f"no recorded launch has a buffer at {', '.join(missing)}")
     if not instance.is_finalized:
         raise RuntimeError("Cannot replay before capture is finalized")
     for launch in instance._launches:
-        new = [buffers.get(where[1], arg) if (where := address_of(arg)) else arg for arg in launch.args]
+        new = [buffer_map.get(where[1], arg) if (where := address_of(arg)) else arg for arg in launch.args]
         launch.kernel(launch.queue, launch.global_size, launch.local_size, *new)
     weights.clear()

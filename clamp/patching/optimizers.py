@@ -1,0 +1,126 @@
+"""Optimizers under AMP: the guard over ``step``, and 16-bit parameters, whose masters the optimizer steps.
+
+What netcl's own functions do not know of masters is met here, too.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from typing import Any
+
+import wrapt
+
+from clamp import bridge
+from clamp.bridge import HALF_DTYPES, Tensor
+from clamp.params import masters
+from clamp.patching.bindings import Bindings
+from clamp.patching.max_norm import clipping
+from clamp.patching.meets import OPTIMIZER_METHODS, meets, meets_in_optimizers
+from clamp.patching.recordings.capture import as_host_step
+from clamp.patching.redirect import Redirected
+from clamp.patching.wrap import Installed, Wrapper
+
+
+class _OwnStep(wrapt.FunctionWrapper):  # type: ignore[type-arg]
+    """The guarded ``step`` of one optimizer."""
+
+
+class Steps:
+    """The guard over ``step``, on optimizers of any class.
+
+    Args:
+        bindings: what else is bound meanwhile.
+        step: the guard; it decides whether the optimizer's own step runs.
+    """
+
+    def __init__(self, bindings: Bindings, step: Wrapper) -> None:
+        self._bindings = bindings
+        self._guarded = as_host_step(clipping(step))
+        self._methods: dict[tuple[type, str], Any] = {}  # what stands for methods of optimizers
+        self._redirected: dict[int, Redirected] = {}  # functions ``step``, by id
+
+    def wrap(self, optimizer_class: type) -> None:
+        """Puts the guard over ``step`` of the class that defines it for this optimizer class, and wrappers over others.
+
+        ``zero_grad`` gets to know the gradients of 16-bit parameters, ``state_dict`` the parameters added meanwhile.
+        """
+        for name, wrapper in OPTIMIZER_METHODS.items():
+            owner = _definer(optimizer_class, name)
+            if owner is not None:
+                self._wrap_method(owner, name, wrapper)
+        owner = _definer(optimizer_class, "step")
+        if owner is None:
+            return
+        step = vars(owner)["step"]
+        if not isinstance(step, types.FunctionType):
+            self._wrap_method(owner, "step", self._guarded)
+        elif id(step) not in self._redirected:
+            self._redirected[id(step)] = Redirected(step, self._guarded)
+
+    def _wrap_method(self, owner: type, name: str, wrapper: Wrapper) -> None:
+        method = vars(owner)[name]
+        if method is not self._methods.get((owner, name)):
+            self._methods[owner, name] = wrapt.FunctionWrapper(method, wrapper)
+            self._bindings.set(owner, name, self._methods[owner, name])
+
+    def wrap_own(self, optimizer: Any) -> None:
+        """Puts the guard over a ``step`` that stands on the optimizer itself and hides that of its class."""
+        step = getattr(optimizer, "__dict__", {}).get("step")
+        if step is None or isinstance(step, _OwnStep):
+            return
+        guarded, reference = self._guarded, weakref.ref(optimizer)
+
+        def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return guarded(wrapped, reference(), args, kwargs) if Installed.now else wrapped(*args, **kwargs)
+
+        self._bindings.set(optimizer, "step", _OwnStep(step, call))
+
+    def undo(self) -> None:
+        """Gives every function ``step`` its own code back; the rest is for the bindings to restore."""
+        for redirected in self._redirected.values():
+            redirected.undo()
+        self._redirected.clear()
+
+
+def _definer(cls: type, name: str) -> type | None:
+    """The class among those that ``cls`` inherits from, itself first, that defines a method."""
+    return next((base for base in cls.__mro__ if name in vars(base)), None)
+
+
+@meets_in_optimizers("zero_grad")
+def zero_grad(wrapped: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """An optimizer's ``zero_grad``, which knows the masters' gradients only: the models' go as well."""
+    result = wrapped(*args, **kwargs)
+    if hasattr(optimizer, "params"):
+        masters.clear_gradients(optimizer)
+    return result
+
+
+@meets_in_optimizers("state_dict", "load_state_dict")
+def with_new_parameters(wrapped: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """An optimizer's ``state_dict`` or ``load_state_dict``, which knows no state of parameters added later."""
+    if hasattr(optimizer, "params"):
+        masters.pairs(optimizer)
+    return wrapped(*args, **kwargs)
+
+
+@meets("netcl.amp.master_param")
+def master_param(wrapped: Any, instance: None, /, param: Tensor) -> Tensor:
+    """netcl's ``master_param``, which its optimizers call: one master for each parameter, for bfloat16 too."""
+    if param.dtype in HALF_DTYPES and bridge.on_device(param):
+        return masters.master_for(param)
+    return wrapped(param)
+
+
+@meets(
+    "netcl.optim.ema.ModelEMA.update",
+    "netcl.optim.ema.ModelEMA.copy_to_model",
+    "netcl.optim.ema.ModelEMA.restore",
+    "netcl.optim.ema._clone",
+)
+def in_fp32(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A function of netcl's that copies or averages parameters: of 16-bit ones it reads and writes the masters."""
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    with masters.showing_masters([*given, *getattr(instance, "_params", ())], load=True):
+        return wrapped(*args, **kwargs)
