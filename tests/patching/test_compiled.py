@@ -17,7 +17,7 @@ from netcl.ops.elementwise import elementwise_scalar
 from netcl.optim import SGD, Adam, AdamW
 from netcl.runtime.capture import KernelCapture
 
-from clamp import amp, bridge
+from clamp import amp, bridge, session
 from clamp.bridge import Parameter, Tensor
 from clamp.scaling.loss_scale import ScaleRule
 from tests.networks import loss_of, mlp, weights_of
@@ -35,7 +35,7 @@ TARGETS = [np.random.default_rng(seed + 50).standard_normal((12, 3)).astype(np.f
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     yield
-    handle = amp.session.active_handle()
+    handle = session.active_handle()
     if handle is not None:
         handle.shutdown()
 

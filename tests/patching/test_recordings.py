@@ -443,7 +443,7 @@ def test_functions_that_a_user_registers_are_seen(queue: cl.CommandQueue) -> Non
             assert {graph(x_of(queue)).dtype for _ in range(3)} == {"float16"}
     finally:
         session.registrations.clear()
-        amp.session.forget_patches()
+        session.forget_patches()
 
 
 def test_each_thread_has_recordings_of_its_own(queue: cl.CommandQueue) -> None:
