@@ -8,7 +8,8 @@ from clamp.checkpoint.file import CheckpointError
 from clamp.checkpoint.run import load_checkpoint, save_checkpoint
 from clamp.compat import netcl as _netcl  # noqa: F401  (registers its wrappers)
 from clamp.compat.apex import initialize, scale_loss
-from clamp.compat.oneflow import Graph, StaticGradScaler
+from clamp.compat.oneflow import Graph
+from clamp.compat.oneflow_scaler import StaticGradScaler
 from clamp.compat.paddle import auto_cast, decorate
 from clamp.compat.pytorch import GradScaler, custom_bwd, custom_fwd
 from clamp.compat.regions import autocast

@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pyopencl as cl
-from netcl.autograd import compiler, engine
+from netcl.autograd import compiler, engine, no_grad
 from netcl.autograd import ops as recorded_ops
 from netcl.autograd.engine import Node, Tape
+from netcl.autograd.graph import CompiledGraph
 from netcl.core import transfer
 from netcl.core.parameter import Parameter
 from netcl.core.tensor import Tensor
@@ -30,6 +31,7 @@ from netcl.optim._utils import is_frozen_param as is_frozen
 
 __all__ = [
     "BatchNorm2d",
+    "CompiledGraph",
     "Node",
     "Parameter",
     "Tape",
@@ -38,6 +40,7 @@ __all__ = [
     "compiler",
     "invalidate_derived",
     "is_frozen",
+    "no_grad",
     "recorded_ops",
 ]
 
@@ -197,7 +200,17 @@ def is_trained(tensor: Tensor) -> bool:
     if tensor.requires_grad:
         return True
     held = not isinstance(tensor, Parameter) and "_model_param" in vars(tensor)
-    return held and not getattr(tensor, "_frozen", False)
+    return held and not has_frozen_mark(tensor)
+
+
+def has_frozen_mark(tensor: Tensor) -> bool:
+    """Whether netcl's mark is on a tensor that is not to be trained, whatever its ``requires_grad`` says."""
+    return bool(getattr(tensor, "_frozen", False))
+
+
+def freeze_like(master: Tensor, model: Tensor) -> None:
+    """Puts netcl's mark on a master, or takes it off, as its 16-bit parameter is frozen or not."""
+    master._frozen = is_frozen(model)
 
 
 def mark_trained(tensor: Tensor) -> None:
@@ -456,6 +469,39 @@ def steps_as_one(adamw: Any) -> bool:
     )
 
 
+#: what AdamW's moments are kept in besides: of parameters that are stepped as one, and loaded for the next step
+MOMENTS_APART = ("_fused_state", "_pending_moments")
+
+
+def fused_state(optimizer: Any) -> dict[str, Any] | None:
+    """The moments of parameters that AdamW steps as one; None if it steps none so."""
+    return getattr(optimizer, "_fused_state", None)
+
+
+def build_fused_state(optimizer: Any, params: Sequence[Tensor]) -> dict[str, Any]:
+    """A new fused state of AdamW's. It gives the parameters other buffers, with the values that they have."""
+    built: dict[str, Any] = optimizer._build_fused_state(list(params))
+    return built
+
+
+def pending_moments(optimizer: Any) -> list[Any] | None:
+    """Moments that AdamW has loaded and will place at its next step, in the order of the parameters."""
+    return getattr(optimizer, "_pending_moments", None)
+
+
+def set_moments(optimizer: Any, pending: Any, make_fused: Callable[[], dict[str, Any] | None]) -> None:
+    """Gives an optimizer that keeps moments apart other ones."""
+    if hasattr(optimizer, "_pending_moments"):
+        optimizer._pending_moments = pending
+    if hasattr(optimizer, "_fused_state"):
+        optimizer._fused_state = make_fused()
+
+
+def set_host_scale(scaler: Any, scale: float) -> None:
+    """Sets the scale of a ``GradScaler`` of netcl's."""
+    scaler._scale = scale
+
+
 def is_netcl_optimizer(optimizer: Any) -> bool:
     """Whether an optimizer is netcl's, or derived from one of netcl's."""
     return any(cls.__module__.startswith("netcl.optim.") for cls in type(optimizer).__mro__)
@@ -473,7 +519,7 @@ def replace_parameter(optimizer: Any, index: int, new: Tensor) -> None:
     for state in _state_dicts(optimizer):
         if id(old) in state:
             state[id(new)] = state.pop(id(old))
-    fused = getattr(optimizer, "_fused_state", None)
+    fused = fused_state(optimizer)
     if fused is not None:
         fused["offsets"] = [(new if p is old else p, offset, size) for p, offset, size in fused["offsets"]]
         fused["signature"] = tuple((id(p), size) for p, _, size in fused["offsets"])
@@ -494,7 +540,7 @@ def add_missing_state(optimizer: Any) -> None:
             for param in params:
                 if id(param) not in state:
                     state[id(param)] = np.zeros(param.shape, np.float32)
-    fused = getattr(optimizer, "_fused_state", None)
+    fused = fused_state(optimizer)
     if fused is not None and [id(param) for param, _, _ in fused["offsets"]] != _stepped_ids(params):
         for param, offset, size in fused["offsets"]:
             optimizer._m_buf[id(param)] = fused["m_flat"].get_sub_region(offset * 4, size * 4)
@@ -527,7 +573,7 @@ def merge_leaves(leaves: Sequence[Node], nodes: Iterable[Node]) -> dict[int, Nod
     replaced = {
         id(leaf): kept
         for leaf in leaves
-        if not getattr(leaf, "_frozen", False) and (kept := first.setdefault(id(leaf.value), leaf)) is not leaf
+        if not has_frozen_mark(leaf) and (kept := first.setdefault(id(leaf.value), leaf)) is not leaf
     }
     if replaced:
         for node in nodes:

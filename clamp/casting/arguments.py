@@ -44,21 +44,30 @@ def cast_arguments(
 
     ``out=`` is a place to write to and is never cast; neither are integers, float64, host arrays.
     """
-    convert = partial(_cast_nested, cast_one=partial(cast_node, dtype=dtype, report=report, use_cache=use_cache))
+
+    def cast_one(x: TensorLike) -> TensorLike:
+        value = x.value
+        castable = isinstance(value, Tensor) and value.dtype in bridge.STORAGE and bridge.on_device(value)
+        return cast_node(x, dtype, report, use_cache) if castable else x
+
+    convert = partial(mapped, convert=cast_one)
     return tuple(map(convert, args)), {name: x if name == "out" else convert(x) for name, x in kwargs.items()}
 
 
-def _cast_nested(x: Any, cast_one: Callable[[Any], Any]) -> Any:
+def mapped(x: Any, convert: Callable[[Any], Any]) -> Any:
+    """Nested lists, tuples and dicts with every node and tensor in them converted."""
     if isinstance(x, Node | Tensor):
-        value = x.value
-        castable = isinstance(value, Tensor) and value.dtype in bridge.STORAGE and bridge.on_device(value)
-        return cast_one(x) if castable else x
+        return convert(x)
     if isinstance(x, list | tuple):
-        items = [_cast_nested(item, cast_one) for item in x]
-        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+        return with_items(x, [mapped(item, convert) for item in x])
     if isinstance(x, dict):
-        return {key: _cast_nested(item, cast_one) for key, item in x.items()}
+        return {key: mapped(item, convert) for key, item in x.items()}
     return x
+
+
+def with_items(x: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    """A list, tuple or named tuple as x is one, of other items."""
+    return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
 
 
 _NONE: dict[str, Any] = {}

@@ -31,7 +31,7 @@ Write: TypeAlias = Callable[[], Any]
 Name: TypeAlias = tuple[int, str]  # the number of a model, and the name of a tensor in it
 Names: TypeAlias = Mapping[int, Name]  # by id of the tensor
 
-_SAVED_APART = ("params", "_fused_state", "_pending_moments")
+_SAVED_APART = ("params", *bridge.MOMENTS_APART)
 
 
 # ---------------------------------------------------------------------------------------------- saving
@@ -104,7 +104,7 @@ def _buffer_to_host(buffer: cl.Buffer, queue: cl.CommandQueue, size: int) -> Arr
 
 def _pending(optimizer: Any, params: Sequence[Tensor], writer: Encoder) -> Json:
     """Moments that AdamW has loaded and will place at its next step: a list in the order of the parameters."""
-    pending = getattr(optimizer, "_pending_moments", None)
+    pending = bridge.pending_moments(optimizer)
     if pending is None:
         return None
     if len(pending) != len(params):
@@ -117,7 +117,7 @@ def _pending(optimizer: Any, params: Sequence[Tensor], writer: Encoder) -> Json:
 
 def _fused(optimizer: Any, positions: Mapping[int, int], writer: Encoder) -> Json:
     """The moments of AdamW's parameters that are stepped as one, by parameter."""
-    fused = getattr(optimizer, "_fused_state", None)
+    fused = bridge.fused_state(optimizer)
     if fused is None:
         return None
     queue = fused["offsets"][0][0].queue
@@ -288,11 +288,8 @@ def _netcl_write(
                 name,
                 {id(params[index]): _placed(params[index], *items[index]) for index in sorted(items)},
             )
-        if hasattr(optimizer, "_pending_moments"):
-            optimizer._pending_moments = pending
-        if hasattr(optimizer, "_fused_state"):
-            # While the old state, in which the parameters may lie, is still there.
-            optimizer._fused_state = _built(optimizer, params, moved) if moved else None
+        # Built while the old state, in which the parameters may lie, is still there.
+        bridge.set_moments(optimizer, pending, lambda: _built(optimizer, params, moved) if moved else None)
 
     return apply
 
@@ -359,7 +356,7 @@ def _fused_moments(saved: Json, sizes: Sequence[int], decoder: Decoder) -> dict[
 def _built(optimizer: Any, params: Sequence[Tensor], moments: Mapping[int, Sequence[Array]]) -> Any:
     """AdamW's fused state with these moments. It gives the parameters other buffers, with the values that they have."""
     together = [params[index] for index in sorted(moments)]
-    built = optimizer._build_fused_state(together)
+    built = bridge.build_fused_state(optimizer, together)
     for number, name in enumerate(("m_flat", "v_flat")):
         flat = np.zeros(built["total"], np.float32)
         for index, (_, at, size) in zip(sorted(moments), built["offsets"], strict=True):

@@ -99,7 +99,8 @@ class _Scales:
         known = self._of.get(key)
         if known is None or known[0]() is not scaler:
             known = self._of[key] = weakref.ref(scaler, lambda _: self._of.pop(key, None)), {}
-        value = scaler._scale = min(max(float(scaler._scale), SMALLEST), LARGEST)
+        value = min(max(float(scaler.scale), SMALLEST), LARGEST)
+        bridge.set_host_scale(scaler, value)
         last, scale = known[1].get(queue) or (value, StaticLossScale(value))
         if last != value:
             scale.set_scale(value)

@@ -9,18 +9,17 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-from netcl import autograd as ag
-from netcl.autograd.graph import CompiledGraph
 
 from clamp import bridge, session
-from clamp.bridge import DTypeLike, Node, Tape, Tensor
+from clamp.bridge import CompiledGraph, DTypeLike, Node, Tape, Tensor
+from clamp.casting.arguments import mapped
 from clamp.casting.regions import Region, check_dtype, current_region, in_region, region_here
 from clamp.compat import pytorch
+from clamp.compat.oneflow_scaler import GradScaler, StaticGradScaler, loss_scale_of
 from clamp.opencl.recording import host_step, recorder
 from clamp.ops import transfer
 from clamp.ops.loss_scale import scale_lock
@@ -32,79 +31,11 @@ from clamp.patching.recordings.variants import Recorded, Variants
 from clamp.patching.recordings.watch import Watch
 from clamp.scaling.backward_pass import PassGradients, end_pass, tokens
 from clamp.scaling.interrupts import uninterrupted
-from clamp.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, ScaleRule, StaticLossScale
+from clamp.scaling.loss_scale import LossScale, NoLossScale
 from clamp.scaling.scaled_loss import check_loss, scaled_node
 from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport
 
 __all__ = ["GradScaler", "Graph", "StaticGradScaler"]
-
-_LARGEST = float(np.finfo(np.float32).max)
-
-
-# ---------------------------------------------------------------------------------------------- scalers
-
-
-@dataclass(frozen=True)
-class GradScaler:
-    """How a graph's loss scale moves; OneFlow's arguments. Give it to ``Graph.set_grad_scaler``.
-
-    Like OneFlow's scale it never falls below 1, or below ``init_scale`` if that is smaller. OneFlow takes no
-    ``backoff_factor`` but ``1 / growth_factor``; any one between 0 and 1 does here.
-
-    Args:
-        init_scale: the first scale.
-        growth_factor: above 1: the scale grows by it after ``growth_interval`` clean steps in a row.
-        backoff_factor: the scale is multiplied by it after a step with inf or nan.
-        growth_interval: at least 1.
-
-    Raises:
-        ValueError: an argument is none of these.
-    """
-
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-
-    def __post_init__(self) -> None:
-        self.make()
-
-    def make(self) -> LossScale:
-        """A loss scale that moves so."""
-        lowest = min(1.0, StaticLossScale(self.init_scale).scale)
-        rule = ScaleRule(
-            self.growth_factor, self.backoff_factor, self.growth_interval, min_scale=lowest, max_scale=_LARGEST
-        )
-        return DynamicLossScale(self.init_scale, rule)
-
-
-@dataclass(frozen=True)
-class StaticGradScaler:
-    """A graph's loss scale that stays as it is. A step with inf or nan is skipped all the same, unlike OneFlow's.
-
-    Raises:
-        ValueError: ``scale_factor`` is not finite and positive.
-    """
-
-    scale_factor: float
-
-    def __post_init__(self) -> None:
-        self.make()
-
-    def make(self) -> LossScale:
-        """A loss scale that stays so."""
-        return StaticLossScale(self.scale_factor)
-
-
-def _loss_scale(scaler: Any) -> LossScale:
-    if isinstance(scaler, pytorch.GradScaler):  # a disabled one
-        return NoLossScale()
-    if not isinstance(scaler, GradScaler | StaticGradScaler):
-        raise TypeError(f"set_grad_scaler takes a GradScaler or a StaticGradScaler, got {type(scaler).__name__}")
-    return scaler.make()
-
-
-# ---------------------------------------------------------------------------------------------- graph
 
 
 class GraphConfig:
@@ -200,7 +131,7 @@ class Graph:
         if isinstance(grad_scaler, pytorch.GradScaler) and grad_scaler.is_enabled():
             self._own_scale, self._grad_scaler, self._guards = NoLossScale(), grad_scaler, grad_scaler.guards
         else:
-            self._own_scale, self._grad_scaler = _loss_scale(grad_scaler), None
+            self._own_scale, self._grad_scaler = loss_scale_of(grad_scaler), None
             self._guards = StepGuards(max_skips_at_floor=25)
         for optimizer in self._optimizers:
             self._guards.of(optimizer)
@@ -268,7 +199,7 @@ class Graph:
         region = self._region()
         if recorder() is not None:  # inside another graph, which records this one with it
             with nullcontext() if region is None else in_region(region):
-                return _mapped(self._run(inputs), lambda tensor: tensor)
+                return _tensors_for(self._run(inputs), lambda tensor: tensor)
         key = self._key(inputs, region)
         tensors = _tensors(inputs)
         with nullcontext() if region is None else in_region(region):
@@ -277,13 +208,13 @@ class Graph:
                 with self._adding_to_others(tensors):
                     self._zero_grad()  # of parameters, too, that this recording gives no gradient
                     known.step.launch(tensors)
-                outputs = _mapped(known.outputs, _copy)
+                outputs = _tensors_for(known.outputs, _copy)
             elif (before := self._recorded.may_record(key)) is not None:
                 with self._adding_to_others(tensors):
                     outputs = self._record(key, inputs, region, before)
             else:
                 with self._recorded.following(), gradient_marks.noting_reached() as reached:
-                    outputs = _mapped(self._run(inputs), lambda tensor: tensor)
+                    outputs = _tensors_for(self._run(inputs), lambda tensor: tensor)
                 known_already = {id(ref()) for ref in self._others}
                 self._others += [weakref.ref(x) for key_, x in reached.items() if key_ not in known_already]
                 self._recorded.ran(key, self._watch(inputs))
@@ -340,16 +271,16 @@ class Graph:
         given = [x.buffer for x in tensors]
         with self._recorded.following(), graph:
             # A result may be an input, or a view of one: the next call's is another.
-            outputs = _mapped(self._run(inputs), lambda x: _copy(x) if any(x.buffer is b for b in given) else x)
+            outputs = _tensors_for(self._run(inputs), lambda x: _copy(x) if any(x.buffer is b for b in given) else x)
         step = Step(graph, tensors, before.tensors)
         self._recorded.add(key, Recorded(step, outputs, self._watch(inputs), keeps=(graph, region)), before)
-        return _mapped(outputs, _copy)
+        return _tensors_for(outputs, _copy)
 
     def _run(self, inputs: Sequence[Any]) -> Any:
         self._zero_grad()
-        nodes = [ag.tensor(x) if isinstance(x, Tensor) else x for x in inputs]
+        nodes = [Node(value=x) if isinstance(x, Tensor) else x for x in inputs]
         if not self._optimizers:
-            with ag.no_grad():
+            with bridge.no_grad():
                 return self.build(*nodes)
         self._passes = 0
         with _backward_is(self._backward):
@@ -429,16 +360,9 @@ def _what_differs(last: Any, now: Any) -> str:
     return f"inputs[{changed[0]}] is another constant, or has another shape" if changed else "the inputs change"
 
 
-def _mapped(x: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+def _tensors_for(x: Any, convert: Callable[[Tensor], Tensor]) -> Any:
     """Nested results with every node or tensor converted to a tensor."""
-    if isinstance(x, Node | Tensor):
-        return convert(x.value)
-    if isinstance(x, list | tuple):
-        items = [_mapped(item, convert) for item in x]
-        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-    if isinstance(x, dict):
-        return {key: _mapped(item, convert) for key, item in x.items()}
-    return x
+    return mapped(x, lambda found: convert(found.value))
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import pyopencl as cl
 
 from clamp import session
 from clamp.bridge import DTypeLike, Node, Tensor
+from clamp.casting.arguments import with_items
 from clamp.casting.regions import check_dtype
 from clamp.compat.settings import FaceRule, UncheckedRule
 from clamp.patching.custom import Backward, CustomBackward, CustomForward
@@ -94,8 +95,7 @@ class GradScaler:
         if isinstance(x, Node | Tensor):
             return self._scaling.scale(x)
         if isinstance(x, list | tuple):
-            items = [self._scaled(item) for item in x]
-            return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+            return with_items(x, [self._scaled(item) for item in x])
         if isinstance(x, Iterable) and not isinstance(x, str | bytes | Mapping | np.ndarray):
             return map(self._scaled, x)
         raise ValueError(f"scale() takes a node, a tensor or an iterable of them, not {x!r}")

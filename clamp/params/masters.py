@@ -179,13 +179,13 @@ def stepping(found: Sequence[Pair]) -> Iterator[None]:
         found: what ``gathered`` returned.
     """
     for master, model in found:
-        master._frozen = bridge.is_frozen(model)
+        bridge.freeze_like(master, model)
     try:
         with bridge.without_write_back([master for master, _ in found]):
             yield
     finally:
         for master, model in found:
-            if master.grad is not None and not master._frozen:
+            if master.grad is not None and not bridge.has_frozen_mark(master):
                 write_back(master, model)
         weights.clear()
 

@@ -213,7 +213,7 @@ def _mark_plain_tensors(optimizer: Any, params: Sequence[Tensor]) -> None:
     plain = [index for index, param in enumerate(params) if not bridge.is_weight(param)]
     for index in plain:
         bridge.mark_trained(params[index])
-    if plain and not getattr(params[plain[0]], "_frozen", False):
+    if plain and not bridge.has_frozen_mark(params[plain[0]]):
         warnings.warn(
             f"{type(optimizer).__name__}.params{plain} are plain tensors with requires_grad=False: what was computed "
             "before this call gives them no gradient. Set requires_grad=True on tensors that are to be trained.",

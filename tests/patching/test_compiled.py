@@ -288,7 +288,7 @@ def test_fills_and_copies_are_replayed(queue: cl.CommandQueue) -> None:
 
 def test_memory_that_a_recording_reads_is_given_to_nobody_until_it_is_gone(queue: cl.CommandQueue) -> None:
     """Neither its own buffers nor those of tensors that its user has dropped since."""
-    pool = amp.bridge.Tensor.from_shape(queue, (64,)).pool_handle.pool
+    pool = Tensor.from_shape(queue, (64,)).pool_handle.pool
     with amp.init():
         held = [amp.cast(to_device(queue, np.full(200, 3.0)), "float16")]
         x = to_device(queue, np.ones(200))

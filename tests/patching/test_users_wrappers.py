@@ -163,7 +163,9 @@ def test_a_function_put_in_netcls_place_runs_in_float32_and_is_spoken_of(
 
     kept = ag.matmul_op
     monkeypatch.setattr(ag, "matmul_op", mine)
-    with pytest.warns(UserWarning, match=r"netcl\.autograd\.matmul_op is a function of tests\.test_users_wrappers"):
+    with pytest.warns(
+        UserWarning, match=r"netcl\.autograd\.matmul_op is a function of tests\.patching\.test_users_wrappers"
+    ):
         handle = amp.init()
     with handle:
         x = ag.tensor(to_device(queue, np.ones((2, 2)), "float16"))
