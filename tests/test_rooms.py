@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import netcl
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "clamp"
 TABLE = re.findall(r"^\| `clamp/(\w+)(?:/|\.py)` \|", (ROOT / "docs/architecture.md").read_text("utf-8"), re.M)
+KNOWS_NETCL = ("bridge", "patching")
+MEASURES_NETCL = ("cli",)  # beside clamp
 ABOVE_ALL = ("clamp", "clamp.__main__")  # the package itself, and the program
 
 
@@ -83,6 +86,50 @@ def test_imports_stand_at_the_top(name: str) -> None:
         for _, node in imports_of(function)
     ]
     assert not inside
+
+
+def names_defined_in(tree: ast.AST) -> set[str]:
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def attributes_set_in(tree: ast.AST) -> set[str]:
+    return {x.attr for x in ast.walk(tree) if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Store)}
+
+
+def attributes_touched_in(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Attributes of other objects than ``self``, by a dot or by ``getattr`` and its like, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield node.attr, node.lineno
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant):
+                yield str(name.value), node.lineno
+
+
+def test_netcl_is_imported_only_where_it_is_known() -> None:
+    found = {
+        name
+        for name, file in MODULES.items()
+        if name not in ABOVE_ALL and room(name) not in KNOWS_NETCL + MEASURES_NETCL
+        if re.search(r"^\s*(from|import) netcl\b", file.read_text("utf-8"), re.M)
+    }
+    assert not found
+
+
+def test_netcls_private_parts_are_touched_only_where_it_is_known() -> None:
+    sources = [ast.parse(file.read_text("utf-8")) for file in Path(netcl.__file__).parent.rglob("*.py")]
+    found = set().union(*(names_defined_in(tree) | attributes_set_in(tree) for tree in sources))
+    netcls = {name for name in found if re.match("_[^_]", name)}
+    assert {"_frozen", "_fused_state"} <= netcls
+    for name, file in MODULES.items():
+        if name in ABOVE_ALL or room(name) in KNOWS_NETCL:
+            continue
+        tree = ast.parse(file.read_text("utf-8"))
+        theirs = netcls - names_defined_in(tree)
+        touched = [f"line {line}: {attribute}" for attribute, line in attributes_touched_in(tree) if attribute in theirs]
+        assert not touched, f"{name}: {touched}"
 
 
 def test_amp_gathers_names_and_does_nothing_else() -> None:
