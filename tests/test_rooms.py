@@ -123,13 +123,13 @@ def test_netcls_private_parts_are_touched_only_where_it_is_known() -> None:
     found = set().union(*(names_defined_in(tree) | attributes_set_in(tree) for tree in sources))
     netcls = {name for name in found if re.match("_[^_]", name)}
     assert {"_frozen", "_fused_state"} <= netcls
-    for name, file in MODULES.items():
-        if name in ABOVE_ALL or room(name) in KNOWS_NETCL:
+    for module, file in MODULES.items():
+        if module in ABOVE_ALL or room(module) in KNOWS_NETCL:
             continue
         tree = ast.parse(file.read_text("utf-8"))
         theirs = netcls - names_defined_in(tree)
-        touched = [f"line {line}: {attribute}" for attribute, line in attributes_touched_in(tree) if attribute in theirs]
-        assert not touched, f"{name}: {touched}"
+        touched = [f"line {line}: {name}" for name, line in attributes_touched_in(tree) if name in theirs]
+        assert not touched, f"{module}: {touched}"
 
 
 def test_amp_gathers_names_and_does_nothing_else() -> None:

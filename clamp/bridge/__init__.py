@@ -1,0 +1,11 @@
+"""What knows how netcl keeps things: tensors, nodes and tapes, modules, optimizers.
+
+A new netcl release is met here, and in ``clamp.patching``, which puts wrappers over netcl: no other room imports netcl
+or touches its private parts (``clamp.cli`` measures it beside clamp). The rest of clamp speaks in these names.
+"""
+
+from clamp.bridge.autograd import *
+from clamp.bridge.masters import *
+from clamp.bridge.modules import *
+from clamp.bridge.optimizers import *
+from clamp.bridge.tensors import *

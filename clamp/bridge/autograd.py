@@ -1,0 +1,126 @@
+"""Nodes, tapes and the graphs that they are of."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+from netcl.autograd import engine
+from netcl.autograd import no_grad as no_grad
+from netcl.autograd.engine import Node as Node
+from netcl.autograd.engine import Tape as Tape
+from netcl.autograd.graph import CompiledGraph as CompiledGraph
+
+from clamp.bridge.tensors import Tensor, has_frozen_mark, is_trained
+
+TensorLike: TypeAlias = Node | Tensor
+
+
+def value_of(x: TensorLike) -> Any:
+    """The tensor of a node, or the tensor itself. (netcl's tracer puts its own objects into nodes.)"""
+    return x.value
+
+
+def is_leaf(x: TensorLike) -> bool:
+    """Whether x was not computed by a recorded op: a bare tensor, a parameter's node, an input's node."""
+    return not isinstance(x, Node) or (x.grad_fn is None and not x.parents)
+
+
+def needs_grad(x: TensorLike) -> bool:
+    """Whether backward must deliver a gradient to x: a computed node, or a leaf that requires one."""
+    if not isinstance(x, Node):
+        return is_trained(x)
+    return x.grad_fn is not None or x.requires_grad or (isinstance(x.value, Tensor) and is_trained(x.value))
+
+
+def is_cut(node: Node) -> bool:
+    """Whether a node was computed by a recorded op whose tape is gone: netcl cuts a tape's graph when it dies.
+
+    One that was computed from nothing that is trained looks alike, unless its ``requires_grad`` tells.
+    """
+    return is_leaf(node) and node.op_name is not None
+
+
+def is_grad_enabled() -> bool:
+    """Whether ops are recorded for backward here."""
+    return bool(engine.is_grad_enabled())
+
+
+def make_node(
+    value: Tensor,
+    backward: Callable[[Tensor], list[Tensor | None]],
+    parents: Sequence[TensorLike],
+    op_name: str,
+    tape: Tape | None = None,
+) -> TensorLike:
+    """Records a computed value, as netcl's ``apply_op`` would.
+
+    ``backward`` takes the gradient of value and returns one gradient (or None) for each of ``parents``.
+    Where nothing needs a gradient the node is a plain leaf, so no backward runs for input batches. Without
+    grad mode, or when every parent is a bare tensor, the value itself is returned, as netcl does.
+    """
+    nodes = [parent for parent in parents if isinstance(parent, Node)]
+    if not nodes or not engine.is_grad_enabled():
+        return value
+    if len(nodes) != len(parents):
+        backward = _only_for_nodes(backward, [isinstance(parent, Node) for parent in parents])
+    if not any(needs_grad(node) for node in nodes):
+        return Node(value=value, op_name=op_name)
+    node = Node(value=value, grad_fn=backward, parents=nodes, requires_grad=True, op_name=op_name)
+    if engine._detect_anomaly:
+        node.creation_trace = traceback.format_stack()
+    tape = tape or engine.get_current_tape()
+    if tape is not None:
+        tape.record(node)
+    return node
+
+
+def _only_for_nodes(
+    backward: Callable[[Tensor], list[Tensor | None]], is_node: list[bool]
+) -> Callable[[Tensor], list[Tensor | None]]:
+    """netcl pairs gradients with parent nodes; bare tensors among the inputs have no place in that list."""
+
+    def node_gradients(grad: Tensor) -> list[Tensor | None]:
+        return [g for g, keep in zip(backward(grad), is_node, strict=True) if keep]
+
+    return node_gradients
+
+
+def graph(root: Node) -> Iterator[Node]:
+    """Every node below root, root included, in no particular order."""
+    seen = {id(root)}
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        yield node
+        for parent in node.parents:
+            if id(parent) not in seen:
+                seen.add(id(parent))
+                stack.append(parent)
+
+
+def merge_leaves(leaves: Sequence[Node], nodes: Iterable[Node]) -> dict[int, Node]:
+    """One node for each tensor among the leaves of a graph: the first.
+
+    The engine adds up gradients by node, and prefers what it finds on a node to what is on its tensor: of two nodes of
+    one parameter, each visited in turn, one would lose what came to the other.
+
+    Args:
+        leaves: the leaf nodes.
+        nodes: all nodes with parents; those that have one of several leaves get the first in its place.
+
+    Returns:
+        For the ids of the leaves that were replaced, what stands for them.
+    """
+    first: dict[int, Node] = {}
+    replaced = {
+        id(leaf): kept
+        for leaf in leaves
+        if not has_frozen_mark(leaf) and (kept := first.setdefault(id(leaf.value), leaf)) is not leaf
+    }
+    if replaced:
+        for node in nodes:
+            if any(id(parent) in replaced for parent in node.parents):
+                node.parents = [replaced.get(id(parent), parent) for parent in node.parents]
+    return replaced

@@ -1,0 +1,96 @@
+"""The links between 16-bit parameters and their fp32 masters, and what netcl's optimizers make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from clamp.bridge.tensors import Parameter, Tensor, is_frozen, mark_trained
+
+
+def model_parameter(param: Tensor) -> Tensor:
+    """The tensor that the model reads and backward gives a gradient to; for an fp32 parameter, itself.
+
+    For a 16-bit parameter netcl's optimizers update an fp32 master instead and keep a link to the model's.
+    """
+    return getattr(param, "_model_param", param)
+
+
+def link_master(master: Tensor, model: Tensor) -> None:
+    """Makes an fp32 tensor the master of a 16-bit parameter, with the link that netcl's optimizers know."""
+    model._master = master
+    master._model_param = model
+    if not isinstance(model, Parameter):
+        mark_trained(model)
+
+
+def master_of(model: Tensor) -> Tensor | None:
+    """The fp32 master of a 16-bit parameter, None if it has none."""
+    return getattr(model, "_master", None)
+
+
+def freeze_like(master: Tensor, model: Tensor) -> None:
+    """Puts netcl's mark on a master, or takes it off, as its 16-bit parameter is frozen or not."""
+    master._frozen = is_frozen(model)
+
+
+def gradient_dtype(tensor: Tensor) -> str:
+    """Dtype of a tensor's gradient: its own, unless ``set_gradient_dtype`` chose another."""
+    return getattr(tensor, "_gradient_dtype", None) or str(tensor.dtype)
+
+
+def set_gradient_dtype(tensor: Tensor, dtype: str | None) -> None:
+    """Lets backward deliver a parameter's gradient in another dtype than the parameter's; None: in its own again."""
+    tensor._gradient_dtype = dtype
+
+
+def give_storage(tensor: Tensor, source: Tensor) -> None:
+    """Puts another tensor's storage and dtype under ``tensor``; ``source`` must not be used any more."""
+    tensor.wait()
+    vars(tensor).update(buffer=source.buffer, dtype=source.dtype, pool_handle=source.pool_handle)
+    source.pool_handle = None
+
+
+def take_storage(tensor: Tensor) -> Tensor:
+    """A new tensor that owns the storage of ``tensor``, which needs another one then."""
+    tensor.wait()
+    taken = Tensor(
+        buffer=tensor.buffer,
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        context=tensor.context,
+        queue=tensor.queue,
+        pool_handle=tensor.pool_handle,
+        persistent=tensor.persistent,
+        host_ref=tensor.host_ref,
+        backend=tensor._backend,
+    )
+    vars(tensor).update(pool_handle=None, host_ref=None)
+    return taken
+
+
+@contextmanager
+def showing(tensor: Tensor, other: Tensor) -> Iterator[None]:
+    """Inside the ``with``, ``tensor`` reads from and writes to another one's storage, in its dtype."""
+    before = tensor.buffer, tensor.dtype
+    tensor.buffer, tensor.dtype = other.buffer, other.dtype
+    try:
+        yield
+    finally:
+        tensor.buffer, tensor.dtype = before
+
+
+@contextmanager
+def without_write_back(masters: Sequence[Tensor]) -> Iterator[None]:
+    """Inside the ``with``, netcl's optimizers do not know what model parameters these are the masters of.
+
+    Their own way back from the master is missing (Momentum), goes through the host, or takes bfloat16 for float16.
+    """
+    models = [master._model_param for master in masters]
+    for master in masters:
+        master._model_param = master
+    try:
+        yield
+    finally:
+        for master, model in zip(masters, models, strict=True):
+            master._model_param = model

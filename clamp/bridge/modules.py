@@ -1,0 +1,72 @@
+"""Layers and models, and the tensors in them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from netcl.nn.batchnorm import BatchNorm2dModule
+from netcl.nn.layers import Module
+from netcl.nn.state import invalidate_derived as invalidate_derived
+
+from clamp.bridge.masters import model_parameter
+from clamp.bridge.tensors import Tensor, is_weight
+
+BatchNorm2d = BatchNorm2dModule
+
+
+def is_module(x: Any) -> bool:
+    """Whether x is a netcl layer or model."""
+    return isinstance(x, Module)
+
+
+def module_classes() -> Iterator[type]:
+    """The classes of all layers and models that are defined, netcl's and the user's."""
+    stack, seen = [Module], set()
+    while stack:
+        cls = stack.pop()
+        if cls not in seen:
+            seen.add(cls)
+            stack += cls.__subclasses__()
+            yield cls
+
+
+def module_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of a model, each once, with their names: ``("layers.0.weight", tensor)``.
+
+    Buffers are the public tensors that netcl's ``state_dict`` saves, such as the statistics of a batch norm.
+    """
+    return _tensors_below(module, "", set())
+
+
+def _tensors_below(x: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    if not isinstance(x, Tensor | Module | list | tuple | dict) or id(x) in seen:
+        return
+    seen.add(id(x))
+    if isinstance(x, Tensor):
+        *_, last = name.split(".")
+        if is_weight(x) or not last.startswith("_"):
+            yield name, x
+        return
+    parts: Any = vars(x) if isinstance(x, Module) else x
+    hidden = getattr(x, "_non_persistent_buffers_set", None) or ()
+    for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
+        if key not in hidden:
+            yield from _tensors_below(part, f"{name}.{key}" if name else str(key), seen)
+
+
+def parameter_names(params: Sequence[Tensor]) -> list[str]:
+    """Names of tensors by their place in the model, ``"layers.2.weight"``; ``"params[2]"`` for one in no module.
+
+    Looks through all objects of the process: for messages.
+    """
+    wanted = {id(model_parameter(param)) for param in params}
+    names: dict[int, str] = {}
+    for module in gc.get_objects():
+        if issubclass(type(module), Module):
+            for name, tensor in module_tensors(module):
+                # The module that holds the others has the longest names.
+                if id(tensor) in wanted and name.count(".") >= names.get(id(tensor), "").count("."):
+                    names[id(tensor)] = name
+    return [names.get(id(model_parameter(param)), f"params[{index}]") for index, param in enumerate(params)]

@@ -1,0 +1,168 @@
+"""Optimizers, the state that netcl's keep, and netcl's ``GradScaler``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+from netcl.optim import adamw
+
+from clamp.bridge.masters import model_parameter
+from clamp.bridge.modules import is_module
+from clamp.bridge.tensors import Tensor, is_frozen
+
+
+def is_optimizer(x: Any) -> bool:
+    """Whether x steps parameters: it has a list of them, and a ``step()``."""
+    return (
+        not is_module(x) and isinstance(getattr(x, "params", None), list | tuple) and callable(getattr(x, "step", None))
+    )
+
+
+def is_netcl_optimizer(optimizer: Any) -> bool:
+    """Whether an optimizer is netcl's, or derived from one of netcl's."""
+    return any(cls.__module__.startswith("netcl.optim.") for cls in type(optimizer).__mro__)
+
+
+def optimizer_parameters(optimizer: Any) -> list[Tensor]:
+    """The tensors that ``optimizer.step()`` updates.
+
+    Raises:
+        TypeError: the optimizer has no ``params``, or they are not tensors.
+    """
+    params = getattr(optimizer, "params", None)
+    if params is None:
+        raise TypeError(
+            f"{type(optimizer).__name__} has no `params`: clamp needs the list of tensors that its step() updates. "
+            "Pass a netcl optimizer, or give yours an attribute `params`."
+        )
+    params = list(params)
+    for index, param in enumerate(params):
+        if not isinstance(param, Tensor):
+            raise TypeError(
+                f"{type(optimizer).__name__}.params[{index}] is a {type(param).__name__}, not a netcl Tensor"
+            )
+    return params
+
+
+#: where netcl's optimizers keep arrays and buffers, by id of the parameter
+_HOST_STATE = ("velocity", "vel", "m", "v", "square_avg", "mom")
+_DEVICE_STATE = ("_v_buf", "_m_buf")
+
+
+def is_kernel_store(name: str) -> bool:
+    """Whether an attribute of netcl's optimizers holds compiled kernels, which are no state."""
+    return name.endswith(("_kernel", "_kernels"))
+
+
+def is_state_by_parameter(name: str, value: Any, parameters: Container[int]) -> bool:
+    """Whether an attribute of an optimizer of netcl's is a dict by ``id`` of the parameter.
+
+    Args:
+        parameters: the ids of the optimizer's parameters. The dict may have more: of such as have left it.
+    """
+    if not isinstance(value, dict):
+        return False
+    known = name in _HOST_STATE or name in _DEVICE_STATE
+    return known or any(key in parameters for key in value) or any(isinstance(x, cl.Buffer) for x in value.values())
+
+
+def replace_parameter(optimizer: Any, index: int, new: Tensor) -> None:
+    """Lets an optimizer step another tensor in place of ``params[index]``, with the state it has for that one.
+
+    netcl's optimizers keep state in dicts by ``id`` of the parameter; fused AdamW in one buffer, with offsets.
+    """
+    old = optimizer.params[index]
+    if not isinstance(optimizer.params, list):
+        optimizer.params = list(optimizer.params)
+    optimizer.params[index] = new
+    for state in _state_dicts(optimizer):
+        if id(old) in state:
+            state[id(new)] = state.pop(id(old))
+    fused = fused_state(optimizer)
+    if fused is not None:
+        fused["offsets"] = [(new if p is old else p, offset, size) for p, offset, size in fused["offsets"]]
+        fused["signature"] = tuple((id(p), size) for p, _, size in fused["offsets"])
+
+
+def add_missing_state(optimizer: Any) -> None:
+    """Gives parameters that were added to ``optimizer.params`` the state of new ones.
+
+    netcl's optimizers make it at construction only, and fused AdamW forgets all moments when it meets another list of
+    parameters (one more or less, frozen, or in another order): it goes on parameter by parameter instead, with the
+    moments that it has.
+    """
+    params = optimizer.params
+    ids = {id(param) for param in params}
+    for name in _HOST_STATE:
+        state = vars(optimizer).get(name)
+        if isinstance(state, dict) and not ids <= state.keys():
+            for param in params:
+                if id(param) not in state:
+                    state[id(param)] = np.zeros(param.shape, np.float32)
+    fused = fused_state(optimizer)
+    if fused is not None and [id(param) for param, _, _ in fused["offsets"]] != _stepped_ids(params):
+        for param, offset, size in fused["offsets"]:
+            optimizer._m_buf[id(param)] = fused["m_flat"].get_sub_region(offset * 4, size * 4)
+            optimizer._v_buf[id(param)] = fused["v_flat"].get_sub_region(offset * 4, size * 4)
+        optimizer._fused_state, optimizer._fused_enabled = None, False
+
+
+def _stepped_ids(params: Sequence[Tensor]) -> list[int]:
+    return [id(param) for param in params if not is_frozen(param) and not is_frozen(model_parameter(param))]
+
+
+def _state_dicts(optimizer: Any) -> list[dict[int, Any]]:
+    return [value for value in vars(optimizer).values() if isinstance(value, dict)]
+
+
+#: what AdamW's moments are kept in besides: of parameters that are stepped as one, and loaded for the next step
+MOMENTS_APART = ("_fused_state", "_pending_moments")
+
+
+def fused_state(optimizer: Any) -> dict[str, Any] | None:
+    """The moments of parameters that AdamW steps as one; None if it steps none so."""
+    return getattr(optimizer, "_fused_state", None)
+
+
+def build_fused_state(optimizer: Any, params: Sequence[Tensor]) -> dict[str, Any]:
+    """A new fused state of AdamW's. It gives the parameters other buffers, with the values that they have."""
+    built: dict[str, Any] = optimizer._build_fused_state(list(params))
+    return built
+
+
+def fused_size(size: int) -> int:
+    """How many elements a parameter of ``size`` takes in the buffers of fused AdamW."""
+    return adamw._aligned_size(size, adamw._SUBBUF_ALIGN_FLOATS)
+
+
+def steps_as_one(adamw: Any) -> bool:
+    """Whether netcl's AdamW will step with its fused kernel, which alone of its two knows ``max_norm``."""
+    params = [param for param in adamw.params if not is_frozen(param) and param.grad is not None]
+    return (
+        adamw._fused_enabled
+        and len(params) >= adamw._fused_min_params
+        and sum(param.size for param in params) >= adamw._fused_min_elems
+        and params[0].context is not None
+        and all(param.context == params[0].context for param in params)
+    )
+
+
+def pending_moments(optimizer: Any) -> list[Any] | None:
+    """Moments that AdamW has loaded and will place at its next step, in the order of the parameters."""
+    return getattr(optimizer, "_pending_moments", None)
+
+
+def set_moments(optimizer: Any, pending: Any, make_fused: Callable[[], dict[str, Any] | None]) -> None:
+    """Gives an optimizer that keeps moments apart other ones."""
+    if hasattr(optimizer, "_pending_moments"):
+        optimizer._pending_moments = pending
+    if hasattr(optimizer, "_fused_state"):
+        optimizer._fused_state = make_fused()
+
+
+def set_host_scale(scaler: Any, scale: float) -> None:
+    """Sets the scale of a ``GradScaler`` of netcl's."""
+    scaler._scale = scale

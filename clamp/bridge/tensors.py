@@ -1,0 +1,168 @@
+"""Tensors: dtypes, memory, what a device holds, and which of them are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyopencl as cl
+from netcl.core import transfer
+from netcl.core.parameter import Parameter as Parameter
+from netcl.core.tensor import Tensor as Tensor
+from netcl.core.tensor import reshape as _reshape
+from netcl.ops.bf16_act import from_bf16_host, to_bf16_host
+from netcl.optim._utils import is_frozen_param
+
+#: a dtype as users write it; `dtype_name` reads it
+DTypeLike: TypeAlias = str | type | np.dtype[Any]
+#: netcl's names for a storage type -> the name kernels use (common.clh).
+STORAGE = {
+    "float32": "f32",
+    "float": "f32",
+    "float16": "f16",
+    "half": "f16",
+    "bfloat16": "bf16",
+}
+HALF_DTYPES = frozenset({"float16", "half", "bfloat16"})
+_CANONICAL = {"float": "float32", "half": "float16", "double": "float64", "int": "int32"}
+_SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "float64": 8, "int64": 8}
+
+
+def canonical_dtype(dtype: str) -> str:
+    """netcl's dtype without its aliases: ``"half"`` -> ``"float16"``."""
+    return _CANONICAL.get(dtype, dtype)
+
+
+def dtype_name(dtype: object) -> object:
+    """netcl's name of a dtype as users write it: ``np.float16``, ``np.dtype("float16")``, ``"half"``, ``"fp16"``.
+
+    What is no dtype comes back as it is, for the caller to refuse.
+    """
+    if isinstance(dtype, str):
+        return canonical_dtype(_SHORT.get(dtype, dtype))
+    if isinstance(dtype, type | np.dtype):
+        try:
+            return np.dtype(dtype).name
+        except TypeError:  # a class that numpy knows nothing of
+            return dtype
+    return dtype
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements (its pooled buffer may be larger)."""
+    return tensor.size * _ITEMSIZE[canonical_dtype(tensor.dtype)]
+
+
+_from_shape = Tensor.from_shape  # netcl's own: a user's goes through clamp/patching/engine.py
+
+
+def empty(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
+    """A device tensor with undefined content, from netcl's pool."""
+    return _from_shape(queue, shape, dtype=dtype)
+
+
+def zeros(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
+    """A device tensor of zeros, from netcl's pool."""
+    return _from_shape(queue, shape, dtype=dtype, fill=0.0)
+
+
+def view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The same buffer under another shape of as many elements.
+
+    Raises:
+        ValueError: the number of elements differs.
+    """
+    shape = tuple(int(extent) for extent in shape)
+    if prod(shape) != tensor.size:
+        raise ValueError(
+            f"cannot view a tensor of shape {tensor.shape} as {shape}: {tensor.size} elements against {prod(shape)}"
+        )
+    return _reshape(tensor, shape)
+
+
+def read_bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A tensor's elements on the host, as they are stored."""
+    host = np.empty(nbytes(tensor), np.uint8)
+    if not on_device(tensor):
+        host[:] = np.ascontiguousarray(tensor.array).reshape(-1).view(np.uint8)
+    elif host.size:
+        transfer.read(tensor.queue, host, tensor.buffer)
+    return host
+
+
+def write_bytes(tensor: Tensor, host: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    """Overwrites a tensor with bytes that ``read_bytes`` returned for one of its shape and dtype. Waits for the device.
+
+    Raises:
+        ValueError: the number of bytes differs.
+    """
+    if host.size != nbytes(tensor):
+        raise ValueError(f"{host.size} bytes for a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
+    if not on_device(tensor):
+        tensor.array[...] = host.view(tensor.array.dtype).reshape(tensor.array.shape)
+    elif host.size:
+        transfer.write(tensor.queue, tensor.buffer, np.ascontiguousarray(host))
+
+
+def rounded_to_bfloat16(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """float32 numbers rounded to bfloat16, still as float32."""
+    return from_bf16_host(to_bf16_host(array))
+
+
+def on_device(tensor: Tensor) -> bool:
+    """Whether the tensor lives on an OpenCL device (netcl's "cpu" backend computes in numpy)."""
+    return bool(tensor.backend == "cl")
+
+
+def require_same_queue(name: str, *tensors: Tensor) -> cl.CommandQueue:
+    """The one queue all tensors live on.
+
+    Raises:
+        ValueError: they live on different queues or devices.
+    """
+    queue = tensors[0].queue
+    for tensor in tensors[1:]:
+        if tensor.queue is not queue and tensor.queue != queue:
+            raise ValueError(
+                f"{name}: the tensors are on different queues or devices "
+                f"({_place(tensors[0])} and {_place(tensor)}); copy them to one queue first"
+            )
+    return queue
+
+
+def _place(tensor: Tensor) -> str:
+    device = getattr(tensor.queue, "device", None)
+    return f"{device.name}, queue {tensor.queue.int_ptr:#x}" if device is not None else "numpy backend"
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether a tensor lives from one iteration to the next: a parameter, or a leaf that is trained."""
+    return isinstance(tensor, Parameter) or is_trained(tensor)
+
+
+def is_trained(tensor: Tensor) -> bool:
+    """Whether a leaf wants a gradient: it requires one, or an optimizer holds it.
+
+    netcl's engine gives a gradient to every leaf, and netcl's own ResNet trains plain tensors that never said that
+    they require one. Its optimizers leave a link on every tensor they are given.
+    """
+    if tensor.requires_grad:
+        return True
+    held = not isinstance(tensor, Parameter) and "_model_param" in vars(tensor)
+    return held and not has_frozen_mark(tensor)
+
+
+is_frozen = is_frozen_param
+
+
+def has_frozen_mark(tensor: Tensor) -> bool:
+    """Whether netcl's mark is on a tensor that is not to be trained, whatever its ``requires_grad`` says."""
+    return bool(getattr(tensor, "_frozen", False))
+
+
+def mark_trained(tensor: Tensor) -> None:
+    """Leaves the link that netcl's optimizers leave, on a tensor that an optimizer of the user's holds."""
+    tensor._model_param = tensor
