@@ -1,8 +1,7 @@
-"""What ``amp.init`` returns: the handle, its do-nothing twin, and the wrapper for optimizers with several losses."""
+"""The handle of AMP at work."""
 
 from __future__ import annotations
 
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,12 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import wrapt
-
 from clamp import bridge
-from clamp.bridge import Node, Tape, Tensor
+from clamp.bridge import Node, Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import Region, current_region, in_region, set_process_region
+from clamp.handle.optim_wrapper import OptimWrapper
 from clamp.opencl.recording import host_step
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks
@@ -206,6 +204,23 @@ class AmpHandle:
         self._patches.wrap_own_step(optimizer)
         return guard
 
+    def scaled_next(
+        self, loss: Node, optimizer: Any, scalers: Sequence[LossScale], done: int
+    ) -> AbstractContextManager[Node]:
+        """The next ``scale_loss`` of a wrapped optimizer, after ``done`` of them since its last step.
+
+        Raises:
+            RuntimeError: it has no more scalers than that, or after shutdown.
+        """
+        with self._announced():
+            self._require_active("scale_loss")
+            if done >= len(scalers):
+                raise RuntimeError(
+                    f"scale_loss was called more than num_loss={len(scalers)} times since the last step(): pass the "
+                    "number of backward passes per step to handle.wrap_optimizer(optimizer, num_loss=...)"
+                )
+        return self.scaled(loss, [optimizer], scalers[done])
+
     @contextmanager
     def scaled(self, loss: Node, optimizers: Sequence[Any], scaler: LossScale) -> Iterator[Node]:
         """One scaled backward pass: the body of every ``scale_loss``."""
@@ -373,107 +388,3 @@ class AmpHandle:
 def _scale_of(scaler: Any) -> float:
     """The scale of a scaler of netcl's."""
     return float(scaler.scale) if scaler.enabled else 1.0
-
-
-class NoOpHandle:
-    """The handle of ``amp.init(enabled=False)``: the same methods, and none of them does anything."""
-
-    loss_scale = 1.0
-    last_step: StepReport | None = None
-    history: Sequence[StepReport] = ()
-
-    def is_active(self) -> bool:
-        """False: netcl is as it was."""
-        return False
-
-    def __repr__(self) -> str:
-        return "<NoOpHandle: AMP is off>"
-
-    @contextmanager
-    def scale_loss(self, loss: Node, optimizer: Any) -> Iterator[Node]:
-        """Yields the loss itself, with a ``backward`` for the length of the ``with``."""
-        own = "backward" not in vars(loss) and not hasattr(type(loss), "backward")
-        if own:
-            # netcl's nodes have none; a script written for AMP calls it all the same.
-            loss.backward = types.MethodType(lambda node, grad=None: Tape().backward(node, grad), loss)
-        try:
-            yield loss
-        finally:
-            if own:
-                del loss.backward
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """The optimizer with a ``scale_loss`` that does nothing."""
-        return OptimWrapper(optimizer, self, [])
-
-    @contextmanager
-    def disable_casts(self) -> Iterator[None]:
-        """Nothing to disable."""
-        yield
-
-    def distribute(self, comm: Any, *, reduce_dtype: str | None = None) -> None:
-        """Raises RuntimeError: without patches nothing would average the gradients."""
-        raise RuntimeError(
-            'amp.init(enabled=False) cannot average gradients over ranks: use amp.init(level="O0"), which computes in '
-            'float32, or amp.init(dtype="float32")'
-        )
-
-    def clear_cache(self) -> None:
-        """Nothing is cached."""
-
-    _clear_cache = clear_cache
-
-    def shutdown(self) -> None:
-        """Nothing was patched."""
-
-    def __enter__(self) -> NoOpHandle:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-
-class OptimWrapper(wrapt.ObjectProxy[Any]):
-    """An optimizer with ``scale_loss``; everything else is the optimizer's own.
-
-    ``step`` does nothing if any of the losses since the last step overflowed.
-    """
-
-    def __init__(self, optimizer: Any, handle: AmpHandle | NoOpHandle, scalers: list[LossScale]) -> None:
-        super().__init__(optimizer)
-        self._self_handle = handle
-        self._self_scalers = scalers
-        self._self_losses = 0
-
-    @contextmanager
-    def scale_loss(self, loss: Node) -> Iterator[Node]:
-        """Scales one loss of this step, as ``AmpHandle.scale_loss`` does. One that ends in an error does not count.
-
-        Raises:
-            RuntimeError: more losses than ``num_loss`` since the last step.
-        """
-        handle = self._self_handle
-        if isinstance(handle, NoOpHandle):
-            with handle.scale_loss(loss, self.__wrapped__) as unscaled:
-                yield unscaled
-            return
-        with handle._announced():
-            handle._require_active("scale_loss")
-            if self._self_losses >= len(self._self_scalers):
-                raise RuntimeError(
-                    f"scale_loss was called more than num_loss={len(self._self_scalers)} times since the last step(): "
-                    f"pass the number of backward passes per step to handle.wrap_optimizer(optimizer, num_loss=...)"
-                )
-        with handle.scaled(loss, [self.__wrapped__], self._self_scalers[self._self_losses]) as scaled_loss:
-            yield scaled_loss
-        self._self_losses += 1
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's own step, unless a loss overflowed."""
-        self._self_losses = 0
-        return self.__wrapped__.step(*args, **kwargs)
-
-    @property
-    def loss_scale(self) -> float:
-        """Loss scale of this optimizer's first loss."""
-        return self._self_scalers[0].scale if self._self_scalers else 1.0

@@ -1,0 +1,77 @@
+"""The handle's twin that does nothing."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from clamp.bridge import Node, Tape
+from clamp.handle.optim_wrapper import OptimWrapper
+from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.step_report import StepReport
+
+
+class NoOpHandle:
+    """The handle of ``amp.init(enabled=False)``: the same methods, and none of them does anything."""
+
+    loss_scale = 1.0
+    last_step: StepReport | None = None
+    history: Sequence[StepReport] = ()
+
+    def is_active(self) -> bool:
+        """False: netcl is as it was."""
+        return False
+
+    def __repr__(self) -> str:
+        return "<NoOpHandle: AMP is off>"
+
+    @contextmanager
+    def scale_loss(self, loss: Node, optimizer: Any) -> Iterator[Node]:
+        """Yields the loss itself, with a ``backward`` for the length of the ``with``."""
+        own = "backward" not in vars(loss) and not hasattr(type(loss), "backward")
+        if own:
+            # netcl's nodes have none; a script written for AMP calls it all the same.
+            loss.backward = types.MethodType(lambda node, grad=None: Tape().backward(node, grad), loss)
+        try:
+            yield loss
+        finally:
+            if own:
+                del loss.backward
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """The optimizer with a ``scale_loss`` that does nothing."""
+        return OptimWrapper(optimizer, self, [])
+
+    def scaled_next(
+        self, loss: Node, optimizer: Any, scalers: Sequence[LossScale], done: int
+    ) -> AbstractContextManager[Node]:
+        """``scale_loss`` of a wrapped optimizer."""
+        return self.scale_loss(loss, optimizer)
+
+    @contextmanager
+    def disable_casts(self) -> Iterator[None]:
+        """Nothing to disable."""
+        yield
+
+    def distribute(self, comm: Any, *, reduce_dtype: str | None = None) -> None:
+        """Raises RuntimeError: without patches nothing would average the gradients."""
+        raise RuntimeError(
+            'amp.init(enabled=False) cannot average gradients over ranks: use amp.init(level="O0"), which computes in '
+            'float32, or amp.init(dtype="float32")'
+        )
+
+    def clear_cache(self) -> None:
+        """Nothing is cached."""
+
+    _clear_cache = clear_cache
+
+    def shutdown(self) -> None:
+        """Nothing was patched."""
+
+    def __enter__(self) -> NoOpHandle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
