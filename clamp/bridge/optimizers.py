@@ -78,8 +78,8 @@ def replace_parameter(optimizer: Any, index: int, new: Tensor) -> None:
     if not isinstance(optimizer.params, list):
         optimizer.params = list(optimizer.params)
     optimizer.params[index] = new
-    for state in _state_dicts(optimizer):
-        if id(old) in state:
+    for state in vars(optimizer).values():
+        if isinstance(state, dict) and id(old) in state:
             state[id(new)] = state.pop(id(old))
     fused = fused_state(optimizer)
     if fused is not None:
@@ -112,10 +112,6 @@ def add_missing_state(optimizer: Any) -> None:
 
 def _stepped_ids(params: Sequence[Tensor]) -> list[int]:
     return [id(param) for param in params if not is_frozen(param) and not is_frozen(model_parameter(param))]
-
-
-def _state_dicts(optimizer: Any) -> list[dict[int, Any]]:
-    return [value for value in vars(optimizer).values() if isinstance(value, dict)]
 
 
 #: what AdamW's moments are kept in besides: of parameters that are stepped as one, and loaded for the next step

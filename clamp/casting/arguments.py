@@ -8,7 +8,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, DTypeLike, Node, Tensor, TensorLike
-from clamp.casting.operands import cast_node
+from clamp.casting.operands import cast_node, say_nothing
 from clamp.casting.regions import Region, check_dtype
 
 
@@ -100,13 +100,9 @@ def tensors_in(x: Any) -> list[Tensor]:
 
 def reporter(region: Region | None, function: str) -> Callable[[str, str], None]:
     """What a real cast calls: prints a line if there is a region and it is verbose."""
-    return partial(_say, function) if region is not None and region.verbose else _say_nothing
+    return partial(_say, function) if region is not None and region.verbose else say_nothing
 
 
 def _say(function: str, source: str, target: str) -> None:
     kinds = ["Half" if dtype in HALF_DTYPES else "Float" for dtype in (source, target)]
     print(f"{kinds[0]}->{kinds[1]} ({function})")
-
-
-def _say_nothing(source: str, target: str) -> None:
-    pass

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import types
 import weakref
+from functools import partial
 from typing import Any
 
 import wrapt
+from netcl.optim import clip
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.params import masters
 from clamp.patching.bindings import Bindings
-from clamp.patching.max_norm import clipping
 from clamp.patching.meets import OPTIMIZER_METHODS, meets, meets_in_optimizers
 from clamp.patching.recordings.capture import as_host_step
 from clamp.patching.redirect import Redirected
@@ -36,7 +37,7 @@ class Steps:
 
     def __init__(self, bindings: Bindings, step: Wrapper) -> None:
         self._bindings = bindings
-        self._guarded = as_host_step(clipping(step))
+        self._guarded = as_host_step(_clipping(step))
         self._methods: dict[tuple[type, str], Any] = {}  # what stands for methods of optimizers
         self._redirected: dict[int, Redirected] = {}  # functions ``step``, by id
 
@@ -81,6 +82,25 @@ class Steps:
         for redirected in self._redirected.values():
             redirected.undo()
         self._redirected.clear()
+
+
+def _clipping(step: Wrapper) -> Wrapper:
+    """``step``, inside of which ``AdamW.step(max_norm=)`` clips models of any size: netcl forgets it where it steps one
+    parameter at a time."""
+
+    def call(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_adamws = (wrapped.__module__, wrapped.__qualname__) == ("netcl.optim.adamw", "AdamW.step")
+        own = partial(_clipped, wrapped, optimizer) if is_adamws and (args or kwargs) else wrapped
+        return step(own, optimizer, args, kwargs)
+
+    return call
+
+
+def _clipped(own: Any, optimizer: Any, max_norm: float | None = None) -> Any:
+    if max_norm is None or max_norm <= 0 or not Installed.now or bridge.steps_as_one(optimizer):
+        return own(max_norm)
+    clip.clip_grad_norm_device(optimizer.params, max_norm)  # clamp's, while patches are installed
+    return own()
 
 
 def _definer(cls: type, name: str) -> type | None:
