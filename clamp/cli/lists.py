@@ -12,6 +12,7 @@ import pyopencl as cl
 from rich.console import Console
 from rich.table import Table
 
+from clamp.casting.meanings import MEANINGS
 from clamp.casting.policy import CastPolicy, Entry, PolicyTable, default_table
 from clamp.cli.console import make_console
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe
@@ -19,9 +20,6 @@ from clamp.cli.kernels import on_device, reached
 from clamp.cli.layers import functions_of, layers
 from clamp.functions import OWNED
 from clamp.opencl.device import NoDeviceError, capabilities
-
-_WIDEST = (CastPolicy.PROMOTE,)
-_AS_GIVEN = (CastPolicy.MATCH, CastPolicy.VIEW)
 
 
 def run(args: Namespace) -> int:
@@ -77,11 +75,7 @@ def runs_as(entry: Entry, level: str, dtype: str) -> str:
         return "raises"
     if entry.name not in OWNED:
         return "netcl in float32"
-    if entry.policy is CastPolicy.HALF:
-        return f"clamp in {dtype}"
-    if entry.policy in _WIDEST:
-        return "clamp in the widest input's dtype"
-    return "clamp in its input's dtype" if entry.policy in _AS_GIVEN else "clamp in float32"
+    return f"clamp {MEANINGS[entry.policy].in_words.format(dtype=dtype)}"
 
 
 def kernels(entry: Entry) -> str:

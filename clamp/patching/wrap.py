@@ -15,18 +15,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from clamp import bridge
 from clamp.bridge import HALF_DTYPES
-from clamp.casting.arguments import cast_arguments, holds_half, reporter, tensors_in
-from clamp.casting.operands import (
-    Casting,
-    Float,
-    Half,
-    Match,
-    NotOwned,
-    Promote,
-    widest,
-)
+from clamp.casting.arguments import cast_arguments, holds_half, reporter
+from clamp.casting.meanings import MEANINGS
+from clamp.casting.operands import Casting, NotOwned, Promote
 from clamp.casting.owned import Function
 from clamp.casting.policy import CastPolicy, Entry, netcl_defects
 from clamp.casting.regions import Region, casting_in, casting_region, current_region, no_casts
@@ -35,14 +27,6 @@ from clamp.opencl.recording import recorder
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _AS_GIVEN = Promote()
-_CASTINGS: dict[CastPolicy, Callable[[], Casting]] = {
-    CastPolicy.FLOAT: Float,
-    CastPolicy.FLOAT_SET_DTYPE: Float,
-    CastPolicy.FLOAT_APPEND_DTYPE: Float,
-    CastPolicy.PROMOTE: Promote,
-    CastPolicy.MATCH: Match,
-    CastPolicy.VIEW: Match,
-}
 
 
 class Installed:
@@ -113,9 +97,8 @@ def user_wrapper(name: str, policy: CastPolicy) -> Wrapper:
             return wrapped(*args, **kwargs)
         if policy is CastPolicy.BANNED and not region.allow_banned:
             raise RuntimeError(f"{name} is registered as banned under AMP")
-        if policy is CastPolicy.FLOAT_APPEND_DTYPE:
-            kwargs = {"dtype": "float32", **kwargs}
-        target = _target_dtype(policy, region, args, kwargs)
+        kwargs = MEANINGS[policy].keywords(kwargs)
+        target = MEANINGS[policy].target(region, args, kwargs)
         if target is not None:
             refuse_half_targets(wrapped, args, kwargs)
             args, kwargs = cast_arguments(args, kwargs, target, reporter(region, name), region.cache_enabled)
@@ -125,31 +108,12 @@ def user_wrapper(name: str, policy: CastPolicy) -> Wrapper:
     return call
 
 
-def _target_dtype(policy: CastPolicy, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The dtype a user's function gets its floating arguments in; None: as they are."""
-    if policy is CastPolicy.HALF:
-        return region.dtype
-    if policy is CastPolicy.FLOAT_SET_DTYPE and kwargs.get("dtype") is not None:
-        return None
-    if policy is CastPolicy.PROMOTE:
-        found = [value.dtype for value in tensors_in((args, kwargs)) if value.dtype in bridge.STORAGE]
-        return widest(*found) if found else None
-    return "float32" if policy in (CastPolicy.FLOAT, CastPolicy.FLOAT_SET_DTYPE, CastPolicy.BANNED) else None
-
-
 def _add_casting(region: Region, entry: Entry) -> Casting:
     """The casting of a function in a region, made once."""
     policy = region.policies.policy_of(entry)
-    if policy is CastPolicy.BANNED:
-        if not region.allow_banned:
-            raise RuntimeError(banned_message(entry))
-        policy = CastPolicy.FLOAT
-    casting: Casting
-    if policy is CastPolicy.HALF:
-        casting = Half(region.dtype, reporter(region, entry.function), region.cache_enabled)
-    else:
-        casting = _CASTINGS[policy]()
-    region.castings[entry.name] = casting
+    if policy is CastPolicy.BANNED and not region.allow_banned:
+        raise RuntimeError(banned_message(entry))
+    casting = region.castings[entry.name] = MEANINGS[policy].casting(region, entry.function)
     return casting
 
 

@@ -18,7 +18,9 @@ from netcl.optim import SGD
 
 from clamp import amp, bridge, session
 from clamp.bridge import Node, Parameter
+from clamp.casting.meanings import MEANINGS
 from clamp.casting.owned import OWNED
+from clamp.casting.policy import CastPolicy
 from tests.reference import to_device, to_numpy
 
 Pair = namedtuple("Pair", "left right")
@@ -54,6 +56,10 @@ def half_of(x: Node) -> Node:
 @amp.promote_function
 def promoted(*xs: Any, **named: Any) -> list[str]:
     return dtypes(*xs, **named)
+
+
+def test_every_policy_has_a_meaning() -> None:
+    assert set(MEANINGS) == set(CastPolicy)
 
 
 def test_decorated_before_init_and_inert_without_it(queue: cl.CommandQueue) -> None:
