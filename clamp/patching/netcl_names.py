@@ -21,6 +21,7 @@ def netcl_modules() -> tuple[str, ...]:
     return tuple(".".join(path.parts).removesuffix(".__init__") for path in paths)
 
 
+@cache
 def module_of(full_name: str) -> str:
     """``package.module`` of ``package.module.function`` or ``package.module.Class.method``."""
     return max((name for name in netcl_modules() if full_name.startswith(f"{name}.")), key=len)
