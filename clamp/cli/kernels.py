@@ -61,8 +61,6 @@ def reached(function: Callable[..., Any]) -> Reached:
             waiting += x.values()
         elif isinstance(x, list | tuple | set | frozenset):
             waiting += x
-        elif isinstance(x, Kernel):
-            found.files.add(x.file)
         elif _is_kernel_file(x):
             found.files.add(x)
     return found

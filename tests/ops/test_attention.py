@@ -11,9 +11,7 @@ import pytest
 
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.ops import attention as module
-from clamp.ops import attention_blocked, attention_tiled
-from clamp.ops.attention import attention, attention_backward, attention_decode
+from clamp.ops.attention import attention, attention_backward, attention_decode, decode, problem
 from tests.reference import assert_close, quantize, to_device, to_numpy
 from tests.sweep import sweep
 
@@ -24,26 +22,26 @@ SHAPES = [(1, 1, 1, 1), (2, 3, 37, 7), (1, 2, 64, 64), (1, 1, 131, 33), (2, 1, 6
 SMALL = [(1, 1, 1, 1), (1, 1, 35, 5)]  # for the simulator
 
 
-@pytest.fixture(params=["own plan", "other plan", "narrow registers"])
-def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device's own kind of plan, the other, and that of a CPU with 16 registers of 8 floats."""
-    own = capabilities(queue)
-    if request.param != "own plan":
-        blocked = request.param == "narrow registers" or not own.is_cpu
-        monkeypatch.setattr(module, "capabilities", lambda queue: dataclasses.replace(own, is_cpu=blocked))
-    width = 8 if request.param == "narrow registers" else 16
-    monkeypatch.setattr(
-        attention_blocked, "capabilities", lambda queue: dataclasses.replace(own, float_vector_width=width)
-    )
-    return str(request.param)
-
-
 @pytest.fixture(autouse=True)
 def small_work_groups(queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the simulator tiles of 32, so that few positions already fill several."""
     if simulated:
         small = dataclasses.replace(capabilities(queue), max_work_group=64)
-        monkeypatch.setattr(attention_tiled, "capabilities", lambda queue: small)
+        monkeypatch.setattr(problem, "capabilities", lambda queue: small)
+
+
+@pytest.fixture(params=["own plan", "other plan", "narrow registers"])
+def plan(
+    request: pytest.FixtureRequest, queue: cl.CommandQueue, small_work_groups: None, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """The device's own kind of plan, the other, and that of a CPU with 16 registers of 8 floats."""
+    own = problem.capabilities(queue)
+    is_cpu = request.param == "narrow registers" or own.is_cpu is (request.param == "own plan")
+    width = 8 if request.param == "narrow registers" else 16
+    chosen = dataclasses.replace(own, is_cpu=is_cpu, float_vector_width=width)
+    for module in (problem, decode):
+        monkeypatch.setattr(module, "capabilities", lambda queue: chosen)
+    return str(request.param)
 
 
 class Reference:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
-
-import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.device import capabilities
-from clamp.opencl.program import get_kernel
+from clamp.opencl.program import Kernel
+from clamp.ops.attention.problem import Gradients, Problem
 
-_FILE = "attention_blocked.cl"
+FORWARD = Kernel("attention_blocked.cl", "attention_forward")
+BACKWARD = Kernel("attention_blocked.cl", "attention_backward")
+COMBINE = Kernel("attention_blocked.cl", "attention_combine")
+
+name = "blocked"
+in_words = "register tiles"
+
 _KEYS = 128  # keys between two looks at the maximum: their scores, 128 x 32 floats, stay in the first-level cache
 _ITEMS_PER_CORE = 4  # work-items, and so workspaces, that a core should get: few, because each has its own memory
 
@@ -63,35 +66,40 @@ class _Plan:
         return {"LANES": self.lanes, "ROWS": self.rows, "KEYS": _KEYS}
 
 
-def _plan(queue: cl.CommandQueue, shape: tuple[int, ...]) -> _Plan:
-    device = capabilities(queue)
+def fits(problem: Problem) -> bool:
+    """Always: any length and width, on any device."""
+    return True
+
+
+def pays(problem: Problem) -> bool:
+    """On CPU devices: the tiles are made for their caches and vector registers."""
+    return problem.device.is_cpu
+
+
+def _plan(problem: Problem) -> _Plan:
+    device, heads, length = problem.device, problem.heads, problem.length
     lanes, rows = (32, 8) if device.float_vector_width >= 16 else (16, 4)
-    heads, length, width = prod(shape[:2]), shape[2], shape[3]
     enough = _ITEMS_PER_CORE * device.compute_units
     chunks = max(1, min(-(-enough // heads), -(-length // lanes)))
     each = max(1, heads * chunks // (2 * enough))
-    return _Plan(lanes, rows, heads, length, width, chunks, each, -(-heads * chunks // each))
+    return _Plan(lanes, rows, heads, length, problem.width, chunks, each, -(-heads * chunks // each))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> None:
-    """Writes the result over ``out`` and the log-sum-exps over ``lse``. None is empty."""
-    plan = _plan(q.queue, tuple(q.shape))
+def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Writes the result over ``out`` and the log-sum-exps over ``lse``."""
+    plan = _plan(problem)
     workspace = bridge.empty(q.queue, (plan.items * plan.forward_floats,), "float32")
     types = {name: bridge.STORAGE[x.dtype] for name, x in (("Q_T", q), ("K_T", k), ("V_T", v), ("Y_T", out))}
-    kernel = get_kernel(q.queue, _FILE, "attention_forward", "ppppppqqqfiqqq", FORWARD=1, **types, **plan.macros)
-    kernel(
-        q.queue, (plan.items,), (1,),
-        q.buffer, k.buffer, v.buffer, out.buffer, lse.buffer, workspace.buffer,
-        plan.heads, plan.length, plan.width, scale, causal, plan.chunks, plan.each, plan.forward_floats,
+    FORWARD(
+        q.queue, (plan.items,), (1,), q, k, v, out, lse, workspace, plan.heads, plan.length, plan.width,
+        problem.scale, problem.causal, plan.chunks, plan.each, plan.forward_floats,
+        FORWARD=1, **types, **plan.macros,
     )  # fmt: skip
 
 
-def backward(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: tuple[Tensor, Tensor, Tensor],
-    causal: bool, scale: float,
-) -> None:  # fmt: skip
-    """Writes the gradients of q, k and v over ``grads``. None is empty."""
-    plan = _plan(q.queue, tuple(q.shape))
+def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients) -> None:
+    """Writes the gradients of q, k and v over ``grads``."""
+    plan = _plan(problem)
     dq, dk, dv = grads
     workspace = bridge.empty(q.queue, (plan.items * plan.backward_floats,), "float32")
     partial = workspace
@@ -99,21 +107,15 @@ def backward(
         partial = bridge.empty(q.queue, (plan.heads * plan.chunks * 2 * plan.padded * plan.pitch,), "float32")
     read = {name: bridge.STORAGE[x.dtype] for name, x in (("Q_T", q), ("K_T", k), ("V_T", v), ("G_T", grad))}
     written = {name: bridge.STORAGE[x.dtype] for name, x in (("DK_T", dk), ("DV_T", dv))}
-    kernel = get_kernel(
-        q.queue, _FILE, "attention_backward", "ppppppppppqqqfiqqq",
+    BACKWARD(
+        q.queue, (plan.items,), (1,), q, k, v, grad, lse, dq, dk, dv, partial, workspace, plan.heads, plan.length,
+        plan.width, problem.scale, problem.causal, plan.chunks, plan.each, plan.backward_floats,
         BACKWARD=1, DQ_T=bridge.STORAGE[dq.dtype], **read, **written, **plan.macros,
-    )  # fmt: skip
-    kernel(
-        q.queue, (plan.items,), (1,),
-        q.buffer, k.buffer, v.buffer, grad.buffer, lse.buffer, dq.buffer, dk.buffer, dv.buffer, partial.buffer,
-        workspace.buffer, plan.heads, plan.length, plan.width, scale, causal, plan.chunks, plan.each,
-        plan.backward_floats,
     )  # fmt: skip
     if plan.chunks > 1:
         rows = plan.heads * plan.length
-        each = max(1, rows // (8 * capabilities(q.queue).compute_units))
-        kernel = get_kernel(q.queue, _FILE, "attention_combine", "pppqqqqq", COMBINE=1, **written, **plan.macros)
-        kernel(
-            q.queue, (-(-rows // each),), (1,), partial.buffer, dk.buffer, dv.buffer,
-            rows, plan.length, plan.width, plan.chunks, each,
+        each = max(1, rows // (8 * problem.device.compute_units))
+        COMBINE(
+            q.queue, (-(-rows // each),), (1,), partial, dk, dv, rows, plan.length, plan.width, plan.chunks, each,
+            COMBINE=1, **written, **plan.macros,
         )  # fmt: skip

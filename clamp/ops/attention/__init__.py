@@ -1,0 +1,93 @@
+"""Scaled dot-product attention that never holds a matrix of scores, forward, backward and one query at a time.
+
+The scores of a block of queries are computed, turned into weights and used up before the next block's: memory
+grows with the length T of a sequence, not with its square. Sources: Milakov and Gimelshein, "Online normalizer
+calculation for softmax" (2018); Dao, Fu, Ermon, Rudra and Re, "FlashAttention" (NeurIPS 2022); Dao,
+"FlashAttention-2" (2023), which divides by the sum once, at the end, and gives backward one number a query: the
+logarithm of the sum of the exponentials.
+
+Scores, weights and sums are fp32 throughout; operands are widened as they are read and results rounded once.
+"""
+
+from __future__ import annotations
+
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.device import capabilities
+from clamp.ops.attention import blocked, tiled
+from clamp.ops.attention.decode import attention_decode
+from clamp.ops.attention.problem import AttentionEngine, Gradients, Problem, default_scale, problem_of
+from clamp.ops.engine import choose
+
+__all__ = ["ENGINES", "Gradients", "attention", "attention_backward", "attention_decode", "default_scale", "on_device"]
+
+ENGINES: tuple[AttentionEngine, ...] = (blocked, tiled)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, *, out_dtype: str, engine: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k' scale) v, and the logarithm of each query's sum of exponentials.
+
+    A query whose scores are all -inf has the result 0 and the log-sum-exp -inf; a NaN or +inf among the scores that
+    it sees makes its result NaN. With ``causal`` a key that comes after a query never counts, whatever it holds; an
+    infinity or NaN in its *value* can reach the queries of the same block, as the weight 0 times infinity.
+
+    Args:
+        q, k, v: (B, H, T, D) each, float32, float16 or bfloat16 in any mixture; any T and D.
+        causal: whether query i sees the keys 0 .. i only.
+        scale: what q k' is multiplied by; None: ``1 / sqrt(D)``.
+        out_dtype: dtype of the result.
+        engine: name of the engine; None: the one that pays.
+
+    Returns:
+        The result (B, H, T, D) and the log-sum-exps (B, H, T), float32.
+
+    Raises:
+        ValueError: the shapes are not four-dimensional and equal, or there is no such engine.
+    """
+    problem = problem_of(q, k, v, causal, scale)
+    out = bridge.empty(q.queue, q.shape, out_dtype)
+    lse = bridge.empty(q.queue, q.shape[:3], "float32")
+    if out.size:
+        choose(ENGINES, problem, engine).forward(problem, q, k, v, out, lse)
+    return out, lse
+
+
+def attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, causal: bool, scale: float | None,
+    *, out_dtypes: tuple[str, str, str], engine: str | None = None,
+) -> Gradients:  # fmt: skip
+    """Gradients of `attention` by q, k and v, from ``lse`` and the result's gradient; the weights are computed anew.
+
+    The result itself is not needed: each query's sum of weight times gradient, which others take from the rounded
+    result, is formed in fp32.
+
+    Args:
+        lse: what `attention` returned.
+        grad: the result's gradient, in the result's shape.
+        out_dtypes: dtypes of the three gradients.
+        engine: as in `attention`.
+
+    Raises:
+        ValueError: the shapes do not fit, or there is no such engine.
+    """
+    problem = problem_of(q, k, v, causal, scale)
+    if tuple(grad.shape) != tuple(q.shape) or tuple(lse.shape) != tuple(q.shape[:3]):
+        raise ValueError(
+            f"attention of {tuple(q.shape)} needs a gradient of that shape and lse of {tuple(q.shape[:3])}, "
+            f"got {tuple(grad.shape)} and {tuple(lse.shape)}"
+        )
+    dq, dk, dv = (bridge.empty(q.queue, q.shape, dtype) for dtype in out_dtypes)
+    if q.size:
+        choose(ENGINES, problem, engine).backward(problem, q, k, v, lse, grad, (dq, dk, dv))
+    return dq, dk, dv
+
+
+def on_device(queue: cl.CommandQueue, dtype: str) -> str:
+    """How attention runs on the queue's device, in words."""
+    storage = bridge.STORAGE[dtype]
+    problem = Problem(8, 256, 64, True, default_scale(64, None), (storage, storage, storage), capabilities(queue))
+    return f"attention: {choose(ENGINES, problem).in_words}, scores and sums in float32"

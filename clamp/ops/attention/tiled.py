@@ -1,0 +1,66 @@
+"""The attention of GPUs and of every other device, in tiles of local memory (kernels/attention_tiled.cl)."""
+
+from __future__ import annotations
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.program import Kernel
+from clamp.ops.attention.problem import Gradients, Problem
+
+FORWARD = Kernel("attention_tiled.cl", "attention_forward")
+BACKWARD_Q = Kernel("attention_tiled.cl", "attention_backward_q")
+BACKWARD_KV = Kernel("attention_tiled.cl", "attention_backward_kv")
+
+name = "tiled"
+in_words = "tiles in local memory"
+
+_PER_ITEM = 4
+_STEP = 16
+
+
+def fits(problem: Problem) -> bool:
+    """Always."""
+    return True
+
+
+def pays(problem: Problem) -> bool:
+    """Always: what comes before it is for CPU devices."""
+    return True
+
+
+def _side(problem: Problem) -> int:
+    """Work-items on a side of a work-group: 16, or 8 where a device's work-groups or local memory are small."""
+    device = problem.device
+    return 16 if device.max_work_group >= 256 and device.local_memory_bytes >= 32768 else 8
+
+
+def _launch(problem: Problem) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """(global size, local size): work-group (tile of columns, tile of rows, head)."""
+    side = _side(problem)
+    tile = side * _PER_ITEM
+    return (-(-problem.width // tile) * side, -(-problem.length // tile) * side, problem.heads), (side, side, 1)
+
+
+def _macros(problem: Problem, **tensors: Tensor) -> dict[str, object]:
+    types = {f"{name}_T": bridge.STORAGE[tensor.dtype] for name, tensor in tensors.items()}
+    return {"SIDE": _side(problem), "PER_ITEM": _PER_ITEM, "STEP": _STEP, **types}
+
+
+def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Writes the result over ``out`` and the log-sum-exps over ``lse``."""
+    FORWARD(
+        q.queue, *_launch(problem), q, k, v, out, lse, problem.length, problem.width, problem.scale, problem.causal,
+        FORWARD=1, **_macros(problem, Q=q, K=k, V=v, Y=out),
+    )  # fmt: skip
+
+
+def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients) -> None:
+    """Writes the gradients of q, k and v over ``grads``."""
+    queue, sizes = q.queue, _launch(problem)
+    dq, dk, dv = grads
+    arguments = (problem.length, problem.width, problem.scale, problem.causal)
+    delta = bridge.empty(queue, q.shape[:3], "float32")
+    macros = _macros(problem, Q=q, K=k, V=v, G=grad, DQ=dq)
+    BACKWARD_Q(queue, *sizes, q, k, v, grad, lse, dq, delta, *arguments, BACKWARD_Q=1, **macros)
+    macros = _macros(problem, Q=q, K=k, V=v, G=grad, DK=dk, DV=dv)
+    BACKWARD_KV(queue, *sizes, q, k, v, grad, lse, delta, dk, dv, *arguments, BACKWARD_KV=1, **macros)

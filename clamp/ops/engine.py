@@ -1,0 +1,49 @@
+"""Engines: an operation's ways of running, of which the first in their list that fits a problem and pays runs.
+
+An engine is a module. A problem is a frozen dataclass of plain values: extents, dtypes, what the device can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+P = TypeVar("P", contravariant=True)
+
+
+class Engine(Protocol[P]):
+    """What all engines have; the operations that they run are in each package's own protocol.
+
+    Attributes:
+        name: what a caller names it by.
+        in_words: how it computes, for ``python -m clamp lists``; where it does not fit everything, also what it takes.
+    """
+
+    name: str
+    in_words: str
+
+    def fits(self, problem: P, /) -> bool:
+        """Whether it can compute the problem at all."""
+
+    def pays(self, problem: P, /) -> bool:
+        """Whether no engine after it in the list is expected to be faster; asked only where it fits."""
+
+
+E = TypeVar("E", bound=Engine[Any])
+
+
+def choose(engines: Sequence[E], problem: Any, given: str | None = None) -> E:
+    """The first engine that fits the problem and pays, or that of the name ``given``.
+
+    Raises:
+        ValueError: no engine has that name, or it does not fit; or none is given and none fits and pays.
+    """
+    for engine in engines:
+        if given is None and engine.fits(problem) and engine.pays(problem):
+            return engine
+        if given == engine.name:
+            if not engine.fits(problem):
+                raise ValueError(f"the engine {given} ({engine.in_words}) does not fit {problem}")
+            return engine
+    names = ", ".join(engine.name for engine in engines)
+    raise ValueError(f"no engine of {names} {'fits' if given is None else f'is called {given!r}'}: {problem}")
