@@ -5,7 +5,7 @@ An engine is a module. A problem is a frozen dataclass of plain values: extents,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 P = TypeVar("P", contravariant=True)
@@ -47,3 +47,11 @@ def choose(engines: Sequence[E], problem: Any, given: str | None = None) -> E:
             return engine
     names = ", ".join(engine.name for engine in engines)
     raise ValueError(f"no engine of {names} {'fits' if given is None else f'is called {given!r}'}: {problem}")
+
+
+def all_in_words(chosen: Mapping[str, Engine[Any]]) -> str:
+    """How the problems that the keys name are computed: "these and those by ...; others by ..."."""
+    ways: dict[str, list[str]] = {}
+    for problem, engine in chosen.items():
+        ways.setdefault(engine.in_words, []).append(problem)
+    return next(iter(ways)) if len(ways) == 1 else "; ".join(f"{' and '.join(ways[way])} by {way}" for way in ways)

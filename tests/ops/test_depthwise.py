@@ -14,6 +14,7 @@ import pytest
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops import cast, depthwise, reduce
+from clamp.ops.depthwise import columns, problem
 from clamp.ops.reduce_to_shape import sum_channels
 from tests.reference import assert_close, to_device, to_numpy
 from tests.sweep import sweep
@@ -44,8 +45,8 @@ MIXES = [("float32", "float32", "float32", "float32"), ("float16", "float16", "f
 def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plans of CPU devices, columns where they fit and tiles, and that of all others."""
     chosen = dataclasses.replace(capabilities(queue), is_cpu=request.param != "elements")
-    monkeypatch.setattr(depthwise, "_PLANES_PER_CORE", 0 if request.param == "columns" else 2**32)
-    for module in (depthwise, reduce, cast):
+    monkeypatch.setattr(columns, "_PLANES_PER_CORE", 0 if request.param == "columns" else 2**32)
+    for module in (problem, reduce, cast):
         monkeypatch.setattr(module, "capabilities", lambda queue: chosen)
 
 

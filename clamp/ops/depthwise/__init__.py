@@ -1,0 +1,85 @@
+"""Depthwise convolution of NCHW tensors and its gradients: one filter a channel, any stride and padding."""
+
+from __future__ import annotations
+
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.device import capabilities
+from clamp.ops.depthwise import columns, elements, tiles
+from clamp.ops.depthwise.problem import DepthwiseEngine, Problem, problem_of
+from clamp.ops.engine import all_in_words, choose
+from clamp.ops.reduce_to_shape import sum_axis
+
+ENGINES: tuple[DepthwiseEngine, ...] = (columns, tiles, elements)
+
+
+def depthwise_conv2d(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, stride: int = 1, pad: int = 0, *, out_dtype: str,
+    engine: str | None = None,
+) -> Tensor:  # fmt: skip
+    """Each channel of x convolved with its own filter, zeros around; accumulated in fp32.
+
+    Args:
+        x: (N, C, H, W).
+        w: (C, 1, KH, KW).
+        bias: (C,), or None. All in float32, float16 or bfloat16, in any mixture.
+        out_dtype: dtype of the result.
+        engine: name of the engine; None: the one that pays.
+
+    Returns:
+        (N, C, (H + 2 pad - KH) // stride + 1, (W + 2 pad - KW) // stride + 1)
+
+    Raises:
+        ValueError: shapes that do not fit, or an engine that does not.
+    """
+    problem = problem_of(x, w, stride, pad, is_gradient=False)
+    if bias is not None and bias.size != problem.channels:
+        raise ValueError(f"depthwise_conv2d: the bias must have shape ({problem.channels},), got {bias.shape}")
+    y = bridge.empty(x.queue, problem.out_shape, out_dtype)
+    if y.size:
+        choose(ENGINES, problem, engine).forward(problem, x, w, bias, y)
+    return y
+
+
+def gradients(
+    x: Tensor, w: Tensor, grad: Tensor, stride: int = 1, pad: int = 0, *,
+    dx_dtype: str | None = None, dw_dtype: str | None = None, engine: str | None = None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients by x and w in these dtypes, None for what is not wanted; summed in fp32, rounded once.
+
+    On CPU devices both come from one pass over x and grad.
+
+    Raises:
+        ValueError: shapes that do not fit, or an engine that does not.
+    """
+    problem = problem_of(x, w, stride, pad, is_gradient=True)
+    if tuple(grad.shape) != problem.out_shape:
+        raise ValueError(
+            f"depthwise_conv2d: the gradient must have the result's shape {problem.out_shape}, got {tuple(grad.shape)}"
+        )
+    dx = None if dx_dtype is None else bridge.empty(x.queue, x.shape, dx_dtype)
+    if x.size == 0 or (dx_dtype is None and dw_dtype is None):
+        return dx, None if dw_dtype is None else bridge.zeros(x.queue, w.shape, dw_dtype)
+    sums = choose(ENGINES, problem, engine).backward(problem, x, w, grad, dx, dw_dtype is not None)
+    return dx, None if sums is None or dw_dtype is None else bridge.view(_sum_parts(sums, dw_dtype), w.shape)
+
+
+def _sum_parts(sums: Tensor, dtype: str) -> Tensor:
+    """The sum of the parts' sums, (parts, channels, taps)."""
+    parts = sums.shape[0]
+    if parts == 1 and sums.dtype == dtype:
+        return sums  # what would be left to do is a copy, which took a tenth of the whole
+    return sum_axis(sums, 1, parts, sums.size // parts, dtype)
+
+
+def on_device(queue: cl.CommandQueue, dtype: str) -> str:
+    """How depthwise convolutions with filters of 3 x 3 run on the queue's device, in words."""
+    storage, device = bridge.STORAGE[dtype], capabilities(queue)
+    problems = {
+        f"stride {stride}": Problem(64, 64, 16, 16, -(-16 // stride), -(-16 // stride), 3, 3, stride, 1, False,
+                                    (storage, storage), device)
+        for stride in (1, 2, 3)
+    }  # fmt: skip
+    return f"depthwise 3x3: {all_in_words({name: choose(ENGINES, problem) for name, problem in problems.items()})}"

@@ -1,0 +1,67 @@
+"""Any depthwise convolution on any device (the *_elements kernels of kernels/depthwise_forward.cl and _backward.cl)."""
+
+from __future__ import annotations
+
+from math import prod
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.program import Kernel
+from clamp.ops.cast import launch, span_for
+from clamp.ops.depthwise.problem import Problem, forward_operands
+
+FORWARD = Kernel("depthwise_forward.cl", "forward_elements")
+INPUT_GRADIENT = Kernel("depthwise_backward.cl", "input_gradient_elements")
+WEIGHT_GRADIENT = Kernel("depthwise_backward.cl", "weight_gradient_elements")
+
+name = "elements"
+in_words = "sums of one element after the other"
+
+_GROUP_GPU = 256
+
+
+def fits(problem: Problem) -> bool:
+    """Always."""
+    return True
+
+
+def pays(problem: Problem) -> bool:
+    """Always: what comes before it is for CPU devices."""
+    return True
+
+
+def forward(problem: Problem, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """Writes the result over y."""
+    tensors, types = forward_operands(x, w, bias, y)
+    _launch(FORWARD, problem, tensors, FORWARD_ELEMENTS=1, **types)
+
+
+def backward(
+    problem: Problem, x: Tensor, w: Tensor, grad: Tensor, dx: Tensor | None, with_weight: bool
+) -> Tensor | None:
+    """Writes dx, if there is one; returns partial sums of the weight's gradient, if wanted."""
+    if dx is not None:
+        types = {macro: bridge.STORAGE[t.dtype] for macro, t in (("G_T", grad), ("W_T", w), ("DX_T", dx))}
+        _launch(INPUT_GRADIENT, problem, (grad, w, dx), INPUT_GRADIENT_ELEMENTS=1, **types)
+    return _weight_sums(problem, x, grad) if with_weight else None
+
+
+def _launch(kernel: Kernel, problem: Problem, tensors: tuple[Tensor, ...], **macros: object) -> None:
+    """Runs a kernel that writes each element of the last tensor."""
+    out = tensors[-1]
+    span = span_for(out.queue, out.size) if problem.device.is_cpu else 1
+    sizes = launch(out.queue, -(-out.size // span))
+    kernel(out.queue, *sizes, *tensors, out.size, span, *problem.extents, problem.stride, **macros)
+
+
+def _weight_sums(problem: Problem, x: Tensor, grad: Tensor) -> Tensor:
+    device = problem.device
+    images, parts = problem.parts(problem.images, problem.channels * problem.taps)
+    sums = bridge.empty(x.queue, (parts, problem.channels, problem.taps), "float32")
+    group = 1 if device.is_cpu else min(_GROUP_GPU, 1 << (device.max_work_group.bit_length() - 1))
+    WEIGHT_GRADIENT(
+        x.queue, (prod(sums.shape) * group,), (group,),
+        x, grad, sums, problem.images, images, *problem.extents, problem.stride,
+        WEIGHT_GRADIENT_ELEMENTS=1, WG=group, X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype],
+    )  # fmt: skip
+    return sums
