@@ -1,0 +1,57 @@
+"""Pooling on CPU devices with windows of 2 x 2 that cover every element once (kernels/pool_2x2.cl)."""
+
+from __future__ import annotations
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.program import Kernel
+from clamp.ops.cast import cast
+from clamp.ops.pool.problem import Problem
+from clamp.ops.reduce import plan_rows
+
+MAX = Kernel("pool_2x2.cl", "max_pool_2x2")
+MAX_BACKWARD = Kernel("pool_2x2.cl", "max_pool_2x2_backward")
+AVG = Kernel("pool_2x2.cl", "avg_pool_2x2")
+AVG_BACKWARD = Kernel("pool_2x2.cl", "avg_pool_2x2_backward")
+
+name = "pairs"
+in_words = "pairs of rows (windows of 2 x 2 that cover every element once)"
+
+
+def fits(problem: Problem) -> bool:
+    """Windows that cover every element once, at least 16 in a row; maxima are moved between words of one width."""
+    covers_all = (problem.height, problem.width) == (2 * problem.out_height, 2 * problem.out_width)
+    are_pairs = problem.size == problem.stride == 2 and covers_all and problem.out_width >= 16
+    widths = {storage == "f32" for storage in problem.storage}
+    return are_pairs and (len(widths) == 1 or not problem.is_max)
+
+
+def pays(problem: Problem) -> bool:
+    """On CPU devices."""
+    return problem.device.is_cpu
+
+
+def forward(problem: Problem, x: Tensor, y: Tensor) -> None:
+    """Writes the maxima or means over y."""
+    if problem.is_max:
+        _launch(MAX, problem, x, y, X_T=x.dtype)
+    else:
+        _launch(AVG, problem, x, y, X_T=x.dtype, Y_T=y.dtype)
+
+
+def max_backward(problem: Problem, x: Tensor, grad: Tensor, dx: Tensor) -> None:
+    """Writes the gradient of the maxima over dx."""
+    _launch(MAX_BACKWARD, problem, x, cast(grad, dx.dtype), dx, X_T=x.dtype)
+
+
+def avg_backward(problem: Problem, grad: Tensor, dx: Tensor) -> None:
+    """Writes the gradient of the means over dx."""
+    _launch(AVG_BACKWARD, problem, grad, dx, G_T=grad.dtype, DX_T=dx.dtype)
+
+
+def _launch(kernel: Kernel, problem: Problem, *tensors: Tensor, **dtypes: str) -> None:
+    queue, pairs = tensors[0].queue, problem.planes * problem.out_height
+    plan = plan_rows(queue, pairs, 4 * problem.out_width)
+    types = {macro: bridge.STORAGE[dtype] for macro, dtype in dtypes.items()}
+    macros = {kernel.name.upper(): 1, **types}
+    kernel(queue, (plan.groups,), (1,), *tensors, pairs, plan.each, problem.out_width, **macros)
