@@ -32,6 +32,16 @@ class Engine(Protocol[P]):
 E = TypeVar("E", bound=Engine[Any])
 
 
+def always(problem: object) -> bool:
+    """``fits`` of an engine that computes anything, ``pays`` of the one that is left when no other does."""
+    return True
+
+
+def on_cpus(problem: Any) -> bool:
+    """``pays`` of an engine whose kernels are made for the caches and vector registers of CPU devices."""
+    return bool(problem.device.is_cpu)
+
+
 def choose(engines: Sequence[E], problem: Any, given: str | None = None) -> E:
     """The first engine that fits the problem and pays, or that of the name ``given``.
 

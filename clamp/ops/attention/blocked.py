@@ -8,6 +8,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.attention.problem import Gradients, Problem
+from clamp.ops.engine import always, on_cpus
 
 FORWARD = Kernel("attention_blocked.cl", "attention_forward")
 BACKWARD = Kernel("attention_blocked.cl", "attention_backward")
@@ -15,6 +16,7 @@ COMBINE = Kernel("attention_blocked.cl", "attention_combine")
 
 name = "blocked"
 in_words = "register tiles"
+fits, pays = always, on_cpus
 
 _KEYS = 128  # keys between two looks at the maximum: their scores, 128 x 32 floats, stay in the first-level cache
 _ITEMS_PER_CORE = 4  # work-items, and so workspaces, that a core should get: few, because each has its own memory
@@ -64,16 +66,6 @@ class _Plan:
     @property
     def macros(self) -> dict[str, object]:
         return {"LANES": self.lanes, "ROWS": self.rows, "KEYS": _KEYS}
-
-
-def fits(problem: Problem) -> bool:
-    """Always: any length and width, on any device."""
-    return True
-
-
-def pays(problem: Problem) -> bool:
-    """On CPU devices: the tiles are made for their caches and vector registers."""
-    return problem.device.is_cpu
 
 
 def _plan(problem: Problem) -> _Plan:

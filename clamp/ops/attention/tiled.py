@@ -6,6 +6,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.attention.problem import Gradients, Problem
+from clamp.ops.engine import always
 
 FORWARD = Kernel("attention_tiled.cl", "attention_forward")
 BACKWARD_Q = Kernel("attention_tiled.cl", "attention_backward_q")
@@ -13,19 +14,10 @@ BACKWARD_KV = Kernel("attention_tiled.cl", "attention_backward_kv")
 
 name = "tiled"
 in_words = "tiles in local memory"
+fits = pays = always
 
 _PER_ITEM = 4
 _STEP = 16
-
-
-def fits(problem: Problem) -> bool:
-    """Always."""
-    return True
-
-
-def pays(problem: Problem) -> bool:
-    """Always: what comes before it is for CPU devices."""
-    return True
 
 
 def _side(problem: Problem) -> int:

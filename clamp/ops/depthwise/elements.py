@@ -9,6 +9,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.cast import launch, span_for
 from clamp.ops.depthwise.problem import Problem, forward_operands
+from clamp.ops.engine import always
 
 FORWARD = Kernel("depthwise_forward.cl", "forward_elements")
 INPUT_GRADIENT = Kernel("depthwise_backward.cl", "input_gradient_elements")
@@ -16,18 +17,9 @@ WEIGHT_GRADIENT = Kernel("depthwise_backward.cl", "weight_gradient_elements")
 
 name = "elements"
 in_words = "sums of one element after the other"
+fits = pays = always
 
 _GROUP_GPU = 256
-
-
-def fits(problem: Problem) -> bool:
-    """Always."""
-    return True
-
-
-def pays(problem: Problem) -> bool:
-    """Always: what comes before it is for CPU devices."""
-    return True
 
 
 def forward(problem: Problem, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.depthwise.problem import Problem, both_gradients, forward_operands
+from clamp.ops.engine import on_cpus
 from clamp.ops.reduce import plan_rows
 
 FORWARD = Kernel("depthwise_forward.cl", "forward_tiles")
@@ -14,6 +15,7 @@ GRADIENT = Kernel("depthwise_backward.cl", "gradient_tiles")
 
 name = "tiles"
 in_words = "tiles of planes in private memory (stride 1 or 2, filters of up to 64 taps)"
+pays = on_cpus
 
 _FRAME = 8192  # as FRAME in depthwise.clh
 _TAPS = 64  # as TAPS in depthwise.clh
@@ -31,7 +33,6 @@ class _Tiles:
         across: tiles beside each other.
         pitch: floats of a phase of a row of the frame.
         count: tiles altogether.
-        work: elements of a tile.
     """
 
     band: int
@@ -39,17 +40,11 @@ class _Tiles:
     across: int
     pitch: int
     count: int
-    work: int
 
 
 def fits(problem: Problem) -> bool:
     """With short strides and small filters, where a few rows fit into a frame."""
     return _tiles(problem) is not None
-
-
-def pays(problem: Problem) -> bool:
-    """On CPU devices."""
-    return problem.device.is_cpu
 
 
 def _tiles(problem: Problem) -> _Tiles | None:
@@ -70,7 +65,7 @@ def _tiles(problem: Problem) -> _Tiles | None:
             band = min(band, height)
             across = -(-width // columns)
             count = problem.images * problem.channels * -(-height // band) * across
-            return _Tiles(band, columns, across, pitch, count, band * columns * stride)
+            return _Tiles(band, columns, across, pitch, count)
     return None
 
 
@@ -89,7 +84,7 @@ def _macros(problem: Problem) -> dict[str, object]:
 def forward(problem: Problem, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
     """Writes the result over y."""
     tiles = _needed(problem)
-    each = plan_rows(x.queue, tiles.count, tiles.work).each
+    each = plan_rows(x.queue, tiles.count, tiles.band * tiles.width * problem.stride).each
     tensors, types = forward_operands(x, w, bias, y)
     FORWARD(
         x.queue, (-(-tiles.count // each),), (1,),

@@ -6,6 +6,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.cast import launch, span_for
+from clamp.ops.engine import always
 from clamp.ops.pool.problem import Problem
 
 POOL = Kernel("pool_elements.cl", "pool_elements")
@@ -14,16 +15,7 @@ BACKWARD = Kernel("pool_elements.cl", "pool_elements_backward")
 
 name = "elements"
 in_words = "windows, one after the other"
-
-
-def fits(problem: Problem) -> bool:
-    """Always."""
-    return True
-
-
-def pays(problem: Problem) -> bool:
-    """Always: what comes before it is for CPU devices."""
-    return True
+fits = pays = always
 
 
 def forward(problem: Problem, x: Tensor, y: Tensor) -> None:

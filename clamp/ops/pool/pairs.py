@@ -6,6 +6,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.cast import cast
+from clamp.ops.engine import on_cpus
 from clamp.ops.pool.problem import Problem
 from clamp.ops.reduce import plan_rows
 
@@ -16,6 +17,7 @@ AVG_BACKWARD = Kernel("pool_2x2.cl", "avg_pool_2x2_backward")
 
 name = "pairs"
 in_words = "pairs of rows (windows of 2 x 2 that cover every element once)"
+pays = on_cpus
 
 
 def fits(problem: Problem) -> bool:
@@ -24,11 +26,6 @@ def fits(problem: Problem) -> bool:
     are_pairs = problem.size == problem.stride == 2 and covers_all and problem.out_width >= 16
     widths = {storage == "f32" for storage in problem.storage}
     return are_pairs and (len(widths) == 1 or not problem.is_max)
-
-
-def pays(problem: Problem) -> bool:
-    """On CPU devices."""
-    return problem.device.is_cpu
 
 
 def forward(problem: Problem, x: Tensor, y: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
+from clamp.ops.engine import on_cpus
 from clamp.ops.pool.problem import Problem
 from clamp.ops.reduce import plan_rows
 
@@ -14,6 +15,7 @@ AVG_BACKWARD = Kernel("pool_rows.cl", "avg_pool_rows_backward")
 
 name = "rows"
 in_words = "rows split into phases (windows whose columns fit into 2048 numbers)"
+pays = on_cpus
 
 _LINE = 2048  # as LINE in pool_rows.cl
 _LINES = 8  # as LINES in pool_rows.cl
@@ -26,11 +28,6 @@ def fits(problem: Problem) -> bool:
     if not problem.is_gradient:
         return _fits_line(problem, _columns(problem))
     return _maxima_tile(problem) is not None if problem.is_max else _means_tile(problem) >= 16
-
-
-def pays(problem: Problem) -> bool:
-    """On CPU devices."""
-    return problem.device.is_cpu
 
 
 def forward(problem: Problem, x: Tensor, y: Tensor) -> None:
