@@ -48,15 +48,17 @@ def choose(engines: Sequence[E], problem: Any, given: str | None = None) -> E:
     Raises:
         ValueError: no engine has that name, or it does not fit; or none is given and none fits and pays.
     """
-    for engine in engines:
-        if given is None and engine.fits(problem) and engine.pays(problem):
-            return engine
-        if given == engine.name:
-            if not engine.fits(problem):
-                raise ValueError(f"the engine {given} ({engine.in_words}) does not fit {problem}")
-            return engine
-    names = ", ".join(engine.name for engine in engines)
-    raise ValueError(f"no engine of {names} {'fits' if given is None else f'is called {given!r}'}: {problem}")
+    if given is None:
+        for engine in engines:
+            if engine.fits(problem) and engine.pays(problem):
+                return engine
+        raise ValueError(f"no engine fits {problem} and pays")
+    named = {engine.name: engine for engine in engines}
+    if given not in named:
+        raise ValueError(f"no engine is called {given!r}; there are {', '.join(named)}")
+    if not named[given].fits(problem):
+        raise ValueError(f"the engine {given} ({named[given].in_words}) does not fit {problem}")
+    return named[given]
 
 
 def all_in_words(chosen: Mapping[str, Engine[Any]]) -> str:

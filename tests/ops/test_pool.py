@@ -175,6 +175,20 @@ def test_a_result_of_another_dtype(queue: cl.CommandQueue) -> None:
     assert_close(pool.avg_pool2d(x, 2, 2, out_dtype="float32"), taps.mean((-1, -2)), slack=2.0**-20)
 
 
+def test_every_engine_gives_the_same_bits(queue: cl.CommandQueue) -> None:
+    x, grad = (to_device(queue, np.random.default_rng(7).standard_normal((1, 1, n, n)), "float16") for n in (32, 16))
+    for engine in pool.ENGINES:
+        y = pool.max_pool2d(x, 2, 2, out_dtype="float16", engine=engine.name)
+        assert_close(y, view_windows(to_numpy(x), 2, 2).max((-1, -2)), ulps=0)
+    gradients = [
+        to_numpy(pool.max_pool2d_backward(x, grad, 2, 2, out_dtype="float16", engine=engine.name))
+        for engine in pool.ENGINES
+    ]
+    assert all(np.array_equal(gradient, gradients[0]) for gradient in gradients)
+    with pytest.raises(ValueError, match=r"pairs .* does not fit"):
+        pool.avg_pool2d(x, 3, 2, out_dtype="float16", engine="pairs")
+
+
 def test_empty_and_wrong_arguments(queue: cl.CommandQueue) -> None:
     empty = to_device(queue, np.empty((0, 3, 4, 4)))
     assert pool.max_pool2d(empty, 2, 2, out_dtype="float32").shape == (0, 3, 2, 2)

@@ -16,7 +16,7 @@ INPUT_GRADIENT = Kernel("depthwise_backward.cl", "input_gradient_elements")
 WEIGHT_GRADIENT = Kernel("depthwise_backward.cl", "weight_gradient_elements")
 
 name = "elements"
-in_words = "sums of one element after the other"
+in_words = "sums element by element"
 fits = pays = always
 
 _GROUP_GPU = 256

@@ -14,7 +14,7 @@ FORWARD = Kernel("depthwise_forward.cl", "forward_tiles")
 GRADIENT = Kernel("depthwise_backward.cl", "gradient_tiles")
 
 name = "tiles"
-in_words = "tiles of planes in private memory (stride 1 or 2, filters of up to 64 taps)"
+in_words = "tiles of planes (strides 1 and 2, up to 64 taps)"
 pays = on_cpus
 
 _FRAME = 8192  # as FRAME in depthwise.clh

@@ -14,7 +14,7 @@ ARGMAX = Kernel("pool_elements.cl", "max_pool_argmax")
 BACKWARD = Kernel("pool_elements.cl", "pool_elements_backward")
 
 name = "elements"
-in_words = "windows, one after the other"
+in_words = "one window after the other"
 fits = pays = always
 
 

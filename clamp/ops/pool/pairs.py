@@ -16,7 +16,7 @@ AVG = Kernel("pool_2x2.cl", "avg_pool_2x2")
 AVG_BACKWARD = Kernel("pool_2x2.cl", "avg_pool_2x2_backward")
 
 name = "pairs"
-in_words = "pairs of rows (windows of 2 x 2 that cover every element once)"
+in_words = "pairs of rows (2x2 windows side by side)"
 pays = on_cpus
 
 

@@ -14,7 +14,7 @@ MAX_BACKWARD = Kernel("pool_rows.cl", "max_pool_tiles_backward")
 AVG_BACKWARD = Kernel("pool_rows.cl", "avg_pool_rows_backward")
 
 name = "rows"
-in_words = "rows split into phases (windows whose columns fit into 2048 numbers)"
+in_words = "rows split into phases (windows that fit a line of 2048)"
 pays = on_cpus
 
 _LINE = 2048  # as LINE in pool_rows.cl
