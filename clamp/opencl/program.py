@@ -117,11 +117,6 @@ def _scalar_type(name: str) -> Any:
     return None if name.endswith("*") else _SCALARS[name]
 
 
-def get_kernel(queue: cl.CommandQueue, file: str, name: str, args: str, **macros: object) -> cl.Kernel:
-    """``Kernel(file, name).on(queue, **macros)``."""
-    return Kernel(file, name).on(queue, **macros)
-
-
 def built_programs() -> int:
     """How many programs are held."""
     return len(_programs)

@@ -1,6 +1,8 @@
-"""Engines: an operation's ways of running, of which the first in their list that fits a problem and pays runs.
+"""How an operation that can be computed in several ways chooses one.
 
-An engine is a module. A problem is a frozen dataclass of plain values: extents, dtypes, what the device can do.
+An engine is a module with the names of `Engine` beside the functions that compute. An operation has one ordered list
+of them; the first that fits and pays runs. Problems are plain values (extents, dtypes, what the device can do), so
+choosing touches no device.
 """
 
 from __future__ import annotations
@@ -12,18 +14,20 @@ P = TypeVar("P", contravariant=True)
 
 
 class Engine(Protocol[P]):
-    """What all engines have; the operations that they run are in each package's own protocol.
+    """What a choice asks of an engine; the functions that compute are in each package's own protocol.
 
     Attributes:
-        name: what a caller names it by.
-        in_words: how it computes, for ``python -m clamp lists``; where it does not fit everything, also what it takes.
+        NAME: as callers and `python -m clamp doctor` name it.
+        TAKES: the problems that fit, in words.
+        IN_WORDS: how it computes, as `python -m clamp lists` prints it.
     """
 
-    name: str
-    in_words: str
+    NAME: str
+    TAKES: str
+    IN_WORDS: str
 
     def fits(self, problem: P, /) -> bool:
-        """Whether it can compute the problem at all."""
+        """Whether it can compute a problem at all."""
 
     def pays(self, problem: P, /) -> bool:
         """Whether no engine after it in the list is expected to be faster; asked only where it fits."""
@@ -33,37 +37,36 @@ E = TypeVar("E", bound=Engine[Any])
 
 
 def always(problem: object) -> bool:
-    """``fits`` of an engine that computes anything, ``pays`` of the one that is left when no other does."""
+    """The ``fits`` or ``pays`` of an engine that takes every problem."""
     return True
 
 
 def on_cpus(problem: Any) -> bool:
-    """``pays`` of an engine whose kernels are made for the caches and vector registers of CPU devices."""
+    """The ``pays`` of an engine whose kernels are made for the caches and vector registers of CPU devices."""
     return bool(problem.device.is_cpu)
 
 
-def choose(engines: Sequence[E], problem: Any, given: str | None = None) -> E:
-    """The first engine that fits the problem and pays, or that of the name ``given``.
+def choose(function: str, engines: Sequence[E], problem: Any, name: str | None = None) -> E:
+    """The first engine that fits a problem and pays; the named one, if there is a name.
 
     Raises:
-        ValueError: no engine has that name, or it does not fit; or none is given and none fits and pays.
+        ValueError: no engine has the name, or the problem does not fit it; the message begins with ``function``.
     """
-    if given is None:
-        for engine in engines:
-            if engine.fits(problem) and engine.pays(problem):
-                return engine
-        raise ValueError(f"no engine fits {problem} and pays")
-    named = {engine.name: engine for engine in engines}
-    if given not in named:
-        raise ValueError(f"no engine is called {given!r}; there are {', '.join(named)}")
-    if not named[given].fits(problem):
-        raise ValueError(f"the engine {given} ({named[given].in_words}) does not fit {problem}")
-    return named[given]
+    if name is None:
+        return next(engine for engine in engines if engine.fits(problem) and engine.pays(problem))
+    named = {engine.NAME: engine for engine in engines}
+    if name not in named:
+        raise ValueError(f"{function}: no engine is called {name!r}; there are {', '.join(named)}")
+    if not named[name].fits(problem):
+        raise ValueError(
+            f"{function}: the engine {name} does not compute {problem} on this device; it takes {named[name].TAKES}"
+        )
+    return named[name]
 
 
 def all_in_words(chosen: Mapping[str, Engine[Any]]) -> str:
     """How the problems that the keys name are computed: "these and those by ...; others by ..."."""
     ways: dict[str, list[str]] = {}
     for problem, engine in chosen.items():
-        ways.setdefault(engine.in_words, []).append(problem)
+        ways.setdefault(engine.IN_WORDS, []).append(problem)
     return next(iter(ways)) if len(ways) == 1 else "; ".join(f"{' and '.join(ways[way])} by {way}" for way in ways)

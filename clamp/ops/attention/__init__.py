@@ -52,7 +52,7 @@ def attention(
     out = bridge.empty(q.queue, q.shape, out_dtype)
     lse = bridge.empty(q.queue, q.shape[:3], "float32")
     if out.size:
-        choose(ENGINES, problem, engine).forward(problem, q, k, v, out, lse)
+        choose("attention", ENGINES, problem, engine).forward(problem, q, k, v, out, lse)
     return out, lse
 
 
@@ -82,7 +82,7 @@ def attention_backward(
         )
     dq, dk, dv = (bridge.empty(q.queue, q.shape, dtype) for dtype in out_dtypes)
     if q.size:
-        choose(ENGINES, problem, engine).backward(problem, q, k, v, lse, grad, (dq, dk, dv))
+        choose("attention", ENGINES, problem, engine).backward(problem, q, k, v, lse, grad, (dq, dk, dv))
     return dq, dk, dv
 
 
@@ -90,4 +90,5 @@ def on_device(queue: cl.CommandQueue, dtype: str) -> str:
     """How attention runs on the queue's device, in words."""
     storage = bridge.STORAGE[dtype]
     problem = Problem(8, 256, 64, True, default_scale(64, None), (storage, storage, storage), capabilities(queue))
-    return f"attention: {choose(ENGINES, problem).in_words}, scores and sums in float32"
+    chosen = choose("attention", ENGINES, problem)
+    return f"attention: {chosen.IN_WORDS}, scores and sums in float32"

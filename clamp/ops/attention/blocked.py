@@ -14,8 +14,9 @@ FORWARD = Kernel("attention_blocked.cl", "attention_forward")
 BACKWARD = Kernel("attention_blocked.cl", "attention_backward")
 COMBINE = Kernel("attention_blocked.cl", "attention_combine")
 
-name = "blocked"
-in_words = "register tiles"
+NAME = "blocked"
+TAKES = "every attention"
+IN_WORDS = "register tiles"
 fits, pays = always, on_cpus
 
 _KEYS = 128  # keys between two looks at the maximum: their scores, 128 x 32 floats, stay in the first-level cache

@@ -12,8 +12,9 @@ FORWARD = Kernel("attention_tiled.cl", "attention_forward")
 BACKWARD_Q = Kernel("attention_tiled.cl", "attention_backward_q")
 BACKWARD_KV = Kernel("attention_tiled.cl", "attention_backward_kv")
 
-name = "tiled"
-in_words = "tiles in local memory"
+NAME = "tiled"
+TAKES = "every attention"
+IN_WORDS = "tiles in local memory"
 fits = pays = always
 
 _PER_ITEM = 4

@@ -8,7 +8,7 @@ import pyopencl as cl
 
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.ops import engines
+from clamp.ops import engine
 from clamp.ops.conv import dot_bf16, packed, tiled, winograd
 from clamp.ops.conv.geometry import Pair, Window
 from clamp.ops.conv.problem import Problem
@@ -16,7 +16,7 @@ from clamp.ops.conv.weights import Weights
 from clamp.ops.gemm.problem import Epilogue
 
 
-class Engine(engines.Engine, Protocol):
+class Engine(engine.Engine[Problem], Protocol):
     """A way to compute convolutions."""
 
     def convolve(self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
@@ -42,22 +42,19 @@ def choose(problem: Problem, name: str | None = None) -> Engine:
     Raises:
         ValueError: no engine has the name, or the problem does not fit it.
     """
-    return engines.choose("conv2d", ENGINES, problem, name)
+    return engine.choose("conv2d", ENGINES, problem, name)
 
 
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:
     """How convolutions of operands and results in one storage type run on the queue's device, in words."""
 
-    def words(extent: Pair, window: Window) -> str:
-        """Those of the engine for many channels and positions."""
-        problem = Problem("", (dtype, dtype), dtype, 64, (16, 16), (16, 16, *extent), window, capabilities(queue))
-        return choose(problem).IN_WORDS
+    def engine_for(extent: Pair, window: Window) -> Engine:
+        """That of many channels and positions."""
+        return choose(Problem("", (dtype, dtype), dtype, 64, (16, 16), (16, 16, *extent), window, capabilities(queue)))
 
-    ways = {
-        "3x3 of stride 1": words((3, 3), Window(pad=(1, 1))),
-        "3x3 of stride 2": words((3, 3), Window((2, 2), (1, 1))),
-        "others": words((1, 1), Window()),
+    chosen = {
+        "3x3 of stride 1": engine_for((3, 3), Window(pad=(1, 1))),
+        "3x3 of stride 2": engine_for((3, 3), Window((2, 2), (1, 1))),
+        "others": engine_for((1, 1), Window()),
     }
-    names = {way: " and ".join(name for name in ways if ways[name] == way) for way in ways.values()}
-    said = "; ".join(f"{names[way]} by {way}" for way in names) if len(names) > 1 else ways["others"]
-    return f"convolutions of {dtype}: {said}"
+    return f"convolutions of {dtype}: {engine.all_in_words(chosen)}"

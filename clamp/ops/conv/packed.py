@@ -15,14 +15,14 @@ from clamp.ops.conv.division import deal, divide
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.stage import Source, Target
 from clamp.ops.conv.weights import PanelLayout, Weights
-from clamp.ops.engines import always
+from clamp.ops.engine import always, on_cpus
 from clamp.ops.gemm.packed import Tile, tile_of
 from clamp.ops.gemm.problem import Epilogue
 
 NAME = "packed"
 TAKES = "every convolution"
 IN_WORDS = "packed panels for a register-blocked loop"
-fits = always
+fits, pays = always, on_cpus
 
 _CONV = Kernel("conv_packed.cl", "conv")
 _WEIGHT_GRAD = Kernel("conv_packed.cl", "weight_grad")
@@ -31,11 +31,6 @@ _PANEL_FLOATS = 8192  # of steps or positions: what a first-level cache holds be
 _SHORT = 4  # rows of the last panels of weights: with 6 and 4 rows, at most one is computed in vain
 _ITEMS_PER_CORE = 32  # work-items that a core should get, so that the last ones even out
 _CHUNKS_PER_CORE = 4  # of positions, of a weight gradient: they are alike, and each has partial sums to add up
-
-
-def pays(problem: Problem) -> bool:
-    """Whether the device has caches and vector registers to block for."""
-    return problem.device.is_cpu
 
 
 def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:

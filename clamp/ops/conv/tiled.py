@@ -16,7 +16,7 @@ from clamp.ops.conv import direct
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.stage import Source, Target
 from clamp.ops.conv.weights import PanelLayout, Weights
-from clamp.ops.engines import always
+from clamp.ops.engine import always
 from clamp.ops.gemm.problem import Epilogue
 from clamp.ops.reduce_to_shape import sum_axis
 

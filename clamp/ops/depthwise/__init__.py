@@ -39,7 +39,7 @@ def depthwise_conv2d(
         raise ValueError(f"depthwise_conv2d: the bias must have shape ({problem.channels},), got {bias.shape}")
     y = bridge.empty(x.queue, problem.out_shape, out_dtype)
     if y.size:
-        choose(ENGINES, problem, engine).forward(problem, x, w, bias, y)
+        choose("depthwise_conv2d", ENGINES, problem, engine).forward(problem, x, w, bias, y)
     return y
 
 
@@ -62,7 +62,7 @@ def gradients(
     dx = None if dx_dtype is None else bridge.empty(x.queue, x.shape, dx_dtype)
     if x.size == 0 or (dx_dtype is None and dw_dtype is None):
         return dx, None if dw_dtype is None else bridge.zeros(x.queue, w.shape, dw_dtype)
-    sums = choose(ENGINES, problem, engine).backward(problem, x, w, grad, dx, dw_dtype is not None)
+    sums = choose("depthwise_conv2d", ENGINES, problem, engine).backward(problem, x, w, grad, dx, dw_dtype is not None)
     return dx, None if sums is None or dw_dtype is None else bridge.view(_sum_parts(sums, dw_dtype), w.shape)
 
 
@@ -82,4 +82,5 @@ def on_device(queue: cl.CommandQueue, dtype: str) -> str:
                                     (storage, storage), device)
         for stride in (1, 2, 3)
     }  # fmt: skip
-    return f"depthwise 3x3: {all_in_words({name: choose(ENGINES, problem) for name, problem in problems.items()})}"
+    chosen = {name: choose("depthwise_conv2d", ENGINES, problem) for name, problem in problems.items()}
+    return f"depthwise 3x3: {all_in_words(chosen)}"

@@ -10,8 +10,9 @@ from clamp.ops.reduce import plan_rows
 FORWARD = Kernel("depthwise_columns_forward.cl", "forward_columns")
 GRADIENT = Kernel("depthwise_columns_backward.cl", "gradient_columns")
 
-name = "columns"
-in_words = "whole planes in registers (stride 1, sides of 3, 5, 7)"
+NAME = "columns"
+TAKES = "stride 1, square filters of side 3, 5 or 7 that are wider than the padding"
+IN_WORDS = "whole planes in registers (stride 1, sides of 3, 5, 7)"
 
 _FILTERS = (3, 5, 7)  # sizes whose sums fit into registers
 _FILTERS_GRADIENT = (3,)  # those of gradients, which have a sum for each tap besides

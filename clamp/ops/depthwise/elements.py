@@ -15,8 +15,9 @@ FORWARD = Kernel("depthwise_forward.cl", "forward_elements")
 INPUT_GRADIENT = Kernel("depthwise_backward.cl", "input_gradient_elements")
 WEIGHT_GRADIENT = Kernel("depthwise_backward.cl", "weight_gradient_elements")
 
-name = "elements"
-in_words = "sums element by element"
+NAME = "elements"
+TAKES = "every convolution"
+IN_WORDS = "sums element by element"
 fits = pays = always
 
 _GROUP_GPU = 256

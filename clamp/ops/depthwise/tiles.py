@@ -13,8 +13,9 @@ from clamp.ops.reduce import plan_rows
 FORWARD = Kernel("depthwise_forward.cl", "forward_tiles")
 GRADIENT = Kernel("depthwise_backward.cl", "gradient_tiles")
 
-name = "tiles"
-in_words = "tiles of planes (strides 1 and 2, up to 64 taps)"
+NAME = "tiles"
+TAKES = "strides 1 and 2, filters of up to 64 taps"
+IN_WORDS = "tiles of planes (strides 1 and 2, up to 64 taps)"
 pays = on_cpus
 
 _FRAME = 8192  # as FRAME in depthwise.clh

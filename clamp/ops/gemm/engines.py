@@ -8,12 +8,12 @@ import pyopencl as cl
 
 from clamp.bridge import Tensor
 from clamp.opencl.device import Capabilities, capabilities
-from clamp.ops import engines
+from clamp.ops import engine
 from clamp.ops.gemm import dot_bf16, packed, tiled
 from clamp.ops.gemm.problem import Epilogue, Operand, Problem
 
 
-class Engine(engines.Engine, Protocol):
+class Engine(engine.Engine[Problem], Protocol):
     """A way to compute a product."""
 
     def pack(self, b: Operand) -> Any:
@@ -35,7 +35,7 @@ def choose(problem: Problem, name: str | None = None) -> Engine:
     Raises:
         ValueError: no engine has the name, or the problem does not fit it.
     """
-    return engines.choose("gemm", ENGINES, problem, name)
+    return engine.choose("gemm", ENGINES, problem, name)
 
 
 def usual(device: Capabilities, dtype: str) -> Engine:
@@ -45,5 +45,5 @@ def usual(device: Capabilities, dtype: str) -> Engine:
 
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:
     """How products of a storage type run on the queue's device, in words."""
-    engine = usual(capabilities(queue), dtype)
-    return f"products of {dtype}: {engine.NAME} kernel, {engine.IN_WORDS}"
+    chosen = usual(capabilities(queue), dtype)
+    return f"products of {dtype}: {chosen.NAME} kernel, {chosen.IN_WORDS}"

@@ -10,15 +10,15 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.engines import always
+from clamp.ops.engine import always, on_cpus
 from clamp.ops.gemm import panels
 from clamp.ops.gemm.panels import Panels, blocks_of
-from clamp.ops.gemm.problem import Epilogue, Operand, Problem
+from clamp.ops.gemm.problem import Epilogue, Operand
 
 NAME = "packed"
 TAKES = "every product"
 IN_WORDS = "panels packed for a register-blocked loop"
-fits = always
+fits, pays = always, on_cpus
 
 _GEMM = Kernel("gemm_packed.cl", "gemm")
 _KC = 256  # steps between two visits to a tile: a panel of B, KC x 32 floats, fits a first-level cache
@@ -39,11 +39,6 @@ _TILE_NARROW = Tile(6, 16)  # 12 sums in 16 registers of 8 floats (AVX2), 24 in 
 def tile_of(queue: cl.CommandQueue) -> Tile:
     """The register tile for the queue's device."""
     return _TILE_AVX512 if capabilities(queue).float_vector_width >= 16 else _TILE_NARROW
-
-
-def pays(problem: Problem) -> bool:
-    """Whether the device has caches and vector registers to block for."""
-    return problem.device.is_cpu
 
 
 def pack(b: Operand) -> Panels:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from clamp.bridge import Tensor
 from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.engines import always
+from clamp.ops.engine import always
 from clamp.ops.gemm.problem import Epilogue, Operand
 
 NAME = "tiled"

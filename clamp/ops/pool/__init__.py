@@ -36,7 +36,7 @@ def max_pool2d(x: Tensor, kernel_size: int, stride: int, *, out_dtype: str, engi
     problem, shape = problem_of(tuple(x.shape), kernel_size, stride, dtypes, capabilities(x.queue), is_max=True)
     y = bridge.empty(x.queue, shape, x.dtype)
     if y.size:
-        choose(ENGINES, problem, engine).forward(problem, x, y)
+        choose("pool2d", ENGINES, problem, engine).forward(problem, x, y)
     return cast(y, out_dtype)
 
 
@@ -60,7 +60,7 @@ def max_pool2d_backward(
     _require_grad_shape("max_pool2d", grad, shape)
     dx = bridge.empty(x.queue, x.shape, out_dtype)
     if dx.size:
-        choose(ENGINES, problem, engine).max_backward(problem, x, grad, dx)
+        choose("pool2d", ENGINES, problem, engine).max_backward(problem, x, grad, dx)
     return dx
 
 
@@ -83,7 +83,7 @@ def avg_pool2d(x: Tensor, kernel_size: int, stride: int, *, out_dtype: str, engi
         return global_avg_pool2d(x, out_dtype=out_dtype)
     y = bridge.empty(x.queue, shape, out_dtype)
     if y.size:
-        choose(ENGINES, problem, engine).forward(problem, x, y)
+        choose("pool2d", ENGINES, problem, engine).forward(problem, x, y)
     return y
 
 
@@ -107,7 +107,7 @@ def avg_pool2d_backward(
     _require_grad_shape("avg_pool2d", grad, out_shape)
     dx = bridge.empty(grad.queue, shape, out_dtype)
     if dx.size:
-        choose(ENGINES, problem, engine).avg_backward(problem, grad, dx)
+        choose("pool2d", ENGINES, problem, engine).avg_backward(problem, grad, dx)
     return dx
 
 
@@ -150,5 +150,5 @@ def on_device(queue: cl.CommandQueue, dtype: str) -> str:
     for size, stride in ((2, 2), (3, 2)):
         dtypes, device = (dtype, dtype), capabilities(queue)
         problem, _ = problem_of((64, 64, 32, 32), size, stride, dtypes, device, is_max=True)
-        chosen[f"{size}x{size} of stride {stride}"] = choose(ENGINES, problem)
+        chosen[f"{size}x{size} of stride {stride}"] = choose("pool2d", ENGINES, problem)
     return f"pooling: {all_in_words(chosen)}"

@@ -13,8 +13,9 @@ POOL = Kernel("pool_elements.cl", "pool_elements")
 ARGMAX = Kernel("pool_elements.cl", "max_pool_argmax")
 BACKWARD = Kernel("pool_elements.cl", "pool_elements_backward")
 
-name = "elements"
-in_words = "one window after the other"
+NAME = "elements"
+TAKES = "every window"
+IN_WORDS = "one window after the other"
 fits = pays = always
 
 

@@ -15,8 +15,9 @@ MAX_BACKWARD = Kernel("pool_2x2.cl", "max_pool_2x2_backward")
 AVG = Kernel("pool_2x2.cl", "avg_pool_2x2")
 AVG_BACKWARD = Kernel("pool_2x2.cl", "avg_pool_2x2_backward")
 
-name = "pairs"
-in_words = "pairs of rows (2x2 windows side by side)"
+NAME = "pairs"
+TAKES = "2x2 windows side by side"
+IN_WORDS = "pairs of rows (2x2 windows side by side)"
 pays = on_cpus
 
 

@@ -13,8 +13,9 @@ POOL = Kernel("pool_rows.cl", "pool_rows")
 MAX_BACKWARD = Kernel("pool_rows.cl", "max_pool_tiles_backward")
 AVG_BACKWARD = Kernel("pool_rows.cl", "avg_pool_rows_backward")
 
-name = "rows"
-in_words = "rows split into phases (windows that fit a line of 2048)"
+NAME = "rows"
+TAKES = "windows that fit a line of 2048 elements"
+IN_WORDS = "rows split into phases (windows that fit a line of 2048)"
 pays = on_cpus
 
 _LINE = 2048  # as LINE in pool_rows.cl
