@@ -18,7 +18,8 @@ from clamp.casting.operands import Casting, Gradients, Match, NotOwned, as_node,
 from clamp.casting.owned import implements
 from clamp.ops import indexing as ops
 from clamp.ops import topk as topk_ops
-from clamp.ops.arguments import axis_of, whole_number
+from clamp.ops.arguments import whole_number
+from clamp.ops.axes import axis_of
 from clamp.ops.cast import cast
 
 

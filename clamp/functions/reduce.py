@@ -9,14 +9,14 @@ from clamp.casting.operands import Casting, bound, float_operands
 from clamp.casting.owned import implements, leave_to_netcl_if
 from clamp.ops import reduce as ops
 from clamp.ops import softmax as softmax_ops
-from clamp.ops.arguments import axis_of
+from clamp.ops.axes import around_axis, axis_of
 
 
 def _reduce(casting: Casting, x: Any, axis: int | None, keepdims: bool, take_mean: bool, tape: Tape | None) -> Any:
     (operand,) = float_operands(casting, x)
     shape, name = operand.shape, "mean" if take_mean else "sum"
     axis = None if axis is None else axis_of(name, axis, len(shape))
-    divisor = float(ops.around_axis(shape, axis)[1]) if take_mean else 1.0
+    divisor = float(around_axis(shape, axis)[1]) if take_mean else 1.0
     out = ops.reduce_sum(operand.value, axis, keepdims, out_dtype=casting.result_dtype(operand), divisor=divisor)
 
     def gradient(grad: Tensor) -> Tensor:

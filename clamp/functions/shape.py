@@ -11,7 +11,8 @@ from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Casting, NotOwned, as_node, bound
 from clamp.casting.owned import implements, leave_to_netcl_if
 from clamp.ops import shape as ops
-from clamp.ops.arguments import axis_of, whole_number
+from clamp.ops.arguments import whole_number
+from clamp.ops.axes import axis_of
 
 
 def _view(casting: Casting, x: Any, shape: Sequence[int], op_name: str, tape: Tape | None) -> Any:

@@ -21,10 +21,10 @@ from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, o
 from clamp.casting.owned import implements
 from clamp.functions.joining import moved_dtype, stretches_of
 from clamp.ops import concat as ops
-from clamp.ops.arguments import axis_of, whole_number
+from clamp.ops.arguments import whole_number
+from clamp.ops.axes import around_axis, axis_of
 from clamp.ops.concat import Part
 from clamp.ops.elementwise import elementwise
-from clamp.ops.reduce import around_axis
 
 
 class _Slices:

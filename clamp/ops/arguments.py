@@ -31,24 +31,6 @@ def whole_number(function: str, argument: str, value: Any, least: int | None = N
     return int(value)
 
 
-def axis_of(function: str, axis: Any, ndim: int) -> int:
-    """An axis of a tensor, counted from the front.
-
-    Raises:
-        TypeError: it is no number, but several axes, say.
-        ValueError: there is no such axis.
-    """
-    one_by_one = "call it for one axis after the other, the last first"
-    instead = one_by_one if function in ("sum", "mean", "reduce_sum") and axis is not None else ""
-    axis = whole_number(function, "axis", axis, instead=instead)
-    if not -ndim <= axis < ndim:
-        raise ValueError(
-            f"{function}: axis {axis} out of bounds for tensor with {ndim} dimensions; "
-            f"pass one from {-ndim} to {ndim - 1}"
-        )
-    return axis % ndim
-
-
 def number(function: str, argument: str, value: Any) -> float:
     """The value as a float.
 

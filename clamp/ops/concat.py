@@ -16,9 +16,8 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.arguments import axis_of
-from clamp.ops.cast import launch, span_for
-from clamp.ops.reduce import around_axis
+from clamp.ops.axes import around_axis, axis_of
+from clamp.ops.launch import launch, span_for
 
 MOVE_PARTS = Kernel("concat.cl", "move_parts")
 

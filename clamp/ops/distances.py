@@ -12,9 +12,9 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.cast import launch
+from clamp.ops.launch import launch, plan_rows
 from clamp.ops.loss import LABEL_STORAGE
-from clamp.ops.reduce import plan_rows, reduce_sum
+from clamp.ops.reduce import reduce_sum
 
 ALL_PAIRS = Kernel("distances.cl", "all_pairs")
 GATHER = Kernel("distances.cl", "gather")

@@ -25,7 +25,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.opencl.recording import Drawn, launch_with
-from clamp.ops.cast import span_for
+from clamp.ops.launch import span_for
 from clamp.ops.scalars import saturated
 
 ELEMENTWISE = Kernel("elementwise.cl", "elementwise")

@@ -14,7 +14,8 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.cast import cast, launch
+from clamp.ops.cast import cast
+from clamp.ops.launch import launch
 from clamp.ops.reduce import reduce_sum
 
 GRID_SAMPLE = Kernel("grid.cl", "grid_sample")

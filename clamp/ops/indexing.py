@@ -14,10 +14,9 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.arguments import axis_of
-from clamp.ops.cast import launch, span_for
+from clamp.ops.axes import around_axis, axis_of
 from clamp.ops.concat import WORDS, overwrite, require_same_but, result_tensor, widest_word
-from clamp.ops.reduce import around_axis
+from clamp.ops.launch import launch, span_for
 
 PICK = Kernel("indexing.cl", "pick")
 ADD_LISTED = Kernel("indexing.cl", "add_listed")

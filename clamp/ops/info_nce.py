@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.cast import launch
 from clamp.ops.gemm import gemm
+from clamp.ops.launch import launch, plan_rows
 from clamp.ops.norm_rows import l2_normalize, l2_normalize_backward
-from clamp.ops.reduce import plan_rows, reduce_sum
+from clamp.ops.reduce import reduce_sum
 
 ROW_LOSS = Kernel("info_nce.cl", "row_loss")
 COLUMN_LOSS = Kernel("info_nce.cl", "column_loss")

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.reduce import RowPlan, plan_rows, reduce_sum
+from clamp.ops.launch import RowPlan, plan_rows
+from clamp.ops.reduce import reduce_sum
 
 LABEL_LOSS = Kernel("loss.cl", "label_loss")
 LABEL_MEAN = Kernel("loss.cl", "label_mean")

@@ -16,8 +16,8 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.cast import launch, span_for
-from clamp.ops.reduce import parts_of, reduce_sum
+from clamp.ops.launch import launch, parts_of, span_for
+from clamp.ops.reduce import reduce_sum
 
 LOSS_SUM = Kernel("loss_elementwise.cl", "loss_sum")
 LOSS_TERMS = Kernel("loss_elementwise.cl", "loss_terms")

@@ -7,6 +7,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.cast import cast
+from clamp.ops.launch import parts_of, plan_rows
 from clamp.ops.norm_sets import (
     IDENTITY,
     Activation,
@@ -17,7 +18,6 @@ from clamp.ops.norm_sets import (
     plan_sets,
     storage_types,
 )
-from clamp.ops.reduce import parts_of, plan_rows
 
 PLANES_STATISTICS = Kernel("norm_planes_forward.cl", "planes_statistics")
 PLANES_FORWARD = Kernel("norm_planes_forward.cl", "planes_forward")

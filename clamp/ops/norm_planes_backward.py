@@ -5,7 +5,7 @@ from __future__ import annotations
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.cast import launch
+from clamp.ops.launch import launch, parts_of, plan_rows
 from clamp.ops.norm_sets import (
     IDENTITY,
     Activation,
@@ -16,7 +16,7 @@ from clamp.ops.norm_sets import (
     plan_sets,
     storage_types,
 )
-from clamp.ops.reduce import parts_of, plan_rows, reduce_sum
+from clamp.ops.reduce import reduce_sum
 
 PLANES_BACKWARD = Kernel("norm_planes_backward.cl", "planes_backward")
 PLANES_BACKWARD_SUMS = Kernel("norm_planes_backward.cl", "planes_backward_sums")

@@ -8,7 +8,9 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.reduce import RowPlan, around_axis, plan_rows, reduce_sum
+from clamp.ops.axes import around_axis
+from clamp.ops.launch import RowPlan, plan_rows
+from clamp.ops.reduce import reduce_sum
 
 ROWS_FORWARD = Kernel("norm_rows.cl", "rows_forward")
 ROWS_BACKWARD = Kernel("norm_rows.cl", "rows_backward")

@@ -9,7 +9,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.ops.reduce import RowPlan, plan_rows
+from clamp.ops.launch import RowPlan, plan_rows
 
 _WIDTH = 8  # channels that a CPU's work-item reads side by side, at most
 _RUN = 1024  # elements that are worth a run of their own

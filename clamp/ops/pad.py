@@ -6,8 +6,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.cast import launch
-from clamp.ops.reduce import plan_rows
+from clamp.ops.launch import launch, plan_rows
 
 PAD_ROWS = Kernel("pad.cl", "pad_rows")
 PAD_ELEMENTS = Kernel("pad.cl", "pad_elements")

@@ -9,7 +9,8 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.elementwise import elementwise
-from clamp.ops.reduce import parts_of, plan_rows, reduce_sum
+from clamp.ops.launch import parts_of, plan_rows
+from clamp.ops.reduce import reduce_sum
 
 PRELU = Kernel("prelu.cl", "prelu")
 PRELU_BACKWARD = Kernel("prelu.cl", "prelu_backward")

@@ -12,7 +12,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.cast import launch
+from clamp.ops.launch import launch
 
 ROPE = Kernel("rope.cl", "rope")
 

@@ -11,7 +11,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.cast import launch
+from clamp.ops.launch import launch
 
 MOVE_ROWS = Kernel("permute.cl", "move_rows")
 TRANSPOSE = Kernel("permute.cl", "transpose")

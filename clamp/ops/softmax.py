@@ -5,8 +5,8 @@ from __future__ import annotations
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.cast import launch
-from clamp.ops.reduce import around_axis, column_width, plan_rows
+from clamp.ops.axes import around_axis
+from clamp.ops.launch import column_width, launch, plan_rows
 
 SOFTMAX_KEPT_ROWS = Kernel("softmax.cl", "softmax_kept_rows")
 SOFTMAX_ROWS = Kernel("softmax.cl", "softmax_rows")

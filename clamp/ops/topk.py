@@ -6,9 +6,9 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.arguments import axis_of, whole_number
-from clamp.ops.cast import launch
-from clamp.ops.reduce import around_axis, column_width, plan_rows
+from clamp.ops.arguments import whole_number
+from clamp.ops.axes import around_axis, axis_of
+from clamp.ops.launch import column_width, launch, plan_rows
 
 ARGMAX_ROWS = Kernel("topk.cl", "argmax_rows")
 ARGMAX_COLUMNS = Kernel("topk.cl", "argmax_columns")

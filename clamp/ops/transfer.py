@@ -8,7 +8,7 @@ from typing import Any
 import pyopencl as cl
 
 from clamp.opencl.program import Kernel
-from clamp.ops.cast import launch
+from clamp.ops.launch import launch
 
 FILL = Kernel("transfer.cl", "fill")
 COPY = Kernel("transfer.cl", "copy")

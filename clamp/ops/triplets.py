@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.cast import launch
 from clamp.ops.distances import all_pairs, gather
+from clamp.ops.launch import launch, plan_rows
 from clamp.ops.loss import LABEL_STORAGE
-from clamp.ops.reduce import plan_rows, reduce_sum
+from clamp.ops.reduce import reduce_sum
 
 HARDEST = Kernel("triplets.cl", "hardest")
 ALL_TRIPLETS = Kernel("triplets.cl", "all_triplets")

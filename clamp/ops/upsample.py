@@ -14,7 +14,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.cast import launch
+from clamp.ops.launch import launch
 
 UPSAMPLE_FORWARD = Kernel("upsample.cl", "upsample_forward")
 UPSAMPLE_BACKWARD = Kernel("upsample.cl", "upsample_backward")

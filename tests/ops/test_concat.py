@@ -10,7 +10,7 @@ import pytest
 
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.ops import cast, concat
+from clamp.ops import concat, launch
 from clamp.ops.concat import Part, assemble, cat, overwrite, split, widest_word, write_into
 from tests.reference import SPECIAL, assert_close, quantize, to_device, to_numpy
 
@@ -31,7 +31,7 @@ def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: py
     """The device's own kind of plan, and the other."""
     if request.param == "other plan":
         other = dataclasses.replace(capabilities(queue), is_cpu=not capabilities(queue).is_cpu)
-        for module in (concat, cast):
+        for module in (concat, launch):
             monkeypatch.setattr(module, "capabilities", lambda queue: other)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.ops import cast, depthwise, reduce
+from clamp.ops import depthwise, launch
 from clamp.ops.depthwise import columns, problem
 from clamp.ops.reduce_to_shape import sum_channels
 from tests.reference import assert_close, to_device, to_numpy
@@ -46,7 +46,7 @@ def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: py
     """The plans of CPU devices, columns where they fit and tiles, and that of all others."""
     chosen = dataclasses.replace(capabilities(queue), is_cpu=request.param != "elements")
     monkeypatch.setattr(columns, "_PLANES_PER_CORE", 0 if request.param == "columns" else 2**32)
-    for module in (problem, reduce, cast):
+    for module in (problem, launch):
         monkeypatch.setattr(module, "capabilities", lambda queue: chosen)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from clamp.bridge import Tensor, empty
 from clamp.opencl.device import capabilities
-from clamp.ops import cast, concat, indexing
+from clamp.ops import concat, indexing, launch
 from clamp.ops.indexing import index_add, index_select, one_hot, sort_positions, to_index
 from tests.ops.test_concat import bits_of, words
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, to_device, to_numpy
@@ -26,7 +26,7 @@ def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: py
     monkeypatch.setattr(indexing, "_TILE", 8)
     if request.param == "other plan":
         other = dataclasses.replace(capabilities(queue), is_cpu=not capabilities(queue).is_cpu)
-        for module in (indexing, concat, cast):
+        for module in (indexing, concat, launch):
             monkeypatch.setattr(module, "capabilities", lambda queue: other)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
+from clamp.ops import launch
 from clamp.ops import loss as ops
-from clamp.ops import reduce
 from tests.reference import assert_close, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -34,7 +34,7 @@ def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: py
     if request.param == "other plan":
         own = capabilities(queue)
         other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        monkeypatch.setattr(reduce, "capabilities", lambda queue: other)
+        monkeypatch.setattr(launch, "capabilities", lambda queue: other)
 
 
 def cross_entropy_reference(x: np.ndarray, t: np.ndarray) -> tuple[float, np.ndarray, float]:

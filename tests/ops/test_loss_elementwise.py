@@ -9,8 +9,8 @@ import pyopencl as cl
 import pytest
 
 from clamp.opencl.device import capabilities
+from clamp.ops import launch
 from clamp.ops import loss_elementwise as ops
-from clamp.ops import reduce
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -32,7 +32,7 @@ def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: py
     if request.param == "other plan":
         own = capabilities(queue)
         other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        for module in (ops, reduce):
+        for module in (ops, launch):
             monkeypatch.setattr(module, "capabilities", lambda queue: other)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.ops import cast, distances, info_nce, reduce, triplets
+from clamp.ops import distances, info_nce, launch, triplets
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -28,7 +28,7 @@ def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: py
     if request.param == "other plan":
         own = capabilities(queue)
         other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        for module in (cast, distances, reduce):
+        for module in (launch, distances):
             monkeypatch.setattr(module, "capabilities", lambda queue: other)
 
 

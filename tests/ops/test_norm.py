@@ -10,7 +10,7 @@ import pyopencl as cl
 import pytest
 
 from clamp.opencl.device import capabilities
-from clamp.ops import norm_planes, norm_planes_backward, norm_rows, reduce
+from clamp.ops import launch, norm_planes, norm_planes_backward, norm_rows
 from clamp.ops.norm_sets import IDENTITY, RELU, Activation
 from tests.reference import assert_close, to_device, to_numpy
 from tests.sweep import sweep
@@ -36,7 +36,7 @@ def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: py
     if request.param != "own plan":
         own = capabilities(queue)
         other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        for module in (reduce, norm_planes, norm_rows):
+        for module in (launch, norm_planes, norm_rows):
             monkeypatch.setattr(module, "capabilities", lambda queue: other)
 
 

@@ -9,8 +9,8 @@ import pyopencl as cl
 import pytest
 
 from clamp.opencl.device import capabilities
+from clamp.ops import launch
 from clamp.ops import prelu as ops
-from clamp.ops import reduce
 from tests.reference import assert_close, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -36,7 +36,7 @@ def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: py
     if request.param == "other plan":
         own = capabilities(queue)
         other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        monkeypatch.setattr(reduce, "capabilities", lambda queue: other)
+        monkeypatch.setattr(launch, "capabilities", lambda queue: other)
 
 
 def check(

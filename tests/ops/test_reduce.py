@@ -9,7 +9,7 @@ import pyopencl as cl
 import pytest
 
 from clamp.opencl.device import capabilities
-from clamp.ops import reduce as ops
+from clamp.ops import launch
 from clamp.ops.reduce import expand, reduce_sum
 from tests.reference import SPECIAL, assert_close, to_device, to_numpy
 
@@ -31,7 +31,7 @@ def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: py
     if request.param == "other plan":
         own = capabilities(queue)
         other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        monkeypatch.setattr(ops, "capabilities", lambda queue: other)
+        monkeypatch.setattr(launch, "capabilities", lambda queue: other)
 
 
 def rounding(n: int, terms: np.ndarray) -> np.ndarray:

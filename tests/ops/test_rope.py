@@ -10,7 +10,7 @@ import pytest
 
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.ops import cast
+from clamp.ops import launch
 from clamp.ops import rope as module
 from clamp.ops.rope import rope
 from tests.reference import assert_close, to_device, to_numpy
@@ -24,7 +24,7 @@ def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: py
     if request.param == "other plan":
         own = capabilities(queue)
         other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        for user in (module, cast):
+        for user in (module, launch):
             monkeypatch.setattr(user, "capabilities", lambda queue: other)
 
 

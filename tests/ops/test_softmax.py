@@ -10,7 +10,7 @@ import pytest
 
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import source
-from clamp.ops import reduce
+from clamp.ops import launch
 from clamp.ops.softmax import softmax, softmax_backward
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy, ulp
 
@@ -25,7 +25,7 @@ def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: py
     if request.param == "other plan":
         own = capabilities(queue)
         other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        monkeypatch.setattr(reduce, "capabilities", lambda queue: other)
+        monkeypatch.setattr(launch, "capabilities", lambda queue: other)
 
 
 EXP16 = """

@@ -9,7 +9,7 @@ import pyopencl as cl
 import pytest
 
 from clamp.opencl.device import capabilities
-from clamp.ops import cast, reduce, topk
+from clamp.ops import launch, topk
 from tests.ops.test_concat import bits_of
 from tests.reference import SPECIAL, STORAGE_DTYPES, to_device, to_numpy
 
@@ -21,7 +21,7 @@ def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: py
     """The device's own kind of plan, and the other."""
     if request.param == "other plan":
         other = dataclasses.replace(capabilities(queue), is_cpu=not capabilities(queue).is_cpu)
-        for module in (topk, reduce, cast):
+        for module in (topk, launch):
             monkeypatch.setattr(module, "capabilities", lambda queue: other)
 
 

@@ -14,9 +14,9 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.cast import launch
 from clamp.ops.conv.geometry import Correlation, Pair
 from clamp.ops.gemm.problem import Epilogue
+from clamp.ops.launch import launch
 
 _STAGE_ROWS = Kernel("conv_stage.cl", "stage_rows")
 _STAGE_ELEMENTS = Kernel("conv_stage.cl", "stage_elements")

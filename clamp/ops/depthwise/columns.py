@@ -5,7 +5,7 @@ from __future__ import annotations
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.depthwise.problem import Problem, both_gradients, forward_operands
-from clamp.ops.reduce import plan_rows
+from clamp.ops.launch import plan_rows
 
 FORWARD = Kernel("depthwise_columns_forward.cl", "forward_columns")
 GRADIENT = Kernel("depthwise_columns_backward.cl", "gradient_columns")

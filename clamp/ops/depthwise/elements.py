@@ -7,9 +7,9 @@ from math import prod
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.cast import launch, span_for
 from clamp.ops.depthwise.problem import Problem, forward_operands
 from clamp.ops.engine import always
+from clamp.ops.launch import launch, span_for
 
 FORWARD = Kernel("depthwise_forward.cl", "forward_elements")
 INPUT_GRADIENT = Kernel("depthwise_backward.cl", "input_gradient_elements")

@@ -8,7 +8,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.depthwise.problem import Problem, both_gradients, forward_operands
 from clamp.ops.engine import on_cpus
-from clamp.ops.reduce import plan_rows
+from clamp.ops.launch import plan_rows
 
 FORWARD = Kernel("depthwise_forward.cl", "forward_tiles")
 GRADIENT = Kernel("depthwise_backward.cl", "gradient_tiles")

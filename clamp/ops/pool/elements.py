@@ -5,8 +5,8 @@ from __future__ import annotations
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.cast import launch, span_for
 from clamp.ops.engine import always
+from clamp.ops.launch import launch, span_for
 from clamp.ops.pool.problem import Problem
 
 POOL = Kernel("pool_elements.cl", "pool_elements")

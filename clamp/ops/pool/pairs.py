@@ -7,8 +7,8 @@ from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.cast import cast
 from clamp.ops.engine import on_cpus
+from clamp.ops.launch import plan_rows
 from clamp.ops.pool.problem import Problem
-from clamp.ops.reduce import plan_rows
 
 MAX = Kernel("pool_2x2.cl", "max_pool_2x2")
 MAX_BACKWARD = Kernel("pool_2x2.cl", "max_pool_2x2_backward")

@@ -6,8 +6,8 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.engine import on_cpus
+from clamp.ops.launch import plan_rows
 from clamp.ops.pool.problem import Problem
-from clamp.ops.reduce import plan_rows
 
 POOL = Kernel("pool_rows.cl", "pool_rows")
 MAX_BACKWARD = Kernel("pool_rows.cl", "max_pool_tiles_backward")
