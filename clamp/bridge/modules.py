@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -56,17 +57,34 @@ def _tensors_below(x: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Ten
             yield from _tensors_below(part, f"{name}.{key}" if name else str(key), seen)
 
 
+_MOST_NAMED = 32  # lists of parameters whose names are kept
+_named: dict[tuple[int, ...], tuple[list[weakref.ref[Tensor]], list[str]]] = {}
+
+
 def parameter_names(params: Sequence[Tensor]) -> list[str]:
     """Names of tensors by their place in the model, ``"layers.2.weight"``; ``"params[2]"`` for one in no module.
 
-    Looks through all objects of the process: for messages.
+    Looks through all objects of the process, the first time that it is asked for these tensors: for messages.
     """
-    wanted = {id(model_parameter(param)) for param in params}
+    models = [model_parameter(param) for param in params]
+    key = tuple(map(id, models))
+    known, names = _named.get(key, ([], []))
+    if len(known) != len(models) or any(ref() is not model for ref, model in zip(known, models, strict=True)):
+        found = _names_in_modules(set(key))
+        names = [found.get(place, f"params[{index}]") for index, place in enumerate(key)]
+        if len(_named) >= _MOST_NAMED:
+            _named.clear()
+        _named[key] = [weakref.ref(model) for model in models], names
+    return names
+
+
+def _names_in_modules(wanted: set[int]) -> dict[int, str]:
+    """Names of tensors, by id, from all layers and models that there are."""
     names: dict[int, str] = {}
-    for module in gc.get_objects():
-        if issubclass(type(module), Module):
-            for name, tensor in module_tensors(module):
-                # The module that holds the others has the longest names.
-                if id(tensor) in wanted and name.count(".") >= names.get(id(tensor), "").count("."):
-                    names[id(tensor)] = name
-    return [names.get(id(model_parameter(param)), f"params[{index}]") for index, param in enumerate(params)]
+    kinds = set(module_classes())
+    for module in [x for x in gc.get_objects() if type(x) in kinds]:
+        for name, tensor in module_tensors(module):
+            # The module that holds the others has the longest names.
+            if id(tensor) in wanted and name.count(".") >= names.get(id(tensor), "").count("."):
+                names[id(tensor)] = name
+    return names

@@ -103,7 +103,7 @@ def test_an_instruction_that_the_processor_lacks_is_not_tried(
 ) -> None:
     tried: list[str] = []
     monkeypatch.setattr(device, "host_cpu_flags", frozenset)
-    monkeypatch.setattr(device, "_probe", lambda queue, name: not tried.append(name))
+    monkeypatch.setattr(device, "_probe", lambda queue, kernel: not tried.append(kernel.name))
     assert not device._probed(queue).dot_bf16
     assert tried == ["half_storage"]
 

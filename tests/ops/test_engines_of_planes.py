@@ -13,7 +13,7 @@ from clamp.ops.depthwise import problem as of_depthwise
 from clamp.ops.engine import all_in_words, choose
 from clamp.ops.pool.problem import problem_of as pooling
 
-CPU = Capabilities(True, 8, True, 4096, 32768, 4096, 8)
+CPU = Capabilities(True, 8, True, 4096, 32768, 4096, 8, dot_bf16=False, fast_dot_bf16=False)
 GPU = dataclasses.replace(CPU, is_cpu=False, compute_units=80, max_work_group=1024, float_vector_width=1)
 
 
