@@ -23,6 +23,8 @@ from typing import Any, TypeAlias
 
 import pyopencl as cl
 
+from clamp.opencl.processor import host_cpu_flags
+
 #: Kernel -> the types of its arguments, by their names in OpenCL C.
 Signatures: TypeAlias = dict[str, list[str]]
 
@@ -46,8 +48,9 @@ def file_of(context: cl.Context, source: str, options: list[str]) -> Path | None
         return None
     device = context.devices[0]
     versions = (device.platform.version, device.driver_version, cl.VERSION_TEXT)
+    processor = sorted(host_cpu_flags())  # its code may use all of them; a home folder may serve several machines
     added = os.environ.get("PYOPENCL_BUILD_OPTIONS")  # which pyopencl adds to the options
-    key = json.dumps([device.name, device.native_vector_width_float, *versions, options, added, source])
+    key = json.dumps([device.name, device.native_vector_width_float, processor, *versions, options, added, source])
     return folder / f"{sha256(key.encode()).hexdigest()}.program"
 
 

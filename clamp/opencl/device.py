@@ -13,11 +13,11 @@ import sys
 import sysconfig
 import tempfile
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import pyopencl as cl
 
+from clamp.opencl.processor import host_cpu_flags, host_cpu_vendor
 from clamp.opencl.program import Kernel, KernelBuildError
 from clamp.opencl.recording import unrecorded
 
@@ -99,26 +99,6 @@ def list_devices() -> list[cl.Device]:
     if not devices:
         raise NoDeviceError
     return devices
-
-
-def host_cpu_flags() -> frozenset[str]:
-    """Instruction sets of the host's processor that the operating system lets programs use; empty if unknown."""
-    return frozenset(_host_cpu("flags").split())
-
-
-def host_cpu_vendor() -> str:
-    """``"AuthenticAMD"``, ``"GenuineIntel"``; empty if unknown."""
-    return _host_cpu("vendor_id").strip()
-
-
-@cache
-def _host_cpu(field: str) -> str:
-    """What Linux says of the host's first processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2] for line in lines if line.startswith(field)), "")
 
 
 def require_context(queue: cl.CommandQueue) -> None:

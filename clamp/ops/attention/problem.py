@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol
 
@@ -34,7 +34,7 @@ class Problem:
     causal: bool
     scale: float
     storage: tuple[str, str, str]
-    device: Capabilities
+    device: Capabilities = field(repr=False)
 
 
 class AttentionEngine(Engine[Problem], Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from clamp import bridge
@@ -44,7 +44,7 @@ class Problem:
     pad: int
     is_gradient: bool
     storage: tuple[str, str]
-    device: Capabilities
+    device: Capabilities = field(repr=False)
 
     @property
     def extents(self) -> tuple[int, ...]:
