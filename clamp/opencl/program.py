@@ -86,9 +86,8 @@ class Kernel:
         Raises:
             KernelBuildError: the device's compiler rejected the program.
         """
-        event: cl.Event = self.on(queue, **macros)(
-            queue, global_size, local_size, *[getattr(x, "buffer", x) for x in args]
-        )
+        kernel = self._compiled(queue.context, macros)
+        event: cl.Event = kernel(queue, global_size, local_size, *[getattr(x, "buffer", x) for x in args])
         return event
 
     def on(self, queue: cl.CommandQueue, **macros: object) -> cl.Kernel:
@@ -97,8 +96,10 @@ class Kernel:
         Raises:
             KernelBuildError: the device's compiler rejected the program.
         """
-        context = queue.context
-        key = (context.int_ptr, self.file, self.name, *macros.items())
+        return self._compiled(queue.context, macros)
+
+    def _compiled(self, context: cl.Context, macros: dict[str, object]) -> cl.Kernel:
+        key = (context.int_ptr, self, *macros.items())
         try:
             return _per_thread.kernels[key]
         except AttributeError:

@@ -90,13 +90,13 @@ def named_kernels_only(
 ) -> Iterator[None]:
     """Fails where an op launches kernels of a file that ``python -m clamp lists`` does not name."""
     capabilities(queue)  # its probes of the device, once in a process, read results
-    launched, on = set(), Kernel.on
+    launched, compiled = set(), Kernel._compiled
 
-    def noted(kernel: Kernel, *args: Any, **macros: Any) -> cl.Kernel:
+    def noted(kernel: Kernel, *args: Any) -> cl.Kernel:
         launched.add(kernel.file)
-        return on(kernel, *args, **macros)
+        return compiled(kernel, *args)
 
-    monkeypatch.setattr(Kernel, "on", noted)
+    monkeypatch.setattr(Kernel, "_compiled", noted)
     yield
     assert launched - _EVERYWHERE <= reached(OWNED[op.name]).files
 
