@@ -16,7 +16,8 @@ from clamp.casting.regions import Region, check_dtype
 from clamp.compat.settings import require_number
 from clamp.handle import NoOpHandle
 from clamp.models import as_list, cast_calls, to_16_bit
-from clamp.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, ScaleRule, StaticLossScale
+from clamp.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from clamp.scaling.scale_rule import ScaleRule
 from clamp.session import load_state_dict, state_dict
 
 __all__ = ["initialize", "load_state_dict", "scale_loss", "state_dict"]

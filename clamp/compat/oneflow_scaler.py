@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from clamp.compat import pytorch
-from clamp.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, ScaleRule, StaticLossScale
+from clamp.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from clamp.scaling.scale_rule import ScaleRule
 
 _LARGEST = float(np.finfo(np.float32).max)
 

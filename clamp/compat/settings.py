@@ -13,7 +13,7 @@ from clamp.bridge import Tensor, on_device
 from clamp.casting.operands import note_numpy_backend
 from clamp.opencl.device import capabilities
 from clamp.patching.decorators import require_function
-from clamp.scaling.loss_scale import ScaleRule
+from clamp.scaling.scale_rule import ScaleRule
 
 
 def require_plain_function(function: Any, region: str) -> None:

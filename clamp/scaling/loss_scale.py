@@ -19,22 +19,18 @@ An optimizer is a bit, chosen by the caller: ``mask`` has the bits of the optimi
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.ops.cast import cast
 from clamp.ops.loss_scale import ADJUST, RECORD, UPDATE, AppliedScale, DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_, unscale_
+from clamp.scaling.scale_rule import DEFAULT_RULE, ScaleRule, count, positive
 
 _OPTIMIZERS = 32  # bits of a mask
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 def _check_dtypes(name: str, *dtypes: str) -> None:
@@ -50,28 +46,6 @@ def _check_masks(mask: int, fresh: int) -> None:
         raise ValueError(f"fresh {fresh:#b} has bits that mask {mask:#b} has not")
 
 
-def _positive(name: str, value: Any) -> float:
-    """The value rounded to float32, which the device computes with."""
-    try:
-        with np.errstate(over="ignore"):
-            rounded = float(np.float32(value))
-    except (TypeError, ValueError):
-        rounded = 0.0
-    if isinstance(value, str) or not 0 < rounded <= _LARGEST:
-        raise ValueError(f"{name} must be a finite positive number, not {value!r}")
-    return rounded
-
-
-def _count(name: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = least - 1
-    if not least <= count <= most:
-        raise ValueError(f"{name} must be an integer from {least} to {most}, not {value!r}")
-    return count
-
-
 def _parse_state(state: Mapping[str, Any]) -> ScaleState:
     """The content of a ``state_dict``; raises as ``load_state_dict`` does."""
     if not state:
@@ -80,10 +54,10 @@ def _parse_state(state: Mapping[str, Any]) -> ScaleState:
     if not {"loss_scale", "unskipped"} <= state.keys() <= known:
         raise ValueError(f"a loss scale's state dict has the keys {sorted(known)}, not {sorted(state)}")
     return ScaleState(
-        _positive("loss_scale", state["loss_scale"]),
-        _count("unskipped", state["unskipped"]),
-        _count("overflow", state.get("overflow", 0), most=2**_OPTIMIZERS - 1),
-        _count("bad_steps", state.get("bad_steps", 0)),
+        positive("loss_scale", state["loss_scale"]),
+        count("unskipped", state["unskipped"]),
+        count("overflow", state.get("overflow", 0), most=2**_OPTIMIZERS - 1),
+        count("bad_steps", state.get("bad_steps", 0)),
     )
 
 
@@ -316,7 +290,7 @@ class StaticLossScale(LossScale):
     """
 
     def __init__(self, scale: float) -> None:
-        self._state = DeviceState(_positive("the loss scale", scale))
+        self._state = DeviceState(positive("the loss scale", scale))
 
     @property
     def floor(self) -> float:
@@ -365,7 +339,7 @@ class StaticLossScale(LossScale):
         self._state.write(scale=self._check_scale(value), event=0)
 
     def _check_scale(self, value: float) -> float:
-        return _positive("the loss scale", value)
+        return positive("the loss scale", value)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         scale, growth_tracker, overflow, bad_steps, _ = _parse_state(state)
@@ -376,54 +350,6 @@ class StaticLossScale(LossScale):
             bad_steps=bad_steps,
             nans=0,
         )
-
-
-@dataclass(frozen=True)
-class ScaleRule:
-    """How a dynamic loss scale moves; :class:`DynamicLossScale` has the algorithm.
-
-    Args:
-        growth_factor: above 1.
-        backoff_factor: between 0 and 1.
-        growth_interval: clean steps, at least 1.
-        decr_every_n_nan_or_inf: overflowed steps in a row that lower the scale once, at least 1.
-        min_scale, max_scale: finite, positive, in this order.
-
-    Raises:
-        ValueError: a value is none of these, as a float32.
-    """
-
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    decr_every_n_nan_or_inf: int = 1
-    min_scale: float = 2.0**-14
-    max_scale: float = 2.0**24
-
-    def __post_init__(self) -> None:
-        if not _positive("growth_factor", self.growth_factor) > 1:
-            raise ValueError(f"growth_factor must be above 1, not {self.growth_factor!r}")
-        if not _positive("backoff_factor", self.backoff_factor) < 1:
-            raise ValueError(f"backoff_factor must be between 0 and 1, not {self.backoff_factor!r}")
-        _count("growth_interval", self.growth_interval, least=1)
-        _count("decr_every_n_nan_or_inf", self.decr_every_n_nan_or_inf, least=1)
-        if _positive("min_scale", self.min_scale) > _positive("max_scale", self.max_scale):
-            raise ValueError(f"min_scale {self.min_scale!r} is above max_scale {self.max_scale!r}")
-
-    @property
-    def arguments(self) -> tuple[float, float, int, int, float, float]:
-        """In the order of the kernels."""
-        return (
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-            self.decr_every_n_nan_or_inf,
-            self.min_scale,
-            self.max_scale,
-        )
-
-
-DEFAULT_RULE = ScaleRule()
 
 
 class DynamicLossScale(StaticLossScale):
@@ -482,7 +408,7 @@ class DynamicLossScale(StaticLossScale):
         self._state.launch(UPDATE, mask, fresh, *self.rule.arguments)
 
     def _check_scale(self, value: float) -> float:
-        value = _positive("the loss scale", value)
+        value = positive("the loss scale", value)
         if not self.rule.min_scale <= value <= self.rule.max_scale:
             raise ValueError(
                 f"the loss scale {value!r} is not between min_scale {self.rule.min_scale!r} "

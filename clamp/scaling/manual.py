@@ -22,7 +22,8 @@ from clamp.params import gradient_marks, masters
 from clamp.params.masters import Pair
 from clamp.scaling.backward_pass import tokens, unscale_all
 from clamp.scaling.interrupts import uninterrupted
-from clamp.scaling.loss_scale import DynamicLossScale, LossScale, ScaleRule
+from clamp.scaling.loss_scale import DynamicLossScale, LossScale
+from clamp.scaling.scale_rule import ScaleRule
 from clamp.scaling.scaled_loss import scaled_node
 from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport, warn_of_lost_bits
 

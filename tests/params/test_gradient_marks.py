@@ -18,7 +18,8 @@ from clamp.bridge import Parameter, Tensor
 from clamp.compat import paddle
 from clamp.ops.loss_scale import AppliedScale
 from clamp.params import gradient_marks
-from clamp.scaling.loss_scale import DynamicLossScale, NoLossScale, ScaleRule, StaticLossScale
+from clamp.scaling.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from clamp.scaling.scale_rule import ScaleRule
 from tests.reference import to_device
 
 LR = 0.125

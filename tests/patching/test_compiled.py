@@ -19,7 +19,7 @@ from netcl.runtime.capture import KernelCapture
 
 from clamp import amp, bridge, session
 from clamp.bridge import Parameter, Tensor
-from clamp.scaling.loss_scale import ScaleRule
+from clamp.scaling.scale_rule import ScaleRule
 from tests.networks import loss_of, mlp, weights_of
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 

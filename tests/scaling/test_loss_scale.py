@@ -26,10 +26,10 @@ from clamp.scaling.loss_scale import (
     DynamicLossScale,
     LossScale,
     NoLossScale,
-    ScaleRule,
     StaticLossScale,
     make_loss_scale,
 )
+from clamp.scaling.scale_rule import ScaleRule
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, quantize, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
