@@ -8,6 +8,7 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
+from clamp.bridge.user_wrappers import defined_behind, is_users, original_in
 from clamp.casting.operands import Casting, NotOwned
 
 Function = Callable[..., Any]
@@ -52,10 +53,21 @@ def _first_of(function: Function) -> Function:
     return first
 
 
+def _own_function(name: str) -> Any:
+    """netcl's function of this full name, behind a wrapper that a user has put over it before clamp was imported."""
+    module, _, attribute = name.rpartition(".")
+    function = getattr(import_module(module), attribute)
+    if not is_users(function):
+        return function
+    return original_in(function, attribute) or defined_behind(module, attribute)
+
+
 def _with_arguments_of(name: str, function: Function) -> Function:
     """A function that is called as netcl's function of this full name is."""
-    module, _, attribute = name.rpartition(".")
-    theirs = inspect.signature(getattr(import_module(module), attribute)).parameters
+    netcls = _own_function(name)
+    if netcls is None:  # no call comes here: what a user has put in netcl's place runs as it is
+        return function
+    theirs = inspect.signature(netcls).parameters
     casting, *ours = inspect.signature(function).parameters.values()
     known, places = [parameter.name for parameter in ours], list(theirs)
     if known[: len(places)] == places:

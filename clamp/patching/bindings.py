@@ -15,8 +15,9 @@ from typing import Any
 
 import wrapt
 
-from clamp.patching import engine, user_wrappers
-from clamp.patching.user_wrappers import Place, is_users
+from clamp.bridge import user_wrappers
+from clamp.bridge.user_wrappers import Place, is_users
+from clamp.patching import engine
 from clamp.patching.wrap import Wrapper
 
 _MISSING = object()

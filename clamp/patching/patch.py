@@ -15,15 +15,16 @@ from typing import Any
 import wrapt
 from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 
+from clamp.bridge import user_wrappers
+from clamp.bridge.user_wrappers import is_users
 from clamp.casting.policy import CastPolicy, Entry, PolicyTable
 from clamp.functions import OWNED
-from clamp.patching import collectives, engine, layers, pools, user_wrappers  # noqa: F401  (for what they meet)
+from clamp.patching import collectives, engine, layers, pools  # noqa: F401  (for what they meet)
 from clamp.patching.bindings import Bindings
 from clamp.patching.meets import REPLACEMENTS, WRAPPERS
 from clamp.patching.netcl_names import listen, module_of, netcl_modules, owner_of, when_imported
 from clamp.patching.optimizers import Steps
 from clamp.patching.recordings import capture, compiled, replay  # noqa: F401  (for what they meet)
-from clamp.patching.user_wrappers import is_users
 from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, owned_wrapper, user_wrapper, writes
 
 
@@ -138,7 +139,7 @@ class Patches:
             if inside is None:
                 user_wrappers.warn_of(original, entry.name)
                 self._bindings.wrapper_of(original, netcl_wrapper(entry))
-            original = inside or user_wrappers.defined_behind(entry)
+            original = inside or user_wrappers.defined_behind(entry.module, entry.function)
             if original is None:
                 return
         wrapper: Wrapper

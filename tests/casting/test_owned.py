@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
+import subprocess
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -42,3 +45,27 @@ def test_calls_that_are_none_of_clamps_are_left_to_netcl(softmax: Any) -> None:
             softmax(Promote(), *args, **kwargs)
     with pytest.raises(TypeError):
         softmax(Promote(), "x", other=1)
+
+
+def test_wrappers_that_were_there_before_clamp_hide_no_arguments() -> None:
+    """A timer without functools.wraps over each of netcl's functions shows ``(*args, **kwargs)``."""
+    script = """
+import importlib, inspect, json, sys
+from netcl.nn import functional
+
+def timed(function):
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+    return call
+
+for name in json.loads(sys.argv[1]):
+    module, _, attribute = name.rpartition(".")
+    module = importlib.import_module(module)
+    setattr(module, attribute, timed(getattr(module, attribute)))
+from clamp.functions import OWNED
+print(json.dumps({name: str(inspect.signature(function)) for name, function in OWNED.items()}))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(list(OWNED))], capture_output=True, text=True, check=True
+    )
+    assert json.loads(run.stdout) == {name: str(inspect.signature(function)) for name, function in OWNED.items()}

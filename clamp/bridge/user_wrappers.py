@@ -29,8 +29,6 @@ from typing import Any
 
 import wrapt
 
-from clamp.casting.policy import Entry
-
 _DEPTH = 6  # wrappers over wrappers
 _PROXIES = (wrapt.ObjectProxy, wrapt.FunctionWrapper)
 
@@ -79,10 +77,10 @@ def original_in(wrapper: Any, name: str | None = None) -> Any:
     return next((function for function in found if name in (None, function.__name__)), None)
 
 
-def defined_behind(entry: Entry) -> Any:
-    """netcl's own function behind a listed name that a user has taken, in the module that defines it; or None."""
+def defined_behind(module_name: str, function_name: str) -> Any:
+    """netcl's own function behind a name that a user has taken, in the module that defines it; or None."""
     for name, module in list(sys.modules.items()):
-        function = vars(module).get(entry.function) if name.startswith(entry.module) else None
+        function = vars(module).get(function_name) if name.startswith(module_name) else None
         if is_netcls(function):
             return function
     return None
