@@ -19,7 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pyopencl as cl
 
@@ -34,10 +34,10 @@ _COMPLETE = ("Intel(R) OpenCL",)
 
 
 @dataclass(frozen=True)
-class Built:
-    """A program that was built, and the signatures of its kernels."""
+class Kept:
+    """A program of one device as it lies on disk."""
 
-    program: cl.Program
+    binary: bytes
     signatures: Signatures
 
 
@@ -54,8 +54,8 @@ def file_of(context: cl.Context, source: str, options: list[str]) -> Path | None
     return folder / f"{sha256(key.encode()).hexdigest()}.program"
 
 
-def load(context: cl.Context, file: Path) -> Built | None:
-    """The program that is kept in a file; None if there is none, or the file cannot be trusted or used."""
+def load(file: Path) -> Kept | None:
+    """The program that is kept in a file; None if there is none, or the file cannot be trusted."""
     try:
         with file.open("rb") as opened:
             if not _is_private(os.fstat(opened.fileno())):
@@ -63,16 +63,15 @@ def load(context: cl.Context, file: Path) -> Built | None:
             digest, content = opened.readline().strip(), opened.read()
         if digest != _digest(file, content):
             return None
-        signatures, _, binary = content.partition(b"\n")
-        return Built(cl.Program(context, context.devices, [binary]).build(), json.loads(signatures))
-    except (OSError, cl.Error):
+    except OSError:
         return None
+    signatures, _, binary = content.partition(b"\n")
+    return Kept(binary, json.loads(signatures))
 
 
-def store(file: Path, built: Built) -> None:
-    """Keeps a program of one device in a file, if that can be written."""
-    binaries: Any = built.program.get_info(cl.program_info.BINARIES)
-    content = json.dumps(built.signatures).encode() + b"\n" + binaries[0]
+def store(file: Path, kept: Kept) -> None:
+    """Keeps a program in a file, if that can be written."""
+    content = json.dumps(kept.signatures).encode() + b"\n" + kept.binary
     try:
         # Renamed into place, so that a process starting beside this one never reads half a file.
         number, temporary = tempfile.mkstemp(dir=file.parent)

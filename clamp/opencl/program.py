@@ -16,6 +16,8 @@ from __future__ import annotations
 import re
 import threading
 import warnings
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -24,7 +26,7 @@ import numpy as np
 import pyopencl as cl
 
 from clamp.opencl import binaries
-from clamp.opencl.binaries import Built
+from clamp.opencl.binaries import Kept, Signatures
 
 _COMMON = "common.clh"
 # Scalars by their names in OpenCL C. A program is built with -cl-kernel-arg-info, so that its kernels know them.
@@ -35,6 +37,14 @@ _lock = threading.Lock()  # around the two tables, never around a build
 _programs: dict[tuple[Any, ...], Built] = {}
 _building: dict[tuple[Any, ...], threading.Lock] = {}
 _per_thread = threading.local()
+
+
+@dataclass(frozen=True)
+class Built:
+    """A program that was built, and the signatures of its kernels."""
+
+    program: cl.Program
+    signatures: Signatures
 
 
 class KernelBuildError(RuntimeError):
@@ -159,12 +169,13 @@ def _build(context: cl.Context, file: str, macros: dict[str, object]) -> Built:
     options = [*_OPTIONS, *(f"-D{name}={value}" for name, value in macros.items())]
     if all(map(_prefetches, context.devices)):
         options.append("-DPREFETCHES")
-    kept = binaries.file_of(context, text, options)
+    file_kept = binaries.file_of(context, text, options)
     with warnings.catch_warnings():
         # Drivers write progress to the build log of a program that is fine.
         warnings.simplefilter("ignore", cl.CompilerWarning)
-        if kept is not None and (known := binaries.load(context, kept)) is not None:
-            return known
+        if file_kept is not None and (kept := binaries.load(file_kept)) is not None:
+            with suppress(cl.Error):  # a binary that the driver refuses is written anew
+                return Built(cl.Program(context, context.devices, [kept.binary]).build(), kept.signatures)
         try:
             program = cl.Program(context, text).build(options=options, cache_dir=False)  # type: ignore[arg-type]
         except cl.RuntimeError as error:
@@ -172,10 +183,11 @@ def _build(context: cl.Context, file: str, macros: dict[str, object]) -> Built:
             raise KernelBuildError(
                 f"{file} with {' '.join(options)} does not compile on {devices}:\n{error}"
             ) from error
-    built = Built(program, {kernel.function_name: _argument_types(kernel) for kernel in program.all_kernels()})
-    if kept is not None:
-        binaries.store(kept, built)
-    return built
+    signatures = {kernel.function_name: _argument_types(kernel) for kernel in program.all_kernels()}
+    if file_kept is not None:
+        made: Any = program.get_info(cl.program_info.BINARIES)
+        binaries.store(file_kept, Kept(made[0], signatures))
+    return Built(program, signatures)
 
 
 def _argument_types(kernel: cl.Kernel) -> list[str]:
