@@ -15,6 +15,7 @@ import netcl
 import netcl.nn
 import netcl.optim
 import netcl.trainer  # noqa: F401
+import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
@@ -23,6 +24,7 @@ from netcl.autograd.engine import Node, Tape
 from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 
 from clamp import amp, session
+from clamp.bridge import Parameter
 from tests.networks import batch, loss_of, mlp, step
 from tests.reference import to_device
 
@@ -38,6 +40,15 @@ def snapshot() -> dict[tuple[str, str], object]:
     }
     owners |= {cls.__qualname__: cls for cls in _CLASSES}
     return {(name, key): value for name, owner in owners.items() for key, value in vars(owner).items()}
+
+
+@pytest.fixture
+def used_queue(queue: cl.CommandQueue) -> cl.CommandQueue:
+    """A queue of the last backward pass, which netcl's engine keeps in an attribute of its own."""
+    with ag.Tape() as tape:
+        result = ag.relu(ag.tensor(Parameter.from_host(queue, np.ones(3, np.float32))))
+    tape.backward(result)
+    return queue
 
 
 def assert_identical(before: dict[tuple[str, str], object]) -> None:
@@ -84,23 +95,23 @@ def test_disabled_handle_passes_through(queue: cl.CommandQueue) -> None:
     handle.shutdown()
 
 
-def test_shutdown_restores_the_identical_objects(queue: cl.CommandQueue) -> None:
+def test_shutdown_restores_the_identical_objects(used_queue: cl.CommandQueue) -> None:
     before = snapshot()
     original = matmul_op
     handle = amp.init()
     assert matmul_op is not original, "a name bound before init must be met"
     assert ag.matmul is ag.matmul_op is matmul_op
-    model = mlp(queue, 8, 16, 4)
-    step(handle, model, Adam(model.parameters()), batch(queue, 8, 8, 4))
+    model = mlp(used_queue, 8, 16, 4)
+    step(handle, model, Adam(model.parameters()), batch(used_queue, 8, 8, 4))
     handle.shutdown()
     assert_identical(before)
     assert matmul_op is original
     handle.shutdown()
 
 
-def test_shutdown_restores_after_an_exception_inside_a_step(queue: cl.CommandQueue) -> None:
+def test_shutdown_restores_after_an_exception_inside_a_step(used_queue: cl.CommandQueue) -> None:
     before = snapshot()
-    model, data = mlp(queue, 8, 16, 4), batch(queue, 8, 8, 4)
+    model, data = mlp(used_queue, 8, 16, 4), batch(used_queue, 8, 8, 4)
     optimizer = SGD(model.parameters())
 
     def failing_step(handle: amp.AmpHandle) -> None:
