@@ -8,10 +8,13 @@ race or an invalid access that it reports fails the test.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 # Oclgrind reads its settings when its library is loaded, at the first platform query.
@@ -29,12 +32,17 @@ from clamp import bridge, session
 from clamp.opencl import program
 from clamp.opencl.device import NoDeviceError, list_devices
 from tests.conformance import report
+from tests.covering import covering
 from tests.loop import SWEEP
 from tests.poison import poisoned_empty
 
 _SIMULATOR = "oclgrind"
 _PLATFORMS = {"Portable Computing Language": "pocl", "Intel(R) OpenCL": "intel", "Oclgrind": _SIMULATOR}
 
+
+# Of four cases of an everyday run, so many on a device of several: PoCL takes five times as long to build a kernel as
+# Intel's runtime, without optimisation.
+_TURNS = {"intel": 3}
 
 _CONTEXTS: list[cl.Context] = []  # Intel's runtime frees a context that only its queue refers to
 
@@ -79,39 +87,78 @@ def pytest_configure(config: pytest.Config) -> None:
             del _QUEUES[name]
 
 
+def _is_sweep(config: pytest.Config) -> bool:
+    return bool(os.environ.get("CLAMP_TEST_SLOW") or config.option.markexpr)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    is_sweep = bool(os.environ.get("CLAMP_TEST_SLOW") or config.option.markexpr)
+    is_sweep = _is_sweep(config)
     # The simulator takes a hundred times as long: its small sizes are in the everyday run, the sweep is not for it.
     dropped = {
         item for item in items if item.get_closest_marker("slow") and (not is_sweep or _device(item) == _SIMULATOR)
     }
-    if not (is_sweep or config.option.keyword or any("::" in argument for argument in config.args)):
-        dropped |= _dealt_to_others([item for item in items if item not in dropped])
+    if not (config.option.keyword or any("::" in argument for argument in config.args)):
+        dropped |= _left_out([item for item in items if item not in dropped], is_sweep)
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
-    # The longest first; and random loops are several times as fast in a young process, of few objects.
-    items.sort(key=lambda item: not (item.get_closest_marker("slow") and item.path.parent.name == "loop"))
+    # The longest first; and random loops are several times as fast in a young process, of few objects. What is built
+    # optimised comes before what may take that as well as build its own.
+    items.sort(key=lambda item: 0 if _is_random_loop(item) else 2 if _is_unoptimised(item) else 1)
+
+
+def _is_random_loop(item: pytest.Item) -> bool:
+    return item.path.parent.name == "loop" and item.get_closest_marker("slow") is not None
+
+
+def _is_unoptimised(item: pytest.Item) -> bool:
+    """Whether kernels are built without optimisation for a test, which takes a third of the time: in the sweep for its
+    permutations of what an everyday run has built optimised; in an everyday run for all on one device of two."""
+    if _is_sweep(item.config):
+        return item.get_closest_marker("slow") is not None and not _is_random_loop(item)
+    return _device(item) == "intel" and len(_QUEUES.keys() - {_SIMULATOR}) > 1
 
 
 def _device(item: pytest.Item) -> str | None:
     return item.callspec.params.get("queue") if hasattr(item, "callspec") else None
 
 
-def _dealt_to_others(items: list[pytest.Item]) -> set[pytest.Item]:
-    """What an everyday run leaves out: the cases of a test are dealt out among the devices, in an order that is
-    shuffled, or the first of two dtypes would always meet the first of two devices. A lone case is run on each."""
-    tests = defaultdict[str, defaultdict[object, list[pytest.Item]]](lambda: defaultdict(list))
+def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
+    """Of tests with many parameters, the cases in which nothing meets that does not meet elsewhere.
+
+    In the sweep any three parameters meet, of which the device is one; on the simulator any two. In an everyday run any
+    two meet on some device: each case is run on one.
+    """
+    tests = defaultdict[tuple[str, bool], list[pytest.Item]](list)
     for item in items:
-        if (device := _device(item)) not in (None, _SIMULATOR):
-            test, _, case = item.nodeid.partition("[")
-            tests[test][tuple(word for word in case.strip("]").split("-") if word != device)].append(item)
-    dropped = set()
-    for cases in tests.values():
-        if len(cases) > 1:
-            dealt = list(cases.values())
-            random.Random(0).shuffle(dealt)
-            dropped |= {item for n, case in enumerate(dealt) for k, item in enumerate(case) if k != n % len(case)}
-    return dropped
+        if (device := _device(item)) is not None:
+            tests[item.nodeid.partition("[")[0], device == _SIMULATOR].append(item)
+    kept = set[pytest.Item]()
+    turns = cycle(name for name in _QUEUES if name != _SIMULATOR for _ in range(_TURNS.get(name, 1)))
+    for (_, is_simulated), cases in tests.items():
+        if is_sweep or is_simulated:
+            chosen = covering([_values(case) for case in cases], 2 if is_simulated else 3)
+            kept |= {cases[number] for number in chosen}
+        else:
+            kept |= _dealt_out(cases, turns)
+    return {case for cases in tests.values() for case in cases} - kept
+
+
+def _dealt_out(items: list[pytest.Item], turns: Iterator[str]) -> set[pytest.Item]:
+    if items[0].path.parent.name == "opencl":  # what differs from device to device
+        return set(items)
+    cases = defaultdict[frozenset[tuple[str, int]], dict[str | None, pytest.Item]](dict)
+    for item in items:
+        device = _device(item)
+        cases[frozenset(_values(item).items() - {("queue", id(device))})][device] = item
+    on_each = list(cases.values())
+    chosen = [on_each[number] for number in covering([dict(case) for case in cases], 2)]
+    random.Random(0).shuffle(chosen)  # or the first of two dtypes would always be on the first of two devices
+    return {devices.get(device) or next(iter(devices.values())) for devices, device in zip(chosen, turns, strict=False)}
+
+
+def _values(item: pytest.Item) -> dict[str, int]:
+    """The parameters of a test, and which objects they are: they need not be hashable."""
+    return {name: id(value) for name, value in item.callspec.params.items()}
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -121,12 +168,25 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [*devices, f"random loops: seeds {SWEEP[0]} to {SWEEP[-1]} in the sweep (CLAMP_LOOP_SEED)"]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if not _is_sweep(metafunc.config):
+        _leave_slow_cases_out(metafunc.definition)
     if "queue" not in metafunc.fixturenames:
         return
     is_kernel_test = metafunc.definition.get_closest_marker("kernel") is not None
     names = [name for name in _QUEUES if is_kernel_test or name != _SIMULATOR]
     metafunc.parametrize("queue", names, indirect=True, scope="session")
+
+
+def _leave_slow_cases_out(test: pytest.Item) -> None:
+    """Does not make the slow cases of an everyday run, two thirds of all, only to drop them."""
+    for number, mark in enumerate(test.own_markers):
+        if mark.name == "parametrize":
+            names, cases, *rest = mark.args
+            quick = [case for case in cases if not any(m.name == "slow" for m in getattr(case, "marks", ()))]
+            if quick:  # a test of slow cases only is dropped whole
+                test.own_markers[number] = pytest.mark.parametrize(names, quick, *rest, **mark.kwargs).mark
 
 
 @pytest.fixture(scope="session")
@@ -139,6 +199,19 @@ def queue(request: pytest.FixtureRequest) -> cl.CommandQueue:
 def simulated(queue: cl.CommandQueue) -> bool:
     """Whether the device is the (slow) simulator, so that a test takes its smallest sizes."""
     return queue.device.platform.name == "Oclgrind"
+
+
+_UNOPTIMISED = "-cl-opt-disable"
+
+
+@pytest.fixture(autouse=True)
+def build_options(request: pytest.FixtureRequest) -> None:
+    """Compilers take most of the time of all tests: some have theirs build without optimisation."""
+    before = os.environ.pop("PYOPENCL_BUILD_OPTIONS", "")
+    if _is_unoptimised(request.node):
+        os.environ["PYOPENCL_BUILD_OPTIONS"] = _UNOPTIMISED
+    if os.environ.get("PYOPENCL_BUILD_OPTIONS", "") != before and _is_sweep(request.config):
+        program.release_programs()  # a device's programs of the sweep are of both kinds
 
 
 @pytest.fixture(autouse=True)
@@ -160,6 +233,13 @@ def same_numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Gives a test the same random numbers, whichever tests ran before it in its process."""
     if hasattr(request.module, "RNG"):
         monkeypatch.setattr(request.module, "RNG", np.random.default_rng(0))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_stay() -> None:
+    """Takes what other modules have left out of what each collection goes through: netcl collects after each step."""
+    gc.collect()
+    gc.freeze()
 
 
 _PROGRAMS = 300  # built ones that are kept from test to test

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 import wrapt
@@ -62,7 +62,7 @@ class Bindings:
         The modules that define netcl's recorded functions keep what they imported themselves: whatever reaches
         the inside of one of these functions has passed its wrapper, and need not pay for a second one.
         """
-        for module in _searched_modules() if self._unbound else ():
+        for module in _modules_with(self._unbound):
             only_own = module.__name__ in _RECORDED_MODULES
             for name, value in list(vars(module).items()):
                 replacement = self._unbound.get(id(value))
@@ -95,7 +95,7 @@ class Bindings:
         self._filled.clear()
         # Modules imported since have bound the wrappers themselves.
         originals = {id(wrapper): original for original, wrapper in self._wrappers.values()}
-        for module in _searched_modules():
+        for module in _modules_with(originals):
             for name, value in list(vars(module).items()):
                 if id(value) in originals:
                     setattr(module, name, originals[id(value)])
@@ -110,10 +110,14 @@ def _users_in_netcl(but: Container[int]) -> list[Any]:
     return [value for value in found if id(value) not in but]
 
 
-def _searched_modules() -> list[types.ModuleType]:
-    """Loaded modules in which names are rebound: all but clamp's own, which must keep netcl's originals."""
+def _modules_with(ids: Mapping[int, Any]) -> list[types.ModuleType]:
+    """Loaded modules with a name for an object of these ids: not clamp's own, which must keep netcl's originals."""
     return [
         module
         for name, module in list(sys.modules.items())
-        if isinstance(module, types.ModuleType) and not name.startswith("clamp.") and name != "clamp"
+        if isinstance(module, types.ModuleType)
+        and not name.startswith("clamp.")
+        and name != "clamp"
+        # A process has a hundred thousand names: no loop of Python's over all of them.
+        and not ids.keys().isdisjoint(map(id, list(vars(module).values())))
     ]

@@ -122,13 +122,14 @@ class Patches:
             if not name.startswith("netcl.") or f"{name}.*" in self._policies:
                 continue
             for function_name, function in list(vars(module).items()):
+                if id(function) in none or not _is_own_function(function, module):
+                    continue
                 entry = Entry(f"{name}.{function_name}", CastPolicy.FLOAT, "on no list")
                 if entry.name in self._policies.calls:
                     continue  # what it hands over to is wrapped, and must see the inputs as they are
                 if is_users(function) and user_wrappers.original_in(function) is not None:
                     continue  # a wrapper of the user's: what it calls inside is met
-                if id(function) not in none and _is_own_function(function, module):
-                    self._bindings.wrapper_of(function, netcl_wrapper(entry, listed=False))
+                self._bindings.wrapper_of(function, netcl_wrapper(entry, listed=False))
 
     def _wrap_entry(self, entry: Entry) -> None:
         original = _function_of(entry)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -396,9 +395,7 @@ def fit(queue: cl.CommandQueue, data: Any, **settings: Any) -> tuple[Watched, An
     ema = ModelEMA(model, decay=0.9) if settings.pop("ema", False) else None
     seen_too = data if settings.pop("validate", False) else None
     trainer = Watched(model, SGD(model.parameters(), lr=0.5), device_queue=queue, ema=ema, **settings)
-    gc.freeze()  # netcl collects garbage after each step, among all that a process of many tests holds
     trainer.fit(data, seen_too, epochs=2)
-    gc.unfreeze()
     return trainer, model
 
 

@@ -38,13 +38,20 @@ def x_of(queue: cl.CommandQueue, index: int = 0) -> Tensor:
     return to_device(queue, BATCHES[index])
 
 
-class Infer(amp.Graph):
+class Clamps(amp.Graph):
+    """A graph of clamp's kernels, which are built once for all constants (netcl's once for each)."""
+
+    def __init__(self, dtype: str = "float32") -> None:
+        super().__init__()
+        self.config.enable_amp(True, dtype=dtype)
+
+
+class Infer(Clamps):
     """A model's output; counts its builds where no recording looks."""
 
     def __init__(self, model: Any, dtype: str = "float32") -> None:
-        super().__init__()
+        super().__init__(dtype)
         self.model = model
-        self.config.enable_amp(True, dtype=dtype)
         self.builds: list[int] = []
 
     def build(self, x: Any) -> Any:
@@ -600,7 +607,7 @@ def test_a_constant_that_is_an_object_is_looked_into(queue: cl.CommandQueue) -> 
 def test_a_constant_that_changes_in_every_call_runs_with_one_warning_and_bounded_memory(
     queue: cl.CommandQueue,
 ) -> None:
-    class Times(amp.Graph):
+    class Times(Clamps):
         def build(self, x: Any, factor: float) -> Any:
             return ag.mul(x, factor)
 
@@ -796,7 +803,7 @@ def test_a_setting_that_changes_now_and_then_is_recorded_each_time(queue: cl.Com
 
 
 def test_the_kind_that_was_used_last_is_remembered(queue: cl.CommandQueue) -> None:
-    class Times(amp.Graph):
+    class Times(Clamps):
         def __init__(self) -> None:
             super().__init__()
             self.builds: list[int] = []

@@ -142,7 +142,12 @@ def test_the_scale_grows_after_clean_steps(queue: cl.CommandQueue) -> None:
     model, data = mlp(queue, 4, 4), batch(queue, 4, 4, 4)
     optimizer = SGD(model.parameters(), lr=1e-6)
     with amp.init() as handle:
-        for _ in range(1999):
+        for _ in range(9):
+            step(handle, model, optimizer, data)
+        state = amp.state_dict()
+        state["loss_scaler0"]["unskipped"] += 1980
+        amp.load_state_dict(state)
+        for _ in range(10):
             step(handle, model, optimizer, data)
         assert handle.loss_scale == 2.0**16
         step(handle, model, optimizer, data)

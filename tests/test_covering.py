@@ -1,0 +1,32 @@
+"""The cases that a run is left with still have all that meets in the whole product."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.covering import covering
+
+
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), strength=st.integers(1, 3))
+def test_values_that_meet_in_the_product_meet_in_the_array(sizes: list[int], strength: int) -> None:
+    names = "abcd"[: len(sizes)]
+    cases = [dict(zip(names, values, strict=True)) for values in product(*map(range, sizes))]
+    chosen = [cases[number] for number in covering(cases, strength)]
+    for together in combinations(names, min(strength, len(names))):
+        assert {tuple(case[name] for name in together) for case in chosen} == set(
+            product(*(range(sizes[names.index(name)]) for name in together))
+        )
+
+
+@pytest.mark.parametrize(("strength", "most"), [(1, 7), (2, 60), (3, 400)])
+def test_most_of_a_large_product_is_left_out(strength: int, most: int) -> None:
+    cases = [dict(enumerate(map(str, values))) for values in product(range(5), range(7), range(4), range(6), range(2))]
+    assert len(covering([{str(name): value for name, value in case.items()} for case in cases], strength)) <= most
+
+
+def test_nothing_is_left_of_nothing() -> None:
+    assert covering([], 2) == []
