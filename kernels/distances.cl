@@ -175,8 +175,7 @@ triplet(__global const STORAGE(X_T) *restrict x, __global const STORAGE(Y_T) *re
         __global const STORAGE(Z_T) *restrict z, __global float *restrict losses, __global float *restrict slopes,
         const ulong rows, const ulong n, const uint each, const float margin) {
     SCRATCH;
-    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);
-    for (size_t row = first; row < last; row++) {
+    FOR_EACH_OWN(row, each, rows) {
         ROW_DISTANCE(near, Y_T, y)
         ROW_DISTANCE(far, Z_T, z)
 #ifdef ROOT
@@ -213,8 +212,7 @@ contrastive(__global const STORAGE(X_T) *restrict x, __global const STORAGE(Y_T)
             __global const STORAGE(LABEL_T) *restrict labels, __global float *restrict losses,
             __global float *restrict slopes, const ulong rows, const ulong n, const uint each, const float margin) {
     SCRATCH;
-    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);
-    for (size_t row = first; row < last; row++) {
+    FOR_EACH_OWN(row, each, rows) {
         ROW_DISTANCE(square, Y_T, y)
         const float distance = sqrt(square + ROOT_EPSILON), label = CAT(label_, LABEL_T)(labels, row);
         const float rest = margin - distance;

@@ -18,16 +18,13 @@
 
 #define LANES ((int16)(LANE_NUMBERS))
 
-#define ROW_RANGE const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows)
-
 #ifdef ROW_LOSS
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 row_loss(__global const float *restrict s, __global float *restrict losses, __global float *restrict tops,
          __global float *restrict totals, const ulong rows, const uint each, const float temperature) {
     SCRATCH;
-    ROW_RANGE;
     const size_t n = rows;
-    for (size_t row = first; row < last; row++) {
+    FOR_EACH_OWN(row, each, rows) {
         __global const float *similar = s + row * n;
         float16 most = -INFINITY, sums = 0.0f;
         FOR_EACH_16(i, n) most = fmax(most, LOAD_PART(f32, similar, i, n, -INFINITY));
@@ -71,10 +68,9 @@ similarity_slopes(__global const float *restrict s, __global const float *restri
                   __global const float *restrict totals, __global const STORAGE(G_T) *restrict g,
                   __global float *restrict slopes, const ulong rows, const uint each, const float temperature,
                   const float divisor) {
-    ROW_RANGE;
     const size_t n = rows;
     const float scale = LOAD(G_T, g, 0) / divisor / temperature;
-    for (size_t row = first; row < last; row++) {
+    FOR_EACH_OWN(row, each, rows) {
         const float top = tops[row], total = totals[row];
         FOR_EACH_16(i, n) {
             const float16 v = LOAD_PART(f32, s + row * n, i, n, 0.0f);

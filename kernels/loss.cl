@@ -33,10 +33,6 @@ static inline float row_total(__global const STORAGE(X_T) *row, size_t n, float 
     return group_sum(sum16(sums), scratch);
 }
 
-#define ROW_RANGE                                                                                  \
-    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);   \
-    const uint lid = get_local_id(0)
-
 // Labels. losses[row] = log(sum exp x) - x[label]. An ignored row has loss 0 and total 0; a label that is no class
 // makes its row's loss and gradient NaN. stats: top, total.
 #ifdef LABELS
@@ -64,12 +60,11 @@ label_loss(__global const STORAGE(X_T) *restrict x, __global const STORAGE(LABEL
            __global float *restrict losses, __global float *restrict stats, const ulong rows, const ulong n,
            const uint each, const int ignored) {
     SCRATCH;
-    ROW_RANGE;
-    for (size_t row = first; row < last; row++) {
+    FOR_EACH_OWN(row, each, rows) {
         __global const STORAGE(X_T) *logits = x + row * n;
         const float top = row_top(logits, n, scratch);
         const float total = row_total(logits, n, top, scratch);
-        if (lid == 0) {
+        if (get_local_id(0) == 0) {
             const long label = CLASS(LABEL_T, labels, row, n);
             const int skip = NUMBER(LABEL_T, labels, row) == ignored;
             const float loss = label < 0 ? NAN : (top - LOAD(X_T, logits, max(label, 0L))) + log(total);
@@ -109,16 +104,15 @@ label_gradient(__global const STORAGE(X_T) *restrict x, __global const STORAGE(L
                __global const float *restrict stats, __global const float *restrict count,
                __global const STORAGE(G_T) *restrict g, __global STORAGE(DX_T) *restrict dx, const ulong rows,
                const ulong n, const uint each) {
-    ROW_RANGE;
 #ifdef COUNTED
     const float scale = LOAD(G_T, g, 0) / count[0];
 #else
     const float scale = LOAD(G_T, g, 0);
 #endif
-    for (size_t row = first; row < last; row++) {
+    FOR_EACH_OWN(row, each, rows) {
         const float top = stats[row * STATS], total = stats[row * STATS + 1];
         const long label = CLASS(LABEL_T, labels, row, n);
-        for (size_t i = lid * 16; i < n; i += WG * 16) {
+        FOR_EACH_16(i, n) {
             const long lane = label - (long)i; // where the label is among these 16, if it is
             const int16 here = LANES == (int)(lane >= 0 && lane < 16 ? lane : -1);
             const float16 share = exp16(LOAD_PART(X_T, x + row * n, i, n, 0.0f) - top) / total;
@@ -139,8 +133,7 @@ probability_loss(__global const STORAGE(X_T) *restrict x, __global const STORAGE
                  __global float *restrict losses, __global float *restrict stats, const ulong rows, const ulong n,
                  const uint each) {
     SCRATCH;
-    ROW_RANGE;
-    for (size_t row = first; row < last; row++) {
+    FOR_EACH_OWN(row, each, rows) {
         __global const STORAGE(X_T) *logits = x + row * n;
         const float top = row_top(logits, n, scratch);
         const float total = row_total(logits, n, top, scratch);
@@ -159,7 +152,7 @@ probability_loss(__global const STORAGE(X_T) *restrict x, __global const STORAGE
         }
         const float weight = group_sum(sum16(weights), scratch);
         const float distance = group_sum(sum16(distances), scratch);
-        if (lid == 0) {
+        if (get_local_id(0) == 0) {
             losses[row] = distance + weight * log(total);
             stats[row * STATS] = top;
             stats[row * STATS + 1] = total;
@@ -174,11 +167,10 @@ __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 probability_gradient(__global const STORAGE(X_T) *restrict x, __global const STORAGE(T_T) *restrict t,
                      __global const float *restrict stats, __global const STORAGE(G_T) *restrict g,
                      __global STORAGE(DX_T) *restrict dx, const ulong rows, const ulong n, const uint each) {
-    ROW_RANGE;
     const float scale = LOAD(G_T, g, 0) / (float)rows;
-    for (size_t row = first; row < last; row++) {
+    FOR_EACH_OWN(row, each, rows) {
         const float top = stats[row * STATS], total = stats[row * STATS + 1], weight = stats[row * STATS + 2];
-        for (size_t i = lid * 16; i < n; i += WG * 16) {
+        FOR_EACH_16(i, n) {
             const float16 share = exp16(LOAD_PART(X_T, x + row * n, i, n, 0.0f) - top) / total;
             const float16 slope = (share * weight - LOAD_PART(T_T, t + row * n, i, n, 0.0f)) * scale;
             STORE_PART(DX_T, slope, dx + row * n, i, n);
@@ -206,11 +198,10 @@ hinge_loss(__global const STORAGE(X_T) *restrict x, __global const STORAGE(T_T) 
            __global float *restrict losses, __global float *restrict stats, const ulong rows, const ulong n,
            const uint each, const float margin) {
     SCRATCH;
-    ROW_RANGE;
-    for (size_t row = first; row < last; row++) {
+    FOR_EACH_OWN(row, each, rows) {
         __global const STORAGE(X_T) *logits = x + row * n;
         float found = -INFINITY; // minus the smallest class found; classes are below 2**24
-        for (size_t i = lid; i < n; i += WG)
+        for (size_t i = get_local_id(0); i < n; i += WG)
             if (LOAD(T_T, t, row * n + i) != 0.0f) {
                 found = -(float)i;
                 break;
@@ -230,7 +221,7 @@ hinge_loss(__global const STORAGE(X_T) *restrict x, __global const STORAGE(T_T) 
         }
         const float sum = group_sum(sum16(sums), scratch);
         const float count = group_sum(sum16(counts), scratch);
-        if (lid == 0) {
+        if (get_local_id(0) == 0) {
             losses[row] = sum;
             stats[row * STATS] = truth;
             stats[row * STATS + 1] = count;
@@ -244,13 +235,12 @@ __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 hinge_gradient(__global const STORAGE(X_T) *restrict x, __global const float *restrict stats,
                __global const STORAGE(G_T) *restrict g, __global STORAGE(DX_T) *restrict dx, const ulong rows,
                const ulong n, const uint each, const float margin) {
-    ROW_RANGE;
     const float scale = LOAD(G_T, g, 0) / (float)rows;
-    for (size_t row = first; row < last; row++) {
+    FOR_EACH_OWN(row, each, rows) {
         const long truth = (long)stats[row * STATS];
         const float count = stats[row * STATS + 1];
         const float score = truth < 0 ? 0.0f : LOAD(X_T, x + row * n, truth);
-        for (size_t i = lid * 16; i < n; i += WG * 16) {
+        FOR_EACH_16(i, n) {
             const float16 over = excess(LOAD_PART(X_T, x + row * n, i, n, 0.0f), score, margin, i, truth, n);
             const long lane = truth - (long)i;
             const int16 here = LANES == (int)(lane >= 0 && lane < 16 ? lane : -1);

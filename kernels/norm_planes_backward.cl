@@ -118,10 +118,9 @@ planes_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(
                 const ulong first, const ulong step, const ulong channels, const uint each, const float eps,
                 const float slope) {
     SCRATCH;
-    const size_t stop = min((size_t)(get_group_id(0) + 1) * each, (size_t)sets);
     const float n = (float)(planes * hw);
 #if GROUPS
-    for (size_t set = (size_t)get_group_id(0) * each; set < stop; set++) {
+    FOR_EACH_OWN(set, each, sets) {
         const float center = mean[set], r = 1 / sqrt(var[set] + eps);
         float set_g = 0, set_gd = 0, block_g = 0, block_gd = 0;
         for (size_t nth = 0; nth < planes; nth++) {
@@ -149,6 +148,7 @@ planes_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(
         }
     }
 #else
+    const size_t stop = min((size_t)(get_group_id(0) + 1) * each, (size_t)sets);
     for (size_t set = (size_t)get_group_id(0) * each; set < stop; set += WIDTH) {
         const uint width = min((size_t)WIDTH, stop - set);
         float scale[WIDTH], shift[WIDTH], constant_part[WIDTH], linear[WIDTH];
@@ -199,8 +199,7 @@ planes_backward_sums(__global const STORAGE(X_T) *restrict x, __global const STO
                      const ulong planes, const ulong hw, const ulong first, const ulong step, const ulong span,
                      const uint parts, const uint each, const float eps, const float slope) {
     SCRATCH;
-    const size_t stop = min((size_t)(get_group_id(0) + 1) * each, (size_t)sets * parts);
-    for (size_t job = (size_t)get_group_id(0) * each; job < stop; job++) {
+    FOR_EACH_OWN(job, each, (size_t)sets * parts) {
         const size_t set = job / parts, from = job % parts * span, to = min(from + span, (size_t)(planes * hw));
         const float scale = LOAD(SCALE_T, gamma, set) / sqrt(var[set] + eps);
         ladder sum_g = LADDER, sum_gd = LADDER;
@@ -249,8 +248,7 @@ planes_backward_apply(__global const STORAGE(X_T) *restrict x, __global const ST
                       __global const float *restrict sums, __global STORAGE(DX_T) *restrict dx, const ulong planes,
                       const ulong hw, const ulong channels, const uint each, const float n, const float eps,
                       const float slope) {
-    const size_t stop = min((size_t)(get_group_id(0) + 1) * each, (size_t)planes);
-    for (size_t plane = (size_t)get_group_id(0) * each; plane < stop; plane++) {
+    FOR_EACH_OWN(plane, each, planes) {
         const size_t c = plane % channels;
         const float r = 1 / sqrt(var[c] + eps), scale = r * LOAD(SCALE_T, gamma, c);
         float constant_part = 0, linear = 0;

@@ -110,8 +110,7 @@ planes_statistics(__global const STORAGE(X_T) *restrict x, __global float *restr
                   __global float *restrict partial_var, const ulong sets, const ulong planes, const ulong hw,
                   const ulong first, const ulong step, const ulong span, const uint parts, const uint each) {
     SCRATCH;
-    const size_t stop = min((size_t)(get_group_id(0) + 1) * each, (size_t)sets * parts);
-    for (size_t job = (size_t)get_group_id(0) * each; job < stop; job++) {
+    FOR_EACH_OWN(job, each, (size_t)sets * parts) {
         const size_t from = job % parts * span, to = min(from + span, (size_t)(planes * hw));
         float2 result;
         set_moments(x, job / parts, 1, from, to, hw, first, step, scratch, &result);
@@ -214,8 +213,7 @@ planes_apply(__global const STORAGE(X_T) *restrict x, __global const STORAGE(SCA
              __global const STORAGE(SHIFT_T) *restrict beta, __global STORAGE(Y_T) *restrict y,
              __global const float *restrict mean, __global const float *restrict var, const ulong planes,
              const ulong hw, const ulong channels, const uint each, const float eps, const float slope) {
-    const size_t stop = min((size_t)(get_group_id(0) + 1) * each, (size_t)planes);
-    for (size_t plane = (size_t)get_group_id(0) * each; plane < stop; plane++) {
+    FOR_EACH_OWN(plane, each, planes) {
         const size_t c = plane % channels;
         apply_run(x, y, plane * hw, (plane + 1) * hw, mean[c], LOAD(SCALE_T, gamma, c) / sqrt(var[c] + eps),
                   LOAD(SHIFT_T, beta, c), slope);

@@ -72,8 +72,8 @@ rows_forward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(SCA
              __global float *restrict means, __global float *restrict kept, const ulong rows, const ulong n,
              const uint each, const float eps) {
     SCRATCH;
-    const size_t lane = get_local_id(0) * 16, last = min((size_t)(get_group_id(0) + 1) * each, (size_t)rows);
-    for (size_t row = (size_t)get_group_id(0) * each; row < last; row++) {
+    const size_t lane = get_local_id(0) * 16;
+    FOR_EACH_OWN(row, each, rows) {
         __global const STORAGE(X_T) *in = x + row * n;
         __global STORAGE(Y_T) *out = y + row * n;
         size_t i;
@@ -146,8 +146,7 @@ rows_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_
               __global float *restrict partial_gamma, __global float *restrict partial_beta, const ulong rows,
               const ulong n, const uint each, const float eps) {
     SCRATCH;
-    const size_t lane = get_local_id(0) * 16, first = (size_t)get_group_id(0) * each;
-    const size_t last = min(first + each, (size_t)rows);
+    const size_t lane = get_local_id(0) * 16;
     partial_gamma += get_group_id(0) * n;
     partial_beta += get_group_id(0) * n;
 #if PARAMETERS
@@ -159,7 +158,7 @@ rows_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_
 #endif
     }
 #endif
-    for (size_t row = first; row < last; row++) {
+    FOR_EACH_OWN(row, each, rows) {
         __global const STORAGE(X_T) *in = x + row * n;
         __global const STORAGE(G_T) *g_in = grad + row * n;
         __global STORAGE(DX_T) *out = dx + row * n;

@@ -18,15 +18,19 @@ static inline int source_of(int i, int extent) {
     return !REFLECT ? -1 : i < 0 ? -i - 1 : 2 * extent - 1 - i;
 }
 
+// The rows that fall to this work-item, in planes of `extent`: from `first` on, which is row h of its plane.
+#define OWN_ROWS(extent, h)                                                                        \
+    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);   \
+    size_t plane = first / (extent);                                                               \
+    uint h = first - plane * (extent)
+
 #ifdef X_T
 __kernel ONE_WORK_ITEM void
 pad_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong size,
          const ulong rows, const uint each, const uint height, const uint width, const uint pad) {
-    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);
     const uint out_height = height + 2 * pad, out_width = width + 2 * pad;
+    OWN_ROWS(out_height, oh);
     const size_t end = last * out_width;
-    size_t plane = first / out_height;
-    uint oh = first - plane * out_height;
     for (size_t row = first; row < last; row++) {
         const int ih = source_of((int)oh - (int)pad, height);
         const size_t from = (plane * height + ih) * width, to = row * out_width, right = to + pad + width;
@@ -103,11 +107,9 @@ __kernel void pad_elements_backward(__global const STORAGE(G_T) *restrict dy, __
 __kernel ONE_WORK_ITEM void
 pad_rows_backward(__global const STORAGE(G_T) *restrict dy, __global STORAGE(DX_T) *restrict dx, const ulong size,
                   const ulong rows, const uint each, const uint height, const uint width, const uint pad) {
-    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);
     const uint out_height = height + 2 * pad, out_width = width + 2 * pad;
+    OWN_ROWS(height, ih);
     const size_t end = last * width;
-    size_t plane = first / height;
-    uint ih = first - plane * height;
     for (size_t row = first; row < last; row++) {
         const size_t from = plane * out_height * out_width, to = row * width;
         IMAGES(ih, height, oh)

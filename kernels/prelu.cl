@@ -18,8 +18,7 @@ __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 prelu(__global const STORAGE(X_T) *restrict x, __global const STORAGE(SLOPE_T) *restrict slopes,
       __global STORAGE(Y_T) *restrict y, const uint channels, const ulong n, const ulong span, const uint parts,
       const uint each, const ulong units) {
-    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)units);
-    for (size_t unit = first; unit < last; unit++) {
+    FOR_EACH_OWN(unit, each, units) {
         const size_t row = unit / parts, begin = row * n + unit % parts * span, end = min(begin + span, (row + 1) * n);
         const float slope = LOAD(SLOPE_T, slopes, row % channels);
         for (size_t i = begin + get_local_id(0) * 16; i < end; i += WG * 16) {
@@ -37,8 +36,7 @@ prelu_backward(__global const STORAGE(G_T) *restrict g, __global const STORAGE(X
                __global float *restrict sums, const uint channels, const ulong n, const ulong span, const uint parts,
                const uint each, const ulong units) {
     SCRATCH;
-    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)units);
-    for (size_t unit = first; unit < last; unit++) {
+    FOR_EACH_OWN(unit, each, units) {
         const size_t row = unit / parts, part = unit % parts, channel = row % channels;
         const size_t begin = row * n + part * span, end = min(begin + span, (row + 1) * n);
         const float slope = LOAD(SLOPE_T, slopes, channel);

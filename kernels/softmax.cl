@@ -28,9 +28,8 @@ __kernel ONE_WORK_ITEM void
 softmax_kept_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong rows,
                   const ulong n, const uint each) {
     float kept[KEPT];
-    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);
     const size_t whole = n / 16 * 16; // of a row, in vectors of 16
-    for (size_t row = first; row < last; row++) {
+    FOR_EACH_OWN(row, each, rows) {
         __global const STORAGE(X_T) *from = x + row * n;
         __global STORAGE(Y_T) *to = y + row * n;
         float16 most = -INFINITY, sums = 0;
@@ -59,9 +58,8 @@ __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 softmax_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong rows,
              const ulong n, const uint each) {
     SCRATCH;
-    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);
     const size_t lane = get_local_id(0) * 16;
-    for (size_t row = first; row < last; row++) {
+    FOR_EACH_OWN(row, each, rows) {
         const size_t begin = row * n + lane, end = (row + 1) * n;
         float16 most = -INFINITY, sums = 0;
         for (size_t i = begin; i < end; i += WG * 16) most = fmax(most, LOAD_PART(X_T, x, i, end, -INFINITY));
@@ -87,9 +85,8 @@ __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 softmax_rows_backward(__global const STORAGE(Y_T) *restrict y, __global const STORAGE(G_T) *restrict dy,
                       __global STORAGE(DX_T) *restrict dx, const ulong rows, const ulong n, const uint each) {
     SCRATCH;
-    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);
     const size_t lane = get_local_id(0) * 16;
-    for (size_t row = first; row < last; row++) {
+    FOR_EACH_OWN(row, each, rows) {
         const size_t begin = row * n + lane, end = (row + 1) * n;
         float16 sums = 0;
         size_t i = begin;

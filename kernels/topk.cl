@@ -42,9 +42,8 @@ argmax_rows(__global const STORAGE(X_T) *restrict x, __global int *restrict y, c
     __local int keys[WG];
     __local uint places[WG];
 #endif
-    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)rows);
     const uint lane = get_local_id(0);
-    for (size_t row = first; row < last; row++) {
+    FOR_EACH_OWN(row, each, rows) {
         __global const STORAGE(X_T) *from = x + row * n;
         int16 best16 = INT_MIN;
         uint16 block16 = 0;

@@ -54,8 +54,7 @@ hardest(__global const float *restrict distances, __global const int *restrict c
         __global float *restrict slopes, __global float *restrict losses, const ulong n, const uint each,
         const float margin) {
     SCRATCH;
-    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)n);
-    for (size_t row = first; row < last; row++) {
+    FOR_EACH_OWN(row, each, n) {
         __global const float *d = distances + row * n;
         const int own = classes[row];
         float16 far = -1.0f, close = -INFINITY, spoilt = 0.0f; // close: minus the smallest distance
@@ -106,8 +105,7 @@ all_triplets(__global const float *restrict distances, __global const int *restr
              __global float *restrict losses, __global float *restrict counts, const ulong n, const uint each,
              const float margin) {
     SCRATCH;
-    const size_t first = (size_t)get_group_id(0) * each, last = min(first + each, (size_t)n);
-    for (size_t row = first; row < last; row++) {
+    FOR_EACH_OWN(row, each, n) {
         __global const float *d = distances + row * n;
         __global float *slope = slopes + row * n;
         const int own = classes[row];
