@@ -43,11 +43,40 @@ class RowLoss:
     count: Tensor | None = None
 
 
-def _row_buffers(x: Tensor) -> tuple[RowPlan, Tensor, Tensor]:
+def _launch_losses(
+    kernel: Kernel, x: Tensor, targets: Tensor, *numbers: float, **macros: object
+) -> tuple[Tensor, Tensor, RowPlan]:
+    """The loss of each row, what is kept of it for backward, and how rows were dealt to work-groups."""
     rows, n = x.shape
-    losses = bridge.empty(x.queue, (rows,), "float32")
-    stats = bridge.empty(x.queue, (rows, _STATS), "float32")
-    return plan_rows(x.queue, rows, n), losses, stats
+    plan = plan_rows(x.queue, rows, n)
+    losses, stats = bridge.empty(x.queue, (rows,), "float32"), bridge.empty(x.queue, (rows, _STATS), "float32")
+    if rows:
+        kernel(
+            x.queue, plan.global_size, plan.local_size, x, targets, losses, stats, rows, n, plan.each, *numbers,
+            WG=plan.group, X_T=bridge.STORAGE[x.dtype], **macros,
+        )  # fmt: skip
+    return losses, stats, plan
+
+
+def _launch_gradient(
+    kernel: Kernel, x: Tensor, others: tuple[Tensor, ...], grad: Tensor, out_dtype: str, *numbers: float,
+    **macros: object,
+) -> Tensor:  # fmt: skip
+    """The gradient for logits x from the loss's own gradient and what else the kernel reads between the two."""
+    rows, n = x.shape
+    out = bridge.empty(x.queue, x.shape, out_dtype)
+    if out.size:
+        plan = plan_rows(x.queue, rows, n)
+        kernel(
+            x.queue, plan.global_size, plan.local_size, x, *others, grad, out, rows, n, plan.each, *numbers,
+            WG=plan.group, X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[out_dtype],
+            **macros,
+        )  # fmt: skip
+    return out
+
+
+def _mean(losses: Tensor) -> Tensor:
+    return reduce_sum(losses, out_dtype="float32", divisor=float(max(losses.size, 1)))
 
 
 def label_loss(x: Tensor, labels: Tensor, ignore_index: int) -> RowLoss:
@@ -59,18 +88,12 @@ def label_loss(x: Tensor, labels: Tensor, ignore_index: int) -> RowLoss:
             row's gradient NaN (nothing is read out of bounds).
         ignore_index: rows with this label have no part in loss and gradient. If all have it, the loss is 0.
     """
-    (rows, n), queue = x.shape, x.queue
-    plan, losses, stats = _row_buffers(x)
-    types = {"X_T": bridge.STORAGE[x.dtype], "LABEL_T": LABEL_STORAGE[labels.dtype]}
-    if rows:
-        LABEL_LOSS(
-            queue, plan.global_size, plan.local_size, x, labels, losses, stats, rows, n, plan.each, ignore_index,
-            LABELS=1, WG=plan.group, **types,
-        )  # fmt: skip
-    loss, count = bridge.empty(queue, (1,), "float32"), bridge.empty(queue, (1,), "float32")
+    macros = {"LABELS": 1, "LABEL_T": LABEL_STORAGE[labels.dtype]}
+    losses, stats, plan = _launch_losses(LABEL_LOSS, x, labels, ignore_index, **macros)
+    loss, count = bridge.empty(x.queue, (1,), "float32"), bridge.empty(x.queue, (1,), "float32")
     LABEL_MEAN(
-        queue, plan.local_size, plan.local_size, losses, stats, loss, count, rows,
-        LABELS=1, WG=plan.group, **types,
+        x.queue, plan.local_size, plan.local_size, losses, stats, loss, count, x.shape[0],
+        WG=plan.group, X_T=bridge.STORAGE[x.dtype], **macros,
     )  # fmt: skip
     return RowLoss(loss, stats, count)
 
@@ -80,19 +103,12 @@ def label_gradient(x: Tensor, labels: Tensor, forward: RowLoss, grad: Tensor, ou
 
     Without a count in ``forward`` it is not divided.
     """
-    (rows, n), queue = x.shape, x.queue
-    plan = plan_rows(queue, rows, n)
-    out = bridge.empty(queue, x.shape, out_dtype)
-    if out.size == 0:
-        return out
     count = forward.stats if forward.count is None else forward.count
-    LABEL_GRADIENT(
-        queue, plan.global_size, plan.local_size, x, labels, forward.stats, count, grad, out, rows, n, plan.each,
-        LABELS=1, WG=plan.group, X_T=bridge.STORAGE[x.dtype], LABEL_T=LABEL_STORAGE[labels.dtype],
-        G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[out_dtype],
-        **({} if forward.count is None else {"COUNTED": 1}),
-    )  # fmt: skip
-    return out
+    counted = {} if forward.count is None else {"COUNTED": 1}
+    others = (labels, forward.stats, count)
+    return _launch_gradient(
+        LABEL_GRADIENT, x, others, grad, out_dtype, LABELS=1, LABEL_T=LABEL_STORAGE[labels.dtype], **counted
+    )
 
 
 def probability_loss(x: Tensor, t: Tensor) -> RowLoss:
@@ -102,29 +118,14 @@ def probability_loss(x: Tensor, t: Tensor) -> RowLoss:
         x: logits (N, C).
         t: targets (N, C). Both float32, float16 or bfloat16. Where t is 0, x may be -inf.
     """
-    (rows, n), queue = x.shape, x.queue
-    plan, losses, stats = _row_buffers(x)
-    if rows:
-        PROBABILITY_LOSS(
-            queue, plan.global_size, plan.local_size, x, t, losses, stats, rows, n, plan.each,
-            PROBABILITIES=1, WG=plan.group, X_T=bridge.STORAGE[x.dtype], T_T=bridge.STORAGE[t.dtype],
-        )  # fmt: skip
-    return RowLoss(reduce_sum(losses, out_dtype="float32", divisor=float(max(rows, 1))), stats)
+    losses, stats, _ = _launch_losses(PROBABILITY_LOSS, x, t, PROBABILITIES=1, T_T=bridge.STORAGE[t.dtype])
+    return RowLoss(_mean(losses), stats)
 
 
 def probability_gradient(x: Tensor, t: Tensor, forward: RowLoss, grad: Tensor, out_dtype: str) -> Tensor:
     """Gradient of ``probability_loss`` for the logits: (softmax * sum(t) - t) * grad / N."""
-    (rows, n), queue = x.shape, x.queue
-    plan = plan_rows(queue, rows, n)
-    out = bridge.empty(queue, x.shape, out_dtype)
-    if out.size == 0:
-        return out
-    PROBABILITY_GRADIENT(
-        queue, plan.global_size, plan.local_size, x, t, forward.stats, grad, out, rows, n, plan.each,
-        PROBABILITIES=1, WG=plan.group, X_T=bridge.STORAGE[x.dtype], T_T=bridge.STORAGE[t.dtype],
-        G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[out_dtype],
-    )  # fmt: skip
-    return out
+    others, storage = (t, forward.stats), bridge.STORAGE[t.dtype]
+    return _launch_gradient(PROBABILITY_GRADIENT, x, others, grad, out_dtype, PROBABILITIES=1, T_T=storage)
 
 
 def hinge_loss(x: Tensor, t: Tensor, margin: float) -> RowLoss:
@@ -134,26 +135,10 @@ def hinge_loss(x: Tensor, t: Tensor, margin: float) -> RowLoss:
         x: logits (N, C).
         t: one-hot rows (N, C): the true class is the first that is not 0. A row of zeros has none, and score 0.
     """
-    (rows, n), queue = x.shape, x.queue
-    plan, losses, stats = _row_buffers(x)
-    if rows:
-        HINGE_LOSS(
-            queue, plan.global_size, plan.local_size, x, t, losses, stats, rows, n, plan.each, margin,
-            HINGE=1, WG=plan.group, X_T=bridge.STORAGE[x.dtype], T_T=bridge.STORAGE[t.dtype],
-        )  # fmt: skip
-    return RowLoss(reduce_sum(losses, out_dtype="float32", divisor=float(max(rows, 1))), stats)
+    losses, stats, _ = _launch_losses(HINGE_LOSS, x, t, margin, HINGE=1, T_T=bridge.STORAGE[t.dtype])
+    return RowLoss(_mean(losses), stats)
 
 
 def hinge_gradient(x: Tensor, forward: RowLoss, grad: Tensor, margin: float, out_dtype: str) -> Tensor:
     """Gradient of ``hinge_loss`` for the logits."""
-    (rows, n), queue = x.shape, x.queue
-    plan = plan_rows(queue, rows, n)
-    out = bridge.empty(queue, x.shape, out_dtype)
-    if out.size == 0:
-        return out
-    HINGE_GRADIENT(
-        queue, plan.global_size, plan.local_size, x, forward.stats, grad, out, rows, n, plan.each, margin,
-        HINGE=1, WG=plan.group, X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype],
-        DX_T=bridge.STORAGE[out_dtype],
-    )  # fmt: skip
-    return out
+    return _launch_gradient(HINGE_GRADIENT, x, (forward.stats,), grad, out_dtype, margin, HINGE=1)
