@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.launch import launch, parts_of, plan_rows
-from clamp.ops.norm_sets import (
-    IDENTITY,
-    Activation,
-    Sets,
-    batch_sets,
-    group_sets,
-    plan_planes,
-    plan_sets,
-    storage_types,
-)
+from clamp.ops.norm_sets import IDENTITY, Activation, Sets, storage_types
 from clamp.ops.reduce import reduce_sum
 
 PLANES_BACKWARD = Kernel("norm_planes_backward.cl", "planes_backward")
@@ -25,19 +18,10 @@ PLANES_BACKWARD_APPLY = Kernel("norm_planes_backward.cl", "planes_backward_apply
 
 
 def batch_norm_backward(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    grad: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    *,
-    eps: float,
-    dx_dtype: str | None,
-    training: bool = True,
-    parameters: bool = True,
+    x: Tensor, gamma: Tensor, beta: Tensor, grad: Tensor, mean: Tensor, var: Tensor,
+    *, eps: float, dx_dtype: str | None, training: bool = True, parameters: bool = True,
     activation: Activation = IDENTITY,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of ``batch_norm``, or of ``batch_norm_inference`` if not ``training``.
 
     Args:
@@ -54,7 +38,7 @@ def batch_norm_backward(
         ValueError: the gradient has another shape than x.
     """
     _require_gradient_of(x, grad)
-    sets = batch_sets(x)
+    sets = Sets.channels_of(x)
     dx = None if dx_dtype is None else bridge.empty(x.queue, x.shape, dx_dtype)
     if x.size == 0:
         dgamma, dbeta = (bridge.zeros(p.queue, p.shape, p.dtype) if parameters else None for p in (gamma, beta))
@@ -67,40 +51,31 @@ def batch_norm_backward(
     dgamma, dbeta = (bridge.empty(p.queue, p.shape, p.dtype) for p in (gamma, beta))
     parts, span = parts_of(x.queue, sets.sets, sets.elements)
     if dx is not None and parts == 1:
-        _backward(inputs, dx, dgamma, dbeta, sets, eps, training, activation)
+        _backward(inputs, (dx, dgamma, dbeta), sets, eps, training, activation)
     else:
-        sums = _backward_sums(inputs, dgamma, dbeta, sets, parts, span, eps, activation)
+        sums = _backward_sums(inputs, (dgamma, dbeta), sets, parts, span, eps, activation)
         if dx is not None:
             _backward_apply(inputs, sums, dx, sets, eps, training, activation)
     return dx, dgamma if parameters else None, dbeta if parameters else None
 
 
 def group_norm_backward(
-    x: Tensor,
-    gamma: Tensor,
-    grad: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    groups: int,
-    *,
-    eps: float,
-    dx_dtype: str,
-    dgamma_dtype: str | None,
-    dbeta_dtype: str | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    x: Tensor, gamma: Tensor, grad: Tensor, mean: Tensor, var: Tensor, groups: int,
+    *, eps: float, dx_dtype: str, dgamma_dtype: str | None, dbeta_dtype: str | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of ``group_norm``: of x, and of gamma and beta (shape (C,)) unless their dtype is None.
 
     Raises:
         ValueError: the gradient has another shape than x.
     """
     _require_gradient_of(x, grad)
-    sets = group_sets(x, groups)
+    sets = Sets.groups_of(x, groups)
     dx = bridge.empty(x.queue, x.shape, dx_dtype)
     make = bridge.empty if x.size else bridge.zeros
     plane_gamma, plane_beta = (make(x.queue, tuple(x.shape[:2]), "float32") for _ in range(2))
     if x.size:
         inputs = (x, grad, gamma, gamma, mean, var)
-        _backward(inputs, dx, plane_gamma, plane_beta, sets, eps, True, IDENTITY, groups=True)
+        _backward(inputs, (dx, plane_gamma, plane_beta), sets, eps, True, IDENTITY, groups=True)
     dgamma, dbeta = (
         None if dtype is None else reduce_sum(total, 0, out_dtype=dtype)
         for total, dtype in ((plane_gamma, dgamma_dtype), (plane_beta, dbeta_dtype))
@@ -126,39 +101,25 @@ def _input_types(inputs: _Inputs) -> dict[str, str]:
 
 
 def _backward(
-    inputs: _Inputs,
-    dx: Tensor,
-    dgamma: Tensor,
-    dbeta: Tensor,
-    sets: Sets,
-    eps: float,
-    training: bool,
-    activation: Activation,
-    groups: bool = False,
-) -> None:
-    """All gradients, a set at a time."""
-    queue = dx.queue
-    plan, width = plan_sets(queue, sets)
+    inputs: _Inputs, gradients: tuple[Tensor, Tensor, Tensor], sets: Sets, eps: float, training: bool,
+    activation: Activation, groups: bool = False,
+) -> None:  # fmt: skip
+    """All gradients, of x, gamma and beta, a set at a time."""
+    queue = gradients[0].queue
+    plan, width = sets.plan(queue)
     PLANES_BACKWARD(
-        queue, plan.global_size, plan.local_size, *inputs, dx, dgamma, dbeta, *sets.geometry, sets.channels, plan.each,
-        eps, activation.slope,
+        queue, plan.global_size, plan.local_size, *inputs, *gradients, *sets.geometry, sets.channels, plan.each, eps,
+        activation.slope,
         PLANES_BACKWARD=1, WG=plan.group, WIDTH=width, ACT=activation.kind, TRAINING=int(training), GROUPS=int(groups),
-        **_input_types(inputs), **storage_types(DX=dx),
+        **_input_types(inputs), **storage_types(DX=gradients[0]),
     )  # fmt: skip
 
 
 def _backward_sums(
-    inputs: _Inputs,
-    dgamma: Tensor,
-    dbeta: Tensor,
-    sets: Sets,
-    parts: int,
-    span: int,
-    eps: float,
-    activation: Activation,
+    inputs: _Inputs, gradients: Sequence[Tensor], sets: Sets, parts: int, span: int, eps: float, activation: Activation
 ) -> Tensor:
     """The gradients of gamma and beta; both in fp32 as well, side by side for each channel."""
-    queue, var = dgamma.queue, inputs[-1]
+    queue, var = inputs[0].queue, inputs[-1]
     partial_gd, partial_g = (bridge.empty(queue, (sets.sets * parts,), "float32") for _ in range(2))
     plan = plan_rows(queue, sets.sets * parts, span)
     PLANES_BACKWARD_SUMS(
@@ -168,8 +129,8 @@ def _backward_sums(
     )  # fmt: skip
     sums = bridge.empty(queue, (sets.sets, 2), "float32")
     BATCH_BACKWARD_MERGE(
-        queue, *launch(queue, sets.sets), partial_gd, partial_g, var, sums, dgamma, dbeta, sets.sets, parts, eps,
-        BATCH_BACKWARD_MERGE=1, **storage_types(SCALE=dgamma, SHIFT=dbeta),
+        queue, *launch(queue, sets.sets), partial_gd, partial_g, var, sums, *gradients, sets.sets, parts, eps,
+        BATCH_BACKWARD_MERGE=1, **storage_types(SCALE=gradients[0], SHIFT=gradients[1]),
     )  # fmt: skip
     return sums
 
@@ -179,7 +140,7 @@ def _backward_apply(
 ) -> None:
     """x's gradient from the sums."""
     queue = dx.queue
-    plan = plan_planes(queue, sets)
+    plan = sets.plan_planes(queue)
     PLANES_BACKWARD_APPLY(
         queue, plan.global_size, plan.local_size, *inputs, sums, dx, sets.sets * sets.planes, sets.hw, sets.channels,
         plan.each, sets.elements, eps, activation.slope,

@@ -53,17 +53,34 @@ class Sets:
         """The arguments that every kernel of sets takes."""
         return self.sets, self.planes, self.hw, self.first, self.step
 
+    @staticmethod
+    def channels_of(x: Tensor) -> Sets:
+        """Each channel is a set, as in batch norm."""
+        n, c, h, w = x.shape
+        return Sets(sets=c, planes=n, hw=h * w, first=1, step=c, channels=c)
 
-def batch_sets(x: Tensor) -> Sets:
-    """Each channel is a set."""
-    n, c, h, w = x.shape
-    return Sets(sets=c, planes=n, hw=h * w, first=1, step=c, channels=c)
+    @staticmethod
+    def groups_of(x: Tensor, groups: int) -> Sets:
+        """Each sample's group of channels is a set."""
+        n, c, h, w = x.shape
+        return Sets(sets=n * groups, planes=c // groups, hw=h * w, first=c // groups, step=1, channels=c)
 
+    def plan_planes(self, queue: cl.CommandQueue) -> RowPlan:
+        """Work-groups for a pass over all planes, in the order of memory."""
+        return plan_rows(queue, self.sets * self.planes, self.hw)
 
-def group_sets(x: Tensor, groups: int) -> Sets:
-    """Each sample's group of channels is a set."""
-    n, c, h, w = x.shape
-    return Sets(sets=n * groups, planes=c // groups, hw=h * w, first=c // groups, step=1, channels=c)
+    def plan(self, queue: cl.CommandQueue) -> tuple[RowPlan, int]:
+        """Work-groups for whole sets, and how many neighbouring sets one may read side by side.
+
+        On a CPU small planes are taken several at a time, as long as every core has work.
+        """
+        plan = plan_rows(queue, self.sets, self.elements)
+        device = capabilities(queue)
+        if not device.is_cpu or self.step == 1:
+            return plan, 1
+        wanted = min(_WIDTH, -(-_RUN // self.hw), self.sets // (4 * device.compute_units))
+        each = max(plan.each, wanted)
+        return RowPlan(plan.group, each, -(-self.sets // each)), _WIDTH
 
 
 def storage_types(**tensors: Tensor | str) -> dict[str, str]:
@@ -72,22 +89,3 @@ def storage_types(**tensors: Tensor | str) -> dict[str, str]:
         f"{name}_T": bridge.STORAGE[tensor if isinstance(tensor, str) else tensor.dtype]
         for name, tensor in tensors.items()
     }
-
-
-def plan_planes(queue: cl.CommandQueue, sets: Sets) -> RowPlan:
-    """Work-groups for a pass over all planes, in the order of memory."""
-    return plan_rows(queue, sets.sets * sets.planes, sets.hw)
-
-
-def plan_sets(queue: cl.CommandQueue, sets: Sets) -> tuple[RowPlan, int]:
-    """Work-groups for whole sets, and how many neighbouring sets one may read side by side.
-
-    On a CPU small planes are taken several at a time, as long as every core has work.
-    """
-    plan = plan_rows(queue, sets.sets, sets.elements)
-    device = capabilities(queue)
-    if not device.is_cpu or sets.step == 1:
-        return plan, 1
-    wanted = min(_WIDTH, -(-_RUN // sets.hw), sets.sets // (4 * device.compute_units))
-    each = max(plan.each, wanted)
-    return RowPlan(plan.group, each, -(-sets.sets // each)), _WIDTH
