@@ -99,15 +99,9 @@ class GradScaler:
     """
 
     def __init__(
-        self,
-        enable: bool = True,
-        init_loss_scaling: float = 2.0**16,
-        incr_ratio: float = 2.0,
-        decr_ratio: float = 0.5,
-        incr_every_n_steps: int = 2000,
-        decr_every_n_nan_or_inf: int = 1,
-        use_dynamic_loss_scaling: bool = True,
-    ) -> None:
+        self, enable: bool = True, init_loss_scaling: float = 2.0**16, incr_ratio: float = 2.0, decr_ratio: float = 0.5,
+        incr_every_n_steps: int = 2000, decr_every_n_nan_or_inf: int = 1, use_dynamic_loss_scaling: bool = True,
+    ) -> None:  # fmt: skip
         self._enable = bool(enable)
         self._dynamic = bool(use_dynamic_loss_scaling)
         self._init_scale = init_loss_scaling
@@ -298,21 +292,8 @@ class AmpScaler(GradScaler):
     """Paddle's older scaler: ``GradScaler`` with other defaults."""
 
     def __init__(
-        self,
-        enable: bool = True,
-        init_loss_scaling: float = 2.0**15,
-        incr_ratio: float = 2.0,
-        decr_ratio: float = 0.5,
-        incr_every_n_steps: int = 1000,
-        decr_every_n_nan_or_inf: int = 2,
-        use_dynamic_loss_scaling: bool = True,
-    ) -> None:
-        super().__init__(
-            enable,
-            init_loss_scaling,
-            incr_ratio,
-            decr_ratio,
-            incr_every_n_steps,
-            decr_every_n_nan_or_inf,
-            use_dynamic_loss_scaling,
-        )
+        self, enable: bool = True, init_loss_scaling: float = 2.0**15, incr_ratio: float = 2.0, decr_ratio: float = 0.5,
+        incr_every_n_steps: int = 1000, decr_every_n_nan_or_inf: int = 2, use_dynamic_loss_scaling: bool = True,
+    ) -> None:  # fmt: skip
+        settings = incr_ratio, decr_ratio, incr_every_n_steps, decr_every_n_nan_or_inf
+        super().__init__(enable, init_loss_scaling, *settings, use_dynamic_loss_scaling)

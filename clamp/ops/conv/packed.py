@@ -65,19 +65,16 @@ def tile_of_gradient(queue: cl.CommandQueue, rows: int) -> Tile:
 
 def _correlate(source: Source, weights: Weights, target: Target) -> None:
     tile, layout = tile_of_conv(target.out.queue), _layout(target.out.queue)
-    macros = {"CONV": 1, "X_T": source.storage, "MR": tile.rows, "NR": tile.columns, "SHORT": layout.short}
-    multiply_panels(_CONV, tile.columns, layout, source, weights, target, **macros)
+    multiply_panels(
+        _CONV, tile.columns, layout, source, weights, target, CONV=1, X_T=bridge.STORAGE[source.tensor.dtype],
+        MR=tile.rows, NR=tile.columns, SHORT=layout.short,
+    )  # fmt: skip
 
 
 def multiply_panels(
-    kernel: Kernel,
-    columns: int,
-    layout: PanelLayout,
-    source: Source,
-    weights: Weights,
-    target: Target,
+    kernel: Kernel, columns: int, layout: PanelLayout, source: Source, weights: Weights, target: Target,
     **macros: object,
-) -> None:
+) -> None:  # fmt: skip
     """Writes a correlation by a kernel that multiplies panels of weights, in some layout, by ``columns`` positions at a
     time."""
     out, epilogue = target.out, target.epilogue

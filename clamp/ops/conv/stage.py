@@ -45,11 +45,6 @@ class Source:
     channels: int
 
     @property
-    def storage(self) -> str:
-        """The storage type's name in kernels."""
-        return bridge.STORAGE[self.tensor.dtype]
-
-    @property
     def columns(self) -> int:
         """Output positions of all images."""
         return self.images * self.shape.positions

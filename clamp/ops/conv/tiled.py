@@ -72,7 +72,8 @@ def _correlate(source: Source, weights: Weights, target: Target) -> None:
     _CONV(
         out.queue, grid, (side, side, 1), weights.panels(source.shape, layout), source.tensor,
         source.offsets, out, epilogue.bias_or(out), target.begin, *source.sizes(weights.rows),
-        target.image, *epilogue.flags, CONV=1, X_T=source.storage, **_macros(out.queue), **epilogue.macros,
+        target.image, *epilogue.flags,
+        CONV=1, X_T=bridge.STORAGE[source.tensor.dtype], **_macros(out.queue), **epilogue.macros,
     )  # fmt: skip
 
 
@@ -101,7 +102,7 @@ class _Sum:
             queue, grid, (side, side, 1), source.tensor, source.offsets, grad, self._partial,
             begin, *source.sizes(self._rows), source.groups * self._rows * source.shape.positions, self._chunk,
             source.groups, self._accumulate,
-            WEIGHT_GRAD=1, X_T=source.storage, G_T=bridge.STORAGE[grad.dtype], **_macros(queue),
+            WEIGHT_GRAD=1, X_T=bridge.STORAGE[source.tensor.dtype], G_T=bridge.STORAGE[grad.dtype], **_macros(queue),
         )  # fmt: skip
         self._accumulate = True
 
