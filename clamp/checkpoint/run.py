@@ -125,10 +125,7 @@ def _load_scales(state: Mapping[str, Any]) -> None:
 
 
 def _load(
-    path: str | os.PathLike[str],
-    models: Any,
-    optimizers: Any,
-    load_amp: Callable[[Mapping[str, Any]], None] | None,
+    path: str | os.PathLike[str], models: Any, optimizers: Any, load_amp: Callable[[Mapping[str, Any]], None] | None
 ) -> dict[str, Any]:
     """Restores what ``save`` wrote, or changes nothing: whatever fails, an interrupt included, is undone.
 

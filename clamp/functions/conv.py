@@ -26,17 +26,9 @@ Number = int | Sequence[int]  # netcl takes one number for both axes
 
 @implements("netcl.autograd.conv2d")
 def conv2d(
-    casting: Casting,
-    x: TensorLike,
-    w: TensorLike,
-    bias: TensorLike | None = None,
-    stride: Number = 1,
-    pad: Number = 0,
-    algo: str | None = None,
-    dilation: Number = 1,
-    groups: int = 1,
-    tape: Tape | None = None,
-) -> Any:
+    casting: Casting, x: TensorLike, w: TensorLike, bias: TensorLike | None = None, stride: Number = 1, pad: Number = 0,
+    algo: str | None = None, dilation: Number = 1, groups: int = 1, tape: Tape | None = None,
+) -> Any:  # fmt: skip
     """Convolution of x (N, C, H, W) with w (F, C / groups, KH, KW), plus bias (F,).
 
     Args:
@@ -52,15 +44,9 @@ def conv2d(
 
 @implements("netcl.autograd.conv2d_relu")
 def conv2d_relu(
-    casting: Casting,
-    x: TensorLike,
-    w: TensorLike,
-    bias: TensorLike | None = None,
-    stride: Number = 1,
-    pad: Number = 0,
-    algo: str | None = None,
-    tape: Tape | None = None,
-) -> Any:
+    casting: Casting, x: TensorLike, w: TensorLike, bias: TensorLike | None = None, stride: Number = 1, pad: Number = 0,
+    algo: str | None = None, tape: Tape | None = None,
+) -> Any:  # fmt: skip
     """relu of ``conv2d``, in its store. Backward keeps the result, not what relu was applied to.
 
     netcl's fused layer does not pass its groups on: they follow from the shapes.
@@ -71,14 +57,9 @@ def conv2d_relu(
 
 @implements("netcl.autograd.conv_transpose2d", "netcl.ops.conv_transpose2d.conv_transpose2d")
 def conv_transpose2d(
-    casting: Casting,
-    x: TensorLike,
-    w: TensorLike,
-    bias: TensorLike | None = None,
-    stride: Number = 1,
-    pad: Number = 0,
+    casting: Casting, x: TensorLike, w: TensorLike, bias: TensorLike | None = None, stride: Number = 1, pad: Number = 0,
     tape: Tape | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Transposed convolution of x (N, F, OH, OW) with w (F, C, KH, KW), plus bias (C,): the input gradient of the
     convolution with w, and so its own gradients are that convolution and its weight gradient.
 
@@ -111,15 +92,9 @@ def conv_transpose2d(
 
 
 def _convolve(
-    casting: Casting,
-    x: TensorLike,
-    w: TensorLike,
-    bias: TensorLike | None,
-    window: Window,
-    relu: bool,
-    name: str,
+    casting: Casting, x: TensorLike, w: TensorLike, bias: TensorLike | None, window: Window, relu: bool, name: str,
     tape: Tape | None,
-) -> Any:
+) -> Any:  # fmt: skip
     xo, wo = casting.operands(as_node(x), as_node(w))
     bo = None if bias is None else as_is(bias)
     _check(name, xo, wo, bo, (wo.shape[1] * window.groups,) if len(wo.shape) == 4 else (), wo.shape[:1])
@@ -221,16 +196,9 @@ def _check(
 
 @implements("netcl.ops.conv2d.conv2d")
 def tensor_conv2d(
-    casting: Casting,
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None = None,
-    stride: Number = 1,
-    pad: Number = 0,
-    fuse_relu: bool | None = None,
-    dilation: Number = 1,
-    groups: int = 1,
-) -> Any:
+    casting: Casting, x: Tensor, w: Tensor, bias: Tensor | None = None, stride: Number = 1, pad: Number = 0,
+    fuse_relu: bool | None = None, dilation: Number = 1, groups: int = 1,
+) -> Any:  # fmt: skip
     """``conv2d`` of bare tensors, with relu if ``fuse_relu``."""
     window = _window("conv2d", stride, pad, dilation, groups)
     return _convolve(casting, x, w, bias, window, bool(fuse_relu), "conv2d", None)
@@ -238,20 +206,10 @@ def tensor_conv2d(
 
 @implements("netcl.ops.conv2d.conv2d_backward")
 def tensor_conv2d_backward(
-    casting: Casting,
-    x: Tensor,
-    w: Tensor,
-    grad_out: Tensor,
-    bias: Tensor | None = None,
-    pool: Any = None,
-    stride: Number = 1,
-    pad: Number = 0,
-    use_im2col: bool = False,
-    algo: str | None = None,
-    need_grad_x: bool = True,
-    dilation: Number = 1,
-    groups: int = 1,
-) -> Any:
+    casting: Casting, x: Tensor, w: Tensor, grad_out: Tensor, bias: Tensor | None = None, pool: Any = None,
+    stride: Number = 1, pad: Number = 0, use_im2col: bool = False, algo: str | None = None, need_grad_x: bool = True,
+    dilation: Number = 1, groups: int = 1,
+) -> Any:  # fmt: skip
     """(gradient of x or None, of w, of the bias or None), each in its tensor's dtype."""
     window = _window("conv2d_backward", stride, pad, dilation, groups)
     xo, wo = casting.operands(as_node(x), as_node(w))
@@ -267,15 +225,9 @@ def tensor_conv2d_backward(
 
 @implements("netcl.ops.fused_ops.fused_conv_bias_relu")
 def fused_conv_bias_relu(
-    casting: Casting,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    stride: Number = 1,
-    padding: Number = 0,
-    out: Tensor | None = None,
-    pool: Any = None,
-) -> Any:
+    casting: Casting, input: Tensor, weight: Tensor, bias: Tensor, stride: Number = 1, padding: Number = 0,
+    out: Tensor | None = None, pool: Any = None,
+) -> Any:  # fmt: skip
     """``conv2d_relu`` of bare tensors.
 
     Raises:

@@ -15,13 +15,7 @@ from clamp.ops import depthwise as ops
 
 @implements("netcl.autograd.depthwise_conv2d", "netcl.ops.depthwise_conv2d.depthwise_conv2d")
 def depthwise_conv2d(
-    casting: Casting,
-    x: Any,
-    w: Any,
-    bias: Any = None,
-    stride: int = 1,
-    pad: int = 0,
-    tape: Tape | None = None,
+    casting: Casting, x: Any, w: Any, bias: Any = None, stride: int = 1, pad: int = 0, tape: Tape | None = None
 ) -> Any:
     """Each channel of x (N, C, H, W) convolved with its own filter of w (C, 1, KH, KW), plus bias (C,).
 
@@ -51,16 +45,9 @@ def depthwise_conv2d(
 
 @implements("netcl.ops.depthwise_conv2d.depthwise_conv2d_backward")
 def depthwise_conv2d_backward(
-    casting: Casting,
-    x: Tensor,
-    w: Tensor,
-    grad_out: Tensor,
-    bias: Tensor | None = None,
-    stride: int = 1,
-    pad: int = 0,
-    pool: Any = None,
-    algo: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    casting: Casting, x: Tensor, w: Tensor, grad_out: Tensor, bias: Tensor | None = None, stride: int = 1, pad: int = 0,
+    pool: Any = None, algo: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients by x, w and bias (None without one) of bare tensors, each in its own dtype.
 
     Raises:

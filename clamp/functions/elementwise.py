@@ -33,14 +33,9 @@ def is_scalar(x: object) -> bool:
 
 
 def apply_unary(
-    casting: Casting,
-    x: TensorLike,
-    tape: Tape | None,
-    op: str,
-    grad_op: str,
-    *parameters: float,
+    casting: Casting, x: TensorLike, tape: Tape | None, op: str, grad_op: str, *parameters: float,
     from_out: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Records ``y = op(x)``; backward is ``grad_op(g, x)``, or ``grad_op(g, y)`` with ``from_out``."""
     (operand,) = float_operands(casting, x)
     out = elementwise(op, casting.result_dtype(operand), operand.value, parameters=parameters)
@@ -53,11 +48,7 @@ def apply_unary(
 
 
 def apply_broadcast(
-    casting: Casting,
-    xs: Sequence[TensorLike | float],
-    tape: Tape | None,
-    op: str,
-    *gradients: Gradient,
+    casting: Casting, xs: Sequence[TensorLike | float], tape: Tape | None, op: str, *gradients: Gradient
 ) -> Any:
     """Records ``op`` of tensors and numbers that broadcast; one gradient for each of ``xs``, numbers included."""
     tensors = [x for x in xs if not is_scalar(x)]

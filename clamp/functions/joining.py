@@ -61,13 +61,9 @@ def stack(casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | 
 
 
 def _joined(
-    casting: Casting,
-    tensors: Sequence[Any],
-    axis: int,
-    name: str,
-    tape: Tape | None,
+    casting: Casting, tensors: Sequence[Any], axis: int, name: str, tape: Tape | None,
     seen_as: Callable[[tuple[int, ...], int], tuple[int, ...]],
-) -> Any:
+) -> Any:  # fmt: skip
     if not tensors:
         raise ValueError(f"{name} needs at least one tensor")
     operands = casting.operands(*(as_node(x) for x in tensors))

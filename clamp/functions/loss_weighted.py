@@ -108,16 +108,9 @@ def weighted_bce_elementwise(casting: Casting, pred: Any, target: Any, weight: A
 
 @implements("netcl.autograd.fused_weighted_bce_smooth_l1_loss")
 def fused_weighted_bce_smooth_l1_loss(
-    casting: Casting,
-    pred: Any,
-    target: Any,
-    heat_weight: Any,
-    reg_weight: Any,
-    heat_scale: float,
-    reg_scale: float,
-    beta: float = 0.05,
-    tape: Tape | None = None,
-) -> Any:
+    casting: Casting, pred: Any, target: Any, heat_weight: Any, reg_weight: Any, heat_scale: float, reg_scale: float,
+    beta: float = 0.05, tape: Tape | None = None,
+) -> Any:  # fmt: skip
     """``heat_scale * weighted_bce(heat_weight) + reg_scale * weighted_smooth_l1(reg_weight)``: float32, shape (1,).
 
     Args:
@@ -141,17 +134,9 @@ def fused_weighted_bce_smooth_l1_loss(
 
 @implements("netcl.nn.loss.weighted_box_smooth_l1_loss")
 def weighted_box_smooth_l1_loss(
-    casting: Casting,
-    pred: Any,
-    target: Any,
-    beta: float = 0.05,
-    area_ref: float = 0.01,
-    area_gain: float = 1.5,
-    miss_gain: float = 2.0,
-    center_gain: float = 3.0,
-    size_gain: float = 1.0,
-    tape: Tape | None = None,
-) -> Any:
+    casting: Casting, pred: Any, target: Any, beta: float = 0.05, area_ref: float = 0.01, area_gain: float = 1.5,
+    miss_gain: float = 2.0, center_gain: float = 3.0, size_gain: float = 1.0, tape: Tape | None = None,
+) -> Any:  # fmt: skip
     """Weighted smooth l1 of boxes (x center, y center, width, height), all coordinates in 0 .. 1: float32, shape (1,).
 
     A coordinate's weight is ``(1 + area_gain * min(sqrt(area / area_ref), 6)) * (1 + miss_gain * (1 - iou)**2)``
@@ -172,10 +157,7 @@ def weighted_box_smooth_l1_loss(
     sizes = (max(float(beta), _SMALLEST_BETA), max(float(area_ref), 1e-6))
     constants = (*sizes, float(area_gain), float(miss_gain), float(center_gain), float(size_gain))
     loss = loss_sum("box", (x.value, t.value), constants)
-    gradients: Gradients = {
-        x: slope("box", operands, x, constants),
-        t: slope("box_target", operands, t, constants),
-    }
+    gradients: Gradients = {x: slope("box", operands, x, constants), t: slope("box_target", operands, t, constants)}
     return bound(loss, gradients, name, tape)
 
 
@@ -195,8 +177,5 @@ def binary_cross_entropy(casting: Casting, pred: Any, target: Any, tape: Tape | 
     x, t = operands = _operands(casting, "binary_cross_entropy", pred=pred, target=target)
     constants, kind = bce_constants(_BANNED_EPSILON), "probability_bce"
     loss = loss_terms(kind, (x.value, t.value), casting.result_dtype(*operands), constants)
-    gradients: Gradients = {
-        x: slope(kind, operands, x, constants),
-        t: slope(f"{kind}_target", operands, t, constants),
-    }
+    gradients: Gradients = {x: slope(kind, operands, x, constants), t: slope(f"{kind}_target", operands, t, constants)}
     return bound(loss, gradients, "binary_cross_entropy", tape)

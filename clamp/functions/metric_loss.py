@@ -103,15 +103,9 @@ def pairwise_squared_distances(casting: Casting, X: Any, Y: Any = None, tape: Ta
 
 @implements("netcl.autograd.triplet_loss", "netcl.nn.loss.triplet_loss")
 def triplet_loss(
-    casting: Casting,
-    anchor: Any,
-    positive: Any,
-    negative: Any,
-    margin: float = 1.0,
-    distance: Distance = "squared",
-    reduction: Reduction = "mean",
-    tape: Tape | None = None,
-) -> Any:
+    casting: Casting, anchor: Any, positive: Any, negative: Any, margin: float = 1.0, distance: Distance = "squared",
+    reduction: Reduction = "mean", tape: Tape | None = None,
+) -> Any:  # fmt: skip
     """Mean or sum over rows of ``max(0, d(anchor, positive) - d(anchor, negative) + margin)``: float32, shape (1,).
 
     Args:
@@ -138,14 +132,9 @@ def triplet_loss(
 
 @implements("netcl.autograd.contrastive_loss")
 def contrastive_loss(
-    casting: Casting,
-    x1: Any,
-    x2: Any,
-    labels: Any,
-    margin: float = 1.0,
-    reduction: Reduction = "mean",
+    casting: Casting, x1: Any, x2: Any, labels: Any, margin: float = 1.0, reduction: Reduction = "mean",
     tape: Tape | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Mean or sum over rows of ``y * d**2 + (1 - y) * max(0, margin - d)**2``: float32, shape (1,).
 
     ``d = |x1 - x2|``, in the second term ``sqrt(d**2 + 1e-8)``.
@@ -178,14 +167,9 @@ def _partner_gradient(
 
 @implements("netcl.autograd.batch_hard_triplet_loss")
 def batch_hard_triplet_loss(
-    casting: Casting,
-    embeddings: Any,
-    labels: Any,
-    margin: float = 1.0,
-    distance: Distance = "squared",
-    reduction: Reduction = "mean",
-    tape: Tape | None = None,
-) -> Any:
+    casting: Casting, embeddings: Any, labels: Any, margin: float = 1.0, distance: Distance = "squared",
+    reduction: Reduction = "mean", tape: Tape | None = None,
+) -> Any:  # fmt: skip
     """``max(0, d(farthest of the same label) - d(nearest of another) + margin)`` over rows: float32, shape (1,).
 
     A row without a partner of either kind adds 0; the mean is over all rows. Of equally far rows the first counts.
@@ -207,14 +191,9 @@ def batch_hard_triplet_loss(
 
 @implements("netcl.autograd.batch_all_triplet_loss")
 def batch_all_triplet_loss(
-    casting: Casting,
-    embeddings: Any,
-    labels: Any,
-    margin: float = 1.0,
-    distance: Distance = "squared",
-    reduction: Reduction = "mean",
-    tape: Tape | None = None,
-) -> Any:
+    casting: Casting, embeddings: Any, labels: Any, margin: float = 1.0, distance: Distance = "squared",
+    reduction: Reduction = "mean", tape: Tape | None = None,
+) -> Any:  # fmt: skip
     """``max(0, d(i, j) - d(i, k) + margin)`` over every i, j of its label, k of another label: float32, shape (1,).
 
     The mean is over the triplets that exceed 0. Arguments and errors as for ``batch_hard_triplet_loss``.
@@ -226,16 +205,9 @@ def batch_all_triplet_loss(
 
 
 def _mined(
-    casting: Casting,
-    name: str,
-    mine: Any,
-    embeddings: Any,
-    labels: Any,
-    margin: float,
-    distance: str,
-    reduction: str,
+    casting: Casting, name: str, mine: Any, embeddings: Any, labels: Any, margin: float, distance: str, reduction: str,
     tape: Tape | None,
-) -> Any:
+) -> Any:  # fmt: skip
     _require_choice(name, "distance", distance, "squared", "euclidean")
     _require_choice(name, "reduction", reduction, "mean", "sum")
     (x,) = _rows(casting, name, embeddings=embeddings)
@@ -253,15 +225,9 @@ def _mined(
 
 @implements("netcl.autograd.info_nce_loss", "netcl.nn.loss.info_nce_loss")
 def info_nce_loss(
-    casting: Casting,
-    queries: Any,
-    keys: Any,
-    temperature: float = 0.07,
-    normalize: bool = True,
-    reduction: Reduction = "mean",
-    symmetric: bool = False,
-    tape: Tape | None = None,
-) -> Any:
+    casting: Casting, queries: Any, keys: Any, temperature: float = 0.07, normalize: bool = True,
+    reduction: Reduction = "mean", symmetric: bool = False, tape: Tape | None = None,
+) -> Any:  # fmt: skip
     """Cross entropy of ``softmax(queries @ keys.T / temperature)`` against the diagonal: float32, shape (1,).
 
     Args:

@@ -78,19 +78,9 @@ def _copy(statistic: Tensor) -> Tensor:
 
 
 def normalized_batch(
-    casting: Casting,
-    x: Any,
-    gamma: Any,
-    beta: Any,
-    running_mean: Any,
-    running_var: Any,
-    momentum: float,
-    eps: float,
-    training: bool,
-    tape: Tape | None,
-    name: str,
-    activation: Activation = IDENTITY,
-) -> tuple[Any, Tensor, Tensor]:
+    casting: Casting, x: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any, momentum: float, eps: float,
+    training: bool, tape: Tape | None, name: str, activation: Activation = IDENTITY,
+) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
     """(result, mean, variance) of a batch norm and what follows it."""
     (xo,) = float_operands(casting, x)
     require_nchw(name, xo)
@@ -125,17 +115,9 @@ def normalized_batch(
 @implements("netcl.nn.batchnorm.batch_norm2d")
 @implements("netcl.autograd.batch_norm2d", result_only=True)
 def batch_norm2d(
-    casting: Casting,
-    x: TensorLike,
-    gamma: TensorLike,
-    beta: TensorLike,
-    running_mean: Tensor,
-    running_var: Tensor,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    training: bool = True,
-    tape: Tape | None = None,
-) -> tuple[Any, Tensor, Tensor]:
+    casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, running_mean: Tensor, running_var: Tensor,
+    momentum: float = 0.1, eps: float = 1e-5, training: bool = True, tape: Tape | None = None,
+) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
     """``(x - mean) / sqrt(var + eps) * gamma + beta`` for each channel (Ioffe and Szegedy, 2015).
 
     In training the statistics are those of the batch, and the running ones become ``(1 - momentum) * running +
@@ -160,17 +142,9 @@ def batch_norm2d(
 @implements("netcl.nn.batchnorm.batch_norm2d_relu")
 @implements("netcl.autograd.batch_norm2d_relu", result_only=True)
 def batch_norm2d_relu(
-    casting: Casting,
-    x: TensorLike,
-    gamma: TensorLike,
-    beta: TensorLike,
-    running_mean: Tensor,
-    running_var: Tensor,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    training: bool = True,
-    tape: Tape | None = None,
-) -> tuple[Any, Tensor, Tensor]:
+    casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, running_mean: Tensor, running_var: Tensor,
+    momentum: float = 0.1, eps: float = 1e-5, training: bool = True, tape: Tape | None = None,
+) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
     """relu of ``batch_norm2d``, in its store. Arguments, results and errors as there."""
     return normalized_batch(
         casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d_relu", RELU
@@ -180,18 +154,10 @@ def batch_norm2d_relu(
 @implements("netcl.nn.batchnorm.batch_norm2d_leaky_relu")
 @implements("netcl.autograd.batch_norm2d_leaky_relu", result_only=True)
 def batch_norm2d_leaky_relu(
-    casting: Casting,
-    x: TensorLike,
-    gamma: TensorLike,
-    beta: TensorLike,
-    running_mean: Tensor,
-    running_var: Tensor,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    training: bool = True,
-    negative_slope: float = 0.01,
+    casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, running_mean: Tensor, running_var: Tensor,
+    momentum: float = 0.1, eps: float = 1e-5, training: bool = True, negative_slope: float = 0.01,
     tape: Tape | None = None,
-) -> tuple[Any, Tensor, Tensor]:
+) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
     """leaky_relu of ``batch_norm2d``, in its store. Arguments, results and errors as there."""
     return normalized_batch(
         casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d_leaky_relu",
@@ -205,14 +171,9 @@ def batch_norm2d_leaky_relu(
 @implements("netcl.nn.groupnorm.group_norm")
 @implements("netcl.autograd.group_norm", result_only=True)
 def group_norm(
-    casting: Casting,
-    x: TensorLike,
-    gamma: TensorLike,
-    beta: TensorLike,
-    groups: int,
-    eps: float = 1e-5,
+    casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, groups: int, eps: float = 1e-5,
     tape: Tape | None = None,
-) -> tuple[Any, Tensor, Tensor]:
+) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
     """``(x - mean) / sqrt(var + eps) * gamma + beta`` with the statistics of each sample's group of channels
     (Wu and He, 2018).
 
@@ -248,12 +209,7 @@ def group_norm(
 @implements("netcl.nn.layernorm.layer_norm")
 @implements("netcl.autograd.layer_norm", result_only=True)
 def layer_norm(
-    casting: Casting,
-    x: TensorLike,
-    gamma: TensorLike,
-    beta: TensorLike,
-    eps: float = 1e-5,
-    tape: Tape | None = None,
+    casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, eps: float = 1e-5, tape: Tape | None = None
 ) -> tuple[Any, Tensor, Tensor]:
     """``(x - mean) / sqrt(var + eps) * gamma + beta`` over the last axis (Ba, Kiros and Hinton, 2016), or over the
     last axes where gamma has several.

@@ -75,13 +75,9 @@ def softmax(casting: Casting, x: Any, axis: int = -1, dim: int | None = None, ta
 
 @implements("netcl.ops.reduction.reduce_sum")
 def tensor_reduce_sum(
-    casting: Casting,
-    x: Any,
-    axis: int | None = None,
-    keepdims: bool = False,
-    out: Tensor | None = None,
+    casting: Casting, x: Any, axis: int | None = None, keepdims: bool = False, out: Tensor | None = None,
     pool: Any = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """``sum`` of a bare tensor; here ``keepdims`` holds for a sum over everything as well.
 
     Raises:

@@ -112,15 +112,9 @@ def gradient_of_slices(shape: Sequence[int], dtype: str, parts: Sequence[tuple[i
 
 
 def _sliced(
-    casting: Casting,
-    x: Any,
-    rows: int,
-    row: int,
-    stretches: Sequence[tuple[int, int]],
-    shapes: Sequence[tuple[int, ...]],
-    name: str,
-    tape: Tape | None,
-) -> list[Any]:
+    casting: Casting, x: Any, rows: int, row: int, stretches: Sequence[tuple[int, int]],
+    shapes: Sequence[tuple[int, ...]], name: str, tape: Tape | None,
+) -> list[Any]:  # fmt: skip
     """Slices of x, seen as ``rows`` rows: a stretch of each row, under a shape of its own."""
     (operand,) = casting.operands(as_node(x))
     dtype = moved_dtype(casting, name, operand)

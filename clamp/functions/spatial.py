@@ -53,14 +53,9 @@ def _output_size(shape: Sequence[int], size: Size, scale_factor: ScaleFactor) ->
 
 @implements("netcl.autograd.upsample", "netcl.ops.upsample.upsample")
 def upsample(
-    casting: Casting,
-    x: Any,
-    size: Size = None,
-    scale_factor: ScaleFactor = None,
-    mode: str = "nearest",
-    align_corners: bool = False,
-    tape: Tape | None = None,
-) -> Any:
+    casting: Casting, x: Any, size: Size = None, scale_factor: ScaleFactor = None, mode: str = "nearest",
+    align_corners: bool = False, tape: Tape | None = None,
+) -> Any:  # fmt: skip
     """Images resized to ``size`` or by ``scale_factor``, to the nearest neighbour or bilinearly, in fp32.
 
     Args:
@@ -95,14 +90,9 @@ def _require_bilinear(mode: str) -> None:
 
 @implements("netcl.autograd.grid_sample", "netcl.ops.grid_sample.grid_sample")
 def grid_sample(
-    casting: Casting,
-    x: Any,
-    grid: Any,
-    mode: str = "bilinear",
-    padding_mode: str = "zeros",
-    align_corners: bool = False,
-    tape: Tape | None = None,
-) -> Any:
+    casting: Casting, x: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros",
+    align_corners: bool = False, tape: Tape | None = None,
+) -> Any:  # fmt: skip
     """The images x at the places that grid names, interpolated in fp32.
 
     Args:
@@ -160,15 +150,10 @@ def affine_grid(
 
 @implements("netcl.autograd.rotate_2d_grid")
 def rotate_2d_grid(
-    casting: Casting,
-    x: Any,
-    angles_rad: Any,
-    padding_mode: str = "border",
-    align_corners: bool = False,
+    casting: Casting, x: Any, angles_rad: Any, padding_mode: str = "border", align_corners: bool = False,
     tape: Tape | None = None,
-    *,
-    mode: str = "bilinear",
-) -> Any:
+    *, mode: str = "bilinear",
+) -> Any:  # fmt: skip
     """Images rotated about their centres.
 
     Args:
@@ -213,14 +198,9 @@ def _rotation(angles: TensorLike, n: int, tape: Tape | None) -> Any:
 
 @implements("netcl.ops.upsample.upsample_backward")
 def tensor_upsample_backward(
-    casting: Casting,
-    grad_out: Any,
-    in_shape: Sequence[int],
-    mode: str = "nearest",
-    align_corners: bool = False,
-    out: Tensor | None = None,
-    pool: Any = None,
-) -> Tensor:
+    casting: Casting, grad_out: Any, in_shape: Sequence[int], mode: str = "nearest", align_corners: bool = False,
+    out: Tensor | None = None, pool: Any = None,
+) -> Tensor:  # fmt: skip
     """The gradient of ``upsample`` from that of its result.
 
     Raises:
@@ -236,15 +216,9 @@ def tensor_upsample_backward(
 
 @implements("netcl.ops.grid_sample.grid_sample_backward")
 def tensor_grid_sample_backward(
-    casting: Casting,
-    grad_out: Any,
-    x: Any,
-    grid: Any,
-    mode: str = "bilinear",
-    padding_mode: str = "zeros",
-    align_corners: bool = False,
-    pool: Any = None,
-) -> tuple[Tensor, Tensor]:
+    casting: Casting, grad_out: Any, x: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros",
+    align_corners: bool = False, pool: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of image and grid from that of ``grid_sample``'s result.
 
     Raises:

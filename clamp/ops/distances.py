@@ -53,17 +53,10 @@ def all_pairs(x: Tensor, y: Tensor, *, out_dtype: str, root: bool = False) -> Te
 
 
 def gather(
-    x: Tensor,
-    y: Tensor,
-    slopes: Tensor,
-    out_dtype: str,
-    *,
-    scale: float,
-    grad: Tensor | None = None,
-    count: Tensor | None = None,
-    transpose: bool = False,
+    x: Tensor, y: Tensor, slopes: Tensor, out_dtype: str,
+    *, scale: float, grad: Tensor | None = None, count: Tensor | None = None, transpose: bool = False,
     symmetric: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``scale * sum over j of slopes[i, j] * (x[i] - y[j])``, of x's shape. A term whose slope is 0 is left out.
 
     Args:

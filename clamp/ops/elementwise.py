@@ -90,11 +90,7 @@ _plans = _Plans()
 
 
 def elementwise(
-    op: str,
-    out_dtype: str,
-    *operands: Tensor | float,
-    parameters: tuple[float, ...] = (),
-    out: Tensor | None = None,
+    op: str, out_dtype: str, *operands: Tensor | float, parameters: tuple[float, ...] = (), out: Tensor | None = None
 ) -> Tensor:
     """The function ``op`` of the operands, broadcast against each other as in numpy.
 
@@ -144,13 +140,9 @@ def elementwise(
 
 
 def _make_plan(
-    key: tuple[Any, ...],
-    queue: cl.CommandQueue,
-    op: str,
-    out_dtype: str,
-    operands: Sequence[Tensor | float],
+    key: tuple[Any, ...], queue: cl.CommandQueue, op: str, out_dtype: str, operands: Sequence[Tensor | float],
     parameter_count: int,
-) -> _Plan:
+) -> _Plan:  # fmt: skip
     if OPS.get(op) != (len(operands), parameter_count):
         raise ValueError(f"no function {op!r} of {len(operands)} operands and {parameter_count} parameters")
     shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in operands]

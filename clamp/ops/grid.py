@@ -99,14 +99,9 @@ def grid_sample_backward_grid(
 
 
 def grid_sample_backward_input(
-    grad: Tensor,
-    grid: Tensor,
-    shape: Sequence[int],
-    padding_mode: str = "zeros",
-    align_corners: bool = False,
-    *,
-    out_dtype: str,
-) -> Tensor:
+    grad: Tensor, grid: Tensor, shape: Sequence[int], padding_mode: str = "zeros", align_corners: bool = False,
+    *, out_dtype: str,
+) -> Tensor:  # fmt: skip
     """Gradient of ``grid_sample`` with respect to its image.
 
     Each band of rows of a few channels belongs to one work-item, which adds all positions up in their order: the

@@ -35,17 +35,9 @@ def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, *, eps: float, out_dtype:
 
 
 def layer_norm_backward(
-    x: Tensor,
-    gamma: Tensor,
-    grad: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    *,
-    eps: float,
-    dx_dtype: str,
-    dgamma_dtype: str | None,
-    dbeta_dtype: str | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    x: Tensor, gamma: Tensor, grad: Tensor, mean: Tensor, var: Tensor,
+    *, eps: float, dx_dtype: str, dgamma_dtype: str | None, dbeta_dtype: str | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of ``layer_norm``: of x, and of gamma and beta (shape (n,)) unless their dtype is None.
 
     Raises:
@@ -118,17 +110,9 @@ def _forward(
 
 
 def _backward(
-    kind: str,
-    x: Tensor,
-    gamma: Tensor,
-    grad: Tensor,
-    mean: Tensor,
-    kept: Tensor,
-    eps: float,
-    dx_dtype: str,
-    dgamma_dtype: str | None,
-    dbeta_dtype: str | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    kind: str, x: Tensor, gamma: Tensor, grad: Tensor, mean: Tensor, kept: Tensor, eps: float, dx_dtype: str,
+    dgamma_dtype: str | None, dbeta_dtype: str | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     if tuple(grad.shape) != tuple(x.shape):
         raise ValueError(f"norm: gradient of shape {tuple(grad.shape)} for a result of shape {tuple(x.shape)}")
     dx = bridge.empty(x.queue, x.shape, dx_dtype)

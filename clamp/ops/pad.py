@@ -67,14 +67,9 @@ def _check(shape: tuple[int, ...], pad: int, mode: str) -> tuple[int, int, int, 
 
 
 def _run(
-    kernels: tuple[Kernel, Kernel],
-    source: Tensor,
-    out: Tensor,
-    extents: tuple[int, int, int],
-    row: int,
-    mode: str,
+    kernels: tuple[Kernel, Kernel], source: Tensor, out: Tensor, extents: tuple[int, int, int], row: int, mode: str,
     types: dict[str, str],
-) -> None:
+) -> None:  # fmt: skip
     """Launches the kernel of rows or that of elements; ``row`` is the length of a row of ``out``."""
     if out.size == 0:
         return

@@ -28,15 +28,9 @@ def pack_weights(w: Tensor, groups: int, *, transposed: bool) -> Weights:
 
 
 def conv2d(
-    x: Tensor,
-    w: Tensor | Weights,
-    window: Window,
-    *,
-    out_dtype: str,
-    bias: Tensor | None = None,
-    relu: bool = False,
-    engine: str | None = None,
-) -> Tensor:
+    x: Tensor, w: Tensor | Weights, window: Window,
+    *, out_dtype: str, bias: Tensor | None = None, relu: bool = False, engine: str | None = None,
+) -> Tensor:  # fmt: skip
     """``relu(x * w + bias)``, summed in fp32 and rounded to ``out_dtype`` once, at the end.
 
     Args:
@@ -66,15 +60,9 @@ def conv2d(
 
 
 def conv2d_input_grad(
-    grad: Tensor,
-    w: Tensor | Weights,
-    image: Pair,
-    window: Window,
-    *,
-    out_dtype: str,
-    bias: Tensor | None = None,
-    engine: str | None = None,
-) -> Tensor:
+    grad: Tensor, w: Tensor | Weights, image: Pair, window: Window,
+    *, out_dtype: str, bias: Tensor | None = None, engine: str | None = None,
+) -> Tensor:  # fmt: skip
     """Gradient of a convolution with respect to its input: also the transposed convolution of ``grad``.
 
     Args:
@@ -124,14 +112,7 @@ def conv2d_weight_grad(
 
 
 def conv2d_parameter_grads(
-    x: Tensor,
-    grad: Tensor,
-    extent: Pair,
-    window: Window,
-    *,
-    out_dtype: str,
-    bias_dtype: str,
-    engine: str | None = None,
+    x: Tensor, grad: Tensor, extent: Pair, window: Window, *, out_dtype: str, bias_dtype: str, engine: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """Gradients with respect to the weights, as `conv2d_weight_grad`, and to the bias, which costs hardly more.
 
@@ -146,13 +127,7 @@ def conv2d_parameter_grads(
 
 
 def _parameter_grads(
-    x: Tensor,
-    grad: Tensor,
-    extent: Pair,
-    window: Window,
-    out_dtype: str,
-    bias_dtype: str | None,
-    engine: str | None,
+    x: Tensor, grad: Tensor, extent: Pair, window: Window, out_dtype: str, bias_dtype: str | None, engine: str | None
 ) -> tuple[Tensor, Tensor | None]:
     """The weights' gradient; and the bias's, if it is wanted and the kernel sums it on the way."""
     channels, rows = x.shape[1] // window.groups, grad.shape[1] // window.groups

@@ -31,15 +31,9 @@ class Sum(Protocol):
 
 
 def convolve(
-    correlate: Correlate,
-    problem: Problem,
-    x: Tensor,
-    weights: Weights,
-    out: Tensor,
-    epilogue: Epilogue,
-    *,
-    by_rows: bool = True,
-) -> None:
+    correlate: Correlate, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue,
+    *, by_rows: bool = True,
+) -> None:  # fmt: skip
     """Writes a convolution or an input gradient over ``out``.
 
     Args:
@@ -79,15 +73,9 @@ def weight_gradient(
 
 
 def _sources(
-    x: Tensor,
-    shapes: Sequence[Correlation],
-    problem: Problem,
-    channels: int,
-    dtype: str,
-    stand_in: Tensor,
-    *,
-    by_rows: bool,
-) -> Iterator[tuple[int, list[Source]]]:
+    x: Tensor, shapes: Sequence[Correlation], problem: Problem, channels: int, dtype: str, stand_in: Tensor,
+    *, by_rows: bool,
+) -> Iterator[tuple[int, list[Source]]]:  # fmt: skip
     """The first image of each slice of a batch, with what the correlations read of the slice: all one staged source,
     or the stand-in where x has no elements (a kernel's pointer must point somewhere)."""
     tables = [offsets(x.queue.context, shape, channels) for shape in shapes]

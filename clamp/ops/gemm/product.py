@@ -35,16 +35,10 @@ class PackedB:
 
 
 def gemm(
-    a: Tensor,
-    b: Tensor | PackedB,
-    *,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    out_dtype: str,
-    bias: Tensor | None = None,
-    relu: bool = False,
-    engine: str | None = None,
-) -> Tensor:
+    a: Tensor, b: Tensor | PackedB,
+    *, transpose_a: bool = False, transpose_b: bool = False, out_dtype: str, bias: Tensor | None = None,
+    relu: bool = False, engine: str | None = None,
+) -> Tensor:  # fmt: skip
     """``relu(op(a) @ op(b) + bias)``, summed in fp32 and rounded to ``out_dtype`` once, at the end.
 
     Args:

@@ -55,13 +55,7 @@ class _Resident:
 def _state(tensor: Tensor) -> tuple[Any, ...]:
     """What the host looks at in a tensor when it decides what to launch."""
     own = vars(tensor)
-    return (
-        own["shape"],
-        own["dtype"],
-        own["requires_grad"],
-        bool(own.get("_frozen")),
-        "_model_param" in own,
-    )
+    return (own["shape"], own["dtype"], own["requires_grad"], bool(own.get("_frozen")), "_model_param" in own)
 
 
 _STATE = ("shape", "dtype", "requires_grad", "frozen by freeze()", "held by an optimizer")
