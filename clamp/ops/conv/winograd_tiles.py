@@ -16,6 +16,11 @@ _STAGED_BYTES = 256 * 2**20  # a larger batch is computed in slices
 _STAGED_ROWS = 256  # of a work-item
 
 
+_FILES = ("conv_winograd.cl", "conv_winograd_strided.cl")
+_NAMES = ("stage_tiles", "winograd", "transform_weights", "weight_grad", "weight_grad_finish")
+_KERNELS = {(file, name): Kernel(file, name) for file in _FILES for name in _NAMES}
+
+
 @dataclass(frozen=True)
 class Form:
     """A kind of convolution: what its file in kernels/ defines, by the same names.
@@ -44,12 +49,12 @@ class Form:
 
     def kernel(self, name: str) -> Kernel:
         """A kernel of its file."""
-        return Kernel(self.file, name)
+        return _KERNELS[self.file, name]
 
 
-PLAIN = Form("conv_winograd.cl", 4, 4, 2, 36, 36, 36, 36)
-STRIDED = Form("conv_winograd_strided.cl", 4, 8, 1, 81, 25, 81, 25, (("GRADIENT", 0),))
-STRIDED_GRADIENT = Form("conv_winograd_strided.cl", 8, 4, 1, 25, 81, 81, 25, (("GRADIENT", 1),))
+PLAIN = Form(_FILES[0], 4, 4, 2, 36, 36, 36, 36)
+STRIDED = Form(_FILES[1], 4, 8, 1, 81, 25, 81, 25, (("GRADIENT", 0),))
+STRIDED_GRADIENT = Form(_FILES[1], 8, 4, 1, 25, 81, 81, 25, (("GRADIENT", 1),))
 
 
 @dataclass(frozen=True)
