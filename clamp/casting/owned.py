@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
@@ -16,11 +17,16 @@ Function = Callable[..., Any]
 #: netcl function, by full name -> the function of clamp that takes its place: ``f(casting, *args, **kwargs)``
 OWNED: dict[str, Function] = {}
 
+#: function of clamp -> what it computes with: modules of clamp.ops, functions in them, kernels
+USES: dict[Function, tuple[object, ...]] = {}
+
 # Parameters of netcl's that say how to compute, or where memory comes from: clamp's kernels have no use for them.
 _HINTS = frozenset({"algo", "force_naive", "pool", "strategy", "tile", "use_im2col"})
 
 
-def implements(*names: str, result_only: bool = False) -> Callable[[Function], Function]:
+def implements(
+    *names: str, result_only: bool = False, uses: tuple[object, ...] | None = None
+) -> Callable[[Function], Function]:
     """Registers a function as clamp's version of the netcl functions of these full names.
 
     Its parameters are named as netcl's. Where netcl's have another order, or more of them, as the functions of bare
@@ -29,9 +35,13 @@ def implements(*names: str, result_only: bool = False) -> Callable[[Function], F
 
     Args:
         result_only: these return the first of what the function returns: a norm without its statistics.
+        uses: modules of clamp.ops, functions in them or kernels that it computes with, for `python -m clamp lists`.
+            None: everything of clamp.ops that its own module imports, or what was said in a decorator below.
     """
 
     def register(function: Function) -> Function:
+        if uses is not None or function not in USES:
+            USES[function] = tuple(vars(sys.modules[function.__module__]).values()) if uses is None else uses
         for name in names:
             OWNED[name] = _with_arguments_of(name, _first_of(function) if result_only else function)
         return function

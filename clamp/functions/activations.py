@@ -16,7 +16,8 @@ from clamp.casting.operands import Casting, bound, float_operands
 from clamp.casting.owned import implements
 from clamp.functions.elementwise import apply_unary
 from clamp.opencl.recording import Drawn
-from clamp.ops import elementwise as ops
+from clamp.ops import dropout as ops
+from clamp.ops import elementwise
 from clamp.ops.arguments import number, probability
 
 #: netcl's name -> forward, gradient, and whether the gradient reads the result instead of the input
@@ -47,39 +48,39 @@ def _plain(name: str, op: str, grad_op: str, from_out: bool) -> None:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"{name} of every element."
     places = ("netcl.autograd", "netcl.ops.elementwise") if name in _ON_TENSORS else ("netcl.autograd",)
-    implements(*(f"{place}.{name}" for place in places))(function)
+    implements(*(f"{place}.{name}" for place in places), uses=(elementwise,))(function)
 
 
 for _name, _rule in _PLAIN.items():
     _plain(_name, *_rule)
 
 
-@implements("netcl.autograd.leaky_relu", "netcl.ops.elementwise.leaky_relu")
+@implements("netcl.autograd.leaky_relu", "netcl.ops.elementwise.leaky_relu", uses=(elementwise,))
 def leaky_relu(casting: Casting, x: TensorLike, negative_slope: float = 0.01, tape: Tape | None = None) -> Any:
     """x where positive, negative_slope * x elsewhere."""
     return apply_unary(casting, x, tape, "leaky_relu", "leaky_relu_grad", negative_slope)
 
 
-@implements("netcl.autograd.gelu", "netcl.ops.elementwise.gelu")
+@implements("netcl.autograd.gelu", "netcl.ops.elementwise.gelu", uses=(elementwise,))
 def gelu(casting: Casting, x: TensorLike, approximate: bool = True, tape: Tape | None = None) -> Any:
     """x * Phi(x), Phi being the normal distribution, or with ``approximate`` its usual form in tanh."""
     op = "gelu_tanh" if approximate else "gelu_erf"
     return apply_unary(casting, x, tape, op, f"{op}_grad")
 
 
-@implements("netcl.autograd.elu", "netcl.ops.elementwise.elu")
+@implements("netcl.autograd.elu", "netcl.ops.elementwise.elu", uses=(elementwise,))
 def elu(casting: Casting, x: TensorLike, alpha: float = 1.0, tape: Tape | None = None) -> Any:
     """x where positive, alpha * (exp(x) - 1) elsewhere."""
     return apply_unary(casting, x, tape, "elu", "elu_grad", alpha)
 
 
-@implements("netcl.autograd.clamp", "netcl.autograd.clip", "netcl.ops.elementwise.clamp")
+@implements("netcl.autograd.clamp", "netcl.autograd.clip", "netcl.ops.elementwise.clamp", uses=(elementwise,))
 def clamp(casting: Casting, x: TensorLike, min_val: float, max_val: float, tape: Tape | None = None) -> Any:
     """x, not below min_val and not above max_val. The gradient passes at the bounds and between them."""
     return apply_unary(casting, x, tape, "clamp", "clamp_grad", min_val, max_val)
 
 
-@implements("netcl.autograd.hard_tanh", "netcl.ops.elementwise.hard_tanh")
+@implements("netcl.autograd.hard_tanh", "netcl.ops.elementwise.hard_tanh", uses=(elementwise,))
 def hard_tanh(
     casting: Casting, x: TensorLike, min_val: float = -1.0, max_val: float = 1.0, tape: Tape | None = None
 ) -> Any:
@@ -87,13 +88,13 @@ def hard_tanh(
     return apply_unary(casting, x, tape, "clamp", "clamp_grad", min_val, max_val)
 
 
-@implements("netcl.autograd.pow")
+@implements("netcl.autograd.pow", uses=(elementwise,))
 def pow(casting: Casting, x: TensorLike, exponent: float, tape: Tape | None = None) -> Any:
     """x to a fixed power."""
     return apply_unary(casting, x, tape, "pow", "pow_grad", number("pow", "exponent", exponent))
 
 
-@implements("netcl.autograd.dropout", "netcl.ops.elementwise.dropout")
+@implements("netcl.autograd.dropout", "netcl.ops.elementwise.dropout", uses=(ops,))
 def dropout(casting: Casting, x: TensorLike, p: float = 0.5, seed: int | None = None, tape: Tape | None = None) -> Any:
     """x with a random part p of its elements zeroed and the others multiplied by 1 / (1 - p).
 

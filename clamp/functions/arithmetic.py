@@ -14,41 +14,42 @@ from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, f
 from clamp.casting.owned import implements
 from clamp.functions.elementwise import PASS, apply_broadcast, apply_unary, as_constant_node, gradients_by, is_scalar
 from clamp.ops.elementwise import elementwise
+from clamp.ops.reduce_to_shape import sum_to_shape
 
 Argument = TensorLike | float
 
 
-@implements("netcl.autograd.add")
+@implements("netcl.autograd.add", uses=(elementwise, sum_to_shape))
 def add(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
     """a + b."""
     return apply_broadcast(casting, (a, b), tape, "add", PASS, PASS)
 
 
-@implements("netcl.autograd.sub")
+@implements("netcl.autograd.sub", uses=(elementwise, sum_to_shape))
 def sub(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
     """a - b."""
     return apply_broadcast(casting, (a, b), tape, "sub", PASS, ("neg", "g"))
 
 
-@implements("netcl.autograd.mul")
+@implements("netcl.autograd.mul", uses=(elementwise, sum_to_shape))
 def mul(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
     """a * b."""
     return apply_broadcast(casting, (a, b), tape, "mul", ("mul", "g", 1), ("mul", "g", 0))
 
 
-@implements("netcl.autograd.div")
+@implements("netcl.autograd.div", uses=(elementwise, sum_to_shape))
 def div(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
     """a / b."""
     return apply_broadcast(casting, (a, b), tape, "div", ("div", "g", 1), ("div_grad", "g", 0, 1))
 
 
-@implements("netcl.autograd.maximum")
+@implements("netcl.autograd.maximum", uses=(elementwise, sum_to_shape))
 def maximum(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
     """The larger of a and b. At a tie the gradient is a's, or the tensor's where the other is a number."""
     return _extremum(casting, a, b, tape, "maximum")
 
 
-@implements("netcl.autograd.minimum")
+@implements("netcl.autograd.minimum", uses=(elementwise, sum_to_shape))
 def minimum(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
     """The smaller of a and b. At a tie the gradient is a's, or the tensor's where the other is a number."""
     return _extremum(casting, a, b, tape, "minimum")
@@ -61,7 +62,7 @@ def _extremum(casting: Casting, a: Argument, b: Argument, tape: Tape | None, op:
     return apply_broadcast(casting, (a, b), tape, op, *rules)
 
 
-@implements("netcl.autograd.add_relu")
+@implements("netcl.autograd.add_relu", uses=(elementwise, sum_to_shape))
 def add_relu(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None = None) -> Any:
     """relu(a + b), without the sum in between."""
     operands = float_operands(casting, a, b)
@@ -77,7 +78,7 @@ def add_relu(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None =
     return bound(out, gradients_by(operands, (PASS, PASS), ()), "add_relu", tape, first=through)
 
 
-@implements("netcl.autograd.bias_add", "netcl.ops.elementwise.bias_add")
+@implements("netcl.autograd.bias_add", "netcl.ops.elementwise.bias_add", uses=(elementwise, sum_to_shape))
 def bias_add(casting: Casting, x: TensorLike, bias: TensorLike, tape: Tape | None = None) -> Any:
     """x + bias, a bias of shape (N,) on every row of x, of shape (M, N).
 
@@ -96,7 +97,7 @@ def require_bias_shapes(x: tuple[int, ...], bias: tuple[int, ...]) -> None:
         raise ValueError(f"bias_add: bias dimension mismatch: rows of {x[1]} elements, a bias of {bias[0]}")
 
 
-@implements("netcl.autograd.square")
+@implements("netcl.autograd.square", uses=(elementwise,))
 def square(casting: Casting, x: TensorLike, tape: Tape | None = None) -> Any:
     """x * x."""
     return apply_unary(casting, x, tape, "square", "square_grad")
@@ -118,14 +119,14 @@ def _comparison(op: str) -> None:
 
     compare.__name__ = compare.__qualname__ = op
     compare.__doc__ = f"1 where {op} holds, else 0, in the operands' dtype; never differentiable."
-    implements(f"netcl.autograd.{op}")(compare)
+    implements(f"netcl.autograd.{op}", uses=(elementwise,))(compare)
 
 
 for _op in ("lt", "le", "gt", "ge"):
     _comparison(_op)
 
 
-@implements("netcl.autograd.where")
+@implements("netcl.autograd.where", uses=(elementwise, sum_to_shape))
 def where(casting: Casting, condition: TensorLike, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
     """a where the condition is not zero, b elsewhere; nothing of the branch not taken gets into the result.
 

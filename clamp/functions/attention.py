@@ -9,11 +9,12 @@ from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Operand, as_is, as_node, bound, float_operands, owned_value
 from clamp.casting.owned import implements
 from clamp.ops import attention as ops
+from clamp.ops.attention.decode import DECODE
 from clamp.ops.rope import rope as rotate
 
 
 @implements("netcl.ops.attention.flash_attention")
-@implements("netcl.autograd.flash_attention", result_only=True)
+@implements("netcl.autograd.flash_attention", result_only=True, uses=ops.ENGINES)
 def flash_attention(
     casting: Casting, q: TensorLike, k: TensorLike, v: TensorLike, causal: bool = True,
     scale: float | None = None, tape: Tape | None = None,
@@ -45,7 +46,7 @@ def _gradients(
     return ops.attention_backward(q.value, k.value, v.value, lse, grad, causal, scale, out_dtypes=dtypes)
 
 
-@implements("netcl.ops.attention.flash_attention_backward")
+@implements("netcl.ops.attention.flash_attention_backward", uses=ops.ENGINES)
 def tensor_flash_attention_backward(
     casting: Casting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
     causal: bool = True, scale: float | None = None, pool: Any = None,
@@ -57,7 +58,7 @@ def tensor_flash_attention_backward(
     return _gradients(qo, ko, vo, sums, grad, causal, scale)
 
 
-@implements("netcl.ops.attention.flash_attention_decode")
+@implements("netcl.ops.attention.flash_attention_decode", uses=(DECODE,))
 def flash_attention_decode(
     casting: Casting, q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_len: int, scale: float | None = None,
     pool: Any = None,
@@ -76,7 +77,7 @@ def flash_attention_decode(
     return ops.attention_decode(qo.value, keys, values, int(cache_len), scale, out_dtype=dtype)
 
 
-@implements("netcl.autograd.rope", "netcl.ops.norm_rope.rope")
+@implements("netcl.autograd.rope", "netcl.ops.norm_rope.rope", uses=(rotate,))
 def rope(
     casting: Casting, x: TensorLike, positions: TensorLike, base: float = 10000.0, tape: Tape | None = None,
     *, inverse: bool = False,

@@ -204,7 +204,7 @@ def tensor_conv2d(
     return _convolve(casting, x, w, bias, window, bool(fuse_relu), "conv2d", None)
 
 
-@implements("netcl.ops.conv2d.conv2d_backward")
+@implements("netcl.ops.conv2d.conv2d_backward", uses=(ops,))
 def tensor_conv2d_backward(
     casting: Casting, x: Tensor, w: Tensor, grad_out: Tensor, bias: Tensor | None = None, pool: Any = None,
     stride: Number = 1, pad: Number = 0, use_im2col: bool = False, algo: str | None = None, need_grad_x: bool = True,

@@ -75,7 +75,7 @@ def _selected_gradient(grad: Tensor, shape: Sequence[int], axis: int, at: Tensor
     return gradient
 
 
-@implements("netcl.autograd.index_select")
+@implements("netcl.autograd.index_select", uses=(ops, cast))
 def index_select(casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | None = None) -> Any:
     """The places of x along an axis that ``idx`` names, in its order, bit for bit.
 
@@ -92,13 +92,13 @@ def index_select(casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | Non
     return _select(casting, x, axis, idx, "index_select", tape)
 
 
-@implements("netcl.autograd.gather")
+@implements("netcl.autograd.gather", uses=(ops, cast))
 def gather(casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | None = None) -> Any:
     """netcl's other name for ``index_select``."""
     return _select(casting, x, axis, idx, "gather", tape)
 
 
-@implements("netcl.autograd.embedding")
+@implements("netcl.autograd.embedding", uses=(ops, cast))
 def embedding(casting: Casting, weight: Any, idx: Any, tape: Tape | None = None) -> Any:
     """The rows of a table (num_embeddings, dim) that ``idx`` names: (number of indices, dim).
 
@@ -107,7 +107,7 @@ def embedding(casting: Casting, weight: Any, idx: Any, tape: Tape | None = None)
     return _select(casting, weight, 0, idx, "embedding", tape)
 
 
-@implements("netcl.autograd.index_add")
+@implements("netcl.autograd.index_add", uses=(ops, cast))
 def index_add(casting: Casting, dst: Any, axis: int, idx: Any, src: Any, tape: Tape | None = None) -> Any:
     """A copy of dst, with each place of src added to the place of the axis that its index names.
 
@@ -134,7 +134,7 @@ def index_add(casting: Casting, dst: Any, axis: int, idx: Any, src: Any, tape: T
     return bound(out, gradients, "index_add", tape)
 
 
-@implements("netcl.autograd.argmax", "netcl.ops.indexing.argmax")
+@implements("netcl.autograd.argmax", "netcl.ops.indexing.argmax", uses=(topk_ops,))
 def argmax(casting: Casting, x: Any, axis: int = -1, keepdims: bool = False) -> Tensor:
     """The place of the largest element along an axis, an int32 tensor; the first of equal ones, or of NaNs (numpy).
 
@@ -145,7 +145,7 @@ def argmax(casting: Casting, x: Any, axis: int = -1, keepdims: bool = False) -> 
     return topk_ops.argmax(operand.value, axis, keepdims)
 
 
-@implements("netcl.autograd.topk", "netcl.ops.indexing.topk")
+@implements("netcl.autograd.topk", "netcl.ops.indexing.topk", uses=(topk_ops, cast))
 def topk(casting: Casting, x: Any, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
     """The k largest elements along an axis in descending order, and their places (int32). Not differentiable.
 
@@ -159,7 +159,7 @@ def topk(casting: Casting, x: Any, k: int, axis: int = -1) -> tuple[Tensor, Tens
     return cast(values, casting.result_dtype(operand)), places
 
 
-@implements("netcl.autograd.one_hot", "netcl.ops.indexing.one_hot")
+@implements("netcl.autograd.one_hot", "netcl.ops.indexing.one_hot", uses=(ops.ONE_HOT,))
 def one_hot(casting: Casting, idx: Any, num_classes: int, queue: Any = None, dtype: str = "float32") -> Tensor:
     """A row of zeros for each index, with a one at the index: (number of indices, num_classes).
 
@@ -186,7 +186,7 @@ def _as_int32(index: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------- tensor level
 
 
-@implements("netcl.ops.indexing.index_select")
+@implements("netcl.ops.indexing.index_select", uses=(ops, cast))
 def tensor_index_select(
     casting: Casting, x: Tensor, axis: int, idx: Any, out: Tensor | None = None, pool: Any = None
 ) -> Any:
@@ -199,7 +199,7 @@ def tensor_index_select(
     return ops.index_select(operand.value, axis, at, out_dtype=dtype, out=owned_value(out))
 
 
-@implements("netcl.ops.indexing.index_select_backward")
+@implements("netcl.ops.indexing.index_select_backward", uses=(ops, cast))
 def tensor_index_select_backward(
     casting: Casting, grad_out: Tensor, x_shape: Sequence[int], axis: int, idx: Any, pool: Any = None
 ) -> Tensor:
@@ -211,7 +211,7 @@ def tensor_index_select_backward(
     return _selected_gradient(grad.value, shape, axis, at, casting.result_dtype(grad))
 
 
-@implements("netcl.ops.indexing.index_add")
+@implements("netcl.ops.indexing.index_add", uses=(ops, cast))
 def tensor_index_add(casting: Casting, dst: Tensor, axis: int, idx: Any, src: Tensor) -> Tensor:
     """Adds src to dst in place, as ``index_add`` adds to a copy; both are read as they are, whatever the policy.
 
@@ -224,7 +224,7 @@ def tensor_index_add(casting: Casting, dst: Tensor, axis: int, idx: Any, src: Te
     return dst
 
 
-@implements("netcl.ops.indexing.as_index_tensor")
+@implements("netcl.ops.indexing.as_index_tensor", uses=(ops.TO_INDEX,))
 def tensor_as_index_tensor(casting: Casting, idx: Any, queue: Any = None, backend: str | None = None) -> Tensor:
     """A floating tensor of whole numbers as flat int32, converted on the device; what else there is stays netcl's.
 

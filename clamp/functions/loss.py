@@ -17,7 +17,7 @@ from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound
 from clamp.casting.owned import implements
 from clamp.ops import loss as ops
-from clamp.ops.loss_elementwise import loss_gradient, loss_sum, loss_terms
+from clamp.ops.loss_elementwise import LOSS_TERMS, loss_gradient, loss_sum, loss_terms
 
 IGNORE_INDEX = -100
 _RESHAPE = "reshape one of them to the other's shape"
@@ -67,7 +67,7 @@ def _pair_loss(
     return bound(loss, gradients, name, tape)
 
 
-@implements("netcl.autograd.mse_loss", "netcl.nn.loss.mse_loss")
+@implements("netcl.autograd.mse_loss", "netcl.nn.loss.mse_loss", uses=(loss_sum,))
 def mse_loss(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) -> Any:
     """Sum of ``(pred - target)**2``: float32, shape (1,). The gradient is ``2 * (pred - target) * grad``.
 
@@ -81,13 +81,13 @@ def mse_loss(casting: Casting, pred: Any, target: Any, tape: Tape | None = None)
     return _pair_loss(casting, "mse_loss", "mse", pred, target, tape)
 
 
-@implements("netcl.autograd.l2_loss")
+@implements("netcl.autograd.l2_loss", uses=(loss_sum,))
 def l2_loss(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) -> Any:
     """netcl's second name for ``mse_loss``."""
     return _pair_loss(casting, "l2_loss", "mse", pred, target, tape)
 
 
-@implements("netcl.autograd.l1_loss")
+@implements("netcl.autograd.l1_loss", uses=(loss_sum,))
 def l1_loss(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) -> Any:
     """Sum of ``|pred - target|``: float32, shape (1,). The gradient where they are equal is 0.
 
@@ -96,7 +96,7 @@ def l1_loss(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) 
     return _pair_loss(casting, "l1_loss", "l1", pred, target, tape)
 
 
-@implements("netcl.autograd.smooth_l1_loss")
+@implements("netcl.autograd.smooth_l1_loss", uses=(loss_sum,))
 def smooth_l1_loss(casting: Casting, pred: Any, target: Any, beta: float = 1.0, tape: Tape | None = None) -> Any:
     """Sum of ``d*d / (2*beta)`` where ``d = |pred - target|`` is below beta, else ``d - beta/2``; float32, (1,).
 
@@ -110,7 +110,7 @@ def smooth_l1_loss(casting: Casting, pred: Any, target: Any, beta: float = 1.0, 
     return _pair_loss(casting, "smooth_l1_loss", "smooth_l1", pred, target, tape, float(beta))
 
 
-@implements("netcl.autograd.binary_cross_entropy_with_logits")
+@implements("netcl.autograd.binary_cross_entropy_with_logits", uses=(LOSS_TERMS,))
 def binary_cross_entropy_with_logits(casting: Casting, logits: Any, target: Any, tape: Tape | None = None) -> Any:
     """``max(x, 0) - x*t + log(1 + exp(-|x|))`` of each logit x and target t: no reduction, the logits' shape.
 
@@ -140,7 +140,9 @@ def _require_rows(name: str, x: Operand) -> tuple[int, int]:
     return x.shape[0], x.shape[1]
 
 
-@implements("netcl.autograd.cross_entropy", "netcl.nn.functional.cross_entropy", "netcl.nn.loss.cross_entropy")
+@implements(
+    "netcl.autograd.cross_entropy", "netcl.nn.functional.cross_entropy", "netcl.nn.loss.cross_entropy", uses=(ops,)
+)
 def cross_entropy(casting: Casting, logits: Any, targets: Any, tape: Tape | None = None) -> Any:
     """Mean over the batch of the cross entropy of ``softmax(logits)``: float32, shape (1,).
 
@@ -168,7 +170,7 @@ def cross_entropy(casting: Casting, logits: Any, targets: Any, tape: Tape | None
     return bound(forward.loss, {x: gradient, t: None}, "cross_entropy", tape)
 
 
-@implements("netcl.autograd.cross_entropy_indices")
+@implements("netcl.autograd.cross_entropy_indices", uses=(ops.LABEL_LOSS,))
 def cross_entropy_indices(
     casting: Casting, logits: Any, targets: Any, ignore_index: int = IGNORE_INDEX, tape: Tape | None = None
 ) -> Any:
@@ -231,7 +233,7 @@ def _labels(name: str, targets: Any, logits: Tensor, classes: int, ignore_index:
     )
 
 
-@implements("netcl.autograd.hinge_loss")
+@implements("netcl.autograd.hinge_loss", uses=(ops,))
 def hinge_loss(casting: Casting, logits: Any, targets: Any, margin: float = 1.0, tape: Tape | None = None) -> Any:
     """Multi-class hinge: mean over the batch of ``sum(max(0, margin + x[c] - x[true]))``, c not true; float32, (1,).
 

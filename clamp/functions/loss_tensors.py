@@ -28,7 +28,7 @@ def _logits_and_targets(casting: Casting, name: str, logits: Any, targets: Any) 
     return x.value, targets
 
 
-@implements("netcl.ops.lm_ops.cross_entropy_indices")
+@implements("netcl.ops.lm_ops.cross_entropy_indices", uses=(ops.LABEL_LOSS, elementwise))
 def cross_entropy_indices(
     casting: Casting, logits: Any, targets: Any, ignore_index: int = IGNORE_INDEX, pool: Any = None
 ) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def cross_entropy_indices(
     return forward.loss, elementwise("div", "float32", 1.0, forward.count)
 
 
-@implements("netcl.ops.lm_ops.cross_entropy_indices_backward")
+@implements("netcl.ops.lm_ops.cross_entropy_indices_backward", uses=(ops.LABEL_LOSS,))
 def cross_entropy_indices_backward(
     casting: Casting, logits: Any, targets: Any, scale: Any, ignore_index: int = IGNORE_INDEX, pool: Any = None
 ) -> Tensor:
@@ -71,7 +71,7 @@ def cross_entropy_indices_backward(
     return ops.label_gradient(x, labels, forward, factor.value, bridge.canonical_dtype(logits.dtype))
 
 
-@implements("netcl.ops.softmax.softmax_backward")
+@implements("netcl.ops.softmax.softmax_backward", uses=(softmax_gradient,))
 def softmax_backward(
     casting: Casting, out: Any, grad_out: Any, grad_in: Tensor | None = None, pool: Any = None, axis: int = -1
 ) -> Tensor:

@@ -14,7 +14,7 @@ from clamp.bridge import Tape
 from clamp.casting.operands import Casting, Gradients, Operand, as_node, bound
 from clamp.casting.owned import implements
 from clamp.functions.loss import require_floats, require_same_shape, slope
-from clamp.ops.loss_elementwise import bce_constants, detection_constants, loss_sum, loss_terms
+from clamp.ops.loss_elementwise import LOSS_TERMS, bce_constants, detection_constants, loss_sum, loss_terms
 
 _PROBABILITY_EPSILON = 1e-7
 _BANNED_EPSILON = 1e-6  # binary_cross_entropy's
@@ -161,7 +161,7 @@ def weighted_box_smooth_l1_loss(
     return bound(loss, gradients, name, tape)
 
 
-@implements("netcl.autograd.binary_cross_entropy")
+@implements("netcl.autograd.binary_cross_entropy", uses=(LOSS_TERMS,))
 def binary_cross_entropy(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) -> Any:
     """``-(t*log(p) + (1-t)*log(1-p))`` of each probability p and target t: not reduced, float32, pred's shape.
 

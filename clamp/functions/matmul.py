@@ -22,7 +22,7 @@ from clamp.params.weight_cache import weights
 Shape = tuple[int, ...]
 
 
-@implements("netcl.autograd.matmul_op", "netcl.ops.matmul.matmul")
+@implements("netcl.autograd.matmul_op", "netcl.ops.matmul.matmul", uses=(gemm, permute))
 def matmul_op(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None = None) -> Any:
     """a @ b for (M, K) @ (K, N), (..., M, K) @ (K, N), (M, K) @ (B, K, N) and (B, M, K) @ (B, K, N).
 
@@ -36,7 +36,7 @@ def matmul_op(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None 
     return _product(casting, x, w, "matmul", tape)
 
 
-@implements("netcl.autograd.bmm", "netcl.ops.bmm.bmm")
+@implements("netcl.autograd.bmm", "netcl.ops.bmm.bmm", uses=(gemm, permute))
 def bmm(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None = None) -> Any:
     """(..., M, K) @ (..., K, N) with equal leading dimensions.
 
@@ -114,7 +114,7 @@ def _flat(tensor: Tensor, shape: tuple[int, int]) -> Tensor:
     return bridge.view(tensor, (rows, columns))
 
 
-@implements("netcl.autograd.linear_relu")
+@implements("netcl.autograd.linear_relu", uses=(gemm, elementwise, sum_to_shape))
 def linear_relu(
     casting: Casting, x: TensorLike, w: TensorLike, bias: TensorLike | None = None, tape: Tape | None = None
 ) -> Any:

@@ -70,7 +70,7 @@ def _labels(name: str, labels: Any, x: Tensor, as_classes: bool) -> Tensor:
 # --------------------------------------------------------------------------------------------- distances
 
 
-@implements("netcl.autograd.pairwise_squared_distances")
+@implements("netcl.autograd.pairwise_squared_distances", uses=(distances.ALL_PAIRS,))
 def pairwise_squared_distances(casting: Casting, X: Any, Y: Any = None, tape: Tape | None = None) -> Any:
     """``sum((X[i] - Y[j])**2)`` of every pair of rows: shape (N, M); without Y, of X's rows among themselves.
 
@@ -101,7 +101,7 @@ def pairwise_squared_distances(casting: Casting, X: Any, Y: Any = None, tape: Ta
 # -------------------------------------------------------------------------------------- pairs and triplets
 
 
-@implements("netcl.autograd.triplet_loss", "netcl.nn.loss.triplet_loss")
+@implements("netcl.autograd.triplet_loss", "netcl.nn.loss.triplet_loss", uses=(distances,))
 def triplet_loss(
     casting: Casting, anchor: Any, positive: Any, negative: Any, margin: float = 1.0, distance: Distance = "squared",
     reduction: Reduction = "mean", tape: Tape | None = None,
@@ -130,7 +130,7 @@ def triplet_loss(
     return bound(forward.loss, gradients, "triplet_loss", tape)
 
 
-@implements("netcl.autograd.contrastive_loss")
+@implements("netcl.autograd.contrastive_loss", uses=(distances,))
 def contrastive_loss(
     casting: Casting, x1: Any, x2: Any, labels: Any, margin: float = 1.0, reduction: Reduction = "mean",
     tape: Tape | None = None,
@@ -165,7 +165,7 @@ def _partner_gradient(
     return distances.partner_gradient(own.value, values, first, forward, grad, own.grad_dtype)
 
 
-@implements("netcl.autograd.batch_hard_triplet_loss")
+@implements("netcl.autograd.batch_hard_triplet_loss", uses=(triplets,))
 def batch_hard_triplet_loss(
     casting: Casting, embeddings: Any, labels: Any, margin: float = 1.0, distance: Distance = "squared",
     reduction: Reduction = "mean", tape: Tape | None = None,
@@ -189,7 +189,7 @@ def batch_hard_triplet_loss(
     )  # fmt: skip
 
 
-@implements("netcl.autograd.batch_all_triplet_loss")
+@implements("netcl.autograd.batch_all_triplet_loss", uses=(triplets,))
 def batch_all_triplet_loss(
     casting: Casting, embeddings: Any, labels: Any, margin: float = 1.0, distance: Distance = "squared",
     reduction: Reduction = "mean", tape: Tape | None = None,
@@ -223,7 +223,7 @@ def _mined(
 # ---------------------------------------------------------------------------------------------- contrasts
 
 
-@implements("netcl.autograd.info_nce_loss", "netcl.nn.loss.info_nce_loss")
+@implements("netcl.autograd.info_nce_loss", "netcl.nn.loss.info_nce_loss", uses=(info_nce,))
 def info_nce_loss(
     casting: Casting, queries: Any, keys: Any, temperature: float = 0.07, normalize: bool = True,
     reduction: Reduction = "mean", symmetric: bool = False, tape: Tape | None = None,

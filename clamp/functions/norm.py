@@ -21,6 +21,8 @@ from clamp.ops.cast import cast_into
 from clamp.ops.norm_sets import IDENTITY, RELU, Activation
 from clamp.ops.shape import permute
 
+_BATCH = (planes_ops, planes_backward.PLANES_BACKWARD)  # without the sums over samples of group norm
+
 
 def parameters_of(name: str, x: Operand, size: int, *parameters: Any) -> tuple[Operand, ...]:
     """gamma and beta, read in their own dtype.
@@ -113,7 +115,7 @@ def normalized_batch(
 
 
 @implements("netcl.nn.batchnorm.batch_norm2d")
-@implements("netcl.autograd.batch_norm2d", result_only=True)
+@implements("netcl.autograd.batch_norm2d", result_only=True, uses=_BATCH)
 def batch_norm2d(
     casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, running_mean: Tensor, running_var: Tensor,
     momentum: float = 0.1, eps: float = 1e-5, training: bool = True, tape: Tape | None = None,
@@ -140,7 +142,7 @@ def batch_norm2d(
 
 
 @implements("netcl.nn.batchnorm.batch_norm2d_relu")
-@implements("netcl.autograd.batch_norm2d_relu", result_only=True)
+@implements("netcl.autograd.batch_norm2d_relu", result_only=True, uses=_BATCH)
 def batch_norm2d_relu(
     casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, running_mean: Tensor, running_var: Tensor,
     momentum: float = 0.1, eps: float = 1e-5, training: bool = True, tape: Tape | None = None,
@@ -152,7 +154,7 @@ def batch_norm2d_relu(
 
 
 @implements("netcl.nn.batchnorm.batch_norm2d_leaky_relu")
-@implements("netcl.autograd.batch_norm2d_leaky_relu", result_only=True)
+@implements("netcl.autograd.batch_norm2d_leaky_relu", result_only=True, uses=_BATCH)
 def batch_norm2d_leaky_relu(
     casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, running_mean: Tensor, running_var: Tensor,
     momentum: float = 0.1, eps: float = 1e-5, training: bool = True, negative_slope: float = 0.01,
@@ -169,7 +171,7 @@ def batch_norm2d_leaky_relu(
 
 
 @implements("netcl.nn.groupnorm.group_norm")
-@implements("netcl.autograd.group_norm", result_only=True)
+@implements("netcl.autograd.group_norm", result_only=True, uses=(planes_ops, planes_backward))
 def group_norm(
     casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, groups: int, eps: float = 1e-5,
     tape: Tape | None = None,
@@ -207,7 +209,7 @@ def group_norm(
 
 
 @implements("netcl.nn.layernorm.layer_norm")
-@implements("netcl.autograd.layer_norm", result_only=True)
+@implements("netcl.autograd.layer_norm", result_only=True, uses=(rows_ops,))
 def layer_norm(
     casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, eps: float = 1e-5, tape: Tape | None = None
 ) -> tuple[Any, Tensor, Tensor]:
@@ -270,7 +272,7 @@ def last_axis(name: str, x: Operand) -> int:
 
 
 @implements("netcl.ops.norm_rope.rms_norm")
-@implements("netcl.autograd.rms_norm", result_only=True)
+@implements("netcl.autograd.rms_norm", result_only=True, uses=(rows_ops,))
 def rms_norm(
     casting: Casting, x: TensorLike, gamma: TensorLike, eps: float = 1e-6, tape: Tape | None = None
 ) -> tuple[Any, Tensor]:
@@ -299,7 +301,7 @@ def rms_norm(
     return bound(out, {(xo, go): backward}, "rms_norm", tape), inverse
 
 
-@implements("netcl.autograd.l2_normalize")
+@implements("netcl.autograd.l2_normalize", uses=(rows_ops, permute))
 def l2_normalize(
     casting: Casting, X: TensorLike, dim: int = -1, eps: float = 1e-8, tape: Tape | None = None
 ) -> Any:  # fmt: skip

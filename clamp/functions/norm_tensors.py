@@ -15,6 +15,7 @@ from clamp.ops import norm_rows as rows_ops
 from clamp.ops.cast import cast
 from clamp.ops.elementwise import elementwise
 from clamp.ops.norm_sets import RELU
+from clamp.ops.shape import permute
 
 
 def _saved(name: str, x: Operand, size: int, *statistics: Any) -> list[Tensor]:
@@ -22,7 +23,7 @@ def _saved(name: str, x: Operand, size: int, *statistics: Any) -> list[Tensor]:
     return [cast(statistic, "float32") for statistic in statistics_of(name, x, size, *statistics)]
 
 
-@implements("netcl.nn.batchnorm.batch_norm2d_backward")
+@implements("netcl.nn.batchnorm.batch_norm2d_backward", uses=(planes_backward.PLANES_BACKWARD, elementwise, cast))
 def tensor_batch_norm2d_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, mean: Tensor, var: Tensor, eps: float = 1e-5,
     out: Tensor | None = None, leaky_slope: float | None = None, training: bool = True,
@@ -39,7 +40,7 @@ def tensor_batch_norm2d_backward(
     )
 
 
-@implements("netcl.ops.elementwise_optimized.fused_bn_relu")
+@implements("netcl.ops.elementwise_optimized.fused_bn_relu", uses=(planes_ops,))
 def fused_bn_relu(
     casting: Casting, x: Tensor, scale: Tensor, shift: Tensor, out: Tensor | None = None, pool: Any = None
 ) -> Tensor:
@@ -54,7 +55,7 @@ def fused_bn_relu(
     )
 
 
-@implements("netcl.nn.groupnorm.group_norm_backward")
+@implements("netcl.nn.groupnorm.group_norm_backward", uses=(planes_backward, cast))
 def tensor_group_norm_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, mean: Tensor, var: Tensor, groups: int,
     eps: float = 1e-5,
@@ -71,7 +72,7 @@ def tensor_group_norm_backward(
     )  # fmt: skip
 
 
-@implements("netcl.nn.layernorm.layer_norm_backward")
+@implements("netcl.nn.layernorm.layer_norm_backward", uses=(rows_ops, cast))
 def tensor_layer_norm_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, mean: Tensor, var: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor | None, ...]:
@@ -86,7 +87,7 @@ def tensor_layer_norm_backward(
     )  # fmt: skip
 
 
-@implements("netcl.ops.norm_rope.rms_norm_backward")
+@implements("netcl.ops.norm_rope.rms_norm_backward", uses=(rows_ops, cast))
 def tensor_rms_norm_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, rstd: Tensor, pool: Any = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -100,7 +101,7 @@ def tensor_rms_norm_backward(
     )
 
 
-@implements("netcl.nn.loss.l2_normalize")
+@implements("netcl.nn.loss.l2_normalize", uses=(rows_ops, permute))
 def tensor_l2_normalize(casting: Casting, x: Tensor, dim: int = -1, eps: float = 1e-8) -> Any:
     """``l2_normalize`` of a bare tensor."""
     return l2_normalize(casting, x, dim, eps)

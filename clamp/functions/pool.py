@@ -15,11 +15,12 @@ from clamp.ops import pad as pad_ops
 from clamp.ops import pool as ops
 from clamp.ops.arguments import whole_number
 from clamp.ops.cast import cast
+from clamp.ops.reduce import reduce_sum
 
 # -------------------------------------------------------------------------------------------------- pooling
 
 
-@implements("netcl.autograd.max_pool2d", "netcl.nn.pooling.max_pool2d")
+@implements("netcl.autograd.max_pool2d", "netcl.nn.pooling.max_pool2d", uses=ops.ENGINES)
 def max_pool2d(casting: Casting, x: Any, kernel_size: int = 2, stride: int = 2, tape: Tape | None = None) -> Any:
     """The largest element of every kernel_size x kernel_size window of an NCHW tensor, without padding.
 
@@ -38,7 +39,7 @@ def max_pool2d(casting: Casting, x: Any, kernel_size: int = 2, stride: int = 2, 
     return bound(out, {operand: gradient}, "max_pool2d", tape)
 
 
-@implements("netcl.autograd.avg_pool2d", "netcl.nn.pooling.avg_pool2d")
+@implements("netcl.autograd.avg_pool2d", "netcl.nn.pooling.avg_pool2d", uses=(ops,))
 def avg_pool2d(casting: Casting, x: Any, kernel_size: int = 2, stride: int = 2, tape: Tape | None = None) -> Any:
     """The mean of every kernel_size x kernel_size window of an NCHW tensor, without padding; summed in fp32.
 
@@ -55,7 +56,7 @@ def avg_pool2d(casting: Casting, x: Any, kernel_size: int = 2, stride: int = 2, 
     return bound(out, {operand: gradient}, "avg_pool2d", tape)
 
 
-@implements("netcl.autograd.global_avg_pool2d", "netcl.nn.pooling.global_avg_pool2d")
+@implements("netcl.autograd.global_avg_pool2d", "netcl.nn.pooling.global_avg_pool2d", uses=(reduce_sum,))
 def global_avg_pool2d(casting: Casting, x: Any, tape: Tape | None = None) -> Any:
     """The mean of every plane, (N, C, H, W) -> (N, C, 1, 1); summed in fp32.
 
@@ -72,7 +73,7 @@ def global_avg_pool2d(casting: Casting, x: Any, tape: Tape | None = None) -> Any
     return bound(out, {operand: gradient}, "global_avg_pool2d", tape)
 
 
-@implements("netcl.nn.pooling.max_pool2d_backward")
+@implements("netcl.nn.pooling.max_pool2d_backward", uses=ops.ENGINES)
 def max_pool2d_backward(
     casting: Casting, x: Tensor, grad_out: Tensor, kernel_size: int = 2, stride: int = 2, indices: Any = None
 ) -> Tensor:
@@ -82,14 +83,14 @@ def max_pool2d_backward(
     return ops.max_pool2d_backward(source.value, grad.value, kernel_size, stride, out_dtype=source.grad_dtype)
 
 
-@implements("netcl.nn.pooling.avg_pool2d_backward")
+@implements("netcl.nn.pooling.avg_pool2d_backward", uses=ops.ENGINES)
 def avg_pool2d_backward(casting: Casting, x: Tensor, grad_out: Tensor, kernel_size: int = 2, stride: int = 2) -> Tensor:
     """Gradient of ``avg_pool2d`` of a bare tensor, in x's dtype; of x only the shape is read."""
     source, grad = floats_as_is(x, grad_out)
     return ops.avg_pool2d_backward(source.shape, grad.value, kernel_size, stride, out_dtype=source.grad_dtype)
 
 
-@implements("netcl.nn.pooling.global_avg_pool2d_backward")
+@implements("netcl.nn.pooling.global_avg_pool2d_backward", uses=(reduce_sum,))
 def global_avg_pool2d_backward(casting: Casting, x: Tensor, grad_out: Tensor) -> Tensor:
     """Gradient of ``global_avg_pool2d`` of a bare tensor, in x's dtype; of x only the shape is read."""
     source, grad = floats_as_is(x, grad_out)
@@ -99,7 +100,7 @@ def global_avg_pool2d_backward(casting: Casting, x: Tensor, grad_out: Tensor) ->
 # -------------------------------------------------------------------------------------------------- padding
 
 
-@implements("netcl.autograd.pad2d", "netcl.nn.padding.pad2d")
+@implements("netcl.autograd.pad2d", "netcl.nn.padding.pad2d", uses=(pad_ops, cast))
 def pad2d(casting: Casting, x: Any, pad: int = 1, mode: str = "zero", tape: Tape | None = None) -> Any:
     """An NCHW tensor with ``pad`` elements more on each side of its planes; with none, x itself.
 
@@ -128,7 +129,7 @@ def pad2d(casting: Casting, x: Any, pad: int = 1, mode: str = "zero", tape: Tape
     return bound(out, {operand: gradient}, "pad2d", tape)
 
 
-@implements("netcl.nn.padding.pad2d_backward")
+@implements("netcl.nn.padding.pad2d_backward", uses=(pad_ops,))
 def pad2d_backward(
     casting: Casting, grad_out: Tensor, pad: int = 1, mode: str = "zero", in_shape: tuple[int, ...] | None = None
 ) -> Tensor:

@@ -25,7 +25,7 @@ def _reduce(casting: Casting, x: Any, axis: int | None, keepdims: bool, take_mea
     return bound(out, {operand: gradient}, name, tape)
 
 
-@implements("netcl.autograd.sum")
+@implements("netcl.autograd.sum", uses=(ops,))
 def sum(casting: Casting, x: Any, axis: int | None = None, keepdims: bool = False, tape: Tape | None = None) -> Any:
     """Sum over one axis, or over everything into shape (1,); accumulated in fp32, rounded once.
 
@@ -40,7 +40,7 @@ def sum(casting: Casting, x: Any, axis: int | None = None, keepdims: bool = Fals
     return _reduce(casting, x, axis, keepdims and axis is not None, False, tape)
 
 
-@implements("netcl.autograd.mean")
+@implements("netcl.autograd.mean", uses=(ops,))
 def mean(casting: Casting, x: Any, axis: int | None = None, keepdims: bool = False, tape: Tape | None = None) -> Any:
     """Mean over one axis, or over everything into shape (1,). The sum stays in fp32 and cannot overflow in half.
 
@@ -49,7 +49,7 @@ def mean(casting: Casting, x: Any, axis: int | None = None, keepdims: bool = Fal
     return _reduce(casting, x, axis, keepdims and axis is not None, True, tape)
 
 
-@implements("netcl.autograd.softmax", "netcl.ops.softmax.softmax")
+@implements("netcl.autograd.softmax", "netcl.ops.softmax.softmax", uses=(softmax_ops,))
 def softmax(casting: Casting, x: Any, axis: int = -1, dim: int | None = None, tape: Tape | None = None) -> Any:
     """``exp(x) / sum(exp(x))`` along an axis. Backward keeps the result, not the input.
 
@@ -73,7 +73,7 @@ def softmax(casting: Casting, x: Any, axis: int = -1, dim: int | None = None, ta
 # ------------------------------------------------------------------------------------------ tensor level
 
 
-@implements("netcl.ops.reduction.reduce_sum")
+@implements("netcl.ops.reduction.reduce_sum", uses=(ops,))
 def tensor_reduce_sum(
     casting: Casting, x: Any, axis: int | None = None, keepdims: bool = False, out: Tensor | None = None,
     pool: Any = None,

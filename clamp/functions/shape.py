@@ -48,7 +48,7 @@ def _resolved(name: str, before: tuple[int, ...], shape: Any) -> tuple[int, ...]
     return wanted
 
 
-@implements("netcl.autograd.reshape")
+@implements("netcl.autograd.reshape", uses=())
 def reshape(casting: Casting, x: Any, shape: Sequence[int], tape: Tape | None = None) -> Any:
     """x under another shape of as many elements; one extent may be -1.
 
@@ -58,13 +58,13 @@ def reshape(casting: Casting, x: Any, shape: Sequence[int], tape: Tape | None = 
     return _view(casting, x, _resolved("reshape", _shape_of(x), shape), "reshape", tape)
 
 
-@implements("netcl.autograd.flatten")
+@implements("netcl.autograd.flatten", uses=())
 def flatten(casting: Casting, x: Any, shape: Sequence[int], tape: Tape | None = None) -> Any:
     """netcl's other name for ``reshape``: the shape is given in full (an extent of -1 is filled in)."""
     return _view(casting, x, _resolved("flatten", _shape_of(x), shape), "flatten", tape)
 
 
-@implements("netcl.autograd.unsqueeze")
+@implements("netcl.autograd.unsqueeze", uses=())
 def unsqueeze(casting: Casting, x: Any, axis: int, tape: Tape | None = None) -> Any:
     """x with an axis of extent 1 more, at ``axis`` of the result.
 
@@ -76,7 +76,7 @@ def unsqueeze(casting: Casting, x: Any, axis: int, tape: Tape | None = None) -> 
     return _view(casting, x, (*shape[:axis], 1, *shape[axis:]), "unsqueeze", tape)
 
 
-@implements("netcl.autograd.squeeze")
+@implements("netcl.autograd.squeeze", uses=())
 def squeeze(casting: Casting, x: Any, axis: int | None = None, tape: Tape | None = None) -> Any:
     """x without ``axis``, of extent 1, or without every axis of extent 1 (at least one axis is left).
 

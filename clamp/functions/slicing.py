@@ -302,7 +302,7 @@ def tensor_narrow(
     return ops.split(operand.value, axis, [at], out_dtypes=[dtype], outs=[owned_value(out)])[0]
 
 
-@implements("netcl.ops.tensor_ops.write_into")
+@implements("netcl.ops.tensor_ops.write_into", uses=(ops,))
 def tensor_write_into(casting: Casting, dst: Tensor, src: Tensor, axis: int, start: int) -> Tensor:
     """Writes src over ``dst[..., start:start + n, ...]`` along an axis, converted to dst's dtype; returns dst.
 
@@ -317,7 +317,7 @@ def tensor_write_into(casting: Casting, dst: Tensor, src: Tensor, axis: int, sta
     return dst
 
 
-@implements("netcl.ops.tensor_ops.zeros_like")
+@implements("netcl.ops.tensor_ops.zeros_like", uses=())
 def tensor_zeros_like(casting: Casting, x: Tensor, shape: Sequence[int] | None = None, pool: Any = None) -> Tensor:
     """Zeros of x's dtype, of its shape or another."""
     value = owned_value(as_node(x))

@@ -16,6 +16,7 @@ from clamp.casting.operands import Casting, Float, Operand, bound, float_operand
 from clamp.casting.owned import implements, leave_to_netcl_if
 from clamp.ops import grid as grid_ops
 from clamp.ops import upsample as upsample_ops
+from clamp.ops.cast import cast
 
 Size = Sequence[int] | int | None
 ScaleFactor = Sequence[float] | float | None
@@ -51,7 +52,7 @@ def _output_size(shape: Sequence[int], size: Size, scale_factor: ScaleFactor) ->
     return int(shape[2] * float(down)), int(shape[3] * float(across))
 
 
-@implements("netcl.autograd.upsample", "netcl.ops.upsample.upsample")
+@implements("netcl.autograd.upsample", "netcl.ops.upsample.upsample", uses=(upsample_ops,))
 def upsample(
     casting: Casting, x: Any, size: Size = None, scale_factor: ScaleFactor = None, mode: str = "nearest",
     align_corners: bool = False, tape: Tape | None = None,
@@ -88,7 +89,7 @@ def _require_bilinear(mode: str) -> None:
         raise ValueError(f"grid_sample supports mode='bilinear', got {mode!r}")
 
 
-@implements("netcl.autograd.grid_sample", "netcl.ops.grid_sample.grid_sample")
+@implements("netcl.autograd.grid_sample", "netcl.ops.grid_sample.grid_sample", uses=(grid_ops.GRID_SAMPLE, cast))
 def grid_sample(
     casting: Casting, x: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros",
     align_corners: bool = False, tape: Tape | None = None,
@@ -123,7 +124,7 @@ def grid_sample(
     return bound(out, {image: image_gradient, places: grid_gradient}, "grid_sample", tape)
 
 
-@implements("netcl.autograd.affine_grid", "netcl.ops.grid_sample.affine_grid")
+@implements("netcl.autograd.affine_grid", "netcl.ops.grid_sample.affine_grid", uses=(grid_ops,))
 def affine_grid(
     casting: Casting, theta: Any, size: Sequence[int], align_corners: bool = False, tape: Tape | None = None
 ) -> Any:
@@ -148,7 +149,7 @@ def affine_grid(
     return bound(out, {operand: gradient}, "affine_grid", tape)
 
 
-@implements("netcl.autograd.rotate_2d_grid")
+@implements("netcl.autograd.rotate_2d_grid", uses=(grid_ops,))
 def rotate_2d_grid(
     casting: Casting, x: Any, angles_rad: Any, padding_mode: str = "border", align_corners: bool = False,
     tape: Tape | None = None,
@@ -196,7 +197,7 @@ def _rotation(angles: TensorLike, n: int, tape: Tape | None) -> Any:
 # -------------------------------------------------------------------------------------------- tensor level
 
 
-@implements("netcl.ops.upsample.upsample_backward")
+@implements("netcl.ops.upsample.upsample_backward", uses=(upsample_ops,))
 def tensor_upsample_backward(
     casting: Casting, grad_out: Any, in_shape: Sequence[int], mode: str = "nearest", align_corners: bool = False,
     out: Tensor | None = None, pool: Any = None,
@@ -214,7 +215,7 @@ def tensor_upsample_backward(
     return upsample_ops.upsample_backward(grad.value, shape, mode, align_corners, out_dtype=dtype)
 
 
-@implements("netcl.ops.grid_sample.grid_sample_backward")
+@implements("netcl.ops.grid_sample.grid_sample_backward", uses=(grid_ops.GRID_SAMPLE, cast))
 def tensor_grid_sample_backward(
     casting: Casting, grad_out: Any, x: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros",
     align_corners: bool = False, pool: Any = None,
@@ -233,7 +234,7 @@ def tensor_grid_sample_backward(
     return dx, dgrid
 
 
-@implements("netcl.ops.grid_sample.affine_grid_backward")
+@implements("netcl.ops.grid_sample.affine_grid_backward", uses=(grid_ops,))
 def tensor_affine_grid_backward(
     casting: Casting, grad_grid: Any, size: Sequence[int], align_corners: bool = False, pool: Any = None
 ) -> Tensor:

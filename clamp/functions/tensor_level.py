@@ -9,9 +9,10 @@ from clamp.casting.operands import Casting, NotOwned, float_operands
 from clamp.casting.owned import implements, leave_to_netcl_if
 from clamp.functions import arithmetic
 from clamp.ops.elementwise import elementwise
+from clamp.ops.reduce_to_shape import sum_to_shape
 
 
-@implements("netcl.ops.elementwise_optimized.fused_bias_relu")
+@implements("netcl.ops.elementwise_optimized.fused_bias_relu", uses=(elementwise, sum_to_shape))
 def fused_bias_relu(casting: Casting, x: Tensor, bias: Tensor, out: Tensor | None = None, pool: Any = None) -> Any:
     """relu(x + bias), a bias of shape (N,) on every row of x, of shape (M, N)."""
     leave_to_netcl_if(out)
@@ -30,7 +31,7 @@ _SCALAR_OPS = {
 }
 
 
-@implements("netcl.ops.elementwise.elementwise_scalar")
+@implements("netcl.ops.elementwise.elementwise_scalar", uses=(elementwise,))
 def elementwise_scalar(
     casting: Casting, x: Tensor, scalar: float, op: str, out: Tensor | None = None, pool: Any = None
 ) -> Tensor:
@@ -59,7 +60,7 @@ _BINARY_OPS = {
 }
 
 
-@implements("netcl.ops.broadcast.broadcast_binary")
+@implements("netcl.ops.broadcast.broadcast_binary", uses=(elementwise,))
 def broadcast_binary(
     casting: Casting, a: Tensor, b: Tensor, op: str, out: Tensor | None = None, pool: Any = None
 ) -> Tensor:
@@ -71,7 +72,7 @@ def broadcast_binary(
     return elementwise(_BINARY_OPS[op], casting.result_dtype(*operands), *(x.value for x in operands))
 
 
-@implements("netcl.ops.elementwise.elementwise_binary")
+@implements("netcl.ops.elementwise.elementwise_binary", uses=(elementwise,))
 def elementwise_binary(
     casting: Casting, a: Tensor, b: Tensor, expression: str, out: Tensor | None = None, pool: Any = None
 ) -> Tensor:

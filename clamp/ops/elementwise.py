@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,14 +21,11 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.opencl.recording import Drawn, launch_with
-from clamp.ops.launch import span_for
+from clamp.ops.launch import launch, span_for
 from clamp.ops.scalars import saturated
 
 ELEMENTWISE = Kernel("elementwise.cl", "elementwise")
-DROPOUT = Kernel("elementwise_dropout.cl", "dropout")
 
 #: Every function: how many operands it takes, and how many parameters. Gradients take the result's gradient g
 #: first, then what stands in the comment. The formulas are in kernels/elementwise.cl.
@@ -65,7 +61,6 @@ OPS: dict[str, tuple[int, int]] = {
 _PICKS = frozenset({"where", "maximum", "minimum", "clamp"})
 
 _INPUT_STORAGE = bridge.STORAGE | {"int32": "i32", "int": "i32"}
-_LOCAL_GPU = 64
 _MAX_PLANS = 4096
 
 
@@ -161,11 +156,7 @@ def _make_plan(
         layout: tuple[Any, ...] = (span, size)
         if len(dims) > 1:
             layout += (len(dims), _constants(queue.context, dims))
-        # PoCL compiles a kernel anew for every work-group size it picks itself, so the size is always given.
-        local = 1 if capabilities(queue).is_cpu else _LOCAL_GPU
-        items = -(-size // span)
-        kernel = ELEMENTWISE.on(queue, **macros)
-        plan = _Plan(kernel, (-(-items // local) * local,), (local,), shape, layout)
+        plan = _Plan(ELEMENTWISE.on(queue, **macros), *launch(queue, -(-size // span)), shape, layout)
     if len(_plans.known) >= _MAX_PLANS:  # shapes that never come back must not pile up
         _plans.known.clear()
     _plans.known[key] = plan
@@ -213,40 +204,3 @@ def _collapse(shapes: Sequence[tuple[int, ...]], out_shape: tuple[int, ...]) -> 
 def _constants(context: cl.Context, values: Sequence[Sequence[int]]) -> cl.Buffer:
     flags = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
     return cl.Buffer(context, flags, hostbuf=np.array(values, np.uint64))
-
-
-# ------------------------------------------------------------------------------------------------- dropout
-
-
-def dropout(x: Tensor, p: float, seed: int | Drawn, out_dtype: str) -> Tensor:
-    """x with each element zeroed with probability p, the others multiplied by ``1 / (1 - p)``.
-
-    Which elements are kept depends on ``seed`` and the element's index alone, so backward calls this again on
-    the gradient with the same seed and no mask is stored. Philox4x32-10: Salmon, Moraes, Dror and Shaw,
-    "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-
-    Args:
-        x: tensor of any shape, float32, float16 or bfloat16.
-        p: in ``[0, 1)``, up to a multiple of 2^-32.
-        seed: of any size; its lowest 64 bits count. One that is ``Drawn`` is drawn anew in replays.
-    """
-    y = bridge.empty(x.queue, x.shape, out_dtype)
-    if x.size == 0:
-        return y
-    kernel = DROPOUT.on(x.queue, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[out_dtype])
-    span = max(span_for(x.queue, x.size), 64)
-    local = 1 if capabilities(x.queue).is_cpu else _LOCAL_GPU
-    items = -(-x.size // span)
-    dropped = min(round(p * 2**32), 2**32 - 1)
-    size = -(-items // local) * local
-    run = seed.launch if isinstance(seed, Drawn) else partial(launch_with, seed)
-    run(kernel, x.queue, (size,), (local,), x.buffer, y.buffer, dropped, 1.0 / (1.0 - p), _low, _high, span, x.size)
-    return y
-
-
-def _low(seed: int) -> int:
-    return seed & 0xFFFFFFFF
-
-
-def _high(seed: int) -> int:
-    return (seed >> 32) & 0xFFFFFFFF

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clamp.ops import elementwise as module
-from clamp.ops.elementwise import OPS, dropout, elementwise
+from clamp.ops.dropout import dropout
+from clamp.ops.elementwise import OPS, elementwise
 from tests.reference import HALF_DTYPES, SPECIAL, STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel

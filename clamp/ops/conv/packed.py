@@ -16,8 +16,8 @@ from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.stage import Source, Target
 from clamp.ops.conv.weights import PanelLayout, Weights
 from clamp.ops.engine import always, on_cpus
-from clamp.ops.gemm.packed import Tile, tile_of
 from clamp.ops.gemm.problem import Epilogue
+from clamp.ops.gemm.register_tile import Tile, tile_of
 
 NAME = "packed"
 TAKES = "every convolution"

@@ -20,8 +20,8 @@ from clamp.ops.conv.geometry import pair
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.weights import PanelLayout, Weights
 from clamp.ops.conv.winograd_tiles import PLAIN, STRIDED, STRIDED_GRADIENT, Form, Tiles, slices, stage
-from clamp.ops.gemm.packed import Tile, tile_of
 from clamp.ops.gemm.problem import Epilogue
+from clamp.ops.gemm.register_tile import Tile, tile_of
 
 NAME = "winograd"
 TAKES = "3x3 kernels of stride 1 padded by up to 2, or of stride 2 padded by 1; it reads and stores 16 bits"

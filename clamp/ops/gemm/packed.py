@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import pyopencl as cl
-
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.engine import always, on_cpus
 from clamp.ops.gemm import panels
 from clamp.ops.gemm.panels import Panels, blocks_of
 from clamp.ops.gemm.problem import Epilogue, Operand
+from clamp.ops.gemm.register_tile import tile_of
 
 NAME = "packed"
 TAKES = "every product"
@@ -22,23 +18,6 @@ fits, pays = always, on_cpus
 
 _GEMM = Kernel("gemm_packed.cl", "gemm")
 _KC = 256  # steps between two visits to a tile: a panel of B, KC x 32 floats, fits a first-level cache
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The part of C held in registers."""
-
-    rows: int
-    columns: int
-
-
-_TILE_AVX512 = Tile(12, 32)  # 24 sums in 32 registers of 16 floats
-_TILE_NARROW = Tile(6, 16)  # 12 sums in 16 registers of 8 floats (AVX2), 24 in 32 of 4 (NEON)
-
-
-def tile_of(queue: cl.CommandQueue) -> Tile:
-    """The register tile for the queue's device."""
-    return _TILE_AVX512 if capabilities(queue).float_vector_width >= 16 else _TILE_NARROW
 
 
 def pack(b: Operand) -> Panels:
