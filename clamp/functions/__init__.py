@@ -2,59 +2,15 @@
 
 A function here takes netcl's arguments behind a ``Casting``, which decides what the kernels read and in which
 dtype the result is stored (``clamp.casting``). Importing a family registers it in ``OWNED``, by the full name of the
-netcl function whose place it takes.
+netcl function whose place it takes; importing this package imports all of them.
 """
 
-from clamp.casting.owned import OWNED
-from clamp.functions import (
-    activations,
-    arithmetic,
-    attention,
-    conv,
-    depthwise,
-    elementwise,
-    indexing,
-    joining,
-    loss,
-    loss_tensors,
-    loss_weighted,
-    masking,
-    matmul,
-    metric_loss,
-    norm,
-    norm_tensors,
-    pool,
-    prelu,
-    reduce,
-    shape,
-    slicing,
-    spatial,
-    tensor_level,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "OWNED",
-    "activations",
-    "arithmetic",
-    "attention",
-    "conv",
-    "depthwise",
-    "elementwise",
-    "indexing",
-    "joining",
-    "loss",
-    "loss_tensors",
-    "loss_weighted",
-    "masking",
-    "matmul",
-    "metric_loss",
-    "norm",
-    "norm_tensors",
-    "pool",
-    "prelu",
-    "reduce",
-    "shape",
-    "slicing",
-    "spatial",
-    "tensor_level",
-]
+from clamp.casting.owned import OWNED
+
+__all__ = ["OWNED"]
+
+for _family in iter_modules(__path__):
+    import_module(f"{__name__}.{_family.name}")
