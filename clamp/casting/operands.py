@@ -107,11 +107,9 @@ class Casting(Protocol):
             NotOwned: an argument is not clamp's to compute with.
             ValueError: the arguments are on different queues.
         """
-        ...
 
     def result_dtype(self, *operands: Operand) -> str:
         """Dtype of the result."""
-        ...
 
 
 class _AsGiven:

@@ -182,13 +182,7 @@ class DeviceState:
         """The state now: a blocking read of 32 bytes."""
         words = self._words()[0]
         self.seen = float(words["scale"])
-        return ScaleState(
-            float(words["scale"]),
-            int(words["growth_tracker"]),
-            int(words["overflow"]),
-            int(words["bad_steps"]),
-            int(words["nans"]),
-        )
+        return ScaleState(self.seen, *(int(words[name]) for name in ScaleState._fields[1:]))
 
     def take_found(self) -> bool:
         """Whether ``unscale_`` or ``check_`` have met an inf or nan since the last call. Waits for the device."""

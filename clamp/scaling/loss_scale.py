@@ -19,7 +19,6 @@ An optimizer is a bit, chosen by the caller: ``mask`` has the bits of the optimi
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,14 +60,16 @@ def _parse_state(state: Mapping[str, Any]) -> ScaleState:
     )
 
 
-class LossScale(ABC):
-    """The interface of all loss scales."""
+class LossScale:
+    """What all loss scales can do: this is a scale that stays."""
 
     #: Whether the scale moves by itself.
     is_dynamic: bool = False
     #: Whether losses are multiplied at all.
     scales: bool = True
-    _state: DeviceState
+
+    def __init__(self, scale: float) -> None:
+        self._state = DeviceState(scale)
 
     @property
     def last_seen(self) -> float:
@@ -84,11 +85,10 @@ class LossScale(ABC):
         return scale.state is self._state
 
     @property
-    @abstractmethod
     def floor(self) -> float:
         """The scale that overflows cannot lower any further."""
+        return self.scale
 
-    @abstractmethod
     def scale_loss(self, loss: Tensor) -> Tensor:
         """``loss * scale`` as a float32 tensor of the loss's shape.
 
@@ -99,8 +99,9 @@ class LossScale(ABC):
             TypeError: the loss has another dtype.
             ValueError: it is on another queue than before.
         """
+        _check_dtypes("scale_loss", loss.dtype)
+        return self._state.multiply(loss, "float32")
 
-    @abstractmethod
     def scale_gradient(self, grad: Tensor, out_dtype: str) -> Tensor:
         """The gradient of the loss from the gradient of the scaled loss: ``grad * scale`` in the loss's dtype.
 
@@ -108,8 +109,9 @@ class LossScale(ABC):
             grad: float32, float16 or bfloat16.
             out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
         """
+        _check_dtypes("scale_gradient", grad.dtype, out_dtype)
+        return self._state.multiply(grad, out_dtype)
 
-    @abstractmethod
     def unscale_(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], applied: AppliedScale | None = None
     ) -> None:
@@ -120,20 +122,24 @@ class LossScale(ABC):
 
         See :func:`clamp.ops.multi_tensor.unscale_` for what it accepts and raises.
         """
+        if sources or targets:
+            queue = (*sources, *targets)[0].queue
+            multiplier = None if applied is None else applied.buffer(queue)
+            unscale_(sources, targets, self._state.buffer(queue), multiplier)
 
-    @abstractmethod
     def check_(self, gradients: Sequence[Tensor]) -> None:
         """Remembers whether any unscaled gradient is inf or nan, as ``unscale_`` does, and changes none."""
+        if gradients:
+            check_(gradients, self._state.buffer(gradients[0].queue))
 
-    @abstractmethod
     def note_overflow(self) -> None:
         """Remembers an inf or nan that was met elsewhere: on another queue or machine. Waits for the device."""
+        self._state.write(found=1)
 
-    @abstractmethod
     def forget_found(self) -> None:
         """Forgets what ``unscale_`` met since the last pass ended: this one is given up. Waits for the device."""
+        self._state.write(found=0)
 
-    @abstractmethod
     def record(self, mask: int, fresh: int) -> None:
         """Ends a backward pass: what ``unscale_`` met since the last one counts for the optimizers in ``mask``.
 
@@ -147,26 +153,30 @@ class LossScale(ABC):
         Raises:
             ValueError: mask has no bit or more than 32, or fresh has one that mask has not.
         """
+        _check_masks(mask, fresh)
+        self._state.launch(RECORD, mask, fresh)
 
-    @abstractmethod
     def adjust(self) -> None:
         """Moves the scale by what was recorded since the last call."""
 
-    @abstractmethod
     def update(self, mask: int, fresh: int) -> None:
         """``record`` and ``adjust`` in one launch."""
+        self.record(mask, fresh)
 
-    @abstractmethod
     def read(self) -> ScaleState:
         """The state now, by one small blocking read. Not cached: a replayed graph changes it unseen."""
+        return self._state.read()
 
-    @abstractmethod
     def set_scale(self, value: float) -> None:
         """Sets the scale; what was recorded since the last ``adjust`` moves it no more. Waits for the device.
 
         Raises:
             ValueError: the value is not finite and positive as a float32, or beyond the limits of the scale.
         """
+        self._state.write(scale=self._check_scale(value), event=0)
+
+    def _check_scale(self, value: float) -> float:
+        return positive("the loss scale", value)
 
     @property
     def scale(self) -> float:
@@ -187,7 +197,6 @@ class LossScale(ABC):
         scale, growth_tracker, overflow, bad_steps, _ = self.read()
         return {"loss_scale": scale, "unskipped": growth_tracker, "overflow": overflow, "bad_steps": bad_steps}
 
-    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a ``state_dict``; apex's, which has only ``loss_scale`` and ``unskipped``, will do.
 
@@ -195,6 +204,8 @@ class LossScale(ABC):
             RuntimeError: the dict is empty (it was saved while loss scaling was disabled).
             ValueError: it is malformed, or its scale is beyond the limits. Nothing was changed.
         """
+        saved = _parse_state(state)
+        self._state.write(**saved._replace(scale=self._check_scale(saved.scale))._asdict())
 
 
 class _One(AppliedScale):
@@ -219,15 +230,11 @@ class NoLossScale(LossScale):
     scales = False
 
     def __init__(self) -> None:
-        self._state = DeviceState(1.0)
+        super().__init__(1.0)
         self._one = _One(self._state)
 
     def applied(self) -> AppliedScale:
         return self._one
-
-    @property
-    def floor(self) -> float:
-        return 1.0
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         _check_dtypes("scale_loss", loss.dtype)
@@ -262,12 +269,6 @@ class NoLossScale(LossScale):
     def record(self, mask: int, fresh: int) -> None:
         _check_masks(mask, fresh)
 
-    def adjust(self) -> None:
-        pass
-
-    def update(self, mask: int, fresh: int) -> None:
-        _check_masks(mask, fresh)
-
     def read(self) -> ScaleState:
         return ScaleState(1.0, 0, 0, 0)
 
@@ -290,66 +291,7 @@ class StaticLossScale(LossScale):
     """
 
     def __init__(self, scale: float) -> None:
-        self._state = DeviceState(positive("the loss scale", scale))
-
-    @property
-    def floor(self) -> float:
-        return self.scale
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        _check_dtypes("scale_loss", loss.dtype)
-        return self._state.multiply(loss, "float32")
-
-    def scale_gradient(self, grad: Tensor, out_dtype: str) -> Tensor:
-        _check_dtypes("scale_gradient", grad.dtype, out_dtype)
-        return self._state.multiply(grad, out_dtype)
-
-    def unscale_(
-        self, sources: Sequence[Tensor], targets: Sequence[Tensor], applied: AppliedScale | None = None
-    ) -> None:
-        if sources or targets:
-            queue = (*sources, *targets)[0].queue
-            multiplier = None if applied is None else applied.buffer(queue)
-            unscale_(sources, targets, self._state.buffer(queue), multiplier)
-
-    def check_(self, gradients: Sequence[Tensor]) -> None:
-        if gradients:
-            check_(gradients, self._state.buffer(gradients[0].queue))
-
-    def note_overflow(self) -> None:
-        self._state.write(found=1)
-
-    def forget_found(self) -> None:
-        self._state.write(found=0)
-
-    def record(self, mask: int, fresh: int) -> None:
-        _check_masks(mask, fresh)
-        self._state.launch(RECORD, mask, fresh)
-
-    def adjust(self) -> None:
-        pass
-
-    def update(self, mask: int, fresh: int) -> None:
-        self.record(mask, fresh)
-
-    def read(self) -> ScaleState:
-        return self._state.read()
-
-    def set_scale(self, value: float) -> None:
-        self._state.write(scale=self._check_scale(value), event=0)
-
-    def _check_scale(self, value: float) -> float:
-        return positive("the loss scale", value)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        scale, growth_tracker, overflow, bad_steps, _ = _parse_state(state)
-        self._state.write(
-            scale=self._check_scale(scale),
-            growth_tracker=growth_tracker,
-            overflow=overflow,
-            bad_steps=bad_steps,
-            nans=0,
-        )
+        super().__init__(positive("the loss scale", scale))
 
 
 class DynamicLossScale(StaticLossScale):

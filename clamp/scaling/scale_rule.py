@@ -67,16 +67,9 @@ class ScaleRule:
             raise ValueError(f"min_scale {self.min_scale!r} is above max_scale {self.max_scale!r}")
 
     @property
-    def arguments(self) -> tuple[float, float, int, int, float, float]:
-        """In the order of the kernels."""
-        return (
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-            self.decr_every_n_nan_or_inf,
-            self.min_scale,
-            self.max_scale,
-        )
+    def arguments(self) -> tuple[float, ...]:
+        """Its numbers, in the order of the kernels."""
+        return tuple(vars(self).values())
 
 
 DEFAULT_RULE = ScaleRule()

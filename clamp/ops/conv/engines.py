@@ -22,14 +22,12 @@ class Engine(engine.Engine[Problem], Protocol):
     def convolve(self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
         """Writes the convolution of x, or the input gradient from the output's gradient x, through the epilogue, over
         ``out``."""
-        ...
 
     def weight_gradient(
         self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None
     ) -> Tensor | None:
         """Writes the gradient by the weights over ``out``. Returns the bias's gradient (F,), stored as ``bias_dtype``,
         if that is given and the engine sums it on the way."""
-        ...
 
 
 #: the first that fits and pays runs

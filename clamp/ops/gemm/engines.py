@@ -18,11 +18,9 @@ class Engine(engine.Engine[Problem], Protocol):
 
     def pack(self, b: Operand) -> Any:
         """op(B) as `run` takes it: its panels, or B itself if it is read in place."""
-        ...
 
     def run(self, a: Operand, b: Any, c: Tensor, epilogue: Epilogue) -> None:
         """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
-        ...
 
 
 #: the first that fits and pays runs
