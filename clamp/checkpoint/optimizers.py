@@ -255,7 +255,7 @@ def _warn_of_order(here: Sequence[Name | None], params: Sequence[Tensor], names:
             "that they have here, which is not the model's. If it was another one then, parameters of one shape have "
             "each other's state now.",
             UserWarning,
-            stacklevel=6,  # who calls amp.load_checkpoint
+            stacklevel=5,  # who calls amp.load_checkpoint
         )
 
 

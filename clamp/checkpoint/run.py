@@ -8,7 +8,7 @@ changed, and what is changed is put back if the rest fails (undo.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +48,7 @@ def save_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
     handle = session.active_handle()
     scalers = handle.scalers if handle is not None else []
     off = [f"loss_scaler{index}" for index, scaler in enumerate(scalers) if isinstance(scaler, NoLossScale)]
-    state = {"scales": session.state_dict(), "off": off} if scalers else None
-    _save(path, models, optimizers, state, extra)
-
-
-def _save(
-    path: str | os.PathLike[str],
-    models: Any,
-    optimizers: Any,
-    amp_state: Mapping[str, Any] | None,
-    extra: Mapping[str, Any],
-) -> None:
-    """Writes a checkpoint; the file that was there before stays whole until the new one is.
-
-    Raises:
-        TypeError: something cannot be saved; the message names it.
-        OSError: the file cannot be written.
-    """
+    amp_state = {"scales": session.state_dict(), "off": off} if scalers else None
     writer = Encoder()
     named, stepped = [dict(_named(model)) for model in _listed(models, "models")], _optimizers(optimizers)
     # netcl's optimizers know a master that they made, its parameter does not.
@@ -75,7 +59,7 @@ def _save(
             for tensors in named
         ],
         "optimizers": [state_of(optimizer, _names(named), writer) for optimizer in stepped],
-        "amp": writer.value(dict(amp_state), "amp") if amp_state is not None else None,
+        "amp": writer.value(amp_state, "amp") if amp_state is not None else None,
         "extra": {name: writer.value(value, name) for name, value in extra.items()},
     }
     write(Path(path), content, writer.arrays)
@@ -111,35 +95,6 @@ def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
         ValueError: the number of loss scales differs. Nothing was changed.
         TypeError: what was passed is no model, or no optimizer.
     """
-    return _load(path, models, optimizers, _load_scales if session.active_handle() else None)
-
-
-def _load_scales(state: Mapping[str, Any]) -> None:
-    now, saved = session.state_dict(), state["scales"]
-    if now.keys() != saved.keys():
-        raise ValueError(
-            f"the checkpoint has {', '.join(sorted(saved))}, this handle has {', '.join(now)}: "
-            f"wrap the same optimizers with the same num_loss before loading"
-        )
-    session.restore({name: now[name] if name in state["off"] else s for name, s in saved.items()})
-
-
-def _load(
-    path: str | os.PathLike[str], models: Any, optimizers: Any, load_amp: Callable[[Mapping[str, Any]], None] | None
-) -> dict[str, Any]:
-    """Restores what ``save`` wrote, or changes nothing: whatever fails, an interrupt included, is undone.
-
-    Args:
-        load_amp: restores the loss scales or raises, having changed none; None leaves them alone.
-
-    Returns:
-        The ``extra`` that was saved.
-
-    Raises:
-        CheckpointError: the file is no checkpoint, is damaged, or does not fit.
-        FileNotFoundError: there is no such file.
-        TypeError: what was passed is no model, or no optimizer.
-    """
     content, arrays = read(Path(path))
     decoder, undo = Decoder(arrays, path), Undo()
     loaded, stepped = _listed(models, "models"), _optimizers(optimizers)
@@ -165,8 +120,8 @@ def _load(
     try:
         for step in steps:
             step()
-        if amp_state and load_amp is not None:
-            load_amp(amp_state)
+        if amp_state and session.active_handle():
+            _load_scales(amp_state)
     except BaseException as error:
         undo.put_back(error)
         raise
@@ -175,6 +130,16 @@ def _load(
         for model in loaded:
             bridge.invalidate_derived(model)
     return extra
+
+
+def _load_scales(state: Mapping[str, Any]) -> None:
+    now, saved = session.state_dict(), state["scales"]
+    if now.keys() != saved.keys():
+        raise ValueError(
+            f"the checkpoint has {', '.join(sorted(saved))}, this handle has {', '.join(now)}: "
+            f"wrap the same optimizers with the same num_loss before loading"
+        )
+    session.restore({name: now[name] if name in state["off"] else s for name, s in saved.items()})
 
 
 def _model_writes(
