@@ -11,6 +11,7 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.casting.arguments import cast_arguments
+from clamp.casting.operands import say_nothing
 from clamp.params.masters import narrow, showing_masters
 
 SAVE_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -149,7 +150,7 @@ def cast_calls(model: Any, input_dtype: str | None, output_dtype: str | None) ->
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             if input_dtype is not None:
-                args, kwargs = cast_arguments(args, kwargs, input_dtype, _say_nothing, use_cache=False)
+                args, kwargs = cast_arguments(args, kwargs, input_dtype, say_nothing, use_cache=False)
             result = method(*args, **kwargs)
             return result if output_dtype is None else _cast(result, output_dtype)
 
@@ -172,11 +173,7 @@ def _bound(casting: Callable[[Callable[..., Any]], Callable[..., Any]], method: 
 
 
 def _cast(result: Any, dtype: str) -> Any:
-    return cast_arguments((result,), {}, dtype, _say_nothing, use_cache=False)[0][0]
-
-
-def _say_nothing(source: str, target: str) -> None:
-    pass
+    return cast_arguments((result,), {}, dtype, say_nothing, use_cache=False)[0][0]
 
 
 # ---------------------------------------------------------------------------------------------- saving

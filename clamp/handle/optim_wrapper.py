@@ -19,7 +19,6 @@ class Scaling(Protocol):
         self, loss: Node, optimizer: Any, scalers: Sequence[LossScale], done: int
     ) -> AbstractContextManager[Node]:
         """One scaled backward pass of an optimizer, after ``done`` of them since its last step."""
-        ...
 
 
 class OptimWrapper(wrapt.ObjectProxy[Any]):

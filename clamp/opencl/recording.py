@@ -21,7 +21,6 @@ class Recorder(Protocol):
 
     def add(self, launch: Launch, queue: Any, global_size: Any, local_size: Any, *args: Any) -> None:
         """Appends a launch that has run just now."""
-        ...
 
 
 class _Thread(threading.local):

@@ -139,7 +139,6 @@ class Waiting(Protocol):
 
     def keep(self, leaf: Tensor, grad: Tensor) -> bool:
         """Takes what was on a leaf before backward; False if the leaf is none of the pass's."""
-        ...
 
 
 class _Thread(threading.local):

@@ -33,7 +33,6 @@ class Averaging(Protocol):
         self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], scaler: LossScale
     ) -> list[Tensor | None]:
         """The mean over all of them of each gradient, still multiplied by the loss scale."""
-        ...
 
 
 @dataclass

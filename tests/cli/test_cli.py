@@ -313,10 +313,10 @@ def test_a_peer_that_does_not_start_is_left_out(
 
 
 def test_blas_settings_name_avx512_kernels_only_where_the_cpu_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clamp.cli.bench.peers.cpu_flags", lambda: {"avx2"})
+    monkeypatch.setattr("clamp.cli.bench.peers.host_cpu_flags", lambda: {"avx2"})
     assert "OPENBLAS_CORETYPE" not in blas_settings(2)
     avx512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl", "avx2"}
-    monkeypatch.setattr("clamp.cli.bench.peers.cpu_flags", lambda: avx512)
+    monkeypatch.setattr("clamp.cli.bench.peers.host_cpu_flags", lambda: avx512)
     settings = blas_settings(2)
     assert settings["OPENBLAS_CORETYPE"] == "SKYLAKEX"
     assert settings["OPENBLAS_NUM_THREADS"] == "2"

@@ -27,12 +27,13 @@ from clamp.cli.bench.cases.gemm import gemm_cases
 from clamp.cli.bench.cases.networks import Cnn, Mlp, Network
 from clamp.cli.bench.cases.step import make_variants, step_case
 from clamp.cli.bench.cases.unscale import unscale_cases
-from clamp.cli.bench.peers import PeerProcess, cpu_flags, installed_peers
+from clamp.cli.bench.peers import PeerProcess, installed_peers
 from clamp.cli.bench.report import Row, json_file, memory_rows, print_rows, rows_of, write_json
 from clamp.cli.bench.timing import NORMAL, QUICK, Effort, interleave
 from clamp.cli.console import make_console
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, slug
 from clamp.opencl.device import NoDeviceError, capabilities
+from clamp.opencl.processor import host_cpu_flags
 
 SIZES = (256, 512, 1024, 2048)
 QUICK_SIZES = (256, 1024)
@@ -175,7 +176,7 @@ class Bench:
             "machine": {
                 "system": platform.platform(),
                 "cpus": os.cpu_count(),
-                "cpu_flags": sorted(flag for flag in cpu_flags() if flag.startswith(("avx", "f16c", "amx", "asimd"))),
+                "cpu_flags": sorted(x for x in host_cpu_flags() if x.startswith(("avx", "f16c", "amx", "asimd"))),
                 "load_before": self._load,
             },
             "versions": {

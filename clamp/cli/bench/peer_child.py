@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,30 +29,14 @@ from clamp.cli.bench.timing import settle, timed
 Call = Callable[[], object]
 
 
-class Peer(Protocol):
-    """A library to be timed.
+class NumpyPeer:
+    """numpy's matrix product: whichever BLAS numpy was built with.
 
     Attributes:
         label: what the tables call it.
         version: its version.
         works: dtypes that it is timed in, by kind of work.
     """
-
-    label: str
-    version: str
-    works: dict[str, list[str]]
-
-    def prepare(self, work: str, dtype: str, *args: str) -> Call:
-        """A call that does the work once."""
-        ...
-
-    def finish(self) -> None:
-        """Waits until the work is done."""
-        ...
-
-
-class NumpyPeer:
-    """numpy's matrix product: whichever BLAS numpy was built with."""
 
     def __init__(self) -> None:
         config: Any = np.show_config(mode="dicts")
@@ -62,6 +46,7 @@ class NumpyPeer:
         self.works = {"gemm": ["float32"]}
 
     def prepare(self, work: str, dtype: str, *args: str) -> Call:
+        """A call that does the work once."""
         layout, n = args[0], int(args[1])
         rng = np.random.default_rng(0)
         a, b = (rng.standard_normal((n, n), dtype=np.float32) for _ in range(2))
@@ -70,11 +55,11 @@ class NumpyPeer:
         return lambda: np.matmul(left, right, out=out)
 
     def finish(self) -> None:
-        pass
+        """Waits until the work is done."""
 
 
 class TorchPeer:
-    """torch's matrix product and training step, on the CPU or, where ``device`` says so, with CUDA."""
+    """torch's matrix product and training step, on the CPU or, where ``device`` says so, with CUDA. As numpy's."""
 
     def __init__(self, threads: int, device: str) -> None:
         self._torch: Any = importlib.import_module("torch")
@@ -165,7 +150,7 @@ class TorchPeer:
         return step
 
 
-def serve(peer: Peer) -> None:
+def serve(peer: NumpyPeer | TorchPeer) -> None:
     """Answers lines until standard input ends."""
 
     @lru_cache(maxsize=4)  # of a case's contenders, not of those before it
@@ -193,8 +178,7 @@ def main() -> None:
     """``python -m clamp.cli.bench.peer_child numpy|torch THREADS cpu|gpu``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the parent; its end of the pipe ends this process
     kind, threads, device = sys.argv[1:]
-    makers: dict[str, Callable[[], Peer]] = {"numpy": NumpyPeer, "torch": lambda: TorchPeer(int(threads), device)}
-    peer = makers[kind]()
+    peer = NumpyPeer() if kind == "numpy" else TorchPeer(int(threads), device)
     _say(json.dumps({"label": peer.label, "version": peer.version, "works": peer.works}))
     serve(peer)
 

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 from clamp.cli.bench.timing import Turn, settle
+from clamp.opencl.processor import host_cpu_flags
 
 KINDS = ("numpy", "torch")
 _AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
@@ -138,16 +138,6 @@ def blas_settings(threads: int) -> dict[str, str]:
     those would flatter clamp. A setting in the environment is therefore overridden.
     """
     settings = {"OPENBLAS_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    if cpu_flags() >= _AVX512:
+    if host_cpu_flags() >= _AVX512:
         settings["OPENBLAS_CORETYPE"] = "SKYLAKEX"
     return settings
-
-
-def cpu_flags() -> set[str]:
-    """Instruction sets of this CPU as Linux names them; empty elsewhere."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return set()
-    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return set(line.partition(":")[2].split())

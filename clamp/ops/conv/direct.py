@@ -23,11 +23,9 @@ class Sum(Protocol):
 
     def add(self, source: Source, grad: Tensor, begin: int) -> None:
         """Adds the images of ``source``, whose output gradients are in ``grad`` from element ``begin`` on."""
-        ...
 
     def finish(self) -> None:
         """Writes the sum."""
-        ...
 
 
 def convolve(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyopencl as cl
@@ -15,40 +15,13 @@ from netcl.nn.layers import Linear, ReLU, Sequential
 from clamp.bridge import Node, Tensor
 
 
-class Network(Protocol):
-    """A network, its data and its loss.
+@dataclass(frozen=True)
+class Mlp:
+    """A stack of ``Linear(width) + ReLU`` with a squared error.
 
     Attributes:
         work: kind of work, for tables and for peers.
-        peer_args: what a peer must know to build the same.
-        learning_rate: with which SGD's loss stays finite.
     """
-
-    @property
-    def work(self) -> str: ...
-
-    @property
-    def peer_args(self) -> tuple[str, ...]: ...
-
-    @property
-    def learning_rate(self) -> float: ...
-
-    def model(self, queue: cl.CommandQueue) -> Any:
-        """The layers, with weights drawn from numpy's global generator."""
-        ...
-
-    def batch_of(self, queue: cl.CommandQueue) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, the same every time."""
-        ...
-
-    def loss(self, output: Node, target: Node) -> Node:
-        """The loss of the model's output."""
-        ...
-
-
-@dataclass(frozen=True)
-class Mlp:
-    """A stack of ``Linear(width) + ReLU`` with a squared error."""
 
     layers: int
     width: int
@@ -60,30 +33,30 @@ class Mlp:
 
     @property
     def peer_args(self) -> tuple[str, ...]:
-        """Layers, width and batch."""
+        """What a peer must know to build the same: layers, width and batch."""
         return str(self.layers), str(self.width), str(self.batch)
 
     @property
     def learning_rate(self) -> float:
-        """netcl's mse_loss sums: this is 1e-3 on the mean."""
+        """With which SGD's loss stays finite. netcl's mse_loss sums: this is 1e-3 on the mean."""
         return 1e-3 / (self.batch * self.width)
 
     def model(self, queue: cl.CommandQueue) -> Any:
-        """See `Network`."""
+        """The layers, with weights drawn from numpy's global generator."""
         layers: list[Any] = []
         for _ in range(self.layers):
             layers += [Linear(queue, self.width, self.width), ReLU()]
         return Sequential(*layers[:-1])
 
     def batch_of(self, queue: cl.CommandQueue) -> tuple[Tensor, Tensor]:
-        """See `Network`."""
+        """Inputs and targets, the same every time."""
         rng = np.random.default_rng(0)
         rows = (self.batch, self.width)
         x, y = (Tensor.from_host(queue, rng.standard_normal(rows, dtype=np.float32)) for _ in range(2))
         return x, y
 
     def loss(self, output: Node, target: Node) -> Node:
-        """See `Network`."""
+        """The loss of the model's output."""
         return ag.mse_loss(output, target)
 
 
@@ -96,6 +69,7 @@ class Cnn:
 
     batch: int
     work: str = "cnn"
+    learning_rate: float = 1e-2
 
     def __str__(self) -> str:
         return f"fast_bn_cnn_config, 3x32x32, batch {self.batch}"
@@ -105,22 +79,20 @@ class Cnn:
         """The batch."""
         return (str(self.batch),)
 
-    @property
-    def learning_rate(self) -> float:
-        """Any that trains."""
-        return 1e-2
-
     def model(self, queue: cl.CommandQueue) -> Any:
-        """See `Network`."""
+        """As `Mlp`'s."""
         return build_sequential(queue, [layer for layer in fast_bn_cnn_config() if layer["type"] != "Dropout"])
 
     def batch_of(self, queue: cl.CommandQueue) -> tuple[Tensor, Tensor]:
-        """See `Network`."""
+        """As `Mlp`'s."""
         rng = np.random.default_rng(0)
         images = rng.standard_normal((self.batch, 3, 32, 32), dtype=np.float32)
         one_hot = np.eye(10, dtype=np.float32)[rng.integers(0, 10, self.batch)]
         return Tensor.from_host(queue, images), Tensor.from_host(queue, one_hot)
 
     def loss(self, output: Node, target: Node) -> Node:
-        """See `Network`."""
+        """As `Mlp`'s."""
         return F.cross_entropy(output, target)
+
+
+Network: TypeAlias = Mlp | Cnn
