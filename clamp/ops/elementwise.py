@@ -12,7 +12,6 @@ result is stored in the dtype that the caller names::
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.launch import launch, span_for
+from clamp.ops.launch import Prepared, launch, span_for
 from clamp.ops.scalars import saturated
 
 ELEMENTWISE = Kernel("elementwise.cl", "elementwise")
@@ -61,7 +60,6 @@ OPS: dict[str, tuple[int, int]] = {
 _PICKS = frozenset({"where", "maximum", "minimum", "clamp"})
 
 _INPUT_STORAGE = bridge.STORAGE | {"int32": "i32", "int": "i32"}
-_MAX_PLANS = 4096
 
 
 class _Plan(NamedTuple):
@@ -74,14 +72,7 @@ class _Plan(NamedTuple):
     layout: tuple[Any, ...]  # the kernel's arguments after the parameters
 
 
-class _Plans(threading.local):
-    """The plans of this thread (kernels are per thread), by everything that a plan depends on."""
-
-    def __init__(self) -> None:
-        self.known: dict[tuple[Any, ...], _Plan] = {}
-
-
-_plans = _Plans()
+_plans = Prepared(4096)
 
 
 def elementwise(
@@ -157,9 +148,7 @@ def _make_plan(
         if len(dims) > 1:
             layout += (len(dims), _constants(queue.context, dims))
         plan = _Plan(ELEMENTWISE.on(queue, **macros), *launch(queue, -(-size // span)), shape, layout)
-    if len(_plans.known) >= _MAX_PLANS:  # shapes that never come back must not pile up
-        _plans.known.clear()
-    _plans.known[key] = plan
+    _plans.keep(key, plan)
     return plan
 
 

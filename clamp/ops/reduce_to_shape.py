@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -14,23 +13,16 @@ from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.cast import cast
+from clamp.ops.launch import Prepared, launch
 
 SUM_ROW = Kernel("reduce_to_shape.cl", "sum_row")
 SUM_ROWS = Kernel("reduce_to_shape.cl", "sum_rows")
 
 _PANEL = 64  # columns a task of the kernel sum_rows
 _MIN_CHUNK = 4096  # elements below which cutting an axis into chunks costs more than it brings
-_LOCAL_GPU = 64
 
 
-class _Plans(threading.local):
-    """Launches prepared by this thread (kernels are per thread), by everything they depend on."""
-
-    def __init__(self) -> None:
-        self.known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-
-
-_plans = _Plans()
+_plans = Prepared(4096)
 
 
 def sum_to_shape(x: Tensor, shape: tuple[int, ...], out_dtype: str) -> Tensor:
@@ -89,8 +81,7 @@ def _sum_pass(x: Tensor, outer: int, rows: int, inner: int, out_dtype: str) -> T
 def _make_plan(queue: cl.CommandQueue, key: tuple[Any, ...]) -> tuple[Any, ...]:
     _, x_dtype, out_dtype, outer, rows, inner = key
     device = capabilities(queue)
-    local = 1 if device.is_cpu else _LOCAL_GPU
-    items_wanted = device.compute_units * (4 if device.is_cpu else 8 * local)
+    items_wanted = device.compute_units * (4 if device.is_cpu else 512)
     panels = -(-inner // _PANEL)
     chunks = min(-(-items_wanted // (outer * panels)), rows * min(inner, _PANEL) // _MIN_CHUNK)
     per_chunk = -(-rows // max(chunks, 1))
@@ -101,12 +92,9 @@ def _make_plan(queue: cl.CommandQueue, key: tuple[Any, ...]) -> tuple[Any, ...]:
     kernel, extents = (SUM_ROW, (rows,)) if inner == 1 else (SUM_ROWS, (rows, inner))
     arguments = (*extents, per_chunk, chunks, tasks, tasks_per_item)
     items = -(-tasks // tasks_per_item)
-    # PoCL compiles a kernel anew for every work-group size it picks itself, so the size is always given.
     built = kernel.on(queue, X_T=bridge.STORAGE[x_dtype], Y_T=bridge.STORAGE[y_dtype])
-    plan = (built, (-(-items // local) * local,), (local,), (outer * chunks * inner,), y_dtype, arguments, chunks)
-    if len(_plans.known) > 4096:  # shapes that never come back must not pile up
-        _plans.known.clear()
-    _plans.known[key] = plan
+    plan = (built, *launch(queue, items), (outer * chunks * inner,), y_dtype, arguments, chunks)
+    _plans.keep(key, plan)
     return plan
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.launch import launch
+from clamp.ops.launch import Prepared, launch
 
 UPSAMPLE_FORWARD = Kernel("upsample.cl", "upsample_forward")
 UPSAMPLE_BACKWARD = Kernel("upsample.cl", "upsample_backward")
@@ -23,19 +22,7 @@ MODES = ("nearest", "bilinear")
 
 _STRIP_CPU, _STRIP_GPU = 256, 32  # columns of a unit
 _WORTH_CPU = 4096  # elements that are worth a work-item of their own
-_MAX_TABLES = 1024
-
-_TableKey = tuple[int, int, int, str, bool]
-
-
-class _Tables(threading.local):
-    """The tables of this thread: (context, inputs, outputs, mode, align_corners) -> context and device buffer."""
-
-    def __init__(self) -> None:
-        self.known: dict[_TableKey, tuple[cl.Context, cl.Buffer]] = {}
-
-
-_tables = _Tables()
+_tables = Prepared(1024)  # (context, inputs, outputs, mode, align_corners) -> context and device buffer
 
 
 def upsample(
@@ -146,12 +133,11 @@ def _table(context: cl.Context, inputs: int, outputs: int, mode: str, align_corn
     """The table of one axis on the device, made once."""
     key = (context.int_ptr, inputs, outputs, mode, align_corners)
     if key not in _tables.known:
-        if len(_tables.known) >= _MAX_TABLES:  # extents that never come back must not pile up
-            _tables.known.clear()
         flags = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
         words = np.concatenate(axis_table(inputs, outputs, mode, align_corners), dtype=np.int32)
-        _tables.known[key] = context, cl.Buffer(context, flags, hostbuf=words)
-    return _tables.known[key][1]
+        _tables.keep(key, (context, cl.Buffer(context, flags, hostbuf=words)))
+    buffer: cl.Buffer = _tables.known[key][1]
+    return buffer
 
 
 def axis_table(
