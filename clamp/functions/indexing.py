@@ -34,23 +34,29 @@ def _indices(name: str, index: Any, x: Tensor, axis: int) -> Tensor:
     if isinstance(index, Tensor):
         value = owned_value(index)
         bridge.require_same_queue(name, x, value)
-        return ops.to_index(value) if value.dtype in bridge.STORAGE else value
+        return _as_int32(value)
     extent = x.shape[axis_of(name, axis, len(x.shape))]
-    host = _host_integers(index)
+    host = host_integers(index)
     wrong = host[(host < -extent) | (host >= extent)]
     if wrong.size:
         raise IndexError(f"{name}: index {wrong[0]} out of range for axis {axis} of size {extent}")
-    return _on_device(host, x.queue)
+    return int32_on_device(host, x.queue)
 
 
-def _host_integers(index: Any) -> Any:
+def host_integers(index: Any, dtype: Any = np.int64) -> Any:
+    """Numbers of the host as a flat array of integers.
+
+    Raises:
+        NotOwned: they are no numbers.
+    """
     try:
-        return np.asarray(index).astype(np.int64).ravel()
+        return np.asarray(index).astype(dtype).ravel()
     except (TypeError, ValueError):
         raise NotOwned from None  # a tracer's value, or no numbers: netcl's own function judges
 
 
-def _on_device(host: Any, queue: Any) -> Tensor:
+def int32_on_device(host: Any, queue: Any) -> Tensor:
+    """Integers of the host as an int32 tensor."""
     if host.size == 0:
         return bridge.empty(queue, (0,), "int32")
     return Tensor.from_host(queue, host.astype(np.int32), dtype="int32")
@@ -174,7 +180,7 @@ def one_hot(casting: Casting, idx: Any, num_classes: int, queue: Any = None, dty
     if not isinstance(idx, Tensor):
         if queue is None:
             raise NotOwned
-        idx = _on_device(_host_integers(idx), queue)
+        idx = int32_on_device(host_integers(idx), queue)
     num_classes = whole_number("one_hot", "num_classes", num_classes, 0)
     return ops.one_hot(_as_int32(owned_value(idx)), num_classes, out_dtype=dtype)
 
@@ -205,9 +211,9 @@ def tensor_index_select_backward(
 ) -> Tensor:
     """The gradient of ``index_select`` for a tensor of shape ``x_shape``, in the incoming gradient's dtype."""
     (grad,) = float_operands(casting, grad_out)
-    shape = tuple(int(extent) for extent in x_shape)
+    shape, queue = tuple(int(extent) for extent in x_shape), grad.value.queue
     axis = axis_of("index_select_backward", axis, len(shape))
-    at = _as_int32(owned_value(idx)) if isinstance(idx, Tensor) else _on_device(_host_integers(idx), grad.value.queue)
+    at = _as_int32(owned_value(idx) if isinstance(idx, Tensor) else int32_on_device(host_integers(idx), queue))
     return _selected_gradient(grad.value, shape, axis, at, casting.result_dtype(grad))
 
 

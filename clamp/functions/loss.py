@@ -16,6 +16,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound
 from clamp.casting.owned import implements
+from clamp.functions.indexing import host_integers, int32_on_device
 from clamp.ops import loss as ops
 from clamp.ops.loss_elementwise import LOSS_TERMS, loss_gradient, loss_sum, loss_terms
 
@@ -41,6 +42,22 @@ def require_same_shape(name: str, first: str, x: Operand, second: str, t: Operan
         )
 
 
+def operands_alike(casting: Casting, name: str, **arguments: Any) -> tuple[Operand, ...]:
+    """A loss's arguments as operands: floating, and all of one shape.
+
+    Raises:
+        TypeError: one of them is not floating.
+        ValueError: their shapes differ.
+    """
+    operands = casting.operands(*map(as_node, arguments.values()))
+    named = dict(zip(arguments, operands, strict=True))
+    require_floats(name, **named)
+    (first, x), *rest = named.items()
+    for other, operand in rest:
+        require_same_shape(name, first, x, other, operand)
+    return operands
+
+
 def slope(
     kind: str, operands: Sequence[Operand], receiver: Operand, constants: Sequence[float] = ()
 ) -> Callable[[Tensor], Tensor]:
@@ -58,9 +75,7 @@ def slope(
 def _pair_loss(
     casting: Casting, name: str, kind: str, pred: Any, target: Any, tape: Tape | None, beta: float = 1.0
 ) -> Any:
-    x, t = casting.operands(as_node(pred), as_node(target))
-    require_floats(name, pred=x, target=t)
-    require_same_shape(name, "pred", x, "target", t)
+    x, t = operands_alike(casting, name, pred=pred, target=target)
     loss = loss_sum(kind, (x.value, t.value), (beta,))
     # The loss is a function of |x - t|: its gradient for t is that for x with the operands swapped.
     gradients: Gradients = {x: slope(kind, (x, t), x, (beta,)), t: slope(kind, (t, x), t, (beta,))}
@@ -114,17 +129,10 @@ def smooth_l1_loss(casting: Casting, pred: Any, target: Any, beta: float = 1.0, 
 def binary_cross_entropy_with_logits(casting: Casting, logits: Any, target: Any, tape: Tape | None = None) -> Any:
     """``max(x, 0) - x*t + log(1 + exp(-|x|))`` of each logit x and target t: no reduction, the logits' shape.
 
-    Args:
-        logits, target: the same shape, in any mixture of float32, float16 and bfloat16. Either may need a gradient.
-
-    Raises:
-        ValueError: the shapes differ.
-        TypeError: one of them is not floating.
+    Arguments and errors as for ``mse_loss``.
     """
     name = "binary_cross_entropy_with_logits"
-    x, t = casting.operands(as_node(logits), as_node(target))
-    require_floats(name, logits=x, target=t)
-    require_same_shape(name, "logits", x, "target", t)
+    x, t = operands_alike(casting, name, logits=logits, target=target)
     loss = loss_terms("logit_bce", (x.value, t.value), casting.result_dtype(x, t))
     gradients: Gradients = {x: slope("logit_bce", (x, t), x), t: slope("logit_bce_target", (x, t), t)}
     return bound(loss, gradients, name, tape)
@@ -221,16 +229,11 @@ def _labels(name: str, targets: Any, logits: Tensor, classes: int, ignore_index:
             raise NotOwned
         bridge.require_same_queue(name, logits, value)
         return value
-    try:
-        host = np.asarray(value).astype(np.int32).ravel()
-    except (TypeError, ValueError):
-        raise NotOwned from None  # a tracer's value, or no numbers: netcl's own function judges
+    host = host_integers(value, np.int32)
     wrong = host[((host < 0) | (host >= classes)) & (host != ignore_index)]
     if wrong.size:
         raise IndexError(f"{name}: label {wrong[0]} is no class of logits of shape {logits.shape}")
-    return (
-        Tensor.from_host(logits.queue, host, dtype="int32") if host.size else bridge.empty(logits.queue, (0,), "int32")
-    )
+    return int32_on_device(host, logits.queue)
 
 
 @implements("netcl.autograd.hinge_loss", uses=(ops,))

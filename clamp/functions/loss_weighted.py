@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from clamp.bridge import Tape
-from clamp.casting.operands import Casting, Gradients, Operand, as_node, bound
+from clamp.casting.operands import Casting, Gradients, bound
 from clamp.casting.owned import implements
-from clamp.functions.loss import require_floats, require_same_shape, slope
+from clamp.functions.loss import operands_alike, slope
 from clamp.ops.loss_elementwise import LOSS_TERMS, bce_constants, detection_constants, loss_sum, loss_terms
 
 _PROBABILITY_EPSILON = 1e-7
@@ -21,21 +21,10 @@ _BANNED_EPSILON = 1e-6  # binary_cross_entropy's
 _SMALLEST_BETA = 1e-6
 
 
-def _operands(casting: Casting, name: str, **arguments: Any) -> tuple[Operand, ...]:
-    """The arguments as operands: floating, and all of one shape."""
-    operands = casting.operands(*map(as_node, arguments.values()))
-    named = dict(zip(arguments, operands, strict=True))
-    require_floats(name, **named)
-    (first, x), *rest = named.items()
-    for other, operand in rest:
-        require_same_shape(name, first, x, other, operand)
-    return operands
-
-
 def _weighted_smooth_l1(
     casting: Casting, name: str, summed: bool, pred: Any, target: Any, weight: Any, beta: float, tape: Tape | None
 ) -> Any:
-    x, t, w = operands = _operands(casting, name, pred=pred, target=target, weight=weight)
+    x, t, w = operands = operands_alike(casting, name, pred=pred, target=target, weight=weight)
     constants = (max(float(beta), _SMALLEST_BETA),)
     values = (x.value, t.value, w.value)
     kind = "weighted_smooth_l1"
@@ -77,7 +66,7 @@ def weighted_smooth_l1_elementwise(
 def _weighted_bce(
     casting: Casting, name: str, summed: bool, pred: Any, target: Any, weight: Any, tape: Tape | None
 ) -> Any:
-    x, t, w = operands = _operands(casting, name, pred=pred, target=target, weight=weight)
+    x, t, w = operands = operands_alike(casting, name, pred=pred, target=target, weight=weight)
     constants = bce_constants(_PROBABILITY_EPSILON)
     values = (x.value, t.value, w.value)
     kind = "weighted_bce"
@@ -93,9 +82,7 @@ def weighted_bce(casting: Casting, pred: Any, target: Any, weight: Any, tape: Ta
         pred: probabilities, held in 1e-7 .. 1 - 1e-7. Only they get a gradient, as in netcl.
         target, weight: the same shape; all three in any mixture of float32, float16 and bfloat16.
 
-    Raises:
-        ValueError: the shapes differ.
-        TypeError: one of them is not floating.
+    Errors as for ``weighted_smooth_l1_loss``.
     """
     return _weighted_bce(casting, "weighted_bce", True, pred, target, weight, tape)
 
@@ -116,14 +103,10 @@ def fused_weighted_bce_smooth_l1_loss(
     Args:
         pred: predictions, which alone get a gradient.
         target, heat_weight, reg_weight: the same shape; all in any mixture of float32, float16 and bfloat16.
-        beta: as for ``weighted_smooth_l1_loss``.
-
-    Raises:
-        ValueError: the shapes differ.
-        TypeError: one of them is not floating.
+        beta: as for ``weighted_smooth_l1_loss``, and so are the errors.
     """
     name, kind = "fused_weighted_bce_smooth_l1_loss", "detection"
-    operands = _operands(casting, name, pred=pred, target=target, heat_weight=heat_weight, reg_weight=reg_weight)
+    operands = operands_alike(casting, name, pred=pred, target=target, heat_weight=heat_weight, reg_weight=reg_weight)
     constants = detection_constants(
         max(float(beta), _SMALLEST_BETA), _PROBABILITY_EPSILON, float(heat_scale), float(reg_scale)
     )
@@ -151,7 +134,7 @@ def weighted_box_smooth_l1_loss(
         TypeError: one of them is not floating.
     """
     name = "weighted_box_smooth_l1_loss"
-    x, t = operands = _operands(casting, name, pred=pred, target=target)
+    x, t = operands = operands_alike(casting, name, pred=pred, target=target)
     if len(x.shape) != 2 or x.shape[1] != 4:
         raise ValueError(f"{name}: pred and target have shape {x.shape}, and must be (N, 4): one box a row")
     sizes = (max(float(beta), _SMALLEST_BETA), max(float(area_ref), 1e-6))
@@ -166,15 +149,9 @@ def binary_cross_entropy(casting: Casting, pred: Any, target: Any, tape: Tape | 
     """``-(t*log(p) + (1-t)*log(1-p))`` of each probability p and target t: not reduced, float32, pred's shape.
 
     Banned unless ``allow_banned``. Probabilities are held in 1e-6 .. 1 - 1e-6; outside, their gradient is 0.
-
-    Args:
-        pred, target: the same shape, in any mixture of float32, float16 and bfloat16. Either may need a gradient.
-
-    Raises:
-        ValueError: the shapes differ.
-        TypeError: one of them is not floating.
+    Arguments and errors as for ``mse_loss``.
     """
-    x, t = operands = _operands(casting, "binary_cross_entropy", pred=pred, target=target)
+    x, t = operands = operands_alike(casting, "binary_cross_entropy", pred=pred, target=target)
     constants, kind = bce_constants(_BANNED_EPSILON), "probability_bce"
     loss = loss_terms(kind, (x.value, t.value), casting.result_dtype(*operands), constants)
     gradients: Gradients = {x: slope(kind, operands, x, constants), t: slope(f"{kind}_target", operands, t, constants)}

@@ -15,6 +15,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound
 from clamp.casting.owned import implements
+from clamp.functions.indexing import host_integers, int32_on_device
 from clamp.functions.loss import require_floats, require_same_shape
 from clamp.ops import distances, info_nce, triplets
 from clamp.ops.loss import LABEL_STORAGE
@@ -54,17 +55,12 @@ def _labels(name: str, labels: Any, x: Tensor, as_classes: bool) -> Tensor:
         bridge.require_same_queue(name, x, value)
         size = value.size
     else:
-        try:
-            host = np.asarray(value).astype(np.int64).ravel()
-        except (TypeError, ValueError):
-            raise NotOwned from None  # a tracer's value, or no numbers: netcl's own function judges
-        numbers = np.unique(host, return_inverse=True)[1].ravel() if as_classes else host
-        size, value = host.size, numbers.astype(np.int32)
+        value = host_integers(value)
+        value = np.unique(value, return_inverse=True)[1].ravel() if as_classes else value
+        size = value.size
     if size != x.shape[0]:
         raise ValueError(f"{name}: {size} labels for embeddings of shape {tuple(x.shape)}; pass one for each row")
-    if isinstance(value, Tensor):
-        return value
-    return Tensor.from_host(x.queue, value, dtype="int32") if size else bridge.empty(x.queue, (0,), "int32")
+    return value if isinstance(value, Tensor) else int32_on_device(value, x.queue)
 
 
 # --------------------------------------------------------------------------------------------- distances

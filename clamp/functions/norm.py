@@ -186,8 +186,7 @@ def group_norm(
     Returns:
         The result, and the means and variances in float32, of shape (N, groups).
 
-    Raises:
-        ValueError: shapes that do not fit, or tensors on different queues.
+    Errors as for ``batch_norm2d``.
     """
     (xo,) = float_operands(casting, x)
     require_nchw("group_norm", xo)
@@ -223,8 +222,7 @@ def layer_norm(
     Returns:
         The result, and the means and variances in float32, of shape (..., 1).
 
-    Raises:
-        ValueError: shapes that do not fit, or tensors on different queues.
+    Errors as for ``batch_norm2d``.
     """
     (xo,) = float_operands(casting, x)
     eps, shape = float(eps), xo.shape
@@ -285,8 +283,7 @@ def rms_norm(
     Returns:
         The result, and the reciprocal root mean square of each row in float32.
 
-    Raises:
-        ValueError: shapes that do not fit, or tensors on different queues.
+    Errors as for ``batch_norm2d``.
     """
     (xo,) = float_operands(casting, x)
     (go,) = parameters_of("rms_norm", xo, last_axis("rms_norm", xo), gamma)

@@ -15,7 +15,8 @@ from clamp.ops.arguments import whole_number
 from clamp.ops.axes import axis_of
 
 
-def _view(casting: Casting, x: Any, shape: Sequence[int], op_name: str, tape: Tape | None) -> Any:
+def view(casting: Casting, x: Any, shape: Sequence[int], op_name: str, tape: Tape | None) -> Any:
+    """x under another shape, in its own memory."""
     (operand,) = casting.operands(as_node(x))
     before = operand.shape
     return bound(bridge.view(operand.value, shape), {operand: lambda grad: bridge.view(grad, before)}, op_name, tape)
@@ -55,13 +56,13 @@ def reshape(casting: Casting, x: Any, shape: Sequence[int], tape: Tape | None = 
     Raises:
         ValueError: the number of elements differs, or two extents are -1.
     """
-    return _view(casting, x, _resolved("reshape", _shape_of(x), shape), "reshape", tape)
+    return view(casting, x, _resolved("reshape", _shape_of(x), shape), "reshape", tape)
 
 
 @implements("netcl.autograd.flatten", uses=())
 def flatten(casting: Casting, x: Any, shape: Sequence[int], tape: Tape | None = None) -> Any:
     """netcl's other name for ``reshape``: the shape is given in full (an extent of -1 is filled in)."""
-    return _view(casting, x, _resolved("flatten", _shape_of(x), shape), "flatten", tape)
+    return view(casting, x, _resolved("flatten", _shape_of(x), shape), "flatten", tape)
 
 
 @implements("netcl.autograd.unsqueeze", uses=())
@@ -73,7 +74,7 @@ def unsqueeze(casting: Casting, x: Any, axis: int, tape: Tape | None = None) -> 
     """
     shape = _shape_of(x)
     axis = axis_of("unsqueeze", axis, len(shape) + 1)
-    return _view(casting, x, (*shape[:axis], 1, *shape[axis:]), "unsqueeze", tape)
+    return view(casting, x, (*shape[:axis], 1, *shape[axis:]), "unsqueeze", tape)
 
 
 @implements("netcl.autograd.squeeze", uses=())
@@ -85,11 +86,11 @@ def squeeze(casting: Casting, x: Any, axis: int | None = None, tape: Tape | None
     """
     shape = _shape_of(x)
     if axis is None:
-        return _view(casting, x, tuple(extent for extent in shape if extent != 1) or (1,), "squeeze", tape)
+        return view(casting, x, tuple(extent for extent in shape if extent != 1) or (1,), "squeeze", tape)
     axis = axis_of("squeeze", axis, len(shape))
     if shape[axis] != 1:
         raise ValueError(f"squeeze: cannot squeeze axis {axis} with size {shape[axis]} of shape {shape}; it must be 1")
-    return _view(casting, x, shape[:axis] + shape[axis + 1 :], "squeeze", tape)
+    return view(casting, x, shape[:axis] + shape[axis + 1 :], "squeeze", tape)
 
 
 @implements("netcl.autograd.permute", "netcl.ops.permute.permute")

@@ -20,6 +20,7 @@ from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, owned_value
 from clamp.casting.owned import implements
 from clamp.functions.joining import moved_dtype, stretches_of
+from clamp.functions.shape import view
 from clamp.ops import concat as ops
 from clamp.ops.arguments import whole_number
 from clamp.ops.axes import around_axis, axis_of
@@ -240,7 +241,7 @@ def getitem(casting: Casting, x: Any, key: Any, tape: Tape | None = None) -> Any
     kept = tuple(length for axis, (_, length) in enumerate(stretches) if axis not in dropped) or (1,)
     cuts = [at for at, (extent, _, length) in enumerate(groups) if length < extent]
     if not cuts:
-        return x if kept == shape else _reshaped(casting, x, kept, tape)
+        return x if kept == shape else view(casting, x, kept, "getitem", tape)
     extents = [extent for extent, _, _ in groups]
     cuts.sort(key=lambda at: groups[at][2] / groups[at][0])  # what cuts most comes first
     for at in cuts:
@@ -277,13 +278,6 @@ def _parse(key: Any, shape: tuple[int, ...]) -> tuple[list[tuple[int, int]], set
         else:
             raise TypeError(f"getitem: unsupported index type {type(k).__name__}; pass integers, slices or ...")
     return stretches, dropped
-
-
-def _reshaped(casting: Casting, x: Any, shape: tuple[int, ...], tape: Tape | None) -> Any:
-    """x under another shape: a key that only drops axes of extent 1."""
-    (operand,) = casting.operands(as_node(x))
-    before = operand.shape
-    return bound(bridge.view(operand.value, shape), {operand: lambda grad: bridge.view(grad, before)}, "getitem", tape)
 
 
 # -------------------------------------------------------------------------------------------- tensor level

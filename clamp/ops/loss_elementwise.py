@@ -77,17 +77,8 @@ def loss_terms(kind: str, operands: Sequence[Tensor], out_dtype: str, constants:
     ``"logit_bce"``, binary cross entropy of a logit (an infinite one gives 0 where the target agrees with it), and
     ``"probability_bce"``, of a probability.
     """
-    x = operands[0]
-    out = bridge.empty(x.queue, x.shape, out_dtype)
-    if out.size == 0:
-        return out
-    span = span_for(x.queue, x.size)
-    sizes = launch(x.queue, -(-x.size // span))
-    LOSS_TERMS(
-        x.queue, *sizes, *_all_four(operands), out, x.size, span, *_padded(constants),
-        LOSS_TERMS=1, Y_T=bridge.STORAGE[out_dtype], **_macros(kind, operands),
-    )  # fmt: skip
-    return out
+    storage = bridge.STORAGE[out_dtype]
+    return _over_elements(LOSS_TERMS, kind, operands, (), out_dtype, constants, LOSS_TERMS=1, Y_T=storage)
 
 
 def loss_gradient(
@@ -99,18 +90,27 @@ def loss_gradient(
         grad: gradient of the loss: one element, or one for each of the prediction's.
         out_dtype: dtype of the gradient returned.
     """
+    macros = {"G_T": bridge.STORAGE[grad.dtype], "DX_T": bridge.STORAGE[out_dtype]}
+    each = {"G_EACH": 1} if grad.size == operands[0].size else {}
+    return _over_elements(
+        LOSS_GRADIENT, kind, operands, (grad,), out_dtype, constants, LOSS_GRADIENT=1, **macros, **each
+    )  # fmt: skip
+
+
+def _over_elements(
+    kernel: Kernel, kind: str, operands: Sequence[Tensor], others: tuple[Tensor, ...], out_dtype: str,
+    constants: Sequence[float], **macros: object,
+) -> Tensor:  # fmt: skip
+    """What a kernel makes of each element of the operands, and of what else it reads before the result."""
     x = operands[0]
     out = bridge.empty(x.queue, x.shape, out_dtype)
-    if out.size == 0:
-        return out
-    span = span_for(x.queue, x.size)
-    each: dict[str, object] = {"G_EACH": 1} if grad.size == x.size else {}
-    sizes = launch(x.queue, -(-x.size // span))
-    LOSS_GRADIENT(
-        x.queue, *sizes, *_all_four(operands), grad, out, x.size, span, *_padded(constants),
-        LOSS_GRADIENT=1, G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[out_dtype], **each,
-        **_macros(kind, operands),
-    )  # fmt: skip
+    if out.size:
+        span = span_for(x.queue, x.size)
+        kernel(
+            x.queue, *launch(x.queue, -(-x.size // span)), *_all_four(operands), *others, out, x.size, span,
+            *_padded(constants),
+            **macros, **_macros(kind, operands),
+        )  # fmt: skip
     return out
 
 

@@ -43,8 +43,7 @@ def layer_norm_backward(
     Raises:
         ValueError: the gradient has another shape than x.
     """
-    dx, dgamma, dbeta = _backward("LAYER", x, gamma, grad, mean, var, eps, dx_dtype, dgamma_dtype, dbeta_dtype)
-    return dx, dgamma, dbeta
+    return _backward("LAYER", x, gamma, grad, mean, var, eps, dx_dtype, dgamma_dtype, dbeta_dtype)
 
 
 def rms_norm(x: Tensor, gamma: Tensor, *, eps: float, out_dtype: str) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 
 from clamp import bridge
@@ -105,8 +104,4 @@ def _beside(slope: Tensor, x: Tensor) -> Tensor:
             f"prelu: a slope of shape {slope.shape} for x of shape {x.shape}; pass {channels} slopes (alpha shape must "
             "match channels), or one"
         )
-    return bridge.view(slope, _shape_beside(slope.size, x.shape))
-
-
-def _shape_beside(slopes: int, shape: Sequence[int]) -> tuple[int, ...]:
-    return (1,) if slopes == 1 else (slopes, *(1 for _ in shape[2:]))
+    return bridge.view(slope, (1,) if slope.size == 1 else (slope.size, *(1 for _ in x.shape[2:])))

@@ -101,9 +101,6 @@ def _macros(x: Tensor, kernel: str, rank: int) -> dict[str, object]:
     return {kernel: 1, "WORD": _WORD[itemsize], "RANK": rank}
 
 
-_ARGUMENTS = "qq" + "uuu" + "u" * _MAX_BATCH + "q" * 2 * _MAX_BATCH  # steps; across, down, batches; the batch
-
-
 def _move_rows(x: Tensor, y: Tensor, axes: tuple[Axis, ...]) -> None:
     inner = axes[-1].extent
     runs = axes[-2] if len(axes) > 1 else Axis(1, inner, inner)

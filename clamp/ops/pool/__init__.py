@@ -67,15 +67,7 @@ def max_pool2d_backward(
 def avg_pool2d(x: Tensor, kernel_size: int, stride: int, *, out_dtype: str, engine: str | None = None) -> Tensor:
     """The mean of every window, summed in fp32 and rounded once.
 
-    Args:
-        x: (N, C, H, W), float32, float16 or bfloat16.
-        kernel_size: side of a window, at most H and W.
-        stride: distance of windows.
-        out_dtype: dtype of the result.
-        engine: as in ``max_pool2d``; a window that is a whole plane needs none.
-
-    Raises:
-        ValueError: x is not NCHW, no window fits, or the engine does not.
+    Arguments, result and errors as for ``max_pool2d``; a window that is a whole plane needs no engine.
     """
     dtypes = (x.dtype, out_dtype)
     problem, shape = problem_of(tuple(x.shape), kernel_size, stride, dtypes, capabilities(x.queue), is_max=False)
@@ -93,13 +85,7 @@ def avg_pool2d_backward(
     """Gradient of ``avg_pool2d``: every element gets its share from all windows it is in, summed in fp32.
 
     Args:
-        shape: that of the forward's input.
-        grad: gradient of the result, in any storage type.
-        out_dtype: dtype of the gradient returned.
-        engine: as in ``max_pool2d``.
-
-    Raises:
-        ValueError: the gradient's shape is not that of the result, or the engine does not fit.
+        shape: that of the forward's input. Everything else, and the errors, as for ``max_pool2d_backward``.
     """
     problem, out_shape = problem_of(
         shape, kernel_size, stride, (grad.dtype, out_dtype), capabilities(grad.queue), is_max=False, is_gradient=True
