@@ -18,13 +18,7 @@ from netcl.optim._utils import is_frozen_param
 #: a dtype as users write it; `dtype_name` reads it
 DTypeLike: TypeAlias = str | type | np.dtype[Any]
 #: netcl's names for a storage type -> the name kernels use (common.clh).
-STORAGE = {
-    "float32": "f32",
-    "float": "f32",
-    "float16": "f16",
-    "half": "f16",
-    "bfloat16": "bf16",
-}
+STORAGE = {"float32": "f32", "float": "f32", "float16": "f16", "half": "f16", "bfloat16": "bf16"}
 HALF_DTYPES = frozenset({"float16", "half", "bfloat16"})
 _CANONICAL = {"float": "float32", "half": "float16", "double": "float64", "int": "int32"}
 _SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}

@@ -116,10 +116,13 @@ class _AsGiven:
     """Operands are read in the dtype they have."""
 
     def operands(self, *xs: TensorLike) -> tuple[Operand, ...]:
-        operands = tuple(Operand(x, owned_value(x)) for x in xs)
+        operands = tuple(self._operand(x) for x in xs)
         if len(operands) > 1:
             bridge.require_same_queue("op", *(operand.parent.value for operand in operands))
         return operands
+
+    def _operand(self, x: TensorLike) -> Operand:
+        return Operand(x, owned_value(x))
 
 
 class Float(_AsGiven):
@@ -143,7 +146,7 @@ class Match(_AsGiven):
         return bridge.canonical_dtype(operands[0].value.dtype)
 
 
-class Half:
+class Half(_AsGiven):
     """Operands in the AMP dtype, result in the AMP dtype.
 
     A leaf keeps its own node as the parent, so its gradient is written in its own dtype, straight from the
@@ -156,12 +159,6 @@ class Half:
         self._storage = bridge.STORAGE[dtype]
         self._report = report
         self._use_cache = use_cache
-
-    def operands(self, *xs: TensorLike) -> tuple[Operand, ...]:
-        operands = tuple(self._operand(x) for x in xs)
-        if len(operands) > 1:
-            bridge.require_same_queue("op", *(operand.parent.value for operand in operands))
-        return operands
 
     def result_dtype(self, *operands: Operand) -> str:
         return self.dtype
@@ -178,15 +175,9 @@ class Half:
             node = cast_node(x, self.dtype, self._report)
             return Operand(node, node.value)
         if bridge.is_weight(value):
-            return Operand(x, self._weight(value), weight)
-        if bridge.needs_grad(x):
-            self._report(value.dtype, self.dtype)
-            return Operand(x, cast(value, self.dtype))
+            return Operand(x, cached_cast(value, self.dtype, self._report, self._use_cache), weight)
         self._report(value.dtype, self.dtype)
-        return _InputOperand(x, self.dtype)
-
-    def _weight(self, tensor: Tensor) -> Tensor:
-        return cached_cast(tensor, self.dtype, self._report, self._use_cache)
+        return Operand(x, cast(value, self.dtype)) if bridge.needs_grad(x) else _InputOperand(x, self.dtype)
 
 
 def owned_value(x: TensorLike) -> Tensor:

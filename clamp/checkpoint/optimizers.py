@@ -272,7 +272,7 @@ def _netcl_write(
         name: {order[int(index)]: (_value_of(item, decoder), item["place"]) for index, item in items.items()}
         for name, items in state["by_parameter"].items()
     }
-    _check_attributes(optimizer, attributes, by_parameter.keys(), len(params), order, where)
+    _check_attributes(optimizer, attributes, by_parameter.keys(), order, where)
     fused = _fused_moments(state.get("fused"), [params[index].size for index in order], decoder)
     moved = None if fused is None else {order[index]: moments for index, moments in sorted(fused.items())}
     _check_sizes(params, by_parameter, moved or {}, where)
@@ -283,11 +283,8 @@ def _netcl_write(
     def apply() -> None:
         vars(optimizer).update(attributes)
         for name, items in by_parameter.items():
-            setattr(
-                optimizer,
-                name,
-                {id(params[index]): _placed(params[index], *items[index]) for index in sorted(items)},
-            )
+            moments = {id(params[index]): _placed(params[index], *items[index]) for index in sorted(items)}
+            setattr(optimizer, name, moments)
         # Built while the old state, in which the parameters may lie, is still there.
         bridge.set_moments(optimizer, pending, lambda: _built(optimizer, params, moved) if moved else None)
 
@@ -299,18 +296,13 @@ def _value_of(item: Json, decoder: Decoder) -> Any:
 
 
 def _check_attributes(
-    optimizer: Any,
-    attributes: Mapping[str, Any],
-    by_parameter: Collection[str],
-    parameters: int,
-    order: Sequence[int],
-    where: str,
+    optimizer: Any, attributes: Mapping[str, Any], by_parameter: Collection[str], order: Sequence[int], where: str
 ) -> None:
     unknown = sorted((attributes.keys() | set(by_parameter)) - vars(optimizer).keys())
     if unknown:
         raise CheckpointError(f"{where} has no {', '.join(unknown)} here")
     for name, value in attributes.items():
-        if isinstance(value, list) and len(value) == parameters:
+        if isinstance(value, list) and len(value) == len(order):
             _require_order(order, f"{where} has one item of {name} for each parameter, and they")
 
 

@@ -178,7 +178,7 @@ def unscale_all(
     for grad in {id(grad): grad for grad in grads}.values():
         mark = mark_of(grad)
         if mark is not None and mark.scale is None:
-            targets[id(grad)] = _widened(grad)
+            targets[id(grad)] = masters.widened(grad) if grad.dtype in HALF_DTYPES else grad
             true.append(targets[id(grad)])
             continue
         scale = live if mark is None or mark.scale is None else mark.scale
@@ -194,10 +194,6 @@ def unscale_all(
     for target in targets.values():
         gradient_marks.set_mark(target, mark)
     return targets
-
-
-def _widened(grad: Tensor) -> Tensor:
-    return masters.widened(grad) if grad.dtype in HALF_DTYPES else grad
 
 
 def end_pass(guards: Sequence[StepGuard], scaler: LossScale) -> None:

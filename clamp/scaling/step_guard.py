@@ -132,12 +132,7 @@ class StepGuard:
         bad = non_finite(params)
         scale = 1.0 if state is None else state.scale
         reason = str(bad) or f"{_kind(state, self.mask)} in the gradients of a backward pass, which are gone"
-        self._report(
-            StepReport(
-                False, reason, scale, scale_before=before, infs=bad.infs, nans=bad.nans, parameters=bad.names,
-                absent=self._names_of_absent(params),
-            )
-        )  # fmt: skip
+        self._report_skip(reason, scale, before, bad, self._names_of_absent(params))
         stuck = scaler is None or scale <= scaler.floor
         self._skips_at_floor = self._skips_at_floor + 1 if stuck else 0
         if self._skips_at_floor >= self._guards.max_skips_at_floor:
@@ -159,15 +154,14 @@ class StepGuard:
             self.last = self._guards.amend(scale_before=before, scale=scale)
             return
         bad, absent = self.met or (NonFinite(0, 0, ()), ())
-        self._report(
-            StepReport(
-                False, str(bad) or "inf or nan in the gradients, which are gone", scale, scale_before=before,
-                infs=bad.infs, nans=bad.nans, parameters=bad.names, absent=absent,
-            )
-        )  # fmt: skip
+        self._report_skip(str(bad) or "inf or nan in the gradients, which are gone", scale, before, bad, absent)
 
     def _report(self, report: StepReport) -> None:
         self.last = self._guards.add(report)
+
+    def _report_skip(self, reason: str, scale: float, before: float, bad: NonFinite, absent: tuple[str, ...]) -> None:
+        report = StepReport(False, reason, scale, scale_before=before, absent=absent)
+        self._report(replace(report, infs=bad.infs, nans=bad.nans, parameters=bad.names))
 
     def _names_of_absent(self, params: Sequence[Tensor]) -> tuple[str, ...]:
         absent = [
