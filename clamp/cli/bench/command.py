@@ -19,8 +19,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 import clamp
 from clamp.cli.arguments import INTERRUPTED
-from clamp.cli.bench.cases.bandwidth import bandwidth_cases
-from clamp.cli.bench.cases.cast import cast_cases
+from clamp.cli.bench.cases.bandwidth import bandwidth_cases, cast_cases
 from clamp.cli.bench.cases.contenders import Case
 from clamp.cli.bench.cases.conv import conv_cases
 from clamp.cli.bench.cases.gemm import gemm_cases

@@ -1,4 +1,4 @@
-"""What is timed of functions that are bound by memory: bytes a second, beside a copy kernel.
+"""What is timed of functions that are bound by memory, and of casts: bytes a second, beside a copy kernel.
 
 A function is credited with the bytes that it must move: every input read and every result written once, and an input
 that is needed twice, because a statistic of all of it comes before the result, read twice. The caches are emptied
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import netcl.amp
 import numpy as np
 import pyopencl as cl
 from netcl import autograd as ag
@@ -95,6 +96,28 @@ def _copy_of(queue: cl.CommandQueue, moved: float, flush: Callable[[], object]) 
     target = bridge.empty(queue, source.shape, "float32")
     turn = timed(partial(cast_into, source, target), queue.finish, flush)
     return Contender("copy kernel", turn, 8.0 * source.size, is_baseline=True)
+
+
+def cast_cases(queue: cl.CommandQueue, elements: int) -> Iterator[Case]:
+    """Casts beside a copy, which moves bytes as fast as a kernel can. netcl's own cast goes through the host."""
+    tensors = {dtype: random_tensor(queue, (elements,), dtype) for dtype in dtypes_of(queue)}
+    target = bridge.empty(queue, (elements,), "float32")
+    copy = timed(partial(cast_into, tensors["float32"], target), queue.finish)
+    contenders = [Contender("copy kernel", copy, 8.0 * elements, is_baseline=True)]
+    if netcl.amp.supports_fp16(queue):
+        through_host = timed(partial(_netcl_cast, tensors["float32"]), queue.finish)
+        contenders.append(Contender("netcl float32->float16", through_host, 6.0 * elements, is_baseline=True))
+    halves = dtypes_of(queue)[1:]
+    for source, result in [("float32", half) for half in halves] + [(half, "float32") for half in halves]:
+        out = bridge.empty(queue, (elements,), result)
+        turn = timed(partial(cast_into, tensors[source], out), queue.finish)
+        contenders.append(Contender(f"clamp {source}->{result}", turn, 6.0 * elements))
+    yield Case("cast", f"{elements} elements", "GB/s", contenders)
+
+
+def _netcl_cast(x: Tensor) -> Tensor:
+    with netcl.amp.autocast(device_queue=x.queue):
+        return netcl.amp.maybe_cast_tensor(x)
 
 
 class _Run:
