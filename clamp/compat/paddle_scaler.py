@@ -250,16 +250,10 @@ class GradScaler:
         if not self._enable:
             return {}
         state, rule = self._scaling.state_dict(), self._scaling.rule
-        return {
-            "scale": np.array([state["loss_scale"]], np.float32),
-            "incr_ratio": rule.growth_factor,
-            "decr_ratio": rule.backoff_factor,
-            "incr_every_n_steps": rule.growth_interval,
-            "decr_every_n_nan_or_inf": rule.decr_every_n_nan_or_inf,
-            "incr_count": state["unskipped"],
-            "decr_count": state.get("bad_steps", 0),
-            "use_dynamic_loss_scaling": self._dynamic,
-        }
+        scale = np.array([state["loss_scale"]], np.float32)
+        settings = (rule.growth_factor, rule.backoff_factor, rule.growth_interval, rule.decr_every_n_nan_or_inf)
+        counts = (state["unskipped"], state.get("bad_steps", 0))
+        return dict(zip(_STATE_KEYS, (scale, *settings, *counts, self._dynamic), strict=True))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues from a ``state_dict``, Paddle's too. Does nothing if disabled.

@@ -199,16 +199,9 @@ def from_host(
 
 @meets("netcl.core.tensor.Tensor.from_shape")
 def from_shape(
-    wrapped: Any,
-    instance: None,
-    /,
-    queue: Any,
-    shape: Any,
-    dtype: str = "float32",
-    pool: Any = None,
-    backend: str | None = None,
-    fill: Any = None,
-) -> Tensor:
+    wrapped: Any, instance: None, /, queue: Any, shape: Any, dtype: str = "float32", pool: Any = None,
+    backend: str | None = None, fill: Any = None,
+) -> Tensor:  # fmt: skip
     """A new tensor filled with a number: a finite one stays finite, and in bfloat16 it is the number, not a word."""
     if isinstance(queue, cl.CommandQueue):
         require_context(queue)
