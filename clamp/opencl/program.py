@@ -64,20 +64,17 @@ def source(name: str) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
 class Kernel:
-    """A kernel of ``kernels/``.
+    """A kernel of ``kernels/``; two of the same file and name are one.
 
-    Args:
+    Attributes:
         file: name of the file.
         name: of the kernel in it.
     """
 
-    def __init__(self, file: str, name: str) -> None:
-        self.file = file
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"Kernel({self.file!r}, {self.name!r})"
+    file: str
+    name: str
 
     def __call__(
         self,

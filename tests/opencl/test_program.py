@@ -19,3 +19,9 @@ def test_released_programs_are_built_again(queue: cl.CommandQueue) -> None:
     assert program.built_programs() == 0
     np.testing.assert_array_equal(to_numpy(cast(x, "float16")), before)
     assert program.built_programs() == 1
+
+
+def test_a_kernel_that_is_declared_twice_is_compiled_once(queue: cl.CommandQueue) -> None:
+    macros = {"X_T": "f32", "Y_T": "f16", "SPAN": 256}
+    kernel = program.Kernel("cast.cl", "cast").on(queue, **macros)
+    assert program.Kernel("cast.cl", "cast").on(queue, **macros) is kernel
