@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import pyopencl as cl
 import pytest
 
 from clamp.opencl.device import Capabilities
@@ -15,10 +12,7 @@ from clamp.ops.conv import Window
 from clamp.ops.conv import engines as conv
 from clamp.ops.conv.problem import Problem as Convolution
 from clamp.ops.gemm import engines as gemm
-from clamp.ops.gemm import gemm as product
-from clamp.ops.gemm import tiled
 from clamp.ops.gemm.problem import Problem as Product
-from tests.reference import to_device
 
 GPU = Capabilities(
     is_cpu=False, compute_units=32, half_storage=True, max_parameter_bytes=4096, local_memory_bytes=2**15,
@@ -114,26 +108,6 @@ def test_an_engine_that_is_named_must_fit() -> None:
             conv.choose(convolution(gradient, (BF16, F16, F32), FAST_DOT), "dot_bf16")
     assert gemm.choose(Product(BF16, BF16, 3, 4, SLOW_DOT), "dot_bf16").NAME == "dot_bf16"
     assert conv.choose(convolution("", BRAINS, GPU), "winograd").NAME == "winograd"
-
-
-def test_a_new_engine_is_a_module_and_a_line_in_the_list(
-    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fits(problem: Product) -> bool:
-        return problem.columns == 5
-
-    words = {"NAME": "new", "TAKES": "five columns", "IN_WORDS": "as it pleases"}
-    new = SimpleNamespace(**words, fits=fits, pays=fits, pack=tiled.pack, run=lambda *args: ran.append(args))
-    ran: list[Any] = []
-    monkeypatch.setattr(gemm, "ENGINES", (new, *gemm.ENGINES))
-    a, b = to_device(queue, np.ones((2, 3))), to_device(queue, np.ones((3, 5)))
-    c = product(a, b, out_dtype="float16")
-    assert len(ran) == 1
-    assert ran[0][2] is c
-    product(a, to_device(queue, np.ones((3, 4))), out_dtype="float16")
-    with pytest.raises(ValueError, match=r"the engine new does not compute float32 by float32.*it takes five columns"):
-        product(a, to_device(queue, np.ones((3, 4))), out_dtype="float16", engine="new")
-    assert len(ran) == 1
 
 
 def test_the_choice_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
