@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 from common import check_batch, describe, open_queue, run_main
-from comparison import OnStep, Run, Task, add_options, show, step_memory
+from comparison import Plan, Run, Task, add_options, show, step_memory
 from netcl import autograd as ag
 from netcl.core.tensor import Tensor
 from netcl.nn import functional as F
@@ -71,35 +71,19 @@ class CharLM(Module):
         return [parameter for layer in layers for parameter in layer.parameters()]
 
 
-def train(
-    queue: cl.CommandQueue,
-    text: Text,
-    amp_options: dict[str, Any],
-    seed: int,
-    steps: int,
-    whole_run: int | None = None,
-    batch: int = 16,
-    on_step: OnStep = lambda run: None,
-) -> Run:
-    """One training run, scored by its loss on text it has not seen, in nats per character.
-
-    Args:
-        amp_options: what ``amp.init`` is given.
-        seed: of the weights and of the order of the text.
-        whole_run: the steps after which the learning rate would be zero; by default ``steps``.
-        on_step: called with the run so far after every step.
-    """
-    np.random.seed(seed)  # netcl draws its weights from numpy's global generator
+def train(queue: cl.CommandQueue, text: Text, plan: Plan) -> Run:
+    """One training run, scored by its loss on text it has not seen, in nats per character."""
+    np.random.seed(plan.seed)  # netcl draws its weights from numpy's global generator
     model = CharLM(queue)
     optimizer = AdamW(model.parameters(), lr=LEARNING_RATE)
     run = Run(steps_per_epoch=CURVE)
-    order = np.random.default_rng(seed)
+    data = batches(queue, text.train, plan.batch, np.random.default_rng(plan.seed))
 
-    handle = amp.init(**amp_options)  # <- line 1
+    handle = amp.init(**plan.amp_options)  # <- line 1
     try:
-        for step, (codes, following) in enumerate(islice(batches(queue, text.train, batch, order), steps)):
+        for step, (codes, following) in enumerate(islice(data, plan.steps)):
             start = time.perf_counter()
-            optimizer.lr = LEARNING_RATE * min(1, (step + 1) / 20) * (1 - step / (whole_run or steps))
+            optimizer.lr = LEARNING_RATE * min(1, (step + 1) / 20) * plan.left(step)
             optimizer.zero_grad()
             with ag.Tape() as tape:
                 loss = F.cross_entropy(model(codes), ag.tensor(following))
@@ -107,10 +91,10 @@ def train(
                 tape.backward(scaled_loss)
             optimizer.step()
             run.record(loss.value, handle, start)
-            on_step(run)
+            plan.on_step(run)
 
-        if steps == (whole_run or steps):
-            run.score = validation_loss(model, queue, text, batch)
+        if plan.is_whole:
+            run.score = validation_loss(model, queue, text, plan.batch)
         run.weights = [str(parameter.dtype) for parameter in model.parameters()]
     finally:
         handle.shutdown()
@@ -181,9 +165,7 @@ def make_task(queue: cl.CommandQueue, text: Text, options: argparse.Namespace) -
         score="validation\nloss",
         show_score="{:.4f}".format,
         steps=options.steps,
-        train=lambda amp_options, seed, steps, on_step: train(
-            queue, text, amp_options, seed, steps, options.steps, options.batch, on_step
-        ),
+        train=partial(train, queue, text),
         memory=partial(memory, queue, text, options.batch),
         epoch=f"{CURVE} steps",
         note="netcl's own loss goes another way: its gradient of swish, which every block has, is wrong "

@@ -78,6 +78,36 @@ class Run:
 OnStep = Callable[[Run], None]
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a training run is to be.
+
+    Attributes:
+        amp_options: what ``amp.init`` is given.
+        steps: after how many it ends.
+        batch: of every step.
+        seed: of the weights and of the order of the data.
+        whole: the steps after which the learning rate would be zero; by default ``steps``.
+        on_step: called with the run so far after every step.
+    """
+
+    amp_options: AmpOptions
+    steps: int
+    batch: int = 64
+    seed: int = 0
+    whole: int | None = None
+    on_step: OnStep = lambda run: None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the run goes on to its end."""
+        return self.whole in (None, self.steps)
+
+    def left(self, step: int) -> float:
+        """How much of a whole run lies ahead: 1 at its beginning, 0 at its end."""
+        return 1 - step / (self.whole or self.steps)
+
+
 @dataclass
 class Result:
     """The runs of one way of training, one for each seed.
@@ -122,7 +152,7 @@ class Task:
         score: what a model is judged by, a column of the table.
         show_score: a score as text.
         steps: of a whole run.
-        train: ``train(amp_options, seed, steps, on_step)``.
+        train: makes a run.
         memory: ``memory(amp_options)``: bytes of the activations and at the peak, of one training step.
         epoch: what the plot counts in.
         note: what one must know to read the table.
@@ -132,7 +162,7 @@ class Task:
     score: str
     show_score: Callable[[float], str]
     steps: int
-    train: Callable[[AmpOptions, int, int, OnStep], Run]
+    train: Callable[[Plan], Run]
     memory: Callable[[AmpOptions], tuple[int, int]]
     epoch: str = "epoch"
     note: str = ""
@@ -181,7 +211,8 @@ def compare(task: Task, options: argparse.Namespace, console: Console, results: 
             display.start_task(bars[name])
             try:
                 for seed in range(options.seeds):
-                    result.runs.append(task.train(amp_options, seed, limits[name], on_step))
+                    plan = Plan(amp_options, limits[name], options.batch, seed, task.steps, on_step)
+                    result.runs.append(task.train(plan))
                     unfinished.clear()
             finally:
                 result.runs = result.runs or unfinished

@@ -15,28 +15,23 @@ from __future__ import annotations
 import argparse
 import gzip
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyopencl as cl
 from common import check_batch, describe, open_queue, run_main
-from comparison import OnStep, Run, Task, add_options, show, step_memory
+from comparison import Plan, Run, add_options, show
+from images import CLASSES, Images, accuracy, batches, make_task
 from netcl import autograd as ag
-from netcl.core.tensor import Tensor
 from netcl.nn import functional as F
 from netcl.nn.batchnorm import BatchNorm2dModule as BatchNorm2d
-from netcl.nn.layers import Conv2d, Flatten, Linear, MaxPool2d, Module, ReLU, Sequential
+from netcl.nn.layers import Conv2d, Flatten, Linear, MaxPool2d, ReLU, Sequential
 from netcl.optim import Adam
 
 from clamp import amp
 from clamp.cli.arguments import add_device_option, positive
 
-CLASSES = 10
 SIDE = 28
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where the package dataset-fashion-mnist puts its files
 LEARNING_RATE = 2e-3
@@ -61,36 +56,20 @@ def make_model(queue: cl.CommandQueue) -> Sequential:
     )
 
 
-def train(
-    queue: cl.CommandQueue,
-    images: Images,
-    amp_options: dict[str, Any],
-    seed: int,
-    steps: int,
-    whole_run: int | None = None,
-    batch: int = 64,
-    on_step: OnStep = lambda run: None,
-) -> Run:
-    """One training run, scored by its test accuracy in percent.
-
-    Args:
-        amp_options: what ``amp.init`` is given.
-        seed: of the weights and of the order of the images.
-        whole_run: the steps after which the learning rate would be zero; by default ``steps``.
-        on_step: called with the run so far after every step.
-    """
-    np.random.seed(seed)  # netcl draws its weights from numpy's global generator
+def train(queue: cl.CommandQueue, images: Images, plan: Plan) -> Run:
+    """One training run, scored by its test accuracy in percent."""
+    np.random.seed(plan.seed)  # netcl draws its weights from numpy's global generator
     model = make_model(queue)
     optimizer = Adam(model.parameters(), lr=LEARNING_RATE)
-    run = Run(steps_per_epoch=len(images.train_y) // batch)
-    order = np.random.default_rng(seed)
+    run = Run(steps_per_epoch=len(images.train_y) // plan.batch)
+    data = batches(queue, images, plan.batch, np.random.default_rng(plan.seed))
 
-    handle = amp.init(**amp_options)  # <- line 1
+    handle = amp.init(**plan.amp_options)  # <- line 1
     try:
         model.train()
-        for step, (x, y) in enumerate(islice(batches(queue, images, batch, order), steps)):
+        for step, (x, y) in enumerate(islice(data, plan.steps)):
             start = time.perf_counter()
-            optimizer.lr = LEARNING_RATE * (1 - step / (whole_run or steps))
+            optimizer.lr = LEARNING_RATE * plan.left(step)
             optimizer.zero_grad()
             with ag.Tape() as tape:
                 loss = F.cross_entropy(model(ag.tensor(x)), ag.tensor(y))
@@ -98,43 +77,21 @@ def train(
                 tape.backward(scaled_loss)
             optimizer.step()
             run.record(loss.value, handle, start)
-            on_step(run)
+            plan.on_step(run)
 
-        if steps == (whole_run or steps):
-            run.score = 100 * accuracy(model, queue, images)
+        if plan.is_whole:
+            run.score = accuracy(model, queue, images)
         run.weights = [str(parameter.dtype) for parameter in model.parameters()]
     finally:
         handle.shutdown()
     return run
 
 
-def accuracy(model: Module, queue: cl.CommandQueue, images: Images) -> float:
-    """Share of the test images that the model names right; without gradients, 500 at a time."""
-    model.eval()
-    right = 0
-    with ag.no_grad():
-        for first in range(0, len(images.test_y), 500):
-            x = Tensor.from_host(queue, images.test_x[first : first + 500])
-            logits = amp.cast(model(ag.tensor(x)), "float32").value.to_host()
-            right += int((logits.argmax(axis=1) == images.test_y[first : first + 500]).sum())
-    return right / len(images.test_y)
-
-
 # ---------------------------------------------------------------------------------------------- data
 
 
-@dataclass(frozen=True)
-class Images:
-    """The images, float32 of (n, 1, 28, 28) with mean 0 and deviation 1, and their classes, of (n,)."""
-
-    train_x: np.ndarray
-    train_y: np.ndarray
-    test_x: np.ndarray
-    test_y: np.ndarray
-
-
 def load(folder: Path = DEBIAN) -> Images:
-    """The data set's four files.
+    """The data set's four files: images of (n, 1, 28, 28) with mean 0 and deviation 1.
 
     Raises:
         SystemExit: they are not there, or are not whole; the message says where to get them.
@@ -165,43 +122,7 @@ def read_idx(file: Path) -> np.ndarray:
     return np.frombuffer(data, np.uint8, offset=4 + 4 * axes).reshape(shape.astype(int))
 
 
-def batches(
-    queue: cl.CommandQueue, images: Images, batch: int, order: np.random.Generator
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches on the device, epoch after epoch: images of (batch, 1, 28, 28), one-hot classes of (batch, 10)."""
-    one_hot = np.eye(CLASSES, dtype=np.float32)
-    while True:
-        shuffled = order.permutation(len(images.train_y))
-        for first in range(0, len(shuffled) - batch + 1, batch):
-            chosen = shuffled[first : first + batch]
-            x = Tensor.from_host(queue, images.train_x[chosen])
-            y = Tensor.from_host(queue, one_hot[images.train_y[chosen]])
-            yield x, y
-
-
 # ---------------------------------------------------------------------------------------------- main
-
-
-def memory(queue: cl.CommandQueue, images: Images, batch: int, amp_options: dict[str, Any]) -> tuple[int, int]:
-    """Bytes of the activations and at the peak, of one training step."""
-    model = make_model(queue)
-    x, y = next(batches(queue, images, batch, np.random.default_rng(0)))
-    return step_memory(model, lambda: F.cross_entropy(model(ag.tensor(x)), ag.tensor(y)), amp_options)
-
-
-def make_task(queue: cl.CommandQueue, images: Images, options: argparse.Namespace) -> Task:
-    """What is run in three ways."""
-    whole = options.epochs * (len(images.train_y) // options.batch)
-    return Task(
-        title=f"Fashion-MNIST: epochs {options.epochs}, batch {options.batch}, seeds {options.seeds}",
-        score="test\naccuracy",
-        show_score="{:.2f} %".format,
-        steps=whole,
-        train=lambda amp_options, seed, steps, on_step: train(
-            queue, images, amp_options, seed, steps, whole, options.batch, on_step
-        ),
-        memory=partial(memory, queue, images, options.batch),
-    )
 
 
 def main() -> None:
@@ -215,7 +136,7 @@ def main() -> None:
     images = load(options.data)
     check_batch(parser, options.batch, len(images.train_y))
     queue = open_queue(options.device)
-    show(make_task(queue, images, options), options, describe(queue))
+    show(make_task("Fashion-MNIST", queue, images, make_model, train, options), options, describe(queue))
 
 
 if __name__ == "__main__":

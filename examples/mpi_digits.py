@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 from common import check_batch, describe, open_queue, run_main
-from digits import CLASSES, Digits, accuracy, load, make_model
+from digits import load, make_model
+from images import Images, accuracy, on_device, shuffled
 from mpi4py import MPI
 from netcl import autograd as ag
-from netcl.core.tensor import Tensor
 from netcl.nn import functional as F
 from netcl.optim import SGD
 from rich.console import Console
@@ -48,7 +48,7 @@ class Run:
     weights: list[np.ndarray]
 
 
-def train(queue: cl.CommandQueue, digits: Digits, options: argparse.Namespace, comm: Any = None) -> Run:
+def train(queue: cl.CommandQueue, digits: Images, options: argparse.Namespace, comm: Any = None) -> Run:
     """Trains on this rank's rows of each batch; without a communicator on all of them."""
     rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
     np.random.seed(rank)  # netcl draws the weights: other ones on every rank, until rank 0's are broadcast
@@ -59,9 +59,9 @@ def train(queue: cl.CommandQueue, digits: Digits, options: argparse.Namespace, c
         if comm is not None:
             ranks = handle.distribute(comm, reduce_dtype=options.reduce_dtype)
             ranks.broadcast(model)
-        for chosen in islice(batches(len(digits.train_y), options.batch), options.steps):
+        for chosen in islice(shuffled(digits, options.batch, np.random.default_rng(0)), options.steps):
             start = time.perf_counter()
-            x, y = rows_on_device(queue, digits, np.array_split(chosen, size)[rank])
+            x, y = on_device(queue, digits, np.array_split(chosen, size)[rank])
             optimizer.zero_grad()
             with ag.Tape() as tape:
                 loss = F.cross_entropy(model(ag.tensor(x)), ag.tensor(y))
@@ -75,24 +75,10 @@ def train(queue: cl.CommandQueue, digits: Digits, options: argparse.Namespace, c
             f"{MPI.Get_processor_name()}, {describe(queue)}",
             options.batch // size,
             float(np.median(times)),
-            100 * accuracy(model, queue, digits),
+            accuracy(model, queue, digits),
             handle.loss_scale,
             weights,
         )
-
-
-def batches(images: int, batch: int) -> Any:
-    """Numbers of the images of each batch, the same on every rank."""
-    order = np.random.default_rng(0)
-    while True:
-        shuffled = order.permutation(images)
-        yield from (shuffled[first : first + batch] for first in range(0, images - batch + 1, batch))
-
-
-def rows_on_device(queue: cl.CommandQueue, digits: Digits, chosen: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Images and one-hot classes."""
-    one_hot = np.eye(CLASSES, dtype=np.float32)[digits.train_y[chosen]]
-    return Tensor.from_host(queue, digits.train_x[chosen]), Tensor.from_host(queue, one_hot)
 
 
 def report(runs: list[Run], alone: Run, options: argparse.Namespace) -> None:

@@ -380,7 +380,7 @@ def test_digits_keeps_weights_in_float32_and_activations_in_float16(queue: cl.Co
     from netcl import autograd as ag
     from netcl.core.tensor import Tensor
 
-    run = digits.train(queue, digits.load(), {"dtype": "float16"}, steps=22)
+    run = digits.train(queue, digits.load(), digits.Plan({"dtype": "float16"}, steps=22))
     assert set(run.weights) == {"float32"}
     with amp.init():
         model = digits.make_model(queue)
@@ -406,7 +406,7 @@ def test_digits_learns_as_well_as_in_fp32(queue: cl.CommandQueue, digits: Module
 def three_seeds(queue: cl.CommandQueue, digits: ModuleType, amp_options: dict[str, object]) -> list[Any]:
     """Three runs of the main job, at its full length."""
     data = digits.load()
-    return [digits.train(queue, data, amp_options, seed) for seed in range(3)]
+    return [digits.train(queue, data, digits.Plan(amp_options, steps=440, seed=seed)) for seed in range(3)]
 
 
 # Whole runs, of three seeds each, have their figures in docs/benchmarks.md; these short ones notice changes.
@@ -417,7 +417,7 @@ def test_fashion_mnist_learns_as_well_as_in_fp32(queue: cl.CommandQueue, example
     fashion = example("fashion_mnist")
     images = fashion.load()  # Debian's dataset-fashion-mnist; where it is missing this says so, and fails
     runs = {
-        dtype: fashion.train(queue, images, {"dtype": dtype}, seed=0, steps=120)
+        dtype: fashion.train(queue, images, fashion.Plan({"dtype": dtype}, steps=120))
         for dtype in ("float32", "float16", "bfloat16")
     }
     assert runs["float32"].score > 80
@@ -431,7 +431,7 @@ def test_char_lm_learns_as_well_as_in_fp32(queue: cl.CommandQueue, example: Call
     char_lm = example("char_lm")
     text = char_lm.load()
     runs = {
-        dtype: char_lm.train(queue, text, {"dtype": dtype}, seed=0, steps=50)
+        dtype: char_lm.train(queue, text, char_lm.Plan({"dtype": dtype}, steps=50, batch=16))
         for dtype in ("float32", "float16", "bfloat16")
     }
     assert runs["float32"].losses[-1] < 0.8 * runs["float32"].losses[0]
