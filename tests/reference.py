@@ -41,6 +41,11 @@ def to_device(queue: cl.CommandQueue, array: npt.ArrayLike, dtype: str = "float3
     return Tensor.from_host(queue, host.view(np.uint16) if dtype == "bfloat16" else host, dtype=dtype)
 
 
+def integers(queue: cl.CommandQueue, values: npt.ArrayLike) -> Tensor:
+    """An int32 tensor: indices, labels, positions."""
+    return Tensor.from_host(queue, np.asarray(values, np.int32), dtype="int32")
+
+
 def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
     """A tensor's values as float64 (ints stay ints)."""
     if tensor.size == 0:

@@ -15,10 +15,11 @@ from netcl.nn.transformer import CausalSelfAttention, TransformerBlock
 
 from clamp import amp, session
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, Half, Match, NotOwned, Promote
+from clamp.casting.operands import Casting, Match, NotOwned, Promote
 from clamp.casting.owned import OWNED
 from clamp.functions import attention, masking
-from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
+from tests.functions.operands import half
+from tests.reference import STORAGE_DTYPES, assert_close, integers, to_device, to_numpy
 
 EPS = 2.0**-24
 SHAPE = (2, 3, 5, 8)
@@ -31,18 +32,10 @@ def shut_down() -> Iterator[None]:
         session.active_handle().shutdown()
 
 
-def half(dtype: str = "float16") -> Half:
-    return Half(dtype, lambda source, target: None, False)
-
-
 def leaf(queue: cl.CommandQueue, seed: int, dtype: str = "float32", requires_grad: bool = True) -> Node:
     tensor = to_device(queue, np.random.default_rng(seed).standard_normal(SHAPE), dtype)
     tensor.requires_grad = requires_grad
     return Node(value=tensor)
-
-
-def integers(queue: cl.CommandQueue, values: Any) -> Tensor:
-    return Tensor.from_host(queue, np.asarray(values, np.int32), dtype="int32")
 
 
 def swapped(x: np.ndarray) -> np.ndarray:

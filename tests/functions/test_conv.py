@@ -14,22 +14,17 @@ from netcl.nn.layers import _FusedConvReLUTrain
 
 import clamp.functions.conv  # noqa: F401  (registers)
 from clamp import amp
-from clamp.bridge import Node, Parameter, Tape, Tensor
+from clamp.bridge import Parameter, Tape, Tensor
 from clamp.casting.operands import Float, Half, NotOwned, Promote
 from clamp.casting.owned import OWNED
+from tests.functions.operands import half, leaf
 from tests.ops.conv_reference import Case, forward, input_grad, weight_grad
 from tests.reference import assert_close, quantize, to_device, to_numpy
 
-HALVES = [Half(dtype, lambda source, target: None, False) for dtype in ("float16", "bfloat16", "float32")]
+HALVES = [half(dtype) for dtype in ("float16", "bfloat16", "float32")]
 DTYPES = pytest.mark.parametrize("casting", HALVES, ids=lambda casting: casting.dtype)
 CASE = Case(2, 3, 4, (6, 7), (3, 3), (2, 2), (1, 1))
 WINDOW = {"stride": 2, "pad": 1}
-
-
-def leaf(queue: cl.CommandQueue, array: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
-    tensor = to_device(queue, array, dtype)
-    tensor.requires_grad = requires_grad
-    return Node(value=tensor, requires_grad=requires_grad)
 
 
 def call(name: str, casting: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pyopencl as cl
 import pytest
@@ -11,25 +9,16 @@ from netcl import autograd as ag
 from netcl import nn
 
 from clamp import amp
-from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Float, Half, NotOwned
+from clamp.bridge import Tape, Tensor
+from clamp.casting.operands import Float, NotOwned
 from clamp.casting.owned import OWNED
 from clamp.functions import depthwise
+from tests.functions.operands import half, leaf
 from tests.ops.test_depthwise import Reference
 from tests.reference import assert_close, to_device, to_numpy
 
 RNG = np.random.default_rng(0)
 X, W, BIAS = RNG.standard_normal((2, 3, 6, 9)), RNG.standard_normal((3, 1, 3, 3)), RNG.standard_normal(3)
-
-
-def half() -> Half:
-    return Half("float16", lambda source, target: None, False)
-
-
-def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
-    tensor = to_device(queue, values, dtype)
-    tensor.requires_grad = requires_grad
-    return Node(value=tensor)
 
 
 @pytest.mark.parametrize(

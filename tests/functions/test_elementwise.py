@@ -17,22 +17,17 @@ import clamp.functions.activations
 import clamp.functions.arithmetic
 import clamp.functions.tensor_level  # noqa: F401  (registers)
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Float, Half, Match, NotOwned, Promote
+from clamp.casting.operands import Float, Match, NotOwned, Promote
 from clamp.casting.owned import OWNED
+from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
 Array = np.ndarray[Any, Any]
-HALF = Half("float16", lambda source, target: None, False)
+HALF = half()
 
 
 def run(name: str, casting: Any, *args: Any, **kwargs: Any) -> Any:
     return OWNED[f"netcl.autograd.{name}"](casting, *args, **kwargs)
-
-
-def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32") -> Node:
-    tensor = to_device(queue, values, dtype)
-    tensor.requires_grad = True
-    return Node(value=tensor, requires_grad=True)
 
 
 def stored(node: Node) -> Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pyopencl as cl
@@ -14,9 +13,10 @@ from netcl.ops import indexing as netcl_indexing
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Float, Half, Match, NotOwned, Promote
+from clamp.casting.operands import Float, Match, NotOwned, Promote
 from clamp.functions import indexing as F
-from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, to_device, to_numpy
+from tests.functions.operands import half, leaf
+from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, integers, to_device, to_numpy
 
 RNG = np.random.default_rng(0)
 VALUES = RNG.standard_normal((4, 6, 5))
@@ -27,16 +27,6 @@ EPS = 2.0**-24
 def amp_on() -> Iterator[None]:
     with amp.init():
         yield
-
-
-def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
-    tensor = to_device(queue, values, dtype)
-    tensor.requires_grad = requires_grad
-    return Node(value=tensor)
-
-
-def integers(queue: cl.CommandQueue, values: Any) -> Tensor:
-    return Tensor.from_host(queue, np.asarray(values, np.int32), dtype="int32")
 
 
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
@@ -182,7 +172,7 @@ def test_argmax_and_topk(queue: cl.CommandQueue) -> None:
 
 def test_an_embedding_under_policy_half_keeps_fp32_gradients(queue: cl.CommandQueue) -> None:
     x = leaf(queue, VALUES[0])
-    out = F.embedding(Half("float16", lambda source, target: None, False), x, [1, 1])
+    out = F.embedding(half(), x, [1, 1])
     assert out.value.dtype == "float16"
     Tape().backward(out, to_device(queue, np.full((2, 5), 2049.0 - 1), "float16"))
     assert x.grad.dtype == "float32"

@@ -14,6 +14,7 @@ from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, Float, Half, Match, NotOwned, Promote
 from clamp.functions import loss as F
 from clamp.functions import loss_tensors
+from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 
 RNG = np.random.default_rng(0)
@@ -26,17 +27,6 @@ EPS = 2.0**-24
 def softmax(x: np.ndarray) -> np.ndarray:
     exps = np.exp(x - x.max(1, keepdims=True))
     return exps / exps.sum(1, keepdims=True)
-
-
-def half() -> Half:
-    return Half("float16", lambda source, target: None, False)
-
-
-def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
-    """A node of a leaf tensor."""
-    tensor = to_device(queue, values, dtype)
-    tensor.requires_grad = requires_grad
-    return Node(value=tensor)
 
 
 def run(function: Callable[..., Any], casting: Casting, *args: Any, seed: float | None = None, **kwargs: Any) -> Node:

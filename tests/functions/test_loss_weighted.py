@@ -12,8 +12,9 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, Float, Half, Match, NotOwned, Promote
+from clamp.casting.operands import Casting, Float, Match, NotOwned, Promote
 from clamp.functions import loss_weighted as F
+from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 
 RNG = np.random.default_rng(0)
@@ -37,13 +38,6 @@ LOSSES: dict[Callable[..., Any], tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 ELEMENTWISE = (F.weighted_smooth_l1_elementwise, F.weighted_bce_elementwise, F.binary_cross_entropy)
 losses = pytest.mark.parametrize("function", list(LOSSES), ids=lambda function: function.__name__)
-
-
-def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
-    """A node of a leaf tensor."""
-    tensor = to_device(queue, values, dtype)
-    tensor.requires_grad = requires_grad
-    return Node(value=tensor)
 
 
 def arguments(queue: cl.CommandQueue, function: Callable[..., Any], *dtypes: str, grads: bool = True) -> list[Any]:
@@ -103,7 +97,7 @@ def test_a_scaled_loss_has_scaled_gradients(queue: cl.CommandQueue, function: Ca
 
 
 @losses
-@pytest.mark.parametrize("casting", [Promote(), Match(), Half("float16", lambda source, target: None, False)])
+@pytest.mark.parametrize("casting", [Promote(), Match(), half()])
 def test_scalars_are_float32_under_every_policy(
     queue: cl.CommandQueue, function: Callable[..., Any], casting: Casting
 ) -> None:

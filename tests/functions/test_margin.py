@@ -19,18 +19,13 @@ from netcl.ssl.heads import MomentumEncoder
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
+from tests.functions.operands import leaf
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
 MARGIN, SCALE = 0.4, 16.0
 CLASSES = np.array([0, 3, 1, 2, 3], np.int32)
 #: how far a result may be off after a product of matrices in this dtype, relative to the largest element
 ROUGH = {"float16": 4e-3, "bfloat16": 3e-2}
-
-
-def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32") -> Node:
-    tensor = to_device(queue, values, dtype)
-    tensor.requires_grad = True
-    return Node(value=tensor, requires_grad=True)
 
 
 def backward(queue: cl.CommandQueue, out: Node) -> np.ndarray[Any, Any]:

@@ -8,12 +8,13 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.bridge import Node, Parameter, Tape, Tensor
+from clamp.bridge import Parameter, Tape, Tensor
 from clamp.casting.operands import Float, Half, Promote
 from clamp.casting.owned import OWNED
+from tests.functions.operands import half, leaf
 from tests.reference import assert_close, quantize, to_device, to_numpy
 
-HALVES = [Half(dtype, lambda source, target: None, False) for dtype in ("float16", "bfloat16", "float32")]
+HALVES = [half(dtype) for dtype in ("float16", "bfloat16", "float32")]
 
 SHAPES = [
     ((1, 1), (1, 1)),
@@ -25,12 +26,6 @@ SHAPES = [
     ((4, 3, 7), (4, 7, 5)),
     ((3, 300), (300, 2)),
 ]
-
-
-def leaf(queue: cl.CommandQueue, array: np.ndarray, dtype: str = "float32", requires_grad: bool = True) -> Node:
-    tensor = to_device(queue, array, dtype)
-    tensor.requires_grad = requires_grad
-    return Node(value=tensor, requires_grad=requires_grad)
 
 
 def product_gradients(a: np.ndarray, b: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

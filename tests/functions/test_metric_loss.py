@@ -11,8 +11,9 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, Float, Half, Match, NotOwned, Promote
+from clamp.casting.operands import Casting, Float, Match, NotOwned, Promote
 from clamp.functions import metric_loss as F
+from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 
 RNG = np.random.default_rng(0)
@@ -47,13 +48,6 @@ LOSSES = [
     Loss("pairwise_squared_distances", (FIRST,)),
 ]
 losses = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.label)
-
-
-def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
-    """A node of a leaf tensor."""
-    tensor = to_device(queue, values, dtype)
-    tensor.requires_grad = requires_grad
-    return Node(value=tensor)
 
 
 def leaves(queue: cl.CommandQueue, loss: Loss, *dtypes: str) -> list[Node]:
@@ -115,7 +109,7 @@ def test_a_scaled_loss_has_scaled_gradients(queue: cl.CommandQueue, loss: Loss) 
 
 
 @losses
-@pytest.mark.parametrize("casting", [Promote(), Match(), Half("float16", lambda source, target: None, False)])
+@pytest.mark.parametrize("casting", [Promote(), Match(), half()])
 def test_a_loss_is_float32_under_every_policy(queue: cl.CommandQueue, loss: Loss, casting: Casting) -> None:
     nodes = leaves(queue, loss, "float16")
     result = run(loss, nodes, casting=casting)

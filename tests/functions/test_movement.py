@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,11 @@ from netcl.ops import tensor_ops
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor, view
-from clamp.casting.operands import Half, Match, NotOwned, Promote
+from clamp.casting.operands import Match, NotOwned, Promote
+from clamp.cli.bench.cases.unscale import counted_launches
 from clamp.functions import joining, slicing
 from clamp.ops import concat
+from tests.functions.operands import half, leaf
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
 VALUES = np.random.default_rng(0).standard_normal((4, 6, 5))
@@ -28,28 +30,6 @@ VALUES = np.random.default_rng(0).standard_normal((4, 6, 5))
 def amp_on() -> Iterator[None]:
     with amp.init():
         yield
-
-
-def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
-    tensor = to_device(queue, values, dtype)
-    tensor.requires_grad = requires_grad
-    return Node(value=tensor)
-
-
-def launches(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> int:
-    """How many kernels a call launches."""
-    count = 0
-    launch = cl.Kernel.__call__
-
-    def counting(self: cl.Kernel, *args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += 1
-        return launch(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cl.Kernel, "__call__", counting)
-        call()
-    return count
 
 
 # ------------------------------------------------------------------------------------------------- joining
@@ -88,15 +68,16 @@ def test_stack_of_one_dtype_stays_in_it(queue: cl.CommandQueue) -> None:
             np.testing.assert_array_equal(to_numpy(x.grad), to_numpy(x.value))
 
 
-def test_cat_of_eight_is_one_launch_forward_and_one_backward(
-    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cat_of_eight_is_one_launch_forward_and_one_backward(queue: cl.CommandQueue) -> None:
     parts = [leaf(queue, VALUES[k], "float16") for k in (0, 1, 2, 3, 0, 1, 2, 3)]
-    out: list[Node] = []
     tape = Tape()
-    assert launches(monkeypatch, lambda: out.append(joining.cat(Promote(), parts, 0, tape))) == 1
+    with counted_launches() as launches:
+        out = joining.cat(Promote(), parts, 0, tape)
+    assert len(launches) == 1
     grad = to_device(queue, np.ones((48, 5)), "float16")
-    assert launches(monkeypatch, lambda: tape.backward(out[0], grad)) == 1
+    with counted_launches() as launches:
+        tape.backward(out, grad)
+    assert len(launches) == 1
 
 
 def test_wrong_joins_are_refused(queue: cl.CommandQueue) -> None:
@@ -188,24 +169,26 @@ def test_slices_that_overlap_and_the_tensor_itself_add_up(queue: cl.CommandQueue
         assert_close(x.grad, 2 * to_numpy(x.value) * weight, ulps=4)
 
 
-def test_the_gradient_of_all_chunks_is_one_launch(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradient_of_all_chunks_is_one_launch(queue: cl.CommandQueue) -> None:
     x = leaf(queue, VALUES, "float16")
-    parts: list[Node] = []
-    assert launches(monkeypatch, lambda: parts.extend(slicing.chunk(Match(), x, 3, axis=1))) == 1
+    with counted_launches() as launches:
+        parts = slicing.chunk(Match(), x, 3, axis=1)
+    assert len(launches) == 1
     joined = joining.cat(Promote(), [parts[2], parts[0]], 1)  # the second has no gradient
     grad = to_device(queue, np.ones((4, 4, 5)), "float16")
-    assert launches(monkeypatch, lambda: Tape().backward(joined, grad)) == 2
+    with counted_launches() as launches:
+        Tape().backward(joined, grad)
+    assert len(launches) == 2
     np.testing.assert_array_equal(to_numpy(x.grad)[0, :, 0], [1, 1, 0, 0, 1, 1])
 
 
-def test_a_loop_over_time_steps_writes_the_gradient_once(
-    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_over_time_steps_writes_the_gradient_once(queue: cl.CommandQueue) -> None:
     x = leaf(queue, np.arange(16 * 6.0).reshape(2, 16, 3), "float16")
     steps = [slicing.getitem(Match(), x, (slice(None), t)) for t in range(16)]
     joined = joining.stack(Promote(), steps, 1)
-    count = launches(monkeypatch, lambda: Tape().backward(joined, x.value))
-    assert count == 4  # two for the steps, two for x
+    with counted_launches() as launches:
+        Tape().backward(joined, x.value)
+    assert len(launches) == 4  # two for the steps, two for x
     np.testing.assert_array_equal(to_numpy(x.grad), to_numpy(x.value))
 
 
@@ -287,8 +270,7 @@ def test_no_gradient_no_node_between(queue: cl.CommandQueue) -> None:
 
 def test_under_another_policy_slices_are_cast(queue: cl.CommandQueue) -> None:
     x = leaf(queue, VALUES)
-    half = Half("float16", lambda source, target: None, False)
-    out = slicing.narrow(half, x, 0, 1, 1)
+    out = slicing.narrow(half(), x, 0, 1, 1)
     assert out.value.dtype == "float16"
     Tape().backward(out, to_device(queue, np.ones((1, 6, 5)), "float16"))
     assert x.grad.dtype == "float32"

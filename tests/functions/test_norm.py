@@ -22,6 +22,7 @@ from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, Float, Half, Match, NotOwned
 from clamp.casting.owned import OWNED
 from clamp.functions import norm, norm_tensors
+from tests.functions.operands import half, leaf
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, to_device, to_numpy
 
 Array = npt.NDArray[np.float64]
@@ -32,16 +33,6 @@ AXES = (0, 2, 3)
 
 _NAMES = ("batch_norm2d", "batch_norm2d_relu", "batch_norm2d_leaky_relu", "group_norm", "layer_norm", "rms_norm")
 nodes = SimpleNamespace(**{name: OWNED[f"netcl.autograd.{name}"] for name in _NAMES})  # without the statistics
-
-
-def half() -> Half:
-    return Half("float16", lambda source, target: None, False)
-
-
-def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
-    tensor = to_device(queue, values, dtype)
-    tensor.requires_grad = requires_grad
-    return Node(value=tensor)
 
 
 def parameters(queue: cl.CommandQueue, n: int, requires_grad: bool = True) -> tuple[Node, Node]:

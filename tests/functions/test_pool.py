@@ -13,18 +13,13 @@ from netcl import nn
 from netcl.nn import padding, pooling
 
 from clamp import amp
-from clamp.bridge import Node, Tape, Tensor
+from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Float, Match, NotOwned
 from clamp.functions import pool
+from tests.functions.operands import leaf
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 
 X = np.random.default_rng(0).permutation(2 * 3 * 6 * 8).reshape(2, 3, 6, 8) / 8.0 - 15
-
-
-def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
-    tensor = to_device(queue, values, dtype)
-    tensor.requires_grad = requires_grad
-    return Node(value=tensor)
 
 
 FUNCTIONS: list[tuple[Callable[..., Any], dict[str, Any]]] = [

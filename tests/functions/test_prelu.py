@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pyopencl as cl
 import pytest
@@ -11,24 +9,15 @@ from netcl import autograd as ag
 from netcl.nn.containers import PReLU
 
 from clamp import amp
-from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Float, Half, Match, NotOwned
+from clamp.bridge import Tape, Tensor
+from clamp.casting.operands import Float, Match, NotOwned
 from clamp.casting.owned import OWNED
 from clamp.functions import prelu as functions
+from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 
 RNG = np.random.default_rng(0)
 EPS = 2.0**-24
-
-
-def half() -> Half:
-    return Half("float16", lambda source, target: None, False)
-
-
-def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
-    tensor = to_device(queue, values, dtype)
-    tensor.requires_grad = requires_grad
-    return Node(value=tensor)
 
 
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)

@@ -10,24 +10,15 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, Float, Half, Match, NotOwned
+from clamp.casting.operands import Casting, Float, Match, NotOwned
 from clamp.casting.owned import OWNED
 from clamp.functions import loss, reduce
+from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 
 RNG = np.random.default_rng(0)
 EPS = 2.0**-24
 SHAPE = (3, 5, 4)
-
-
-def half() -> Half:
-    return Half("float16", lambda source, target: None, False)
-
-
-def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
-    tensor = to_device(queue, values, dtype)
-    tensor.requires_grad = requires_grad
-    return Node(value=tensor)
 
 
 def run(

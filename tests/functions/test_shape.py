@@ -8,10 +8,11 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.bridge import Node, Tape, Tensor
+from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Match, NotOwned
 from clamp.casting.owned import OWNED
 from clamp.functions import shape as F
+from tests.functions.operands import leaf
 from tests.reference import STORAGE_DTYPES, to_device, to_numpy
 
 VIEWS = [
@@ -24,12 +25,6 @@ VIEWS = [
     (F.squeeze, {}, (2, 3, 4)),
     (F.squeeze, {"axis": -2}, (2, 3, 4)),
 ]
-
-
-def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
-    tensor = to_device(queue, values, dtype)
-    tensor.requires_grad = requires_grad
-    return Node(value=tensor)
 
 
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)

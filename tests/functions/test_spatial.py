@@ -14,24 +14,15 @@ from netcl.nn.containers import Upsample
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Float, Half, Match, NotOwned
+from clamp.casting.operands import Float, Match, NotOwned
 from clamp.casting.owned import OWNED
 from clamp.functions import spatial
 from tests.conformance import spatial as reference
+from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 
 RNG = np.random.default_rng(0)
 IMAGE = (2, 3, 4, 5)
-
-
-def half() -> Half:
-    return Half("float16", lambda source, target: None, False)
-
-
-def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
-    tensor = to_device(queue, values, dtype)
-    tensor.requires_grad = requires_grad
-    return Node(value=tensor)
 
 
 def places(shape: tuple[int, ...] = (2, 3, 6, 2)) -> Any:

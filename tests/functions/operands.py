@@ -1,0 +1,23 @@
+"""What the functions of clamp's are called with in these tests: leaves, and the casting of the policy half."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyopencl as cl
+
+from clamp.bridge import Node
+from clamp.casting.operands import Half, say_nothing
+from tests.reference import to_device
+
+
+def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32", requires_grad: bool = True) -> Node:
+    """A node of a leaf tensor."""
+    tensor = to_device(queue, values, dtype)
+    tensor.requires_grad = requires_grad
+    return Node(value=tensor)
+
+
+def half(dtype: str = "float16") -> Half:
+    """The casting, which keeps no copies of weights and tells nobody."""
+    return Half(dtype, say_nothing, use_cache=False)
