@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pyopencl as cl
 import pytest
 
 from clamp.bridge import Tensor
-from clamp.opencl.device import capabilities
 from clamp.ops import concat, launch
 from clamp.ops.concat import Part, assemble, cat, overwrite, split, widest_word, write_into
+from tests.ops.plans import plans_of
 from tests.reference import SPECIAL, assert_close, quantize, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -26,13 +24,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(params=["own plan", "other plan"])
-def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's own kind of plan, and the other."""
-    if request.param == "other plan":
-        other = dataclasses.replace(capabilities(queue), is_cpu=not capabilities(queue).is_cpu)
-        for module in (concat, launch):
-            monkeypatch.setattr(module, "capabilities", lambda queue: other)
+plan = plans_of(concat, launch)
 
 
 def words(queue: cl.CommandQueue, shape: tuple[int, ...], dtype: str, seed: int = 0) -> tuple[Tensor, np.ndarray]:

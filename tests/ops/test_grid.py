@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,8 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Tensor
-from clamp.opencl.device import capabilities
 from clamp.ops import grid as ops
+from tests.ops.plans import plans_of
 from tests.reference import assert_close, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -31,13 +30,7 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(params=["own plan", "other plan"])
-def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's own kind of plan, and the other."""
-    if request.param == "other plan":
-        own = capabilities(queue)
-        other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        monkeypatch.setattr(ops, "capabilities", lambda queue: other)
+plan = plans_of(ops)
 
 
 def pixels(coordinates: Array, size: int, align: bool) -> tuple[Array, float]:

@@ -8,12 +8,12 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.bridge import Tensor, empty
+from clamp.bridge import empty
 from clamp.opencl.device import capabilities
 from clamp.ops import concat, indexing, launch
 from clamp.ops.indexing import index_add, index_select, one_hot, sort_positions, to_index
 from tests.ops.test_concat import bits_of, words
-from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, to_device, to_numpy
+from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, integers, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
 
@@ -28,10 +28,6 @@ def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: py
         other = dataclasses.replace(capabilities(queue), is_cpu=not capabilities(queue).is_cpu)
         for module in (indexing, concat, launch):
             monkeypatch.setattr(module, "capabilities", lambda queue: other)
-
-
-def integers(queue: cl.CommandQueue, values: object) -> Tensor:
-    return Tensor.from_host(queue, np.asarray(values, np.int32), dtype="int32")
 
 
 @pytest.mark.usefixtures("plan")

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pyopencl as cl
 import pytest
 
 from clamp.bridge import Tensor
-from clamp.opencl.device import capabilities
 from clamp.ops import launch
 from clamp.ops import loss as ops
+from tests.ops.plans import PLANS_AND_DTYPES, plans_of
 from tests.reference import assert_close, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
 
 EPS = 2.0**-24
-#: which plan, and the storage types of the two operands
-CASES = [
-    ("own plan", "float32", "float32"),
-    ("own plan", "float16", "float32"),
-    ("own plan", "bfloat16", "float16"),
-    ("other plan", "float16", "bfloat16"),
-]
 ROWS = [(1, 1), (1, 10), (5, 3), (33, 10), (7, 16), (4, 257), (2, 1500)]
 MARGIN = 1.3
 
 
-@pytest.fixture
-def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's own kind of plan, and the other: work-groups share rows, or take them alone."""
-    if request.param == "other plan":
-        own = capabilities(queue)
-        other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        monkeypatch.setattr(launch, "capabilities", lambda queue: other)
+plan = plans_of(launch)
 
 
 def cross_entropy_reference(x: np.ndarray, t: np.ndarray) -> tuple[float, np.ndarray, float]:
@@ -56,7 +41,7 @@ def hinge_reference(x: np.ndarray, t: np.ndarray) -> tuple[float, np.ndarray]:
     return over.sum() / len(x), gradient / len(x)
 
 
-@pytest.mark.parametrize(("plan", "logits", "target"), CASES, indirect=["plan"])
+@pytest.mark.parametrize(("plan", "logits", "target"), PLANS_AND_DTYPES, indirect=["plan"])
 @pytest.mark.parametrize("shape", ROWS)
 def test_cross_entropy_of_probabilities(
     queue: cl.CommandQueue, plan: None, shape: tuple[int, int], logits: str, target: str
@@ -105,7 +90,7 @@ def test_cross_entropy_of_labels(
         assert_close(result, full * incoming, slack=slack * incoming / (~ignored).sum())
 
 
-@pytest.mark.parametrize(("plan", "logits", "target"), CASES, indirect=["plan"])
+@pytest.mark.parametrize(("plan", "logits", "target"), PLANS_AND_DTYPES, indirect=["plan"])
 @pytest.mark.parametrize("shape", ROWS)
 def test_hinge(queue: cl.CommandQueue, plan: None, shape: tuple[int, int], logits: str, target: str) -> None:
     rng = np.random.default_rng(4)

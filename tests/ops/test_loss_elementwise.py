@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.opencl.device import capabilities
 from clamp.ops import launch
 from clamp.ops import loss_elementwise as ops
+from tests.ops.plans import PLANS_AND_DTYPES, plans_of
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
 
 EPS = 2.0**-24
-#: which plan, and the storage types of the two operands
-CASES = [
-    ("own plan", "float32", "float32"),
-    ("own plan", "float16", "float32"),
-    ("own plan", "bfloat16", "float16"),
-    ("other plan", "float16", "bfloat16"),
-]
 BETA = 0.7
 
 
-@pytest.fixture
-def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's own kind of plan, and the other: work-groups share a span, or take it alone."""
-    if request.param == "other plan":
-        own = capabilities(queue)
-        other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        for module in (ops, launch):
-            monkeypatch.setattr(module, "capabilities", lambda queue: other)
+plan = plans_of(ops, launch)
 
 
 def pair_reference(kind: str, x: np.ndarray, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -53,7 +37,7 @@ def logit_bce_reference(x: np.ndarray, t: np.ndarray) -> tuple[np.ndarray, np.nd
     return np.maximum(x, 0) - x * t + np.log1p(np.exp(-np.abs(x))), sigmoid - t
 
 
-@pytest.mark.parametrize(("plan", "pred", "target"), CASES, indirect=["plan"])
+@pytest.mark.parametrize(("plan", "pred", "target"), PLANS_AND_DTYPES, indirect=["plan"])
 @pytest.mark.parametrize("kind", ["mse", "l1", "smooth_l1"])
 def test_pair_losses_and_gradients(
     queue: cl.CommandQueue, plan: None, simulated: bool, kind: str, pred: str, target: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,8 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Tensor
-from clamp.opencl.device import capabilities
 from clamp.ops import distances, info_nce, launch, triplets
+from tests.ops.plans import plans_of
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -22,14 +21,7 @@ SHAPES = [(1, 1, 1), (5, 3, 7), (4, 9, 16), (13, 70, 33), (66, 5, 130)]
 BATCHES = [(1, 3), (2, 1), (7, 5), (16, 16), (33, 20), (50, 3)]
 
 
-@pytest.fixture
-def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's own kind of plan, and the other: work-groups share rows, or take them alone."""
-    if request.param == "other plan":
-        own = capabilities(queue)
-        other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        for module in (launch, distances):
-            monkeypatch.setattr(module, "capabilities", lambda queue: other)
+plan = plans_of(launch, distances)
 
 
 plans = pytest.mark.parametrize("plan", ["own plan", "other plan"], indirect=True)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import numpy.typing as npt
 import pyopencl as cl
 import pytest
 
-from clamp.opencl.device import capabilities
 from clamp.ops import launch, norm_planes, norm_planes_backward, norm_rows
 from clamp.ops.norm_sets import IDENTITY, RELU, Activation
+from tests.ops.plans import plans_of
 from tests.reference import assert_close, to_device, to_numpy
 from tests.sweep import sweep
 
@@ -30,14 +28,7 @@ MIXTURES = [
 ]
 
 
-@pytest.fixture
-def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's own kind of plan, or the other: a work-item or a work-group a set."""
-    if request.param != "own plan":
-        own = capabilities(queue)
-        other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        for module in (launch, norm_planes, norm_rows):
-            monkeypatch.setattr(module, "capabilities", lambda queue: other)
+plan = plans_of(launch, norm_planes, norm_rows)
 
 
 def in_parts(monkeypatch: pytest.MonkeyPatch, span: int) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.opencl.device import capabilities
 from clamp.ops import launch, pad
+from tests.ops.plans import plans_of
 from tests.reference import SPECIAL, STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -27,14 +25,7 @@ CASES = [
 NUMPY_MODES = {"zero": "constant", "reflect": "symmetric"}
 
 
-@pytest.fixture(params=["own plan", "other plan"])
-def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's own kind of plan, and the other."""
-    if request.param == "other plan":
-        own = capabilities(queue)
-        other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        for module in (pad, launch):
-            monkeypatch.setattr(module, "capabilities", lambda queue: other)
+plan = plans_of(pad, launch)
 
 
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)

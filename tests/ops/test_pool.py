@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import numpy.typing as npt
 import pyopencl as cl
 import pytest
 
-from clamp.opencl.device import capabilities
 from clamp.ops import launch, pool
+from tests.ops.plans import plans_of
 from tests.reference import SPECIAL, STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -35,14 +33,7 @@ CASES = [
 PLANS = ["own plan", "other plan"]
 
 
-@pytest.fixture
-def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's own kind of plan, and the other."""
-    if request.param == "other plan":
-        own = capabilities(queue)
-        other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        for module in (pool, launch):
-            monkeypatch.setattr(module, "capabilities", lambda queue: other)
+plan = plans_of(pool, launch)
 
 
 def view_windows(x: Array, size: int, stride: int) -> Array:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.opencl.device import capabilities
 from clamp.ops import launch
 from clamp.ops import prelu as ops
+from tests.ops.plans import plans_of
 from tests.reference import assert_close, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -30,13 +28,7 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(params=["own plan", "other plan"])
-def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's own kind of plan, and the other."""
-    if request.param == "other plan":
-        own = capabilities(queue)
-        other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        monkeypatch.setattr(launch, "capabilities", lambda queue: other)
+plan = plans_of(launch)
 
 
 def check(

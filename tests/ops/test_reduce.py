@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.opencl.device import capabilities
 from clamp.ops import launch
 from clamp.ops.reduce import expand, reduce_sum
+from tests.ops.plans import PLANS_AND_DTYPES, plans_of
 from tests.reference import SPECIAL, assert_close, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
 
 SHAPES = [(1,), (17,), (1031,), (3, 5), (5, 1), (1, 7), (37, 64), (16, 33), (2, 3, 5), (4, 7, 67), (3, 1, 2, 130)]
-#: which plan, and the storage types of input and result
-CASES = [
-    ("own plan", "float32", "float32"),
-    ("own plan", "float16", "float32"),
-    ("own plan", "bfloat16", "float16"),
-    ("other plan", "float16", "bfloat16"),
-]
 
 
-@pytest.fixture
-def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the device with its own kind of plan, and with the other: a CPU's rows in work-groups, a GPU's without."""
-    if request.param == "other plan":
-        own = capabilities(queue)
-        other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        monkeypatch.setattr(launch, "capabilities", lambda queue: other)
+plan = plans_of(launch)
 
 
 def rounding(n: int, terms: np.ndarray) -> np.ndarray:
@@ -39,7 +24,7 @@ def rounding(n: int, terms: np.ndarray) -> np.ndarray:
     return np.asarray((8 + n / 64) * 2.0**-24 * np.abs(terms))
 
 
-@pytest.mark.parametrize(("plan", "source", "target"), CASES, indirect=["plan"])
+@pytest.mark.parametrize(("plan", "source", "target"), PLANS_AND_DTYPES, indirect=["plan"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sums_over_every_axis(
     queue: cl.CommandQueue, plan: None, shape: tuple[int, ...], source: str, target: str
@@ -123,7 +108,7 @@ def test_an_axis_out_of_range_is_refused(queue: cl.CommandQueue) -> None:
             reduce_sum(x, axis, out_dtype="float32")
 
 
-@pytest.mark.parametrize(("plan", "source", "target"), CASES, indirect=["plan"])
+@pytest.mark.parametrize(("plan", "source", "target"), PLANS_AND_DTYPES, indirect=["plan"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_gradient_is_spread_over_its_axis(
     queue: cl.CommandQueue, plan: None, shape: tuple[int, ...], source: str, target: str

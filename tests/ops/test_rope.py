@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.bridge import Tensor
-from clamp.opencl.device import capabilities
 from clamp.ops import launch
 from clamp.ops import rope as module
 from clamp.ops.rope import rope
-from tests.reference import assert_close, to_device, to_numpy
+from tests.ops.plans import plans_of
+from tests.reference import assert_close, integers, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
 
 
-@pytest.fixture(params=["own plan", "other plan"])
-def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's own kind of plan, and the other."""
-    if request.param == "other plan":
-        own = capabilities(queue)
-        other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        for user in (module, launch):
-            monkeypatch.setattr(user, "capabilities", lambda queue: other)
-
-
-def integers(queue: cl.CommandQueue, values: np.ndarray) -> Tensor:
-    return Tensor.from_host(queue, np.asarray(values, np.int32), dtype="int32")
+plan = plans_of(module, launch)
 
 
 def reference(x: np.ndarray, positions: np.ndarray, base: float = 10000.0, sign: float = 1.0) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -10,21 +9,15 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Tensor
-from clamp.opencl.device import capabilities
 from clamp.ops import shape as ops
 from clamp.ops.shape import Axis, copy, merged_axes, permute
+from tests.ops.plans import plans_of
 from tests.reference import to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
 
 
-@pytest.fixture(params=["own plan", "other plan"])
-def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's own kind of plan, and the other."""
-    if request.param == "other plan":
-        own = capabilities(queue)
-        other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        monkeypatch.setattr(ops, "capabilities", lambda queue: other)
+plan = plans_of(ops)
 
 
 def words(queue: cl.CommandQueue, shape: tuple[int, ...], dtype: str) -> tuple[Tensor, np.ndarray]:

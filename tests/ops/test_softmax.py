@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.opencl.device import capabilities
 from clamp.opencl.program import source
 from clamp.ops import launch
 from clamp.ops.softmax import softmax, softmax_backward
+from tests.ops.plans import plans_of
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy, ulp
 
 pytestmark = pytest.mark.kernel
@@ -19,13 +17,7 @@ pytestmark = pytest.mark.kernel
 SHAPES = [(1,), (17,), (5, 1), (1, 7), (3, 10), (6, 64), (2, 3, 5), (4, 7, 67), (2, 2, 3, 16)]
 
 
-@pytest.fixture
-def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's own kind of plan, and the other."""
-    if request.param == "other plan":
-        own = capabilities(queue)
-        other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        monkeypatch.setattr(launch, "capabilities", lambda queue: other)
+plan = plans_of(launch)
 
 
 EXP16 = """

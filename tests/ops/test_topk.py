@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.opencl.device import capabilities
 from clamp.ops import launch, topk
+from tests.ops.plans import plans_of
 from tests.ops.test_concat import bits_of
 from tests.reference import SPECIAL, STORAGE_DTYPES, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
 
 
-@pytest.fixture(params=["own plan", "other plan"])
-def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's own kind of plan, and the other."""
-    if request.param == "other plan":
-        other = dataclasses.replace(capabilities(queue), is_cpu=not capabilities(queue).is_cpu)
-        for module in (topk, launch):
-            monkeypatch.setattr(module, "capabilities", lambda queue: other)
+plan = plans_of(topk, launch)
 
 
 def values(*shape: int) -> np.ndarray:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
-import numpy.typing as npt
 import pyopencl as cl
 import pytest
 
 from clamp.bridge import Tensor
-from clamp.opencl.device import capabilities
 from clamp.ops import upsample as ops
+from tests.conformance.spatial import axis_weights
+from tests.ops.plans import plans_of
 from tests.reference import assert_close, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -33,27 +31,7 @@ SHAPES = [
 MODES = [("nearest", False), ("bilinear", False), ("bilinear", True)]
 
 
-@pytest.fixture(params=["own plan", "other plan"])
-def plan(request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's own kind of plan, and the other."""
-    if request.param == "other plan":
-        own = capabilities(queue)
-        other = dataclasses.replace(own, is_cpu=not own.is_cpu)
-        monkeypatch.setattr(ops, "capabilities", lambda queue: other)
-
-
-def matrix(inputs: int, outputs: int, mode: str, align_corners: bool) -> npt.NDArray[np.float64]:
-    """(outputs, inputs): how much of each input is in each output."""
-    weights = np.zeros((outputs, inputs))
-    for o in range(outputs):
-        if mode == "nearest":
-            weights[o, min(int(np.float32(o) * np.float32(inputs / outputs)), inputs - 1)] = 1
-            continue
-        at = o * (inputs - 1) / max(outputs - 1, 1) if align_corners else max((o + 0.5) * inputs / outputs - 0.5, 0)
-        i = min(int(at), inputs - 1)
-        weights[o, i] += 1 - (at - i)
-        weights[o, min(i + 1, inputs - 1)] += at - i
-    return weights
+plan = plans_of(ops)
 
 
 def check(
@@ -66,7 +44,7 @@ def check(
     target: str,
 ) -> None:
     rng = np.random.default_rng(0)
-    r, c = (matrix(hw[k], size[k], *mode) for k in (0, 1))
+    r, c = (axis_weights(hw[k], size[k], *mode) for k in (0, 1))
     x = to_device(queue, rng.standard_normal((*planes, *hw)), source)
     values = to_numpy(x)
     # A weight near zero is a difference from one: what it is wrong by counts in ulps of one.
@@ -123,7 +101,7 @@ def test_special_values_stay_where_they_are(queue: cl.CommandQueue, mode: tuple[
     x[..., 3] = np.inf
     for size in ((1, 6), (1, 11), (3, 12)):
         got = to_numpy(ops.upsample(to_device(queue, x), size, *mode, out_dtype="float32"))
-        touched = matrix(6, size[1], *mode)[:, 3] > 0
+        touched = axis_weights(6, size[1], *mode)[:, 3] > 0
         assert np.isposinf(got[..., touched]).all()
         assert np.isfinite(got[..., ~touched]).all()
     grad = np.ones((1, 1, 1, 6))
