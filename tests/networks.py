@@ -1,4 +1,4 @@
-"""Small networks of netcl layers for the tests, and one training step."""
+"""Small networks of netcl layers for the tests, one training step, and a weight whose gradients are known."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 import pyopencl as cl
 from netcl import autograd as ag
 from netcl.nn.layers import Linear, ReLU, Sequential
+from netcl.optim import SGD
 
-from clamp.bridge import Node, Tensor
+from clamp.bridge import Node, Parameter, Tensor
 from tests.reference import to_device
 
 
@@ -51,3 +52,43 @@ def step(handle: Any, model: Sequential, optimizer: Any, data: tuple[Tensor, Ten
 def weights_of(model: Sequential) -> list[np.ndarray]:
     """Host copies of a model's parameters."""
     return [param.to_host().copy() for param in model.parameters()]
+
+
+LR = 0.125  # of a Task's optimizer
+
+
+class Task:
+    """A weight of ones whose loss has a gradient of ``size`` everywhere, exact in float16 at every usual scale."""
+
+    def __init__(self, queue: cl.CommandQueue, shape: tuple[int, int] = (4, 3)) -> None:
+        self.queue = queue
+        self.weight = Parameter.from_host(queue, np.ones(shape, np.float32))
+        self.optimizer = SGD([self.weight], lr=LR)
+        self._x = ag.tensor(to_device(queue, np.ones((2, shape[0]))))
+
+    def loss(self, size: float = 1.0) -> Node:
+        """What has that gradient."""
+        return ag.mul(ag.sum(ag.matmul_op(self._x, ag.tensor(self.weight))), size / 2)
+
+    def backward(self, handle: Any, size: float = 1.0) -> None:
+        """One scaled pass."""
+        with handle.scale_loss(self.loss(size), self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    @property
+    def gradient(self) -> float:
+        """The one value that all elements of the gradient have."""
+        grad = self.weight.grad.to_host()
+        assert (grad == grad.flat[0]).all()
+        return float(grad.flat[0])
+
+    @property
+    def moved(self) -> float:
+        """How far steps have moved the weight, in gradients of 1."""
+        weight = self.weight.to_host()
+        assert (weight == weight.flat[0]).all()
+        return float(1 - weight.flat[0]) / LR
+
+    def set_gradient(self, value: float) -> None:
+        """Gives all elements of the gradient a value."""
+        self.weight.grad = to_device(self.queue, np.full(self.weight.shape, value, np.float32))

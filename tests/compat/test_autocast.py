@@ -25,12 +25,6 @@ from tests.reference import to_device, to_numpy
 DTYPES = ("float16", "bfloat16")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def leave_netcl_unpatched() -> Iterator[None]:
-    yield
-    session.forget_patches()
-
-
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     yield

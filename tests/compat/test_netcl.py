@@ -26,6 +26,7 @@ from netcl.trainer import Trainer
 
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
+from tests.conformance.runner import counted_host_reads
 from tests.networks import batch, loss_of, mlp, weights_of
 from tests.reference import to_device, to_numpy
 from tests.scaling.test_overflow import plant
@@ -257,21 +258,14 @@ def test_a_step_reads_32_bytes_and_compiles_nothing(
     setup.scaler.step(setup.optimizer, setup.params)
     setup.scaler._scale = 2.0**12  # a new scale
     setup.backward()
-    read: list[int] = []
-    copy = cl.enqueue_copy
-
-    def counted(queue: cl.CommandQueue, destination: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(destination, np.ndarray):
-            read.append(destination.nbytes)
-        return copy(queue, destination, *args, **kwargs)
 
     def no_program(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("compiled a program")
 
-    monkeypatch.setattr(cl, "enqueue_copy", counted)
     monkeypatch.setattr(cl, "Program", no_program)
-    setup.scaler.step(setup.optimizer, setup.params)
-    assert read == [32]
+    with counted_host_reads(monkeypatch) as reads:
+        setup.scaler.step(setup.optimizer, setup.params)
+    assert reads == ["copy of 32 bytes"]
 
 
 def test_scale_and_tracker_can_be_read_and_set(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:

@@ -91,20 +91,23 @@ def test_a_graph_trains_as_eager_amp(queue: cl.CommandQueue, dtype: str, optimiz
     assert graph.builds == 2
 
 
+class Infer(Graph):
+    """A model's result under AMP, alone and nested, and how often it was recorded."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.builds = 0
+        self.model = model
+        self.config.enable_amp()
+
+    def build(self, x: Any, factor: float = 1.0) -> Any:
+        self.builds += 1
+        out = self.model(x)
+        return {"out": out, "more": (ag.mul(out, factor), "name")}
+
+
 def test_results_of_calls_are_the_users_to_keep(queue: cl.CommandQueue) -> None:
     """Nested, detached, and not overwritten by the next call; a batch of another size is recorded on its own."""
-
-    class Infer(Graph):
-        def __init__(self, model: Any) -> None:
-            super().__init__()
-            self.builds = 0
-            self.model = model
-            self.config.enable_amp()
-
-        def build(self, x: Any, factor: float) -> Any:
-            self.builds += 1
-            out = self.model(x)
-            return {"out": out, "more": (ag.mul(out, factor), "name")}
 
     model = mlp(queue, 10, 16, 3)
     graph = Infer(model)
@@ -134,23 +137,13 @@ def test_an_input_among_the_results_is_the_calls_own(queue: cl.CommandQueue) -> 
 
 
 def test_a_graph_sees_training_mode_change(queue: cl.CommandQueue) -> None:
-    class Infer(Graph):
-        def __init__(self, model: Any) -> None:
-            super().__init__()
-            self.builds = 0
-            self.model = model
-            self.config.enable_amp()
-
-        def build(self, x: Any) -> Any:
-            return self.model(x)
-
     model = Sequential(Linear(queue, 10, 16), ReLU(), Dropout(0.5))
     graph = Infer(model)
     x = to_device(queue, BATCHES[0])
     model.train()
-    dropped = [graph(x).to_host().copy() for _ in range(4)]
+    dropped = [graph(x)["out"].to_host().copy() for _ in range(4)]
     model.eval()
-    kept = [graph(x).to_host().copy() for _ in range(4)]
+    kept = [graph(x)["out"].to_host().copy() for _ in range(4)]
     assert all((one != other).any() for one, other in pairwise(dropped))
     assert all((one == kept[0]).all() for one in kept)
 

@@ -22,17 +22,12 @@ from netcl.optim import SGD, Adam, AdamW, clip_grad_norm, clip_grad_norm_device
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
 from clamp.params import masters
+from tests.conformance.runner import counted_host_reads
 from tests.networks import batch, loss_of, mlp, weights_of
 from tests.reference import to_device, to_numpy
 from tests.scaling.test_overflow import plant
 
 DTYPES = ("float16", "bfloat16")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def leave_netcl_unpatched() -> Iterator[None]:
-    yield
-    session.forget_patches()
 
 
 @pytest.fixture(params=["autocast alone", "under a handle"])
@@ -118,17 +113,9 @@ def test_a_step_reads_32_bytes_of_the_device_and_no_gradient(
         setup.scaler.update()
 
     iteration()
-    read: list[int] = []
-    copy = cl.enqueue_copy
-
-    def counted(queue: cl.CommandQueue, destination: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(destination, np.ndarray):
-            read.append(destination.nbytes)
-        return copy(queue, destination, *args, **kwargs)
-
-    monkeypatch.setattr(cl, "enqueue_copy", counted)
-    iteration()
-    assert read == [32]
+    with counted_host_reads(monkeypatch) as reads:
+        iteration()
+    assert reads == ["copy of 32 bytes"]
 
 
 @pytest.mark.parametrize("region", ["none", "disabled"])

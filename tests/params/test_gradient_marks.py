@@ -20,9 +20,9 @@ from clamp.ops.loss_scale import AppliedScale
 from clamp.params import gradient_marks
 from clamp.scaling.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from clamp.scaling.scale_rule import ScaleRule
+from tests.networks import LR, Task
 from tests.reference import to_device
 
-LR = 0.125
 SCALE = 8.0
 
 
@@ -30,36 +30,6 @@ SCALE = 8.0
 def shut_down() -> Iterator[None]:
     yield
     session.shutdown()
-
-
-class Task:
-    """A weight of ones whose loss has a gradient of ``size`` everywhere, exact in float16 at every scale used here."""
-
-    def __init__(self, queue: cl.CommandQueue, shape: tuple[int, int] = (4, 3)) -> None:
-        self.queue = queue
-        self.weight = Parameter.from_host(queue, np.ones(shape, np.float32))
-        self.optimizer = SGD([self.weight], lr=LR)
-        self._x = ag.tensor(to_device(queue, np.ones((2, shape[0]))))
-
-    def loss(self, size: float = 1.0) -> Any:
-        return ag.mul(ag.sum(ag.matmul_op(self._x, ag.tensor(self.weight))), size / 2)
-
-    @property
-    def gradient(self) -> float:
-        """The one value that all elements of the gradient have."""
-        grad = self.weight.grad.to_host()
-        assert (grad == grad.flat[0]).all()
-        return float(grad.flat[0])
-
-    @property
-    def moved(self) -> float:
-        """How far steps have moved the weight, in gradients of 1."""
-        weight = self.weight.to_host()
-        assert (weight == weight.flat[0]).all()
-        return float(1 - weight.flat[0]) / LR
-
-    def set_gradient(self, value: float) -> None:
-        self.weight.grad = to_device(self.queue, np.full(self.weight.shape, value, np.float32))
 
 
 @pytest.fixture
@@ -70,11 +40,6 @@ def task(queue: cl.CommandQueue) -> Task:
 @pytest.fixture
 def handle() -> amp.AmpHandle:
     return amp.init(loss_scale=SCALE)
-
-
-def scaled_pass(handle: Any, task: Task, size: float = 1.0) -> None:
-    with handle.scale_loss(task.loss(size), task.optimizer) as scaled_loss:
-        scaled_loss.backward()
 
 
 # ---------------------------------------------------------------------------------------------- inside the with
@@ -90,7 +55,7 @@ def test_backward_of_the_loss_itself_is_refused_on_the_spot(task: Task, dtype: s
             run(loss)
             pytest.fail("the error comes at the call")
         assert task.gradient == 5.0
-    scaled_pass(handle, task)
+    task.backward(handle)
     assert task.gradient == 6.0
 
 
@@ -215,7 +180,7 @@ def test_mixed_losses_are_refused(task: Task, handle: amp.AmpHandle) -> None:
 
 def test_zero_grad_inside_the_with_counts(task: Task, handle: amp.AmpHandle) -> None:
     for clear in (task.optimizer.zero_grad, lambda: setattr(task.weight, "grad", None)):
-        scaled_pass(handle, task, 5.0)
+        task.backward(handle, 5.0)
         with handle.scale_loss(task.loss(2.0), task.optimizer) as scaled_loss:
             clear()
             scaled_loss.backward()
@@ -270,7 +235,7 @@ def test_an_exception_in_backward_leaves_every_gradient(task: Task, handle: amp.
     ):
         scaled_loss.backward()
     assert task.gradient == 5.0
-    scaled_pass(handle, task)
+    task.backward(handle)
     assert task.gradient == 6.0
 
 
@@ -345,7 +310,7 @@ def test_all_that_waits_for_a_pass_is_added_at_its_end(task: Task, handle: amp.A
     task.set_gradient(1.0)
     with handle.scale_loss(task.loss(2.0), task.optimizer) as outer:
         outer.backward()
-        scaled_pass(handle, task, 4.0)
+        task.backward(handle, 4.0)
         outer.backward()
     assert task.gradient == 1 + 2 + 4 + 2
 
@@ -367,9 +332,9 @@ def test_a_pass_given_up_while_it_is_unscaled_counts_for_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(gradient_marks, "added", fail)
         with pytest.raises(MemoryError):
-            scaled_pass(handle, task, np.inf)
+            task.backward(handle, np.inf)
     assert task.gradient == 1.0
-    scaled_pass(handle, task)
+    task.backward(handle)
     task.optimizer.step()
     assert handle.last_step.stepped
     assert task.moved == 2
@@ -445,7 +410,7 @@ def test_unscaled_float16_gradients_are_used_with_a_warning(task: Task) -> None:
 def test_gradscalers_gradients_then_scale_loss(task: Task, fp32: amp.AmpHandle) -> None:
     handle, scaler = fp32, amp.GradScaler(SCALE)
     scaler.scale(task.loss()).backward()
-    scaled_pass(handle, task)
+    task.backward(handle)
     assert task.gradient == 2.0
     task.optimizer.step()
     assert task.moved == 2
@@ -531,7 +496,7 @@ def test_a_users_gradient_is_legal(task: Task, handle: amp.AmpHandle) -> None:
     task.set_gradient(3.0)
     task.optimizer.step()
     assert task.moved == 3
-    scaled_pass(handle, task, 2.0)
+    task.backward(handle, 2.0)
     assert task.gradient == 5.0, "inside scale_loss it is the true one"
     scaler = amp.GradScaler(SCALE)
     scaler.scale(task.loss())
@@ -565,7 +530,7 @@ def test_bits_are_lost_wherever_in_the_graph_float16_is(task: Task) -> None:
 def test_a_checked_gradient_does_not_answer_for_what_is_added_to_it(task: Task, handle: amp.AmpHandle) -> None:
     with handle.disable_casts():
         ag.mul(task.loss(2e38), 4.0).backward()
-    scaled_pass(handle, task)
+    task.backward(handle)
     task.optimizer.step()
     assert not handle.last_step.stepped
     assert task.moved == 0
@@ -667,7 +632,7 @@ def test_nothing_is_copied_when_nobody_holds_the_old_scale(
     monkeypatch.setattr(AppliedScale, "keep", lambda self, queue: [copies.append(self), keep(self, queue)][1])
     for _ in range(3):
         task.optimizer.zero_grad()
-        scaled_pass(handle, task)
+        task.backward(handle)
         task.optimizer.step()
     assert copies == []
 
@@ -677,7 +642,7 @@ def test_threads_with_a_model_each_do_not_mix_up_their_overflows(queue: cl.Comma
     handle = amp.init(dtype="float32", loss_scale="dynamic")
     tasks = [Task(queue), Task(queue)]
     for task in tasks:
-        scaled_pass(handle, task)
+        task.backward(handle)
         task.optimizer.step()
         task.weight.write(np.ones((4, 3), np.float32))
     rounds, stepped = 30, {0: [], 1: []}
@@ -689,7 +654,7 @@ def test_threads_with_a_model_each_do_not_mix_up_their_overflows(queue: cl.Comma
             barrier.wait()
             task.optimizer.zero_grad()
             overflows = number == 1 and index % 2 == 0
-            scaled_pass(handle, task, np.inf if overflows else 1.0)
+            task.backward(handle, np.inf if overflows else 1.0)
             task.optimizer.step()
             stepped[number].append(handle.guard(task.optimizer).last.stepped)
 

@@ -19,11 +19,13 @@ from netcl.optim import SGD, Adam, AdamW
 
 from clamp import amp, session
 from clamp.bridge import Parameter, Tensor
+from clamp.cli.bench.cases.unscale import counted_launches
 from clamp.ops.loss_scale import DeviceState
 from clamp.patching.redirect import Redirected
 from clamp.scaling import interrupts, step_guard
 from tests.networks import batch, loss_of, mlp, weights_of
 from tests.reference import to_device
+from tests.scaling.test_overflow import plant
 
 DTYPES = ["float16", "bfloat16", "float32"]
 
@@ -53,12 +55,6 @@ class Training:
 
     def is_unchanged(self, before: list[Any]) -> bool:
         return all(np.array_equal(a, b) for a, b in zip(before, self.weights(), strict=True))
-
-
-def plant(param: Tensor, value: float) -> None:
-    grad = param.grad.to_host().copy()
-    grad.reshape(-1)[1] = value
-    param.grad.write(grad)
 
 
 @pytest.fixture
@@ -129,19 +125,13 @@ def test_a_check_is_one_launch_and_one_read(training: Training, dtype: str, monk
     training.backward(handle)
     training.optimizer.step()
     training.backward(handle)
-    launches: list[str] = []
-    reads: list[object] = []
-    call, copy = cl.Kernel.__call__, cl.enqueue_copy
-
-    def counted(kernel: cl.Kernel, *args: Any, **kwargs: Any) -> Any:
-        launches.append(kernel.function_name)
-        return call(kernel, *args, **kwargs)
-
-    monkeypatch.setattr(cl.Kernel, "__call__", counted)
-    monkeypatch.setattr(cl, "enqueue_copy", lambda *args, **kwargs: [reads.append(args), copy(*args, **kwargs)][1])
-    training.optimizer.step()
+    copies: list[object] = []
+    copy = cl.enqueue_copy
+    monkeypatch.setattr(cl, "enqueue_copy", lambda *args, **kwargs: [copies.append(args), copy(*args, **kwargs)][1])
+    with counted_launches() as launches:
+        training.optimizer.step()
     assert launches == ["unscale", *["adam_update"] * 4]
-    assert len(reads) == 1
+    assert len(copies) == 1
 
 
 def test_gradients_of_a_scaled_pass_are_not_checked_again(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:

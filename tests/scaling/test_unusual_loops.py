@@ -16,11 +16,11 @@ from netcl import autograd as ag
 from netcl.optim import SGD, clip_grad_norm
 
 from clamp import amp, session
-from clamp.bridge import Parameter, Tensor
+from clamp.bridge import Tensor
 from clamp.ops.multi_tensor import check_
+from tests.networks import LR, Task
 from tests.reference import to_device
 
-LR = 0.125
 TOO_LARGE = 1e6  # overflows in float16
 
 
@@ -28,30 +28,6 @@ TOO_LARGE = 1e6  # overflows in float16
 def shut_down() -> Iterator[None]:
     yield
     session.shutdown()
-
-
-class Task:
-    """A weight of ones whose loss has a gradient of ``size`` everywhere."""
-
-    def __init__(self, queue: cl.CommandQueue) -> None:
-        self.queue = queue
-        self.weight = Parameter.from_host(queue, np.ones((4, 3), np.float32))
-        self.optimizer = SGD([self.weight], lr=LR)
-        self._x = ag.tensor(to_device(queue, np.ones((2, 4))))
-
-    def loss(self, size: float = 1.0) -> Any:
-        return ag.mul(ag.sum(ag.matmul_op(self._x, ag.tensor(self.weight))), size / 2)
-
-    def backward(self, handle: amp.AmpHandle, size: float = 1.0) -> None:
-        with handle.scale_loss(self.loss(size), self.optimizer) as scaled_loss:
-            scaled_loss.backward()
-
-    @property
-    def moved(self) -> float:
-        """How far steps have moved the weight, in gradients of 1."""
-        weight = self.weight.to_host()
-        assert (weight == weight.flat[0]).all()
-        return float(1 - weight.flat[0]) / LR
 
 
 @pytest.fixture
