@@ -11,6 +11,7 @@ from netcl import autograd as ag
 from netcl.nn.layers import Linear, ReLU, Sequential
 from netcl.optim import SGD
 
+from clamp import amp
 from clamp.bridge import Node, Parameter, Tensor
 from tests.reference import to_device
 
@@ -47,6 +48,14 @@ def step(handle: Any, model: Sequential, optimizer: Any, data: tuple[Tensor, Ten
         scaled_loss.backward()
     optimizer.step()
     return float(loss.value.to_host()[0])
+
+
+def learns(queue: cl.CommandQueue, model: Sequential, **amp_options: Any) -> bool:
+    """Whether steps under AMP lower the loss of a model that takes 8 numbers and gives 4."""
+    data, optimizer = batch(queue, 32, 8, 4), SGD(model.parameters(), lr=2.0)
+    with amp.init(**amp_options) as handle:
+        losses = [step(handle, model, optimizer, data) for _ in range(20)]
+        return handle.history[-1].stepped and losses[-1] < 0.8 * losses[0]
 
 
 def weights_of(model: Sequential) -> list[np.ndarray]:
