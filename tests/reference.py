@@ -6,6 +6,7 @@ rounding of its inputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
@@ -61,6 +62,12 @@ def ulp(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64]:
     info = ml_dtypes.finfo(NUMPY[dtype])
     magnitude = np.clip(np.abs(np.asarray(values, np.float64)), float(info.smallest_normal), float(info.max))
     return np.asarray(2.0 ** (np.floor(np.log2(magnitude)) - info.nmant))
+
+
+def assert_same(actual: Iterable[npt.ArrayLike], expected: Iterable[npt.ArrayLike]) -> None:
+    """As many arrays as expected, each with the expected values; NaN is NaN."""
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def assert_close(actual: Tensor, expected: npt.ArrayLike, *, ulps: float = 1.0, slack: npt.ArrayLike = 0.0) -> None:

@@ -17,7 +17,7 @@ from netcl.optim import SGD
 from clamp import amp
 from clamp.bridge import Tensor
 from tests.networks import batch, loss_of, mlp, weights_of
-from tests.reference import to_device
+from tests.reference import assert_same, to_device
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,7 @@ def test_the_loss(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
         with pytest.raises(error, match=message), handle.scale_loss(loss, optimizer):
             pass
     assert handle.loss_scale == 2.0**16
-    for old, new in zip(before, weights_of(model), strict=True):
-        np.testing.assert_array_equal(new, old)
+    assert_same(weights_of(model), before)
 
 
 def test_the_optimizer(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:

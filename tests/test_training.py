@@ -18,7 +18,7 @@ from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tape, Tensor, graph
 from clamp.casting.operands import note_numpy_backend
 from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, step, weights_of
-from tests.reference import quantize, to_device, to_numpy
+from tests.reference import assert_same, quantize, to_device, to_numpy
 
 
 @pytest.fixture(autouse=True)
@@ -96,8 +96,7 @@ def test_the_tape_and_the_node_give_the_same_gradients(queue: cl.CommandQueue) -
     optimizer.zero_grad()
     with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
         scaled_loss.backward()
-    for a, b in zip(by_tape, gradients(model.parameters()), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(by_tape, gradients(model.parameters()))
 
 
 def test_training_is_repeatable_bit_for_bit(queue: cl.CommandQueue) -> None:
@@ -111,8 +110,7 @@ def test_training_is_repeatable_bit_for_bit(queue: cl.CommandQueue) -> None:
                 step(handle, model, optimizer, data)
         return weights_of(model)
 
-    for a, b in zip(run(), run(), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(run(), run())
 
 
 def test_amp_follows_fp32(queue: cl.CommandQueue) -> None:
@@ -180,8 +178,7 @@ def test_an_overflow_of_one_loss_skips_the_step_of_both(queue: cl.CommandQueue) 
             if index == 0:
                 model.parameters()[0].grad.write(np.full((16, 32), np.inf, np.float32))
     optimizer.step()
-    for old, new in zip(before, weights_of(model), strict=True):
-        np.testing.assert_array_equal(new, old)
+    assert_same(weights_of(model), before)
     assert [scaler.scale for scaler in handle.scalers[1:]] == [2.0**15, 2.0**16]
 
 
@@ -361,8 +358,7 @@ def test_tape_backward_with_retained_gradients(queue: cl.CommandQueue) -> None:
     for param in model.parameters():
         param.grad = None
     tape.backward(loss)
-    for a, b in zip(first, gradients(model.parameters()), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(first, gradients(model.parameters()))
     assert isinstance(tape, Tape)
 
 

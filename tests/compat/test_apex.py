@@ -19,7 +19,7 @@ from clamp import amp, session
 from clamp.bridge import Node, Tensor
 from clamp.handle import AmpHandle
 from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, weights_of
-from tests.reference import quantize, to_device, to_numpy
+from tests.reference import assert_same, quantize, to_device, to_numpy
 from tests.scaling.test_overflow import optimizer_state, plant
 
 
@@ -381,8 +381,7 @@ def test_a_resumed_run_continues_bit_identically(queue: cl.CommandQueue, level: 
     run(model, optimizer, 3)
     assert amp.state_dict() == final
     got = [master.to_host() for master in amp.master_params(optimizer)], weights_of(model)
-    for a, b in zip(expected[0] + expected[1], got[0] + got[1], strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(expected[0] + expected[1], got[0] + got[1])
 
 
 def arrays(state: Any) -> list[np.ndarray]:
@@ -440,8 +439,7 @@ def test_a_checkpoint_file_wants_the_same_scalers(queue: cl.CommandQueue, tmp_pa
     initialize(other)
     with pytest.raises(ValueError, match="the checkpoint has loss_scaler0, loss_scaler1, this handle has loss_scaler0"):
         amp.load_checkpoint(tmp_path / "run", other)
-    for now, then in zip(weights_of(other), before, strict=True):
-        np.testing.assert_array_equal(now, then)
+    assert_same(weights_of(other), before)
 
 
 def test_a_state_that_is_malformed_changes_no_scaler(queue: cl.CommandQueue) -> None:

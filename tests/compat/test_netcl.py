@@ -28,7 +28,7 @@ from clamp import amp, session
 from clamp.bridge import Node, Tensor
 from tests.conformance.runner import counted_host_reads
 from tests.networks import batch, loss_of, mlp, weights_of
-from tests.reference import to_device, to_numpy
+from tests.reference import assert_same, to_device, to_numpy
 from tests.scaling.test_overflow import plant
 
 DTYPES = ("float16", "bfloat16")
@@ -219,16 +219,14 @@ def test_unscale_grads_divides_once_and_says_inf(queue: cl.CommandQueue, half: a
     clip_grad_norm(setup.params, 1e-3)
     clipped = setup.gradients()
     setup.scaler.step(setup.optimizer, setup.params)
-    for grad, before in zip(setup.gradients(), clipped, strict=True):
-        np.testing.assert_array_equal(grad, before)
+    assert_same(setup.gradients(), clipped)
 
     setup.backward()
     plant(setup.params[1])
     assert setup.scaler.unscale_grads(setup.params) is True
     before = weights_of(setup.model)
     setup.scaler.step(setup.optimizer, setup.params)
-    for now, then in zip(weights_of(setup.model), before, strict=True):
-        np.testing.assert_array_equal(now, then)
+    assert_same(weights_of(setup.model), before)
 
 
 def test_two_optimizers_with_the_models_parameters_each(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
@@ -295,8 +293,7 @@ def test_disabled_it_passes_through(queue: cl.CommandQueue, half: amp.AmpHandle)
     assert setup.scaler.unscale_grads(setup.params) is False
     with pytest.warns(UserWarning, match="not scaled"):
         setup.scaler.step(setup.optimizer, setup.params)
-    for grad, then in zip(setup.gradients(), before, strict=True):
-        np.testing.assert_array_equal(grad, then)
+    assert_same(setup.gradients(), before)
 
 
 def test_a_bare_loss_is_scaled_as_a_bare_tensor(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
@@ -315,8 +312,7 @@ def test_clipping_before_unscaling_is_refused(queue: cl.CommandQueue, half: amp.
             clip(setup.model.parameters(), 1.0)
     with pytest.raises(RuntimeError, match="still multiplied by the loss scale"):
         setup.optimizer.step(max_norm=1.0)
-    for grad, then in zip(setup.gradients(), before, strict=True):
-        np.testing.assert_array_equal(grad, then)
+    assert_same(setup.gradients(), before)
     setup.scaler.unscale_grads(setup.params)
     assert clip_grad_norm(setup.params, 1e6) == pytest.approx(
         np.sqrt(sum(((grad / 2**16).astype(np.float64) ** 2).sum() for grad in before))
@@ -446,8 +442,7 @@ def test_trainer_skips_what_overflows(queue: cl.CommandQueue, half: amp.AmpHandl
     before = weights_of(model)
     trainer.fit(batches(1, 16))
     assert trainer.scaler.scale == 2.0**39
-    for now, then in zip(weights_of(model), before, strict=True):
-        np.testing.assert_array_equal(now, then)
+    assert_same(weights_of(model), before)
 
 
 def test_trainer_that_nobody_asked_trains_mixed_under_init(queue: cl.CommandQueue, dtype: str) -> None:
@@ -491,8 +486,7 @@ def test_trainer_that_nobody_asked_skips_what_overflows(queue: cl.CommandQueue) 
         Trainer(model, SGD(model.parameters(), lr=0.1), queue, grad_clip=1.0).fit(batches(2, 16))
         assert handle.last_step is not None
         assert not handle.last_step.stepped
-        for now, then in zip(weights_of(model), before, strict=True):
-            np.testing.assert_array_equal(now, then)
+        assert_same(weights_of(model), before)
 
 
 def test_islands_that_a_user_wrote_hold_in_a_trainer(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:

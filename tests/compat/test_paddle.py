@@ -22,7 +22,7 @@ from clamp.casting.operands import note_numpy_backend
 from clamp.compat import settings as face_settings
 from clamp.compat.paddle import AmpScaler, GradScaler
 from tests.networks import batch, loss_of, mlp, weights_of
-from tests.reference import quantize, to_device, to_numpy
+from tests.reference import assert_same, quantize, to_device, to_numpy
 from tests.scaling.test_overflow import OPTIMIZERS, WIDTHS, plant
 
 HALF = ("float16", "bfloat16")
@@ -199,8 +199,7 @@ def test_state_is_saved_and_loaded_in_fp32(queue: cl.CommandQueue, dtype: str) -
         np.testing.assert_array_equal(to_numpy(param), quantize(exact, dtype).astype(np.float64))
     plain = mlp(queue, 16, 32, 8, seed=4)
     plain.load_state_dict(saved)  # an fp32 model takes it as well
-    for a, b in zip(weights_of(plain), before, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(weights_of(plain), before)
 
 
 def test_a_state_that_does_not_fit_changes_nothing(queue: cl.CommandQueue) -> None:
@@ -208,8 +207,7 @@ def test_a_state_that_does_not_fit_changes_nothing(queue: cl.CommandQueue) -> No
     before = saved_arrays(model)
     with pytest.raises(ValueError, match="nothing was loaded"):
         model.load_state_dict(mlp(queue, 16, 24, 8).state_dict())
-    for a, b in zip(before.values(), saved_arrays(model).values(), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(before.values(), saved_arrays(model).values())
     assert dtypes(model) == {"float16"}
 
 
@@ -402,8 +400,7 @@ def test_the_scale_shrinks_after_n_bad_steps_in_a_row(queue: cl.CommandQueue) ->
     overflow(scaler, model, optimizer, data)
     assert scaler.get_loss_scaling() == 1024.0
     assert scaler.state_dict()["decr_count"] == 1
-    for a, b in zip(before, weights_of(model), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(before, weights_of(model))
     train(scaler, model, optimizer, data)  # a clean step starts the count again
     overflow(scaler, model, optimizer, data)
     assert scaler.get_loss_scaling() == 1024.0
@@ -429,8 +426,7 @@ def test_a_static_scale_stays_and_skips(queue: cl.CommandQueue) -> None:
     scaler = GradScaler(init_loss_scaling=128.0, incr_every_n_steps=1, use_dynamic_loss_scaling=False)
     before = weights_of(model)
     overflow(scaler, model, optimizer, data)
-    for a, b in zip(before, weights_of(model), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(before, weights_of(model))
     train(scaler, model, optimizer, data)
     assert not np.array_equal(before[0], weights_of(model)[0])
     assert scaler.get_loss_scaling() == 128.0
@@ -533,8 +529,7 @@ def test_minimize_takes_the_arguments_of_paddles(queue: cl.CommandQueue) -> None
     ):
         with pytest.raises(error, match=match):
             scaler.minimize(optimizer, **arguments)
-    for now, then in zip(weights_of(model), before, strict=True):
-        np.testing.assert_array_equal(now, then)
+    assert_same(weights_of(model), before)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -18,7 +18,7 @@ from clamp import amp, session
 from clamp.bridge import Parameter, Tensor
 from clamp.params import masters
 from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, step, weights_of
-from tests.reference import quantize, to_device, to_numpy
+from tests.reference import assert_same, quantize, to_device, to_numpy
 from tests.scaling.test_overflow import OPTIMIZERS, WIDTHS, optimizer_state, plant
 
 HALF = ("float16", "bfloat16")
@@ -58,8 +58,7 @@ def test_every_optimizer_updates_the_masters_and_the_model(queue: cl.CommandQueu
     else:
         masters.narrow(params, dtype, gradient_dtype="float32")
         optimizer = OPTIMIZERS[name](params)
-    for old, master in zip(before, master_values(params), strict=True):
-        np.testing.assert_array_equal(old, master)
+    assert_same(before, master_values(params))
     losses = [step(handle, model, optimizer, data) for _ in range(4)]
     assert losses[-1] < losses[0]
     stepped = len(optimizer.params)
@@ -85,8 +84,7 @@ def test_moments_survive_narrowing(queue: cl.CommandQueue, name: str) -> None:
         if key in state:
             as_lists = [list(x.values()) if isinstance(x, dict) else x for x in (state[key], after[key])]
             assert sorted(as_lists[0]) == sorted(as_lists[1]), key
-    for old, new in zip(values, master_values(model.parameters()), strict=True):
-        np.testing.assert_array_equal(old, new)
+    assert_same(values, master_values(model.parameters()))
     fused = getattr(optimizer, "_fused_state", None)
     step(handle, model, optimizer, data)
     assert getattr(optimizer, "_fused_state", None) is fused, "the fused moments are those from before"
@@ -110,8 +108,7 @@ def test_an_overflow_leaves_masters_model_and_state_bit_identical(queue: cl.Comm
     assert not handle.last_step.stepped
     assert handle.loss_scale == scale / 2
     now = master_values(model.parameters()), weights_of(model), optimizer_state(optimizer, queue)
-    for old, new in zip(kept[0] + kept[1], now[0] + now[1], strict=True):
-        np.testing.assert_array_equal(old, new)
+    assert_same(kept[0] + kept[1], now[0] + now[1])
     optimizer.zero_grad()
     assert {k: v for k, v in kept[2].items() if k != "params"} == {k: v for k, v in now[2].items() if k != "params"}
 
@@ -311,8 +308,7 @@ def test_state_is_the_masters_and_comes_back_to_both(queue: cl.CommandQueue, dty
     masters.narrow(other.parameters(), dtype)
     with masters.showing_masters(other.parameters(), load=True):
         other.load_state_dict(state)
-    for old, new in zip(before, master_values(other.parameters()), strict=True):
-        np.testing.assert_array_equal(old, new)
+    assert_same(before, master_values(other.parameters()))
     assert_model_follows(other.parameters(), dtype)
 
 
@@ -366,5 +362,4 @@ def test_moving_averages_are_of_the_masters(queue: cl.CommandQueue, dtype: str) 
         for param, average in zip(model.parameters(), expected, strict=True):
             np.testing.assert_allclose(masters.master_for(param).to_host(), average, rtol=1e-6, atol=1e-8)
         assert_model_follows(model.parameters(), dtype)
-    for before, after in zip(own, master_values(model.parameters()), strict=True):
-        np.testing.assert_array_equal(before, after)
+    assert_same(own, master_values(model.parameters()))

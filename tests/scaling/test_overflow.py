@@ -15,6 +15,7 @@ from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 from clamp import amp
 from clamp.bridge import Tensor
 from tests.networks import batch, loss_of, mlp, step, weights_of
+from tests.reference import assert_same
 
 WIDTHS = (16, 128, 128, 64, 8)  # 8 parameters, 26,000 elements: enough for AdamW's fused path
 
@@ -82,8 +83,7 @@ def test_a_skipped_step_changes_no_bit(queue: cl.CommandQueue, handle: amp.AmpHa
         plant(optimizer.params[2], value)
     assert optimizer.step() is None
 
-    for before, after in zip(weights, weights_of(model), strict=True):
-        np.testing.assert_array_equal(after, before)
+    assert_same(weights_of(model), weights)
     assert optimizer_state(optimizer, queue) == state
     assert handle.loss_scale == 2.0**15, "the scale halves once"
     assert handle.last_step is not None
@@ -107,8 +107,7 @@ def test_a_real_overflow_is_found(queue: cl.CommandQueue, handle: amp.AmpHandle)
     before = weights_of(model)
     step(handle, model, optimizer, (x, y))
     assert not handle.last_step.stepped
-    for old, new in zip(before, weights_of(model), strict=True):
-        np.testing.assert_array_equal(new, old)
+    assert_same(weights_of(model), before)
     skips = 1
     while not handle.last_step.stepped and skips < 30:
         step(handle, model, optimizer, (x, y))
@@ -131,8 +130,7 @@ def test_any_overflow_since_the_last_step_skips_it_and_halves_once(
     optimizer.step()
     assert not handle.last_step.stepped
     assert handle.loss_scale == 2.0**15
-    for old, new in zip(before, weights_of(model), strict=True):
-        np.testing.assert_array_equal(new, old)
+    assert_same(weights_of(model), before)
     optimizer.zero_grad()
     step(handle, model, optimizer, data)
     assert handle.last_step.stepped
@@ -215,8 +213,7 @@ def test_optimizers_that_share_a_parameter_share_its_overflow(queue: cl.CommandQ
         scaled_loss.backward()
     first.step()
     second.step()
-    for old, new in zip(before, weights_of(model), strict=True):
-        np.testing.assert_array_equal(new, old)
+    assert_same(weights_of(model), before)
 
 
 def test_a_failed_loss_does_not_count(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
