@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -20,33 +19,16 @@ import pytest
 
 from clamp import amp
 from clamp.opencl.device import list_devices
+from tests.documents.runner import python_blocks
+from tests.scripts import ROOT, run_script
 
-ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-
-
-def run_script(queue: cl.CommandQueue, *command: str) -> str:
-    """Output of a script on the device under test; fails the test if the script fails."""
-    platforms = cl.get_platforms()
-    platform = platforms.index(queue.device.platform)
-    device = platforms[platform].get_devices().index(queue.device)
-    environment = {**os.environ, "PYOPENCL_CTX": f"{platform}:{device}", "COLUMNS": "100"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 def run_example(queue: cl.CommandQueue, name: str, *options: str) -> str:
     """Output of an example on the device under test."""
     index = list_devices().index(queue.device)
     return run_script(queue, str(EXAMPLES / name), "--device", str(index), *options)
-
-
-def python_blocks(file: str) -> list[str]:
-    """The Python code blocks of a document."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(encoding="utf-8"), re.DOTALL)
 
 
 # ---------------------------------------------------------------------------------------------- examples
@@ -239,7 +221,7 @@ def test_rnn_cell_casts_each_weight_once(queue: cl.CommandQueue) -> None:
 
 def test_script_of_the_readme_runs(queue: cl.CommandQueue, tmp_path: Path) -> None:
     script = tmp_path / "readme.py"
-    script.write_text(python_blocks("README.md")[0], encoding="utf-8")
+    script.write_text(python_blocks("README.md")[0][1], encoding="utf-8")
     output = run_script(queue, "-W", "error::UserWarning", str(script))
     loss = float(re.search(r"loss ([\d.]+)", output)[1])
     assert loss < 0.5
@@ -341,9 +323,10 @@ rotate_2d_grid (1, 1, 2, 2)
 
 @pytest.mark.parametrize(("who", "expected"), [("netcl", WITH_NETCL), ("clamp", WITH_CLAMP)], ids=["netcl", "clamp"])
 def test_defects_of_netcl_are_as_documented(queue: cl.CommandQueue, tmp_path: Path, who: str, expected: str) -> None:
-    blocks = tmp_path / "defects.py"
-    blocks.write_text("# --- next\n".join(python_blocks("docs/netcl-defects.md")), encoding="utf-8")
-    output = run_script(queue, "-c", DEFECTS, str(blocks), who)
+    file = tmp_path / "defects.py"
+    blocks = [block for _, block in python_blocks("docs/netcl-defects.md")]
+    file.write_text("# --- next\n".join(blocks), encoding="utf-8")
+    output = run_script(queue, "-c", DEFECTS, str(file), who)
     # netcl's own float16 product does not build where there is no cl_khr_fp16; no other script may end early.
     may_raise = who == "netcl" and "cl_khr_fp16" not in queue.device.extensions
     assert output.count("raised ") == may_raise, output

@@ -3,17 +3,15 @@ says, and works there as if it had always been in it."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pyopencl as cl
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.scripts import ROOT, run_script
+
 ADDITIONS = Path(__file__).parent
 FOLDERS = ("clamp", "kernels", "lists", "tests")
 
@@ -50,20 +48,6 @@ class Tree:
     def touched(self) -> set[str]:
         """The files that are new, or others than they were."""
         return {name for name, content in files_of(self.root).items() if self._before.get(name) != content}
-
-    def run(self, module: str, queue: cl.CommandQueue, device: str) -> str:
-        """What a module prints that runs in this tree, on the device under test; a failure of it fails the test."""
-        platforms = cl.get_platforms()
-        number = platforms.index(queue.device.platform)
-        place = f"{number}:{platforms[number].get_devices().index(queue.device)}"
-        environment = {
-            **os.environ, "PYOPENCL_CTX": place, "CLAMP_TEST_DEVICES": device, "CLAMP_TEST_SLOW": "1", "COLUMNS": "120",
-        }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-m", module], cwd=self.root, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        return " ".join(done.stdout.replace("│", " ").split())  # lines of a table
 
 
 @pytest.fixture
@@ -155,5 +139,7 @@ def test_an_addition_takes_so_many_files_and_is_used(
 ) -> None:
     add(tree)
     assert tree.touched() == set(touched.split())
-    output = tree.run(f"tests.additions.use_{kind}", queue, device)
+    module = f"tests.additions.use_{kind}"
+    output = run_script(queue, "-m", module, folder=tree.root, CLAMP_TEST_DEVICES=device, CLAMP_TEST_SLOW="1")
+    output = " ".join(output.replace("│", " ").split())  # lines of a table
     assert [text for text in shown if text not in output] == []

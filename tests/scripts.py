@@ -1,0 +1,36 @@
+"""Python programs that tests run as a user does, in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyopencl as cl
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_script(queue: cl.CommandQueue, *command: str, folder: Path = ROOT, **environment: str) -> str:
+    """Output of a program on the device under test; fails the test if the program fails.
+
+    Args:
+        command: what ``python`` is given.
+        folder: where it runs.
+        environment: variables beside those of this process.
+    """
+    platforms = cl.get_platforms()
+    platform = platforms.index(queue.device.platform)
+    device = platforms[platform].get_devices().index(queue.device)
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYOPENCL_CTX": f"{platform}:{device}", "COLUMNS": "100", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
