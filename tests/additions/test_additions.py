@@ -27,8 +27,8 @@ class Tree:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        for folder in FOLDERS:  # compiled modules too, which Python believes where the dates agree
-            shutil.copytree(ROOT / folder, root / folder)
+        for folder in FOLDERS:  # without what other test processes may be writing
+            shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", root)
         for folder in ("kernels", "lists"):  # they are packages of clamp's
             (root / "clamp" / folder).symlink_to(root / folder)
