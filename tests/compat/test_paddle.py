@@ -64,6 +64,16 @@ def overflow(scaler: GradScaler, model: Any, optimizer: Any, data: tuple[Tensor,
     optimizer.zero_grad()
 
 
+def scales(queue: cl.CommandQueue, scaler: GradScaler, steps: str) -> list[float]:
+    """The scale after each step of a training: X is one that overflows."""
+    model, data = mlp(queue, 16, 8), batch(queue, 8, 16, 8)
+    optimizer, seen = SGD(model.parameters(), lr=1e-4), []
+    for step in steps:
+        (overflow if step == "X" else train)(scaler, model, optimizer, data)
+        seen.append(scaler.get_loss_scaling())
+    return seen
+
+
 # ---------------------------------------------------------------------------------------------- decorate
 
 
@@ -409,15 +419,9 @@ def test_the_scale_shrinks_after_n_bad_steps_in_a_row(queue: cl.CommandQueue) ->
 
 
 def test_the_scale_grows_and_does_not_sink_below_one(queue: cl.CommandQueue) -> None:
-    model, data = mlp(queue, 16, 8), batch(queue, 8, 16, 8)
-    optimizer = SGD(model.parameters(), lr=1e-4)
     scaler = GradScaler(init_loss_scaling=2.0, incr_every_n_steps=3, incr_ratio=4.0)
-    for _ in range(3):
-        train(scaler, model, optimizer, data)
-    assert scaler.get_loss_scaling() == 8.0
-    for _ in range(5):
-        overflow(scaler, model, optimizer, data)
-    assert scaler.get_loss_scaling() == 1.0
+    assert scales(queue, scaler, "...")[-1] == 8.0
+    assert scales(queue, scaler, "XXXXX")[-1] == 1.0
 
 
 def test_a_static_scale_stays_and_skips(queue: cl.CommandQueue) -> None:
@@ -457,46 +461,28 @@ def test_a_static_scale_needs_no_update(queue: cl.CommandQueue) -> None:
 
 
 def test_what_static_steps_met_does_not_move_a_scale_that_is_dynamic_later(queue: cl.CommandQueue) -> None:
-    model, data = mlp(queue, 16, 8), batch(queue, 8, 16, 8)
-    optimizer = SGD(model.parameters(), lr=1e-4)
     scaler = GradScaler(init_loss_scaling=128.0, use_dynamic_loss_scaling=False)
-    overflow(scaler, model, optimizer, data)
+    assert scales(queue, scaler, "X") == [128.0]
     scaler.load_state_dict({**scaler.state_dict(), "use_dynamic_loss_scaling": True})
-    train(scaler, model, optimizer, data)
-    assert scaler.get_loss_scaling() == 128.0
+    assert scales(queue, scaler, ".") == [128.0]
 
 
 @pytest.mark.parametrize("how", ["init", "set", "load"])
 def test_an_overflow_below_one_makes_the_scale_one(queue: cl.CommandQueue, how: str) -> None:
-    model, data = mlp(queue, 16, 8), batch(queue, 8, 16, 8)
-    optimizer = SGD(model.parameters(), lr=1e-4)
     settings = {"incr_every_n_steps": 2, "decr_every_n_nan_or_inf": 2}
     scaler = GradScaler(init_loss_scaling=0.3 if how == "init" else 4.0, **settings)
     if how == "set":
-        train(scaler, model, optimizer, data)
+        scales(queue, scaler, ".")
         scaler.set_init_loss_scaling(0.3)
     elif how == "load":
         scaler.load_state_dict(GradScaler(init_loss_scaling=0.3, **settings).state_dict())
         assert scaler.get_init_loss_scaling() == np.float32(0.3)
-    seen = []
-    for sick in (True, False, True, True, True, True):
-        (overflow if sick else train)(scaler, model, optimizer, data)
-        seen.append(scaler.get_loss_scaling())
-    assert seen == [np.float32(0.3)] * 3 + [1.0] * 3
-    for _ in range(2):
-        train(scaler, model, optimizer, data)
-    assert scaler.get_loss_scaling() == 2.0
+    assert scales(queue, scaler, "X.XXXX..") == [np.float32(0.3)] * 3 + [1.0] * 4 + [2.0]
 
 
 def test_a_scale_below_one_grows_as_ever(queue: cl.CommandQueue) -> None:
-    model, data = mlp(queue, 16, 8), batch(queue, 8, 16, 8)
-    optimizer = SGD(model.parameters(), lr=1e-4)
     scaler = GradScaler(init_loss_scaling=0.25, incr_every_n_steps=1, decr_ratio=0.75)
-    seen = []
-    for sick in (False, False, False, True, True):
-        (overflow if sick else train)(scaler, model, optimizer, data)
-        seen.append(scaler.get_loss_scaling())
-    assert seen == [0.5, 1.0, 2.0, 1.5, 1.125]
+    assert scales(queue, scaler, "...XX") == [0.5, 1.0, 2.0, 1.5, 1.125]
 
 
 def test_minimize_takes_the_arguments_of_paddles(queue: cl.CommandQueue) -> None:
