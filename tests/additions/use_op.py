@@ -12,7 +12,7 @@ from netcl import autograd as ag
 from netcl.nn.layers import Linear, Module, Sequential
 from netcl.optim import SGD
 
-import tests.additions.newer_netcl  # noqa: F401  (before clamp asks for the function's arguments)
+import tests.additions.newer_netcl  # before clamp asks for the arguments of its function
 from clamp import amp
 from clamp.bridge import Parameter
 from clamp.cli import main
@@ -55,4 +55,5 @@ if __name__ == "__main__":
         check_numbers(queue, dtype)
         assert learns(queue, make_model(queue), dtype=dtype)
     assert main(["lists", "softsign"]) == 0
-    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/conformance", "-k", "softsign"]))
+    tests = ["tests/conformance", "tests/opencl/test_macros.py", "-k", "softsign or simple_kernel"]
+    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *tests]))
