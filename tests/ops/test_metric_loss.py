@@ -326,7 +326,7 @@ def info_nce_reference(
 def test_info_nce(
     queue: cl.CommandQueue, simulated: bool, plan: None, normalize: bool, symmetric: bool, dtypes: tuple[str, str]
 ) -> None:
-    for rows, n in [(1, 3), (5, 7), (17, 3) if simulated else (33, 20)]:
+    for rows, n in [(5, 7)] if simulated else [(1, 3), (5, 7), (33, 20)]:
         q, k = (to_device(queue, RNG.standard_normal((rows, n)), dtype) for dtype in dtypes)
         temperature = float(np.float32(0.2))
         loss, dq, dk = info_nce_reference(to_numpy(q), to_numpy(k), temperature, normalize, symmetric)

