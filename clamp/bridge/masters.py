@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+import pyopencl as cl
 
 from clamp.bridge.tensors import Parameter, Tensor, is_frozen, mark_trained
 
@@ -44,9 +47,16 @@ def set_gradient_dtype(tensor: Tensor, dtype: str | None) -> None:
     tensor._gradient_dtype = dtype
 
 
+def finish_if_shared(queue: cl.CommandQueue, memory: Any) -> None:
+    """Waits for the queue's launches before memory is let go of that they do not keep: shared virtual memory."""
+    if isinstance(memory, cl.SVM):
+        queue.finish()
+
+
 def give_storage(tensor: Tensor, source: Tensor) -> None:
     """Puts another tensor's storage and dtype under ``tensor``; ``source`` must not be used any more."""
     tensor.wait()
+    finish_if_shared(tensor.queue, tensor.buffer)
     vars(tensor).update(buffer=source.buffer, dtype=source.dtype, pool_handle=source.pool_handle)
     source.pool_handle = None
 

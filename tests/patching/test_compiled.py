@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from netcl.runtime.capture import KernelCapture
 
 from clamp import amp, bridge, session
 from clamp.bridge import Parameter, Tensor
+from clamp.ops.gemm import gemm
 from clamp.scaling.scale_rule import ScaleRule
 from tests.networks import loss_of, mlp, weights_of
 from tests.reference import HALF_DTYPES, to_device, to_numpy
@@ -324,6 +326,25 @@ def test_memory_that_a_tensor_has_moved_to_is_given_to_nobody_either(queue: cl.C
         np.testing.assert_array_equal(out.value.to_host(), np.full(200, 4.0))
         for tensor in junk:
             np.testing.assert_array_equal(tensor.to_host(), np.full(tensor.shape, 9.0))
+
+
+def test_a_replay_does_not_free_memory_under_launches(queue: cl.CommandQueue) -> None:
+    """OpenCL keeps buffers as long as launches want them, and frees shared virtual memory under them."""
+    x, large = to_device(queue, np.ones(200)), to_device(queue, np.ones((1500, 1500)))
+    with amp.init():
+        factor, other = (amp.cast(to_device(queue, np.ones(200)), "float16") for _ in range(2))
+        if not isinstance(factor.buffer, cl.SVM):
+            pytest.skip("netcl takes buffers on this device")
+        graph, known = CompiledGraph([]), [factor]
+        record(graph, lambda x: ag.mul(ag.tensor(x), ag.tensor(known[0])), x)
+        launched: list[cl.Event] = []
+        at_the_end: list[int] = []
+        weakref.finalize(factor.pool_handle._arr, lambda: at_the_end.append(launched[0].command_execution_status))
+        gemm(large, large, out_dtype="float32")
+        launched.append(cl.enqueue_marker(queue))
+        vars(factor).update(buffer=other.buffer, pool_handle=other.pool_handle)  # the recording alone has the old
+        graph.replay([x])
+    assert at_the_end == [cl.command_execution_status.COMPLETE]
 
 
 def test_what_no_replay_can_do_raises(queue: cl.CommandQueue) -> None:

@@ -128,6 +128,7 @@ class Residents:
                 moved[resident.address] = resident.buffer = tensor.buffer
         for address, buffer in moved.items():
             for launch, index in self._places[address]:
+                bridge.finish_if_shared(launch.queue, launch.args[index])  # nobody else may hold it
                 launch.args = (*launch.args[:index], buffer, *launch.args[index + 1 :])
         return bool(moved)
 
