@@ -37,6 +37,7 @@ _lock = threading.Lock()  # around the two tables, never around a build
 _programs: dict[tuple[Any, ...], Built] = {}
 _building: dict[tuple[Any, ...], threading.Lock] = {}
 _per_thread = threading.local()
+_prepared: set[Prepared] = set()  # which hold kernels, and so their programs
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,25 @@ class Built:
 
     program: cl.Program
     signatures: Signatures
+
+
+class Prepared(threading.local):
+    """What this thread has prepared of its kernels, by everything that it depends on.
+
+    Args:
+        most: how much is kept: what never comes back must not pile up.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.known: dict[tuple[Any, ...], Any] = {}
+        self._most = most
+        _prepared.add(self)
+
+    def keep(self, key: tuple[Any, ...], value: Any) -> None:
+        """Keeps what was prepared."""
+        if len(self.known) >= self._most:
+            self.known.clear()
+        self.known[key] = value
 
 
 class KernelBuildError(RuntimeError):
@@ -131,7 +151,7 @@ def built_programs() -> int:
 
 
 def release_programs() -> None:
-    """Lets go of all programs, and of this thread's kernels. What is asked for again is built again.
+    """Lets go of all programs and of what this thread has of them. What is asked for again is built again.
 
     A driver holds a few MB for each program (Intel's 3.5): a process that goes through thousands may want them back.
     """
@@ -139,6 +159,8 @@ def release_programs() -> None:
         _programs.clear()
         _building.clear()
     _per_thread.kernels = {}
+    for prepared in _prepared:
+        prepared.known.clear()
 
 
 def _get_program(context: cl.Context, file: str, macros: dict[str, object]) -> Built:

@@ -20,8 +20,8 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import Kernel
-from clamp.ops.launch import Prepared, launch, span_for
+from clamp.opencl.program import Kernel, Prepared
+from clamp.ops.launch import launch, span_for
 from clamp.ops.scalars import saturated
 
 ELEMENTWISE = Kernel("elementwise.cl", "elementwise")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
-from typing import Any
 
 import pyopencl as cl
 
@@ -101,21 +99,3 @@ def column_width(queue: cl.CommandQueue, planes: int, n: int, inner: int) -> int
     worth = _MIN_SPAN // max(n, 1)
     fair = -(-inner * planes // (4 * device.compute_units))
     return max(STRIP, -(-min(worth, fair) // STRIP) * STRIP)
-
-
-class Prepared(threading.local):
-    """What this thread has prepared (kernels are per thread), by everything that it depends on.
-
-    Args:
-        most: how much is kept: what never comes back must not pile up.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.known: dict[tuple[Any, ...], Any] = {}
-        self._most = most
-
-    def keep(self, key: tuple[Any, ...], value: Any) -> None:
-        """Keeps what was prepared."""
-        if len(self.known) >= self._most:
-            self.known.clear()
-        self.known[key] = value

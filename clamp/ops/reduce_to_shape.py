@@ -11,9 +11,9 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import Kernel
+from clamp.opencl.program import Kernel, Prepared
 from clamp.ops.cast import cast
-from clamp.ops.launch import Prepared, launch
+from clamp.ops.launch import launch
 
 SUM_ROW = Kernel("reduce_to_shape.cl", "sum_row")
 SUM_ROWS = Kernel("reduce_to_shape.cl", "sum_rows")

@@ -12,8 +12,8 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import Kernel
-from clamp.ops.launch import Prepared, launch
+from clamp.opencl.program import Kernel, Prepared
+from clamp.ops.launch import launch
 
 UPSAMPLE_FORWARD = Kernel("upsample.cl", "upsample_forward")
 UPSAMPLE_BACKWARD = Kernel("upsample.cl", "upsample_backward")
