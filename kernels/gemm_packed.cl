@@ -22,38 +22,14 @@
 // All matrices of a batch are computed by one launch, its third dimension; a batch stride of 0 (in elements) uses one
 // matrix for the whole batch.
 
-#include "epilogue.clh"
+#define FACTOR(i) a[step * MR + i]
+#include "register_tile.clh"
 
-// The tile's code, written once for each row i and vector of columns j. X(i) must come row by row: an element of A is
-// broadcast and used by all vectors of its row.
-#define ROWS_6(X) X(0) X(1) X(2) X(3) X(4) X(5)
-#define ROWS_12(X) ROWS_6(X) X(6) X(7) X(8) X(9) X(10) X(11)
-#define EACH_ROW(X) CAT(ROWS_, MR)(X)
-// A row of the tile is one vector of 16 columns or two; with one, the second's code disappears.
-#define VECTORS_16(first, second) first
-#define VECTORS_32(first, second) first second
-#define FIRST_AND_SECOND(first, second) CAT(VECTORS_, NR)(first, second)
-
-#define CLEAR(i) FIRST_AND_SECOND(float16 c##i##_0 = 0.0f;, float16 c##i##_1 = 0.0f;)
-#define MULTIPLY_ADD(i) \
-    FIRST_AND_SECOND(c##i##_0 = (float16)(a_k[i]) * b0 + c##i##_0;, c##i##_1 = (float16)(a_k[i]) * b1 + c##i##_1;)
-#define STEP(k)                                                           \
-    {                                                                     \
-        __global const float *a_k = a + (k) * MR, *b_k = b + (k) * NR;    \
-        const float16 b0 = vload16(0, b_k);                               \
-        FIRST_AND_SECOND(, const float16 b1 = vload16(0, b_k + 16);)      \
-        EACH_ROW(MULTIPLY_ADD)                                            \
-    }
-#define ADD_RESTING(i) \
-    FIRST_AND_SECOND(c##i##_0 += vload16(0, sums + i * NR);, c##i##_1 += vload16(0, sums + i * NR + 16);)
-#define SUSPEND(i) \
-    FIRST_AND_SECOND(vstore16(c##i##_0, 0, sums + i * NR);, vstore16(c##i##_1, 0, sums + i * NR + 16);)
-#define SPILL(i) FIRST_AND_SECOND(vstore16(c##i##_0, 0, edge + i * NR);, vstore16(c##i##_1, 0, edge + i * NR + 16);)
-#define FINISH(i)                                                                \
-    FIRST_AND_SECOND(STORE16(OUT_T, EPILOGUE(c##i##_0, bias0, relu_16), out, i * N);, \
-                     STORE16(OUT_T, EPILOGUE(c##i##_1, bias1, relu_16), out, i * N + 16);)
-
-#define BIAS16(n) (has_bias ? LOAD16(BIAS_T, bias, n) : (float16)(NO_BIAS))
+#define BIAS_VECTOR(i, v) const float16 bias##v = has_bias ? LOAD16(BIAS_T, bias, n + v * 16) : (float16)(NO_BIAS);
+#define FINISH_VECTOR(i, v) STORE16(OUT_T, EPILOGUE(c##i##_##v, bias##v, relu_16), out, i * N + v * 16);
+#define SPILL_VECTOR(i, v) vstore16(c##i##_##v, 0, edge + i * NR + v * 16);
+#define FINISH(i) EACH_VECTOR(FINISH_VECTOR, i)
+#define SPILL(i) EACH_VECTOR(SPILL_VECTOR, i)
 
 // Work-item (block of rows, block of columns, batch): block_panels_a x block_panels_b tiles of C.
 __kernel ONE_WORK_ITEM WIDE_VECTORS void gemm(__global const float *restrict a_panels,
@@ -70,7 +46,7 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void gemm(__global const float *restrict a_p
     a_panels += batch * a_batch;
     b_panels += batch * b_batch;
     C += batch * M * N;
-    partial += batch * panels_a * panels_b * (MR * NR);
+    partial += batch * panels_a * panels_b * TILE;
     for (size_t k0 = 0; k0 < K; k0 += KC) {
         const int steps = (int)min((size_t)KC, (size_t)K - k0);
         const bool is_last = k0 + steps >= K;
@@ -78,11 +54,13 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void gemm(__global const float *restrict a_p
             for (size_t p = first_a; p < end_a; p++) {
                 __global const float *a = a_panels + (p * K + k0) * MR;
                 __global const float *b = b_panels + (q * K + k0) * NR;
-                __global float *sums = partial + (q * panels_a + p) * (MR * NR);
+                __global float *sums = partial + (q * panels_a + p) * TILE;
                 EACH_ROW(CLEAR)
                 int k = 0;
-                for (; k + 4 <= steps; k += 4) { STEP(k) STEP(k + 1) STEP(k + 2) STEP(k + 3) }
-                for (; k < steps; k++) { STEP(k) }
+                for (; k + 4 <= steps; k += 4, a += 4 * MR, b += 4 * NR) {
+                    STEP(EACH_ROW, 0) STEP(EACH_ROW, 1) STEP(EACH_ROW, 2) STEP(EACH_ROW, 3)
+                }
+                for (; k < steps; k++, a += MR, b += NR) { STEP(EACH_ROW, 0) }
                 // Blocks of steps are summed by themselves, so that rounding grows with them and not with K.
                 if (k0 > 0) { EACH_ROW(ADD_RESTING) }
                 if (!is_last) {
@@ -92,11 +70,10 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void gemm(__global const float *restrict a_p
                 const size_t m = p * MR, n = q * NR;
                 if (m + MR <= M && n + NR <= N) {
                     __global STORAGE(OUT_T) *out = C + m * N + n;
-                    const float16 bias0 = BIAS16(n);
-                    FIRST_AND_SECOND(, const float16 bias1 = BIAS16(n + 16);)
+                    EACH_VECTOR(BIAS_VECTOR, )
                     EACH_ROW(FINISH)
                 } else {
-                    float edge[MR * NR];
+                    float edge[TILE];
                     EACH_ROW(SPILL)
                     for (size_t i = 0; i < MR && m + i < M; i++)
                         for (size_t j = 0; j < NR && n + j < N; j++) {
