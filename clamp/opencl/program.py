@@ -49,11 +49,8 @@ class Built:
 
 
 class Prepared(threading.local):
-    """What this thread has prepared of its kernels, by everything that it depends on.
-
-    Args:
-        most: how much is kept: what never comes back must not pile up.
-    """
+    """What this thread has prepared of its kernels, by everything that it depends on: not more than ``most``, for what
+    never comes back must not pile up."""
 
     def __init__(self, most: int) -> None:
         self.known: dict[tuple[Any, ...], Any] = {}
@@ -97,14 +94,9 @@ class Kernel:
     name: str
 
     def __call__(
-        self,
-        queue: cl.CommandQueue,
-        global_size: tuple[int, ...],
-        local_size: tuple[int, ...] | None,
-        /,
-        *args: Any,
+        self, queue: cl.CommandQueue, global_size: tuple[int, ...], local_size: tuple[int, ...] | None, /, *args: Any,
         **macros: object,
-    ) -> cl.Event:
+    ) -> cl.Event:  # fmt: skip
         """Launches the kernel, built with ``macros`` (for example ``X_T="f16"``) on the queue's first such call.
 
         Args:
@@ -113,7 +105,7 @@ class Kernel:
         Raises:
             KernelBuildError: the device's compiler rejected the program.
         """
-        kernel = self._compiled(queue.context, macros)
+        kernel = self.on(queue, **macros)
         event: cl.Event = kernel(queue, global_size, local_size, *[getattr(x, "buffer", x) for x in args])
         return event
 
@@ -123,17 +115,14 @@ class Kernel:
         Raises:
             KernelBuildError: the device's compiler rejected the program.
         """
-        return self._compiled(queue.context, macros)
-
-    def _compiled(self, context: cl.Context, macros: dict[str, object]) -> cl.Kernel:
-        key = (context.int_ptr, self, *macros.items())
+        key = (queue.context.int_ptr, self, *macros.items())
         try:
             return _per_thread.kernels[key]
         except AttributeError:
             _per_thread.kernels = {}
         except KeyError:
             pass
-        built = _get_program(context, self.file, macros)
+        built = _get_program(queue.context, self.file, macros)
         kernel = cl.Kernel(built.program, self.name)
         kernel.set_scalar_arg_dtypes([_scalar_type(name) for name in built.signatures[self.name]])
         _per_thread.kernels[key] = kernel

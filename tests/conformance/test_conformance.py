@@ -90,13 +90,13 @@ def named_kernels_only(
 ) -> Iterator[None]:
     """Fails where an op launches kernels of a file that ``python -m clamp lists`` does not name."""
     capabilities(queue)  # its probes of the device, once in a process, read results
-    launched, compiled = set(), Kernel._compiled
+    launched, compiled = set(), Kernel.on
 
-    def noted(kernel: Kernel, *args: Any) -> cl.Kernel:
+    def noted(kernel: Kernel, queue: cl.CommandQueue, **macros: object) -> cl.Kernel:
         launched.add(kernel.file)
-        return compiled(kernel, *args)
+        return compiled(kernel, queue, **macros)
 
-    monkeypatch.setattr(Kernel, "_compiled", noted)
+    monkeypatch.setattr(Kernel, "on", noted)
     yield
     assert launched - _EVERYWHERE <= reached(OWNED[op.name]).files
 
