@@ -191,7 +191,9 @@ def _build(context: cl.Context, file: str, macros: dict[str, object]) -> Built:
             raise KernelBuildError(
                 f"{file} with {' '.join(options)} does not compile on {devices}:\n{error}"
             ) from error
-    signatures = {kernel.function_name: _argument_types(kernel) for kernel in program.all_kernels()}
+    # Program.all_kernels() of pyopencl keeps its kernels for good, and so the program.
+    names = str(program.get_info(cl.program_info.KERNEL_NAMES)).split(";")
+    signatures = {name: _argument_types(cl.Kernel(program, name)) for name in names if name}
     if file_kept is not None:
         made: Any = program.get_info(cl.program_info.BINARIES)
         binaries.store(file_kept, Kept(made[0], signatures))
