@@ -134,6 +134,7 @@ class Capabilities:
             run it at half that rate: 187 against 281 and 153 against 245 GFLOP/s were measured on two Xeons, one of
             which hid its matrix units (AMX). The vendor tells, not a timing, because results must not depend on what
             else the machine was doing.
+        compute_capability: NVIDIA's number (major, minor) for what instructions its GPU has; (0, 0) of other devices.
     """
 
     is_cpu: bool
@@ -145,6 +146,7 @@ class Capabilities:
     float_vector_width: int
     dot_bf16: bool
     fast_dot_bf16: bool
+    compute_capability: tuple[int, int] = (0, 0)
 
 
 _capabilities: dict[int, Capabilities] = {}
@@ -176,7 +178,18 @@ def _probed(queue: cl.CommandQueue) -> Capabilities:
         float_vector_width=device.native_vector_width_float,
         dot_bf16=dot_bf16,
         fast_dot_bf16=dot_bf16 and host_cpu_vendor() == "AuthenticAMD",
+        compute_capability=_compute_capability(device),
     )
+
+
+def _compute_capability(device: cl.Device) -> tuple[int, int]:
+    """What a device answers to cl_nv_device_attribute_query; an answer says nothing of what its compiler takes."""
+    if "cl_nv_device_attribute_query" not in device.extensions.split():
+        return 0, 0
+    try:
+        return device.compute_capability_major_nv, device.compute_capability_minor_nv
+    except cl.Error:
+        return 0, 0
 
 
 def _probe(queue: cl.CommandQueue, kernel: Kernel) -> bool:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -106,6 +107,20 @@ def test_an_instruction_that_the_processor_lacks_is_not_tried(
     monkeypatch.setattr(device, "_probe", lambda queue, kernel: not tried.append(kernel.name))
     assert not device._probed(queue).dot_bf16
     assert tried == ["half_storage"]
+
+
+def test_compute_capability_is_what_the_driver_answers(queue: cl.CommandQueue) -> None:
+    is_nvidia = "NVIDIA" in queue.device.platform.name
+    assert (capabilities(queue).compute_capability > (0, 0)) == is_nvidia
+    asked = {"extensions": "cl_khr_icd cl_nv_device_attribute_query", "compute_capability_major_nv": 9}
+    assert device._compute_capability(SimpleNamespace(**asked, compute_capability_minor_nv=0)) == (9, 0)
+    assert device._compute_capability(SimpleNamespace(extensions="cl_khr_icd")) == (0, 0)
+
+
+def test_a_driver_that_lists_the_question_and_refuses_it_has_no_compute_capability() -> None:
+    refusing = mock.Mock(extensions="cl_nv_device_attribute_query")
+    type(refusing).compute_capability_major_nv = mock.PropertyMock(side_effect=cl.LogicError("INVALID_VALUE"))
+    assert device._compute_capability(refusing) == (0, 0)
 
 
 def test_16_bit_storage_needs_no_extension(queue: cl.CommandQueue) -> None:
