@@ -34,8 +34,11 @@ distances.cl ALL_PAIRS GATHER TILE=4 WIDE=4 X_T=f32 Y_T=f32 D_T=f32 S_T=f32 DX_T
 distances.cl TRIPLET CONTRASTIVE PARTNERS WG=1 X_T=f32 Y_T=f32 Z_T=f32 G_T=f32 DX_T=f32 LABEL_T=i32
 elementwise.cl OP=op_add ARITY=2 PARAMETERS=0 X0_T=f32 X0_STEP=1 X1_T=f32 X1_STEP=1 Y_T=f32 STRIDED=0
 gemm_dot_bf16.cl KC=256 OUT_T=f32 BIAS_T=f32
+gemm_mma.cl EMULATE TILE_M=32 TILE_N=64 TILE_K=32 STAGES=3 WARPS_M=1 WARPS_N=2 IN_T=f16 OUT_T=f32 BIAS_T=f32 \
+ A_K_MAJOR=1 B_K_MAJOR=1 A_ALIGNED=1 B_ALIGNED=1 FULL=0
 gemm_pack.cl SRC_T=f32 WIDTH=16 STEP_SPAN=128 PAIRS=0
 gemm_packed.cl MR=6 NR=16 KC=256 OUT_T=f32 BIAS_T=f32
+gemm_slices.cl OUT_T=f32 BIAS_T=f32
 gemm_tiled.cl A_T=f32 B_T=f32 SIDE=16 PER_ITEM=4 TILE_K=16 OUT_T=f32 BIAS_T=f32
 grid.cl GRID_SAMPLE GRID_SAMPLE_BACKWARD_INPUT SPAN X_T=f32 Y_T=f32 GRID_T=f32 BORDER=0 G_T=f32
 grid.cl AFFINE_GRID AFFINE_GRID_BACKWARD ROTATION ROTATION_BACKWARD X_T=f32 Y_T=f32 G_T=f32
@@ -78,6 +81,11 @@ conv_winograd.cl PIECES=3
 depthwise_forward.cl STRIDE=3
 elementwise.cl ARITY=4
 elementwise.cl PARAMETERS=3
+gemm_mma.cl TILE_K=24
+gemm_mma.cl TILE_M=24
+gemm_mma.cl STAGES=1
+gemm_mma.cl WARPS_N=8
+gemm_mma.cl EMULATE=3
 gemm_pack.cl WIDTH=8
 gemm_packed.cl MR=8
 gemm_packed.cl NR=48

@@ -21,6 +21,7 @@ class Problem:
         a_dtype, b_dtype: storage types.
         k, columns: of op(B).
         device: what the device can do.
+        proved: names of the engines that need a proof on the device, and have it.
     """
 
     a_dtype: str
@@ -28,6 +29,7 @@ class Problem:
     k: int
     columns: int
     device: Capabilities
+    proved: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return f"{self.a_dtype} by {self.b_dtype}"

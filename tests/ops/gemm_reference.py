@@ -1,0 +1,64 @@
+"""A matrix product in float64 of the stored values, and the bound within which `gemm` is compared with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyopencl as cl
+import pytest
+
+from clamp.bridge import Tensor
+from clamp.ops.gemm import gemm
+from tests.reference import assert_close, quantize, to_device
+
+TRANSPOSES = pytest.mark.parametrize(("transpose_a", "transpose_b"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+Array = npt.NDArray[Any]
+
+
+def random(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def swap(x: Array, transpose: bool) -> Array:
+    return np.ascontiguousarray(np.swapaxes(x, -1, -2)) if transpose else x
+
+
+def stored(x: Array, dtype: str) -> Array:
+    return quantize(x, dtype).astype(np.float64)
+
+
+def check(
+    queue: cl.CommandQueue,
+    a: Array,
+    b: Array,
+    types: tuple[str, str, str] = ("float16", "float16", "float16"),
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    bias: tuple[Array, str] | None = None,
+    relu: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Runs gemm on op(a) = ``a`` and op(b) = ``b`` and compares it within the promised bound."""
+    a_type, b_type, out_dtype = types
+    result = gemm(
+        to_device(queue, swap(a, transpose_a), a_type),
+        to_device(queue, swap(b, transpose_b), b_type),
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        out_dtype=out_dtype,
+        bias=None if bias is None else to_device(queue, *bias),
+        relu=relu,
+        **options,
+    )
+    assert result.dtype == out_dtype
+    x, y = stored(a, a_type), stored(b, b_type)
+    expected, magnitude = x @ y, np.abs(x) @ np.abs(y)
+    if bias is not None:
+        expected, magnitude = expected + stored(*bias), magnitude + np.abs(stored(*bias))
+    if relu:
+        expected = np.maximum(expected, 0)
+    assert_close(result, expected, slack=(a.shape[-1] + 1) * 2.0**-24 * magnitude)
+    return result
