@@ -93,5 +93,5 @@ def assert_close(actual: Tensor, expected: npt.ArrayLike, *, ulps: float = 1.0, 
         error = np.abs(got - want)[bad] / ulp(want, actual.dtype)[bad]
         raise AssertionError(
             f"{bad.sum()} of {bad.size} values of {actual.dtype} differ, first at {index}: "
-            f"got {got[index]!r}, expected {want[index]!r}; worst error {np.nanmax(error):.3g} ulp"
+            f"got {got[index]!r}, expected {want[index]!r}; worst error {np.nanmax(error, initial=0.0):.3g} ulp"
         )

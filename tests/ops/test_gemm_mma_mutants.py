@@ -1,0 +1,148 @@
+"""The tests of gemm_mma.cl can tell right from wrong: of its source one piece is replaced, and the product must differ.
+
+A missing barrier need not change a number. The simulator sees it all the same, as a data race.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyopencl as cl
+import pytest
+
+from clamp.opencl import program
+from clamp.opencl.device import list_devices
+from clamp.opencl.program import Kernel
+from clamp.ops.engine import always
+from clamp.ops.gemm import engines, mma
+from clamp.ops.gemm.mma import Plan
+from tests.ops.gemm_reference import check, random
+
+pytestmark = pytest.mark.kernel
+
+AT_ONCE, LATE = 1, 2  # when copies to local memory arrive (kernels/async_copy.clh)
+_ONE_WARP = Plan(32, 32, 16, 2, (1, 1))
+_TWO_WARPS = Plan(32, 64, 32, 3, (1, 2))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product that a mutant must get wrong: shapes of op(a) and op(b), and how it is computed."""
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    transpose_a: bool = False
+    transpose_b: bool = False
+    plan: Plan = _ONE_WARP
+    slices: int = 1
+    copies: int = AT_ONCE
+    with_bias: bool = False
+
+    def check(self, queue: cl.CommandQueue, patch: pytest.MonkeyPatch) -> None:
+        run = partial(mma.compute, plan=self.plan, slices=self.slices, emulate=self.copies)
+        engine = SimpleNamespace(NAME="emulated", fits=always, pays=always, pack=mma.pack, run=run)
+        patch.setattr(engines, "ENGINES", (engine,))
+        bias = (random(self.b[-1]), "float32") if self.with_bias else None
+        transposes = {"transpose_a": self.transpose_a, "transpose_b": self.transpose_b}
+        check(queue, random(*self.a), random(*self.b, seed=1), bias=bias, **transposes)
+
+
+_ROWS = Case((40, 88), (88, 40), transpose_b=True)  # both along k, in pieces of 16 bytes; some tiles are not whole
+_COLUMNS = Case((40, 88), (88, 40), transpose_a=True)  # neither along k
+_ELEMENTS = Case((33, 37), (37, 35), transpose_b=True)
+_WIDE = Case((40, 200), (200, 72), plan=_TWO_WARPS)
+_LATE = Case((40, 200), (200, 72), plan=_TWO_WARPS, copies=LATE)
+_SLICES = Case((24, 64), (64, 40), slices=2)
+_BATCH = Case((2, 16, 24), (2, 24, 40), transpose_a=True)
+_BIAS = Case((16, 24), (24, 72), with_bias=True)
+_THREE_TILES = Case((72, 8), (8, 40))
+
+#: What is wrong, the piece of source and what replaces it, and a product that shows it.
+MUTANTS = [
+    ("the copy does not swizzle",
+     "copy_async(copies, tile + place_of(pieces, line, piece)", "copy_async(copies, tile + line * pieces + piece",
+     _ROWS),
+    ("elements are copied without swizzling",
+     "copy_elements(tile + place_of(pieces, line, piece)", "copy_elements(tile + line * pieces + piece", _ELEMENTS),
+    ("ldmatrix fetches the same k twice", "b.line + line, b.piece + piece", "b.line + line, b.piece", _ROWS),
+    ("the matrices of a block are in the other order", "is_a == k_major", "is_a != k_major", _ROWS),
+    ("columns are taken for rows", "is_a == k_major, !k_major", "is_a == k_major, k_major", _COLUMNS),
+    ("the halves of a block of B are swapped", "b[j / 2], j % 2", "b[j / 2], 1 - j % 2", _ROWS),
+    ("the next stage is read",
+     "pool + step % STAGES * STAGE_PIECES, *", "pool + (step + 1) % STAGES * STAGE_PIECES, *", _WIDE),
+    ("copies are waited for a step late",
+     "COPIES_WAIT(&copies, STAGES - 2)", "COPIES_WAIT(&copies, STAGES - 1)", _LATE),
+    ("copies go to the stage that is read",
+     "< steps) LOAD_STAGE(step + STAGES - 1)", "< steps) LOAD_STAGE(step + STAGES)", _WIDE),
+    ("B begins a piece early in its stage", "b_tile = a_tile + A_PIECES", "b_tile = a_tile + A_PIECES - 1", _ROWS),
+    ("lines are an element longer than k",
+     "clamp(matrix.length - column,", "clamp(matrix.length + 1 - column,", _ELEMENTS),
+    ("there is a line more than k", "row < matrix.lines", "row <= matrix.lines", _BATCH),
+    ("a slice begins where it does not", "matrix % slices * slice,", "matrix % slices * TILE_K,", _SLICES),
+    ("every band is as high as the first", "first + within % height", "first + within % BAND", _THREE_TILES),
+    ("warps take rows for columns", "warp / WARPS_N * WARP_M", "warp % WARPS_N * WARP_M", _WIDE),
+    ("the lower rows of a block are stored twice", "= sums[i][j].lo", "= sums[i][j].hi", _ROWS),
+    ("blocks are stored over one another", "m + i * 16, M", "m + i * 8, M", _ROWS),
+    ("B moves on as A does", "B + batch * b_batch", "B + batch * a_batch", _BATCH),
+    ("the bias is the tile's first", "load_bias(bias, has_bias, n,", "load_bias(bias, has_bias, n0,", _BIAS),
+]  # fmt: skip
+
+#: Where a barrier is missing, and the source around it.
+BARRIERS = [
+    ("nowhere", "", ""),
+    ("of a step", "STAGES - 2);\n        barrier(CLK_LOCAL_MEM_FENCE);", "STAGES - 2);"),
+    ("before the slabs", "all are here.\n    barrier(CLK_LOCAL_MEM_FENCE);", "all are here."),
+    ("between writing a slab and reading it", "WARP_BARRIER();\n        store_slab", "store_slab"),
+    ("between reading a slab and writing it", "WARP_BARRIER(); // the slab is read", "// the slab is read"),
+]
+
+
+def mutate(patch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """Makes the engine compute with a source in which one piece is replaced."""
+    source = program.source
+    text = source("gemm_mma.cl")
+    assert text.count(old) == 1, old
+    name = f"gemm_mma.cl with {new}"  # programs are kept by their file's name
+    patch.setattr(mma, "_GEMM", Kernel(name, "gemm"))
+    patch.setattr(program, "source", lambda file: text.replace(old, new) if file == name else source(file))
+
+
+@pytest.mark.parametrize(("old", "new", "case"), [pytest.param(*mutant[1:], id=mutant[0]) for mutant in MUTANTS])
+def test_a_mutant_computes_something_else(
+    queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch, old: str, new: str, case: Case
+) -> None:
+    if simulated:
+        pytest.skip("what is wrong shows on any device, and some of it is an access out of bounds")
+    case.check(queue, monkeypatch)
+    mutate(monkeypatch, old, new)
+    with pytest.raises(AssertionError, match="values of float16 differ"):
+        case.check(queue, monkeypatch)
+
+
+@pytest.mark.parametrize(("old", "new"), [pytest.param(*barrier[1:], id=barrier[0]) for barrier in BARRIERS])
+def test_a_missing_barrier_is_a_data_race(simulated: bool, tmp_path: Path, old: str, new: str) -> None:
+    """In a process of its own: Oclgrind ceases to report after so many races, and other tests would go without."""
+    if not simulated:
+        pytest.skip("only the simulator sees races")
+    log = tmp_path / "oclgrind.log"
+    environment = {**os.environ, "OCLGRIND_LOG": str(log)}
+    script = f"from {__name__} import compute_on_the_simulator as compute; compute({old!r}, {new!r})"
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, cwd=Path(__file__).parents[2])
+    assert ("race" in log.read_text()) == bool(old)
+
+
+def compute_on_the_simulator(old: str, new: str) -> None:
+    """A product with a piece of the source replaced, whatever comes out: the log says what the simulator saw."""
+    device = next(device for device in list_devices() if device.platform.name == "Oclgrind")
+    context = cl.Context([device])
+    with pytest.MonkeyPatch.context() as patch, suppress(AssertionError):
+        if old:
+            mutate(patch, old, new)
+        Case((32, 48), (48, 32)).check(cl.CommandQueue(context), patch)
