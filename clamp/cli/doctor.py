@@ -23,6 +23,7 @@ from clamp.opencl.device import NoDeviceError, capabilities, intel_cpu_runtime, 
 from clamp.ops.cast import cast
 from clamp.ops.gemm import gemm
 from clamp.ops.gemm.engines import usual
+from clamp.ops.gemm.proof import may_work, proved
 
 _M, _N, _K = 33, 17, 40  # no multiples of a tile: the edges are checked, too
 _PRECISIONS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}  # steps at 1
@@ -73,7 +74,8 @@ def _facts(device: cl.Device) -> Iterator[tuple[str, str]]:
         queue = cl.CommandQueue(context, device)
         found = capabilities(queue)
         dtypes = ", ".join(amp.get_amp_supported_dtype(queue))
-        kernels = ", ".join(f"{dtype} {usual(found, dtype).NAME}" for dtype in _PRECISIONS)
+        kernels = ", ".join(f"{dtype} {usual(queue, dtype).NAME}" for dtype in _PRECISIONS)
+        matrix_units = list(_matrix_units(queue))
     except Exception as error:  # a driver in any state must not keep doctor from the next one
         yield "unusable", f"{type(error).__name__}: {error}"
         return
@@ -82,6 +84,7 @@ def _facts(device: cl.Device) -> Iterator[tuple[str, str]]:
     yield "half storage", "yes" if found.half_storage else "no: kernels that load and store float16 fail here"
     yield "cl_khr_fp16", "listed" if "cl_khr_fp16" in device.extensions else "not listed (clamp does not need it)"
     yield "GEMM kernel", kernels
+    yield from matrix_units
     yield "vector width", f"{found.float_vector_width} floats"
     yield "work-group", f"up to {found.max_work_group} work-items, {found.local_memory_bytes // 1024} KiB local memory"
     yield "context", _fate_of_a_context(device)
@@ -108,6 +111,16 @@ def _fate_of_a_context(device: cl.Device) -> str:
         return "kept alive by its queues"
     error = (tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"])[-1]
     return f"NOT kept alive by its queues: hold on to it in a variable of your own ({error.rpartition(': ')[2]})"
+
+
+def _matrix_units(queue: cl.CommandQueue) -> Iterator[tuple[str, str]]:
+    """What became of the engine that must be proved, on an NVIDIA GPU."""
+    found = capabilities(queue)
+    if found.compute_capability == (0, 0):
+        return
+    verdict = "mma right, and used" if proved(queue) else "mma wrong, or refused by the driver: not used"
+    major, minor = found.compute_capability
+    yield "matrix units", f"compute capability {major}.{minor}, {verdict if may_work(found) else 'too old for mma'}"
 
 
 def self_check(device: cl.Device) -> str:

@@ -139,14 +139,15 @@ def built_programs() -> int:
     return len(_programs)
 
 
-def release_programs() -> None:
-    """Lets go of all programs and of what this thread has of them. What is asked for again is built again.
+def release_programs(context: cl.Context | None = None) -> None:
+    """Lets go of all programs, or of one context's, and of this thread's kernels. What is asked for is built again.
 
     A driver holds a few MB for each program (Intel's 3.5): a process that goes through thousands may want them back.
     """
     with _lock:
-        _programs.clear()
-        _building.clear()
+        for held in (_programs, _building):
+            for key in [key for key in held if context is None or key[0] == context.int_ptr]:
+                del held[key]
     _per_thread.kernels = {}
     for prepared in _prepared:
         prepared.known.clear()

@@ -26,7 +26,7 @@ from clamp.cli.bench.report import rows_of
 from clamp.cli.bench.timing import Effort, Race, Timing, interleave, settle, timed
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator, slug
 from clamp.cli.kernels import reached
-from clamp.opencl.device import NoDeviceError, capabilities, list_devices
+from clamp.opencl.device import Capabilities, NoDeviceError, capabilities, list_devices
 from clamp.ops.cast import cast
 from clamp.ops.gemm.engines import usual
 
@@ -383,6 +383,26 @@ def test_doctor_reports_every_device(real_devices: list[cl.Device], capsys: pyte
     assert ["NOT kept alive" in line and "INVALID_CONTEXT" in line for line in lines] == freed
     assert ["  kept alive" in line for line in lines] == [not lost for lost in freed]
     assert "OCL_ICD_VENDORS" in out
+    assert "matrix units" not in out, "no CPU is asked for them"
+
+
+@pytest.mark.parametrize(
+    ("number", "proved", "words"),
+    [
+        ((9, 0), {"mma"}, "compute capability 9.0, mma right, and used"),
+        ((8, 6), set(), "compute capability 8.6, mma wrong, or refused by the driver: not used"),
+        ((7, 5), set(), "compute capability 7.5, too old for mma"),
+    ],
+)
+def test_doctor_says_what_became_of_matrix_units(
+    monkeypatch: pytest.MonkeyPatch, number: tuple[int, int], proved: set[str], words: str
+) -> None:
+    import clamp.cli.doctor as doctor
+
+    device = Capabilities(False, 108, True, 4352, 49152, 1024, 1, False, False, compute_capability=number)
+    monkeypatch.setattr(doctor, "capabilities", lambda queue: device)
+    monkeypatch.setattr(doctor, "proved", lambda queue: proved)
+    assert list(doctor._matrix_units(None)) == [("matrix units", words)]
 
 
 @pytest.mark.parametrize("wrong", ["gemm", "cast"])
@@ -483,7 +503,7 @@ def test_lists_names_the_kernels_and_what_happens_on_a_device(
     out = capsys.readouterr().out
     assert "gemm_packed.cl" in out
     assert "clamp.functions.matmul.matmul" in out
-    kernel = usual(capabilities(queue), "bfloat16").NAME
+    kernel = usual(queue, "bfloat16").NAME
     assert platform in out
     assert f"products of bfloat16: {kernel} kernel" in out
     assert "Node.__matmul__" in out

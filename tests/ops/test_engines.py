@@ -12,6 +12,7 @@ from clamp.ops.conv import Window
 from clamp.ops.conv import engines as conv
 from clamp.ops.conv.problem import Problem as Convolution
 from clamp.ops.gemm import engines as gemm
+from clamp.ops.gemm import proof
 from clamp.ops.gemm.problem import Problem as Product
 
 GPU = Capabilities(
@@ -21,6 +22,7 @@ GPU = Capabilities(
 CPU = replace(GPU, is_cpu=True, float_vector_width=16)
 SLOW_DOT = replace(CPU, dot_bf16=True)
 FAST_DOT = replace(CPU, dot_bf16=True, fast_dot_bf16=True)
+SM_80 = replace(GPU, compute_capability=(8, 0))
 
 F32, F16, BF16 = "float32", "float16", "bfloat16"
 
@@ -36,6 +38,16 @@ F32, F16, BF16 = "float32", "float16", "bfloat16"
 def test_products(a_dtype: str, b_dtype: str, k: int, columns: int, with_fast_dot: str) -> None:
     for device, name in ((GPU, "tiled"), (CPU, "packed"), (SLOW_DOT, "packed"), (FAST_DOT, with_fast_dot)):
         assert name == gemm.choose(Product(a_dtype, b_dtype, k, columns, device)).NAME
+
+
+@pytest.mark.parametrize("a_dtype", [F32, F16, BF16])
+@pytest.mark.parametrize("b_dtype", [F32, F16, BF16])
+def test_products_on_matrix_units(a_dtype: str, b_dtype: str) -> None:
+    def chosen(device: Capabilities, *proved: str) -> str:
+        return gemm.choose(Product(a_dtype, b_dtype, 300, 70, device, frozenset(proved))).NAME
+
+    assert chosen(SM_80) == chosen(SM_80, "another") == "tiled"
+    assert chosen(SM_80, "mma") == ("mma" if a_dtype == b_dtype != F32 else "tiled")
 
 
 def convolution(gradient: str, dtypes: tuple[str, str, str], device: Capabilities, **changes: Any) -> Convolution:
@@ -95,7 +107,9 @@ def test_convolutions(changes: dict[str, Any], dtypes: tuple[str, str, str], on_
 
 
 def test_an_engine_that_is_named_must_fit() -> None:
-    with pytest.raises(ValueError, match="gemm: no engine is called 'nonesuch'; there are dot_bf16, packed, tiled"):
+    with pytest.raises(
+        ValueError, match="gemm: no engine is called 'nonesuch'; there are dot_bf16, packed, mma, tiled"
+    ):
         gemm.choose(Product(F16, F16, 3, 4, FAST_DOT), "nonesuch")
     with pytest.raises(ValueError, match=r"gemm: the engine dot_bf16 does not.*on a processor whose dot product"):
         gemm.choose(Product(BF16, BF16, 3, 4, CPU), "dot_bf16")
@@ -113,6 +127,7 @@ def test_an_engine_that_is_named_must_fit() -> None:
 def test_the_choice_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def words(module: Any, dtype: str, device: Capabilities) -> str:
         monkeypatch.setattr(module, "capabilities", lambda queue: device)
+        monkeypatch.setattr(proof, "capabilities", lambda queue: device)
         return str(module.on_device(None, dtype))
 
     assert words(gemm, F16, GPU) == "products of float16: tiled kernel, tiles in local memory"

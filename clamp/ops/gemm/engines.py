@@ -7,10 +7,11 @@ from typing import Any, Protocol
 import pyopencl as cl
 
 from clamp.bridge import Tensor
-from clamp.opencl.device import Capabilities, capabilities
+from clamp.opencl.device import capabilities
 from clamp.ops import engine
-from clamp.ops.gemm import dot_bf16, packed, tiled
+from clamp.ops.gemm import dot_bf16, mma, packed, tiled
 from clamp.ops.gemm.problem import Epilogue, Operand, Problem
+from clamp.ops.gemm.proof import proved
 
 
 class Engine(engine.Engine[Problem], Protocol):
@@ -24,7 +25,7 @@ class Engine(engine.Engine[Problem], Protocol):
 
 
 #: the first that fits and pays runs
-ENGINES: tuple[Engine, ...] = (dot_bf16, packed, tiled)
+ENGINES: tuple[Engine, ...] = (dot_bf16, packed, mma, tiled)
 
 
 def choose(problem: Problem, name: str | None = None) -> Engine:
@@ -36,12 +37,17 @@ def choose(problem: Problem, name: str | None = None) -> Engine:
     return engine.choose("gemm", ENGINES, problem, name)
 
 
-def usual(device: Capabilities, dtype: str) -> Engine:
-    """The engine of large products of one storage type."""
-    return choose(Problem(dtype, dtype, 1024, 1024, device))
+def problem_on(queue: cl.CommandQueue, a_dtype: str, b_dtype: str, k: int, columns: int) -> Problem:
+    """A product on the queue's device, with what this can do, and the engines that are proved there."""
+    return Problem(a_dtype, b_dtype, k, columns, capabilities(queue), proved(queue))
+
+
+def usual(queue: cl.CommandQueue, dtype: str) -> Engine:
+    """The engine of large products of one storage type on the queue's device."""
+    return choose(problem_on(queue, dtype, dtype, 1024, 1024))
 
 
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:
     """How products of a storage type run on the queue's device, in words."""
-    chosen = usual(capabilities(queue), dtype)
+    chosen = usual(queue, dtype)
     return f"products of {dtype}: {chosen.NAME} kernel, {chosen.IN_WORDS}"

@@ -1,7 +1,8 @@
 """Matrix multiplication: 16-bit or fp32 storage, fp32 sums, bias and relu in the store.
 
 On CPU devices both operands are packed into panels for a register-blocked loop, which for two bfloat16 operands uses
-the processor's dot product if it has a fast one; every other device gets tiles in local memory (engines.py).
+the processor's dot product if it has a fast one; every other device gets tiles in local memory, and the matrix units
+of NVIDIA's GPUs where these are proved to compute right (engines.py).
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.device import capabilities
-from clamp.ops.gemm.engines import Engine, choose
+from clamp.ops.gemm.engines import Engine, choose, problem_on
 from clamp.ops.gemm.panels import Panels
 from clamp.ops.gemm.problem import DTYPES, Epilogue, Operand, Problem, operand_a, operand_b
 
@@ -86,7 +86,7 @@ def pack_b(b: Tensor, *, transpose: bool = False, a_dtype: str | None = None, en
         ValueError: fewer than two dimensions, an unknown dtype, or an engine that does not fit.
     """
     right = _matrix("pack_b", "b", b, transpose, operand_b)
-    problem = Problem(a_dtype or b.dtype, b.dtype, right.k, right.rows, capabilities(b.queue))
+    problem = problem_on(b.queue, a_dtype or b.dtype, b.dtype, right.k, right.rows)
     chosen = choose(problem, engine)
     return PackedB(problem, chosen, chosen.pack(right))
 
