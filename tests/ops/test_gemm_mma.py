@@ -1,4 +1,5 @@
-"""The GEMM on NVIDIA's matrix units, in plain C on any device (EMULATE), against float64 of the stored values."""
+"""The GEMM on NVIDIA's matrix units against float64 of the stored values: in plain C on any device (EMULATE), by the
+instructions where the device has them."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
+from clamp.opencl.device import capabilities
 from clamp.opencl.program import source
 from clamp.ops.engine import always
-from clamp.ops.gemm import engines, gemm, mma
+from clamp.ops.gemm import engines, gemm, mma, proof
 from clamp.ops.gemm.mma import Plan
 from tests.ops.gemm_reference import TRANSPOSES, check, random, stored
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, to_device, to_numpy
@@ -22,7 +24,7 @@ from tests.sweep import sweep
 
 pytestmark = pytest.mark.kernel
 
-AT_ONCE, LATE = 1, 2  # when copies to local memory arrive (kernels/async_copy.clh)
+INSTRUCTIONS, AT_ONCE, LATE = 0, 1, 2  # and when copies to local memory arrive (kernels/async_copy.clh)
 #: small ones, with lines of 2, 4 and 8 pieces, whichever dimension these run along; the first fits the simulator
 PLANS = (Plan(16, 32, 16, 2, (1, 1)), Plan(32, 64, 32, 3, (1, 2)), Plan(64, 32, 64, 4, (2, 1)))
 #: a whole tile of each plan; rows of whole pieces of 16 bytes, more and fewer than a tile's; any rows
@@ -37,10 +39,11 @@ Emulate = Callable[..., str]
 
 
 @pytest.fixture
-def emulate(monkeypatch: pytest.MonkeyPatch) -> Emulate:
+def emulate(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> Emulate:
     """Makes gemm know an emulated engine of a plan, and returns its name."""
+    usual = INSTRUCTIONS if proof.may_work(capabilities(queue)) else LATE
 
-    def make(plan: Plan, slices: int = 1, *, copies: int = LATE) -> str:
+    def make(plan: Plan, slices: int = 1, *, copies: int = usual) -> str:
         run = partial(mma.compute, plan=plan, slices=slices, emulate=copies)
         words = {"NAME": "emulated", "TAKES": "anything of 16 bits", "IN_WORDS": "mma in plain C"}
         engine = SimpleNamespace(**words, fits=always, pays=always, pack=mma.pack, run=run)
@@ -72,7 +75,7 @@ def test_shapes(
 
 
 @TRANSPOSES
-@pytest.mark.parametrize("copies", [AT_ONCE, LATE])
+@pytest.mark.parametrize("copies", [AT_ONCE, LATE], ids=["at once", "late"])
 def test_many_steps_in_few_stages(
     queue: cl.CommandQueue, simulated: bool, emulate: Emulate, transpose_a: bool, transpose_b: bool, copies: int
 ) -> None:
