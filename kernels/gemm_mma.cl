@@ -113,7 +113,7 @@ __kernel __attribute__((reqd_work_group_size(THREADS, 1, 1))) void gemm(
     __global const STORAGE(BIAS_T) *restrict bias, const ulong M, const ulong N, const ulong K, const ulong a_pitch,
     const ulong a_batch, const ulong b_pitch, const ulong b_batch, const ulong slice, const uint slices,
     const int has_bias, const int relu) {
-    __local uint4 pool[POOL_PIECES];
+    __local uint4 pool[POOL_PIECES] __attribute__((aligned(128))); // begins at the first bank
     const uint lane = get_local_id(0) % 32, warp = get_local_id(0) / 32;
     const uint warp_m = warp / WARPS_N * WARP_M, warp_n = warp % WARPS_N * WARP_N;
     const uint tiles_m = (M + TILE_M - 1) / TILE_M, tiles_n = (N + TILE_N - 1) / TILE_N;

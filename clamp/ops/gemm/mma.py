@@ -26,7 +26,7 @@ DTYPES = ("float16", "bfloat16")
 
 _GEMM = Kernel("gemm_mma.cl", "gemm")
 _ADD_SLICES = Kernel("gemm_slices.cl", "add_slices")
-_LEAST_SLICE = 256  # steps of k: with fewer the second launch costs more than it saves
+_LEAST_SLICE = 256  # steps of k, so that adding the slices is little beside summing them (not measured)
 _ADDERS = 256  # work-items of a group that adds slices
 
 
@@ -87,8 +87,12 @@ def run(a: Operand, b: Operand, c: Tensor, epilogue: Epilogue) -> None:
 
 
 def _plan(rows: int, columns: int, matrices: int, units: int) -> Plan:
-    """The largest that gives every compute unit a tile; the smallest if none does."""
-    return next((plan for plan in PLANS if plan.tiles(rows, columns) * matrices >= units), PLANS[-1])
+    """The largest that gives every compute unit a tile, if tiles are more than half full; otherwise the smallest."""
+    for plan in PLANS:
+        is_full = rows > plan.rows // 2 and columns > plan.columns // 2
+        if is_full and plan.tiles(rows, columns) * matrices >= units:
+            return plan
+    return PLANS[-1]
 
 
 def _slices(tiles: int, k: int, units: int) -> int:
