@@ -1,21 +1,22 @@
-// gemm_mma.cl: C = epilogue(op(A) op(B)) of 16-bit operands with fp32 sums, on the matrix units of NVIDIA's GPUs (compute
-// capability 8.0 and later).
+// gemm_mma.cl: C = epilogue(op(A) op(B)) of 16-bit operands with fp32 sums, on the matrix units of NVIDIA's GPUs
+// (compute capability 8.0 and later).
 //
-//                          TILE_K a step                    a work-group: a TILE_M x TILE_N tile of C
-//                       +------+------+-------+              +---------+---------+
-//   global memory  A  TILE_M   |      |  ...  |              | warp 0  | warp 1  | WARP_M x WARP_N sums a warp,
-//                       +------+------+-------+              +---------+---------+ in registers: blocks of 16 x 16,
-//            |                                               | warp 2  | warp 3  | each of two mma
-//            | copy_async: tile s + STAGES - 1               +---------+---------+
-//            v                                        B alike, TILE_N columns      |
-//   local memory   [ tile s | tile s+1 | ... ]   STAGES stages, each of A and B    |  a slab of 16 rows a warp at a time
-//            |                                                                     v  through the same local memory
-//            | load_fragment (ldmatrix)                              global memory C: bias, relu, rounding, 16 bytes
-//            v                                                       a store
-//   registers      16 x 16 of A, 16 x 16 of B  --mma-->  sums
+//       global memory                local memory                    registers of a warp
 //
-// One barrier a step: behind it tile s has arrived (each work-item has waited for its own copies), and everybody has left
-// tile s - 1, whose stage takes the next copies. (CUTLASS: "multistage" main loop of its SM80 kernels.)
+//       TILE_K a step                STAGES stages
+//      +-----+-----+---+             +-----+-----+---+               16 x 16
+//   A  |  s  | s+1 |   | TILE_M ---> |  s  | s+1 |   | --ldmatrix--> +---+          WARP_N
+//      +-----+-----+---+   copy_     +-----+-----+---+               | a |       +---------+
+//   B  |  s  | s+1 |   | TILE_N ---> |  s  | s+1 |   | --ldmatrix--> +---+ -mma->|  sums   | WARP_M
+//      +-----+-----+---+   async     +-----+-----+---+               | b |       +---------+
+//                                                                    +---+            |
+//      +---------+---------+                                                          |
+//   C  | warp 0  | warp 1  | TILE_M  <--- slabs, 16 rows of sums a warp  <------------+
+//      +---------+---------+              (bias, relu, rounding, 16 bytes a store)
+//            TILE_N
+//
+// One barrier a step: behind it tile s has arrived (each work-item has waited for its own copies), and everybody has
+// left tile s - 1, whose stage takes the next copies. (CUTLASS: "multistage" main loop of its SM80 kernels.)
 //
 //   TILE_M, TILE_N, TILE_K   the tiles; STAGES of them are held
 //   WARPS_M, WARPS_N         warps of a work-group, by rows and columns of C; 32 work-items each
@@ -24,8 +25,8 @@
 //   A_K_MAJOR, B_K_MAJOR     1: k is the contiguous dimension; 0: the other one is
 //   A_ALIGNED, B_ALIGNED     1: what is contiguous begins at multiples of 16 bytes; 0: copied element by element
 //   FULL                     1: M, N and k are whole tiles; 0: zero beyond the matrices
-//   EMULATE                  0: NVIDIA's instructions (default). 1, 2: the same in plain C for any device, with copies that
-//                            arrive at once, or as late as they may (async_copy.clh)
+//   EMULATE                  0: NVIDIA's instructions (default). 1, 2: the same in plain C for any device, with copies
+//                            that arrive at once, or as late as they may (async_copy.clh)
 
 #ifndef EMULATE
 #define EMULATE 0
@@ -106,8 +107,9 @@ static inline matrix_t matrix_of(__global const ushort *elements, const bool k_m
     }
 
 // Work-group (matrix of the batch, slice of k, tile of C), the last the fastest, of THREADS work-items. `pitch` and
-// `batch`, in elements, lead to the next line and to the next matrix; a batch of 0 uses one matrix for all. A slice sums
-// `slice` of k, whole tiles; C then has a matrix for each, which gemm_slices.cl adds up. One slice: slice is K at least.
+// `batch`, in elements, lead to the next line and to the next matrix; a batch of 0 uses one matrix for all. A slice
+// sums `slice` of k, whole tiles; C then has a matrix for each, which gemm_slices.cl adds up. Of one slice, `slice` is
+// K at least.
 __kernel __attribute__((reqd_work_group_size(THREADS, 1, 1))) void gemm(
     __global const ushort *restrict A, __global const ushort *restrict B, __global STORAGE(OUT_T) *restrict C,
     __global const STORAGE(BIAS_T) *restrict bias, const ulong M, const ulong N, const ulong K, const ulong a_pitch,
