@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from netcl.nn.batchnorm import BatchNorm2dModule
 from netcl.nn.layers import Module
 from netcl.nn.state import invalidate_derived as invalidate_derived
 
+from clamp.bridge.living import living
 from clamp.bridge.masters import model_parameter
 from clamp.bridge.tensors import Tensor, is_weight
 
@@ -81,8 +81,7 @@ def parameter_names(params: Sequence[Tensor]) -> list[str]:
 def _names_in_modules(wanted: set[int]) -> dict[int, str]:
     """Names of tensors, by id, from all layers and models that there are."""
     names: dict[int, str] = {}
-    kinds = set(module_classes())
-    for module in [x for x in gc.get_objects() if type(x) in kinds]:
+    for module in living(Module):
         for name, tensor in module_tensors(module):
             # The module that holds the others has the longest names.
             if id(tensor) in wanted and name.count(".") >= names.get(id(tensor), "").count("."):

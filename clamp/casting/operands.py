@@ -112,8 +112,8 @@ class Casting(Protocol):
         """Dtype of the result."""
 
 
-class _AsGiven:
-    """Operands are read in the dtype they have."""
+class _EachOperand:
+    """Arguments become operands one by one; here in the dtype that they have."""
 
     def operands(self, *xs: TensorLike) -> tuple[Operand, ...]:
         operands = tuple(self._operand(x) for x in xs)
@@ -125,28 +125,28 @@ class _AsGiven:
         return Operand(x, owned_value(x))
 
 
-class Float(_AsGiven):
+class Float(_EachOperand):
     """fp32 result; the kernels widen 16-bit operands as they load them."""
 
     def result_dtype(self, *operands: Operand) -> str:
         return "float32"
 
 
-class Promote(_AsGiven):
+class Promote(_EachOperand):
     """The widest of the operands' dtypes; float16 and bfloat16 together give float32."""
 
     def result_dtype(self, *operands: Operand) -> str:
         return widest(*(operand.value.dtype for operand in operands))
 
 
-class Match(_AsGiven):
+class Match(_EachOperand):
     """The first operand's dtype."""
 
     def result_dtype(self, *operands: Operand) -> str:
         return bridge.canonical_dtype(operands[0].value.dtype)
 
 
-class Half(_AsGiven):
+class Half(_EachOperand):
     """Operands in the AMP dtype, result in the AMP dtype.
 
     A leaf keeps its own node as the parent, so its gradient is written in its own dtype, straight from the

@@ -136,8 +136,11 @@ def test_an_eval_graph_recorded_before_training_returns_todays_results(queue: cl
     assert_as_fresh(infer, x_of(queue))
 
 
-def test_memory_that_only_moved_is_rebound_without_recording_anew(queue: cl.CommandQueue) -> None:
+@pytest.mark.parametrize("set_aside", [False, True], ids=["seen", "set aside by gc.freeze"])
+def test_memory_that_only_moved_is_rebound_without_recording_anew(queue: cl.CommandQueue, set_aside: bool) -> None:
     layer = Linear(queue, 10, 3)
+    if set_aside:
+        gc.freeze()
     graph = recorded(Infer(layer), x_of(queue))
     other = np.random.default_rng(3).standard_normal((10, 3)).astype(np.float32)
     layer.weight.buffer = Parameter.from_host(queue, other).buffer

@@ -36,9 +36,8 @@ Seen: TypeAlias = tuple[weakref.ref[Tensor], Any]  # a tensor and its memory
 
 
 def living_tensors() -> list[Seen]:
-    """All tensors of the process that lie in device memory. Takes milliseconds: it looks at every object there is."""
-    found = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
-    seen = [(weakref.ref(x), vars(x).get("buffer")) for x in found]
+    """All tensors of the process that lie in device memory."""
+    seen = [(weakref.ref(x), vars(x).get("buffer")) for x in bridge.living(Tensor)]
     return [(ref, buffer) for ref, buffer in seen if buffer is not None]
 
 
