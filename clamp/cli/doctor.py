@@ -20,10 +20,10 @@ from clamp import amp
 from clamp.bridge import Tensor
 from clamp.cli.devices import describe, is_simulator
 from clamp.opencl.device import NoDeviceError, capabilities, intel_cpu_runtime, list_devices
+from clamp.opencl.proofs import RIGHT
 from clamp.ops.cast import cast
 from clamp.ops.gemm import gemm
-from clamp.ops.gemm.engines import usual
-from clamp.ops.gemm.proof import may_work, proved
+from clamp.ops.gemm.engines import MATRIX_UNITS, usual
 
 _M, _N, _K = 33, 17, 40  # no multiples of a tile: the edges are checked, too
 _PRECISIONS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}  # steps at 1
@@ -114,13 +114,16 @@ def _fate_of_a_context(device: cl.Device) -> str:
 
 
 def _matrix_units(queue: cl.CommandQueue) -> Iterator[tuple[str, str]]:
-    """What became of the engine that must be proved, on an NVIDIA GPU."""
+    """What became of the engines that must be proved, on an NVIDIA GPU."""
     found = capabilities(queue)
     if found.compute_capability == (0, 0):
         return
-    verdict = "mma right, and used" if proved(queue) else "mma wrong, or refused by the driver: not used"
-    major, minor = found.compute_capability
-    yield "matrix units", f"compute capability {major}.{minor}, {verdict if may_work(found) else 'too old for mma'}"
+    yield "matrix units", "compute capability {}.{}".format(*found.compute_capability)
+    for unit in MATRIX_UNITS:
+        if not unit.may_work(found):
+            yield f"  {unit.NAME}", "not on this processor"
+        for plan, verdict in unit.verdicts(queue, anew=True).items():
+            yield f"  {unit.NAME}", f"{plan}: {'right, and used' if verdict == RIGHT else f'NOT used: {verdict}'}"
 
 
 def self_check(device: cl.Device) -> str:

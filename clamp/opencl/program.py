@@ -16,11 +16,12 @@ from __future__ import annotations
 import re
 import threading
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyopencl as cl
@@ -32,6 +33,8 @@ _COMMON = "common.clh"
 # Scalars by their names in OpenCL C. A program is built with -cl-kernel-arg-info, so that its kernels know them.
 _SCALARS = {"int": np.int32, "uint": np.uint32, "long": np.int64, "ulong": np.uint64, "float": np.float32}
 _OPTIONS = ("-cl-kernel-arg-info",)
+
+Finish: TypeAlias = Callable[[bytes], bytes]
 
 _lock = threading.Lock()  # around the two tables, never around a build
 _programs: dict[tuple[Any, ...], Built] = {}
@@ -88,10 +91,12 @@ class Kernel:
     Attributes:
         file: name of the file.
         name: of the kernel in it.
+        finish: what makes the program's binary out of the compiler's; None where that is good as it is.
     """
 
     file: str
     name: str
+    finish: Finish | None = None
 
     def __call__(
         self, queue: cl.CommandQueue, global_size: tuple[int, ...], local_size: tuple[int, ...] | None, /, *args: Any,
@@ -113,7 +118,7 @@ class Kernel:
         """This thread's kernel for the queue's context, compiled with ``macros``.
 
         Raises:
-            KernelBuildError: the device's compiler rejected the program.
+            KernelBuildError: the device's compiler rejected the program, or ``finish`` raised ValueError.
         """
         key = (queue.context.int_ptr, self, *macros.items())
         try:
@@ -122,7 +127,7 @@ class Kernel:
             _per_thread.kernels = {}
         except KeyError:
             pass
-        built = _get_program(queue.context, self.file, macros)
+        built = _get_program(queue.context, self.file, macros, self.finish)
         kernel = cl.Kernel(built.program, self.name)
         kernel.set_scalar_arg_dtypes([_scalar_type(name) for name in built.signatures[self.name]])
         _per_thread.kernels[key] = kernel
@@ -153,16 +158,16 @@ def release_programs(context: cl.Context | None = None) -> None:
         prepared.known.clear()
 
 
-def _get_program(context: cl.Context, file: str, macros: dict[str, object]) -> Built:
+def _get_program(context: cl.Context, file: str, macros: dict[str, object], finish: Finish | None = None) -> Built:
     # The program keeps its context alive, so the pointer in the key stays unique.
-    key = (context.int_ptr, file, *sorted(macros.items()))
+    key = (context.int_ptr, file, finish, *sorted(macros.items()))
     with _lock:
         if key in _programs:
             return _programs[key]
         building = _building.setdefault(key, threading.Lock())
     with building:  # others may build other programs meanwhile
         if key not in _programs:
-            built = _build(context, file, macros)
+            built = _build(context, file, macros, finish)
             with _lock:
                 _programs[key] = built
         return _programs[key]
@@ -173,7 +178,7 @@ def _prefetches(device: cl.Device) -> bool:
     return bool(device.type & cl.device_type.CPU) and device.platform.name != "Oclgrind"
 
 
-def _build(context: cl.Context, file: str, macros: dict[str, object]) -> Built:
+def _build(context: cl.Context, file: str, macros: dict[str, object], finish: Finish | None) -> Built:
     text = f'#line 1 "{_COMMON}"\n{source(_COMMON)}\n#line 1 "{file}"\n{source(file)}'
     options = [*_OPTIONS, *(f"-D{name}={value}" for name, value in macros.items())]
     if all(map(_prefetches, context.devices)):
@@ -195,10 +200,22 @@ def _build(context: cl.Context, file: str, macros: dict[str, object]) -> Built:
     # Program.all_kernels() of pyopencl keeps its kernels for good, and so the program.
     names = str(program.get_info(cl.program_info.KERNEL_NAMES)).split(";")
     signatures = {name: _argument_types(cl.Kernel(program, name)) for name in names if name}
+    if finish is not None:
+        program = _finished(context, program, finish, file)
     if file_kept is not None:
         made: Any = program.get_info(cl.program_info.BINARIES)
         binaries.store(file_kept, Kept(made[0], signatures))
     return Built(program, signatures)
+
+
+def _finished(context: cl.Context, program: cl.Program, finish: Finish, file: str) -> cl.Program:
+    """The program that ``finish`` makes of one."""
+    made: Any = program.get_info(cl.program_info.BINARIES)
+    try:
+        return cl.Program(context, context.devices, [finish(binary) for binary in made]).build()
+    except (ValueError, cl.Error) as error:
+        devices = ", ".join(device.name for device in context.devices)
+        raise KernelBuildError(f"{file} as {devices} compiles it cannot be finished: {error}") from error
 
 
 def _argument_types(kernel: cl.Kernel) -> list[str]:

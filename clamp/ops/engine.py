@@ -1,8 +1,8 @@
 """How an operation that can be computed in several ways chooses one.
 
-An engine is a module with the names of `Engine` beside the functions that compute. An operation has one ordered list
-of them; the first that fits and pays runs. Problems are plain values (extents, dtypes, what the device can do), so
-choosing touches no device.
+An engine is a module, or an object, with the names of `Engine` beside the functions that compute. An operation has one
+ordered list of them; the first that fits and pays runs. Problems are plain values (extents, dtypes, what the device can
+do), so choosing touches no device.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ P = TypeVar("P", contravariant=True)
 
 
 class Engine(Protocol[P]):
-    """What a choice asks of an engine; the functions that compute are in each package's own protocol.
+    """What a choice asks of an engine; the functions that compute are in each package's own protocol."""
 
-    Attributes:
-        NAME: as callers and `python -m clamp doctor` name it.
-        TAKES: the problems that fit, in words.
-        IN_WORDS: how it computes, as `python -m clamp lists` prints it.
-    """
+    @property
+    def NAME(self) -> str:
+        """As callers and `python -m clamp doctor` name it."""
 
-    NAME: str
-    TAKES: str
-    IN_WORDS: str
+    @property
+    def TAKES(self) -> str:
+        """The problems that fit, in words."""
+
+    @property
+    def IN_WORDS(self) -> str:
+        """How it computes, as `python -m clamp lists` prints it."""
 
     def fits(self, problem: P, /) -> bool:
         """Whether it can compute a problem at all."""

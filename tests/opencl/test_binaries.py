@@ -10,7 +10,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.opencl import binaries, program
+from clamp.opencl import binaries, program, user_cache
 from clamp.opencl.device import capabilities
 from clamp.ops.cast import cast
 from tests.reference import to_device, to_numpy
@@ -80,7 +80,7 @@ def test_a_program_under_the_name_of_another_is_not_loaded(queue: cl.CommandQueu
 
 def test_a_binary_that_the_driver_refuses_is_written_anew(queue: cl.CommandQueue, file: Path) -> None:
     content = b'{"cast": []}\nno binary'
-    file.write_bytes(binaries._digest(file, content) + b"\n" + content)
+    file.write_bytes(user_cache._digest(file, content) + b"\n" + content)
     _halves(queue)
     kept = binaries.load(file)
     assert kept is not None

@@ -12,7 +12,7 @@ from clamp.ops.conv import Window
 from clamp.ops.conv import engines as conv
 from clamp.ops.conv.problem import Problem as Convolution
 from clamp.ops.gemm import engines as gemm
-from clamp.ops.gemm import proof
+from clamp.ops.gemm import matrix_units
 from clamp.ops.gemm.problem import Problem as Product
 
 GPU = Capabilities(
@@ -108,7 +108,7 @@ def test_convolutions(changes: dict[str, Any], dtypes: tuple[str, str, str], on_
 
 def test_an_engine_that_is_named_must_fit() -> None:
     with pytest.raises(
-        ValueError, match="gemm: no engine is called 'nonesuch'; there are dot_bf16, packed, mma, tiled"
+        ValueError, match="gemm: no engine is called 'nonesuch'; there are dot_bf16, packed, wgmma, mma, tiled"
     ):
         gemm.choose(Product(F16, F16, 3, 4, FAST_DOT), "nonesuch")
     with pytest.raises(ValueError, match=r"gemm: the engine dot_bf16 does not.*on a processor whose dot product"):
@@ -127,7 +127,7 @@ def test_an_engine_that_is_named_must_fit() -> None:
 def test_the_choice_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def words(module: Any, dtype: str, device: Capabilities) -> str:
         monkeypatch.setattr(module, "capabilities", lambda queue: device)
-        monkeypatch.setattr(proof, "capabilities", lambda queue: device)
+        monkeypatch.setattr(matrix_units, "capabilities", lambda queue: device)
         return str(module.on_device(None, dtype))
 
     assert words(gemm, F16, GPU) == "products of float16: tiled kernel, tiles in local memory"

@@ -1,64 +1,85 @@
-"""An engine that must be proved is used where the proof passed, and nowhere else: no device of the tests is a GPU, so
-what the device can do is pretended, and the engine runs in plain C."""
+"""An engine that must be proved is used where its trials passed, and nowhere else: no device of the tests is a GPU, so
+what the device can do is pretended, and the engine runs in plain C, in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.opencl import program
+from clamp.opencl import program, proofs
 from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import KernelBuildError
-from clamp.ops.gemm import engines, gemm, mma, proof
-from clamp.ops.gemm.mma import Plan
+from clamp.ops.gemm import engines, gemm, matrix_units, tiled
+from clamp.ops.gemm.engines import MATRIX_UNITS
+from clamp.ops.gemm.matrix_units import MatrixUnit
+from clamp.ops.gemm.mma import MMA
+from clamp.ops.gemm.plan import Plan, best_plan, slices_of
+from clamp.ops.gemm.wgmma import WGMMA
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
-_COMPUTE = mma.compute
-_PLANS = (Plan(16, 32, 16, 2, (1, 1)), Plan(32, 16, 32, 3, (2, 1)))
+_LARGE, _SMALL = Plan(32, 16, 32, 3, (2, 1)), Plan(16, 32, 16, 2, (1, 1))
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_proved_yet() -> object:
-    forget = proof.is_proved.cache_clear
-    forget()
-    yield
-    forget()
+@dataclass(frozen=True)
+class _Pretended(MatrixUnit):
+    """An engine in plain C, but for what ``instead`` does."""
+
+    instead: Callable[..., None] | None = None
+
+    def compute(self, *product: Any, **options: Any) -> None:
+        if self.instead is not None:
+            self.instead(*product)
+        super().compute(*product, **options, emulate=1)
 
 
 @pytest.fixture
-def sm_80(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> Capabilities:
-    """Lets the queue's device pass for a GPU with matrix units; its engine runs in plain C."""
+def pretend(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MatrixUnit]:
+    """Lets the queue's device pass for a GPU with matrix units; what its engine does instead may be given."""
     device = replace(capabilities(queue), is_cpu=False, dot_bf16=False, compute_capability=(8, 0))
-    for module in (engines, proof, mma):
+    for module in (engines, matrix_units):
         monkeypatch.setattr(module, "capabilities", lambda queue: device)
-    monkeypatch.setattr(mma, "PLANS", _PLANS)
-    monkeypatch.setattr(mma, "compute", partial(_COMPUTE, emulate=1))
-    return device
+    monkeypatch.setattr(proofs, "_verdicts", {})
+    monkeypatch.setenv("CLAMP_CACHE_DIR", "off")
+
+    def make(instead: Callable[..., None] | None = None) -> MatrixUnit:
+        unit = _Pretended(**vars(replace(MMA, plans=(_LARGE, _SMALL))), instead=instead)
+        monkeypatch.setattr(engines, "ENGINES", (unit, tiled))
+        monkeypatch.setattr(engines, "MATRIX_UNITS", (unit,))
+        monkeypatch.setattr(proofs, "resolve_name", lambda where: unit)
+        monkeypatch.setattr(proofs, "_tried", _tried_here)
+        return unit
+
+    return make
+
+
+def _tried_here(device: cl.Device, where: str, names: list[str]) -> dict[str, str]:
+    found = proofs.tried_here(device, proofs.resolve_name(where), names)
+    return {name: verdict for name, verdict in found if verdict is not None}
 
 
 def product(queue: cl.CommandQueue, dtype: str = "float16") -> Any:
     return gemm(to_device(queue, np.ones((3, 8)), dtype), to_device(queue, np.ones((8, 5)), dtype), out_dtype=dtype)
 
 
-def test_a_gpu_on_which_the_proof_passes_uses_the_engine(
-    queue: cl.CommandQueue, sm_80: Capabilities, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_on_which_the_trials_pass_uses_the_engine(
+    queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = program.built_programs()
-    assert proof.proved(queue) == {"mma"}
-    assert program.built_programs() == held, "the proof's programs are let go"
+    unit, held = pretend(), program.built_programs()
+    assert engines.proved(queue) == {"mma"}
+    assert unit.proved_plans(queue) == (_LARGE, _SMALL)
+    assert program.built_programs() == held, "the programs of the trials are let go"
     for dtype in HALF_DTYPES:
-        assert engines.usual(queue, dtype) is mma
+        assert engines.usual(queue, dtype) is unit
         assert "products of " + dtype + ": mma kernel" in engines.on_device(queue, dtype)
         np.testing.assert_array_equal(to_numpy(product(queue, dtype)), np.full((3, 5), 8.0))
-    assert engines.usual(queue, "float32").NAME == "tiled"
-    monkeypatch.setattr(mma, "compute", _raise(AssertionError("the proof is made once")))
-    assert engines.usual(queue, "float16") is mma
+    assert engines.usual(queue, "float32") is tiled
+    monkeypatch.setattr(proofs, "_tried", _raise(AssertionError("it is tried once")))
+    assert engines.usual(queue, "float16") is unit
 
 
 def _raise(error: BaseException) -> Callable[..., None]:
@@ -68,57 +89,89 @@ def _raise(error: BaseException) -> Callable[..., None]:
     return raises
 
 
-def _wrong(left: Any, right: Any, c: Any, *others: Any) -> None:
-    """In one of the layouts one element is the next larger number."""
-    _COMPUTE(left, right, c, *others, emulate=1)
+def _refuse_the_large(left: Any, right: Any, c: Any, epilogue: Any, plan: Plan, *others: Any) -> None:
+    if plan is _LARGE:
+        raise cl.RuntimeError("clEnqueueNDRangeKernel failed: OUT_OF_RESOURCES")
+
+
+def test_a_plan_that_fails_leaves_the_others(queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit]) -> None:
+    unit = pretend(_refuse_the_large)
+    assert unit.verdicts(queue)[str(_LARGE)] == "RuntimeError: clEnqueueNDRangeKernel failed: OUT_OF_RESOURCES"
+    assert unit.proved_plans(queue) == (_SMALL,)
+    np.testing.assert_array_equal(to_numpy(product(queue)), np.full((3, 5), 8.0))
+
+
+def _compute_wrong(left: Any, right: Any, *others: Any) -> None:
+    """In one of the layouts one element of an operand is the next larger number."""
     if left.stride_k != 1 and right.stride_k == 1:
-        bits = np.empty(c.shape, np.uint32 if c.dtype == "float32" else np.uint16)
-        cl.enqueue_copy(c.queue, bits, c.buffer)
+        bits = np.empty(right.tensor.shape, np.uint16)
+        cl.enqueue_copy(right.tensor.queue, bits, right.tensor.buffer)
         bits[-1, -1] += 1
-        cl.enqueue_copy(c.queue, c.buffer, bits)
+        cl.enqueue_copy(right.tensor.queue, right.tensor.buffer, bits)
 
 
 @pytest.mark.parametrize(
-    "compute",
+    "instead",
     [
         pytest.param(_raise(KernelBuildError("asm is refused")), id="does not build"),
         pytest.param(_raise(cl.RuntimeError("clEnqueueNDRangeKernel failed: OUT_OF_RESOURCES")), id="does not launch"),
         pytest.param(_raise(MemoryError()), id="something else"),
-        pytest.param(lambda *args: None, id="writes nothing"),
-        pytest.param(_wrong, id="one wrong number"),
+        pytest.param(_compute_wrong, id="one wrong number"),
     ],
 )
-def test_whatever_goes_wrong_in_the_proof_leaves_the_engine_out(
-    queue: cl.CommandQueue, sm_80: Capabilities, monkeypatch: pytest.MonkeyPatch, compute: Callable[..., None]
+def test_whatever_goes_wrong_in_the_trials_leaves_the_engine_out(
+    queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], instead: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(mma, "compute", compute)
-    assert proof.proved(queue) == frozenset()
-    assert engines.usual(queue, "float16").NAME == "tiled"
+    pretend(instead)
+    assert engines.proved(queue) == frozenset()
+    assert engines.usual(queue, "float16") is tiled
     np.testing.assert_array_equal(to_numpy(product(queue)), np.full((3, 5), 8.0))
 
 
-def test_a_context_that_is_not_to_be_had_leaves_the_engine_out(
-    queue: cl.CommandQueue, sm_80: Capabilities, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_that_writes_nothing_is_left_out(
+    queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof.cl, "Context", _raise(cl.MemoryError("clCreateContext failed: OUT_OF_HOST_MEMORY")))
-    assert proof.proved(queue) == frozenset()
+    pretend()
+    monkeypatch.setattr(_Pretended, "compute", lambda self, *product: None)
+    assert engines.proved(queue) == frozenset()
+
+
+def test_a_context_that_is_not_to_be_had_leaves_the_engine_out(
+    queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend()
+    monkeypatch.setattr(proofs.cl, "Context", _raise(cl.MemoryError("clCreateContext failed: OUT_OF_HOST_MEMORY")))
+    assert engines.proved(queue) == frozenset()
+
+
+@pytest.mark.parametrize("unit", MATRIX_UNITS, ids=lambda unit: unit.NAME)
+def test_the_instructions_themselves_are_refused_by_other_devices(queue: cl.CommandQueue, unit: MatrixUnit) -> None:
+    """In a process of its own: what a compiler makes of them is nobody's promise."""
+    if capabilities(queue).compute_capability != (0, 0):
+        pytest.skip("an NVIDIA GPU")
+    names = [str(plan) for plan in unit.plans[-1:]]
+    found = proofs._tried(queue.device, unit.where, names)
+    assert found.keys() == set(names)
+    assert proofs.RIGHT not in found.values()
 
 
 def test_other_devices_prove_nothing(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    if proof.may_work(capabilities(queue)):
+    if MMA.may_work(capabilities(queue)):
         pytest.skip("a device with matrix units")
-    monkeypatch.setattr(proof, "is_proved", _raise(AssertionError("proved")))
-    assert proof.proved(queue) == frozenset()
+    monkeypatch.setattr(proofs, "verdicts", _raise(AssertionError("tried")))
+    assert engines.proved(queue) == frozenset()
     product(queue)
     with pytest.raises(ValueError, match=r"gemm: the engine mma does not compute float16 by float16.*NVIDIA GPU"):
         gemm(*[to_device(queue, np.ones((4, 4)), "float16")] * 2, out_dtype="float16", engine="mma")
 
 
-def test_generations_before_the_instructions_are_not_tried() -> None:
-    for number in ((7, 5), (0, 0)):
-        assert not proof.may_work(_capable(number))
-    for number in ((8, 0), (8, 6), (9, 0), (12, 0)):
-        assert proof.may_work(_capable(number))
+def test_other_generations_are_not_tried() -> None:
+    for unit, without, those_with in (
+        (MMA, ((7, 5), (0, 0)), ((8, 0), (8, 6), (9, 0), (12, 0))),
+        (WGMMA, ((8, 9), (10, 0), (12, 0), (0, 0)), ((9, 0),)),
+    ):
+        assert not any(unit.may_work(_capable(number)) for number in without)
+        assert all(unit.may_work(_capable(number)) for number in those_with)
 
 
 def _capable(number: tuple[int, int]) -> Capabilities:
@@ -143,14 +196,13 @@ def _capable(number: tuple[int, int]) -> Capabilities:
 )
 def test_the_plan_is_a_matter_of_extents(shape: tuple[int, int, int], matrices: int, plan: int, slices: int) -> None:
     m, n, k = shape
-    chosen = mma._plan(m, n, matrices, 108)
-    assert chosen is mma.PLANS[plan]
-    assert mma._slices(chosen.tiles(m, n) * matrices, k, 108) == slices
+    chosen = best_plan(MMA.plans, m, n, matrices, 108)
+    assert chosen is MMA.plans[plan]
+    assert slices_of(chosen.tiles(m, n) * matrices, k, 108) == slices
 
 
-def test_the_plans_fit_what_every_such_gpu_has() -> None:
-    for plan in mma.PLANS:
-        pipeline = plan.stages * (plan.rows + plan.columns) * plan.k * 2
-        slabs = plan.warps[0] * plan.warps[1] * 16 * (plan.columns // plan.warps[1] + 8) * 4
-        assert max(pipeline, slabs) <= 48 * 1024
-        assert plan.threads <= 1024
+def test_the_last_plan_fits_what_every_such_gpu_has() -> None:
+    for unit in MATRIX_UNITS:
+        assert unit.plans[-1].local_memory_bytes <= 48 * 1024
+        assert all(plan.threads <= 1024 for plan in unit.plans)
+        assert len({str(plan) for plan in unit.plans}) == len(unit.plans), "verdicts go by names"

@@ -9,9 +9,9 @@ import pyopencl as cl
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops import engine
-from clamp.ops.gemm import dot_bf16, mma, packed, tiled
+from clamp.ops.gemm import dot_bf16, mma, packed, tiled, wgmma
+from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.problem import Epilogue, Operand, Problem
-from clamp.ops.gemm.proof import proved
 
 
 class Engine(engine.Engine[Problem], Protocol):
@@ -25,7 +25,10 @@ class Engine(engine.Engine[Problem], Protocol):
 
 
 #: the first that fits and pays runs
-ENGINES: tuple[Engine, ...] = (dot_bf16, packed, mma, tiled)
+ENGINES: tuple[Engine, ...] = (dot_bf16, packed, wgmma.WGMMA, mma.MMA, tiled)
+
+#: those of them that must be proved on a device
+MATRIX_UNITS = tuple(engine for engine in ENGINES if isinstance(engine, MatrixUnit))
 
 
 def choose(problem: Problem, name: str | None = None) -> Engine:
@@ -40,6 +43,11 @@ def choose(problem: Problem, name: str | None = None) -> Engine:
 def problem_on(queue: cl.CommandQueue, a_dtype: str, b_dtype: str, k: int, columns: int) -> Problem:
     """A product on the queue's device, with what this can do, and the engines that are proved there."""
     return Problem(a_dtype, b_dtype, k, columns, capabilities(queue), proved(queue))
+
+
+def proved(queue: cl.CommandQueue) -> frozenset[str]:
+    """Names of the engines that have a plan which is proved on the queue's device."""
+    return frozenset(unit.NAME for unit in MATRIX_UNITS if unit.proved_plans(queue))
 
 
 def usual(queue: cl.CommandQueue, dtype: str) -> Engine:

@@ -1,14 +1,13 @@
-"""The proof of engines that are used only on devices where they have computed right: built, run, compared with numpy.
+"""What is tried of matrix units before they are used (clamp/opencl/proofs.py): small products, compared with numpy's.
 
 A driver may refuse inline PTX, compile it to something else, or lack the local memory that it promised. Whatever goes
-wrong in a proof means that the engine is not used; nobody hears of it but `python -m clamp doctor`.
+wrong in a trial means that its plan is not used; nobody hears of it but `python -m clamp doctor`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -16,63 +15,39 @@ import numpy as np
 import numpy.typing as npt
 import pyopencl as cl
 
-from clamp.opencl.device import Capabilities, capabilities
-from clamp.opencl.program import release_programs
-from clamp.opencl.recording import unrecorded
-from clamp.ops.gemm import mma
-from clamp.ops.gemm.mma import Plan
+from clamp.ops.gemm.plan import Plan
 from clamp.ops.gemm.problem import Epilogue, operand_a, operand_b
 
-_FIRST_CAPABILITY = (8, 0)  # has mma.m16n8k16 of both storage types, and cp.async
+Case = tuple[str, tuple[bool, bool], tuple[int, int, int]]
 
 
-def proved(queue: cl.CommandQueue) -> frozenset[str]:
-    """Names of the engines that are proved on the queue's device; tried once a process, where they may work."""
-    return frozenset({mma.NAME}) if may_work(capabilities(queue)) and is_proved(queue.device) else frozenset()
+def cases(plan: Plan, number: int) -> Iterator[Case]:
+    """Types, transposes and shapes (M, N, K) of a plan's trial.
 
-
-def may_work(device: Capabilities) -> bool:
-    """Whether the device is of a kind that has the instructions of mma.py."""
-    return device.compute_capability >= _FIRST_CAPABILITY
-
-
-@cache
-def is_proved(device: cl.Device) -> bool:
-    """Whether mma.py computes right on a device, by every plan, in each storage type and layout.
-
-    The proof has a context of its own: what a launch that failed leaves of a context, nobody else should live with.
+    Shapes are whole tiles, rows of whole pieces of 16 bytes, and any rows: each layout meets two of the three.
     """
-    try:
-        context = cl.Context([device])
-        try:
-            with unrecorded():
-                queue = cl.CommandQueue(context, device)
-                return all(_is_right(queue, *case) for case in _cases())
-        finally:
-            release_programs(context)
-    except Exception:
-        return False
+    for turn, (dtype, transposes) in enumerate(product(("float16", "bfloat16"), product((False, True), (False, True)))):
+        over = (0, 8, 3)[(turn + number) % 3]
+        yield dtype, transposes, (plan.rows + over, plan.columns + over, plan.k * plan.stages + over)
 
 
-def _cases() -> Iterator[tuple[Plan, str, tuple[bool, bool], tuple[int, int, int]]]:
-    """Plans, types, transposes, and shapes (M, N, K): whole tiles; rows of whole pieces of 16 bytes; any rows."""
-    for (plan, dtype), over in zip(product(mma.PLANS, mma.DTYPES), (0, 8, 8, 3), strict=True):
-        shape = plan.rows + over, plan.columns + over, plan.k * plan.stages + over
-        for transposes in product((False, True), (False, True)):
-            yield plan, dtype, transposes, shape
+def computes_right(compute: Callable[..., None], plan: Plan, number: int, queue: cl.CommandQueue) -> bool:
+    """Whether ``compute(a, b, c, epilogue, plan)`` computes a plan's cases."""
+    return all(_computes(compute, plan, queue, *case) for case in cases(plan, number))
 
 
-def _is_right(
-    queue: cl.CommandQueue, plan: Plan, dtype: str, transposes: tuple[bool, bool], shape: tuple[int, int, int]
-) -> bool:
+def _computes(
+    compute: Callable[..., None], plan: Plan, queue: cl.CommandQueue, dtype: str, transposes: tuple[bool, bool],
+    shape: tuple[int, int, int],
+) -> bool:  # fmt: skip
     m, n, k = shape
     numbers = np.random.default_rng(0)
     a, b = numbers.integers(-1, 2, (m, k)), numbers.integers(-1, 2, (k, n))  # their sums are exact in every type
-    out_dtype = dtype if plan is mma.PLANS[0] else "float32"
+    out_dtype = dtype if transposes[0] == transposes[1] else "float32"
     c = _DeviceMatrix.like(queue, np.full((m, n), 99), out_dtype)
     left = operand_a(_DeviceMatrix.like(queue, a.T if transposes[0] else a, dtype), transposes[0])
     right = operand_b(_DeviceMatrix.like(queue, b.T if transposes[1] else b, dtype), transposes[1])
-    mma.compute(left, right, c, Epilogue(out_dtype), plan)
+    compute(left, right, c, Epilogue(out_dtype), plan)
     return np.array_equal(c.to_host(), a @ b)
 
 

@@ -1,4 +1,4 @@
-"""The GEMM on NVIDIA's matrix units against float64 of the stored values: in plain C on any device (EMULATE), by the
+"""Products on matrix units against float64 of the stored values: in plain C on any device (EMULATE), by the
 instructions where the device has them."""
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ import pytest
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import source
 from clamp.ops.engine import always
-from clamp.ops.gemm import engines, gemm, mma, proof
-from clamp.ops.gemm.mma import Plan
+from clamp.ops.gemm import engines, gemm
+from clamp.ops.gemm.engines import MATRIX_UNITS
+from clamp.ops.gemm.matrix_units import MatrixUnit
+from clamp.ops.gemm.mma import MMA
+from clamp.ops.gemm.plan import Plan
+from clamp.ops.gemm.wgmma import WGMMA
 from tests.ops.gemm_reference import TRANSPOSES, check, random, stored
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, to_device, to_numpy
 from tests.sweep import sweep
@@ -25,48 +29,66 @@ from tests.sweep import sweep
 pytestmark = pytest.mark.kernel
 
 INSTRUCTIONS, AT_ONCE, LATE = 0, 1, 2  # and when copies to local memory arrive (kernels/async_copy.clh)
-#: small ones, with lines of 2, 4 and 8 pieces, whichever dimension these run along; the first fits the simulator
-PLANS = (Plan(16, 32, 16, 2, (1, 1)), Plan(32, 64, 32, 3, (1, 2)), Plan(64, 32, 64, 4, (2, 1)))
-#: a whole tile of each plan; rows of whole pieces of 16 bytes, more and fewer than a tile's; any rows
-SHAPES = {
-    PLANS[0]: ((16, 32, 48), (24, 40, 40), (1, 1, 1), (1, 33, 7), (19, 1, 17)),
-    PLANS[1]: ((32, 64, 96), (40, 72, 104), (8, 16, 24), (31, 67, 37), (33, 8, 131)),
-    PLANS[2]: ((64, 32, 64), (72, 104, 264), (56, 24, 8), (67, 31, 193), (8, 37, 65)),
+#: small ones: mma's have lines of 2, 4 and 8 pieces, whichever dimension these run along; wgmma's, several blocks
+SMALL = {
+    MMA: (Plan(16, 32, 16, 2, (1, 1)), Plan(32, 64, 32, 3, (1, 2)), Plan(64, 32, 64, 4, (2, 1))),
+    WGMMA: (Plan(64, 64, 64, 3, (4, 1)), Plan(64, 128, 64, 3, (4, 1)), Plan(128, 64, 64, 4, (8, 1))),
 }
+#: of a plan's tile, more or fewer: whole tiles; rows of whole pieces of 16 bytes; any rows
+SHAPES = (
+    lambda plan: (plan.rows, plan.columns, plan.k * 3),
+    lambda plan: (plan.rows + 8, plan.columns + 8, plan.k * 2 + 8),
+    lambda plan: (8, 16, 24),
+    lambda plan: (plan.rows - 1, plan.columns + 3, plan.k + 5),
+    lambda plan: (plan.rows + 1, 1, plan.k * 4 + 3),
+    lambda plan: (1, plan.columns - 27, 1),
+)
 PLACES = Path(__file__).with_name("places.cl")
 
 Emulate = Callable[..., str]
 
 
+@pytest.fixture(params=MATRIX_UNITS, ids=lambda unit: unit.NAME)
+def unit(request: pytest.FixtureRequest) -> MatrixUnit:
+    found: MatrixUnit = request.param
+    return found
+
+
 @pytest.fixture
-def emulate(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> Emulate:
+def emulate(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, unit: MatrixUnit) -> Emulate:
     """Makes gemm know an emulated engine of a plan, and returns its name."""
-    usual = INSTRUCTIONS if proof.may_work(capabilities(queue)) else LATE
+    usual = INSTRUCTIONS if unit.may_work(capabilities(queue)) else LATE
 
     def make(plan: Plan, slices: int = 1, *, copies: int = usual) -> str:
-        run = partial(mma.compute, plan=plan, slices=slices, emulate=copies)
-        words = {"NAME": "emulated", "TAKES": "anything of 16 bits", "IN_WORDS": "mma in plain C"}
-        engine = SimpleNamespace(**words, fits=always, pays=always, pack=mma.pack, run=run)
+        run = partial(unit.compute, plan=plan, slices=slices, emulate=copies)
+        words = {"NAME": "emulated", "TAKES": "anything of 16 bits", "IN_WORDS": "in plain C"}
+        engine = SimpleNamespace(**words, fits=always, pays=always, pack=unit.pack, run=run)
         monkeypatch.setattr(engines, "ENGINES", (engine,))
         return "emulated"
 
     return make
 
 
-def plans(simulated: bool) -> tuple[Plan, ...]:
-    return PLANS[:1] if simulated else PLANS
+@pytest.fixture
+def plans(unit: MatrixUnit, simulated: bool) -> tuple[Plan, ...]:
+    return SMALL[unit][:1] if simulated else SMALL[unit]
+
+
+@pytest.fixture
+def plan(unit: MatrixUnit) -> Plan:
+    return SMALL[unit][0]
 
 
 # -------------------------------------------------------------------------------------------- shapes and layouts
 
 
 @TRANSPOSES
-@pytest.mark.parametrize("number", sweep(range(5), lambda n: n == 1))
+@pytest.mark.parametrize("number", sweep(range(len(SHAPES)), lambda n: n == 1))
 def test_shapes(
-    queue: cl.CommandQueue, simulated: bool, emulate: Emulate, transpose_a: bool, transpose_b: bool, number: int
+    queue: cl.CommandQueue, plans: tuple[Plan, ...], emulate: Emulate, transpose_a: bool, transpose_b: bool, number: int
 ) -> None:
-    for plan in plans(simulated):
-        m, n, k = SHAPES[plan][number]
+    for plan in plans:
+        m, n, k = SHAPES[number](plan)
         dtype = HALF_DTYPES[(number + transpose_a) % 2]
         check(
             queue, random(m, k), random(k, n), (dtype, dtype, "float32"), engine=emulate(plan),
@@ -77,48 +99,54 @@ def test_shapes(
 @TRANSPOSES
 @pytest.mark.parametrize("copies", [AT_ONCE, LATE], ids=["at once", "late"])
 def test_many_steps_in_few_stages(
-    queue: cl.CommandQueue, simulated: bool, emulate: Emulate, transpose_a: bool, transpose_b: bool, copies: int
+    queue: cl.CommandQueue, plans: tuple[Plan, ...], emulate: Emulate, transpose_a: bool, transpose_b: bool, copies: int
 ) -> None:
-    plan = plans(simulated)[-1]
+    plan = plans[-1]
     m, n, k = plan.rows, 8, plan.k * (plan.stages + 3) - 8
     transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     check(queue, random(m, k), random(k, n), engine=emulate(plan, copies=copies), **transposes)
 
 
 @TRANSPOSES
-@pytest.mark.parametrize("plan", sweep(mma.PLANS, lambda n: n == 1))
+@pytest.mark.parametrize("number", sweep(range(3), lambda n: n == 1))
 def test_the_plans_of_gpus(
-    queue: cl.CommandQueue, simulated: bool, emulate: Emulate, plan: Plan, transpose_a: bool, transpose_b: bool
+    queue: cl.CommandQueue, unit: MatrixUnit, emulate: Emulate, number: int, transpose_a: bool, transpose_b: bool
 ) -> None:
-    if simulated:
-        pytest.skip("the simulator has too little local memory for them")
+    plan = unit.plans[number % len(unit.plans)]
+    if plan.local_memory_bytes > capabilities(queue).local_memory_bytes:
+        pytest.skip(f"the device has too little local memory for {plan}")
     m, n, k = plan.rows + 8, plan.columns + 8, plan.k * plan.stages + 8
     transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     check(queue, random(m, k), random(k, n), engine=emulate(plan), **transposes)
 
 
-def test_more_bands_of_tiles_than_one(queue: cl.CommandQueue, emulate: Emulate) -> None:
-    plan = PLANS[0]
+def test_more_bands_of_tiles_than_one(queue: cl.CommandQueue, emulate: Emulate, plan: Plan) -> None:
     check(queue, random(plan.rows * 10 + 1, 8), random(8, plan.columns * 3), engine=emulate(plan))
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 4), (3, 0, 4), (0, 0, 0), (0, 5, 0), (2, 3, 0)])
-def test_empty(queue: cl.CommandQueue, emulate: Emulate, m: int, n: int, k: int) -> None:
+def test_empty(queue: cl.CommandQueue, emulate: Emulate, plan: Plan, m: int, n: int, k: int) -> None:
     bias = random(n), "float16"
     for slices in (1, 3):
-        engine = emulate(PLANS[0], slices)
+        engine = emulate(plan, slices)
         assert check(queue, np.zeros((m, k)), np.zeros((k, n)), bias=bias, relu=True, engine=engine).shape == (m, n)
 
 
 @TRANSPOSES
 @pytest.mark.parametrize(("batches", "slices"), sweep(product(["both", "a", "b"], [1, 2]), lambda n: n in (1, 2)))
 def test_batches(
-    queue: cl.CommandQueue, emulate: Emulate, batches: str, slices: int, transpose_a: bool, transpose_b: bool
+    queue: cl.CommandQueue,
+    emulate: Emulate,
+    plan: Plan,
+    batches: str,
+    slices: int,
+    transpose_a: bool,
+    transpose_b: bool,
 ) -> None:
     a = random(*(() if batches == "b" else (2, 2)), 13, 40)
     b = random(*(() if batches == "a" else (2, 2)), 40, 35, seed=1)
     check(
-        queue, a, b, bias=(random(35), "float32"), engine=emulate(PLANS[0], slices),
+        queue, a, b, bias=(random(35), "float32"), engine=emulate(plan, slices),
         transpose_a=transpose_a, transpose_b=transpose_b,
     )  # fmt: skip
 
@@ -126,11 +154,11 @@ def test_batches(
 @TRANSPOSES
 @pytest.mark.parametrize(("k", "slices"), sweep([(65, 3), (96, 3), (40, 9)]))
 def test_slices_of_k(
-    queue: cl.CommandQueue, emulate: Emulate, transpose_a: bool, transpose_b: bool, k: int, slices: int
+    queue: cl.CommandQueue, emulate: Emulate, plan: Plan, transpose_a: bool, transpose_b: bool, k: int, slices: int
 ) -> None:
     check(
         queue, random(16, k), random(k, 33), ("bfloat16", "bfloat16", "float16"), bias=(random(33), "bfloat16"),
-        relu=True, engine=emulate(PLANS[0], slices), transpose_a=transpose_a, transpose_b=transpose_b,
+        relu=True, engine=emulate(plan, slices), transpose_a=transpose_a, transpose_b=transpose_b,
     )  # fmt: skip
 
 
@@ -141,50 +169,52 @@ def test_slices_of_k(
     ("out_dtype", "bias_type"), sweep(product(STORAGE_DTYPES, STORAGE_DTYPES), lambda n: n in (1, 5, 6))
 )
 @pytest.mark.parametrize("n", [40, 45], ids=["16 bytes", "elements"])
-def test_epilogue(queue: cl.CommandQueue, emulate: Emulate, out_dtype: str, bias_type: str, n: int) -> None:
+def test_epilogue(queue: cl.CommandQueue, emulate: Emulate, plan: Plan, out_dtype: str, bias_type: str, n: int) -> None:
     bias = (random(n) * 5, bias_type)
     for relu, slices in ((False, 1), (True, 1), (True, 2)):
         types = ("float16", "float16", out_dtype)
-        check(queue, random(18, 24), random(24, n), types, bias=bias, relu=relu, engine=emulate(PLANS[0], slices))
+        check(queue, random(18, 24), random(24, n), types, bias=bias, relu=relu, engine=emulate(plan, slices))
 
 
-def test_rounds_once_after_the_epilogue(queue: cl.CommandQueue, emulate: Emulate) -> None:
+def test_rounds_once_after_the_epilogue(queue: cl.CommandQueue, emulate: Emulate, plan: Plan) -> None:
     # 2049 is no half: rounded before the bias is added the result would be 2047 or 2049, not 2048.
     a, b = to_device(queue, [[1.0, 1.0]], "float16"), to_device(queue, [[2048.0], [1.0]], "float16")
-    assert to_numpy(gemm(a, b, bias=to_device(queue, [-1.0]), out_dtype="float16", engine=emulate(PLANS[0]))) == 2048.0
+    assert to_numpy(gemm(a, b, bias=to_device(queue, [-1.0]), out_dtype="float16", engine=emulate(plan))) == 2048.0
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
-def test_special_values_go_where_numpy_puts_them(queue: cl.CommandQueue, emulate: Emulate, dtype: str) -> None:
+def test_special_values_go_where_numpy_puts_them(
+    queue: cl.CommandQueue, emulate: Emulate, plan: Plan, dtype: str
+) -> None:
     a, b = random(15, 19), random(19, 35, seed=1)
     a[2, 3], a[5, 0], a[14, 18], a[7, 7] = np.inf, np.nan, -np.inf, -0.0
     b[4, 6], b[18, 34], b[3, 8], b[9, 0] = np.nan, np.inf, 0.0, 6e-8
     x, y = stored(a, dtype), stored(b, dtype)
-    result = gemm(to_device(queue, a, dtype), to_device(queue, b, dtype), out_dtype=dtype, engine=emulate(PLANS[0]))
+    result = gemm(to_device(queue, a, dtype), to_device(queue, b, dtype), out_dtype=dtype, engine=emulate(plan))
     magnitude = np.nan_to_num(np.abs(x), posinf=0) @ np.nan_to_num(np.abs(y), posinf=0)
     assert_close(result, x @ y, slack=19 * 2.0**-24 * magnitude)
 
 
 @pytest.mark.parametrize("out_dtype", STORAGE_DTYPES)
-def test_subnormals_and_overflow(queue: cl.CommandQueue, emulate: Emulate, out_dtype: str) -> None:
+def test_subnormals_and_overflow(queue: cl.CommandQueue, emulate: Emulate, plan: Plan, out_dtype: str) -> None:
     a = np.array([[2.0**-24, 0.0], [65504.0, 65504.0], [65504.0, -65504.0], [-65504.0, -65504.0], [-0.0, 0.0]])
     b = np.tile([1.0, 1024.0, 0.5, 1.0, 2.0, 1.0, 1.0, 0.0], (2, 1))
-    check(queue, a, b, ("float16", "float16", out_dtype), engine=emulate(PLANS[0]))
+    check(queue, a, b, ("float16", "float16", out_dtype), engine=emulate(plan))
 
 
-def test_relu_keeps_nan_and_clips_minus_infinity(queue: cl.CommandQueue, emulate: Emulate) -> None:
+def test_relu_keeps_nan_and_clips_minus_infinity(queue: cl.CommandQueue, emulate: Emulate, plan: Plan) -> None:
     b = np.zeros((1, 8))
     b[0, :3] = np.nan, -np.inf, np.inf
     for dtype in HALF_DTYPES:
         x, y = to_device(queue, np.ones((12, 1)), dtype), to_device(queue, b, dtype)
-        result = to_numpy(gemm(x, y, out_dtype=dtype, relu=True, engine=emulate(PLANS[0])))
+        result = to_numpy(gemm(x, y, out_dtype=dtype, relu=True, engine=emulate(plan)))
         np.testing.assert_array_equal(result, np.broadcast_to(np.where(b == -np.inf, 0.0, b), (12, 8)))
 
 
 @pytest.mark.parametrize("slices", [1, 4])
-def test_repeats_bit_for_bit(queue: cl.CommandQueue, emulate: Emulate, slices: int) -> None:
-    engine = emulate(PLANS[0], slices)
+def test_repeats_bit_for_bit(queue: cl.CommandQueue, emulate: Emulate, plan: Plan, slices: int) -> None:
+    engine = emulate(plan, slices)
     a, b = to_device(queue, random(17, 40), "float16"), to_device(queue, random(40, 24), "float16")
     first = gemm(a, b, out_dtype="float32", engine=engine).to_host()
     for _ in range(2):

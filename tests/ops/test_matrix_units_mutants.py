@@ -1,4 +1,4 @@
-"""The tests of gemm_mma.cl can tell right from wrong: of its source one piece is replaced, and the product must differ.
+"""The tests of matrix units can tell right from wrong: of a kernel one piece is replaced, and the product must differ.
 
 A missing barrier need not change a number. The simulator sees it all the same, as a data race.
 """
@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +21,11 @@ from clamp.opencl import program
 from clamp.opencl.device import list_devices
 from clamp.opencl.program import Kernel
 from clamp.ops.engine import always
-from clamp.ops.gemm import engines, mma
-from clamp.ops.gemm.mma import Plan
+from clamp.ops.gemm import engines
+from clamp.ops.gemm.matrix_units import MatrixUnit
+from clamp.ops.gemm.mma import MMA
+from clamp.ops.gemm.plan import Plan
+from clamp.ops.gemm.wgmma import WGMMA
 from tests.ops.gemm_reference import check, random
 
 pytestmark = pytest.mark.kernel
@@ -44,10 +47,13 @@ class Case:
     slices: int = 1
     copies: int = AT_ONCE
     with_bias: bool = False
+    unit: MatrixUnit = MMA
 
-    def check(self, queue: cl.CommandQueue, patch: pytest.MonkeyPatch) -> None:
-        run = partial(mma.compute, plan=self.plan, slices=self.slices, emulate=self.copies)
-        engine = SimpleNamespace(NAME="emulated", fits=always, pays=always, pack=mma.pack, run=run)
+    def check(self, queue: cl.CommandQueue, patch: pytest.MonkeyPatch, kernel: Kernel | None = None) -> None:
+        """Compares the product with numpy's, computed by another kernel than the unit's if there is one."""
+        unit = replace(self.unit, kernel=kernel or self.unit.kernel)
+        run = partial(unit.compute, plan=self.plan, slices=self.slices, emulate=self.copies)
+        engine = SimpleNamespace(NAME="emulated", fits=always, pays=always, pack=unit.pack, run=run)
         patch.setattr(engines, "ENGINES", (engine,))
         bias = (random(self.b[-1]), "float32") if self.with_bias else None
         transposes = {"transpose_a": self.transpose_a, "transpose_b": self.transpose_b}
@@ -63,14 +69,18 @@ _SLICES = Case((24, 64), (64, 40), slices=2)
 _BATCH = Case((2, 16, 24), (2, 24, 40), transpose_a=True)
 _BIAS = Case((16, 24), (24, 72), with_bias=True)
 _THREE_TILES = Case((72, 8), (8, 40))
+_GROUP, _TWO_GROUPS = Plan(64, 64, 64, 3, (4, 1)), Plan(128, 128, 64, 3, (8, 1))
+_HOPPER = Case((72, 200), (200, 72), transpose_b=True, plan=_GROUP, unit=WGMMA)  # both along k
+_HOPPER_ACROSS = Case((136, 72), (72, 136), transpose_a=True, plan=_TWO_GROUPS, unit=WGMMA)  # neither
+_HOPPER_LATE = Case((64, 400), (400, 64), plan=_GROUP, unit=WGMMA)  # its instructions are late where copies are not
 
 #: What is wrong, the piece of source and what replaces it, and a product that shows it.
 MUTANTS = [
     ("the copy does not swizzle",
-     "copy_async(copies, tile + place_of(pieces, line, piece)", "copy_async(copies, tile + line * pieces + piece",
+     "if (aligned) copy_async(copies, to,", "if (aligned) copy_async(copies, tile + line * pieces + piece,",
      _ROWS),
     ("elements are copied without swizzling",
-     "copy_elements(tile + place_of(pieces, line, piece)", "copy_elements(tile + line * pieces + piece", _ELEMENTS),
+     "else copy_elements(to,", "else copy_elements(tile + line * pieces + piece,", _ELEMENTS),
     ("ldmatrix fetches the same k twice", "b.line + line, b.piece + piece", "b.line + line, b.piece", _ROWS),
     ("the matrices of a block are in the other order", "is_a == k_major", "is_a != k_major", _ROWS),
     ("columns are taken for rows", "is_a == k_major, !k_major", "is_a == k_major, k_major", _COLUMNS),
@@ -78,40 +88,53 @@ MUTANTS = [
     ("the next stage is read",
      "pool + step % STAGES * STAGE_PIECES, *", "pool + (step + 1) % STAGES * STAGE_PIECES, *", _WIDE),
     ("copies are waited for a step late",
-     "COPIES_WAIT(&copies, STAGES - 2)", "COPIES_WAIT(&copies, STAGES - 1)", _LATE),
+     "COPIES_WAIT(&copies, AHEAD - 1)", "COPIES_WAIT(&copies, AHEAD)", _LATE),
     ("copies go to the stage that is read",
-     "< steps) LOAD_STAGE(step + STAGES - 1)", "< steps) LOAD_STAGE(step + STAGES)", _WIDE),
+     "< steps) LOAD_STAGE(step + AHEAD)", "< steps) LOAD_STAGE(step + STAGES)", _WIDE),
     ("B begins a piece early in its stage", "b_tile = a_tile + A_PIECES", "b_tile = a_tile + A_PIECES - 1", _ROWS),
     ("lines are an element longer than k",
      "clamp(matrix.length - column,", "clamp(matrix.length + 1 - column,", _ELEMENTS),
     ("there is a line more than k", "row < matrix.lines", "row <= matrix.lines", _BATCH),
     ("a slice begins where it does not", "matrix % slices * slice,", "matrix % slices * TILE_K,", _SLICES),
     ("every band is as high as the first", "first + within % height", "first + within % BAND", _THREE_TILES),
-    ("warps take rows for columns", "warp / WARPS_N * WARP_M", "warp % WARPS_N * WARP_M", _WIDE),
-    ("the lower rows of a block are stored twice", "= sums[i][j].lo", "= sums[i][j].hi", _ROWS),
+    ("warps take rows for columns", "m0 + warp / WARPS_N * WARP_M", "m0 + warp % WARPS_N * WARP_M", _WIDE),
+    ("the lower rows of a block are stored twice", "(sums[j][0], sums[j][1])", "(sums[j][2], sums[j][3])", _ROWS),
     ("blocks are stored over one another", "m + i * 16, M", "m + i * 8, M", _ROWS),
     ("B moves on as A does", "B + batch * b_batch", "B + batch * a_batch", _BATCH),
-    ("the bias is the tile's first", "load_bias(bias, has_bias, n,", "load_bias(bias, has_bias, n0,", _BIAS),
+    ("the bias is the tile's first", "LOAD(BIAS_T, bias, columns.first + e)", "LOAD(BIAS_T, bias, n + e)", _BIAS),
+    ("descriptors lead to the next 8 rows too early", "#define EIGHT_LINES (8 *", "#define EIGHT_LINES (7 *", _HOPPER),
+    ("descriptors lead to the wrong block", "1 : TILE_K * LINE_BYTES / 16", "1 : LINE_BYTES / 16", _HOPPER_ACROSS),
+    ("wgmma is not told of the swizzle", "place ^ (place / LINE_BYTES % 8) * 16", "place", _HOPPER),
+    ("the second 16 of k are the first", "? 16 * 2 :", "? 16 :", _HOPPER),
+    ("the second 16 lines of k are the first", ": 16 * LINE_BYTES)", ": 8 * LINE_BYTES)", _HOPPER_ACROSS),
+    ("both warp groups take the first rows", "return warp / 4 * 64 *", "return warp / 8 * 64 *", _HOPPER_ACROSS),
+    ("the blocks of a tile lie over one another", "tile + block * lines * pieces +", "tile +", _HOPPER_ACROSS),
+    ("a stage is overwritten while wgmma reads it", "#define UNFINISHED 1", "#define UNFINISHED 0", _HOPPER_LATE),
+    ("the last step is never added",
+     "if (steps->a_tile) multiply_tiles(sums, steps->a_tile", "if (0) multiply_tiles(sums, steps->a_tile",
+     _HOPPER_LATE),
 ]  # fmt: skip
+
+SIMULATED = (Case((32, 48), (48, 32)), Case((64, 128), (128, 64), plan=_GROUP, unit=WGMMA))
 
 #: Where a barrier is missing, and the source around it.
 BARRIERS = [
     ("nowhere", "", ""),
-    ("of a step", "STAGES - 2);\n        barrier(CLK_LOCAL_MEM_FENCE);", "STAGES - 2);"),
+    ("of a step", "TILES_ARRIVED();\n        barrier(CLK_LOCAL_MEM_FENCE);", "TILES_ARRIVED();"),
     ("before the slabs", "all are here.\n    barrier(CLK_LOCAL_MEM_FENCE);", "all are here."),
-    ("between writing a slab and reading it", "WARP_BARRIER();\n        store_slab", "store_slab"),
+    ("between writing a slab and reading it", "WARP_BARRIER();\n            store_slab", "store_slab"),
     ("between reading a slab and writing it", "WARP_BARRIER(); // the slab is read", "// the slab is read"),
 ]
 
 
-def mutate(patch: pytest.MonkeyPatch, old: str, new: str) -> None:
-    """Makes the engine compute with a source in which one piece is replaced."""
+def mutant_of(patch: pytest.MonkeyPatch, file: str, old: str, new: str) -> Kernel:
+    """A kernel with one piece of its source replaced."""
     source = program.source
-    text = source("gemm_mma.cl")
+    text = source(file)
     assert text.count(old) == 1, old
-    name = f"gemm_mma.cl with {new}"  # programs are kept by their file's name
-    patch.setattr(mma, "_GEMM", Kernel(name, "gemm"))
+    name = f"{file} with {new}"  # programs are kept by their file's name
     patch.setattr(program, "source", lambda file: text.replace(old, new) if file == name else source(file))
+    return Kernel(name, "gemm")
 
 
 @pytest.mark.parametrize(("old", "new", "case"), [pytest.param(*mutant[1:], id=mutant[0]) for mutant in MUTANTS])
@@ -121,28 +144,35 @@ def test_a_mutant_computes_something_else(
     if simulated:
         pytest.skip("what is wrong shows on any device, and some of it is an access out of bounds")
     case.check(queue, monkeypatch)
-    mutate(monkeypatch, old, new)
+    mutant = mutant_of(monkeypatch, case.unit.kernel.file, old, new)
     with pytest.raises(AssertionError, match="values of float16 differ"):
-        case.check(queue, monkeypatch)
+        case.check(queue, monkeypatch, mutant)
 
 
-@pytest.mark.parametrize(("old", "new"), [pytest.param(*barrier[1:], id=barrier[0]) for barrier in BARRIERS])
-def test_a_missing_barrier_is_a_data_race(simulated: bool, tmp_path: Path, old: str, new: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "old", "new"),
+    [
+        pytest.param(number, *barrier[1:], id=f"{case.unit.NAME}, {barrier[0]}")
+        for number, case in enumerate(SIMULATED)
+        for barrier in BARRIERS[: -1 if case.unit is WGMMA else None]  # whose warps fill a slab once
+    ],
+)
+def test_a_missing_barrier_is_a_data_race(simulated: bool, tmp_path: Path, number: int, old: str, new: str) -> None:
     """In a process of its own: Oclgrind ceases to report after so many races, and other tests would go without."""
     if not simulated:
         pytest.skip("only the simulator sees races")
     log = tmp_path / "oclgrind.log"
     environment = {**os.environ, "OCLGRIND_LOG": str(log)}
-    script = f"from {__name__} import compute_on_the_simulator as compute; compute({old!r}, {new!r})"
+    script = f"from {__name__} import compute_on_the_simulator as compute; compute({number}, {old!r}, {new!r})"
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, cwd=Path(__file__).parents[2])
     assert ("race" in log.read_text()) == bool(old)
 
 
-def compute_on_the_simulator(old: str, new: str) -> None:
+def compute_on_the_simulator(number: int, old: str, new: str) -> None:
     """A product with a piece of the source replaced, whatever comes out: the log says what the simulator saw."""
+    case = SIMULATED[number]
     device = next(device for device in list_devices() if device.platform.name == "Oclgrind")
     context = cl.Context([device])
     with pytest.MonkeyPatch.context() as patch, suppress(AssertionError):
-        if old:
-            mutate(patch, old, new)
-        Case((32, 48), (48, 32)).check(cl.CommandQueue(context), patch)
+        mutant = mutant_of(patch, case.unit.kernel.file, old, new) if old else None
+        case.check(cl.CommandQueue(context), patch, mutant)

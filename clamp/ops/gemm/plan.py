@@ -1,0 +1,66 @@
+"""How a product is cut into tiles for a GPU's matrix units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_LEAST_SLICE = 256  # steps of k, so that adding the slices is little beside summing them (not measured)
+_SLAB = 64  # columns that a warp stores at a time
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product is cut up.
+
+    Attributes:
+        rows, columns, k: the tile of C of a work-group, and the steps of k in local memory at a time.
+        stages: how many such steps local memory holds.
+        warps: of a work-group, by rows and columns of C.
+    """
+
+    rows: int
+    columns: int
+    k: int
+    stages: int
+    warps: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}x{self.k}, {self.stages} stages, {self.warps[0] * self.warps[1]} warps"
+
+    @property
+    def threads(self) -> int:
+        """Work-items of a work-group."""
+        return 32 * self.warps[0] * self.warps[1]
+
+    @property
+    def local_memory_bytes(self) -> int:
+        """Local memory of a work-group: the stages, or the slabs in which its warps' sums are put in order."""
+        slabs = self.threads // 32 * 16 * (min(self.columns // self.warps[1], _SLAB) + 8) * 4
+        return max(self.stages * (self.rows + self.columns) * self.k * 2, slabs)
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """The plan, for the kernel."""
+        return {
+            "TILE_M": self.rows, "TILE_N": self.columns, "TILE_K": self.k, "STAGES": self.stages,
+            "WARPS_M": self.warps[0], "WARPS_N": self.warps[1],
+        }  # fmt: skip
+
+    def tiles(self, rows: int, columns: int) -> int:
+        """Tiles of a matrix."""
+        return -(-rows // self.rows) * -(-columns // self.columns)
+
+
+def best_plan(plans: Sequence[Plan], rows: int, columns: int, matrices: int, units: int) -> Plan:
+    """The largest that gives every compute unit a tile, if tiles are more than half full; otherwise the smallest."""
+    for plan in plans:
+        is_full = rows > plan.rows // 2 and columns > plan.columns // 2
+        if is_full and plan.tiles(rows, columns) * matrices >= units:
+            return plan
+    return plans[-1]
+
+
+def slices_of(tiles: int, k: int, units: int) -> int:
+    """Into how many slices to cut k: several for a C of few tiles, the gradient of a small weight, say."""
+    return max(1, min(units // tiles, k // _LEAST_SLICE))

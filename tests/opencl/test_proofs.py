@@ -1,0 +1,108 @@
+"""What a device is trusted with is tried in another process, and remembered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyopencl as cl
+import pytest
+
+from clamp.opencl import proofs
+from tests.opencl import trials
+
+_HERE = "tests.opencl.trials"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for verdicts, and none in this process."""
+    monkeypatch.setattr(proofs, "_verdicts", {})
+    monkeypatch.setenv("CLAMP_CACHE_DIR", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process."""
+    monkeypatch.setattr(proofs, "_verdicts", {})
+
+
+def test_whatever_a_trial_does_the_others_have_their_verdicts(queue: cl.CommandQueue) -> None:
+    assert proofs.verdicts(queue.device, f"{_HERE}:ALL") == {
+        "prints": proofs.RIGHT,
+        "is wrong": "wrong numbers",
+        "fails": "RuntimeError: clBuildProgram failed",
+        "crashes": "the process that tried it ended with status -6",
+        "prints again": proofs.RIGHT,
+    }
+
+
+@pytest.mark.slow
+def test_a_trial_that_does_not_end_is_ended(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proofs, "_SECONDS", 15.0)
+    found = proofs.verdicts(queue.device, f"{_HERE}:ENDLESS")
+    assert found == {"prints": proofs.RIGHT, "never ends": "not done after 15 s"}
+
+
+def test_verdicts_are_remembered_and_tried_anew_on_demand(
+    queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = proofs.verdicts(queue.device, f"{_HERE}:ONE")
+    assert len(list(folder.iterdir())) == 1
+    ran = []
+    run = proofs._run
+    monkeypatch.setattr(proofs, "_run", lambda *args: ran.append(args) or run(*args))
+    assert proofs.verdicts(queue.device, f"{_HERE}:ONE") is first
+    _forget(monkeypatch)
+    assert proofs.verdicts(queue.device, f"{_HERE}:ONE") == first == {"prints": proofs.RIGHT}
+    assert not ran
+    assert proofs.verdicts(queue.device, f"{_HERE}:ONE", anew=True) == first
+    assert len(ran) == 1
+
+
+def test_other_kernels_are_tried_for_themselves(
+    queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in ("one", "another"):
+        monkeypatch.setattr(trials.ONE, "key", key)
+        _forget(monkeypatch)
+        proofs.verdicts(queue.device, f"{_HERE}:ONE")
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("harm", ["content", "others may write"])
+def test_what_cannot_be_trusted_is_tried_again(
+    queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    proofs.verdicts(queue.device, f"{_HERE}:ONE")
+    (file,) = folder.iterdir()
+    content = file.read_bytes()
+    if harm == "content":
+        file.write_bytes(content.replace(proofs.RIGHT.encode(), b"WRONG"))
+    else:
+        file.chmod(0o666)
+    _forget(monkeypatch)
+    assert proofs.verdicts(queue.device, f"{_HERE}:ONE") == {"prints": proofs.RIGHT}
+    assert file.read_bytes() == content
+
+
+def test_without_a_python_to_start_nothing_is_known_nor_remembered(
+    queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proofs.sys, "executable", "/nonexistent/python")
+    assert proofs.verdicts(queue.device, f"{_HERE}:ONE") == {}
+    assert not list(folder.iterdir())
+
+
+def test_nothing_is_kept_where_nothing_shall_be(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLAMP_CACHE_DIR", "off")
+    assert proofs.verdicts(queue.device, f"{_HERE}:ONE") == {"prints": proofs.RIGHT}
+
+
+def test_each_trial_has_a_context_of_its_own(queue: cl.CommandQueue) -> None:
+    contexts = []
+    some = trials.Some(*((name, lambda queue: bool(contexts.append(queue.context)) or True) for name in "ab"))
+    assert [json.dumps(x) for x in proofs.tried_here(queue.device, some, "ab")] == [
+        '["a", null]', '["a", "right"]', '["b", null]', '["b", "right"]',
+    ]  # fmt: skip
+    assert contexts[0] != contexts[1]

@@ -1,0 +1,149 @@
+"""What becomes of the kernels for matrix units on NVIDIA's GPUs, seen without one: clang makes PTX of them, as a driver
+does, and NVIDIA's assembler machine code. Matrix instructions must be in it, and nothing may spill.
+
+What a driver's own compiler makes of the same text may differ: it is the proof on the device that decides.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from clamp.opencl.program import Kernel, source
+from clamp.ops.gemm.engines import MATRIX_UNITS
+from clamp.ops.gemm.matrix_units import MatrixUnit
+from clamp.ops.gemm.mma import MMA
+from clamp.ops.gemm.plan import Plan
+from clamp.ops.gemm.problem import Epilogue, operand_a, operand_b
+from clamp.ops.gemm.proof import Case, cases
+from clamp.ops.gemm.wgmma import WGMMA
+
+pytestmark = pytest.mark.slow
+
+REGISTERS = 65536  # of a multiprocessor
+_LIBRARY = Path(os.environ.get("LIBCLC", "/usr/lib/clc/nvptx64--nvidiacl.bc"))
+_FOLDERS = [str(folder) for folder in Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin")]  # pip puts tools there
+_PATH = os.pathsep.join([*_FOLDERS, os.environ.get("PATH", "")])
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Paths of the compiler, the assembler and the disassembler."""
+
+    clang: str
+    ptxas: str
+    cuobjdump: str
+
+
+@pytest.fixture(scope="module")
+def tools() -> Tools:
+    found = {name: shutil.which(os.environ.get(name.upper(), name), path=_PATH) for name in ("ptxas", "cuobjdump")}
+    found["clang"] = os.environ.get("CLANG") or shutil.which("clang-19") or shutil.which("clang")
+    found[str(_LIBRARY)] = _LIBRARY if _LIBRARY.exists() else None
+    if missing := [name for name, path in found.items() if path is None]:
+        pytest.skip(
+            f"no {', '.join(missing)}: apt install clang-19 libclc-19; "
+            "pip install nvidia-cuda-nvcc nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+        )
+    return Tools(str(found["clang"]), str(found["ptxas"]), str(found["cuobjdump"]))
+
+
+def output_of(*command: object) -> str:
+    """What a command prints."""
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, env={**os.environ, "PATH": _PATH}
+    )
+    assert done.returncode == 0, f"{' '.join(map(str, command))}:\n{done.stderr[-4000:]}"
+    return done.stdout + done.stderr
+
+
+def macros_of(unit: MatrixUnit, plan: Plan, case: Case) -> dict[str, Any]:
+    """What the engine builds its kernel with for a product."""
+    dtype, transposes, (m, n, k) = case
+    built: dict[str, Any] = {}
+
+    def matrix(*extents: int) -> SimpleNamespace:
+        return SimpleNamespace(shape=extents, dtype=dtype, queue=None, size=m * n)
+
+    left = operand_a(matrix(k, m) if transposes[0] else matrix(m, k), transposes[0])
+    right = operand_b(matrix(n, k) if transposes[1] else matrix(k, n), transposes[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kernel, "__call__", lambda *args, **macros: built.update(macros))
+        unit.compute(left, right, matrix(m, n), Epilogue(dtype), plan)
+    return built
+
+
+def compiled(tools: Tools, folder: Path, kernel: Kernel, processor: str, macros: dict[str, Any]) -> Path:
+    """PTX of the kernel, finished. clang has no NVIDIA driver's options, so that some are its internal ones."""
+    text, ptx = folder / kernel.file, folder / "kernel.ptx"
+    text.write_text(source("common.clh") + source(kernel.file))
+    target = ["-target", "nvptx64-unknown-nvidiacl"]
+    for internal in ("-target-cpu", processor, "-target-feature", "+ptx81", "-mlink-builtin-bitcode", _LIBRARY):
+        target += ["-Xclang", str(internal)]
+    options = [f"-D{name}={value}" for name, value in macros.items()]
+    output_of(tools.clang, "-x", "cl", "-cl-std=CL1.2", *target, "-O3", "-w", "-S", "-o", ptx, *options, text)
+    if kernel.finish is not None:
+        ptx.write_bytes(kernel.finish(ptx.read_bytes()))
+    # Memory beyond 48 KB a driver adds at the launch; the assembler has to be told that somebody will.
+    ptx.write_text(re.sub(r"\.shared (.*)gemm\.pool\[\d+\];", r".extern .shared \1gemm.pool[];", ptx.read_text()))
+    return ptx
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an instruction is called in PTX and in machine code, and how many a warp has in a step."""
+
+    processors: tuple[str, ...]
+    in_ptx: str
+    in_code: str
+
+    def count(self, plan: Plan) -> int:
+        """Of a warp, in a step."""
+        k_steps = plan.k // 16
+        if self.in_code == "HGMMA":  # a warp group's, of all columns
+            return k_steps
+        return k_steps * (plan.rows // plan.warps[0] // 16) * (plan.columns // plan.warps[1] // 8)
+
+
+EXPECTED = {
+    MMA.NAME: Expected(("sm_80", "sm_90", "sm_120"), "mma.sync.aligned.m16n8k16", "HMMA.16816.F32"),
+    WGMMA.NAME: Expected(("sm_90a",), "wgmma.mma_async.sync.aligned.m64n", "HGMMA"),
+}
+
+
+@pytest.mark.parametrize(
+    ("unit", "plan", "case"),
+    [
+        pytest.param(unit, plan, case, id=f"{unit.NAME}-{plan}-{case}")
+        for unit in MATRIX_UNITS
+        for number, plan in enumerate(unit.plans)
+        for case in cases(plan, number)
+    ],
+)
+def test_matrix_instructions_and_no_spills(
+    tools: Tools, tmp_path: Path, unit: MatrixUnit, plan: Plan, case: Case
+) -> None:
+    macros, expected = macros_of(unit, plan, case), EXPECTED[unit.NAME]
+    ptx = compiled(tools, tmp_path, unit.kernel, expected.processors[0].rstrip("a"), macros)
+    binary = tmp_path / "kernel.cubin"
+    assert ptx.read_text().count(expected.in_ptx) == expected.count(plan)
+    for processor in expected.processors:
+        words = output_of(tools.ptxas, "-v", "-O3", f"-arch={processor}", "-o", binary, ptx)
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in words
+        assert "serialized" not in words
+        registers = int(re.findall(r"Used (\d+) registers", words)[0])
+        shared = 2 if plan.local_memory_bytes <= 48 * 1024 else 1
+        assert shared * plan.threads * registers <= REGISTERS, f"{shared} work-groups share a multiprocessor"
+        code = output_of(tools.cuobjdump, "-sass", binary)
+        assert code.count(expected.in_code) >= expected.count(plan)
+        assert ("LDGSTS" in code) == bool(macros["A_ALIGNED"])
+        print(f"{processor}: {registers} registers, {code.count(expected.in_code)} matrix instructions")
