@@ -10,13 +10,14 @@ from argparse import Namespace
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import pyopencl as cl
 from netcl.core.device import manager
 
 import clamp
-from clamp import amp
+from clamp import amp, bridge
 from clamp.bridge import Tensor
 from clamp.cli.devices import describe, is_simulator
 from clamp.opencl.device import NoDeviceError, capabilities, intel_cpu_runtime, list_devices
@@ -24,7 +25,11 @@ from clamp.opencl.proofs import RIGHT
 from clamp.ops.cast import cast
 from clamp.ops.gemm import gemm
 from clamp.ops.gemm.engines import MATRIX_UNITS, usual
+from clamp.ops.gemm.matrix_units import MatrixUnit
+from clamp.ops.gemm.plan import Plan
+from clamp.ops.gemm.problem import Epilogue, operand_a, operand_b
 
+_TIMED = 4096  # rows, columns and k of a product on matrix units
 _M, _N, _K = 33, 17, 40  # no multiples of a tile: the edges are checked, too
 _PRECISIONS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}  # steps at 1
 
@@ -122,8 +127,22 @@ def _matrix_units(queue: cl.CommandQueue) -> Iterator[tuple[str, str]]:
     for unit in MATRIX_UNITS:
         if not unit.may_work(found):
             yield f"  {unit.NAME}", "not on this processor"
-        for plan, verdict in unit.verdicts(queue, anew=True).items():
-            yield f"  {unit.NAME}", f"{plan}: {'right, and used' if verdict == RIGHT else f'NOT used: {verdict}'}"
+        for plan in unit.plans if unit.may_work(found) else ():
+            verdict = unit.verdicts(queue, anew=plan is unit.plans[0]).get(str(plan), "could not be tried")
+            words = f"right, {_tflops(queue, unit, plan):.3g} TFLOP/s" if verdict == RIGHT else f"NOT used: {verdict}"
+            yield f"  {unit.NAME}", f"{plan}: {words}"
+
+
+def _tflops(queue: cl.CommandQueue, unit: MatrixUnit, plan: Plan) -> float:
+    """Multiply-adds of a large product in float16, as two operations each: the fastest of a few, a launch included."""
+    a, b, c = (bridge.zeros(queue, (_TIMED, _TIMED), "float16") for _ in range(3))
+    seconds = []
+    for _ in range(4):  # the first builds the kernel
+        began = perf_counter()
+        unit.compute(operand_a(a, False), operand_b(b, False), c, Epilogue("float16"), plan)
+        queue.finish()
+        seconds.append(perf_counter() - began)
+    return 2 * _TIMED**3 / min(seconds) / 1e12
 
 
 def self_check(device: cl.Device) -> str:

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyopencl as cl
@@ -26,9 +28,15 @@ from clamp.cli.bench.report import rows_of
 from clamp.cli.bench.timing import Effort, Race, Timing, interleave, settle, timed
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator, slug
 from clamp.cli.kernels import reached
-from clamp.opencl.device import Capabilities, NoDeviceError, capabilities, list_devices
+from clamp.opencl import proofs
+from clamp.opencl.device import NoDeviceError, capabilities, list_devices
 from clamp.ops.cast import cast
+from clamp.ops.gemm import matrix_units
 from clamp.ops.gemm.engines import usual
+from clamp.ops.gemm.matrix_units import MatrixUnit
+from clamp.ops.gemm.mma import MMA
+from clamp.ops.gemm.plan import Plan
+from clamp.ops.gemm.wgmma import WGMMA
 
 TINY = ["bench", "--quick", "--sizes", "32", "--elements", "20000", "--step", "2x32x8", "--images", "1", "--cnn", "2"]
 
@@ -386,23 +394,37 @@ def test_doctor_reports_every_device(real_devices: list[cl.Device], capsys: pyte
     assert "matrix units" not in out, "no CPU is asked for them"
 
 
-@pytest.mark.parametrize(
-    ("number", "proved", "words"),
-    [
-        ((9, 0), {"mma"}, "compute capability 9.0, mma right, and used"),
-        ((8, 6), set(), "compute capability 8.6, mma wrong, or refused by the driver: not used"),
-        ((7, 5), set(), "compute capability 7.5, too old for mma"),
-    ],
-)
-def test_doctor_says_what_became_of_matrix_units(
-    monkeypatch: pytest.MonkeyPatch, number: tuple[int, int], proved: set[str], words: str
-) -> None:
+def test_doctor_says_what_became_of_matrix_units(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     import clamp.cli.doctor as doctor
 
-    device = Capabilities(False, 108, True, 4352, 49152, 1024, 1, False, False, compute_capability=number)
-    monkeypatch.setattr(doctor, "capabilities", lambda queue: device)
-    monkeypatch.setattr(doctor, "proved", lambda queue: proved)
-    assert list(doctor._matrix_units(None)) == [("matrix units", words)]
+    large, small = Plan(32, 16, 32, 3, (2, 1)), Plan(16, 32, 16, 2, (1, 1))
+    verdicts = {str(large): "RuntimeError: OUT_OF_RESOURCES", str(small): proofs.RIGHT}
+
+    @dataclass(frozen=True)
+    class InPlainC(MatrixUnit):
+        def compute(self, *product: Any, **options: Any) -> None:
+            super().compute(*product, **options, emulate=1)
+
+    def lines(number: tuple[int, int]) -> list[tuple[str, str]]:
+        device = replace(capabilities(queue), compute_capability=number)
+        for module in (doctor, matrix_units):
+            monkeypatch.setattr(module, "capabilities", lambda queue: device)
+        return list(doctor._matrix_units(queue))
+
+    unit = InPlainC(**vars(replace(MMA, plans=(large, small))))
+    monkeypatch.setattr(doctor, "MATRIX_UNITS", (WGMMA, unit))
+    monkeypatch.setattr(doctor, "_TIMED", 64)
+    tried: list[bool] = []
+    monkeypatch.setattr(proofs, "verdicts", lambda *_, anew: tried.append(anew) or verdicts)
+    facts, other, refused, used = lines((8, 6))
+    assert facts == ("matrix units", "compute capability 8.6")
+    assert other == ("  wgmma", "not on this processor")
+    assert refused == ("  mma", "32x16x32, 3 stages, 2 warps: NOT used: RuntimeError: OUT_OF_RESOURCES")
+    assert used[1].startswith("16x32x16, 2 stages, 1 warps: right, ")
+    assert used[1].endswith(" TFLOP/s")
+    assert tried == [True, False], "what failed for want of memory is tried again"
+    assert [line[1] for line in lines((7, 5))[1:]] == ["not on this processor"] * 2
+    assert lines((0, 0)) == []
 
 
 @pytest.mark.parametrize("wrong", ["gemm", "cast"])
