@@ -30,6 +30,7 @@ from rich.console import Console
 
 import clamp  # noqa: F401  (makes Intel's pip-installed runtime visible)
 from clamp import bridge, session
+from clamp.bridge import objects
 from clamp.opencl import program
 from clamp.opencl.device import NoDeviceError, list_devices
 from tests.conformance import report
@@ -104,11 +105,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in dropped]
     # The longest first; and random loops are several times as fast in a young process, of few objects. What is built
     # optimised comes before what may take that as well as build its own.
-    items.sort(key=lambda item: 0 if _is_random_loop(item) else 2 if _is_unoptimised(item) else 1)
+    items.sort(key=lambda item: 0 if _is_long(item) else 2 if _is_unoptimised(item) else 1)
 
 
 def _is_random_loop(item: pytest.Item) -> bool:
     return item.path.parent.name == "loop" and item.get_closest_marker("slow") is not None
+
+
+def _is_long(item: pytest.Item) -> bool:
+    """Whether a test trains for long: more than it takes to build its kernels well."""
+    return _is_random_loop(item) or (item.path.name == "test_examples.py" and "learns" in item.name)
 
 
 def _is_unoptimised(item: pytest.Item) -> bool:
@@ -117,7 +123,7 @@ def _is_unoptimised(item: pytest.Item) -> bool:
     (PoCL 3.1 saves less by it, and computes a batched product of netcl's wrongly.)"""
     if _device(item) != "intel" or len(_QUEUES.keys() - {_SIMULATOR}) == 1:
         return False
-    return not _is_sweep(item.config) or (item.get_closest_marker("slow") is not None and not _is_random_loop(item))
+    return not _is_sweep(item.config) or (item.get_closest_marker("slow") is not None and not _is_long(item))
 
 
 def _device(item: pytest.Item) -> str | None:
@@ -238,10 +244,22 @@ def same_numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture(scope="module", autouse=True)
-def old_objects_stay() -> None:
-    """Takes what other modules have left out of what each collection goes through: netcl collects after each step."""
+def old_objects_stay() -> Iterator[None]:
+    """Takes what other modules have left out of what each collection goes through: netcl collects after each step.
+
+    No test looks for it, so that it need not be brought back.
+    """
     gc.collect()
     gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objects, "_count_set_aside", lambda: 0)
+        yield
+
+
+@pytest.fixture
+def looks_at_objects_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test that sets objects aside itself."""
+    monkeypatch.setattr(objects, "_count_set_aside", gc.get_freeze_count)
 
 
 _PROGRAMS = 300  # built ones that are kept from test to test

@@ -5,8 +5,8 @@ or touches its private parts (``clamp.cli`` measures it beside clamp). The rest 
 """
 
 from clamp.bridge.autograd import *
-from clamp.bridge.living import *
 from clamp.bridge.masters import *
 from clamp.bridge.modules import *
+from clamp.bridge.objects import *
 from clamp.bridge.optimizers import *
 from clamp.bridge.tensors import *

@@ -10,8 +10,8 @@ from netcl.nn.batchnorm import BatchNorm2dModule
 from netcl.nn.layers import Module
 from netcl.nn.state import invalidate_derived as invalidate_derived
 
-from clamp.bridge.living import living
 from clamp.bridge.masters import model_parameter
+from clamp.bridge.objects import living
 from clamp.bridge.tensors import Tensor, is_weight
 
 BatchNorm2d = BatchNorm2dModule

@@ -7,6 +7,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+_count_set_aside = gc.get_freeze_count
+
 
 def living(kind: type[T]) -> list[T]:
     """All instances of a class. Takes milliseconds: it looks at every object there is.
@@ -15,7 +17,7 @@ def living(kind: type[T]) -> list[T]:
     does: later collections take as long as they did before the freeze. Freezing again would set aside what is young
     now, too, and its memory would never be freed.
     """
-    if gc.get_freeze_count():
+    if _count_set_aside():
         gc.unfreeze()
     # Not isinstance: it asks x.__class__, and proxies run code of their own at that.
     return [x for x in gc.get_objects() if issubclass(type(x), kind)]
