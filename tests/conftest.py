@@ -257,9 +257,12 @@ def old_objects_stay() -> Iterator[None]:
 
 
 @pytest.fixture
-def looks_at_objects_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+def looks_at_objects_set_aside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For a test that sets objects aside itself."""
     monkeypatch.setattr(objects, "_count_set_aside", gc.get_freeze_count)
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 _PROGRAMS = 300  # built ones that are kept from test to test

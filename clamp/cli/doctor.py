@@ -23,6 +23,7 @@ from clamp.cli.devices import describe, is_simulator
 from clamp.opencl.device import NoDeviceError, capabilities, intel_cpu_runtime, list_devices
 from clamp.opencl.proofs import RIGHT
 from clamp.ops.cast import cast
+from clamp.ops.conv import engines as convolutions
 from clamp.ops.gemm import gemm
 from clamp.ops.gemm.engines import MATRIX_UNITS, usual
 from clamp.ops.gemm.matrix_units import MatrixUnit
@@ -124,13 +125,16 @@ def _matrix_units(queue: cl.CommandQueue) -> Iterator[tuple[str, str]]:
     if found.compute_capability == (0, 0):
         return
     yield "matrix units", "compute capability {}.{}".format(*found.compute_capability)
-    for unit in MATRIX_UNITS:
+    for unit in (*MATRIX_UNITS, *convolutions.MATRIX_UNITS):
+        label = f"  {unit.NAME}{'' if isinstance(unit, MatrixUnit) else ' conv'}"
         if not unit.may_work(found):
-            yield f"  {unit.NAME}", "not on this processor"
+            yield label, "not on this processor"
         for plan in unit.plans if unit.may_work(found) else ():
             verdict = unit.verdicts(queue, anew=plan is unit.plans[0]).get(str(plan), "could not be tried")
-            words = f"right, {_tflops(queue, unit, plan):.3g} TFLOP/s" if verdict == RIGHT else f"NOT used: {verdict}"
-            yield f"  {unit.NAME}", f"{plan}: {words}"
+            words = "right, and used" if verdict == RIGHT else f"NOT used: {verdict}"
+            if verdict == RIGHT and isinstance(unit, MatrixUnit):
+                words = f"right, {_tflops(queue, unit, plan):.3g} TFLOP/s"
+            yield label, f"{plan}: {words}"
 
 
 def _tflops(queue: cl.CommandQueue, unit: MatrixUnit, plan: Plan) -> float:

@@ -30,8 +30,9 @@ from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_si
 from clamp.cli.kernels import reached
 from clamp.opencl import proofs
 from clamp.opencl.device import NoDeviceError, capabilities, list_devices
+from clamp.ops import proved
 from clamp.ops.cast import cast
-from clamp.ops.gemm import matrix_units
+from clamp.ops.conv import engines as convolutions
 from clamp.ops.gemm.engines import usual
 from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.mma import MMA
@@ -407,23 +408,25 @@ def test_doctor_says_what_became_of_matrix_units(queue: cl.CommandQueue, monkeyp
 
     def lines(number: tuple[int, int]) -> list[tuple[str, str]]:
         device = replace(capabilities(queue), compute_capability=number)
-        for module in (doctor, matrix_units):
+        for module in (doctor, proved):
             monkeypatch.setattr(module, "capabilities", lambda queue: device)
         return list(doctor._matrix_units(queue))
 
     unit = InPlainC(**vars(replace(MMA, plans=(large, small))))
     monkeypatch.setattr(doctor, "MATRIX_UNITS", (WGMMA, unit))
+    monkeypatch.setattr(doctor.convolutions, "MATRIX_UNITS", convolutions.MATRIX_UNITS[-1:])
     monkeypatch.setattr(doctor, "_TIMED", 64)
     tried: list[bool] = []
     monkeypatch.setattr(proofs, "verdicts", lambda *_, anew: tried.append(anew) or verdicts)
-    facts, other, refused, used = lines((8, 6))
+    facts, other, refused, used, *of_convolutions = lines((8, 6))
     assert facts == ("matrix units", "compute capability 8.6")
     assert other == ("  wgmma", "not on this processor")
     assert refused == ("  mma", "32x16x32, 3 stages, 2 warps: NOT used: RuntimeError: OUT_OF_RESOURCES")
     assert used[1].startswith("16x32x16, 2 stages, 1 warps: right, ")
     assert used[1].endswith(" TFLOP/s")
-    assert tried == [True, False], "what failed for want of memory is tried again"
-    assert [line[1] for line in lines((7, 5))[1:]] == ["not on this processor"] * 2
+    assert [line[0] for line in of_convolutions] == ["  mma conv"] * 2
+    assert tried == [True, False] * 2, "what failed for want of memory is tried again"
+    assert [line[1] for line in lines((7, 5))[1:]] == ["not on this processor"] * 3
     assert lines((0, 0)) == []
 
 

@@ -1,8 +1,9 @@
-"""Every op of the conformance table that multiplies matrices, by the engines for GPUs' matrix units, in plain C."""
+"""Every op of the conformance table that multiplies matrices or convolves, by matrix units, in plain C."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pyopencl as cl
@@ -10,45 +11,69 @@ import pytest
 
 from clamp.casting.owned import OWNED
 from clamp.cli.kernels import reached
-from clamp.ops.gemm import engines
-from clamp.ops.gemm.engines import MATRIX_UNITS
-from clamp.ops.gemm.matrix_units import DTYPES, MatrixUnit
+from clamp.ops.conv import engines as conv
+from clamp.ops.conv.matrix_units import MatrixConv
+from clamp.ops.gemm import engines as gemm
+from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.plan import Plan
-from clamp.ops.gemm.problem import Problem
 from tests.conformance import test_conformance
 from tests.conformance.table import Case, Op
 
 pytestmark = [pytest.mark.kernel, pytest.mark.slow]
 
 amp_dtype = test_conformance.amp_dtype
-_LATE = 2  # copies to local memory arrive as late as they may (kernels/async_copy.clh)
+_LATE = 2  # copies to local memory arrive as late as they may (kernels/matrix_product.clh)
 _PLANS = {"mma": Plan(16, 32, 16, 2, (1, 1)), "wgmma": Plan(64, 64, 64, 3, (4, 1))}
-_OF_FLOATS = {"netcl.autograd.info_nce_loss"}  # which multiplies two 16-bit matrices in some cases only
-_CALLS = [call for call in test_conformance._calls() if "gemm_mma.cl" in reached(OWNED[call.values[1].name]).files]
+# They multiply two 16-bit matrices in some cases only; or depthwise, by kernels of its own.
+_NOT_ALWAYS = {
+    "netcl.autograd.info_nce_loss",
+    "netcl.autograd.depthwise_conv2d",
+    "netcl.ops.depthwise.depthwise_conv2d",
+}
 
 
-@dataclass(frozen=True)
-class _Emulated(MatrixUnit):
-    """A unit that takes every product of its types, in plain C, and counts them."""
+class _Emulated:
+    """A unit that takes every problem of its types, in plain C, and counts them."""
 
-    ran: Any = None
+    def __init__(self, unit: MatrixUnit | MatrixConv, ran: list[Any]) -> None:
+        self._unit, self._ran, self._plan = unit, ran, _PLANS[unit.NAME]
+        self.NAME, self.TAKES, self.IN_WORDS, self.pays = unit.NAME, unit.TAKES, unit.IN_WORDS, unit.pays
+        self.pack = getattr(unit, "pack", None)
 
-    def fits(self, problem: Problem) -> bool:
-        return problem.a_dtype == problem.b_dtype and problem.a_dtype in DTYPES
+    def fits(self, problem: Any) -> bool:
+        return self._unit.fits(replace(problem, proved=frozenset({self.NAME})))
 
     def run(self, *product: Any) -> None:
-        self.ran.append(product)
-        self.compute(*product, self.plans[0], emulate=_LATE)
+        self._compute(self._unit.compute, *product, self._plan)
+
+    def convolve(self, *problem: Any) -> None:
+        self._compute(self._unit.convolve_by, *problem, self._plan)
+
+    def weight_gradient(self, problem: Any, x: Any, grad: Any, out: Any, bias_dtype: Any) -> None:
+        self._compute(self._unit.sum_gradient, problem, x, grad, out, self._plan)
+
+    def _compute(self, compute: Any, *args: Any) -> None:
+        self._ran.append(args)
+        partial(compute, emulate=_LATE)(*args)
 
 
-@pytest.mark.parametrize("unit", MATRIX_UNITS, ids=lambda unit: unit.NAME)
-@pytest.mark.parametrize(("amp_dtype", "op", "case", "storage"), _CALLS, indirect=["amp_dtype"])
+_CALLS = [
+    pytest.param(*call.values, kind, number, marks=call.marks, id=f"{call.id}-{unit.NAME}")
+    for kind, units in (("gemm", gemm.MATRIX_UNITS), ("conv", conv.MATRIX_UNITS))
+    for number, unit in enumerate(units)
+    for call in test_conformance._calls()
+    if f"{kind}_mma.cl" in reached(OWNED[call.values[1].name]).files
+]
+
+
+@pytest.mark.parametrize(("amp_dtype", "op", "case", "storage", "kind", "number"), _CALLS, indirect=["amp_dtype"])
 def test_op(
-    queue: cl.CommandQueue, amp_dtype: str, op: Op, case: Case, storage: str, unit: MatrixUnit,
+    queue: cl.CommandQueue, amp_dtype: str, op: Op, case: Case, storage: str, kind: str, number: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    engines: Any = {"gemm": gemm, "conv": conv}[kind]
     ran: list[Any] = []
-    emulated = _Emulated(**vars(replace(unit, plans=(_PLANS[unit.NAME],))), ran=ran)
+    emulated = _Emulated(engines.MATRIX_UNITS[number], ran)
     monkeypatch.setattr(engines, "ENGINES", (emulated, *engines.ENGINES))
     test_conformance.test_op(queue, amp_dtype, op, case, storage, monkeypatch)
-    assert ran or op.name in _OF_FLOATS
+    assert ran or op.name in _NOT_ALWAYS

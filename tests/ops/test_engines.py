@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from clamp.opencl.device import Capabilities
+from clamp.ops import proved
 from clamp.ops.conv import Window
 from clamp.ops.conv import engines as conv
 from clamp.ops.conv.problem import Problem as Convolution
 from clamp.ops.gemm import engines as gemm
-from clamp.ops.gemm import matrix_units
 from clamp.ops.gemm.problem import Problem as Product
 
 GPU = Capabilities(
@@ -127,7 +127,7 @@ def test_an_engine_that_is_named_must_fit() -> None:
 def test_the_choice_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def words(module: Any, dtype: str, device: Capabilities) -> str:
         monkeypatch.setattr(module, "capabilities", lambda queue: device)
-        monkeypatch.setattr(matrix_units, "capabilities", lambda queue: device)
+        monkeypatch.setattr(proved, "capabilities", lambda queue: device)
         return str(module.on_device(None, dtype))
 
     assert words(gemm, F16, GPU) == "products of float16: tiled kernel, tiles in local memory"

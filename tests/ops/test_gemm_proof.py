@@ -14,6 +14,7 @@ import pytest
 from clamp.opencl import program, proofs
 from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import KernelBuildError
+from clamp.ops import proved
 from clamp.ops.gemm import engines, gemm, matrix_units, tiled
 from clamp.ops.gemm.engines import MATRIX_UNITS
 from clamp.ops.gemm.matrix_units import MatrixUnit
@@ -41,7 +42,7 @@ class _Pretended(MatrixUnit):
 def pretend(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MatrixUnit]:
     """Lets the queue's device pass for a GPU with matrix units; what its engine does instead may be given."""
     device = replace(capabilities(queue), is_cpu=False, dot_bf16=False, compute_capability=(8, 0))
-    for module in (engines, matrix_units):
+    for module in (engines, matrix_units, proved):
         monkeypatch.setattr(module, "capabilities", lambda queue: device)
     monkeypatch.setattr(proofs, "_verdicts", {})
     monkeypatch.setenv("CLAMP_CACHE_DIR", "off")

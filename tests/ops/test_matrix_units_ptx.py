@@ -11,7 +11,10 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +22,12 @@ from typing import Any
 import pytest
 
 from clamp.opencl.program import Kernel, source
-from clamp.ops.gemm.engines import MATRIX_UNITS
+from clamp.ops.conv import engines as conv
+from clamp.ops.gemm import engines as gemm
 from clamp.ops.gemm.matrix_units import MatrixUnit
-from clamp.ops.gemm.mma import MMA
 from clamp.ops.gemm.plan import Plan
 from clamp.ops.gemm.problem import Epilogue, operand_a, operand_b
 from clamp.ops.gemm.proof import Case, cases
-from clamp.ops.gemm.wgmma import WGMMA
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +96,10 @@ def compiled(tools: Tools, folder: Path, kernel: Kernel, processor: str, macros:
     if kernel.finish is not None:
         ptx.write_bytes(kernel.finish(ptx.read_bytes()))
     # Memory beyond 48 KB a driver adds at the launch; the assembler has to be told that somebody will.
-    ptx.write_text(re.sub(r"\.shared (.*)gemm\.pool\[\d+\];", r".extern .shared \1gemm.pool[];", ptx.read_text()))
+    inside = re.search(r"\.shared .*pool\[\d+\];", ptx.read_text())
+    assert inside is not None
+    outside = ".extern " + re.sub(r"\[\d+\]", "[]", inside[0])
+    ptx.write_text(ptx.read_text().replace(inside[0], "").replace(".visible .entry", f"{outside}\n.visible .entry"))
     return ptx
 
 
@@ -115,25 +120,42 @@ class Expected:
 
 
 EXPECTED = {
-    MMA.NAME: Expected(("sm_80", "sm_90", "sm_120"), "mma.sync.aligned.m16n8k16", "HMMA.16816.F32"),
-    WGMMA.NAME: Expected(("sm_90a",), "wgmma.mma_async.sync.aligned.m64n", "HGMMA"),
+    "mma.cl": Expected(("sm_80", "sm_90", "sm_120"), "mma.sync.aligned.m16n8k16", "HMMA.16816.F32"),
+    "wgmma.cl": Expected(("sm_90a",), "wgmma.mma_async.sync.aligned.m64n", "HGMMA"),
 }
 
 
-@pytest.mark.parametrize(
-    ("unit", "plan", "case"),
-    [
-        pytest.param(unit, plan, case, id=f"{unit.NAME}-{plan}-{case}")
-        for unit in MATRIX_UNITS
-        for number, plan in enumerate(unit.plans)
-        for case in cases(plan, number)
-    ],
-)
+def _products() -> Iterator[Any]:
+    """Each unit's plans, with the macros of their trials."""
+    for unit in gemm.MATRIX_UNITS:
+        for number, plan in enumerate(unit.plans):
+            for case in cases(plan, number):
+                yield pytest.param(
+                    unit.kernel, plan, partial(macros_of, unit, plan, case), id=f"{unit.NAME}-{plan}-{case}"
+                )
+
+
+def _convolutions() -> Iterator[Any]:
+    """Each unit's plans, with whatever is gathered and whatever is copied."""
+    for unit in conv.MATRIX_UNITS:
+        kinds = (
+            (unit.conv, {"CONV": 1, "TABLE": 0, "A_ALIGNED": 1}),
+            (unit.conv, {"CONV": 1, "TABLE": 1, "A_ALIGNED": 0}),
+            (unit.weight_grad, {"WEIGHT_GRAD": 1, "A_ALIGNED": 1}),
+            (unit.weight_grad, {"WEIGHT_GRAD": 1, "A_ALIGNED": 0}),
+        )
+        for plan, (kernel, kind) in product(unit.plans, kinds):
+            types = {"IN_T": "bf16", "OUT_T": "f16", "BIAS_T": "f32", "FULL": 0, "EMULATE": 0}
+            name = f"{unit.NAME}-{plan}-{kernel.name}-{kind['A_ALIGNED']}"
+            yield pytest.param(kernel, plan, partial(dict, **types, **kind, **plan.macros), id=name)
+
+
+@pytest.mark.parametrize(("kernel", "plan", "macros_for"), [*_products(), *_convolutions()])
 def test_matrix_instructions_and_no_spills(
-    tools: Tools, tmp_path: Path, unit: MatrixUnit, plan: Plan, case: Case
+    tools: Tools, tmp_path: Path, kernel: Kernel, plan: Plan, macros_for: Callable[[], dict[str, Any]]
 ) -> None:
-    macros, expected = macros_of(unit, plan, case), EXPECTED[unit.NAME]
-    ptx = compiled(tools, tmp_path, unit.kernel, expected.processors[0].rstrip("a"), macros)
+    macros, expected = macros_for(), EXPECTED[kernel.file.partition("_")[2]]
+    ptx = compiled(tools, tmp_path, kernel, expected.processors[0].rstrip("a"), macros)
     binary = tmp_path / "kernel.cubin"
     assert ptx.read_text().count(expected.in_ptx) == expected.count(plan)
     for processor in expected.processors:
@@ -141,7 +163,7 @@ def test_matrix_instructions_and_no_spills(
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in words
         assert "serialized" not in words
         registers = int(re.findall(r"Used (\d+) registers", words)[0])
-        shared = 2 if plan.local_memory_bytes <= 48 * 1024 else 1
+        shared = 2 if plan.local_memory_bytes <= 48 * 1024 and "gemm" in kernel.file else 1
         assert shared * plan.threads * registers <= REGISTERS, f"{shared} work-groups share a multiprocessor"
         code = output_of(tools.cuobjdump, "-sass", binary)
         assert code.count(expected.in_code) >= expected.count(plan)

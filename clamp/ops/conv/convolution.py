@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.device import capabilities
-from clamp.ops.conv.engines import choose
+from clamp.ops.conv.engines import choose, problem_on
 from clamp.ops.conv.geometry import Pair, Window, pair
-from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.weights import Weights
 from clamp.ops.gemm.problem import Epilogue
 from clamp.ops.reduce_to_shape import sum_channels
@@ -54,7 +52,7 @@ def conv2d(
     _require(min(size) > 0, f"the kernel {tuple(extent)} is larger than the padded image {tuple(image)}")
     out = bridge.empty(x.queue, (x.shape[0], features, *size), out_dtype)
     dtypes, shape = (x.dtype, weights.tensor.dtype), tuple(weights.tensor.shape)
-    problem = Problem("", dtypes, out_dtype, x.shape[0], image, shape, window, capabilities(x.queue))
+    problem = problem_on(x.queue, "", dtypes, out_dtype, x.shape[0], image, shape, window)
     choose(problem, engine).convolve(problem, x, weights, out, Epilogue(out_dtype, bias, relu))
     return out
 
@@ -85,7 +83,7 @@ def conv2d_input_grad(
     _require(fits, f"the gradient {grad.shape}, w {weights.tensor.shape} and image {image} do not fit with {window}")
     out = bridge.empty(grad.queue, (grad.shape[0], channels * window.groups, *image), out_dtype)
     dtypes, shape = (grad.dtype, weights.tensor.dtype), tuple(weights.tensor.shape)
-    problem = Problem("input", dtypes, out_dtype, grad.shape[0], pair(image), shape, window, capabilities(grad.queue))
+    problem = problem_on(grad.queue, "input", dtypes, out_dtype, grad.shape[0], pair(image), shape, window)
     choose(problem, engine).convolve(problem, grad, weights, out, Epilogue(out_dtype, bias))
     return out
 
@@ -138,7 +136,7 @@ def _parameter_grads(
         return bridge.zeros(x.queue, out_shape, out_dtype), None
     out = bridge.empty(x.queue, out_shape, out_dtype)
     image, dtypes = pair(x.shape[2:]), (x.dtype, grad.dtype)
-    problem = Problem("weights", dtypes, out_dtype, x.shape[0], image, out_shape, window, capabilities(x.queue))
+    problem = problem_on(x.queue, "weights", dtypes, out_dtype, x.shape[0], image, out_shape, window)
     return out, choose(problem, engine).weight_gradient(problem, x, grad, out, bias_dtype)
 
 

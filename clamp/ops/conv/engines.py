@@ -9,8 +9,9 @@ import pyopencl as cl
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops import engine
-from clamp.ops.conv import dot_bf16, packed, tiled, winograd
+from clamp.ops.conv import dot_bf16, mma, packed, tiled, wgmma, winograd
 from clamp.ops.conv.geometry import Pair, Window
+from clamp.ops.conv.matrix_units import MatrixConv
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.weights import Weights
 from clamp.ops.gemm.problem import Epilogue
@@ -31,7 +32,10 @@ class Engine(engine.Engine[Problem], Protocol):
 
 
 #: the first that fits and pays runs
-ENGINES: tuple[Engine, ...] = (winograd, dot_bf16, packed, tiled)
+ENGINES: tuple[Engine, ...] = (winograd, dot_bf16, packed, wgmma.WGMMA, mma.MMA, tiled)
+
+#: those of them that must be proved on a device
+MATRIX_UNITS = tuple(engine for engine in ENGINES if isinstance(engine, MatrixConv))
 
 
 def choose(problem: Problem, name: str | None = None) -> Engine:
@@ -43,12 +47,21 @@ def choose(problem: Problem, name: str | None = None) -> Engine:
     return engine.choose("conv2d", ENGINES, problem, name)
 
 
+def problem_on(
+    queue: cl.CommandQueue, gradient: str, dtypes: tuple[str, str], out_dtype: str, images: int, image: Pair,
+    weights: tuple[int, ...], window: Window,
+) -> Problem:  # fmt: skip
+    """A convolution on the queue's device, with what this can do, and the engines that are proved there."""
+    proved = frozenset(unit.NAME for unit in MATRIX_UNITS if unit.is_proved(queue))
+    return Problem(gradient, dtypes, out_dtype, images, image, weights, window, capabilities(queue), proved)
+
+
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:
     """How convolutions of operands and results in one storage type run on the queue's device, in words."""
 
     def engine_for(extent: Pair, window: Window) -> Engine:
         """That of many channels and positions."""
-        return choose(Problem("", (dtype, dtype), dtype, 64, (16, 16), (16, 16, *extent), window, capabilities(queue)))
+        return choose(problem_on(queue, "", (dtype, dtype), dtype, 64, (16, 16), (16, 16, *extent), window))
 
     chosen = {
         "3x3 of stride 1": engine_for((3, 3), Window(pad=(1, 1))),

@@ -21,6 +21,7 @@ class Problem:
         image: (H, W) of the input.
         weights: shape of the weights, (F, C / groups, KH, KW).
         device: what the device can do.
+        proved: names of the engines that need a proof on the device, and have it.
     """
 
     gradient: str
@@ -31,6 +32,7 @@ class Problem:
     weights: tuple[int, ...]
     window: Window
     device: Capabilities
+    proved: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         types, kernel = " by ".join(self.dtypes), " x ".join(map(str, self.extent))

@@ -46,8 +46,8 @@ def problem_on(queue: cl.CommandQueue, a_dtype: str, b_dtype: str, k: int, colum
 
 
 def proved(queue: cl.CommandQueue) -> frozenset[str]:
-    """Names of the engines that have a plan which is proved on the queue's device."""
-    return frozenset(unit.NAME for unit in MATRIX_UNITS if unit.proved_plans(queue))
+    """Names of the engines that have a plan for any operands which is proved on the queue's device."""
+    return frozenset(unit.NAME for unit in MATRIX_UNITS if unit.is_proved(queue))
 
 
 def usual(queue: cl.CommandQueue, dtype: str) -> Engine:

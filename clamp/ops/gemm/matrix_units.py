@@ -6,22 +6,18 @@ The same kernels in plain C (``emulate``) run on any device, for tests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import pyopencl as cl
 
-import clamp
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl import proofs
 from clamp.opencl.device import Capabilities, capabilities
-from clamp.opencl.program import Kernel, source
-from clamp.opencl.proofs import Trial
+from clamp.opencl.program import Kernel
 from clamp.ops.gemm.plan import Plan, best_plan, slices_of
 from clamp.ops.gemm.problem import Epilogue, Operand, Problem
 from clamp.ops.gemm.proof import computes_right
+from clamp.ops.proved import Proved
 
 DTYPES = ("float16", "bfloat16")
 
@@ -30,7 +26,7 @@ _ADDERS = 256  # work-items of a group that adds slices
 
 
 @dataclass(frozen=True)
-class MatrixUnit:
+class MatrixUnit(Proved):
     """An engine of products: a matrix instruction, and the kernel that computes by it.
 
     Attributes:
@@ -66,34 +62,23 @@ class MatrixUnit:
         """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
         units = capabilities(c.queue).compute_units
         matrices = c.size // (a.rows * b.rows)
-        plan = best_plan(self.proved_plans(c.queue), a.rows, b.rows, matrices, units)
+        aligned = _Lines(a).aligned and _Lines(b).aligned
+        plans = [plan for plan in self.proved_plans(c.queue) if aligned or not plan.aligned]
+        plan = best_plan(plans, a.rows, b.rows, matrices, units)
         self.compute(a, b, c, epilogue, plan, slices_of(plan.tiles(a.rows, b.rows) * matrices, a.k, units))
 
-    # ------------------------------------------------------------------------------------------------ proof
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What it launches."""
+        return (self.kernel,)
 
     def may_work(self, device: Capabilities) -> bool:
         """Whether the device is of a kind that has the instruction."""
         return self.first <= device.compute_capability <= self.last
 
-    def proved_plans(self, queue: cl.CommandQueue) -> tuple[Plan, ...]:
-        """The plans by which it computes right on the queue's device."""
-        verdicts = self.verdicts(queue)
-        return tuple(plan for plan in self.plans if verdicts.get(str(plan)) == proofs.RIGHT)
-
-    def verdicts(self, queue: cl.CommandQueue, *, anew: bool = False) -> Mapping[str, str]:
-        """What became of each plan on the queue's device; tried where they may work, and once if not ``anew``."""
-        return proofs.verdicts(queue.device, self.where, anew=anew) if self.may_work(capabilities(queue)) else {}
-
-    def trials(self) -> Iterator[Trial]:
-        """One for each plan."""
-        for number, plan in enumerate(self.plans):
-            yield str(plan), partial(computes_right, self.compute, plan, number)
-
-    def trial_key(self) -> list[str]:
-        """What verdicts depend on: the kernel's source, and who launches it."""
-        return [clamp.__version__, source("common.clh"), source(self.kernel.file)]
-
-    # ---------------------------------------------------------------------------------------------- launches
+    def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
+        """Whether small products come out right by a plan."""
+        return computes_right(self.compute, plan, self.plans.index(plan), queue)
 
     def compute(
         self, a: Operand, b: Operand, c: Tensor, epilogue: Epilogue, plan: Plan, slices: int = 1, *, emulate: int = 0
@@ -109,13 +94,9 @@ class MatrixUnit:
         if slices == 1:
             self._launch(a, b, c, epilogue, plan, slice_k, slices, emulate)
             return
-        queue, elements = c.queue, a.rows * b.rows
-        partial_sums = bridge.empty(queue, (slices * c.size,), "float32")
+        partial_sums = bridge.empty(c.queue, (slices * c.size,), "float32")
         self._launch(a, b, partial_sums, Epilogue("float32"), plan, slice_k, slices, emulate)
-        _ADD_SLICES(
-            queue, (-(-elements // _ADDERS) * _ADDERS, c.size // elements), (_ADDERS, 1), partial_sums, c,
-            epilogue.bias_or(c), elements, b.rows, slices, *epilogue.flags, **epilogue.macros,
-        )  # fmt: skip
+        add_slices(partial_sums, c, a.rows * b.rows, b.rows, slices, epilogue)
 
     def _launch(
         self, a: Operand, b: Operand, c: Tensor, epilogue: Epilogue, plan: Plan, slice_k: int, slices: int, emulate: int
@@ -131,6 +112,19 @@ class MatrixUnit:
             A_ALIGNED=int(lines_a.aligned), B_ALIGNED=int(lines_b.aligned), FULL=int(is_full), EMULATE=emulate,
             **plan.macros, **epilogue.macros,
         )  # fmt: skip
+
+
+def add_slices(partial_sums: Tensor, c: Tensor, elements: int, columns: int, slices: int, epilogue: Epilogue) -> None:
+    """Adds each matrix's slices up in their order and writes them, through the epilogue, over c.
+
+    Args:
+        partial_sums: (matrices, slices, elements), float32.
+        elements, columns: of a matrix.
+    """
+    _ADD_SLICES(
+        c.queue, (-(-elements // _ADDERS) * _ADDERS, c.size // elements), (_ADDERS, 1), partial_sums, c,
+        epilogue.bias_or(c), elements, columns, slices, *epilogue.flags, **epilogue.macros,
+    )  # fmt: skip
 
 
 class _Lines:

@@ -17,6 +17,8 @@ class Plan:
         rows, columns, k: the tile of C of a work-group, and the steps of k in local memory at a time.
         stages: how many such steps local memory holds.
         warps: of a work-group, by rows and columns of C.
+        aligned: whether operands must have lines that begin at multiples of 16 bytes: to gather elements takes
+            registers that it does not have.
     """
 
     rows: int
@@ -24,6 +26,7 @@ class Plan:
     k: int
     stages: int
     warps: tuple[int, int]
+    aligned: bool = False
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.columns}x{self.k}, {self.stages} stages, {self.warps[0] * self.warps[1]} warps"

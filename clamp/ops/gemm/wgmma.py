@@ -17,7 +17,9 @@ WGMMA = MatrixUnit(
     where=f"{__name__}:WGMMA",
     kernel=GEMM,
     plans=(
-        Plan(128, 256, 64, 4, (8, 1)),  # 192 KB, of 227 that a processor has: the driver may give them or not
+        Plan(
+            128, 256, 64, 4, (8, 1), aligned=True
+        ),  # 192 KB, of 227 that a processor has: the driver may give them or not
         Plan(128, 128, 64, 4, (8, 1)),
         Plan(64, 64, 64, 3, (4, 1)),  # 48 KB, which it gives
     ),

@@ -1,0 +1,233 @@
+"""Convolutions and their gradients on a GPU's matrix units (kernels/matrix_conv_kernel.clh): what the engines have in
+common. They read images, weights and gradients in place.
+
+As the engines of products (clamp/ops/gemm/matrix_units.py) they are used only by plans that are proved on the device,
+and run in plain C (``emulate``) on any device, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.device import Capabilities, capabilities
+from clamp.opencl.program import Kernel
+from clamp.ops.conv.geometry import Axis, Correlation
+from clamp.ops.conv.problem import Problem
+from clamp.ops.conv.proof import computes_right
+from clamp.ops.conv.weights import Weights
+from clamp.ops.gemm.matrix_units import DTYPES, MatrixUnit, add_slices
+from clamp.ops.gemm.plan import Plan, best_plan, slices_of
+from clamp.ops.gemm.problem import Epilogue
+from clamp.ops.proved import Proved
+
+_MOST = 2**31 - 2**12  # positions of a batch, and elements of a tap's offset or of the weights: 32 bits in the kernels
+_OUTSIDE = -(2**30)  # a tap that reads nothing
+
+
+@dataclass(frozen=True)
+class MatrixConv(Proved):
+    """An engine of convolutions by a matrix instruction.
+
+    Attributes:
+        NAME, TAKES, IN_WORDS: as every engine's.
+        where, plans: as of everything that is proved.
+        unit: the engine of products by that instruction.
+        conv, weight_grad: the kernels.
+    """
+
+    NAME: str
+    TAKES: str
+    IN_WORDS: str
+    where: str
+    plans: tuple[Plan, ...]
+    unit: MatrixUnit
+    conv: Kernel
+    weight_grad: Kernel
+
+    def fits(self, problem: Problem) -> bool:
+        """Whether what is multiplied is of one 16-bit type, the engine is proved, and the kernels can count it."""
+        first, second = problem.dtypes
+        return self.NAME in problem.proved and first == second and first in DTYPES and _is_countable(problem)
+
+    def pays(self, problem: Problem) -> bool:
+        """Wherever it is proved."""
+        return True
+
+    def convolve(self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
+        """Writes a convolution or an input gradient over ``out``."""
+        plans, units = self.proved_plans(x.queue), capabilities(x.queue).compute_units
+        positions = problem.images * problem.correlations[0][0].positions
+        plan = best_plan(plans, weights.rows, positions, weights.groups, units)
+        self.convolve_by(problem, x, weights, out, epilogue, plan)
+
+    def weight_gradient(
+        self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None
+    ) -> Tensor | None:
+        """Writes the gradient by the weights over ``out``."""
+        units, groups = capabilities(x.queue).compute_units, problem.window.groups
+        columns = problem.channels * problem.forward.taps
+        plan = best_plan(self.proved_plans(x.queue), problem.features, columns, groups, units)
+        tiles = plan.tiles(problem.features, columns) * groups
+        self.sum_gradient(problem, x, grad, out, plan, slices_of(tiles, _positions(problem), units))
+        return None
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What it launches."""
+        return self.conv, self.weight_grad
+
+    def may_work(self, device: Capabilities) -> bool:
+        """Whether the device is of a kind that has the instruction."""
+        return self.unit.may_work(device)
+
+    def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
+        """Whether small convolutions and their gradients come out right by a plan."""
+        return computes_right(self, plan, queue)
+
+    def convolve_by(
+        self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue, plan: Plan,
+        *, emulate: int = 0,
+    ) -> None:  # fmt: skip
+        """As `convolve`, by a given plan. ``emulate`` as in kernels/matrix_product.clh."""
+        for phase in _phases(problem):
+            self._correlate(problem, phase, x, weights, out, epilogue, plan, emulate)
+
+    def _correlate(
+        self, problem: Problem, phase: _Phase, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue, plan: Plan,
+        emulate: int,
+    ) -> None:  # fmt: skip
+        shape, groups, positions = phase.shape, weights.groups, problem.images * phase.shape.positions
+        if positions * weights.rows * groups == 0:
+            return
+        lies = _Weights.of(weights)
+        k = weights.channels * shape.taps if x.size else 0  # an image without pixels is all padding: sums of nothing
+        table = _taps(x.queue.context, shape, weights.channels, lies)
+        self._kernel(self.conv, emulate)(
+            x.queue, (plan.tiles(weights.rows, positions) * groups * plan.threads,), (plan.threads,),
+            weights.tensor, x if x.size else weights.tensor, table, out, epilogue.bias_or(out),
+            weights.rows, k, positions, lies.pitch, lies.group, weights.channels * shape.source[0] * shape.source[1],
+            shape.y.positions, shape.x.positions, shape.y.staged.stride, shape.x.staged.stride, *shape.source,
+            groups * weights.channels * shape.source[0] * shape.source[1], phase.begin, *phase.target, *epilogue.flags,
+            CONV=1, TABLE=int(lies.by_table), A_ALIGNED=int(k % 8 == 0), IN_T=bridge.STORAGE[weights.tensor.dtype],
+            FULL=0, EMULATE=emulate, **plan.macros, **epilogue.macros,
+        )  # fmt: skip
+
+    def sum_gradient(
+        self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, plan: Plan, slices: int = 1, *, emulate: int = 0
+    ) -> None:
+        """Writes the gradient by the weights, by a given plan; of several slices the sums are added in their order."""
+        shape, groups, positions = problem.forward, problem.window.groups, _positions(problem)
+        columns = problem.channels * shape.taps
+        each = max(-(-positions // (slices * plan.k)), 1) * plan.k
+        slices = max(-(-positions // each), 1)
+        partial_sums = out if slices == 1 else bridge.empty(out.queue, (slices * out.size,), "float32")
+        group = problem.channels * shape.source[0] * shape.source[1]
+        self._kernel(self.weight_grad, emulate)(
+            x.queue, (plan.tiles(problem.features, columns) * groups * slices * plan.threads,), (plan.threads,),
+            grad, x, _taps(x.queue.context, shape, problem.channels, _Weights()), partial_sums,
+            problem.features, columns, positions, groups * problem.features * shape.positions, group,
+            shape.y.positions, shape.x.positions, shape.y.staged.stride, shape.x.staged.stride, *shape.source,
+            groups * group, each, slices,
+            WEIGHT_GRAD=1, A_ALIGNED=int(shape.positions % 8 == 0), IN_T=bridge.STORAGE[x.dtype], FULL=0,
+            EMULATE=emulate, **plan.macros, **Epilogue(partial_sums.dtype).macros,
+        )  # fmt: skip
+        if slices > 1:
+            add_slices(partial_sums, out, problem.features * columns, columns, slices, Epilogue(out.dtype))
+
+    @staticmethod
+    def _kernel(kernel: Kernel, emulate: int) -> Kernel:
+        return replace(kernel, finish=None) if emulate else kernel
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """One remainder of the positions, and where its results lie.
+
+    Attributes:
+        shape: what is computed there.
+        begin: the first result.
+        target: from one image, channel, row and column of positions to the next, in elements of the result.
+    """
+
+    shape: Correlation
+    begin: int
+    target: tuple[int, int, int, int]
+
+
+def _phases(problem: Problem) -> Iterator[_Phase]:
+    shapes, (rows, columns) = problem.correlations
+    channels = problem.channels if problem.gradient == "input" else problem.features
+    height, width = problem.image if problem.gradient == "input" else problem.size
+    target = channels * problem.window.groups * height * width, height * width, rows * width, columns
+    for number, shape in enumerate(shapes):
+        yield _Phase(shape, number // columns * width + number % columns, target)
+
+
+def _positions(problem: Problem) -> int:
+    return problem.images * problem.forward.positions
+
+
+def _is_countable(problem: Problem) -> bool:
+    """Whether 32 bits number all positions of a batch, what a tap may be away from one, and the weights."""
+    size, image = problem.size, problem.image
+    pixels = max(size[0] * size[1], image[0] * image[1])
+    largest = max(problem.images * pixels, max(problem.channels, problem.features) * pixels, prod(problem.weights))
+    return largest < _MOST
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """How a kernel finds weights: element (m, k) of a group at m * pitch + k, or + what the table says for k."""
+
+    by_table: bool = False
+    pitch: int = 0
+    group: int = 0
+    channel: int = 0  # from one channel that is summed over to the next, for the table
+    columns: int = 0  # of the kernel
+
+    @classmethod
+    def of(cls, weights: Weights) -> _Weights:
+        rows, columns = weights.tensor.shape[2:]
+        taps = rows * columns
+        if not weights.transposed:
+            pitch = weights.channels * taps
+            return cls(False, pitch, weights.rows * pitch)
+        return cls(True, taps, weights.channels * weights.rows * taps, weights.rows * taps, columns)
+
+
+@lru_cache(maxsize=128)  # of up to some 100 KB
+def _taps(context: cl.Context, shape: Correlation, channels: int, lies: _Weights) -> cl.Buffer:
+    """The table of a correlation: for each step (channel, tap) where its plane lies, how many rows and columns from a
+    position it reads, and where its weight lies. As many steps that read nothing follow as the widest tile may need."""
+    y, x = _reads(shape.y), _reads(shape.x)
+    steps = channels * y.size * x.size
+    table = np.full((steps + 256, 4), (0, _OUTSIDE, _OUTSIDE, 0), np.int32)
+    planes = np.arange(channels)[:, None, None]
+    parts = (
+        planes * shape.source[0] * shape.source[1],
+        y[:, None],
+        x,
+        planes * lies.channel + _elements(shape.y)[:, None] * lies.columns + _elements(shape.x),
+    )
+    extents = (channels, y.size, x.size)
+    table[:steps] = np.stack([np.broadcast_to(part, extents).reshape(-1) for part in parts], axis=1)
+    return cl.Buffer(context, cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR, hostbuf=table)
+
+
+def _reads(axis: Axis) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Where each tap of the first position reads; negative before the source."""
+    taps = axis.taps
+    return taps.source + np.arange(taps.count) * taps.source_step - axis.staged.pad
+
+
+def _elements(axis: Axis) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The kernel element of each tap."""
+    return axis.taps.first + np.arange(axis.taps.count) * axis.taps.step

@@ -1,0 +1,60 @@
+"""Engines that are used on a device only by the plans that have computed right there (clamp/opencl/proofs.py)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import pyopencl as cl
+
+import clamp
+from clamp.opencl import proofs
+from clamp.opencl.device import Capabilities, capabilities
+from clamp.opencl.program import Kernel, source
+from clamp.opencl.proofs import Trial
+from clamp.ops.gemm.plan import Plan
+
+
+class Proved(ABC):
+    """What such an engine has beside what it computes."""
+
+    #: where the engine is found, for the process that tries it: "clamp.ops.gemm.mma:MMA"
+    where: str
+    #: the ways in which it may cut a problem up, the largest tiles first
+    plans: tuple[Plan, ...]
+
+    @property
+    @abstractmethod
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What it launches."""
+
+    @abstractmethod
+    def may_work(self, device: Capabilities) -> bool:
+        """Whether the device is of a kind that has its instruction."""
+
+    @abstractmethod
+    def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
+        """Whether small problems come out right by a plan."""
+
+    def proved_plans(self, queue: cl.CommandQueue) -> tuple[Plan, ...]:
+        """The plans by which it computes right on the queue's device."""
+        verdicts = self.verdicts(queue)
+        return tuple(plan for plan in self.plans if verdicts.get(str(plan)) == proofs.RIGHT)
+
+    def is_proved(self, queue: cl.CommandQueue) -> bool:
+        """Whether a plan that takes any operands is."""
+        return not all(plan.aligned for plan in self.proved_plans(queue))
+
+    def verdicts(self, queue: cl.CommandQueue, *, anew: bool = False) -> Mapping[str, str]:
+        """What became of each plan on the queue's device; tried where they may work, and once if not ``anew``."""
+        return proofs.verdicts(queue.device, self.where, anew=anew) if self.may_work(capabilities(queue)) else {}
+
+    def trials(self) -> Iterator[Trial]:
+        """One for each plan."""
+        for plan in self.plans:
+            yield str(plan), partial(self.computes_right, plan)
+
+    def trial_key(self) -> list[str]:
+        """What verdicts depend on: the kernels' sources, and who launches them."""
+        return [clamp.__version__, source("common.clh"), *(source(kernel.file) for kernel in self.kernels)]

@@ -1,0 +1,196 @@
+"""Convolutions on matrix units against float64 of the stored values: in plain C on any device (EMULATE), by the
+instructions where the device has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp.bridge import Tensor
+from clamp.opencl import program
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import Kernel
+from clamp.ops import conv as ops
+from clamp.ops.conv import engines, proof
+from clamp.ops.conv.engines import MATRIX_UNITS
+from clamp.ops.conv.matrix_units import MatrixConv
+from clamp.ops.conv.problem import Problem
+from clamp.ops.conv.weights import Weights
+from clamp.ops.engine import always
+from clamp.ops.gemm.plan import Plan
+from clamp.ops.gemm.problem import Epilogue
+from tests.ops.conv_reference import Case, check, forward
+from tests.ops.test_conv import CASES
+from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
+from tests.sweep import sweep
+
+pytestmark = pytest.mark.kernel
+
+INSTRUCTIONS, AT_ONCE, LATE = 0, 1, 2  # when copies to local memory arrive (kernels/matrix_product.clh)
+_PLANS = {"mma": Plan(32, 32, 16, 2, (1, 1)), "wgmma": Plan(64, 64, 64, 3, (4, 1))}
+
+
+class Emulated:
+    """A unit that takes every convolution, by one plan."""
+
+    NAME, TAKES, IN_WORDS = "emulated", "everything of 16 bits", "in plain C"
+    fits = pays = staticmethod(always)
+
+    def __init__(self, unit: MatrixConv, plan: Plan, slices: int, emulate: int) -> None:
+        self._unit, self._plan, self._slices, self._emulate = unit, plan, slices, emulate
+
+    def convolve(self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
+        self._unit.convolve_by(problem, x, weights, out, epilogue, self._plan, emulate=self._emulate)
+
+    def weight_gradient(self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> None:
+        self._unit.sum_gradient(problem, x, grad, out, self._plan, self._slices, emulate=self._emulate)
+
+    def convolve_by(self, *args: Any) -> None:
+        self._unit.convolve_by(*args, emulate=self._emulate)
+
+    def sum_gradient(self, *args: Any) -> None:
+        self._unit.sum_gradient(*args, emulate=self._emulate)
+
+
+@pytest.fixture(params=MATRIX_UNITS, ids=lambda unit: unit.NAME)
+def unit(request: pytest.FixtureRequest) -> MatrixConv:
+    found: MatrixConv = request.param
+    return found
+
+
+@pytest.fixture
+def emulate(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, unit: MatrixConv) -> Callable[..., str]:
+    """Makes convolutions know an emulated engine, and returns its name."""
+    usual = INSTRUCTIONS if unit.may_work(capabilities(queue)) else LATE
+
+    def make(plan: Plan = _PLANS[unit.NAME], slices: int = 1, copies: int = usual) -> str:
+        monkeypatch.setattr(engines, "ENGINES", (Emulated(unit, plan, slices, copies),))
+        return "emulated"
+
+    return make
+
+
+@pytest.mark.parametrize("name", sweep(CASES, lambda n: n % 4 == 2))
+def test_geometries(queue: cl.CommandQueue, simulated: bool, emulate: Callable[..., str], name: str) -> None:
+    if simulated and name != "stride 4, dilation 2":
+        pytest.skip("slow to simulate")
+    check(queue, CASES[name], emulate())
+
+
+@pytest.mark.parametrize("out_dtype", STORAGE_DTYPES)
+def test_storage_types(queue: cl.CommandQueue, emulate: Callable[..., str], out_dtype: str) -> None:
+    case = Case(1, 2, 3, (3, 8), (3, 3), pad=(1, 1))
+    for dtype in HALF_DTYPES:
+        check(queue, case, emulate(copies=AT_ONCE), (dtype, dtype, dtype, out_dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", [1, 8, 31, 33, 65])
+def test_numbers_of_channels(queue: cl.CommandQueue, emulate: Callable[..., str], features: int) -> None:
+    check(queue, Case(2, features, features, (3, 6), (3, 3), pad=(1, 1), groups=2), emulate())
+    check(queue, Case(2, features, 9, (4, 8), (1, 1), groups=2), emulate())
+
+
+@pytest.mark.parametrize("slices", sweep([3, 9], lambda n: n == 0))
+def test_slices_of_positions(
+    queue: cl.CommandQueue, simulated: bool, emulate: Callable[..., str], unit: MatrixConv, slices: int
+) -> None:
+    if simulated:
+        pytest.skip("slow to simulate")
+    check(queue, Case(3, 2, 5, (9, 11), (3, 3), pad=(1, 1), groups=2), emulate(slices=slices))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4, 4), (2, 0, 4, 4), (2, 2, 0, 4)])
+def test_nothing_to_sum(queue: cl.CommandQueue, emulate: Callable[..., str], shape: tuple[int, ...]) -> None:
+    n, c, h, w = shape
+    check(queue, Case(n, c, 3, (h, w), (3, 3), pad=(2, 2)), emulate())
+
+
+@pytest.mark.slow
+def test_plans_of_gpus(queue: cl.CommandQueue, simulated: bool, unit: MatrixConv) -> None:
+    """The trials themselves, in plain C."""
+    if simulated:
+        pytest.skip("slow to simulate")
+    for plan in unit.plans:
+        if plan.local_memory_bytes <= capabilities(queue).local_memory_bytes:
+            assert proof.computes_right(Emulated(unit, plan, 1, AT_ONCE), plan, queue), plan
+
+
+def test_infinities_and_nan_stay_where_they_are(queue: cl.CommandQueue, emulate: Callable[..., str]) -> None:
+    case = Case(1, 1, 1, (3, 40), (3, 3), pad=(1, 1))
+    x, w, _ = case.arrays()
+    x[0, 0, 0, 0], x[0, 0, 2, 20], x[0, 0, 1, 39] = np.inf, np.nan, -np.inf
+    w = np.abs(w)
+    tensors = to_device(queue, x, "bfloat16"), to_device(queue, w, "bfloat16")
+    y = ops.conv2d(*tensors, case.window, out_dtype="float16", relu=True, engine=emulate())
+    with np.errstate(invalid="ignore"):
+        expected = forward(*(quantize(a, "bfloat16").astype(np.float64) for a in (x, w)), case)
+        expected = np.where(np.isnan(expected), np.nan, np.maximum(expected, 0))
+    assert_close(y, expected, slack=1e-3)
+    assert np.isnan(to_numpy(y)).sum() == 6
+
+
+def test_weights_whose_sums_do_not_read_an_infinity_stay_finite(
+    queue: cl.CommandQueue, emulate: Callable[..., str]
+) -> None:
+    case = Case(1, 1, 1, (3, 7), (3, 3))
+    x, _, g = case.arrays()
+    x[0, 0, 1, 5] = np.inf
+    tensors = [to_device(queue, a, "float16") for a in (x, g)]
+    gw = to_numpy(ops.conv2d_weight_grad(*tensors, case.kernel, case.window, out_dtype="float32", engine=emulate()))
+    np.testing.assert_array_equal(np.isfinite(gw[0, 0]), [[True] * 3, [True, False, False], [True] * 3])
+
+
+def test_what_32_bits_do_not_count_is_left_to_another_engine(queue: cl.CommandQueue, unit: MatrixConv) -> None:
+    def problem(images: int) -> Problem:
+        shape, window = (16, 16, 3, 3), ops.Window(pad=(1, 1))
+        device = capabilities(queue)
+        return Problem("", HALF_DTYPES[:1] * 2, "float32", images, (1024, 1024), shape, window, device, {unit.NAME})
+
+    assert unit.fits(problem(2047 - 1))
+    assert not unit.fits(problem(2048))
+
+
+# ------------------------------------------------------------------------------------------------------ mutants
+
+_SMALL = Case(2, 3, 5, (5, 7), (3, 3), pad=(1, 1))
+_STRIDED = Case(2, 3, 5, (7, 9), (3, 3), (2, 2), (1, 1), groups=2)
+
+#: What is wrong, the piece of source and what replaces it, and a case that shows it.
+MUTANTS = [
+    ("columns wrap a position late", "if (++p.q == g.columns)", "if (++p.q == g.columns + 1)", _SMALL),
+    ("images are not changed", "            p.n++;", "            ;", _SMALL),
+    ("the row above is not the edge", "row >= 0 && row <", "row <", _SMALL),
+    ("the column behind is not the edge", "column < (int)g.width", "column <= (int)g.width", _SMALL),
+    ("columns begin a stride late", "column = p.q * g.stride_x", "column = (p.q + 1) * g.stride_x", _SMALL),
+    ("weights lie where k says", "weights[row + taps[k + e].s3]", "weights[row + k + e]", _STRIDED),
+    ("what is fetched is stored unswizzled",
+     "(stage)[A_PIECES + piece_of(i, TILE_K, B_LINE, THREADS).place]",
+     "(stage)[A_PIECES + get_local_id(0) + i * THREADS]", _SMALL),
+    ("groups share an image", "    image += group * image_group;\n    const matrix_t", "    const matrix_t", _STRIDED),
+    ("results of a remainder lie together", "(m + row) * t.plane + p.r * t.row + p.q * t.column;", "0;", _STRIDED),
+    ("every slice begins with the first", "begin = matrix % slices * slice, end", "begin = 0, end", _STRIDED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "case"), [pytest.param(*mutant[1:], id=mutant[0]) for mutant in MUTANTS])
+def test_a_mutant_computes_something_else(
+    queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch, old: str, new: str, case: Case
+) -> None:
+    if simulated:
+        pytest.skip("what is wrong shows on any device, and some of it is an access out of bounds")
+    unit, source = MATRIX_UNITS[-1], program.source
+    text = source("conv_mma.cl")
+    assert text.count(old) == 1, old
+    name = f"conv_mma.cl with {new}"  # programs are kept by their file's name
+    monkeypatch.setattr(program, "source", lambda file: text.replace(old, new) if file == name else source(file))
+    mutant = Emulated(unit, _PLANS["mma"], 2, AT_ONCE)
+    kernels = {"conv": Kernel(name, "conv"), "weight_grad": Kernel(name, "weight_grad")}
+    mutant._unit = MatrixConv(**(vars(unit) | kernels))
+    monkeypatch.setattr(engines, "ENGINES", (mutant,))
+    with pytest.raises(AssertionError, match="values of float16 differ"):
+        check(queue, case, "emulated", with_bias=False)
