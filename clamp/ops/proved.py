@@ -19,6 +19,7 @@ from clamp.ops.gemm.plan import Plan
 class Proved(ABC):
     """What such an engine has beside what it computes."""
 
+    NAME: str
     #: where the engine is found, for the process that tries it: "clamp.ops.gemm.mma:MMA"
     where: str
     #: the ways in which it may cut a problem up, the largest tiles first
