@@ -414,7 +414,7 @@ def test_doctor_says_what_became_of_matrix_units(queue: cl.CommandQueue, monkeyp
 
     unit = InPlainC(**vars(replace(MMA, plans=(large, small))))
     monkeypatch.setattr(doctor, "MATRIX_UNITS", (WGMMA, unit))
-    monkeypatch.setattr(doctor.convolutions, "MATRIX_UNITS", convolutions.MATRIX_UNITS[-1:])
+    monkeypatch.setattr(doctor.convolutions, "MATRIX_UNITS", convolutions.MATRIX_UNITS[1:2])
     monkeypatch.setattr(doctor, "_TIMED", 64)
     tried: list[bool] = []
     monkeypatch.setattr(proofs, "verdicts", lambda *_, anew: tried.append(anew) or verdicts)

@@ -25,8 +25,10 @@ from typing import Any
 
 import pytest
 
+from clamp.bridge import STORAGE
 from clamp.opencl.program import Kernel, source
 from clamp.ops.conv import engines as conv
+from clamp.ops.conv.matrix_units import MatrixConv
 from clamp.ops.gemm import engines as gemm
 from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.plan import Plan
@@ -131,18 +133,20 @@ class Expected:
     processors: tuple[str, ...]
     in_ptx: str
     in_code: str
+    k: int = 16
 
     def count(self, plan: Plan) -> int:
         """Of a warp, in a step."""
-        k_steps = plan.k // 16
+        k_steps = plan.k // self.k
         if self.in_code == "HGMMA":  # a warp group's, of all columns
             return k_steps
         return k_steps * (plan.rows // plan.warps[0] // 16) * (plan.columns // plan.warps[1] // 8)
 
 
 EXPECTED = {
-    "mma.cl": Expected(("sm_80", "sm_90", "sm_120"), "mma.sync.aligned.m16n8k16", "HMMA.16816.F32"),
-    "wgmma.cl": Expected(("sm_90a",), "wgmma.mma_async.sync.aligned.m64n", "HGMMA"),
+    "mma": Expected(("sm_80", "sm_90", "sm_120"), "mma.sync.aligned.m16n8k16", "HMMA.16816.F32"),
+    "mma_k8": Expected(("sm_75",), "mma.sync.aligned.m16n8k8", "HMMA.1688.F32", k=8),
+    "wgmma": Expected(("sm_90a",), "wgmma.mma_async.sync.aligned.m64n", "HGMMA"),
 }
 
 
@@ -150,10 +154,9 @@ def _products() -> Iterator[Any]:
     """Each unit's plans, with the macros of their trials."""
     for unit in gemm.MATRIX_UNITS:
         for number, plan in enumerate(unit.plans):
-            for case in cases(plan, number):
-                yield pytest.param(
-                    unit.kernel, plan, partial(macros_of, unit, plan, case), id=f"{unit.NAME}-{plan}-{case}"
-                )
+            for case in cases(plan, number, unit.dtypes):
+                macros = partial(macros_of, unit, plan, case)
+                yield pytest.param(unit, unit.kernel, plan, macros, id=f"{unit.NAME}-{plan}-{case}")
 
 
 def _convolutions() -> Iterator[Any]:
@@ -166,16 +169,23 @@ def _convolutions() -> Iterator[Any]:
             (unit.weight_grad, {"WEIGHT_GRAD": 1, "A_ALIGNED": 0}),
         )
         for plan, (kernel, kind) in product(unit.plans, kinds):
-            types = {"IN_T": "bf16", "OUT_T": "f16", "BIAS_T": "f32", "FULL": 0, "EMULATE": 0}
+            types = {"IN_T": STORAGE[unit.unit.dtypes[-1]], "OUT_T": "f16", "BIAS_T": "f32", "FULL": 0, "EMULATE": 0}
+            options = dict(unit.unit.options)
             name = f"{unit.NAME}-{plan}-{kernel.name}-{kind['A_ALIGNED']}"
-            yield pytest.param(kernel, plan, partial(dict, **types, **kind, **plan.macros), id=name)
+            macros = partial(dict, **types, **kind, **plan.macros, **options)
+            yield pytest.param(unit, kernel, plan, macros, id=name)
 
 
-@pytest.mark.parametrize(("kernel", "plan", "macros_for"), [*_products(), *_convolutions()])
+@pytest.mark.parametrize(("unit", "kernel", "plan", "macros_for"), [*_products(), *_convolutions()])
 def test_matrix_instructions_and_no_spills(
-    tools: Tools, tmp_path: Path, kernel: Kernel, plan: Plan, macros_for: Callable[[], dict[str, Any]]
+    tools: Tools,
+    tmp_path: Path,
+    unit: MatrixUnit | MatrixConv,
+    kernel: Kernel,
+    plan: Plan,
+    macros_for: Callable[[], dict[str, Any]],
 ) -> None:
-    macros, expected = macros_for(), EXPECTED[kernel.file.partition("_")[2]]
+    macros, expected = macros_for(), EXPECTED[unit.NAME]
     ptx = compiled(tools, tmp_path, kernel, expected.processors[0].rstrip("a"), macros)
     binary = tmp_path / "kernel.cubin"
     assert ptx.read_text().count(expected.in_ptx) == expected.count(plan)
@@ -189,4 +199,4 @@ def test_matrix_instructions_and_no_spills(
         allow(f"{kernel.file} {kernel.name}, {_words(macros)}", processor, registers)
         code = output_of(tools.cuobjdump, "-sass", binary)
         assert code.count(expected.in_code) >= expected.count(plan)
-        assert ("LDGSTS" in code) == bool(macros["A_ALIGNED"])
+        assert ("LDGSTS" in code) == bool(macros["A_ALIGNED"] and unit.NAME != "mma_k8")

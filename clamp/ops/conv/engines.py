@@ -32,7 +32,7 @@ class Engine(engine.Engine[Problem], Protocol):
 
 
 #: the first that fits and pays runs
-ENGINES: tuple[Engine, ...] = (winograd, dot_bf16, packed, wgmma.WGMMA, mma.MMA, tiled)
+ENGINES: tuple[Engine, ...] = (winograd, dot_bf16, packed, wgmma.WGMMA, mma.MMA, mma.MMA_K8, tiled)
 
 #: those of them that must be proved on a device
 MATRIX_UNITS = tuple(engine for engine in ENGINES if isinstance(engine, MatrixConv))

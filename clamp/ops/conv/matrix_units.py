@@ -23,7 +23,7 @@ from clamp.ops.conv.geometry import Axis, Correlation
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.proof import computes_right
 from clamp.ops.conv.weights import Weights
-from clamp.ops.gemm.matrix_units import DTYPES, MatrixUnit, add_slices
+from clamp.ops.gemm.matrix_units import MatrixUnit, add_slices
 from clamp.ops.gemm.plan import Plan, best_plan, slices_of
 from clamp.ops.gemm.problem import Epilogue
 from clamp.ops.proved import Proved
@@ -55,7 +55,7 @@ class MatrixConv(Proved):
     def fits(self, problem: Problem) -> bool:
         """Whether what is multiplied is of one 16-bit type, the engine is proved, and the kernels can count it."""
         first, second = problem.dtypes
-        return self.NAME in problem.proved and first == second and first in DTYPES and _is_countable(problem)
+        return self.NAME in problem.proved and first == second and first in self.unit.dtypes and _is_countable(problem)
 
     def pays(self, problem: Problem) -> bool:
         """Wherever it is proved."""
@@ -90,7 +90,7 @@ class MatrixConv(Proved):
 
     def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
         """Whether small convolutions and their gradients come out right by a plan."""
-        return computes_right(self, plan, queue)
+        return computes_right(self, plan, queue, self.unit.dtypes)
 
     def convolve_by(
         self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue, plan: Plan,
@@ -117,7 +117,7 @@ class MatrixConv(Proved):
             shape.y.positions, shape.x.positions, shape.y.staged.stride, shape.x.staged.stride, *shape.source,
             groups * weights.channels * shape.source[0] * shape.source[1], phase.begin, *phase.target, *epilogue.flags,
             CONV=1, TABLE=int(lies.by_table), A_ALIGNED=int(k % 8 == 0), IN_T=bridge.STORAGE[weights.tensor.dtype],
-            FULL=0, EMULATE=emulate, **plan.macros, **epilogue.macros,
+            FULL=0, EMULATE=emulate, **plan.macros, **epilogue.macros, **dict(self.unit.options),
         )  # fmt: skip
 
     def sum_gradient(
@@ -137,7 +137,7 @@ class MatrixConv(Proved):
             shape.y.positions, shape.x.positions, shape.y.staged.stride, shape.x.staged.stride, *shape.source,
             groups * group, each, slices,
             WEIGHT_GRAD=1, A_ALIGNED=int(shape.positions % 8 == 0), IN_T=bridge.STORAGE[x.dtype], FULL=0,
-            EMULATE=emulate, **plan.macros, **Epilogue(partial_sums.dtype).macros,
+            EMULATE=emulate, **plan.macros, **Epilogue(partial_sums.dtype).macros, **dict(self.unit.options),
         )  # fmt: skip
         if slices > 1:
             add_slices(partial_sums, out, problem.features * columns, columns, slices, Epilogue(out.dtype))

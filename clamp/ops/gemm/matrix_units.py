@@ -35,6 +35,8 @@ class MatrixUnit(Proved):
         kernel: whose macros and arguments are those of matrix_product_kernel.clh.
         plans: the largest first: it reads each operand the fewest times.
         first, last: the compute capabilities that have the instruction.
+        dtypes: storage types of its operands.
+        options: macros of the kernel, for the kind of processor.
     """
 
     NAME: str
@@ -45,10 +47,12 @@ class MatrixUnit(Proved):
     plans: tuple[Plan, ...]
     first: tuple[int, int]
     last: tuple[int, int] = (99, 0)
+    dtypes: tuple[str, ...] = DTYPES
+    options: tuple[tuple[str, int], ...] = ()
 
     def fits(self, problem: Problem) -> bool:
         """Whether the operands are of one 16-bit type, and the engine is proved on the device."""
-        return self.NAME in problem.proved and problem.a_dtype == problem.b_dtype and problem.a_dtype in DTYPES
+        return self.NAME in problem.proved and problem.a_dtype == problem.b_dtype and problem.a_dtype in self.dtypes
 
     def pays(self, problem: Problem) -> bool:
         """Wherever it is proved."""
@@ -78,7 +82,7 @@ class MatrixUnit(Proved):
 
     def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
         """Whether small products come out right by a plan."""
-        return computes_right(self.compute, plan, self.plans.index(plan), queue)
+        return computes_right(self.compute, plan, self.plans.index(plan), queue, self.dtypes)
 
     def compute(
         self, a: Operand, b: Operand, c: Tensor, epilogue: Epilogue, plan: Plan, slices: int = 1, *, emulate: int = 0
@@ -110,7 +114,7 @@ class MatrixUnit(Proved):
             a.rows, b.rows, a.k, lines_a.pitch, a.stride_batch, lines_b.pitch, b.stride_batch, slice_k, slices,
             *epilogue.flags, IN_T=a.storage, A_K_MAJOR=int(lines_a.k_major), B_K_MAJOR=int(lines_b.k_major),
             A_ALIGNED=int(lines_a.aligned), B_ALIGNED=int(lines_b.aligned), FULL=int(is_full), EMULATE=emulate,
-            **plan.macros, **epilogue.macros,
+            **plan.macros, **epilogue.macros, **dict(self.options),
         )  # fmt: skip
 
 

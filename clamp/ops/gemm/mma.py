@@ -18,3 +18,17 @@ MMA = MatrixUnit(
     plans=(Plan(128, 128, 32, 3, (2, 4)), Plan(64, 64, 32, 4, (2, 2))),  # in 48 KB, which every such device has
     first=(8, 0),
 )
+
+MMA_K8 = MatrixUnit(
+    NAME="mma_k8",
+    TAKES="float16 by float16, on an NVIDIA GPU of compute capability 7.5 "
+    "on which it computed a few small products right",
+    IN_WORDS="tiles in local memory and NVIDIA's matrix instruction mma.sync, of half the k",
+    where=f"{__name__}:MMA_K8",
+    kernel=GEMM,
+    plans=(Plan(128, 64, 32, 2, (2, 2)), Plan(64, 64, 32, 2, (2, 2))),  # no copies go on that a third stage were for
+    first=(7, 5),
+    last=(7, 5),
+    dtypes=("float16",),
+    options=(("TURING", 1),),
+)

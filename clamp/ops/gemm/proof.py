@@ -6,7 +6,7 @@ wrong in a trial means that its plan is not used; nobody hears of it but `python
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import numpy as np
@@ -19,20 +19,22 @@ from clamp.ops.gemm.problem import Epilogue, operand_a, operand_b
 Case = tuple[str, tuple[bool, bool], tuple[int, int, int]]
 
 
-def cases(plan: Plan, number: int) -> Iterator[Case]:
+def cases(plan: Plan, number: int, dtypes: Sequence[str]) -> Iterator[Case]:
     """Types, transposes and shapes (M, N, K) of a plan's trial.
 
     Shapes are whole tiles, rows of whole pieces of 16 bytes, and any rows, if the plan takes them: each layout meets
     two of these.
     """
-    for turn, (dtype, transposes) in enumerate(product(("float16", "bfloat16"), product((False, True), (False, True)))):
+    for turn, (dtype, transposes) in enumerate(product(dtypes, product((False, True), (False, True)))):
         over = (0, 8, 8 if plan.aligned else 3)[(turn + number) % 3]
         yield dtype, transposes, (plan.rows + over, plan.columns + over, plan.k * plan.stages + over)
 
 
-def computes_right(compute: Callable[..., None], plan: Plan, number: int, queue: cl.CommandQueue) -> bool:
+def computes_right(
+    compute: Callable[..., None], plan: Plan, number: int, queue: cl.CommandQueue, dtypes: Sequence[str]
+) -> bool:
     """Whether ``compute(a, b, c, epilogue, plan)`` computes a plan's cases."""
-    return all(_computes(compute, plan, queue, *case) for case in cases(plan, number))
+    return all(_computes(compute, plan, queue, *case) for case in cases(plan, number, dtypes))
 
 
 def _computes(
