@@ -14,6 +14,7 @@ import random
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from rich.console import Console
 import clamp  # noqa: F401  (makes Intel's pip-installed runtime visible)
 from clamp import bridge, session
 from clamp.bridge import objects
+from clamp.cli.devices import UnknownDeviceError, choose_device
 from clamp.opencl import program
 from clamp.opencl.device import NoDeviceError, list_devices
 from tests.conformance import report
@@ -78,7 +80,7 @@ def pytest_terminal_summary(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernel: tests kernels; runs on the Oclgrind simulator as well")
     config.addinivalue_line("markers", "slow: part of the full sweep, which runs where CLAMP_TEST_SLOW is set (CI)")
-    wanted = [name for name in os.environ.get("CLAMP_TEST_DEVICES", "").split(",") if name]
+    wanted = [_test_name(name) for name in os.environ.get("CLAMP_TEST_DEVICES", "").split(",") if name]
     missing = [name for name in wanted if name not in _QUEUES]
     if missing or not _QUEUES:
         raise pytest.UsageError(
@@ -87,6 +89,16 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in list(_QUEUES):
         if wanted and name not in wanted:
             del _QUEUES[name]
+
+
+def _test_name(name: str) -> str:
+    """The name here of a device that may be called as by ``--device``: "nvidia"."""
+    if name in _QUEUES:
+        return name
+    with suppress(UnknownDeviceError, NoDeviceError):
+        device = choose_device(name)
+        return next((known for known, queue in _QUEUES.items() if queue.device == device), name)
+    return name
 
 
 def _is_sweep(config: pytest.Config) -> bool:

@@ -10,7 +10,7 @@ import argparse
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pyopencl as cl
 
@@ -18,7 +18,10 @@ import clamp
 from clamp.casting.policy import CastPolicy
 from clamp.cli.arguments import INTERRUPTED, add_device_option, positive
 
-WORKS = ("gemm", "conv", "bandwidth", "cast", "unscale", "step", "cnn")
+USUAL_WORKS = ("gemm", "conv", "attention", "bandwidth", "cast", "unscale", "step", "cnn")
+WORKS = (*USUAL_WORKS, "guide", "resnet")  # netcl takes many minutes for the last two on a CPU
+LAYOUTS = ("NN", "NT", "TN", "TT")
+CONVS = ("few", "resnet18", "one")
 _MODULES = {"bench": "clamp.cli.bench.command", "doctor": "clamp.cli.doctor", "lists": "clamp.cli.lists"}
 POLICIES = tuple(policy.value for policy in CastPolicy)
 EXTRAS = ("rich",)  # packages of the extra "examples" that commands import
@@ -56,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m clamp", description="Automatic mixed precision for netcl.")
     parser.add_argument("--version", action="version", version=f"clamp {clamp.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("doctor", help="what clamp finds on this machine, and whether it computes correctly")
+    doctor = commands.add_parser("doctor", help="what clamp finds on this machine, and whether it computes correctly")
+    add_device_option(doctor, default="all of them")
     _add_lists(commands.add_parser("lists", help="which netcl function runs in which precision, and why"))
     _add_bench(commands.add_parser("bench", help="time clamp against netcl, numpy and torch, side by side"))
     return parser
@@ -79,34 +83,61 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add_device_option(parser)
     parser.add_argument("--json", metavar="FILE", help="write the results; into a folder as <device>-<date>.json")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds: minutes, mostly netcl's")
-    parser.add_argument("--only", type=_works, default=WORKS, metavar="WORK,...", help=f"some of {','.join(WORKS)}")
+    parser.add_argument(
+        "--only", type=_some_of(WORKS), default=USUAL_WORKS, metavar="WORK,...",
+        help=f"some of {','.join(WORKS)} (all but {' and '.join(WORKS[len(USUAL_WORKS):])})",
+    )  # fmt: skip
     parser.add_argument("--sizes", type=_sizes, metavar="N,...", help="n of the n x n matrices (256,512,1024,2048)")
+    parser.add_argument(
+        "--layouts", type=_some_of(LAYOUTS), default=LAYOUTS[:3], metavar="XX,...",
+        help="how the two matrices of a product lie, T is transposed (NN,NT,TN)",
+    )  # fmt: skip
+    parser.add_argument("--convs", choices=CONVS, default="few", help="which convolutions (few of a ResNet's)")
+    parser.add_argument(
+        "--attention", type=_numbers("BxHxTxD"), default=(2, 8, 512, 64), metavar="BxHxTxD",
+        help="batch, heads, length and width of attention (2x8x512x64)",
+    )  # fmt: skip
     parser.add_argument(
         "--elements", type=positive, default=10_000_000, metavar="N", help="elements of cast and unscale (10000000)"
     )
     parser.add_argument(
-        "--step", type=_step, default=(9, 1024, 256), metavar="LxWxB",
-        help="layers, width and batch size of the training step (9x1024x256)",
+        "--step", type=_numbers("LxWxB"), default=(9, 1024, 256), metavar="LxWxB",
+        help="layers, width and batch size of the training steps step and guide (9x1024x256)",
     )  # fmt: skip
     parser.add_argument("--cnn", type=positive, default=64, metavar="B", help="batch size of the CNN's step (64)")
+    parser.add_argument(
+        "--resnet", type=_numbers("CxB"), default=(64, 128), metavar="CxB",
+        help="first channels and batch size of ResNet-18's step (64x128)",
+    )  # fmt: skip
     parser.add_argument("--images", type=positive, metavar="N", help="images that convolutions and pools take (32)")
     parser.add_argument("--no-peers", action="store_true", help="leave out numpy and torch")
+    parser.add_argument("--no-netcl", action="store_true", help="leave out netcl, which tunes itself for minutes")
 
 
-def _works(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    for name in names:
-        if name not in WORKS:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(WORKS)}")
-    return names
+def _some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """What reads names of ``known``, with commas."""
+
+    def read(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+        return names
+
+    return read
 
 
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(","))
 
 
-def _step(text: str) -> tuple[int, int, int]:
-    numbers = [positive(part) for part in text.split("x")]
-    if len(numbers) != 3:
-        raise argparse.ArgumentTypeError(f"{text!r}: write LAYERSxWIDTHxBATCH, for example 9x1024x256")
-    return numbers[0], numbers[1], numbers[2]
+def _numbers(form: str) -> Callable[[str], tuple[int, ...]]:
+    """What reads as many numbers as a form has, ``"LxWxB"``, say."""
+
+    def read(text: str) -> tuple[int, ...]:
+        numbers = tuple(positive(part) for part in text.split("x"))
+        if len(numbers) != form.count("x") + 1:
+            raise argparse.ArgumentTypeError(f"{text!r}: write {form.count('x') + 1} numbers, {form}")
+        return numbers
+
+    return read

@@ -22,11 +22,11 @@ def positive(text: str) -> int:
     return number
 
 
-def add_device_option(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--device``, which `clamp.cli.devices.choose_device` understands."""
+def add_device_option(parser: argparse.ArgumentParser, default: str = "the first device") -> None:
+    """Adds ``--device``, which `clamp.cli.devices.choose_device` understands; ``default`` says what it is."""
     parser.add_argument(
         "--device",
         metavar="NAME|INDEX",
         help='part of a platform\'s or device\'s name ("pocl", "intel", "nvidia"), or the index that `python -m clamp '
-        "doctor` gives it; the first device by default",
+        f"doctor` gives it; {default} by default",
     )

@@ -19,7 +19,7 @@ from netcl.core.device import manager
 import clamp
 from clamp import amp, bridge
 from clamp.bridge import Tensor
-from clamp.cli.devices import describe, is_simulator
+from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator
 from clamp.opencl.device import NoDeviceError, capabilities, intel_cpu_runtime, list_devices
 from clamp.opencl.proofs import RIGHT
 from clamp.ops.cast import cast
@@ -43,12 +43,18 @@ def run(args: Namespace) -> int:
     print(f"OCL_ICD_VENDORS  {_vendors()}")
     try:
         devices = list_devices()
+        chosen = devices if args.device is None else [choose_device(args.device)]
     except NoDeviceError as error:
         print(f"\n{error}")
         return 1
+    except UnknownDeviceError as error:
+        print(error, file=sys.stderr)
+        return 2
     default = manager.default()
     failures = 0
     for index, device in enumerate(devices):
+        if device not in chosen:
+            continue
         is_default = default is not None and default.queue.device == device
         print(f"\n{index}: {describe(device)}{'  (what netcl picks)' if is_default else ''}")
         for label, text in _facts(device):
@@ -56,7 +62,7 @@ def run(args: Namespace) -> int:
         problem = self_check(device)
         failures += bool(problem)
         print(f"  {'self-check':<16} {f'FAILED: {problem}' if problem else 'ok: products and casts agree with numpy'}")
-    print(f"\n{len(devices)} devices, {failures} failed" if failures else f"\n{len(devices)} devices, all well")
+    print(f"\n{len(chosen)} devices, {f'{failures} failed' if failures else 'all well'}")
     return 1 if failures else 0
 
 
@@ -95,6 +101,7 @@ def _facts(device: cl.Device) -> Iterator[tuple[str, str]]:
     yield "work-group", f"up to {found.max_work_group} work-items, {found.local_memory_bytes // 1024} KiB local memory"
     yield "context", _fate_of_a_context(device)
     yield "arguments", f"up to {found.max_parameter_bytes} bytes a launch"
+    yield "extensions", device.extensions.strip()
 
 
 _DROPS_ITS_CONTEXT = """

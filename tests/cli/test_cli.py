@@ -19,9 +19,7 @@ from clamp.casting.owned import OWNED
 from clamp.casting.policy import CastPolicy, default_table
 from clamp.cli import main
 from clamp.cli.bench import command
-from clamp.cli.bench.cases import conv
 from clamp.cli.bench.cases.contenders import Case, Contender, random_tensor
-from clamp.cli.bench.cases.conv import ConvShape
 from clamp.cli.bench.cases.unscale import TENSORS, counted_launches, mixed_sizes
 from clamp.cli.bench.peers import PeerError, PeerProcess, blas_settings, installed_peers
 from clamp.cli.bench.report import rows_of
@@ -39,7 +37,10 @@ from clamp.ops.gemm.mma import MMA
 from clamp.ops.gemm.plan import Plan
 from clamp.ops.gemm.wgmma import WGMMA
 
-TINY = ["bench", "--quick", "--sizes", "32", "--elements", "20000", "--step", "2x32x8", "--images", "1", "--cnn", "2"]
+TINY = [
+    "bench", "--quick", "--sizes", "32", "--elements", "20000", "--step", "2x32x8", "--images", "1", "--cnn", "2",
+    "--convs", "one", "--attention", "1x2x16x8", "--resnet", "4x2",
+]  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- bench
@@ -47,14 +48,11 @@ TINY = ["bench", "--quick", "--sizes", "32", "--elements", "20000", "--step", "2
 
 @pytest.fixture(scope="module")
 def result(queue: cl.CommandQueue, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """A tiny run of everything on one device, every contender timed twice.
-
-    Of convolutions it is one: netcl compiles and tries a dozen kernels for each shape, which takes most of a minute.
-    """
+    """A tiny run of everything on one device, every contender timed twice. (ResNet-18's step is not for netcl here:
+    it compiles and tries a dozen kernels for each shape of convolutions.)"""
     folder = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "QUICK", Effort(rounds=2, seconds=0.0, least=1, most=1))
-        patch.setattr(conv, "resnet_shapes", lambda images: (ConvShape(images, 4, 6, 6, 8, 3, 2, 1),))
         assert main([*TINY, "--device", queue.device.platform.name, "--json", str(folder)]) == 0
     (file,) = folder.iterdir()
     content = json.loads(file.read_text())
@@ -74,7 +72,7 @@ def test_bench_says_where_it_ran(result: dict, queue: cl.CommandQueue) -> None:
 @pytest.mark.slow
 def test_bench_measures_every_kind_of_work_in_every_dtype(result: dict) -> None:
     found = {(row["work"], row["contender"]) for row in result["rows"]}
-    for work in ("gemm", "conv", "bandwidth", "unscale", "step", "cnn", "memory"):
+    for work in ("gemm", "conv", "attention", "bandwidth", "unscale", "step", "cnn", "memory"):
         for contender in ("netcl", "clamp float32", "clamp float16", "clamp bfloat16"):
             assert (work, contender) in found
     assert {name for work, name in found if work == "cast"} >= {
@@ -137,6 +135,48 @@ def test_bench_measures_only_what_is_asked_for(
     assert str(file) in out
 
 
+def test_bench_compares_the_levels_in_the_network_of_paddles_guide(
+    queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "QUICK", Effort(rounds=2, seconds=0.0, least=1, most=1))
+    file = tmp_path / "result.json"
+    arguments = ["--only", "guide", "--no-peers", "--device", queue.device.platform.name, "--json", str(file)]
+    assert main([*TINY, *arguments]) == 0
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["work"] == "guide"]
+    halves = [f"clamp {dtype} {level}" for dtype in ("float16", "bfloat16") for level in ("O1", "O2")]
+    assert [row["contender"] for row in rows] == ["netcl", "clamp float32", *halves]
+    losses = [row["extra"]["first_loss"] for row in rows]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=5e-2)
+
+
+@pytest.mark.slow
+def test_bench_times_a_resnet(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "QUICK", Effort(rounds=2, seconds=0.0, least=1, most=1))
+    file = tmp_path / "result.json"
+    arguments = ["--no-netcl", "--no-peers", "--device", queue.device.platform.name, "--json", str(file)]
+    assert main([*TINY, "--only", "resnet", *arguments]) == 0
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["work"] == "resnet"]
+    assert [row["contender"] for row in rows] == ["clamp float32", "clamp float16", "clamp bfloat16"]
+
+
+def test_bench_writes_what_it_has_after_each_case(
+    queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "result.json"
+    written: list[set[str]] = []
+
+    def cut_off(*args: object) -> object:
+        written.append({row["case"] for row in json.loads(file.read_text())["rows"]})
+        raise MemoryError
+
+    monkeypatch.setattr(command, "unscale_cases", cut_off)
+    arguments = ["--only", "gemm,unscale", "--layouts", "TT", "--no-peers", "--no-netcl", "--json", str(file)]
+    with pytest.raises(MemoryError):
+        main([*TINY, *arguments, "--device", queue.device.platform.name])
+    assert written == [{"TT 32"}]
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
 def test_bench_starts_over_in_the_environment_that_timings_need(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     environment = {name: value for name, value in os.environ.items() if name != "POCL_AFFINITY"}
@@ -157,7 +197,16 @@ def test_bench_says_when_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--only", "gemm,cats"], ["--sizes", "64,x"], ["--sizes", "0"], ["--step", "2x32"], ["--elements", "-1"]],
+    [
+        ["--only", "gemm,cats"],
+        ["--sizes", "64,x"],
+        ["--sizes", "0"],
+        ["--step", "2x32"],
+        ["--elements", "-1"],
+        ["--layouts", "NX"],
+        ["--attention", "2x8x512"],
+        ["--resnet", "64x0"],
+    ],
 )
 def test_bench_refuses_arguments_that_mean_nothing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
@@ -393,6 +442,15 @@ def test_doctor_reports_every_device(real_devices: list[cl.Device], capsys: pyte
     assert ["  kept alive" in line for line in lines] == [not lost for lost in freed]
     assert "OCL_ICD_VENDORS" in out
     assert "matrix units" not in out, "no CPU is asked for them"
+
+
+def test_doctor_looks_at_the_device_asked_for(queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", queue.device.platform.name]) == 0
+    out = capsys.readouterr().out
+    assert describe(queue.device) in out
+    assert out.count("self-check") == 1
+    assert queue.device.extensions.strip() in out
+    assert main(["doctor", "--device", "abacus"]) == 2
 
 
 def test_doctor_says_what_became_of_matrix_units(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,10 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pyopencl as cl
@@ -19,11 +20,12 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 import clamp
 from clamp.cli.arguments import INTERRUPTED
+from clamp.cli.bench.cases.attention import attention_cases
 from clamp.cli.bench.cases.bandwidth import bandwidth_cases, cast_cases
 from clamp.cli.bench.cases.contenders import Case
-from clamp.cli.bench.cases.conv import conv_cases
+from clamp.cli.bench.cases.conv import SHAPES, conv_cases
 from clamp.cli.bench.cases.gemm import gemm_cases
-from clamp.cli.bench.cases.networks import Cnn, Mlp, Network
+from clamp.cli.bench.cases.networks import Cnn, Mlp, Network, ResNet
 from clamp.cli.bench.cases.step import make_variants, step_case
 from clamp.cli.bench.cases.unscale import unscale_cases
 from clamp.cli.bench.peers import PeerProcess, installed_peers
@@ -59,7 +61,7 @@ def run(args: Namespace) -> int:
     console = make_console()
     context = cl.Context([device])  # held here: Intel's runtime frees a context that only its queue refers to
     queue = cl.CommandQueue(context, device)
-    bench = Bench(queue, args, QUICK if args.quick else NORMAL, began)
+    bench = Bench(queue, args, QUICK if args.quick else NORMAL, began, file)
     status = 0
     try:
         bench.run(console)
@@ -72,7 +74,7 @@ def run(args: Namespace) -> int:
     for note in bench.notes:
         console.print(f"[yellow]{note}[/]", highlight=False)
     if file is not None:
-        write_json(file, head, bench.rows)
+        bench.write()
         console.print(f"written: {file}", highlight=False, soft_wrap=True)
     return status
 
@@ -86,6 +88,7 @@ class Bench:
         args: the command's arguments.
         effort: how long to measure.
         began: when.
+        file: where results are written, or None.
         rows: what was measured.
         notes: who failed, and why.
         peers: the peers that took part.
@@ -95,6 +98,7 @@ class Bench:
     args: Namespace
     effort: Effort
     began: datetime
+    file: Path | None = None
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     peers: dict[str, str] = field(default_factory=dict)
@@ -109,7 +113,7 @@ class Bench:
             # Drawn between turns only: a thread that redraws would take time from what is timed.
             progress = stack.enter_context(Progress(*columns, console=console, auto_refresh=False, transient=True))
             task = progress.add_task("")
-            for case in self._cases(peers):
+            for case in map(self._with_those_asked_for, self._cases(peers)):
                 what = f"{case.work} {case.name}"
 
                 def show(name: str, what: str = what) -> None:
@@ -118,6 +122,17 @@ class Bench:
                 race = interleave({one.name: one.turn for one in case.contenders}, self.effort, show)
                 self.rows += rows_of(case, race)
                 self.notes += [f"{what}: {name} failed: {reason}" for name, reason in race.failures.items()]
+                self.write()
+
+    def write(self) -> None:
+        """Writes what was measured so far, after each case: a run may be cut off."""
+        if self.file is not None:
+            write_json(self.file, self.head(), self.rows)
+
+    def _with_those_asked_for(self, case: Case) -> Case:
+        if not self.args.no_netcl:
+            return case
+        return replace(case, contenders=[one for one in case.contenders if one.name.split()[0] != "netcl"])
 
     def _start_peers(self, stack: ExitStack) -> list[PeerProcess]:
         if self.args.no_peers:
@@ -136,22 +151,25 @@ class Bench:
     def _cases(self, peers: Sequence[PeerProcess]) -> Iterator[Case]:
         args = self.args
         if "gemm" in args.only:
-            yield from gemm_cases(self.queue, args.sizes or (QUICK_SIZES if args.quick else SIZES), peers)
+            sizes = args.sizes or (QUICK_SIZES if args.quick else SIZES)
+            yield from gemm_cases(self.queue, sizes, args.layouts, peers)
+        images = args.images or (QUICK_IMAGES if args.quick else IMAGES)
         if "conv" in args.only:
-            yield from conv_cases(self.queue, args.images or (QUICK_IMAGES if args.quick else IMAGES), peers)
+            yield from conv_cases(self.queue, SHAPES[args.convs](images), peers)
+        if "attention" in args.only:
+            yield from attention_cases(self.queue, args.attention, peers)
         if "bandwidth" in args.only:
-            yield from bandwidth_cases(self.queue, args.images or (QUICK_IMAGES if args.quick else IMAGES))
+            yield from bandwidth_cases(self.queue, images)
         if "cast" in args.only:
             yield from cast_cases(self.queue, args.elements)
         if "unscale" in args.only:
             yield from unscale_cases(self.queue, args.elements)
-        if "step" in args.only:
-            yield from self._step_cases(Mlp(*args.step), peers)
-        if "cnn" in args.only:
-            yield from self._step_cases(Cnn(args.cnn), peers)
+        for network in networks(args):
+            levels = ("O1", "O2") if network.work == "guide" else ("O1",)
+            yield from self._step_cases(network, levels, peers)
 
-    def _step_cases(self, network: Network, peers: Sequence[PeerProcess]) -> Iterator[Case]:
-        variants = make_variants(self.queue, network)
+    def _step_cases(self, network: Network, levels: Sequence[str], peers: Sequence[PeerProcess]) -> Iterator[Case]:
+        variants = make_variants(self.queue, network, levels)
         yield step_case(variants, network, peers)
         # Here the step's rows stand: a generator goes on when its consumer asks for the next case.
         finished = {row.contender for row in self.rows if row.work == network.work}
@@ -170,6 +188,12 @@ class Bench:
                 "platform_version": device.platform.version.strip(),
                 "driver": device.driver_version.strip(),
                 "compute_units": device.max_compute_units,
+                "compute_capability": capabilities(self.queue).compute_capability,
+                "local_memory_bytes": device.local_mem_size,
+                "global_memory_bytes": device.global_mem_size,
+                "clock_mhz": device.max_clock_frequency,
+                "c_version": device.opencl_c_version.strip(),
+                "extensions": device.extensions.split(),
                 "description": describe(device),
             },
             "machine": {
@@ -188,6 +212,14 @@ class Bench:
             "quick": self.args.quick,
             "notes": self.notes,
         }
+
+
+def networks(args: Namespace) -> list[Network]:
+    """The networks whose steps were asked for."""
+    layers, width, batch = args.step
+    guide = Mlp(layers, width, batch, work="guide", relu=False)
+    known: list[Network] = [Mlp(layers, width, batch), Cnn(args.cnn), guide, ResNet(*args.resnet)]
+    return [network for network in known if network.work in args.only]
 
 
 def _print_head(console: Console, head: dict[str, Any]) -> None:

@@ -69,11 +69,12 @@ class TorchPeer:
         self.version = f"{self._torch.__version__} ({self._device})"
         # float16 on a CPU has no fast kernels in torch and would take most of the run's time.
         dtypes = ["float32", "bfloat16", *(["float16"] if self._device == "cuda" else [])]
-        self.works = dict.fromkeys(("gemm", "conv", "step", "cnn"), dtypes)
+        self.works = dict.fromkeys(("gemm", "conv", "attention", "step", "guide", "cnn", "resnet"), dtypes)
 
     def prepare(self, work: str, dtype: str, *args: str) -> Call:
         makers: dict[str, Callable[..., Call]] = {
-            "gemm": self._gemm, "conv": self._conv, "step": self._mlp_step, "cnn": self._cnn_step,
+            "gemm": self._gemm, "conv": self._conv, "attention": self._attention, "step": self._mlp_step,
+            "guide": self._mlp_step, "cnn": self._cnn_step, "resnet": self._resnet_step,
         }  # fmt: skip
         return makers[work](getattr(self._torch, dtype), *args)
 
@@ -111,26 +112,43 @@ class TorchPeer:
         }
         return calls[direction]
 
-    def _mlp_step(self, dtype: Any, layers: str, width: str, batch: str) -> Call:
+    def _attention(self, dtype: Any, direction: str, *numbers: str) -> Call:
+        torch = self._torch
+        shape = tuple(map(int, numbers))
+        q, k, v = (torch.randn(shape, device=self._device).to(dtype).requires_grad_() for _ in range(3))
+        gradient = torch.randn(shape, device=self._device).to(dtype)
+
+        def forward() -> Any:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return forward if direction == "forward" else lambda: torch.autograd.grad(forward(), (q, k, v), gradient)
+
+    def _mlp_step(self, dtype: Any, layers: str, width: str, batch: str, relu: str = "") -> Call:
         torch, wide = self._torch, int(width)
-        linear = [torch.nn.Linear(wide, wide) for _ in range(int(layers))]
-        modules = [module for layer in linear for module in (layer, torch.nn.ReLU())][:-1]
+        modules = [torch.nn.Linear(wide, wide) for _ in range(int(layers))]
+        if relu:
+            modules = [module for layer in modules for module in (layer, torch.nn.ReLU())][:-1]
         x, y = (torch.randn(int(batch), wide, device=self._device) for _ in range(2))
         return self._step(torch.nn.Sequential(*modules), x, lambda out: ((out.float() - y) ** 2).mean(), dtype)
 
     def _cnn_step(self, dtype: Any, batch: str) -> Call:
-        torch, nn = self._torch, self._torch.nn
+        nn = self._torch.nn
         stages = [
             *(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
             *(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
             *(nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
             *(nn.Flatten(), nn.Linear(64 * 8 * 8, 10)),
         ]
-        x = torch.randn(int(batch), 3, 32, 32, device=self._device)
-        classes = torch.randint(0, 10, (int(batch),), device=self._device)
-        return self._step(
-            nn.Sequential(*stages), x, lambda out: nn.functional.cross_entropy(out.float(), classes), dtype
-        )
+        return self._classifier_step(nn.Sequential(*stages), dtype, int(batch))
+
+    def _resnet_step(self, dtype: Any, channels: str, batch: str) -> Call:
+        return self._classifier_step(resnet18(self._torch.nn, int(channels)), dtype, int(batch))
+
+    def _classifier_step(self, model: Any, dtype: Any, batch: int) -> Call:
+        torch = self._torch
+        x = torch.randn(batch, 3, 32, 32, device=self._device)
+        classes = torch.randint(0, 10, (batch,), device=self._device)
+        return self._step(model, x, lambda out: torch.nn.functional.cross_entropy(out.float(), classes), dtype)
 
     def _step(self, model: Any, x: Any, loss_of: Callable[[Any], Any], dtype: Any) -> Call:
         torch, device = self._torch, self._device
@@ -148,6 +166,29 @@ class TorchPeer:
             return float(loss.item())
 
         return step
+
+
+def resnet18(nn: Any, channels: int) -> Any:
+    """As netcl's ResNet18 is: a stem of 3x3, four stages of two blocks, a bias in every convolution."""
+
+    def conv(taken: int, given: int, kernel: int, stride: int) -> Any:
+        return nn.Sequential(nn.Conv2d(taken, given, kernel, stride, kernel // 2), nn.BatchNorm2d(given))
+
+    class Block(nn.Module):  # type: ignore[misc]
+        def __init__(self, taken: int, given: int, stride: int) -> None:
+            super().__init__()
+            self.body = nn.Sequential(conv(taken, given, 3, stride), nn.ReLU(), conv(given, given, 3, 1))
+            self.past = nn.Identity() if taken == given else conv(taken, given, 1, stride)
+
+        def forward(self, x: Any) -> Any:
+            return (self.body(x) + self.past(x)).relu()
+
+    stages, taken = [conv(3, channels, 3, 1), nn.ReLU()], channels
+    for stage in range(4):
+        given = channels * 2**stage
+        stages += [Block(taken, given, 1 if taken == given else 2), Block(given, given, 1)]
+        taken = given
+    return nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(taken, 10))
 
 
 def serve(peer: NumpyPeer | TorchPeer) -> None:

@@ -144,6 +144,8 @@ def json_file(path: str, default_name: str) -> Path:
 
 
 def write_json(file: Path, head: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Writes everything."""
+    """Writes everything, over what an earlier call wrote: who is cut off keeps the one or the other whole."""
     content = {**head, "ratios": RATIOS, "rows": [asdict(row) for row in rows]}
-    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    new.replace(file)

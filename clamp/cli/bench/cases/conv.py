@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 
@@ -62,9 +62,27 @@ def resnet_shapes(images: int) -> tuple[ConvShape, ...]:
     )
 
 
-def conv_cases(queue: cl.CommandQueue, images: int, peers: Sequence[PeerProcess]) -> Iterator[Case]:
-    """Every direction of a ResNet's convolutions."""
-    for shape in resnet_shapes(images):
+def resnet18_shapes(images: int) -> Iterator[ConvShape]:
+    """Every convolution of a ResNet-18 on images of 224 x 224, each once."""
+    yield ConvShape(images, 3, 224, 224, 64, 7, 2, 3)
+    yield ConvShape(images, 64, 56, 56, 64, 3, 1, 1)
+    for channels, size in ((64, 56), (128, 28), (256, 14)):
+        yield ConvShape(images, channels, size, size, 2 * channels, 3, 2, 1)
+        yield ConvShape(images, channels, size, size, 2 * channels, 1, 2, 0)
+        yield ConvShape(images, 2 * channels, size // 2, size // 2, 2 * channels, 3, 1, 1)
+
+
+def one_shape(images: int) -> tuple[ConvShape, ...]:
+    """A small one, to try the command: netcl compiles and tries a dozen kernels for each shape."""
+    return (ConvShape(images, 4, 6, 6, 8, 3, 2, 1),)
+
+
+SHAPES = {"few": resnet_shapes, "resnet18": resnet18_shapes, "one": one_shape}
+
+
+def conv_cases(queue: cl.CommandQueue, shapes: Iterable[ConvShape], peers: Sequence[PeerProcess]) -> Iterator[Case]:
+    """Every direction of convolutions."""
+    for shape in shapes:
         yield from _directions(queue, shape, peers)
 
 

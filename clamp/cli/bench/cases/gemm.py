@@ -15,10 +15,10 @@ from clamp.cli.bench.peers import PeerProcess
 from clamp.cli.bench.timing import timed
 from clamp.ops.gemm import gemm
 
-LAYOUTS = ("NN", "NT", "TN")
 
-
-def gemm_cases(queue: cl.CommandQueue, sizes: Sequence[int], peers: Sequence[PeerProcess]) -> Iterator[Case]:
+def gemm_cases(
+    queue: cl.CommandQueue, sizes: Sequence[int], layouts: Sequence[str], peers: Sequence[PeerProcess]
+) -> Iterator[Case]:
     """n x n matrices; NT and TN have their second or first operand transposed, as in backward passes."""
     for n in sizes:
         operands = {
@@ -26,7 +26,7 @@ def gemm_cases(queue: cl.CommandQueue, sizes: Sequence[int], peers: Sequence[Pee
             for dtype in dtypes_of(queue)
         }
         flops = 2.0 * n**3
-        for layout in LAYOUTS:
+        for layout in layouts:
             netcls = partial(_netcl_gemm, *operands["float32"], layout)
             contenders = [Contender("netcl", timed(netcls, queue.finish), flops, is_baseline=True)]
             for dtype, (a, b) in operands.items():

@@ -11,6 +11,7 @@ from netcl import autograd as ag
 from netcl.nn import functional as F
 from netcl.nn.factory import build_sequential, fast_bn_cnn_config
 from netcl.nn.layers import Linear, ReLU, Sequential
+from netcl.nn.resnet import ResNet18
 
 from clamp.bridge import Node, Tensor
 
@@ -21,20 +22,22 @@ class Mlp:
 
     Attributes:
         work: kind of work, for tables and for peers.
+        relu: without them it is the network of Paddle's guide to mixed precision, of 9 x Linear(8192) and batch 2048.
     """
 
     layers: int
     width: int
     batch: int
     work: str = "step"
+    relu: bool = True
 
     def __str__(self) -> str:
-        return f"{self.layers} x Linear({self.width})+ReLU, batch {self.batch}"
+        return f"{self.layers} x Linear({self.width}){'+ReLU' if self.relu else ''}, batch {self.batch}"
 
     @property
     def peer_args(self) -> tuple[str, ...]:
         """What a peer must know to build the same: layers, width and batch."""
-        return str(self.layers), str(self.width), str(self.batch)
+        return str(self.layers), str(self.width), str(self.batch), *(["relu"] if self.relu else [])
 
     @property
     def learning_rate(self) -> float:
@@ -45,8 +48,8 @@ class Mlp:
         """The layers, with weights drawn from numpy's global generator."""
         layers: list[Any] = []
         for _ in range(self.layers):
-            layers += [Linear(queue, self.width, self.width), ReLU()]
-        return Sequential(*layers[:-1])
+            layers += [Linear(queue, self.width, self.width), *([ReLU()] if self.relu else [])]
+        return Sequential(*(layers[:-1] if self.relu else layers))
 
     def batch_of(self, queue: cl.CommandQueue) -> tuple[Tensor, Tensor]:
         """Inputs and targets, the same every time."""
@@ -85,14 +88,48 @@ class Cnn:
 
     def batch_of(self, queue: cl.CommandQueue) -> tuple[Tensor, Tensor]:
         """As `Mlp`'s."""
-        rng = np.random.default_rng(0)
-        images = rng.standard_normal((self.batch, 3, 32, 32), dtype=np.float32)
-        one_hot = np.eye(10, dtype=np.float32)[rng.integers(0, 10, self.batch)]
-        return Tensor.from_host(queue, images), Tensor.from_host(queue, one_hot)
+        return _images(queue, self.batch)
 
     def loss(self, output: Node, target: Node) -> Node:
         """As `Mlp`'s."""
         return F.cross_entropy(output, target)
 
 
-Network: TypeAlias = Mlp | Cnn
+@dataclass(frozen=True)
+class ResNet:
+    """netcl's ResNet-18 on images of (3, 32, 32) with a cross entropy."""
+
+    channels: int
+    batch: int
+    work: str = "resnet"
+    learning_rate: float = 1e-2
+
+    def __str__(self) -> str:
+        return f"ResNet-18 of {self.channels} channels, 3x32x32, batch {self.batch}"
+
+    @property
+    def peer_args(self) -> tuple[str, ...]:
+        """Channels of the first stage, and the batch."""
+        return str(self.channels), str(self.batch)
+
+    def model(self, queue: cl.CommandQueue) -> Any:
+        """As `Mlp`'s."""
+        return ResNet18(queue, num_classes=10, base_channels=self.channels)
+
+    def batch_of(self, queue: cl.CommandQueue) -> tuple[Tensor, Tensor]:
+        """As `Mlp`'s."""
+        return _images(queue, self.batch)
+
+    def loss(self, output: Node, target: Node) -> Node:
+        """As `Mlp`'s."""
+        return F.cross_entropy(output, target)
+
+
+def _images(queue: cl.CommandQueue, batch: int) -> tuple[Tensor, Tensor]:
+    rng = np.random.default_rng(0)
+    images = rng.standard_normal((batch, 3, 32, 32), dtype=np.float32)
+    one_hot = np.eye(10, dtype=np.float32)[rng.integers(0, 10, batch)]
+    return Tensor.from_host(queue, images), Tensor.from_host(queue, one_hot)
+
+
+Network: TypeAlias = Mlp | Cnn | ResNet

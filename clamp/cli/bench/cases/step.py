@@ -35,19 +35,28 @@ class Variant:
         queue: where to train.
         network: what to train.
         dtype: clamp's AMP dtype; None for netcl alone.
+        level: of AMP; at ``"O2"`` the parameters are 16-bit, as Paddle's ``decorate`` makes them.
     """
 
-    def __init__(self, queue: cl.CommandQueue, network: Network, dtype: str | None) -> None:
+    def __init__(self, queue: cl.CommandQueue, network: Network, dtype: str | None, level: str = "O1") -> None:
         self._queue = queue
         self._dtype = dtype
+        self._level = level
         self._scalers: dict[str, Any] | None = None
         self._first_loss: float | None = None
-        np.random.seed(0)  # netcl's initializers draw from it: every variant starts from the same weights
         self._network = network
-        self._model = network.model(queue)
-        self._model.train()
-        self._x, self._y = network.batch_of(queue)
-        self._optimizer = SGD(self._model.parameters(), lr=network.learning_rate)
+        self._model: Any = None
+
+    def _build(self) -> None:
+        """At its first turn: a model that does not fit into memory takes one variant out of the race, not all."""
+        np.random.seed(0)  # netcl's initializers draw from it: every variant starts from the same weights
+        model = self._network.model(self._queue)
+        model.train()
+        self._x, self._y = self._network.batch_of(self._queue)
+        self._optimizer = SGD(model.parameters(), lr=self._network.learning_rate)
+        if self._level == "O2" and self._dtype is not None:
+            amp.decorate(model, self._optimizer, level="O2", dtype=self._dtype)
+        self._model = model
 
     def turn(self, calls: int) -> list[float]:
         """Times training steps, each with the loss read at its end."""
@@ -105,9 +114,13 @@ class Variant:
     def _amp(self) -> Iterator[AmpHandle | NoOpHandle | None]:
         """This variant's AMP, which no other variant may see; its loss scale lives on from turn to turn."""
         if self._dtype is None:
+            if self._model is None:
+                self._build()
             yield None
             return
-        with amp.init(dtype=self._dtype) as handle:
+        with amp.init(dtype=self._dtype, level=self._level) as handle:
+            if self._model is None:
+                self._build()
             if self._scalers is None:
                 self._settle(handle)
             else:
@@ -126,10 +139,14 @@ class Variant:
         raise FloatingPointError(f"no step of {_WARM_UP_LIMIT} had finite gradients")
 
 
-def make_variants(queue: cl.CommandQueue, network: Network) -> dict[str, Variant]:
-    """netcl alone, and clamp in each dtype."""
-    dtypes = {"netcl": None, **{f"clamp {dtype}": dtype for dtype in dtypes_of(queue)}}
-    return {name: Variant(queue, network, dtype) for name, dtype in dtypes.items()}
+def make_variants(queue: cl.CommandQueue, network: Network, levels: Sequence[str] = ("O1",)) -> dict[str, Variant]:
+    """netcl alone, and clamp in each dtype, at each level that makes a difference there."""
+    variants = {"netcl": Variant(queue, network, None), "clamp float32": Variant(queue, network, "float32")}
+    for dtype in dtypes_of(queue)[1:]:
+        for level in levels:
+            name = f"clamp {dtype}" if len(levels) == 1 else f"clamp {dtype} {level}"
+            variants[name] = Variant(queue, network, dtype, level)
+    return variants
 
 
 def step_case(variants: dict[str, Variant], network: Network, peers: Sequence[PeerProcess]) -> Case:
