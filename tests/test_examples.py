@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import json
+import os
 import re
 import subprocess
 import sys
@@ -126,6 +128,47 @@ def test_an_example_refuses_what_makes_no_sense(
     *usage, error = capsys.readouterr().err.splitlines()
     assert usage[0].startswith("usage: ")
     assert message in error
+
+
+GPU_SCRIPT = EXAMPLES / "benchmarks/gpu.sh"
+_on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the script is for machines with NVIDIA's Linux driver")
+
+
+@_on_linux
+@pytest.mark.slow
+def test_the_gpu_script_runs_its_steps(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    device = str(list_devices().index(queue.device))
+    command = [str(GPU_SCRIPT), "--quick", "--device", device, "--out", str(tmp_path), "--venv", sys.prefix]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ended = dict(line.split(": ", 1) for line in (tmp_path / "steps.txt").read_text().splitlines())
+    assert all(how.startswith("status 0 after ") for how in ended.values())
+    measured = {"gemm", "guide", "conv", "attention", "resnet"}
+    assert ended.keys() - {"driver"} == {"doctor", "conformance", *measured}
+    for name in measured:
+        content = json.loads((tmp_path / f"{name}.json").read_text())
+        assert content["device"]["name"] == queue.device.name.strip()
+        assert {row["work"] for row in content["rows"]} - {"memory"} == {name}
+    assert queue.device.name.strip() in (tmp_path / "doctor.txt").read_text()
+    assert " passed" in (tmp_path / "conformance.txt").read_text()
+
+
+@_on_linux
+def test_the_gpu_script_finds_the_driver_that_a_container_mounts(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    library = tmp_path / "lib/libnvidia-opencl.so.550.54"
+    library.touch()
+    environment = {**os.environ, "LD_LIBRARY_PATH": f"/no/such/folder:{library.parent}"}
+    found = subprocess.run([str(GPU_SCRIPT), "--find"], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout == f"{library}\n"
+
+
+@_on_linux
+@pytest.mark.parametrize("arguments", [["--dvice", "pocl"], ["--out"], ["--minutes", "few"]])
+def test_the_gpu_script_refuses_what_it_does_not_know(arguments: list[str]) -> None:
+    done = subprocess.run([str(GPU_SCRIPT), *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert arguments[0] in done.stderr
 
 
 @pytest.mark.parametrize("broken", ["a file", "no IDX", "cut off"])
