@@ -144,11 +144,13 @@ def test_the_gpu_script_runs_its_steps(queue: cl.CommandQueue, tmp_path: Path) -
     ended = dict(line.split(": ", 1) for line in (tmp_path / "steps.txt").read_text().splitlines())
     assert all(how.startswith("status 0 after ") for how in ended.values())
     measured = {"gemm", "guide", "conv", "attention", "resnet"}
-    assert ended.keys() - {"driver"} == {"doctor", "conformance", *measured}
+    assert ended.keys() - {"driver"} == {"doctor", "conformance", "timeline-guide", *measured}
     for name in measured:
         content = json.loads((tmp_path / f"{name}.json").read_text())
         assert content["device"]["name"] == queue.device.name.strip()
         assert {row["work"] for row in content["rows"]} - {"memory"} == {name}
+    assert json.loads((tmp_path / "timeline-guide.json").read_text())["commands"]
+    assert (tmp_path / "timeline-guide.png").exists()
     assert queue.device.name.strip() in (tmp_path / "doctor.txt").read_text()
     assert " passed" in (tmp_path / "conformance.txt").read_text()
 

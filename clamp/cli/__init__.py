@@ -23,6 +23,7 @@ WORKS = (*USUAL_WORKS, "guide", "resnet")  # netcl takes many minutes for the la
 LAYOUTS = ("NN", "NT", "TN", "TT")
 CONVS = ("few", "resnet18", "one")
 _MODULES = {"bench": "clamp.cli.bench.command", "doctor": "clamp.cli.doctor", "lists": "clamp.cli.lists"}
+TIMELINES = ("netcl", "float32", "float16", "bfloat16", "float16-O2", "bfloat16-O2")
 POLICIES = tuple(policy.value for policy in CastPolicy)
 EXTRAS = ("rich",)  # packages of the extra "examples" that commands import
 
@@ -110,6 +111,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         help="first channels and batch size of ResNet-18's step (64x128)",
     )  # fmt: skip
     parser.add_argument("--images", type=positive, metavar="N", help="images that convolutions and pools take (32)")
+    parser.add_argument(
+        "--timeline", nargs="?", const="float16", choices=TIMELINES, metavar="WHAT",
+        help=f"instead of timing, show what the device did in one step (of --only's network, or step): "
+        f"{', '.join(TIMELINES)} (float16)",
+    )  # fmt: skip
+    parser.add_argument("--plot", metavar="FILE", help="draw the timeline")
     parser.add_argument("--no-peers", action="store_true", help="leave out numpy and torch")
     parser.add_argument("--no-netcl", action="store_true", help="leave out netcl, which tunes itself for minutes")
 

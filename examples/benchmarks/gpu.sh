@@ -10,7 +10,8 @@
 #   --out FOLDER    where results go
 #   --venv FOLDER   the virtual environment, made if it is not there (.venv)
 #   --minutes N     ends after so long, whatever is left to do (25)
-#   --steps A,B     only these: doctor, conformance, gemm, guide, conv, attention, resnet, netcl
+#   --steps A,B     only these: doctor, conformance, gemm, guide, conv, attention, resnet,
+#                   timeline-guide, timeline-resnet, netcl
 #   --quick         the smallest sizes
 #   --dry-run       --device pocl --quick
 #   --find          prints where the driver's OpenCL library is, and ends
@@ -182,6 +183,11 @@ bench() {
     step "$name" "$limit" "$PY" -m clamp bench --device "$DEVICE" --quick --json "$OUT/$name.json" "$@"
 }
 
+# timeline NAME SECONDS ARGUMENT...: what the device did in one step, with a picture.
+timeline() {
+    bench "$@" --timeline --plot "$OUT/$1.png"
+}
+
 # test_on SECONDS FILE...: tests of numbers on the device alone.
 test_on() {
     local limit=$1
@@ -202,6 +208,7 @@ if [ -n "$QUICK" ]; then
     bench conv 120 --only conv --convs one --images 1 --no-netcl
     bench attention 120 --only attention --attention 1x2x16x8 --no-netcl
     bench resnet 120 --only resnet --resnet 4x2 --no-netcl
+    timeline timeline-guide 60 --only guide --step 2x32x8
 else
     test_on 180 tests/ops/test_cast.py tests/ops/test_gemm.py tests/ops/test_conv.py tests/conformance
     bench gemm 240 --only gemm --sizes 512,1024,2048,4096,8192 --layouts NN,NT,TN,TT
@@ -209,6 +216,8 @@ else
     bench conv 180 --only conv --convs resnet18 --images 64 --no-netcl
     bench attention 90 --only attention --attention 8x16x2048x64
     bench resnet 150 --only resnet --resnet 64x128 --no-netcl
+    timeline timeline-guide 60 --only guide --step 9x8192x2048
+    timeline timeline-resnet 60 --only resnet --resnet 64x128
     bench netcl 300 --only conv,resnet --images 64 --resnet 64x128 # last: netcl tries kernels for minutes
 fi
 

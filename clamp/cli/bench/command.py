@@ -19,7 +19,9 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 import clamp
+from clamp.cli import USUAL_WORKS
 from clamp.cli.arguments import INTERRUPTED
+from clamp.cli.bench import timeline_report
 from clamp.cli.bench.cases.attention import attention_cases
 from clamp.cli.bench.cases.bandwidth import bandwidth_cases, cast_cases
 from clamp.cli.bench.cases.contenders import Case
@@ -58,7 +60,13 @@ def run(args: Namespace) -> int:
     except OSError as error:
         print(f"cannot write {args.json}: {error}", file=sys.stderr)
         return 1
+    if args.plot and not args.timeline:
+        print("--plot draws a timeline: give --timeline too", file=sys.stderr)
+        return 2
     console = make_console()
+    if args.timeline:
+        only = ("step",) if args.only == USUAL_WORKS else args.only
+        return timeline_report.run(args, device, networks(args, only), file, console)
     context = cl.Context([device])  # held here: Intel's runtime frees a context that only its queue refers to
     queue = cl.CommandQueue(context, device)
     bench = Bench(queue, args, QUICK if args.quick else NORMAL, began, file)
@@ -164,7 +172,7 @@ class Bench:
             yield from cast_cases(self.queue, args.elements)
         if "unscale" in args.only:
             yield from unscale_cases(self.queue, args.elements)
-        for network in networks(args):
+        for network in networks(args, args.only):
             levels = ("O1", "O2") if network.work == "guide" else ("O1",)
             yield from self._step_cases(network, levels, peers)
 
@@ -214,12 +222,12 @@ class Bench:
         }
 
 
-def networks(args: Namespace) -> list[Network]:
-    """The networks whose steps were asked for."""
+def networks(args: Namespace, works: Sequence[str]) -> list[Network]:
+    """The networks among the works, in the sizes asked for."""
     layers, width, batch = args.step
     guide = Mlp(layers, width, batch, work="guide", relu=False)
     known: list[Network] = [Mlp(layers, width, batch), Cnn(args.cnn), guide, ResNet(*args.resnet)]
-    return [network for network in known if network.work in args.only]
+    return [network for network in known if network.work in works]
 
 
 def _print_head(console: Console, head: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ netcl alone runs it in float32; clamp runs the same script with its two lines mo
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from clamp.cli.bench.timing import timed
 from clamp.debugging import MemoryMeter
 from clamp.handle import AmpHandle, NoOpHandle
 
+_WARM_UP = 3
 _WARM_UP_LIMIT = 40  # a dynamic loss scale of 2^16 needs a few skipped steps to settle
 
 
@@ -62,6 +63,14 @@ class Variant:
         """Times training steps, each with the loss read at its end."""
         with self._amp() as handle:
             return timed(partial(self._train, handle), self._queue.finish)(calls)
+
+    @contextmanager
+    def steps(self) -> Iterator[Callable[[], None]]:
+        """What trains one step, after a few: kernels are built, and the loss scale has come down."""
+        with self._amp() as handle:
+            for _ in range(_WARM_UP):
+                self._train(handle)
+            yield partial(self._train, handle)
 
     def figures(self) -> dict[str, float]:
         """The first loss, which is the same for all variants but for rounding, and the loss scale now."""

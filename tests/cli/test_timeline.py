@@ -1,0 +1,146 @@
+"""The timeline of a step: its structure, never how long anything took."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp.bridge import Tensor
+from clamp.cli import main
+from clamp.cli.bench.cases.networks import Mlp
+from clamp.cli.bench.cases.step import Variant
+from clamp.cli.bench.cases.unscale import counted_launches
+from clamp.cli.bench.recorder import Recorder
+from clamp.cli.bench.timeline import Command, Gap, Timeline, Total, Wait, merged
+from clamp.ops.cast import cast
+
+STEP = ["bench", "--timeline", "--step", "2x32x8"]
+
+
+@pytest.fixture
+def profiling(queue: cl.CommandQueue) -> cl.CommandQueue:
+    """A queue of the device under test that takes times."""
+    return cl.CommandQueue(queue.context, queue.device, properties=cl.command_queue_properties.PROFILING_ENABLE)
+
+
+@pytest.mark.parametrize("what", ["float16", "netcl"])
+def test_a_timeline_shows_every_command_of_a_step(
+    what: str, queue: cl.CommandQueue, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, picture = tmp_path / "step.json", tmp_path / "step.png"
+    options = ["--device", queue.device.platform.name, "--json", str(file), "--plot", str(picture)]
+    assert main(["bench", "--timeline", what, *STEP[2:], *options]) == 0
+    found = json.loads(file.read_text())
+    for one in found["commands"]:
+        assert 0 <= one["queued"] <= one["submitted"] <= one["start"] <= one["end"]
+    figures = found["summary"]
+    assert figures["launches"] + figures["transfers"] == len(found["commands"])
+    assert figures["unseen"] == 0
+    assert 0 < figures["busy"] <= figures["queue_full"] <= 1 + 1e-9
+    assert figures["gap_seconds_for_host"] <= figures["gap_seconds"] <= figures["span_seconds"]
+    assert figures["waits"] == len(found["waits"]) >= 1, "the loss is read"
+    names = {one["name"] for one in found["commands"] if one["kind"] == "kernel"}
+    assert "sgd_update" in names
+    assert ("gemm" in names) == (what == "float16")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "queue full: " in out
+    assert "waits for the device inside the step: " in out
+
+
+def test_a_recorder_sees_as_many_launches_as_there_are(profiling: cl.CommandQueue) -> None:
+    with Variant(profiling, Mlp(2, 32, 8), "float16").steps() as train:
+        with counted_launches() as launches:
+            train()
+        with Recorder() as recorder:
+            train()
+        profiling.finish()
+    found = [one.name for one in recorder.timeline(1.0).commands if one.kind == "kernel"]
+    assert sorted(found) == sorted(launches)
+
+
+def test_a_recorder_tells_launches_from_transfers_and_counts_waits(profiling: cl.CommandQueue) -> None:
+    buffer, host = cl.Buffer(profiling.context, cl.mem_flags.READ_WRITE, 64), np.zeros(16, np.float32)
+    x = Tensor.from_host(profiling, host)
+    cast(x, "float16")
+    with Recorder() as recorder:
+        cl.enqueue_fill_buffer(profiling, buffer, np.float32(1), 0, 64)
+        cast(x, "float16").queue.finish()
+        cl.enqueue_copy(profiling, host, buffer)
+        cl.enqueue_copy(profiling, buffer, host, is_blocking=False).wait()
+    profiling.finish()
+    timeline = recorder.timeline(1.0)
+    assert [one.name for one in timeline.commands] == ["fill_buffer", "cast", "read", "write"]
+    assert [one.kind for one in timeline.commands] == ["transfer", "kernel", "transfer", "transfer"]
+    assert [wait.name for wait in timeline.waits] == ["finish", "read", "wait"]
+    np.testing.assert_array_equal(host, np.ones(16))
+
+
+def test_a_recorder_takes_off_what_it_has_put_on() -> None:
+    def names() -> dict[str, int]:
+        owners = (cl, cl.Kernel, cl.CommandQueue, cl.Event)
+        return {f"{owner.__name__}.{name}": id(value) for owner in owners for name, value in vars(owner).items()}
+
+    def interrupted() -> None:
+        with Recorder():
+            assert names() != before
+            raise KeyboardInterrupt
+
+    before = names()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert names() == before
+
+
+def test_a_queue_without_times_is_an_error(queue: cl.CommandQueue) -> None:
+    x = Tensor.from_host(queue, np.zeros(16, np.float32))
+    with Recorder() as recorder:
+        cast(x, "float16")
+    queue.finish()
+    with pytest.raises(ValueError, match="PROFILING_ENABLE"):
+        recorder.timeline(1.0)
+
+
+def test_a_timeline_is_of_one_network(queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*STEP, "--only", "step,cnn", "--device", queue.device.platform.name]) == 2
+    assert "give --only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["bench", "--plot", "x.png"], "give --timeline"), ([*STEP, "--plot", "/no/such/folder/x.png"], "no such folder")],
+)
+def test_a_picture_that_cannot_be_is_refused_before_the_step(
+    arguments: list[str], message: str, queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--device", queue.device.platform.name]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_the_figures_of_a_timeline() -> None:
+    commands = (
+        Command("a", "kernel", 0.0, 0.5, 1.0, 2.0),
+        Command("b", "kernel", 0.0, 0.5, 2.0, 4.0),
+        Command("a", "kernel", 1.0, 1.5, 5.0, 6.0),  # enqueued long before: the device was late
+        Command("read", "transfer", 8.0, 8.5, 9.0, 10.0),  # enqueued late
+    )
+    timeline = Timeline(commands, (Wait("read", 8.0, 2.0),), step_seconds=11.0, host_seconds=10.5)
+    assert timeline.span == 10.0
+    assert timeline.busy == pytest.approx(0.5)
+    assert timeline.full == pytest.approx(0.8)
+    assert timeline.gaps == [Gap("a", "read", 3.0, 2.0), Gap("b", "a", 1.0, 0.0)]
+    assert timeline.totals[:2] == [Total("a", 2, 2.0, 1.0), Total("b", 1, 2.0, 2.0)]
+    figures = timeline.summary()
+    assert (figures["launches"], figures["transfers"], figures["waits"], figures["waited_seconds"]) == (3, 1, 1, 2.0)
+    assert (figures["gap_seconds"], figures["gap_seconds_for_host"]) == (4.0, 2.0)
+
+
+def test_intervals_are_merged() -> None:
+    assert merged([(3.0, 4.0), (0.0, 2.0), (1.0, 1.5), (2.0, 2.5)]) == [(0.0, 2.5), (3.0, 4.0)]
+    assert merged([]) == []
