@@ -47,7 +47,8 @@ gemm_packed.cl MR=6 NR=16 KC=256 OUT_T=f32 BIAS_T=f32
 gemm_slices.cl OUT_T=f32 BIAS_T=f32
 gemm_wgmma.cl EMULATE TILE_M=64 TILE_N=64 TILE_K=64 STAGES=3 WARPS_M=4 WARPS_N=1 IN_T=f16 OUT_T=f32 BIAS_T=f32 \
  A_K_MAJOR=1 B_K_MAJOR=1 A_ALIGNED=1 B_ALIGNED=1 FULL=0
-gemm_tiled.cl A_T=f32 B_T=f32 SIDE=16 PER_ITEM=4 TILE_K=16 OUT_T=f32 BIAS_T=f32
+gemm_tiled.cl A_T=f32 B_T=f32 SIDE=8 PER_ITEM=4 TILE_K=16 OUT_T=f32 BIAS_T=f32 A_K_MAJOR=1 B_K_MAJOR=0 A_ALIGNED=1 \
+ B_ALIGNED=0
 grid.cl GRID_SAMPLE GRID_SAMPLE_BACKWARD_INPUT SPAN X_T=f32 Y_T=f32 GRID_T=f32 BORDER=0 G_T=f32
 grid.cl AFFINE_GRID AFFINE_GRID_BACKWARD ROTATION ROTATION_BACKWARD X_T=f32 Y_T=f32 G_T=f32
 indexing.cl PICK VECTORS=1 SINGLES=0 INDEX=uint X_T=f32 Y_T=f32
@@ -97,6 +98,9 @@ gemm_mma.cl EMULATE=3
 gemm_pack.cl WIDTH=8
 gemm_packed.cl MR=8
 gemm_packed.cl NR=48
+gemm_tiled.cl SIDE=6
+gemm_tiled.cl PER_ITEM=6
+gemm_tiled.cl TILE_K=12
 gemm_wgmma.cl TILE_K=32
 gemm_wgmma.cl STAGES=2
 gemm_wgmma.cl WARPS_M=2

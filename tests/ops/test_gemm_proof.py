@@ -19,7 +19,7 @@ from clamp.ops.gemm import engines, gemm, matrix_units, tiled
 from clamp.ops.gemm.engines import MATRIX_UNITS
 from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.mma import MMA
-from clamp.ops.gemm.plan import Plan, best_plan, slices_of
+from clamp.ops.gemm.plan import Plan, best_plan, slices_of, tiles_of
 from clamp.ops.gemm.wgmma import WGMMA
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
@@ -199,7 +199,7 @@ def test_the_plan_is_a_matter_of_extents(shape: tuple[int, int, int], matrices: 
     m, n, k = shape
     chosen = best_plan(MMA.plans, m, n, matrices, 108)
     assert chosen is MMA.plans[plan]
-    assert slices_of(chosen.tiles(m, n) * matrices, k, 108) == slices
+    assert slices_of(tiles_of(chosen, m, n) * matrices, k, 108) == slices
 
 
 def test_the_last_plan_fits_what_every_such_gpu_has() -> None:

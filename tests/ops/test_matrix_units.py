@@ -114,9 +114,12 @@ def test_many_steps_in_few_stages(
 @TRANSPOSES
 @pytest.mark.parametrize("number", sweep(range(3), lambda n: n == 1))
 def test_the_plans_of_gpus(
-    queue: cl.CommandQueue, unit: MatrixUnit, emulate: Emulate, number: int, transpose_a: bool, transpose_b: bool
-) -> None:
+    queue: cl.CommandQueue, simulated: bool, unit: MatrixUnit, emulate: Emulate, number: int, transpose_a: bool,
+    transpose_b: bool,
+) -> None:  # fmt: skip
     plan = unit.plans[number % len(unit.plans)]
+    if simulated:
+        pytest.skip("slow to simulate")
     if plan.local_memory_bytes > capabilities(queue).local_memory_bytes:
         pytest.skip(f"the device has too little local memory for {plan}")
     m, n, k = plan.rows + 8, plan.columns + 8, plan.k * plan.stages + 8
@@ -124,7 +127,11 @@ def test_the_plans_of_gpus(
     check(queue, random(m, k), random(k, n), engine=emulate(plan), **transposes)
 
 
-def test_more_bands_of_tiles_than_one(queue: cl.CommandQueue, emulate: Emulate, plan: Plan) -> None:
+def test_more_bands_of_tiles_than_one(
+    queue: cl.CommandQueue, simulated: bool, unit: MatrixUnit, emulate: Emulate, plan: Plan
+) -> None:
+    if simulated and unit is WGMMA:
+        pytest.skip("slow to simulate; the bands are mma's as well")
     check(queue, random(plan.rows * 10 + 1, 8), random(8, plan.columns * 3), engine=emulate(plan))
 
 

@@ -88,7 +88,7 @@ def allow(kernel: str, processor: str, registers: int) -> None:
 
 
 def _words(macros: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in macros.items() if name != "EMULATE")
+    return " ".join(f"{name}={value}" for name, value in sorted(macros.items()) if name != "EMULATE")
 
 
 def macros_of(unit: MatrixUnit, plan: Plan, case: Case) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from clamp.ops.conv.geometry import Axis, Correlation
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.proof import computes_right
 from clamp.ops.conv.weights import Weights
-from clamp.ops.gemm.matrix_units import MatrixUnit, add_slices
-from clamp.ops.gemm.plan import Plan, best_plan, slices_of
+from clamp.ops.gemm.in_tiles import add_slices
+from clamp.ops.gemm.matrix_units import MatrixUnit
+from clamp.ops.gemm.plan import Plan, best_plan, slices_of, tiles_of
 from clamp.ops.gemm.problem import Epilogue
 from clamp.ops.proved import Proved
 
@@ -75,7 +76,7 @@ class MatrixConv(Proved):
         units, groups = capabilities(x.queue).compute_units, problem.window.groups
         columns = problem.channels * problem.forward.taps
         plan = best_plan(self.proved_plans(x.queue), problem.features, columns, groups, units)
-        tiles = plan.tiles(problem.features, columns) * groups
+        tiles = tiles_of(plan, problem.features, columns) * groups
         self.sum_gradient(problem, x, grad, out, plan, slices_of(tiles, _positions(problem), units))
         return None
 
@@ -111,7 +112,7 @@ class MatrixConv(Proved):
         k = weights.channels * shape.taps if x.size else 0  # an image without pixels is all padding: sums of nothing
         table = _taps(x.queue.context, shape, weights.channels, lies)
         self._kernel(self.conv, emulate)(
-            x.queue, (plan.tiles(weights.rows, positions) * groups * plan.threads,), (plan.threads,),
+            x.queue, (tiles_of(plan, weights.rows, positions) * groups * plan.threads,), (plan.threads,),
             weights.tensor, x if x.size else weights.tensor, table, out, epilogue.bias_or(out),
             weights.rows, k, positions, lies.pitch, lies.group, weights.channels * shape.source[0] * shape.source[1],
             shape.y.positions, shape.x.positions, shape.y.staged.stride, shape.x.staged.stride, *shape.source,
@@ -131,7 +132,7 @@ class MatrixConv(Proved):
         partial_sums = out if slices == 1 else bridge.empty(out.queue, (slices * out.size,), "float32")
         group = problem.channels * shape.source[0] * shape.source[1]
         self._kernel(self.weight_grad, emulate)(
-            x.queue, (plan.tiles(problem.features, columns) * groups * slices * plan.threads,), (plan.threads,),
+            x.queue, (tiles_of(plan, problem.features, columns) * groups * slices * plan.threads,), (plan.threads,),
             grad, x, _taps(x.queue.context, shape, problem.channels, _Weights()), partial_sums,
             problem.features, columns, positions, groups * problem.features * shape.positions, group,
             shape.y.positions, shape.x.positions, shape.y.staged.stride, shape.x.staged.stride, *shape.source,

@@ -1,17 +1,46 @@
-"""How a product is cut into tiles for a GPU's matrix units."""
+"""How a product is cut into tiles, for a GPU's matrix units and without."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 _LEAST_SLICE = 256  # steps of k, so that adding the slices is little beside summing them (not measured)
 _SLAB = 64  # columns that a warp stores at a time
 
 
+class Tiling(Protocol):
+    """What every way to cut a product up has.
+
+    Attributes:
+        rows, columns, k: the tile of C of a work-group, and the steps of k in local memory at a time.
+        threads: work-items of a work-group.
+        macros: the plan, for the kernel.
+    """
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def columns(self) -> int: ...
+
+    @property
+    def k(self) -> int: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def macros(self) -> dict[str, int]: ...
+
+
+T = TypeVar("T", bound=Tiling)
+
+
 @dataclass(frozen=True)
 class Plan:
-    """How a product is cut up.
+    """How a product is cut up for matrix units.
 
     Attributes:
         rows, columns, k: the tile of C of a work-group, and the steps of k in local memory at a time.
@@ -50,16 +79,17 @@ class Plan:
             "WARPS_M": self.warps[0], "WARPS_N": self.warps[1],
         }  # fmt: skip
 
-    def tiles(self, rows: int, columns: int) -> int:
-        """Tiles of a matrix."""
-        return -(-rows // self.rows) * -(-columns // self.columns)
+
+def tiles_of(plan: Tiling, rows: int, columns: int) -> int:
+    """Tiles of a matrix."""
+    return -(-rows // plan.rows) * -(-columns // plan.columns)
 
 
-def best_plan(plans: Sequence[Plan], rows: int, columns: int, matrices: int, units: int) -> Plan:
+def best_plan(plans: Sequence[T], rows: int, columns: int, matrices: int, units: int) -> T:
     """The largest that gives every compute unit a tile, if tiles are more than half full; otherwise the smallest."""
     for plan in plans:
         is_full = rows > plan.rows // 2 and columns > plan.columns // 2
-        if is_full and plan.tiles(rows, columns) * matrices >= units:
+        if is_full and tiles_of(plan, rows, columns) * matrices >= units:
             return plan
     return plans[-1]
 

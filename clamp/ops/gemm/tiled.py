@@ -1,11 +1,16 @@
-"""The GEMM of every device but CPUs: tiles in local memory (kernels/gemm_tiled.cl)."""
+"""The GEMM of GPUs without matrix units that can be used: tiles in local memory (kernels/gemm_tiled.cl)."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from clamp.bridge import Tensor
 from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.engine import always
+from clamp.ops.gemm import in_tiles
+from clamp.ops.gemm.in_tiles import Launch
+from clamp.ops.gemm.plan import best_plan, slices_of, tiles_of
 from clamp.ops.gemm.problem import Epilogue, Operand
 
 NAME = "tiled"
@@ -13,9 +18,54 @@ TAKES = "every product"
 IN_WORDS = "tiles in local memory"
 fits = pays = always  # whatever no other engine takes is computed here
 
-_GEMM = Kernel("gemm_tiled.cl", "gemm")
-_PER_ITEM = 4  # a work-item computes 4 x 4 elements of C
-_TILE_K = 16
+GEMM = Kernel("gemm_tiled.cl", "gemm")
+_WAVE = 64  # work-items that a GPU runs in step; fewer in a work-group leave some of its lanes idle
+
+
+@dataclass(frozen=True)
+class SquarePlan:
+    """A square tile of C for a square work-group.
+
+    Attributes:
+        side: work-items on a side of the work-group.
+        per_item: rows and columns of C that a work-item computes.
+        k: steps of k in local memory at a time.
+    """
+
+    side: int
+    per_item: int
+    k: int = 16
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}x{self.k}, {self.threads} work-items"
+
+    @property
+    def rows(self) -> int:
+        """Of the tile."""
+        return self.side * self.per_item
+
+    columns = rows
+
+    @property
+    def threads(self) -> int:
+        """Work-items of a work-group."""
+        return self.side**2
+
+    @property
+    def local_memory_bytes(self) -> int:
+        """Local memory of a work-group: two stages of floats."""
+        return 2 * (self.rows + self.columns) * self.k * 4
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """The plan, for the kernel."""
+        return {"SIDE": self.side, "PER_ITEM": self.per_item, "TILE_K": self.k}
+
+
+#: the largest first; the last is for a work-group of one, in 2 KB of local memory
+PLANS = (
+    SquarePlan(16, 8), SquarePlan(8, 8), SquarePlan(8, 4), SquarePlan(4, 4), SquarePlan(2, 4), SquarePlan(1, 8),
+)  # fmt: skip
 
 
 def pack(b: Operand) -> Operand:
@@ -25,21 +75,27 @@ def pack(b: Operand) -> Operand:
 
 def run(a: Operand, b: Operand, c: Tensor, epilogue: Epilogue) -> None:
     """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
-    side = _tiled_side(capabilities(c.queue))
-    tile = side * _PER_ITEM
-    groups = -(-b.rows // tile), -(-a.rows // tile)
-    _GEMM(
-        c.queue, (groups[0] * side, groups[1] * side, c.size // (a.rows * b.rows)), (side, side, 1),
-        a.tensor, b.tensor, c, epilogue.bias_or(c), a.rows, b.rows, a.k,
-        a.stride_row, a.stride_k, a.stride_batch, b.stride_row, b.stride_k, b.stride_batch, *epilogue.flags,
-        A_T=a.storage, B_T=b.storage, SIDE=side, PER_ITEM=_PER_ITEM, TILE_K=_TILE_K, **epilogue.macros,
-    )  # fmt: skip
+    device = capabilities(c.queue)
+    matrices = c.size // (a.rows * b.rows)
+    plan = best_plan(plans_of(device), a.rows, b.rows, matrices, device.compute_units)
+    compute(a, b, c, epilogue, plan, slices_of(tiles_of(plan, a.rows, b.rows) * matrices, a.k, device.compute_units))
 
 
-def _tiled_side(device: Capabilities) -> int:
-    """The largest work-group, SIDE x SIDE, that the device takes and whose tiles its local memory holds."""
-    for side in (16, 8, 4, 2):
-        local_bytes = 2 * _TILE_K * (side * _PER_ITEM + 1) * 4
-        if side * side <= device.max_work_group and local_bytes <= device.local_memory_bytes:
-            return side
-    return 1
+def plans_of(device: Capabilities) -> tuple[SquarePlan, ...]:
+    """The plans that the device takes and whose tiles its local memory holds; the largest, if all leave lanes idle."""
+    fitting = [plan for plan in PLANS if _takes(device, plan)] or [PLANS[-1]]
+    return tuple(plan for plan in fitting if plan.threads >= _WAVE) or (fitting[0],)
+
+
+def _takes(device: Capabilities, plan: SquarePlan) -> bool:
+    return plan.threads <= device.max_work_group and plan.local_memory_bytes <= device.local_memory_bytes
+
+
+def compute(a: Operand, b: Operand, c: Tensor, epilogue: Epilogue, plan: SquarePlan, slices: int = 1) -> None:
+    """As `run`, by a given plan; at most so many slices of k are summed by themselves."""
+    in_tiles.compute(_launch, a, b, c, epilogue, plan, slices)
+
+
+def _launch(launch: Launch) -> None:
+    unrolled = int(not capabilities(launch.c.queue).is_cpu)
+    launch(GEMM, A_T=launch.a.storage, B_T=launch.b.storage, UNROLLED=unrolled)
