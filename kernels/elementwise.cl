@@ -24,6 +24,9 @@
 //   X0_T .. X2_T    storage types: f32, f16, bf16, i32, or `arg` for a number passed as a kernel argument
 //   X0_STEP ..      STRIDED 0 only. 1: as large as y, 0: a single element
 //   Y_T             storage type of y
+//   PIECES          of pieces.clh
+
+#include "pieces.clh"
 
 // ------------------------------------------------------------------------------------------------ operators
 // Written for float16. Comparisons give lanes of all ones or all zeros, which ?: takes. Comparisons with NaN are
@@ -159,6 +162,7 @@ static inline float load_i32(__global const int *p, size_t i) { return convert_f
 static inline float16 load16_i32(__global const int *p, size_t i) { return convert_float16(vload16(0, p + i)); }
 #define load_arg(p, i) (p)
 #define load16_arg(p, i) VEC(p)
+#define load16_pieces_arg load16_arg
 
 #define input_f32(x) __global const float *x
 #define input_f16(x) __global const half *x
@@ -193,7 +197,7 @@ static inline float16 load16_i32(__global const int *p, size_t i) { return conve
 #define DECLARE(T, STEP, x, at, v, lanes, column) \
     size_t at = 0;                                \
     float16 v;
-#define LOAD_BLOCK(T, STEP, x, at, v, lanes, column) v = STEP ? LOAD16(T, x, at + col) : VEC(LOAD(T, x, at));
+#define LOAD_BLOCK(T, STEP, x, at, v, lanes, column) v = STEP ? LOAD16_PIECES(T, x, at + col) : VEC(LOAD(T, x, at));
 #define DECLARE_LANES(T, STEP, x, at, v, lanes, column) float lanes[16] = {0.0f};
 #define LOAD_LANE(T, STEP, x, at, v, lanes, column) lanes[k] = LOAD(T, x, at + col * STEP);
 #define LANES_TO_BLOCK(T, STEP, x, at, v, lanes, column) v = vload16(0, lanes);
@@ -231,7 +235,7 @@ __kernel void elementwise(EACH(INPUT) __global STORAGE(Y_T) *y, CAT(PARAMETERS_,
     for (; i + 16 <= end; i += 16) {
         const size_t col = i;
         EACH(LOAD_BLOCK)
-        STORE16(Y_T, RESULT, y, i);
+        STORE16_PIECES(Y_T, RESULT, y, i);
     }
     const size_t inner = n;
     size_t col = i;
@@ -264,7 +268,7 @@ __kernel void elementwise(EACH(INPUT) __global STORAGE(Y_T) *y, CAT(PARAMETERS_,
 #endif
         const float16 result = RESULT;
         if (count == 16) {
-            STORE16(Y_T, result, y, i);
+            STORE16_PIECES(Y_T, result, y, i);
         } else {
             float lanes[16];
             vstore16(result, 0, lanes);

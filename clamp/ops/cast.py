@@ -5,7 +5,7 @@ from __future__ import annotations
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.launch import launch, span_for
+from clamp.ops.launch import launch, pieces_for, span_for
 
 CAST = Kernel("cast.cl", "cast")
 
@@ -31,5 +31,5 @@ def cast_into(x: Tensor, y: Tensor) -> None:
     span = span_for(x.queue, x.size)
     CAST(
         x.queue, *launch(x.queue, -(-x.size // span)), x, y, x.size,
-        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], SPAN=span,
+        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], SPAN=span, PIECES=pieces_for(x.queue),
     )  # fmt: skip

@@ -21,7 +21,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel, Prepared
-from clamp.ops.launch import launch, span_for
+from clamp.ops.launch import launch, pieces_for, span_for
 from clamp.ops.scalars import saturated
 
 ELEMENTWISE = Kernel("elementwise.cl", "elementwise")
@@ -142,7 +142,7 @@ def _make_plan(
             macros[f"X{k}_T"] = _INPUT_STORAGE[x.dtype] if isinstance(x, Tensor) else "arg"
             if len(dims) == 1:
                 macros[f"X{k}_STEP"] = dims[0][1 + k]
-        macros |= {"Y_T": bridge.STORAGE[out_dtype], "STRIDED": int(len(dims) > 1)}
+        macros |= {"Y_T": bridge.STORAGE[out_dtype], "STRIDED": int(len(dims) > 1), "PIECES": pieces_for(queue)}
         span = span_for(queue, size)
         layout: tuple[Any, ...] = (span, size)
         if len(dims) > 1:

@@ -27,6 +27,11 @@ def launch(queue: cl.CommandQueue, items: int) -> tuple[tuple[int], tuple[int]]:
     return (-(-items // _GROUP_GPU) * _GROUP_GPU,), (_GROUP_GPU,)
 
 
+def pieces_for(queue: cl.CommandQueue) -> int:
+    """The macro PIECES of kernels/pieces.clh: whether 16 elements are moved 16 bytes at a time."""
+    return int(not capabilities(queue).is_cpu)
+
+
 def span_for(queue: cl.CommandQueue, size: int) -> int:
     """Elements a work-item should handle in a pass over ``size`` contiguous elements."""
     device = capabilities(queue)
