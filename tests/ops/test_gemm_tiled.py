@@ -63,7 +63,7 @@ def skip_what_is_too_large(plan: SquarePlan, simulated: bool) -> None:
 @pytest.mark.kernel
 @TRANSPOSES
 @pytest.mark.parametrize(
-    ("plan", "number"), sweep(product(PLANS, range(len(SHAPES))), lambda n: n in (2, 7, 13, 18, 26, 33)), ids=str
+    ("plan", "number"), sweep(product(PLANS, range(len(SHAPES))), lambda n: n in (13, 18, 26)), ids=str
 )
 def test_shapes(
     queue: cl.CommandQueue,
@@ -85,7 +85,7 @@ def test_shapes(
 @TRANSPOSES
 @pytest.mark.parametrize(
     ("a_type", "b_type", "extent"),  # rows of whole pieces of 16 bytes; any rows
-    sweep(product(STORAGE_DTYPES, STORAGE_DTYPES, (40, 37)), lambda n: n in (2, 17)),
+    sweep(product(STORAGE_DTYPES, STORAGE_DTYPES, (40, 37)), lambda n: n == 17),
 )
 def test_types_and_layouts(
     queue: cl.CommandQueue, by: By, a_type: str, b_type: str, extent: int, transpose_a: bool, transpose_b: bool
@@ -96,7 +96,7 @@ def test_types_and_layouts(
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("plan", sweep(PLANS[:3], lambda n: n == 1), ids=str)
+@pytest.mark.parametrize("plan", sweep(PLANS[:3], lambda n: n == 2), ids=str)
 def test_unrolled_as_on_gpus(
     queue: cl.CommandQueue, simulated: bool, by: By, monkeypatch: pytest.MonkeyPatch, plan: SquarePlan
 ) -> None:
@@ -112,7 +112,7 @@ def test_more_bands_of_tiles_than_one(queue: cl.CommandQueue, by: By) -> None:
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 4), (3, 0, 4), (0, 0, 0), (0, 5, 0), (2, 3, 0)])
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 4), (2, 3, 0)])
 def test_empty(queue: cl.CommandQueue, by: By, m: int, n: int, k: int) -> None:
     bias = random(n), "float16"
     for slices in (1, 3):
@@ -180,7 +180,7 @@ def test_special_values_go_where_numpy_puts_them(queue: cl.CommandQueue, by: By,
 @pytest.mark.parametrize("slices", [1, 4])
 def test_repeats_bit_for_bit(queue: cl.CommandQueue, by: By, slices: int) -> None:
     engine = by(_SMALL, slices)
-    a, b = to_device(queue, random(17, 200), "float16"), to_device(queue, random(200, 24), "float16")
+    a, b = to_device(queue, random(17, 72), "float16"), to_device(queue, random(72, 24), "float16")
     first = gemm(a, b, out_dtype="float32", engine=engine).to_host()
     for _ in range(2):
         np.testing.assert_array_equal(gemm(a, b, out_dtype="float32", engine=engine).to_host(), first)
@@ -231,7 +231,7 @@ def test_plans_say_what_they_are() -> None:
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize(("max_work_group", "kilobytes"), [(1, 16), (4, 2), (64, 16), (256, 32)])
+@pytest.mark.parametrize(("max_work_group", "kilobytes"), sweep([(1, 16), (4, 2), (64, 16), (256, 32)]))
 def test_any_device_computes(
     queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch, max_work_group: int, kilobytes: int
 ) -> None:

@@ -40,6 +40,7 @@ CASES = pytest.mark.parametrize(
             ["NN", "NT", "TN"],
             [True, False],
         )
+        if aligned or transposes == "NN"
     ],
 )
 
@@ -109,8 +110,10 @@ def test_on_amd(
     target = ["-target", "amdgcn-amd-amdhsa", "-cl-std=CL1.2", "-O3", "-w", "-S"]
     output_of(tools.clang, "-x", "cl", *target, *options, "-o", assembly, text)
     code = assembly.read_text()
-    assert re.findall(r"\.[sv]gpr_spill_count: *(\d+)", code) == ["0", "0"]
-    assert re.findall(r"\.private_segment_fixed_size: *(\d+)", code) == ["0"]
+    assert re.findall(r"\.vgpr_spill_count: *(\d+)", code) == ["0"]
+    assert re.findall(r"\.private_segment_fixed_size: *(\d+)", code) == ["0"], "nothing is kept in memory"
+    if aligned:  # strides of elements that are fetched one by one may be kept in lanes of a vector register
+        assert re.findall(r"\.sgpr_spill_count: *(\d+)", code) == ["0"]
     assert code.count("global_load_b128") == (wide_loads(plan, dtypes) if aligned else 0)
     assert code.count("ds_load_b128") == 2 * plan.k * plan.per_item // 4
     print(f"{re.findall(r'vgpr_count: *([0-9]+)', code)[0]} registers")

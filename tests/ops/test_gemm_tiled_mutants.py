@@ -91,6 +91,8 @@ MUTANTS = [
     ("negative numbers stay", "b[j], relu_1)", "b[j], as_float)", _BIAS),
 ]  # fmt: skip
 
+EVERYDAY = 8  # the first of them; the sweep has all
+
 #: What need not change a number: what is wrong, the piece of source and what replaces it, and what the simulator says.
 SEEN_BY_THE_SIMULATOR = [
     ("nothing", "", "", ""),
@@ -100,7 +102,13 @@ SEEN_BY_THE_SIMULATOR = [
 ]
 
 
-@pytest.mark.parametrize(("old", "new", "case"), [pytest.param(*mutant[1:], id=mutant[0]) for mutant in MUTANTS])
+@pytest.mark.parametrize(
+    ("old", "new", "case"),
+    [
+        pytest.param(*mutant[1:], id=mutant[0], marks=[] if number < EVERYDAY else pytest.mark.slow)
+        for number, mutant in enumerate(MUTANTS)
+    ],
+)
 def test_a_mutant_computes_something_else(
     queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch, old: str, new: str, case: Case
 ) -> None:
