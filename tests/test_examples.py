@@ -144,7 +144,7 @@ def test_the_gpu_script_runs_its_steps(queue: cl.CommandQueue, tmp_path: Path) -
     ended = dict(line.split(": ", 1) for line in (tmp_path / "steps.txt").read_text().splitlines())
     assert all(how.startswith("status 0 after ") for how in ended.values())
     measured = {"gemm", "guide", "conv", "attention", "resnet"}
-    assert ended.keys() - {"driver"} == {"doctor", "conformance", "timeline-guide", *measured}
+    assert ended.keys() - {"driver"} == {"doctor", "conformance", "timeline-guide", "tune", *measured}
     for name in measured:
         content = json.loads((tmp_path / f"{name}.json").read_text())
         assert content["device"]["name"] == queue.device.name.strip()

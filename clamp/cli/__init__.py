@@ -1,4 +1,4 @@
-"""The command line: ``python -m clamp bench``, ``doctor``, ``lists``.
+"""The command line: ``python -m clamp bench``, ``doctor``, ``lists``, ``tune``.
 
 A command's module is imported when the command runs: ``doctor`` must work where the packages that the others
 need are missing, because it is what a user runs when something is.
@@ -22,7 +22,12 @@ USUAL_WORKS = ("gemm", "conv", "attention", "bandwidth", "cast", "unscale", "ste
 WORKS = (*USUAL_WORKS, "guide", "resnet")  # netcl takes many minutes for the last two on a CPU
 LAYOUTS = ("NN", "NT", "TN", "TT")
 CONVS = ("few", "resnet18", "one")
-_MODULES = {"bench": "clamp.cli.bench.command", "doctor": "clamp.cli.doctor", "lists": "clamp.cli.lists"}
+_MODULES = {
+    "bench": "clamp.cli.bench.command",
+    "doctor": "clamp.cli.doctor",
+    "lists": "clamp.cli.lists",
+    "tune": "clamp.cli.tune",
+}
 TIMELINES = ("netcl", "float32", "float16", "bfloat16", "float16-O2", "bfloat16-O2")
 POLICIES = tuple(policy.value for policy in CastPolicy)
 EXTRAS = ("rich",)  # packages of the extra "examples" that commands import
@@ -64,7 +69,17 @@ def _parser() -> argparse.ArgumentParser:
     add_device_option(doctor, default="all of them")
     _add_lists(commands.add_parser("lists", help="which netcl function runs in which precision, and why"))
     _add_bench(commands.add_parser("bench", help="time clamp against netcl, numpy and torch, side by side"))
+    _add_tune(commands.add_parser("tune", help="measure how a GPU's matrix units multiply fastest, and keep it"))
     return parser
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    add_device_option(parser)
+    parser.add_argument("--json", metavar="FILE", help="write all times")
+    parser.add_argument(
+        "--shapes", type=_shapes, metavar="MxNxK,...",
+        help="products to measure (512x512x512 to 8192x8192x8192, and two of a wide layer)",
+    )  # fmt: skip
 
 
 def _add_lists(parser: argparse.ArgumentParser) -> None:
@@ -136,6 +151,10 @@ def _some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(","))
+
+
+def _shapes(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(_numbers("MxNxK")(part) for part in text.split(","))
 
 
 def _numbers(form: str) -> Callable[[str], tuple[int, ...]]:

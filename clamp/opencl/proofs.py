@@ -56,10 +56,14 @@ def verdicts(device: cl.Device, where: str, *, anew: bool = False) -> Mapping[st
     return _verdicts[key]
 
 
+def identity(device: cl.Device) -> list[str]:
+    """What tells a device and its driver from others, for the keys of files."""
+    return [device.platform.name, device.platform.version, device.name, device.driver_version, cl.VERSION_TEXT]
+
+
 def _remembered(device: cl.Device, where: str, anew: bool) -> Mapping[str, str]:
     what: HasTrials = resolve_name(where)
-    of_device = [device.platform.name, device.platform.version, device.name, device.driver_version, cl.VERSION_TEXT]
-    file = user_cache.file_for([*of_device, where, what.trial_key()], ".proof")
+    file = user_cache.file_for([*identity(device), where, what.trial_key()], ".proof")
     if file is not None and not anew and (content := user_cache.read(file)) is not None:
         found: dict[str, str] = json.loads(content)
         return found

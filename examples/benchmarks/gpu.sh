@@ -11,7 +11,7 @@
 #   --venv FOLDER   the virtual environment, made if it is not there (.venv)
 #   --minutes N     ends after so long, whatever is left to do (25)
 #   --steps A,B     only these: doctor, conformance, gemm, guide, conv, attention, resnet,
-#                   timeline-guide, timeline-resnet, netcl
+#                   timeline-guide, timeline-resnet, tune, netcl
 #   --quick         the smallest sizes
 #   --dry-run       --device pocl --quick
 #   --find          prints where the driver's OpenCL library is, and ends
@@ -188,6 +188,11 @@ timeline() {
     bench "$@" --timeline --plot "$OUT/$1.png"
 }
 
+# tune SECONDS: what the other steps measured untuned; later runs of this user find what it keeps.
+tune() {
+    step tune "$1" "$PY" -m clamp tune --device "$DEVICE" --json "$OUT/tune.json"
+}
+
 # test_on SECONDS FILE...: tests of numbers on the device alone.
 test_on() {
     local limit=$1
@@ -209,6 +214,7 @@ if [ -n "$QUICK" ]; then
     bench attention 120 --only attention --attention 1x2x16x8 --no-netcl
     bench resnet 120 --only resnet --resnet 4x2 --no-netcl
     timeline timeline-guide 60 --only guide --step 2x32x8
+    tune 60
 else
     test_on 180 tests/ops/test_cast.py tests/ops/test_gemm.py tests/ops/test_conv.py tests/conformance
     bench gemm 240 --only gemm --sizes 512,1024,2048,4096,8192 --layouts NN,NT,TN,TT
@@ -218,6 +224,7 @@ else
     bench resnet 150 --only resnet --resnet 64x128 --no-netcl
     timeline timeline-guide 60 --only guide --step 9x8192x2048
     timeline timeline-resnet 60 --only resnet --resnet 64x128
+    tune 180
     bench netcl 300 --only conv,resnet --images 64 --resnet 64x128 # last: netcl tries kernels for minutes
 fi
 

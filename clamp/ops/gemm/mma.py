@@ -17,6 +17,14 @@ MMA = MatrixUnit(
     kernel=GEMM,
     plans=(Plan(128, 128, 32, 3, (2, 4)), Plan(64, 64, 32, 4, (2, 2))),  # in 48 KB, which every such device has
     first=(8, 0),
+    more=(
+        Plan(128, 256, 32, 3, (2, 4)),  # 72 KB and more: the driver may give them or not
+        Plan(256, 128, 32, 3, (4, 2)),
+        Plan(128, 128, 64, 3, (2, 4)),
+        Plan(128, 128, 32, 3, (2, 2)),  # fewer loads, and all but one of a work-item's 255 registers
+        Plan(128, 64, 32, 4, (2, 2)),
+        Plan(64, 128, 32, 4, (2, 2)),
+    ),
 )
 
 MMA_K8 = MatrixUnit(

@@ -25,4 +25,11 @@ WGMMA = MatrixUnit(
     ),
     first=(9, 0),
     last=(9, 0),  # no later processor has it
+    more=(
+        Plan(128, 256, 64, 3, (8, 1), aligned=True),
+        Plan(256, 128, 64, 4, (16, 1)),
+        Plan(128, 128, 64, 3, (8, 1)),  # 96 KB: a processor holds two such work-groups
+        Plan(128, 64, 64, 4, (8, 1)),
+        Plan(64, 128, 64, 4, (4, 1)),
+    ),
 )

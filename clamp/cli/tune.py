@@ -1,0 +1,136 @@
+"""``python -m clamp tune``: measures the plans of a device's matrix units and keeps the fastest (ops/gemm/tuning).
+
+Results do not depend on it but for the order in which sums are added up. Times are the device's own, from profiling
+events: a launch's cost is the same for every plan.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import pyopencl as cl
+from rich.console import Console
+from rich.table import Table
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.cli.bench.cases.contenders import random_tensor
+from clamp.cli.bench.recorder import Recorder
+from clamp.cli.bench.timing import QUICK, interleave
+from clamp.cli.console import make_console, print_fitting
+from clamp.cli.devices import UnknownDeviceError, choose_device, describe
+from clamp.opencl import proofs
+from clamp.opencl.device import NoDeviceError
+from clamp.ops.gemm import engines, tuning
+from clamp.ops.gemm.matrix_units import MatrixUnit
+from clamp.ops.gemm.plan import Plan
+from clamp.ops.gemm.problem import Epilogue, operand_a, operand_b
+from clamp.ops.gemm.tuning import Tuning
+
+SHAPES = (
+    *((n, n, n) for n in (512, 1024, 2048, 4096, 8192)),
+    (2048, 8192, 8192),  # a wide layer, and the gradient of its weights
+    (8192, 8192, 2048),
+)
+LAYOUTS = ("NN", "NT", "TN")  # forward, and the two of backward
+
+Shape = tuple[int, ...]
+Show = Callable[[str], None]
+
+
+def run(args: Namespace) -> int:
+    """Runs the command; see `clamp.cli`."""
+    try:
+        device = choose_device(args.device)
+    except NoDeviceError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except UnknownDeviceError as error:
+        print(error, file=sys.stderr)
+        return 2
+    context = cl.Context([device])  # held here: Intel's runtime frees a context that only its queue refers to
+    queue = cl.CommandQueue(context, device, properties=cl.command_queue_properties.PROFILING_ENABLE)
+    unit = next((unit for unit in engines.MATRIX_UNITS if unit.proved_plans(queue)), None)
+    if unit is None:
+        print(f"{describe(device)}: there is nothing to tune: no matrix units that compute right here")
+        return 0
+    console = make_console()
+    for name, verdict in unit.candidates.verdicts(queue, anew=True).items():
+        if verdict != proofs.RIGHT:
+            console.print(f"{name} is left out: {verdict}", highlight=False, soft_wrap=True)
+    found = measure(queue, unit, args.shapes or SHAPES, lambda what: console.print(f"measuring {what}"))
+    is_kept = tuning.keep(device, unit.where, unit.trial_key, found)
+    print_tuning(console, found, f"{unit.NAME} on {describe(device)}, TFLOP/s")
+    if not is_kept:
+        console.print("[yellow]not kept for later processes: CLAMP_CACHE_DIR is off, or cannot be written to[/]")
+    if args.json:
+        Path(args.json).write_text(json.dumps({"unit": unit.NAME, **asdict(found)}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def measure(queue: cl.CommandQueue, unit: MatrixUnit, shapes: Sequence[Shape], show: Show) -> Tuning:
+    """Times every plan that is proved, turn about, on products of (M, N, K) in float16, in each layout."""
+    found = Tuning()
+    plans = list(unit.measurable_plans(queue))
+    for m, n, k in shapes:
+        for layout in LAYOUTS:
+            name = tuning.size_class(layout, m, n, k)
+            show(f"{layout} {m}x{n}x{k}")
+            with suppress(cl.MemoryError, MemoryError):  # a device that has no room for the largest
+                seconds, usual = _seconds(queue, unit, plans, layout, (m, n, k))
+                if seconds:
+                    found.seconds[name] = seconds
+                    found.winners[name] = tuning.winner_of(seconds, usual)
+    return found
+
+
+def _seconds(
+    queue: cl.CommandQueue, unit: MatrixUnit, plans: Sequence[Plan], layout: str, shape: Shape
+) -> tuple[dict[str, float], str]:
+    """Seconds by each plan's name, and the name of the plan that runs untuned."""
+    m, n, k = shape
+    flip_a, flip_b = (side == "T" for side in layout)
+    a = operand_a(random_tensor(queue, (k, m) if flip_a else (m, k), "float16"), flip_a)
+    b = operand_b(random_tensor(queue, (n, k) if flip_b else (k, n), "float16", 1), flip_b)
+    c: Tensor = bridge.empty(queue, (m, n), "float16")
+
+    def turn(plan: Plan, calls: int) -> list[float]:
+        return [_device_seconds(queue, compute_by(plan)) for _ in range(calls)]
+
+    def compute_by(plan: Plan) -> Callable[[], None]:
+        return partial(unit.compute, a, b, c, Epilogue("float16"), plan, unit.slices(plan, a, b, c))
+
+    race = interleave({str(plan): partial(turn, plan) for plan in plans}, QUICK)
+    return {name: timing.median for name, timing in race.timings.items()}, str(unit.usual_plan(a, b, c))
+
+
+def _device_seconds(queue: cl.CommandQueue, call: Callable[[], None]) -> float:
+    with Recorder() as recorder:
+        call()
+    queue.finish()
+    return sum(total.seconds for total in recorder.timeline(0.0).totals)
+
+
+def print_tuning(console: Console, found: Tuning, title: str) -> None:
+    """A row for each class of products, a column for each plan; the winner in bold."""
+    table = Table("products", title=title, caption="bold: what runs from now on")
+    plans = list(dict.fromkeys(name for seconds in found.seconds.values() for name in seconds))
+    for name in plans:
+        table.add_column(name, justify="right")
+    for products, seconds in found.seconds.items():
+        table.add_row(products, *_row(products, seconds, plans, found.winners[products]))
+    print_fitting(console, table)
+
+
+def _row(products: str, seconds: dict[str, float], plans: Sequence[str], winner: str) -> Iterator[str]:
+    m, n, k = map(int, products.split()[1].split("x"))
+    for name in plans:
+        figure = f"{2e-12 * m * n * k / seconds[name]:.3g}" if seconds.get(name) else ""
+        yield f"[bold]{figure}[/]" if name == winner else figure

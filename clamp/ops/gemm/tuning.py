@@ -1,0 +1,81 @@
+"""Which plan of a matrix unit was the fastest on this device, where `python -m clamp tune` has measured that.
+
+Winners are kept for classes of products, by layout and by extents to the nearest power of two, with all times, in a
+file of the user's (``user_cache``), for a device, its driver and a version of the kernels. Where none is kept the rule
+of `plan.best_plan` holds.
+
+Tuning chooses among plans that are proved on the device, each of which sums in float32 and rounds once: it changes the
+order in which a sum is added up, and so a result's last bits, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from math import log2
+
+import pyopencl as cl
+
+from clamp.opencl import proofs, user_cache
+
+_GAIN = 0.97  # of the usual plan's time: what is nearer may be chance
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was measured.
+
+    Attributes:
+        winners: names of plans by the class of products.
+        seconds: by the class of products and the name of the plan.
+    """
+
+    winners: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+_NOTHING = Tuning()
+_known: dict[tuple[int, str], Tuning] = {}
+
+
+def size_class(layout: str, rows: int, columns: int, k: int) -> str:
+    """The class of a product, ``"NT 2048x8192x8192"``."""
+    return f"{layout} " + "x".join(str(1 << round(log2(extent))) for extent in (rows, columns, max(k, 1)))
+
+
+def winner_of(seconds: Mapping[str, float], usual: str) -> str:
+    """The fastest plan; the usual one, unless that is slower by more than chance."""
+    fastest = min(seconds, key=lambda name: seconds[name])
+    return usual if usual in seconds and seconds[fastest] > _GAIN * seconds[usual] else fastest
+
+
+def tuned(device: cl.Device, where: str, trial_key: Callable[[], object]) -> Tuning:
+    """What is kept of a unit on a device; nothing, if it was not tuned there.
+
+    Args:
+        where: the unit's name, as for its proofs.
+        trial_key: returns what its proofs depend on.
+    """
+    key = (device.int_ptr, where)
+    if key not in _known:
+        file = user_cache.file_for(_key(device, where, trial_key), ".tuned")
+        content = None if file is None else user_cache.read(file)
+        _known[key] = _NOTHING if content is None else Tuning(**json.loads(content))
+    return _known[key]
+
+
+def keep(device: cl.Device, where: str, trial_key: Callable[[], object], tuning: Tuning) -> bool:
+    """Keeps what was measured, over what was kept before; False if later processes will not find it."""
+    before = tuned(device, where, trial_key)
+    tuning = Tuning({**before.winners, **tuning.winners}, {**before.seconds, **tuning.seconds})
+    _known[device.int_ptr, where] = tuning
+    file = user_cache.file_for(_key(device, where, trial_key), ".tuned")
+    if file is None:
+        return False
+    user_cache.write(file, json.dumps(asdict(tuning)).encode())
+    return user_cache.read(file) is not None
+
+
+def _key(device: cl.Device, where: str, trial_key: Callable[[], object]) -> list[object]:
+    return [*proofs.identity(device), where, trial_key()]
