@@ -21,7 +21,7 @@ from pathlib import Path
 # Oclgrind reads its settings when its library is loaded, at the first platform query.
 _OCLGRIND_LOG = Path(tempfile.mkdtemp(prefix="clamp-tests-")) / "oclgrind.log"
 os.environ["OCLGRIND_DATA_RACES"] = "1"
-os.environ["OCLGRIND_LOCAL_MEM_SIZE"] = str(48 * 1024)  # as every GPU with matrix units has at least
+os.environ["OCLGRIND_LOCAL_MEM_SIZE"] = str(64 * 1024)  # as every GPU with matrix units has at least
 os.environ["OCLGRIND_LOG"] = str(_OCLGRIND_LOG)
 
 import numpy as np

@@ -119,10 +119,9 @@ def compiled(tools: Tools, folder: Path, kernel: Kernel, processor: str, macros:
     if kernel.finish is not None:
         ptx.write_bytes(kernel.finish(ptx.read_bytes()))
     # Memory beyond 48 KB a driver adds at the launch; the assembler has to be told that somebody will.
-    inside = re.search(r"\.shared .*pool\[\d+\];", ptx.read_text())
-    assert inside is not None
-    outside = ".extern " + re.sub(r"\[\d+\]", "[]", inside[0])
-    ptx.write_text(ptx.read_text().replace(inside[0], "").replace(".visible .entry", f"{outside}\n.visible .entry"))
+    if (inside := re.search(r"\.shared .*pool\[\d+\];", ptx.read_text())) is not None:
+        outside = ".extern " + re.sub(r"\[\d+\]", "[]", inside[0])
+        ptx.write_text(ptx.read_text().replace(inside[0], "").replace(".visible .entry", f"{outside}\n.visible .entry"))
     return ptx
 
 
