@@ -21,6 +21,7 @@ from rich.table import Table
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.cli.arguments import INTERRUPTED
 from clamp.cli.bench.cases.contenders import random_tensor
 from clamp.cli.bench.recorder import Recorder
 from clamp.cli.bench.timing import QUICK, interleave
@@ -65,19 +66,23 @@ def run(args: Namespace) -> int:
     for name, verdict in unit.candidates.verdicts(queue, anew=True).items():
         if verdict != proofs.RIGHT:
             console.print(f"{name} is left out: {verdict}", highlight=False, soft_wrap=True)
-    found = measure(queue, unit, args.shapes or SHAPES, lambda what: console.print(f"measuring {what}"))
+    found, status = Tuning(), 0
+    try:
+        measure(queue, unit, args.shapes or SHAPES, found, lambda what: console.print(f"measuring {what}"))
+    except KeyboardInterrupt:
+        console.print("[yellow]interrupted: what is not in the table was not measured[/]")
+        status = INTERRUPTED
     is_kept = tuning.keep(device, unit.where, unit.trial_key, found)
     print_tuning(console, found, f"{unit.NAME} on {describe(device)}, TFLOP/s")
     if not is_kept:
         console.print("[yellow]not kept for later processes: CLAMP_CACHE_DIR is off, or cannot be written to[/]")
     if args.json:
         Path(args.json).write_text(json.dumps({"unit": unit.NAME, **asdict(found)}, indent=1) + "\n", encoding="utf-8")
-    return 0
+    return status
 
 
-def measure(queue: cl.CommandQueue, unit: MatrixUnit, shapes: Sequence[Shape], show: Show) -> Tuning:
-    """Times every plan that is proved, turn about, on products of (M, N, K) in float16, in each layout."""
-    found = Tuning()
+def measure(queue: cl.CommandQueue, unit: MatrixUnit, shapes: Sequence[Shape], found: Tuning, show: Show) -> None:
+    """Times every plan that is proved, turn about, on products of (M, N, K) in float16, in each layout, into found."""
     plans = list(unit.measurable_plans(queue))
     for m, n, k in shapes:
         for layout in LAYOUTS:
@@ -88,7 +93,6 @@ def measure(queue: cl.CommandQueue, unit: MatrixUnit, shapes: Sequence[Shape], s
                 if seconds:
                     found.seconds[name] = seconds
                     found.winners[name] = tuning.winner_of(seconds, usual)
-    return found
 
 
 def _seconds(
@@ -108,6 +112,8 @@ def _seconds(
         return partial(unit.compute, a, b, c, Epilogue("float16"), plan, unit.slices(plan, a, b, c))
 
     race = interleave({str(plan): partial(turn, plan) for plan in plans}, QUICK)
+    if race.interrupted:
+        raise KeyboardInterrupt
     return {name: timing.median for name, timing in race.timings.items()}, str(unit.usual_plan(a, b, c))
 
 

@@ -218,7 +218,7 @@ if [ -n "$QUICK" ]; then
 else
     test_on 180 tests/ops/test_cast.py tests/ops/test_gemm.py tests/ops/test_conv.py tests/conformance
     bench gemm 240 --only gemm --sizes 512,1024,2048,4096,8192 --layouts NN,NT,TN,TT
-    bench guide 240 --only guide --step 9x8192x2048
+    bench guide 300 --only guide --step 9x8192x2048
     bench conv 180 --only conv --convs resnet18 --images 64 --no-netcl
     bench attention 90 --only attention --attention 8x16x2048x64
     bench resnet 150 --only resnet --resnet 64x128 --no-netcl

@@ -233,6 +233,19 @@ def test_bench_prints_what_it_has_when_it_is_interrupted(
     assert "interrupted" in content["notes"][-1]
 
 
+def test_bench_keeps_the_case_in_which_it_is_interrupted(
+    queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(turns: Any, *others: Any) -> Race:
+        return Race({"copy kernel": Timing((1.0,))}, {}, interrupted=True)
+
+    monkeypatch.setattr(command, "interleave", interrupted)
+    file = tmp_path / "result.json"
+    options = ["--no-peers", "--device", queue.device.platform.name, "--json", str(file)]
+    assert main([*TINY, "--only", "cast,unscale", *options]) == 130
+    assert [row["contender"] for row in json.loads(file.read_text())["rows"]] == ["copy kernel"]
+
+
 def test_a_command_ends_in_one_line_when_it_is_interrupted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +316,21 @@ def test_a_contender_that_fails_leaves_the_race(good_turns: int) -> None:
     assert race.failures == {"bad": "ValueError: out of"}
     assert list(race.timings) == ["good"]
     assert turns == good_turns + 1
+
+
+def test_who_has_been_timed_keeps_it_when_a_race_is_interrupted() -> None:
+    turns = 0
+
+    def slow(calls: int) -> list[float]:
+        nonlocal turns
+        turns += 1
+        if turns > 1:
+            raise KeyboardInterrupt
+        return [0.1] * calls
+
+    race = interleave({"good": lambda calls: [0.1] * calls, "slow": slow}, Effort(3, 1.0, 3, 9))
+    assert race.interrupted
+    assert (list(race.timings), race.failures) == (["good"], {})
 
 
 def test_a_timing_has_a_median_a_best_and_a_slow_call() -> None:

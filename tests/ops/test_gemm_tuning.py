@@ -14,7 +14,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.cli import main
+from clamp.cli import main, tune
 from clamp.cli.tune import LAYOUTS
 from clamp.opencl import proofs
 from clamp.opencl.device import capabilities
@@ -146,6 +146,20 @@ def test_tune_measures_every_plan_and_keeps_the_winners(
     kept = tuning.tuned(queue.device, unit.where, unit.trial_key)
     assert kept == Tuning(found["winners"], found["seconds"])
     assert [str(plan) for plan in ran(unit, lambda: product(queue))] == [kept.winners[size_class("NN", *_SHAPE)]]
+
+
+def test_tune_keeps_what_it_has_when_it_is_interrupted(
+    queue: cl.CommandQueue, unit: _Pretended, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(queue: object, unit: object, shapes: object, found: Tuning, show: object) -> None:
+        found.seconds["NN 4x8x64"] = {str(_OTHER): 1.0}
+        found.winners["NN 4x8x64"] = str(_OTHER)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "measure", interrupted)
+    assert main(["tune", "--device", queue.device.platform.name]) == 130
+    assert "interrupted" in capsys.readouterr().out
+    assert ran(unit, lambda: product(queue)) == [_OTHER]
 
 
 def test_tune_says_when_nothing_can_be_kept(

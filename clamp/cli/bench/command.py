@@ -131,6 +131,8 @@ class Bench:
                 self.rows += rows_of(case, race)
                 self.notes += [f"{what}: {name} failed: {reason}" for name, reason in race.failures.items()]
                 self.write()
+                if race.interrupted:
+                    raise KeyboardInterrupt
 
     def write(self) -> None:
         """Writes what was measured so far, after each case: a run may be cut off."""

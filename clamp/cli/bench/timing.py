@@ -67,10 +67,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Race:
-    """What `interleave` measured: a timing, or the reason for having none, for each contender."""
+    """What `interleave` measured: a timing, or the reason for having none, for each contender.
+
+    After an interrupt (Ctrl-C) those have timings who have had a timed turn.
+    """
 
     timings: dict[str, Timing]
     failures: dict[str, str]
+    interrupted: bool = False
 
 
 def interleave(
@@ -83,6 +87,22 @@ def interleave(
     """
     samples: dict[str, list[float]] = {name: [] for name in turns}
     failures: dict[str, str] = {}
+    interrupted = False
+    try:
+        _run(turns, effort, before_turn, samples, failures)
+    except KeyboardInterrupt:
+        interrupted = True
+    timings = {name: Timing(tuple(samples[name])) for name in turns if samples[name] and name not in failures}
+    return Race(timings, failures, interrupted)
+
+
+def _run(
+    turns: Mapping[str, Turn],
+    effort: Effort,
+    before_turn: Callable[[str], None],
+    samples: dict[str, list[float]],
+    failures: dict[str, str],
+) -> None:
     for number in range(-1, effort.rounds):
         for name, turn in turns.items():
             calls = 1 if number < 1 else _calls_in(number, effort, samples[name])
@@ -96,7 +116,6 @@ def interleave(
                 continue
             if number >= 0:
                 samples[name] += seconds
-    return Race({name: Timing(tuple(samples[name])) for name in turns if name not in failures}, failures)
 
 
 def _calls_in(number: int, effort: Effort, samples: list[float]) -> int:
