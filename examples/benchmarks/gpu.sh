@@ -153,7 +153,7 @@ is_installed || install || { echo "clamp could not be installed into $VENV" >&2;
 # ------------------------------------------------------------------------------------------------- the steps
 
 NAME='import sys; from clamp.cli.devices import choose_device, slug; print(slug(choose_device(sys.argv[1])))'
-name=$("$PY" -c "$NAME" "$DEVICE") || exit 1
+name=$("$PY" -c "$NAME" "$DEVICE" 2>/dev/null) || { "$PY" -m clamp doctor --device "$DEVICE"; exit 1; }
 OUT=${OUT:-examples/benchmarks/results/$name-$(date -u +%F)}
 mkdir -p "$OUT" || exit 1
 STATUS=0
