@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 import pyopencl as cl
@@ -59,3 +59,10 @@ class Proved(ABC):
     def trial_key(self) -> list[str]:
         """What verdicts depend on: the kernels' sources, and who launches them."""
         return [clamp.__version__, source("common.clh"), *(source(kernel.file) for kernel in self.kernels)]
+
+
+def names_of_proved(engines: Iterable[Proved], queue: cl.CommandQueue) -> frozenset[str]:
+    """Names of the engines that are proved on the queue's device. No CPU has a matrix unit."""
+    if capabilities(queue).is_cpu:
+        return frozenset()
+    return frozenset(engine.NAME for engine in engines if engine.is_proved(queue))

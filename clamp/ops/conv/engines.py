@@ -15,6 +15,7 @@ from clamp.ops.conv.matrix_units import MatrixConv
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.weights import Weights
 from clamp.ops.gemm.problem import Epilogue
+from clamp.ops.proved import names_of_proved
 
 
 class Engine(engine.Engine[Problem], Protocol):
@@ -52,7 +53,7 @@ def problem_on(
     weights: tuple[int, ...], window: Window,
 ) -> Problem:  # fmt: skip
     """A convolution on the queue's device, with what this can do, and the engines that are proved there."""
-    proved = frozenset(unit.NAME for unit in MATRIX_UNITS if unit.is_proved(queue))
+    proved = names_of_proved(MATRIX_UNITS, queue)
     return Problem(gradient, dtypes, out_dtype, images, image, weights, window, capabilities(queue), proved)
 
 

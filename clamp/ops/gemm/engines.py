@@ -12,6 +12,7 @@ from clamp.ops import engine
 from clamp.ops.gemm import dot_bf16, mma, packed, tiled, wgmma
 from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.problem import Epilogue, Operand, Problem
+from clamp.ops.proved import names_of_proved
 
 
 class Engine(engine.Engine[Problem], Protocol):
@@ -47,7 +48,7 @@ def problem_on(queue: cl.CommandQueue, a_dtype: str, b_dtype: str, k: int, colum
 
 def proved(queue: cl.CommandQueue) -> frozenset[str]:
     """Names of the engines that have a plan for any operands which is proved on the queue's device."""
-    return frozenset(unit.NAME for unit in MATRIX_UNITS if unit.is_proved(queue))
+    return names_of_proved(MATRIX_UNITS, queue)
 
 
 def usual(queue: cl.CommandQueue, dtype: str) -> Engine:

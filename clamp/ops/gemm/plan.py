@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, TypeVar
 
 _LEAST_SLICE = 256  # steps of k, so that adding the slices is little beside summing them (not measured)
@@ -57,8 +58,13 @@ class Plan:
     warps: tuple[int, int]
     aligned: bool = False
 
-    def __str__(self) -> str:
+    @cached_property
+    def _name(self) -> str:
+        """Asked for at each product."""
         return f"{self.rows}x{self.columns}x{self.k}, {self.stages} stages, {self.warps[0] * self.warps[1]} warps"
+
+    def __str__(self) -> str:
+        return self._name
 
     @property
     def threads(self) -> int:
