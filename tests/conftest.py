@@ -22,6 +22,7 @@ from pathlib import Path
 _OCLGRIND_LOG = Path(tempfile.mkdtemp(prefix="clamp-tests-")) / "oclgrind.log"
 os.environ["OCLGRIND_DATA_RACES"] = "1"
 os.environ["OCLGRIND_LOCAL_MEM_SIZE"] = str(64 * 1024)  # as every GPU with matrix units has at least
+os.environ["CLAMP_CACHE_LATER"] = "off"  # no process beside each test's that keeps PoCL's programs
 os.environ["OCLGRIND_LOG"] = str(_OCLGRIND_LOG)
 
 import numpy as np

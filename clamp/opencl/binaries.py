@@ -20,9 +20,9 @@ from clamp.opencl.processor import host_cpu_flags
 #: Kernel -> the types of its arguments, by their names in OpenCL C.
 Signatures: TypeAlias = dict[str, list[str]]
 
-#: Platforms whose binaries are known to be complete once a program is built. PoCL's are not: it compiles a kernel at
-#: its first launch (and has a cache of its own).
-_COMPLETE = ("Intel(R) OpenCL",)
+#: Platforms whose binaries are known to load again, and to compute the same.
+_KEPT = ("Intel(R) OpenCL", "Portable Computing Language")
+_COSTLY = "Portable Computing Language"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Kept:
 
 def file_of(context: cl.Context, source: str, options: list[str]) -> Path | None:
     """The file of a program, named by all that its binary depends on; None if programs of this context are not kept."""
-    if len(context.devices) > 1 or context.devices[0].platform.name not in _COMPLETE:
+    if len(context.devices) > 1 or context.devices[0].platform.name not in _KEPT:
         return None
     device = context.devices[0]
     versions = (device.platform.version, device.driver_version, cl.VERSION_TEXT)
@@ -43,6 +43,11 @@ def file_of(context: cl.Context, source: str, options: list[str]) -> Path | None
     added = os.environ.get("PYOPENCL_BUILD_OPTIONS")  # which pyopencl adds to the options
     key = [device.name, device.native_vector_width_float, processor, *versions, options, added, source]
     return user_cache.file_for(key, ".program")
+
+
+def are_costly(context: cl.Context) -> bool:
+    """Whether to ask for the binary of a program takes as long as to compile all its kernels (keeper.py)."""
+    return bool(context.devices[0].platform.name == _COSTLY)
 
 
 def load(file: Path) -> Kept | None:

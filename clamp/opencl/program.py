@@ -26,8 +26,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyopencl as cl
 
-from clamp.opencl import binaries
+from clamp.opencl import binaries, keeper
 from clamp.opencl.binaries import Kept, Signatures
+from clamp.opencl.progress import PROGRESS
 
 _COMMON = "common.clh"
 # Scalars by their names in OpenCL C. A program is built with -cl-kernel-arg-info, so that its kernels know them.
@@ -45,10 +46,11 @@ _prepared: set[Prepared] = set()  # which hold kernels, and so their programs
 
 @dataclass(frozen=True)
 class Built:
-    """A program that was built, and the signatures of its kernels."""
+    """A program, the signatures of its kernels, and whether it was loaded from where an earlier process has kept it."""
 
     program: cl.Program
     signatures: Signatures
+    was_kept: bool = False
 
 
 class Prepared(threading.local):
@@ -167,7 +169,7 @@ def _get_program(context: cl.Context, file: str, macros: dict[str, object], fini
         building = _building.setdefault(key, threading.Lock())
     with building:  # others may build other programs meanwhile
         if key not in _programs:
-            built = _build(context, file, macros, finish)
+            built = build(context, file, macros, finish)
             with _lock:
                 _programs[key] = built
         return _programs[key]
@@ -178,7 +180,12 @@ def _prefetches(device: cl.Device) -> bool:
     return bool(device.type & cl.device_type.CPU) and device.platform.name != "Oclgrind"
 
 
-def _build(context: cl.Context, file: str, macros: dict[str, object], finish: Finish | None) -> Built:
+def build(context: cl.Context, file: str, macros: dict[str, object], finish: Finish | None = None) -> Built:
+    """Compiles a program, or loads it where an earlier process has kept it.
+
+    Raises:
+        KernelBuildError: as `Kernel.on`.
+    """
     text = f'#line 1 "{_COMMON}"\n{source(_COMMON)}\n#line 1 "{file}"\n{source(file)}'
     options = [*_OPTIONS, *(f"-D{name}={value}" for name, value in macros.items())]
     if all(map(_prefetches, context.devices)):
@@ -189,9 +196,12 @@ def _build(context: cl.Context, file: str, macros: dict[str, object], finish: Fi
         warnings.simplefilter("ignore", cl.CompilerWarning)
         if file_kept is not None and (kept := binaries.load(file_kept)) is not None:
             with suppress(cl.Error):  # a binary that the driver refuses is written anew
-                return Built(cl.Program(context, context.devices, [kept.binary]).build(), kept.signatures)
+                return Built(
+                    cl.Program(context, context.devices, [kept.binary]).build(), kept.signatures, was_kept=True
+                )
         try:
-            program = cl.Program(context, text).build(options=options, cache_dir=False)  # type: ignore[arg-type]
+            with PROGRESS.compiling():
+                program = cl.Program(context, text).build(options=options, cache_dir=False)  # type: ignore[arg-type]
         except cl.RuntimeError as error:
             devices = ", ".join(device.name for device in context.devices)
             raise KernelBuildError(
@@ -202,7 +212,7 @@ def _build(context: cl.Context, file: str, macros: dict[str, object], finish: Fi
     signatures = {name: _argument_types(cl.Kernel(program, name)) for name in names if name}
     if finish is not None:
         program = _finished(context, program, finish, file)
-    if file_kept is not None:
+    if file_kept is not None and not (binaries.are_costly(context) and keeper.keep_later(context, file, macros)):
         made: Any = program.get_info(cl.program_info.BINARIES)
         binaries.store(file_kept, Kept(made[0], signatures))
     return Built(program, signatures)

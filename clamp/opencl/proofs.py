@@ -11,16 +11,14 @@ What has trials is found by a name, "module:attribute", in both processes.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pkgutil import resolve_name
 from typing import Protocol, TypeAlias
 
 import pyopencl as cl
 
-from clamp.opencl import user_cache
+from clamp.opencl import child_process, user_cache
 from clamp.opencl.program import release_programs
 
 Trial: TypeAlias = tuple[str, Callable[[cl.CommandQueue], bool]]
@@ -28,7 +26,6 @@ Trial: TypeAlias = tuple[str, Callable[[cl.CommandQueue], bool]]
 RIGHT = "right"
 _WRONG = "wrong numbers"
 _SECONDS = 180.0  # for a driver's compiler that never ends
-_SCRIPT = "from clamp.opencl.proofs import report; report()"
 
 _verdicts: dict[tuple[int, str], Mapping[str, str]] = {}
 
@@ -89,8 +86,8 @@ def _tried(device: cl.Device, where: str, names: list[str]) -> dict[str, str]:
 
 def _run(device: cl.Device, where: str, names: list[str]) -> tuple[str | None, dict[str, str], str]:
     """The trial that a process began last, its verdicts, and how it ended."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-W", "ignore", "-c", _SCRIPT, json.dumps([*_place_of(device), where, names])]
+    environment = child_process.environment()
+    command = child_process.command(__name__, "report", [child_process.place_of(device), where, names])
     try:
         ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                                timeout=_SECONDS)  # fmt: skip
@@ -111,17 +108,10 @@ def _run(device: cl.Device, where: str, names: list[str]) -> tuple[str | None, d
     return began, found, end
 
 
-def _place_of(device: cl.Device) -> tuple[int, int]:
-    """Numbers of a device's platform and, there, of the device, for another process."""
-    platforms = [platform.get_devices() for platform in cl.get_platforms()]
-    return next((number, devices.index(device)) for number, devices in enumerate(platforms) if device in devices)
-
-
 def report() -> None:
     """Tries what the command line asks for, and prints before each trial its name, and its verdict after."""
-    platform, number, where, names = json.loads(sys.argv[1])
-    device = cl.get_platforms()[platform].get_devices()[number]
-    for name, verdict in tried_here(device, resolve_name(where), names):
+    place, where, names = child_process.given()
+    for name, verdict in tried_here(child_process.device_at(place), resolve_name(where), names):
         print(json.dumps([name, verdict]), flush=True)
 
 

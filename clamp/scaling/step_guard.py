@@ -18,6 +18,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.opencl.progress import PROGRESS
 from clamp.ops.loss_scale import DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_
 from clamp.params import gradient_marks, masters
@@ -309,7 +310,8 @@ class StepGuards:
     # ------------------------------------------------------------------------------------------ history
 
     def add(self, report: StepReport) -> StepReport:
-        """Numbers a report and keeps it."""
+        """Numbers the report of a step that is over, and keeps it."""
+        PROGRESS.end_line()
         self.steps += 1
         self.skips += not report.stepped
         numbered = replace(report, step=self.steps)

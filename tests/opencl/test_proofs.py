@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pyopencl as cl
@@ -89,7 +90,7 @@ def test_what_cannot_be_trusted_is_tried_again(
 def test_without_a_python_to_start_nothing_is_known_nor_remembered(
     queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proofs.sys, "executable", "/nonexistent/python")
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     assert proofs.verdicts(queue.device, f"{_HERE}:ONE") == {}
     assert not list(folder.iterdir())
 
