@@ -1,4 +1,4 @@
-"""The command line: ``python -m clamp bench``, ``doctor``, ``lists``, ``tune``.
+"""The command line: ``python -m clamp bench``, ``doctor``, ``lists``, ``tune``, ``warm``.
 
 A command's module is imported when the command runs: ``doctor`` must work where the packages that the others
 need are missing, because it is what a user runs when something is.
@@ -17,6 +17,8 @@ import pyopencl as cl
 import clamp
 from clamp.casting.policy import CastPolicy
 from clamp.cli.arguments import INTERRUPTED, add_device_option, positive
+from clamp.cli.devices import UnknownDeviceError
+from clamp.opencl.device import NoDeviceError
 
 USUAL_WORKS = ("gemm", "conv", "attention", "bandwidth", "cast", "unscale", "step", "cnn")
 WORKS = (*USUAL_WORKS, "guide", "resnet")  # netcl takes many minutes for the last two on a CPU
@@ -27,6 +29,7 @@ _MODULES = {
     "doctor": "clamp.cli.doctor",
     "lists": "clamp.cli.lists",
     "tune": "clamp.cli.tune",
+    "warm": "clamp.cli.warm",
 }
 TIMELINES = ("netcl", "float32", "float16", "bfloat16", "float16-O2", "bfloat16-O2")
 POLICIES = tuple(policy.value for policy in CastPolicy)
@@ -55,6 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", cl.CompilerWarning)  # drivers write progress to the logs of netcl's kernels
             status: int = command.run(args)
+    except NoDeviceError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except UnknownDeviceError as error:
+        print(error, file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -70,7 +79,19 @@ def _parser() -> argparse.ArgumentParser:
     _add_lists(commands.add_parser("lists", help="which netcl function runs in which precision, and why"))
     _add_bench(commands.add_parser("bench", help="time clamp against netcl, numpy and torch, side by side"))
     _add_tune(commands.add_parser("tune", help="measure how a GPU's matrix units multiply fastest, and keep it"))
+    _add_warm(commands.add_parser("warm", help="compile what training steps need before they do: for images and CI"))
     return parser
+
+
+def _add_warm(parser: argparse.ArgumentParser) -> None:
+    add_device_option(parser)
+    parser.add_argument(
+        "--model", nargs="+", default=["mlp", "cnn", "lm"], metavar="MODEL",
+        help="mlp, cnn, lm (all three), or a training script, which is run until its second step is done",
+    )  # fmt: skip
+    parser.add_argument(
+        "--list", action="store_true", help="compile everything anew, keep nothing, and print what each program takes"
+    )
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,6 @@ events: a launch's cost is the same for every plan.
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -26,9 +25,8 @@ from clamp.cli.bench.cases.contenders import random_tensor
 from clamp.cli.bench.recorder import Recorder
 from clamp.cli.bench.timing import QUICK, interleave
 from clamp.cli.console import make_console, print_fitting
-from clamp.cli.devices import UnknownDeviceError, choose_device, describe
+from clamp.cli.devices import choose_device, describe
 from clamp.opencl import proofs
-from clamp.opencl.device import NoDeviceError
 from clamp.ops.gemm import engines, tuning
 from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.plan import Plan
@@ -48,14 +46,7 @@ Show = Callable[[str], None]
 
 def run(args: Namespace) -> int:
     """Runs the command; see `clamp.cli`."""
-    try:
-        device = choose_device(args.device)
-    except NoDeviceError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except UnknownDeviceError as error:
-        print(error, file=sys.stderr)
-        return 2
+    device = choose_device(args.device)
     context = cl.Context([device])  # held here: Intel's runtime frees a context that only its queue refers to
     queue = cl.CommandQueue(context, device, properties=cl.command_queue_properties.PROFILING_ENABLE)
     unit = next((unit for unit in engines.MATRIX_UNITS if unit.proved_plans(queue)), None)

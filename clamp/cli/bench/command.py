@@ -34,8 +34,8 @@ from clamp.cli.bench.peers import PeerProcess, installed_peers
 from clamp.cli.bench.report import Row, json_file, memory_rows, print_rows, rows_of, write_json
 from clamp.cli.bench.timing import NORMAL, QUICK, Effort, interleave
 from clamp.cli.console import make_console
-from clamp.cli.devices import UnknownDeviceError, choose_device, describe, slug
-from clamp.opencl.device import NoDeviceError, capabilities
+from clamp.cli.devices import choose_device, describe, slug
+from clamp.opencl.device import capabilities
 from clamp.opencl.processor import host_cpu_flags
 
 SIZES = (256, 512, 1024, 2048)
@@ -46,14 +46,7 @@ _BUSY = 0.3  # load per core
 
 def run(args: Namespace) -> int:
     """Runs the command; see `clamp.cli`."""
-    try:
-        device = choose_device(args.device)
-    except NoDeviceError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except UnknownDeviceError as error:
-        print(error, file=sys.stderr)
-        return 2
+    device = choose_device(args.device)
     began = datetime.now(UTC)
     try:
         file = json_file(args.json, f"{slug(device)}-{began.date()}.json") if args.json else None

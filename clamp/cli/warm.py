@@ -1,0 +1,190 @@
+"""``python -m clamp warm``: compiles what training steps need, so that no process of the user's has to.
+
+Each network trains two steps, with a full and a ragged batch, in each dtype, in processes of their own, as many at a
+time as there are cores. What they compile is kept on disk (opencl/binaries).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import textwrap
+from argparse import Namespace
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import pyopencl as cl
+import wrapt
+
+from clamp import amp
+from clamp.cli.bench.cases.small_networks import CNN, LM, MLP, SmallNetwork, Trainer
+from clamp.cli.devices import choose_device, describe
+from clamp.opencl import child_process, keeper, program
+from clamp.opencl.child_process import Place
+from clamp.opencl.program import Built
+from clamp.scaling.step_guard import StepGuards
+from clamp.scaling.step_report import StepReport
+
+NETWORKS: dict[str, SmallNetwork] = {"mlp": MLP, "cnn": CNN, "lm": LM}
+_STEPS = 2
+_WIDTH = 60  # of macros in the list
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process compiles for: a network or a script, the dtype of `amp.init` (of a network), and a device."""
+
+    model: str
+    dtype: str | None
+    place: Place
+
+    def __str__(self) -> str:
+        return self.model if self.dtype is None else f"{self.model} in {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a program took: seconds of a processor's time, of which some to have its binary made and kept."""
+
+    file: str
+    macros: dict[str, Any]
+    seconds: float
+
+
+class _EnoughError(BaseException):
+    """Ends a user's script: nothing of it may catch this."""
+
+
+def run(args: Namespace) -> int:
+    """Runs the command; see `clamp.cli`."""
+    device = choose_device(args.device)
+    unknown = [model for model in args.model if model not in NETWORKS and not Path(model).is_file()]
+    if unknown:
+        print(f"{unknown[0]} is none of {', '.join(NETWORKS)}, and no script", file=sys.stderr)
+        return 2
+    with _folders(anew=args.list) as environment:
+        with keeper.at_once(), _costs() as probes:
+            jobs = jobs_on(device, args.model)
+        print(f"{describe(device)}: compiling for {', '.join(map(str, jobs))}")
+        began = perf_counter()
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            outcomes = list(pool.map(lambda job: _in_child(job, environment), jobs))
+    for job, (_, failure) in zip(jobs, outcomes, strict=True):
+        if failure:
+            print(f"{job}: {failure}", file=sys.stderr)
+    all_found = [] if args.list else [probes]
+    all_found += [found for found, _ in outcomes]
+    costs = {(cost.file, *cost.macros.items()): cost for found in all_found for cost in found}
+    if args.list:
+        _print_list(list(costs.values()))
+    taken = perf_counter() - began
+    print(f"{len(costs)} programs compiled in {taken:.1f} s" if costs else "nothing to compile: all is there already")
+    return int(any(failure for _, failure in outcomes))
+
+
+def jobs_on(device: cl.Device, models: list[str]) -> list[Job]:
+    """The processes to start: one for each network and each of the device's 16-bit types, one for each script."""
+    context = cl.Context([device])
+    dtypes = amp.get_amp_supported_dtype(cl.CommandQueue(context, device))
+    place = child_process.place_of(device)
+    return [
+        Job(model, dtype, place)
+        for model in models
+        for dtype in (dtypes if model in NETWORKS else (None,))
+    ]  # fmt: skip
+
+
+@contextmanager
+def _folders(*, anew: bool) -> Iterator[dict[str, str]]:
+    """Where the processes keep what they compile: the user's folders, or, to see what everything takes, empty ones."""
+    environment = child_process.environment()
+    if not anew:
+        yield environment
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield {**environment, "CLAMP_CACHE_DIR": f"{folder}/clamp", "POCL_CACHE_DIR": f"{folder}/pocl"}
+
+
+def _in_child(job: Job, environment: dict[str, str]) -> tuple[list[Cost], str]:
+    """What a process has compiled, and what went wrong."""
+    command = child_process.command(__name__, "compile_given", [job.model, job.dtype, job.place])
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
+    costs = [Cost(**json.loads(line)) for line in lines]
+    if not ended.returncode:
+        return costs, ""
+    said = ended.stderr.strip().splitlines()
+    return costs, said[-1] if said else f"ended with status {ended.returncode}"
+
+
+def compile_given() -> None:
+    """Runs the job that this process was given, and prints each program that it compiled."""
+    model, dtype, place = child_process.given()
+    with keeper.at_once(), _costs() as costs:
+        if model in NETWORKS:
+            _train(NETWORKS[model], dtype, child_process.device_at(place))
+        else:
+            _run_script(model)
+    for cost in costs:
+        print("\n" + json.dumps(vars(cost)))
+
+
+def _train(network: SmallNetwork, dtype: str, device: cl.Device) -> None:
+    context = cl.Context([device])
+    trainer = Trainer(cl.CommandQueue(context, device), network)
+    with amp.init(dtype=dtype) as handle:
+        for batch in (network.batch, network.batch - 3):
+            trainer.step(handle, batch).to_host()
+
+
+def _run_script(script: str) -> None:
+    """Runs a user's training script until some steps are done."""
+
+    def add(wrapped: Any, guards: StepGuards, args: Any, kwargs: Any) -> StepReport:
+        added: StepReport = wrapped(*args, **kwargs)
+        if guards.steps == _STEPS:
+            raise _EnoughError
+        return added
+
+    wrapt.wrap_function_wrapper(StepGuards, "add", add)
+    sys.argv = [script]
+    sys.path.insert(0, str(Path(script).parent))
+    with suppress(_EnoughError):
+        runpy.run_path(script, run_name="__main__")
+
+
+@contextmanager
+def _costs() -> Iterator[list[Cost]]:
+    """Collects what programs take that are compiled meanwhile, not those that are loaded."""
+    costs: list[Cost] = []
+    original = program.build
+
+    def build(context: cl.Context, file: str, macros: dict[str, object], *more: Any) -> Built:
+        began = process_time()
+        built = original(context, file, macros, *more)
+        if not built.was_kept:
+            costs.append(Cost(file, macros, process_time() - began))
+        return built
+
+    program.build = build  # type: ignore[assignment]
+    try:
+        yield costs
+    finally:
+        program.build = original
+
+
+def _print_list(costs: list[Cost]) -> None:
+    """A line for each program, the costliest first."""
+    for cost in sorted(costs, key=lambda cost: -cost.seconds):
+        macros = " ".join(f"{name}={value}" for name, value in cost.macros.items())
+        print(f"{cost.seconds:7.2f} s  {cost.file:25} {textwrap.shorten(macros, _WIDTH, placeholder=' ...')}")
+    print(f"{sum(cost.seconds for cost in costs):7.2f} s  in all, of one core")

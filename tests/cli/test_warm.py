@@ -1,0 +1,117 @@
+"""``python -m clamp warm``: what it compiles later processes need not compile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pyopencl as cl
+import pytest
+
+from clamp import amp
+from clamp.cli import main, warm
+from clamp.cli.bench.cases.small_networks import CNN, LM, MLP, README_MLP, SmallNetwork, Trainer
+from clamp.cli.devices import is_simulator
+from clamp.opencl import binaries
+
+SCRIPT = """
+import sys
+import numpy as np
+import pyopencl as cl
+from netcl import autograd as ag
+from netcl.core.tensor import Tensor
+from netcl.nn.layers import Linear
+from netcl.optim import SGD
+
+from clamp import amp
+from clamp.cli.devices import choose_device
+
+context = cl.Context([choose_device({device!r})])
+queue = cl.CommandQueue(context)
+model = Linear(queue, 5, 3)
+optimizer = SGD(model.parameters(), lr=1e-3)
+handle = amp.init(loss_scale=1.0)
+for step in range(10**9):
+    with ag.Tape() as tape:
+        loss = ag.mse_loss(model(ag.tensor(Tensor.from_host(queue, np.ones((2, 5), np.float32)))),
+                           ag.tensor(Tensor.from_host(queue, np.ones((2, 3), np.float32))))
+    with handle.scale_loss(loss, optimizer) as scaled_loss:
+        tape.backward(scaled_loss)
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def device(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a device whose programs are kept, in an empty folder."""
+    if binaries.file_of(queue.context, "", []) is None:
+        pytest.skip("programs of this platform are not kept")
+    monkeypatch.setenv("CLAMP_CACHE_DIR", str(tmp_path / "kept"))
+    return str(queue.device.platform.name)
+
+
+def test_a_script_is_run_until_its_second_step(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(device=device))
+    assert main(["warm", "--device", device, "--model", str(script)]) == 0
+    kept = {file.name for file in (tmp_path / "kept").glob("*.program")}
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].startswith(f"{len(kept)} programs compiled")
+    assert main(["warm", "--device", device, "--model", str(script)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "nothing to compile: all is there already"
+    assert {file.name for file in (tmp_path / "kept").glob("*.program")} == kept
+
+
+def test_the_list_shows_what_programs_take_and_keeps_none(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(device=device))
+    assert main(["warm", "--list", "--device", device, "--model", str(script)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = [line.split() for line in lines if ".cl " in line]
+    seconds = [float(line[0]) for line in listed]
+    assert seconds == sorted(seconds, reverse=True)
+    assert "multi_tensor.cl" in {line[2] for line in listed}
+    assert lines[-1].startswith(f"{len(listed)} programs compiled")
+    assert not list((tmp_path / "kept").glob("*.program"))
+
+
+def test_a_script_that_fails_is_reported(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise ValueError('no data here')")
+    assert main(["warm", "--device", device, "--model", str(script)]) == 1
+    assert capsys.readouterr().err == f"{script}: ValueError: no data here\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "resnet"], "resnet is none of mlp, cnn, lm, and no script"),
+        (["--device", "abacus"], "no OpenCL device is called 'abacus'"),
+    ],
+)
+def test_what_does_not_exist_is_refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warm", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", warm.NETWORKS)
+def test_networks(device: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warm", "--device", device, "--model", model]) == 0
+    assert main(["warm", "--device", device, "--model", model]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "nothing to compile: all is there already"
+    assert len(os.listdir(tmp_path / "kept")) > 10
+
+
+@pytest.mark.parametrize("network", [README_MLP, MLP, CNN, LM], ids=str)
+def test_small_networks_learn(queue: cl.CommandQueue, network: SmallNetwork) -> None:
+    if is_simulator(queue.device):
+        pytest.skip("too slow to simulate")
+    trainer = Trainer(queue, network)
+    with amp.init(loss_scale=1.0) as handle:
+        before = float(trainer.step(handle, 2).to_host().item())
+        assert handle.last_step is not None
+        assert handle.last_step.stepped
+    assert before > 0
