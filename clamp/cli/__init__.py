@@ -11,6 +11,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pyopencl as cl
 
@@ -21,7 +22,7 @@ from clamp.cli.devices import UnknownDeviceError
 from clamp.opencl.device import NoDeviceError
 
 USUAL_WORKS = ("gemm", "conv", "attention", "bandwidth", "cast", "unscale", "step", "cnn")
-WORKS = (*USUAL_WORKS, "guide", "resnet")  # netcl takes many minutes for the last two on a CPU
+WORKS = (*USUAL_WORKS, "guide", "resnet", "first-step", "small")  # guide and resnet: minutes of netcl on a CPU
 LAYOUTS = ("NN", "NT", "TN", "TT")
 CONVS = ("few", "resnet18", "one")
 _MODULES = {
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 well, 1 a failed check or no device, 2 arguments that name nothing, 130 Ctrl-C.
     """
     args = _parser().parse_args(argv)
+    if getattr(args, "works", None):
+        args.only = tuple(args.works)
     try:
         command = importlib.import_module(_MODULES[args.command])
     except ModuleNotFoundError as error:
@@ -122,8 +125,15 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds: minutes, mostly netcl's")
     parser.add_argument(
         "--only", type=_some_of(WORKS), default=USUAL_WORKS, metavar="WORK,...",
-        help=f"some of {','.join(WORKS)} (all but {' and '.join(WORKS[len(USUAL_WORKS):])})",
+        help=f"some of {','.join(WORKS)} ({','.join(USUAL_WORKS)})",
     )  # fmt: skip
+    for work, what in (("first-step", "first steps of processes, in CPU time"), ("small", "steps of small networks")):
+        parser.add_argument(
+            f"--{work}", action="append_const", dest="works", const=work, help=f"time the {what}, and nothing else"
+        )
+    parser.add_argument(
+        "--against", type=Path, metavar="CHECKOUT", help="compare first steps with those of another checkout of clamp"
+    )
     parser.add_argument("--sizes", type=_sizes, metavar="N,...", help="n of the n x n matrices (256,512,1024,2048)")
     parser.add_argument(
         "--layouts", type=_some_of(LAYOUTS), default=LAYOUTS[:3], metavar="XX,...",

@@ -18,7 +18,7 @@ import pytest
 from clamp.casting.owned import OWNED
 from clamp.casting.policy import CastPolicy, default_table
 from clamp.cli import main
-from clamp.cli.bench import command
+from clamp.cli.bench import command, first_step
 from clamp.cli.bench.cases.contenders import Case, Contender, random_tensor
 from clamp.cli.bench.cases.unscale import TENSORS, counted_launches, mixed_sizes
 from clamp.cli.bench.peers import PeerError, PeerProcess, blas_settings, installed_peers
@@ -80,6 +80,38 @@ def test_bench_measures_every_kind_of_work_in_every_dtype(result: dict) -> None:
         "clamp bfloat16->float32",
     }  # fmt: skip
     assert {row["case"] for row in result["rows"] if row["work"] == "gemm"} == {"NN 32", "NT 32", "TN 32"}
+
+
+def test_bench_times_small_steps(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_simulator(queue.device):
+        pytest.skip("too slow to simulate")
+    monkeypatch.setattr(command, "QUICK", Effort(rounds=1, seconds=0.0, least=1, most=1))
+    arguments = ["--small", "--no-peers", "--no-netcl", "--device", queue.device.platform.name]
+    assert main(["bench", "--quick", *arguments, "--json", str(tmp_path / "small.json")]) == 0
+    rows = json.loads((tmp_path / "small.json").read_text())["rows"]
+    assert {row["work"] for row in rows} == {"small"}
+    assert len({row["case"] for row in rows}) == 2
+    assert {"clamp float32", "clamp float16", "clamp float16, recorded"} <= {row["contender"] for row in rows}
+    assert all(row["extra"]["launches"] > 10 for row in rows if "recorded" not in row["contender"])
+
+
+@pytest.mark.slow
+def test_bench_measures_first_steps(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This checkout beside itself: what was compiled, and that a second process finds it."""
+    if is_simulator(queue.device):
+        pytest.skip("too slow to simulate")
+    monkeypatch.setenv("CLAMP_CACHE_LATER", "")
+    monkeypatch.setattr(first_step, "NETWORKS", {"MLP": "digits MLP"})
+    monkeypatch.setattr(command, "QUICK", Effort(rounds=1, seconds=0.0, least=1, most=1))
+    arguments = ["--first-step", "--no-peers", "--against", str(Path(__file__).parents[2])]
+    arguments += ["--device", queue.device.platform.name, "--json", str(tmp_path / "first.json")]
+    assert main(["bench", "--quick", *arguments]) == 0
+    rows = json.loads((tmp_path / "first.json").read_text())["rows"]
+    assert [row["contender"] for row in rows] == ["clamp", f"clamp in {Path(__file__).parents[2].name}"] * 2
+    assert all(row["extra"]["later"] == 0 for row in rows), "a ragged batch was compiled for"
+    cold, second = rows[0], rows[2]
+    assert cold["extra"]["programs"] > 10
+    assert second["median"] < cold["median"]
 
 
 @pytest.mark.slow

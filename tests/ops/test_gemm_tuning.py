@@ -215,5 +215,5 @@ def test_candidates_compute_right_in_plain_c(
         unit.compute(*args, emulate=1)
 
     number = unit.more.index(plan)
-    monkeypatch.setattr("clamp.ops.gemm.proof.cases", lambda plan, number: [next(cases(plan, number))])
-    assert computes_right(compute, plan, number, queue)
+    monkeypatch.setattr("clamp.ops.gemm.proof.cases", lambda *of: [next(cases(*of))])
+    assert computes_right(compute, plan, number, queue, unit.dtypes)

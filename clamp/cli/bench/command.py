@@ -24,12 +24,14 @@ from clamp.cli.arguments import INTERRUPTED
 from clamp.cli.bench import timeline_report
 from clamp.cli.bench.cases.attention import attention_cases
 from clamp.cli.bench.cases.bandwidth import bandwidth_cases, cast_cases
-from clamp.cli.bench.cases.contenders import Case
+from clamp.cli.bench.cases.contenders import Case, dtypes_of
 from clamp.cli.bench.cases.conv import SHAPES, conv_cases
 from clamp.cli.bench.cases.gemm import gemm_cases
 from clamp.cli.bench.cases.networks import Cnn, Mlp, Network, ResNet
+from clamp.cli.bench.cases.small import small_cases
 from clamp.cli.bench.cases.step import make_variants, step_case
 from clamp.cli.bench.cases.unscale import unscale_cases
+from clamp.cli.bench.first_step import first_step_cases
 from clamp.cli.bench.peers import PeerProcess, installed_peers
 from clamp.cli.bench.report import Row, json_file, memory_rows, print_rows, rows_of, write_json
 from clamp.cli.bench.timing import NORMAL, QUICK, Effort, interleave
@@ -167,6 +169,11 @@ class Bench:
             yield from cast_cases(self.queue, args.elements)
         if "unscale" in args.only:
             yield from unscale_cases(self.queue, args.elements)
+        if "first-step" in args.only:
+            for dtype in dtypes_of(self.queue)[1:2]:
+                yield from first_step_cases(self.queue.device, dtype, args.against)
+        if "small" in args.only:
+            yield from small_cases(self.queue, peers)
         for network in networks(args, args.only):
             levels = ("O1", "O2") if network.work == "guide" else ("O1",)
             yield from self._step_cases(network, levels, peers)

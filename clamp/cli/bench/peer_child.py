@@ -70,11 +70,13 @@ class TorchPeer:
         # float16 on a CPU has no fast kernels in torch and would take most of the run's time.
         dtypes = ["float32", "bfloat16", *(["float16"] if self._device == "cuda" else [])]
         self.works = dict.fromkeys(("gemm", "conv", "attention", "step", "guide", "cnn", "resnet"), dtypes)
+        self.works |= {"readme": ["float32"], "digits": ["float32"]}
 
     def prepare(self, work: str, dtype: str, *args: str) -> Call:
         makers: dict[str, Callable[..., Call]] = {
             "gemm": self._gemm, "conv": self._conv, "attention": self._attention, "step": self._mlp_step,
             "guide": self._mlp_step, "cnn": self._cnn_step, "resnet": self._resnet_step,
+            "readme": self._readme_step, "digits": self._digits_step,
         }  # fmt: skip
         return makers[work](getattr(self._torch, dtype), *args)
 
@@ -150,10 +152,25 @@ class TorchPeer:
         classes = torch.randint(0, 10, (batch,), device=self._device)
         return self._step(model, x, lambda out: torch.nn.functional.cross_entropy(out.float(), classes), dtype)
 
-    def _step(self, model: Any, x: Any, loss_of: Callable[[Any], Any], dtype: Any) -> Call:
+    def _readme_step(self, dtype: Any, batch: str) -> Call:
+        nn, y = self._torch.nn, self._torch.randn(int(batch), 1, device=self._device)
+        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1))
+        x = self._torch.randn(int(batch), 64, device=self._device)
+        return self._step(model, x, lambda out: ((out - y) ** 2).mean(), dtype, "Adam")
+
+    def _digits_step(self, dtype: Any, batch: str) -> Call:
+        torch, nn = self._torch, self._torch.nn
+        layers = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
+        x = torch.rand(int(batch), 64, device=self._device)
+        classes = torch.randint(0, 10, (int(batch),), device=self._device)
+        return self._step(
+            nn.Sequential(*layers), x, lambda out: nn.functional.cross_entropy(out, classes), dtype, "Adam"
+        )
+
+    def _step(self, model: Any, x: Any, loss_of: Callable[[Any], Any], dtype: Any, optimizer_name: str = "SGD") -> Call:
         torch, device = self._torch, self._device
         model.to(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        optimizer = getattr(torch.optim, optimizer_name)(model.parameters(), lr=1e-3)
         scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
 
         def step() -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyopencl as cl
 from netcl import autograd as ag
 from netcl.nn import functional as F
@@ -20,16 +21,21 @@ from clamp.bridge import Node, Tensor
 CLASSES = 10
 
 
+Host: TypeAlias = npt.NDArray[Any]
+
+
 @dataclass(frozen=True)
 class SmallNetwork:
-    """What the small networks have in common: an optimizer, and images or rows in batches.
+    """A network, the data that it takes, and how it learns.
 
     Attributes:
-        name: for tables and peers.
+        name: for tables.
+        work: kind of work, for peers.
         batch: rows of a batch.
     """
 
     name: str
+    work: str
     batch: int
 
     def __str__(self) -> str:
@@ -39,19 +45,26 @@ class SmallNetwork:
         """The layers, with weights drawn from numpy's global generator."""
         raise NotImplementedError
 
-    def inputs(self, queue: cl.CommandQueue, batch: int, random: np.random.Generator) -> Node | Tensor:
+    def inputs(self, batch: int, random: np.random.Generator) -> Host:
         """What the model takes."""
         raise NotImplementedError
+
+    def targets(self, batch: int, random: np.random.Generator) -> Host:
+        """One-hot rows."""
+        return np.eye(CLASSES, dtype=np.float32)[random.integers(0, CLASSES, batch)]
+
+    def forward(self, model: Any, x: Tensor) -> Node:
+        """The model's output."""
+        output: Node = model(ag.tensor(x))
+        return output
+
+    def loss(self, output: Node, y: Tensor) -> Node:
+        """Of the model's output."""
+        return F.cross_entropy(output, ag.tensor(y))
 
     def optimizer(self, model: Any) -> Any:
         """Of the example."""
         return Adam(model.parameters(), lr=1e-3)
-
-    def loss(self, queue: cl.CommandQueue, output: Node, random: np.random.Generator) -> Node:
-        """Of the model's output and drawn targets."""
-        rows, classes = output.value.shape
-        one_hot = np.eye(classes, dtype=np.float32)[random.integers(0, classes, rows)]
-        return F.cross_entropy(output, ag.tensor(Tensor.from_host(queue, one_hot)))
 
 
 class ReadmeMlp(SmallNetwork):
@@ -60,12 +73,14 @@ class ReadmeMlp(SmallNetwork):
     def model(self, queue: cl.CommandQueue) -> Any:
         return Sequential(Linear(queue, 64, 128), ReLU(), Linear(queue, 128, 1))
 
-    def inputs(self, queue: cl.CommandQueue, batch: int, random: np.random.Generator) -> Node:
-        return ag.tensor(Tensor.from_host(queue, random.standard_normal((batch, 64), dtype=np.float32)))
+    def inputs(self, batch: int, random: np.random.Generator) -> Host:
+        return random.standard_normal((batch, 64), dtype=np.float32)
 
-    def loss(self, queue: cl.CommandQueue, output: Node, random: np.random.Generator) -> Node:
-        target = random.standard_normal(output.value.shape, dtype=np.float32)
-        return F.mse_loss(output, ag.tensor(Tensor.from_host(queue, target)))
+    def targets(self, batch: int, random: np.random.Generator) -> Host:
+        return random.standard_normal((batch, 1), dtype=np.float32)
+
+    def loss(self, output: Node, y: Tensor) -> Node:
+        return F.mse_loss(output, ag.tensor(y))
 
 
 class Digits(SmallNetwork):
@@ -74,8 +89,8 @@ class Digits(SmallNetwork):
     def model(self, queue: cl.CommandQueue) -> Any:
         return Sequential(Linear(queue, 64, 256), ReLU(), Linear(queue, 256, 256), ReLU(), Linear(queue, 256, CLASSES))
 
-    def inputs(self, queue: cl.CommandQueue, batch: int, random: np.random.Generator) -> Node:
-        return ag.tensor(Tensor.from_host(queue, random.random((batch, 64), dtype=np.float32)))
+    def inputs(self, batch: int, random: np.random.Generator) -> Host:
+        return random.random((batch, 64), dtype=np.float32)
 
 
 class FashionMnist(SmallNetwork):
@@ -88,8 +103,8 @@ class FashionMnist(SmallNetwork):
             Flatten(), Linear(queue, 64 * 7 * 7, CLASSES),
         )  # fmt: skip
 
-    def inputs(self, queue: cl.CommandQueue, batch: int, random: np.random.Generator) -> Node:
-        return ag.tensor(Tensor.from_host(queue, random.standard_normal((batch, 1, 28, 28), dtype=np.float32)))
+    def inputs(self, batch: int, random: np.random.Generator) -> Host:
+        return random.standard_normal((batch, 1, 28, 28), dtype=np.float32)
 
 
 class CharLm(SmallNetwork):
@@ -98,9 +113,16 @@ class CharLm(SmallNetwork):
     def model(self, queue: cl.CommandQueue) -> Any:
         return _Decoder(queue)
 
-    def inputs(self, queue: cl.CommandQueue, batch: int, random: np.random.Generator) -> Tensor:
-        codes = random.integers(0, _Decoder.CHARACTERS, (batch, _Decoder.CONTEXT))
-        return Tensor.from_host(queue, codes.astype(np.int32))
+    def inputs(self, batch: int, random: np.random.Generator) -> Host:
+        return random.integers(0, _Decoder.CHARACTERS, (batch, _Decoder.CONTEXT)).astype(np.int32)
+
+    def targets(self, batch: int, random: np.random.Generator) -> Host:
+        following = random.integers(0, _Decoder.CHARACTERS, batch * _Decoder.CONTEXT)
+        return np.eye(_Decoder.CHARACTERS, dtype=np.float32)[following]
+
+    def forward(self, model: Any, x: Tensor) -> Node:
+        output: Node = model(x)
+        return output
 
     def optimizer(self, model: Any) -> Any:
         return AdamW(model.parameters(), lr=3e-3)
@@ -126,8 +148,10 @@ class _Decoder(Module):  # type: ignore[misc]
         return [parameter for layer in layers for parameter in layer.parameters()]
 
 
-README_MLP = ReadmeMlp("README's MLP", 256)
-MLP, CNN, LM = Digits("digits MLP", 64), FashionMnist("Fashion-MNIST CNN", 64), CharLm("char_lm decoder", 16)
+README_MLP = ReadmeMlp("README's MLP", "readme", 256)
+MLP = Digits("digits MLP", "digits", 64)
+CNN = FashionMnist("Fashion-MNIST CNN", "fashion", 64)
+LM = CharLm("char_lm decoder", "char_lm", 16)
 
 
 class Trainer:
@@ -146,12 +170,19 @@ class Trainer:
         self._model.train()
         self._optimizer = network.optimizer(self._model)
 
-    def step(self, handle: Any, batch: int | None = None) -> Tensor:
+    def batch(self, rows: int | None = None) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, drawn anew."""
+        rows = rows or self._network.batch
+        drawn = self._network.inputs(rows, self._random), self._network.targets(rows, self._random)
+        x, y = (Tensor.from_host(self._queue, host) for host in drawn)
+        return x, y
+
+    def step(self, handle: Any, rows: int | None = None) -> Tensor:
         """One step, whose loss is returned; ``handle`` is what `amp.init` returned, None for netcl alone."""
+        x, y = self.batch(rows)
         self._optimizer.zero_grad()
         with ag.Tape() as tape:
-            x = self._network.inputs(self._queue, batch or self._network.batch, self._random)
-            loss = self._network.loss(self._queue, self._model(x), self._random)
+            loss = self._network.loss(self._network.forward(self._model, x), y)
         if handle is None:
             tape.backward(loss)
         else:
