@@ -87,12 +87,13 @@ def normal(queue: cl.CommandQueue, seed: int, shape: tuple[int, ...], *dtypes: s
 
 
 def check(
-    tensors: list[Tensor], causal: bool, scale: float | None, out_dtype: str, grad_dtypes: tuple[str, str, str]
-) -> None:
+    tensors: list[Tensor], causal: bool, scale: float | None, out_dtype: str, grad_dtypes: tuple[str, str, str],
+    reference: type[Reference] = Reference,
+) -> None:  # fmt: skip
     q, k, v, g = tensors
     out, lse = attention(q, k, v, causal, scale, out_dtype=out_dtype)
     used = q.shape[3] ** -0.5 if scale is None else scale
-    expected = Reference(to_numpy(q), to_numpy(k), to_numpy(v), causal, used)
+    expected = reference(to_numpy(q), to_numpy(k), to_numpy(v), causal, used)
     assert_close(out, expected.out, slack=expected.out_slack)
     assert_close(lse, expected.lse, slack=expected.lse_slack)
     grads = attention_backward(q, k, v, lse, g, causal, scale, out_dtypes=grad_dtypes)

@@ -6,7 +6,8 @@ calculation for softmax" (2018); Dao, Fu, Ermon, Rudra and Re, "FlashAttention" 
 "FlashAttention-2" (2023), which divides by the sum once, at the end, and gives backward one number a query: the
 logarithm of the sum of the exponentials.
 
-Scores, weights and sums are fp32 throughout; operands are widened as they are read and results rounded once.
+Scores, weights and sums are fp32 throughout; operands are widened as they are read and results rounded once. (Matrix
+units multiply 16-bit weights: mma.py.)
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.ops.attention import blocked, tiled
+from clamp.ops.attention import blocked, mma, tiled
 from clamp.ops.attention.decode import attention_decode
+from clamp.ops.attention.mma import MatrixAttention
 from clamp.ops.attention.problem import AttentionEngine, Gradients, Problem, default_scale, problem_of
 from clamp.ops.engine import choose
 
 __all__ = ["ENGINES", "Gradients", "attention", "attention_backward", "attention_decode", "default_scale", "on_device"]
 
-ENGINES: tuple[AttentionEngine, ...] = (blocked, tiled)
+#: the first that fits and pays runs
+ENGINES: tuple[AttentionEngine, ...] = (mma.MMA, blocked, tiled)
+
+#: those of them that must be proved on a device
+MATRIX_UNITS = tuple(engine for engine in ENGINES if isinstance(engine, MatrixAttention))
 
 
 def attention(
@@ -48,7 +54,7 @@ def attention(
     Raises:
         ValueError: the shapes are not four-dimensional and equal, or there is no such engine.
     """
-    problem = problem_of(q, k, v, causal, scale)
+    problem = problem_of(q, k, v, causal, scale, _proved(q.queue))
     out = bridge.empty(q.queue, q.shape, out_dtype)
     lse = bridge.empty(q.queue, q.shape[:3], "float32")
     if out.size:
@@ -74,7 +80,7 @@ def attention_backward(
     Raises:
         ValueError: the shapes do not fit, or there is no such engine.
     """
-    problem = problem_of(q, k, v, causal, scale)
+    problem = problem_of(q, k, v, causal, scale, _proved(q.queue), grad=grad)
     if tuple(grad.shape) != tuple(q.shape) or tuple(lse.shape) != tuple(q.shape[:3]):
         raise ValueError(
             f"attention of {tuple(q.shape)} needs a gradient of that shape and lse of {tuple(q.shape[:3])}, "
@@ -89,6 +95,12 @@ def attention_backward(
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:
     """How attention runs on the queue's device, in words."""
     storage = bridge.STORAGE[dtype]
-    problem = Problem(8, 256, 64, True, default_scale(64, None), (storage, storage, storage), capabilities(queue))
+    device, proved = capabilities(queue), _proved(queue)
+    problem = Problem(8, 256, 64, True, default_scale(64, None), (storage, storage, storage), device, proved)
     chosen = choose("attention", ENGINES, problem)
     return f"attention: {chosen.IN_WORDS}, scores and sums in float32"
+
+
+def _proved(queue: cl.CommandQueue) -> frozenset[str]:
+    """Names of the engines that are proved on the queue's device."""
+    return frozenset(unit.NAME for unit in MATRIX_UNITS if unit.is_proved(queue))

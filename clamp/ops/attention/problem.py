@@ -24,8 +24,9 @@ class Problem:
         heads, length, width: B*H, T, D.
         causal: whether query i sees the keys 0 .. i only.
         scale: what q k' is multiplied by.
-        storage: storage types of q, k and v.
+        storage: storage types of q, k and v, and in backward of the result's gradient.
         device: what the device can do.
+        proved: names of the engines that need a proof on the device, and have it.
     """
 
     heads: int
@@ -33,8 +34,9 @@ class Problem:
     width: int
     causal: bool
     scale: float
-    storage: tuple[str, str, str]
+    storage: tuple[str, ...]
     device: Capabilities = field(repr=False)
+    proved: frozenset[str] = field(default=frozenset(), repr=False)
 
 
 class AttentionEngine(Engine[Problem], Protocol):
@@ -49,8 +51,11 @@ class AttentionEngine(Engine[Problem], Protocol):
         """Writes the gradients of q, k and v over ``grads``."""
 
 
-def problem_of(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Problem:
-    """The problem of q, k and v.
+def problem_of(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, proved: frozenset[str] = frozenset(),
+    *, grad: Tensor | None = None,
+) -> Problem:  # fmt: skip
+    """The problem of q, k and v, and in backward of the result's gradient.
 
     Raises:
         ValueError: the shapes are not four-dimensional and equal.
@@ -62,9 +67,9 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | Non
     length, width = shapes[0][2:]
     if length > _MAX_LENGTH:
         raise ValueError(f"flash_attention takes sequences of up to {_MAX_LENGTH} positions, got {length}")
-    storage = (bridge.STORAGE[q.dtype], bridge.STORAGE[k.dtype], bridge.STORAGE[v.dtype])
-    heads = prod(shapes[0][:2])
-    return Problem(heads, length, width, bool(causal), default_scale(width, scale), storage, capabilities(q.queue))
+    storage = tuple(bridge.STORAGE[x.dtype] for x in (q, k, v, grad) if x is not None)
+    heads, device = prod(shapes[0][:2]), capabilities(q.queue)
+    return Problem(heads, length, width, bool(causal), default_scale(width, scale), storage, device, proved)
 
 
 def default_scale(head_dim: int, scale: float | None) -> float:

@@ -1,0 +1,138 @@
+"""Attention on the matrix units of NVIDIA's GPUs, by mma.sync (kernels/attention_mma.cl).
+
+As every engine of matrix units it is used only where it is proved on the device (clamp/opencl/proofs.py), and runs in
+plain C (``emulate``) on any device, for tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.device import Capabilities
+from clamp.opencl.program import Kernel
+from clamp.ops.attention.problem import Gradients, Problem
+from clamp.ops.attention.proof import computes_right
+from clamp.ops.gemm.mma import MMA as PRODUCTS
+from clamp.ops.gemm.plan import Plan
+from clamp.ops.proved import Proved
+
+FORWARD = Kernel("attention_mma.cl", "attention_forward")
+DELTA = Kernel("attention_mma.cl", "attention_delta")
+BACKWARD_Q = Kernel("attention_mma.cl", "attention_backward_q")
+BACKWARD_KV = Kernel("attention_mma.cl", "attention_backward_kv")
+
+
+@dataclass(frozen=True)
+class MatrixAttention(Proved):
+    """An engine of attention by a matrix instruction.
+
+    Attributes:
+        NAME, TAKES, IN_WORDS: as every engine's.
+        where: as of everything that is proved.
+        plans: rows of a work-group, of the other side a step, and the widest heads; the narrowest of these first.
+    """
+
+    NAME: str
+    TAKES: str
+    IN_WORDS: str
+    where: str
+    plans: tuple[Plan, ...]
+
+    def fits(self, problem: Problem) -> bool:
+        """Whether all that is multiplied is of one 16-bit type, heads are narrow enough, and the engine is proved."""
+        storage = set(problem.storage)
+        is_half = len(storage) == 1 and storage <= {bridge.STORAGE[dtype] for dtype in PRODUCTS.dtypes}
+        return self.NAME in problem.proved and is_half and problem.width <= self.plans[-1].k
+
+    def pays(self, problem: Problem) -> bool:
+        """Wherever it is proved."""
+        return True
+
+    def plan(self, problem: Problem) -> Plan:
+        """The plan of a problem that fits."""
+        return next(plan for plan in self.plans if problem.width <= plan.k)
+
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Writes the result over ``out`` and the log-sum-exps over ``lse``."""
+        self.forward_by(problem, q, k, v, out, lse, self.plan(problem))
+
+    def backward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients
+    ) -> None:
+        """Writes the gradients of q, k and v over ``grads``."""
+        delta = bridge.empty(q.queue, q.shape[:3], "float32")
+        self.backward_by(problem, q, k, v, lse, grad, grads, delta, self.plan(problem))
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What it launches."""
+        return (FORWARD,)  # one file
+
+    def may_work(self, device: Capabilities) -> bool:
+        """Whether the device is of a kind that has the instruction."""
+        return PRODUCTS.may_work(device)
+
+    def is_proved(self, queue: cl.CommandQueue) -> bool:
+        """Whether every plan is: each is for heads of some width."""
+        return self.proved_plans(queue) == self.plans
+
+    def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
+        """Whether a small attention comes out right by a plan."""
+        return computes_right(self, plan, queue, PRODUCTS.dtypes)
+
+    def forward_by(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan,
+        *, emulate: int = 0,
+    ) -> None:  # fmt: skip
+        """As `forward`, by a given plan. ``emulate`` as in kernels/async_copy.clh."""
+        FORWARD(
+            q.queue, *_launch(problem, plan), q, k, v, out, lse, *_extents(problem),
+            FORWARD=1, Y_T=bridge.STORAGE[out.dtype], EMULATE=emulate, **_macros(problem, plan.rows, plan.columns),
+        )  # fmt: skip
+
+    def backward_by(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients,
+        delta: Tensor, plan: Plan, *, emulate: int = 0,
+    ) -> None:  # fmt: skip
+        """As `backward`, by a given plan; ``delta`` (B, H, T), float32, takes sums of weight times slope."""
+        dq, dk, dv = grads
+        queue, sizes, extents = q.queue, _launch(problem, plan), _extents(problem)
+        built = _macros(problem, plan.rows, plan.columns // 2) | {"EMULATE": emulate}  # there are two own tiles
+        DELTA(queue, *sizes, q, k, v, grad, lse, delta, *extents, DELTA=1, **built)
+        BACKWARD_Q(
+            queue, *sizes, q, k, v, grad, lse, delta, dq, *extents,
+            BACKWARD_Q=1, DQ_T=bridge.STORAGE[dq.dtype], **built,
+        )  # fmt: skip
+        types = {"DK_T": bridge.STORAGE[dk.dtype], "DV_T": bridge.STORAGE[dv.dtype]}
+        BACKWARD_KV(queue, *sizes, q, k, v, grad, lse, delta, dk, dv, *extents, BACKWARD_KV=1, **types, **built)
+
+
+def _launch(problem: Problem, plan: Plan) -> tuple[tuple[int], tuple[int]]:
+    """(global size, local size)"""
+    return (-(-problem.length // plan.rows) * problem.heads * plan.threads,), (plan.threads,)
+
+
+def _extents(problem: Problem) -> tuple[int, int, float, bool]:
+    return problem.length, problem.width, problem.scale, problem.causal
+
+
+def _macros(problem: Problem, rows: int, columns: int) -> dict[str, object]:
+    """What all kernels are built with."""
+    return {
+        "IN_T": problem.storage[0], "ROWS": rows, "COLUMNS": columns, "WIDTH": -(-problem.width // 16) * 16,
+        "ALIGNED": int(problem.width % 8 == 0),
+    }  # fmt: skip
+
+
+MMA = MatrixAttention(
+    NAME="mma",
+    TAKES="heads of up to 128 elements, all operands float16 or all bfloat16, on an NVIDIA GPU of compute capability "
+    "8.0 or later on which it computed a few small ones right",
+    IN_WORDS="tiles in local memory and NVIDIA's matrix instruction mma.sync, weights rounded to 16 bits",
+    where=f"{__name__}:MMA",
+    plans=(Plan(64, 64, 64, 2, (4, 1)), Plan(64, 32, 128, 2, (4, 1))),  # in 48 KB, which every such device has
+)

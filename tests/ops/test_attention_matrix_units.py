@@ -1,0 +1,211 @@
+"""Attention on matrix units against float64 of the stored values: in plain C on any device (EMULATE), by the
+instructions where the device has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp.bridge import Tensor
+from clamp.opencl.device import capabilities
+from clamp.ops import attention as ops
+from clamp.ops.attention import proof
+from clamp.ops.attention.mma import MMA
+from clamp.ops.attention.problem import Gradients, Problem
+from clamp.ops.engine import always
+from clamp.ops.gemm.plan import Plan
+from tests.ops import test_attention
+from tests.ops.test_attention import Reference, check, normal
+from tests.reference import HALF_DTYPES, STORAGE_DTYPES, to_device, to_numpy
+from tests.sweep import sweep
+
+pytestmark = pytest.mark.kernel
+
+INSTRUCTIONS, AT_ONCE, LATE = 0, 1, 2  # when copies to local memory arrive (kernels/async_copy.clh)
+SMALL = Plan(32, 32, 128, 2, (2, 1))
+_ULP = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # by how much of itself a weight is rounded
+
+
+class Emulated:
+    """A unit that takes every problem of 16 bits, by one plan."""
+
+    NAME, TAKES, IN_WORDS = "emulated", "everything of 16 bits", "in plain C"
+    fits = pays = staticmethod(always)
+
+    def __init__(self, plan: Plan = SMALL, emulate: int = LATE) -> None:
+        self._plan, self._emulate = plan, emulate
+
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        self.forward_by(problem, q, k, v, out, lse, self._plan)
+
+    def backward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients
+    ) -> None:
+        delta = ops.bridge.empty(q.queue, q.shape[:3], "float32")
+        self.backward_by(problem, q, k, v, lse, grad, grads, delta, self._plan)
+
+    def forward_by(self, *args: Any) -> None:
+        MMA.forward_by(*args, emulate=self._emulate)
+
+    def backward_by(self, *args: Any) -> None:
+        MMA.backward_by(*args, emulate=self._emulate)
+
+
+def rounded(dtype: str) -> type[Reference]:
+    """Attention in float64, whose slacks allow for weights, and slopes of scores, that are rounded to a type."""
+
+    class Rounded(Reference):
+        def __init__(self, q: Any, k: Any, v: Any, causal: bool, scale: float) -> None:
+            super().__init__(*(x.astype(np.float64) for x in (q, k, v)), causal, scale)
+            self.out_slack = self.out_slack + _ULP[dtype] * (self.p @ np.abs(self.v))
+
+        def gradients(self, g: Any) -> list[tuple[Any, Any]]:
+            slopes = g @ _t(self.v)
+            ds = np.abs(self.p * (slopes - (self.p * slopes).sum(-1, keepdims=True)) * self.scale)
+            rounding = (ds @ np.abs(self.k), _t(ds) @ np.abs(self.q), _t(self.p) @ np.abs(g))
+            found = super().gradients(g.astype(np.float64))
+            return [(x, slack + _ULP[dtype] * more) for (x, slack), more in zip(found, rounding, strict=True)]
+
+    return Rounded
+
+
+def _t(x: Any) -> Any:
+    return np.swapaxes(x, -1, -2)
+
+
+@pytest.fixture
+def emulate(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes attention know an emulated engine only."""
+    usual = INSTRUCTIONS if MMA.may_work(capabilities(queue)) else LATE
+
+    def make(plan: Plan = SMALL, copies: int = usual) -> None:
+        monkeypatch.setattr(ops, "ENGINES", (Emulated(plan, copies),))
+
+    make()
+    return make
+
+
+def check_half(
+    queue: cl.CommandQueue, shape: tuple[int, ...], dtype: str, causal: bool, *, scale: float | None = None,
+    out_dtypes: tuple[str, ...] = ("float32",) * 4,
+) -> None:  # fmt: skip
+    """Attention of normal numbers and its gradients."""
+    tensors, (out, *grads) = normal(queue, sum(shape), shape, *[dtype] * 4), out_dtypes
+    check(tensors, causal, scale, out, tuple(grads), rounded(dtype))
+
+
+@pytest.mark.parametrize(("dtype", "causal"), sweep([("float16", True), ("bfloat16", False)]))
+def test_several_steps_and_groups(
+    queue: cl.CommandQueue, simulated: bool, emulate: Callable[..., None], dtype: str, causal: bool
+) -> None:
+    check_half(queue, (1, 1, 35, 5) if simulated else (1, 2, 71, 24), dtype, causal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("width", [1, 16, 24, 64, 80, 128])
+def test_shapes(queue: cl.CommandQueue, simulated: bool, emulate: Callable[..., None], width: int, dtype: str) -> None:
+    if simulated:
+        pytest.skip("slow to simulate")
+    for copies in (AT_ONCE, LATE) if width in (24, 80) else (LATE,):
+        emulate(copies=copies)
+        for length in (1, 17, 64, 65, 130):
+            for causal in (False, True):
+                check_half(queue, (1, 2, length, width), dtype, causal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", MMA.plans, ids=str)
+def test_plans_of_gpus(queue: cl.CommandQueue, simulated: bool, plan: Plan) -> None:
+    """The trials themselves, in plain C."""
+    if simulated:
+        pytest.skip("slow to simulate")
+    assert proof.computes_right(Emulated(plan, AT_ONCE), plan, queue, HALF_DTYPES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("number", range(3))
+def test_storage_types(queue: cl.CommandQueue, emulate: Callable[..., None], number: int, dtype: str) -> None:
+    types = STORAGE_DTYPES[number:] + STORAGE_DTYPES[:number]
+    check_half(queue, (1, 1, 18, 5), dtype, True, scale=-0.3, out_dtypes=(*types, types[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_special_values(queue: cl.CommandQueue, emulate: Callable[..., None], dtype: str) -> None:
+    test_attention.test_rows_of_nothing_but_minus_infinity_and_nans(queue, "emulated")
+    if dtype == "float16":
+        test_attention.test_large_scores(queue, "emulated", dtype)
+    # What a query with a NaN adds to gradients reaches those that it sees (and keys of its block, as 0 times NaN).
+    q, k, v, g = (np.ones((1, 1, 40, 3)) for _ in range(4))
+    q[0, 0, 35] = np.nan
+    tensors = [to_device(queue, x, dtype) for x in (q, k, v, g)]
+    _, lse = ops.attention(*tensors[:3], True, None, out_dtype=dtype)
+    dq, dk, dv = (
+        to_numpy(x)[0, 0, :, 0]
+        for x in ops.attention_backward(*tensors[:3], lse, tensors[3], True, None, out_dtypes=(dtype,) * 3)
+    )
+    np.testing.assert_array_equal(np.isnan(dq), np.arange(40) == 35)
+    np.testing.assert_array_equal(np.isnan(dv), np.arange(40) <= 35)
+    assert np.isnan(dk[:36]).all()
+
+
+@pytest.mark.slow
+def test_a_query_without_keys_has_no_gradient(queue: cl.CommandQueue, emulate: Callable[..., None]) -> None:
+    q, v, g = normal(queue, 6, (1, 1, 3, 2), *["bfloat16"] * 3)
+    q = to_device(queue, np.abs(to_numpy(q)) * 1e2 + 1e2, "bfloat16")
+    k = to_device(queue, np.full((1, 1, 3, 2), -1e38), "bfloat16")
+    out, lse = ops.attention(q, k, v, True, 1.0, out_dtype="float32")
+    np.testing.assert_array_equal(to_numpy(out), 0)
+    for grad in ops.attention_backward(q, k, v, lse, g, True, 1.0, out_dtypes=("float32",) * 3):
+        np.testing.assert_array_equal(to_numpy(grad), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2.0**-20, 2.0**-8, 6e4])
+def test_slopes_of_scores_neither_overflow_nor_vanish_in_float16(
+    queue: cl.CommandQueue, emulate: Callable[..., None], size: float
+) -> None:
+    """Gradients that float16 just holds, and slopes of scores that it would not; first small ones, and first large."""
+    q, k, v, g = normal(queue, 7, (1, 1, 70, 16), *["float16"] * 4)
+    for falling in (False, True):
+        sizes = size * 4.0 ** -(np.arange(70) // 16)[:: 1 if falling else -1]
+        grad = to_device(queue, np.sign(to_numpy(g)) * sizes[:, None], "float16")
+        check([q, k, v, grad], False, None, "float32", ("float32",) * 3, rounded("float16"))
+
+
+@pytest.mark.slow
+def test_infinite_slopes_are_not_hidden(queue: cl.CommandQueue, emulate: Callable[..., None]) -> None:
+    q, k, v, g = (to_numpy(x) for x in normal(queue, 8, (1, 1, 40, 16), *["float16"] * 4))
+    g[0, 0, 7, 3] = np.inf
+    tensors = [to_device(queue, x, "float16") for x in (q, k, v, g)]
+    _, lse = ops.attention(*tensors[:3], False, None, out_dtype="float16")
+    dq, dk, dv = ops.attention_backward(*tensors[:3], lse, tensors[3], False, None, out_dtypes=("float16",) * 3)
+    np.testing.assert_array_equal(np.isfinite(to_numpy(dq)).all(-1)[0, 0], np.arange(40) != 7)
+    assert not np.isfinite(to_numpy(dk)).any()
+    np.testing.assert_array_equal(np.isfinite(to_numpy(dv)).all((0, 1, 2)), np.arange(16) != 3)
+
+
+@pytest.mark.slow
+def test_the_same_input_gives_the_same_bits(
+    queue: cl.CommandQueue, simulated: bool, emulate: Callable[..., None]
+) -> None:
+    test_attention.test_the_same_input_gives_the_same_bits(queue, simulated, "emulated")
+
+
+def test_what_is_not_of_one_16_bit_type_or_wide_is_left_to_another_engine(queue: cl.CommandQueue) -> None:
+    def fits(storage: tuple[str, ...], width: int = 128, proved: frozenset[str] = frozenset({"mma"})) -> bool:
+        return MMA.fits(Problem(2, 3, width, True, 1.0, storage, capabilities(queue), proved))
+
+    assert fits(("f16",) * 3)
+    assert fits(("bf16",) * 4)
+    assert not fits(("f16",) * 3, width=129)
+    assert not fits(("f32",) * 3)
+    assert not fits(("f16", "f16", "f16", "f32")), "the gradient of a float32 result"
+    assert not fits(("f16", "bf16", "f16"))
+    assert not fits(("f16",) * 3, proved=frozenset())
