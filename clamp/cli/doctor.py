@@ -22,6 +22,7 @@ from clamp.bridge import Tensor
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator
 from clamp.opencl.device import NoDeviceError, capabilities, intel_cpu_runtime, list_devices
 from clamp.opencl.proofs import RIGHT
+from clamp.ops import attention
 from clamp.ops.cast import cast
 from clamp.ops.conv import engines as convolutions
 from clamp.ops.gemm import gemm
@@ -132,8 +133,9 @@ def _matrix_units(queue: cl.CommandQueue) -> Iterator[tuple[str, str]]:
     if found.compute_capability == (0, 0):
         return
     yield "matrix units", "compute capability {}.{}".format(*found.compute_capability)
-    for unit in (*MATRIX_UNITS, *convolutions.MATRIX_UNITS):
-        label = f"  {unit.NAME}{'' if isinstance(unit, MatrixUnit) else ' conv'}"
+    kinds = {"": MATRIX_UNITS, " conv": convolutions.MATRIX_UNITS, " attention": attention.MATRIX_UNITS}
+    for kind, unit in ((kind, unit) for kind, units in kinds.items() for unit in units):
+        label = f"  {unit.NAME}{kind}"
         if not unit.may_work(found):
             yield label, "not on this processor"
         for plan in unit.plans if unit.may_work(found) else ():

@@ -1,4 +1,4 @@
-"""Every op of the conformance table that multiplies matrices or convolves, by matrix units, in plain C."""
+"""Every op of the conformance table that multiplies matrices, convolves or attends, by matrix units, in plain C."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 import pyopencl as cl
 import pytest
 
+from clamp.bridge import empty
 from clamp.casting.owned import OWNED
 from clamp.cli.kernels import reached
+from clamp.ops import attention
+from clamp.ops.attention.mma import MatrixAttention
 from clamp.ops.conv import engines as conv
 from clamp.ops.conv.matrix_units import MatrixConv
 from clamp.ops.gemm import engines as gemm
@@ -30,13 +33,17 @@ _NOT_ALWAYS = {
     "netcl.autograd.depthwise_conv2d",
     "netcl.ops.depthwise.depthwise_conv2d",
 }
+_ATTENTION_PLAN = Plan(32, 32, 128, 2, (2, 1))
+# Weights and slopes are rounded to 16 bits; the table counts 2^-24 of sums, and of a gradient's largest element.
+_ATTENTION_ROUNDING = {"float16": 2.0**13, "bfloat16": 2.0**16}
 
 
 class _Emulated:
     """A unit that takes every problem of its types, in plain C, and counts them."""
 
-    def __init__(self, unit: MatrixUnit | MatrixConv, ran: list[Any]) -> None:
-        self._unit, self._ran, self._plan = unit, ran, _PLANS[unit.NAME]
+    def __init__(self, unit: MatrixUnit | MatrixConv | MatrixAttention, ran: list[Any]) -> None:
+        self._unit, self._ran = unit, ran
+        self._plan = _ATTENTION_PLAN if isinstance(unit, MatrixAttention) else _PLANS[unit.NAME]
         self.NAME, self.TAKES, self.IN_WORDS, self.pays = unit.NAME, unit.TAKES, unit.IN_WORDS, unit.pays
         self.pack = getattr(unit, "pack", None)
 
@@ -52,6 +59,13 @@ class _Emulated:
     def weight_gradient(self, problem: Any, x: Any, grad: Any, out: Any, bias_dtype: Any) -> None:
         self._compute(self._unit.sum_gradient, problem, x, grad, out, self._plan)
 
+    def forward(self, *problem: Any) -> None:
+        self._compute(self._unit.forward_by, *problem, self._plan)
+
+    def backward(self, problem: Any, q: Any, *operands: Any) -> None:
+        delta = empty(q.queue, q.shape[:3], "float32")
+        self._compute(self._unit.backward_by, problem, q, *operands, delta, self._plan)
+
     def _compute(self, compute: Any, *args: Any) -> None:
         self._ran.append(args)
         partial(compute, emulate=_LATE)(*args)
@@ -59,7 +73,7 @@ class _Emulated:
 
 _CALLS = [
     pytest.param(*call.values, kind, number, marks=call.marks, id=f"{call.id}-{unit.NAME}")
-    for kind, units in (("gemm", gemm.MATRIX_UNITS), ("conv", conv.MATRIX_UNITS))
+    for kind, units in (("gemm", gemm.MATRIX_UNITS), ("conv", conv.MATRIX_UNITS), ("attention", attention.MATRIX_UNITS))
     for number, unit in enumerate(units)
     if unit.NAME in _PLANS
     for call in test_conformance._calls()
@@ -72,7 +86,10 @@ def test_op(
     queue: cl.CommandQueue, amp_dtype: str, op: Op, case: Case, storage: str, kind: str, number: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    engines: Any = {"gemm": gemm, "conv": conv}[kind]
+    engines: Any = {"gemm": gemm, "conv": conv, "attention": attention}[kind]
+    if kind == "attention":
+        rounding = _ATTENTION_ROUNDING[amp_dtype]
+        op = replace(op, slack=op.slack + rounding / 17, cancels=op.cancels + rounding)  # of 17 terms at least
     ran: list[Any] = []
     emulated = _Emulated(engines.MATRIX_UNITS[number], ran)
     monkeypatch.setattr(engines, "ENGINES", (emulated, *engines.ENGINES))

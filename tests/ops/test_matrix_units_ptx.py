@@ -27,6 +27,9 @@ import pytest
 
 from clamp.bridge import STORAGE
 from clamp.opencl.program import Kernel, source
+from clamp.ops import attention
+from clamp.ops.attention.mma import MatrixAttention
+from clamp.ops.attention.problem import Problem
 from clamp.ops.conv import engines as conv
 from clamp.ops.conv.matrix_units import MatrixConv
 from clamp.ops.gemm import engines as gemm
@@ -175,6 +178,17 @@ def _convolutions() -> Iterator[Any]:
             yield pytest.param(unit, kernel, plan, macros, id=name)
 
 
+def assembled(tools: Tools, ptx: Path, processor: str, kernel: Kernel, macros: dict[str, Any]) -> tuple[str, int]:
+    """Machine code of the PTX, in which nothing spills, and its registers, which the table allows."""
+    binary = ptx.with_suffix(".cubin")
+    words = output_of(tools.ptxas, "-v", "-O3", f"-arch={processor}", "-o", binary, ptx)
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in words
+    assert "serialized" not in words
+    registers = int(re.findall(r"Used (\d+) registers", words)[0])
+    allow(f"{kernel.file} {kernel.name}, {_words(macros)}", processor, registers)
+    return output_of(tools.cuobjdump, "-sass", binary), registers
+
+
 @pytest.mark.parametrize(("unit", "kernel", "plan", "macros_for"), [*_products(), *_convolutions()])
 def test_matrix_instructions_and_no_spills(
     tools: Tools,
@@ -186,16 +200,44 @@ def test_matrix_instructions_and_no_spills(
 ) -> None:
     macros, expected = macros_for(), EXPECTED[unit.NAME]
     ptx = compiled(tools, tmp_path, kernel, expected.processors[0].rstrip("a"), macros)
-    binary = tmp_path / "kernel.cubin"
     assert ptx.read_text().count(expected.in_ptx) == expected.count(plan)
     for processor in expected.processors:
-        words = output_of(tools.ptxas, "-v", "-O3", f"-arch={processor}", "-o", binary, ptx)
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in words
-        assert "serialized" not in words
-        registers = int(re.findall(r"Used (\d+) registers", words)[0])
+        code, registers = assembled(tools, ptx, processor, kernel, macros)
         shared = 2 if plan.local_memory_bytes <= 48 * 1024 and "gemm" in kernel.file else 1
         assert shared * plan.threads * registers <= REGISTERS, f"{shared} work-groups share a multiprocessor"
-        allow(f"{kernel.file} {kernel.name}, {_words(macros)}", processor, registers)
-        code = output_of(tools.cuobjdump, "-sass", binary)
         assert code.count(expected.in_code) >= expected.count(plan)
         assert ("LDGSTS" in code) == bool(macros["A_ALIGNED"] and unit.NAME != "mma_k8")
+
+
+def kernels_of(unit: MatrixAttention, plan: Plan, dtype: str, width: int) -> dict[Kernel, dict[str, Any]]:
+    """What the engine builds for attention of some width, and with which macros."""
+    built: dict[Kernel, dict[str, Any]] = {}
+    x: Any = SimpleNamespace(dtype=dtype, queue=None)
+    device: Any = None
+    problem = Problem(2, 100, width, True, 1.0, (STORAGE[dtype],) * 4, device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kernel, "__call__", lambda kernel, *args, **macros: built.update({kernel: macros}))
+        unit.forward_by(problem, x, x, x, x, x, plan)
+        unit.backward_by(problem, x, x, x, x, x, (x, x, x), x, plan)
+    return built
+
+
+@pytest.mark.parametrize(("dtype", "less"), [("bfloat16", 0), ("float16", 3)], ids=["16 bytes", "elements"])
+@pytest.mark.parametrize(
+    ("unit", "plan"),
+    [pytest.param(unit, plan, id=f"{unit.NAME}-{plan}") for unit in attention.MATRIX_UNITS for plan in unit.plans],
+)
+@pytest.mark.parametrize(("name", "products"), [("forward", 2), ("delta", 2), ("backward_q", 3), ("backward_kv", 4)])
+def test_attention(
+    tools: Tools, tmp_path: Path, unit: MatrixAttention, plan: Plan, dtype: str, less: int, name: str, products: int
+) -> None:
+    built, expected = kernels_of(unit, plan, dtype, plan.k - less), EXPECTED[unit.NAME]
+    kernel, macros = next((kernel, macros) for kernel, macros in built.items() if kernel.name == f"attention_{name}")
+    count = products * macros["COLUMNS"] * macros["WIDTH"] // (16 * 8)  # of a warp's 16 rows, in a step
+    ptx = compiled(tools, tmp_path, kernel, expected.processors[0], macros)
+    assert ptx.read_text().count(expected.in_ptx) == count
+    for processor in expected.processors:
+        code, registers = assembled(tools, ptx, processor, kernel, macros)
+        assert 2 * plan.threads * registers <= REGISTERS, "two work-groups share a multiprocessor"
+        assert code.count(expected.in_code) >= count
+        assert ("LDGSTS" in code) == bool(macros["ALIGNED"])
