@@ -15,6 +15,9 @@ from clamp.opencl.program import Kernel, KernelBuildError
 _REQUIRED = """
 attention_blocked.cl FORWARD BACKWARD LANES=32 ROWS=8 KEYS=128 Q_T=f16 K_T=f16 V_T=f16 Y_T=f16 G_T=f16 DQ_T=f16 DV_T=f16
 attention_decode.cl WG=1 KEYS=256 Q_T=f32 K_T=f32 V_T=f32 Y_T=f32
+attention_mma.cl FORWARD EMULATE ROWS=32 COLUMNS=32 WIDTH=48 ALIGNED=1 IN_T=f16 Y_T=f32
+attention_mma.cl DELTA BACKWARD_Q EMULATE ROWS=32 COLUMNS=16 WIDTH=48 ALIGNED=1 IN_T=f16 DQ_T=f32
+attention_mma.cl BACKWARD_KV EMULATE ROWS=32 COLUMNS=16 WIDTH=48 ALIGNED=1 IN_T=f16 DK_T=f32 DV_T=f32
 attention_tiled.cl FORWARD BACKWARD_Q BACKWARD_KV SIDE=16 PER_ITEM=4 STEP=16 Q_T=f16 K_T=f16 Y_T=f16 DQ_T=f16 DK_T=f16
 cast.cl X_T=f16 Y_T=f32 SPAN=16 PIECES=1
 concat.cl PARTS=1 JOIN=1 VECTORS=1 INDEX=uint FROM_T=f32 TO_T=f32
@@ -84,6 +87,10 @@ attention_blocked.cl ROWS=6
 attention_blocked.cl LANES=8
 attention_blocked.cl KEYS=100
 attention_decode.cl WG=3
+attention_mma.cl ROWS=24
+attention_mma.cl COLUMNS=24
+attention_mma.cl WIDTH=24
+attention_mma.cl WIDTH=144
 attention_tiled.cl PER_ITEM=3
 conv_packed.cl MR=7
 conv_packed.cl NR=48

@@ -4,6 +4,7 @@ instructions where the device has them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Tensor
+from clamp.opencl import proofs
 from clamp.opencl.device import capabilities
 from clamp.ops import attention as ops
+from clamp.ops import proved
 from clamp.ops.attention import proof
 from clamp.ops.attention.mma import MMA
 from clamp.ops.attention.problem import Gradients, Problem
@@ -212,3 +215,16 @@ def test_what_is_not_of_one_16_bit_type_or_wide_is_left_to_another_engine(queue:
     assert not fits(("f16", "f16", "f16", "f32")), "the gradient of a float32 result"
     assert not fits(("f16", "bf16", "f16"))
     assert not fits(("f16",) * 3, proved=frozenset())
+
+
+@pytest.mark.parametrize(("wrong", "used"), [((), True), ((0,), False), ((1,), False)])
+def test_it_is_used_where_each_of_its_plans_is_proved(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, wrong: tuple[int, ...], used: bool
+) -> None:
+    verdicts = {str(plan): "wrong" if n in wrong else proofs.RIGHT for n, plan in enumerate(MMA.plans)}
+    device = replace(capabilities(queue), compute_capability=(8, 6))
+    monkeypatch.setattr(proved, "capabilities", lambda queue: device)
+    monkeypatch.setattr(proofs, "verdicts", lambda *_, **__: verdicts)
+    assert MMA.is_proved(queue) is used
+    assert ("mma.sync" in ops.on_device(queue, "float16")) is used
+    assert "mma.sync" not in ops.on_device(queue, "float32")
