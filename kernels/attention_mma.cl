@@ -10,8 +10,8 @@
 //     own rows    ROWS -----> +-------------+ --------------> +-----------+
 //                             | one or two  |                 | fragments |  x others' rows = scores ---+
 //                             +-------------+                 +-----------+  16 x COLUMNS               |
-//     others'   COLUMNS ----> +------+------+                                                           | weights, rounded
-//     rows, a step on,        | step | s. 1 |  two tiles                     +------------------------+ |    to IN_T
+//     others'   COLUMNS ----> +------+------+                                                           | weights, in
+//     rows, a step on,        | step | s. 1 |  two tiles                     +------------------------+ |    IN_T
 //     by copies that go       +------+------+  each           sums           | += weights x others' | <+
 //     on meanwhile                                            16 x WIDTH     +------------------------+
 //
@@ -21,10 +21,10 @@
 //   backward_q   queries   Q, G   K, V      S, dP                  dq += dS K          dS = P (dP - delta)
 //   backward_kv  keys      K, V   Q, G      S', dP'                dv += P' G, dk += dS' Q
 //
-// WHAT IS ROUNDED. P and dS, to IN_T, for the products that they go into: by 2^-11 (float16) or 2^-8 of each term
-// at most. Neither overflows or vanishes in float16: P, 1 at most, is held as P 2^LIFT, and each row of dS as a multiple of
-// a power of two that follows the row's largest element, as softmax follows its maximum. What is infinite or NaN in fp32
-// stays so. Sums of weights and delta are of fp32 numbers.
+// WHAT IS ROUNDED. P and dS, to IN_T, for the products that they go into: a term by 2^-11 (float16) or 2^-8 of itself.
+// Neither overflows nor vanishes in float16: P, 1 at most, is held as P 2^LIFT, and each row of dS as multiples of a
+// power of two that follows the row's largest element, as softmax follows its maximum. What is infinite or NaN in fp32
+// stays so. Sums of weights, and delta, are of fp32 numbers.
 //
 // A row's sums are formed in the order of the other side's rows, by one work-group: results do not depend on chance.
 //
@@ -66,8 +66,22 @@
 #define LOWER (LIFT ? 0x1p-12f : 1.0f) // 2^-LIFT
 #define LOG2_E 0x1.715476p0f
 
-typedef float sums_t[WIDTH / 8][4];      // a warp's, of 16 rows
-typedef fragment_t own_t[WIDTH / 16];    // of the warp's 16 own rows
+typedef float sums_t[WIDTH / 8][4];   // a warp's, of 16 rows
+typedef fragment_t own_t[WIDTH / 16]; // of the warp's 16 own rows
+
+// Whether a key comes after a query, by their rows and columns; the other side's rows that some own row meets, BEGIN to
+// END; and who begins: those with the most to do, under a causal mask the last queries, and the first keys.
+#ifdef BACKWARD_KV
+#define BEFORE(row, column) ((column) < (row))
+#define BEGIN (causal ? first : 0)
+#define END (int)T
+#define GROUP_OF(number, groups) (number)
+#else
+#define BEFORE(row, column) ((row) < (column))
+#define BEGIN 0
+#define END (causal ? min(first + ROWS, (int)T) : (int)T)
+#define GROUP_OF(number, groups) ((groups) - 1 - (number))
+#endif
 
 // What every kernel has. `first` and `row`: the work-group's first own row, and the lane's.
 #define SETTING                                                                                                 \
@@ -76,17 +90,9 @@ typedef fragment_t own_t[WIDTH / 16];    // of the warp's 16 own rows
     const uint lane = get_local_id(0) % 32, warp = get_local_id(0) / 32;                                        \
     const uint groups = ((uint)T + ROWS - 1) / ROWS, head = get_group_id(0) / groups;                           \
     const int first = GROUP_OF(get_group_id(0) % groups, groups) * ROWS, row = first + warp * 16 + lane / 4;    \
+    const int begin = BEGIN, steps = (END - begin + COLUMNS - 1) / COLUMNS;                                     \
     const size_t head_row = (size_t)head * T;                                                                   \
     copies_t copies = NO_COPIES;
-
-// Those with the most to do begin: under a causal mask the last queries, and the first keys.
-#ifdef BACKWARD_KV
-#define GROUP_OF(number, groups) (number)
-#define BEFORE(row, column) ((column) < (row))
-#else
-#define GROUP_OF(number, groups) ((groups) - 1 - (number))
-#define BEFORE(row, column) ((row) < (column))
-#endif
 
 // Copies of `rows` rows from `row` on.
 #define LOAD_ROWS(tile, x, row, rows)                                                                           \
@@ -115,14 +121,6 @@ typedef fragment_t own_t[WIDTH / 16];    // of the warp's 16 own rows
     const int column0 = begin + (step) * COLUMNS, column = column0 + (int)(lane % 4 * 2);                       \
     const bool edge = column0 + COLUMNS > (int)T                                                                \
                       || (causal && column0 < first + ROWS && first < column0 + COLUMNS);
-
-// Of the other side's rows, those that an own one may meet: `steps` steps from `begin` on.
-#ifdef BACKWARD_KV
-#define EXTENT const int begin = causal ? first : 0, end = T;
-#else
-#define EXTENT const int begin = 0, end = causal ? min(first + ROWS, (int)T) : (int)T;
-#endif
-#define STEPS const int steps = (end - begin + COLUMNS - 1) / COLUMNS;
 
 static inline void load_own(own_t own, __local const uint4 *tile, uint warp, uint lane) {
     UNROLL for (int d = 0; d < WIDTH; d += 16)
@@ -167,25 +165,29 @@ static inline void mask(tile_t s, float scale, int row, int column, bool edge, i
         s[j][e] = hidden ? -INFINITY : s[j][e] * scale;
     }
 }
+
 // What to subtract from scores: where there is nothing but -inf, 0, so that their exponentials are 0 and not NaN.
 static inline float finite_top(float top) { return top == -INFINITY ? 0.0f : top; }
 static inline float lifted_weight(float score, float shift) {
     return power_of_two((score - shift) * LOG2_E + LIFT);
 }
 
-// A row's float16 elements are multiples of its unit / LARGEST, a power of two: the unit is the largest power of two that
-// the row has reached, and the row's sums grow smaller as it grows.
+// A row's float16 elements are multiples of its unit / LARGEST: the unit is the largest power of two that the row has
+// reached, and the row's sums grow smaller as it grows. The inverses of all units are floats: what needs no division,
+// which may be off by a bit, is exact.
 #define LARGEST 0x1p14f
-#define LEAST_UNIT (LIFT ? 0x1p-100f : LARGEST) // so small that what it cannot hold is nothing, and LARGEST / it finite
+#define LEAST_UNIT (LIFT ? 0x1p-100f : LARGEST)
+#define LARGEST_UNIT 0x7e800000u // 2^126; an infinity stays one
 static inline void fit_rows(tile_t rows, float unit[2], sums_t sums, exchange_t exchange) {
     if (!LIFT) return;
     float most[2] = {0.0f, 0.0f}, rescale[2], factor[2];
     EACH_SUM(j, EIGHTS, e) most[e / 2] = fmax(most[e / 2], fabs(rows[j][e]));
     row_max(most, exchange);
     UNROLL for (int h = 0; h < 2; h++) {
-        const float grown = fmax(unit[h], as_float(as_uint(most[h]) & 0x7f800000u)); // without the digits
-        rescale[h] = unit[h] / grown;
-        factor[h] = LARGEST / grown;
+        const uint power = min(as_uint(most[h]) & 0x7f800000u, LARGEST_UNIT); // the exponent of most, no digits
+        const float grown = fmax(unit[h], as_float(power)), inverse = as_float(0x7f000000u - as_uint(grown));
+        rescale[h] = unit[h] * inverse;
+        factor[h] = LARGEST * inverse;
         unit[h] = grown;
     }
     scale_rows(sums, WIDTH / 8, rescale);
@@ -193,7 +195,7 @@ static inline void fit_rows(tile_t rows, float unit[2], sums_t sums, exchange_t 
 }
 #define UNFIT_ROWS(sums, unit)                                                                                  \
     {                                                                                                           \
-        const float back[2] = {unit[0] / LARGEST * LOWER * scale, unit[1] / LARGEST * LOWER * scale};           \
+        const float lower = LOWER / LARGEST * scale, back[2] = {unit[0] * lower, unit[1] * lower};              \
         scale_rows(sums, WIDTH / 8, back);                                                                      \
     }
 
@@ -231,8 +233,6 @@ static inline void fit_rows(tile_t rows, float unit[2], sums_t sums, exchange_t 
 #ifdef FORWARD
 __kernel GROUP void attention_forward(OPERAND(q), OPERAND(k), OPERAND(v), RESULT(Y_T, y), RESULT(f32, lse), EXTENTS) {
     SETTING
-    EXTENT
-    STEPS
     LOAD_OWN(0, q)
     LOAD_STAGE(0, k, v)
     own_t own;
@@ -277,8 +277,6 @@ __kernel GROUP void attention_forward(OPERAND(q), OPERAND(k), OPERAND(v), RESULT
 __kernel GROUP void attention_delta(OPERAND(q), OPERAND(k), OPERAND(v), OPERAND(g), __global const float *restrict lse,
                                     RESULT(f32, delta), EXTENTS) {
     SETTING
-    EXTENT
-    STEPS
     LOAD_OWN(0, q)
     LOAD_OWN(1, g)
     LOAD_STAGE(0, k, v)
@@ -304,8 +302,6 @@ __kernel GROUP void attention_backward_q(OPERAND(q), OPERAND(k), OPERAND(v), OPE
                                          __global const float *restrict lse, __global const float *restrict delta,
                                          RESULT(DQ_T, dq), EXTENTS) {
     SETTING
-    EXTENT
-    STEPS
     LOAD_OWN(0, q)
     LOAD_OWN(1, g)
     LOAD_STAGE(0, k, v)
@@ -335,8 +331,6 @@ __kernel GROUP void attention_backward_kv(OPERAND(q), OPERAND(k), OPERAND(v), OP
                                           __global const float *restrict lse, __global const float *restrict delta,
                                           RESULT(DK_T, dk), RESULT(DV_T, dv), EXTENTS) {
     SETTING
-    EXTENT
-    STEPS
     LOAD_OWN(0, k)
     LOAD_OWN(1, v)
     LOAD_STAGE(0, q, g)

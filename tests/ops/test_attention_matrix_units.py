@@ -222,7 +222,7 @@ def test_it_is_used_where_each_of_its_plans_is_proved(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, wrong: tuple[int, ...], used: bool
 ) -> None:
     verdicts = {str(plan): "wrong" if n in wrong else proofs.RIGHT for n, plan in enumerate(MMA.plans)}
-    device = replace(capabilities(queue), compute_capability=(8, 6))
+    device = replace(capabilities(queue), is_cpu=False, compute_capability=(8, 6))
     monkeypatch.setattr(proved, "capabilities", lambda queue: device)
     monkeypatch.setattr(proofs, "verdicts", lambda *_, **__: verdicts)
     assert MMA.is_proved(queue) is used

@@ -22,6 +22,7 @@ from clamp.ops.attention.decode import attention_decode
 from clamp.ops.attention.mma import MatrixAttention
 from clamp.ops.attention.problem import AttentionEngine, Gradients, Problem, default_scale, problem_of
 from clamp.ops.engine import choose
+from clamp.ops.proved import names_of_proved
 
 __all__ = ["ENGINES", "Gradients", "attention", "attention_backward", "attention_decode", "default_scale", "on_device"]
 
@@ -54,7 +55,7 @@ def attention(
     Raises:
         ValueError: the shapes are not four-dimensional and equal, or there is no such engine.
     """
-    problem = problem_of(q, k, v, causal, scale, _proved(q.queue))
+    problem = problem_of(q, k, v, causal, scale, names_of_proved(MATRIX_UNITS, q.queue))
     out = bridge.empty(q.queue, q.shape, out_dtype)
     lse = bridge.empty(q.queue, q.shape[:3], "float32")
     if out.size:
@@ -80,7 +81,7 @@ def attention_backward(
     Raises:
         ValueError: the shapes do not fit, or there is no such engine.
     """
-    problem = problem_of(q, k, v, causal, scale, _proved(q.queue), grad=grad)
+    problem = problem_of(q, k, v, causal, scale, names_of_proved(MATRIX_UNITS, q.queue), grad=grad)
     if tuple(grad.shape) != tuple(q.shape) or tuple(lse.shape) != tuple(q.shape[:3]):
         raise ValueError(
             f"attention of {tuple(q.shape)} needs a gradient of that shape and lse of {tuple(q.shape[:3])}, "
@@ -95,12 +96,7 @@ def attention_backward(
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:
     """How attention runs on the queue's device, in words."""
     storage = bridge.STORAGE[dtype]
-    device, proved = capabilities(queue), _proved(queue)
+    device, proved = capabilities(queue), names_of_proved(MATRIX_UNITS, queue)
     problem = Problem(8, 256, 64, True, default_scale(64, None), (storage, storage, storage), device, proved)
     chosen = choose("attention", ENGINES, problem)
     return f"attention: {chosen.IN_WORDS}, scores and sums in float32"
-
-
-def _proved(queue: cl.CommandQueue) -> frozenset[str]:
-    """Names of the engines that are proved on the queue's device."""
-    return frozenset(unit.NAME for unit in MATRIX_UNITS if unit.is_proved(queue))

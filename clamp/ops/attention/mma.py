@@ -16,7 +16,6 @@ from clamp.opencl.device import Capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.attention.problem import Gradients, Problem
 from clamp.ops.attention.proof import computes_right
-from clamp.ops.gemm.mma import MMA as PRODUCTS
 from clamp.ops.gemm.plan import Plan
 from clamp.ops.proved import Proved
 
@@ -24,6 +23,8 @@ FORWARD = Kernel("attention_mma.cl", "attention_forward")
 DELTA = Kernel("attention_mma.cl", "attention_delta")
 BACKWARD_Q = Kernel("attention_mma.cl", "attention_backward_q")
 BACKWARD_KV = Kernel("attention_mma.cl", "attention_backward_kv")
+
+_DTYPES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,7 @@ class MatrixAttention(Proved):
 
     def fits(self, problem: Problem) -> bool:
         """Whether all that is multiplied is of one 16-bit type, heads are narrow enough, and the engine is proved."""
-        storage = set(problem.storage)
-        is_half = len(storage) == 1 and storage <= {bridge.STORAGE[dtype] for dtype in PRODUCTS.dtypes}
+        is_half = set(problem.storage) in [{bridge.STORAGE[dtype]} for dtype in _DTYPES]
         return self.NAME in problem.proved and is_half and problem.width <= self.plans[-1].k
 
     def pays(self, problem: Problem) -> bool:
@@ -74,7 +74,7 @@ class MatrixAttention(Proved):
 
     def may_work(self, device: Capabilities) -> bool:
         """Whether the device is of a kind that has the instruction."""
-        return PRODUCTS.may_work(device)
+        return device.compute_capability >= (8, 0)
 
     def is_proved(self, queue: cl.CommandQueue) -> bool:
         """Whether every plan is: each is for heads of some width."""
@@ -82,7 +82,7 @@ class MatrixAttention(Proved):
 
     def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
         """Whether a small attention comes out right by a plan."""
-        return computes_right(self, plan, queue, PRODUCTS.dtypes)
+        return computes_right(self, plan, queue, _DTYPES)
 
     def forward_by(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan,
