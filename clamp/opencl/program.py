@@ -122,7 +122,8 @@ class Kernel:
         Raises:
             KernelBuildError: the device's compiler rejected the program, or ``finish`` raised ValueError.
         """
-        key = (queue.context.int_ptr, self, *macros.items())
+        # Its fields, which know their hashes; its own would be formed anew at each launch.
+        key = (queue.context.int_ptr, self.file, self.name, self.finish, *macros.items())
         try:
             return _per_thread.kernels[key]
         except AttributeError:

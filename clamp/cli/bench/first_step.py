@@ -8,7 +8,6 @@ starting Python, importing and drawing weights is not.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -47,9 +46,9 @@ class _Runner:
         """CPU seconds of a process's first step; what drivers and clamp keep, they keep in a folder."""
         kept = {"XDG_CACHE_HOME": folder, "POCL_CACHE_DIR": f"{folder}/pocl", "CLAMP_CACHE_DIR": f"{folder}/clamp"}
         environment = {**child_process.environment(), **kept}
-        environment["PYTHONPATH"] = os.pathsep.join([str(self.checkout), environment["PYTHONPATH"]])
         place = map(str, child_process.place_of(self.device))
-        command = [sys.executable, "-W", "ignore", str(_CHILD), self.network, self.dtype, *place, then]
+        what = [str(self.checkout), self.network, self.dtype]
+        command = [sys.executable, "-W", "ignore", str(_CHILD), *what, *place, then]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             said = done.stderr.strip().splitlines()

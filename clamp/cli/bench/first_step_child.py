@@ -1,10 +1,10 @@
 """A process that trains one of the small networks for the first time, and says what that took.
 
-Started by first_step.py, with another checkout of clamp on its path if that is to be measured: of clamp it uses what
-every version has. It prints the seconds that this process's processors worked during the first step, what was compiled
-in it and in the steps after it, and the launches of a step::
+Started by first_step.py. What is measured may be another checkout: of clamp it uses what every version has. It prints
+the seconds that this process's processors worked during the first step, what was compiled in it and in the steps after
+it, and the launches of a step::
 
-    python first_step_child.py mlp float16 PLATFORM DEVICE leave|keep
+    python first_step_child.py CHECKOUT MLP float16 PLATFORM DEVICE leave|keep
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import os
 import sys
 import time
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pyopencl as cl
 
-from clamp import amp
-
 
 def main() -> None:
     """See above."""
-    name, dtype, platform, number, then = sys.argv[1:]
+    checkout, name, dtype, platform, number, then = sys.argv[1:]
+    _import_from(Path(checkout))
+    amp = import_module("clamp.amp")
     networks = _module("small_networks", Path(__file__).parent / "cases" / "small_networks.py")
     device = cl.get_platforms()[int(platform)].get_devices()[int(number)]
     context = cl.Context([device])
@@ -45,20 +46,25 @@ def main() -> None:
     trainer.step(handle, network.batch - 3).to_host()
     if then == "keep":
         with suppress(ImportError):  # an older clamp keeps what it keeps at once
-            from clamp.opencl.keeper import keep_in_background
-
-            for process in keep_in_background():
+            for process in import_module("clamp.opencl.keeper").keep_in_background():
                 process.wait()
-    print(
-        json.dumps({"seconds": seconds, "programs": first, "later": len(builds) - built - first, "launches": enqueued})
-    )
+    later = len(builds) - built - first
+    print(json.dumps({"seconds": seconds, "programs": first, "later": later, "launches": enqueued}))
     sys.stdout.flush()
     os._exit(0)  # without the processes that would keep what was compiled
 
 
-def _module(name: str, file: Path) -> Any:
-    """This checkout's module, whichever clamp is on the path."""
-    spec = spec_from_file_location(name, file)
+def _import_from(checkout: Path) -> None:
+    """Takes clamp from a checkout, and not from where it is installed: its kernels and lists lie beside it there."""
+    sys.path.insert(0, str(checkout))
+    for part in ("kernels", "lists"):
+        if (file := checkout / part / "__init__.py").is_file():
+            _module(f"clamp.{part}", file, is_package=True)
+
+
+def _module(name: str, file: Path, *, is_package: bool = False) -> Any:
+    """The module in a file."""
+    spec = spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)] if is_package else None)
     assert spec is not None
     assert spec.loader is not None
     sys.modules[name] = module = module_from_spec(spec)  # where dataclasses look for it
