@@ -15,6 +15,6 @@
 __kernel void cast(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong n) {
     size_t i = (size_t)get_global_id(0) * SPAN;
     const size_t end = min(i + SPAN, (size_t)n);
-    for (; i + 16 <= end; i += 16) STORE16_PIECES(Y_T, LOAD16_PIECES(X_T, x, i), y, i);
+    for (; i + 16 <= end; i += 16) STORE16(Y_T, LOAD16(X_T, x, i), y, i);
     for (; i < end; i++) STORE(Y_T, LOAD(X_T, x, i), y, i);
 }

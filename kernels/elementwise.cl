@@ -197,7 +197,7 @@ static inline float16 load16_i32(__global const int *p, size_t i) { return conve
 #define DECLARE(T, STEP, x, at, v, lanes, column) \
     size_t at = 0;                                \
     float16 v;
-#define LOAD_BLOCK(T, STEP, x, at, v, lanes, column) v = STEP ? LOAD16_PIECES(T, x, at + col) : VEC(LOAD(T, x, at));
+#define LOAD_BLOCK(T, STEP, x, at, v, lanes, column) v = STEP ? LOAD16(T, x, at + col) : VEC(LOAD(T, x, at));
 #define DECLARE_LANES(T, STEP, x, at, v, lanes, column) float lanes[16] = {0.0f};
 #define LOAD_LANE(T, STEP, x, at, v, lanes, column) lanes[k] = LOAD(T, x, at + col * STEP);
 #define LANES_TO_BLOCK(T, STEP, x, at, v, lanes, column) v = vload16(0, lanes);
@@ -235,7 +235,7 @@ __kernel void elementwise(EACH(INPUT) __global STORAGE(Y_T) *y, CAT(PARAMETERS_,
     for (; i + 16 <= end; i += 16) {
         const size_t col = i;
         EACH(LOAD_BLOCK)
-        STORE16_PIECES(Y_T, RESULT, y, i);
+        STORE16(Y_T, RESULT, y, i);
     }
     const size_t inner = n;
     size_t col = i;
@@ -268,7 +268,7 @@ __kernel void elementwise(EACH(INPUT) __global STORAGE(Y_T) *y, CAT(PARAMETERS_,
 #endif
         const float16 result = RESULT;
         if (count == 16) {
-            STORE16_PIECES(Y_T, result, y, i);
+            STORE16(Y_T, result, y, i);
         } else {
             float lanes[16];
             vstore16(result, 0, lanes);

@@ -1,6 +1,6 @@
-// norm_planes_backward.cl: gradients of batch norm and group norm. norm_planes.clh says which elements are normalized
-// together, and names the macros. The activation's mask is computed again from x, so forward keeps nothing but x and
-// the statistics.
+// norm_planes_backward.cl: gradients of batch norm and group norm, for CPU devices. norm_planes.clh says which elements
+// are normalized together, and names the macros. The activation's mask is computed again from x, so forward keeps
+// nothing but x and the statistics.
 //
 //   planes_backward         all gradients of whole sets; or, in three launches,
 //   planes_backward_sums    the two sums of each part of a set,
@@ -8,12 +8,6 @@
 //   planes_backward_apply   dx from them
 
 #include "norm_planes.clh"
-
-#if ACT
-#define MASKED(g, d) MASK(g, (d) * scale + shift)
-#else
-#define MASKED(g, d) (g)
-#endif
 
 #if defined PLANES_BACKWARD || defined PLANES_BACKWARD_SUMS
 // Sums of the runs of a set, in the levels of LONG_SUM: planes may be small and many.
@@ -39,12 +33,12 @@ static inline void add_sums(__global const STORAGE(X_T) *x, __global const STORA
                             const size_t number, ladder *sum_g, ladder *sum_gd) {
     float16 g0 = 0, g1 = 0, gd0 = 0, gd1 = 0; // of this run only, so that rounding grows with runs, not with elements
     float16 pieces_g = 0, pieces_gd = 0;
-    size_t i = begin + get_local_id(0) * 16;
-    while (i + STEP + 16 <= end) {
-        const size_t stop = min(i + PIECE * WG, end);
-        for (; i + STEP + 16 <= stop; i += 2 * STEP) {
+    size_t i = begin;
+    while (i + 32 <= end) {
+        const size_t stop = min(i + PIECE, end);
+        for (; i + 32 <= stop; i += 32) {
             const float16 d = LOAD16(X_T, x, i) - mean, g = MASKED(LOAD16(G_T, grad, i), d);
-            const float16 e = LOAD16(X_T, x, i + STEP) - mean, h = MASKED(LOAD16(G_T, grad, i + STEP), e);
+            const float16 e = LOAD16(X_T, x, i + 16) - mean, h = MASKED(LOAD16(G_T, grad, i + 16), e);
             g0 += g;
             g1 += h;
             gd0 += g * d;
@@ -54,7 +48,7 @@ static inline void add_sums(__global const STORAGE(X_T) *x, __global const STORA
         pieces_gd += gd0 + gd1;
         g0 = g1 = gd0 = gd1 = 0;
     }
-    for (; i + 16 <= end; i += STEP) {
+    for (; i + 16 <= end; i += 16) {
         const float16 d = LOAD16(X_T, x, i) - mean, g = MASKED(LOAD16(G_T, grad, i), d);
         g0 += g;
         gd0 += g * d;
@@ -81,25 +75,23 @@ static inline void gradient_run(__global const STORAGE(X_T) *x, __global const S
 #else
 #define GRADIENT(g, d) ((g) * scale)
 #endif
-    size_t i = begin + get_local_id(0) * 16;
-    for (; i + 16 <= end; i += STEP) {
+    size_t i = begin;
+    for (; i + 16 <= end; i += 16) {
         const float16 d = LOAD16(X_T, x, i) - mean, g = MASKED(LOAD16(G_T, grad, i), d);
         STORE16(DX_T, GRADIENT(g, d), dx, i);
     }
     if (i >= end) return;
-#if WG == 1
     if (end - begin >= 16) {
         const float16 d = LOAD16(X_T, x, end - 16) - mean, g = MASKED(LOAD16(G_T, grad, end - 16), d);
         STORE16(DX_T, GRADIENT(g, d), dx, end - 16);
         return;
     }
-#endif
     const float16 d = LOAD_PART(X_T, x, i, end, 0.0f) - mean, g = MASKED(LOAD_PART(G_T, grad, i, end, 0.0f), d);
     STORE_PART(DX_T, GRADIENT(g, d), dx, i, end);
 }
 #endif
 
-// One set a work-group. Batch norm: `dgamma` and `dbeta` are the gradients. Group norm (GROUPS): they are fp32 and hold
+// One set a work-item. Batch norm: `dgamma` and `dbeta` are the gradients. Group norm (GROUPS): they are fp32 and hold
 // the sums of each plane, to be summed over the samples.
 #ifdef PLANES_BACKWARD
 #if GROUPS
@@ -109,7 +101,7 @@ static inline void gradient_run(__global const STORAGE(X_T) *x, __global const S
 #define DGAMMA_T SCALE_T
 #define DBETA_T SHIFT_T
 #endif
-__kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 planes_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_T) *restrict grad,
                 __global const STORAGE(SCALE_T) *restrict gamma, __global const STORAGE(SHIFT_T) *restrict beta,
                 __global const float *restrict mean, __global const float *restrict var,
@@ -117,7 +109,6 @@ planes_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(
                 __global STORAGE(DBETA_T) *restrict dbeta, const ulong sets, const ulong planes, const ulong hw,
                 const ulong first, const ulong step, const ulong channels, const uint each, const float eps,
                 const float slope) {
-    SCRATCH;
     const float n = (float)(planes * hw);
 #if GROUPS
     FOR_EACH_OWN(set, each, sets) {
@@ -127,7 +118,7 @@ planes_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(
             const size_t plane = set * first + nth * step, c = plane % channels;
             ladder sum_g = LADDER, sum_gd = LADDER;
             add_sums(x, grad, plane * hw, (plane + 1) * hw, center, 0, 0, slope, 0, &sum_g, &sum_gd);
-            const float plane_g = group_sum(TOTAL(sum_g), scratch), plane_gd = group_sum(TOTAL(sum_gd), scratch);
+            const float plane_g = TOTAL(sum_g), plane_gd = TOTAL(sum_gd);
             block_g += LOAD(SCALE_T, gamma, c) * plane_g;
             block_gd += LOAD(SCALE_T, gamma, c) * plane_gd;
             if (nth % RUN_TERMS == RUN_TERMS - 1 || nth == planes - 1) {
@@ -135,10 +126,8 @@ planes_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(
                 set_gd += block_gd;
                 block_g = block_gd = 0;
             }
-            if (get_local_id(0) == 0) {
-                dgamma[plane] = r * plane_gd;
-                dbeta[plane] = plane_g;
-            }
+            dgamma[plane] = r * plane_gd;
+            dbeta[plane] = plane_g;
         }
         const float constant_part = r * (set_g / n), linear = r * (r * (r * set_gd / n));
         for (size_t nth = 0; nth < planes; nth++) {
@@ -167,12 +156,10 @@ planes_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(
         }
         for (uint k = 0; k < width; k++) {
             const float r = 1 / sqrt(var[set + k] + eps);
-            const float total_g = group_sum(TOTAL(sum_g[k]), scratch);
-            const float total_gz = r * group_sum(TOTAL(sum_gd[k]), scratch);
-            if (get_local_id(0) == 0) {
-                STORE(DGAMMA_T, total_gz, dgamma, set + k);
-                STORE(DBETA_T, total_g, dbeta, set + k);
-            }
+            const float total_g = TOTAL(sum_g[k]);
+            const float total_gz = r * TOTAL(sum_gd[k]);
+            STORE(DGAMMA_T, total_gz, dgamma, set + k);
+            STORE(DBETA_T, total_g, dbeta, set + k);
             constant_part[k] = scale[k] * (total_g / n);
             linear[k] = scale[k] * (r * (total_gz / n));
         }
@@ -191,14 +178,13 @@ planes_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(
 // Batch norm's backward in parts: sums of each part, their merge into the gradients of gamma and beta, dx.
 
 #ifdef PLANES_BACKWARD_SUMS
-__kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 planes_backward_sums(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_T) *restrict grad,
                      __global const STORAGE(SCALE_T) *restrict gamma, __global const STORAGE(SHIFT_T) *restrict beta,
                      __global const float *restrict mean, __global const float *restrict var,
                      __global float *restrict partial_gd, __global float *restrict partial_g, const ulong sets,
                      const ulong planes, const ulong hw, const ulong first, const ulong step, const ulong span,
                      const uint parts, const uint each, const float eps, const float slope) {
-    SCRATCH;
     FOR_EACH_OWN(job, each, (size_t)sets * parts) {
         const size_t set = job / parts, from = job % parts * span, to = min(from + span, (size_t)(planes * hw));
         const float scale = LOAD(SCALE_T, gamma, set) / sqrt(var[set] + eps);
@@ -208,11 +194,8 @@ planes_backward_sums(__global const STORAGE(X_T) *restrict x, __global const STO
             add_sums(x, grad, begin, end, mean[set], scale, LOAD(SHIFT_T, beta, set), slope, number, &sum_g, &sum_gd);
             at += end - begin;
         }
-        const float total_g = group_sum(TOTAL(sum_g), scratch), total_gd = group_sum(TOTAL(sum_gd), scratch);
-        if (get_local_id(0) == 0) {
-            partial_g[job] = total_g;
-            partial_gd[job] = total_gd;
-        }
+        partial_g[job] = TOTAL(sum_g);
+        partial_gd[job] = TOTAL(sum_gd);
     }
 }
 #endif
@@ -241,7 +224,7 @@ __kernel void batch_backward_merge(__global const float *restrict partial_gd, __
 
 // `sums` is not read if TRAINING is 0.
 #ifdef PLANES_BACKWARD_APPLY
-__kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
+__kernel ONE_WORK_ITEM void
 planes_backward_apply(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_T) *restrict grad,
                       __global const STORAGE(SCALE_T) *restrict gamma, __global const STORAGE(SHIFT_T) *restrict beta,
                       __global const float *restrict mean, __global const float *restrict var,

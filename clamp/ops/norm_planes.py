@@ -1,4 +1,7 @@
-"""Batch norm and group norm of NCHW tensors (kernels/norm_planes_forward.cl; norm_planes.clh has the formulas)."""
+"""Batch norm and group norm of NCHW tensors (kernels/norm_planes_forward.cl; norm_planes.clh has the formulas).
+
+GPUs have kernels of their own (norm_phases.py).
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,16 @@ from collections.abc import Sequence
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
+from clamp.ops import norm_phases
 from clamp.ops.cast import cast
 from clamp.ops.launch import parts_of, plan_rows
-from clamp.ops.norm_sets import IDENTITY, Activation, Sets, storage_types
+from clamp.ops.norm_sets import IDENTITY, Activation, Sets, Tensors, result_types, storage_types
 
 PLANES_STATISTICS = Kernel("norm_planes_forward.cl", "planes_statistics")
 PLANES_FORWARD = Kernel("norm_planes_forward.cl", "planes_forward")
 BATCH_MERGE = Kernel("norm_planes_forward.cl", "batch_merge")
 PLANES_APPLY = Kernel("norm_planes_forward.cl", "planes_apply")
-
-_MERGE_GROUP = 256  # work-items that merge the channels' statistics on a GPU
 
 
 # -------------------------------------------------------------------------------------------- batch norm
@@ -49,6 +50,9 @@ def batch_norm(
     mean, var = (bridge.empty(x.queue, (sets.sets,), "float32") for _ in range(2))
     tensors, statistics = (x, gamma, beta, y, mean, var), (mean, var)
     running = None if running_mean is None or running_var is None else (running_mean, running_var)
+    if norm_phases.in_phases(x.queue):
+        norm_phases.forward(tensors, sets, eps, activation, running, momentum)
+        return y, mean, var
     parts, span = parts_of(x.queue, sets.sets, sets.elements)
     if parts == 1:
         _forward(tensors, sets, eps, activation)
@@ -59,7 +63,7 @@ def batch_norm(
     plan = plan_rows(x.queue, sets.sets * parts, span)
     PLANES_STATISTICS(
         x.queue, plan.global_size, plan.local_size, x, *partial, *sets.geometry, span, parts, plan.each,
-        PLANES_STATISTICS=1, WG=plan.group, **storage_types(X=x),
+        PLANES_STATISTICS=1, **storage_types(X=x),
     )  # fmt: skip
     _merge(partial, statistics, running, sets, span, parts, momentum)
     _apply(tensors, sets, eps, activation)
@@ -74,27 +78,19 @@ def batch_norm_inference(
     y = bridge.empty(x.queue, x.shape, out_dtype)
     if x.size:
         tensors = (x, gamma, beta, y, cast(mean, "float32"), cast(var, "float32"))
-        _apply(tensors, Sets.channels_of(x), eps, activation)
+        apply = norm_phases.apply if norm_phases.in_phases(x.queue) else _apply
+        apply(tensors, Sets.channels_of(x), eps, activation)
     return y
 
 
-#: x, gamma, beta, result, mean, variance
-_Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def _types(tensors: _Tensors) -> dict[str, str]:
-    x, gamma, beta, y, _, _ = tensors
-    return storage_types(X=x, SCALE=gamma, SHIFT=beta, Y=y)
-
-
-def _forward(tensors: _Tensors, sets: Sets, eps: float, activation: Activation) -> None:
+def _forward(tensors: Tensors, sets: Sets, eps: float, activation: Activation) -> None:
     """Statistics and result, a set at a time."""
     queue = tensors[0].queue
     plan, width = sets.plan(queue)
     PLANES_FORWARD(
         queue, plan.global_size, plan.local_size, *tensors, *sets.geometry, sets.channels, plan.each, eps,
         activation.slope,
-        PLANES_FORWARD=1, WG=plan.group, WIDTH=width, ACT=activation.kind, **_types(tensors),
+        PLANES_FORWARD=1, WIDTH=width, ACT=activation.kind, **result_types(tensors),
     )  # fmt: skip
 
 
@@ -104,23 +100,21 @@ def _merge(
 ) -> None:  # fmt: skip
     """The parts' means and variances into those of the sets, and into the running statistics if there are any."""
     queue = statistics[0].queue
-    device = capabilities(queue)
-    group = 1 if device.is_cpu else min(_MERGE_GROUP, device.max_work_group)
     moved = statistics if running is None else running
     BATCH_MERGE(
-        queue, (group,), (group,), *partial, *statistics, *moved, sets.sets, sets.elements, span, parts, momentum,
-        BATCH_MERGE=1, WG=group, RUNNING=int(running is not None), **storage_types(RUNNING=moved[0]),
+        queue, (1,), (1,), *partial, *statistics, *moved, sets.sets, sets.elements, span, parts, momentum,
+        BATCH_MERGE=1, RUNNING=int(running is not None), **storage_types(RUNNING=moved[0]),
     )  # fmt: skip
 
 
-def _apply(tensors: _Tensors, sets: Sets, eps: float, activation: Activation) -> None:
+def _apply(tensors: Tensors, sets: Sets, eps: float, activation: Activation) -> None:
     """The result from given statistics."""
     queue = tensors[0].queue
     plan = sets.plan_planes(queue)
     PLANES_APPLY(
         queue, plan.global_size, plan.local_size, *tensors, sets.sets * sets.planes, sets.hw, sets.channels, plan.each,
         eps, activation.slope,
-        PLANES_APPLY=1, WG=plan.group, ACT=activation.kind, **_types(tensors),
+        PLANES_APPLY=1, ACT=activation.kind, **result_types(tensors),
     )  # fmt: skip
 
 
@@ -143,5 +137,6 @@ def group_norm(
     y = bridge.empty(x.queue, x.shape, out_dtype)
     mean, var = (bridge.empty(x.queue, (x.shape[0], groups), "float32") for _ in range(2))
     if x.size:
-        _forward((x, gamma, beta, y, mean, var), sets, eps, IDENTITY)
+        forward = norm_phases.forward if norm_phases.in_phases(x.queue) else _forward
+        forward((x, gamma, beta, y, mean, var), sets, eps, IDENTITY)
     return y, mean, var

@@ -1,4 +1,7 @@
-"""Gradients of batch norm and group norm (kernels/norm_planes_backward.cl; norm_planes.clh has the formulas)."""
+"""Gradients of batch norm and group norm (kernels/norm_planes_backward.cl; norm_planes.clh has the formulas).
+
+GPUs have kernels of their own (norm_phases.py).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from collections.abc import Sequence
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
+from clamp.ops import norm_phases
 from clamp.ops.launch import launch, parts_of, plan_rows
-from clamp.ops.norm_sets import IDENTITY, Activation, Sets, storage_types
+from clamp.ops.norm_sets import IDENTITY, Activation, Inputs, Sets, input_types, storage_types
 from clamp.ops.reduce import reduce_sum
 
 PLANES_BACKWARD = Kernel("norm_planes_backward.cl", "planes_backward")
@@ -44,14 +48,20 @@ def batch_norm_backward(
         dgamma, dbeta = (bridge.zeros(p.queue, p.shape, p.dtype) if parameters else None for p in (gamma, beta))
         return dx, dgamma, dbeta
     inputs = (x, grad, gamma, beta, mean, var)
+    phases = norm_phases.in_phases(x.queue)
     if not parameters and not training:
-        if dx is not None:
+        if dx is not None and phases:
+            norm_phases.backward(inputs, dx, None, sets, eps, False, activation)
+        elif dx is not None:
             _backward_apply(inputs, mean, dx, sets, eps, False, activation)  # the sums are not read
         return dx, None, None
     dgamma, dbeta = (bridge.empty(p.queue, p.shape, p.dtype) for p in (gamma, beta))
+    if phases:
+        norm_phases.backward(inputs, dx, (dgamma, dbeta), sets, eps, training, activation)
+        return dx, dgamma if parameters else None, dbeta if parameters else None
     parts, span = parts_of(x.queue, sets.sets, sets.elements)
     if dx is not None and parts == 1:
-        _backward(inputs, (dx, dgamma, dbeta), sets, eps, training, activation)
+        _backward(inputs, dx, (dgamma, dbeta), sets, eps, training, activation)
     else:
         sums = _backward_sums(inputs, (dgamma, dbeta), sets, parts, span, eps, activation)
         if dx is not None:
@@ -75,7 +85,8 @@ def group_norm_backward(
     plane_gamma, plane_beta = (make(x.queue, tuple(x.shape[:2]), "float32") for _ in range(2))
     if x.size:
         inputs = (x, grad, gamma, gamma, mean, var)
-        _backward(inputs, (dx, plane_gamma, plane_beta), sets, eps, True, IDENTITY, groups=True)
+        backward = norm_phases.backward if norm_phases.in_phases(x.queue) else _backward
+        backward(inputs, dx, (plane_gamma, plane_beta), sets, eps, True, IDENTITY, groups=True)
     dgamma, dbeta = (
         None if dtype is None else reduce_sum(total, 0, out_dtype=dtype)
         for total, dtype in ((plane_gamma, dgamma_dtype), (plane_beta, dbeta_dtype))
@@ -91,32 +102,23 @@ def _require_gradient_of(x: Tensor, grad: Tensor) -> None:
 # -------------------------------------------------------------------------------------------- kernels
 
 
-#: x, incoming gradient, gamma, beta, mean, variance
-_Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def _input_types(inputs: _Inputs) -> dict[str, str]:
-    x, grad, gamma, beta, _, _ = inputs
-    return storage_types(X=x, G=grad, SCALE=gamma, SHIFT=beta)
-
-
 def _backward(
-    inputs: _Inputs, gradients: tuple[Tensor, Tensor, Tensor], sets: Sets, eps: float, training: bool,
+    inputs: Inputs, dx: Tensor, parameters: tuple[Tensor, Tensor], sets: Sets, eps: float, training: bool,
     activation: Activation, groups: bool = False,
 ) -> None:  # fmt: skip
     """All gradients, of x, gamma and beta, a set at a time."""
-    queue = gradients[0].queue
+    queue = dx.queue
     plan, width = sets.plan(queue)
     PLANES_BACKWARD(
-        queue, plan.global_size, plan.local_size, *inputs, *gradients, *sets.geometry, sets.channels, plan.each, eps,
-        activation.slope,
-        PLANES_BACKWARD=1, WG=plan.group, WIDTH=width, ACT=activation.kind, TRAINING=int(training), GROUPS=int(groups),
-        **_input_types(inputs), **storage_types(DX=gradients[0]),
+        queue, plan.global_size, plan.local_size, *inputs, dx, *parameters, *sets.geometry, sets.channels, plan.each,
+        eps, activation.slope,
+        PLANES_BACKWARD=1, WIDTH=width, ACT=activation.kind, TRAINING=int(training), GROUPS=int(groups),
+        **input_types(inputs), **storage_types(DX=dx),
     )  # fmt: skip
 
 
 def _backward_sums(
-    inputs: _Inputs, gradients: Sequence[Tensor], sets: Sets, parts: int, span: int, eps: float, activation: Activation
+    inputs: Inputs, gradients: Sequence[Tensor], sets: Sets, parts: int, span: int, eps: float, activation: Activation
 ) -> Tensor:
     """The gradients of gamma and beta; both in fp32 as well, side by side for each channel."""
     queue, var = inputs[0].queue, inputs[-1]
@@ -125,7 +127,7 @@ def _backward_sums(
     PLANES_BACKWARD_SUMS(
         queue, plan.global_size, plan.local_size, *inputs, partial_gd, partial_g, *sets.geometry, span, parts,
         plan.each, eps, activation.slope,
-        PLANES_BACKWARD_SUMS=1, WG=plan.group, ACT=activation.kind, **_input_types(inputs),
+        PLANES_BACKWARD_SUMS=1, ACT=activation.kind, **input_types(inputs),
     )  # fmt: skip
     sums = bridge.empty(queue, (sets.sets, 2), "float32")
     BATCH_BACKWARD_MERGE(
@@ -136,7 +138,7 @@ def _backward_sums(
 
 
 def _backward_apply(
-    inputs: _Inputs, sums: Tensor, dx: Tensor, sets: Sets, eps: float, training: bool, activation: Activation
+    inputs: Inputs, sums: Tensor, dx: Tensor, sets: Sets, eps: float, training: bool, activation: Activation
 ) -> None:
     """x's gradient from the sums."""
     queue = dx.queue
@@ -144,6 +146,6 @@ def _backward_apply(
     PLANES_BACKWARD_APPLY(
         queue, plan.global_size, plan.local_size, *inputs, sums, dx, sets.sets * sets.planes, sets.hw, sets.channels,
         plan.each, sets.elements, eps, activation.slope,
-        PLANES_BACKWARD_APPLY=1, WG=plan.group, ACT=activation.kind, TRAINING=int(training), **_input_types(inputs),
+        PLANES_BACKWARD_APPLY=1, ACT=activation.kind, TRAINING=int(training), **input_types(inputs),
         **storage_types(DX=dx),
     )  # fmt: skip

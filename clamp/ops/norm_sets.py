@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import pyopencl as cl
 
@@ -49,6 +50,16 @@ class Sets:
         return self.planes * self.hw
 
     @property
+    def blocks(self) -> int:
+        """Blocks of 16 elements of a set, and of what is left of its planes."""
+        return self.planes * -(-self.hw // 16)
+
+    @property
+    def alone(self) -> Sets:
+        """Each plane of these sets, as a set of its own."""
+        return Sets(sets=self.sets * self.planes, planes=1, hw=self.hw, first=1, step=1, channels=self.channels)
+
+    @property
     def geometry(self) -> tuple[int, int, int, int, int]:
         """The arguments that every kernel of sets takes."""
         return self.sets, self.planes, self.hw, self.first, self.step
@@ -66,19 +77,18 @@ class Sets:
         return Sets(sets=n * groups, planes=c // groups, hw=h * w, first=c // groups, step=1, channels=c)
 
     def plan_planes(self, queue: cl.CommandQueue) -> RowPlan:
-        """Work-groups for a pass over all planes, in the order of memory."""
+        """Work-groups of a CPU for a pass over all planes, in the order of memory."""
         return plan_rows(queue, self.sets * self.planes, self.hw)
 
     def plan(self, queue: cl.CommandQueue) -> tuple[RowPlan, int]:
-        """Work-groups for whole sets, and how many neighbouring sets one may read side by side.
+        """Work-groups of a CPU for whole sets, and how many neighbouring sets one may read side by side.
 
-        On a CPU small planes are taken several at a time, as long as every core has work.
+        Small planes are taken several at a time, as long as every core has work.
         """
         plan = plan_rows(queue, self.sets, self.elements)
-        device = capabilities(queue)
-        if not device.is_cpu or self.step == 1:
+        if self.step == 1:
             return plan, 1
-        wanted = min(_WIDTH, -(-_RUN // self.hw), self.sets // (4 * device.compute_units))
+        wanted = min(_WIDTH, -(-_RUN // self.hw), self.sets // (4 * capabilities(queue).compute_units))
         each = max(plan.each, wanted)
         return RowPlan(plan.group, each, -(-self.sets // each)), _WIDTH
 
@@ -89,3 +99,21 @@ def storage_types(**tensors: Tensor | str) -> dict[str, str]:
         f"{name}_T": bridge.STORAGE[tensor if isinstance(tensor, str) else tensor.dtype]
         for name, tensor in tensors.items()
     }
+
+
+#: x, gamma, beta, result, mean, variance
+Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+#: x, incoming gradient, gamma, beta, mean, variance
+Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def result_types(tensors: Tensors) -> dict[str, str]:
+    """Storage types that forward's kernels are built with."""
+    x, gamma, beta, y, _, _ = tensors
+    return storage_types(X=x, SCALE=gamma, SHIFT=beta, Y=y)
+
+
+def input_types(inputs: Inputs) -> dict[str, str]:
+    """Storage types of what backward's kernels read."""
+    x, grad, gamma, beta, _, _ = inputs
+    return storage_types(X=x, G=grad, SCALE=gamma, SHIFT=beta)
