@@ -12,6 +12,9 @@
 //   LABEL_T                   type of labels: i32, i64, or a storage type holding whole numbers
 //   LABELS, PROBABILITIES, HINGE  which loss: its forward kernels, or with DX_T its gradient
 //   WG                        work-items of a work-group: 1 on CPU devices, else a power of two
+//   PIECES                    of pieces.clh
+
+#include "pieces.clh"
 
 #define STATS 4
 // Blocks of a row that are summed by themselves: 256 terms of each lane, so that rounding does not grow with the row.
@@ -27,10 +30,10 @@ static inline float row_top(__global const STORAGE(X_T) *row, size_t n, __local 
 }
 
 static inline float row_total(__global const STORAGE(X_T) *row, size_t n, float top, __local float *scratch) {
-    float16 sums = 0;
+    GROUP_TERMS sums = 0;
     size_t i = get_local_id(0) * 16;
-    LONG_SUM(float16, sums, i, n, WG * 16, exp16(LOAD_PART(X_T, row, i, n, -INFINITY) - top))
-    return group_sum(sum16(sums), scratch);
+    LONG_SUM(GROUP_TERMS, sums, i, n, WG * 16, TERMS(exp16(LOAD_PART(X_T, row, i, n, -INFINITY) - top)))
+    return group_sum(TERMS_SUM(sums), scratch);
 }
 
 // Labels. losses[row] = log(sum exp x) - x[label]. An ignored row has loss 0 and total 0; a label that is no class

@@ -16,8 +16,11 @@
 //   X_T, T_T, W_T, V_T            storage types of the operands
 //   G_T, Y_T, DX_T                storage types of incoming gradient, terms, outgoing gradient
 //   WG                            work-items of a work-group of loss_sum: 1 on CPU devices, else a power of two
+//   PIECES                        of pieces.clh
 //
 // c holds what a loss is set up with; each kind reads its own of these.
+
+#include "pieces.clh"
 
 #define BETA c.s0       // smooth_l1: where the parabola ends
 #define EPSILON c.s1    // probability_bce: probabilities are held in EPSILON .. 1 - EPSILON,

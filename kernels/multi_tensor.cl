@@ -15,9 +15,12 @@
 //   ONLY_CHECK 1: nothing is multiplied or written, only the flags are set; the sources alone are passed, and the
 //              program holds `count`, too, which says how many elements of each tensor are inf and nan
 //   DECADES    tensors a launch / 10: SLOTS = 10, 20 ... 100
+//   PIECES     of pieces.clh
 //
 // A CPU device takes a work-group of one work-item, which runs through its tile 16 elements at a time; on a
 // GPU the work-items of a group take turns, so that neighbours touch neighbouring memory.
+
+#include "pieces.clh"
 
 // EACH_SLOT(F) is F(0) F(1) ... F(SLOTS - 1).
 #define DECADE(F, d) F(d##0) F(d##1) F(d##2) F(d##3) F(d##4) F(d##5) F(d##6) F(d##7) F(d##8) F(d##9)

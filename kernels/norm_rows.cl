@@ -22,8 +22,11 @@
 //   KIND                  LAYER, RMS or UNIT
 //   PARAMETERS            whether backward sums the gradients of gamma and beta
 //   WG                    work-items of a work-group: 1 on CPU devices, else a power of two
+//   PIECES                of pieces.clh
 //
 // Arguments that a kind has no use for are not read.
+
+#include "pieces.clh"
 
 #define LAYER 1
 #define RMS 2
@@ -31,6 +34,10 @@
 
 #define STEP (WG * 16)
 #define PIECE 4096 // elements of a row that a work-item sums by themselves: rounding grows with pieces, not elements
+
+// Whether two steps are taken at once: a CPU has nothing else to do while it adds, a GPU has other work-items, and needs
+// its registers for them.
+#define BY_PAIRS(i, end) (WG == 1 && (i) + STEP + 16 <= (end))
 
 #if KIND == LAYER
 #define CENTERED(v) ((v) - mean)
@@ -77,46 +84,46 @@ rows_forward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(SCA
         __global const STORAGE(X_T) *in = x + row * n;
         __global STORAGE(Y_T) *out = y + row * n;
         size_t i;
-        float16 sum = 0;
+        GROUP_TERMS sum = 0;
 #if KIND == LAYER
-        for (i = lane; i + STEP + 16 <= n;) {
+        for (i = lane; BY_PAIRS(i, n);) {
             const size_t stop = min(i + PIECE * WG, (size_t)n);
             float16 sum0 = 0, sum1 = 0;
-            for (; i + STEP + 16 <= stop; i += 2 * STEP) {
+            for (; BY_PAIRS(i, stop); i += 2 * STEP) {
                 sum0 += LOAD16(X_T, in, i);
                 sum1 += LOAD16(X_T, in, i + STEP);
             }
-            sum += sum0 + sum1;
+            sum += TERMS(sum0 + sum1);
         }
-        for (; i + 16 <= n; i += STEP) sum += LOAD16(X_T, in, i);
-        if (i < n) sum += LOAD_PART(X_T, in, i, n, 0.0f);
-        const float mean = group_sum(sum16(sum), scratch) / n;
+        for (; i + 16 <= n; i += STEP) sum += TERMS(LOAD16(X_T, in, i));
+        if (i < n) sum += TERMS(LOAD_PART(X_T, in, i, n, 0.0f));
+        const float mean = group_sum(TERMS_SUM(sum), scratch) / n;
         if (lane == 0) means[row] = mean;
         sum = 0;
 #else
         const float mean = 0;
 #endif
-        for (i = lane; i + STEP + 16 <= n;) {
+        for (i = lane; BY_PAIRS(i, n);) {
             const size_t stop = min(i + PIECE * WG, (size_t)n);
             float16 sum0 = 0, sum1 = 0;
-            for (; i + STEP + 16 <= stop; i += 2 * STEP) {
+            for (; BY_PAIRS(i, stop); i += 2 * STEP) {
                 PREFETCH_TO_WRITE(out + i);
                 PREFETCH_TO_WRITE(out + i + STEP);
                 const float16 d0 = CENTERED(LOAD16(X_T, in, i)), d1 = CENTERED(LOAD16(X_T, in, i + STEP));
                 sum0 += d0 * d0;
                 sum1 += d1 * d1;
             }
-            sum += sum0 + sum1;
+            sum += TERMS(sum0 + sum1);
         }
         for (; i + 16 <= n; i += STEP) {
             const float16 d = CENTERED(LOAD16(X_T, in, i));
-            sum += d * d;
+            sum += TERMS(d * d);
         }
         if (i < n) {
             const float16 d = CENTERED(LOAD_PART(X_T, in, i, n, mean));
-            sum += d * d;
+            sum += TERMS(d * d);
         }
-        const float squares = group_sum(sum16(sum), scratch);
+        const float squares = group_sum(TERMS_SUM(sum), scratch);
 #if KIND == LAYER
         const float keep = squares / n;
 #elif KIND == RMS
@@ -167,11 +174,11 @@ rows_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_
 #endif
         const float r = inverse(kept[row], eps);
         size_t i;
-        float16 sum = 0, products = 0;
-        for (i = lane; i + STEP + 16 <= n;) {
+        GROUP_TERMS sum = 0, products = 0;
+        for (i = lane; BY_PAIRS(i, n);) {
             const size_t stop = min(i + PIECE * WG, (size_t)n);
             float16 sum0 = 0, sum1 = 0, product0 = 0, product1 = 0;
-            for (; i + STEP + 16 <= stop; i += 2 * STEP) {
+            for (; BY_PAIRS(i, stop); i += 2 * STEP) {
                 PREFETCH_TO_WRITE(out + i);
                 PREFETCH_TO_WRITE(out + i + STEP);
                 const float16 h0 = SCALED(LOAD16(G_T, g_in, i), i);
@@ -181,22 +188,22 @@ rows_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_
                 product0 += h0 * CENTERED(LOAD16(X_T, in, i));
                 product1 += h1 * CENTERED(LOAD16(X_T, in, i + STEP));
             }
-            sum += sum0 + sum1;
-            products += product0 + product1;
+            sum += TERMS(sum0 + sum1);
+            products += TERMS(product0 + product1);
         }
         for (; i + 16 <= n; i += STEP) {
             const float16 h = SCALED(LOAD16(G_T, g_in, i), i);
-            sum += h;
-            products += h * CENTERED(LOAD16(X_T, in, i));
+            sum += TERMS(h);
+            products += TERMS(h * CENTERED(LOAD16(X_T, in, i)));
         }
         if (i < n) {
             const float16 h = SCALED_PART(LOAD_PART(G_T, g_in, i, n, 0.0f), i, n);
-            sum += h;
-            products += h * CENTERED(LOAD_PART(X_T, in, i, n, 0.0f));
+            sum += TERMS(h);
+            products += TERMS(h * CENTERED(LOAD_PART(X_T, in, i, n, 0.0f)));
         }
-        const float product = group_sum(sum16(products), scratch);
+        const float product = group_sum(TERMS_SUM(products), scratch);
 #if KIND == LAYER
-        const float constant_part = r * (group_sum(sum16(sum), scratch) / n);
+        const float constant_part = r * (group_sum(TERMS_SUM(sum), scratch) / n);
 #else
         const float constant_part = 0;
 #endif

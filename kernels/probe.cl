@@ -48,3 +48,14 @@ __kernel ONE_WORK_ITEM void dot_bf16(__global uint *scratch, __global int *flag)
     *flag = is_right_12(a, b, sums) && is_right_8(a, b, sums);
 }
 #endif
+
+#ifdef PROBE_GROUP_SUMS
+// Of 64 work-items, each of which must get the same.
+__kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void group_sums(__global uint *unused, __global int *flag) {
+    SCRATCH;
+    const uint lid = get_local_id(0);
+    const float sum = group_sum((float)(lid * lid), scratch), most = group_max((float)(lid * 37 % 64), scratch);
+    const float right = group_sum(sum == 85344 && most == 63 ? 1.0f : 0.0f, scratch);
+    if (lid == 0) *flag = right == 64;
+}
+#endif

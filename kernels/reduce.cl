@@ -17,6 +17,9 @@
 //
 //   X_T, Y_T  storage types of input and output
 //   WG        work-items of a work-group in sum_rows: 1 on CPU devices, else a power of two
+//   PIECES    of pieces.clh
+
+#include "pieces.clh"
 
 #define BLOCK 1024 // elements summed in one go by sum_rows, a multiple of 64
 

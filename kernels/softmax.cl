@@ -19,6 +19,9 @@
 //   X_T, G_T, Y_T, DX_T  storage types of input, incoming gradient, result and outgoing gradient
 //   WG                   work-items of a work-group in *_rows: 1 on CPU devices, else a power of two
 //   KEPT                 elements of the longest row that *_kept_rows (for CPU devices) takes, a multiple of 16
+//   PIECES               of pieces.clh
+
+#include "pieces.clh"
 
 #ifdef SOFTMAX_KEPT_ROWS
 #if KEPT % 16
@@ -61,13 +64,14 @@ softmax_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *res
     const size_t lane = get_local_id(0) * 16;
     FOR_EACH_OWN(row, each, rows) {
         const size_t begin = row * n + lane, end = (row + 1) * n;
-        float16 most = -INFINITY, sums = 0;
+        float16 most = -INFINITY;
+        GROUP_TERMS sums = 0;
         for (size_t i = begin; i < end; i += WG * 16) most = fmax(most, LOAD_PART(X_T, x, i, end, -INFINITY));
         const float top = group_max(max16(most), scratch);
         size_t at = begin;
         // The lanes beyond the end hold -inf; in a row of -inf they would add NaNs, which it gets anyway.
-        LONG_SUM(float16, sums, at, end, WG * 16, exp16(LOAD_PART(X_T, x, at, end, -INFINITY) - top))
-        const float inverse = 1 / group_sum(sum16(sums), scratch);
+        LONG_SUM(GROUP_TERMS, sums, at, end, WG * 16, TERMS(exp16(LOAD_PART(X_T, x, at, end, -INFINITY) - top)))
+        const float inverse = 1 / group_sum(TERMS_SUM(sums), scratch);
         for (size_t i = begin; i < end; i += WG * 16)
             STORE_PART(Y_T, exp16(LOAD_PART(X_T, x, i, end, 0.0f) - top) * inverse, y, i, end);
     }
@@ -88,12 +92,12 @@ softmax_rows_backward(__global const STORAGE(Y_T) *restrict y, __global const ST
     const size_t lane = get_local_id(0) * 16;
     FOR_EACH_OWN(row, each, rows) {
         const size_t begin = row * n + lane, end = (row + 1) * n;
-        float16 sums = 0;
+        GROUP_TERMS sums = 0;
         size_t i = begin;
         const size_t whole = max(end, (size_t)15) - 15; // i < whole: i + 16 <= end
-        LONG_SUM(float16, sums, i, whole, WG * 16, product16(y, dy, i, dx))
-        if (i < end) sums += LOAD_PART(Y_T, y, i, end, 0.0f) * LOAD_PART(G_T, dy, i, end, 0.0f);
-        const float dot_product = group_sum(sum16(sums), scratch);
+        LONG_SUM(GROUP_TERMS, sums, i, whole, WG * 16, TERMS(product16(y, dy, i, dx)))
+        if (i < end) sums += TERMS(LOAD_PART(Y_T, y, i, end, 0.0f) * LOAD_PART(G_T, dy, i, end, 0.0f));
+        const float dot_product = group_sum(TERMS_SUM(sums), scratch);
         for (i = begin; i + 16 <= end; i += WG * 16) {
             PREFETCH(y + n + i);
             PREFETCH(dy + n + i);

@@ -23,6 +23,9 @@ from clamp.opencl.recording import unrecorded
 
 HALF_STORAGE = Kernel("probe.cl", "half_storage")
 DOT_BF16 = Kernel("probe.cl", "dot_bf16")
+GROUP_SUMS = Kernel("probe.cl", "group_sums")
+
+_GROUP = 64  # work-items of a group that sums
 
 SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
 _INTEL_ICD = "zz-clamp-intel-cpu.icd"  # ocl-icd lists platforms by file name: drivers already there stay first
@@ -135,6 +138,7 @@ class Capabilities:
             which hid its matrix units (AMX). The vendor tells, not a timing, because results must not depend on what
             else the machine was doing.
         compute_capability: NVIDIA's number (major, minor) for what instructions its GPU has; (0, 0) of other devices.
+        exchange: how work-items of a group bring their sums together: EXCHANGE of kernels/group_sum.clh.
     """
 
     is_cpu: bool
@@ -147,6 +151,7 @@ class Capabilities:
     dot_bf16: bool
     fast_dot_bf16: bool
     compute_capability: tuple[int, int] = (0, 0)
+    exchange: str = "TREE"
 
 
 _capabilities: dict[int, Capabilities] = {}
@@ -179,7 +184,16 @@ def _probed(queue: cl.CommandQueue) -> Capabilities:
         dot_bf16=dot_bf16,
         fast_dot_bf16=dot_bf16 and host_cpu_vendor() == "AuthenticAMD",
         compute_capability=_compute_capability(device),
+        exchange="TREE" if is_cpu else _exchange(queue),
     )
+
+
+def _exchange(queue: cl.CommandQueue) -> str:
+    """The first way to sum over a work-group, of those that the device's name for itself suggests, that is right."""
+    offered = {"cl_khr_subgroups", "cl_intel_subgroups"} & set(queue.device.extensions.split())
+    suggested = {"SHUFFLES": _compute_capability(queue.device) != (0, 0), "SUB_GROUPS": bool(offered)}
+    ways = (name for name, is_suggested in suggested.items() if is_suggested)
+    return next((way for way in ways if _probe(queue, GROUP_SUMS, _GROUP, WG=_GROUP, EXCHANGE=way)), "TREE")
 
 
 def _compute_capability(device: cl.Device) -> tuple[int, int]:
@@ -192,13 +206,13 @@ def _compute_capability(device: cl.Device) -> tuple[int, int]:
         return 0, 0
 
 
-def _probe(queue: cl.CommandQueue, kernel: Kernel) -> bool:
-    """Whether a kernel of ``probe.cl`` compiles here and sets its flag to 1."""
+def _probe(queue: cl.CommandQueue, kernel: Kernel, group: int = 1, **macros: object) -> bool:
+    """Whether a kernel of ``probe.cl`` compiles here and sets its flag to 1, in a work-group of so many work-items."""
     flag = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 4)
     cl.enqueue_fill_buffer(queue, flag, b"\0\0\0\0", 0, 4)
     scratch = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 4096)
     try:
-        kernel(queue, (1,), (1,), scratch, flag, **{f"PROBE_{kernel.name.upper()}": 1})
+        kernel(queue, (group,), (group,), scratch, flag, **{f"PROBE_{kernel.name.upper()}": 1}, **macros)
     except (KernelBuildError, cl.Error):
         return False
     result = bytearray(4)

@@ -143,7 +143,7 @@ def _partner_loss(
         plan = plan_rows(queue, rows, n)
         kernel(
             queue, plan.global_size, plan.local_size, *inputs, losses, slopes, rows, n, plan.each, margin,
-            WG=plan.group, **macros,
+            **plan.macros, **macros,
         )  # fmt: skip
     divisor = float(max(rows, 1)) if mean else 1.0
     return PartnerLoss(reduce_sum(losses, out_dtype="float32", divisor=divisor), slopes, divisor)

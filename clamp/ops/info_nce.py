@@ -83,7 +83,7 @@ def info_nce(
         tensors = (similarities, losses, tops, totals)
         ROW_LOSS(
             queue, plan.global_size, plan.local_size, *tensors, n, plan.each, temperature,
-            ROW_LOSS=1, WG=plan.group,
+            ROW_LOSS=1, **plan.macros,
         )  # fmt: skip
         if symmetric:
             COLUMN_LOSS(queue, *launch(queue, -(-n // 16)), *tensors, n, n, temperature, COLUMN_LOSS=1, WG=1)
@@ -125,6 +125,6 @@ def _slopes(forward: InfoNCE, grad: Tensor) -> Tensor:
         SIMILARITY_SLOPES(
             queue, plan.global_size, plan.local_size, similarities, forward.tops, forward.totals, grad, slopes, n,
             plan.each, forward.temperature, forward.divisor,
-            SLOPES=1, WG=plan.group, G_T=bridge.STORAGE[grad.dtype], **({"SYMMETRIC": 1} if forward.symmetric else {}),
+            SLOPES=1, **plan.macros, G_T=bridge.STORAGE[grad.dtype], **({"SYMMETRIC": 1} if forward.symmetric else {}),
         )  # fmt: skip
     return slopes

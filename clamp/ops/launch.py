@@ -43,6 +43,16 @@ def span_for(queue: cl.CommandQueue, size: int) -> int:
     return span
 
 
+def group_macros(queue: cl.CommandQueue, group: int) -> dict[str, object]:
+    """What kernels of work-groups of so many work-items are built with (kernels/group_sum.clh, kernels/pieces.clh)."""
+    macros: dict[str, object] = {"WG": group}
+    if group > 1:
+        macros["EXCHANGE"] = capabilities(queue).exchange
+    if pieces_for(queue):
+        macros["PIECES"] = 1
+    return macros
+
+
 @dataclass(frozen=True)
 class RowPlan:
     """How rows are dealt to work-groups by a kernel that goes through whole rows.
@@ -51,11 +61,13 @@ class RowPlan:
         group: work-items of a work-group.
         each: rows a work-group does one after the other.
         groups: work-groups.
+        macros: what the kernel is built with.
     """
 
     group: int
     each: int
     groups: int
+    macros: dict[str, object]
 
     @property
     def global_size(self) -> tuple[int]:
@@ -75,11 +87,11 @@ def plan_rows(queue: cl.CommandQueue, rows: int, n: int) -> RowPlan:
         group = _GROUP_GPU_ROWS if n > 1024 else 32
         while group > device.max_work_group:
             group //= 2
-        return RowPlan(group, 1, max(rows, 1))
+        return RowPlan(group, 1, max(rows, 1), group_macros(queue, group))
     each = max(1, _MIN_SPAN // max(n, 1))
     # No more pieces than keep the cores evenly busy, no fewer than one a core.
     each = min(max(each, -(-rows // (64 * device.compute_units))), max(1, -(-rows // device.compute_units)))
-    return RowPlan(1, each, max(1, -(-rows // each)))
+    return RowPlan(1, each, max(1, -(-rows // each)), group_macros(queue, 1))
 
 
 def parts_of(queue: cl.CommandQueue, sums: int, n: int, wide: int = 1) -> tuple[int, int]:

@@ -53,7 +53,7 @@ def _launch_losses(
     if rows:
         kernel(
             x.queue, plan.global_size, plan.local_size, x, targets, losses, stats, rows, n, plan.each, *numbers,
-            WG=plan.group, X_T=bridge.STORAGE[x.dtype], **macros,
+            **plan.macros, X_T=bridge.STORAGE[x.dtype], **macros,
         )  # fmt: skip
     return losses, stats, plan
 
@@ -69,7 +69,7 @@ def _launch_gradient(
         plan = plan_rows(x.queue, rows, n)
         kernel(
             x.queue, plan.global_size, plan.local_size, x, *others, grad, out, rows, n, plan.each, *numbers,
-            WG=plan.group, X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[out_dtype],
+            **plan.macros, X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[out_dtype],
             **macros,
         )  # fmt: skip
     return out
@@ -93,7 +93,7 @@ def label_loss(x: Tensor, labels: Tensor, ignore_index: int) -> RowLoss:
     loss, count = bridge.empty(x.queue, (1,), "float32"), bridge.empty(x.queue, (1,), "float32")
     LABEL_MEAN(
         x.queue, plan.local_size, plan.local_size, losses, stats, loss, count, x.shape[0],
-        WG=plan.group, X_T=bridge.STORAGE[x.dtype], **macros,
+        **plan.macros, X_T=bridge.STORAGE[x.dtype], **macros,
     )  # fmt: skip
     return RowLoss(loss, stats, count)
 

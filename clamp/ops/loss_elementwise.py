@@ -16,7 +16,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.launch import launch, parts_of, span_for
+from clamp.ops.launch import group_macros, launch, parts_of, pieces_for, span_for
 from clamp.ops.reduce import reduce_sum
 
 LOSS_SUM = Kernel("loss_elementwise.cl", "loss_sum")
@@ -66,7 +66,7 @@ def loss_sum(kind: str, operands: Sequence[Tensor], constants: Sequence[float] =
     sums = bridge.empty(queue, (parts,), "float32")
     LOSS_SUM(
         queue, (parts * group,), (group,), *_all_four(operands), sums, n, span, *_padded(constants),
-        LOSS_SUM=1, WG=group, **_macros(kind, operands),
+        LOSS_SUM=1, **group_macros(queue, group), **_macros(kind, operands),
     )  # fmt: skip
     return sums if parts == 1 else reduce_sum(sums, out_dtype="float32")
 
@@ -109,7 +109,7 @@ def _over_elements(
         kernel(
             x.queue, *launch(x.queue, -(-x.size // span)), *_all_four(operands), *others, out, x.size, span,
             *_padded(constants),
-            **macros, **_macros(kind, operands),
+            PIECES=pieces_for(x.queue), **macros, **_macros(kind, operands),
         )  # fmt: skip
     return out
 

@@ -18,6 +18,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
+from clamp.ops.launch import pieces_for
 
 UNSCALE = Kernel("multi_tensor.cl", "unscale")
 COUNT = Kernel("multi_tensor.cl", "count")
@@ -221,7 +222,7 @@ def _run(kernel: Kernel, launch: _Launch, *results: Any, **macros: int) -> None:
     group = 1 if capabilities(queue).is_cpu else _GROUP_GPU
     kernel(
         queue, (tiles * group,), (group,), table, *results, *launch.tensors,
-        X_T=launch.kind, DECADES=launch.slots // 10, **macros,
+        X_T=launch.kind, DECADES=launch.slots // 10, PIECES=pieces_for(queue), **macros,
     )  # fmt: skip
 
 

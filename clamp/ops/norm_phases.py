@@ -10,7 +10,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.launch import pieces_for
+from clamp.ops.launch import group_macros
 from clamp.ops.norm_sets import Activation, Inputs, Sets, Tensors, input_types, result_types, storage_types
 
 PLANES_MOMENTS = Kernel("norm_planes_phases.cl", "planes_moments")
@@ -38,12 +38,14 @@ class Plan:
         group: work-items of a work-group.
         parts: work-groups of a set.
         span: blocks of a part.
+        macros: what kernels are built with.
     """
 
     sets: int
     group: int
     parts: int
     span: int
+    macros: dict[str, object]
 
     def sizes(self, more: int = 0) -> tuple[tuple[int], tuple[int]]:
         """Work-items of a launch of all parts, and perhaps of more work-groups, and those of a work-group."""
@@ -59,7 +61,7 @@ def plan_of(queue: cl.CommandQueue, sets: Sets) -> Plan:
     wanted = _GROUPS_PER_UNIT * device.compute_units // sets.sets
     parts = max(1, min(wanted, sets.blocks // (_BLOCKS_PER_ITEM * group), _MOST_PARTS))
     span = -(-sets.blocks // parts)
-    return Plan(sets.sets, group, -(-sets.blocks // span), span)
+    return Plan(sets.sets, group, -(-sets.blocks // span), span, group_macros(queue, group))
 
 
 def forward(
@@ -72,7 +74,7 @@ def forward(
     moments = bridge.empty(x.queue, (sets.sets * plan.parts, 4), "float32")
     PLANES_MOMENTS(
         x.queue, *plan.sizes(), x, moments, *sets.geometry, plan.parts, plan.span,
-        PLANES_MOMENTS=1, WG=plan.group, PIECES=pieces_for(x.queue), **storage_types(X=x),
+        PLANES_MOMENTS=1, **plan.macros, **storage_types(X=x),
     )  # fmt: skip
     _normalize(tensors, sets, plan, eps, activation, moments, running, momentum)
 
@@ -92,8 +94,8 @@ def _normalize(
     PLANES_NORMALIZE(
         x.queue, *plan.sizes(more=is_running), *tensors, moments or mean, *moved, *sets.geometry, sets.channels,
         plan.parts, plan.span, momentum, eps, activation.slope,
-        PLANES_NORMALIZE=1, PARTS=int(moments is not None), RUNNING=is_running, WG=plan.group,
-        PIECES=pieces_for(x.queue), ACT=activation.kind, **result_types(tensors), **storage_types(RUNNING=moved[0]),
+        PLANES_NORMALIZE=1, PARTS=int(moments is not None), RUNNING=is_running, **plan.macros,
+        ACT=activation.kind, **result_types(tensors), **storage_types(RUNNING=moved[0]),
     )  # fmt: skip
 
 
@@ -118,12 +120,12 @@ def backward(
         GRADIENT_SUMS(
             x.queue, *of_sums.sizes(), *inputs, sums, *summed.geometry, summed.sets // sets.sets, of_sums.parts,
             of_sums.span, eps, activation.slope,
-            GRADIENT_SUMS=1, WG=of_sums.group, PIECES=pieces_for(x.queue), ACT=activation.kind, **input_types(inputs),
+            GRADIENT_SUMS=1, **of_sums.macros, ACT=activation.kind, **input_types(inputs),
         )  # fmt: skip
     PLANES_GRADIENT(
         x.queue, *plan.sizes(), *inputs, sums, dx or x, *(parameters or (mean, mean)), *sets.geometry, sets.channels,
         of_sums.parts, plan.span, float(sets.elements), eps, activation.slope,
         PLANES_GRADIENT=1, PARTS=int(parameters is not None), DX=int(dx is not None), TRAINING=int(training),
-        GROUPS=int(groups), WG=plan.group, PIECES=pieces_for(x.queue), ACT=activation.kind, **input_types(inputs),
+        GROUPS=int(groups), **plan.macros, ACT=activation.kind, **input_types(inputs),
         **storage_types(DX=dx or x),
     )  # fmt: skip

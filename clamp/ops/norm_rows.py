@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pyopencl as cl
 
 from clamp import bridge
@@ -102,7 +104,7 @@ def _forward(
     plan = plan_rows(x.queue, rows, n)
     ROWS_FORWARD(
         x.queue, plan.global_size, plan.local_size, x, gamma, beta, y, mean, kept, rows, n, plan.each, eps,
-        ROWS_FORWARD=1, KIND=kind, WG=plan.group, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[out_dtype],
+        ROWS_FORWARD=1, KIND=kind, **plan.macros, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[out_dtype],
         SCALE_T=bridge.STORAGE[gamma.dtype], SHIFT_T=bridge.STORAGE[beta.dtype],
     )  # fmt: skip
     return y
@@ -127,7 +129,7 @@ def _backward(
     ROWS_BACKWARD(
         x.queue, plan.global_size, plan.local_size, x, grad, gamma, mean, kept, dx, partial_gamma, partial_beta, rows,
         n, plan.each, eps,
-        ROWS_BACKWARD=1, KIND=kind, WG=plan.group, PARAMETERS=int(parameters), X_T=bridge.STORAGE[x.dtype],
+        ROWS_BACKWARD=1, KIND=kind, **plan.macros, PARAMETERS=int(parameters), X_T=bridge.STORAGE[x.dtype],
         G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[dx_dtype], SCALE_T=bridge.STORAGE[gamma.dtype],
     )  # fmt: skip
     dgamma, dbeta = (
@@ -141,4 +143,4 @@ def _plan_sums(queue: cl.CommandQueue, rows: int, n: int) -> RowPlan:
     """As ``plan_rows``, with few groups: each leaves a row of partial sums behind."""
     plan = plan_rows(queue, rows, n)
     each = min(max(plan.each, -(-rows // (4 * capabilities(queue).compute_units))), _ROWS_SUMMED)
-    return RowPlan(plan.group, each, -(-rows // each))
+    return replace(plan, each=each, groups=-(-rows // each))

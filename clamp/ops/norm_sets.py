@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import pyopencl as cl
@@ -90,7 +90,7 @@ class Sets:
             return plan, 1
         wanted = min(_WIDTH, -(-_RUN // self.hw), self.sets // (4 * capabilities(queue).compute_units))
         each = max(plan.each, wanted)
-        return RowPlan(plan.group, each, -(-self.sets // each)), _WIDTH
+        return replace(plan, each=each, groups=-(-self.sets // each)), _WIDTH
 
 
 def storage_types(**tensors: Tensor | str) -> dict[str, str]:

@@ -37,7 +37,7 @@ def prelu(x: Tensor, slope: Tensor, *, out_dtype: str) -> Tensor:
     PRELU(
         x.queue, plan.global_size, plan.local_size, x, slope, out, slope.size, n, span, parts, plan.each, rows * parts,
         PRELU=1, X_T=bridge.STORAGE[x.dtype], SLOPE_T=bridge.STORAGE[slope.dtype], Y_T=bridge.STORAGE[out_dtype],
-        WG=plan.group,
+        **plan.macros,
     )  # fmt: skip
     return out
 
@@ -86,7 +86,7 @@ def _one_pass(grad: Tensor, x: Tensor, slope: Tensor, n: int, dx_dtype: str | No
         plan.each, rows * parts,
         PRELU_BACKWARD=1, G_T=bridge.STORAGE[grad.dtype], X_T=bridge.STORAGE[x.dtype],
         SLOPE_T=bridge.STORAGE[slope.dtype], DX_T=bridge.STORAGE[dx_dtype or "float32"], WITH_DX=int(dx is not None),
-        WG=plan.group,
+        **plan.macros,
     )  # fmt: skip
     return dx, sums
 

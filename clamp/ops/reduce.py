@@ -8,7 +8,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.axes import around_axis, reduced_shape
-from clamp.ops.launch import STRIP, column_width, launch, parts_of, plan_rows, span_for
+from clamp.ops.launch import STRIP, column_width, launch, parts_of, pieces_for, plan_rows, span_for
 
 SUM_ROWS = Kernel("reduce.cl", "sum_rows")
 SUM_COLUMNS = Kernel("reduce.cl", "sum_columns")
@@ -51,7 +51,7 @@ def _sum_rows(x: Tensor, y: Tensor, outer: int, n: int, inner: int, parts: int, 
     plan = plan_rows(x.queue, outer * parts, min(n, span))
     SUM_ROWS(
         x.queue, plan.global_size, plan.local_size, x, y, outer * parts, n, span, parts, plan.each, divisor,
-        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], WG=plan.group,
+        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], **plan.macros,
     )  # fmt: skip
 
 
@@ -81,11 +81,11 @@ def expand(x: Tensor, shape: Sequence[int], axis: int | None = None, *, out_dtyp
     out = bridge.empty(x.queue, shape, out_dtype)
     if out.size == 0:
         return out
-    types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
+    macros = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype], "PIECES": pieces_for(x.queue)}
     span = span_for(x.queue, out.size)
     sizes = launch(x.queue, -(-out.size // span))
     if inner == 1:
-        EXPAND_ROWS(x.queue, *sizes, x, out, out.size, n, span, divisor, **types)
+        EXPAND_ROWS(x.queue, *sizes, x, out, out.size, n, span, divisor, **macros)
     else:
-        EXPAND_COLUMNS(x.queue, *sizes, x, out, out.size, n, inner, span, divisor, **types)
+        EXPAND_COLUMNS(x.queue, *sizes, x, out, out.size, n, inner, span, divisor, **macros)
     return out

@@ -39,7 +39,7 @@ def softmax(x: Tensor, axis: int = -1, *, out_dtype: str) -> Tensor:
         if plan.group == 1 and n <= _KEPT:
             SOFTMAX_KEPT_ROWS(x.queue, *sizes, x, out, outer, n, plan.each, SOFTMAX_KEPT_ROWS=1, KEPT=_KEPT, **types)
         else:
-            SOFTMAX_ROWS(x.queue, *sizes, x, out, outer, n, plan.each, SOFTMAX_ROWS=1, WG=plan.group, **types)
+            SOFTMAX_ROWS(x.queue, *sizes, x, out, outer, n, plan.each, SOFTMAX_ROWS=1, **plan.macros, **types)
     else:
         width = column_width(x.queue, outer, n, inner)
         strips = -(-inner // width)
@@ -72,7 +72,7 @@ def softmax_backward(y: Tensor, grad: Tensor, axis: int = -1, *, out_dtype: str)
         plan = plan_rows(y.queue, outer, n)
         SOFTMAX_ROWS_BACKWARD(
             y.queue, plan.global_size, plan.local_size, y, grad, out, outer, n, plan.each,
-            SOFTMAX_ROWS_BACKWARD=1, WG=plan.group, **types,
+            SOFTMAX_ROWS_BACKWARD=1, **plan.macros, **types,
         )  # fmt: skip
     else:
         width = column_width(y.queue, outer, n, inner)

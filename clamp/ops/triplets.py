@@ -65,7 +65,7 @@ def all_triplets(x: Tensor, labels: Tensor, margin: float, root: bool, mean: boo
     n, queue = x.shape[0], x.queue
     loss, count = bridge.empty(queue, (1,), "float32"), bridge.empty(queue, (1,), "float32")
     plan = plan_rows(queue, 1, n)
-    ACTIVE_MEAN(queue, plan.local_size, plan.local_size, losses, counts, loss, count, n, ACTIVE=1, WG=plan.group)
+    ACTIVE_MEAN(queue, plan.local_size, plan.local_size, losses, counts, loss, count, n, ACTIVE=1, **plan.macros)
     return TripletLoss(loss, slopes, count=count)
 
 
@@ -91,7 +91,7 @@ def _over_anchors(
         outputs = (slopes, losses, active) if every else (slopes, losses)
         kernel(
             queue, plan.global_size, plan.local_size, distances, classes, *outputs, n, plan.each, margin,
-            WG=plan.group, **macros,
+            **plan.macros, **macros,
         )  # fmt: skip
     return losses, slopes, active
 

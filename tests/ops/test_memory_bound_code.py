@@ -16,20 +16,24 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
+from clamp.bridge import Tensor
 from clamp.opencl import device
 from clamp.opencl.program import Kernel
-from clamp.ops import norm_phases, norm_planes, norm_planes_backward
+from clamp.ops import loss, loss_elementwise, multi_tensor, norm_phases, norm_planes, norm_planes_backward, norm_rows
+from clamp.ops import reduce as reduce_module
+from clamp.ops import softmax as softmax_module
 from clamp.ops.norm_sets import RELU
 from tests.ops.test_engines import GPU
-from tests.ops.test_matrix_units_ptx import Tools, allow, compiled, output_of, tools
+from tests.ops.test_matrix_units_ptx import REGISTERS, Tools, allow, compiled, output_of, tools
 from tests.reference import to_device
 
 __all__ = ["tools"]  # a fixture
 
 pytestmark = pytest.mark.slow
 
-H100 = replace(GPU, compute_units=132, compute_capability=(9, 0))
+H100 = replace(GPU, compute_units=132, compute_capability=(9, 0), exchange="SHUFFLES")
 PROCESSORS = ("sm_80", "sm_90")
+MOST = REGISTERS // 512  # registers of a work-item, so that two work-groups share a multiprocessor
 
 Built = list[tuple[Kernel, dict[str, Any]]]
 
@@ -64,30 +68,68 @@ def _group_norm(queue: cl.CommandQueue) -> None:
     )
 
 
-#: what is called, kernels that it launches, and the registers that a work-item of each may take at most
+def _rows(queue: cl.CommandQueue) -> None:
+    for n in (128, 4096):
+        x, weight = _tensor(queue, 4, n), _tensor(queue, n, dtype="float32")
+        statistics = _tensor(queue, 4, 1, dtype="float32")
+        norm_rows.layer_norm(x, weight, weight, eps=1e-5, out_dtype="float16")
+        norm_rows.layer_norm_backward(
+            x, weight, x, statistics, statistics,
+            eps=1e-5, dx_dtype="float16", dgamma_dtype="float32", dbeta_dtype="float32",
+        )  # fmt: skip
+        softmax_module.softmax(x, out_dtype="float16")
+        softmax_module.softmax_backward(x, x, out_dtype="float16")
+        reduce_module.reduce_sum(x, 1, out_dtype="float16")
+        reduce_module.expand(weight, (4, n), 0, out_dtype="float16")
+
+
+def _losses(queue: cl.CommandQueue) -> None:
+    x, one = _tensor(queue, 4, 1000), _tensor(queue, 1, dtype="float32")
+    labels = Tensor.from_host(queue, np.zeros(4, np.int32))
+    forward = loss.label_loss(x, labels, -100)
+    loss.label_gradient(x, labels, forward, one, "float16")
+    loss_elementwise.loss_sum("logit_bce", (x, x))
+    loss_elementwise.loss_gradient("logit_bce", (x, x), one, "float16")
+    multi_tensor.unscale_([x], [_tensor(queue, 4, 1000, dtype="float32")], one.buffer)
+
+
+#: what is called, and kernels that it launches
 CASES = [
-    (_batch_norm, norm_phases.PLANES_MOMENTS, 96),
-    (_batch_norm, norm_phases.PLANES_NORMALIZE, 96),
-    (_batch_norm, norm_phases.GRADIENT_SUMS, 96),
-    (_batch_norm, norm_phases.PLANES_GRADIENT, 96),
-    (_group_norm, norm_phases.PLANES_MOMENTS, 96),
-    (_group_norm, norm_phases.PLANES_NORMALIZE, 96),
-    (_group_norm, norm_phases.GRADIENT_SUMS, 96),
-    (_group_norm, norm_phases.PLANES_GRADIENT, 96),
+    (_batch_norm, norm_phases.PLANES_MOMENTS),
+    (_batch_norm, norm_phases.PLANES_NORMALIZE),
+    (_batch_norm, norm_phases.GRADIENT_SUMS),
+    (_batch_norm, norm_phases.PLANES_GRADIENT),
+    (_group_norm, norm_phases.PLANES_MOMENTS),
+    (_group_norm, norm_phases.PLANES_NORMALIZE),
+    (_group_norm, norm_phases.GRADIENT_SUMS),
+    (_group_norm, norm_phases.PLANES_GRADIENT),
+    (_rows, norm_rows.ROWS_FORWARD),
+    (_rows, norm_rows.ROWS_BACKWARD),
+    (_rows, softmax_module.SOFTMAX_ROWS),
+    (_rows, softmax_module.SOFTMAX_ROWS_BACKWARD),
+    (_rows, reduce_module.SUM_ROWS),
+    (_rows, reduce_module.EXPAND_COLUMNS),
+    (_losses, loss.LABEL_LOSS),
+    (_losses, loss.LABEL_GRADIENT),
+    (_losses, loss_elementwise.LOSS_SUM),
+    (_losses, loss_elementwise.LOSS_GRADIENT),
+    (_losses, multi_tensor.UNSCALE),
 ]
 
 
 #: kernels that write a few sums
-SUMS = (norm_phases.PLANES_MOMENTS, norm_phases.GRADIENT_SUMS)
+SUMS = (
+    norm_phases.PLANES_MOMENTS, norm_phases.GRADIENT_SUMS, reduce_module.SUM_ROWS, loss.LABEL_LOSS,
+    loss_elementwise.LOSS_SUM,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("compute", "kernel", "most"),
+    ("compute", "kernel"),
     [pytest.param(*case, id=f"{case[0].__name__.strip('_')}-{case[1].name}") for case in CASES],
 )
 def test_wide_moves_without_a_stack(
-    queue: cl.CommandQueue, tools: Tools, tmp_path: Path, compute: Callable[[cl.CommandQueue], object], kernel: Kernel,
-    most: int,
+    queue: cl.CommandQueue, tools: Tools, tmp_path: Path, compute: Callable[[cl.CommandQueue], object], kernel: Kernel
 ) -> None:  # fmt: skip
     macros = next(macros for built, macros in built_by(queue, compute) if built == kernel)
     words = " ".join(f"{name}={value}" for name, value in sorted(macros.items()))
@@ -98,7 +140,7 @@ def test_wide_moves_without_a_stack(
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in said
         registers = int(re.findall(r"Used (\d+) registers", said)[0])
         code = output_of(tools.cuobjdump, "-sass", "-fun", kernel.name, binary)
-        assert registers <= most
+        assert registers <= MOST
         allow(f"{kernel.file} {kernel.name}, {words}", processor, registers)
         assert "LDG.E.128" in code
         if kernel not in SUMS:

@@ -41,7 +41,7 @@ def in_parts(monkeypatch: pytest.MonkeyPatch, span: int) -> None:
 
     def plan_of(queue: cl.CommandQueue, sets: Sets) -> norm_phases.Plan:
         blocks = -(-span // 16)
-        return norm_phases.Plan(sets.sets, 32, -(-sets.blocks // blocks), blocks)
+        return norm_phases.Plan(sets.sets, 32, -(-sets.blocks // blocks), blocks, launch.group_macros(queue, 32))
 
     monkeypatch.setattr(norm_phases, "plan_of", plan_of)
 

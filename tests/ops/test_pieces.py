@@ -15,8 +15,10 @@ import pytest
 from clamp.bridge import Tensor
 from clamp.ops import cast as cast_module
 from clamp.ops import elementwise as elementwise_module
+from clamp.ops import launch, loss, loss_elementwise, multi_tensor, norm_rows, reduce, softmax
 from clamp.ops.cast import cast
 from clamp.ops.elementwise import elementwise
+from tests.ops.test_group_sum import as_gpu
 from tests.ops.test_matrix_units_ptx import Tools, compiled, output_of, tools
 from tests.reference import SPECIAL, STORAGE_DTYPES, to_device
 from tests.sweep import sweep
@@ -33,7 +35,7 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Both:
     """Compares the bits of what a function computes in one way and in the other."""
 
     def bits(compute: Callable[[], Tensor], pieces: int) -> npt.NDArray[Any]:
-        for module in (cast_module, elementwise_module):
+        for module in (cast_module, elementwise_module, launch, loss_elementwise, multi_tensor, reduce):
             monkeypatch.setattr(module, "pieces_for", lambda queue: pieces)
         elementwise_module._plans.known.clear()  # which are kept by shapes and types
         host: npt.NDArray[Any] = compute().to_host()
@@ -84,6 +86,65 @@ def test_integers(queue: cl.CommandQueue, both: Both) -> None:
     x = to_device(queue, numbers(50))
     flags = Tensor.from_host(queue, np.arange(50, dtype=np.int32) % 3)
     both(lambda: elementwise("where", "float32", flags, x, 2.0))
+
+
+def _norm(x: Tensor, other: Tensor) -> Tensor:
+    return norm_rows.layer_norm(x, other, other, eps=1e-5, out_dtype=x.dtype)[0]
+
+
+def _norm_gradient(x: Tensor, other: Tensor) -> Tensor:
+    _, mean, var = norm_rows.layer_norm(x, other, other, eps=1e-5, out_dtype="float32")
+    arguments = {"dx_dtype": x.dtype, "dgamma_dtype": "float32", "dbeta_dtype": None}
+    dx, dgamma, _ = norm_rows.layer_norm_backward(x, other, x, mean, var, eps=1e-5, **arguments)
+    assert dgamma is not None
+    return elementwise("add", "float32", dx, dgamma)
+
+
+def _loss(x: Tensor, other: Tensor) -> Tensor:
+    return loss.probability_loss(x, x).stats
+
+
+def _loss_gradient(x: Tensor, other: Tensor) -> Tensor:
+    forward = loss.hinge_loss(x, x, 1.0)
+    return loss.hinge_gradient(x, forward, forward.loss, 1.0, x.dtype)
+
+
+def _loss_terms(x: Tensor, other: Tensor) -> Tensor:
+    return loss_elementwise.loss_terms("mse", (x, x), x.dtype)
+
+
+def _unscaled(x: Tensor, other: Tensor) -> Tensor:
+    y = cast(x, "float32") if x.dtype != "float32" else elementwise("copy", "float32", x)
+    state = to_device(x.queue, np.array([0.5, 0.0]))
+    multi_tensor.unscale_([x], [y], state.buffer)
+    return y
+
+
+#: what is computed of rows, and of one more row of as many elements
+ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "norm": _norm,
+    "norm_gradient": _norm_gradient,
+    "softmax": lambda x, other: softmax.softmax(x, out_dtype=x.dtype),
+    "softmax_gradient": lambda x, other: softmax.softmax_backward(x, x, out_dtype=x.dtype),
+    "sum": lambda x, other: reduce.reduce_sum(x, 1, out_dtype="float32"),
+    "expand": lambda x, other: reduce.expand(other, x.shape, 0, out_dtype=x.dtype),
+    "loss": _loss,
+    "loss_gradient": _loss_gradient,
+    "loss_terms": _loss_terms,
+    "unscaled": _unscaled,
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(("dtype", "n"), sweep([("float16", 56), *product(STORAGE_DTYPES, (37, 600))]))
+def test_rows(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, both: Both, name: str, dtype: str, n: int
+) -> None:
+    as_gpu(monkeypatch, queue, "TREE")
+    host = numbers(5, n)
+    host[0] = 1.0  # no special ones, which would be in every sum
+    x, other = to_device(queue, host, dtype), to_device(queue, np.linspace(-1, 1, n), dtype)
+    both(lambda: ROWS[name](x, other))
 
 
 @pytest.mark.slow

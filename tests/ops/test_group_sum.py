@@ -1,0 +1,69 @@
+"""Sums and maxima over a work-group (kernels/group_sum.clh): every way a device has gives every work-item the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp.bridge import Tensor
+from clamp.opencl import device
+from clamp.opencl.device import GROUP_SUMS, capabilities
+from clamp.ops import norm_rows, softmax
+from clamp.ops.reduce import reduce_sum
+from tests.reference import to_device, to_numpy
+
+pytestmark = pytest.mark.kernel
+
+HAS_SUB_GROUPS = "cl_intel_subgroups"
+
+
+def as_gpu(patch: pytest.MonkeyPatch, queue: cl.CommandQueue, exchange: str) -> None:
+    """Lets the device pass for a GPU whose work-items exchange values in this way."""
+    other = dataclasses.replace(capabilities(queue), is_cpu=False, exchange=exchange)
+    patch.setitem(device._capabilities, queue.device.int_ptr, other)
+
+
+def by_both(queue: cl.CommandQueue, compute: Callable[[], Tensor]) -> list[np.ndarray]:
+    """What a function computes with sums of sub-groups, and with a tree."""
+    results = []
+    for exchange in ("SUB_GROUPS", "TREE"):
+        with pytest.MonkeyPatch.context() as patch:
+            as_gpu(patch, queue, exchange)
+            results.append(to_numpy(compute()))
+    return results
+
+
+def test_ways_that_a_device_offers_are_right(queue: cl.CommandQueue) -> None:
+    ways = ["TREE", "SUB_GROUPS"] if HAS_SUB_GROUPS in queue.device.extensions else ["TREE"]
+    for exchange in ways:
+        for group in (64,):
+            assert device._probe(queue, GROUP_SUMS, group, WG=group, EXCHANGE=exchange), exchange
+
+
+def test_a_gpu_with_sub_groups_uses_them(queue: cl.CommandQueue) -> None:
+    offered = HAS_SUB_GROUPS in queue.device.extensions
+    assert device._exchange(queue) == ("SUB_GROUPS" if offered else "TREE")
+    assert capabilities(queue).exchange == "TREE"  # of work-groups of one, or a simulator
+
+
+@pytest.mark.parametrize("n", [3, 40, 2000])
+def test_sums_of_sub_groups(queue: cl.CommandQueue, n: int) -> None:
+    if HAS_SUB_GROUPS not in queue.device.extensions:
+        pytest.skip("no sub-groups")
+    rows = np.random.default_rng(n).standard_normal((5, n))
+    rows[3, n // 2] = -np.inf
+    x, one = to_device(queue, rows), to_device(queue, np.ones(n))
+    for compute in (
+        lambda: reduce_sum(x, 1, out_dtype="float32"),
+        lambda: softmax.softmax(x, out_dtype="float32"),
+        lambda: norm_rows.rms_norm(x, one, eps=1e-5, out_dtype="float32")[0],
+    ):
+        got, expected = by_both(queue, compute)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    rows[2, 0] = np.nan
+    got, expected = by_both(queue, lambda: softmax.softmax(to_device(queue, rows), out_dtype="float32"))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
