@@ -18,6 +18,7 @@
 // other in `phases`, [a][b][n][c][rows of a][columns of b], and are put together row by row.
 //
 //   X_T, Y_T   storage types of what is read and written; u16 for both where 16 bits are moved as they are
+//   INDEX      of *_elements: type of an element's number: uint, which GPUs divide fast, or ulong if there are too many
 //
 // *_rows is for CPU devices: a work-item writes `each` whole rows, 16 elements at a time; what a store writes beyond
 // the end of a row is overwritten by the next row. *_elements is for all others, a work-item an element.
@@ -100,16 +101,16 @@ stage_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restr
 
 #ifdef STAGE_ELEMENTS
 __kernel void stage_elements(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y,
-                             const ulong first, const ulong rows, const ulong H, const ulong W, const ulong HS,
-                             const ulong WS, const uint phases_y, const uint phases_x, const uint stride_y,
+                             const INDEX first, const INDEX rows, const INDEX H, const INDEX W, const INDEX HS,
+                             const INDEX WS, const uint phases_y, const uint phases_x, const uint stride_y,
                              const uint stride_x, const uint pad_y, const uint pad_x) {
-    const size_t at = get_global_id(0), row = at / WS;
+    const INDEX at = get_global_id(0), row = at / WS;
     if (row >= rows) return;
     const uint phase_x = row / HS % phases_x, phase_y = row / (HS * phases_x) % phases_y;
-    const size_t plane = row / (HS * phases_x * phases_y);
-    const long h = (long)(row % HS * stride_y + phase_y) - pad_y, w = (long)(at % WS * stride_x + phase_x) - pad_x;
-    const bool inside = h >= 0 && h < (long)H && w >= 0 && w < (long)W;
-    STORE(Y_T, inside ? LOAD(X_T, x, ((first + plane) * H + h) * W + w) : (VALUE(X_T))0, y, at);
+    const INDEX plane = row / (HS * phases_x * phases_y);
+    // what lies before the source wraps around to numbers beyond it
+    const INDEX h = row % HS * stride_y + phase_y - pad_y, w = at % WS * stride_x + phase_x - pad_x;
+    STORE(Y_T, h < H && w < W ? LOAD(X_T, x, ((first + plane) * H + h) * W + w) : (VALUE(X_T))0, y, at);
 }
 #endif
 
@@ -153,13 +154,13 @@ interleave_rows(__global const STORAGE(Y_T) *restrict phases, __global STORAGE(Y
 
 #ifdef INTERLEAVE_ELEMENTS
 __kernel void interleave_elements(__global const STORAGE(Y_T) *restrict phases, __global STORAGE(Y_T) *restrict y,
-                                  const ulong planes, const ulong H, const ulong W, const uint stride_y,
+                                  const INDEX planes, const INDEX H, const INDEX W, const uint stride_y,
                                   const uint stride_x) {
-    const size_t at = get_global_id(0);
+    const INDEX at = get_global_id(0);
     if (at >= planes * H * W) return;
-    const size_t w = at % W, h = at / W % H, plane = at / (H * W), a = h % stride_y, b = w % stride_x;
-    const size_t rows_a = POSITIONS(H, a, stride_y), columns_b = POSITIONS(W, b, stride_x);
-    const size_t from = (plane * rows_a + h / stride_y) * columns_b + w / stride_x;
+    const INDEX w = at % W, h = at / W % H, plane = at / (H * W), a = h % stride_y, b = w % stride_x;
+    const INDEX rows_a = POSITIONS(H, a, stride_y), columns_b = POSITIONS(W, b, stride_x);
+    const INDEX from = (plane * rows_a + h / stride_y) * columns_b + w / stride_x;
     STORE(Y_T, LOAD(Y_T, phases, PHASE_BEGIN(a, b, rows_a) + from), y, at);
 }
 #endif

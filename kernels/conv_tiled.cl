@@ -10,6 +10,7 @@
 // rows y + SIDE*i and its columns x + SIDE*j. TILE_K steps of both operands are in local memory at a time.
 //
 //   X_T, G_T, OUT_T, BIAS_T   storage types of the staged source, the output gradient, the output and the bias
+//   INDEX                     type of a position's number: uint, which GPUs divide fast, or ulong if there are too many
 //
 // weights: [group][block of TILE_K steps][M/TILE][step][TILE] floats, zero beyond M. M, K: output channels and steps of
 // one group.
@@ -18,10 +19,13 @@
 #define PITCH (TILE + 1) // odd, so that walking along k meets every bank
 
 // The staged element of position j's first tap.
-static inline size_t begin_of(size_t j, size_t positions, size_t width, size_t pitch, size_t image) {
-    const size_t p = j % positions;
+static inline size_t begin_of(INDEX j, INDEX positions, INDEX width, size_t pitch, size_t image) {
+    const INDEX p = j % positions;
     return j / positions * image + p / width * pitch + p % width;
 }
+
+// The element of position j's result, or gradient, of the first channel.
+static inline size_t place_of(INDEX j, INDEX positions, size_t image) { return j / positions * image + j % positions; }
 
 #define CLEAR_SUMS                                \
     float sum[PER_ITEM][PER_ITEM];                \
@@ -73,7 +77,7 @@ conv(__global const float *restrict weights, __global const STORAGE(X_T) *restri
     for (int j = 0; j < PER_ITEM; j++) {
         const size_t column = j0 + x + SIDE * j;
         if (column >= columns) continue;
-        const size_t at = out_begin + column / positions * out_image + column % positions;
+        const size_t at = out_begin + place_of(column, positions, out_image);
         for (int i = 0; i < PER_ITEM; i++) {
             const size_t m = m0 + y + SIDE * i;
             if (m >= M) continue;
@@ -108,7 +112,7 @@ weight_grad(__global const STORAGE(X_T) *restrict staged, __global const ulong *
         for (int j = item; j < TILE_K; j += SIDE * SIDE) {
             const size_t column = min(j0 + j, (size_t)columns - 1);
             begin[j] = begin_of(column, positions, width, pitch, image);
-            grad_at[j] = column / positions * grad_image + column % positions;
+            grad_at[j] = place_of(column, positions, grad_image);
         }
         barrier(CLK_LOCAL_MEM_FENCE);
         for (int e = item; e < TILE * TILE_K; e += SIDE * SIDE) {

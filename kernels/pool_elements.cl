@@ -10,10 +10,11 @@
 //
 //   X_T, Y_T, G_T, DX_T   storage types of input, result, gradient of the result, gradient of the input
 //   MAX                   1: maximum, 0: average
+//   INDEX                 type of an element's number: uint, which GPUs divide fast, or ulong where there are too many
 
 #ifdef POOL_ELEMENTS
 // A large window is summed in blocks of its rows, and those in blocks, so that rounding does not grow with it.
-static inline float sum_of_row(__global const STORAGE(X_T) *x, size_t begin, uint count) {
+static inline float sum_of_row(__global const STORAGE(X_T) *x, INDEX begin, uint count) {
     float sum = 0;
     uint k = 0;
     LONG_SUM(float, sum, k, count, 1, LOAD(X_T, x, begin + k))
@@ -21,15 +22,15 @@ static inline float sum_of_row(__global const STORAGE(X_T) *x, size_t begin, uin
 }
 
 __kernel void pool_elements(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y,
-                            const ulong out_size, const uint span, const uint height, const uint width,
+                            const INDEX out_size, const uint span, const uint height, const uint width,
                             const uint out_height, const uint out_width, const uint kernel_size, const uint stride,
                             const float scale) {
-    size_t i = (size_t)get_global_id(0) * span;
-    const size_t end = min(i + span, (size_t)out_size);
+    INDEX i = get_global_id(0) * span;
+    const INDEX end = min(i + span, out_size);
     for (; i < end; i++) {
-        const size_t line = i / out_width, plane = line / out_height;
-        const size_t oh = line - plane * out_height, ow = i - line * out_width;
-        size_t at = (plane * height + oh * stride) * width + ow * stride;
+        const INDEX line = i / out_width, plane = line / out_height;
+        const INDEX oh = line - plane * out_height, ow = i - line * out_width;
+        INDEX at = (plane * height + oh * stride) * width + ow * stride;
 #if MAX
         float v = LOAD(X_T, x, at);
         for (uint kh = 0; kh < kernel_size; kh++, at += width) {
@@ -42,7 +43,7 @@ __kernel void pool_elements(__global const STORAGE(X_T) *restrict x, __global ST
 #else
         float sum = 0;
         uint row = 0;
-        LONG_SUM(float, sum, row, kernel_size, 1, sum_of_row(x, at + (size_t)row * width, kernel_size))
+        LONG_SUM(float, sum, row, kernel_size, 1, sum_of_row(x, at + (INDEX)row * width, kernel_size))
         STORE(Y_T, sum * scale, y, i);
 #endif
     }
@@ -52,15 +53,15 @@ __kernel void pool_elements(__global const STORAGE(X_T) *restrict x, __global ST
 #ifdef MAX_POOL_ARGMAX
 // Where in its plane each window has its (first) maximum.
 __kernel void max_pool_argmax(__global const STORAGE(X_T) *restrict x, __global int *restrict chosen,
-                              const ulong out_size, const uint span, const uint height, const uint width,
+                              const INDEX out_size, const uint span, const uint height, const uint width,
                               const uint out_height, const uint out_width, const uint kernel_size,
                               const uint stride) {
-    size_t i = (size_t)get_global_id(0) * span;
-    const size_t end = min(i + span, (size_t)out_size);
+    INDEX i = get_global_id(0) * span;
+    const INDEX end = min(i + span, out_size);
     for (; i < end; i++) {
-        const size_t line = i / out_width, plane = line / out_height;
+        const INDEX line = i / out_width, plane = line / out_height;
         const uint oh = line - plane * out_height, ow = i - line * out_width;
-        const size_t from = plane * height * width;
+        const INDEX from = plane * height * width;
         uint at = oh * stride * width + ow * stride, best = at;
         float v = LOAD(X_T, x, from + at);
         for (uint kh = 0; kh < kernel_size; kh++, at += width) {
@@ -77,14 +78,14 @@ __kernel void max_pool_argmax(__global const STORAGE(X_T) *restrict x, __global 
 #ifdef POOL_ELEMENTS_BACKWARD
 // Each input gathers from the windows that cover it: all of them (average), or those that chose it (maximum).
 __kernel void pool_elements_backward(__global const STORAGE(G_T) *restrict dy, __global const int *restrict chosen,
-                                     __global STORAGE(DX_T) *restrict dx, const ulong in_size, const uint span,
+                                     __global STORAGE(DX_T) *restrict dx, const INDEX in_size, const uint span,
                                      const uint height, const uint width, const uint out_height,
                                      const uint out_width, const uint kernel_size, const uint stride,
                                      const float scale) {
-    size_t i = (size_t)get_global_id(0) * span;
-    const size_t end = min(i + span, (size_t)in_size);
+    INDEX i = get_global_id(0) * span;
+    const INDEX end = min(i + span, in_size);
     for (; i < end; i++) {
-        const size_t line = i / width, plane = line / height;
+        const INDEX line = i / width, plane = line / height;
         const uint ih = line - plane * height, iw = i - line * width;
         const uint oh_begin = ih < kernel_size ? 0 : (ih - kernel_size) / stride + 1;
         const uint ow_begin = iw < kernel_size ? 0 : (iw - kernel_size) / stride + 1;
@@ -93,7 +94,7 @@ __kernel void pool_elements_backward(__global const STORAGE(G_T) *restrict dy, _
         for (uint oh = oh_begin; oh < oh_end; oh++) {
             float line = 0; // in two levels, as windows may be many
             for (uint ow = ow_begin; ow < ow_end; ow++) {
-                const size_t window = (plane * out_height + oh) * out_width + ow;
+                const INDEX window = (plane * out_height + oh) * out_width + ow;
 #if MAX
                 if (chosen[window] == (int)(ih * width + iw))
 #endif

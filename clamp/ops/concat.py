@@ -17,7 +17,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.axes import around_axis, axis_of
-from clamp.ops.launch import launch, span_for
+from clamp.ops.launch import index_type, launch, span_for
 
 MOVE_PARTS = Kernel("concat.cl", "move_parts")
 
@@ -195,10 +195,9 @@ def _launch(whole: Tensor, extents: tuple[int, int, int], parts: list[Part], kin
         tensor = whole if part.tensor is None else part.tensor
         arguments += [tensor, length, part.start * scale_up // scale_down, end]
     arguments += [arguments[0], 1, 0, end] * (count - len(parts))
-    index = "uint" if end < 1 << 31 else "ulong"
     MOVE_PARTS(
         whole.queue, *launch(whole.queue, end), whole, row, rows, span, zeros, *arguments,
-        PARTS=count, JOIN=int(join), VECTORS=int(is_cpu), INDEX=index, **types,
+        PARTS=count, JOIN=int(join), VECTORS=int(is_cpu), INDEX=index_type(end), **types,
     )  # fmt: skip
 
 

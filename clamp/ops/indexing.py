@@ -16,7 +16,7 @@ from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.axes import around_axis, axis_of
 from clamp.ops.concat import WORDS, overwrite, require_same_but, result_tensor, widest_word
-from clamp.ops.launch import launch, span_for
+from clamp.ops.launch import index_type, launch, span_for
 
 PICK = Kernel("indexing.cl", "pick")
 ADD_LISTED = Kernel("indexing.cl", "add_listed")
@@ -78,7 +78,7 @@ def index_select(
         x.queue, *launch(x.queue, items), x, index, out, dim, n, inner, outer * n, span, deep,
         fill if np.isnan(missing) else 0,
         PICK=1, VECTORS=int(is_cpu), SINGLES=int(is_cpu and inner == 1),
-        INDEX="uint" if max(items, outer * n) < 1 << 31 else "ulong", **types,
+        INDEX=index_type(max(items, outer * n)), **types,
     )  # fmt: skip
     return out
 

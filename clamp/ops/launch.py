@@ -32,6 +32,14 @@ def pieces_for(queue: cl.CommandQueue) -> int:
     return int(not capabilities(queue).is_cpu)
 
 
+def index_type(largest: int) -> str:
+    """The macro INDEX of kernels that divide numbers of elements, up to this one or a little beyond it.
+
+    GPUs divide 32 bits several times as fast as 64.
+    """
+    return "uint" if largest < 1 << 31 else "ulong"
+
+
 def span_for(queue: cl.CommandQueue, size: int) -> int:
     """Elements a work-item should handle in a pass over ``size`` contiguous elements."""
     device = capabilities(queue)

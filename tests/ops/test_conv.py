@@ -11,7 +11,7 @@ import pytest
 
 from clamp.opencl.device import capabilities
 from clamp.ops import conv as ops
-from clamp.ops.conv import Window, engines, stage
+from clamp.ops.conv import Window, engines, stage, tiled
 from tests.ops.conv_reference import Case, check, forward, storage_of
 from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 from tests.sweep import sweep
@@ -108,6 +108,16 @@ def test_positions_of_several_blocks(queue: cl.CommandQueue, simulated: bool, en
         pytest.skip("slow to simulate")
     check(queue, Case(2, 2, 3, (31, 47), (3, 3), pad=(1, 1)), engine)
     check(queue, Case(3, 9, 13, (29, 29), (1, 1)), engine)
+
+
+def test_as_if_there_were_too_many_positions_for_32_bits(
+    queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if simulated:
+        pytest.skip("slow to simulate")
+    for module in (stage, tiled):
+        monkeypatch.setattr(module, "index_type", lambda largest: "ulong")
+    check(queue, Case(2, 1, 2, (5, 6), (3, 3), (2, 2), (1, 1)), "tiled")
 
 
 @ENGINES

@@ -8,6 +8,7 @@ import pyopencl as cl
 import pytest
 
 from clamp.ops import launch, pool
+from clamp.ops.pool import elements
 from tests.ops.plans import plans_of
 from tests.reference import SPECIAL, STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
@@ -178,6 +179,23 @@ def test_every_engine_gives_the_same_bits(queue: cl.CommandQueue) -> None:
     assert all(np.array_equal(gradient, gradients[0]) for gradient in gradients)
     with pytest.raises(ValueError, match=r"pairs does not compute Problem.*stride=2.*takes 2x2 windows"):
         pool.avg_pool2d(x, 3, 2, out_dtype="float16", engine="pairs")
+
+
+def test_as_if_there_were_too_many_elements_for_32_bits(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = to_device(queue, np.random.default_rng(1).standard_normal((2, 3, 7, 9)))
+    grad = to_device(queue, np.random.default_rng(2).standard_normal((2, 3, 3, 4)))
+
+    def results() -> list[Array]:
+        y = pool.max_pool2d(x, 3, 2, out_dtype="float32", engine="elements")
+        dx = pool.max_pool2d_backward(x, grad, 3, 2, out_dtype="float32", engine="elements")
+        return [to_numpy(y), to_numpy(dx)]
+
+    expected = results()
+    monkeypatch.setattr(elements, "index_type", lambda largest: "ulong")
+    for got, wanted in zip(results(), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
 
 
 def test_empty_and_wrong_arguments(queue: cl.CommandQueue) -> None:

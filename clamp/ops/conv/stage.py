@@ -16,7 +16,7 @@ from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.conv.geometry import Correlation, Pair
 from clamp.ops.gemm.problem import Epilogue
-from clamp.ops.launch import launch
+from clamp.ops.launch import index_type, launch
 
 _STAGE_ROWS = Kernel("conv_stage.cl", "stage_rows")
 _STAGE_ELEMENTS = Kernel("conv_stage.cl", "stage_elements")
@@ -122,7 +122,8 @@ def stage(
         _STAGE_ROWS(x.queue, *grid, x, out, first_plane, x.size, *sizes, *phases, each, STAGE_ROWS=1, **types)
     else:
         grid = launch(x.queue, rows * columns_phase)
-        _STAGE_ELEMENTS(x.queue, *grid, x, out, first_plane, *sizes, *phases, STAGE_ELEMENTS=1, **types)
+        index = index_type(max(x.size, rows * columns_phase))
+        _STAGE_ELEMENTS(x.queue, *grid, x, out, first_plane, *sizes, *phases, STAGE_ELEMENTS=1, INDEX=index, **types)
     return out
 
 
@@ -168,4 +169,7 @@ def interleave(phases: Tensor, out: Tensor, stride: Pair, *, by_rows: bool) -> N
         _INTERLEAVE_ROWS(queue, *grid, phases, out, planes, height, width, *stride, each, INTERLEAVE_ROWS=1, **types)
     else:
         grid = launch(queue, out.size)
-        _INTERLEAVE_ELEMENTS(queue, *grid, phases, out, planes, height, width, *stride, INTERLEAVE_ELEMENTS=1, **types)
+        _INTERLEAVE_ELEMENTS(
+            queue, *grid, phases, out, planes, height, width, *stride,
+            INTERLEAVE_ELEMENTS=1, INDEX=index_type(out.size), **types,
+        )  # fmt: skip

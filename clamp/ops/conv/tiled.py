@@ -18,6 +18,7 @@ from clamp.ops.conv.stage import Source, Target
 from clamp.ops.conv.weights import PanelLayout, Weights
 from clamp.ops.engine import always
 from clamp.ops.gemm.problem import Epilogue
+from clamp.ops.launch import index_type
 from clamp.ops.reduce_to_shape import sum_axis
 
 NAME = "tiled"
@@ -73,7 +74,8 @@ def _correlate(source: Source, weights: Weights, target: Target) -> None:
         out.queue, grid, (side, side, 1), weights.panels(source.shape, layout), source.tensor,
         source.offsets, out, epilogue.bias_or(out), target.begin, *source.sizes(weights.rows),
         target.image, *epilogue.flags,
-        CONV=1, X_T=bridge.STORAGE[source.tensor.dtype], **_macros(out.queue), **epilogue.macros,
+        CONV=1, INDEX=index_type(source.columns), X_T=bridge.STORAGE[source.tensor.dtype], **_macros(out.queue),
+        **epilogue.macros,
     )  # fmt: skip
 
 
@@ -102,7 +104,8 @@ class _Sum:
             queue, grid, (side, side, 1), source.tensor, source.offsets, grad, self._partial,
             begin, *source.sizes(self._rows), source.groups * self._rows * source.shape.positions, self._chunk,
             source.groups, self._accumulate,
-            WEIGHT_GRAD=1, X_T=bridge.STORAGE[source.tensor.dtype], G_T=bridge.STORAGE[grad.dtype], **_macros(queue),
+            WEIGHT_GRAD=1, INDEX=index_type(source.columns), X_T=bridge.STORAGE[source.tensor.dtype],
+            G_T=bridge.STORAGE[grad.dtype], **_macros(queue),
         )  # fmt: skip
         self._accumulate = True
 

@@ -6,7 +6,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.engine import always
-from clamp.ops.launch import launch, span_for
+from clamp.ops.launch import index_type, launch, span_for
 from clamp.ops.pool.problem import Problem
 
 POOL = Kernel("pool_elements.cl", "pool_elements")
@@ -49,4 +49,5 @@ def _launch(
     out = tensors[-1]
     span = span_for(out.queue, out.size) if problem.device.is_cpu else 1
     sizes = launch(out.queue, -(-out.size // span))
-    kernel(out.queue, *sizes, *tensors, out.size, span, *problem.extents, *numbers, **macros)
+    largest = problem.planes * problem.height * problem.width
+    kernel(out.queue, *sizes, *tensors, out.size, span, *problem.extents, *numbers, INDEX=index_type(largest), **macros)
