@@ -128,11 +128,11 @@ def _fate_of_a_context(device: cl.Device) -> str:
 
 
 def _matrix_units(queue: cl.CommandQueue) -> Iterator[tuple[str, str]]:
-    """What became of the engines that must be proved, on an NVIDIA GPU."""
+    """What became of the engines that must be proved, on a GPU that says what instructions it has."""
     found = capabilities(queue)
-    if found.compute_capability == (0, 0):
+    if not found.instructions:
         return
-    yield "matrix units", "compute capability {}.{}".format(*found.compute_capability)
+    yield "matrix units", found.instructions
     kinds = {"": MATRIX_UNITS, " conv": convolutions.MATRIX_UNITS, " attention": attention.MATRIX_UNITS}
     for kind, unit in ((kind, unit) for kind, units in kinds.items() for unit in units):
         label = f"  {unit.NAME}{kind}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import sys
 import sysconfig
 import tempfile
@@ -138,6 +139,7 @@ class Capabilities:
             which hid its matrix units (AMX). The vendor tells, not a timing, because results must not depend on what
             else the machine was doing.
         compute_capability: NVIDIA's number (major, minor) for what instructions its GPU has; (0, 0) of other devices.
+        gfx: the same of AMD's GPUs, (11, 0) of a gfx1100; (0, 0) of other devices.
         exchange: how work-items of a group bring their sums together: EXCHANGE of kernels/group_sum.clh.
     """
 
@@ -151,7 +153,15 @@ class Capabilities:
     dot_bf16: bool
     fast_dot_bf16: bool
     compute_capability: tuple[int, int] = (0, 0)
+    gfx: tuple[int, int] = (0, 0)
     exchange: str = "TREE"
+
+    @property
+    def instructions(self) -> str:
+        """What instructions a GPU has, in its maker's words; nothing of devices that do not say."""
+        if self.compute_capability != (0, 0):
+            return "compute capability {}.{}".format(*self.compute_capability)
+        return "gfx {}.{}".format(*self.gfx) if self.gfx != (0, 0) else ""
 
 
 _capabilities: dict[int, Capabilities] = {}
@@ -185,6 +195,7 @@ def _probed(queue: cl.CommandQueue) -> Capabilities:
         fast_dot_bf16=dot_bf16 and host_cpu_vendor() == "AuthenticAMD",
         compute_capability=_compute_capability(device),
         exchange="TREE" if is_cpu else _exchange(queue),
+        gfx=_gfx(device),
     )
 
 
@@ -204,6 +215,12 @@ def _compute_capability(device: cl.Device) -> tuple[int, int]:
         return device.compute_capability_major_nv, device.compute_capability_minor_nv
     except cl.Error:
         return 0, 0
+
+
+def _gfx(device: cl.Device) -> tuple[int, int]:
+    """What the name of an AMD device says, "gfx1100" or "gfx90a:sramecc+"; the last digit tells no instructions."""
+    name = re.match(r"gfx(\d+)([0-9a-f])[0-9a-f]\b", device.name)
+    return (int(name[1]), int(name[2], 16)) if name and "AMD" in device.platform.name else (0, 0)
 
 
 def _probe(queue: cl.CommandQueue, kernel: Kernel, group: int = 1, **macros: object) -> bool:

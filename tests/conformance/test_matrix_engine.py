@@ -26,7 +26,11 @@ pytestmark = [pytest.mark.kernel, pytest.mark.slow]
 
 amp_dtype = test_conformance.amp_dtype
 _LATE = 2  # copies to local memory arrive as late as they may (kernels/matrix_product.clh)
-_PLANS = {"mma": Plan(16, 32, 16, 2, (1, 1)), "wgmma": Plan(64, 64, 64, 3, (4, 1))}
+_PLANS = {
+    "mma": Plan(16, 32, 16, 2, (1, 1)),
+    "wgmma": Plan(64, 64, 64, 3, (4, 1)),
+    "wmma_rdna3": Plan(16, 32, 16, 2, (1, 1)),
+}
 # They multiply two 16-bit matrices in some cases only; or depthwise, by kernels of its own.
 _NOT_ALWAYS = {
     "netcl.autograd.info_nce_loss",

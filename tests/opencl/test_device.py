@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -121,6 +122,24 @@ def test_a_driver_that_lists_the_question_and_refuses_it_has_no_compute_capabili
     refusing = mock.Mock(extensions="cl_nv_device_attribute_query")
     type(refusing).compute_capability_major_nv = mock.PropertyMock(side_effect=cl.LogicError("INVALID_VALUE"))
     assert device._compute_capability(refusing) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "number", "words"),
+    [
+        ("gfx1100", "AMD Accelerated Parallel Processing", (11, 0), "gfx 11.0"),
+        ("gfx1151", "AMD Accelerated Parallel Processing", (11, 5), "gfx 11.5"),
+        ("gfx90a:sramecc+:xnack-", "AMD Accelerated Parallel Processing", (9, 0), "gfx 9.0"),
+        ("gfx1100", "Portable Computing Language", (0, 0), ""),
+        ("AMD EPYC 9B14", "AMD Accelerated Parallel Processing", (0, 0), ""),
+    ],
+)
+def test_the_name_of_an_amd_gpu_tells_its_instructions(
+    queue: cl.CommandQueue, name: str, platform: str, number: tuple[int, int], words: str
+) -> None:
+    found = device._gfx(SimpleNamespace(name=name, platform=SimpleNamespace(name=platform)))
+    assert found == number
+    assert replace(capabilities(queue), gfx=found).instructions == words
 
 
 def test_16_bit_storage_needs_no_extension(queue: cl.CommandQueue) -> None:

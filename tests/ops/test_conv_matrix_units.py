@@ -18,8 +18,10 @@ from clamp.ops import conv as ops
 from clamp.ops.conv import engines, proof
 from clamp.ops.conv.engines import MATRIX_UNITS
 from clamp.ops.conv.matrix_units import MatrixConv
+from clamp.ops.conv.mma import MMA, MMA_K8
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.weights import Weights
+from clamp.ops.conv.wgmma import WGMMA
 from clamp.ops.engine import always
 from clamp.ops.gemm.plan import Plan
 from clamp.ops.gemm.problem import Epilogue
@@ -31,7 +33,12 @@ from tests.sweep import sweep
 pytestmark = pytest.mark.kernel
 
 INSTRUCTIONS, AT_ONCE, LATE = 0, 1, 2  # when copies to local memory arrive (kernels/matrix_product.clh)
-_PLANS = {"mma": Plan(32, 32, 16, 2, (1, 1)), "wgmma": Plan(64, 64, 64, 3, (4, 1))}
+_PLANS = {
+    "mma": Plan(32, 32, 16, 2, (1, 1)),
+    "wgmma": Plan(64, 64, 64, 3, (4, 1)),
+    "wmma_rdna3": Plan(32, 32, 16, 2, (1, 1)),
+    "wmma_rdna4": Plan(32, 32, 16, 2, (1, 1)),
+}
 
 
 class Emulated:
@@ -56,11 +63,15 @@ class Emulated:
         self._unit.sum_gradient(*args, emulate=self._emulate)
 
 
-#: in plain C a unit is the same for each kind of processor
-UNITS = {unit.NAME: unit for unit in MATRIX_UNITS if not unit.unit.options}
+#: in plain C mma is the same for each kind of processor
+UNITS = {unit.NAME: unit for unit in MATRIX_UNITS if unit is not MMA_K8}
+_NVIDIA = MMA, WGMMA
+_OFTEN = [
+    pytest.param(unit, marks=[] if unit in _NVIDIA else pytest.mark.slow, id=unit.NAME) for unit in UNITS.values()
+]
 
 
-@pytest.fixture(params=UNITS.values(), ids=UNITS)
+@pytest.fixture(params=_OFTEN)
 def unit(request: pytest.FixtureRequest) -> MatrixConv:
     found: MatrixConv = request.param
     return found

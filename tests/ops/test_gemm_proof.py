@@ -21,6 +21,7 @@ from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.mma import MMA
 from clamp.ops.gemm.plan import Plan, best_plan, slices_of, tiles_of
 from clamp.ops.gemm.wgmma import WGMMA
+from clamp.ops.gemm.wmma import RDNA3, RDNA4
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
 _LARGE, _SMALL = Plan(32, 16, 32, 3, (2, 1)), Plan(16, 32, 16, 2, (1, 1))
@@ -148,8 +149,8 @@ def test_a_context_that_is_not_to_be_had_leaves_the_engine_out(
 @pytest.mark.parametrize("unit", MATRIX_UNITS, ids=lambda unit: unit.NAME)
 def test_the_instructions_themselves_are_refused_by_other_devices(queue: cl.CommandQueue, unit: MatrixUnit) -> None:
     """In a process of its own: what a compiler makes of them is nobody's promise."""
-    if capabilities(queue).compute_capability != (0, 0):
-        pytest.skip("an NVIDIA GPU")
+    if capabilities(queue).instructions:
+        pytest.skip("a GPU with matrix instructions")
     names = [str(plan) for plan in unit.plans[-1:]]
     found = proofs._tried(queue.device, unit.where, names)
     assert found.keys() == set(names)
@@ -170,13 +171,16 @@ def test_other_generations_are_not_tried() -> None:
     for unit, without, those_with in (
         (MMA, ((7, 5), (0, 0)), ((8, 0), (8, 6), (9, 0), (12, 0))),
         (WGMMA, ((8, 9), (10, 0), (12, 0), (0, 0)), ((9, 0),)),
+        (RDNA3, ((9, 0), (10, 3), (12, 0), (0, 0)), ((11, 0), (11, 5))),
+        (RDNA4, ((11, 5), (12, 5), (0, 0)), ((12, 0),)),
     ):
-        assert not any(unit.may_work(_capable(number)) for number in without)
-        assert all(unit.may_work(_capable(number)) for number in those_with)
+        kind = "gfx" if unit in (RDNA3, RDNA4) else "compute_capability"
+        assert not any(unit.may_work(_capable({kind: number})) for number in without)
+        assert all(unit.may_work(_capable({kind: number})) for number in those_with)
 
 
-def _capable(number: tuple[int, int]) -> Capabilities:
-    return Capabilities(False, 108, True, 4352, 49152, 1024, 1, False, False, compute_capability=number)
+def _capable(numbers: dict[str, tuple[int, int]]) -> Capabilities:
+    return Capabilities(False, 108, True, 4352, 49152, 1024, 1, False, False, **numbers)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ from clamp.ops.engine import always
 from clamp.ops.gemm import engines, gemm
 from clamp.ops.gemm.engines import MATRIX_UNITS
 from clamp.ops.gemm.matrix_units import MatrixUnit
-from clamp.ops.gemm.mma import MMA
+from clamp.ops.gemm.mma import MMA, MMA_K8
 from clamp.ops.gemm.plan import Plan
 from clamp.ops.gemm.wgmma import WGMMA
+from clamp.ops.gemm.wmma import RDNA3, RDNA4
 from tests.ops.gemm_reference import TRANSPOSES, check, random, stored
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, to_device, to_numpy
 from tests.sweep import sweep
@@ -33,6 +34,8 @@ INSTRUCTIONS, AT_ONCE, LATE = 0, 1, 2  # and when copies to local memory arrive 
 SMALL = {
     MMA: (Plan(16, 32, 16, 2, (1, 1)), Plan(32, 64, 32, 3, (1, 2)), Plan(64, 32, 64, 4, (2, 1))),
     WGMMA: (Plan(64, 64, 64, 3, (4, 1)), Plan(64, 128, 64, 3, (4, 1)), Plan(128, 64, 64, 4, (8, 1))),
+    RDNA3: (Plan(16, 32, 16, 2, (1, 1)), Plan(32, 64, 32, 3, (1, 2)), Plan(64, 32, 64, 2, (2, 1))),
+    RDNA4: (Plan(16, 32, 16, 2, (1, 1)), Plan(32, 64, 32, 3, (1, 2)), Plan(64, 32, 64, 2, (2, 1))),
 }
 #: of a plan's tile, more or fewer: whole tiles; rows of whole pieces of 16 bytes; any rows
 SHAPES = (
@@ -48,11 +51,13 @@ PLACES = Path(__file__).with_name("places.cl")
 Emulate = Callable[..., str]
 
 
-#: in plain C a unit is the same for each kind of processor
-UNITS = [unit for unit in MATRIX_UNITS if not unit.options]
+#: in plain C mma is the same for each kind of processor
+UNITS = [unit for unit in MATRIX_UNITS if unit is not MMA_K8]
+_NVIDIA = MMA, WGMMA
+_OFTEN = [pytest.param(unit, marks=[] if unit in _NVIDIA else pytest.mark.slow, id=unit.NAME) for unit in UNITS]
 
 
-@pytest.fixture(params=UNITS, ids=lambda unit: unit.NAME)
+@pytest.fixture(params=_OFTEN)
 def unit(request: pytest.FixtureRequest) -> MatrixUnit:
     found: MatrixUnit = request.param
     return found
@@ -98,6 +103,18 @@ def test_shapes(
             queue, random(m, k), random(k, n), (dtype, dtype, "float32"), engine=emulate(plan),
             transpose_a=transpose_a, transpose_b=transpose_b,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("unit", [unit for unit in UNITS if unit not in _NVIDIA], ids=lambda unit: unit.NAME)
+@pytest.mark.parametrize(("transpose_a", "transpose_b"), [(0, 0), (1, 1)])
+def test_other_makers_units(
+    queue: cl.CommandQueue, simulated: bool, unit: MatrixUnit, emulate: Emulate, transpose_a: bool, transpose_b: bool
+) -> None:
+    """The little of them that is tried every day: operands along k, and across."""
+    plan = SMALL[unit][0] if simulated else SMALL[unit][1]
+    m, n, k = plan.rows + 5, plan.columns + 8, plan.k + 8
+    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    check(queue, random(m, k), random(k, n), ("bfloat16", "bfloat16", "float32"), engine=emulate(plan), **transposes)
 
 
 @TRANSPOSES

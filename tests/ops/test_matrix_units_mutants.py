@@ -26,6 +26,7 @@ from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.mma import MMA
 from clamp.ops.gemm.plan import Plan
 from clamp.ops.gemm.wgmma import WGMMA
+from clamp.ops.gemm.wmma import RDNA3, RDNA4
 from tests.ops.gemm_reference import check, random
 
 pytestmark = pytest.mark.kernel
@@ -73,6 +74,9 @@ _GROUP, _TWO_GROUPS = Plan(64, 64, 64, 3, (4, 1)), Plan(128, 128, 64, 3, (8, 1))
 _HOPPER = Case((72, 200), (200, 72), transpose_b=True, plan=_GROUP, unit=WGMMA)  # both along k
 _HOPPER_ACROSS = Case((136, 72), (72, 136), transpose_a=True, plan=_TWO_GROUPS, unit=WGMMA)  # neither
 _HOPPER_LATE = Case((64, 400), (400, 64), plan=_GROUP, unit=WGMMA)  # its instructions are late where copies are not
+_RDNA3 = Case((40, 88), (88, 40), unit=RDNA3)  # one operand along k, one across
+_RDNA4 = Case((40, 88), (88, 40), unit=RDNA4)
+_RDNA_ACROSS = Case((40, 88), (88, 40), transpose_a=True, unit=RDNA3)
 
 #: What is wrong, the piece of source and what replaces it, and a product that shows it.
 MUTANTS = [
@@ -99,7 +103,8 @@ MUTANTS = [
     ("a slice begins where it does not", "matrix % slices * slice,", "matrix % slices * TILE_K,", _SLICES),
     ("every band is as high as the first", "first + within % height", "first + within % BAND", _THREE_TILES),
     ("warps take rows for columns", "m0 + warp / WARPS_N * WARP_M", "m0 + warp % WARPS_N * WARP_M", _WIDE),
-    ("the lower rows of a block are stored twice", "(sums[j][0], sums[j][1])", "(sums[j][2], sums[j][3])", _ROWS),
+    ("the lower rows of a block are stored twice", "upper[0] = (float2)(sums[0], sums[1])",
+     "upper[0] = (float2)(sums[2], sums[3])", _ROWS),
     ("blocks are stored over one another", "m + i * 16, M", "m + i * 8, M", _ROWS),
     ("B moves on as A does", "B + batch * b_batch", "B + batch * a_batch", _BATCH),
     ("the bias is the tile's first", "LOAD(BIAS_T, bias, columns.first + e)", "LOAD(BIAS_T, bias, n + e)", _BIAS),
@@ -114,6 +119,16 @@ MUTANTS = [
     ("the last step is never added",
      "if (steps->a_tile) multiply_tiles(sums, steps->a_tile", "if (0) multiply_tiles(sums, steps->a_tile",
      _HOPPER_LATE),
+    ("the upper half of a wave holds no copy",
+     "(uint8)(eight_of_k(b, lane % 16, 0)", "(uint8)(eight_of_k(b, lane / 2, 0)", _RDNA3),
+    ("the second 8 of k are the first", "eight_of_k(b, lane % 16, 8)", "eight_of_k(b, lane % 16, 0)", _RDNA3),
+    ("both halves of a wave hold the first 8 of k", "lane % 16, lane / 16 * 8)", "lane % 16, 0)", _RDNA4),
+    ("sums of RDNA 3 are taken for RDNA 4's", "RDNA == 3 ? (e) * 2", "RDNA == 4 ? (e) * 2", _RDNA3),
+    ("sums of RDNA 4 are taken for RDNA 3's", "RDNA == 3 ? (e) * 2", "RDNA == 4 ? (e) * 2", _RDNA4),
+    ("8 lines are read an element late", "[element % 8]", "[(element + 1) % 8]", _RDNA_ACROSS),
+    ("one line is read for 8", "b.pieces, line + i,", "b.pieces, line,", _RDNA_ACROSS),
+    ("the first copy lands everywhere", "= copies->pieces[i]", "= copies->pieces[0]", _RDNA3),
+    ("a block of sums is as wide as another maker's", "slab + j * SUM_COLUMNS", "slab + j * 8", _RDNA4),
 ]  # fmt: skip
 
 SIMULATED = (Case((32, 48), (48, 32)), Case((64, 128), (128, 64), plan=_GROUP, unit=WGMMA))
@@ -138,7 +153,13 @@ def mutant_of(patch: pytest.MonkeyPatch, file: str, old: str, new: str) -> Kerne
     return Kernel(name, "gemm")
 
 
-@pytest.mark.parametrize(("old", "new", "case"), [pytest.param(*mutant[1:], id=mutant[0]) for mutant in MUTANTS])
+@pytest.mark.parametrize(
+    ("old", "new", "case"),
+    [
+        pytest.param(*rest, case, id=what, marks=[] if case.unit in (MMA, WGMMA) else pytest.mark.slow)
+        for what, *rest, case in MUTANTS
+    ],
+)
 def test_a_mutant_computes_something_else(
     queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch, old: str, new: str, case: Case
 ) -> None:

@@ -15,13 +15,13 @@ import re
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -56,19 +56,23 @@ class Tools:
     cuobjdump: str
 
 
+def go_without(reason: str) -> NoReturn:
+    """Skips a test whose tools are missing; fails on a machine that shall have them."""
+    if os.environ.get("CLAMP_TEST_OFFLINE") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
 @pytest.fixture(scope="module")
 def tools() -> Tools:
     found = {name: shutil.which(os.environ.get(name.upper(), name), path=_PATH) for name in ("ptxas", "cuobjdump")}
     found["clang"] = os.environ.get("CLANG") or shutil.which("clang-19") or shutil.which("clang")
     found[str(_LIBRARY)] = _LIBRARY if _LIBRARY.exists() else None
     if missing := [name for name, path in found.items() if path is None]:
-        reason = (
+        go_without(
             f"no {', '.join(missing)}: apt install clang-19 libclc-19; "
             "pip install --no-deps nvidia-cuda-nvcc nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
         )
-        if os.environ.get("CLAMP_TEST_OFFLINE") == "1":  # a machine that shall have them
-            pytest.fail(reason)
-        pytest.skip(reason)
     return Tools(str(found["clang"]), str(found["ptxas"]), str(found["cuobjdump"]))
 
 
@@ -88,6 +92,11 @@ def allow(kernel: str, processor: str, registers: int) -> None:
         table.setdefault(kernel, {})[processor] = registers
         _TABLE.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")
     assert registers <= table[kernel][processor], f"{kernel} takes {registers} registers on {processor}"
+
+
+def allow_registers(kernel: Kernel, macros: dict[str, Any], processor: str, registers: int) -> None:
+    """As `allow`, of a kernel that is built with some macros."""
+    allow(f"{kernel.file} {kernel.name}, {_words(macros)}", processor, registers)
 
 
 def _words(macros: dict[str, Any]) -> str:
@@ -152,18 +161,18 @@ EXPECTED = {
 }
 
 
-def _products() -> Iterator[Any]:
-    """Each unit's plans, with the macros of their trials."""
-    for unit in gemm.MATRIX_UNITS:
+def products(names: Container[str]) -> Iterator[Any]:
+    """The named units' plans, with the macros of their trials."""
+    for unit in (unit for unit in gemm.MATRIX_UNITS if unit.NAME in names):
         for number, plan in enumerate(unit.plans):
             for case in cases(plan, number, unit.dtypes):
                 macros = partial(macros_of, unit, plan, case)
                 yield pytest.param(unit, unit.kernel, plan, macros, id=f"{unit.NAME}-{plan}-{case}")
 
 
-def _convolutions() -> Iterator[Any]:
-    """Each unit's plans, with whatever is gathered and whatever is copied."""
-    for unit in conv.MATRIX_UNITS:
+def convolutions(names: Container[str]) -> Iterator[Any]:
+    """The named units' plans, with whatever is gathered and whatever is copied."""
+    for unit in (unit for unit in conv.MATRIX_UNITS if unit.NAME in names):
         kinds = (
             (unit.conv, {"CONV": 1, "TABLE": 0, "A_ALIGNED": 1}),
             (unit.conv, {"CONV": 1, "TABLE": 1, "A_ALIGNED": 0}),
@@ -185,11 +194,11 @@ def assembled(tools: Tools, ptx: Path, processor: str, kernel: Kernel, macros: d
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in words
     assert "serialized" not in words
     registers = int(re.findall(r"Used (\d+) registers", words)[0])
-    allow(f"{kernel.file} {kernel.name}, {_words(macros)}", processor, registers)
+    allow_registers(kernel, macros, processor, registers)
     return output_of(tools.cuobjdump, "-sass", binary), registers
 
 
-@pytest.mark.parametrize(("unit", "kernel", "plan", "macros_for"), [*_products(), *_convolutions()])
+@pytest.mark.parametrize(("unit", "kernel", "plan", "macros_for"), [*products(EXPECTED), *convolutions(EXPECTED)])
 def test_matrix_instructions_and_no_spills(
     tools: Tools,
     tmp_path: Path,

@@ -6,7 +6,7 @@ The same kernels in plain C (``emulate``) run on any device, for tests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -34,7 +34,7 @@ class MatrixUnit(Proved):
         where: where the engine is found, for the process that tries it: "clamp.ops.gemm.mma:MMA".
         kernel: whose macros and arguments are those of matrix_product_kernel.clh.
         plans: the largest first: it reads each operand the fewest times.
-        first, last: the compute capabilities that have the instruction.
+        is_for: whether a device is of a kind that has the instruction.
         dtypes: storage types of its operands.
         options: macros of the kernel, for the kind of processor.
         more: other plans, which `python -m clamp tune` tries and measures.
@@ -46,8 +46,7 @@ class MatrixUnit(Proved):
     where: str
     kernel: Kernel
     plans: tuple[Plan, ...]
-    first: tuple[int, int]
-    last: tuple[int, int] = (99, 0)
+    is_for: Callable[[Capabilities], bool]
     dtypes: tuple[str, ...] = DTYPES
     options: tuple[tuple[str, int], ...] = ()
     more: tuple[Plan, ...] = ()
@@ -97,7 +96,7 @@ class MatrixUnit(Proved):
 
     def may_work(self, device: Capabilities) -> bool:
         """Whether the device is of a kind that has the instruction."""
-        return self.first <= device.compute_capability <= self.last
+        return self.is_for(device)
 
     @property
     def candidates(self) -> MatrixUnit:

@@ -16,7 +16,7 @@ MMA = MatrixUnit(
     where=f"{__name__}:MMA",
     kernel=GEMM,
     plans=(Plan(128, 128, 32, 3, (2, 4)), Plan(64, 64, 32, 4, (2, 2))),  # in 48 KB, which every such device has
-    first=(8, 0),
+    is_for=lambda device: device.compute_capability >= (8, 0),
     more=(
         Plan(128, 256, 32, 3, (2, 4)),  # 72 KB and more: the driver may give them or not
         Plan(256, 128, 32, 3, (4, 2)),
@@ -35,8 +35,7 @@ MMA_K8 = MatrixUnit(
     where=f"{__name__}:MMA_K8",
     kernel=GEMM,
     plans=(Plan(128, 64, 32, 2, (2, 2)), Plan(64, 64, 32, 2, (2, 2))),  # no copies go on that a third stage were for
-    first=(7, 5),
-    last=(7, 5),
+    is_for=lambda device: device.compute_capability == (7, 5),
     dtypes=("float16",),
     options=(("TURING", 1),),
 )

@@ -49,6 +49,7 @@ class Plan:
         warps: of a work-group, by rows and columns of C.
         aligned: whether operands must have lines that begin at multiples of 16 bytes: to gather elements takes
             registers that it does not have.
+        lanes: work-items of a warp.
     """
 
     rows: int
@@ -57,6 +58,7 @@ class Plan:
     stages: int
     warps: tuple[int, int]
     aligned: bool = False
+    lanes: int = 32
 
     @cached_property
     def _name(self) -> str:
@@ -69,12 +71,12 @@ class Plan:
     @property
     def threads(self) -> int:
         """Work-items of a work-group."""
-        return 32 * self.warps[0] * self.warps[1]
+        return self.lanes * self.warps[0] * self.warps[1]
 
     @property
     def local_memory_bytes(self) -> int:
         """Local memory of a work-group: the stages, or the slabs in which its warps' sums are put in order."""
-        slabs = self.threads // 32 * 16 * (min(self.columns // self.warps[1], _SLAB) + 8) * 4
+        slabs = self.threads // self.lanes * 16 * (min(self.columns // self.warps[1], _SLAB) + 8) * 4
         return max(self.stages * (self.rows + self.columns) * self.k * 2, slabs)
 
     @property

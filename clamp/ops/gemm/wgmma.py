@@ -23,8 +23,7 @@ WGMMA = MatrixUnit(
         Plan(128, 128, 64, 4, (8, 1)),
         Plan(64, 64, 64, 3, (4, 1)),  # 48 KB, which it gives
     ),
-    first=(9, 0),
-    last=(9, 0),  # no later processor has it
+    is_for=lambda device: device.compute_capability == (9, 0),  # no later processor has it
     more=(
         Plan(128, 256, 64, 3, (8, 1), aligned=True),
         Plan(256, 128, 64, 4, (16, 1)),
