@@ -15,6 +15,10 @@
 //     row 1   |ck | block  | block  | |      gathered one by one. Where the row starts in an operand is the sum of
 //     row 2   |block  | block  | block|      index * stride over the outer dimensions.
 //
+//             |---16---|---16---|--8--|      With PIECES, on GPUs, a work-item has one block, and a row ends with a
+//     row 0   | block  | block  |block|      block of what is left of it. (STRIDED 0: y is one row.)
+//     row 1   | block  | block  |block|
+//
 //     dims holds, for each dimension from the innermost on: extent, stride of x0, of x1, of x2 (in elements; 0
 //     where the operand broadcasts).
 //
@@ -24,6 +28,7 @@
 //   X0_T .. X2_T    storage types: f32, f16, bf16, i32, or `arg` for a number passed as a kernel argument
 //   X0_STEP ..      STRIDED 0 only. 1: as large as y, 0: a single element
 //   Y_T             storage type of y
+//   INDEX           STRIDED 1 only: type of an element's number, uint, or ulong where there are too many
 //   PIECES          of pieces.clh
 
 #include "pieces.clh"
@@ -163,6 +168,15 @@ static inline float16 load16_i32(__global const int *p, size_t i) { return conve
 #define load_arg(p, i) (p)
 #define load16_arg(p, i) VEC(p)
 #define load16_pieces_arg load16_arg
+static inline float16 load_part_i32(__global const int *p, size_t i, size_t end, float fill) {
+    if (i + 16 <= end) return LOAD16(i32, p, i);
+    float lanes[16];
+    for (uint k = 0; k < 16; k++) lanes[k] = i + k < end ? load_i32(p, i + k) : fill;
+    return vload16(0, lanes);
+}
+#define load_part_arg(p, i, end, fill) VEC(p)
+#define load_part_pieces_i32 load_part_i32
+#define load_part_pieces_arg load_part_arg
 
 #define input_f32(x) __global const float *x
 #define input_f16(x) __global const half *x
@@ -198,6 +212,8 @@ static inline float16 load16_i32(__global const int *p, size_t i) { return conve
     size_t at = 0;                                \
     float16 v;
 #define LOAD_BLOCK(T, STEP, x, at, v, lanes, column) v = STEP ? LOAD16(T, x, at + col) : VEC(LOAD(T, x, at));
+#define LOAD_REST(T, STEP, x, at, v, lanes, column) \
+    v = STEP ? LOAD_PART(T, x, at + col, at + inner, 0.0f) : VEC(LOAD(T, x, at));
 #define DECLARE_LANES(T, STEP, x, at, v, lanes, column) float lanes[16] = {0.0f};
 #define LOAD_LANE(T, STEP, x, at, v, lanes, column) lanes[k] = LOAD(T, x, at + col * STEP);
 #define LANES_TO_BLOCK(T, STEP, x, at, v, lanes, column) v = vload16(0, lanes);
@@ -208,10 +224,11 @@ static inline float16 load16_i32(__global const int *p, size_t i) { return conve
 #define LOCATE_ROW                               \
     {                                            \
         EACH(AT_ZERO)                            \
-        size_t rest = row;                       \
+        INDEX rest = row;                        \
         for (uint d = 1; d < rank; d++) {        \
-            const size_t index = rest % dims[4 * d]; \
-            rest /= dims[4 * d];                 \
+            const INDEX extent = dims[4 * d];    \
+            const INDEX index = rest % extent;   \
+            rest /= extent;                      \
             EACH(ADD_STRIDE)                     \
         }                                        \
     }
@@ -222,24 +239,29 @@ __kernel void elementwise(EACH(INPUT) __global STORAGE(Y_T) *y, CAT(PARAMETERS_,
                           , const uint rank, __global const ulong *dims
 #endif
 ) {
+#if PIECES
+#if STRIDED
+    const INDEX inner = dims[0], blocks = (inner + 15) / 16, block = get_global_id(0), row = block / blocks;
+    const size_t col = (block - row * blocks) * 16, begin = (size_t)row * inner;
+#else
+    const size_t inner = n, col = get_global_id(0) * 16, begin = 0;
+#endif
+    if (begin + col >= n) return;
+    EACH(DECLARE)
+#if STRIDED
+    LOCATE_ROW
+#endif
+    EACH(LOAD_REST)
+    STORE_PART(Y_T, RESULT, y, begin + col, begin + inner);
+#else
     size_t i = (size_t)get_global_id(0) * span;
     const size_t end = min(i + span, (size_t)n);
     if (i >= end) return;
     EACH(DECLARE)
 #if STRIDED
-    const size_t inner = dims[0];
-    size_t row = i / inner, col = i % inner;
+    const INDEX inner = dims[0];
+    INDEX row = (INDEX)i / inner, col = (INDEX)i % inner;
     LOCATE_ROW
-#else
-    // The loop that large tensors spend their time in, free of the choices below.
-    for (; i + 16 <= end; i += 16) {
-        const size_t col = i;
-        EACH(LOAD_BLOCK)
-        STORE16(Y_T, RESULT, y, i);
-    }
-    const size_t inner = n;
-    size_t col = i;
-#endif
     for (; i < end; i += 16) {
         const uint count = (uint)min(end - i, (size_t)16);
         if (count == 16 && col + 16 <= inner) {
@@ -248,31 +270,33 @@ __kernel void elementwise(EACH(INPUT) __global STORAGE(Y_T) *y, CAT(PARAMETERS_,
         } else {
             EACH(DECLARE_LANES)
             for (uint k = 0; k < count; k++, col++) {
-#if STRIDED
                 if (col == inner) {
                     col = 0;
                     row++;
                     LOCATE_ROW
                 }
-#endif
                 EACH(LOAD_LANE)
             }
             EACH(LANES_TO_BLOCK)
         }
-#if STRIDED
         if (col == inner) {
             col = 0;
             row++;
             LOCATE_ROW
         }
-#endif
-        const float16 result = RESULT;
-        if (count == 16) {
-            STORE16(Y_T, result, y, i);
-        } else {
-            float lanes[16];
-            vstore16(result, 0, lanes);
-            for (uint k = 0; k < count; k++) STORE(Y_T, lanes[k], y, i + k);
-        }
+        STORE_PART(Y_T, RESULT, y, i, end);
     }
+#else
+    for (; i + 16 <= end; i += 16) {
+        const size_t col = i;
+        EACH(LOAD_BLOCK)
+        STORE16(Y_T, RESULT, y, i);
+    }
+    if (i < end) {
+        const size_t col = i, inner = n;
+        EACH(LOAD_REST)
+        STORE_PART(Y_T, RESULT, y, i, end);
+    }
+#endif
+#endif
 }

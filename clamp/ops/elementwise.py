@@ -21,7 +21,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel, Prepared
-from clamp.ops.launch import launch, pieces_for, span_for
+from clamp.ops.launch import index_type, launch, pieces_for, span_for
 from clamp.ops.scalars import saturated
 
 ELEMENTWISE = Kernel("elementwise.cl", "elementwise")
@@ -143,11 +143,13 @@ def _make_plan(
             if len(dims) == 1:
                 macros[f"X{k}_STEP"] = dims[0][1 + k]
         macros |= {"Y_T": bridge.STORAGE[out_dtype], "STRIDED": int(len(dims) > 1), "PIECES": pieces_for(queue)}
-        span = span_for(queue, size)
+        span, row = span_for(queue, size), dims[0][0]
+        items = size // row * -(-row // 16) if macros["PIECES"] else -(-size // span)
         layout: tuple[Any, ...] = (span, size)
         if len(dims) > 1:
+            macros["INDEX"] = index_type(size)
             layout += (len(dims), _constants(queue.context, dims))
-        plan = _Plan(ELEMENTWISE.on(queue, **macros), *launch(queue, -(-size // span)), shape, layout)
+        plan = _Plan(ELEMENTWISE.on(queue, **macros), *launch(queue, items), shape, layout)
     _plans.keep(key, plan)
     return plan
 

@@ -18,10 +18,12 @@ import pytest
 
 from clamp.bridge import Tensor
 from clamp.opencl import device
-from clamp.opencl.program import Kernel
+from clamp.opencl.program import Kernel, Prepared
+from clamp.ops import elementwise as elementwise_module
 from clamp.ops import loss, loss_elementwise, multi_tensor, norm_phases, norm_planes, norm_planes_backward, norm_rows
 from clamp.ops import reduce as reduce_module
 from clamp.ops import softmax as softmax_module
+from clamp.ops.elementwise import elementwise
 from clamp.ops.norm_sets import RELU
 from tests.ops.test_engines import GPU
 from tests.ops.test_matrix_units_ptx import REGISTERS, Tools, allow, compiled, output_of, tools
@@ -41,9 +43,15 @@ Built = list[tuple[Kernel, dict[str, Any]]]
 def built_by(queue: cl.CommandQueue, compute: Callable[[cl.CommandQueue], object]) -> Built:
     """The kernels that a function launches on a large GPU, each with its macros."""
     built: Built = []
+
+    def on(self: Kernel, queue: cl.CommandQueue, **macros: Any) -> Callable[..., None]:
+        built.append((self, macros))
+        return lambda *args: None
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(device._capabilities, queue.device.int_ptr, H100)
-        patch.setattr(Kernel, "__call__", lambda self, *args, **macros: built.append((self, macros)))
+        patch.setattr(Kernel, "on", on)
+        patch.setattr(elementwise_module, "_plans", Prepared(16))
         compute(queue)
     return built
 
@@ -93,6 +101,14 @@ def _losses(queue: cl.CommandQueue) -> None:
     multi_tensor.unscale_([x], [_tensor(queue, 4, 1000, dtype="float32")], one.buffer)
 
 
+def _rows_of_a_table(queue: cl.CommandQueue) -> None:
+    elementwise("add", "float16", _tensor(queue, 8, 37), _tensor(queue, 37))
+
+
+def _gradients_of_gelu(queue: cl.CommandQueue) -> None:
+    elementwise("gelu_tanh_grad", "float16", _tensor(queue, 1000), _tensor(queue, 1000))
+
+
 #: what is called, and kernels that it launches
 CASES = [
     (_batch_norm, norm_phases.PLANES_MOMENTS),
@@ -114,6 +130,8 @@ CASES = [
     (_losses, loss_elementwise.LOSS_SUM),
     (_losses, loss_elementwise.LOSS_GRADIENT),
     (_losses, multi_tensor.UNSCALE),
+    (_rows_of_a_table, elementwise_module.ELEMENTWISE),
+    (_gradients_of_gelu, elementwise_module.ELEMENTWISE),
 ]
 
 

@@ -68,7 +68,10 @@ def test_casts(queue: cl.CommandQueue, both: Both, source: str, target: str) -> 
 )
 @pytest.mark.parametrize(
     ("a", "b"),
-    sweep([((1000,), (1000,)), ((7, 40), (40,)), ((7, 37), (37,)), ((5, 37), (5, 1)), ((33,), (1,))], lambda n: n < 3),
+    sweep(
+        [((1000,), (1000,)), ((7, 40), (40,)), ((7, 37), (37,)), ((5, 37), (5, 1)), ((33,), (1,)), ((5, 9, 3), (9, 1))],
+        lambda n: n < 3,
+    ),
 )
 def test_functions(
     queue: cl.CommandQueue,
