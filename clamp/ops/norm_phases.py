@@ -21,7 +21,7 @@ PLANES_GRADIENT = Kernel("norm_planes_phases.cl", "planes_gradient")
 _GROUP = 256  # work-items that share a part
 _GROUPS_PER_UNIT = 8  # work-groups that a compute unit of a GPU holds: loads of some are under way while others compute
 _BLOCKS_PER_ITEM = 2  # that are worth a work-item
-_MOST_PARTS = 64  # one work-item of a group adds up what phase 1 left of a set
+_MOST_PARTS = 128  # one work-item of a group adds up what phase 1 left of a set
 
 
 def in_phases(queue: cl.CommandQueue) -> bool:

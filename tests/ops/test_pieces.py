@@ -138,7 +138,7 @@ ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", sweep(ROWS, lambda n: n % 3 == 0))
 @pytest.mark.parametrize(("dtype", "n"), sweep([("float16", 56), *product(STORAGE_DTYPES, (37, 600))]))
 def test_rows(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, both: Both, name: str, dtype: str, n: int

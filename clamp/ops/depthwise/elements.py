@@ -9,7 +9,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.depthwise.problem import Problem, forward_operands
 from clamp.ops.engine import always
-from clamp.ops.launch import launch, span_for
+from clamp.ops.launch import group_macros, launch, span_for
 
 FORWARD = Kernel("depthwise_forward.cl", "forward_elements")
 INPUT_GRADIENT = Kernel("depthwise_backward.cl", "input_gradient_elements")
@@ -55,6 +55,7 @@ def _weight_sums(problem: Problem, x: Tensor, grad: Tensor) -> Tensor:
     WEIGHT_GRADIENT(
         x.queue, (prod(sums.shape) * group,), (group,),
         x, grad, sums, problem.images, images, *problem.extents, problem.stride,
-        WEIGHT_GRADIENT_ELEMENTS=1, WG=group, X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype],
+        WEIGHT_GRADIENT_ELEMENTS=1, X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype],
+        **group_macros(x.queue, group),
     )  # fmt: skip
     return sums
