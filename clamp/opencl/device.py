@@ -28,6 +28,8 @@ GROUP_SUMS = Kernel("probe.cl", "group_sums")
 
 _GROUP = 64  # work-items of a group that sums
 
+_DPAS = "cl_intel_subgroup_matrix_multiply_accumulate"
+
 SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
 _INTEL_ICD = "zz-clamp-intel-cpu.icd"  # ocl-icd lists platforms by file name: drivers already there stay first
 
@@ -140,6 +142,7 @@ class Capabilities:
             else the machine was doing.
         compute_capability: NVIDIA's number (major, minor) for what instructions its GPU has; (0, 0) of other devices.
         gfx: the same of AMD's GPUs, (11, 0) of a gfx1100; (0, 0) of other devices.
+        dpas: whether an Intel GPU lists its matrix instruction.
         exchange: how work-items of a group bring their sums together: EXCHANGE of kernels/group_sum.clh.
     """
 
@@ -154,6 +157,7 @@ class Capabilities:
     fast_dot_bf16: bool
     compute_capability: tuple[int, int] = (0, 0)
     gfx: tuple[int, int] = (0, 0)
+    dpas: bool = False
     exchange: str = "TREE"
 
     @property
@@ -161,7 +165,9 @@ class Capabilities:
         """What instructions a GPU has, in its maker's words; nothing of devices that do not say."""
         if self.compute_capability != (0, 0):
             return "compute capability {}.{}".format(*self.compute_capability)
-        return "gfx {}.{}".format(*self.gfx) if self.gfx != (0, 0) else ""
+        if self.gfx != (0, 0):
+            return "gfx {}.{}".format(*self.gfx)
+        return _DPAS if self.dpas else ""
 
 
 _capabilities: dict[int, Capabilities] = {}
@@ -194,8 +200,9 @@ def _probed(queue: cl.CommandQueue) -> Capabilities:
         dot_bf16=dot_bf16,
         fast_dot_bf16=dot_bf16 and host_cpu_vendor() == "AuthenticAMD",
         compute_capability=_compute_capability(device),
-        exchange="TREE" if is_cpu else _exchange(queue),
         gfx=_gfx(device),
+        dpas=_DPAS in device.extensions.split(),
+        exchange="TREE" if is_cpu else _exchange(queue),
     )
 
 

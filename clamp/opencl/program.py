@@ -18,7 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, TypeAlias
@@ -94,11 +94,13 @@ class Kernel:
         file: name of the file.
         name: of the kernel in it.
         finish: what makes the program's binary out of the compiler's; None where that is good as it is.
+        options: of one maker's compiler.
     """
 
     file: str
     name: str
     finish: Finish | None = None
+    options: tuple[str, ...] = ()
 
     def __call__(
         self, queue: cl.CommandQueue, global_size: tuple[int, ...], local_size: tuple[int, ...] | None, /, *args: Any,
@@ -116,6 +118,11 @@ class Kernel:
         event: cl.Event = kernel(queue, global_size, local_size, *[getattr(x, "buffer", x) for x in args])
         return event
 
+    @property
+    def in_plain_c(self) -> Kernel:
+        """The kernel for any device, where macros make it plain C: without what is for one maker's compiler."""
+        return replace(self, finish=None, options=())
+
     def on(self, queue: cl.CommandQueue, **macros: object) -> cl.Kernel:
         """This thread's kernel for the queue's context, compiled with ``macros``.
 
@@ -123,14 +130,14 @@ class Kernel:
             KernelBuildError: the device's compiler rejected the program, or ``finish`` raised ValueError.
         """
         # Its fields, which know their hashes; its own would be formed anew at each launch.
-        key = (queue.context.int_ptr, self.file, self.name, self.finish, *macros.items())
+        key = (queue.context.int_ptr, self.file, self.name, self.finish, self.options, *macros.items())
         try:
             return _per_thread.kernels[key]
         except AttributeError:
             _per_thread.kernels = {}
         except KeyError:
             pass
-        built = _get_program(queue.context, self.file, macros, self.finish)
+        built = _get_program(queue.context, self.file, macros, self.finish, self.options)
         kernel = cl.Kernel(built.program, self.name)
         kernel.set_scalar_arg_dtypes([_scalar_type(name) for name in built.signatures[self.name]])
         _per_thread.kernels[key] = kernel
@@ -161,16 +168,19 @@ def release_programs(context: cl.Context | None = None) -> None:
         prepared.known.clear()
 
 
-def _get_program(context: cl.Context, file: str, macros: dict[str, object], finish: Finish | None = None) -> Built:
+def _get_program(
+    context: cl.Context, file: str, macros: dict[str, object], finish: Finish | None = None,
+    options: tuple[str, ...] = (),
+) -> Built:  # fmt: skip
     # The program keeps its context alive, so the pointer in the key stays unique.
-    key = (context.int_ptr, file, finish, *sorted(macros.items()))
+    key = (context.int_ptr, file, finish, options, *sorted(macros.items()))
     with _lock:
         if key in _programs:
             return _programs[key]
         building = _building.setdefault(key, threading.Lock())
     with building:  # others may build other programs meanwhile
         if key not in _programs:
-            built = build(context, file, macros, finish)
+            built = build(context, file, macros, finish, options)
             with _lock:
                 _programs[key] = built
         return _programs[key]
@@ -181,14 +191,17 @@ def _prefetches(device: cl.Device) -> bool:
     return bool(device.type & cl.device_type.CPU) and device.platform.name != "Oclgrind"
 
 
-def build(context: cl.Context, file: str, macros: dict[str, object], finish: Finish | None = None) -> Built:
+def build(
+    context: cl.Context, file: str, macros: dict[str, object], finish: Finish | None = None,
+    more_options: tuple[str, ...] = (),
+) -> Built:  # fmt: skip
     """Compiles a program, or loads it where an earlier process has kept it.
 
     Raises:
         KernelBuildError: as `Kernel.on`.
     """
     text = f'#line 1 "{_COMMON}"\n{source(_COMMON)}\n#line 1 "{file}"\n{source(file)}'
-    options = [*_OPTIONS, *(f"-D{name}={value}" for name, value in macros.items())]
+    options = [*_OPTIONS, *more_options, *(f"-D{name}={value}" for name, value in macros.items())]
     if all(map(_prefetches, context.devices)):
         options.append("-DPREFETCHES")
     file_kept = binaries.file_of(context, text, options)

@@ -30,6 +30,7 @@ _PLANS = {
     "mma": Plan(16, 32, 16, 2, (1, 1)),
     "wgmma": Plan(64, 64, 64, 3, (4, 1)),
     "wmma_rdna3": Plan(16, 32, 16, 2, (1, 1)),
+    "dpas_16": Plan(16, 32, 16, 2, (1, 1), lanes=16),
 }
 # They multiply two 16-bit matrices in some cases only; or depthwise, by kernels of its own.
 _NOT_ALWAYS = {

@@ -38,6 +38,8 @@ _PLANS = {
     "wgmma": Plan(64, 64, 64, 3, (4, 1)),
     "wmma_rdna3": Plan(32, 32, 16, 2, (1, 1)),
     "wmma_rdna4": Plan(32, 32, 16, 2, (1, 1)),
+    "dpas_8": Plan(32, 32, 16, 2, (1, 1), lanes=8),
+    "dpas_16": Plan(32, 32, 16, 2, (1, 1), lanes=16),
 }
 
 

@@ -16,6 +16,7 @@ from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import KernelBuildError
 from clamp.ops import proved
 from clamp.ops.gemm import engines, gemm, matrix_units, tiled
+from clamp.ops.gemm.dpas import DPAS_8, DPAS_16
 from clamp.ops.gemm.engines import MATRIX_UNITS
 from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.mma import MMA
@@ -146,7 +147,13 @@ def test_a_context_that_is_not_to_be_had_leaves_the_engine_out(
     assert engines.proved(queue) == frozenset()
 
 
-@pytest.mark.parametrize("unit", MATRIX_UNITS, ids=lambda unit: unit.NAME)
+@pytest.mark.parametrize(
+    "unit",
+    [
+        pytest.param(unit, id=unit.NAME, marks=pytest.mark.slow if unit in (RDNA3, RDNA4, DPAS_8, DPAS_16) else [])
+        for unit in MATRIX_UNITS
+    ],
+)
 def test_the_instructions_themselves_are_refused_by_other_devices(queue: cl.CommandQueue, unit: MatrixUnit) -> None:
     """In a process of its own: what a compiler makes of them is nobody's promise."""
     if capabilities(queue).instructions:
@@ -179,7 +186,14 @@ def test_other_generations_are_not_tried() -> None:
         assert all(unit.may_work(_capable({kind: number})) for number in those_with)
 
 
-def _capable(numbers: dict[str, tuple[int, int]]) -> Capabilities:
+def test_where_intel_lists_its_instruction_both_sizes_of_sub_groups_are_tried() -> None:
+    for unit in (DPAS_8, DPAS_16):
+        assert unit.may_work(_capable({"dpas": True}))
+        assert not unit.may_work(_capable({}))
+    assert MATRIX_UNITS.index(DPAS_8) < MATRIX_UNITS.index(DPAS_16), "a GPU of 8 takes 16 as well, slowly"
+
+
+def _capable(numbers: dict[str, Any]) -> Capabilities:
     return Capabilities(False, 108, True, 4352, 49152, 1024, 1, False, False, **numbers)
 
 

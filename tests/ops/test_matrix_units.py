@@ -4,6 +4,7 @@ instructions where the device has them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -17,6 +18,7 @@ from clamp.opencl.device import capabilities
 from clamp.opencl.program import source
 from clamp.ops.engine import always
 from clamp.ops.gemm import engines, gemm
+from clamp.ops.gemm.dpas import DPAS_8, DPAS_16
 from clamp.ops.gemm.engines import MATRIX_UNITS
 from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.mma import MMA, MMA_K8
@@ -34,9 +36,9 @@ INSTRUCTIONS, AT_ONCE, LATE = 0, 1, 2  # and when copies to local memory arrive 
 SMALL = {
     MMA: (Plan(16, 32, 16, 2, (1, 1)), Plan(32, 64, 32, 3, (1, 2)), Plan(64, 32, 64, 4, (2, 1))),
     WGMMA: (Plan(64, 64, 64, 3, (4, 1)), Plan(64, 128, 64, 3, (4, 1)), Plan(128, 64, 64, 4, (8, 1))),
-    RDNA3: (Plan(16, 32, 16, 2, (1, 1)), Plan(32, 64, 32, 3, (1, 2)), Plan(64, 32, 64, 2, (2, 1))),
-    RDNA4: (Plan(16, 32, 16, 2, (1, 1)), Plan(32, 64, 32, 3, (1, 2)), Plan(64, 32, 64, 2, (2, 1))),
 }
+for other in (RDNA3, RDNA4, DPAS_8, DPAS_16):
+    SMALL[other] = tuple(replace(plan, lanes=other.plans[0].lanes) for plan in SMALL[MMA])
 #: of a plan's tile, more or fewer: whole tiles; rows of whole pieces of 16 bytes; any rows
 SHAPES = (
     lambda plan: (plan.rows, plan.columns, plan.k * 3),

@@ -22,6 +22,7 @@ from clamp.opencl.device import list_devices
 from clamp.opencl.program import Kernel
 from clamp.ops.engine import always
 from clamp.ops.gemm import engines
+from clamp.ops.gemm.dpas import DPAS_8, DPAS_16
 from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.mma import MMA
 from clamp.ops.gemm.plan import Plan
@@ -77,6 +78,9 @@ _HOPPER_LATE = Case((64, 400), (400, 64), plan=_GROUP, unit=WGMMA)  # its instru
 _RDNA3 = Case((40, 88), (88, 40), unit=RDNA3)  # one operand along k, one across
 _RDNA4 = Case((40, 88), (88, 40), unit=RDNA4)
 _RDNA_ACROSS = Case((40, 88), (88, 40), transpose_a=True, unit=RDNA3)
+_INTEL_8 = Case((40, 88), (88, 40), plan=replace(_ONE_WARP, lanes=8), unit=DPAS_8)
+_INTEL_8_ACROSS = replace(_INTEL_8, transpose_a=True)
+_INTEL_16 = Case((40, 88), (88, 40), plan=replace(_ONE_WARP, lanes=16), unit=DPAS_16)
 
 #: What is wrong, the piece of source and what replaces it, and a product that shows it.
 MUTANTS = [
@@ -126,9 +130,18 @@ MUTANTS = [
     ("sums of RDNA 3 are taken for RDNA 4's", "RDNA == 3 ? (e) * 2", "RDNA == 4 ? (e) * 2", _RDNA3),
     ("sums of RDNA 4 are taken for RDNA 3's", "RDNA == 3 ? (e) * 2", "RDNA == 4 ? (e) * 2", _RDNA4),
     ("8 lines are read an element late", "[element % 8]", "[(element + 1) % 8]", _RDNA_ACROSS),
-    ("one line is read for 8", "b.pieces, line + i,", "b.pieces, line,", _RDNA_ACROSS),
+    ("one line is read for 8", "piece_at(b, i, element)", "piece_at(b, 0, element)", _RDNA_ACROSS),
     ("the first copy lands everywhere", "= copies->pieces[i]", "= copies->pieces[0]", _RDNA3),
     ("a block of sums is as wide as another maker's", "slab + j * SUM_COLUMNS", "slab + j * 8", _RDNA4),
+    ("the lower rows of A are the upper", "eight_of_rows(b, 8, lane)", "eight_of_rows(b, 0, lane)", _INTEL_16),
+    ("lanes have a column of B for a row", "eight_of_k(b, lane, 0)", "eight_of_rows(b, 0, lane)", _INTEL_16),
+    ("sums lie a row further down", "#define ROW_OF_SUM(e, lane) (e)", "#define ROW_OF_SUM(e, lane) ((e + 1) % 16)",
+     _INTEL_16),
+    ("sums lie a column further on",
+     "#define COLUMN_OF_SUM(lane) (lane)", "#define COLUMN_OF_SUM(lane) ((lane + 1) % 8)", _INTEL_8),
+    ("a pair has one step twice", "eight_of_rows(b, row, k + 1)", "eight_of_rows(b, row, k)", _INTEL_8_ACROSS),
+    ("a lane has the pair of another", "[k % 8 / 2]", "[k % 4 / 2]", _INTEL_8),
+    ("all pairs are of a row", "piece_at(b, i, k)", "piece_at(b, 0, k)", _INTEL_8),
 ]  # fmt: skip
 
 SIMULATED = (Case((32, 48), (48, 32)), Case((64, 128), (128, 64), plan=_GROUP, unit=WGMMA))

@@ -81,7 +81,7 @@ def output_of(*command: object) -> str:
     done = subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, env={**os.environ, "PATH": _PATH}
     )
-    assert done.returncode == 0, f"{' '.join(map(str, command))}:\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, f"{' '.join(map(str, command))}:\n{(done.stdout + done.stderr)[-4000:]}"
     return done.stdout + done.stderr
 
 

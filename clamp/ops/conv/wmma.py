@@ -14,8 +14,7 @@ WEIGHT_GRAD = Kernel("conv_wmma.cl", "weight_grad")
 RDNA3 = MatrixConv(
     NAME=products.RDNA3.NAME,
     IN_WORDS="images read in place and the matrix instruction v_wmma of AMD's RDNA 3",
-    TAKES="float16 by float16 and bfloat16 by bfloat16, on an AMD GPU of RDNA 3 (gfx11) "
-    "on which it computed a few small convolutions right",
+    TAKES=products.RDNA3.TAKES.replace("products", "convolutions"),
     where=f"{__name__}:RDNA3",
     plans=products.RDNA3.plans,
     unit=products.RDNA3,
@@ -27,7 +26,7 @@ RDNA4 = replace(
     RDNA3,
     NAME=products.RDNA4.NAME,
     IN_WORDS=RDNA3.IN_WORDS.replace("RDNA 3", "RDNA 4"),
-    TAKES=RDNA3.TAKES.replace("RDNA 3 (gfx11)", "RDNA 4 (gfx120)"),
+    TAKES=products.RDNA4.TAKES.replace("products", "convolutions"),
     where=f"{__name__}:RDNA4",
     unit=products.RDNA4,
 )

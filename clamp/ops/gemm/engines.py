@@ -9,7 +9,7 @@ import pyopencl as cl
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops import engine
-from clamp.ops.gemm import dot_bf16, mma, packed, tiled, wgmma, wmma
+from clamp.ops.gemm import dot_bf16, dpas, mma, packed, tiled, wgmma, wmma
 from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.problem import Epilogue, Operand, Problem
 from clamp.ops.proved import names_of_proved
@@ -27,7 +27,7 @@ class Engine(engine.Engine[Problem], Protocol):
 
 #: the first that fits and pays runs
 ENGINES: tuple[Engine, ...] = (
-    dot_bf16, packed, wgmma.WGMMA, mma.MMA, mma.MMA_K8, wmma.RDNA3, wmma.RDNA4, tiled,
+    dot_bf16, packed, wgmma.WGMMA, mma.MMA, mma.MMA_K8, wmma.RDNA3, wmma.RDNA4, dpas.DPAS_8, dpas.DPAS_16, tiled,
 )  # fmt: skip
 
 #: those of them that must be proved on a device

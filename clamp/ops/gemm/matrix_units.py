@@ -124,7 +124,7 @@ class MatrixUnit(Proved):
         in_tiles.compute(partial(self._launch, emulate), a, b, c, epilogue, plan, slices)
 
     def _launch(self, emulate: int, launch: Launch) -> None:
-        kernel = replace(self.kernel, finish=None) if emulate else self.kernel
+        kernel = self.kernel.in_plain_c if emulate else self.kernel
         launch(kernel, IN_T=launch.a.storage, FULL=int(launch.is_full), EMULATE=emulate, **dict(self.options))
 
 
