@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pyopencl as cl
+import pytest
 
 from clamp.opencl import program
 from clamp.ops.cast import cast
@@ -28,3 +29,11 @@ def test_a_kernel_that_is_declared_twice_is_compiled_once(queue: cl.CommandQueue
     macros = {"X_T": "f32", "Y_T": "f16", "SPAN": 256, "PIECES": 0}
     kernel = program.Kernel("cast.cl", "cast").on(queue, **macros)
     assert program.Kernel("cast.cl", "cast").on(queue, **macros) is kernel
+
+
+def test_options_of_one_compiler_are_left_out_where_a_kernel_is_plain_c(queue: cl.CommandQueue) -> None:
+    macros = {"Y_T": "f16", "SPAN": 256, "PIECES": 0}
+    kernel = program.Kernel("cast.cl", "cast", options=("-DX_T=f32",))
+    assert kernel.on(queue, **macros).function_name == "cast"
+    with pytest.raises(program.KernelBuildError, match="X_T"):
+        kernel.in_plain_c.on(queue, **macros)

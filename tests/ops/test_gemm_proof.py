@@ -113,6 +113,15 @@ def _compute_wrong(left: Any, right: Any, *others: Any) -> None:
         cl.enqueue_copy(right.tensor.queue, right.tensor.buffer, bits)
 
 
+def _flush_subnormals(left: Any, *others: Any) -> None:
+    """Takes halves that are subnormal for zero."""
+    if left.storage == "f16":
+        bits = np.empty(left.tensor.shape, np.uint16)
+        cl.enqueue_copy(left.tensor.queue, bits, left.tensor.buffer)
+        bits[bits & 0x7C00 == 0] = 0
+        cl.enqueue_copy(left.tensor.queue, left.tensor.buffer, bits)
+
+
 @pytest.mark.parametrize(
     "instead",
     [
@@ -120,6 +129,7 @@ def _compute_wrong(left: Any, right: Any, *others: Any) -> None:
         pytest.param(_raise(cl.RuntimeError("clEnqueueNDRangeKernel failed: OUT_OF_RESOURCES")), id="does not launch"),
         pytest.param(_raise(MemoryError()), id="something else"),
         pytest.param(_compute_wrong, id="one wrong number"),
+        pytest.param(_flush_subnormals, id="subnormals are zero"),
     ],
 )
 def test_whatever_goes_wrong_in_the_trials_leaves_the_engine_out(

@@ -108,15 +108,18 @@ def test_shapes(
 
 
 @pytest.mark.parametrize("unit", [unit for unit in UNITS if unit not in _NVIDIA], ids=lambda unit: unit.NAME)
-@pytest.mark.parametrize(("transpose_a", "transpose_b"), [(0, 0), (1, 1)])
+@pytest.mark.parametrize(
+    ("transpose_a", "transpose_b", "copies"), [(0, 0, LATE), (1, 1, AT_ONCE)], ids=["NN, late", "TT, at once"]
+)
 def test_other_makers_units(
-    queue: cl.CommandQueue, simulated: bool, unit: MatrixUnit, emulate: Emulate, transpose_a: bool, transpose_b: bool
-) -> None:
+    queue: cl.CommandQueue, simulated: bool, unit: MatrixUnit, emulate: Emulate, transpose_a: bool, transpose_b: bool,
+    copies: int,
+) -> None:  # fmt: skip
     """The little of them that is tried every day: operands along k, and across."""
     plan = SMALL[unit][0] if simulated else SMALL[unit][1]
-    m, n, k = plan.rows + 5, plan.columns + 8, plan.k + 8
-    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
-    check(queue, random(m, k), random(k, n), ("bfloat16", "bfloat16", "float32"), engine=emulate(plan), **transposes)
+    m, n, k = plan.rows + 5, plan.columns + 8, plan.k * 3 + 8
+    types, transposes = ("bfloat16", "bfloat16", "float32"), {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    check(queue, random(m, k), random(k, n), types, engine=emulate(plan, copies=copies), **transposes)
 
 
 @TRANSPOSES

@@ -16,6 +16,8 @@ from clamp.ops.device_matrix import DeviceMatrix
 from clamp.ops.gemm.plan import Plan
 from clamp.ops.gemm.problem import Epilogue, operand_a, operand_b
 
+_SMALL = 2.0**-16  # a subnormal half: instructions that take it for zero are not used
+
 Case = tuple[str, tuple[bool, bool], tuple[int, int, int]]
 
 
@@ -43,7 +45,7 @@ def _computes(
 ) -> bool:  # fmt: skip
     m, n, k = shape
     numbers = np.random.default_rng(0)
-    a, b = numbers.integers(-1, 2, (m, k)), numbers.integers(-1, 2, (k, n))  # their sums are exact in every type
+    a, b = numbers.integers(-1, 2, (m, k)) * _SMALL, numbers.integers(-1, 2, (k, n))  # sums are exact in every type
     out_dtype = dtype if transposes[0] == transposes[1] else "float32"
     c = DeviceMatrix.like(queue, np.full((m, n), 99), out_dtype)
     left = operand_a(DeviceMatrix.like(queue, a.T if transposes[0] else a, dtype), transposes[0])
