@@ -20,6 +20,7 @@ import clamp
 from clamp import amp, bridge
 from clamp.bridge import Tensor
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator
+from clamp.opencl import child_process
 from clamp.opencl.device import NoDeviceError, capabilities, intel_cpu_runtime, list_devices
 from clamp.opencl.proofs import RIGHT
 from clamp.ops import attention
@@ -118,8 +119,7 @@ cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 4)
 
 def _fate_of_a_context(device: cl.Device) -> str:
     """Whether a queue keeps its context alive, tried in a process of its own: a driver may do more than refuse."""
-    platforms = [one.get_devices() for one in cl.get_platforms()]
-    place = next((k, devices.index(device)) for k, devices in enumerate(platforms) if device in devices)
+    place = child_process.place_of(device)
     tried = subprocess.run([sys.executable, "-c", _DROPS_ITS_CONTEXT, *map(str, place)], capture_output=True, text=True)
     if tried.returncode == 0:
         return "kept alive by its queues"
@@ -134,16 +134,18 @@ def _matrix_units(queue: cl.CommandQueue) -> Iterator[tuple[str, str]]:
         return
     yield "matrix units", found.instructions
     kinds = {"": MATRIX_UNITS, " conv": convolutions.MATRIX_UNITS, " attention": attention.MATRIX_UNITS}
-    for kind, unit in ((kind, unit) for kind, units in kinds.items() for unit in units):
-        label = f"  {unit.NAME}{kind}"
-        if not unit.may_work(found):
-            yield label, "not on this processor"
-        for plan in unit.plans if unit.may_work(found) else ():
-            verdict = unit.verdicts(queue, anew=plan is unit.plans[0]).get(str(plan), "could not be tried")
-            words = "right, and used" if verdict == RIGHT else f"NOT used: {verdict}"
+    elsewhere = [unit.NAME for unit in MATRIX_UNITS if not unit.may_work(found)]
+    if elsewhere:
+        yield "  of others", ", ".join(elsewhere)
+    for kind, unit in ((kind, unit) for kind, units in kinds.items() for unit in units if unit.may_work(found)):
+        verdicts = unit.verdicts(queue, anew=True)
+        used = "and used" if unit.is_proved(queue) else "but NOT used without the others"
+        for plan in unit.plans:
+            verdict = verdicts.get(str(plan), "could not be tried")
+            words = f"right, {used}" if verdict == RIGHT else f"NOT used: {verdict}"
             if verdict == RIGHT and isinstance(unit, MatrixUnit):
                 words = f"right, {_tflops(queue, unit, plan):.3g} TFLOP/s"
-            yield label, f"{plan}: {words}"
+            yield f"  {unit.NAME}{kind}", f"{plan}: {words}"
 
 
 def _tflops(queue: cl.CommandQueue, unit: MatrixUnit, plan: Plan) -> float:

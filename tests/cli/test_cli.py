@@ -535,16 +535,20 @@ def test_doctor_says_what_became_of_matrix_units(queue: cl.CommandQueue, monkeyp
     monkeypatch.setattr(doctor.convolutions, "MATRIX_UNITS", convolutions.MATRIX_UNITS[1:2])
     monkeypatch.setattr(doctor, "_TIMED", 64)
     tried: list[bool] = []
-    monkeypatch.setattr(proofs, "verdicts", lambda *_, anew: tried.append(anew) or verdicts)
+    monkeypatch.setattr(proofs, "verdicts", lambda *_, anew=False: tried.append(anew) or verdicts)
     facts, other, refused, used, *others = lines((8, 6))
     assert facts == ("matrix units", "compute capability 8.6")
-    assert other == ("  wgmma", "not on this processor")
+    assert other == ("  of others", "wgmma")
     assert refused == ("  mma", "32x16x32, 3 stages, 2 warps: NOT used: RuntimeError: OUT_OF_RESOURCES")
     assert used[1].startswith("16x32x16, 2 stages, 1 warps: right, ")
     assert used[1].endswith(" TFLOP/s")
     assert [line[0] for line in others] == ["  mma conv"] * 2 + ["  mma attention"] * 2
-    assert tried == [True, False] * 3, "what failed for want of memory is tried again"
-    assert [line[1] for line in lines((7, 5))[1:]] == ["not on this processor"] * 4
+    assert [anew for anew in tried if anew] == [True] * 3, "what failed for want of memory is tried again"
+    assert "NOT used without the others" not in str(others[:2])
+    assert [line[1] for line in others[2:]] == [
+        f"{plan}: could not be tried" for plan in doctor.attention.MATRIX_UNITS[0].plans
+    ]
+    assert lines((7, 5))[1:] == [("  of others", "wgmma, mma")]
     assert lines((0, 0)) == []
 
 
