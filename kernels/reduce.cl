@@ -15,15 +15,20 @@
 // Rounding: the innermost sums run over blocks (BLOCK elements in 4 x 16 lanes; columns.clh), whose sums are then
 // added. So a span of n elements of a row costs about n / BLOCK roundings, not n.
 //
-//   X_T, Y_T  storage types of input and output
-//   WG        work-items of a work-group in sum_rows: 1 on CPU devices, else a power of two
-//   PIECES    of pieces.clh
+//   X_T, Y_T    storage types of input and output
+//   WG          work-items of a work-group in sum_rows: 1 on CPU devices, else a power of two
+//   PIECES      of pieces.clh
+//   ONE_COLUMN  1: sum_columns has a column a work-item (on GPUs), 0, the default: strips of `width`
 
 #include "pieces.clh"
 
 #define BLOCK 1024 // elements summed in one go by sum_rows, a multiple of 64
 
 #include "columns.clh"
+
+#ifndef ONE_COLUMN
+#define ONE_COLUMN 0
+#endif
 
 #ifdef WG
 static inline float16 block_sum(__global const STORAGE(X_T) *x, size_t i) {
@@ -71,6 +76,7 @@ __kernel void sum_columns(__global const STORAGE(X_T) *restrict x, __global STOR
     y += piece * inner;
     size_t i = (get_global_id(0) % strips) * width;
     const size_t last = min(i + width, (size_t)inner);
+#if !ONE_COLUMN
     for (; i + 64 <= last; i += 64) {
         float16 sums[4];
         sum_64_columns(x, begin * inner + i, end - begin, inner, sums);
@@ -78,6 +84,7 @@ __kernel void sum_columns(__global const STORAGE(X_T) *restrict x, __global STOR
     }
     for (; i + 16 <= last; i += 16)
         STORE16(Y_T, sum_16_columns(x, begin * inner + i, end - begin, inner) / divisor, y, i);
+#endif
     for (; i < last; i++) STORE(Y_T, sum_column(x, begin * inner + i, end - begin, inner) / divisor, y, i);
 }
 

@@ -20,6 +20,7 @@
 //   WG                   work-items of a work-group in *_rows: 1 on CPU devices, else a power of two
 //   KEPT                 elements of the longest row that *_kept_rows (for CPU devices) takes, a multiple of 16
 //   PIECES               of pieces.clh
+//   ONE_COLUMN           1: *_columns have a column a work-item (on GPUs), 0: strips of `width`
 
 #include "pieces.clh"
 
@@ -121,6 +122,7 @@ __kernel void softmax_columns(__global const STORAGE(X_T) *restrict x, __global 
     y += plane;
     size_t i = (get_global_id(0) % strips) * width;
     const size_t last = min(i + width, (size_t)inner);
+#if !ONE_COLUMN
     for (; i + 16 <= last; i += 16) {
         float16 top = -INFINITY, total = 0;
         for (size_t row = 0; row < n; row++) top = fmax(top, LOAD16(X_T, x, row * inner + i));
@@ -130,6 +132,7 @@ __kernel void softmax_columns(__global const STORAGE(X_T) *restrict x, __global 
         for (size_t row = 0; row < n; row++)
             STORE16(Y_T, exp16(LOAD16(X_T, x, row * inner + i) - top) * inverse, y, row * inner + i);
     }
+#endif
     for (; i < last; i++) {
         float top = -INFINITY, total = 0;
         for (size_t row = 0; row < n; row++) top = fmax(top, LOAD(X_T, x, row * inner + i));
@@ -150,6 +153,7 @@ __kernel void softmax_columns_backward(__global const STORAGE(Y_T) *restrict y,
     const size_t plane = get_global_id(0) / strips * n * inner;
     size_t i = (get_global_id(0) % strips) * width;
     const size_t last = min(i + width, (size_t)inner);
+#if !ONE_COLUMN
     for (; i + 16 <= last; i += 16) {
         float16 sum = 0;
         size_t term = plane + i;
@@ -157,6 +161,7 @@ __kernel void softmax_columns_backward(__global const STORAGE(Y_T) *restrict y,
         for (size_t at = plane + i, row = 0; row < n; row++, at += inner)
             STORE16(DX_T, LOAD16(Y_T, y, at) * (LOAD16(G_T, dy, at) - sum), dx, at);
     }
+#endif
     for (; i < last; i++) {
         float sum = 0;
         size_t term = plane + i;

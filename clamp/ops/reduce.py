@@ -61,7 +61,7 @@ def _sum_columns(x: Tensor, y: Tensor, outer: int, n: int, inner: int, parts: in
     SUM_COLUMNS(
         x.queue, *launch(x.queue, strips * parts * outer), x, y, n, inner, span, width, outer * parts, strips, parts,
         divisor,
-        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype],
+        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], ONE_COLUMN=int(width == 1),
     )  # fmt: skip
 
 

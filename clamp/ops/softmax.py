@@ -45,7 +45,7 @@ def softmax(x: Tensor, axis: int = -1, *, out_dtype: str) -> Tensor:
         strips = -(-inner // width)
         SOFTMAX_COLUMNS(
             x.queue, *launch(x.queue, strips * outer), x, out, n, inner, width, strips, outer,
-            SOFTMAX_COLUMNS=1, **types,
+            SOFTMAX_COLUMNS=1, ONE_COLUMN=int(width == 1), **types,
         )  # fmt: skip
     return out
 
@@ -80,6 +80,6 @@ def softmax_backward(y: Tensor, grad: Tensor, axis: int = -1, *, out_dtype: str)
         sizes = launch(y.queue, strips * outer)
         SOFTMAX_COLUMNS_BACKWARD(
             y.queue, *sizes, y, grad, out, n, inner, width, strips, outer,
-            SOFTMAX_COLUMNS_BACKWARD=1, **types,
+            SOFTMAX_COLUMNS_BACKWARD=1, ONE_COLUMN=int(width == 1), **types,
         )  # fmt: skip
     return out

@@ -64,6 +64,24 @@ def macros_of(plan: SquarePlan, dtypes: tuple[str, str], transposes: str, aligne
     return built
 
 
+def amd_assembly(tools: Tools, folder: Path, kernel: Kernel, processor: str, macros: dict[str, Any]) -> str:
+    """What clang makes of a kernel for one of AMD's GPUs; it keeps nothing in memory that it could in registers."""
+    if not _AMD_LIBRARY.exists():
+        pytest.skip(f"no {_AMD_LIBRARY}: apt install libclc-19")
+    if "amdgcn" not in output_of(tools.clang, "--print-targets"):
+        pytest.skip("this clang knows no AMD GPU")
+    text, assembly = folder / kernel.file, folder / "kernel.s"
+    text.write_text(source("common.clh") + source(kernel.file))
+    options = [f"-D{name}={value}" for name, value in macros.items()]
+    options += ["-Xclang", "-mlink-builtin-bitcode", "-Xclang", str(_AMD_LIBRARY), f"-mcpu={processor}", "-nogpulib"]
+    target = ["-target", "amdgcn-amd-amdhsa", "-cl-std=CL1.2", "-O3", "-w", "-S"]
+    output_of(tools.clang, "-x", "cl", *target, *options, "-o", assembly, text)
+    code = assembly.read_text()
+    assert set(re.findall(r"\.vgpr_spill_count: *(\d+)", code)) == {"0"}
+    assert set(re.findall(r"\.private_segment_fixed_size: *(\d+)", code)) == {"0"}
+    return code
+
+
 def wide_loads(plan: SquarePlan, dtypes: tuple[str, str]) -> int:
     """Loads of 16 bytes that bring a work-item's part of both tiles."""
     bytes_of_k = sum({"float32": 4}.get(dtype, 2) for dtype in dtypes)
@@ -99,19 +117,7 @@ def test_on_amd(
     transposes: str,
     aligned: bool,
 ) -> None:
-    if not _AMD_LIBRARY.exists():
-        pytest.skip(f"no {_AMD_LIBRARY}: apt install libclc-19")
-    if "amdgcn" not in output_of(tools.clang, "--print-targets"):
-        pytest.skip("this clang knows no AMD GPU")
-    text, assembly = tmp_path / tiled.GEMM.file, tmp_path / "kernel.s"
-    text.write_text(source("common.clh") + source(tiled.GEMM.file))
-    options = [f"-D{name}={value}" for name, value in macros_of(plan, dtypes, transposes, aligned).items()]
-    options += ["-Xclang", "-mlink-builtin-bitcode", "-Xclang", str(_AMD_LIBRARY), f"-mcpu={processor}", "-nogpulib"]
-    target = ["-target", "amdgcn-amd-amdhsa", "-cl-std=CL1.2", "-O3", "-w", "-S"]
-    output_of(tools.clang, "-x", "cl", *target, *options, "-o", assembly, text)
-    code = assembly.read_text()
-    assert re.findall(r"\.vgpr_spill_count: *(\d+)", code) == ["0"]
-    assert re.findall(r"\.private_segment_fixed_size: *(\d+)", code) == ["0"], "nothing is kept in memory"
+    code = amd_assembly(tools, tmp_path, tiled.GEMM, processor, macros_of(plan, dtypes, transposes, aligned))
     if aligned:  # strides of elements that are fetched one by one may be kept in lanes of a vector register
         assert re.findall(r"\.sgpr_spill_count: *(\d+)", code) == ["0"]
     assert code.count("global_load_b128") == (wide_loads(plan, dtypes) if aligned else 0)

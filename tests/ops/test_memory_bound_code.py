@@ -1,5 +1,5 @@
-"""What becomes of the kernels that memory bounds on NVIDIA's GPUs, seen without one (test_matrix_units_ptx.py says
-how): they load and store 16 bytes at a time, nothing is on a stack, and registers.json has what they take.
+"""What becomes of the kernels that memory bounds on GPUs, seen without one (test_matrix_units_ptx.py says how): they
+load and store 16 bytes at a time, nothing is on a stack, and registers.json has what they take.
 
 The programs are those that clamp's functions build for such a GPU: they are called, but nothing is launched.
 """
@@ -26,6 +26,7 @@ from clamp.ops import softmax as softmax_module
 from clamp.ops.elementwise import elementwise
 from clamp.ops.norm_sets import RELU
 from tests.ops.test_engines import GPU
+from tests.ops.test_gemm_tiled_code import amd_assembly
 from tests.ops.test_matrix_units_ptx import REGISTERS, Tools, allow, compiled, output_of, tools
 from tests.reference import to_device
 
@@ -142,10 +143,13 @@ SUMS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
+EACH_CASE = pytest.mark.parametrize(
     ("compute", "kernel"),
     [pytest.param(*case, id=f"{case[0].__name__.strip('_')}-{case[1].name}") for case in CASES],
 )
+
+
+@EACH_CASE
 def test_wide_moves_without_a_stack(
     queue: cl.CommandQueue, tools: Tools, tmp_path: Path, compute: Callable[[cl.CommandQueue], object], kernel: Kernel
 ) -> None:  # fmt: skip
@@ -163,3 +167,14 @@ def test_wide_moves_without_a_stack(
         assert "LDG.E.128" in code
         if kernel not in SUMS:
             assert "STG.E.128" in code
+
+
+@EACH_CASE
+def test_on_amd(
+    queue: cl.CommandQueue, tools: Tools, tmp_path: Path, compute: Callable[[cl.CommandQueue], object], kernel: Kernel
+) -> None:  # fmt: skip
+    if kernel == loss_elementwise.LOSS_GRADIENT:
+        pytest.skip("it calls a function of libclc, which keeps an address on the stack")
+    macros = next(macros for built, macros in built_by(queue, compute) if built == kernel)
+    code = amd_assembly(tools, tmp_path, kernel, "gfx1100", {**macros, "EXCHANGE": "TREE", "ONE_COLUMN": 1})
+    assert "global_load_b128" in code
