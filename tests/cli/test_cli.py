@@ -545,9 +545,8 @@ def test_doctor_says_what_became_of_matrix_units(queue: cl.CommandQueue, monkeyp
     assert [line[0] for line in others] == ["  mma conv"] * 2 + ["  mma attention"] * 2
     assert [anew for anew in tried if anew] == [True] * 3, "what failed for want of memory is tried again"
     assert "NOT used without the others" not in str(others[:2])
-    assert [line[1] for line in others[2:]] == [
-        f"{plan}: could not be tried" for plan in doctor.attention.MATRIX_UNITS[0].plans
-    ]
+    plans = doctor.attention.MATRIX_UNITS[0].plans
+    assert [line[1] for line in others[2:]] == [f"{plan}: NOT used: could not be tried" for plan in plans]
     assert lines((7, 5))[1:] == [("  of others", "wgmma, mma")]
     assert lines((0, 0)) == []
 
