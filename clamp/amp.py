@@ -17,6 +17,7 @@ from clamp.handle import AmpHandle, NoOpHandle, OptimWrapper
 from clamp.opencl.device import get_amp_supported_dtype, is_bfloat16_supported, is_float16_supported, supports_fp16
 from clamp.params.masters import master_params
 from clamp.patching.decorators import float_function, half_function, promote_function
+from clamp.recorded.function import record
 from clamp.scaling.step_report import StepReport
 from clamp.session import (
     init,
@@ -60,6 +61,7 @@ __all__ = [
     "load_state_dict",
     "master_params",
     "promote_function",
+    "record",
     "register",
     "register_float_function",
     "register_half_function",

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pyopencl as cl
+from netcl.core import memory as _memory
 from netcl.core import transfer
 from netcl.core.parameter import Parameter as Parameter
 from netcl.core.tensor import Tensor as Tensor
@@ -61,6 +62,23 @@ def empty(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
 def zeros(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
     """A device tensor of zeros, from netcl's pool."""
     return _from_shape(queue, shape, dtype=dtype, fill=0.0)
+
+
+def empty_like(tensor: Tensor, size: int) -> Tensor:
+    """A device tensor with undefined content, of the shape and dtype of another one, in memory of ``size`` bytes."""
+    handle = _memory.get_persistent_pool(tensor.queue).allocate(size)
+    return _same(tensor, handle.buffer, handle)
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Another object for a tensor, which has to outlive it: it does not keep the memory."""
+    return _same(tensor, tensor.buffer, None)
+
+
+def _same(tensor: Tensor, buffer: Any, handle: Any) -> Tensor:
+    return Tensor(
+        buffer, tuple(tensor.shape), tensor.dtype, tensor.context, tensor.queue, handle, backend=tensor._backend
+    )
 
 
 def view(tensor: Tensor, shape: Sequence[int]) -> Tensor:

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -57,6 +58,20 @@ class GraphConfig:
         self.amp, self.dtype = bool(mode), check_dtype(dtype)
 
 
+@dataclass
+class _Call(Recorded):
+    """A recorded call of a graph.
+
+    Attributes:
+        outputs: what it returned; each replay writes the tensors in it.
+        keeps: what must live as long, because keys name it.
+    """
+
+    step: Step
+    outputs: Any
+    keeps: Any
+
+
 class Graph:
     """A training step, or a forward pass, that is recorded once and replayed: OneFlow's ``nn.Graph``::
 
@@ -94,7 +109,7 @@ class Graph:
         self._guards = StepGuards(max_skips_at_floor=25)
         self._own_scale: LossScale = NoLossScale()
         self._grad_scaler: pytorch.GradScaler | None = None  # whose scale it is, if somebody else has it too
-        self._recorded = Variants(type(self).__name__, _what_differs)
+        self._recorded: Variants[_Call] = Variants(type(self).__name__, _what_differs)
         self._passes = 0
         self._others: list[weakref.ref[Tensor]] = []  # what gets gradients here and is stepped elsewhere, if at all
         # What a recording does not depend on, or asks for as it is now.
@@ -273,7 +288,7 @@ class Graph:
             # A result may be an input, or a view of one: the next call's is another.
             outputs = _tensors_for(self._run(inputs), lambda x: _copy(x) if any(x.buffer is b for b in given) else x)
         step = Step(graph, tensors, before.tensors)
-        self._recorded.add(key, Recorded(step, outputs, self._watch(inputs), keeps=(graph, region)), before)
+        self._recorded.add(key, _Call(step.plan, self._watch(inputs), step, outputs, keeps=(graph, region)), before)
         return _tensors_for(outputs, _copy)
 
     def _run(self, inputs: Sequence[Any]) -> Any:

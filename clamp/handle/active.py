@@ -14,7 +14,7 @@ from clamp.bridge import Node, Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import Region, current_region, in_region, set_process_region
 from clamp.handle.optim_wrapper import OptimWrapper
-from clamp.opencl.recording import host_step
+from clamp.opencl.recording import host_step, refuse
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks
 from clamp.params.weight_cache import weights
@@ -107,6 +107,7 @@ class AmpHandle:
     @property
     def history(self) -> Sequence[StepReport]:
         """What the last 1000 steps did, the newest last."""
+        refuse("handle.last_step or handle.history was read", "Read it after the recorded part.")
         return self._guards.history
 
     def __repr__(self) -> str:
@@ -322,6 +323,10 @@ class AmpHandle:
         since the last steps is lost."""
         self._scales.forget()
         self._guards.forget_heard()
+
+    def tokens(self) -> dict[object, int]:
+        """See ``StepGuards.tokens``."""
+        return self._guards.tokens()
 
     def share_overflows(self, param_replicas: Iterable[Sequence[Tensor]]) -> None:
         """An overflow of one replica, whose gradients are part of a mean now, counts for all."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import wrapt
 
 from clamp.bridge import Node
+from clamp.opencl.recording import host_step
 from clamp.scaling.loss_scale import LossScale
 
 
@@ -43,12 +44,18 @@ class OptimWrapper(wrapt.ObjectProxy[Any]):
         scaled = self._self_handle.scaled_next(loss, self.__wrapped__, self._self_scalers, self._self_losses)
         with scaled as scaled_loss:
             yield scaled_loss
+        host_step(self._self_count)
+
+    def _self_count(self) -> None:
         self._self_losses += 1
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own step, unless a loss overflowed."""
-        self._self_losses = 0
+        host_step(self._self_count_anew)
         return self.__wrapped__.step(*args, **kwargs)
+
+    def _self_count_anew(self) -> None:
+        self._self_losses = 0
 
     @property
     def loss_scale(self) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 #: Stands in a recorded list where a kernel stands: called with queue, global size, local size and arguments.
@@ -21,6 +21,13 @@ class Recorder(Protocol):
 
     def add(self, launch: Launch, queue: Any, global_size: Any, local_size: Any, *args: Any) -> None:
         """Appends a launch that has run just now."""
+
+    def refuse(self, why: str) -> None:
+        """A replay could not do what comes next: raises RuntimeError, or ends the recording here, so that the rest of
+        what was to be recorded just runs."""
+
+    def host_step(self) -> AbstractContextManager[None]:
+        """Around the run of a host step."""
 
 
 class _Thread(threading.local):
@@ -52,9 +59,10 @@ def unrecorded() -> Iterator[None]:
 
 
 def refuse(what: str, instead: str) -> None:
-    """Raises RuntimeError if a recording is on: a replay could not do ``what``."""
-    if recorder() is not None:
-        raise RuntimeError(
+    """If a recording is on, raises RuntimeError or ends it: a replay could not do ``what``."""
+    recording = recorder()
+    if recording is not None:
+        recording.refuse(
             f"{what} while launches are being recorded: a replay repeats launches only, and would go on with what "
             f"was there when they were recorded. {instead}"
         )
@@ -68,9 +76,78 @@ def host_step(run: Callable[[], Any]) -> Any:
     recording = recorder()
     if recording is None:
         return run()
-    with unrecorded():
+    with unrecorded(), recording.host_step():
         result = run()
     recording.add(lambda queue, global_size, local_size: run(), None, (), None)
+    return result
+
+
+class HostValue:
+    """A value on the host that is another one in every replay, while what computes it or with it is being recorded.
+
+    Whoever asks for more than the names in ``known`` is refused; where that ends the recording, the value answers.
+    It passes for an object of the value's class.
+
+    Args:
+        value: an array, a number.
+        what: what it is, for the message.
+        known: names of attributes that are the same in every replay.
+    """
+
+    def __init__(self, value: Any, what: str, known: frozenset[str] = frozenset()) -> None:
+        self.__dict__.update(_now=value, _what=what, _known=known)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._now)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._known:
+            self._refuse()
+        return getattr(self._now, name)
+
+    def _refuse(self) -> None:
+        refuse(f"{self._what} was used", "Return it and use it after the recorded part, or compute with it there.")
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def call(self: HostValue, *args: Any) -> Any:
+        self._refuse()
+        return getattr(self._now, name)(*map(value_now, args))
+
+    return call
+
+
+#: What Python and numpy look up on the class of an operand.
+_OPERATORS = """
+    add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod
+    radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul rand ror rxor rdivmod iadd isub imul itruediv
+    neg pos abs invert round trunc floor ceil lt le eq ne gt ge hash bool int float complex index str repr format
+    len iter getitem setitem contains array"""
+for _name in _OPERATORS.split():
+    setattr(HostValue, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def is_host_value(x: Any) -> bool:
+    """Whether x stands for a value on the host that is another one in every replay."""
+    return type(x) is HostValue
+
+
+def value_now(x: Any) -> Any:
+    """What a HostValue stands for; anything else is itself."""
+    return x._now if type(x) is HostValue else x
+
+
+def host_value(run: Callable[[], Any], what: str) -> Any:
+    """As ``host_step``, of a number that is then another one in every replay, too."""
+    if recorder() is None:
+        return run()
+
+    def again() -> None:
+        result.__dict__["_now"] = run()
+
+    result = HostValue(None, what)
+    host_step(again)
     return result
 
 

@@ -17,9 +17,9 @@ is not its own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
@@ -303,7 +303,13 @@ def copied(grad: Tensor) -> Tensor:
 def snapshot(tensors: Iterable[Any]) -> list[Held]:
     """The gradients that tensors have now, with their marks."""
     grads = [(tensor, getattr(tensor, "grad", None)) for tensor in tensors]
-    return [(tensor, grad, mark_of(grad)) for tensor, grad in grads if grad is not None]
+    return [(tensor, grad, mark_now(grad)) for tensor, grad in grads if grad is not None]
+
+
+def mark_now(grad: Tensor) -> Mark | None:
+    """A gradient's mark. Of one that was written to since it was checked, nobody has heard."""
+    mark = mark_of(grad)
+    return mark if mark is None or not mark.is_checked else replace(mark, heard=_heard(grad))
 
 
 def restore(held: Iterable[Held], renewed: Mapping[object, object] = MappingProxyType({})) -> None:
@@ -318,6 +324,25 @@ def restore(held: Iterable[Held], renewed: Mapping[object, object] = MappingProx
             if mark.is_checked:  # what was finite then need not be now
                 mark = checked(frozenset(renewed.get(token, token) for token in mark.heard - {FINITE}))
             set_mark(grad, mark if mark.scale is None else Mark(mark.scale.now()))
+
+
+def on_gradients(tensors: Iterable[Any], run: Callable[[], Any]) -> Callable[[], Any]:
+    """``run`` as a host step of a recording: on the gradients that tensors have here, in every replay.
+
+    A gradient that an earlier host step has put there is the one, with what is known of it in this replay.
+    """
+    tensors = list(tensors)
+    held = snapshot(tensors)
+    known = {id(tensor) for tensor, _, mark in held if mark is not None and mark.heard}
+    grads = {id(tensor): grad for tensor, grad, _ in held}
+
+    def call() -> Any:
+        restore(x for x in held if not (id(x[0]) in known and x[0].grad is x[1]))
+        for tensor in tensors:
+            tensor.grad = grads.get(id(tensor))
+        return run()
+
+    return call
 
 
 # ---------------------------------------------------------------------------------------------- checks

@@ -19,6 +19,7 @@ from clamp.casting.operands import cast_node
 from clamp.casting.policy import CastPolicy, Entry
 from clamp.casting.regions import current_region, no_casts, thread_casts_off
 from clamp.opencl.device import require_context
+from clamp.opencl.recording import host_value, recorder
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.elementwise import elementwise
 from clamp.ops.scalars import saturated
@@ -329,8 +330,15 @@ def clip_gradients(wrapped: Any, instance: None, /, params: Iterable[Tensor], *a
             "scaler.unscale_(optimizer) or after scaler.unscale_grads(params), before the step.",
         )
         gradient_marks.give_each_its_own(params)
-    with unnoted():
-        return in_place(wrapped, instance, (params, *args), kwargs)
+
+    def clip() -> Any:
+        with unnoted():
+            return in_place(wrapped, instance, (params, *args), kwargs)
+
+    if recorder() is None or wrapped.__name__ != "clip_grad_norm":
+        return clip()
+    # It reads the norm to the host, so that every replay clips anew.
+    return host_value(gradient_marks.on_gradients(params, clip), "The norm that clip_grad_norm returned")
 
 
 def as_it_is(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:

@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.recording import recorder
+from clamp.opencl.recording import refuse
 from clamp.ops.concat import Part, assemble, split
 from clamp.ops.host_words import from_words, to_words
 from clamp.params.weight_cache import weights
@@ -142,8 +142,7 @@ class Ranks:
         """
         begun = self._meeting.begin_pass()
         try:
-            if recorder() is not None:
-                raise RuntimeError("a recorded step cannot average gradients over ranks: run it eagerly")
+            refuse("An average of gradients over ranks began", "Run such a step eagerly: a replay would meet nobody.")
             yield
             if self._meeting.is_open(begun):
                 raise RuntimeError("a pass has ended without the average over the ranks, for which they wait")

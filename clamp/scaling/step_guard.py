@@ -291,6 +291,10 @@ class StepGuards:
         others = [guard for guard in self._by_id.values() if guard not in guards and guard.optimizer is not None]
         return [*guards, *(guard for guard in others if any(id(p) in reached for p in guard.optimizer.params))]
 
+    def tokens(self) -> dict[object, int]:
+        """The bits of the optimizers, by what marks of gradients call their guards until the next steps."""
+        return {guard.token: guard.mask for guard in self._by_id.values()}
+
     def forget_heard(self) -> None:
         """What scalers have noted for these guards is lost: the next steps look at the gradients again."""
         for guard in self._by_id.values():

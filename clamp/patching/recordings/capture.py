@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,11 +27,20 @@ from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.recording import host_step, recorder, refuse, set_recorder
+from clamp.opencl.recording import (
+    host_step,
+    is_host_value,
+    recorder,
+    refuse,
+    set_recorder,
+    unrecorded,
+    value_now,
+)
 from clamp.ops import transfer
 from clamp.params import gradient_marks, masters
 from clamp.params.weight_cache import weights
 from clamp.patching.meets import meets
+from clamp.patching.recordings.attempt import Attempt
 from clamp.patching.recordings.dependencies import Dependencies, ModuleNotes, dependencies_of
 from clamp.patching.recordings.residents import Address, Seen, address_of, living_tensors
 from clamp.patching.wrap import Wrapper
@@ -52,12 +62,12 @@ class _Pool(PersistentBufferPool):  # type: ignore[misc]
         super().__init__(main.context, main.queue, max_cached_bytes=1 << 62, max_buffers_per_bucket=1 << 30)
         self._main = main
         self._closed = False
-        self.given: set[Address] = set()  # all that it has ever handed out
+        self.given: dict[Address, int] = {}  # all that it has ever handed out, with its size in bytes
 
     def allocate(self, nbytes: int, flags: int | None = None) -> Any:
         handle = super().allocate(nbytes, flags)
         if (address := address_of(handle.buffer)) is not None:
-            self.given.add(address)
+            self.given[address] = handle.bucket_size
         return handle
 
     def release(self, handle: Any) -> None:
@@ -135,7 +145,7 @@ class _Recording:
             self._replace(cl, name, self._refused(name, "Launch kernels by calling them; read and write outside."))
         for name in ("to_host", "to_host_async"):
             self._replace(Tensor, name, self._refused(f"Tensor.{name}", _READ_ADVICE))
-        self._replace(Tensor, "from_host", self._refused("Tensor.from_host", _INPUT_ADVICE))
+        self._replace(Tensor, "from_host", self._upload)
         for cls in bridge.module_classes():
             for name in ("forward", "__call__"):
                 if callable(vars(cls).get(name)):
@@ -164,6 +174,28 @@ class _Recording:
         capture = self._capture()
         if capture is not None and dependencies_of(capture).residents.follow():
             self._note_addresses()
+
+    def refuse(self, why: str) -> None:
+        """Raises RuntimeError; an attempt is given up instead, and what it was to record just runs on."""
+        capture = self._capture()
+        if not isinstance(capture, Attempt):
+            raise RuntimeError(why)
+        capture.give_up(why)
+
+    def host_step(self) -> AbstractContextManager[None]:
+        """Around the run of a host step."""
+        capture = self._capture()
+        return capture.in_host_step() if isinstance(capture, Attempt) else nullcontext()
+
+    @property
+    def addresses(self) -> frozenset[Address]:
+        """Of all memory in the launches, when it had ended."""
+        return frozenset(self._addresses or ())
+
+    def size_of(self, storage: Any) -> int | None:
+        """How many bytes launches may use of memory of the recording's own; None for other memory."""
+        where = address_of(storage)
+        return next((pool.given[where] for pool in self._pools.values() if where in pool.given), None)
 
     def _note_addresses(self) -> None:
         capture = self._capture()
@@ -215,7 +247,8 @@ class _Recording:
             if not self._is_on():
                 return plain(kernel, queue, global_size, local_size, *args, **kwargs)
             if kwargs.keys() - {"wait_for"}:
-                raise RuntimeError(f"netcl records no launch with {', '.join(sorted(kwargs))}: pass the sizes alone")
+                refuse(f"A kernel was called with {', '.join(sorted(kwargs))}", "Pass the sizes alone.")
+                return kernel(queue, global_size, local_size, *args, **kwargs)
             return record(kernel, queue, global_size, local_size, *args, **kwargs)
 
         return call
@@ -261,12 +294,28 @@ class _Recording:
             known = kwargs.keys() <= {"byte_count", "src_offset", "dst_offset", "is_blocking", "wait_for"}
             if not (known and _on_device(dest) and _on_device(src)):
                 refuse("A copy between host and device ran", f"{_READ_ADVICE} {_INPUT_ADVICE}")
+                return original(queue, value_now(dest), value_now(src), **kwargs)
             begin, to = int(kwargs.get("src_offset") or 0), int(kwargs.get("dst_offset") or 0)
             size = kwargs.get("byte_count")
             size = min(src.size - begin, dest.size - to) if size is None else int(size)
             return transfer.copy(queue, dest, src, size, begin, to)
 
         return enqueue_copy
+
+    def _upload(self, original: Any) -> Any:
+        @wrapt.decorator
+        def from_host(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+            if not self._is_on():
+                return wrapped(*args, **kwargs)
+            capture: Any = self._capture()
+            given: Any = args[1] if len(args) > 1 else kwargs.get("data")
+            if isinstance(capture, Attempt) and is_host_value(given):
+                with unrecorded():  # each replay brings the array of its call
+                    return capture.upload(wrapped, given, args, kwargs)
+            refuse("Tensor.from_host was called", _INPUT_ADVICE)
+            return wrapped(*args, **kwargs)
+
+        return from_host(original)
 
     def _refused(self, name: str, instead: str) -> Callable[[Any], Any]:
         @wrapt.decorator
@@ -319,6 +368,11 @@ def end(wrapped: Any, instance: KernelCapture, /) -> int:
     return wrapped()
 
 
+def is_free() -> bool:
+    """Whether a recording may begin: netcl records for one thread at a time."""
+    return not _running
+
+
 @meets("netcl.runtime.capture.KernelCapture.clear")
 def clear(wrapped: Any, instance: KernelCapture, /) -> None:
     """Drops what was recorded, and ends a recording that is under way, as after an exception."""
@@ -338,12 +392,7 @@ def as_host_step(step: Wrapper) -> Wrapper:
         params = (
             [tensor for pair in masters.pairs(optimizer) for tensor in pair] if hasattr(optimizer, "params") else []
         )
-        held = gradient_marks.snapshot(params)
-
-        def run() -> Any:
-            gradient_marks.restore(held)
-            return step(wrapped, optimizer, args, kwargs)
-
+        run = gradient_marks.on_gradients(params, lambda: step(wrapped, optimizer, args, kwargs))
         return host_step(run)
 
     return call

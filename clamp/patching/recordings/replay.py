@@ -29,12 +29,19 @@ class Plan:
         capture: what was recorded.
         inputs: the tensors whose buffers are replaced in a replay.
         state: tensors that the pass knows besides its inputs. Parameters count without being named.
+        moving: tensors that the pass made, which lie elsewhere in each replay.
 
     Raises:
         ValueError: an input that no launch reads.
     """
 
-    def __init__(self, capture: KernelCapture, inputs: Sequence[Tensor], state: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        capture: KernelCapture,
+        inputs: Sequence[Tensor],
+        state: Iterable[Tensor] = (),
+        moving: Sequence[Tensor] = (),
+    ) -> None:
         recording = recording_of(capture)
         assert recording is not None
         self._capture = capture  # its launches keep all memory alive
@@ -45,7 +52,7 @@ class Plan:
         self._together = shared_memory(inputs)
         self._trained = [(index, x) for index, x in enumerate(inputs) if bridge.is_trained(x)]
         self._fixed = _fixed(inputs, self._dependencies.residents, list(state))
-        places = {address_of(x.buffer): index for index, x in reversed(list(enumerate(inputs)))}
+        places = {address_of(x.buffer): index for index, x in reversed(list(enumerate([*inputs, *moving])))}
         fixed = {address_of(inputs[index].buffer) for index in self._fixed}
         places = {where: index for where, index in places.items() if where not in fixed}
         for where in places:
@@ -56,7 +63,7 @@ class Plan:
             found = [(at, places[where]) for at, arg in enumerate(launch.args) if (where := address_of(arg)) in places]
             read.update(index for _, index in found)
             self._steps.append((launch, found, _sync_of(launch.queue)))
-        for index in set(places.values()) - read:
+        for index in set(places.values()) & set(range(len(inputs))) - read:
             raise ValueError(
                 f"inputs[{index}], of shape {self._inputs[index][0]}, is read by no recorded launch, so new data in it "
                 f"would change nothing: leave it out, or compute with it on the device"
@@ -105,10 +112,10 @@ class Plan:
         if misfit := self.misfit(inputs) or self._dependencies.change():
             raise stale(misfit)
 
-    def launch(self, inputs: Sequence[Tensor]) -> None:
-        """Replays with inputs that fit."""
+    def launch(self, inputs: Sequence[Tensor], moved: Sequence[Tensor] = ()) -> None:
+        """Replays with inputs that fit, and with what lies elsewhere now."""
         self._recording.rebind()
-        buffers = [x.buffer for x in inputs]
+        buffers = [x.buffer for x in (*inputs, *moved)]
         for launch, found, sync in self._steps:
             args = launch.args
             if found:

@@ -7,17 +7,17 @@ the state is still the same; all others replay that, for as long as the state st
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from clamp.bridge import Tensor
-from clamp.patching.recordings.compiled import Step
+from clamp.patching.recordings.replay import Plan
 from clamp.patching.recordings.residents import address_of
 from clamp.patching.recordings.watch import Watch
+from clamp.scaling.step_report import warn_user
 
 MOST_KEYS = 32  # remembered; the one that was not used for longest goes first
 MOST_RECORDINGS = 32  # kept, each with the memory that its launches use
@@ -31,45 +31,54 @@ class Recorded:
     """A recorded call.
 
     Attributes:
-        step: its launches.
-        outputs: what it returned; each replay writes the tensors in it.
+        plan: its launches.
         watch: the host's state after it.
-        keeps: what must live as long, because keys name it.
     """
 
-    step: Step
-    outputs: Any
+    plan: Plan
     watch: Watch
-    keeps: Any = None
 
     def misfit(self, inputs: Sequence[Tensor]) -> str:
         """Why a call with these inputs cannot replay it; empty if it can."""
-        return self.step.plan.misfit(inputs) if self.watch.holds() else self.watch.change()
+        return self.plan.misfit(inputs) if self.watch.holds() else self.watch.change()
+
+
+R = TypeVar("R", bound=Recorded)
 
 
 @dataclass
-class _Kind:
+class _Kind(Generic[R]):
     """The calls of one key."""
 
     ran: Watch | None = None  # the state after the last run
-    kept: list[Recorded] = field(default_factory=list)
+    kept: list[R] = field(default_factory=list)
     unused: int = 0  # recordings since the last replay
     why: str = ""  # what kept the last call from replaying
     never: bool = False  # runs as it is, always
 
 
-class Variants:
+class Variants(Generic[R]):
     """What one graph has recorded.
 
     Args:
         name: of the graph, for warnings.
         explain: what tells two keys apart, in words.
+        warn: called with what a user should know, once.
+        code: what runs, in the words of the user.
     """
 
-    def __init__(self, name: str, explain: Callable[[Any, Any], str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        explain: Callable[[Any, Any], str],
+        warn: Callable[[str], None] = warn_user,
+        code: str = "build()",
+    ) -> None:
         self._name = name
         self._explain = explain
-        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._warn_user = warn
+        self._code = code
+        self._kinds: OrderedDict[Hashable, _Kind[R]] = OrderedDict()
         self._strangers = 0
         self._warned = False
 
@@ -85,14 +94,18 @@ class Variants:
         """How many there are."""
         return sum(len(kind.kept) for kind in self._kinds.values())
 
-    def find(self, key: Hashable, inputs: Sequence[Tensor]) -> Recorded | None:
-        """A recording that gives what running the pass on these inputs gives now; None if there is none."""
+    def find(self, key: Hashable, inputs: Sequence[Tensor], besides: Callable[[R], str] = lambda _: "") -> R | None:
+        """A recording that gives what running the pass on these inputs gives now; None if there is none.
+
+        Args:
+            besides: what else may keep a recording from being replayed, in words.
+        """
         kind = self._kinds.get(key)
         if kind is None:
             return None
         self._kinds.move_to_end(key)
         for recorded in reversed(kind.kept):
-            kind.why = recorded.misfit(inputs)
+            kind.why = besides(recorded) or recorded.misfit(inputs)
             if not kind.why:
                 kind.unused = self._strangers = 0
                 return recorded
@@ -114,7 +127,7 @@ class Variants:
         """The pass has run, and was not recorded."""
         self._kind(key).ran = watch
 
-    def add(self, key: Hashable, recorded: Recorded, before: Watch) -> None:
+    def add(self, key: Hashable, recorded: R, before: Watch) -> None:
         """The pass has been recorded.
 
         Args:
@@ -123,13 +136,24 @@ class Variants:
         kind = self._kind(key)
         kind.ran = recorded.watch
         if _replaced(before, recorded):
-            self._run_always(kind, "build puts a new tensor in place of one that it reads, and a replay cannot")
+            self._run_always(kind, f"{self._code} puts a new tensor in place of one that it reads, and a replay cannot")
         elif kind.unused >= _RETRIES:
             self._run_always(kind, kind.why)
         else:
             kind.unused += 1
             kind.kept = [*kind.kept[1 - _PER_KEY :], recorded]
         self._make_room()
+
+    def runs_always(self, key: Hashable) -> bool:
+        """Whether calls of this key run as they are, for good."""
+        kind = self._kinds.get(key)
+        return kind is not None and kind.never
+
+    def run_always(self, key: Hashable) -> None:
+        """Calls of this key cannot be recorded: they run as they are from now on."""
+        kind = self._kind(key)
+        kind.kept.clear()
+        kind.never = True
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -140,7 +164,7 @@ class Variants:
         for watch, before in flags:
             watch.follow(before)
 
-    def _kind(self, key: Hashable) -> _Kind:
+    def _kind(self, key: Hashable) -> _Kind[R]:
         kind = self._kinds.setdefault(key, _Kind())
         self._kinds.move_to_end(key)
         while len(self._kinds) > MOST_KEYS:
@@ -152,7 +176,7 @@ class Variants:
             while kind.kept and self.recordings > MOST_RECORDINGS:
                 kind.kept.pop(0)
 
-    def _run_always(self, kind: _Kind, why: str) -> None:
+    def _run_always(self, kind: _Kind[R], why: str) -> None:
         kind.kept.clear()
         kind.never = True
         self._warn(why)
@@ -165,17 +189,15 @@ class Variants:
         if self._warned:
             return
         self._warned = True
-        warnings.warn(
+        self._warn_user(
             f"{self._name} does not get to replay what it recorded: {why or 'its inputs'}, call after call. It runs "
-            "build() as it is instead, which is right and slower. Pass what changes as a tensor, and keep what build() "
-            "does not need out of the graph.",
-            UserWarning,
-            stacklevel=4,
+            f"{self._code} as it is instead, which is right and slower. Pass what changes as a tensor, and keep what "
+            f"{self._code} does not need out of it."
         )
 
 
 def _replaced(before: Watch, recorded: Recorded) -> bool:
     """Whether a pass reads a tensor that is another one after it: the next run would read that."""
     still = {id(tensor) for tensor in recorded.watch.tensors}
-    used = recorded.step.plan.addresses
+    used = recorded.plan.addresses
     return any(address_of(x.buffer) in used for x in before.tensors if id(x) not in still)

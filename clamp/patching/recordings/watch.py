@@ -9,6 +9,7 @@ launches, and whether they have moved is known by ``residents.py``.
 from __future__ import annotations
 
 import dis
+import random
 import sys
 from argparse import Namespace
 from collections import UserDict, UserList, deque
@@ -24,6 +25,7 @@ import wrapt
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor
+from clamp.patching.recordings.code_names import CodeNames
 
 Values: TypeAlias = tuple[Any, ...]
 
@@ -33,6 +35,7 @@ _LONGEST = 4096  # items of a container, or bytes of an array, that are looked a
 #: Packages whose classes, functions and objects are taken for unchanging, but for netcl's layers and plain holders of
 #: values.
 _LIBRARIES = frozenset({"clamp", "netcl", "numpy", "pyopencl", "wrapt", *sys.stdlib_module_names})
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _HOLDERS = (SimpleNamespace, Namespace, UserDict, UserList)
 
 
@@ -44,11 +47,13 @@ class _Part:
         read: the values there now.
         label: how a user would write the value with this number, among these values.
         seen: the values that were there.
+        is_library: whether it is a library's code that keeps them for itself: netcl's layers, in their attributes.
     """
 
     read: Callable[[], Values]
     label: Callable[[Values, int], str]
     seen: Values
+    is_library: bool = False
 
     def agrees(self) -> bool:
         now, seen = self.read(), self.seen
@@ -82,6 +87,11 @@ class Watch:
         hidden: whether an object's attribute of this name does not count. Those that an object gets later do not
             either, then. If not given, all count but those that an object names in ``_unwatched``.
         inside: whether an object is looked into, if it is no root.
+        generators: whether random generators are looked at, which every number that is drawn changes.
+
+    Attributes:
+        tensors: those that were met.
+        optimizers: those that were met.
     """
 
     def __init__(
@@ -89,22 +99,34 @@ class Watch:
         roots: Mapping[str, Any],
         hidden: Callable[[Any, str], bool] | None = None,
         inside: Callable[[Any], bool] = lambda x: True,
+        generators: bool = False,
     ) -> None:
         self.tensors: list[Tensor] = []
+        self.optimizers: list[Any] = []
+        self._named_optimizers: list[tuple[Any, str]] = []
+        self._names = CodeNames()
+        self._generators = generators
         self._parts: list[_Part] = []
         self._hidden, self._inside = hidden, inside
         self._known: dict[int, Any] = {}  # what was looked at, held so that ids stay unique
         self._stack = [(x, name, True) for name, x in roots.items()]
-        while self._stack:
-            self._look_at(*self._stack.pop())
+        self._walk()
+        for optimizer, name in self._named_optimizers:
+            self._look_at_settings(optimizer, name)
+        self._walk()
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
         return all(part.agrees() for part in self._parts)
 
-    def change(self) -> str:
-        """What has changed first, as a user would write it; empty if nothing has."""
-        return next((part.first_change() for part in self._parts if not part.agrees()), "")
+    def change(self, libraries: bool = True) -> str:
+        """What has changed first, as a user would write it; empty if nothing has.
+
+        Args:
+            libraries: whether what a library's code keeps for itself counts.
+        """
+        parts = (part for part in self._parts if libraries or not part.is_library)
+        return next((part.first_change() for part in parts if not part.agrees()), "")
 
     def flags(self) -> list[list[bool] | None]:
         """What is as it was: for ``follow``."""
@@ -120,6 +142,10 @@ class Watch:
             part.follow(agreed)
 
     # ------------------------------------------------------------------------------------------ the walk
+
+    def _walk(self) -> None:
+        while self._stack:
+            self._look_at(*self._stack.pop())
 
     def _look_at(self, x: Any, name: str, root: bool = False) -> None:
         kind = type(x)  # not isinstance: a proxy may answer for something that it would have to import first
@@ -143,23 +169,40 @@ class Watch:
 
     def _look_at_code(self, x: Any, kind: type, name: str, root: bool) -> None:
         """Functions, classes and objects."""
-        if issubclass(kind, wrapt.ObjectProxy):  # a function under a policy
-            self._push(x.__wrapped__, name)
+        if issubclass(kind, wrapt.ObjectProxy) or "__wrapped__" in getattr(x, "__dict__", ()):
+            self._push(x.__wrapped__, name)  # a function under a policy, or recorded; a wrapped optimizer
+            if hasattr(x, "_self_losses"):
+                self._add(lambda: (x._self_losses,), lambda *_: f"the number of losses that {name} has scaled")
+        if issubclass(kind, wrapt.ObjectProxy):
+            return
+        if self._generators and issubclass(kind, _GENERATORS):
+            self._add(lambda: (_drawn(x),), lambda *_: name)
         elif issubclass(kind, FunctionType):
             if not _is_library(x):
+                self._names.found(x)
                 self._function(x, name)
         elif issubclass(kind, MethodType | staticmethod | classmethod | property | partial):
             for part in ("__self__", "__func__", "fget", "func", "args", "keywords"):
                 self._push(getattr(x, part, None), name)
         elif issubclass(kind, type):
             if not _is_library(x):
+                self._names.found_class(x)
                 self._mapping(vars(x), lambda key: f"{x.__qualname__}.{key}")
         elif bridge.is_optimizer(x):  # its settings and its state are the step's, which every replay makes anew
             self._add(lambda: tuple(x.params), lambda *_: f"{name}.params")
             for index, param in enumerate(x.params):
                 self._push(param, f"{name}.params[{index}]")
+            self.optimizers.append(x)
+            self._named_optimizers.append((x, name))
         elif not issubclass(kind, ModuleType) and (root or (_has_settings(x) and self._inside(x))):
             self._object(x, kind, name)
+
+    def _look_at_settings(self, optimizer: Any, name: str) -> None:
+        """An optimizer's settings that the code names: what it reads may decide, and what it writes would stay."""
+        own, used = getattr(optimizer, "__dict__", {}), self._names.used()
+        for key in [key for key in own if key in used and key != "params"]:
+            self._add(partial(_setting, own, key), lambda *_, key=key: f"{name}.{key}")
+            self._push(own[key], f"{name}.{key}")
 
     def _object(self, x: Any, kind: type, name: str) -> None:
         self._add(lambda: (type(x),), lambda *_: f"the class of {name}")
@@ -176,7 +219,7 @@ class Watch:
         own = vars(x)
         if self._hidden is None:
             unwatched: frozenset[str] = getattr(x, "_unwatched", frozenset())
-            self._mapping(own, lambda key: f"{name}.{key}", unwatched)
+            self._mapping(own, lambda key: f"{name}.{key}", unwatched, _is_library(type(x)))
             return
         keys = [key for key in own if not self._hidden(x, key)]  # one that comes later has decided nothing
         self._add(lambda: (*map(own.get, keys),), lambda _, index: f"{name}.{keys[index]}")
@@ -219,7 +262,13 @@ class Watch:
         for index, item in enumerate(x):
             self._push(item, f"{name}[{index}]")
 
-    def _mapping(self, x: Mapping[Any, Any], label: Callable[[Any], str], hidden: frozenset[str] = frozenset()) -> None:
+    def _mapping(
+        self,
+        x: Mapping[Any, Any],
+        label: Callable[[Any], str],
+        hidden: frozenset[str] = frozenset(),
+        is_library: bool = False,
+    ) -> None:
         if len(x) > _LONGEST:
             self._add(lambda: (len(x),), lambda *_: label("..."))
             return
@@ -234,16 +283,29 @@ class Watch:
         self._add(
             shown if hidden else read,
             lambda values, index: label(values[index % (len(values) // 2)]) if values else label("(more or fewer)"),
+            is_library,
         )
         for key, value in x.items():
             if key not in hidden:
                 self._push(value, label(key))
 
-    def _add(self, read: Callable[[], Values], label: Callable[[Values, int], str]) -> None:
-        self._parts.append(_Part(read, label, read()))
+    def _add(self, read: Callable[[], Values], label: Callable[[Values, int], str], is_library: bool = False) -> None:
+        self._parts.append(_Part(read, label, read(), is_library))
 
     def _push(self, x: Any, name: str) -> None:
         self._stack.append((x, name, False))
+
+
+def _setting(own: Mapping[str, Any], key: str) -> Values:
+    return (own.get(key),)
+
+
+def _drawn(generator: Any) -> Any:
+    """The state of a random generator, told apart from others by its text."""
+    if isinstance(generator, random.Random):
+        return repr(generator.getstate())
+    state = generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else None
+    return repr(generator.bit_generator.state if state is None else (state["state"]["key"].tobytes(), state))
 
 
 class _Slots(Mapping[str, Any]):

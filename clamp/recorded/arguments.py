@@ -1,0 +1,148 @@
+"""The arguments of a call: what in them another call may have another of, and what a recording is for."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Hashable, Iterator
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from clamp import bridge
+from clamp.bridge import Node, Tensor
+from clamp.casting.arguments import with_items
+from clamp.opencl.recording import HostValue
+from clamp.patching.recordings.replay import shared_memory
+
+PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
+_BY_VALUE = (enum.Enum, type, FunctionType, np.dtype, range)
+_ARRAYS_KNOWN = frozenset({"shape", "dtype", "ndim", "size", "nbytes", "itemsize"})
+
+Part: TypeAlias = tuple[str, Hashable]  # where in the arguments, and what a recording depends on there
+
+
+class Call:
+    """One call.
+
+    Attributes:
+        tensors: its tensors, those of leaf nodes too, in their order.
+        arrays: its numpy arrays.
+        others: what else there is, by place.
+        key: what a recording for this call depends on in the arguments.
+        trouble: why no recording can be for it; empty if one can.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.tensors: list[Tensor] = []
+        self.arrays: list[np.ndarray[Any, Any]] = []
+        self.others: dict[str, Any] = {}
+        self.trouble = ""
+        named = sorted(kwargs.items())
+        parts = [part for index, x in enumerate(args) for part in self._parts(x, f"args[{index}]")]
+        parts += [part for name, x in named for part in self._parts(x, name)]
+        self.key = (*parts, ("the memory of arguments", shared_memory(self.tensors)))
+
+    def leaves(self) -> list[Any]:
+        """What nested arguments have in the end."""
+        return [*_leaves(self.args), *_leaves(self.kwargs)]
+
+    def for_recording(self) -> tuple[tuple[Any, ...], dict[str, Any], list[HostValue]]:
+        """The arguments with values in place of the arrays, whose content nobody may look at, and these values."""
+        values: list[HostValue] = []
+
+        def stand_in(x: Any) -> Any:
+            if not isinstance(x, np.ndarray):
+                return x
+            values.append(HostValue(x, "The content of an array among the arguments", _ARRAYS_KNOWN))
+            return values[-1]
+
+        if not self.arrays:
+            return self.args, self.kwargs, values
+        named = dict(sorted(self.kwargs.items()))
+        return mapped(self.args, stand_in), mapped(named, stand_in), values
+
+    def _parts(self, x: Any, where: str) -> Iterator[Part]:
+        if isinstance(x, Node) and isinstance(x.value, Tensor):
+            if not bridge.is_leaf(x):
+                self.trouble = f"{where} was computed outside by ops that backward would go through. {_GIVE_DATA}"
+            yield f"{where}, a node", x.requires_grad
+            yield self._tensor(x.value, where)
+        elif isinstance(x, Tensor):
+            yield self._tensor(x, where)
+        elif isinstance(x, np.ndarray):
+            self.arrays.append(x)
+            yield where, (x.shape, x.dtype.str)
+        elif isinstance(x, list | tuple):
+            yield f"the length of {where}", (type(x), len(x))
+            for index, item in enumerate(x):
+                yield from self._parts(item, f"{where}[{index}]")
+        elif isinstance(x, dict):
+            yield f"the keys of {where}", (type(x), tuple(map(_constant, x)))
+            for key, item in x.items():
+                yield from self._parts(item, f"{where}[{key!r}]")
+        else:
+            self.others[where] = x
+            yield where, _constant(x)
+
+    def _tensor(self, x: Tensor, where: str) -> Part:
+        if not bridge.on_device(x):
+            self.trouble = f"{where} is on netcl's numpy backend, which launches nothing. Put it on an OpenCL device."
+        trained = _Same(x) if bridge.is_trained(x) else None  # it gets its own gradient
+        self.tensors.append(x)
+        return where, (tuple(x.shape), x.dtype, x.queue, trained)
+
+
+_GIVE_DATA = "Compute it inside, or pass its value: Node(value=x.value)."
+
+
+class _Same:
+    """An object, equal to itself alone."""
+
+    def __init__(self, x: Any) -> None:
+        self._x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._x is other._x
+
+    def __hash__(self) -> int:
+        return id(self._x)
+
+
+def _constant(x: Any) -> Hashable:
+    """What tells constants apart: ``1``, ``1.0`` and ``True`` are three, ``0.0`` and ``-0.0`` two, and nan is one."""
+    if isinstance(x, PLAIN):
+        return type(x), repr(x)
+    if isinstance(x, slice):
+        return slice, *map(_constant, (x.start, x.stop, x.step))
+    if isinstance(x, frozenset):
+        return frozenset, frozenset(map(_constant, x))
+    if isinstance(x, tuple):  # a key of a dict
+        return type(x), tuple(map(_constant, x))
+    return x if isinstance(x, _BY_VALUE) else _Same(x)
+
+
+def mapped(x: Any, convert: Callable[[Any], Any]) -> Any:
+    """Nested lists, tuples and dicts with everything else in them converted."""
+    if isinstance(x, list | tuple):
+        return with_items(x, [mapped(item, convert) for item in x])
+    if isinstance(x, dict):
+        return {key: mapped(item, convert) for key, item in x.items()}
+    return convert(x)
+
+
+def _leaves(x: Any) -> Iterator[Any]:
+    if isinstance(x, list | tuple | dict):
+        for item in x.values() if isinstance(x, dict) else x:
+            yield from _leaves(item)
+    else:
+        yield x
+
+
+def what_differs(last: tuple[Hashable, tuple[Part, ...]], now: tuple[Hashable, tuple[Part, ...]]) -> str:
+    """What tells the keys of two calls apart, for a warning."""
+    if last[0] != now[0]:
+        return "the region around the call changes"
+    changed = [new[0] for old, new in zip(last[1], now[1], strict=False) if old != new]
+    return f"{changed[0]} is another, or has another shape" if changed else "there are more or fewer arguments"

@@ -1,0 +1,239 @@
+"""``amp.record``: a function of tensors, a training step above all, recorded once and replayed."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from clamp import bridge, session
+from clamp.bridge import Tensor
+from clamp.casting.regions import current_region, process_region
+from clamp.opencl.recording import recorder
+from clamp.params import gradient_marks, masters
+from clamp.patching.recordings.attempt import Attempt
+from clamp.patching.recordings.capture import is_free, recording_of
+from clamp.patching.recordings.variants import Variants
+from clamp.patching.recordings.watch import Watch
+from clamp.recorded.arguments import Call, what_differs
+from clamp.recorded.gradients import Entries, Tokens, kind_of
+from clamp.recorded.replayable import CannotReplay, Replayable, detached
+from clamp.scaling.step_report import warn_user
+
+_GENERATORS = {"numpy.random": np.random.get_state.__self__, "random": random.getstate.__self__}  # type: ignore[attr-defined]
+_recording = threading.Lock()  # netcl records for one thread at a time
+
+
+class _Thread(threading.local):
+    inside = False  # a recorded function
+
+
+_thread = _Thread()
+
+
+def record(function: Callable[..., Any]) -> RecordedFunction:
+    """A function that is recorded once and replayed: a training step, or a forward pass::
+
+        @amp.record
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(ag.tensor(x)), ag.tensor(y))
+            with handle.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            return loss
+
+    The first call with arguments of some shapes and dtypes runs the function, the second one records what it launches,
+    and all others replay that: they give the same bits as running it. The loss scale, the skipping of steps, learning
+    rates, Adam's step count and what ``dropout`` draws are those current at replay. Where something has changed that
+    the function reads (a mode of the model, a variable, a gradient that is there or not), it runs, and is recorded
+    anew. Where no replay could be right, it runs as it is, and says why once.
+
+    All else that the function does on the host, ``print`` say, happens in the first two calls only.
+
+    Args:
+        function: takes tensors, nodes and numpy arrays in nested tuples, lists and dicts, by position or by name; of
+            an array only shape and dtype may be looked at, and it may be given to ``Tensor.from_host``. Any other
+            argument is a constant, with a recording for each. It returns tensors and nodes, nested likewise, None,
+            and numbers that do not change from call to call.
+
+    Returns:
+        A function with the same arguments. What it returns is the caller's to keep, as without recording; nodes in it
+        have no graph, so that ``backward`` belongs into the function.
+
+    Raises:
+        TypeError: the function cannot be called.
+    """
+    return RecordedFunction(function)
+
+
+class RecordedFunction:
+    """What ``amp.record`` makes of a function.
+
+    Attributes:
+        recordings: how many there are.
+    """
+
+    __wrapped__: Callable[..., Any]
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        if not callable(function):
+            raise TypeError(f"amp.record takes a function, not a {type(function).__name__}")
+        functools.update_wrapper(self, function)
+        self._name = getattr(function, "__qualname__", type(function).__name__)
+        self._variants: Variants[Replayable] = Variants(self._name, what_differs, warn_user, f"{self._name}()")
+        self._lock = threading.RLock()
+        self._warned = False
+        self._reached: list[weakref.ref[Tensor]] = []  # what got gradients here, wherever it is kept
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.__name__ = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A method of an object: it has recordings of its own, which live as long."""
+        if instance is None:
+            return self
+        bound = RecordedFunction(self.__wrapped__.__get__(instance, owner))
+        vars(instance).setdefault(self.__name__, bound)
+        return vars(instance)[self.__name__]
+
+    @property
+    def recordings(self) -> int:
+        """How many there are, each with the memory that its launches use."""
+        return self._variants.recordings
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs, records or replays the function; see ``amp.record``."""
+        if _thread.inside or recorder() is not None:  # it is a part of what records it
+            return self.__wrapped__(*args, **kwargs)
+        session.ensure_patched()
+        with self._lock, _inside():
+            return self._call(Call(args, kwargs))
+
+    def _call(self, call: Call) -> Any:
+        key = self._key(call)
+        if call.trouble:
+            self._say(call.trouble)
+        if call.trouble or self._variants.runs_always(key):
+            return detached(self.__wrapped__(*call.args, **call.kwargs))
+        tokens = _tokens()
+        known = self._variants.find(key, call.tensors, lambda recorded: recorded.fits(tokens))
+        if known is not None:
+            return known.replay(call, tokens)
+        before = self._variants.may_record(key)
+        if before is None or not (is_free() and _recording.acquire(blocking=False)):
+            return self._run(key, call)
+        try:
+            return self._record(key, call, before, tokens)
+        finally:
+            _recording.release()
+
+    def _key(self, call: Call) -> Hashable:
+        """What a recording depends on besides the state of the host and the content of tensors."""
+        region = current_region()
+        how = None if region is None else (region.enabled, region.dtype, region.allow_banned, region.policies)
+        registered = tuple((id(x.owner), x.name, x.policy) for x in session.registrations)
+        guards = tuple(_tokens().values())
+        around = (how, id(process_region()), guards, registered, bridge.is_grad_enabled(), threading.get_ident())
+        return around, call.key
+
+    def _roots(self, call: Call) -> dict[str, Any]:
+        """Where what the function may read on the host begins."""
+        return {self._name: self.__wrapped__, **call.others}
+
+    def _say(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warn_user(f"{self._name}() runs as it is, which is right and slower than a replay: {why}")
+
+    # ------------------------------------------------------------------------------------------ running, recording
+
+    def _run(self, key: Hashable, call: Call) -> Any:
+        with self._variants.following(), self._noting_reached():
+            result = self.__wrapped__(*call.args, **call.kwargs)
+        self._variants.ran(key, Watch(self._roots(call)))
+        return detached(result)
+
+    @contextmanager
+    def _noting_reached(self) -> Iterator[None]:
+        with gradient_marks.noting_reached() as reached:
+            yield
+        known = {id(ref()) for ref in self._reached}
+        self._reached += [weakref.ref(x) for key, x in reached.items() if key not in known]
+
+    def _trained(self, call: Call, watch: Watch) -> list[Tensor]:
+        """The tensors whose gradients the function may meet or leave."""
+        stepped = [x for optimizer in watch.optimizers for pair in masters.pairs(optimizer) for x in pair]
+        found = [*call.tensors, *watch.tensors, *stepped, *(x for ref in self._reached if (x := ref()) is not None)]
+        return list({id(x): x for x in found if bridge.is_weight(x) and bridge.on_device(x)}.values())
+
+    def _record(self, key: Hashable, call: Call, before: Watch, tokens: Tokens) -> Any:
+        roots = self._roots(call)
+        attempt = Attempt(Watch({**_GENERATORS, **roots}, generators=True))
+        leaves = call.leaves()
+        args, kwargs, values = call.for_recording()
+        trained = self._trained(call, before)
+        kinds = [kind_of(tensor, tokens) for tensor in trained]
+        entries = Entries(trained, tokens)
+        try:
+            with self._variants.following(), self._noting_reached():
+                attempt.begin()
+                result = self.__wrapped__(*args, **kwargs)
+            if attempt.is_recording:
+                attempt.end()
+        except BaseException:
+            attempt.clear()
+            raise
+        finally:
+            exits = [tensor.grad for tensor in trained]
+            entries.put_back(trained)
+        why = attempt.why or self._obstacle(attempt, call, leaves, trained)
+        if not why:
+            watch = Watch(roots)
+            try:
+                made = Replayable(attempt, call, values, result, trained, entries, kinds, exits, before.tensors, watch)
+            except CannotReplay as reason:
+                why = str(reason)
+        if why:
+            attempt.clear()
+            self._variants.run_always(key)
+            self._say(why)
+            return detached(result)
+        self._variants.add(key, made, before)
+        return made.of_recording()
+
+    def _obstacle(self, attempt: Attempt, call: Call, leaves: Sequence[Any], trained: Sequence[Tensor]) -> str:
+        """Why what was recorded cannot be replayed; empty if it can."""
+        if recording_of(attempt) is None:
+            return "AMP was shut down in it"
+        if change := attempt.change():
+            return (
+                f"it changes {change} itself, on the host, where a replay changes nothing. Do that outside of it, pass "
+                "what changes as an argument, or return it"
+            )
+        now = call.leaves()
+        if len(now) != len(leaves) or any(one is not other for one, other in zip(now, leaves, strict=True)):
+            return "it changes its arguments, lists or dicts, and no replay would. Return what it makes"
+        known = {id(tensor) for tensor in trained}
+        late = [x for ref in self._reached if (x := ref()) is not None and id(x) not in known]
+        return "" if not late else "it trains tensors that are new in each call. Make them outside of it"
+
+
+@contextmanager
+def _inside() -> Iterator[None]:
+    _thread.inside = True
+    try:
+        yield
+    finally:
+        _thread.inside = False
+
+
+def _tokens() -> Tokens:
+    handle = session.active_handle()
+    return {} if handle is None else handle.tokens()

@@ -1,0 +1,102 @@
+"""Gradients around a recorded function: those that it finds, and those that it leaves.
+
+A function may add to gradients that are there, step by them, clear them and leave others. In a recording each that
+is there when it begins is another object for the same memory, an *entry*. A replay lays what is there then under it:
+what the launches do in place they do to that, and what the function leaves as it was is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.params import gradient_marks
+from clamp.params.gradient_marks import FINITE, Mark, mark_of, set_mark
+
+Tokens = Mapping[object, int]  # the guards of steps to come: what marks call them, and the bit of their optimizer
+
+
+@dataclass(slots=True)
+class Entry:
+    """A gradient that is there when the function begins.
+
+    Attributes:
+        tensor: whose it is.
+        found: what is there.
+        alias: what the function meets in its place.
+        mark: what the alias was marked with.
+    """
+
+    tensor: Tensor
+    found: Tensor
+    alias: Tensor
+    mark: Mark | None
+
+
+def mark_for(grad: Tensor, tokens: Tokens) -> Mark | None:
+    """A gradient's mark, by which only those have heard of it that are known here: others look again."""
+    held = gradient_marks.mark_now(grad)
+    return held if held is None else replace(held, heard=held.heard & {FINITE, *tokens})
+
+
+def kind_of(tensor: Tensor, tokens: Tokens) -> Hashable:
+    """What a recording depends on in the gradient that a tensor has: is there one, and what is known of it?"""
+    grad = tensor.grad
+    if grad is None:
+        return None
+    mark = mark_for(grad, tokens)
+    if mark is None:
+        return grad.dtype, "made by hand"
+    heard = frozenset(tokens.get(token, -1) for token in mark.heard)
+    return grad.dtype, mark.is_scaled, mark.is_checked, mark.lost_bits, heard
+
+
+class Entries:
+    """The gradients that tensors have when a function begins, with aliases in their places.
+
+    Args:
+        tensors: each once.
+        tokens: of the guards.
+        aliases: by id of the tensor, where they are made already.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], tokens: Tokens, aliases: Mapping[int, Tensor] | None = None) -> None:
+        self._entries: list[Entry] = []
+        shared: dict[int, Tensor] = {}
+        for tensor in tensors:
+            if tensor.grad is None:
+                continue
+            found, mark = tensor.grad, mark_for(tensor.grad, tokens)
+            known = shared.get(id(found)) if aliases is None else aliases[id(tensor)]
+            alias = shared[id(found)] = known or bridge.alias(found)
+            alias.buffer = found.buffer
+            set_mark(alias, mark)
+            self._entries.append(Entry(tensor, found, alias, mark))
+            tensor.grad = alias
+
+    @property
+    def by_alias(self) -> dict[int, Tensor]:
+        """What is there, by ids of aliases."""
+        return {id(entry.alias): entry.found for entry in self._entries}
+
+    @property
+    def aliases(self) -> dict[int, Tensor]:
+        """The aliases by ids of tensors."""
+        return {id(entry.tensor): entry.alias for entry in self._entries}
+
+    def found(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What is there for these tensors, which have entries."""
+        by_tensor = {id(entry.tensor): entry.found for entry in self._entries}
+        return [by_tensor[id(tensor)] for tensor in tensors]
+
+    def put_back(self, tensors: Iterable[Tensor]) -> None:
+        """Gives tensors that have an alias what it stands for, with what is known of it now."""
+        by_alias = {id(entry.alias): entry for entry in self._entries}
+        for tensor in tensors:
+            entry = by_alias.get(id(tensor.grad))
+            if entry is not None:
+                if mark_of(entry.alias) is not entry.mark:
+                    set_mark(entry.found, mark_of(entry.alias))
+                tensor.grad = entry.found

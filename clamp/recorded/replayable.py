@@ -1,0 +1,210 @@
+"""One recorded call of a function, and what replays give the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Node, Tensor
+from clamp.opencl.recording import HostValue, is_host_value, value_now
+from clamp.params import gradient_marks
+from clamp.params.gradient_marks import mark_of, set_mark
+from clamp.params.weight_cache import weights
+from clamp.patching.recordings.attempt import Attempt
+from clamp.patching.recordings.capture import recording_of
+from clamp.patching.recordings.replay import Plan
+from clamp.patching.recordings.residents import address_of
+from clamp.patching.recordings.variants import Recorded
+from clamp.patching.recordings.watch import Watch
+from clamp.recorded.arguments import PLAIN, Call, mapped
+from clamp.recorded.gradients import Entries, Tokens, kind_of
+
+RESULT_OP = "amp.record"  # name of the nodes that stand for results
+
+
+class CannotReplay(Exception):
+    """What was recorded cannot be replayed; the message says why."""
+
+
+def detached(result: Any) -> Any:
+    """Nested results with nodes that have no graph: backward runs inside a recorded function, or not at all."""
+
+    def convert(x: Any) -> Any:
+        if not isinstance(x, Node) or bridge.is_leaf(x):
+            return value_now(x)
+        return Node(value=x.value, op_name=RESULT_OP)
+
+    return mapped(result, convert)
+
+
+@dataclass
+class Made:
+    """A tensor that the function made and leaves, as a result or a gradient: in each replay in memory of its own.
+
+    Attributes:
+        tensor: what was recorded; host steps find it here.
+        size: bytes that launches use where it lies.
+        first: what lies in the same memory, if that is another tensor.
+    """
+
+    tensor: Tensor
+    size: int
+    first: Tensor | None = None
+
+    def anew(self) -> Tensor:
+        """A tensor for the next replay to write."""
+        return bridge.empty_like(self.tensor, self.size)
+
+
+class Replayable(Recorded):
+    """A recorded call.
+
+    Args:
+        attempt: it has ended, and was not given up.
+        call: what was recorded.
+        values: what stood for its arrays.
+        result: what it returned.
+        trained: the tensors whose gradients it may depend on or change.
+        entries: of their gradients when it began; they have been put back.
+        kinds: of these gradients.
+        exits: the gradients that they had when it ended, aliases among them.
+        state: tensors that it knows.
+        watch: the host's state now.
+
+    Raises:
+        CannotReplay: it reads or returns what no replay has.
+    """
+
+    def __init__(
+        self, attempt: Attempt, call: Call, values: Sequence[HostValue], result: Any, trained: Sequence[Tensor],
+        entries: Entries, kinds: Sequence[Any], exits: Sequence[Tensor | None], state: Iterable[Tensor], watch: Watch,
+    ) -> None:  # fmt: skip
+        recording = recording_of(attempt)
+        assert recording is not None
+        self._recording, self._attempt = recording, attempt
+        self._trained, self._kinds, self._exits = trained, kinds, exits
+        self._aliases = entries.aliases
+        self._state = {id(x): x for x in state}
+        self._call = call
+        self._made: dict[int, Made] = {}
+        self._result = mapped(result, self._kept)
+        for grad in exits:
+            if grad is not None and recording.size_of(grad.buffer) is not None:
+                self._note_made(grad)
+        read = recording.addresses
+        self._inputs = [index for index, x in enumerate(call.tensors) if address_of(x.buffer) in read]
+        entered = [x for x in trained if id(x) in self._aliases]
+        self._entered = [x for x in entered if address_of(self._aliases[id(x)].buffer) in read]
+        if any(gradient_marks.scale_of(self._aliases[id(x)]) is not None for x in self._entered):
+            raise CannotReplay(
+                "it adds to gradients that are multiplied by a loss scale of before. Clear them first, "
+                "optimizer.zero_grad(), or run the passes that add up in one call"
+            )
+        number = {id(value): index for index, value in enumerate(values)}
+        self._uploads = [(number[id(x.given)], x) for x in attempt.uploads if address_of(x.tensor.buffer) in read]
+        self._moving = [made for made in self._made.values() if made.first is None]
+        given = [*(call.tensors[index] for index in self._inputs), *(self._aliases[id(x)] for x in self._entered)]
+        moving = [*(upload.tensor for _, upload in self._uploads), *(made.tensor for made in self._moving)]
+        super().__init__(Plan(attempt, given, self._state.values(), moving), watch)
+
+    def of_recording(self) -> Any:
+        """What the recorded call itself returns; gradients are given to their tensors."""
+        owned = {key: bridge.take_storage(made.tensor) for key, made in self._made.items()}
+        self._leave(owned, {})
+        return self._results(self._call, owned)
+
+    # ------------------------------------------------------------------------------------------ replays
+
+    def fits(self, tokens: Tokens) -> str:
+        """What of the gradients that are there is not as it was; empty if it is all as it was."""
+        for tensor, kind in zip(self._trained, self._kinds, strict=True):
+            if (tensor.grad is not None or kind is not None) and kind_of(tensor, tokens) != kind:
+                return f"the gradient of a parameter of shape {tuple(tensor.shape)} is there or not, or of another kind"
+        return ""
+
+    def misfit(self, inputs: Sequence[Tensor]) -> str:
+        """Why a call with these tensors cannot replay it; empty if it can."""
+        given = [*(inputs[index] for index in self._inputs), *(x.grad for x in self._entered)]
+        return self.plan.misfit(given) if self.watch.holds() else self.watch.change()
+
+    def replay(self, call: Call, tokens: Tokens) -> Any:
+        """Does what the function does, and returns what it returns."""
+        uploaded = [upload.again(call.arrays[index]) for index, upload in self._uploads]
+        fresh = {id(made.tensor): made.anew() for made in self._moving}
+        for made in self._made.values():
+            made.tensor.buffer = fresh[id(made.first or made.tensor)].buffer
+        entries = Entries(self._trained, tokens, self._aliases)
+        given = [*(call.tensors[index] for index in self._inputs), *entries.found(self._entered)]
+        try:
+            self.plan.launch(given, [*uploaded, *fresh.values()])
+        except BaseException:
+            self._leave_as_is(entries)
+            raise
+        for key, made in self._made.items():
+            if made.first is not None:
+                fresh[key] = gradient_marks.copied(made.tensor)
+        self._leave(fresh, entries.by_alias)
+        entries.put_back(self._trained)
+        weights.clear()
+        return self._results(call, fresh)
+
+    def _leave(self, made: dict[int, Tensor], found: dict[int, Tensor]) -> None:
+        """Gives tensors the gradients that they have after the function."""
+        for tensor, grad in zip(self._trained, self._exits, strict=True):
+            if id(grad) in made:
+                tensor.grad = made[id(grad)]
+                set_mark(tensor.grad, mark_of(grad))
+            elif grad is None or id(grad) in found or id(grad) in self._state:
+                tensor.grad = grad
+
+    def _leave_as_is(self, entries: Entries) -> None:
+        """After an error: gradients stay as far as they are, in memory of the user's."""
+        entries.put_back(self._trained)
+        for tensor in self._trained:
+            grad = tensor.grad
+            if grad is not None and (id(grad) in self._made or self._recording.size_of(grad.buffer) is not None):
+                tensor.grad = gradient_marks.copied(grad)
+
+    # ------------------------------------------------------------------------------------------ results
+
+    def _kept(self, x: Any) -> Any:
+        """A leaf of the results as it is kept: what ``_results`` finds another for in each call."""
+        if any(x is leaf for leaf in self._call.leaves()):
+            return x
+        value = x.value if isinstance(x, Node) else x
+        if isinstance(value, Tensor):
+            self._note_result(value)
+        elif not (is_host_value(x) or isinstance(x, PLAIN)):
+            raise CannotReplay(
+                f"it returns a {type(x).__name__} that it made on the host, which no replay makes. Return tensors, "
+                "and make the rest from them after the call"
+            )
+        return x
+
+    def _note_result(self, tensor: Tensor) -> None:
+        if self._recording.size_of(tensor.buffer) is not None:
+            self._note_made(tensor)
+        elif id(tensor) not in self._state and all(tensor is not x for x in self._call.tensors):
+            raise CannotReplay("it returns another view of memory that it did not write: return a copy of it")
+
+    def _note_made(self, tensor: Tensor) -> None:
+        if id(tensor) not in self._made:
+            where, size = address_of(tensor.buffer), self._recording.size_of(tensor.buffer)
+            others = [x.tensor for x in self._made.values() if address_of(x.tensor.buffer) == where]
+            self._made[id(tensor)] = Made(tensor, size or 0, others[0] if others else None)
+
+    def _results(self, call: Call, made: dict[int, Tensor]) -> Any:
+        given = {id(leaf): now for leaf, now in zip(self._call.leaves(), call.leaves(), strict=True)}
+        tensors = {id(old): now for old, now in zip(self._call.tensors, call.tensors, strict=True)}
+
+        def now(x: Any) -> Any:
+            if isinstance(x, Node | Tensor) and id(x) in given:
+                return given[id(x)]
+            if isinstance(x, Node | Tensor):
+                value = made.get(id(x.value), tensors.get(id(x.value), x.value))
+                return Node(value=value, op_name=RESULT_OP) if isinstance(x, Node) else value
+            return value_now(x)
+
+        return mapped(self._result, now)

@@ -1,0 +1,745 @@
+"""``amp.record``: every call gives what running the function gives, bit for bit, or the function runs, and says why."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.nn.batchnorm import BatchNorm2dModule
+from netcl.nn.layers import Conv2d, Dropout, Flatten, Linear, ReLU, Sequential
+from netcl.optim import SGD, Adam, AdamW, clip_grad_norm
+from netcl.optim.clip import clip_grad_norm_device
+from netcl.optim.ema import ModelEMA
+
+from clamp import amp, session
+from clamp.bridge import Node, Parameter, Tensor
+from clamp.scaling.scale_rule import ScaleRule
+from tests.networks import loss_of, mlp, weights_of
+from tests.patching.test_compiled import BATCHES, TARGETS, poisoned
+from tests.reference import to_device
+
+Step = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    with warnings.catch_warnings():
+        for message in (".* runs as it is", ".* does not get to replay"):  # a function that is not recorded says so
+            warnings.filterwarnings("error", message, UserWarning)
+        yield
+    amp.shutdown()
+    session.forget_patches()
+
+
+class Run:
+    """A model, its optimizer and a handle, each time from the same start."""
+
+    def __init__(
+        self, queue: cl.CommandQueue, optimizer: Any = None, dtype: str = "float16", model: Any = None
+    ) -> None:
+        amp.shutdown()
+        self.queue = queue
+        np.random.seed(3)
+        self.model = mlp(queue, 10, 16, 3) if model is None else model(queue)
+        self.params = list(self.model.parameters())
+        self.optimizer = (optimizer or (lambda params: SGD(params, lr=0.05, momentum=0.9)))(self.params)
+        self.handle = amp.init(dtype=dtype, loss_scale="dynamic")
+        self.handle.scalers[0].rule = ScaleRule(growth_interval=3)
+
+    def backward(self, x: Tensor, y: Tensor) -> Node:
+        loss = loss_of(self.model, (x, y))
+        with self.handle.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return loss
+
+    def state(self) -> list[Any]:
+        """All that a step leaves."""
+        grads = [None if param.grad is None else param.grad.to_host().copy() for param in self.params]
+        reports = [(report.stepped, report.reason, report.scale, report.infs) for report in self.handle.history]
+        return [*weights_of(self.model), *grads, self.handle.loss_scale, reports]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for x, y in zip(one, other, strict=True):
+            assert_same(x, y)
+    elif isinstance(one, np.ndarray):
+        np.testing.assert_array_equal(one, other)
+    else:
+        assert one == other
+
+
+def compare(
+    queue: cl.CommandQueue, make: Callable[[Run], Step], calls: int = 9, recordings: int | None = 1,
+    batches: list[np.ndarray] = BATCHES, between: Callable[[Run, int], Any] = lambda run, index: None, **how: Any,
+) -> None:  # fmt: skip
+    """The same calls of a function as it is, and recorded; ``between`` them something is done."""
+    kept = []
+    for is_recorded in (False, True):
+        run = Run(queue, **how)
+        step = make(run)
+        step = amp.record(step) if is_recorded else step
+        seen = []
+        np.random.seed(7)
+        for index in range(calls):
+            between(run, index)
+            loss = step(
+                to_device(queue, batches[index % 12]), to_device(queue, TARGETS[index % 12][: len(batches[index % 12])])
+            )
+            junk = [Tensor.from_shape(queue, (size,), fill=7.0) for size in (36, 160, 48, 3, 16, 1) * 2]
+            del junk
+            seen.append([None if loss is None else loss.value.to_host().copy(), *run.state()])
+        kept.append(seen)
+        if is_recorded and recordings is not None:
+            assert step.recordings == recordings
+    for index, (got, want) in enumerate(zip(kept[1], kept[0], strict=True)):
+        try:
+            assert_same(got, want)
+        except AssertionError as error:
+            raise AssertionError(f"call {index}") from error
+
+
+# ---------------------------------------------------------------------------------------------- whole steps
+
+OPTIMIZERS = {
+    "sgd": lambda params: SGD(params, lr=0.05, momentum=0.9),
+    "adam": lambda params: Adam(params, lr=0.01),
+    "adamw": lambda params: AdamW(params, lr=0.01),
+}
+
+
+def clears_first(run: Run) -> Step:
+    def step(x: Tensor, y: Tensor) -> Node:
+        run.optimizer.zero_grad()
+        loss = run.backward(x, y)
+        run.optimizer.step()
+        return loss
+
+    return step
+
+
+def clears_last(run: Run) -> Step:
+    def step(x: Tensor, y: Tensor) -> Node:
+        loss = run.backward(x, y)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def steps_first(run: Run) -> Step:
+    def step(x: Tensor, y: Tensor) -> Node:
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        return run.backward(x, y)
+
+    return step
+
+
+@pytest.mark.parametrize("make", [clears_first, clears_last, steps_first])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_step_trains_as_eager(queue: cl.CommandQueue, make: Any, optimizer: str, dtype: str) -> None:
+    """With overflows before, in and after the recording; gradients, scale and history as well."""
+    batches = poisoned(BATCHES, 1, 5)
+    compare(queue, make, 11, batches=batches, optimizer=OPTIMIZERS[optimizer], dtype=dtype)
+
+
+@pytest.mark.parametrize("clip", [clip_grad_norm, clip_grad_norm_device])
+def test_clipping_is_that_of_the_day(queue: cl.CommandQueue, clip: Any) -> None:
+    def make(run: Run) -> Step:
+        def step(x: Tensor, y: Tensor) -> Node:
+            run.optimizer.zero_grad()
+            loss = run.backward(x, y)
+            clip(run.params, 0.05)
+            run.optimizer.step()
+            return loss
+
+        return step
+
+    compare(queue, make, batches=poisoned(BATCHES, 5))
+
+
+def test_a_norm_may_be_returned_and_not_used(queue: cl.CommandQueue) -> None:
+    norms: list[list[Any]] = []
+    for recorded in (False, True):
+        run = Run(queue)
+
+        def step(x: Tensor, y: Tensor, run: Run = run) -> Any:
+            run.optimizer.zero_grad()
+            run.backward(x, y)
+            return {"norm": clip_grad_norm(run.params, 0.05), "none": None}
+
+        call = amp.record(step) if recorded else step
+        norms.append([call(to_device(queue, BATCHES[i]), to_device(queue, TARGETS[i]))["norm"] for i in range(5)])
+    assert norms[0] == norms[1]
+    assert len(set(norms[1])) == 5
+    run = Run(queue)
+
+    @amp.record
+    def uses(x: Tensor, y: Tensor) -> Any:
+        run.optimizer.zero_grad()
+        loss = run.backward(x, y)
+        return loss if clip_grad_norm(run.params, 0.05) > 1e9 else None
+
+    x, y = to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])
+    uses(x, y)
+    with pytest.warns(UserWarning, match="The norm that clip_grad_norm returned was used"):
+        uses(x, y)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["python counts", "an argument says"])
+def test_gradients_add_up_over_calls(queue: cl.CommandQueue, late: bool) -> None:
+    """Three passes a step: the gradients of earlier calls, there or not, are those of the day."""
+    kept = []
+    for recorded in (False, True):
+        run = Run(queue)
+
+        def micro(x: Tensor, y: Tensor, last: bool, run: Run = run) -> Node:
+            loss = run.backward(x, y)
+            if last:
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            return loss
+
+        call = amp.record(micro) if recorded else micro
+        seen = []
+        for index in range(20):
+            batch = poisoned(BATCHES, 4)[index % 12]
+            last = index % 3 == 2
+            loss = call(to_device(queue, batch), to_device(queue, TARGETS[index % 12]), last and not late)
+            if last and late:
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            seen.append([loss.value.to_host().copy(), *run.state()])
+        kept.append(seen)
+    assert_same(kept[1], kept[0])
+    assert call.recordings == (2 if late else 3)
+
+
+def test_gradients_that_a_user_keeps_or_changes_are_the_users(queue: cl.CommandQueue) -> None:
+    kept = []
+    for recorded in (False, True):
+        run = Run(queue)
+        step = clears_first(run)
+        call = amp.record(step) if recorded else step
+        mine = []
+        for index in range(8):
+            call(to_device(queue, BATCHES[index]), to_device(queue, TARGETS[index]))
+            mine.append([param.grad for param in run.params])
+            run.params[0].grad = None
+            run.params[1].grad.write(np.full(16, index, np.float32))
+        kept.append([[grad.to_host().copy() for grad in grads] for grads in mine])
+    assert_same(kept[1], kept[0])
+
+
+@pytest.mark.parametrize("how", ["written", "by hand", "inf"])
+def test_gradients_from_elsewhere_are_met_as_they_are(queue: cl.CommandQueue, how: str) -> None:
+    """A gradient that a user has put or written there before a call that adds to it, and steps."""
+
+    def make(run: Run) -> Step:
+        def step(x: Tensor, y: Tensor) -> Node:
+            loss = run.backward(x, y)
+            run.optimizer.step()
+            return loss
+
+        return step
+
+    def between(run: Run, index: int) -> None:
+        if index % 4 == 3:
+            if how == "by hand":
+                run.params[0].grad = to_device(queue, np.ones((10, 16), np.float32))
+            else:
+                run.params[0].grad.write(np.full((10, 16), np.inf if how == "inf" else 2.0, np.float32))
+        if index % 4 == 1:
+            run.optimizer.zero_grad()
+
+    compare(queue, make, 17, recordings=None, between=between)
+
+
+@pytest.mark.parametrize("wrapped", [1, 2])
+def test_wrapped_optimizers_count_their_losses(queue: cl.CommandQueue, wrapped: int) -> None:
+    def make(run: Run) -> Step:
+        optimizer = run.handle.wrap_optimizer(run.optimizer, num_loss=wrapped)
+
+        def step(x: Tensor, y: Tensor) -> Node:
+            optimizer.zero_grad()
+            for _ in range(wrapped):
+                loss = loss_of(run.model, (x, y))
+                with optimizer.scale_loss(loss) as scaled_loss:
+                    scaled_loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    compare(queue, make, batches=poisoned(BATCHES, 4))
+
+
+def test_averages_of_the_weights_are_recorded(queue: cl.CommandQueue) -> None:
+    averages = []
+    for recorded in (False, True):
+        run = Run(queue)
+        ema = ModelEMA(run.model, decay=0.9)
+
+        def step(x: Tensor, y: Tensor, run: Run = run, ema: ModelEMA = ema) -> None:
+            run.optimizer.zero_grad()
+            run.backward(x, y)
+            run.optimizer.step()
+            ema.update()
+
+        call = amp.record(step) if recorded else step
+        for index in range(7):
+            call(to_device(queue, BATCHES[index]), to_device(queue, TARGETS[index]))
+        averages.append([shadow.to_host().copy() for shadow in ema.shadow] + [ema.step_count])
+    assert_same(averages[1], averages[0])
+
+
+# ---------------------------------------------------------------------------------------------- what changes
+
+
+def test_learning_rates_and_modes_of_the_day(queue: cl.CommandQueue) -> None:
+    def model(queue: cl.CommandQueue) -> Any:
+        return Sequential(Linear(queue, 10, 16), ReLU(), Dropout(0.5), Linear(queue, 16, 3))
+
+    def between(run: Run, index: int) -> None:
+        run.optimizer.lr = 0.05 / (index + 1)
+        (run.model.eval if index in (4, 5, 6, 9) else run.model.train)()
+
+    compare(queue, clears_first, 12, recordings=2, model=model, between=between)
+
+
+def test_batch_norms_statistics_move_in_replays(queue: cl.CommandQueue) -> None:
+    def run(recorded: bool) -> list[Any]:
+        np.random.seed(0)
+        norm = BatchNorm2dModule(queue=queue, num_features=4)
+        model = Sequential(Conv2d(queue, 1, 4, 3, pad=1), norm, Flatten(), Linear(queue, 4 * 36, 3))
+        model.train()
+        optimizer = SGD(model.parameters(), lr=0.01)
+        with amp.init() as handle:
+
+            def step(x: Any, y: Any) -> Any:
+                optimizer.zero_grad()
+                loss = loss_of(model, (Tensor.from_host(queue, x), Tensor.from_host(queue, y)))
+                with handle.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+                return loss
+
+            call = amp.record(step) if recorded else step
+            for seed in range(7):
+                x = np.random.default_rng(seed).standard_normal((5, 1, 6, 6)).astype(np.float32)
+                call(x, TARGETS[seed][:5])
+            assert not recorded or call.recordings == 1
+        return [*weights_of(model), norm.running_mean.to_host().copy(), norm.running_var.to_host().copy()]
+
+    assert_same(run(True), run(False))
+
+
+def test_a_ragged_last_batch_has_a_recording_of_its_own(queue: cl.CommandQueue) -> None:
+    batches = [batch if index % 3 < 2 else batch[:5] for index, batch in enumerate(BATCHES)]
+    compare(queue, clears_last, 12, recordings=2, batches=batches)
+
+
+@pytest.mark.parametrize("change", ["frozen", "replaced", "written", "another handle", "group", "gradients cleared"])
+def test_what_changes_between_calls_is_seen(queue: cl.CommandQueue, change: str) -> None:
+    def between(run: Run, index: int) -> None:
+        if index != 5:
+            return
+        if change == "frozen":
+            run.params[0]._frozen = True
+        elif change == "replaced":
+            run.params[0] = run.optimizer.params[0] = run.model.layers[0].weight = Parameter.from_host(
+                queue, np.ones((10, 16), np.float32)
+            )
+        elif change == "written":
+            run.params[0].write(np.ones((10, 16), np.float32))
+        elif change == "another handle":
+            run.handle.shutdown()
+            run.handle = amp.init(dtype="bfloat16")
+        elif change == "group":
+            run.optimizer.params = run.optimizer.params[1:]
+        else:
+            run.optimizer.zero_grad()
+
+    compare(queue, clears_first, 11, recordings=None, between=between)
+
+
+def test_a_checkpoint_loaded_between_calls_is_continued(queue: cl.CommandQueue, tmp_path: Any) -> None:
+    def between(run: Run, index: int) -> None:
+        if index == 3:
+            amp.save_checkpoint(tmp_path / "run.npz", run.model, run.optimizer)
+        if index == 7:
+            amp.load_checkpoint(tmp_path / "run.npz", run.model, run.optimizer)
+
+    compare(queue, clears_last, 11, recordings=None, between=between, optimizer=OPTIMIZERS["adam"])
+
+
+def test_settings_that_the_function_reads_are_seen(queue: cl.CommandQueue) -> None:
+    """It reads the learning rate itself, so that each has a recording."""
+
+    def make(run: Run) -> Step:
+        def step(x: Tensor, y: Tensor) -> Node:
+            run.optimizer.zero_grad()
+            loss = ag.mul(loss_of(run.model, (x, y)), run.optimizer.lr)
+            with run.handle.scale_loss(loss, run.optimizer) as scaled_loss:
+                scaled_loss.backward()
+            run.optimizer.step()
+            return loss
+
+        return step
+
+    def between(run: Run, index: int) -> None:
+        run.optimizer.lr = 0.05 if index < 5 else 0.5
+
+    compare(queue, make, 10, recordings=2, between=between)
+
+
+def test_without_a_handle_and_after_one(queue: cl.CommandQueue) -> None:
+    def run(recorded: bool) -> list[Any]:
+        model = mlp(queue, 10, 16, 3)
+        optimizer = SGD(model.parameters(), lr=0.01)
+
+        def step(x: Tensor, y: Tensor) -> Node:
+            optimizer.zero_grad()
+            loss = loss_of(model, (x, y))
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        call = amp.record(step) if recorded else step
+        for turn in range(3):
+            if turn == 1:
+                amp.init(dtype="float32")
+            for index in range(4):
+                call(to_device(queue, BATCHES[index]), to_device(queue, TARGETS[index]))
+            amp.shutdown()
+        return weights_of(model)
+
+    amp.shutdown()
+    assert_same(run(True), run(False))
+
+
+# ---------------------------------------------------------------------------------------------- arguments, results
+
+
+def test_arguments_nest_and_arrays_are_brought_to_the_device(queue: cl.CommandQueue) -> None:
+    run = Run(queue)
+
+    @amp.record
+    def outputs(batch: dict[str, Any], *, factor: float = 1.0) -> Any:
+        x, rest = batch["x"], batch["rest"]
+        assert isinstance(x, np.ndarray)
+        assert x.shape == (12, 10)
+        with ag.no_grad():
+            y = ag.mul(run.model(ag.tensor(Tensor.from_host(queue, x))), factor)
+            return (y, {"sum": ag.sum(y), "same": rest[0], "doubled": ag.mul(rest[0], 2.0)}), None
+
+    for turn in range(8):
+        x, given = BATCHES[turn], to_device(queue, TARGETS[turn])
+        factor = 1.0 if turn % 2 else 2.0
+        result = outputs({"x": x, "rest": [given]}, factor=factor)
+        (y, more), none = result
+        with ag.no_grad():
+            expected = ag.mul(run.model(ag.tensor(to_device(queue, x))), factor)
+        np.testing.assert_array_equal(y.value.to_host(), expected.value.to_host())
+        np.testing.assert_array_equal(more["sum"].value.to_host(), ag.sum(expected).value.to_host())
+        np.testing.assert_array_equal(more["doubled"].value.to_host(), TARGETS[turn] * 2)
+        assert more["same"] is given
+        assert none is None
+    assert outputs.recordings == 2
+
+
+def test_results_are_the_users_to_keep(queue: cl.CommandQueue) -> None:
+    run = Run(queue)
+    step = amp.record(clears_first(run))
+    x, y = to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])
+    losses = [step(x, y) for _ in range(8)]
+    values = [float(loss.value.to_host()[0]) for loss in losses]
+    assert len(set(values)) == 8 or values == sorted(values, reverse=True)
+    again = Run(queue)
+    eager = clears_first(again)
+    assert values == [float(eager(x, y).value.to_host()[0]) for _ in range(8)]
+    with pytest.raises(RuntimeError, match="no graph"):
+        losses[-1].backward()
+
+
+def test_methods_and_decorators(queue: cl.CommandQueue) -> None:
+    class Trainer:
+        def __init__(self, seed: int) -> None:
+            self.model = mlp(queue, 10, 16, 3, seed=seed)
+
+        @amp.record
+        def infer(self, x: Tensor) -> Tensor:
+            """Its output."""
+            with ag.no_grad():
+                return self.model(ag.tensor(x))
+
+    assert Trainer.infer.__doc__ == "Its output."
+    trainers = [Trainer(0), Trainer(1)]
+    amp.init()
+    for index in range(4):
+        x = to_device(queue, BATCHES[index])
+        for trainer in trainers:
+            expected = Trainer.infer.__wrapped__(trainer, x).value.to_host()
+            np.testing.assert_array_equal(trainer.infer(x).value.to_host(), expected)
+    assert [trainer.infer.recordings for trainer in trainers] == [1, 1]
+    gone = weakref.ref(trainers[0].model)
+    del trainers, trainer
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(TypeError, match="takes a function"):
+        amp.record(3)  # type: ignore[arg-type]
+
+
+def test_a_recorded_function_in_another_is_a_part_of_it(queue: cl.CommandQueue) -> None:
+    made: list[Any] = []
+
+    def make(run: Run) -> Step:
+        def forward(x: Tensor, y: Tensor) -> Node:
+            return loss_of(run.model, (x, y))
+
+        made.append(forward)
+        if len(made) == 2:
+            forward = amp.record(forward)
+
+        def step(x: Tensor, y: Tensor) -> Node:
+            run.optimizer.zero_grad()
+            loss = forward(x, y)
+            with run.handle.scale_loss(loss, run.optimizer) as scaled_loss:
+                scaled_loss.backward()
+            run.optimizer.step()
+            return loss
+
+        return step
+
+    compare(queue, make)
+
+
+def test_threads_have_recordings_of_their_own(queue: cl.CommandQueue) -> None:
+    run = Run(queue)
+
+    @amp.record
+    def infer(x: Tensor) -> Any:
+        with ag.no_grad():
+            return run.model(ag.tensor(x))
+
+    x = to_device(queue, BATCHES[0])
+    expected = infer(x).value.to_host()
+    found: list[Any] = []
+
+    def work() -> None:
+        for _ in range(5):
+            found.append(infer(x).value.to_host().copy())
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 15
+    for one in found:
+        np.testing.assert_array_equal(one, expected)
+
+
+def test_two_functions_share_a_model(queue: cl.CommandQueue) -> None:
+    kept = []
+    for recorded in (False, True):
+        run = Run(queue)
+        train: Any = clears_first(run)
+
+        def evaluate(x: Tensor, run: Run = run) -> Any:
+            with ag.no_grad():
+                return run.model(ag.tensor(x))
+
+        if recorded:
+            train, evaluate = amp.record(train), amp.record(evaluate)
+        seen = []
+        for index in range(8):
+            train(to_device(queue, BATCHES[index]), to_device(queue, TARGETS[index]))
+            seen.append(evaluate(to_device(queue, BATCHES[0])).value.to_host().copy())
+        kept.append(seen)
+    assert_same(kept[1], kept[0])
+
+
+def test_an_exception_leaves_what_it_leaves_without_recording(queue: cl.CommandQueue) -> None:
+    """In the recorded call, and in a replay, where only a host step can raise."""
+    run = Run(queue)
+    step = amp.record(clears_first(run))
+    x, y = to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])
+    with pytest.raises(ValueError, match="shape"):
+        step(x, to_device(queue, TARGETS[0][:5]))
+    for _ in range(4):
+        step(x, y)
+    run.handle.max_skips = run.handle._guards.max_skips_at_floor = 1
+    amp.load_state_dict({key: {**state, "loss_scale": 2.0**-14} for key, state in amp.state_dict().items()})
+    with pytest.raises(FloatingPointError, match="steps in a row"):
+        step(to_device(queue, poisoned(BATCHES, 0)[0]), y)
+    kept = [param.grad for param in run.params]
+    values = [grad.to_host().copy() for grad in kept]
+    assert not all(np.isfinite(value).all() for value in values)
+    run.handle._guards.max_skips_at_floor = 25
+    step(x, y)
+    assert_same([grad.to_host() for grad in kept], values)
+
+
+# ---------------------------------------------------------------------------------------------- what cannot be
+
+
+def reads(run: Run, step: Step) -> Step:
+    def call(x: Tensor, y: Tensor) -> Any:
+        return float(step(x, y).value.to_host()[0])
+
+    return call
+
+
+def uploads(run: Run, step: Step) -> Step:
+    def call(x: Tensor, y: Tensor) -> Any:
+        return step(Tensor.from_host(run.queue, np.ones((12, 10), np.float32)), y)
+
+    return call
+
+
+def counts(run: Run, step: Step) -> Step:
+    done: list[int] = []
+
+    def call(x: Tensor, y: Tensor) -> Any:
+        done.append(1)
+        return step(x, y)
+
+    return call
+
+
+def draws(run: Run, step: Step) -> Step:
+    generator = np.random.default_rng(0)
+
+    def call(x: Tensor, y: Tensor) -> Any:
+        return step(ag.mul(x, float(generator.random())), y)
+
+    return call
+
+
+def draws_globally(run: Run, step: Step) -> Step:
+    def call(x: Tensor, y: Tensor) -> Any:
+        return step(ag.mul(x, float(np.random.rand())), y)
+
+    return call
+
+
+def schedules(run: Run, step: Step) -> Step:
+    def call(x: Tensor, y: Tensor) -> Any:
+        loss = step(x, y)
+        run.optimizer.lr *= 0.9
+        return loss
+
+    return call
+
+
+def asks_the_handle(run: Run, step: Step) -> Step:
+    def call(x: Tensor, y: Tensor) -> Any:
+        loss = step(x, y)
+        return None if run.handle.last_step.stepped else loss
+
+    return call
+
+
+def reports(run: Run, step: Step) -> Step:
+    def call(x: Tensor, y: Tensor) -> Any:
+        step(x, y)
+        return object()
+
+    return call
+
+
+CURES = {
+    reads: "Read it after the recorded part",
+    uploads: "Pass data that changes as an input tensor",
+    counts: r"changes len\(done\) itself",
+    draws: "changes generator itself",
+    draws_globally: r"changes numpy\.random itself",
+    schedules: r"changes \S*optimizer\.lr itself",
+    asks_the_handle: "handle.last_step",
+    reports: "returns a object",
+}
+
+
+@pytest.mark.parametrize("bad", CURES)
+def test_what_no_replay_can_do_runs_once_in_each_call_and_says_why(queue: cl.CommandQueue, bad: Any) -> None:
+    """The call that was being recorded goes on where it is: nothing is done twice."""
+    kept = []
+    x, y = to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])
+    for recorded in (False, True):
+        run = Run(queue)
+        np.random.seed(1)
+        function = bad(run, clears_first(run))
+        call = amp.record(function) if recorded else function
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(6):
+                call(x, y)
+        kept.append(run.state())
+        if recorded:
+            said = [one for one in said if "runs as it is" in str(one.message)]
+            assert call.recordings == 0
+            assert len(said) == 1
+            assert said[0].filename == __file__
+            with pytest.warns(UserWarning, match=CURES[bad]):
+                warnings.warn(said[0].message, stacklevel=1)
+    assert_same(kept[1], kept[0])
+
+
+def test_the_content_of_an_array_is_not_looked_at(queue: cl.CommandQueue) -> None:
+    run = Run(queue)
+
+    @amp.record
+    def normalized(x: np.ndarray) -> Any:
+        with ag.no_grad():
+            return ag.mul(run.model(ag.tensor(Tensor.from_host(queue, x))), 1 / float(x.max()))
+
+    expected = []
+    for index in range(4):
+        expected.append(normalized.__wrapped__(BATCHES[index]).value.to_host())
+    normalized(BATCHES[0])
+    with pytest.warns(UserWarning, match="The content of an array among the arguments was used"):
+        got = normalized(BATCHES[1])
+    np.testing.assert_array_equal(got.value.to_host(), expected[1])
+    np.testing.assert_array_equal(normalized(BATCHES[2]).value.to_host(), expected[2])
+    assert normalized.recordings == 0
+
+
+def test_arguments_that_change_every_time_are_bounded(queue: cl.CommandQueue) -> None:
+    run = Run(queue)
+
+    @amp.record
+    def scaled(x: Tensor, factor: float) -> Any:
+        with ag.no_grad():
+            return ag.mul(run.model(ag.tensor(x)), factor)
+
+    x = to_device(queue, BATCHES[0])
+    with pytest.warns(UserWarning, match=r"args\[1\] is another"):
+        for index in range(40):
+            scaled(x, float(index))
+    assert scaled.recordings == 0
+
+
+def test_data_on_the_numpy_backend_and_graphs_from_outside_run(queue: cl.CommandQueue) -> None:
+    run = Run(queue)
+
+    @amp.record
+    def double(x: Node) -> Any:
+        return ag.mul(x, 2.0)
+
+    outer = run.model(ag.tensor(to_device(queue, BATCHES[0])))
+    with pytest.warns(UserWarning, match="computed outside"):
+        double(outer)
