@@ -17,6 +17,10 @@ from clamp.bridge.tensors import Tensor, is_weight
 BatchNorm2d = BatchNorm2dModule
 
 
+#: what netcl's Sequential makes of its layers and their modes, and makes again after a change of mode
+MADE_FROM_LAYERS = frozenset({"_fused_layers", "_fused_train_layers"})
+
+
 def is_module(x: Any) -> bool:
     """Whether x is a netcl layer or model."""
     return isinstance(x, Module)

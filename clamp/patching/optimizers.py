@@ -15,6 +15,7 @@ from netcl.optim import clip
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
+from clamp.opencl.recording import host_step
 from clamp.params import masters
 from clamp.patching.bindings import Bindings
 from clamp.patching.meets import OPTIMIZER_METHODS, meets, meets_in_optimizers
@@ -133,13 +134,18 @@ def master_param(wrapped: Any, instance: None, /, param: Tensor) -> Tensor:
     return wrapped(param)
 
 
+@meets("netcl.optim.ema.ModelEMA.update")
+def update_average(wrapped: Any, instance: Any, /) -> Any:
+    """netcl's running average of parameters, whose decay depends on how often it was updated: each replay does that."""
+    return host_step(partial(in_masters, wrapped, instance))
+
+
 @meets(
-    "netcl.optim.ema.ModelEMA.update",
     "netcl.optim.ema.ModelEMA.copy_to_model",
     "netcl.optim.ema.ModelEMA.restore",
     "netcl.optim.ema._clone",
 )
-def in_fp32(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+def in_masters(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A function of netcl's that copies or averages parameters: of 16-bit ones it reads and writes the masters."""
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     with masters.showing_masters([*given, *getattr(instance, "_params", ())], load=True):

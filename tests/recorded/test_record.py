@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import netcl.optim.clip
 import numpy as np
 import pyopencl as cl
 import pytest
@@ -16,7 +17,6 @@ from netcl import autograd as ag
 from netcl.nn.batchnorm import BatchNorm2dModule
 from netcl.nn.layers import Conv2d, Dropout, Flatten, Linear, ReLU, Sequential
 from netcl.optim import SGD, Adam, AdamW, clip_grad_norm
-from netcl.optim.clip import clip_grad_norm_device
 from netcl.optim.ema import ModelEMA
 
 from clamp import amp, session
@@ -156,13 +156,15 @@ def test_a_step_trains_as_eager(queue: cl.CommandQueue, make: Any, optimizer: st
     compare(queue, make, 11, batches=batches, optimizer=OPTIMIZERS[optimizer], dtype=dtype)
 
 
-@pytest.mark.parametrize("clip", [clip_grad_norm, clip_grad_norm_device])
-def test_clipping_is_that_of_the_day(queue: cl.CommandQueue, clip: Any) -> None:
+@pytest.mark.parametrize("clip", ["clip_grad_norm", "clip_grad_norm_device"])
+def test_clipping_is_that_of_the_day(queue: cl.CommandQueue, clip: str) -> None:
+    clip_once(queue)
+
     def make(run: Run) -> Step:
         def step(x: Tensor, y: Tensor) -> Node:
             run.optimizer.zero_grad()
             loss = run.backward(x, y)
-            clip(run.params, 0.05)
+            getattr(netcl.optim.clip, clip)(run.params, 0.05)
             run.optimizer.step()
             return loss
 
@@ -171,7 +173,16 @@ def test_clipping_is_that_of_the_day(queue: cl.CommandQueue, clip: Any) -> None:
     compare(queue, make, batches=poisoned(BATCHES, 5))
 
 
+def clip_once(queue: cl.CommandQueue) -> None:
+    """netcl keeps the kernels of its first clipping, a change on the host, after which a function runs once more."""
+    run = Run(queue)
+    run.backward(to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0]))
+    clip_grad_norm(run.params, 0.05)
+    run.handle.shutdown()
+
+
 def test_a_norm_may_be_returned_and_not_used(queue: cl.CommandQueue) -> None:
+    clip_once(queue)
     norms: list[list[Any]] = []
     for recorded in (False, True):
         run = Run(queue)
@@ -193,10 +204,12 @@ def test_a_norm_may_be_returned_and_not_used(queue: cl.CommandQueue) -> None:
         loss = run.backward(x, y)
         return loss if clip_grad_norm(run.params, 0.05) > 1e9 else None
 
-    x, y = to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])
-    uses(x, y)
+    def thrice() -> None:
+        for index in range(3):
+            uses(to_device(queue, BATCHES[index]), to_device(queue, TARGETS[index]))
+
     with pytest.warns(UserWarning, match="The norm that clip_grad_norm returned was used"):
-        uses(x, y)
+        thrice()
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["python counts", "an argument says"])
@@ -373,7 +386,12 @@ def test_what_changes_between_calls_is_seen(queue: cl.CommandQueue, change: str)
         else:
             run.optimizer.zero_grad()
 
-    compare(queue, clears_first, 11, recordings=None, between=between)
+    if change != "group":
+        compare(queue, clears_first, 11, recordings=None, between=between)
+        return
+    with pytest.warns(UserWarning, match="Clear gradients at the beginning"):
+        # Nobody clears those of the one that left.
+        compare(queue, clears_first, 11, recordings=None, between=between)
 
 
 def test_a_checkpoint_loaded_between_calls_is_continued(queue: cl.CommandQueue, tmp_path: Any) -> None:
@@ -414,7 +432,7 @@ def test_without_a_handle_and_after_one(queue: cl.CommandQueue) -> None:
         def step(x: Tensor, y: Tensor) -> Node:
             optimizer.zero_grad()
             loss = loss_of(model, (x, y))
-            loss.backward()
+            ag.Tape().backward(loss)
             optimizer.step()
             return loss
 
@@ -422,6 +440,8 @@ def test_without_a_handle_and_after_one(queue: cl.CommandQueue) -> None:
         for turn in range(3):
             if turn == 1:
                 amp.init(dtype="float32")
+            else:
+                session.ensure_patched()  # as amp.record does: netcl's own defects are mended for both
             for index in range(4):
                 call(to_device(queue, BATCHES[index]), to_device(queue, TARGETS[index]))
             amp.shutdown()
@@ -440,8 +460,8 @@ def test_arguments_nest_and_arrays_are_brought_to_the_device(queue: cl.CommandQu
     @amp.record
     def outputs(batch: dict[str, Any], *, factor: float = 1.0) -> Any:
         x, rest = batch["x"], batch["rest"]
-        assert isinstance(x, np.ndarray)
-        assert x.shape == (12, 10)
+        if not isinstance(x, np.ndarray) or x.shape != (12, 10) or x.dtype != np.float32:
+            raise TypeError("an array passes for one")
         with ag.no_grad():
             y = ag.mul(run.model(ag.tensor(Tensor.from_host(queue, x))), factor)
             return (y, {"sum": ag.sum(y), "same": rest[0], "doubled": ag.mul(rest[0], 2.0)}), None
@@ -727,9 +747,13 @@ def test_arguments_that_change_every_time_are_bounded(queue: cl.CommandQueue) ->
             return ag.mul(run.model(ag.tensor(x)), factor)
 
     x = to_device(queue, BATCHES[0])
-    with pytest.warns(UserWarning, match=r"args\[1\] is another"):
+
+    def many() -> None:
         for index in range(40):
             scaled(x, float(index))
+
+    with pytest.warns(UserWarning, match=r"args\[1\] is another"):
+        many()
     assert scaled.recordings == 0
 
 

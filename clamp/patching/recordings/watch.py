@@ -218,7 +218,7 @@ class Watch:
         """What an object has in its dict."""
         own = vars(x)
         if self._hidden is None:
-            unwatched: frozenset[str] = getattr(x, "_unwatched", frozenset())
+            unwatched: frozenset[str] = getattr(x, "_unwatched", bridge.MADE_FROM_LAYERS)
             self._mapping(own, lambda key: f"{name}.{key}", unwatched, _is_library(type(x)))
             return
         keys = [key for key in own if not self._hidden(x, key)]  # one that comes later has decided nothing
