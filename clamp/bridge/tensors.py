@@ -23,7 +23,8 @@ STORAGE = {"float32": "f32", "float": "f32", "float16": "f16", "half": "f16", "b
 HALF_DTYPES = frozenset({"float16", "half", "bfloat16"})
 _CANONICAL = {"float": "float32", "half": "float16", "double": "float64", "int": "int32"}
 _SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
-_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "float64": 8, "int64": 8}
+#: bytes of an element
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "float64": 8, "int64": 8}
 
 
 def canonical_dtype(dtype: str) -> str:
@@ -48,7 +49,7 @@ def dtype_name(dtype: object) -> object:
 
 def nbytes(tensor: Tensor) -> int:
     """Bytes of a tensor's elements (its pooled buffer may be larger)."""
-    return tensor.size * _ITEMSIZE[canonical_dtype(tensor.dtype)]
+    return tensor.size * ITEMSIZE[canonical_dtype(tensor.dtype)]
 
 
 _from_shape = Tensor.from_shape  # netcl's own: a user's goes through clamp/patching/engine.py
@@ -64,7 +65,7 @@ def empty(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
     if of is not queue:
         attributes = vars(Tensor(None, (), "", queue.context, queue, backend=OpenCLBackend(queue)))
         _blank = queue, attributes
-    handle = memory.get_persistent_pool(queue).allocate(prod(shape) * _ITEMSIZE[canonical_dtype(dtype)])
+    handle = memory.get_persistent_pool(queue).allocate(prod(shape) * ITEMSIZE[canonical_dtype(dtype)])
     tensor = Tensor.__new__(Tensor)
     vars(tensor).update(attributes, buffer=handle.buffer, shape=tuple(map(int, shape)), dtype=dtype, pool_handle=handle)
     return tensor
