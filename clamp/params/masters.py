@@ -180,14 +180,33 @@ def stepping(found: Sequence[Pair]) -> Iterator[None]:
     """
     for master, model in found:
         bridge.freeze_like(master, model)
+    _behind.update((id(master), model) for master, model in found)
     try:
         with bridge.without_write_back([master for master, _ in found]):
             yield
     finally:
         for master, model in found:
-            if master.grad is not None and not bridge.has_frozen_mark(master):
+            is_behind = _behind.pop(id(master), None) is not None
+            if is_behind and master.grad is not None and not bridge.has_frozen_mark(master):
                 write_back(master, model)
         weights.clear()
+
+
+#: while their optimizer steps, 16-bit parameters that have not been rewritten yet, by id of their masters
+_behind: dict[int, Tensor] = {}
+
+
+def copies_of(stepped: Sequence[Tensor]) -> list[Tensor | None]:
+    """For each parameter that is being stepped: the 16-bit one that whoever steps it is to write as well, or None."""
+    return [
+        _behind.get(id(param)) if _behind and getattr(param, "_keeps_precision", True) else None for param in stepped
+    ]
+
+
+def were_rewritten(masters: Iterable[Tensor]) -> None:
+    """The 16-bit parameters of these masters were written as ``copies_of`` says."""
+    for master in masters:
+        _behind.pop(id(master), None)
 
 
 def write_back(master: Tensor, model: Tensor) -> None:

@@ -1,0 +1,97 @@
+"""An optimizer's step over all of its parameters, and casts of many tensors, in one launch for 100 tensors.
+
+kernels/optimizer_step.cl has the rules: those of netcl's optimizers, with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.program import Kernel
+from clamp.ops.launch import pieces_for
+from clamp.ops.slots import Tiles, filled, slots_for, tiles_of
+
+UPDATE = Kernel("optimizer_step.cl", "update")
+
+_OTHER_ARGUMENTS_BYTES = 40  # tile table, and numbers of a rule
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Some of the parameters: their numbers among all, and the arguments that stay from step to step."""
+
+    members: list[int]
+    tiles: Tiles
+    slots: int
+    params: list[Any]
+    rest: list[Any]
+    macros: dict[str, object]
+
+
+class MultiUpdate:
+    """The launches that step some tensors by one rule, with what does not change from step to step prepared.
+
+    Args:
+        rule: a RULE of kernels/optimizer_step.cl.
+        params: float32, one of them not empty, on one queue; no two share memory.
+        states: for each tensor of state that the rule has, one buffer of as many float32 for each parameter.
+        copies: the float16 or bfloat16 tensor, of as many elements, that a parameter is copied to as well, or None.
+    """
+
+    def __init__(
+        self, rule: str, params: Sequence[Tensor], states: Sequence[Sequence[Any]], copies: Sequence[Tensor | None]
+    ) -> None:
+        self._queue: cl.CommandQueue = params[0].queue
+        self._launches: list[_Launch] = []
+        pointers = 1 + (rule != "none") + len(states)
+        kinds: dict[str, list[int]] = {}
+        for index, (param, copy) in enumerate(zip(params, copies, strict=True)):
+            if param.size:
+                kinds.setdefault("f32" if copy is None else bridge.STORAGE[copy.dtype], []).append(index)
+        for kind, of_kind in kinds.items():
+            slots = slots_for(self._queue, len(of_kind), pointers + (kind != "f32"), _OTHER_ARGUMENTS_BYTES)
+            for start in range(0, len(of_kind), slots):
+                members = of_kind[start : start + slots]
+                rest = [column[index] for column in states for index in filled(members, slots)]
+                if kind != "f32":
+                    rest += [copies[index] for index in filled(members, slots)]
+                self._launches.append(
+                    _Launch(
+                        members, tiles_of(self._queue, tuple([params[index].size for index in members])), slots,
+                        [params[index].buffer for index in filled(members, slots)], rest,
+                        {"RULE": rule, "COPY_T": kind, "DECADES": slots // 10, "PIECES": pieces_for(self._queue)},
+                    )
+                )  # fmt: skip
+
+    def run(self, numbers: Sequence[Any] = (), grads: Sequence[Tensor] = ()) -> None:
+        """Enqueues the step; does not wait.
+
+        Args:
+            numbers: of the rule, in the order of the kernel.
+            grads: float32, one for each parameter, of as many elements.
+        """
+        for launch in self._launches:
+            gradients = filled([grads[index] for index in launch.members], launch.slots) if grads else ()
+            UPDATE(
+                self._queue, *launch.tiles.grid, launch.tiles.table, *numbers, *launch.params, *gradients,
+                *launch.rest, **launch.macros,
+            )  # fmt: skip
+
+
+def cast_all(tensors: Sequence[Tensor], dtype: str) -> list[Tensor]:
+    """float32 tensors as ``dtype``, with the bits of ``cast``.
+
+    Args:
+        tensors: any shapes, on one queue.
+        dtype: ``"float16"`` or ``"bfloat16"``.
+    """
+    copies = [bridge.empty(x.queue, x.shape, dtype) for x in tensors]
+    if any(x.size for x in tensors):
+        MultiUpdate("none", tensors, (), copies).run()
+    return copies
