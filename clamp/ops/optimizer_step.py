@@ -1,4 +1,4 @@
-"""An optimizer's step over all of its parameters, and casts of many tensors, in one launch for 100 tensors.
+"""An optimizer's step over all of its parameters in one launch for 100 tensors, and casts of many.
 
 kernels/optimizer_step.cl has the rules: those of netcl's optimizers, with the same bits.
 """
@@ -42,11 +42,13 @@ class MultiUpdate:
         params: float32, one of them not empty, on one queue; no two share memory.
         states: for each tensor of state that the rule has, one buffer of as many float32 for each parameter.
         copies: the float16 or bfloat16 tensor, of as many elements, that a parameter is copied to as well, or None.
+        most: tensors a launch, a multiple of 10; as many as there are, or as it can take, if not given.
     """
 
     def __init__(
-        self, rule: str, params: Sequence[Tensor], states: Sequence[Sequence[Any]], copies: Sequence[Tensor | None]
-    ) -> None:
+        self, rule: str, params: Sequence[Tensor], states: Sequence[Sequence[Any]], copies: Sequence[Tensor | None],
+        most: int | None = None,
+    ) -> None:  # fmt: skip
         self._queue: cl.CommandQueue = params[0].queue
         self._launches: list[_Launch] = []
         pointers = 1 + (rule != "none") + len(states)
@@ -55,7 +57,8 @@ class MultiUpdate:
             if param.size:
                 kinds.setdefault("f32" if copy is None else bridge.STORAGE[copy.dtype], []).append(index)
         for kind, of_kind in kinds.items():
-            slots = slots_for(self._queue, len(of_kind), pointers + (kind != "f32"), _OTHER_ARGUMENTS_BYTES)
+            all_pointers = pointers + (kind != "f32")
+            slots = most or slots_for(self._queue, len(of_kind), all_pointers, _OTHER_ARGUMENTS_BYTES)
             for start in range(0, len(of_kind), slots):
                 members = of_kind[start : start + slots]
                 rest = [column[index] for column in states for index in filled(members, slots)]
@@ -85,7 +88,9 @@ class MultiUpdate:
 
 
 def cast_all(tensors: Sequence[Tensor], dtype: str) -> list[Tensor]:
-    """float32 tensors as ``dtype``, with the bits of ``cast``.
+    """float32 tensors as ``dtype``, with the bits of ``cast``, in one launch for 10 of them.
+
+    The number of a launch is always the same: the kernel for few is that for many, and not built later.
 
     Args:
         tensors: any shapes, on one queue.
@@ -93,5 +98,5 @@ def cast_all(tensors: Sequence[Tensor], dtype: str) -> list[Tensor]:
     """
     copies = [bridge.empty(x.queue, x.shape, dtype) for x in tensors]
     if any(x.size for x in tensors):
-        MultiUpdate("none", tensors, (), copies).run()
+        MultiUpdate("none", tensors, (), copies, most=10).run()
     return copies
