@@ -206,6 +206,9 @@ class DeviceArrays(MutableMapping[int, Any]):
         self._buffers.pop(key, None)
         del self._arrays[key]
 
+    def __contains__(self, key: object) -> bool:  # the inherited one reads the item
+        return key in self._arrays
+
     def __iter__(self) -> Iterator[int]:
         return iter(self._arrays)
 

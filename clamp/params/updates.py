@@ -92,7 +92,8 @@ def _fit(params: Sequence[Tensor], prepared: _Prepared | None) -> bool:
 
 def _is_gradient(grad: Any, param: Tensor, written: frozenset[int]) -> bool:
     return (
-        grad.dtype == "float32"
+        isinstance(grad, Tensor)
+        and grad.dtype == "float32"
         and grad.buffer is not None
         and id(grad.buffer) not in written
         and (grad.shape == param.shape or grad.size == param.size)

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.core import transfer
 from netcl.core.device import CPUQueue
 from netcl.core.parameter import Parameter
 from netcl.optim import SGD, Adam, AdamW, Momentum
@@ -323,6 +325,28 @@ def test_momentums_velocities_are_arrays_to_whoever_reads_them(queue: cl.Command
         assert list(read) == [id(param) for param in loop.params]
         for velocity, want in zip(read.values(), wanted, strict=True):
             np.testing.assert_array_equal(velocity, want)
+
+
+def test_momentums_velocities_are_saved_by_whoever_saves_them(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    loop = Loop(queue, MAKE["momentum"])
+    with amp.init():
+        loop.draw(absent=False)
+        loop.optimizer.step()
+        amp.save_checkpoint(tmp_path / "run.npz", [], [], vel=loop.optimizer.vel)
+        loaded = amp.load_checkpoint(tmp_path / "run.npz", [], [])["vel"]
+    for saved, velocity in zip(loaded.values(), loop.optimizer.vel.values(), strict=True):
+        np.testing.assert_array_equal(saved, velocity)
+
+
+def test_momentums_velocities_stay_on_the_device(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(queue, MAKE["momentum"])
+    with amp.init():
+        for _ in range(2):
+            loop.draw(absent=False)
+            loop.optimizer.step()
+        monkeypatch.setattr(transfer, "read", None)
+        monkeypatch.setattr(cl, "Buffer", None)
+        loop.optimizer.step()
 
 
 def test_what_a_user_writes_into_momentums_velocities_counts(queue: cl.CommandQueue) -> None:
