@@ -51,21 +51,20 @@
 #define CONTRACTS_momentum 0
 #define STATES_momentum 1
 #define NUMBERS_momentum NUMBERS_sgd_momentum, const int nesterov
-#define UPDATE_momentum(V)                                         \
-    if (weight_decay != 0.0f) grad = grad + weight_decay * value;  \
-    first = momentum * first + grad;                               \
+#define UPDATE_momentum(V)                                        \
+    if (weight_decay != 0.0f) grad = grad + weight_decay * value; \
+    first = momentum * first + grad;                              \
     value = value - lr * (nesterov ? grad + momentum * first : first);
 
 #define CONTRACTS_adam 1
 #define STATES_adam 2
-#define NUMBERS_adam                                                                                          \
-    , const float lr, const float weight_decay, const float beta1, const float beta2, const float eps,        \
-        const float bc1, const float bc2
-#define MOMENTS(V)                                                        \
-    first = mad((V)(beta1), first, (1.0f - beta1) * grad);                \
-    second = mad((V)(beta2), second, (1.0f - beta2) * grad * grad);       \
-    const V m_hat = first / bc1;                                          \
-    const V v_hat = second / bc2;                                         \
+#define NUMBERS_adam \
+    NUMBERS_sgd, const float beta1, const float beta2, const float eps, const float bc1, const float bc2
+#define MOMENTS(V)                                                  \
+    first = mad((V)(beta1), first, (1.0f - beta1) * grad);          \
+    second = mad((V)(beta2), second, (1.0f - beta2) * grad * grad); \
+    const V m_hat = first / bc1;                                    \
+    const V v_hat = second / bc2;                                   \
     const V upd = m_hat / (sqrt(v_hat) + eps);
 #define UPDATE_adam(V)                                      \
     if (weight_decay != 0.0f) grad += weight_decay * value; \
@@ -118,21 +117,6 @@
 #endif
 #define SLOT_CASE(k) case k: SLOT_P(k) SLOT_G(k) SLOT_S(k) SLOT_T(k) SLOT_H(k) break;
 
-// Elements i and, if V is float16, the 15 after it.
-#if STATES < 0
-#define STEP(V, LD, ST, i)  \
-    const V value = LD(f32, p, i);    \
-    STORE_COPY(ST, value, i)
-#else
-#define STEP(V, LD, ST, i)      \
-    V value = LD(f32, p, i);              \
-    V grad = LD(f32, g, i);               \
-    LOAD_STATE(V, LD, i)                  \
-    UPDATE(V)                                      \
-    ST(f32, value, p, i);                \
-    STORE_STATE(ST, i)                   \
-    STORE_COPY(ST, value, i)
-#endif
 #if STATES >= 2
 #define LOAD_STATE(V, LD, i) V first = LD(f32, s, i), second = LD(f32, t, i);
 #define STORE_STATE(ST, i) ST(f32, first, s, i); ST(f32, second, t, i);
@@ -144,12 +128,30 @@
 #define STORE_STATE(ST, i)
 #endif
 #if COPIES
-#define STORE_COPY(ST, v, i) ST(COPY_T, v, h, i);
+#define STORE_COPY(ST, i) ST(COPY_T, value, h, i);
 #else
-#define STORE_COPY(ST, v, i)
+#define STORE_COPY(ST, i)
 #endif
 
-__kernel void update(__global const tile *restrict tiles CAT(NUMBERS_, RULE) EACH_SLOT(P_PARAMETER)
+// Element i and, if V is float16, the 15 after it.
+#if STATES >= 0
+#define NAME update
+#define STEP(V, LD, ST, i)        \
+    V value = LD(f32, p, i);      \
+    V grad = LD(f32, g, i);       \
+    LOAD_STATE(V, LD, i)          \
+    UPDATE(V)                     \
+    ST(f32, value, p, i);         \
+    STORE_STATE(ST, i)            \
+    STORE_COPY(ST, i)
+#else
+#define NAME copy
+#define STEP(V, LD, ST, i)             \
+    const V value = LD(f32, p, i);     \
+    STORE_COPY(ST, i)
+#endif
+
+__kernel void NAME(__global const tile *restrict tiles CAT(NUMBERS_, RULE) EACH_SLOT(P_PARAMETER)
                        EACH_SLOT(G_PARAMETER) EACH_SLOT(S_PARAMETER) EACH_SLOT(T_PARAMETER) EACH_SLOT(H_PARAMETER)) {
     const tile of = tiles[get_group_id(0)];
     __global float *p;

@@ -18,6 +18,7 @@ from clamp.ops.launch import pieces_for
 from clamp.ops.slots import Tiles, filled, slots_for, tiles_of
 
 UPDATE = Kernel("optimizer_step.cl", "update")
+COPY = Kernel("optimizer_step.cl", "copy")  # of the rule that is none
 
 _OTHER_ARGUMENTS_BYTES = 40  # tile table, and numbers of a rule
 
@@ -50,6 +51,7 @@ class MultiUpdate:
         most: int | None = None,
     ) -> None:  # fmt: skip
         self._queue: cl.CommandQueue = params[0].queue
+        self._kernel = COPY if rule == "none" else UPDATE
         self._launches: list[_Launch] = []
         pointers = 1 + (rule != "none") + len(states)
         kinds: dict[str, list[int]] = {}
@@ -81,7 +83,7 @@ class MultiUpdate:
         """
         for launch in self._launches:
             gradients = filled([grads[index] for index in launch.members], launch.slots) if grads else ()
-            UPDATE(
+            self._kernel(
                 self._queue, *launch.tiles.grid, launch.tiles.table, *numbers, *launch.params, *gradients,
                 *launch.rest, **launch.macros,
             )  # fmt: skip

@@ -37,7 +37,7 @@ def launched_casts(queue: cl.CommandQueue, params: list[Parameter]) -> int:
     with counted_launches() as names:
         found = products(queue, params)
     assert found == [4.0 * (index + 1) for index in map(value_of, params)]
-    return names.count("update")
+    return names.count("copy")
 
 
 def value_of(param: Parameter) -> int:
@@ -120,7 +120,7 @@ def test_every_step_trains_on_the_weights_of_the_day(queue: cl.CommandQueue, nam
             weight, bias = (p.to_host().astype(np.float64) for p in model.parameters()[:2])
             wanted = quantize(weight, dtype).astype(np.float64) + bias
             np.testing.assert_array_equal(to_numpy(y), quantize(wanted.astype(np.float32), dtype).astype(np.float64))
-            assert names.count("update") == 1
+            assert names.count("copy") == 1
 
 
 def test_a_cast_is_reported_where_a_copy_is_used(queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]) -> None:
