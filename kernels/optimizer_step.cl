@@ -12,6 +12,7 @@
 //
 //   RULE      sgd, sgd_momentum, momentum, adam, adamw; none: the parameters are only copied, and have no gradients here
 //   COPY_T    storage type of the copies: f16 or bf16; f32: there are none
+//   ROUNDED   1: a parameter becomes what its copy holds; 0, the default: it keeps its precision
 //   DECADES   of slots.clh: SLOTS = 10, 20 ... 100
 //   PIECES    of pieces.clh
 //
@@ -127,10 +128,15 @@
 #define LOAD_STATE(V, LD, i)
 #define STORE_STATE(ST, i)
 #endif
-#if COPIES
-#define STORE_COPY(ST, i) ST(COPY_T, value, h, i);
+#ifndef ROUNDED
+#define ROUNDED 0
+#endif
+#if COPIES && ROUNDED
+#define STORE_COPY(LD, ST, i) ST(COPY_T, value, h, i); ST(f32, LD(COPY_T, h, i), p, i);
+#elif COPIES
+#define STORE_COPY(LD, ST, i) ST(COPY_T, value, h, i);
 #else
-#define STORE_COPY(ST, i)
+#define STORE_COPY(LD, ST, i)
 #endif
 
 // Element i and, if V is float16, the 15 after it.
@@ -143,12 +149,12 @@
     UPDATE(V)                     \
     ST(f32, value, p, i);         \
     STORE_STATE(ST, i)            \
-    STORE_COPY(ST, i)
+    STORE_COPY(LD, ST, i)
 #else
 #define NAME copy
 #define STEP(V, LD, ST, i)             \
     const V value = LD(f32, p, i);     \
-    STORE_COPY(ST, i)
+    STORE_COPY(LD, ST, i)
 #endif
 
 __kernel void NAME(__global const tile *restrict tiles CAT(NUMBERS_, RULE) EACH_SLOT(P_PARAMETER)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyopencl as cl
 
@@ -21,6 +21,18 @@ UPDATE = Kernel("optimizer_step.cl", "update")
 COPY = Kernel("optimizer_step.cl", "copy")  # of the rule that is none
 
 _OTHER_ARGUMENTS_BYTES = 40  # tile table, and numbers of a rule
+
+
+class Copy(NamedTuple):
+    """A 16-bit copy of a parameter that is written with it.
+
+    Attributes:
+        tensor: float16 or bfloat16, of as many elements.
+        rounds: whether the parameter becomes what the copy holds.
+    """
+
+    tensor: Tensor
+    rounds: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,35 +54,37 @@ class MultiUpdate:
         rule: a RULE of kernels/optimizer_step.cl.
         params: float32, one of them not empty, on one queue; no two share memory.
         states: for each tensor of state that the rule has, one buffer of as many float32 for each parameter.
-        copies: the float16 or bfloat16 tensor, of as many elements, that a parameter is copied to as well, or None.
+        copies: for each parameter its copy, or None.
         most: tensors a launch, a multiple of 10; as many as there are, or as it can take, if not given.
     """
 
     def __init__(
-        self, rule: str, params: Sequence[Tensor], states: Sequence[Sequence[Any]], copies: Sequence[Tensor | None],
+        self, rule: str, params: Sequence[Tensor], states: Sequence[Sequence[Any]], copies: Sequence[Copy | None],
         most: int | None = None,
     ) -> None:  # fmt: skip
         self._queue: cl.CommandQueue = params[0].queue
         self._kernel = COPY if rule == "none" else UPDATE
         self._launches: list[_Launch] = []
-        pointers = 1 + (rule != "none") + len(states)
-        kinds: dict[str, list[int]] = {}
+        kinds: dict[tuple[str, bool], list[int]] = {}
         for index, (param, copy) in enumerate(zip(params, copies, strict=True)):
             if param.size:
-                kinds.setdefault("f32" if copy is None else bridge.STORAGE[copy.dtype], []).append(index)
-        for kind, of_kind in kinds.items():
-            all_pointers = pointers + (kind != "f32")
-            slots = most or slots_for(self._queue, len(of_kind), all_pointers, _OTHER_ARGUMENTS_BYTES)
+                key = ("f32", False) if copy is None else (bridge.STORAGE[copy.tensor.dtype], copy.rounds)
+                kinds.setdefault(key, []).append(index)
+        written = [copy and copy.tensor for copy in copies]
+        for (kind, rounds), of_kind in kinds.items():
+            columns = list(states) if kind == "f32" else [*states, written]
+            pointers = 1 + (rule != "none") + len(columns)
+            slots = most or slots_for(self._queue, len(of_kind), pointers, _OTHER_ARGUMENTS_BYTES)
+            macros = {"RULE": rule, "COPY_T": kind, "ROUNDED": int(rounds), "DECADES": slots // 10}
             for start in range(0, len(of_kind), slots):
                 members = of_kind[start : start + slots]
-                rest = [column[index] for column in states for index in filled(members, slots)]
-                if kind != "f32":
-                    rest += [copies[index] for index in filled(members, slots)]
+                slotted = filled(members, slots)
                 self._launches.append(
                     _Launch(
                         members, tiles_of(self._queue, tuple([params[index].size for index in members])), slots,
-                        [params[index].buffer for index in filled(members, slots)], rest,
-                        {"RULE": rule, "COPY_T": kind, "DECADES": slots // 10, "PIECES": pieces_for(self._queue)},
+                        [params[index].buffer for index in slotted],
+                        [column[index] for column in columns for index in slotted],
+                        macros | {"PIECES": pieces_for(self._queue)},
                     )
                 )  # fmt: skip
 
@@ -100,5 +114,5 @@ def cast_all(tensors: Sequence[Tensor], dtype: str) -> list[Tensor]:
     """
     copies = [bridge.empty(x.queue, x.shape, dtype) for x in tensors]
     if any(x.size for x in tensors):
-        MultiUpdate("none", tensors, (), copies, most=10).run()
+        MultiUpdate("none", tensors, (), list(map(Copy, copies)), most=10).run()
     return copies

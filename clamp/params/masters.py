@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.ops.cast import cast, cast_into
+from clamp.ops.optimizer_step import Copy
 from clamp.params import gradient_marks
 from clamp.params.weight_cache import weights
 from clamp.params.writes import writes
@@ -196,11 +197,12 @@ def stepping(found: Sequence[Pair]) -> Iterator[None]:
 _behind: dict[int, Tensor] = {}
 
 
-def copies_of(stepped: Sequence[Tensor]) -> list[Tensor | None]:
+def copies_of(stepped: Sequence[Tensor]) -> list[Copy | None]:
     """For each parameter that is being stepped: the 16-bit one that whoever steps it is to write as well, or None."""
-    return [
-        _behind.get(id(param)) if _behind and getattr(param, "_keeps_precision", True) else None for param in stepped
-    ]
+    if not _behind:
+        return [None] * len(stepped)
+    models = [(param, _behind.get(id(param))) for param in stepped]
+    return [None if model is None else Copy(model, not _keeps_precision(param)) for param, model in models]
 
 
 def were_rewritten(masters: Iterable[Tensor]) -> None:
@@ -212,8 +214,12 @@ def were_rewritten(masters: Iterable[Tensor]) -> None:
 def write_back(master: Tensor, model: Tensor) -> None:
     """Rewrites a 16-bit parameter from its master."""
     cast_into(master, model)
-    if not getattr(master, "_keeps_precision", True):
+    if not _keeps_precision(master):
         cast_into(model, master)
+
+
+def _keeps_precision(master: Tensor) -> bool:
+    return getattr(master, "_keeps_precision", True)
 
 
 def written(buffer: Any) -> None:

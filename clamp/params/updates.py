@@ -17,7 +17,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.ops.optimizer_step import MultiUpdate
+from clamp.ops.optimizer_step import Copy, MultiUpdate
 from clamp.params import masters
 
 
@@ -30,7 +30,7 @@ class _Prepared:
         written: the ids of the parameters' buffers.
     """
 
-    def __init__(self, update: bridge.Update, params: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:
+    def __init__(self, update: bridge.Update, params: Sequence[Tensor], copies: Sequence[Copy | None]) -> None:
         self.places, self.key = _places_of(params), _key_of(update, copies)
         self.written = frozenset([id(param.buffer) for param in params])
         self._held = list(params), [param.buffer for param in params], update.kept, copies  # so that ids stay unique
@@ -66,13 +66,9 @@ def _places_of(params: Sequence[Tensor]) -> list[int]:
     return [id(x) for param in params for x in (param, param.buffer, param.queue)]
 
 
-def _key_of(update: bridge.Update, copies: Sequence[Tensor | None]) -> list[Any]:
-    return [
-        update.rule,
-        *map(id, update.kept),
-        *map(id, copies),
-        *[id(copy.buffer) for copy in copies if copy is not None],
-    ]
+def _key_of(update: bridge.Update, copies: Sequence[Copy | None]) -> list[Any]:
+    written = [copy and (id(copy.tensor), id(copy.tensor.buffer), copy.rounds) for copy in copies]
+    return [update.rule, *map(id, update.kept), *written]
 
 
 def _fit(params: Sequence[Tensor], prepared: _Prepared | None) -> bool:
