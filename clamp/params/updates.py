@@ -26,7 +26,7 @@ class _Prepared:
 
     Attributes:
         places: what ``_places_of`` the parameters gave.
-        key: the ids of state and copies.
+        key: rule, state and copies.
         written: the ids of the parameters' buffers.
     """
 
@@ -45,11 +45,11 @@ def step(own: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
 
     Args:
         own: netcl's step of its class.
-        args: of the step. ``AdamW.step(max_norm)``, unless it is None, is left to netcl.
+        args: of the step: with any, AdamW's ``max_norm``, it is left to netcl.
     """
     params = bridge.stepped(optimizer)
     prepared = _prepared.get(optimizer)
-    if any(arg is not None for arg in args) or not _fit(params, prepared):
+    if args or not _fit(params, prepared):
         return own(*args)
     update = bridge.begin_update(optimizer, params)
     if update is None:
@@ -67,7 +67,7 @@ def _places_of(params: Sequence[Tensor]) -> list[int]:
 
 
 def _key_of(update: bridge.Update, copies: Sequence[Copy | None]) -> list[Any]:
-    written = [copy and (id(copy.tensor), id(copy.tensor.buffer), copy.rounds) for copy in copies]
+    written = [copy and (id(copy.tensor), copy.tensor.dtype, copy.rounds) for copy in copies]
     return [update.rule, *map(id, update.kept), *written]
 
 

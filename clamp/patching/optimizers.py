@@ -104,7 +104,9 @@ def _with_own(step: Wrapper) -> Wrapper:
 
 
 def _clipped(own: Any, optimizer: Any, max_norm: float | None = None) -> Any:
-    if max_norm is None or max_norm <= 0 or not Installed.now or bridge.steps_as_one(optimizer):
+    if max_norm is None:
+        return own()
+    if max_norm <= 0 or not Installed.now or bridge.steps_as_one(optimizer):
         return own(max_norm)
     clip.clip_grad_norm_device(optimizer.params, max_norm)  # clamp's, while patches are installed
     return own()
