@@ -217,7 +217,7 @@ def _loading(layer: Any) -> Callable[..., Any]:
 
 def _converted(state: Any, dtype: str) -> Any:
     """A state with its float32 arrays in another dtype. numpy has no bfloat16: rounded to it, in float32."""
-    if isinstance(state, dict):
+    if isinstance(state, dict | bridge.DeviceArrays):
         return {key: _converted(value, dtype) for key, value in state.items()}
     if isinstance(state, list | tuple):
         return type(state)(_converted(value, dtype) for value in state)

@@ -14,27 +14,14 @@
 //   IN_PLACE   1: the sources are the targets and are passed once, 0: both are passed, sources first
 //   ONLY_CHECK 1: nothing is multiplied or written, only the flags are set; the sources alone are passed, and the
 //              program holds `count`, too, which says how many elements of each tensor are inf and nan
-//   DECADES    tensors a launch / 10: SLOTS = 10, 20 ... 100
+//   DECADES    of slots.clh: SLOTS = 10, 20 ... 100
 //   PIECES     of pieces.clh
 //
 // A CPU device takes a work-group of one work-item, which runs through its tile 16 elements at a time; on a
 // GPU the work-items of a group take turns, so that neighbours touch neighbouring memory.
 
 #include "pieces.clh"
-
-// EACH_SLOT(F) is F(0) F(1) ... F(SLOTS - 1).
-#define DECADE(F, d) F(d##0) F(d##1) F(d##2) F(d##3) F(d##4) F(d##5) F(d##6) F(d##7) F(d##8) F(d##9)
-#define EACH_1(F) DECADE(F, )
-#define EACH_2(F) EACH_1(F) DECADE(F, 1)
-#define EACH_3(F) EACH_2(F) DECADE(F, 2)
-#define EACH_4(F) EACH_3(F) DECADE(F, 3)
-#define EACH_5(F) EACH_4(F) DECADE(F, 4)
-#define EACH_6(F) EACH_5(F) DECADE(F, 5)
-#define EACH_7(F) EACH_6(F) DECADE(F, 6)
-#define EACH_8(F) EACH_7(F) DECADE(F, 7)
-#define EACH_9(F) EACH_8(F) DECADE(F, 8)
-#define EACH_10(F) EACH_9(F) DECADE(F, 9)
-#define EACH_SLOT CAT(EACH_, DECADES)
+#include "slots.clh"
 
 #define TARGET_PARAMETER(k) , __global float *y##k
 #define SOURCE_PARAMETER(k) , __global const STORAGE(X_T) *x##k
@@ -49,13 +36,6 @@
 #else
 #define SLOT_CASE(k) case k: x = x##k; y = y##k; break;
 #endif
-
-// count elements from begin on. 64 bits for where a tile begins: a tensor may have more than 2^32 elements.
-typedef struct {
-    ulong begin;
-    uint tensor;
-    uint count;
-} tile;
 
 // How the loss scale's state begins (loss_scale.cl has the rest).
 typedef struct {

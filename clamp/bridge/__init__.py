@@ -10,3 +10,4 @@ from clamp.bridge.modules import *
 from clamp.bridge.objects import *
 from clamp.bridge.optimizers import *
 from clamp.bridge.tensors import *
+from clamp.bridge.updates import *

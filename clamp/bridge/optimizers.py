@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,12 +58,12 @@ def is_kernel_store(name: str) -> bool:
 
 
 def is_state_by_parameter(name: str, value: Any, parameters: Container[int]) -> bool:
-    """Whether an attribute of an optimizer of netcl's is a dict by ``id`` of the parameter.
+    """Whether an attribute of an optimizer of netcl's is a mapping by ``id`` of the parameter.
 
     Args:
         parameters: the ids of the optimizer's parameters. The dict may have more: of such as have left it.
     """
-    if not isinstance(value, dict):
+    if not isinstance(value, MutableMapping):
         return False
     known = name in _HOST_STATE or name in _DEVICE_STATE
     return known or any(key in parameters for key in value) or any(isinstance(x, cl.Buffer) for x in value.values())
@@ -79,7 +79,7 @@ def replace_parameter(optimizer: Any, index: int, new: Tensor) -> None:
         optimizer.params = list(optimizer.params)
     optimizer.params[index] = new
     for state in vars(optimizer).values():
-        if isinstance(state, dict) and id(old) in state:
+        if isinstance(state, MutableMapping) and id(old) in state:
             state[id(new)] = state.pop(id(old))
     fused = fused_state(optimizer)
     if fused is not None:
@@ -98,7 +98,7 @@ def add_missing_state(optimizer: Any) -> None:
     ids = {id(param) for param in params}
     for name in _HOST_STATE:
         state = vars(optimizer).get(name)
-        if isinstance(state, dict) and not ids <= state.keys():
+        if isinstance(state, MutableMapping) and not ids <= state.keys():
             for param in params:
                 if id(param) not in state:
                     state[id(param)] = np.zeros(param.shape, np.float32)

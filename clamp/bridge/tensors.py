@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pyopencl as cl
-from netcl.core import memory as _memory
-from netcl.core import transfer
+from netcl.core import memory, transfer
+from netcl.core.backend.opencl import OpenCLBackend
 from netcl.core.parameter import Parameter as Parameter
 from netcl.core.tensor import Tensor as Tensor
 from netcl.core.tensor import reshape as _reshape
@@ -23,7 +23,8 @@ STORAGE = {"float32": "f32", "float": "f32", "float16": "f16", "half": "f16", "b
 HALF_DTYPES = frozenset({"float16", "half", "bfloat16"})
 _CANONICAL = {"float": "float32", "half": "float16", "double": "float64", "int": "int32"}
 _SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
-_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "float64": 8, "int64": 8}
+#: bytes of an element
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "float64": 8, "int64": 8}
 
 
 def canonical_dtype(dtype: str) -> str:
@@ -48,15 +49,26 @@ def dtype_name(dtype: object) -> object:
 
 def nbytes(tensor: Tensor) -> int:
     """Bytes of a tensor's elements (its pooled buffer may be larger)."""
-    return tensor.size * _ITEMSIZE[canonical_dtype(tensor.dtype)]
+    return tensor.size * ITEMSIZE[canonical_dtype(tensor.dtype)]
 
 
 _from_shape = Tensor.from_shape  # netcl's own: a user's goes through clamp/patching/engine.py
 
 
+_blank: tuple[cl.CommandQueue | None, dict[str, Any]] = None, {}  # the last queue, and a tensor there without memory
+
+
 def empty(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
-    """A device tensor with undefined content, from netcl's pool."""
-    return _from_shape(queue, shape, dtype=dtype)
+    """A device tensor with undefined content, from netcl's pool: as ``Tensor.from_shape``, in half the time."""
+    global _blank
+    of, attributes = _blank
+    if of is not queue:
+        attributes = vars(Tensor(None, (), "", queue.context, queue, backend=OpenCLBackend(queue)))
+        _blank = queue, attributes
+    handle = memory.get_persistent_pool(queue).allocate(prod(shape) * ITEMSIZE[canonical_dtype(dtype)])
+    tensor = Tensor.__new__(Tensor)
+    vars(tensor).update(attributes, buffer=handle.buffer, shape=tuple(map(int, shape)), dtype=dtype, pool_handle=handle)
+    return tensor
 
 
 def zeros(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
@@ -66,7 +78,7 @@ def zeros(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
 
 def empty_like(tensor: Tensor, size: int) -> Tensor:
     """A device tensor with undefined content, of the shape and dtype of another one, in memory of ``size`` bytes."""
-    handle = _memory.get_persistent_pool(tensor.queue).allocate(size)
+    handle = memory.get_persistent_pool(tensor.queue).allocate(size)
     return _same(tensor, handle.buffer, handle)
 
 

@@ -24,7 +24,7 @@ from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.regions import current_region
 from clamp.ops.cast import cast
 from clamp.params import gradient_penalties
-from clamp.params.weight_cache import weights
+from clamp.params.weight_casts import weight_cast
 
 
 class NotOwned(Exception):
@@ -256,11 +256,10 @@ def widest(*dtypes: str) -> str:
 def cached_cast(tensor: Tensor, dtype: str, report: Callable[[str, str], None], use_cache: bool = True) -> Tensor:
     """A parameter's value in another dtype, made once for as long as the parameter is not written."""
 
-    def make(source: Tensor) -> Tensor:
-        report(source.dtype, dtype)
-        return cast(source, dtype)
-
-    return weights.get(tensor, ("cast", dtype), make) if use_cache else make(tensor)
+    if use_cache:
+        return weight_cast(tensor, dtype, report)
+    report(tensor.dtype, dtype)
+    return cast(tensor, dtype)
 
 
 def say_nothing(source: str, target: str) -> None:

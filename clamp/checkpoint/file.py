@@ -147,7 +147,7 @@ class Encoder:
             return [self.value(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]
         if isinstance(value, tuple):
             return {"tuple": [self.value(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]}
-        if isinstance(value, dict):
+        if isinstance(value, dict | bridge.DeviceArrays):
             # Pairs, because JSON's keys are texts.
             pairs = [
                 [self.value(key, f"{where}'s key", depth + 1), self.value(item, f"{where}[{key!r}]", depth + 1)]

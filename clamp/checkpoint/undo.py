@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -64,8 +64,8 @@ class Undo:
             steps.append(partial(_restore_tensor, x, x.buffer, bridge.read_bytes(x)))
         elif isinstance(x, np.ndarray) and x.flags.writeable:
             self._rest.append(partial(np.copyto, x, x.copy()))
-        elif isinstance(x, dict):
-            self._rest.append(partial(_restore_dict, x, dict(x)))
+        elif isinstance(x, MutableMapping):
+            self._rest.append(partial(_restore_mapping, x, dict(x)))
             self._keep_all(x.values())
         elif isinstance(x, list):
             self._rest.append(partial(_restore_list, x, list(x)))
@@ -93,7 +93,7 @@ def _restore_tensor(tensor: Tensor, buffer: Any, bits: Any) -> None:
     bridge.write_bytes(tensor, bits)
 
 
-def _restore_dict(x: dict[Any, Any], items: Mapping[Any, Any]) -> None:
+def _restore_mapping(x: MutableMapping[Any, Any], items: Mapping[Any, Any]) -> None:
     x.clear()
     x.update(items)
 

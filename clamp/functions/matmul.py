@@ -7,6 +7,7 @@ from the fp32 accumulators.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from clamp import bridge
@@ -77,9 +78,12 @@ def _times(a: Tensor, w: Operand, *, transpose: bool = False, **epilogue: Any) -
     """a @ w. A weight that is multiplied with again and again, as in a loop over time, is packed once."""
     if w.weight is None or len(w.shape) != 2:
         return gemm(a, w.value, transpose_b=transpose, **epilogue)
-    value, kind = w.value, ("panels", transpose, w.value.dtype, a.dtype)
-    panels = weights.get_reused(w.weight, kind, lambda _: pack_b(value, transpose=transpose, a_dtype=a.dtype))
-    return gemm(a, panels, **epilogue)
+    value, rows = w.value, prod(a.shape[:-1])
+    kind = ("panels", transpose, value.dtype, a.dtype, rows)
+    packed = weights.get_reused(
+        w.weight, kind, lambda _: pack_b(value, transpose=transpose, a_dtype=a.dtype, rows=rows)
+    )
+    return gemm(a, packed, **epilogue)
 
 
 def _grad_of_left(grad: Tensor, x: Operand, w: Operand) -> Tensor:
@@ -107,11 +111,7 @@ def _rows_times_matrix(casting: Casting, x: Operand, w: Operand, tape: Tape | No
 
 
 def _flat(tensor: Tensor, shape: tuple[int, int]) -> Tensor:
-    columns = shape[1]
-    rows = 1
-    for extent in tensor.shape[:-1]:
-        rows *= extent
-    return bridge.view(tensor, (rows, columns))
+    return bridge.view(tensor, (prod(tensor.shape[:-1]), shape[1]))
 
 
 @implements("netcl.autograd.linear_relu", uses=(gemm, elementwise, sum_to_shape))

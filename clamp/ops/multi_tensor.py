@@ -8,31 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeAlias
 
-import numpy as np
 import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.launch import pieces_for
+from clamp.ops.slots import filled, slots_for, tiles_of
 
 UNSCALE = Kernel("multi_tensor.cl", "unscale")
 COUNT = Kernel("multi_tensor.cl", "count")
 
 Pair: TypeAlias = tuple[Tensor, Tensor, bool]  # source, target, whether they are one storage
 
-_SLOTS = 100  # tensors a launch, at most
-_TILE_CPU = 65536  # elements a work-group of one work-item
-_TILE_CPU_SMALLEST = 1024
-_TILES_PER_CORE = 4  # smaller tensors use smaller tiles until every core has this many
-_TILE_GPU = 8192  # elements a work-group
-_GROUP_GPU = 64
 _OTHER_ARGUMENTS_BYTES = 24  # tile table, state and multiplier
-_TILE = np.dtype([("begin", np.uint64), ("tensor", np.uint32), ("count", np.uint32)])
 
 
 def unscale_(
@@ -168,18 +159,7 @@ def _by_kind(pairs: Iterable[Pair]) -> dict[str, list[Pair]]:
 
 
 def _slots(queue: cl.CommandQueue, in_place: bool, count: int) -> int:
-    """Tensors that a launch takes, a multiple of 10: as many as there are, or as it can take, for all of several.
-
-    A driver is given every argument in every launch, so that a small model pays for those that it does not use.
-    """
-    device = capabilities(queue)
-    most = _SLOTS
-    if (
-        not device.is_cpu
-    ):  # PoCL states the least that OpenCL allows, 1024 bytes, but hands over arguments of any number
-        pointers = (device.max_parameter_bytes - _OTHER_ARGUMENTS_BYTES) // (8 if in_place else 16)
-        most = max(10, min(_SLOTS, pointers // 10 * 10))
-    return min(most, -(-count // 10) * 10)
+    return slots_for(queue, count, 1 if in_place else 2, _OTHER_ARGUMENTS_BYTES)
 
 
 @dataclass(frozen=True)
@@ -197,7 +177,7 @@ class _Launch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensors in (self.sources, self.targets) for tensor in _filled(tensors, self.slots)]
+        return [tensor for tensors in (self.sources, self.targets) for tensor in filled(tensors, self.slots)]
 
 
 def _readings(tensors: Sequence[Tensor]) -> Iterator[_Launch]:
@@ -217,46 +197,8 @@ def _launch(
 
 
 def _run(kernel: Kernel, launch: _Launch, *results: Any, **macros: int) -> None:
-    queue, sizes = launch.queue, tuple([tensor.size for tensor in launch.targets])
-    table, tiles = _tile_table(queue.context, _tile_elements(queue, sum(sizes)), sizes)
-    group = 1 if capabilities(queue).is_cpu else _GROUP_GPU
+    tiles = tiles_of(launch.queue, tuple([tensor.size for tensor in launch.targets]))
     kernel(
-        queue, (tiles * group,), (group,), table, *results, *launch.tensors,
-        X_T=launch.kind, DECADES=launch.slots // 10, PIECES=pieces_for(queue), **macros,
+        launch.queue, *tiles.grid, tiles.table, *results, *launch.tensors,
+        X_T=launch.kind, DECADES=launch.slots // 10, PIECES=pieces_for(launch.queue), **macros,
     )  # fmt: skip
-
-
-def _filled(tensors: list[Tensor], slots: int) -> list[Tensor]:
-    """The tensors and, since a kernel wants all of its arguments, the first one again for the slots left over."""
-    return tensors + tensors[:1] * (slots - len(tensors))
-
-
-def _tile_elements(queue: cl.CommandQueue, total: int) -> int:
-    """Elements a tile should have when there are ``total`` in all."""
-    device = capabilities(queue)
-    if not device.is_cpu:
-        return _TILE_GPU
-    tile = _TILE_CPU
-    while tile > _TILE_CPU_SMALLEST and total < tile * _TILES_PER_CORE * device.compute_units:
-        tile //= 2
-    return tile
-
-
-@lru_cache(maxsize=64)  # a model has one set of sizes, or a few; a table is 16 bytes a tile
-def _tile_table(context: cl.Context, tile: int, sizes: tuple[int, ...]) -> tuple[cl.Buffer, int]:
-    """The tiles of tensors of these sizes on the device, and how many there are."""
-    tiles = np.concatenate(list(_tiles(tile, sizes)))
-    # Any fixed order does that spreads the tiles of a large tensor.
-    tiles = np.random.default_rng(0).permutation(tiles)
-    flags = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
-    return cl.Buffer(context, flags, hostbuf=tiles), len(tiles)
-
-
-def _tiles(tile: int, sizes: tuple[int, ...]) -> Iterator[np.ndarray[Any, np.dtype[np.void]]]:
-    for tensor, size in enumerate(sizes):
-        begin = np.arange(0, size, tile, dtype=np.uint64)
-        tiles = np.empty(len(begin), _TILE)
-        tiles["begin"] = begin
-        tiles["tensor"] = tensor
-        tiles["count"] = np.minimum(np.uint64(size) - begin, np.uint64(tile))
-        yield tiles

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.ops.cast import cast, cast_into
+from clamp.ops.optimizer_step import Copy
 from clamp.params import gradient_marks
 from clamp.params.weight_cache import weights
 from clamp.params.writes import writes
@@ -180,21 +181,45 @@ def stepping(found: Sequence[Pair]) -> Iterator[None]:
     """
     for master, model in found:
         bridge.freeze_like(master, model)
+    _behind.update((id(master), model) for master, model in found)
     try:
         with bridge.without_write_back([master for master, _ in found]):
             yield
     finally:
         for master, model in found:
-            if master.grad is not None and not bridge.has_frozen_mark(master):
+            is_behind = _behind.pop(id(master), None) is not None
+            if is_behind and master.grad is not None and not bridge.has_frozen_mark(master):
                 write_back(master, model)
         weights.clear()
+
+
+#: while their optimizer steps, 16-bit parameters that have not been rewritten yet, by id of their masters
+_behind: dict[int, Tensor] = {}
+
+
+def copies_of(stepped: Sequence[Tensor]) -> list[Copy | None]:
+    """For each parameter that is being stepped: the 16-bit one that whoever steps it is to write as well, or None."""
+    if not _behind:
+        return [None] * len(stepped)
+    models = [(param, _behind.get(id(param))) for param in stepped]
+    return [None if model is None else Copy(model, not _keeps_precision(param)) for param, model in models]
+
+
+def were_rewritten(masters: Iterable[Tensor]) -> None:
+    """The 16-bit parameters of these masters were written as ``copies_of`` says."""
+    for master in masters:
+        _behind.pop(id(master), None)
 
 
 def write_back(master: Tensor, model: Tensor) -> None:
     """Rewrites a 16-bit parameter from its master."""
     cast_into(master, model)
-    if not getattr(master, "_keeps_precision", True):
+    if not _keeps_precision(master):
         cast_into(model, master)
+
+
+def _keeps_precision(master: Tensor) -> bool:
+    return getattr(master, "_keeps_precision", True)
 
 
 def written(buffer: Any) -> None:

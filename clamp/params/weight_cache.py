@@ -46,19 +46,28 @@ class WeightCache:
     """
 
     def __init__(self) -> None:
+        self.clears = 0  # how often all was forgotten
         self._entries: dict[int, _Entry] = {}
         self._lock = threading.RLock()  # a collection inside the lock may run a weak reference's callback
 
     def get(self, tensor: Tensor, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
         """The value of this kind derived from ``tensor``: the kept one, or ``make(tensor)``, kept from now on."""
         with self._lock:
-            entry = self._entries.get(id(tensor))
-            if entry is None or not entry.is_of(tensor):
-                entry = self._new_entry(tensor)
+            entry = self._entry(tensor)
             if kind not in entry.values:
                 entry.values[kind] = make(tensor)
             value: Value = entry.values[kind]
             return value
+
+    def put(self, tensor: Tensor, kind: Hashable, value: object) -> None:
+        """Keeps a value that was derived from ``tensor`` just now."""
+        with self._lock:
+            self._entry(tensor).values[kind] = value
+
+    def take(self, tensor: Tensor, kind: Hashable) -> Any:
+        """The value of this kind, which is kept no longer; None if there is none."""
+        with self._lock:
+            return self._entry(tensor).values.pop(kind, None)
 
     def get_reused(self, tensor: Tensor, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
         """As ``get``, but a value is kept only from the second time it is asked for.
@@ -71,6 +80,10 @@ class WeightCache:
                 return self.get(tensor, kind, make)
             self._entries[id(tensor)].values[asked][0] = 1
         return make(tensor)
+
+    def _entry(self, tensor: Tensor) -> _Entry:
+        entry = self._entries.get(id(tensor))
+        return entry if entry is not None and entry.is_of(tensor) else self._new_entry(tensor)
 
     def _new_entry(self, tensor: Tensor) -> _Entry:
         key = id(tensor)
@@ -99,6 +112,7 @@ class WeightCache:
     def clear(self) -> None:
         """Forgets everything."""
         with self._lock:
+            self.clears += 1
             self._entries.clear()
 
     @property

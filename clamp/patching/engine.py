@@ -206,6 +206,8 @@ def from_shape(
     """A new tensor filled with a number: a finite one stays finite, and in bfloat16 it is the number, not a word."""
     if isinstance(queue, cl.CommandQueue):
         require_context(queue)
+        if wrapped.__self__ is Tensor and pool is backend is fill is None and dtype in bridge.ITEMSIZE:
+            return bridge.empty(queue, shape, dtype)
     if fill is not None and dtype in bridge.STORAGE and not isinstance(fill, np.uint16):
         fill = saturated(fill, dtype)
         fill = int(to_bf16_host(np.array([fill], np.float32))[0]) if dtype == "bfloat16" else fill

@@ -16,7 +16,7 @@ from netcl.optim import clip
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.opencl.recording import host_step
-from clamp.params import masters
+from clamp.params import masters, updates
 from clamp.patching.bindings import Bindings
 from clamp.patching.meets import OPTIMIZER_METHODS, meets, meets_in_optimizers
 from clamp.patching.recordings.capture import as_host_step
@@ -38,7 +38,7 @@ class Steps:
 
     def __init__(self, bindings: Bindings, step: Wrapper) -> None:
         self._bindings = bindings
-        self._guarded = as_host_step(_clipping(step))
+        self._guarded = as_host_step(_with_own(step))
         self._methods: dict[tuple[type, str], Any] = {}  # what stands for methods of optimizers
         self._redirected: dict[int, Redirected] = {}  # functions ``step``, by id
 
@@ -85,20 +85,29 @@ class Steps:
         self._redirected.clear()
 
 
-def _clipping(step: Wrapper) -> Wrapper:
-    """``step``, inside of which ``AdamW.step(max_norm=)`` clips models of any size: netcl forgets it where it steps one
-    parameter at a time."""
+def _with_own(step: Wrapper) -> Wrapper:
+    """``step``, given clamp's version of the steps of netcl's that clamp has one of.
+
+    Those that update all parameters in one launch (params/updates.py); and ``AdamW.step(max_norm=)``, which clips
+    models of any size: netcl forgets it where it steps one parameter at a time.
+    """
 
     def call(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = wrapped
+        if bridge.has_netcls_step(optimizer, wrapped):
+            own = partial(updates.step, wrapped, optimizer)
         is_adamws = (wrapped.__module__, wrapped.__qualname__) == ("netcl.optim.adamw", "AdamW.step")
-        own = partial(_clipped, wrapped, optimizer) if is_adamws and (args or kwargs) else wrapped
+        if is_adamws and (args or kwargs):
+            own = partial(_clipped, own, optimizer)
         return step(own, optimizer, args, kwargs)
 
     return call
 
 
 def _clipped(own: Any, optimizer: Any, max_norm: float | None = None) -> Any:
-    if max_norm is None or max_norm <= 0 or not Installed.now or bridge.steps_as_one(optimizer):
+    if max_norm is None:
+        return own()
+    if max_norm <= 0 or not Installed.now or bridge.steps_as_one(optimizer):
         return own(max_norm)
     clip.clip_grad_norm_device(optimizer.params, max_norm)  # clamp's, while patches are installed
     return own()

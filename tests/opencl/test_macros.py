@@ -49,6 +49,7 @@ distances.cl ALL_PAIRS GATHER TILE=4 WIDE=4 X_T=f32 Y_T=f32 D_T=f32 S_T=f32 DX_T
 distances.cl TRIPLET CONTRASTIVE PARTNERS WG=1 X_T=f32 Y_T=f32 Z_T=f32 G_T=f32 DX_T=f32 LABEL_T=i32
 elementwise.cl OP=op_add ARITY=2 PARAMETERS=0 X0_T=f32 X0_STEP=1 X1_T=f32 X1_STEP=1 Y_T=f32 STRIDED=0
 elementwise.cl OP=op_add ARITY=2 PARAMETERS=0 X0_T=f32 X1_T=f32 Y_T=f32 STRIDED=1 INDEX=uint
+gemm_direct.cl MR=6 NR=16 KC=256 ROWS=48 COLUMNS=64 SRC_T=f32
 gemm_dot_bf16.cl KC=256 OUT_T=f32 BIAS_T=f32
 gemm_mma.cl EMULATE TILE_M=32 TILE_N=64 TILE_K=32 STAGES=3 WARPS_M=1 WARPS_N=2 IN_T=f16 OUT_T=f32 BIAS_T=f32 \
  A_K_MAJOR=1 B_K_MAJOR=1 A_ALIGNED=1 B_ALIGNED=1 FULL=0
@@ -78,6 +79,7 @@ norm_planes_forward.cl PLANES_FORWARD BATCH_MERGE X_T=f32 SCALE_T=f32 SHIFT_T=f3
 norm_planes_phases.cl PLANES_MOMENTS PLANES_NORMALIZE GRADIENT_SUMS PLANES_GRADIENT WG=64 PARTS=1 RUNNING=1 DX=1 \
  TRAINING=1 GROUPS=1 X_T=f32 G_T=f32 SCALE_T=f32 SHIFT_T=f32 Y_T=f32 DX_T=f32 RUNNING_T=f32
 norm_rows.cl ROWS_FORWARD ROWS_BACKWARD KIND=UNIT WG=1 X_T=f32 Y_T=f32 SCALE_T=f32 SHIFT_T=f32 PARAMETERS=1 G_T=f32
+optimizer_step.cl RULE=adam COPY_T=f16 DECADES=2
 pad.cl X_T Y_T=f32 REFLECT=0
 permute.cl MOVE_ROWS TRANSPOSE TRANSPOSE_LOCAL WORD=uint RANK=0
 pool_2x2.cl AVG_POOL_2X2 AVG_POOL_2X2_BACKWARD X_T=f32
@@ -111,6 +113,9 @@ conv_winograd.cl PIECES=3
 depthwise_forward.cl STRIDE=3
 elementwise.cl ARITY=4
 elementwise.cl PARAMETERS=3
+gemm_direct.cl MR=8
+gemm_direct.cl NR=48
+gemm_direct.cl ROWS=20
 gemm_mma.cl TILE_K=24
 gemm_mma.cl TILE_M=24
 gemm_mma.cl STAGES=1
@@ -128,6 +133,7 @@ gemm_wgmma.cl WARPS_M=2
 gemm_dpas.cl SUB_GROUP=32
 gemm_wmma.cl RDNA=2
 grid.cl SPAN=4
+optimizer_step.cl RULE=lion
 permute.cl RANK=6
 softmax.cl KEPT=100
 """

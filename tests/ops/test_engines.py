@@ -40,6 +40,18 @@ def test_products(a_dtype: str, b_dtype: str, k: int, columns: int, with_fast_do
         assert name == gemm.choose(Product(a_dtype, b_dtype, k, columns, device)).NAME
 
 
+@pytest.mark.parametrize(
+    ("rows", "dtypes", "on_cpu"),
+    [
+        (64, (F16, F16), "direct"), (64, (BF16, BF16), "direct"), (64, (F16, F32), "packed"),
+        (4096, (F16, F16), "packed"),
+    ],
+)  # fmt: skip
+def test_small_products(rows: int, dtypes: tuple[str, str], on_cpu: str) -> None:
+    for device, name in ((GPU, "tiled"), (CPU, on_cpu)):
+        assert name == gemm.choose(Product(*dtypes, 256, 256, device, rows=rows)).NAME
+
+
 @pytest.mark.parametrize("a_dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("b_dtype", [F32, F16, BF16])
 def test_products_on_matrix_units(a_dtype: str, b_dtype: str) -> None:
@@ -109,7 +121,7 @@ def test_convolutions(changes: dict[str, Any], dtypes: tuple[str, str, str], on_
 def test_an_engine_that_is_named_must_fit() -> None:
     with pytest.raises(
         ValueError,
-        match="gemm: no engine is called 'nonesuch'; there are dot_bf16, packed, wgmma, mma, mma_k8, wmma_rdna3",
+        match="gemm: no engine is called 'nonesuch'; there are direct, dot_bf16, packed, wgmma, mma, mma_k8, ",
     ):
         gemm.choose(Product(F16, F16, 3, 4, FAST_DOT), "nonesuch")
     with pytest.raises(ValueError, match=r"gemm: the engine dot_bf16 does not.*on a processor whose dot product"):

@@ -13,7 +13,7 @@ from netcl.core.device import CPUQueue
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.ops import multi_tensor
+from clamp.ops import slots
 from clamp.ops.loss_scale import DeviceState
 from clamp.ops.multi_tensor import check_, count_non_finite, unscale_
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, quantize, to_device, to_numpy
@@ -227,9 +227,9 @@ def test_numpy_backend_is_refused(queue: cl.CommandQueue, state: cl.Buffer) -> N
 def test_tile_tables_are_built_once_and_bounded(queue: cl.CommandQueue, state: cl.Buffer) -> None:
     _, tensors = make(queue, [3, 5])
     unscale_(tensors, tensors, state)
-    before = multi_tensor._tile_table.cache_info()
+    before = slots._tile_table.cache_info()
     unscale_(tensors, tensors, state)
-    after = multi_tensor._tile_table.cache_info()
+    after = slots._tile_table.cache_info()
     assert (after.misses, after.hits) == (before.misses, before.hits + 1)
     assert after.maxsize is not None
 

@@ -19,7 +19,7 @@ from netcl.runtime.capture import KernelCapture
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl import program
-from clamp.ops import multi_tensor
+from clamp.ops import slots
 from clamp.ops.loss_scale import ScaleState, scale_lock
 from clamp.scaling.backward_pass import unscale_all
 from clamp.scaling.loss_scale import (
@@ -563,7 +563,7 @@ def test_nothing_is_compiled_or_allocated_as_the_scale_changes(
     pool = get_persistent_pool(queue)
 
     def counts() -> tuple[int, ...]:
-        return len(program._programs), pool.stats.bytes_allocated, multi_tensor._tile_table.cache_info().currsize
+        return len(program._programs), pool.stats.bytes_allocated, slots._tile_table.cache_info().currsize
 
     before = counts()
     for index in range(50):

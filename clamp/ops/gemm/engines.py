@@ -9,7 +9,7 @@ import pyopencl as cl
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops import engine
-from clamp.ops.gemm import dot_bf16, dpas, mma, packed, tiled, wgmma, wmma
+from clamp.ops.gemm import direct, dot_bf16, dpas, mma, packed, tiled, wgmma, wmma
 from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.problem import Epilogue, Operand, Problem
 from clamp.ops.proved import names_of_proved
@@ -27,7 +27,8 @@ class Engine(engine.Engine[Problem], Protocol):
 
 #: the first that fits and pays runs
 ENGINES: tuple[Engine, ...] = (
-    dot_bf16, packed, wgmma.WGMMA, mma.MMA, mma.MMA_K8, wmma.RDNA3, wmma.RDNA4, dpas.DPAS_8, dpas.DPAS_16, tiled,
+    direct, dot_bf16, packed, wgmma.WGMMA, mma.MMA, mma.MMA_K8, wmma.RDNA3, wmma.RDNA4, dpas.DPAS_8, dpas.DPAS_16,
+    tiled,
 )  # fmt: skip
 
 #: those of them that must be proved on a device
@@ -43,9 +44,11 @@ def choose(problem: Problem, name: str | None = None) -> Engine:
     return engine.choose("gemm", ENGINES, problem, name)
 
 
-def problem_on(queue: cl.CommandQueue, a_dtype: str, b_dtype: str, k: int, columns: int) -> Problem:
+def problem_on(
+    queue: cl.CommandQueue, a_dtype: str, b_dtype: str, k: int, columns: int, rows: int | None = None
+) -> Problem:
     """A product on the queue's device, with what this can do, and the engines that are proved there."""
-    return Problem(a_dtype, b_dtype, k, columns, capabilities(queue), proved(queue))
+    return Problem(a_dtype, b_dtype, k, columns, capabilities(queue), proved(queue), rows)
 
 
 def proved(queue: cl.CommandQueue) -> frozenset[str]:

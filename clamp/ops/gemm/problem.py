@@ -22,6 +22,7 @@ class Problem:
         k, columns: of op(B).
         device: what the device can do.
         proved: names of the engines that need a proof on the device, and have it.
+        rows: of op(A), if that is known.
     """
 
     a_dtype: str
@@ -30,6 +31,7 @@ class Problem:
     columns: int
     device: Capabilities
     proved: frozenset[str] = frozenset()
+    rows: int | None = None
 
     def __str__(self) -> str:
         return f"{self.a_dtype} by {self.b_dtype}"

@@ -1,14 +1,15 @@
 """Matrix multiplication: 16-bit or fp32 storage, fp32 sums, bias and relu in the store.
 
-On CPU devices both operands are packed into panels for a register-blocked loop, which for two bfloat16 operands uses
-the processor's dot product if it has a fast one; every other device gets tiles in local memory, and the matrix units
-of NVIDIA's GPUs where these are proved to compute right (engines.py).
+On CPU devices both operands are packed into panels for a register-blocked loop (small ones as they are read),
+which for two bfloat16 operands uses the processor's dot product if it has a fast one; every other device gets tiles in
+local memory, and the matrix units of GPUs where these are proved to compute right (engines.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 from clamp import bridge
 from clamp.bridge import Tensor
@@ -67,26 +68,33 @@ def gemm(
         return c
     if left.batch and not right.batch and not transpose_a:
         left = left.as_one_matrix()
-    packed = b if isinstance(b, PackedB) else pack_b(b, transpose=transpose_b, a_dtype=a.dtype, engine=engine)
+    packed = b if isinstance(b, PackedB) else _packed(cast(Operand, right), a.dtype, left.rows, engine)
     if a.dtype != packed.problem.a_dtype:
         choose(replace(packed.problem, a_dtype=a.dtype), packed.engine.NAME)
     packed.engine.run(left, packed.matrix, c, Epilogue(out_dtype, bias, relu))
     return c
 
 
-def pack_b(b: Tensor, *, transpose: bool = False, a_dtype: str | None = None, engine: str | None = None) -> PackedB:
+def pack_b(
+    b: Tensor, *,
+    transpose: bool = False, a_dtype: str | None = None, rows: int | None = None, engine: str | None = None,
+) -> PackedB:  # fmt: skip
     """Prepares ``b`` for repeated use in `gemm`: a weight in the steps of an RNN, say.
 
     Args:
         b: (…, K, N), or (…, N, K) with ``transpose``; float32, float16 or bfloat16.
         a_dtype: storage type of the matrices it will be multiplied with; by default b's own.
+        rows: of these matrices, if that is known; others may come nevertheless.
         engine: name of one that takes the place of the choice by device and types.
 
     Raises:
         ValueError: fewer than two dimensions, an unknown dtype, or an engine that does not fit.
     """
-    right = _matrix("pack_b", "b", b, transpose, operand_b)
-    problem = problem_on(b.queue, a_dtype or b.dtype, b.dtype, right.k, right.rows)
+    return _packed(_matrix("pack_b", "b", b, transpose, operand_b), a_dtype or b.dtype, rows, engine)
+
+
+def _packed(right: Operand, a_dtype: str, rows: int | None, engine: str | None) -> PackedB:
+    problem = problem_on(right.tensor.queue, a_dtype, right.tensor.dtype, right.k, right.rows, rows)
     chosen = choose(problem, engine)
     return PackedB(problem, chosen, chosen.pack(right))
 

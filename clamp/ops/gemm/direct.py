@@ -1,0 +1,73 @@
+"""The GEMM of small matrices on CPU devices, whose work-items pack what they read themselves (kernels/gemm_direct.cl).
+
+It launches once where the engines of panels launch three times; of larger matrices it would pack every part several
+times over.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from clamp.bridge import STORAGE, Tensor
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import Kernel
+from clamp.ops.gemm.problem import DTYPES, Epilogue, Operand, Problem
+from clamp.ops.gemm.register_tile import tile_of
+
+NAME = "direct"
+TAKES = "operands of one storage type"
+IN_WORDS = "one launch that packs what it reads"
+
+_GEMM = Kernel("gemm_direct.cl", "gemm")
+_KC = 256  # steps packed at a time, as in packed.py: sums are the same, bit for bit
+_ROWS, _COLUMNS = 48, 64  # of C, for one work-item: what it packs stays in a second-level cache
+_BLOCKS_PER_CORE = 2
+_SMALL = 2**24  # multiply-adds: 256 cubed is faster so on PoCL and on Intel's runtime, 512 cubed is not
+
+
+def fits(problem: Problem) -> bool:
+    """Whether one program reads both operands."""
+    return problem.a_dtype == problem.b_dtype
+
+
+def pays(problem: Problem) -> bool:
+    """Whether packing launches would take longer than packing some parts twice."""
+    if not problem.device.is_cpu or problem.rows is None:
+        return False
+    return problem.rows * problem.columns * problem.k <= _SMALL
+
+
+def pack(b: Operand) -> Operand:
+    """op(B) as it is: it is read in place."""
+    return b
+
+
+def run(a: Operand, b: Operand, c: Tensor, epilogue: Epilogue) -> None:
+    """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
+    tile = tile_of(c.queue)
+    bias = epilogue.bias_or(c)
+    panels_a, panels_b, grid = _blocks(a, b, c)
+    _GEMM(
+        c.queue, grid, (1, 1, 1), a.tensor, b.tensor, c, bias, a.rows, b.rows, a.k,
+        a.stride_row, a.stride_k, a.stride_batch, b.stride_row, b.stride_k, b.stride_batch,
+        panels_a, panels_b, DTYPES.index(c.dtype), DTYPES.index(bias.dtype), *epilogue.flags,
+        MR=tile.rows, NR=tile.columns, KC=_KC, ROWS=_ROWS, COLUMNS=_COLUMNS, SRC_T=STORAGE[a.tensor.dtype],
+    )  # fmt: skip
+
+
+def _blocks(a: Operand, b: Operand, c: Tensor) -> tuple[int, int, tuple[int, int, int]]:
+    """Tiles of a block by rows and columns, and the blocks: large ones, but so many that every core has some."""
+    tile, batches = tile_of(c.queue), c.size // (a.rows * b.rows)
+    tiles_a, tiles_b = -(-a.rows // tile.rows), -(-b.rows // tile.columns)
+    panels_a, panels_b = min(_ROWS // tile.rows, tiles_a), min(_COLUMNS // tile.columns, tiles_b)
+    enough = _BLOCKS_PER_CORE * capabilities(c.queue).compute_units
+    while True:
+        grid = (-(-tiles_a // panels_a), -(-tiles_b // panels_b), batches)
+        if prod(grid) >= enough or panels_a * panels_b == 1:
+            return panels_a, panels_b, grid
+        if panels_b * tile.columns > panels_a * tile.rows and panels_b > 1:
+            panels_b = -(-panels_b // 2)
+        elif panels_a > 1:
+            panels_a = -(-panels_a // 2)
+        else:
+            panels_b = -(-panels_b // 2)

@@ -1,0 +1,118 @@
+"""An optimizer's step over all of its parameters in one launch for 100 tensors, and casts of many.
+
+kernels/optimizer_step.cl has the rules: those of netcl's optimizers, with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.program import Kernel
+from clamp.ops.launch import pieces_for
+from clamp.ops.slots import Tiles, filled, slots_for, tiles_of
+
+UPDATE = Kernel("optimizer_step.cl", "update")
+COPY = Kernel("optimizer_step.cl", "copy")  # of the rule that is none
+
+_OTHER_ARGUMENTS_BYTES = 40  # tile table, and numbers of a rule
+
+
+class Copy(NamedTuple):
+    """A 16-bit copy of a parameter that is written with it.
+
+    Attributes:
+        tensor: float16 or bfloat16, of as many elements.
+        rounds: whether the parameter becomes what the copy holds.
+    """
+
+    tensor: Tensor
+    rounds: bool = False
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Some of the parameters: their numbers among all, and the arguments that stay from step to step."""
+
+    members: list[int]
+    tiles: Tiles
+    slots: int
+    params: list[Any]
+    rest: list[Any]
+    macros: dict[str, object]
+
+
+class MultiUpdate:
+    """The launches that step some tensors by one rule, with what does not change from step to step prepared.
+
+    Args:
+        rule: a RULE of kernels/optimizer_step.cl.
+        params: float32, one of them not empty, on one queue; no two share memory.
+        states: for each tensor of state that the rule has, one buffer of as many float32 for each parameter.
+        copies: for each parameter its copy, or None.
+        most: tensors a launch, a multiple of 10; as many as there are, or as it can take, if not given.
+    """
+
+    def __init__(
+        self, rule: str, params: Sequence[Tensor], states: Sequence[Sequence[Any]], copies: Sequence[Copy | None],
+        most: int | None = None,
+    ) -> None:  # fmt: skip
+        self._queue: cl.CommandQueue = params[0].queue
+        self._kernel = COPY if rule == "none" else UPDATE
+        self._launches: list[_Launch] = []
+        kinds: dict[tuple[str, bool], list[int]] = {}
+        for index, (param, copy) in enumerate(zip(params, copies, strict=True)):
+            if param.size:
+                key = ("f32", False) if copy is None else (bridge.STORAGE[copy.tensor.dtype], copy.rounds)
+                kinds.setdefault(key, []).append(index)
+        written = [copy and copy.tensor for copy in copies]
+        for (kind, rounds), of_kind in kinds.items():
+            columns = list(states) if kind == "f32" else [*states, written]
+            pointers = 1 + (rule != "none") + len(columns)
+            slots = most or slots_for(self._queue, len(of_kind), pointers, _OTHER_ARGUMENTS_BYTES)
+            macros = {"RULE": rule, "COPY_T": kind, "ROUNDED": int(rounds), "DECADES": slots // 10}
+            for start in range(0, len(of_kind), slots):
+                members = of_kind[start : start + slots]
+                slotted = filled(members, slots)
+                self._launches.append(
+                    _Launch(
+                        members, tiles_of(self._queue, tuple([params[index].size for index in members])), slots,
+                        [params[index].buffer for index in slotted],
+                        [column[index] for column in columns for index in slotted],
+                        macros | {"PIECES": pieces_for(self._queue)},
+                    )
+                )  # fmt: skip
+
+    def run(self, numbers: Sequence[Any] = (), grads: Sequence[Tensor] = ()) -> None:
+        """Enqueues the step; does not wait.
+
+        Args:
+            numbers: of the rule, in the order of the kernel.
+            grads: float32, one for each parameter, of as many elements.
+        """
+        for launch in self._launches:
+            gradients = filled([grads[index] for index in launch.members], launch.slots) if grads else ()
+            self._kernel(
+                self._queue, *launch.tiles.grid, launch.tiles.table, *numbers, *launch.params, *gradients,
+                *launch.rest, **launch.macros,
+            )  # fmt: skip
+
+
+def cast_all(tensors: Sequence[Tensor], dtype: str) -> list[Tensor]:
+    """float32 tensors as ``dtype``, with the bits of ``cast``, in one launch for 10 of them.
+
+    The number of a launch is always the same: the kernel for few is that for many, and not built later.
+
+    Args:
+        tensors: any shapes, on one queue.
+        dtype: ``"float16"`` or ``"bfloat16"``.
+    """
+    copies = [bridge.empty(x.queue, x.shape, dtype) for x in tensors]
+    if any(x.size for x in tensors):
+        MultiUpdate("none", tensors, (), list(map(Copy, copies)), most=10).run()
+    return copies

@@ -1,0 +1,98 @@
+"""Launches over many tensors (kernels/slots.clh): how many a launch takes, and the tiles that it goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+import pyopencl as cl
+
+from clamp.opencl.device import capabilities
+
+T = TypeVar("T")
+
+_SLOTS = 100  # tensors a launch, at most
+_TILE_CPU = 65536  # elements a work-group of one work-item
+_TILE_CPU_SMALLEST = 1024
+_TILES_PER_CORE = 4  # smaller tensors use smaller tiles until every core has this many
+_TILE_GPU = 8192  # elements a work-group
+_GROUP_GPU = 64
+_TILE = np.dtype([("begin", np.uint64), ("tensor", np.uint32), ("count", np.uint32)])
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of tensors of some sizes.
+
+    Attributes:
+        table: the tiles on the device.
+        grid: global and local size of a launch with a work-group a tile.
+    """
+
+    table: cl.Buffer
+    grid: tuple[tuple[int], tuple[int]]
+
+
+def slots_for(queue: cl.CommandQueue, count: int, pointers: int, other_bytes: int) -> int:
+    """Tensors that a launch takes, a multiple of 10: as many as there are, or as it can take, for all of several.
+
+    A driver is given every argument in every launch, so that a small model pays for those that it does not use.
+
+    Args:
+        count: how many there are.
+        pointers: arguments a tensor.
+        other_bytes: of the arguments besides.
+    """
+    device = capabilities(queue)
+    most = _SLOTS
+    # PoCL states the least that OpenCL allows, 1024 bytes, but hands over arguments of any number.
+    if not device.is_cpu:
+        fitting = (device.max_parameter_bytes - other_bytes) // (8 * pointers)
+        most = max(10, min(_SLOTS, fitting // 10 * 10))
+    return min(most, -(-count // 10) * 10)
+
+
+def filled(tensors: Sequence[T], slots: int) -> list[T]:
+    """The tensors and, since a kernel wants all of its arguments, the first one again for the slots left over."""
+    return [*tensors, *list(tensors[:1]) * (slots - len(tensors))]
+
+
+def tiles_of(queue: cl.CommandQueue, sizes: tuple[int, ...]) -> Tiles:
+    """The tiles of tensors of these sizes, one of which is not 0."""
+    table, tiles = _tile_table(queue.context, _tile_elements(queue, sum(sizes)), sizes)
+    group = 1 if capabilities(queue).is_cpu else _GROUP_GPU
+    return Tiles(table, ((tiles * group,), (group,)))
+
+
+def _tile_elements(queue: cl.CommandQueue, total: int) -> int:
+    """Elements a tile should have when there are ``total`` in all."""
+    device = capabilities(queue)
+    if not device.is_cpu:
+        return _TILE_GPU
+    tile = _TILE_CPU
+    while tile > _TILE_CPU_SMALLEST and total < tile * _TILES_PER_CORE * device.compute_units:
+        tile //= 2
+    return tile
+
+
+@lru_cache(maxsize=64)  # a model has one set of sizes, or a few; a table is 16 bytes a tile
+def _tile_table(context: cl.Context, tile: int, sizes: tuple[int, ...]) -> tuple[cl.Buffer, int]:
+    """The tiles of tensors of these sizes on the device, and how many there are."""
+    tiles = np.concatenate(list(_tiles(tile, sizes)))
+    # Any fixed order does that spreads the tiles of a large tensor.
+    tiles = np.random.default_rng(0).permutation(tiles)
+    flags = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
+    return cl.Buffer(context, flags, hostbuf=tiles), len(tiles)
+
+
+def _tiles(tile: int, sizes: tuple[int, ...]) -> Iterator[np.ndarray[Any, np.dtype[np.void]]]:
+    for tensor, size in enumerate(sizes):
+        begin = np.arange(0, size, tile, dtype=np.uint64)
+        tiles = np.empty(len(begin), _TILE)
+        tiles["begin"] = begin
+        tiles["tensor"] = tensor
+        tiles["count"] = np.minimum(np.uint64(size) - begin, np.uint64(tile))
+        yield tiles

@@ -1,0 +1,394 @@
+"""netcl's optimizers under AMP: all parameters in one launch, with the bits of netcl's own step and its state."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.core import transfer
+from netcl.core.device import CPUQueue
+from netcl.core.parameter import Parameter
+from netcl.optim import SGD, Adam, AdamW, Momentum
+
+from clamp import amp, bridge
+from clamp.bridge import Tensor
+from clamp.cli.bench.cases.unscale import counted_launches
+from clamp.params import masters
+from tests.networks import batch, mlp, step
+from tests.reference import to_device
+
+Host = npt.NDArray[Any]
+Make = Callable[[Sequence[Tensor]], Any]
+
+SIZES = [(1,), (2, 1), (7,), (16,), (127,), (31, 33), (4099,)]
+FUSED_SIZES = [*SIZES, (128, 128)]  # enough for AdamW to step them as one
+
+MAKE: dict[str, Make] = {
+    "sgd": lambda params: SGD(params, lr=0.037),
+    "sgd, decay": lambda params: SGD(params, lr=0.037, weight_decay=0.013),
+    "sgd, momentum": lambda params: SGD(params, lr=0.037, momentum=0.91),
+    "sgd, momentum and decay": lambda params: SGD(params, lr=0.037, momentum=0.91, weight_decay=0.013),
+    "momentum": lambda params: Momentum(params, lr=0.037, momentum=0.91),
+    "momentum, decay": lambda params: Momentum(params, lr=0.037, momentum=0.91, weight_decay=0.013),
+    "nesterov": lambda params: Momentum(params, lr=1, momentum=0.91, nesterov=True, weight_decay=0.013),
+    "adam": lambda params: Adam(params, lr=0.0037),
+    "adam, decay": lambda params: Adam(params, lr=0.0037, betas=(0.8, 0.97), eps=1e-6, weight_decay=0.013),
+    "adamw": lambda params: AdamW(params, lr=0.0037),
+    "adamw, no decay": lambda params: AdamW(params, lr=0.0037, weight_decay=0.0),
+}
+
+
+class Loop:
+    """Parameters, an optimizer, and gradients drawn for it step by step: the same ones for the same seed."""
+
+    def __init__(self, queue: cl.CommandQueue, make: Make, shapes: Sequence[tuple[int, ...]] = SIZES) -> None:
+        self._random = np.random.default_rng(0)
+        self._queue = queue
+        values = [self._random.standard_normal(shape).astype(np.float32) for shape in shapes]
+        self.params = [Parameter.from_host(queue, value) for value in values]
+        self.optimizer = make(self.params)
+
+    def draw(self, *, absent: bool = True) -> bool:
+        """Gives gradients of all magnitudes, some of them none, and freezes another parameter; whether all of those
+        that will be stepped by are finite."""
+        finite = True
+        for index, param in enumerate(self.params):
+            grad = self._random.standard_normal(param.shape) * 10.0 ** self._random.integers(-12, 6)
+            is_absent, is_frozen, is_bad = self._random.random(3) < (0.1, 0.05, 0.01)
+            if is_bad:
+                grad.flat[grad.size // 2] = (np.inf, np.nan)[index % 2]
+            param.requires_grad = not (is_frozen and absent)
+            param.grad = None if is_absent and absent else to_device(self._queue, grad)
+            finite &= not is_bad or param.grad is None
+        self.optimizer.lr *= 0.999
+        return finite
+
+    def state(self) -> list[Host]:
+        """The parameters' values, and all of the optimizer's state, by its bits."""
+        held = [param.to_host() for param in self.params]
+        state = [] if not hasattr(self.optimizer, "state_dict") else list(self.optimizer.state_dict().values())
+        for name in ("vel", "m", "v"):
+            state += [vars(self.optimizer).get(name, {}).get(id(param), np.zeros(0)) for param in self.params]
+        for name in ("_m_buf", "_v_buf"):
+            for param in self.params:
+                if id(param) in vars(self.optimizer).get(name, {}):
+                    held.append(np.empty(param.size, np.float32))
+                    cl.enqueue_copy(self._queue, held[-1], vars(self.optimizer)[name][id(param)])
+        return [*held, *(np.asarray(x, np.float32) for value in state for x in leaves(value))]
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def assert_same_bits(loop: Loop, other: Loop) -> None:
+    for one, expected in zip(loop.state(), other.state(), strict=True):
+        np.testing.assert_array_equal(one.view(np.uint32), expected.view(np.uint32))
+
+
+_NETCLS = pytest.mark.filterwarnings("ignore:The 'dest_offset' argument:DeprecationWarning")  # of its fused AdamW
+
+
+@contextmanager
+def steps_counted() -> Iterator[list[str]]:
+    """The launches of steps inside, but for the search for inf and nan."""
+    with counted_launches() as names:
+        yield names
+    names[:] = [name for name in names if name != "unscale"]
+
+
+def compare(queue: cl.CommandQueue, make: Make, steps: int, shapes: Sequence[tuple[int, ...]], **options: Any) -> None:
+    """Trains with netcl alone, and under AMP at several levels, one after the other."""
+    alone, loop = Loop(queue, make, shapes), Loop(queue, make, shapes)
+    skipped = 0
+    for part in range(8):
+        with amp.init(level=("O0", "O1", "O2", "OD")[part % 4]) as handle, steps_counted() as names:
+            for _ in range(steps // 8):
+                finite = loop.draw(**options)
+                loop.optimizer.step()
+                skipped += not finite
+                assert handle.history[-1].stepped == (finite and bool(bridge.stepped(loop.optimizer)))
+        assert names.count("update") <= steps // 8
+        assert not set(names) & {"sgd_update", "adam_update", "adamw"}
+        for _ in range(steps // 8):
+            if alone.draw(**options):
+                alone.optimizer.step()
+        assert_same_bits(loop, alone)
+    assert skipped
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_steps_have_the_bits_of_netcls(queue: cl.CommandQueue, name: str) -> None:
+    compare(queue, MAKE[name], 40, SIZES)
+
+
+@_NETCLS
+@pytest.mark.parametrize("name", ["adamw", "adamw, no decay"])
+def test_adamw_steps_many_parameters_with_the_bits_of_its_own_fused_step(queue: cl.CommandQueue, name: str) -> None:
+    compare(queue, MAKE[name], 40, FUSED_SIZES, absent=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MAKE)
+def test_a_thousand_steps_have_the_bits_of_netcls(queue: cl.CommandQueue, name: str) -> None:
+    compare(queue, MAKE[name], 1000, SIZES)
+
+
+@_NETCLS
+@pytest.mark.slow
+def test_a_thousand_fused_steps_have_the_bits_of_netcls(queue: cl.CommandQueue) -> None:
+    compare(queue, MAKE["adamw"], 1000, FUSED_SIZES, absent=False)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_ten_parameters_take_one_launch(queue: cl.CommandQueue, name: str) -> None:
+    loop = Loop(queue, MAKE[name], [(5, 7)] * 10)
+    with amp.init():
+        for _ in range(3):
+            while not loop.draw(absent=False):
+                pass
+            with steps_counted() as names:
+                loop.optimizer.step()
+            assert names == ["update"]
+
+
+# ---------------------------------------------------------------------------------------------- whose step it is
+
+
+class Halved(Adam):  # type: ignore[misc]
+    """An optimizer of the user's, which does something else around netcl's step."""
+
+    def step(self) -> None:
+        self.lr /= 2
+        super().step()
+
+
+class Renamed(SGD):  # type: ignore[misc]
+    """An optimizer of the user's with netcl's step."""
+
+
+@pytest.mark.parametrize("make", [Halved, Renamed], ids=lambda make: make.__name__)
+def test_optimizers_of_the_users_run_as_themselves(queue: cl.CommandQueue, make: Make) -> None:
+    alone, loop = Loop(queue, make), Loop(queue, make)
+    for _ in range(4):
+        if alone.draw():
+            alone.optimizer.step()
+        with amp.init(), steps_counted() as names:
+            loop.draw()
+            loop.optimizer.step()
+        assert "update" not in names
+    assert_same_bits(loop, alone)
+
+
+def test_a_step_that_stands_on_the_optimizer_runs_as_it_is(queue: cl.CommandQueue) -> None:
+    loop = Loop(queue, MAKE["adam"])
+    called = []
+    loop.optimizer.step = lambda: called.append(1)
+    with amp.init() as handle:
+        loss = ag.sum(ag.tensor(loop.params[0], requires_grad=True))
+        with handle.scale_loss(loss, loop.optimizer) as scaled_loss, steps_counted() as names:
+            scaled_loss.backward()
+        loop.optimizer.step()
+    assert called == [1]
+    assert "update" not in names
+
+
+def own(queue: cl.CommandQueue, change: Callable[[Loop], object]) -> list[str]:
+    """Compares, with something changed that clamp's launches do not take; returns the launches under AMP."""
+    alone, loop = Loop(queue, MAKE["momentum"]), Loop(queue, MAKE["momentum"])
+    names: list[str] = []
+    for each in (alone, loop):
+        change(each)
+    for _ in range(4):
+        finite = alone.draw(absent=False)
+        if finite:
+            alone.optimizer.step()
+        with amp.init(), steps_counted() as launched:
+            loop.draw(absent=False)
+            loop.optimizer.step()
+        names += launched
+    assert_same_bits(loop, alone)
+    return names
+
+
+def test_momentum_with_numbers_of_numpys_is_computed_by_numpy(queue: cl.CommandQueue) -> None:
+    """numpy.float64(0.9) times float32 is float64."""
+
+    def change(loop: Loop) -> None:
+        loop.optimizer.momentum = np.float64(0.9)
+
+    assert own(queue, change) == []
+
+
+def test_a_parameter_that_is_there_twice_is_stepped_twice(queue: cl.CommandQueue) -> None:
+    def change(loop: Loop) -> None:
+        loop.optimizer.params.append(loop.params[3])
+
+    assert own(queue, change) == []
+
+
+def test_parameters_in_one_memory_are_stepped_one_after_the_other(queue: cl.CommandQueue) -> None:
+    def change(loop: Loop) -> None:
+        first, second = loop.params[4], loop.params[3]
+        second.buffer = first.buffer.get_sub_region(0, second.size * 4)
+
+    assert own(queue, change) == []
+
+
+def test_a_gradient_that_is_another_parameter_is_read_before_that_is_written(queue: cl.CommandQueue) -> None:
+    values = np.arange(1.0, 9.0)
+    first, second = (Parameter.from_host(queue, values.astype(np.float32)) for _ in range(2))
+    optimizer = SGD([first, second], lr=1.0)
+    first.grad, second.grad = to_device(queue, np.ones(8)), first
+    with amp.init(), steps_counted() as names:
+        optimizer.step()
+    assert names == ["sgd_update", "sgd_update"]
+    np.testing.assert_array_equal(second.to_host(), values - (values - 1))
+
+
+def test_the_numpy_backend_steps_by_itself() -> None:
+    queue = CPUQueue()
+    param = Parameter.from_host(queue, np.ones(3, np.float32))
+    param.grad = Tensor.from_host(queue, np.ones(3, np.float32))
+    with amp.init():
+        Adam([param], lr=0.5).step()
+    np.testing.assert_allclose(param.to_host(), 0.5, rtol=1e-6)
+
+
+@_NETCLS
+def test_adamw_clips_with_its_own_fused_step(queue: cl.CommandQueue) -> None:
+    alone, loop = Loop(queue, MAKE["adamw"], FUSED_SIZES), Loop(queue, MAKE["adamw"], FUSED_SIZES)
+    for index in range(6):
+        finite = alone.draw(absent=False)
+        norm = (1.0, None, 0.0)[index % 3]
+        if finite:
+            alone.optimizer.step(max_norm=norm)
+        with amp.init(), steps_counted() as names:
+            loop.draw(absent=False)
+            loop.optimizer.step(max_norm=norm)
+        assert not finite or ("update" in names) == (norm is None)
+    assert_same_bits(loop, alone)
+
+
+# ---------------------------------------------------------------------------------------------- whose state it is
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_the_state_is_netcls_in_every_step(queue: cl.CommandQueue, name: str) -> None:
+    """netcl and clamp step by turns, and what is saved in between is loaded into a new optimizer of the parameters."""
+    alone, loop = Loop(queue, MAKE[name]), Loop(queue, MAKE[name])
+    for index in range(9):
+        if alone.draw():
+            alone.optimizer.step()
+        finite = loop.draw()
+        if index % 2:
+            with amp.init():
+                loop.optimizer.step()
+        elif finite:
+            loop.optimizer.step()
+        if index == 4 and hasattr(loop.optimizer, "load_state_dict"):
+            for each in (alone, loop):
+                state, lr = each.optimizer.state_dict(), each.optimizer.lr
+                each.optimizer = MAKE[name](each.params)
+                each.optimizer.load_state_dict(state)
+                each.optimizer.lr = lr
+    assert_same_bits(loop, alone)
+
+
+def test_momentums_velocities_are_arrays_to_whoever_reads_them(queue: cl.CommandQueue) -> None:
+    loop, expected = Loop(queue, MAKE["momentum"]), Loop(queue, MAKE["momentum"])
+    with amp.init():
+        for _ in range(2):
+            loop.draw(absent=False)
+            loop.optimizer.step()
+            vel = loop.optimizer.vel
+    for _ in range(2):
+        if expected.draw(absent=False):
+            expected.optimizer.step()
+    wanted = list(expected.optimizer.vel.values())
+    for read in (
+        copy.deepcopy(vel), copy.copy(vel), pickle.loads(pickle.dumps(vel)), dict(vel), {**vel}, vel.copy(), vel,
+    ):  # fmt: skip
+        assert list(read) == [id(param) for param in loop.params]
+        for velocity, want in zip(read.values(), wanted, strict=True):
+            np.testing.assert_array_equal(velocity, want)
+
+
+def test_momentums_velocities_are_saved_by_whoever_saves_them(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    loop = Loop(queue, MAKE["momentum"])
+    with amp.init():
+        loop.draw(absent=False)
+        loop.optimizer.step()
+        amp.save_checkpoint(tmp_path / "run.npz", [], [], vel=loop.optimizer.vel)
+        loaded = amp.load_checkpoint(tmp_path / "run.npz", [], [])["vel"]
+    for saved, velocity in zip(loaded.values(), loop.optimizer.vel.values(), strict=True):
+        np.testing.assert_array_equal(saved, velocity)
+
+
+def test_momentums_velocities_stay_on_the_device(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(queue, MAKE["momentum"])
+    with amp.init():
+        for _ in range(2):
+            loop.draw(absent=False)
+            loop.optimizer.step()
+        monkeypatch.setattr(transfer, "read", None)
+        monkeypatch.setattr(cl, "Buffer", None)
+        loop.optimizer.step()
+
+
+def test_what_a_user_writes_into_momentums_velocities_counts(queue: cl.CommandQueue) -> None:
+    param = Parameter.from_host(queue, np.zeros(3, np.float32))
+    optimizer = Momentum([param], lr=1.0, momentum=0.5)
+    with amp.init():
+        for change in (
+            lambda: None,
+            lambda: optimizer.vel[id(param)].fill(8.0),
+            lambda: optimizer.vel.update({id(param): np.full(3, 16.0, np.float32)}),
+        ):
+            change()
+            param.grad = to_device(queue, np.ones(3))
+            optimizer.step()
+    np.testing.assert_array_equal(optimizer.vel[id(param)], 9.0)
+    np.testing.assert_array_equal(param.to_host(), -(1.0 + 5.0 + 9.0))
+    del optimizer.vel[id(param)]
+    assert len(optimizer.vel) == 0
+
+
+# ---------------------------------------------------------------------------------------------- 16-bit parameters
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("keep_master", [True, False])
+@pytest.mark.parametrize("name", ["sgd, momentum", "nesterov", "adam, decay", "adamw"])
+def test_parameters_of_16_bits_are_written_with_their_masters(
+    queue: cl.CommandQueue, name: str, keep_master: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(*, together: bool) -> list[Host]:
+        model = mlp(queue, 8, 33, 5, 4)
+        optimizer = MAKE[name](model.parameters())
+        with amp.init(dtype=dtype, level="O2", loss_scale=64.0) as handle:
+            masters.narrow(model.parameters(), dtype, [optimizer], keep_master=keep_master)
+            for index in range(5):
+                step(handle, model, optimizer, batch(queue, 16, 8, 4, seed=index))
+                with steps_counted() as names:
+                    optimizer.step()
+                assert not together or names == ["update"]
+        return [bridge.read_bytes(x) for x in [*model.parameters(), *optimizer.params]]
+
+    found = trained(together=True)
+    monkeypatch.setattr(bridge, "has_netcls_step", lambda *_: False)
+    for one, expected in zip(found, trained(together=False), strict=True):
+        np.testing.assert_array_equal(one, expected)

@@ -1,0 +1,136 @@
+"""16-bit copies of weights: one launch for those that a forward asks for, and never another value than the weight's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+
+from clamp import amp
+from clamp.bridge import Node, Parameter, Tensor
+from clamp.cli.bench.cases.unscale import counted_launches
+from clamp.opencl.program import built_programs
+from clamp.params.weight_cache import weights
+from tests.networks import batch, mlp, step
+from tests.reference import quantize, to_device, to_numpy
+from tests.scaling.test_overflow import OPTIMIZERS
+
+
+def parameters(queue: cl.CommandQueue, count: int) -> list[Parameter]:
+    return [Parameter.from_host(queue, np.full((4, 4), index + 1, np.float32)) for index in range(count)]
+
+
+def products(queue: cl.CommandQueue, params: list[Parameter]) -> list[float]:
+    """The first number of ones times each of the weights."""
+    x = ag.tensor(to_device(queue, np.ones((1, 4))))
+    with ag.no_grad():
+        results = [ag.matmul_op(x, ag.tensor(param, requires_grad=True)) for param in params]
+    return [float(to_numpy(result)[0, 0]) for result in results]
+
+
+def launched_casts(queue: cl.CommandQueue, params: list[Parameter]) -> int:
+    """Launches that cast weights, in an iteration that reads these in this order."""
+    weights.clear()
+    with counted_launches() as names:
+        found = products(queue, params)
+    assert found == [4.0 * (index + 1) for index in map(value_of, params)]
+    return names.count("copy")
+
+
+def value_of(param: Parameter) -> int:
+    return int(param.to_host()[0, 0]) - 1
+
+
+def test_weights_that_follow_one_another_are_cast_together(queue: cl.CommandQueue) -> None:
+    params = parameters(queue, 13)
+    with amp.init():
+        assert [launched_casts(queue, params[:10]) for _ in range(3)] == [10, 1, 1]
+        built = built_programs()
+        assert [launched_casts(queue, params) for _ in range(3)] == [1 + 3, 2, 2]
+        assert built_programs() == built
+        assert [launched_casts(queue, params[2:]) for _ in range(2)] == [11, 2]
+
+
+def test_a_weight_that_is_passed_over_does_not_come_along_again(queue: cl.CommandQueue) -> None:
+    params = parameters(queue, 4)
+    with amp.init():
+        launched_casts(queue, params)
+        assert launched_casts(queue, params[:2]) == 1
+        held = weights.nbytes
+        assert launched_casts(queue, params[:2]) == 1
+        assert weights.nbytes == held - 2 * 32
+        assert launched_casts(queue, params) == 3
+
+
+def test_a_weight_that_changes_after_it_came_along_is_cast_anew(queue: cl.CommandQueue) -> None:
+    params = parameters(queue, 3)
+    with amp.init():
+        launched_casts(queue, params)
+        weights.clear()
+        assert products(queue, params[:1]) == [4.0]
+        params[1].write(np.full((4, 4), 8.0, np.float32))
+        params[2].buffer = to_device(queue, np.full((4, 4), 16.0)).buffer
+        assert products(queue, params[1:]) == [32.0, 64.0]
+
+
+def test_weights_may_be_gone_or_elsewhere_by_the_next_iteration(queue: cl.CommandQueue) -> None:
+    params = parameters(queue, 4)
+    with amp.init():
+        launched_casts(queue, params)
+        del params[1]
+        params[1].queue = other = cl.CommandQueue(queue.context)
+        assert launched_casts(queue, [params[0], params[2]]) == 1
+        other.finish()
+
+
+def test_a_graph_of_an_earlier_iteration_keeps_its_values(queue: cl.CommandQueue) -> None:
+    """The gradient for x is the weight that forward has read, whatever came after."""
+    first, second = parameters(queue, 2)
+
+    def output(x: Tensor) -> Node:
+        return ag.sum(ag.matmul_op(ag.matmul_op(ag.tensor(x, requires_grad=True), first), second))
+
+    with amp.init():
+        x = to_device(queue, np.ones((1, 4)), "float16")
+        for _ in range(2):
+            weights.clear()
+            earlier = output(x)
+        for param in (first, second):
+            param.write(np.zeros((4, 4), np.float32))
+        weights.clear()
+        output(to_device(queue, np.ones((1, 4)), "float16"))
+        earlier.backward()
+    np.testing.assert_array_equal(to_numpy(x.grad), 4.0 * 4.0 * 1 * 2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_step_trains_on_the_weights_of_the_day(queue: cl.CommandQueue, name: str, dtype: str) -> None:
+    model = mlp(queue, 8, 33, 5, 4)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    with amp.init(dtype=dtype, loss_scale=64.0) as handle:
+        for index in range(4):
+            step(handle, model, optimizer, batch(queue, 16, 8, 4, seed=index))
+            x = to_device(queue, np.eye(8))
+            with counted_launches() as names, ag.no_grad():
+                y = model.layers[0](ag.tensor(x))
+            weight, bias = (p.to_host().astype(np.float64) for p in model.parameters()[:2])
+            wanted = quantize(weight, dtype).astype(np.float64) + bias
+            np.testing.assert_array_equal(to_numpy(y), quantize(wanted.astype(np.float32), dtype).astype(np.float64))
+            assert names.count("copy") == 1
+
+
+def test_a_cast_is_reported_where_a_copy_is_used(queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]) -> None:
+    params = parameters(queue, 3)
+    with amp.init(verbose=True):
+        for _ in range(2):
+            weights.clear()
+            products(queue, params)
+            capsys.readouterr()
+        weights.clear()
+        products(queue, params[:2])
+        lines: list[Any] = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "matmul_op" in line].count("Float->Half (matmul_op)") >= 2
