@@ -43,6 +43,11 @@ def oneflow(page: Ran, queue: cl.CommandQueue) -> None:
     assert len(set(page["values"])) == 20
 
 
+def recording(page: Ran, queue: cl.CommandQueue) -> None:
+    assert len(page.steps) == 60
+    assert len({float(loss.value.to_host()[0]) for loss in page["losses"]}) == 60  # each the caller's to keep
+
+
 def paddle(page: Ran, queue: cl.CommandQueue) -> None:
     assert [type(step.optimizer).__name__ for step in page.steps] == ["SGD"] * 3 + ["AdamW"] * 3
     assert page["scaler"].state_dict()["scale"] == 1024
@@ -102,6 +107,7 @@ PAGES: dict[str, tuple[Callable[[Ran, cl.CommandQueue], None], int]] = {
     "docs/coming-from-apex.md": (apex, 2),
     "docs/coming-from-netcl.md": (netcl, 2),
     "docs/coming-from-oneflow.md": (oneflow, 0),
+    "docs/recording.md": (recording, 1),
     "docs/coming-from-paddle.md": (paddle, 2),
     "docs/coming-from-pytorch.md": (pytorch, 3),
     "docs/loss-scaling.md": (loss_scaling, 4),

@@ -606,7 +606,10 @@ MODEL_CHANGES: dict[str, tuple[Callable[[cl.CommandQueue, Any], None], str]] = {
     "layer": (lambda queue, model: model.layers.__setitem__(2, Dropout(0.1)), r"layers\[2\] has changed"),
     "mode": (lambda queue, model: setattr(model.layers[1], "training", False), r"training has changed"),
     "setting": (lambda queue, model: setattr(model.layers[1], "p", 0.25), r"\.p has changed"),
-    "frozen": (lambda queue, model: model.layers[0].freeze(), r"requires_grad of a parameter of shape \((10, 16|16,)\)"),
+    "frozen": (
+        lambda queue, model: model.layers[0].freeze(),
+        r"requires_grad of a parameter of shape \((10, 16|16,)\)",
+    ),
     "decorated": (lambda queue, model: amp.decorate(model, level="O2"), r"dtype of a parameter|class of"),
 }
 

@@ -179,7 +179,11 @@ class Trainer:
 
     def step(self, handle: Any, rows: int | None = None) -> Tensor:
         """One step, whose loss is returned; ``handle`` is what `amp.init` returned, None for netcl alone."""
-        x, y = self.batch(rows)
+        value: Tensor = self.train(handle, *self.batch(rows)).value
+        return value
+
+    def train(self, handle: Any, x: Tensor, y: Tensor) -> Node:
+        """One step on a batch."""
         self._optimizer.zero_grad()
         with ag.Tape() as tape:
             loss = self._network.loss(self._network.forward(self._model, x), y)
@@ -189,5 +193,4 @@ class Trainer:
             with handle.scale_loss(loss, self._optimizer) as scaled_loss:
                 tape.backward(scaled_loss)
         self._optimizer.step()
-        value: Tensor = loss.value
-        return value
+        return loss
