@@ -4,7 +4,7 @@ A kernel is declared once, beside the function that launches it, and called with
 
     CAST = Kernel("cast.cl", "cast")
     ...
-    CAST(queue, (groups,), (1,), x, y, x.size, X_T="f32", Y_T="f16", SPAN=4096)
+    CAST(queue, (groups,), (1,), x, y, x.size, 4096, X_T="f32", Y_T="f16")
 
 Numbers are converted to the types that the compiled kernel says its arguments have. Programs are built once per context
 and set of macros. Kernels are held per thread, because a ``cl.Kernel`` carries its arguments from one call to the next;

@@ -30,6 +30,6 @@ def cast_into(x: Tensor, y: Tensor) -> None:
         return
     span = span_for(x.queue, x.size)
     CAST(
-        x.queue, *launch(x.queue, -(-x.size // span)), x, y, x.size,
-        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], SPAN=span, PIECES=pieces_for(x.queue),
+        x.queue, *launch(x.queue, -(-x.size // span)), x, y, x.size, span,
+        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], PIECES=pieces_for(x.queue),
     )  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 
 from clamp.opencl import binaries, keeper, program
 
-MACROS: dict[str, object] = {"X_T": "f32", "Y_T": "f16", "SPAN": 64, "PIECES": 0}
+MACROS: dict[str, object] = {"X_T": "f32", "Y_T": "f16", "VARIANT": 64, "PIECES": 0}
 
 
 @pytest.fixture
@@ -66,9 +66,9 @@ def test_many_are_dealt_to_several_processes(context: cl.Context, monkeypatch: p
     monkeypatch.setattr(keeper, "_MOST", 2)
     monkeypatch.setattr(subprocess, "Popen", start)
     for span in range(5):
-        assert keeper.keep_later(context, "cast.cl", {**MACROS, "SPAN": span})
+        assert keeper.keep_later(context, "cast.cl", {**MACROS, "VARIANT": span})
     keeper.keep_in_background()
-    assert [command[-1].count("SPAN") for command in commands] == [2, 2, 1]
+    assert [command[-1].count("VARIANT") for command in commands] == [2, 2, 1]
 
 
 def test_it_can_be_switched_off(context: cl.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

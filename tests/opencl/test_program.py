@@ -26,13 +26,13 @@ def test_released_programs_are_built_again(queue: cl.CommandQueue) -> None:
 
 
 def test_a_kernel_that_is_declared_twice_is_compiled_once(queue: cl.CommandQueue) -> None:
-    macros = {"X_T": "f32", "Y_T": "f16", "SPAN": 256, "PIECES": 0}
+    macros = {"X_T": "f32", "Y_T": "f16", "PIECES": 0}
     kernel = program.Kernel("cast.cl", "cast").on(queue, **macros)
     assert program.Kernel("cast.cl", "cast").on(queue, **macros) is kernel
 
 
 def test_options_of_one_compiler_are_left_out_where_a_kernel_is_plain_c(queue: cl.CommandQueue) -> None:
-    macros = {"Y_T": "f16", "SPAN": 256, "PIECES": 0}
+    macros = {"Y_T": "f16", "PIECES": 0}
     kernel = program.Kernel("cast.cl", "cast", options=("-DX_T=f32",))
     assert kernel.on(queue, **macros).function_name == "cast"
     with pytest.raises(program.KernelBuildError, match="X_T"):
