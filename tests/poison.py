@@ -15,6 +15,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.opencl.device import capabilities
+from clamp.opencl.recording import unrecorded
 
 _NAN_BYTE = np.uint8(0xFF)  # NaN in float32, float16 and bfloat16, where every byte is this
 _GROUPS = 8  # for each core, so that every thread of the driver takes some
@@ -25,12 +26,13 @@ _allocate = bridge.empty
 def poisoned_empty(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> bridge.Tensor:
     """As `bridge.empty`; the tensor's memory and the private memory of kernels that follow hold NaN."""
     tensor = _allocate(queue, shape, dtype)
-    if bridge.on_device(tensor) and tensor.size:
-        if isinstance(tensor.buffer, cl.SVM):
-            cl.enqueue_svm_memfill(queue, tensor.buffer, _NAN_BYTE, bridge.nbytes(tensor))
-        else:
-            cl.enqueue_fill_buffer(queue, tensor.buffer, _NAN_BYTE, 0, bridge.nbytes(tensor))
-    poison_private_memory(queue)
+    with unrecorded():
+        if bridge.on_device(tensor) and tensor.size:
+            if isinstance(tensor.buffer, cl.SVM):
+                cl.enqueue_svm_memfill(queue, tensor.buffer, _NAN_BYTE, bridge.nbytes(tensor))
+            else:
+                cl.enqueue_fill_buffer(queue, tensor.buffer, _NAN_BYTE, 0, bridge.nbytes(tensor))
+        poison_private_memory(queue)
     return tensor
 
 
