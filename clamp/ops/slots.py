@@ -19,7 +19,7 @@ _TILE_CPU = 65536  # elements a work-group of one work-item
 _TILE_CPU_SMALLEST = 1024
 _TILES_PER_CORE = 4  # smaller tensors use smaller tiles until every core has this many
 _TILE_GPU = 8192  # elements a work-group
-_GROUP_GPU = 64
+GROUP_GPU = 64
 _TILE = np.dtype([("begin", np.uint64), ("tensor", np.uint32), ("count", np.uint32)])
 
 
@@ -63,7 +63,7 @@ def filled(tensors: Sequence[T], slots: int) -> list[T]:
 def tiles_of(queue: cl.CommandQueue, sizes: tuple[int, ...]) -> Tiles:
     """The tiles of tensors of these sizes, one of which is not 0."""
     table, tiles = _tile_table(queue.context, _tile_elements(queue, sum(sizes)), sizes)
-    group = 1 if capabilities(queue).is_cpu else _GROUP_GPU
+    group = 1 if capabilities(queue).is_cpu else GROUP_GPU
     return Tiles(table, ((tiles * group,), (group,)))
 
 

@@ -23,6 +23,7 @@ from clamp.ops import elementwise as elementwise_module
 from clamp.ops import loss, loss_elementwise, multi_tensor, norm_phases, norm_planes, norm_planes_backward, norm_rows
 from clamp.ops import reduce as reduce_module
 from clamp.ops import softmax as softmax_module
+from clamp.ops import statistics as statistics_module
 from clamp.ops.elementwise import elementwise
 from clamp.ops.norm_sets import RELU
 from tests.ops.test_engines import GPU
@@ -102,6 +103,10 @@ def _losses(queue: cl.CommandQueue) -> None:
     multi_tensor.unscale_([x], [_tensor(queue, 4, 1000, dtype="float32")], one.buffer)
 
 
+def _statistics(queue: cl.CommandQueue) -> None:
+    statistics_module.statistics_of([_tensor(queue, 4, 1000)])
+
+
 def _rows_of_a_table(queue: cl.CommandQueue) -> None:
     elementwise("add", "float16", _tensor(queue, 8, 37), _tensor(queue, 37))
 
@@ -131,6 +136,7 @@ CASES = [
     (_losses, loss_elementwise.LOSS_SUM),
     (_losses, loss_elementwise.LOSS_GRADIENT),
     (_losses, multi_tensor.UNSCALE),
+    (_statistics, statistics_module.STATISTICS),
     (_rows_of_a_table, elementwise_module.ELEMENTWISE),
     (_gradients_of_gelu, elementwise_module.ELEMENTWISE),
 ]
@@ -139,7 +145,7 @@ CASES = [
 #: kernels that write a few sums
 SUMS = (
     norm_phases.PLANES_MOMENTS, norm_phases.GRADIENT_SUMS, reduce_module.SUM_ROWS, loss.LABEL_LOSS,
-    loss_elementwise.LOSS_SUM,
+    loss_elementwise.LOSS_SUM, statistics_module.STATISTICS,
 )  # fmt: skip
 
 

@@ -1,0 +1,226 @@
+"""What the elements of many tensors are: inf, nan, zeros, the least and greatest magnitude, a histogram of magnitudes.
+
+A launch for 100 tensors of a dtype and one read a queue, of which kernels/statistics.cl has the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyopencl as cl
+from numpy.typing import NDArray
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import Kernel
+from clamp.opencl.recording import refuse
+from clamp.ops import transfer
+from clamp.ops.launch import pieces_for
+from clamp.ops.slots import GROUP_GPU, filled, slots_for, tiles_of
+
+STATISTICS = Kernel("statistics.cl", "statistics")
+
+#: bins an octave: between 2^e and 2^(e + 1) they are equally wide
+BINS_PER_OCTAVE = 8
+#: the exponent of the smallest magnitude of float32, with which the first bin begins
+FIRST_EXPONENT = -149
+#: every magnitude of float32
+BINS = BINS_PER_OCTAVE * (128 - FIRST_EXPONENT)
+#: exponents of the octaves that ``Statistics.octaves`` has one by one: those of float16
+OCTAVES = range(-24, 16)
+
+_HEAD = 5  # words before a row's histogram
+_OTHER_ARGUMENTS_BYTES = 24  # tile table, results and where its rows begin
+_INF = int(np.float32(np.inf).view(np.uint32))
+
+Key: TypeAlias = tuple[int, int, str]  # buffer, elements and dtype: what has one row, however often it is asked for
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What the elements of one tensor are.
+
+    Attributes:
+        count: elements.
+        infs, nans, zeros: how many of them are inf, nan and 0, of either sign.
+        smallest: the least magnitude that is neither 0 nor nan, exact; inf if there is none that is finite.
+        largest: the greatest finite magnitude, exact; 0.0 if there is none.
+        histogram: int64 of shape ``(BINS,)``: how many magnitudes are from ``edges()[i]`` on and below
+            ``edges()[i + 1]``; zeros, inf and nan are in no bin. None if none was asked for.
+    """
+
+    count: int
+    infs: int
+    nans: int
+    zeros: int
+    smallest: float
+    largest: float
+    histogram: NDArray[np.int64] | None = None
+
+    @property
+    def octaves(self) -> NDArray[np.int64]:
+        """The histogram in octaves, shape ``(42,)``: below 2^-24, the 40 from [2^-24, 2^-23) to [2^15, 2^16), above.
+
+        Raises:
+            ValueError: there is no histogram.
+        """
+        if self.histogram is None:
+            raise ValueError("these statistics have no histogram; take them with histogram=True")
+        each = self.histogram.reshape(-1, BINS_PER_OCTAVE).sum(1)
+        first, last = OCTAVES.start - FIRST_EXPONENT, OCTAVES.stop - FIRST_EXPONENT
+        return np.concatenate([[each[:first].sum()], each[first:last], [each[last:].sum()]])
+
+
+def edges() -> NDArray[np.float64]:
+    """Where the bins of a histogram begin, and where the last one ends: ``BINS + 1`` magnitudes."""
+    octave, eighth = np.divmod(np.arange(BINS + 1), BINS_PER_OCTAVE)
+    return np.ldexp(1 + eighth / BINS_PER_OCTAVE, octave + FIRST_EXPONENT)
+
+
+def statistics_of(tensors: Sequence[Tensor], *, histogram: bool = True) -> list[Statistics]:
+    """The statistics of each tensor, in their order. Waits for the device.
+
+    Args:
+        tensors, histogram: as for ``PendingStatistics``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as ``PendingStatistics`` and its ``read``.
+    """
+    return PendingStatistics(tensors, histogram=histogram).read()
+
+
+class PendingStatistics:
+    """Statistics that the device forms meanwhile; each ``read`` gives what the last run, or replay, of them found.
+
+    Enqueues ``ceil(n / 100)`` launches for each dtype and queue, and one besides for each queue, and does not wait. The
+    tensors may change after that, and are not kept.
+
+    Args:
+        tensors: float32, float16 or bfloat16, any shapes, on any queues. What occurs several times is looked at once.
+        histogram: whether magnitudes are also counted by bins, which takes three to five times as long on a CPU.
+
+    Raises:
+        TypeError: a dtype is not one of the above, or a tensor is on netcl's numpy backend.
+        ValueError: a tensor has 2^32 elements or more.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, histogram: bool = True) -> None:
+        for index, tensor in enumerate(tensors):
+            _check(index, tensor)
+        self._histogram = histogram
+        self._asked = [(tensor.queue, _key(tensor), tensor.size) for tensor in tensors]
+        queues: dict[cl.CommandQueue, dict[Key, Tensor]] = {}
+        for tensor in tensors:
+            if tensor.size:
+                queues.setdefault(tensor.queue, {}).setdefault(_key(tensor), tensor)
+        self._results = {queue: _Results(queue, rows, histogram) for queue, rows in queues.items()}
+
+    def read(self) -> list[Statistics]:
+        """The statistics of each tensor, in their order. Waits for the device, with one read a queue.
+
+        Raises:
+            RuntimeError: launches are being recorded.
+        """
+        refuse("Statistics were read", "Read them after the recorded part.")
+        found = {(queue, key): one for queue, results in self._results.items() for key, one in results.read().items()}
+        nothing = Statistics(0, 0, 0, 0, np.inf, 0.0, np.zeros(BINS, np.int64) if self._histogram else None)
+        return [found[queue, key] if size else nothing for queue, key, size in self._asked]
+
+
+def _check(index: int, tensor: Tensor) -> None:
+    if tensor.dtype not in bridge.STORAGE:
+        raise TypeError(f"statistics: tensors[{index}] is {tensor.dtype}; float32, float16 or bfloat16 is needed")
+    if not bridge.on_device(tensor):
+        raise TypeError(f"statistics: tensors[{index}] is on netcl's numpy backend; it must be on an OpenCL device")
+    if tensor.size >= 1 << 32:
+        raise ValueError(
+            f"statistics: tensors[{index}] has shape {tuple(tensor.shape)}, {tensor.size} elements; counters have 32 "
+            "bits: split it into tensors of less than 2^32 elements"
+        )
+
+
+def _key(tensor: Tensor) -> Key:
+    return id(tensor.buffer), tensor.size, bridge.STORAGE[tensor.dtype]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Where a tensor's statistics are, in words of its queue's results."""
+
+    count: int
+    begin: int
+    bins: range  # which of those of float32 its dtype can fill; none without a histogram
+
+
+class _Results:
+    """The statistics of one queue's tensors on its device.
+
+    Args:
+        tensors: of any dtypes, each storage once, with elements.
+    """
+
+    def __init__(self, queue: cl.CommandQueue, tensors: dict[Key, Tensor], histogram: bool) -> None:
+        kinds: dict[str, list[Tensor]] = {}
+        for tensor in tensors.values():
+            kinds.setdefault(bridge.STORAGE[tensor.dtype], []).append(tensor)
+        self._rows: dict[Key, _Row] = {}
+        words = 0
+        for kind, same in kinds.items():
+            bins = _bins(kind, histogram)
+            for tensor in same:
+                self._rows[_key(tensor)] = _Row(tensor.size, words, bins)
+                words += _HEAD + len(bins)
+        self._words = bridge.empty(queue, (words,), "int32")
+        transfer.fill(queue, self._words.buffer, bytes(4), 0, 4 * words)
+        for same in kinds.values():
+            self._launch(queue, same)
+
+    def _launch(self, queue: cl.CommandQueue, tensors: list[Tensor]) -> None:
+        """Runs over tensors of one dtype."""
+        slots = slots_for(queue, len(tensors), 1, _OTHER_ARGUMENTS_BYTES)
+        for start in range(0, len(tensors), slots):
+            these = tensors[start : start + slots]
+            row = self._rows[_key(these[0])]
+            tiles = tiles_of(queue, tuple([tensor.size for tensor in these]))
+            STATISTICS(
+                queue, *tiles.grid, tiles.table, self._words, row.begin, *filled(these, slots),
+                X_T=bridge.STORAGE[these[0].dtype], DECADES=slots // 10, BINS=len(row.bins), FIRST_BIN=row.bins.start,
+                **_macros(queue),
+            )  # fmt: skip
+
+    def read(self) -> dict[Key, Statistics]:
+        words = self._words.to_host().view(np.uint32)
+        return {key: _decoded(words[row.begin :], row) for key, row in self._rows.items()}
+
+
+def _bins(kind: str, histogram: bool) -> range:
+    """Which bins the magnitudes of a storage type fall into."""
+    if not histogram:
+        return range(0)
+    if kind != "f16":
+        return range(BINS)
+    return range(*(BINS_PER_OCTAVE * (exponent - FIRST_EXPONENT) for exponent in (OCTAVES.start, OCTAVES.stop)))
+
+
+def _macros(queue: cl.CommandQueue) -> dict[str, Any]:
+    return {"WG": 1 if capabilities(queue).is_cpu else GROUP_GPU, "PIECES": pieces_for(queue)}
+
+
+def _decoded(words: NDArray[np.uint32], row: _Row) -> Statistics:
+    not_zero, bad, nans, negated, largest = (int(word) for word in words[:_HEAD])
+    smallest = min(-negated % (1 << 32), _INF) if negated else _INF
+    histogram = None
+    if row.bins:
+        histogram = np.zeros(BINS, np.int64)
+        histogram[row.bins.start : row.bins.stop] = words[_HEAD : _HEAD + len(row.bins)]
+    return Statistics(
+        row.count, bad - nans, nans, row.count - not_zero, _magnitude(smallest), _magnitude(largest), histogram
+    )
+
+
+def _magnitude(bits: int) -> float:
+    return float(np.uint32(bits).view(np.float32))

@@ -1,0 +1,209 @@
+"""Statistics of tensors: counts, extremes and histograms against numpy's, of what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl.core.device import CPUQueue
+from netcl.runtime.capture import KernelCapture
+
+from clamp import amp, bridge
+from clamp.bridge import Tensor
+from clamp.ops.statistics import BINS, PendingStatistics, Statistics, edges, statistics_of
+from tests.ops.test_multi_tensor import launches
+from tests.reference import SPECIAL, STORAGE_DTYPES, quantize, to_device
+
+__all__ = ["launches"]  # a fixture
+pytestmark = pytest.mark.kernel
+
+SIZES = [1, 0, 2, 15, 16, 17, 31, 127, 1009, 1023, 1024, 1025, 2048, 4099, 8193]
+LARGE_SIZES = [8191, 8192, 65535, 65536, 65537, 200003]  # with 8193, the borders of the tiles of GPUs and CPUs
+
+
+def expected(stored: Any, histogram: bool = True) -> Statistics:
+    """What numpy finds in float64."""
+    magnitude = np.abs(np.asarray(stored).astype(np.float64).ravel())
+    there = magnitude[np.isfinite(magnitude) & (magnitude > 0)]
+    return Statistics(
+        count=magnitude.size,
+        infs=int(np.isinf(magnitude).sum()),
+        nans=int(np.isnan(magnitude).sum()),
+        zeros=int((magnitude == 0).sum()),
+        smallest=float(there.min(initial=np.inf)),
+        largest=float(there.max(initial=0.0)),
+        histogram=np.histogram(there, edges())[0] if histogram else None,
+    )
+
+
+def assert_found(found: Sequence[Statistics], arrays: Sequence[Any], histogram: bool = True) -> None:
+    assert len(found) == len(arrays)
+    for one, array in zip(found, arrays, strict=True):
+        want = expected(array, histogram)
+        np.testing.assert_array_equal(one.histogram, want.histogram)
+        for name in ("count", "infs", "nans", "zeros", "smallest", "largest"):
+            assert getattr(one, name) == getattr(want, name), f"{name} of {array.size} elements"
+
+
+def of_all_magnitudes(size: int, dtype: str, seed: int) -> Any:
+    """Numbers of all exponents of a dtype, subnormal ones too, with zeros of both signs among them."""
+    rng = np.random.default_rng(seed)
+    if dtype == "float32":
+        words = rng.integers(0, 1 << 32, size, dtype=np.uint32)
+    else:
+        words = rng.integers(0, 1 << 16, size, dtype=np.uint16)
+    values = words.view(quantize(0.0, dtype).dtype)
+    finite = np.where(np.isfinite(values.astype(np.float32)), values, np.ones_like(values))
+    finite[rng.random(size) < 0.1] = 0.0
+    finite[rng.random(size) < 0.1] = -0.0
+    return finite
+
+
+@pytest.mark.parametrize("histogram", [True, False])
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_every_size(queue: cl.CommandQueue, simulated: bool, dtype: str, histogram: bool) -> None:
+    sizes = SIZES[:-3] if simulated else SIZES + LARGE_SIZES
+    arrays = [of_all_magnitudes(size, dtype, seed) for seed, size in enumerate(sizes)]
+    tensors = [to_device(queue, array, dtype) for array in arrays]
+    assert_found(statistics_of(tensors, histogram=histogram), arrays, histogram)
+
+
+@pytest.mark.parametrize("values", [SPECIAL, [np.inf], [np.nan, -np.nan], [0.0, -0.0], [-np.inf, np.nan, 0.0]])
+@pytest.mark.parametrize("size", [1, 16, 37, 1030])
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_special_values(queue: cl.CommandQueue, dtype: str, size: int, values: Any) -> None:
+    array = quantize(np.resize(values, size), dtype)
+    assert_found(statistics_of([to_device(queue, array, dtype)]), [array])
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_every_edge_of_a_bin(queue: cl.CommandQueue, simulated: bool, dtype: str) -> None:
+    begins = edges()[: BINS : 7 if simulated else 1].astype(np.float32)
+    just_below = (begins[1:].view(np.uint32) - 1).view(np.float32)
+    array = quantize(np.concatenate([begins, -just_below, [np.finfo(np.float32).max]]), dtype)
+    assert_found(statistics_of([to_device(queue, array, dtype)]), [array])
+
+
+def test_one_bad_element_is_found_anywhere(queue: cl.CommandQueue) -> None:
+    for size in (1, 17, 1030, 2049):
+        for place in {0, size // 2, size - 1}:
+            array = np.full(size, 3.0, np.float32)
+            array[place] = np.inf
+            assert_found(statistics_of([to_device(queue, array)], histogram=False), [array], histogram=False)
+
+
+def test_dtypes_in_any_order(queue: cl.CommandQueue) -> None:
+    arrays = [of_all_magnitudes(50 + seed, dtype, seed) for seed, dtype in enumerate(STORAGE_DTYPES * 3)]
+    tensors = [to_device(queue, array, dtype) for array, dtype in zip(arrays, STORAGE_DTYPES * 3, strict=True)]
+    assert_found(statistics_of(tensors), arrays)
+
+
+@pytest.mark.parametrize("count", [1, 99, 100, 101, 250])
+def test_a_hundred_tensors_a_launch(queue: cl.CommandQueue, launches: list[str], count: int) -> None:
+    arrays = [of_all_magnitudes(1 + index % 5, "float16", index) for index in range(count)]
+    tensors = [to_device(queue, array, "float16") for array in arrays]
+    assert_found(statistics_of(tensors), arrays)
+    assert launches == ["fill"] + ["statistics"] * -(-count // 100)
+
+
+def test_nothing_launches_nothing(queue: cl.CommandQueue, launches: list[str]) -> None:
+    assert statistics_of([]) == []
+    empty = to_device(queue, np.empty((3, 0)))
+    assert_found(statistics_of([empty, empty]), [np.empty(0)] * 2)
+    assert launches == []
+
+
+def test_one_read_for_all(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = [of_all_magnitudes(40, dtype, 0) for dtype in STORAGE_DTYPES]
+    pending = PendingStatistics([to_device(queue, array, str(array.dtype)) for array in arrays * 70])
+    reads = []
+    to_host = Tensor.to_host
+    monkeypatch.setattr(Tensor, "to_host", lambda self: (reads.append(self), to_host(self))[1])
+    assert_found(pending.read(), arrays * 70)
+    assert len(reads) == 1
+
+
+def test_shared_storage_and_views(queue: cl.CommandQueue) -> None:
+    array = of_all_magnitudes(1024, "float32", 0)
+    tensor = to_device(queue, array)
+    offset = 256  # elements: devices want a multiple of 1024 bytes at most
+    part = bridge.alias(tensor)
+    part.buffer = tensor.buffer.get_sub_region(4 * offset, 4 * 300)
+    part.shape = (300,)
+    front = bridge.alias(tensor)  # the same buffer, less of it
+    front.shape = (7,)
+    tensors = [tensor, bridge.view(tensor, (32, 32)), part, tensor, front]
+    assert_found(statistics_of(tensors), [array, array, array[offset : offset + 300], array, array[:7]])
+
+
+def test_several_queues(queue: cl.CommandQueue) -> None:
+    other = cl.CommandQueue(queue.context, queue.device)
+    arrays = [of_all_magnitudes(30 + seed, "float32", seed) for seed in range(4)]
+    tensors = [to_device((queue, other)[seed % 2], array) for seed, array in enumerate(arrays)]
+    assert_found(statistics_of(tensors), arrays)
+
+
+def test_what_was_launched_is_read_later_and_again(queue: cl.CommandQueue) -> None:
+    array = of_all_magnitudes(100, "float32", 0)
+    tensor = to_device(queue, array)
+    pending = PendingStatistics([tensor])
+    tensor.write(np.zeros(100, np.float32))
+    assert_found(pending.read(), [array])
+    assert_found(pending.read(), [array])
+
+
+@pytest.mark.parametrize("amp_is_on", [True, False])
+def test_a_replay_finds_what_is_there_then(queue: cl.CommandQueue, amp_is_on: bool) -> None:
+    arrays = [np.arange(1, 101, dtype=np.float32), np.full(100, np.nan, np.float32), np.zeros(100, np.float32)]
+    tensor = to_device(queue, arrays[0])
+    with amp.init() if amp_is_on else nullcontext():
+        capture = KernelCapture()
+        capture.begin()
+        pending = PendingStatistics([tensor])
+        capture.end()
+        assert_found(pending.read(), arrays[:1])
+        for array in (*arrays, arrays[0]):
+            tensor.write(array)
+            capture.replay()
+            capture.replay()
+            assert_found(pending.read(), [array])
+
+
+def test_reading_is_refused_while_recording(queue: cl.CommandQueue) -> None:
+    with amp.init():
+        pending = PendingStatistics([to_device(queue, np.ones(3))])
+        capture = KernelCapture()
+        capture.begin()
+        try:
+            with pytest.raises(RuntimeError, match="Statistics were read"):
+                pending.read()
+        finally:
+            capture.end()
+
+
+def test_what_cannot_be_counted_is_refused(queue: cl.CommandQueue, launches: list[str]) -> None:
+    fine = to_device(queue, np.ones(3))
+    with pytest.raises(TypeError, match=r"tensors\[1\] is int32"):
+        statistics_of([fine, Tensor.from_host(queue, np.ones(3, np.int32), dtype="int32")])
+    with pytest.raises(TypeError, match="numpy backend"):
+        statistics_of([Tensor.from_host(CPUQueue(), np.ones(3, np.float32))])
+    huge = bridge.alias(fine)
+    huge.shape = (1 << 16, 1 << 16)
+    with pytest.raises(ValueError, match=r"tensors\[0\] has shape \(65536, 65536\)"):
+        statistics_of([huge])
+    assert launches == []
+
+
+def test_octaves_sum_the_bins() -> None:
+    histogram = np.zeros(BINS, np.int64)
+    for value, count in ((2.0**-25, 1), (2.0**-24, 2), (1.99 * 2.0**-24, 3), (1.0, 4), (65504.0, 5), (65536.0, 6)):
+        histogram[np.searchsorted(edges(), value, "right") - 1] += count
+    octaves = Statistics(21, 0, 0, 0, 2.0**-25, 65536.0, histogram).octaves
+    assert octaves.shape == (42,)
+    assert {index: int(count) for index, count in enumerate(octaves) if count} == {0: 1, 1: 5, 25: 4, 40: 5, 41: 6}
+    with pytest.raises(ValueError, match="histogram=True"):
+        _ = Statistics(1, 0, 0, 0, 1.0, 1.0).octaves
