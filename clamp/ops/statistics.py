@@ -35,7 +35,7 @@ OCTAVES = range(-24, 16)
 
 _HEAD = 5  # words before a row's histogram
 _OTHER_ARGUMENTS_BYTES = 24  # tile table, results and where its rows begin
-_INF = int(np.float32(np.inf).view(np.uint32))
+_INF = np.float32(np.inf).view(np.uint32)
 
 Key: TypeAlias = tuple[int, int, str]  # buffer, elements and dtype: what has one row, however often it is asked for
 
@@ -155,6 +155,14 @@ class _Row:
     begin: int
     bins: range  # which of those of float32 its dtype can fill; none without a histogram
 
+    def histogram(self, words: NDArray[np.uint32]) -> NDArray[np.int64] | None:
+        if not self.bins:
+            return None
+        histogram = np.zeros(BINS, np.int64)
+        begin = self.begin + _HEAD
+        histogram[self.bins.start : self.bins.stop] = words[begin : begin + len(self.bins)]
+        return histogram
+
 
 class _Results:
     """The statistics of one queue's tensors on its device.
@@ -194,7 +202,18 @@ class _Results:
 
     def read(self) -> dict[Key, Statistics]:
         words = self._words.to_host().view(np.uint32)
-        return {key: _decoded(words[row.begin :], row) for key, row in self._rows.items()}
+        begins = np.array([row.begin for row in self._rows.values()])
+        heads = words[begins[:, None] + np.arange(_HEAD)]
+        negated = heads[:, 3]
+        heads[:, 3] = np.where(negated > 0, np.minimum(-negated, _INF), _INF)
+        counts, magnitudes = heads[:, :3].tolist(), heads[:, 3:].view(np.float32).tolist()
+        found = {}
+        for (key, row), (not_zero, bad, nans), (smallest, largest) in zip(
+            self._rows.items(), counts, magnitudes, strict=True
+        ):
+            zeros = row.count - not_zero
+            found[key] = Statistics(row.count, bad - nans, nans, zeros, smallest, largest, row.histogram(words))
+        return found
 
 
 def _bins(kind: str, histogram: bool) -> range:
@@ -208,19 +227,3 @@ def _bins(kind: str, histogram: bool) -> range:
 
 def _macros(queue: cl.CommandQueue) -> dict[str, Any]:
     return {"WG": 1 if capabilities(queue).is_cpu else GROUP_GPU, "PIECES": pieces_for(queue)}
-
-
-def _decoded(words: NDArray[np.uint32], row: _Row) -> Statistics:
-    not_zero, bad, nans, negated, largest = (int(word) for word in words[:_HEAD])
-    smallest = min(-negated % (1 << 32), _INF) if negated else _INF
-    histogram = None
-    if row.bins:
-        histogram = np.zeros(BINS, np.int64)
-        histogram[row.bins.start : row.bins.stop] = words[_HEAD : _HEAD + len(row.bins)]
-    return Statistics(
-        row.count, bad - nans, nans, row.count - not_zero, _magnitude(smallest), _magnitude(largest), histogram
-    )
-
-
-def _magnitude(bits: int) -> float:
-    return float(np.uint32(bits).view(np.float32))
