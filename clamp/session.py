@@ -44,6 +44,7 @@ def init(
     custom_black_list: Iterable[str] = (),
     lists: str | Path | None = None,
     check_finite: bool = True,
+    debug: str | None = None,
 ) -> AmpHandle | NoOpHandle:
     """Turns on mixed precision for netcl, in every thread, until ``handle.shutdown()``.
 
@@ -64,6 +65,8 @@ def init(
         lists: a list file whose entries go over the shipped lists.
         check_finite: skip ``optimizer.step()`` where a gradient is inf or nan, in every dtype; False leaves it to loss
             scaling, which looks at the gradients of scaled losses.
+        debug: ``"attribution"``: what each op of a step reads and gives is held until the step is done, so that
+            ``handle.explain()`` knows why one was skipped.
 
     Raises:
         RuntimeError: a handle is active already: call its ``shutdown()`` first.
@@ -73,6 +76,8 @@ def init(
     if not enabled:
         return disable()
     dtype = check_dtype(dtype)
+    if debug not in (None, "attribution"):
+        raise ValueError(f'debug must be None or "attribution", got {debug!r}')
     with lock:
         require_none("amp.init()")
         make_loss_scale(loss_scale, dtype)  # raises before anything is patched
@@ -84,19 +89,20 @@ def init(
             allow_banned=allow_banned,
             verbose=verbose,
         )
-        return start(region, lambda: make_loss_scale(loss_scale, dtype), check_finite=check_finite)
+        return start(region, lambda: make_loss_scale(loss_scale, dtype), check_finite=check_finite, debug=debug)
 
 
 def start(
-    region: Region, make_scaler: Callable[[], LossScale], num_losses: int = 1, check_finite: bool = True
-) -> AmpHandle:
+    region: Region, make_scaler: Callable[[], LossScale], num_losses: int = 1, check_finite: bool = True,
+    debug: str | None = None,
+) -> AmpHandle:  # fmt: skip
     """Patches netcl and makes this region the process's.
 
     Args:
         region: how ops run.
         make_scaler: makes a loss scaler.
         num_losses: how many scalers the handle has of its own.
-        check_finite: see ``init``.
+        check_finite, debug: see ``init``.
 
     Raises:
         RuntimeError: a handle is active already.
@@ -115,6 +121,7 @@ def start(
             on_shutdown=_forget_handle,
             num_losses=num_losses,
             check_finite=check_finite,
+            debug=debug,
         )
         return _handle
 

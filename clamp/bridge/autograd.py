@@ -100,6 +100,23 @@ def graph(root: Node) -> Iterator[Node]:
                 stack.append(parent)
 
 
+def in_order(root: Node) -> list[Node]:
+    """Every node below root, root included and last: each after those that it was computed from."""
+    found: list[Node] = []
+    seen = {id(root)}
+    stack: list[tuple[Node, Iterator[Node]]] = [(root, iter(root.parents))]
+    while stack:
+        node, parents = stack[-1]
+        parent = next((parent for parent in parents if id(parent) not in seen), None)
+        if parent is None:
+            found.append(node)
+            stack.pop()
+        else:
+            seen.add(id(parent))
+            stack.append((parent, iter(parent.parents)))
+    return found
+
+
 def merge_leaves(leaves: Sequence[Node], nodes: Iterable[Node]) -> dict[int, Node]:
     """One node for each tensor among the leaves of a graph: the first.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import netcl
 from netcl.nn.batchnorm import BatchNorm2dModule
-from netcl.nn.layers import Module
+from netcl.nn.layers import Module as Module
 from netcl.nn.state import invalidate_derived as invalidate_derived
 
 from clamp.bridge.masters import model_parameter
@@ -16,6 +18,8 @@ from clamp.bridge.tensors import Tensor, is_weight
 
 BatchNorm2d = BatchNorm2dModule
 
+#: the folder of netcl's modules
+NETCLS_FOLDER = str(Path(str(netcl.__file__)).parent)
 
 #: what netcl's Sequential makes of its layers and their modes, and makes again after a change of mode
 MADE_FROM_LAYERS = frozenset({"_fused_layers", "_fused_train_layers"})
@@ -59,6 +63,41 @@ def _tensors_below(x: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Ten
     for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
         if key not in hidden:
             yield from _tensors_below(part, f"{name}.{key}" if name else str(key), seen)
+
+
+def module_names(modules: Sequence[Any]) -> list[str]:
+    """The paths of layers in the model that holds them, ``"layers.2"``; ``""`` for a model, and for one in none.
+
+    A layer that netcl's Sequential has made of others, to compute them at once, has the names of those: ``"layers.0"``.
+    Looks through all objects of the process: for messages.
+    """
+    wanted = {id(module) for module in modules}
+    names: dict[int, str] = {}
+    made = set[int]()
+    for root in living(Module):
+        made.update(id(layer) for key in MADE_FROM_LAYERS for layer in vars(root).get(key) or ())
+        for name, module in _modules_below(root, "", set()):
+            # The model that holds the others has the longest names.
+            if id(module) in wanted and len(name.split(".")) >= len(names.get(id(module), "").split(".")):
+                names[id(module)] = name
+    return [names[id(module)] or (_names_of_parts(module) if id(module) in made else "") for module in modules]
+
+
+def _names_of_parts(module: Any) -> str:
+    parts = [part for part in vars(module).values() if isinstance(part, Module)]
+    return ", ".join(module_names(parts))
+
+
+def _modules_below(x: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if not isinstance(x, Module | list | tuple | dict) or id(x) in seen:
+        return
+    seen.add(id(x))
+    if isinstance(x, Module):
+        yield name, x
+    parts: Any = vars(x) if isinstance(x, Module) else x
+    for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
+        if key not in MADE_FROM_LAYERS:
+            yield from _modules_below(part, f"{name}.{key}" if name else str(key), seen)
 
 
 _MOST_NAMED = 32  # lists of parameters whose names are kept

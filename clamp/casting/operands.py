@@ -22,8 +22,8 @@ from typing import Any, Protocol, TypeAlias
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.regions import current_region
+from clamp.casting.results import RESULTS
 from clamp.ops.cast import cast
-from clamp.params import gradient_penalties
 from clamp.params.weight_casts import weight_cast
 
 
@@ -320,9 +320,7 @@ def bound(
         return [found.get(operand) if operand in wanted else None for operand in operands]
 
     parents = [operand.parent for operand in operands]
-    made = bridge.make_node(out, backward, parents, op_name, tape)
-    gradient_penalties.note_result(made, parents)
-    return made
+    return RESULTS.own(bridge.make_node(out, backward, parents, op_name, tape), parents)
 
 
 def _each(key: Operand | tuple[Operand, ...]) -> tuple[Operand, ...]:

@@ -18,10 +18,10 @@ from clamp.casting.arguments import reporter, tensors_in
 from clamp.casting.operands import cast_node
 from clamp.casting.policy import CastPolicy, Entry
 from clamp.casting.regions import current_region, no_casts, thread_casts_off
+from clamp.casting.results import RESULTS
 from clamp.opencl.device import require_context
 from clamp.opencl.recording import host_value, recorder
 from clamp.ops.cast import cast, cast_into
-from clamp.ops.elementwise import elementwise
 from clamp.ops.scalars import saturated
 from clamp.params import gradient_marks, gradient_penalties, masters
 from clamp.params.weight_cache import weights
@@ -47,13 +47,8 @@ def ones_like(wrapped: Any, instance: None, /, t: Tensor) -> Tensor:
 
 @meets("netcl.autograd.engine.add_inplace", "netcl.autograd.engine.add_out_of_place")
 def add_gradients(wrapped: Any, instance: None, first: Tensor, second: Tensor, /) -> Tensor:
-    """The engine's sum of two gradients of one node, in the first one's dtype.
-
-    Out of place where a 16-bit gradient takes part: netcl has no such kernel that builds everywhere.
-    """
-    if first.dtype not in HALF_DTYPES and second.dtype not in HALF_DTYPES:
-        return wrapped(first, second)
-    return elementwise("add", bridge.canonical_dtype(first.dtype), first, second)
+    """The engine's sum of two gradients of one node, in the first one's dtype."""
+    return RESULTS.add(wrapped, first, second)
 
 
 @meets("netcl.autograd.engine.Tape.backward")
@@ -90,7 +85,7 @@ def tape_backward(
     replaced = bridge.merge_leaves(leaves, computed)
     values = list({id(leaf.value): leaf.value for leaf in leaves}.values())
     with no_casts(), gradient_marks.delivered(values, None if scaler is None else scaler.applied(), in_half):
-        wrapped(loss, grad)
+        RESULTS.backward(wrapped, loss, grad)
     for leaf in leaves if replaced else ():
         leaf.grad = leaf.value.grad
 
@@ -124,7 +119,7 @@ def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *node
     """
     dtype = custom.input_dtype(forward) if Installed.now else None
     if dtype is None and (thread_casts_off() or not Installed.now or not any(_is_half(node) for node in nodes)):
-        return wrapped(forward, custom.bound(backward, forward, nodes), *nodes, **kwargs)
+        return RESULTS.foreign(wrapped(forward, custom.bound(backward, forward, nodes), *nodes, **kwargs), nodes)
     region = current_region()
     name = str(kwargs.get("op_name") or getattr(forward, "__name__", "op"))
     report, use_cache = reporter(region, name), region is None or region.cache_enabled
@@ -134,7 +129,7 @@ def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *node
     backward = custom.bound(backward, forward, widened)
     if backward is not None:
         backward = _reading_widened(backward, swaps)
-    return wrapped(forward, backward, *widened, **kwargs)
+    return RESULTS.foreign(wrapped(forward, backward, *widened, **kwargs), widened)
 
 
 def _reading_widened(

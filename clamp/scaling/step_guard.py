@@ -10,7 +10,8 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.casting.results import RESULTS
 from clamp.opencl.progress import PROGRESS
 from clamp.ops.loss_scale import DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_
@@ -27,9 +29,16 @@ from clamp.scaling.interrupts import uninterrupted
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_report import HISTORY, NonFinite, StepReport, names_among, non_finite, warn_user
 
-__all__ = ["StepGuard", "StepGuards", "StepReport", "share_overflow"]
+__all__ = ["StepGuard", "StepGuards", "StepReport", "share_overflow", "steps_withheld"]
 
 _vouched = set[int]()  # optimizers whose gradients an outer guard, a GradScaler's or a graph's, has found finite
+
+
+class _Thread(threading.local):
+    withheld = 0  # whether optimizers do not step here
+
+
+_thread = _Thread()
 
 MAX_OPTIMIZERS = 32  # one bit each in a scaler's overflow word
 
@@ -69,6 +78,10 @@ class StepGuard:
         if self.is_fresh(scaler):
             self._pending.append(scaler)
 
+    def put_back(self, pending: Sequence[LossScale]) -> None:
+        """Sets what ``pending`` was before, after passes that are not to count."""
+        self._pending = list(pending)
+
     @property
     def pending(self) -> list[LossScale]:
         """The scalers that have had a pass for this optimizer since its last step, in order."""
@@ -84,6 +97,8 @@ class StepGuard:
             RuntimeError: a gradient is still multiplied by a loss scale.
             FloatingPointError: every step for a while was skipped although the scale is at its floor.
         """
+        if _thread.withheld:
+            return None
         pending = self.pending
         before = pending[-1].last_seen if pending else 1.0
         states = [scaler.read() for scaler in pending]  # the one read of the device in a step
@@ -187,6 +202,17 @@ class StepGuard:
             f"{self._skips_at_floor} steps in a row were skipped{floor}: {why}. Non-finite gradients: "
             f"{', '.join(bad.names) or 'none any more'}."
         )
+
+
+@contextmanager
+def steps_withheld() -> Iterator[None]:
+    """Inside the ``with``, ``step()`` of every optimizer that is guarded does nothing in this thread, and reports
+    nothing."""
+    _thread.withheld += 1
+    try:
+        yield
+    finally:
+        _thread.withheld -= 1
 
 
 def is_vouched(optimizer: Any) -> bool:
@@ -320,6 +346,7 @@ class StepGuards:
         self.skips += not report.stepped
         numbered = replace(report, step=self.steps)
         self.history.append(numbered)
+        RESULTS.stepped(numbered)
         return numbered
 
     def amend(self, **changes: Any) -> StepReport:

@@ -1,0 +1,149 @@
+"""Where every result of an op passes, and every gradient: what ``clamp.observe`` looks at.
+
+Nobody asks at each op whether somebody looks. Without an observer, ``RESULTS.own``, ``.foreign``, ``.backward`` and
+``.add`` are functions that do what has to be done anyway; with one, others stand in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from clamp import bridge
+from clamp.bridge import Node, Tensor, TensorLike
+from clamp.ops.elementwise import elementwise
+from clamp.params import gradient_penalties
+
+
+class Observer(Protocol):
+    """Who looks at results. Called in the thread that computes, between launches; may launch, too."""
+
+    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Any:
+        """An op has computed ``made`` from ``parents``; nodes where a graph is recorded, tensors elsewhere.
+
+        Returns:
+            What ``gradients`` is to be given for this op. It must not refer to ``made``, whose memory would stay.
+        """
+
+    def gradients(
+        self, token: Any, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
+    ) -> None:
+        """Backward has computed an op's gradients, for each parent one or None, from that of its result.
+
+        Args:
+            again: computes them from another gradient of the result.
+        """
+
+    def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
+        """Backward has added two gradients of one result."""
+
+    def backward_ended(self, loss: Node) -> None:
+        """A whole backward from a node is over; its gradients have not been unscaled."""
+
+    def stepped(self, report: Any) -> None:
+        """An ``optimizer.step()`` is over, done or skipped: its ``StepReport``."""
+
+
+def _own(made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
+    gradient_penalties.note_result(made, parents)
+    return made
+
+
+def _foreign(made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
+    return made
+
+
+def _backward(run: Callable[..., None], loss: Node, grad: Tensor | None) -> None:
+    run(loss, grad)
+
+
+def _add(add: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor) -> Tensor:
+    # netcl has no sum in place of 16-bit gradients that builds everywhere.
+    if first.dtype in bridge.HALF_DTYPES or second.dtype in bridge.HALF_DTYPES:
+        return elementwise("add", bridge.canonical_dtype(first.dtype), first, second)
+    return add(first, second)
+
+
+def _stepped(report: Any) -> None:
+    pass
+
+
+class _Results:
+    """The functions that results pass, as they are now.
+
+    Attributes:
+        own: ``own(made, parents)`` returns the result of an op of clamp's.
+        foreign: the same of an op of netcl's, or of the user's.
+        backward: ``backward(run, loss, grad)`` runs netcl's engine.
+        add: ``add(add, first, second)`` adds two gradients of one node, in the first one's dtype; netcl's ``add`` may
+            write to the first.
+        stepped: ``stepped(report)`` is told of each step.
+    """
+
+    def __init__(self) -> None:
+        self._observers: tuple[Observer, ...] = ()
+        self._exchange()
+
+    def attach(self, observer: Observer) -> None:
+        """From now on ``observer`` is told of every result, in every thread; a second call changes nothing."""
+        if observer not in self._observers:
+            self._observers += (observer,)
+            self._exchange()
+
+    def detach(self, observer: Observer) -> None:
+        """``observer`` is told nothing any more."""
+        self._observers = tuple(other for other in self._observers if other is not observer)
+        self._exchange()
+
+    def _exchange(self) -> None:
+        if self._observers:
+            self.own, self.foreign, self.backward = self._own_seen, self._seen, self._backward_seen
+            self.add, self.stepped = self._add_seen, self._step_seen
+        else:
+            self.own, self.foreign, self.backward, self.add, self.stepped = _own, _foreign, _backward, _add, _stepped
+
+    def _own_seen(self, made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
+        return self._seen(_own(made, parents), parents)
+
+    def _seen(self, made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
+        told = [(observer, observer.result(made, parents)) for observer in self._observers]
+        if isinstance(made, Node):
+            made.is_observed = True
+            if made.grad_fn is not None:
+                made.grad_fn = _seen_gradients(made.grad_fn, told)
+        return made
+
+    def _backward_seen(self, run: Callable[..., None], loss: Node, grad: Tensor | None) -> None:
+        # Nodes that a user made by hand have passed nowhere.
+        for node in bridge.in_order(loss):
+            if node.parents and not hasattr(node, "is_observed"):
+                self._seen(node, node.parents)
+        run(loss, grad)
+        for observer in self._observers:
+            observer.backward_ended(loss)
+
+    def _add_seen(self, add: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor) -> Tensor:
+        if first.dtype not in bridge.STORAGE or not bridge.on_device(first):
+            return add(first, second)
+        # The same bits, and both stay what they were for whoever looks at them later.
+        made = elementwise("add", bridge.canonical_dtype(first.dtype), first, second)
+        for observer in self._observers:
+            observer.added(made, first, second)
+        return made
+
+    def _step_seen(self, report: Any) -> None:
+        for observer in self._observers:
+            observer.stepped(report)
+
+
+def _seen_gradients(run: Callable[[Tensor], Any], told: Sequence[tuple[Observer, Any]]) -> Callable[[Tensor], Any]:
+    def run_and_tell(grad: Tensor) -> Any:
+        grads = run(grad)
+        for observer, token in told:
+            observer.gradients(token, grad, grads, run)
+        return grads
+
+    return run_and_tell
+
+
+RESULTS = _Results()

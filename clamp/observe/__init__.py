@@ -1,0 +1,1 @@
+"""What AMP did: each op's result observed, its statistics, and what follows from them."""

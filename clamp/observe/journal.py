@@ -1,0 +1,180 @@
+"""The ops of the step that is under way, kept until it is known whether they are worth a look.
+
+A healthy step is forgotten without a launch: what ops read and gave is held, as far as there is memory for it, and
+measured only when the step has been skipped. In a recording, whose memory lives on anyway, measuring is a part of what
+is recorded, so that every replay can be asked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Node, Tensor, TensorLike
+from clamp.observe.frames import BACKWARD, FORWARD, Frame, Trace, Value, distinct
+from clamp.observe.place import NOWHERE, here
+from clamp.opencl.recording import host_step, recorder, unrecorded
+from clamp.ops.statistics import PendingStatistics, statistics_of
+from clamp.params.gradient_marks import mark_of
+from clamp.scaling.step_report import StepReport
+
+_SHARE = 0.25  # of a device's memory that may be held
+
+
+class Journal:
+    """An observer (`clamp.casting.results.Observer`) that keeps the ops of one step.
+
+    Args:
+        on_trace: called with the trace and the report of each step that ``wants``.
+        wants: whether a step is worth a look; by default, whether it was skipped.
+        only_training: whether ops without a graph, of a validation, say, are left out.
+        histogram: whether histograms are measured, too.
+        limit: bytes of tensors held at the most; by default a quarter of the device's memory. Beyond it they are
+            measured, and let go, before the step is over.
+    """
+
+    def __init__(
+        self, on_trace: Callable[[Trace, StepReport], None], *, wants: Callable[[StepReport], bool] | None = None,
+        only_training: bool = True, histogram: bool = False, limit: int | None = None,
+    ) -> None:  # fmt: skip
+        self._on_trace = on_trace
+        self._wants = wants or (lambda report: not report.stepped)
+        self._only_training, self._histogram, self._limit = only_training, histogram, limit
+        self._lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.frames: list[Frame] = []
+        self._values: dict[int, Value] = {}  # by the id of a tensor that is held
+        self._held = 0
+        self._measured: list[tuple[PendingStatistics, list[Value]]] = []  # in recordings
+
+    # ------------------------------------------------------------------------------------------ what ops tell
+
+    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Frame | None:
+        """See ``Observer``."""
+        if self._only_training and (not isinstance(made, Node) or bridge.is_leaf(made)):
+            return None
+        op = getattr(made, "op_name", None) or "op"
+        with self._lock:
+            read = [self._value(parent.value) for parent in parents if isinstance(parent.value, Tensor)]
+            frame = Frame(op, FORWARD, here(), read, [])
+            self._give(frame, [made.value])
+        self._keep_within_limit(made.value)
+        return frame
+
+    def gradients(
+        self, token: Frame | None, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
+    ) -> None:
+        """See ``Observer``."""
+        if token is None:
+            return
+        with self._lock:
+            frame = Frame(token.op, BACKWARD, token.place, [self._value(grad)], [], token.inputs, token, again=again)
+            self._give(frame, [x for x in grads if x is not None])
+        self._keep_within_limit(grad)
+
+    def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
+        """See ``Observer``."""
+        with self._lock:
+            self._give(
+                Frame("sum of gradients", BACKWARD, NOWHERE, [self._value(first), self._value(second)], []), [made]
+            )
+
+    def backward_ended(self, loss: Node) -> None:
+        """See ``Observer``."""
+        if recorder() is not None:
+            self._measure_in_every_replay()
+
+    def stepped(self, report: StepReport) -> None:
+        """See ``Observer``."""
+        if self._wants(report):
+            trace = self.trace()
+            trace.scale = report.scale_before
+            self._on_trace(trace, report)
+        with self._lock:
+            self._forget()
+
+    # ------------------------------------------------------------------------------------------ keeping
+
+    def _value(self, tensor: Tensor) -> Value:
+        known = self._values.get(id(tensor))
+        if known is None:
+            known = self._values[id(tensor)] = Value(tensor, bridge.canonical_dtype(tensor.dtype), tuple(tensor.shape))
+            self._held += bridge.nbytes(tensor)
+        return known
+
+    def _give(self, frame: Frame, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            value = self._value(tensor)
+            if value.made_by is None:  # netcl's add hands on the gradient that it was given
+                value.made_by = frame
+            frame.outputs.append(value)
+        self.frames.append(frame)
+
+    def _keep_within_limit(self, tensor: Any) -> None:
+        if self._limit is None and bridge.on_device(tensor):
+            self._limit = int(_SHARE * tensor.queue.device.global_mem_size)
+        if self._limit is not None and self._held > self._limit and recorder() is None:
+            self._measure()
+            with self._lock:
+                self._values, self._held = {}, 0
+            for frame in self.frames:
+                frame.again = None
+                for value in (*frame.inputs, *frame.outputs):
+                    value.tensor = None
+
+    # ------------------------------------------------------------------------------------------ measuring
+
+    def trace(self) -> Trace:
+        """What has been seen since the last step, measured; waits for the device."""
+        for pending, values in self._measured:
+            _set(values, pending)
+        if not self._measured:
+            self._measure()
+        return Trace(self.frames)
+
+    def _measurable(self) -> list[Value]:
+        values = distinct(value for frame in self.frames for value in (*frame.inputs, *frame.outputs, *frame.parents))
+        return [x for x in values if x.statistics is None and x.tensor is not None and _can_measure(x.tensor)]
+
+    def _measure(self) -> None:
+        values = self._measurable()
+        with unrecorded():
+            found = statistics_of([x.tensor for x in values if x.tensor is not None], histogram=self._histogram)
+        for value, statistics in zip(values, found, strict=True):
+            value.statistics = statistics
+
+    def _measure_in_every_replay(self) -> None:
+        values = self._measurable()
+        pending = PendingStatistics([x.tensor for x in values if x.tensor is not None], histogram=self._histogram)
+        with self._lock:
+            frames, self.frames, known = self.frames, [], self._values
+            measured = pending, values
+        host_step(partial(self._replayed, frames, known, measured))
+
+    def _replayed(
+        self, frames: list[Frame], known: dict[int, Value], measured: tuple[PendingStatistics, list[Value]]
+    ) -> None:
+        with self._lock:
+            self.frames = [*self.frames, *frames]
+            self._values |= known
+            self._measured = [*self._measured, measured]
+
+
+def _set(values: Sequence[Value], pending: PendingStatistics) -> None:
+    for value, statistics in zip(values, pending.read(), strict=True):
+        value.statistics = statistics
+
+
+def _can_measure(tensor: Tensor) -> bool:
+    return bridge.on_device(tensor) and tensor.dtype in bridge.STORAGE
+
+
+def is_true_gradient(tensor: Tensor) -> bool:
+    """Whether a gradient has been divided by the loss scale meanwhile."""
+    mark = mark_of(tensor)
+    return mark is not None and mark.scale is None

@@ -1,0 +1,79 @@
+"""Where inf and nan came from: back from the gradients that a step could not use, to what first gave one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from clamp.observe.frames import BACKWARD, FORWARD, Frame, Trace, Value
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What first was not finite, and mattered.
+
+    Attributes:
+        frame: the op that gave it, or that first read it.
+        leaf: what was not finite before any op: a parameter, an input; None if the op made it.
+    """
+
+    frame: Frame
+    leaf: Value | None = None
+
+
+def find_origin(trace: Trace) -> Origin | None:
+    """The earliest op from which inf or nan has come to a gradient of what is trained, or to the loss.
+
+    What goes nowhere, the -inf of a mask that softmax makes zeros of, is nobody's fault. None if all is finite.
+    """
+    found = list(_origins(_ends(trace), {id(frame): index for index, frame in enumerate(trace.frames)}))
+    return min(found, key=lambda one: one[0], default=(0, None))[1]
+
+
+def _ends(trace: Trace) -> list[Frame]:
+    """The ops that gave what is bad at the end: gradients of leaves, or else the results that no op has read."""
+    leaves = [
+        frame
+        for frame in trace.frames
+        if frame.direction == BACKWARD
+        and not frame.is_finite
+        and any(parent.made_by is None for parent in frame.parents)
+    ]
+    if leaves:
+        return leaves
+    read = {id(value) for frame in trace.frames for value in frame.inputs}
+    return [
+        frame for frame in trace.frames if not frame.is_finite and not any(id(value) in read for value in frame.outputs)
+    ]
+
+
+def _origins(ends: Iterable[Frame], places: dict[int, int]) -> Iterator[tuple[int, Origin]]:
+    """Every origin that the ends lead back to, with its place among the frames."""
+    seen = set[int]()
+    stack = list(ends)
+    while stack:
+        frame = stack.pop()
+        if id(frame) in seen:
+            continue
+        seen.add(id(frame))
+        place = places.get(id(frame), 0)
+        bad = [value for value in frame.inputs if not value.is_finite]
+        makers = [value.made_by for value in bad if value.made_by is not None]
+        # The gradient of an op whose result was bad already is no news.
+        if frame.direction == BACKWARD and not bad and frame.forward is not None and not frame.forward.is_finite:
+            makers = [frame.forward]
+        stack += makers
+        yield from ((place, Origin(frame, value)) for value in bad if value.made_by is None)
+        if not bad and not makers:
+            yield place, Origin(frame)
+
+
+def frames_before(trace: Trace, frame: Frame, count: int) -> list[Frame]:
+    """The frames before one, the nearest last."""
+    index = next(index for index, other in enumerate(trace.frames) if other is frame)
+    return trace.frames[max(0, index - count) : index]
+
+
+def is_forward(origin: Origin) -> bool:
+    """Whether a loss is not finite, whatever it is multiplied by."""
+    return origin.frame.direction == FORWARD
