@@ -6,7 +6,8 @@ Nobody asks at each op whether somebody looks. Without an observer, ``RESULTS.ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from clamp import bridge
@@ -94,6 +95,15 @@ class _Results:
         """``observer`` is told nothing any more."""
         self._observers = tuple(other for other in self._observers if other is not observer)
         self._exchange()
+
+    @contextmanager
+    def attached(self, observer: Observer) -> Iterator[None]:
+        """``observer`` is told inside the ``with``."""
+        self.attach(observer)
+        try:
+            yield
+        finally:
+            self.detach(observer)
 
     def _exchange(self) -> None:
         if self._observers:

@@ -21,6 +21,8 @@ from clamp.casting.arguments import mapped
 from clamp.casting.regions import Region, check_dtype, current_region, in_region, region_here
 from clamp.compat import pytorch
 from clamp.compat.oneflow_scaler import GradScaler, StaticGradScaler, loss_scale_of
+from clamp.observe.attribution import SKIPS_EXPLAINED, Attribution
+from clamp.observe.explain import Explanation
 from clamp.opencl.recording import host_step, recorder
 from clamp.ops import transfer
 from clamp.ops.loss_scale import scale_lock
@@ -35,6 +37,7 @@ from clamp.scaling.interrupts import uninterrupted
 from clamp.scaling.loss_scale import LossScale, NoLossScale
 from clamp.scaling.scaled_loss import check_loss, scaled_node
 from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport
+from clamp.scaling.step_report import warn_user
 
 __all__ = ["GradScaler", "Graph", "StaticGradScaler"]
 
@@ -110,6 +113,7 @@ class Graph:
         self._own_scale: LossScale = NoLossScale()
         self._grad_scaler: pytorch.GradScaler | None = None  # whose scale it is, if somebody else has it too
         self._recorded: Variants[_Call] = Variants(type(self).__name__, _what_differs)
+        self._attribution = Attribution(lambda: self._guards.history)
         self._passes = 0
         self._others: list[weakref.ref[Tensor]] = []  # what gets gradients here and is stepped elsewhere, if at all
         # What a recording does not depend on, or asks for as it is now.
@@ -233,8 +237,28 @@ class Graph:
                 known_already = {id(ref()) for ref in self._others}
                 self._others += [weakref.ref(x) for key_, x in reached.items() if key_ not in known_already]
                 self._recorded.ran(key, self._watch(inputs))
+            self._look_after_skips(inputs)
         weights.clear()
         return outputs
+
+    def explain(self, *inputs: Any) -> Explanation:
+        """Why a step was skipped: runs ``build`` once more with these inputs, only to look at it, at the loss scale of
+        the last skipped step; see ``AmpHandle.explain``. Without inputs, what is known already: after ten skips in a
+        row the graph has looked by itself.
+        """
+        if not inputs:
+            return self._attribution.explain()
+        given = tuple(x.value if isinstance(x, Node) else x for x in inputs)
+        region = self._region()
+        with nullcontext() if region is None else in_region(region):
+            return self._attribution.explain(lambda: self._run(given))
+
+    def _look_after_skips(self, inputs: Sequence[Any]) -> None:
+        found = self._attribution.after_skips(lambda: self._run(tuple(inputs)))
+        if found is not None and found.kind not in ("scale", "finite"):
+            warn_user(
+                f"{SKIPS_EXPLAINED} steps in a row were skipped. {found.why} print(graph.explain()) has the rest."
+            )
 
     @contextmanager
     def _adding_to_others(self, inputs: Sequence[Tensor]) -> Iterator[None]:

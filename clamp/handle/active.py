@@ -13,8 +13,8 @@ from clamp import bridge
 from clamp.bridge import Node, Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import Region, current_region, in_region, set_process_region
-from clamp.handle.observed import Explanations
 from clamp.handle.optim_wrapper import OptimWrapper
+from clamp.observe.attribution import Attribution
 from clamp.observe.explain import Explanation
 from clamp.opencl.recording import host_step, refuse
 from clamp.ops.loss_scale import scale_lock
@@ -78,9 +78,9 @@ class AmpHandle:
         self._shown: weakref.ref[Any] | None = None  # a scaler of netcl's that rules in place of the handle's
         self._scales = QueueScales(make_scaler)
         self._ranks: Ranks | None = None
-        self._explanations = Explanations(lambda: self._scaler, lambda: self._guards.history)
+        self._attribution = Attribution(lambda: self._guards.history)
         if debug == "attribution":
-            self._explanations.arm()
+            self._attribution.arm()
         self._patches = Patches(region.policies, registrations, self._guards.step)
         self._patches.install()
         set_process_region(region)
@@ -128,7 +128,7 @@ class AmpHandle:
                 the last step was skipped, and optimizers do not step in it. Gradients, loss scales, the statistics of
                 layers and random generators are put back. What it writes besides stays.
         """
-        return self._explanations.explain(step)
+        return self._attribution.explain(step)
 
     def __repr__(self) -> str:
         if not self._active:
@@ -364,7 +364,7 @@ class AmpHandle:
         if not self._active:
             return
         self._active = False
-        self._explanations.disarm()
+        self._attribution.disarm()
         set_process_region(None)
         self._patches.remove()
         weights.clear()

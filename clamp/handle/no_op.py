@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from clamp.bridge import Node, Tape
 from clamp.handle.optim_wrapper import OptimWrapper
+from clamp.observe.explain import Explanation, not_seen
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_report import StepReport
 
@@ -26,6 +27,10 @@ class NoOpHandle:
 
     def __repr__(self) -> str:
         return "<NoOpHandle: AMP is off>"
+
+    def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
+        """No step was skipped."""
+        return not_seen(None)
 
     @contextmanager
     def scale_loss(self, loss: Node, optimizer: Any) -> Iterator[Node]:

@@ -10,6 +10,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.observe.place import Place
 from clamp.ops.statistics import Statistics
+from clamp.scaling.loss_scale import LossScale
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -98,16 +99,29 @@ class Trace:
     Attributes:
         frames: they are.
         scale: the loss scale of the step.
+        scaler: whose it is; None where the loss was not scaled.
+        is_recorded: whether its tensors are a recording's, which each replay writes anew.
     """
 
     frames: list[Frame]
     scale: float = 1.0
+    scaler: LossScale | None = None
+    is_recorded: bool = False
 
     @property
     def values(self) -> list[Value]:
         """Every tensor of it once: parameters and inputs too."""
         all_values = (value for frame in self.frames for value in (*frame.inputs, *frame.outputs, *frame.parents))
         return list({id(value): value for value in all_values}.values())
+
+    def let_go(self) -> None:
+        """Holds no memory of the device any more, but for a recording's."""
+        if self.is_recorded:
+            return
+        for frame in self.frames:
+            frame.again = None
+        for value in self.values:
+            value.tensor = None
 
     def name(self) -> None:
         """Finds the names of layers and parameters. Looks through all objects of the process."""
