@@ -161,6 +161,11 @@ def set_moments(optimizer: Any, pending: Any, make_fused: Callable[[], dict[str,
         optimizer._fused_state = make_fused()
 
 
+def forward_and_backward(trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """One batch of a ``Trainer`` of netcl's, without its step; arguments as of its ``_forward``."""
+    trainer._forward_backward(*args, **kwargs)
+
+
 def host_scalers() -> list[Any]:
     """Every ``GradScaler`` of netcl's that there is."""
     return living(GradScaler)

@@ -21,7 +21,7 @@ from clamp.casting.arguments import mapped
 from clamp.casting.regions import Region, check_dtype, current_region, in_region, region_here
 from clamp.compat import pytorch
 from clamp.compat.oneflow_scaler import GradScaler, StaticGradScaler, loss_scale_of
-from clamp.observe.attribution import SKIPS_EXPLAINED, Attribution
+from clamp.observe.attribution import Attribution
 from clamp.observe.explain import Explanation
 from clamp.opencl.recording import host_step, recorder
 from clamp.ops import transfer
@@ -37,7 +37,6 @@ from clamp.scaling.interrupts import uninterrupted
 from clamp.scaling.loss_scale import LossScale, NoLossScale
 from clamp.scaling.scaled_loss import check_loss, scaled_node
 from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport
-from clamp.scaling.step_report import warn_user
 
 __all__ = ["GradScaler", "Graph", "StaticGradScaler"]
 
@@ -237,7 +236,7 @@ class Graph:
                 known_already = {id(ref()) for ref in self._others}
                 self._others += [weakref.ref(x) for key_, x in reached.items() if key_ not in known_already]
                 self._recorded.ran(key, self._watch(inputs))
-            self._look_after_skips(inputs)
+            self._attribution.look_after_skips(lambda: self._run(inputs), "graph.explain()")
         weights.clear()
         return outputs
 
@@ -252,13 +251,6 @@ class Graph:
         region = self._region()
         with nullcontext() if region is None else in_region(region):
             return self._attribution.explain(lambda: self._run(given))
-
-    def _look_after_skips(self, inputs: Sequence[Any]) -> None:
-        found = self._attribution.after_skips(lambda: self._run(tuple(inputs)))
-        if found is not None and found.kind not in ("scale", "finite"):
-            warn_user(
-                f"{SKIPS_EXPLAINED} steps in a row were skipped. {found.why} print(graph.explain()) has the rest."
-            )
 
     @contextmanager
     def _adding_to_others(self, inputs: Sequence[Tensor]) -> Iterator[None]:

@@ -130,6 +130,10 @@ class AmpHandle:
         """
         return self._attribution.explain(step)
 
+    def look_after_skips(self, step: Callable[[], Any]) -> None:
+        """Explains, after many skips in a row, a step that somebody else than the user can run again."""
+        self._attribution.look_after_skips(step, "handle.explain()")
+
     def __repr__(self) -> str:
         if not self._active:
             return "<AmpHandle, shut down>"

@@ -10,7 +10,7 @@ from clamp.observe.explain import Explanation, explain, not_seen
 from clamp.observe.frames import Trace
 from clamp.observe.journal import Journal
 from clamp.observe.rehearsal import rehearsal
-from clamp.scaling.step_report import StepReport
+from clamp.scaling.step_report import StepReport, warn_user
 
 #: skips in a row after which a step is looked at that can be run again: a search for the scale rarely takes as many
 SKIPS_EXPLAINED = 10
@@ -56,15 +56,22 @@ class Attribution:
             self.last = explain_step(step, skipped)
         return self.last or not_seen(skipped)
 
-    def after_skips(self, step: Callable[[], Any]) -> Explanation | None:
-        """Looks at ``step`` when as many steps in a row as ``SKIPS_EXPLAINED`` have been skipped, once in a row."""
+    def look_after_skips(self, step: Callable[[], Any], call: str) -> None:
+        """Looks at ``step`` when as many steps in a row as ``SKIPS_EXPLAINED`` have been skipped, once in a row, and
+        warns of what it found, unless it is but the scale.
+
+        Args:
+            call: what gives the explanation, for the message.
+        """
         latest = list(self._history())[-SKIPS_EXPLAINED - 1 :]
         skipped = [not report.stepped for report in latest]
         if self.is_armed or len(skipped) < SKIPS_EXPLAINED or not all(skipped[-SKIPS_EXPLAINED:]):
-            return None
+            return
         if len(skipped) > SKIPS_EXPLAINED and skipped[0]:  # this row has been looked at
-            return None
-        return self.explain(step)
+            return
+        found = self.explain(step)
+        if found.kind not in ("scale", "finite"):
+            warn_user(f"{SKIPS_EXPLAINED} steps in a row were skipped. {found.why} {call} has the rest.")
 
 
 def explain_step(step: Callable[[], Any], skipped: StepReport | None = None) -> Explanation:

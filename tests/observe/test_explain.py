@@ -10,7 +10,9 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
-from netcl.optim import Adam
+from netcl.nn.layers import Linear, Module, Sequential
+from netcl.optim import SGD, Adam
+from netcl.trainer.trainer import Trainer
 
 from clamp import amp, session
 from clamp.bridge import Node
@@ -229,6 +231,29 @@ def test_a_graph_looks_by_itself_after_many_skips(queue: cl.CommandQueue) -> Non
     assert len(told) == 1
     assert "matmul_op" in told[0]
     check(train.explain(), "forward")
+
+
+class NotFinite(Module):
+    """A layer whose forward is finite, and whose gradient is not, at any scale."""
+
+    def forward(self, x: Node) -> Node:
+        return ag.add(x, ag.sqrt(ag.mul(x, 0.0)))
+
+    __call__ = forward
+
+
+@pytest.mark.parametrize("mixed_precision", [True, False])
+def test_a_trainer_looks_by_itself_after_many_skips(queue: cl.CommandQueue, mixed_precision: bool) -> None:
+    model = Sequential(Linear(queue, 8, 16), NotFinite(), Linear(queue, 16, 4))
+    data = [(np.random.default_rng(0).standard_normal((4, 8), np.float32), np.arange(4))] * (SKIPS_EXPLAINED + 2)
+    handle = amp.init()
+    trainer = Trainer(model, SGD(model.parameters(), lr=0.1), queue, mixed_precision=mixed_precision)
+    with pytest.warns(UserWarning, match="10 steps in a row were skipped. The gradient of sqrt has"):
+        trainer.fit(data)
+    found = handle.explain()
+    assert found.first is not None
+    assert (found.kind, found.first.function, found.first.module) == ("backward", "sqrt", "layers.1")
+    assert len(handle.history) == len(data)
 
 
 def test_without_a_look_the_way_to_one_is_told(queue: cl.CommandQueue) -> None:
