@@ -10,6 +10,7 @@ from clamp.observe.explain import Explanation, explain, not_seen
 from clamp.observe.frames import Trace
 from clamp.observe.journal import Journal
 from clamp.observe.rehearsal import rehearsal
+from clamp.observe.vigil import Vigil
 from clamp.scaling.step_report import StepReport, warn_user
 
 #: skips in a row after which a step is looked at that can be run again: a search for the scale rarely takes as many
@@ -25,24 +26,24 @@ class Attribution:
 
     def __init__(self, history: Callable[[], Sequence[StepReport]]) -> None:
         self._history = history
-        self._journal: Journal | None = None
+        self._vigil: Vigil | None = None
         self.last: Explanation | None = None
 
     @property
     def is_armed(self) -> bool:
         """Whether the ops of each step are kept until it is done."""
-        return self._journal is not None
+        return self._vigil is not None
 
     def arm(self) -> None:
         """From now on they are."""
-        self._journal = Journal(self._skipped)
-        RESULTS.attach(self._journal)
+        self._vigil = Vigil(self._skipped)
+        RESULTS.attach(self._vigil)
 
     def disarm(self) -> None:
         """They are no more."""
-        if self._journal is not None:
-            RESULTS.detach(self._journal)
-            self._journal = None
+        if self._vigil is not None:
+            RESULTS.detach(self._vigil)
+            self._vigil = None
 
     def _skipped(self, trace: Trace, report: StepReport) -> None:
         trace.name()

@@ -56,6 +56,9 @@ def explain(trace: Trace, report: StepReport | None) -> Explanation:
         report: of the step; None where it was run only to be looked at.
     """
     origin = find_origin(trace)
+    if origin is None and trace.is_cut:
+        why = "The ops of the last pass are finite; those of passes before it were more than memory is held for."
+        return Explanation(report, "unseen", why, "handle.explain(step)  # of the pass that went wrong")
     if origin is None:
         why = "Every result and every gradient of its ops is finite."
         if report is not None and not report.stepped:

@@ -60,10 +60,10 @@ class Frame:
         place: where it was called; of a backward, its forward.
         inputs: what it read; of a backward, the gradient of its result.
         outputs: what it gave; of a backward, a gradient for each parent that wants one.
-        parents: of a backward, whose gradients ``outputs`` are.
+        parents: of a backward, what its forward read; of a forward, whose gradients ``again`` gives.
         forward: of a backward, the op that it is of.
         module: path of the innermost layer, ``"layers.2"``; empty if there is none, and until somebody asks.
-        again: of a backward, computes it from another gradient, as long as it is held.
+        again: computes the gradients from that of the result, as long as it is held.
     """
 
     op: str
@@ -101,12 +101,14 @@ class Trace:
         scale: the loss scale of the step.
         scaler: whose it is; None where the loss was not scaled.
         is_recorded: whether its tensors are a recording's, which each replay writes anew.
+        is_cut: whether ops of earlier passes were let go.
     """
 
     frames: list[Frame]
     scale: float = 1.0
     scaler: LossScale | None = None
     is_recorded: bool = False
+    is_cut: bool = False
 
     @property
     def values(self) -> list[Value]:

@@ -267,9 +267,18 @@ def test_without_a_look_the_way_to_one_is_told(queue: cl.CommandQueue) -> None:
     assert "handle.explain(step)" in str(found)
 
 
-def test_held_tensors_are_measured_where_memory_ends(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clamp.observe.journal._SHARE", 1e-8)
-    assert eager(queue, "forward").kind == "forward"
+@pytest.mark.parametrize(("share", "kind"), [(0.25, "forward"), (1e-8, "unseen")])
+def test_earlier_passes_are_held_as_far_as_memory_goes(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, share: float, kind: str
+) -> None:
+    monkeypatch.setattr("clamp.observe.vigil._SHARE", share)
+    training, sound = Training(queue, "forward"), Training(queue, "none")
+    handle = amp.init(debug="attribution", loss_scale=8.0)
+    for one in (training, sound):
+        with handle.scale_loss(one.loss(*one.data), [training.optimizer, sound.optimizer]) as scaled_loss:
+            scaled_loss.backward()
+    training.optimizer.step()
+    assert handle.explain().kind == kind
 
 
 def test_debug_takes_known_words_only() -> None:
