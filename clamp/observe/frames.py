@@ -23,7 +23,7 @@ class Value:
         tensor: as long as it is held; what is measured may be let go.
         dtype, shape: of it.
         made_by: the op that gave it; None of parameters and inputs.
-        name: of a parameter; empty else, and until somebody asks (`Trace.name_parameters`).
+        name: of a tensor of the model's, ``"layers.2.weight"``; empty else, and until somebody asks (`Trace.name`).
         statistics: once they have been measured.
     """
 
@@ -132,9 +132,12 @@ class Trace:
         for frame in self.frames:
             if frame.place.modules:
                 frame.module = names[id(frame.place.modules[0])]
-        leaves = [x for x in self.values if x.made_by is None and x.tensor is not None and bridge.is_trained(x.tensor)]
+        leaves = [x for x in self.values if x.made_by is None and x.tensor is not None]
         for value, name in zip(leaves, bridge.parameter_names([x.tensor for x in leaves if x.tensor]), strict=True):
-            value.name = "a trained tensor" if name.startswith("params[") else name
+            if not name.startswith("params["):
+                value.name = name
+            elif value.tensor is not None and bridge.is_trained(value.tensor):
+                value.name = "a trained tensor"
 
 
 def distinct(values: Iterable[Value]) -> list[Value]:

@@ -117,7 +117,7 @@ def test_the_op_the_module_and_the_line_are_named(queue: cl.CommandQueue, fault:
 def test_the_screen_names_the_cause(queue: cl.CommandQueue, fault: str) -> None:
     text = str(eager(queue, fault))
     words = {
-        "weight": "The parameter layers.1.second.weight itself holds 1 inf",
+        "weight": "The model's layers.1.second.weight itself holds 1 inf",
         "batch": "What the model is given holds 1 nan",
         "forward": "of its results are beyond 65504",
         "backward": "The gradient of sqrt has",
@@ -132,8 +132,9 @@ def test_the_screen_names_the_cause(queue: cl.CommandQueue, fault: str) -> None:
 
 
 def test_what_the_cure_says_cures(queue: cl.CommandQueue) -> None:
-    cure = eager(queue, "forward").cure
-    assert cure == 'handle = amp.init(custom_black_list=["matmul_op"])  # or dtype="bfloat16"'
+    assert (
+        eager(queue, "forward").cure == f'with amp.autocast(dtype="float32"):  # around faults.py:{line_of("forward")}'
+    )
     for options in ({"custom_black_list": ["matmul_op"], "loss_scale": 2.0**-14}, {"dtype": "bfloat16"}):
         training = Training(queue, "forward")
         with amp.init(**options) as handle:
