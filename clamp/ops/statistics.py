@@ -155,14 +155,6 @@ class _Row:
     begin: int
     bins: range  # which of those of float32 its dtype can fill; none without a histogram
 
-    def histogram(self, words: NDArray[np.uint32]) -> NDArray[np.int64] | None:
-        if not self.bins:
-            return None
-        histogram = np.zeros(BINS, np.int64)
-        begin = self.begin + _HEAD
-        histogram[self.bins.start : self.bins.stop] = words[begin : begin + len(self.bins)]
-        return histogram
-
 
 class _Results:
     """The statistics of one queue's tensors on its device.
@@ -175,6 +167,7 @@ class _Results:
         kinds: dict[str, list[Tensor]] = {}
         for tensor in tensors.values():
             kinds.setdefault(bridge.STORAGE[tensor.dtype], []).append(tensor)
+        self._histogram = histogram
         self._rows: dict[Key, _Row] = {}
         words = 0
         for kind, same in kinds.items():
@@ -207,12 +200,16 @@ class _Results:
         negated = heads[:, 3]
         heads[:, 3] = np.where(negated > 0, np.minimum(-negated, _INF), _INF)
         counts, magnitudes = heads[:, :3].tolist(), heads[:, 3:].view(np.float32).tolist()
+        histograms = np.zeros((len(heads), BINS), np.int64) if self._histogram else [None] * len(heads)
         found = {}
-        for (key, row), (not_zero, bad, nans), (smallest, largest) in zip(
-            self._rows.items(), counts, magnitudes, strict=True
+        for (key, row), (not_zero, bad, nans), (smallest, largest), histogram in zip(
+            self._rows.items(), counts, magnitudes, histograms, strict=True
         ):
+            if histogram is not None:
+                begin = row.begin + _HEAD
+                histogram[row.bins.start : row.bins.stop] = words[begin : begin + len(row.bins)]
             zeros = row.count - not_zero
-            found[key] = Statistics(row.count, bad - nans, nans, zeros, smallest, largest, row.histogram(words))
+            found[key] = Statistics(row.count, bad - nans, nans, zeros, smallest, largest, histogram)
         return found
 
 
