@@ -1,0 +1,1 @@
+"""What AMP did: the results of ops as they were, their statistics, and what follows from them."""
