@@ -140,9 +140,20 @@ def pooled(statistics: Iterable[Statistics]) -> Statistics:
         zeros=sum(one.zeros for one in them),
         smallest=min((one.smallest for one in them), default=math.inf),
         largest=max((one.largest for one in them), default=0.0),
-        histogram=sum((_histogram(one) for one in them), np.zeros(len(_EDGES) - 1, np.int64)),
+        histogram=sum((histogram_of(one) for one in them), np.zeros(len(_EDGES) - 1, np.int64)),
         dtype=dtypes.pop() if len(dtypes) == 1 else "float32",
     )
+
+
+def limits_of(dtype: DTypeLike) -> tuple[int, int, int]:
+    """The exponents of a dtype's least subnormal and least normal number, and of the least power of two beyond it.
+
+    Raises:
+        ValueError: it is not float16 or bfloat16.
+    """
+    name = _format_name(dtype)
+    bits, least = _GRIDS[name]
+    return least - bits, least, math.frexp(_FORMATS[name].largest)[1]
 
 
 def _power_of_two(x: float) -> float:
@@ -157,7 +168,12 @@ def _format_name(dtype: DTypeLike) -> str:
     return str(name)
 
 
-def _histogram(statistics: Statistics) -> NDArray[np.int64]:
+def histogram_of(statistics: Statistics) -> NDArray[np.int64]:
+    """The fine histogram.
+
+    Raises:
+        ValueError: there is none.
+    """
     if statistics.histogram is None:
         raise ValueError("these statistics have no histogram; take them with histogram=True")
     return statistics.histogram
@@ -190,7 +206,7 @@ def _below(statistics: Statistics, limit: float) -> float:
         return 0.0
     if limit > statistics.largest:
         return float(_finite(statistics))
-    histogram = _histogram(statistics)
+    histogram = histogram_of(statistics)
     within = int(np.searchsorted(_EDGES, limit)) - 1  # the bin from below the limit to it or beyond
     inside = int(histogram[within])
     return float(histogram[:within].sum()) + (inside * _share(statistics, within, limit) if inside else 0.0)
@@ -217,7 +233,7 @@ def _tilt(statistics: Statistics, within: int, begin: float, end: float) -> floa
     octave, place = divmod(within, len(OCTAVE))
     if not 1 <= place <= 8:  # one of the narrow ones
         return 0.0
-    histogram = _histogram(statistics)
+    histogram = histogram_of(statistics)
     points = [((begin + end) / 2, histogram[within] / (end - begin))]
     for eighth in (8 * octave + place - 2, 8 * octave + place):
         octave_beside, first = divmod(eighth, 8)
