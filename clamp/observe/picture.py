@@ -76,22 +76,8 @@ def draw(
     figure = Figure(figsize=(13, 1.5 + height * len(rows)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     size = 9 if height > 0.3 else 6.5
-    for axes, them, colour, moved, title in (
-        (left, [row.activations for row in rows], _BLUE, 0.0, "activations"),
-        (right, [row.gradients for row in rows], _ORANGE, shift, _title(scale, suggested)),
-    ):
-        first, last = _shown(them, moved, dtype)
-        _shade(axes, first, last, dtype)
-        for number, one in enumerate(them):
-            if one is not None and one.count:
-                _row(axes, number, one, colour, first, last)
-                if moved:
-                    _ghost(axes, number, one, moved)
-                axes.text(last + _APART + 2, number + 0.6, _lost(one, dtype, moved), fontsize=size, va="center")
-        said = "a cast loses, now → outlined" if moved else "a cast loses"
-        axes.text(last + _APART + 2, -0.02, said, va="bottom", fontsize=8, color="0.45")
-        axes.set_title(title, fontsize=11, pad=18)
-        _ticks(axes, first, last)
+    _panel(left, [row.activations for row in rows], "activations", _BLUE, 0.0, dtype, size)
+    _panel(right, [row.gradients for row in rows], _title(scale, suggested), _ORANGE, shift, dtype, size)
     left.set(ylim=(len(rows), -0.1), yticks=np.arange(len(rows)) + 0.6)
     left.set_yticklabels([row.name for row in rows], fontsize=size)
     for axes in (left, right):
@@ -100,6 +86,24 @@ def draw(
     if path is not None:
         figure.savefig(path, dpi=130)
     return figure
+
+
+def _panel(
+    axes: Axes, them: Sequence[Statistics | None], title: str, colour: str, moved: float, dtype: DTypeLike, size: float
+) -> None:
+    """Draws one column of the picture; ``moved`` is by how many octaves its ghost is, 0 for none."""
+    first, last = _shown(them, moved, dtype)
+    _shade(axes, first, last, dtype)
+    for number, one in enumerate(them):
+        if one is not None and one.count:
+            _row(axes, number, one, colour, first, last)
+            if moved:
+                _ghost(axes, number, one, moved)
+            axes.text(last + _APART + 2, number + 0.6, _lost(one, dtype, moved), fontsize=size, va="center")
+    said = "a cast loses, now → outlined" if moved else "a cast loses"
+    axes.text(last + _APART + 2, -0.02, said, va="bottom", fontsize=8, color="0.45")
+    axes.set_title(title, fontsize=11, pad=18)
+    _ticks(axes, first, last)
 
 
 def _title(scale: float, suggested: float) -> str:
