@@ -37,6 +37,7 @@ def expected(stored: Any, histogram: bool = True) -> Statistics:
         smallest=float(there.min(initial=np.inf)),
         largest=float(there.max(initial=0.0)),
         histogram=np.histogram(there, edges())[0] if histogram else None,
+        dtype=str(stored.dtype),
     )
 
 
@@ -45,7 +46,7 @@ def assert_found(found: Sequence[Statistics], arrays: Sequence[Any], histogram: 
     for one, array in zip(found, arrays, strict=True):
         want = expected(array, histogram)
         np.testing.assert_array_equal(one.histogram, want.histogram)
-        for name in ("count", "infs", "nans", "zeros", "smallest", "largest"):
+        for name in ("count", "infs", "nans", "zeros", "smallest", "largest", "dtype"):
             assert getattr(one, name) == getattr(want, name), f"{name} of {array.size} elements"
 
 
@@ -66,7 +67,7 @@ def of_all_magnitudes(size: int, dtype: str, seed: int) -> Any:
 @pytest.mark.parametrize("histogram", [True, False])
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
 def test_every_size(queue: cl.CommandQueue, simulated: bool, dtype: str, histogram: bool) -> None:
-    sizes = SIZES[:-3] if simulated else SIZES + LARGE_SIZES
+    sizes = SIZES if simulated else SIZES + LARGE_SIZES
     arrays = [of_all_magnitudes(size, dtype, seed) for seed, size in enumerate(sizes)]
     tensors = [to_device(queue, array, dtype) for array in arrays]
     assert_found(statistics_of(tensors, histogram=histogram), arrays, histogram)
@@ -113,17 +114,17 @@ def test_a_hundred_tensors_a_launch(queue: cl.CommandQueue, launches: list[str],
 def test_nothing_launches_nothing(queue: cl.CommandQueue, launches: list[str]) -> None:
     assert statistics_of([]) == []
     empty = to_device(queue, np.empty((3, 0)))
-    assert_found(statistics_of([empty, empty]), [np.empty(0)] * 2)
+    assert_found(statistics_of([empty, empty]), [np.empty(0, np.float32)] * 2)
     assert launches == []
 
 
 def test_one_read_for_all(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = [of_all_magnitudes(40, dtype, 0) for dtype in STORAGE_DTYPES]
-    pending = PendingStatistics([to_device(queue, array, str(array.dtype)) for array in arrays * 70])
+    pending = PendingStatistics([to_device(queue, array, str(array.dtype)) for array in arrays * 7])
     reads = []
     to_host = Tensor.to_host
     monkeypatch.setattr(Tensor, "to_host", lambda self: (reads.append(self), to_host(self))[1])
-    assert_found(pending.read(), arrays * 70)
+    assert_found(pending.read(), arrays * 7)
     assert len(reads) == 1
 
 
