@@ -36,11 +36,13 @@ def verdict(found: Verdict) -> Markup:
 def facts(run: Run) -> Markup:
     """What ran, on what."""
     skipped = sum(not step["stepped"] for step in run["steps"])
+    suggested = run["suggested_scale"]
     given = {
         "Device": run["device"]["name"],
         "Driver": f"{run['device']['platform']}, {run['device']['driver']}",
         "Precision": f"{run['dtype']}, level {run['level']}",
         "Steps": f"{len(run['steps']):,}, {skipped:,} skipped",
+        "Suggested loss scale": "—" if suggested is None else f"{suggested:,.10g}",
         "Took": f"{run['seconds']:,.3g} s",
         "Written": f"{run['date'].replace('T', ' ').replace('+00:00', ' UTC')}, clamp {run['clamp']}",
     }
@@ -82,7 +84,7 @@ def _code(text: str) -> Markup:
 def _inputs(inputs: Sequence[Input]) -> Markup:
     columns = (
         Column("Operand"),
-        Column("Magnitudes (frame: float16)"),
+        Column("Magnitudes"),
         Column("Smallest", numeric=True),
         Column("Largest", numeric=True),
         Column("inf", numeric=True),
@@ -98,7 +100,8 @@ def _inputs(inputs: Sequence[Input]) -> Markup:
         ]
         for one in inputs
     ]
-    return table("What it read", columns, rows, is_sortable=False)
+    frame = tag("p", "The frame is float16's range, from 2⁻²⁴ to 65504.", class_="hint")
+    return joined([table("What it read", columns, rows, is_sortable=False), frame])
 
 
 def _track(one: Input) -> Markup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clamp.report.drawing import COLOUR, picture, plain_axes, power
 from clamp.report.markup import Markup, joined, tag
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _STEEP = 50.0  # a loss that changes by more than this factor is drawn on a logarithmic axis
 _MARKS = "skipped"
+_TICKS = 6  # at most, on a logarithmic axis
 
 
 def timeline(steps: Sequence[Step]) -> Markup:
@@ -72,8 +73,8 @@ def _draw(figure: Figure, steps: Sequence[Step], skipped: Sequence[Step]) -> Non
         behind = figure.add_subplot(loss.get_gridspec()[:, 0], sharex=loss, zorder=-1, ylim=(0, 1))
         behind.axis("off")
         behind.fill_between(*_bands(skipped), step="post", color=COLOUR["bad"], alpha=0.16, linewidth=0)
-    _curve(loss, numbers, [step["loss"] for step in steps], "loss")
-    _curve(norm, numbers, [step["gradient_norm"] for step in steps], "norm")
+    _curve(loss, numbers, [step["loss"] for step in steps], "loss", steep=_STEEP)
+    _curve(norm, numbers, [step["gradient_norm"] for step in steps], "norm", steep=1)
     _scales(scale, numbers, [step["scale"] for step in steps])
     for axes, title in ((loss, "Loss"), (scale, "Loss scale"), (norm, "Gradient norm")):
         axes.set_title(title, loc="left", fontsize=12.5, weight="bold", pad=10)
@@ -97,34 +98,41 @@ def _bands(skipped: Sequence[Step]) -> tuple[list[float], list[int]]:
     return list(edges), list(edges.values())
 
 
-def _curve(axes: Axes, numbers: Sequence[int], values: Sequence[float | None], colour: str) -> None:
-    """A curve with gaps where nothing is known, and crosses on top where the value was inf or nan."""
+def _curve(axes: Axes, numbers: Sequence[int], values: Sequence[float | None], colour: str, *, steep: float) -> None:
+    """A curve with gaps where nothing is known, and crosses on top where the value was inf or nan.
+
+    The axis is logarithmic if all are positive and differ by more than a factor of ``steep``.
+    """
     known = [math.nan if value is None or not math.isfinite(value) else value for value in values]
     lost = [n for n, value in zip(numbers, values, strict=True) if value is not None and not math.isfinite(value)]
     finite = [value for value in known if not math.isnan(value)]
     axes.plot(numbers, known, color=COLOUR[colour], marker="o" if len(numbers) < 40 else "", markersize=3)
-    if finite and min(finite) > 0 and max(finite) > _STEEP * min(finite):
+    ticks = _log_ticks(min(finite), max(finite)) if finite and 0 < steep * min(finite) < max(finite) else []
+    if len(ticks) > 1:
         axes.set_yscale("log")
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-        axes.yaxis.set_major_formatter(lambda value, _: power(10, round(math.log10(value))) if value > 0 else "")
     elif finite:
         axes.locator_params("y", nbins=5)
+    inside: Any = {"transform": axes.get_xaxis_transform(), "color": COLOUR["bad"]}
     if lost:
-        axes.plot(lost, [0.94] * len(lost), "x", color=COLOUR["bad"], transform=axes.get_xaxis_transform())
-        axes.text(
-            1,
-            1.03,
-            "x: inf or nan",
-            color=COLOUR["bad"],
-            fontsize=11,
-            ha="right",
-            va="bottom",
-            transform=axes.transAxes,
-        )
+        axes.plot(lost, [0.94] * len(lost), "x", **inside)
+        axes.text(numbers[-1] + 0.5, 1.03, "x: inf or nan", fontsize=11, ha="right", va="bottom", **inside)
     if not finite:
         axes.set(yticks=[], ylim=(0, 1))
         words = "never finite" if lost else "not recorded"
         axes.text(0.5, 0.5, words, color=COLOUR["muted"], ha="center", va="center", transform=axes.transAxes)
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten that lie between, or, of many, some of the powers."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = [factor * 10.0**decade for decade in decades for factor in (1, 2, 5)]
+    ticks = [tick for tick in every if low <= tick <= high]
+    if len(ticks) <= _TICKS:
+        return ticks
+    powers = [10.0**decade for decade in decades if low <= 10.0**decade <= high]
+    return powers[:: math.ceil(len(powers) / _TICKS)]
 
 
 def _scales(axes: Axes, numbers: Sequence[int], scales: Sequence[float]) -> None:

@@ -151,6 +151,13 @@ def ops() -> Iterator[Op]:
     yield _op("cast", "", "", 112, [861_440], 0.21, function=None, inputs=["float32"], note="weights, once a step")
 
 
+def before_the_bad_one() -> list[Op]:
+    """The forward ops before the second product of the broken attention."""
+    forward = [op for op in ops() if op["direction"] == "forward"]
+    first = next(number for number, op in enumerate(forward) if op["module"] == BROKEN)
+    return forward[first - 20 : first + 1]
+
+
 def ranges() -> Iterator[Range]:
     """Activations and gradients of what has weights; those of the attention grow from block to block."""
     names = ["embedding"]
@@ -217,7 +224,7 @@ def sample_run() -> Run:
             ],
             "frames": [
                 f"forward   {op['op']:<11} {op['module'] or 'model':<20} {op['dtype']}  {op['line']}"
-                for op in [op for op in ops() if op["direction"] == "forward"][2:23]
+                for op in before_the_bad_one()
             ],
         },
     }  # fmt: skip

@@ -2,85 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from clamp.report import write_page
+from tests.report.browser import Browser, missing_programs, open_browser
 from tests.report.sample import empty_run, hostile_run, large_run, sample_run
 from tests.tools import go_without
 
-# Root may not use the sandbox, and nothing of the browser's own shall be among the requests.
-_OPTIONS = (
-    "headless", "no-sandbox", "disable-gpu", "no-first-run", "disable-background-networking",
-    "disable-component-update", "disable-sync", "disable-dev-shm-usage", "hide-scrollbars", "lang=en",
-)  # fmt: skip
 PAGES = {"sample": sample_run, "empty": empty_run, "hostile": hostile_run, "large": large_run}
 WIDTHS = (360, 800, 1600)
 
 
-class Browser:
-    """One window, and what was seen in it."""
-
-    def __init__(self, driver: Any) -> None:
-        self.driver = driver
-
-    def open(self, page: Path, width: int = 1600, scheme: str = "light") -> None:
-        """Opens a page in a window of so many pixels, and forgets what was logged before."""
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        media = [
-            {"name": "prefers-color-scheme", "value": scheme},
-            {"name": "prefers-reduced-motion", "value": "reduce"},
-        ]
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
-        for kind in ("browser", "performance"):
-            self.driver.get_log(kind)
-        self.driver.get(page.as_uri())
-
-    def run(self, script: str, *arguments: object) -> Any:
-        """What a script returns."""
-        return self.driver.execute_script(script, *arguments)
-
-    def all(self, selector: str) -> list[Any]:
-        return self.driver.find_elements("css selector", selector)
-
-    def one(self, selector: str) -> Any:
-        return self.driver.find_element("css selector", selector)
-
-    def press(self, key: str) -> None:
-        """Types where the focus is."""
-        self.driver.switch_to.active_element.send_keys(key)
-
-    def shown(self, column: int = 1) -> list[str]:
-        """The texts of a column of the ops that are shown."""
-        rows = "[...document.querySelectorAll('#op-table tbody tr:not([hidden])')]"
-        return self.run(f"return {rows}.map(row => row.cells[arguments[0]].innerText)", column)
-
-
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-    missing = [name for name, path in programs.items() if path is None]
-    missing += [name for name in ("selenium",) if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := missing_programs():
         go_without(f"no {', '.join(missing)}: apt install chromium chromium-driver; pip install selenium")
-    from selenium.webdriver import Chrome, ChromeOptions
-    from selenium.webdriver.chrome.service import Service
-
-    options = ChromeOptions()
-    options.binary_location = str(programs["chromium"])
-    for option in (*_OPTIONS, f"user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(f"--{option}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = Chrome(options=options, service=Service(str(programs["chromedriver"])))
-    yield Browser(driver)
-    driver.quit()
+    with open_browser(tmp_path_factory.mktemp("chromium")) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
