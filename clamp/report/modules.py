@@ -50,16 +50,16 @@ def _tree(found: Sequence[Module]) -> _Node:
 
 def _item(node: _Node, calls: Counter[str], bad: FirstBad | None, is_small: bool) -> Markup:
     is_bad = bad is not None and bad["module"] == node.path
-    own = _words(node, calls, bad if is_bad else None)
+    own, link = _words(node, bad if is_bad else None), _link(node.path, calls[node.path])
     if not node.children:
-        return tag("li", own, class_="bad" if is_bad else None)
+        return tag("li", own, link, class_="bad" if is_bad else None)
     is_above = bad is not None and any(one.path == bad["module"] for one in node.walk())
     inside = tag("ul", *(_item(child, calls, bad, is_small) for child in node.children.values()))
-    branch = tag("details", tag("summary", own), inside, open=is_small or is_above)
+    branch = tag("details", tag("summary", own), link, inside, open=is_small or is_above)
     return tag("li", branch, class_="bad" if is_bad else None)
 
 
-def _words(node: _Node, calls: Counter[str], bad: FirstBad | None) -> Markup:
+def _words(node: _Node, bad: FirstBad | None) -> Markup:
     parts: list[str] = [tag("b", node.path.rpartition(".")[2] or "model")]
     if node.module is not None:
         count = node.module["parameters"]
@@ -68,8 +68,12 @@ def _words(node: _Node, calls: Counter[str], bad: FirstBad | None) -> Markup:
             parts += [" ", tag("small", f"{count:,} parameters")]
     if bad is not None:
         parts += [" ", tag("strong", f"first {bad['what']}: {bad['op']}, {bad['direction']}", class_="lit")]
-    if ops := calls[node.path]:
-        words = f"{ops} op{'s' * (ops > 1)}"
-        label = f"Show the {words} of {node.path or 'no module'} in the table"
-        parts += [" ", tag("a", words, href="#ops", data_module=node.path, aria_label=label)]
     return tag("span", *parts)
+
+
+def _link(path: str, ops: int) -> Markup:
+    """To a module's ops in their table; not part of a branch's summary, whose only action is to fold it."""
+    if not ops:
+        return Markup("")
+    words = f"{ops} op{'s' * (ops > 1)}"
+    return tag("a", words, href="#ops", data_module=path, aria_label=f"{words} of {path or 'no module'}, in the table")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRAMS = ("chromium", "chromedriver")
+PACKAGES = ("selenium", "axe_core_python")
 
 # Root may not use the sandbox, and nothing of the browser's own shall be among the requests.
 _OPTIONS = (
@@ -60,7 +61,7 @@ class Browser:
 def missing_programs() -> list[str]:
     """What must be installed before a browser can be opened."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
-    return missing if importlib.util.find_spec("selenium") else [*missing, "selenium"]
+    return missing + [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 
 @contextmanager

@@ -18,8 +18,6 @@ BROKEN = "blocks.2.attention"
 LAST = 216  # step, and the tenth in a row that is skipped
 SCALE = 4096.0
 
-RNG = np.random.default_rng(17)
-
 
 def octaves(values: np.ndarray) -> list[int]:
     """Counts of magnitudes by their octave, as `Range` has them."""
@@ -28,10 +26,19 @@ def octaves(values: np.ndarray) -> list[int]:
     return np.bincount(places, minlength=BINS).tolist()
 
 
-def range_of(name: str, kind: str, centre: float, width: float, count: int, dtype: str, zeros: float = 0.0) -> Range:
+def range_of(
+    rng: np.random.Generator,
+    name: str,
+    kind: str,
+    centre: float,
+    width: float,
+    count: int,
+    dtype: str,
+    zeros: float = 0.0,
+) -> Range:
     """The range of as many numbers, whose log2-magnitudes are normally distributed."""
-    values = np.exp2(RNG.normal(centre, width, count)) * RNG.choice([-1.0, 1.0], count)
-    values[RNG.random(count) < zeros] = 0.0
+    values = np.exp2(rng.normal(centre, width, count)) * rng.choice([-1.0, 1.0], count)
+    values[rng.random(count) < zeros] = 0.0
     infs = int((np.abs(values) >= 65520).sum()) if dtype == "float16" else 0
     found = np.abs(values[(values != 0) & (np.abs(values) < (65520 if infs else np.inf))])
     return {
@@ -73,6 +80,7 @@ def modules() -> list[Module]:
 
 def steps() -> list[Step]:
     """Two skips at the start, while the scale is sought, and ten at the end."""
+    rng = np.random.default_rng(17)
     found: list[Step] = []
     scale = 65536.0
     for number in range(1, LAST + 1):
@@ -89,11 +97,11 @@ def steps() -> list[Step]:
                 "step": number,
                 "stepped": not (searching or broken),
                 "reason": f"{what} of the gradients of {', '.join(parameters)}" if searching or broken else "",
-                "loss": float("nan") if broken else float(fall * RNG.normal(1, 0.02)),
+                "loss": float("nan") if broken else float(fall * rng.normal(1, 0.02)),
                 "scale": scale,
                 "scale_before": before,
                 "gradient_norm": float("inf") if searching else float("nan") if broken
-                else float(0.4 * fall * np.exp(RNG.normal(0, 0.15)) * 1.012**number),
+                else float(0.4 * fall * np.exp(rng.normal(0, 0.15)) * 1.012**number),
                 "infs": 96 if searching else 0,
                 "nans": 264192 if broken else 0,
                 "parameters": parameters if searching or broken else [],
@@ -115,7 +123,7 @@ def _op(name: str, policy: str, module: str, line: int, shape: list[int], millis
         "dtype": dtype,
         "shape": shape,
         "calls": LAST,
-        "milliseconds": milliseconds * float(RNG.normal(1, 0.05)) * LAST,
+        "milliseconds": milliseconds * LAST,
         "bytes": int(np.prod(shape)) * (4 if dtype == "float32" else 2) * LAST,
         "note": "",
         **more,
@@ -160,22 +168,21 @@ def before_the_bad_one() -> list[Op]:
 
 def ranges() -> Iterator[Range]:
     """Activations and gradients of what has weights; those of the attention grow from block to block."""
+    rng = np.random.default_rng(17)
     names = ["embedding"]
     names += [f"blocks.{block}.{part}" for block in range(4) for part in ("norm1", "attention", "mlp.0", "mlp.2")]
     for place, name in enumerate([*names, "norm", "head"]):
         attention = name.endswith("attention")
         depth = int(name[7]) if "blocks" in name else 0
-        centre = {0: 7.0, 1: 9.0, 2: 12.2, 3: 8.0}[depth] if attention else -0.5 + 0.1 * place
-        yield range_of(name, "activation", centre, 1.9 if attention else 1.5, 40_000, "float16", 0.02)
-        yield range_of(name, "gradient", -13.5 - 0.32 * (18 - place), 2.4, 40_000, "float16", 0.05)
-        yield range_of(f"{name}.weight", "parameter", -4.6, 1.3, 16_000, "float32")
-        yield range_of(f"{name}.weight", "parameter gradient", -3 - 0.1 * (18 - place), 1.6, 16_000, "float32")
+        centre = {0: 5.6, 1: 7.6, 2: 12.8, 3: 6.2}[depth] if attention else -0.5 + 0.1 * place
+        yield range_of(rng, name, "activation", centre, 1.6 if attention else 1.5, 40_000, "float16", 0.02)
+        yield range_of(rng, name, "gradient", -13.5 - 0.32 * (18 - place), 2.4, 40_000, "float16", 0.05)
+        yield range_of(rng, f"{name}.weight", "parameter", -4.6, 1.3, 16_000, "float32")
+        yield range_of(rng, f"{name}.weight", "parameter gradient", -3 - 0.1 * (18 - place), 1.6, 16_000, "float32")
 
 
 def sample_run() -> Run:
     """The whole run; the same one every time."""
-    global RNG
-    RNG = np.random.default_rng(17)
     return {
         "version": 1,
         "clamp": "0.1.0",
@@ -191,9 +198,9 @@ def sample_run() -> Run:
             "details": [
                 "Steps 207 to 216 were skipped: nan in the gradients of 2 parameters. The loss scale fell to 8, and "
                 "no scale can help: the loss itself is nan.",
-                "The first inf is in the scores of the attention, called at `char_lm.py:74`: 1,318 elements. Its "
+                "The first inf is in the scores of the attention, called at `char_lm.py:74`: 893 elements. Its "
                 "operands reach 451 and 398, so that sums of 32 products pass 65504, the largest float16.",
-                "10 more of its layers' activations stay below 65504 by less than a factor of 4.",
+                "`blocks.1.attention` is next: it reaches 28,044, less than a factor of 3 below.",
             ],
             "cure": f'handle = amp.init(custom_black_list=["{MATMUL}"])',
             "kind": "overflow",
@@ -217,7 +224,7 @@ def sample_run() -> Run:
             "line": "char_lm.py:74",
             "dtype": "float16",
             "what": "inf",
-            "count": 1318,
+            "count": 893,
             "inputs": [
                 {"name": "a", "dtype": "float16", "smallest": 2.1e-4, "largest": 451.2, "infs": 0, "nans": 0},
                 {"name": "b", "dtype": "float16", "smallest": 3.6e-4, "largest": 398.0, "infs": 0, "nans": 0},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ WIDTHS = (360, 800, 1600)
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if missing := missing_programs():
-        go_without(f"no {', '.join(missing)}: apt install chromium chromium-driver; pip install selenium")
+        go_without(f"no {', '.join(missing)}: apt install chromium chromium-driver; pip install -e '.[browser]'")
     with open_browser(tmp_path_factory.mktemp("chromium")) as opened:
         yield opened
 
@@ -209,6 +210,22 @@ def test_everything_has_a_name_for_screen_readers(sample: Browser) -> None:
         assert found[role], role
         assert all(name.strip() for name in found[role]), f"{role}: {found[role]}"
     assert sum(name.startswith("step ") for name in found["image"]) == 12
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1600])
+@pytest.mark.parametrize("name", ["sample", "empty", "hostile"])
+def test_axe_finds_nothing_that_keeps_anybody_out(
+    browser: Browser, pages: dict[str, Path], name: str, width: int, scheme: str
+) -> None:
+    browser.driver.execute_cdp_cmd("Page.setBypassCSP", {"enabled": True})  # or the page would not let it in
+    browser.open(pages[name], width, scheme)
+    browser.driver.execute_cdp_cmd("Page.setBypassCSP", {"enabled": False})
+    browser.run("document.querySelectorAll('details').forEach(part => { part.open = true; })")
+    browser.run((files("axe_core_python") / "axe.min.js").read_text(encoding="utf-8"))
+    found = browser.driver.execute_async_script("axe.run().then(arguments[arguments.length - 1])")
+    assert len(found["passes"]) > 20
+    assert [f"{one['id']}: {one['nodes'][0]['html']}" for one in found["violations"]] == []
 
 
 def test_the_cure_can_be_copied(sample: Browser) -> None:
