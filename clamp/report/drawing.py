@@ -98,7 +98,9 @@ def _figure(width: int, height: int) -> Iterator[Figure]:
         "grid.linewidth": 1,
         "lines.linewidth": 1.6,
     }  # fmt: skip
-    with matplotlib.rc_context(settings), warnings.catch_warnings():
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        matplotlib.rcdefaults()  # whatever style the user's own pictures have
+        matplotlib.rcParams.update(settings)
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # only measured in it; the reader's has them
         yield Figure(figsize=(width / 72, height / 72), layout="constrained")
 

@@ -268,9 +268,8 @@ def large_run() -> Run:
 def hostile_run() -> Run:
     """The sample, in which every text that may be any text is full of what HTML, SVG, TeX and templates read."""
     chosen = {"version", "kind", "direction", "what"}
-    text = (
-        '<script>alert("1")</script></style></title><img src=x onerror=alert(1)>\' & $verdict $\\frac{ ${x} #010101 `'
-    )
+    html = """<script>alert("1")</script></style></title><img src=x onerror=alert(1)>' & """
+    text = html + "$verdict $\\frac{ ${x} #010101 ` \u5c42 \U0001f525"
 
     def soiled(value: object, key: str = "") -> object:
         if isinstance(value, dict):

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 
 from clamp.cli import main
@@ -99,6 +100,13 @@ def test_it_asks_for_nothing(sample: str) -> None:
 
 def test_a_page_of_the_same_run_is_the_same(sample: str) -> None:
     assert page_of(sample_run()) == sample
+
+
+def test_the_style_of_other_pictures_is_their_own(sample: str) -> None:
+    style = {"axes.grid": True, "lines.linewidth": 9.0, "text.usetex": True, "figure.facecolor": "red"}
+    with matplotlib.rc_context(style):
+        assert page_of(sample_run()) == sample
+        assert {name: matplotlib.rcParams[name] for name in style} == style
 
 
 def test_nothing_of_a_run_is_taken_for_markup() -> None:
