@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -114,8 +114,14 @@ class _Results:
 
     @property
     def observers(self) -> tuple[Observer, ...]:
-        """Who is told. What was recorded for replay tells those that were there: it is another recording for others."""
+        """Who is told."""
         return self._observers
+
+    @property
+    def key(self) -> Hashable:
+        """Who is told, held by nobody. What was recorded for replay tells those that were there then: it is another
+        recording for others."""
+        return tuple(map(weakref.ref, self._observers))
 
     def detach(self, observer: Observer) -> None:
         """``observer`` is told nothing any more."""

@@ -288,7 +288,7 @@ class Graph:
         """What a recording depends on besides the state of the host and the content of tensors."""
         how = None if region is None else (region.enabled, region.dtype, region.allow_banned, region.policies)
         registered = tuple((id(x.owner), x.name, x.policy) for x in session.registrations)
-        around = (how, registered, RESULTS.observers, bridge.is_grad_enabled(), threading.get_ident())
+        around = (how, registered, RESULTS.key, bridge.is_grad_enabled(), threading.get_ident())
         return around, tuple(_signature(x) for x in inputs), shared_memory(_tensors(inputs))
 
     def _watch(self, inputs: Sequence[Any]) -> Watch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -125,7 +126,7 @@ class TensorCheckerConfig:
 def enable_tensor_checker(checker_config: TensorCheckerConfig) -> None:
     """From now on the results of ops and their gradients are checked, in every thread, with AMP and without.
 
-    Each op that is checked waits for the device. Ops of bare tensors outside of any AMP region are not seen.
+    Each op that is checked waits for the device. netcl is patched, as by an AMP region, and stays so.
 
     Raises:
         TypeError: it is no configuration.
@@ -162,13 +163,10 @@ def check_layer_numerics(func: Callable[..., Any]) -> Callable[..., Any]:
             given = type(args[0]).__name__ if args else "nothing"
             raise RuntimeError(f"the first input of {type(self).__name__} must be a node or tensor, got {given}")
         session.ensure_patched()
-        checker = Checker(DebugMode.CHECK_NAN_INF_AND_ABORT, _print)
-        RESULTS.attach(checker)
-        try:
+        checker = Checker(DebugMode.CHECK_NAN_INF_AND_ABORT, _print, thread=threading.get_ident())
+        with RESULTS.attached(checker):  # the ops inside go on telling it of their gradients
             checker.check_given(f"{type(self).__name__}.input", tensors_in((args, kwargs)))
             return func(self, *args, **kwargs)
-        finally:
-            RESULTS.detach(checker)  # its ops go on telling it of their gradients
 
     return wrapper
 

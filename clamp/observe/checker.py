@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import linecache
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -56,18 +57,20 @@ class Checker:
         write: called with the name of a device and a line.
         sampling: which ops are checked.
         with_source: whether the line of the program follows one that tells of inf or nan.
+        thread: whose ops alone are checked, by its identifier; None: all.
     """
 
     def __init__(
-        self, mode: DebugMode, write: Write, sampling: Sampling | None = None, *, with_source: bool = True
-    ) -> None:
+        self, mode: DebugMode, write: Write, sampling: Sampling | None = None, *, with_source: bool = True,
+        thread: int | None = None,
+    ) -> None:  # fmt: skip
         self.on = True
-        self._mode, self._write, self._with_source = mode, write, with_source
+        self._mode, self._write, self._with_source, self._thread = mode, write, with_source, thread
         self._sampler = Sampler(sampling)
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Checked | None:
         """See ``Observer``."""
-        if not (self.on and self._sampler.looks()):
+        if not (self.on and self._thread in (None, threading.get_ident()) and self._sampler.looks()):
             return None
         op, place = getattr(made, "op_name", None) or "op", here()
         if not self._sampler.takes(op, place):

@@ -142,7 +142,7 @@ class RecordedFunction:
         registered = tuple((id(x.owner), x.name, x.policy) for x in session.registrations)
         guards = tuple(_tokens().values())
         thread = bridge.is_grad_enabled(), threading.get_ident()
-        around = (how, id(process_region()), guards, registered, RESULTS.observers, *thread)
+        around = (how, id(process_region()), guards, registered, RESULTS.key, *thread)
         return around, call.key
 
     def _roots(self, call: Call) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -428,6 +429,16 @@ def test_a_layers_input_and_backward(queue: cl.CommandQueue) -> None:
     for args in ((), (np.ones(3),)):
         with pytest.raises(RuntimeError, match="the first input of Halving must be a node or tensor"):
             layer(*args)
+
+
+def test_a_layer_is_checked_in_its_own_thread(queue: cl.CommandQueue) -> None:
+    class Slow(Module):
+        @debugging.check_layer_numerics
+        def forward(self, x: Node) -> Node:
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(ag.exp, x).result()
+
+    assert np.isinf(Slow()(leaf(queue, [200.0])).value.to_host()).all()
 
 
 def test_operator_stats_of_a_step_and_its_replays(queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]) -> None:

@@ -268,3 +268,19 @@ def test_who_looks_goes_on_when_a_handle_ends(queue: cl.CommandQueue, seen: Seen
         first = ag.exp(x)
     second = ag.exp(x)
     assert seen.made == [first, second]
+
+
+def test_recordings_hold_nobody_who_looked(queue: cl.CommandQueue) -> None:
+    exp = amp.record(lambda x: ag.exp(x))
+    x = ag.tensor(to_device(queue, np.ones(3)))
+    for _ in range(3):
+        exp(x)
+    observer = Seen()
+    with RESULTS.attached(observer):
+        exp(x)
+    assert len(observer.made) == 1
+    ref = weakref.ref(observer)
+    del observer
+    gc.collect()
+    assert ref() is None
+    assert exp.recordings == 1
