@@ -262,6 +262,14 @@ def test_bare_tensors(queue: cl.CommandQueue, seen: Seen) -> None:
     assert seen.made == [result]
 
 
+def test_layers_of_bare_tensors(queue: cl.CommandQueue, seen: Seen) -> None:
+    x = to_device(queue, np.ones((2, 8)))
+    result = Sequential(Linear(queue, 8, 4), ReLU(), Linear(queue, 4, 2))(x)
+    assert seen.made[-1] is result
+    assert x not in seen.made
+    assert len({id(made) for made in seen.made}) == len(seen.made)
+
+
 def test_who_looks_goes_on_when_a_handle_ends(queue: cl.CommandQueue, seen: Seen) -> None:
     x = ag.tensor(to_device(queue, np.ones((2, 3))), requires_grad=True)
     with amp.init():
