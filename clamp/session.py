@@ -14,6 +14,7 @@ from typing import Any
 from clamp import bridge
 from clamp.casting.policy import CastPolicy, Entry, PolicyTable, default_table, read_list
 from clamp.casting.regions import Region, check_dtype, depth
+from clamp.casting.results import RESULTS
 from clamp.handle import AmpHandle, NoOpHandle
 from clamp.opencl.device import list_devices
 from clamp.params.gradient_marks import lost_bits, noted_elsewhere
@@ -21,7 +22,7 @@ from clamp.params.masters import gathered, stepping
 from clamp.patching.patch import Patches, Registration
 from clamp.scaling.loss_scale import LossScale, make_loss_scale
 from clamp.scaling.step_guard import StepGuards, is_vouched, warn_of_lost_bits
-from clamp.scaling.step_report import warn_user
+from clamp.scaling.step_report import StepReport, warn_user
 
 lock = threading.RLock()
 registrations: list[Registration] = []
@@ -192,6 +193,8 @@ def require_none(call: str) -> None:
 def _forget_handle() -> None:
     global _handle
     _handle = None
+    if RESULTS.observers:
+        ensure_patched()  # who looks at ops goes on looking
 
 
 # ---------------------------------------------------------------------------------------------- functions of users
@@ -262,9 +265,13 @@ def _plain_step(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dic
             f"{type(optimizer).__name__}.step() was skipped: its gradients, which scaler.unscale_(optimizer) has "
             "divided, are inf or nan. Call scaler.step(optimizer), which skips such steps by itself."
         )
+        RESULTS.stepped(StepReport(False, "inf or nan in gradients that a scaler has divided", 1.0))
         return None
     with stepping(found):
-        return wrapped(*args, **kwargs)
+        done = wrapped(*args, **kwargs)
+    if not is_vouched(optimizer):
+        RESULTS.stepped(StepReport(True, "", 1.0))
+    return done
 
 
 @cache

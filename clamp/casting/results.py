@@ -1,12 +1,14 @@
 """Where every result of an op passes, and every gradient: what ``clamp.observe`` looks at.
 
-Nobody asks at each op whether somebody looks. Without an observer, ``RESULTS.own``, ``.foreign``, ``.backward`` and
-``.add`` are functions that do what has to be done anyway; with one, others stand in their place.
+Nobody asks at each op whether somebody looks. Without an observer, ``RESULTS.own``, ``.foreign``, ``.netcls``,
+``.backward`` and ``.add`` are functions that do what has to be done anyway; with one, others stand in their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -55,6 +57,10 @@ def _foreign(made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
     return made
 
 
+def _netcls(made: Any, args: Sequence[Any]) -> Any:
+    return made
+
+
 def _backward(run: Callable[..., None], loss: Node, grad: Tensor | None) -> None:
     run(loss, grad)
 
@@ -70,12 +76,25 @@ def _stepped(report: Any) -> None:
     pass
 
 
+def _nothing() -> None:
+    pass
+
+
+class _Thread(threading.local):
+    in_backward: bool = False  # of netcl's engine, while somebody looks
+
+
+_thread = _Thread()
+
+
 class _Results:
     """The functions that results pass, as they are now.
 
     Attributes:
         own: ``own(made, parents)`` returns the result of an op of clamp's.
-        foreign: the same of an op of netcl's, or of the user's.
+        foreign: the same of an op of the user's, or of netcl's.
+        netcls: ``netcls(made, args)`` returns what a function of netcl's has made of its arguments; its ops have told
+            nobody, but for those that are clamp's.
         backward: ``backward(run, loss, grad)`` runs netcl's engine.
         add: ``add(add, first, second)`` adds two gradients of one node, in the first one's dtype; netcl's ``add`` may
             write to the first.
@@ -84,6 +103,7 @@ class _Results:
 
     def __init__(self) -> None:
         self._observers: tuple[Observer, ...] = ()
+        self._last: Callable[[], Any] = _nothing
         self._exchange()
 
     def attach(self, observer: Observer) -> None:
@@ -91,6 +111,17 @@ class _Results:
         if observer not in self._observers:
             self._observers += (observer,)
             self._exchange()
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """Who is told."""
+        return self._observers
+
+    @property
+    def key(self) -> Hashable:
+        """Who is told, held by nobody. What was recorded for replay tells those that were there then: it is another
+        recording for others."""
+        return tuple(map(weakref.ref, self._observers))
 
     def detach(self, observer: Observer) -> None:
         """``observer`` is told nothing any more."""
@@ -108,30 +139,48 @@ class _Results:
 
     def _exchange(self) -> None:
         if self._observers:
-            self.own, self.foreign, self.backward = self._own_seen, self._seen, self._backward_seen
-            self.add, self.stepped = self._add_seen, self._step_seen
+            self.own, self.foreign, self.netcls = self._own_seen, self._seen, self._netcls_seen
+            self.backward, self.add, self.stepped = self._backward_seen, self._add_seen, self._step_seen
         else:
-            self.own, self.foreign, self.backward, self.add, self.stepped = _own, _foreign, _backward, _add, _stepped
+            self.own, self.foreign, self.netcls = _own, _foreign, _netcls
+            self.backward, self.add, self.stepped = _backward, _add, _stepped
 
     def _own_seen(self, made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
         return self._seen(_own(made, parents), parents)
 
     def _seen(self, made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
+        if _thread.in_backward or not isinstance(getattr(made, "value", None), Tensor):
+            return made  # a step of a gradient; a compiler's node, or nothing that netcl made
         tokens = [(observer, observer.result(made, parents)) for observer in self._observers]
         told = [(observer, token) for observer, token in tokens if token is not None]
+        self._last = weakref.ref(made)
         if isinstance(made, Node):
             made.is_observed = True
             if told and made.grad_fn is not None:
                 made.grad_fn = _seen_gradients(made.grad_fn, told)
         return made
 
+    def _netcls_seen(self, made: Any, args: Sequence[Any]) -> Any:
+        """Tells of what is new: a function may hand on what it was given, or what another has made."""
+        for one in made if isinstance(made, list | tuple) else (made,):
+            if isinstance(one, Node) and one.op_name is not None and not hasattr(one, "is_observed"):
+                self._seen(one, one.parents)
+            elif isinstance(one, Tensor) and self._last() is not one and not any(one is x for x in args):
+                self._seen(one, [x for x in args if isinstance(x, Node | Tensor)])
+        return made
+
     def _backward_seen(self, run: Callable[..., None], loss: Node, grad: Tensor | None) -> None:
-        # Nodes that a user made by hand have passed nowhere.
-        if any(node.parents and not hasattr(node, "is_observed") for node in bridge.graph(loss)):
-            for node in bridge.in_order(loss):
-                if node.parents and not hasattr(node, "is_observed"):
-                    self._seen(node, node.parents)
-        run(loss, grad)
+        around, _thread.in_backward = _thread.in_backward, False
+        try:
+            # Nodes that a user made by hand have passed nowhere.
+            if any(node.parents and not hasattr(node, "is_observed") for node in bridge.graph(loss)):
+                for node in bridge.in_order(loss):
+                    if node.parents and not hasattr(node, "is_observed"):
+                        self._seen(node, node.parents)
+            _thread.in_backward = True
+            run(loss, grad)
+        finally:
+            _thread.in_backward = around
         for observer in self._observers:
             observer.backward_ended(loss)
 

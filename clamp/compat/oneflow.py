@@ -19,6 +19,7 @@ from clamp import bridge, session
 from clamp.bridge import CompiledGraph, DTypeLike, Node, Tape, Tensor
 from clamp.casting.arguments import mapped
 from clamp.casting.regions import Region, check_dtype, current_region, in_region, region_here
+from clamp.casting.results import RESULTS
 from clamp.compat import pytorch
 from clamp.compat.oneflow_scaler import GradScaler, StaticGradScaler, loss_scale_of
 from clamp.observe.attribution import Attribution
@@ -288,7 +289,7 @@ class Graph:
         """What a recording depends on besides the state of the host and the content of tensors."""
         how = None if region is None else (region.enabled, region.dtype, region.allow_banned, region.policies)
         registered = tuple((id(x.owner), x.name, x.policy) for x in session.registrations)
-        around = (how, registered, bridge.is_grad_enabled(), threading.get_ident())
+        around = (how, registered, RESULTS.key, bridge.is_grad_enabled(), threading.get_ident())
         return around, tuple(_signature(x) for x in inputs), shared_memory(_tensors(inputs))
 
     def _watch(self, inputs: Sequence[Any]) -> Watch:

@@ -16,7 +16,8 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.observe.frames import BACKWARD, FORWARD, Frame, Trace, Value, distinct
-from clamp.observe.place import NOWHERE, here
+from clamp.observe.place import NOWHERE, Place, here
+from clamp.observe.sampling import SUM, Sampler, Sampling
 from clamp.opencl.recording import host_step, recorder, unrecorded
 from clamp.ops.statistics import PendingStatistics, statistics_of
 from clamp.scaling.loss_scale import LossScale
@@ -36,16 +37,19 @@ class Journal:
         histogram: whether histograms are measured, too.
         limit: bytes of tensors held at the most; by default a quarter of the device's memory. Beyond it they are
             measured, and let go, before the step is over.
+        sampling: which ops are kept. Of others nothing is, but what an op that is kept reads of them.
     """
 
     def __init__(
         self, on_trace: Callable[[Trace, StepReport], None], *, wants: Callable[[StepReport], bool] | None = None,
         only_training: bool = True, histogram: bool = False, limit: int | None = None,
+        sampling: Sampling | None = None,
     ) -> None:  # fmt: skip
         self._on_trace = on_trace
         self._wants = wants or (lambda report: not report.stepped)
         self._only_training, self._histogram, self._limit = only_training, histogram, limit
         self._lock = threading.Lock()
+        self._sampler = Sampler(sampling)
         self._forget()
 
     def _forget(self) -> None:
@@ -61,11 +65,13 @@ class Journal:
         """See ``Observer``."""
         if self._only_training and (not isinstance(made, Node) or bridge.is_leaf(made)):
             return None
-        op = getattr(made, "op_name", None) or "op"
+        op, place = getattr(made, "op_name", None) or "op", self._place()
+        if place is None or not self._sampler.takes(op, place):
+            return None
         with self._lock:
             read = [self._value(parent.value) for parent in parents if isinstance(parent.value, Tensor)]
-            frame = Frame(op, FORWARD, here(), read, [])
-            self._give(frame, [made.value] if isinstance(made.value, Tensor) else [])
+            frame = Frame(op, FORWARD, place, read, [])
+            self._give(frame, [made.value])
         self._keep_within_limit(made.value)
         return frame
 
@@ -82,6 +88,8 @@ class Journal:
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
         """See ``Observer``."""
+        if not (self._sampler.looks() and self._sampler.takes(SUM, NOWHERE)):
+            return
         with self._lock:
             self._give(
                 Frame("sum of gradients", BACKWARD, NOWHERE, [self._value(first), self._value(second)], []), [made]
@@ -102,8 +110,13 @@ class Journal:
             self._on_trace(trace, report)
         with self._lock:
             self._forget()
+        self._sampler.end_step()
 
     # ------------------------------------------------------------------------------------------ keeping
+
+    def _place(self) -> Place | None:
+        """Where the op that is being computed is called; None in a step that is not looked at."""
+        return here() if self._sampler.looks() else None
 
     def _value(self, tensor: Tensor) -> Value:
         ref, value = self._values.get(id(tensor), (None, None))
@@ -165,6 +178,8 @@ class Journal:
         measured: tuple[PendingStatistics, list[Value]],
         scaler: LossScale | None,
     ) -> None:
+        if not self._sampler.looks():
+            return
         with self._lock:
             self._scaler = scaler
             self.frames = [*self.frames, *frames]

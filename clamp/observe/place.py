@@ -21,6 +21,7 @@ from clamp.patching.wrap import netcl_wrapper, owned_wrapper, user_wrapper
 _LIBRARIES = bridge.NETCLS_FOLDER, str(Path(str(wrapt.__file__)).parent)
 _STANDARD = str(Path(types.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
+CAST = "cast"  # the op that changes a dtype
 _USERS = 8  # functions of the user's among which a model is looked for
 
 
@@ -53,6 +54,11 @@ class Place:
     modules: tuple[Any, ...] = ()
     file: str = ""
     line: int = 0
+
+    def name_of(self, op: str) -> str:
+        """What netcl's op of this name, called here, is called: as the lists call its function, ``"matmul_op"``, but
+        for a cast that a function makes of its input."""
+        return op if op == CAST else self.function.rpartition(".")[2] or op
 
     @property
     def short_line(self) -> str:

@@ -22,6 +22,7 @@ from clamp.casting.operands import Casting, NotOwned, Promote
 from clamp.casting.owned import Function
 from clamp.casting.policy import CastPolicy, Entry, netcl_defects
 from clamp.casting.regions import Region, casting_in, casting_region, current_region, no_casts
+from clamp.casting.results import RESULTS
 from clamp.opencl.recording import recorder
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -52,7 +53,7 @@ def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
             # that is wrong: a loss that the user keeps in float32 has to train as well.
             ours = always or (draws and recorder() is not None)
             if not ours and not holds_half(args, kwargs):
-                return wrapped(*args, **kwargs)
+                return RESULTS.netcls(wrapped(*args, **kwargs), args)
             casting: Casting = _AS_GIVEN
         else:
             casting = region.castings.get(entry.name) or _add_casting(region, entry)
@@ -81,9 +82,9 @@ def netcl_wrapper(entry: Entry, listed: bool = True) -> Wrapper:
         if holds_half(args, kwargs):
             return _run_widened(entry, wrapped, args, kwargs)
         if region is None or not listed or policy is not CastPolicy.FLOAT:
-            return wrapped(*args, **kwargs)
+            return RESULTS.netcls(wrapped(*args, **kwargs), args)
         with casting_in(region.in_float32):
-            return wrapped(*args, **kwargs)
+            return RESULTS.netcls(wrapped(*args, **kwargs), args)
 
     return call
 
@@ -133,7 +134,7 @@ def _run_widened(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict
     args, kwargs = cast_arguments(args, kwargs, "float32", report, use_cache)
     casting = casting_region()
     with casting_in(None if casting is None else casting.in_float32):
-        return wrapped(*args, **kwargs)
+        return RESULTS.netcls(wrapped(*args, **kwargs), args)
 
 
 # ---------------------------------------------------------------------------------------------- writes in place

@@ -15,6 +15,7 @@ import numpy as np
 from clamp import bridge, session
 from clamp.bridge import Tensor
 from clamp.casting.regions import current_region, process_region
+from clamp.casting.results import RESULTS
 from clamp.opencl.recording import recorder
 from clamp.params import gradient_marks, masters
 from clamp.patching.recordings.attempt import Attempt
@@ -140,7 +141,8 @@ class RecordedFunction:
         how = None if region is None else (region.enabled, region.dtype, region.allow_banned, region.policies)
         registered = tuple((id(x.owner), x.name, x.policy) for x in session.registrations)
         guards = tuple(_tokens().values())
-        around = (how, id(process_region()), guards, registered, bridge.is_grad_enabled(), threading.get_ident())
+        thread = bridge.is_grad_enabled(), threading.get_ident()
+        around = (how, id(process_region()), guards, registered, RESULTS.key, *thread)
         return around, call.key
 
     def _roots(self, call: Call) -> dict[str, Any]:

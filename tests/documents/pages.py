@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
 
 import numpy as np
 import pyopencl as cl
 
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
-from tests.documents.runner import Ran
+from tests.documents.runner import ROOT, Ran
 
 
 def readme(page: Ran, queue: cl.CommandQueue) -> None:
@@ -50,7 +54,13 @@ def recording(page: Ran, queue: cl.CommandQueue) -> None:
 
 def paddle(page: Ran, queue: cl.CommandQueue) -> None:
     assert [type(step.optimizer).__name__ for step in page.steps] == ["SGD"] * 3 + ["AdamW"] * 3
-    assert page["scaler"].state_dict()["scale"] == 1024
+    with redirect_stdout(StringIO()) as printed, page["debugging"].collect_operator_stats(), amp.auto_cast():
+        page["compute_loss"](page["model"])
+    assert f"```text\n{printed.getvalue().strip()}\n```" in (ROOT / "docs/coming-from-paddle.md").read_text("utf-8")
+    with Path("compare.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["infinite"] for row in rows} == {"0"}
+    assert sum(bool(row["fp32_dtype"] and row["fp16_dtype"]) for row in rows) >= 10
 
 
 def pytorch(page: Ran, queue: cl.CommandQueue) -> None:
@@ -113,7 +123,7 @@ PAGES: dict[str, tuple[Callable[[Ran, cl.CommandQueue], None], int]] = {
     "docs/coming-from-netcl.md": (netcl, 2),
     "docs/coming-from-oneflow.md": (oneflow, 0),
     "docs/recording.md": (recording, 1),
-    "docs/coming-from-paddle.md": (paddle, 2),
+    "docs/coming-from-paddle.md": (paddle, 4),
     "docs/coming-from-pytorch.md": (pytorch, 3),
     "docs/debugging.md": (debugging, 0),
     "docs/loss-scaling.md": (loss_scaling, 4),

@@ -1,0 +1,141 @@
+"""Two runs compared by what the tensor checker has written of them, as Paddle's ``compare_accuracy`` does."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_LARGEST = 65504.0  # of float16
+_TOLERANCE = 1e-2  # of a gradient's extremes, relative and absolute
+_NUMBER = r"[-+.\w]+"
+_LINE = re.compile(
+    r"\[device=[^,\]]*, op=(?P<op>[^,\]]*), tensor=(?P<tensor>[^,\]]*), dtype=(?P<dtype>\w+)\], numel=(?P<numel>\d+), "
+    r"num_nan=(?P<num_nan>\d+), num_inf=(?P<num_inf>\d+), num_zero=(?P<num_zero>\d+), "
+    rf"max=(?P<max>{_NUMBER}), min=(?P<min>{_NUMBER}), mean=(?P<mean>{_NUMBER})"
+)
+_OF_ONE = ("dtype", "max_value", "min_value", "mean_value", "num_zero", "num_inf", "num_nan")
+_RATIOS = ("max_value", "min_value", "mean_value")
+COLUMNS = [
+    "worker", "op_type", "tensor_name", "numel", "infinite", *(f"fp32_{name}" for name in _OF_ONE),
+    *(f"fp16_{name}" for name in _OF_ONE), *(f"fp16_div_fp32_{name}" for name in _RATIOS),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """One line of a log."""
+
+    op_type: str
+    tensor_name: str
+    numel: int
+    dtype: str
+    max_value: float
+    min_value: float
+    mean_value: float
+    num_zero: int
+    num_inf: int
+    num_nan: int
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What two runs have in common."""
+        return self.op_type, self.tensor_name, self.numel
+
+
+def compare_dumps(first: str | Path, second: str | Path, output: str | Path, loss_scale: float = 1) -> None:
+    """See ``clamp.debugging.compare_accuracy``."""
+    if Path(output).suffix != ".csv":
+        raise ValueError(f"output_filename must end in .csv, which every spreadsheet opens, got {str(output)!r}")
+    rows, infinite = [], list[str]()
+    for fp32_log, fp16_log in _logs(Path(first), Path(second)):
+        for fp32, fp16 in _pairs(_read(fp32_log), _read(fp16_log)):
+            row = _row(fp16_log.name, fp32, fp16, loss_scale)
+            rows.append(row)
+            if row["infinite"] and row["op_type"] not in infinite:
+                infinite.append(row["op_type"])
+    with Path(output).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"-- OP Types produce infinite outputs: {infinite}")
+    print(f"-- Write to {output}")
+
+
+def _logs(first: Path, second: Path) -> list[tuple[Path, Path]]:
+    """The logs of two folders that belong together: by their names, or one and one."""
+    logs = [sorted(folder.glob("worker_*")) for folder in (first, second)]
+    for folder, found in zip((first, second), logs, strict=True):
+        if not found:
+            raise FileNotFoundError(
+                f"{folder} has no log worker_*: run with TensorCheckerConfig(enable=True, "
+                f"debug_mode=DebugMode.CHECK_ALL, output_dir={str(folder)!r})"
+            )
+    names = [[log.name for log in found] for found in logs]
+    if names[0] != names[1] and (len(logs[0]), len(logs[1])) != (1, 1):
+        raise ValueError(f"the logs of the two runs are not of the same devices: {names[0]} and {names[1]}")
+    return list(zip(*logs, strict=True))
+
+
+def _read(log: Path) -> list[Dumped]:
+    found = []
+    for number, line in enumerate(log.read_text(encoding="utf-8").splitlines(), 1):
+        if "[PRECISION]" not in line:
+            continue
+        match = _LINE.search(line)
+        if match is None:
+            raise ValueError(f"{log}:{number} is not as the tensor checker writes: {line!r}")
+        part = match.groupdict()
+        greatest, least, mean = (float(part[name]) for name in ("max", "min", "mean"))
+        zeros, infs, nans = (int(part[name]) for name in ("num_zero", "num_inf", "num_nan"))
+        known = part["op"], part["tensor"], int(part["numel"]), part["dtype"]
+        found.append(Dumped(*known, greatest, least, mean, zeros, infs, nans))
+    return found
+
+
+def _pairs(first: Sequence[Dumped], second: Sequence[Dumped]) -> Iterator[tuple[Dumped | None, Dumped | None]]:
+    """What two runs say of the same tensors: of as many-th ones of an op, a name and a size; None for what one lacks.
+
+    In the order of the second run; what only the first one has comes last.
+    """
+    left = dict(_numbered(first))
+    for key, dumped in _numbered(second):
+        yield left.pop(key, None), dumped
+    yield from ((dumped, None) for dumped in left.values())
+
+
+def _numbered(run: Sequence[Dumped]) -> Iterator[tuple[tuple[Any, int], Dumped]]:
+    count = Counter[Any]()
+    for dumped in run:
+        yield (dumped.key, count[dumped.key]), dumped
+        count[dumped.key] += 1
+
+
+def _row(worker: str, fp32: Dumped | None, fp16: Dumped | None, loss_scale: float) -> dict[str, Any]:
+    known = fp16 or fp32
+    assert known is not None
+    row: dict[str, Any] = {"worker": worker, "op_type": known.op_type, "tensor_name": known.tensor_name,
+                           "numel": known.numel, "infinite": int(_is_infinite(fp32, fp16, loss_scale))}  # fmt: skip
+    for kind, one in (("fp32", fp32), ("fp16", fp16)):
+        row |= {f"{kind}_{name}": "" if one is None else getattr(one, name) for name in _OF_ONE}
+    if fp32 is not None and fp16 is not None:
+        for name in _RATIOS:
+            wide = getattr(fp32, name)
+            row[f"fp16_div_fp32_{name}"] = getattr(fp16, name) / wide if wide else ""
+    return row
+
+
+def _is_infinite(fp32: Dumped | None, fp16: Dumped | None, loss_scale: float) -> bool:
+    """Whether float16 has no room for a tensor, or its gradient is another one than float32's times the loss scale."""
+    scale = loss_scale if fp32 is not None and "GRAD" in fp32.tensor_name else 1.0
+    wide = [] if fp32 is None else [scale * fp32.max_value, scale * fp32.min_value]
+    narrow = [] if fp16 is None else [fp16.max_value, fp16.min_value]
+    if not all(abs(x) <= _LARGEST for x in wide + narrow) or (fp16 is not None and fp16.num_inf + fp16.num_nan):
+        return True
+    if fp32 is None or fp16 is None or "GRAD" not in fp32.tensor_name:
+        return False
+    return any(abs(x - y) > _TOLERANCE * (1 + abs(y)) for x, y in zip(narrow, wide, strict=True))

@@ -1,0 +1,294 @@
+"""Which ops are looked at: names, modules, steps; and that of others nothing is held."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.nn.layers import Linear, ReLU, Sequential
+from netcl.optim import SGD
+
+from clamp import amp, bridge, session
+from clamp.bridge import Node, Tensor
+from clamp.casting.results import RESULTS
+from clamp.observe.frames import Trace
+from clamp.observe.journal import Journal
+from clamp.observe.sampling import Sampling
+from clamp.scaling.step_report import StepReport
+from tests.networks import batch, loss_of, mlp, step
+from tests.reference import to_device
+
+# ---------------------------------------------------------------------------------------------- what it takes
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"modules": "layers.2"}, TypeError, r"modules must be a list of names, got 'layers\.2'"),
+        ({"ops": [1]}, TypeError, "ops must be a list"),
+        ({"ops": ["matmul_v2"]}, ValueError, r"no function is called 'matmul_v2' \(near: matmul_op\)"),
+        ({"ops": ["elementwise_add"]}, ValueError, r"\(near: add\)"),
+        ({"skip_ops": ["reduce_mean"]}, ValueError, r"\(near: mean\)"),
+        ({"skip_ops": ["softmx"]}, ValueError, r"near: .*softmax"),
+        ({"ops": ["xyzzy"]}, ValueError, r"called 'xyzzy'\. .* lists` prints all names.*'xyzzy\*'"),
+        ({"every": 0}, ValueError, "every must be a whole number from 1 on, got 0"),
+        ({"every": 2.0}, ValueError, "every"),
+        ({"steps": (3, 2)}, ValueError, r"like \(1, 5\), got \(3, 2\)"),
+        ({"steps": (0, 2)}, ValueError, "steps"),
+        ({"steps": 5}, ValueError, "steps"),
+        ({"steps": (1, 2, 3)}, ValueError, "steps"),
+    ],
+)
+def test_what_it_does_not_take(values: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Sampling(**values)
+
+
+@pytest.mark.parametrize("name", ["matmul_op", "matmul", "softmax", "cast", "scale_loss", "grad_add", "silu", "my_*"])
+def test_names_that_there_are(name: str) -> None:
+    assert Sampling(ops=[name]).ops == (name,)
+
+
+def test_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "sampling.toml"
+    file.write_text('modules = ["layers.*"]\nops = ["matmul_op"]\nskip_ops = ["cast"]\nevery = 10\nsteps = [9, 99]\n')
+    assert Sampling.read(file) == Sampling(("layers.*",), ("matmul_op",), ("cast",), 10, (9, 99))
+    file.write_text("")
+    assert Sampling.read(str(file)) == Sampling()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            'op = ["matmul_op"]',
+            r"sampling\.toml: unknown key 'op' \(near: ops\); known are modules, ops",
+        ),
+        ("every = 0", r"sampling\.toml: every must be"),
+        ('modules = "layers.2"', r"sampling\.toml: modules must be a list"),
+        ('ops = ["conv2"]', r"sampling\.toml: no function is called 'conv2' \(near: .*conv2d"),
+        ("ops = [", r"cannot read the sampling .*sampling\.toml"),
+    ],
+)
+def test_a_file_that_makes_no_sense(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "sampling.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Sampling.read(file)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot read the sampling"):
+        Sampling.read(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "steps"),
+    [
+        (Sampling(), [1, 2, 3, 4, 5, 6, 7, 8]),
+        (Sampling(every=3), [1, 4, 7]),
+        (Sampling(steps=(3, 5)), [3, 4, 5]),
+        (Sampling(steps=(2, 2)), [2]),
+        (Sampling(every=2, steps=(3, 7)), [3, 5, 7]),
+    ],
+)
+def test_steps(sampling: Sampling, steps: list[int]) -> None:
+    assert [number for number in range(1, 9) if sampling.takes_step(number)] == steps
+
+
+# ---------------------------------------------------------------------------------------------- a journal that samples
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Trace]]:
+    """What journals made by ``watching`` have seen, a trace a step."""
+    found: list[Trace] = []
+    yield found
+    for observer in RESULTS.observers:
+        RESULTS.detach(observer)
+
+
+def watching(traces: list[Trace], **sampling: Any) -> Journal:
+    def keep(trace: Trace, report: StepReport) -> None:
+        traces.append(trace)
+
+    journal = Journal(keep, wants=lambda report: True, sampling=Sampling(**sampling))
+    RESULTS.attach(journal)
+    return journal
+
+
+def train(queue: cl.CommandQueue, steps: int = 1) -> Sequential:
+    model, data = mlp(queue, 8, 16, 4), batch(queue, 4, 8, 4)
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    with amp.init() as handle:
+        for _ in range(steps):
+            step(handle, model, optimizer, data)
+    return model
+
+
+def functions(trace: Trace) -> set[str]:
+    return {frame.function for frame in trace.frames}
+
+
+def test_ops(queue: cl.CommandQueue, traces: list[Trace]) -> None:
+    watching(traces, ops=["mse_loss", "bias_add"])
+    train(queue)
+    assert functions(traces[0]) == {"mse_loss", "bias_add"}
+    assert {frame.direction for frame in traces[0].frames} == {"forward", "backward"}
+
+
+def test_skipped_ops_win(queue: cl.CommandQueue, traces: list[Trace]) -> None:
+    watching(traces, ops=["m*"], skip_ops=["mse_loss"])
+    train(queue)
+    assert functions(traces[0]) == {"matmul_op", "mul"}
+
+
+def test_modules(queue: cl.CommandQueue, traces: list[Trace]) -> None:
+    watching(traces, modules=["layers.2"])
+    train(queue)
+    traces[0].name()
+    assert {frame.module for frame in traces[0].frames} == {"layers.2"}
+    assert functions(traces[0]) == {"matmul_op", "bias_add"}
+
+
+def test_a_module_takes_those_inside_it(queue: cl.CommandQueue, traces: list[Trace]) -> None:
+    model = Sequential(Sequential(Linear(queue, 8, 8), ReLU()), Linear(queue, 8, 4))
+    watching(traces, modules=["layers.0"])
+    with amp.init() as handle:
+        step(handle, model, SGD(model.parameters(), lr=1e-3), batch(queue, 4, 8, 4))
+    traces[0].name()
+    assert {frame.module for frame in traces[0].frames} == {"layers.0.layers.0"}
+
+
+def test_steps_of_a_run(queue: cl.CommandQueue, traces: list[Trace]) -> None:
+    watching(traces, every=2, steps=(2, 5))
+    train(queue, 6)
+    assert [bool(trace.frames) for trace in traces] == [False, True, False, True, False, False]
+
+
+def test_modules_are_searched_for_once(
+    queue: cl.CommandQueue, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[Any] = []
+    names = bridge.module_names
+    monkeypatch.setattr(bridge, "module_names", lambda modules: (searched.extend(modules), names(modules))[1])
+    watching(traces, modules=["layers.2"])
+    train(queue, 4)
+    assert all(trace.frames for trace in traces)
+    assert 0 < len(searched) == len({id(module) for module in searched})
+
+
+def test_of_others_nothing_is_held(queue: cl.CommandQueue, traces: list[Trace]) -> None:
+    watching(traces, ops=["mse_loss"])
+    with amp.init():
+        left_out = ag.exp(ag.tensor(Tensor.from_host(queue, np.ones(3, np.float32)), requires_grad=True))
+        value = weakref.ref(left_out.value)
+        del left_out
+        gc.collect()
+        assert value() is None
+
+
+def test_a_pattern_that_meets_nothing(queue: cl.CommandQueue, traces: list[Trace]) -> None:
+    watching(traces, modules=["layer.2", "layers.0"])
+    with pytest.warns(UserWarning, match="no op of step 1") as warned:
+        train(queue, 3)
+    (message,) = (str(warning.message) for warning in warned)
+    assert message == "no op of step 1 was in a module of the path 'layer.2' (near: layers.2, layers.0)"
+
+
+# ---------------------------------------------------------------------------------------------- netcl's own ops
+
+
+class Seen:
+    """An observer that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self.steps: list[StepReport] = []
+
+    def result(self, made: Any, parents: Any) -> None:
+        self.made.append(made)
+
+    def gradients(self, token: Any, grad: Any, grads: Any, again: Any) -> None: ...
+
+    def added(self, made: Any, first: Any, second: Any) -> None: ...
+
+    def backward_ended(self, loss: Any) -> None: ...
+
+    def stepped(self, report: StepReport) -> None:
+        self.steps.append(report)
+
+
+@pytest.fixture
+def seen() -> Iterator[Seen]:
+    observer = Seen()
+    session.ensure_patched()
+    with RESULTS.attached(observer):
+        yield observer
+
+
+def names(seen: Seen) -> list[str]:
+    return [made.op_name if isinstance(made, Node) else "tensor" for made in seen.made]
+
+
+def test_without_amp_each_op_is_told_once(queue: cl.CommandQueue, seen: Seen) -> None:
+    model, data = mlp(queue, 8, 16, 4), batch(queue, 4, 8, 4)
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    loss_of(model, data).backward()
+    optimizer.step()
+    assert names(seen) == ["linear_relu", "matmul", "bias_add", "mse_loss", "mul_scalar_right"]
+    assert [report.stepped for report in seen.steps] == [True]
+
+
+def test_functions_made_of_others(queue: cl.CommandQueue, seen: Seen) -> None:
+    x = ag.tensor(to_device(queue, np.ones((2, 3))), requires_grad=True)
+    mean = ag.mean(x)
+    assert seen.made[-1] is mean
+    assert len({id(made) for made in seen.made}) == len(seen.made)
+
+
+def test_bare_tensors(queue: cl.CommandQueue, seen: Seen) -> None:
+    x = ag.tensor(to_device(queue, np.ones((2, 3))))
+    with bridge.no_grad():
+        result = ag.exp(x)
+    assert isinstance(result, Tensor)
+    assert seen.made == [result]
+
+
+def test_layers_of_bare_tensors(queue: cl.CommandQueue, seen: Seen) -> None:
+    x = to_device(queue, np.ones((2, 8)))
+    result = Sequential(Linear(queue, 8, 4), ReLU(), Linear(queue, 4, 2))(x)
+    assert seen.made[-1] is result
+    assert x not in seen.made
+    assert len({id(made) for made in seen.made}) == len(seen.made)
+
+
+def test_who_looks_goes_on_when_a_handle_ends(queue: cl.CommandQueue, seen: Seen) -> None:
+    x = ag.tensor(to_device(queue, np.ones((2, 3))), requires_grad=True)
+    with amp.init():
+        first = ag.exp(x)
+    second = ag.exp(x)
+    assert seen.made == [first, second]
+
+
+def test_recordings_hold_nobody_who_looked(queue: cl.CommandQueue) -> None:
+    exp = amp.record(lambda x: ag.exp(x))
+    x = ag.tensor(to_device(queue, np.ones(3)))
+    for _ in range(3):
+        exp(x)
+    observer = Seen()
+    with RESULTS.attached(observer):
+        exp(x)
+    assert len(observer.made) == 1
+    ref = weakref.ref(observer)
+    del observer
+    gc.collect()
+    assert ref() is None
+    assert exp.recordings == 1
