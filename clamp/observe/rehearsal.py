@@ -33,9 +33,10 @@ def rehearsal(scale_now: float | None = None, scale: float | None = None) -> Ite
         guards = bridge.living(StepGuard)
         for guard in guards:
             undo.callback(guard.put_back, guard.pending)
-        for tensor in _trained(guards):
+        layers = [x for root in bridge.living(bridge.Module) for _, x in bridge.module_tensors(root)]
+        for tensor in _trained(guards, layers):
             undo.callback(_set_gradient, tensor, tensor.grad)
-        for tensor in _statistics():
+        for tensor in {id(x): x for x in layers if not bridge.is_weight(x)}.values():  # the statistics of layers
             undo.callback(bridge.write_bytes, tensor, bridge.read_bytes(tensor))
         for scaler in bridge.host_scalers():
             undo.callback(vars(scaler).update, dict(vars(scaler)))
@@ -51,17 +52,11 @@ def rehearsal(scale_now: float | None = None, scale: float | None = None) -> Ite
             yield
 
 
-def _trained(guards: list[StepGuard]) -> list[Tensor]:
-    """Parameters, and masters, of all optimizers that are known."""
+def _trained(guards: list[StepGuard], layers: list[Tensor]) -> list[Tensor]:
+    """Parameters of all layers, and those, and masters, of all optimizers that are known."""
     optimizers = [guard.optimizer for guard in guards if guard.optimizer is not None]
-    found = (tensor for optimizer in optimizers for pair in masters.pairs(optimizer) for tensor in pair)
-    return list({id(tensor): tensor for tensor in found}.values())
-
-
-def _statistics() -> list[Tensor]:
-    """The tensors of all layers that are not trained."""
-    found = (x for root in bridge.living(bridge.Module) for _, x in bridge.module_tensors(root))
-    return list({id(x): x for x in found if not bridge.is_weight(x)}.values())
+    found = [tensor for optimizer in optimizers for pair in masters.pairs(optimizer) for tensor in pair]
+    return list({id(x): x for x in (*found, *filter(bridge.is_weight, layers))}.values())
 
 
 def _set_gradient(tensor: Tensor, grad: Tensor | None) -> None:
