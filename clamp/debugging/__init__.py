@@ -1,6 +1,13 @@
-"""What AMP did: why a step was skipped, and how much device memory a stretch of a run takes."""
+"""What AMP did: why a step was skipped, what an op errs by, what has to run in float32, how much memory a run takes."""
 
+from clamp.debugging.accuracy import Accuracy, ValueAccuracy, compare_accuracy
 from clamp.debugging.memory import MemoryMeter
 from clamp.observe.attribution import explain_step as explain
 
-__all__ = ["MemoryMeter", "explain"]
+__all__ = [
+    "Accuracy",
+    "MemoryMeter",
+    "ValueAccuracy",
+    "compare_accuracy",
+    "explain",
+]
