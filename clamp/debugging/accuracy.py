@@ -15,10 +15,10 @@ from clamp.bridge import DTypeLike, Node, Tensor
 from clamp.casting.policy import default_table
 from clamp.casting.regions import Region, changed_regions, check_dtype, current_region, in_own_region
 from clamp.casting.results import RESULTS, Observer
-from clamp.debugging.two_runs import RESULT, AmpSide, Float32Side, Found
+from clamp.debugging.two_runs import AmpSide, Float32Side, Found
 from clamp.observe.errors import UNIT_ROUNDOFF
-from clamp.observe.identity import Op
 from clamp.observe.rehearsal import rehearsal
+from clamp.observe.watcher import NO_OP, RESULT, Key, Names
 
 _SHOWN = 30  # rows of a table
 _HIGHEST, _LOWER = 2.0**16, 16.0  # loss scales: the first that is tried, and by how much the next is lower
@@ -265,7 +265,7 @@ def _both_runs(step: _Step, amp: Region) -> tuple[tuple[Float32Side, float], tup
     with changed_regions(_in_float32):
         right_loss = _run(step, 1.0, amp, right)
     if not right.values:
-        raise ValueError("the step ran no op on an OpenCL device that could be looked at: there is nothing to compare")
+        raise ValueError(NO_OP)
     scale = step.scale
     while True:
         wrong = AmpSide(right.values, amp.dtype, scale)
@@ -297,30 +297,14 @@ def _run(step: _Step, scale: float, region: Region, observer: Observer) -> float
 
 def _accuracy(right: tuple[Float32Side, float], wrong: tuple[AmpSide, float], dtype: str, tolerance: float) -> Accuracy:
     (in_float32, right_loss), (under_amp, loss) = right, wrong
-    names = _Names(under_amp)
+    names = Names(under_amp.ops, [one.seen for one in under_amp.found if one.seen is not None])
     values = sorted((_value(one, names, dtype) for one in under_amp.found), key=_rank)
     missing = [f"{_words(key, in_float32.ops.paths())}, in float32 only" for key in under_amp.missing]
     extra = [f"{_words(key, names.paths)}, under AMP only" for key in under_amp.unpaired]
     return Accuracy(tuple(values), (*missing, *extra), dtype, tolerance, loss, right_loss)
 
 
-class _Names:
-    """What layers and parameters are called."""
-
-    def __init__(self, side: AmpSide) -> None:
-        self.paths = side.ops.paths()
-        trained = {id(x): x for one in side.found if one.seen is not None for x in one.seen.trained.values()}
-        self._parameters = dict(zip(trained, bridge.parameter_names(list(trained.values())), strict=True))
-
-    def of(self, one: Found) -> str:
-        """The name of a value."""
-        if one.part == RESULT or one.seen is None:
-            return "result"
-        name = self._parameters.get(id(one.seen.trained.get(one.part)), "")
-        return f"gradient of {name if name and not name.startswith('params[') else f'input {one.part}'}"
-
-
-def _value(one: Found, names: _Names, dtype: str) -> ValueAccuracy:
+def _value(one: Found, names: Names, dtype: str) -> ValueAccuracy:
     nan = float("nan")
     total = nan if one.total is None else one.total.relative
     largest = nan if one.total is None else one.total.largest
@@ -333,7 +317,7 @@ def _value(one: Found, names: _Names, dtype: str) -> ValueAccuracy:
     if one.seen is None:
         return ValueAccuracy("sum of gradients", "backward", "result", "", "", 0, "", one.dtype, one.shape, *numbers)
     op, direction = one.seen.op, "forward" if one.part == RESULT else "backward"
-    return ValueAccuracy(op.function, direction, names.of(one), names.paths.get(op.layer, ""), op.line, op.call,
+    return ValueAccuracy(op.function, direction, names.value(one.seen, one.part), names.layer(op), op.line, op.call,
                          one.seen.place.policy, one.dtype, one.shape, *numbers)  # fmt: skip
 
 
@@ -346,7 +330,7 @@ def _rank(value: ValueAccuracy) -> float:
     return np.inf if np.isnan(value.times) else -value.times
 
 
-def _words(key: tuple[Op, int, int], paths: dict[str, str]) -> str:
+def _words(key: Key, paths: dict[str, str]) -> str:
     op, part, _ = key
     where = f" in {paths[op.layer]}" if op.layer else ""
     what = "result" if part == RESULT else f"gradient {part}"

@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from clamp import bridge
-from clamp.bridge import HALF_DTYPES, Node, Tensor, TensorLike
+from clamp.bridge import HALF_DTYPES, Tensor, TensorLike
 from clamp.observe.errors import LARGEST, Array, Error, error_of, on_host, rounding_of
-from clamp.observe.identity import Op, Ops
-from clamp.observe.place import Place
 from clamp.observe.twins import Twins
-from clamp.opencl.recording import recorder
-
-Key: TypeAlias = tuple[Op, int, int]  # an op, which of its values, and in which of its backward passes
-
-RESULT = -1  # where a gradient has the number of the parent that it is of
-
-
-@dataclass(eq=False)
-class Seen:
-    """An op that has been seen, as the token of its backward.
-
-    Attributes:
-        op, place: of it.
-        twin: its float32 counterpart.
-        trained: by the number of a parent, the parameter that it is.
-        brought: the worst error, against the float32 run, of what it read.
-    """
-
-    op: Op
-    place: Place
-    twin: TensorLike | None = None
-    trained: dict[int, Tensor] = field(default_factory=dict)
-    brought: float = 0.0
+from clamp.observe.watcher import RESULT, Key, Seen, Watcher, trained_parents
 
 
 @dataclass(eq=False)
@@ -66,39 +40,11 @@ class Found:
     brought: float
 
 
-class _Side:
-    """An observer of one of both runs, in the thread that made it."""
-
-    def __init__(self) -> None:
-        self.ops = Ops()
-        self.places: dict[Op, Place] = {}
-        self._thread = threading.get_ident()
-        self._times = Counter[tuple[Op, int]]()
-
-    def _is_mine(self) -> bool:
-        if recorder() is not None:
-            raise RuntimeError(
-                "the step is being recorded, and ops in a recording have no values yet: pass the function that "
-                "amp.record was given, or call the graph's build()"
-            )
-        return threading.get_ident() == self._thread
-
-    def _key(self, seen: Seen, part: int) -> Key:
-        self._times[seen.op, part] += 1
-        return seen.op, part, self._times[seen.op, part]
-
-    def backward_ended(self, loss: Node) -> None:
-        """See ``Observer``."""
-
-    def stepped(self, report: Any) -> None:
-        """See ``Observer``."""
-
-
-class Float32Side(_Side):
+class Float32Side(Watcher):
     """Keeps on the host what every op gave.
 
     Attributes:
-        values: by ``_key``.
+        values: by ``key``.
     """
 
     def __init__(self) -> None:
@@ -107,11 +53,10 @@ class Float32Side(_Side):
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Seen | None:
         """See ``Observer``."""
-        known = self.ops.of(made) if self._is_mine() else None
+        known = self.ops.of(made) if self.is_mine() else None
         if known is None:
             return None
         seen = Seen(*known)
-        self.places[seen.op] = seen.place
         self._keep(seen, RESULT, made.value)
         return seen
 
@@ -125,13 +70,13 @@ class Float32Side(_Side):
     def _keep(self, seen: Seen | None, part: int, tensor: Any) -> None:
         value = on_host(tensor)
         if seen is not None and value is not None:
-            self.values[self._key(seen, part)] = value
+            self.values[self.key(seen, part)] = value
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
         """See ``Observer``."""
 
 
-class AmpSide(_Side):
+class AmpSide(Watcher):
     """Compares what every op gives with what it would give in float32, and with what it gave in the other run.
 
     Args:
@@ -157,15 +102,14 @@ class AmpSide(_Side):
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Seen | None:
         """See ``Observer``."""
-        if not self._is_mine() or self._twins.takes(made):
+        if not self.is_mine() or self._twins.takes(made):
             return None
         brought = max((self._total(parent.value) for parent in parents), default=0.0)
         known = self.ops.of(made)
         if known is None:  # a cast: its error is that of what reads it
             self._totals[id(made.value)] = made.value, brought
             return None
-        seen = Seen(*known, self._twins.of_result(), _trained(made), brought)
-        self.places[seen.op] = seen.place
+        seen = Seen(*known, trained_parents(made), self._twins.of_result(), brought)
         twin = None if seen.twin is None else seen.twin.value
         self._compare(seen, RESULT, made.value, twin, brought)
         return seen
@@ -188,7 +132,7 @@ class AmpSide(_Side):
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
         """See ``Observer``."""
         actual, one, other = on_host(made), on_host(first), on_host(second)
-        if not self._is_mine() or actual is None or one is None or other is None:
+        if not self.is_mine() or actual is None or one is None or other is None:
             return
         right, brought = one + other, max(self._total(first), self._total(second))
         self._totals[id(made)] = made, brought
@@ -212,7 +156,7 @@ class AmpSide(_Side):
         actual = on_host(tensor)
         if actual is None:
             return
-        key = self._key(seen, part)
+        key = self.key(seen, part)
         right, alone = self._right.get(key), on_host(twin)
         self._paired.add(key)
         kind = bridge.canonical_dtype(tensor.dtype)
@@ -233,9 +177,3 @@ class AmpSide(_Side):
 
     def _total(self, tensor: Any) -> float:
         return self._totals.get(id(tensor), (None, 0.0))[1]
-
-
-def _trained(made: TensorLike) -> dict[int, Tensor]:
-    """The parameters among what a result was made of, by the numbers of their gradients."""
-    parents = made.parents if isinstance(made, Node) else []
-    return {part: parent.value for part, parent in enumerate(parents) if getattr(parent.value, "requires_grad", False)}
