@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from clamp.casting.policy import default_table
 from clamp.casting.regions import Region, changed_regions, check_dtype, current_region, in_own_region
 from clamp.casting.results import RESULTS, Observer
 from clamp.debugging.two_runs import AmpSide, Float32Side, Found
-from clamp.observe.errors import UNIT_ROUNDOFF
 from clamp.observe.rehearsal import rehearsal
 from clamp.observe.watcher import NO_OP, RESULT, Key, Names
 
@@ -45,8 +45,9 @@ class ValueAccuracy:
         own: what the op itself has added, whatever was wrong with its inputs: against the same function in float32 of
             the same inputs.
         largest_own: likewise.
-        rounding: the error that the right value has once it is rounded to the AMP dtype; of one that is kept in
-            float32, as if the AMP dtype had its range.
+        rounding: the error that the right value has once it is rounded to as many digits as the AMP dtype has. (What is
+            beyond its range, inf or 0 there, is an error of the op's own.) Where that does not account for ``own``: the
+            error that the function in float32 makes of inputs that are so rounded, if it is larger.
         total: against the float32 run, with all that was brought along; nan of an op that it did not have.
         largest_total: likewise.
         is_estimate: whether the function could not be called again, a user's own, say; ``own`` is then by how much
@@ -79,7 +80,7 @@ class ValueAccuracy:
 
 @dataclass(frozen=True)
 class Accuracy(Sequence[ValueAccuracy]):
-    """What AMP does to the numbers of one step, the worst first. ``print`` it.
+    """What AMP does to the numbers of one step, the worst first: suspects, then by ``own``. ``print`` it.
 
     Attributes:
         values: of each op its result and its gradients.
@@ -183,7 +184,7 @@ def compare_accuracy(
     around = current_region() or Region(True, "float16", default_table())
     amp = _amp_region(replace(around, enabled=True), dtype, level, custom_white_list, custom_black_list)
     run = _step_of(step, batch, loss, amp, loss_scale)
-    right, wrong = _both_runs(run, amp)
+    right, wrong = _both_runs(run, amp, tolerance)
     return _accuracy(right, wrong, amp.dtype, tolerance)
 
 
@@ -259,7 +260,7 @@ def _node(x: Any, queue: Any) -> Any:
 # ---------------------------------------------------------------------------------------------- both runs
 
 
-def _both_runs(step: _Step, amp: Region) -> tuple[tuple[Float32Side, float], tuple[AmpSide, float]]:
+def _both_runs(step: _Step, amp: Region, tolerance: float) -> tuple[tuple[Float32Side, float], tuple[AmpSide, float]]:
     """What was seen of the step in float32 and under AMP, each with the loss."""
     right = Float32Side()
     with changed_regions(_in_float32):
@@ -268,7 +269,7 @@ def _both_runs(step: _Step, amp: Region) -> tuple[tuple[Float32Side, float], tup
         raise ValueError(NO_OP)
     scale = step.scale
     while True:
-        wrong = AmpSide(right.values, amp.dtype, scale)
+        wrong = AmpSide(right.values, amp.dtype, scale, tolerance)
         loss = _run(step, scale, amp, wrong)
         if scale <= step.floor or not wrong.overflowed_in_backward:
             return (right, right_loss), (wrong, loss)
@@ -298,13 +299,15 @@ def _run(step: _Step, scale: float, region: Region, observer: Observer) -> float
 def _accuracy(right: tuple[Float32Side, float], wrong: tuple[AmpSide, float], dtype: str, tolerance: float) -> Accuracy:
     (in_float32, right_loss), (under_amp, loss) = right, wrong
     names = Names(under_amp.ops, [one.seen for one in under_amp.found if one.seen is not None])
-    values = sorted((_value(one, names, dtype) for one in under_amp.found), key=_rank)
+    values = sorted(
+        (_value(one, names, under_amp.usual) for one in under_amp.found), key=partial(_rank, tolerance=tolerance)
+    )
     missing = [f"{_words(key, in_float32.ops.paths())}, in float32 only" for key in under_amp.missing]
     extra = [f"{_words(key, names.paths)}, under AMP only" for key in under_amp.unpaired]
     return Accuracy(tuple(values), (*missing, *extra), dtype, tolerance, loss, right_loss)
 
 
-def _value(one: Found, names: Names, dtype: str) -> ValueAccuracy:
+def _value(one: Found, names: Names, usual: float) -> ValueAccuracy:
     nan = float("nan")
     total = nan if one.total is None else one.total.relative
     largest = nan if one.total is None else one.total.largest
@@ -312,7 +315,7 @@ def _value(one: Found, names: Names, dtype: str) -> ValueAccuracy:
         own, largest_own = one.own.relative, one.own.largest
     else:
         own = largest_own = max(0.0, total - one.brought) if total == total and np.isfinite(one.brought) else nan
-    times = np.inf if own == np.inf else own / _cost(one, dtype)
+    times = np.inf if own == np.inf else own / max(one.rounding, usual)
     numbers = (times, own, largest_own, one.rounding, total, largest, one.own is None)
     if one.seen is None:
         return ValueAccuracy("sum of gradients", "backward", "result", "", "", 0, "", one.dtype, one.shape, *numbers)
@@ -321,13 +324,11 @@ def _value(one: Found, names: Names, dtype: str) -> ValueAccuracy:
                          one.seen.place.policy, one.dtype, one.shape, *numbers)  # fmt: skip
 
 
-def _cost(one: Found, dtype: str) -> float:
-    """What rounding to the AMP dtype costs, at the least: numbers that need no rounding are no measure."""
-    return max(UNIT_ROUNDOFF[dtype] / 4, one.rounding)
-
-
-def _rank(value: ValueAccuracy) -> float:
-    return np.inf if np.isnan(value.times) else -value.times
+def _rank(value: ValueAccuracy, tolerance: float) -> tuple[bool, float]:
+    """Suspects first, by how much more they err than rounding; then the others by how much they err."""
+    is_suspect = value.times > tolerance
+    size = value.times if is_suspect else value.own
+    return not is_suspect, np.inf if np.isnan(size) else -size
 
 
 def _words(key: Key, paths: dict[str, str]) -> str:

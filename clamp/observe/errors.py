@@ -62,19 +62,15 @@ def error_of(actual: Array, right: Array, largest: float = np.inf) -> Error:
                  _quotient(np.abs(difference).max(), np.abs(wanted).max()))  # fmt: skip
 
 
-def rounding_of(right: Array, dtype: str, *, in_range: bool) -> float:
-    """The relative error (``Error.relative``) of the right numbers once they are rounded to a dtype, of those that it
-    has room for.
+def rounding_of(right: Array, dtype: str) -> float:
+    """The relative error (``Error.relative``) of the right numbers once they have as many digits as a dtype."""
+    return error_of(with_digits_of(dtype, right), right).relative
 
-    Args:
-        in_range: whether they are multiplied by what makes them fit into the dtype's range first.
-    """
-    if in_range and right.size and (largest := np.abs(right).max()) > 0 and np.isfinite(largest):
-        right = right / np.ldexp(np.float32(1), np.frexp(largest)[1] - 1)
-    right = right[~(np.abs(right) > LARGEST[dtype])]
-    with np.errstate(over="ignore"):
-        rounded = bridge.rounded_to_bfloat16(right) if dtype == "bfloat16" else right.astype(dtype).astype(np.float32)
-    return error_of(rounded, right).relative
+
+def with_digits_of(dtype: str, numbers: Array) -> Array:
+    """float32 numbers rounded to as many digits as a dtype has, whatever its range, to nearest even."""
+    significand, exponent = np.frexp(numbers)
+    return np.ldexp(np.rint(significand / UNIT_ROUNDOFF[dtype]) * UNIT_ROUNDOFF[dtype], exponent).astype(np.float32)
 
 
 def _quotient(error: Any, size: Any) -> float:

@@ -31,15 +31,11 @@ class Seen:
     Attributes:
         op, place: which it is, and where it was called.
         trained: by the number of a gradient, the parameter that it is of.
-        twin: its float32 counterpart.
-        brought: the worst error, against the float32 run, of what it read.
     """
 
     op: Op
     place: Place
     trained: dict[int, Tensor] = field(default_factory=dict)
-    twin: TensorLike | None = None
-    brought: float = 0.0
 
 
 class Watcher:
