@@ -19,6 +19,7 @@ from clamp.casting.results import RESULTS, Observer
 from clamp.debugging.two_runs import AmpSide, Float32Side, Found
 from clamp.observe.rehearsal import rehearsal
 from clamp.observe.watcher import NO_OP, RESULT, Key, Names
+from clamp.ops.cast import cast
 
 _SHOWN = 30  # rows of a table
 _HIGHEST, _LOWER = 2.0**16, 16.0  # loss scales: the first that is tried, and by how much the next is lower
@@ -223,7 +224,8 @@ def _step_of(
     def forward_and_backward(scale: float) -> Any:
         found = step(*nodes) if loss is None else loss(step(*nodes[:-1]), nodes[-1])
         value = found.value
-        found.backward(Tensor.from_host(value.queue, np.full(value.shape, scale, np.float32), dtype=value.dtype))
+        seed = Tensor.from_host(value.queue, np.full(value.shape, scale, np.float32))
+        found.backward(cast(seed, bridge.canonical_dtype(value.dtype)))
         return found
 
     handle = session.active_handle()

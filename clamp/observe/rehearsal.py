@@ -46,9 +46,9 @@ def rehearsal(scale_now: float | None = None, scale: float | None = None) -> Ite
         guards = bridge.living(StepGuard)
         for guard in guards:
             undo.callback(guard.put_back, guard.pending)
-        layers = [x for root in bridge.living(bridge.Module) for _, x in bridge.module_tensors(root)]
-        for tensor in _trained(guards, layers):
+        for tensor in _trained(guards):
             undo.callback(_set_gradient, tensor, tensor.grad)
+        layers = (x for root in bridge.living(bridge.Module) for _, x in bridge.module_tensors(root))
         for tensor in {id(x): x for x in layers if not bridge.is_weight(x)}.values():  # the statistics of layers
             undo.callback(bridge.write_bytes, tensor, bridge.read_bytes(tensor))
         if scale is not None:
@@ -62,11 +62,11 @@ def rehearsal(scale_now: float | None = None, scale: float | None = None) -> Ite
             yield
 
 
-def _trained(guards: list[StepGuard], layers: list[Tensor]) -> list[Tensor]:
-    """Parameters of all layers, and those, and masters, of all optimizers that are known."""
+def _trained(guards: list[StepGuard]) -> list[Tensor]:
+    """All that backward may give a gradient to, and the masters of optimizers that are known."""
     optimizers = [guard.optimizer for guard in guards if guard.optimizer is not None]
     found = [tensor for optimizer in optimizers for pair in masters.pairs(optimizer) for tensor in pair]
-    return list({id(x): x for x in (*found, *filter(bridge.is_weight, layers))}.values())
+    return list({id(x): x for x in (*found, *filter(bridge.is_weight, bridge.living(Tensor)))}.values())
 
 
 def _set_gradient(tensor: Tensor, grad: Tensor | None) -> None:

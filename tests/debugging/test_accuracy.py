@@ -255,6 +255,15 @@ def test_nothing_is_disturbed(queue: cl.CommandQueue, has_handle: bool) -> None:
         assert state() != before
 
 
+def test_gradient_of_a_tensor_that_no_layer_has_is_put_back(queue: cl.CommandQueue) -> None:
+    w = to_device(queue, np.eye(4))
+    w.requires_grad = True
+    with amp.autocast():
+        found = compare_accuracy(lambda: ag.sum(ag.matmul_op(ag.tensor(w), ag.tensor(w))).backward())
+    assert found.suspects == []
+    assert w.grad is None
+
+
 def test_regions_inside_the_step_are_in_float32_too(queue: cl.CommandQueue) -> None:
     model, (x, y) = tanhs(queue), data()
     seen = []
