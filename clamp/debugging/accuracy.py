@@ -219,10 +219,10 @@ def _step_of(
         raise TypeError(f"compare_accuracy needs a batch for a model: compare_accuracy({type(step).__name__}(...), "
                         "(x, y), loss=F.cross_entropy)")  # fmt: skip
     queue = next((tensor.queue for _, tensor in bridge.module_tensors(step)), None)
-    nodes = [_node(x, queue) for x in batch]
+    inputs = [_input(x, queue) for x in batch]
 
     def forward_and_backward(scale: float) -> Any:
-        found = step(*nodes) if loss is None else loss(step(*nodes[:-1]), nodes[-1])
+        found = step(*inputs) if loss is None else loss(step(*inputs[:-1]), inputs[-1])
         value = found.value
         seed = Tensor.from_host(value.queue, np.full(value.shape, scale, np.float32))
         found.backward(cast(seed, bridge.canonical_dtype(value.dtype)))
@@ -251,12 +251,15 @@ class _Step:
     floor: float
 
 
-def _node(x: Any, queue: Any) -> Any:
-    if isinstance(x, Node | Tensor):
-        return x if isinstance(x, Node) else Node(value=x)
-    array = np.asarray(x)
-    kind = np.float32 if np.issubdtype(array.dtype, np.floating) else np.int32
-    return Node(value=Tensor.from_host(queue, np.ascontiguousarray(array, kind)))
+def _input(x: Any, queue: Any) -> Any:
+    """What a model, or a loss, is called with: a node of what is floating, or else the tensor."""
+    if isinstance(x, Node):
+        return x
+    if not isinstance(x, Tensor):
+        array = np.asarray(x)
+        kind = np.float32 if np.issubdtype(array.dtype, np.floating) else np.int32
+        x = Tensor.from_host(queue, np.ascontiguousarray(array, kind))
+    return Node(value=x) if x.dtype in bridge.STORAGE else x
 
 
 # ---------------------------------------------------------------------------------------------- both runs
