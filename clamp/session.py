@@ -21,7 +21,7 @@ from clamp.params.gradient_marks import lost_bits, noted_elsewhere
 from clamp.params.masters import gathered, stepping
 from clamp.patching.patch import Patches, Registration
 from clamp.scaling.loss_scale import LossScale, make_loss_scale
-from clamp.scaling.step_guard import StepGuards, is_vouched, warn_of_lost_bits
+from clamp.scaling.step_guard import StepGuards, are_steps_withheld, is_vouched, warn_of_lost_bits
 from clamp.scaling.step_report import StepReport, warn_user
 
 lock = threading.RLock()
@@ -256,6 +256,8 @@ def ensure_patched() -> None:
 
 
 def _plain_step(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if are_steps_withheld():
+        return None
     if lost_bits(getattr(optimizer, "params", ())):
         _warn_once()
     found = gathered(optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from netcl.autograd import engine
@@ -74,6 +75,17 @@ def make_node(
     if tape is not None:
         tape.record(node)
     return node
+
+
+@contextmanager
+def off_tape() -> Iterator[None]:
+    """Inside the ``with``, the tape around takes no nodes: what is computed lives as long as it is held."""
+    tape = engine.get_current_tape()
+    engine.set_current_tape(None)
+    try:
+        yield
+    finally:
+        engine.set_current_tape(tape)
 
 
 def _only_for_nodes(

@@ -7,7 +7,7 @@ alone and nest. Inside an op, and during backward, nested calls do not cast agai
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -68,12 +68,14 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _process: Region | None = None
+_process_as_set: Region | None = None
+_change: Callable[[Region], Region] | None = None  # what becomes of every region, for now
 
 
 def set_process_region(region: Region | None) -> None:
     """Sets (or with None removes) the region that holds in every thread outside a thread's own regions."""
-    global _process
-    _process = region
+    global _process, _process_as_set
+    _process_as_set, _process = region, _changed(region)
 
 
 def process_region() -> Region | None:
@@ -108,13 +110,42 @@ def depth() -> int:
 def in_region(region: Region) -> Iterator[None]:
     """Makes ``region`` hold for this thread inside the ``with``."""
     outer = _thread.region
-    _thread.region = region
+    _thread.region = _changed(region)
     _thread.depth += 1
     try:
         yield
     finally:
         _thread.region = outer
         _thread.depth -= 1
+
+
+@contextmanager
+def changed_regions(change: Callable[[Region], Region]) -> Iterator[None]:
+    """Inside the ``with``, every region is what ``change`` makes of it: this thread's and the process's, and those that
+    are opened or set meanwhile, in every thread. For runs that are made only to be compared, one at a time.
+
+    Args:
+        change: makes of a region that it has changed already an equal one.
+
+    Raises:
+        RuntimeError: regions are changed already.
+    """
+    global _change
+    if _change is not None:
+        raise RuntimeError("a run that is compared with others cannot compare runs itself")
+    outer, _change = _thread.region, change
+    try:
+        _thread.region = _changed(outer)
+        set_process_region(_process_as_set)
+        yield
+    finally:
+        _thread.region, _change = outer, None
+        set_process_region(_process_as_set)
+        weights.clear()
+
+
+def _changed(region: Region | None) -> Region | None:
+    return region if region is None or _change is None else _change(region)
 
 
 def region_here(**changes: Any) -> Region:

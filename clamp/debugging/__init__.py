@@ -1,5 +1,8 @@
-"""What AMP did: why a step was skipped, how much device memory a stretch of a run takes; Paddle's debugging tools."""
+"""What AMP did: why a step was skipped, what an op errs by, what has to run in float32, how much memory a run takes;
+Paddle's debugging tools."""
 
+from clamp.debugging.accuracy import Accuracy, ValueAccuracy
+from clamp.debugging.bisection import Bisection, bisect
 from clamp.debugging.compare import compare_accuracy
 from clamp.debugging.memory import MemoryMeter
 from clamp.debugging.paddle import (
@@ -12,15 +15,22 @@ from clamp.debugging.paddle import (
     enable_operator_stats_collection,
     enable_tensor_checker,
 )
+from clamp.debugging.traces import Difference, TracedValue, first_difference, save_trace
 from clamp.observe.attribution import explain_step as explain
 from clamp.observe.checker import DebugMode
 from clamp.observe.sampling import Sampling
 
 __all__ = [
+    "Accuracy",
+    "Bisection",
     "DebugMode",
+    "Difference",
     "MemoryMeter",
     "Sampling",
     "TensorCheckerConfig",
+    "TracedValue",
+    "ValueAccuracy",
+    "bisect",
     "check_layer_numerics",
     "check_numerics",
     "collect_operator_stats",
@@ -30,4 +40,6 @@ __all__ = [
     "enable_operator_stats_collection",
     "enable_tensor_checker",
     "explain",
+    "first_difference",
+    "save_trace",
 ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from clamp.debugging.accuracy import Accuracy, compare_step
 from clamp.debugging.dumps import compare_dumps
 
 
-def compare_accuracy(
+def compare_dumped(
     dump_path: str | Path,
     another_dump_path: str | Path,
     output_filename: str | Path,
@@ -32,8 +34,24 @@ def compare_accuracy(
         ValueError: the logs are of other devices, a line is none of the checker's, or the output is no CSV file.
         NotImplementedError: ``dump_all_tensors``.
     """
-    if not isinstance(dump_path, str | Path):
-        raise TypeError(f"compare_accuracy takes the folders of two runs, got a {type(dump_path).__name__}")
     if dump_all_tensors:
         raise NotImplementedError("dump_all_tensors=True: the checker writes what tensors are like, not their elements")
     compare_dumps(dump_path, another_dump_path, output_filename, loss_scale)
+
+
+def compare_accuracy(*args: Any, **kwargs: Any) -> Accuracy | None:
+    """Of a model or a step: the same step in float32 and under AMP, op by op (`compare_step`). Of the folders of two
+    runs: Paddle's (`compare_dumped`).
+
+    ::
+
+        print(amp.debugging.compare_accuracy(model, (x, y), loss=F.cross_entropy))
+        amp.debugging.compare_accuracy("float32", "float16", "compare.csv")
+
+    Raises:
+        TypeError, ValueError, RuntimeError, FileNotFoundError, NotImplementedError: as those two.
+    """
+    if "dump_path" in kwargs or (args and isinstance(args[0], str | Path)):
+        compare_dumped(*args, **kwargs)
+        return None
+    return compare_step(*args, **kwargs)

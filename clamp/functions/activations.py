@@ -6,6 +6,7 @@ x = 4.5 on, while the slope is not. It reads the result where nothing is lost by
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -121,5 +122,15 @@ def dropout(casting: Casting, x: TensorLike, p: float = 0.5, seed: int | None = 
     return bound(out, {operand: lambda grad: dropped(grad, operand.grad_dtype)}, "dropout", tape)
 
 
+class LastSeed(threading.local):
+    """What dropout has drawn last in this thread: for whoever computes it again."""
+
+    value: int = 0
+
+
+LAST_SEED = LastSeed()
+
+
 def _draw_seed() -> int:
-    return int.from_bytes(np.random.bytes(8), "little")
+    LAST_SEED.value = int.from_bytes(np.random.bytes(8), "little")
+    return LAST_SEED.value

@@ -96,6 +96,15 @@ def here() -> Place:
     return Place(function, policy, tuple(modules), file, line)
 
 
+def call_here() -> FrameType | None:
+    """The innermost call around this point of a function that is wrapped, as the frame of its wrapper; None if there is
+    none: the op is the user's own, and no list or registration has it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _LISTED and frame.f_code not in _REGISTERED:
+        frame = frame.f_back
+    return frame
+
+
 def _entry_of(names: dict[str, Any]) -> tuple[str, str]:
     entry, region = names["entry"], names.get("region")
     return entry.name, "" if region is None else region.policies.policy_of(entry).value

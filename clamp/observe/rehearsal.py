@@ -17,6 +17,21 @@ from clamp.scaling.step_guard import StepGuard, steps_withheld
 
 
 @contextmanager
+def same_start() -> Iterator[None]:
+    """At the end of the ``with``, random generators and loss scales are what they were: the next run begins alike."""
+    with ExitStack() as undo:
+        undo.callback(weights.clear)
+        undo.callback(np.random.set_state, np.random.get_state())
+        undo.callback(random.setstate, random.getstate())
+        for scaler in bridge.host_scalers():
+            undo.callback(vars(scaler).update, dict(vars(scaler)))
+        for one in bridge.living(LossScale):
+            if one.scales:
+                undo.callback(one.load_state_dict, one.state_dict())
+        yield
+
+
+@contextmanager
 def rehearsal(scale_now: float | None = None, scale: float | None = None) -> Iterator[None]:
     """Inside the ``with``, optimizers do not step in this thread; at its end gradients, loss scales, what belongs to
     the next step, the statistics of layers (a batch norm's) and random generators are what they were.
@@ -27,41 +42,31 @@ def rehearsal(scale_now: float | None = None, scale: float | None = None) -> Ite
         scale_now, scale: loss scales that stand at the first have the second inside.
     """
     with ExitStack() as undo:
-        undo.callback(weights.clear)
-        undo.callback(np.random.set_state, np.random.get_state())
-        undo.callback(random.setstate, random.getstate())
+        undo.enter_context(same_start())
         guards = bridge.living(StepGuard)
         for guard in guards:
             undo.callback(guard.put_back, guard.pending)
         for tensor in _trained(guards):
             undo.callback(_set_gradient, tensor, tensor.grad)
-        for tensor in _statistics():
+        layers = (x for root in bridge.living(bridge.Module) for _, x in bridge.module_tensors(root))
+        for tensor in {id(x): x for x in layers if not bridge.is_weight(x)}.values():  # the statistics of layers
             undo.callback(bridge.write_bytes, tensor, bridge.read_bytes(tensor))
-        for scaler in bridge.host_scalers():
-            undo.callback(vars(scaler).update, dict(vars(scaler)))
-            if scale is not None and scaler.scale == scale_now:
-                bridge.set_host_scale(scaler, scale)
-        for one in bridge.living(LossScale):
-            if one.scales:
-                before = one.state_dict()
-                undo.callback(one.load_state_dict, before)
-                if scale is not None and before["loss_scale"] == scale_now:
+        if scale is not None:
+            for scaler in bridge.host_scalers():
+                if scaler.scale == scale_now:
+                    bridge.set_host_scale(scaler, scale)
+            for one in bridge.living(LossScale):
+                if one.scales and one.state_dict()["loss_scale"] == scale_now:
                     one.set_scale(scale)
         with steps_withheld():
             yield
 
 
 def _trained(guards: list[StepGuard]) -> list[Tensor]:
-    """Parameters, and masters, of all optimizers that are known."""
+    """All that backward may give a gradient to, and the masters of optimizers that are known."""
     optimizers = [guard.optimizer for guard in guards if guard.optimizer is not None]
-    found = (tensor for optimizer in optimizers for pair in masters.pairs(optimizer) for tensor in pair)
-    return list({id(tensor): tensor for tensor in found}.values())
-
-
-def _statistics() -> list[Tensor]:
-    """The tensors of all layers that are not trained."""
-    found = (x for root in bridge.living(bridge.Module) for _, x in bridge.module_tensors(root))
-    return list({id(x): x for x in found if not bridge.is_weight(x)}.values())
+    found = [tensor for optimizer in optimizers for pair in masters.pairs(optimizer) for tensor in pair]
+    return list({id(x): x for x in (*found, *filter(bridge.is_weight, bridge.living(Tensor)))}.values())
 
 
 def _set_gradient(tensor: Tensor, grad: Tensor | None) -> None:

@@ -98,7 +98,7 @@ class StepGuard:
             RuntimeError: a gradient is still multiplied by a loss scale.
             FloatingPointError: every step for a while was skipped although the scale is at its floor.
         """
-        if _thread.withheld:
+        if are_steps_withheld():
             return None
         pending = self.pending
         before = pending[-1].last_seen if pending else 1.0
@@ -215,6 +215,11 @@ def steps_withheld() -> Iterator[None]:
         yield
     finally:
         _thread.withheld -= 1
+
+
+def are_steps_withheld() -> bool:
+    """Whether this point is inside of ``steps_withheld``."""
+    return _thread.withheld > 0
 
 
 def is_vouched(optimizer: Any) -> bool:

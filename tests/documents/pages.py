@@ -37,6 +37,13 @@ def apex(page: Ran, queue: cl.CommandQueue) -> None:
     assert page["optimizer_d"].params[-1] is page["head"].bias
 
 
+def debugging_accuracy(page: Ran, queue: cl.CommandQueue) -> None:
+    assert "No op errs by more than 8 times" in page.output
+    assert "first to differ" in page.output
+    assert 'amp.init(custom_black_list=["bmm"])' in page.output
+    assert page["found"].runs <= 7
+
+
 def netcl(page: Ran, queue: cl.CommandQueue) -> None:
     assert len(page.steps) == 4 + 1 + 4  # the recipe's, the clipped one, and the Trainer's: eight batches, two a step
 
@@ -122,6 +129,7 @@ PAGES: dict[str, tuple[Callable[[Ran, cl.CommandQueue], None], int]] = {
     "docs/coming-from-apex.md": (apex, 2),
     "docs/coming-from-netcl.md": (netcl, 2),
     "docs/coming-from-oneflow.md": (oneflow, 0),
+    "docs/debugging-accuracy.md": (debugging_accuracy, 4),
     "docs/recording.md": (recording, 1),
     "docs/coming-from-paddle.md": (paddle, 4),
     "docs/coming-from-pytorch.md": (pytorch, 3),

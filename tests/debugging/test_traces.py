@@ -1,0 +1,189 @@
+"""Two runs of a step, in files: the first op whose values part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.nn import functional as F
+from netcl.nn.layers import Dropout, Linear, Sequential, Tanh
+
+from clamp import amp
+from clamp.debugging import Difference, first_difference, save_trace
+from clamp.functions import elementwise as bound_elementwise
+from clamp.ops.elementwise import elementwise
+from tests.reference import to_device
+
+
+def model_of(queue: cl.CommandQueue) -> Sequential:
+    np.random.seed(0)
+    return Sequential(Linear(queue, 12, 24), Tanh(), Dropout(0.5), Linear(queue, 24, 20), Tanh(), Linear(queue, 20, 5))
+
+
+def step_of(model: Any, queue: cl.CommandQueue) -> Callable[[], Any]:
+    rng = np.random.default_rng(1)
+    x, y = rng.standard_normal((16, 12)), np.eye(5)[rng.integers(0, 5, 16)]
+
+    def step() -> None:
+        F.cross_entropy(model(ag.tensor(to_device(queue, x))), ag.tensor(to_device(queue, y))).backward()
+
+    return step
+
+
+def changed(name: str, columns: int) -> Callable[..., Any]:
+    """clamp's elementwise, with one bit of one function's results changed."""
+
+    def call(op: str, out_dtype: str, *values: Any, **options: Any) -> Any:
+        out = elementwise(op, out_dtype, *values, **options)
+        if op != name or out.shape[-1] != columns:
+            return out
+        return elementwise("mul", out.dtype, out, to_device(out.queue, np.full(out.shape, 1 + 2.0**-6, np.float32)))
+
+    return call
+
+
+@pytest.fixture(params=[".json", ".npz"])
+def suffix(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("op", "columns", "expected"),
+    [("tanh", 24, ("forward", "tanh", "layers.1", "result")),
+     ("tanh", 20, ("forward", "tanh", "layers.4", "result")),
+     ("tanh_grad", 20, ("backward", "tanh", "layers.4", "gradient of input 0"))],
+)  # fmt: skip
+def test_names_the_first_op_that_parts(
+    queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, op: str, columns: int,
+    expected: tuple[str, ...],
+) -> None:  # fmt: skip
+    step = step_of(model_of(queue), queue)
+    before, after = tmp_path / f"before{suffix}", tmp_path / f"after{suffix}"
+    with amp.init():
+        count = save_trace(before, step)
+        assert save_trace(after, step) == count > 15
+        assert first_difference(before, after) is None
+        monkeypatch.setattr(bound_elementwise, "elementwise", changed(op, columns))
+        save_trace(after, step)
+    found = first_difference(before, after)
+    assert isinstance(found, Difference)
+    assert found.first is not None
+    assert found.second is not None
+    assert (found.second.direction, found.second.function, found.second.module, found.second.value) == expected
+    assert 0 < found.before < count
+    if suffix == ".npz":
+        assert found.error == pytest.approx(2.0**-6, rel=0.1)
+        assert "relative error 0.01" in str(found)
+        assert first_difference(before, after, rtol=0.5) is None
+        assert first_difference(before, after, rtol=0.01) is not None
+    else:
+        assert np.isnan(found.error)
+        with pytest.raises(ValueError, match="npz"):
+            first_difference(before, after, rtol=0.5)
+
+
+def test_lines_that_moved_and_ops_that_came(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    x, w = (to_device(queue, np.random.default_rng(2).standard_normal((4, 4))) for _ in range(2))
+    w.requires_grad = True
+
+    def one() -> None:
+        ag.sum(ag.tanh(ag.matmul_op(ag.tensor(x), ag.tensor(w)))).backward()
+
+    def same() -> None:
+        hidden = ag.matmul_op(ag.tensor(x), ag.tensor(w))
+        hidden = ag.tanh(hidden)
+        ag.sum(hidden).backward()
+
+    def more() -> None:
+        hidden = ag.exp(ag.matmul_op(ag.tensor(x), ag.tensor(w)))
+        ag.sum(ag.tanh(hidden)).backward()
+
+    with amp.autocast():
+        for name, step in (("one", one), ("same", same), ("more", more)):
+            save_trace(tmp_path / f"{name}.json", step)
+    assert first_difference(tmp_path / "one.json", tmp_path / "same.json") is None
+    found = first_difference(tmp_path / "one.json", tmp_path / "more.json")
+    assert found is not None
+    assert found.first is None
+    assert found.second is not None
+    assert found.second.function == "exp"
+    assert found.before == 1
+    assert "only the second trace has: forward of exp" in str(found)
+    found = first_difference(tmp_path / "more.json", tmp_path / "one.json")
+    assert found is not None
+    assert found.second is None
+    assert "only the first trace has" in str(found)
+
+
+def test_float32_against_amp_by_tolerance(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    step = step_of(model_of(queue), queue)
+    with amp.autocast(dtype="float32"):
+        save_trace(tmp_path / "float32.npz", step)
+    with amp.autocast(dtype="float16"):
+        save_trace(tmp_path / "float16.npz", step)
+    assert first_difference(tmp_path / "float32.npz", tmp_path / "float16.npz", rtol=0.05) is None
+    found = first_difference(tmp_path / "float32.npz", tmp_path / "float16.npz")
+    assert found is not None
+    assert found.before == 0
+    assert found.second is not None
+    assert "float16" in str(found.second)
+
+
+def test_nothing_is_trained_and_all_put_back(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    model = model_of(queue)
+    state = np.random.get_state()[1].tobytes()
+    save_trace(tmp_path / "trace.json", step_of(model, queue))
+    assert all(param.grad is None for param in model.parameters())
+    assert np.random.get_state()[1].tobytes() == state
+
+
+def test_inf_nan_and_zeros_are_told(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    def step_with(*numbers: float) -> Callable[[], Any]:
+        x = ag.tensor(to_device(queue, np.array(numbers, np.float32)))
+        return lambda: ag.add(x, x)
+
+    with amp.autocast():
+        save_trace(tmp_path / "good.json", step_with(0, 1, -2, 4))
+        save_trace(tmp_path / "bad.json", step_with(0, np.inf, np.nan, 4))
+        save_trace(tmp_path / "zero.json", step_with(0, 0))
+    found = first_difference(tmp_path / "good.json", tmp_path / "bad.json")
+    assert found is not None
+    assert found.second is not None
+    assert (found.second.infs, found.second.nans, found.second.smallest, found.second.largest) == (1, 1, 8, 8)
+    assert "8 to 8, 1 inf, 1 nan" in str(found)
+    zero = first_difference(tmp_path / "good.json", tmp_path / "zero.json")
+    assert zero is not None
+    assert zero.second is not None
+    assert (zero.second.smallest, zero.second.largest) == (0, 0)
+
+
+def test_files_that_are_no_traces(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\.json .* or \.npz"):
+        save_trace(tmp_path / "trace.txt", lambda: None)
+    with pytest.raises(ValueError, match="no op"):
+        save_trace(tmp_path / "trace.json", lambda: None)
+    wrong = {"text.json": "no JSON", "list.json": "[]", "format.json": json.dumps({"format": 9, "values": []}),
+             "values.json": json.dumps({"format": 1, "values": [{"function": "tanh"}]})}  # fmt: skip
+    for name, text in wrong.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match="no trace that"):
+            first_difference(tmp_path / name, tmp_path / name)
+    np.savez(tmp_path / "other.npz", x=np.zeros(2))
+    with pytest.raises(ValueError, match="no trace that"):
+        first_difference(tmp_path / "other.npz", tmp_path / "other.npz")
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_recorded_step_is_looked_at_as_it_is(queue: cl.CommandQueue, tmp_path: Path, calls: int) -> None:
+    model, x = model_of(queue), to_device(queue, np.ones((16, 12)))
+    step = amp.record(lambda: ag.sum(model.layers[1](model.layers[0](ag.tensor(x)))).backward())
+    with amp.init():
+        for _ in range(calls):
+            step()
+        assert save_trace(tmp_path / "trace.json", step) == save_trace(tmp_path / "plain.json", step.__wrapped__) > 3
