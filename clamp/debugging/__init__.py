@@ -1,5 +1,5 @@
 """Reports on a training run: device memory."""
 
-from clamp.debugging.memory import MemoryMeter
+from clamp.observe.memory import MemoryMeter
 
 __all__ = ["MemoryMeter"]

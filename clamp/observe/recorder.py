@@ -16,7 +16,7 @@ import numpy as np
 import pyopencl as cl
 import wrapt
 
-from clamp.cli.bench.timeline import Command, Timeline, Wait
+from clamp.observe.timeline import Command, Timeline, Wait
 
 _NANO = 1e-9
 
