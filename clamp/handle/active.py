@@ -16,6 +16,8 @@ from clamp.casting.regions import Region, current_region, in_region, set_process
 from clamp.handle.observed import Explanations
 from clamp.handle.optim_wrapper import OptimWrapper
 from clamp.observe.explain import Explanation
+from clamp.observe.record import Record
+from clamp.observe.summary import Summary
 from clamp.opencl.recording import host_step, refuse
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks
@@ -50,7 +52,8 @@ class AmpHandle:
         num_losses: how many scalers the handle has of its own.
         check_finite: whether a step looks at gradients that no scaled pass has looked at, and is skipped if one is
             inf or nan.
-        debug: ``"attribution"``: the ops of each step are kept until it is done, so that ``explain`` knows them.
+        debug: ``"attribution"``: the ops of each step are kept until it is done, so that ``explain`` knows them;
+            ``"summary"``: they are counted; or both.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class AmpHandle:
         on_shutdown: Callable[[], None] = lambda: None,
         num_losses: int = 1,
         check_finite: bool = True,
-        debug: str | None = None,
+        debug: Iterable[str] = (),
     ) -> None:
         self._region = region
         self._make_scaler = make_scaler
@@ -79,8 +82,11 @@ class AmpHandle:
         self._scales = QueueScales(make_scaler)
         self._ranks: Ranks | None = None
         self._explanations = Explanations(lambda: self._scaler, lambda: self._guards.history)
-        if debug == "attribution":
+        self._record = Record()
+        if "attribution" in debug:
             self._explanations.arm()
+        if "summary" in debug:
+            self._record.arm()
         self._patches = Patches(region.policies, registrations, self._guards.step)
         self._patches.install()
         set_process_region(region)
@@ -129,6 +135,23 @@ class AmpHandle:
                 layers and random generators are put back. What it writes besides stays.
         """
         return self._explanations.explain(step)
+
+    def summary(self, step: Callable[[], Any] | None = None) -> Summary:
+        """What the run has done so far: steps and skips, kernels built; ``print`` it, it is one screen.
+
+        After ``amp.init(debug="summary")`` ops, casts and their bytes, too, counted since then.
+
+        Args:
+            step: does what one step of the loop does. It is run some dozens of times, in this dtype and in clamp's
+                float32, turn about, to take its time, that of each op, and its memory; the summary then ends with what
+                AMP gains. As in ``explain``, optimizers do not step in it, and all is put back.
+
+        Raises:
+            ValueError: no op of the step can be seen.
+        """
+        scale = self.loss_scale if self._scaler.scales else None
+        guards = self._guards
+        return self._record.summary(self._region.dtype, guards.steps, list(guards.history), guards.skips, scale, step)
 
     def __repr__(self) -> str:
         if not self._active:
@@ -365,6 +388,7 @@ class AmpHandle:
             return
         self._active = False
         self._explanations.disarm()
+        self._record.disarm()
         set_process_region(None)
         self._patches.remove()
         weights.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -26,6 +26,10 @@ class NoOpHandle:
 
     def __repr__(self) -> str:
         return "<NoOpHandle: AMP is off>"
+
+    def summary(self, step: Callable[[], Any] | None = None) -> str:
+        """That there is nothing to sum up."""
+        return "AMP is off: amp.init(enabled=False)"
 
     @contextmanager
     def scale_loss(self, loss: Node, optimizer: Any) -> Iterator[Node]:

@@ -1,0 +1,69 @@
+"""What a handle remembers of its run, and what it can measure of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from clamp.casting.results import RESULTS
+from clamp.observe.summary import Summary, with_times
+from clamp.observe.tally import Tally
+from clamp.observe.trial import Trial, try_step
+from clamp.opencl.progress import PROGRESS
+from clamp.scaling.step_report import StepReport
+
+
+class Record:
+    """The run of a handle from its beginning.
+
+    Attributes:
+        began: when, in UTC.
+        tally: what is counted; None until ``arm``.
+    """
+
+    def __init__(self) -> None:
+        self.began = datetime.now(UTC)
+        self.tally: Tally | None = None
+        self._built = PROGRESS.programs, PROGRESS.seconds
+
+    def arm(self) -> None:
+        """From now on ops, casts, losses and gradients are counted and noted."""
+        self.tally = Tally()
+        self.tally.start()
+        RESULTS.attach(self.tally)
+
+    def disarm(self) -> None:
+        """They are not; what was counted stays."""
+        if self.tally is not None:
+            RESULTS.detach(self.tally)
+            self.tally.stop()
+
+    def summary(
+        self, dtype: str, steps: int, history: Sequence[StepReport], skips: int, loss_scale: float | None,
+        step: Callable[[], Any] | None,
+    ) -> Summary:  # fmt: skip
+        """What is known, and with a step, what can be measured of it; see ``AmpHandle.summary``."""
+        programs, seconds = PROGRESS.programs - self._built[0], PROGRESS.seconds - self._built[1]
+        known = Summary(dtype, steps, skips, history, loss_scale, programs, seconds)
+        trial = None if step is None else self._tried(step)
+        if self.tally is not None:
+            rows, copies = self.tally.rows, self.tally.weight_copies
+            rows = rows if trial is None else with_times(rows, trial.amp)
+            known = replace(known, rows=rows, casts=self.tally.casts, weight_copies=copies, counted=True)
+        elif trial is not None:
+            known = replace(known, rows=trial.amp.rows, casts=trial.amp.casts, weight_copies=trial.amp.weight_copies)
+        return replace(known, trial=trial)
+
+    def _tried(self, step: Callable[[], Any]) -> Trial:
+        """What is only looked at does not count."""
+        is_armed = self.tally is not None and RESULTS.has(self.tally)
+        if is_armed:
+            self.disarm()
+        try:
+            return try_step(step)
+        finally:
+            if is_armed and self.tally is not None:
+                self.tally.start()
+                RESULTS.attach(self.tally)
