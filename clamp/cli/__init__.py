@@ -1,4 +1,4 @@
-"""The command line: ``python -m clamp bench``, ``doctor``, ``lists``, ``tune``, ``warm``.
+"""The command line: ``python -m clamp bench``, ``doctor``, ``lists``, ``report``, ``tune``, ``warm``.
 
 A command's module is imported when the command runs: ``doctor`` must work where the packages that the others
 need are missing, because it is what a user runs when something is.
@@ -29,6 +29,7 @@ _MODULES = {
     "bench": "clamp.cli.bench.command",
     "doctor": "clamp.cli.doctor",
     "lists": "clamp.cli.lists",
+    "report": "clamp.cli.report",
     "tune": "clamp.cli.tune",
     "warm": "clamp.cli.warm",
 }
@@ -82,8 +83,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_lists(commands.add_parser("lists", help="which netcl function runs in which precision, and why"))
     _add_bench(commands.add_parser("bench", help="time clamp against netcl, numpy and torch, side by side"))
     _add_tune(commands.add_parser("tune", help="measure how a GPU's matrix units multiply fastest, and keep it"))
+    _add_report(commands.add_parser("report", help="make a page of a run, to open in any browser"))
     _add_warm(commands.add_parser("warm", help="compile what training steps need before they do: for images and CI"))
     return parser
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN.json", help="what clamp wrote of a run")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the page goes (RUN.html)")
 
 
 def _add_warm(parser: argparse.ArgumentParser) -> None:

@@ -31,6 +31,7 @@ from clamp.patching.recordings.replay import shared_memory
 from clamp.patching.recordings.variants import Recorded, Variants
 from clamp.patching.recordings.watch import Watch
 from clamp.scaling.backward_pass import PassGradients, end_pass, tokens
+from clamp.scaling.history import History
 from clamp.scaling.interrupts import uninterrupted
 from clamp.scaling.loss_scale import LossScale, NoLossScale
 from clamp.scaling.scaled_loss import check_loss, scaled_node
@@ -175,7 +176,7 @@ class Graph:
         return self.history[-1] if self.history else None
 
     @property
-    def history(self) -> Sequence[StepReport]:
+    def history(self) -> History:
         """What the last 1000 steps did, the newest last."""
         return self._guards.history
 

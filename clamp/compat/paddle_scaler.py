@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,9 @@ import numpy as np
 from clamp import session
 from clamp.bridge import Node, Tensor
 from clamp.compat.settings import FaceRule, UncheckedRule, require_number, warn_if_nothing_is_gained
+from clamp.scaling.history import History
 from clamp.scaling.loss_scale import DynamicLossScale
 from clamp.scaling.manual import ManualScaling
-from clamp.scaling.step_guard import StepReport
 
 
 class _AtLeastOne(DynamicLossScale):
@@ -183,7 +183,7 @@ class GradScaler:
         return result
 
     @property
-    def history(self) -> Sequence[StepReport]:
+    def history(self) -> History:
         """What the last 1000 steps did, the newest last; a skipped one says why. Not of a disabled scaler."""
         return self._scaling.history
 

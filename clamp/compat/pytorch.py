@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,9 +17,10 @@ from clamp.casting.regions import check_dtype
 from clamp.compat.settings import FaceRule, UncheckedRule
 from clamp.patching.custom import Backward, CustomBackward, CustomForward
 from clamp.patching.decorators import require_function
+from clamp.scaling.history import History
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.manual import ManualScaling
-from clamp.scaling.step_guard import StepGuards, StepReport
+from clamp.scaling.step_guard import StepGuards
 
 _STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -153,7 +154,7 @@ class GradScaler:
         return self._scaling._guards
 
     @property
-    def history(self) -> Sequence[StepReport]:
+    def history(self) -> History:
         """What the last 1000 steps did, the newest last; a skipped one says why. Not of a disabled scaler."""
         return self._scaling.history
 

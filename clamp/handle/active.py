@@ -25,6 +25,7 @@ from clamp.params.weight_cache import weights
 from clamp.patching.patch import Patches, Registration
 from clamp.ranks.mpi import Ranks
 from clamp.scaling.backward_pass import PassGradients, end_pass, tokens
+from clamp.scaling.history import History
 from clamp.scaling.interrupts import uninterrupted
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.queue_scales import QueueScales
@@ -118,7 +119,7 @@ class AmpHandle:
         return self.history[-1] if self.history else None
 
     @property
-    def history(self) -> Sequence[StepReport]:
+    def history(self) -> History:
         """What the last 1000 steps did, the newest last."""
         refuse("handle.last_step or handle.history was read", "Read it after the recorded part.")
         return self._guards.history

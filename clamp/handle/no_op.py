@@ -9,6 +9,7 @@ from typing import Any
 
 from clamp.bridge import Node, Tape
 from clamp.handle.optim_wrapper import OptimWrapper
+from clamp.scaling.history import History
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_report import StepReport
 
@@ -18,7 +19,7 @@ class NoOpHandle:
 
     loss_scale = 1.0
     last_step: StepReport | None = None
-    history: Sequence[StepReport] = ()
+    history = History()
 
     def is_active(self) -> bool:
         """False: netcl is as it was."""

@@ -7,7 +7,7 @@ gradients, or clip them, between unscaling and the step.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -21,11 +21,12 @@ from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
 from clamp.params.masters import Pair
 from clamp.scaling.backward_pass import tokens, unscale_all
+from clamp.scaling.history import History
 from clamp.scaling.interrupts import uninterrupted
 from clamp.scaling.loss_scale import DynamicLossScale, LossScale
 from clamp.scaling.scale_rule import ScaleRule
 from clamp.scaling.scaled_loss import scaled_node
-from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport, warn_of_lost_bits
+from clamp.scaling.step_guard import StepGuard, StepGuards, warn_of_lost_bits
 
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)  # its reciprocal is finite, so that a scale down there can recover
@@ -146,7 +147,7 @@ class ManualScaling:
         self._make(self._start)  # raises for a scale that is none
 
     @property
-    def history(self) -> Sequence[StepReport]:
+    def history(self) -> History:
         """What the last steps did, the newest last."""
         return self._guards.history
 

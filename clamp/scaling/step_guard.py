@@ -25,6 +25,7 @@ from clamp.ops.loss_scale import DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_
 from clamp.params import gradient_marks, masters
 from clamp.params.masters import pairs, stepping
+from clamp.scaling.history import History
 from clamp.scaling.interrupts import uninterrupted
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_report import HISTORY, NonFinite, StepReport, names_among, non_finite, warn_user
@@ -281,7 +282,8 @@ class StepGuards:
         self._wants_scaling = wants_scaling
         self._checks: dict[tuple[cl.CommandQueue, int], DeviceState] = {}  # one a thread, which waits for its own
         self._running: set[int] = set()
-        self.history: deque[StepReport] = deque(maxlen=HISTORY)
+        self._reports: deque[StepReport] = deque(maxlen=HISTORY)
+        self.history = History(self._reports)
         self.steps = self.skips = 0
         self.require_scaled = False  # whether steps are refused whose gradients came by no scaled backward pass
 
@@ -346,14 +348,14 @@ class StepGuards:
         self.steps += 1
         self.skips += not report.stepped
         numbered = replace(report, step=self.steps)
-        self.history.append(numbered)
+        self._reports.append(numbered)
         RESULTS.stepped(numbered)
         return numbered
 
     def amend(self, **changes: Any) -> StepReport:
         """Changes the last report."""
-        self.history[-1] = replace(self.history[-1], **changes)
-        return self.history[-1]
+        self._reports[-1] = replace(self._reports[-1], **changes)
+        return self._reports[-1]
 
     def found_in(self, grads: Iterable[Tensor]) -> bool:
         """Whether any of these gradients has an inf or nan; one launch and one read a queue."""

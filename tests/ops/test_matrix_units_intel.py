@@ -20,7 +20,8 @@ from clamp.ops.conv.matrix_units import MatrixConv
 from clamp.ops.gemm.dpas import DPAS_8, DPAS_16
 from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.plan import Plan
-from tests.ops.test_matrix_units_ptx import convolutions, go_without, output_of, products
+from tests.ops.test_matrix_units_ptx import convolutions, output_of, products
+from tests.tools import go_without
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -37,6 +37,7 @@ from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.plan import Plan
 from clamp.ops.gemm.problem import Epilogue, operand_a, operand_b
 from clamp.ops.gemm.proof import Case, cases
+from tests.tools import go_without
 
 pytestmark = pytest.mark.slow
 
@@ -54,13 +55,6 @@ class Tools:
     clang: str
     ptxas: str
     cuobjdump: str
-
-
-def go_without(reason: str) -> NoReturn:
-    """Skips a test whose tools are missing; fails on a machine that shall have them."""
-    if os.environ.get("CLAMP_TEST_OFFLINE") == "1":
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")
