@@ -88,6 +88,7 @@ def init(
             cache_enabled=enable_caching,
             allow_banned=allow_banned,
             verbose=verbose,
+            level=level,
         )
         return start(region, lambda: make_loss_scale(loss_scale, dtype), check_finite=check_finite, debug=debug)
 

@@ -13,11 +13,8 @@ from clamp import bridge
 from clamp.bridge import Node, Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import Region, current_region, in_region, set_process_region
-from clamp.handle.observed import Explanations
+from clamp.handle.observed import ObservedHandle
 from clamp.handle.optim_wrapper import OptimWrapper
-from clamp.observe.explain import Explanation
-from clamp.observe.record import Record
-from clamp.observe.summary import Summary
 from clamp.opencl.recording import host_step, refuse
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks
@@ -33,7 +30,7 @@ from clamp.scaling.scaled_loss import check_loss, has_run, open_loss, require_gr
 from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport, share_overflow
 
 
-class AmpHandle:
+class AmpHandle(ObservedHandle):
     """AMP at work: netcl's functions cast, losses are scaled, until ``shutdown``.
 
     Made by ``amp.init``. Also a context manager that shuts down at its end::
@@ -82,12 +79,7 @@ class AmpHandle:
         self._shown: weakref.ref[Any] | None = None  # a scaler of netcl's that rules in place of the handle's
         self._scales = QueueScales(make_scaler)
         self._ranks: Ranks | None = None
-        self._explanations = Explanations(lambda: self._scaler, lambda: self._guards.history)
-        self._record = Record()
-        if "attribution" in debug:
-            self._explanations.arm()
-        if "summary" in debug:
-            self._record.arm()
+        self._observe(debug)
         self._patches = Patches(region.policies, registrations, self._guards.step)
         self._patches.install()
         set_process_region(region)
@@ -123,36 +115,6 @@ class AmpHandle:
         """What the last 1000 steps did, the newest last."""
         refuse("handle.last_step or handle.history was read", "Read it after the recorded part.")
         return self._guards.history
-
-    def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
-        """Why a step was skipped: the first op whose result stopped being finite, and one cure, as code.
-
-        ``print(handle.explain())`` is one screen. Without ``step`` it tells of the last skipped step, whose ops are
-        known after ``amp.init(debug="attribution")``.
-
-        Args:
-            step: does what one step of the loop does, with the same batch; it is run once, at the loss scale at which
-                the last step was skipped, and optimizers do not step in it. Gradients, loss scales, the statistics of
-                layers and random generators are put back. What it writes besides stays.
-        """
-        return self._explanations.explain(step)
-
-    def summary(self, step: Callable[[], Any] | None = None) -> Summary:
-        """What the run has done so far: steps and skips, kernels built; ``print`` it, it is one screen.
-
-        After ``amp.init(debug="summary")`` ops, casts and their bytes, too, counted since then.
-
-        Args:
-            step: does what one step of the loop does. It is run some dozens of times, in this dtype and in clamp's
-                float32, turn about, to take its time, that of each op, and its memory; the summary then ends with what
-                AMP gains. As in ``explain``, optimizers do not step in it, and all is put back.
-
-        Raises:
-            ValueError: no op of the step can be seen.
-        """
-        scale = self.loss_scale if self._scaler.scales else None
-        guards = self._guards
-        return self._record.summary(self._region.dtype, guards.steps, list(guards.history), guards.skips, scale, step)
 
     def __repr__(self) -> str:
         if not self._active:
@@ -388,8 +350,7 @@ class AmpHandle:
         if not self._active:
             return
         self._active = False
-        self._explanations.disarm()
-        self._record.disarm()
+        self._observe_no_more()
         set_process_region(None)
         self._patches.remove()
         weights.clear()

@@ -32,6 +32,9 @@ class NoOpHandle:
         """That there is nothing to sum up."""
         return "AMP is off: amp.init(enabled=False)"
 
+    def report(self, path: Any, step: Callable[[], Any] | None = None, losses: Sequence[float] | None = None) -> None:
+        """Writes nothing."""
+
     @contextmanager
     def scale_loss(self, loss: Node, optimizer: Any) -> Iterator[Node]:
         """Yields the loss itself, with a ``backward`` for the length of the ``with``."""

@@ -7,11 +7,16 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+import pyopencl as cl
+
 from clamp.casting.results import RESULTS
+from clamp.observe.explain import Explanation
+from clamp.observe.run import run_of
 from clamp.observe.summary import Summary, with_times
 from clamp.observe.tally import Tally
 from clamp.observe.trial import Trial, try_step
 from clamp.opencl.progress import PROGRESS
+from clamp.report import Run
 from clamp.scaling.step_report import StepReport
 
 
@@ -55,6 +60,25 @@ class Record:
         elif trial is not None:
             known = replace(known, rows=trial.amp.rows, casts=trial.amp.casts, weight_copies=trial.amp.weight_copies)
         return replace(known, trial=trial)
+
+    def run(
+        self, summary: Summary, explanation: Explanation | None, device: cl.Device | None, level: str,
+        losses: Sequence[float] | None,
+    ) -> Run:  # fmt: skip
+        """All of it as JSON has it; see `run_of`."""
+        of_trial = () if summary.trial is None else summary.trial.modules
+        return run_of(
+            summary,
+            explanation,
+            device=device,
+            level=level,
+            began=self.began,
+            points={} if self.tally is None else self.tally.curves.read(),
+            losses=losses,
+            modules=of_trial if self.tally is None else self.tally.modules,
+            ranges=[],
+            suggested_scale=None,
+        )
 
     def _tried(self, step: Callable[[], Any]) -> Trial:
         """What is only looked at does not count."""

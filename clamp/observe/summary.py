@@ -136,8 +136,8 @@ class Summary:
 
 def with_times(rows: Sequence[Row], side: Side) -> list[Row]:
     """Rows of a run with the seconds that one step's calls of them took in a trial; None where it had none of them."""
-    seconds = {(*row.key, row.policy, row.inputs, row.dtype): row.seconds for row in side.rows}
-    return [replace(row, seconds=seconds.get((*row.key, row.policy, row.inputs, row.dtype))) for row in rows]
+    seconds = {row.identity: row.seconds for row in side.rows}
+    return [replace(row, seconds=seconds.get(row.identity)) for row in rows]
 
 
 def aligned(table: Sequence[Sequence[str]], numbers: range, indent: str = "  ") -> list[str]:

@@ -67,6 +67,11 @@ class Row:
         """The op and its place, whatever its dtypes: the same under AMP and in float32."""
         return self.op, self.direction, self.function, self.module, self.line
 
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What it is of: all but counts and shape."""
+        return (*self.key, self.policy, self.inputs, self.dtype)
+
 
 class Casts(NamedTuple):
     """Conversions from one dtype to another that were launched: of inputs, results, weights and gradients."""
@@ -112,6 +117,7 @@ class Tally:
         self._named: dict[tuple[Any, ...], Row] = {}
         self._casts: dict[tuple[str, str], list[int]] = {}
         self._modules: dict[int, weakref.ref[Any]] = {}
+        self._models: dict[int, weakref.ref[Any]] = {}
         self._recorded: list[Callable[[], None]] = []  # what each replay adds
         self._listener = self._cast  # the very object that is on the list
 
@@ -136,7 +142,10 @@ class Tally:
         if op == SCALE_OP and isinstance(made, Node) and bridge.on_device(read[0]):
             self.scaled(read[0])
         place = here()
-        module = self._known(place.modules[0]) if place.modules else 0
+        module = 0
+        if place.modules:
+            module = self._known(place.modules[0])
+            self._models.setdefault(id(place.modules[-1]), weakref.ref(place.modules[-1]))
         token = op or place.function.rpartition(".")[2] or "op", replace(place, modules=()), module
         self._count(token, FORWARD, read, [value])
         return token
@@ -239,6 +248,13 @@ class Tally:
         return list(self._named.values())
 
     @property
+    def modules(self) -> list[tuple[str, str, int]]:
+        """The layers of the models that have run, and that there still are; see ``bridge.module_tree``."""
+        models = [model for ref in self._models.values() if (model := ref()) is not None]
+        found = (one for model in models for one in bridge.module_tree(model))
+        return list({path: (path, name, size) for path, name, size in found}.values())
+
+    @property
     def casts(self) -> list[Casts]:
         """Casts, those of most bytes first."""
         with self._lock:
@@ -250,6 +266,7 @@ class Tally:
         with self._lock:
             counts, self._counts = self._counts, {}
             known, self._modules = self._modules, {}
+            self._models = {key: ref for key, ref in self._models.items() if ref() is not None}
         living = {key: module for key, ref in known.items() if (module := ref()) is not None}
         names = dict(zip(living, bridge.module_names(list(living.values())), strict=True))
         with self._lock:
@@ -260,10 +277,9 @@ class Tally:
                     key.op, key.direction, place.function, place.policy, names.get(key.module, ""), place.short_line,
                     key.inputs, key.dtype, count.shape,
                 )  # fmt: skip
-                same = (*row.key, row.policy, row.inputs, row.dtype)
-                before = self._named.get(same, row)
+                before = self._named.get(row.identity, row)
                 seconds = before.seconds if count.seconds is None else (before.seconds or 0.0) + count.seconds
-                self._named[same] = replace(
+                self._named[row.identity] = replace(
                     before, calls=before.calls + count.calls, bytes=before.bytes + count.bytes, seconds=seconds
                 )
 

@@ -78,6 +78,7 @@ class Trial:
         amp, plain: the two; ``plain`` is clamp's float32.
         rounds: how often each has run to be timed.
         alone: whether ops were timed one by one, on a queue that takes no times.
+        modules: the layers of the models that ran; see ``bridge.module_tree``.
         black_list: functions that are slower in 16 bits than in float32.
         with_black_list: the median of the step's seconds with those in float32; None if there are none.
         black_list_pays: whether that is clearly less than without.
@@ -88,6 +89,7 @@ class Trial:
     plain: Side
     rounds: int
     alone: bool
+    modules: Sequence[tuple[str, str, int]] = ()
     black_list: tuple[str, ...] = ()
     with_black_list: float | None = None
     black_list_pays: bool = False
@@ -118,6 +120,7 @@ def try_step(step: Step) -> Trial:
         replace(plain, seconds=median(times[1])),
         len(times[0]),
         alone,
+        passes[-1][0][0].modules,
     )
     if not names:
         return trial
@@ -181,11 +184,11 @@ def _side(seen: _Look, passes: Sequence[tuple[Stopwatch, list[Row]]]) -> Side:
     times: dict[tuple[Any, ...], list[float]] = {}
     for _, rows in passes:
         for row in rows:
-            times.setdefault(_identity(row), []).append(row.seconds or 0.0)
+            times.setdefault(row.identity, []).append(row.seconds or 0.0)
     watch, rows = passes[-1]
     return Side(
         0.0,  # until the race
-        [replace(row, seconds=min(times[_identity(row)])) for row in rows],
+        [replace(row, seconds=min(times[row.identity])) for row in rows],
         watch.casts,
         min(one.cast_seconds for one, _ in passes),
         min(one.after_backward for one, _ in passes),
@@ -194,10 +197,6 @@ def _side(seen: _Look, passes: Sequence[tuple[Stopwatch, list[Row]]]) -> Side:
         seen.weight_copies,
         seen.peak,
     )
-
-
-def _identity(row: Row) -> tuple[Any, ...]:
-    return (*row.key, row.policy, row.inputs, row.dtype)
 
 
 # ---------------------------------------------------------------------------------------------- the first look

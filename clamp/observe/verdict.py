@@ -17,13 +17,13 @@ class Verdict:
         sentence: it.
         details: what it rests on.
         cure: what to write, as code; empty if there is nothing to change.
-        gains: whether the step is faster, or keeps less.
+        is_slower: whether the step takes longer than in float32.
     """
 
     sentence: str
     details: tuple[str, ...]
     cure: str
-    gains: bool
+    is_slower: bool
 
 
 def judge(trial: Trial) -> Verdict:
@@ -44,7 +44,7 @@ def judge(trial: Trial) -> Verdict:
         memory = f"; {less}" if less else ""
         gain = "no gain in time here" if less else "no gain here"
         sentence = f"{gain}: {1 / times_as_fast:.2f}x slower than float32{because}{memory}."
-    return Verdict(sentence, tuple(_details(trial)), _cure(trial), times_as_fast >= 1 + NO_DIFFERENCE or bool(less))
+    return Verdict(sentence, tuple(_details(trial)), _cure(trial), times_as_fast <= 1 - NO_DIFFERENCE)
 
 
 def notes(trial: Trial) -> dict[tuple[str, ...], str]:

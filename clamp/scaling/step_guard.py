@@ -287,6 +287,13 @@ class StepGuards:
         self.steps = self.skips = 0
         self.require_scaled = False  # whether steps are refused whose gradients came by no scaled backward pass
 
+    @property
+    def device(self) -> cl.Device | None:
+        """That of the first optimizer's parameters; None if none is known."""
+        optimizers = (guard.optimizer for guard in (*self._by_id.values(), *self._unscaled.values()))
+        params = (param for optimizer in optimizers for param in getattr(optimizer, "params", ()))
+        return next((x.queue.device for x in params if isinstance(x, Tensor) and bridge.on_device(x)), None)
+
     def of(self, optimizer: Any) -> StepGuard:
         """The guard of an optimizer, made at its first use.
 

@@ -39,7 +39,7 @@ SLOW = Trial(
 def test_what_is_faster_and_smaller_says_by_how_much() -> None:
     verdict = judge(FAST)
     assert verdict.sentence == "float16 is 1.42x as fast as float32 here and keeps 0.52 of its activation memory."
-    assert verdict.gains
+    assert not verdict.is_slower
     assert verdict.cure == ""
 
 
@@ -55,15 +55,15 @@ def test_what_is_slower_says_why() -> None:
         "no gain here: 1.06x slower than float32, because casts take 11% of the step and the functions in half are as "
         "fast in float32 on this device."
     )
-    assert not verdict.gains
+    assert verdict.is_slower
     assert verdict.cure.startswith('handle = amp.init(dtype="float32")')
 
 
-def test_what_is_slower_and_smaller_is_a_gain_all_the_same() -> None:
+def test_what_is_slower_and_smaller_says_both() -> None:
     verdict = judge(replace(SLOW, amp=replace(SLOW.amp, seconds=1.06, activations=50)))
     assert verdict.sentence.startswith("no gain in time here: 1.06x slower than float32, because casts take 11%")
     assert verdict.sentence.endswith("; float16 keeps 0.50 of float32's activation memory.")
-    assert verdict.gains
+    assert verdict.is_slower
     assert verdict.cure == ""
 
 
