@@ -5,11 +5,17 @@
 //
 //   a row     | not zero | inf or nan | nan | -smallest | largest | bin 0 | bin 1 | ... | bin BINS - 1 |
 //
-//   bins      of an eighth of an octave: a float32's exponent and the three highest bits of its mantissa
+//   bins      14 an octave: its eighths, and within the first and the last of them where roundings turn:
+//
+//             {1}  (1, 9/8)  [9/8, 10/8)  ...  [15/8, A)  [A, B)  [B, -)  [-, C)  [C, D)  [D, 2)   times a power of two
+//
+//             A = 2 - 2^-7 and B = 2 - 2^-8: bfloat16's normal numbers begin there, and it overflows there, if
+//             magnitudes are first multiplied by any power of two; C = 2 - 2^-10 and D = 2 - 2^-11: float16's. What
+//             turns to 0 ends with {1}. The octaves:
 //
 //             2^-149        2^-126                                 2^128
-//             |  23 octaves   |             254 octaves              |   FIRST_BIN 0, BINS 2216: every float32
-//                (subnormal)              |  40   |                       FIRST_BIN 1000, BINS 320: every float16
+//             |  23 octaves   |             254 octaves              |   FIRST_BIN 0, BINS 3878: every float32
+//                (subnormal)              |  40   |                       FIRST_BIN 1750, BINS 560: every float16
 //                                       2^-24   2^16
 //
 // Magnitudes are compared as the bits of a float32 without its sign, which are ordered as they are. All of a row are
@@ -46,12 +52,14 @@ static inline uint max_of(uint16 v) {
     return max(max(b.x, b.y), max(b.z, b.w));
 }
 #if WG > 1
+#define SHARED __local
 typedef uint lanes;
 #define SUM(v) sum_of(v)
 #define MAX(v) max_of(v)
 #define SUM_OF_LANES(v) (v)
 #define MAX_OF_LANES(v) (v)
 #else
+#define SHARED // (PoCL 3.1 loses what is added to 14 KiB of local memory)
 typedef uint16 lanes;
 #define SUM(v) (v)
 #define MAX(v) (v)
@@ -63,13 +71,18 @@ typedef uint16 lanes;
 #if BINS
 // Of zero, inf and nan: BINS and beyond. A subnormal's is found from its mantissa, a whole number, as a float.
 static inline uint16 bins_of(uint16 magnitude) {
-    const uint16 normal = (magnitude >> 20) + (184 - 8 - FIRST_BIN);
-    const uint16 subnormal = (as_uint16(convert_float16(magnitude)) >> 20) - (127 * 8 + FIRST_BIN);
-    return select(normal, subnormal, magnitude < 0x00800000u);
+    const uint16 normal = magnitude + (22u << 23);
+    const uint16 subnormal = as_uint16(convert_float16(magnitude)) - (127u << 23);
+    const uint16 place = FIRST_BIN ? normal : select(normal, subnormal, magnitude < 0x00800000u); // octave, mantissa
+    const uint16 mantissa = place & 0x007fffffu;
+    // The last five are told by how far it is to the octave's end: 2^16, 2^15 ... 2^12 at most.
+    const uint16 distance = as_uint16(convert_float16(mantissa ^ 0x007fffffu)) >> 23;
+    const uint16 turns = min(mantissa, (uint16)1) + (127 + 16) - clamp(distance, (uint16)(127 + 11), (uint16)(127 + 16));
+    return 14 * (place >> 23) + (mantissa >> 20) + turns - FIRST_BIN;
 }
 
 // What has no bin is counted by lanes, because counters that are written over and over are slow.
-static inline void count_bins(__local uint *counters, uint16 magnitude) {
+static inline void count_bins(SHARED uint *counters, uint16 magnitude) {
     uint bins[16];
     vstore16(min(bins_of(magnitude), BINS + (uint16)(LANE_NUMBERS)), 0, bins);
     for (uint k = 0; k < 16; k++) {
@@ -94,12 +107,24 @@ static inline void count_bins(__local uint *counters, uint16 magnitude) {
         COUNT_BINS(magnitude);                                  \
     }
 
+// Adds what a work-item has found.
+#define PUT(row)                                       \
+    {                                                  \
+        atomic_add(&(row)[0], SUM_OF_LANES(not_zero)); \
+        if (bad) atomic_add(&(row)[1], bad);           \
+        if (nans) atomic_add(&(row)[2], nans);         \
+        atomic_max(&(row)[3], MAX_OF_LANES(smallest)); \
+        atomic_max(&(row)[4], top);                    \
+    }
+
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 statistics(__global const tile *restrict tiles, __global uint *results, const ulong first EACH_SLOT(SOURCE_PARAMETER)) {
+#if WG > 1
     __local uint head[HEAD];
     for (uint i = get_local_id(0); i < HEAD; i += WG) head[i] = 0;
+#endif
 #if BINS
-    __local uint counters[BINS + 16];
+    SHARED uint counters[BINS + 16];
     for (uint i = get_local_id(0); i < BINS; i += WG) counters[i] = 0;
 #endif
     barrier(CLK_LOCAL_MEM_FENCE);
@@ -115,9 +140,8 @@ statistics(__global const tile *restrict tiles, __global uint *results, const ul
     const uint whole = t.count / 16 * 16;
     for (uint i = 16 * get_local_id(0); i < whole; i += 16 * WG) TAKE(LOAD16(X_T, x, i));
     if (whole < t.count && get_local_id(0) == whole / 16 % WG) TAKE(LOAD_PART(X_T, x, whole, t.count, 0.0f));
-    uint top = MAX_OF_LANES(largest);
+    uint top = MAX_OF_LANES(largest), bad = 0, nans = 0;
     if (top >= INFINITE) { // inf and nan are rare: only who has met one looks for them, at the same elements again
-        uint bad = 0, nans = 0;
         top = 0;
         for (uint i = 16 * get_local_id(0); i < t.count; i += 16 * WG) {
             const uint16 magnitude = as_uint16(LOAD_PART(X_T, x, i, t.count, 0.0f)) & MAGNITUDE;
@@ -125,19 +149,19 @@ statistics(__global const tile *restrict tiles, __global uint *results, const ul
             nans += sum_of(ABOVE(INFINITE, magnitude));
             top = max(top, max_of(select(magnitude, 0u, magnitude >= INFINITE)));
         }
-        atomic_add(&head[1], bad);
-        atomic_add(&head[2], nans);
     }
-    atomic_add(&head[0], SUM_OF_LANES(not_zero));
-    atomic_max(&head[3], MAX_OF_LANES(smallest));
-    atomic_max(&head[4], top);
-    barrier(CLK_LOCAL_MEM_FENCE);
 
     __global uint *const row = results + first + t.tensor * (ulong)(HEAD + BINS);
+#if WG > 1
+    PUT(head);
+    barrier(CLK_LOCAL_MEM_FENCE);
     for (uint i = get_local_id(0); i < HEAD; i += WG) {
         if (i < 3) atomic_add(&row[i], head[i]);
         else atomic_max(&row[i], head[i]);
     }
+#else
+    PUT(row);
+#endif
 #if BINS
     for (uint i = get_local_id(0); i < BINS; i += WG)
         if (counters[i]) atomic_add(&row[HEAD + i], counters[i]);

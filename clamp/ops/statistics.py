@@ -24,12 +24,12 @@ from clamp.ops.slots import GROUP_GPU, filled, slots_for, tiles_of
 
 STATISTICS = Kernel("statistics.cl", "statistics")
 
-#: bins an octave: between 2^e and 2^(e + 1) they are equally wide
-BINS_PER_OCTAVE = 8
+#: where the bins of an octave begin: at its eighths and where roundings to 16 bits turn (kernels/statistics.cl)
+OCTAVE = np.array([1, 1 + 2**-23, *(1 + np.arange(1, 8) / 8), *(2 - 2.0 ** -np.arange(7, 12))])
 #: the exponent of the smallest magnitude of float32, with which the first bin begins
 FIRST_EXPONENT = -149
-#: every magnitude of float32
-BINS = BINS_PER_OCTAVE * (128 - FIRST_EXPONENT)
+#: of a histogram: every magnitude of float32 has one
+BINS = len(OCTAVE) * (128 - FIRST_EXPONENT)
 #: exponents of the octaves that ``Statistics.octaves`` has one by one: those of float16
 OCTAVES = range(-24, 16)
 
@@ -51,6 +51,7 @@ class Statistics:
         largest: the greatest finite magnitude, exact; 0.0 if there is none.
         histogram: int64 of shape ``(BINS,)``: how many magnitudes are from ``edges()[i]`` on and below
             ``edges()[i + 1]``; zeros, inf and nan are in no bin. None if none was asked for.
+        dtype: what the tensor is stored in.
     """
 
     count: int
@@ -60,6 +61,7 @@ class Statistics:
     smallest: float
     largest: float
     histogram: NDArray[np.int64] | None = None
+    dtype: str = "float32"
 
     @property
     def octaves(self) -> NDArray[np.int64]:
@@ -70,15 +72,15 @@ class Statistics:
         """
         if self.histogram is None:
             raise ValueError("these statistics have no histogram; take them with histogram=True")
-        each = self.histogram.reshape(-1, BINS_PER_OCTAVE).sum(1)
+        each = self.histogram.reshape(-1, len(OCTAVE)).sum(1)
         first, last = OCTAVES.start - FIRST_EXPONENT, OCTAVES.stop - FIRST_EXPONENT
         return np.concatenate([[each[:first].sum()], each[first:last], [each[last:].sum()]])
 
 
 def edges() -> NDArray[np.float64]:
     """Where the bins of a histogram begin, and where the last one ends: ``BINS + 1`` magnitudes."""
-    octave, eighth = np.divmod(np.arange(BINS + 1), BINS_PER_OCTAVE)
-    return np.ldexp(1 + eighth / BINS_PER_OCTAVE, octave + FIRST_EXPONENT)
+    begins = np.ldexp(OCTAVE, np.arange(FIRST_EXPONENT, 128)[:, None]).ravel()
+    return np.append(begins, 2.0**128)
 
 
 def statistics_of(tensors: Sequence[Tensor], *, histogram: bool = True) -> list[Statistics]:
@@ -112,7 +114,7 @@ class PendingStatistics:
         for index, tensor in enumerate(tensors):
             _check(index, tensor)
         self._histogram = histogram
-        self._asked = [(tensor.queue, _key(tensor), tensor.size) for tensor in tensors]
+        self._asked = [(tensor.queue, _key(tensor)) for tensor in tensors]
         queues: dict[cl.CommandQueue, dict[Key, Tensor]] = {}
         for tensor in tensors:
             if tensor.size:
@@ -127,8 +129,11 @@ class PendingStatistics:
         """
         refuse("Statistics were read", "Read them after the recorded part.")
         found = {(queue, key): one for queue, results in self._results.items() for key, one in results.read().items()}
-        nothing = Statistics(0, 0, 0, 0, np.inf, 0.0, np.zeros(BINS, np.int64) if self._histogram else None)
-        return [found[queue, key] if size else nothing for queue, key, size in self._asked]
+        none = np.zeros(BINS, np.int64) if self._histogram else None
+        return [
+            found.get((queue, key)) or Statistics(0, 0, 0, 0, np.inf, 0.0, none, dtype=key[-1])
+            for queue, key in self._asked
+        ]
 
 
 def _check(index: int, tensor: Tensor) -> None:
@@ -144,7 +149,7 @@ def _check(index: int, tensor: Tensor) -> None:
 
 
 def _key(tensor: Tensor) -> Key:
-    return id(tensor.buffer), tensor.size, bridge.STORAGE[tensor.dtype]
+    return id(tensor.buffer), tensor.size, bridge.canonical_dtype(tensor.dtype)
 
 
 @dataclass(frozen=True)
@@ -154,14 +159,6 @@ class _Row:
     count: int
     begin: int
     bins: range  # which of those of float32 its dtype can fill; none without a histogram
-
-    def histogram(self, words: NDArray[np.uint32]) -> NDArray[np.int64] | None:
-        if not self.bins:
-            return None
-        histogram = np.zeros(BINS, np.int64)
-        begin = self.begin + _HEAD
-        histogram[self.bins.start : self.bins.stop] = words[begin : begin + len(self.bins)]
-        return histogram
 
 
 class _Results:
@@ -173,12 +170,13 @@ class _Results:
 
     def __init__(self, queue: cl.CommandQueue, tensors: dict[Key, Tensor], histogram: bool) -> None:
         kinds: dict[str, list[Tensor]] = {}
-        for tensor in tensors.values():
-            kinds.setdefault(bridge.STORAGE[tensor.dtype], []).append(tensor)
+        for (_, _, dtype), tensor in tensors.items():
+            kinds.setdefault(dtype, []).append(tensor)
+        self._histogram = histogram
         self._rows: dict[Key, _Row] = {}
         words = 0
-        for kind, same in kinds.items():
-            bins = _bins(kind, histogram)
+        for dtype, same in kinds.items():
+            bins = _bins(dtype, histogram)
             for tensor in same:
                 self._rows[_key(tensor)] = _Row(tensor.size, words, bins)
                 words += _HEAD + len(bins)
@@ -207,22 +205,27 @@ class _Results:
         negated = heads[:, 3]
         heads[:, 3] = np.where(negated > 0, np.minimum(-negated, _INF), _INF)
         counts, magnitudes = heads[:, :3].tolist(), heads[:, 3:].view(np.float32).tolist()
+        histograms = np.zeros((len(heads), BINS), np.int64) if self._histogram else [None] * len(heads)
         found = {}
-        for (key, row), (not_zero, bad, nans), (smallest, largest) in zip(
-            self._rows.items(), counts, magnitudes, strict=True
+        for (key, row), (not_zero, bad, nans), (smallest, largest), histogram in zip(
+            self._rows.items(), counts, magnitudes, histograms, strict=True
         ):
-            zeros = row.count - not_zero
-            found[key] = Statistics(row.count, bad - nans, nans, zeros, smallest, largest, row.histogram(words))
+            if histogram is not None:
+                begin = row.begin + _HEAD
+                histogram[row.bins.start : row.bins.stop] = words[begin : begin + len(row.bins)]
+            found[key] = Statistics(
+                row.count, bad - nans, nans, row.count - not_zero, smallest, largest, histogram, dtype=key[-1]
+            )
         return found
 
 
-def _bins(kind: str, histogram: bool) -> range:
-    """Which bins the magnitudes of a storage type fall into."""
+def _bins(dtype: str, histogram: bool) -> range:
+    """Which bins the magnitudes of a dtype fall into."""
     if not histogram:
         return range(0)
-    if kind != "f16":
+    if dtype != "float16":
         return range(BINS)
-    return range(*(BINS_PER_OCTAVE * (exponent - FIRST_EXPONENT) for exponent in (OCTAVES.start, OCTAVES.stop)))
+    return range(*(len(OCTAVE) * (exponent - FIRST_EXPONENT) for exponent in (OCTAVES.start, OCTAVES.stop)))
 
 
 def _macros(queue: cl.CommandQueue) -> dict[str, Any]:

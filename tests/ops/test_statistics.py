@@ -37,6 +37,7 @@ def expected(stored: Any, histogram: bool = True) -> Statistics:
         smallest=float(there.min(initial=np.inf)),
         largest=float(there.max(initial=0.0)),
         histogram=np.histogram(there, edges())[0] if histogram else None,
+        dtype=str(stored.dtype),
     )
 
 
@@ -45,7 +46,7 @@ def assert_found(found: Sequence[Statistics], arrays: Sequence[Any], histogram: 
     for one, array in zip(found, arrays, strict=True):
         want = expected(array, histogram)
         np.testing.assert_array_equal(one.histogram, want.histogram)
-        for name in ("count", "infs", "nans", "zeros", "smallest", "largest"):
+        for name in ("count", "infs", "nans", "zeros", "smallest", "largest", "dtype"):
             assert getattr(one, name) == getattr(want, name), f"{name} of {array.size} elements"
 
 
@@ -113,7 +114,7 @@ def test_a_hundred_tensors_a_launch(queue: cl.CommandQueue, launches: list[str],
 def test_nothing_launches_nothing(queue: cl.CommandQueue, launches: list[str]) -> None:
     assert statistics_of([]) == []
     empty = to_device(queue, np.empty((3, 0)))
-    assert_found(statistics_of([empty, empty]), [np.empty(0)] * 2)
+    assert_found(statistics_of([empty, empty]), [np.empty(0, np.float32)] * 2)
     assert launches == []
 
 

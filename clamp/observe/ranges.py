@@ -1,0 +1,234 @@
+"""What a cast to 16 bits, at any loss scale, would do to numbers whose statistics are known. Nothing is cast.
+
+A cast turns magnitudes below some number to zero, from some number on to inf, and between two more into subnormals.
+Where these numbers are is found by bisection over all float32, with the cast itself; how many elements are below them
+is in the histogram. At a factor that is a power of two they are edges of bins (kernels/statistics.cl), and the answer
+is exact. Another factor has them inside of bins: the density there is taken to be linear, with the slope of the bins
+beside it, over the numbers that the tensor's dtype has.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clamp import bridge
+from clamp.bridge import DTypeLike
+from clamp.ops.statistics import OCTAVE, Statistics, edges
+from clamp.scaling.scale_rule import DEFAULT_RULE, positive
+
+#: Between the largest gradient seen, at the suggested scale, and the largest number of the dtype. The next batch's
+#: gradients may be larger; at the largest scale that just fits, by nothing.
+HEADROOM = 2.0
+
+_INF_BITS = 0x7F800000
+_EDGES = edges()
+_EIGHTHS = np.array([0, 2, 3, 4, 5, 6, 7, 8, 14])  # which of an octave's bins each eighth of it has
+
+
+class _Format(NamedTuple):
+    """A 16-bit dtype: its rounding of float32 arrays, its least normal and its largest number."""
+
+    rounded: Callable[[NDArray[Any]], NDArray[Any]]
+    least_normal: float
+    largest: float
+
+
+_FORMATS = {
+    "float16": _Format(lambda x: x.astype(np.float16), 2.0**-14, 65504.0),
+    "bfloat16": _Format(bridge.rounded_to_bfloat16, 2.0**-126, (2 - 2.0**-7) * 2.0**127),
+}
+#: bits of the mantissa, and the exponent of the least normal number
+_GRIDS = {"float32": (23, -126), "float16": (10, -14), "bfloat16": (7, -126)}
+
+
+class Lost(NamedTuple):
+    """Fractions of all of a tensor's elements that a cast changes in kind.
+
+    Attributes:
+        underflow: from other than zero to zero.
+        overflow: from finite to inf.
+        subnormal: into subnormal numbers, which have fewer bits.
+    """
+
+    underflow: float
+    overflow: float
+    subnormal: float
+
+
+def lost(statistics: Statistics, dtype: DTypeLike, factor: float = 1.0) -> Lost:
+    """What a cast of ``factor * x`` to ``dtype`` loses: the product in float32, rounded to nearest even.
+
+    Exact where ``factor`` is a power of two (but for products below 2^-126, which float32 itself rounds) and where the
+    extremes decide alone. At another factor within 0.1 % of the elements, if these are smoothly distributed and 100 000
+    or more; of fewer, or where many are equal, as well as may be told from an eighth of an octave, whose elements are
+    counted together.
+
+    Args:
+        statistics: with a histogram, unless the extremes decide.
+        dtype: float16 or bfloat16.
+        factor: a loss scale, say; rounded to float32.
+
+    Raises:
+        ValueError: another dtype; a factor that is not positive and finite; or there is no histogram and it is needed.
+    """
+    turns = _turns(_format_name(dtype), positive("factor", factor))
+    below = [_below(statistics, turn) for turn in turns]
+    count = max(statistics.count, 1)
+    return Lost(below[0] / count, (_finite(statistics) - below[2]) / count, (below[1] - below[0]) / count)
+
+
+def suggested_scale(gradients: Iterable[Statistics], scale: float, dtype: DTypeLike = "float16") -> float:
+    """The largest power of two at which no gradient comes nearer to overflow than by a factor of ``HEADROOM``.
+
+    So it is a quarter to a half of the largest scale of all that does not overflow; between 2^-14 and 2^24, which are a
+    loss scale's limits. If a gradient has inf or nan, how large it was is not known: then it is half of ``scale`` at
+    most. With no gradient that is not zero it is 2^24.
+
+    Args:
+        gradients: with or without histograms.
+        scale: what the gradients were multiplied by when they were observed.
+        dtype: float16 or bfloat16.
+
+    Raises:
+        ValueError: another dtype, or a scale that is not positive and finite.
+    """
+    largest_number = _FORMATS[_format_name(dtype)].largest
+    scale = positive("scale", scale)
+    suggested = DEFAULT_RULE.max_scale
+    for one in gradients:
+        if one.largest:
+            suggested = min(suggested, _power_of_two(largest_number / HEADROOM / one.largest * scale))
+        if one.infs or one.nans:
+            suggested = min(suggested, _power_of_two(scale / 2))
+    return max(suggested, DEFAULT_RULE.min_scale)
+
+
+def table(gradients: Iterable[Statistics], scale: float, dtype: DTypeLike = "float16") -> dict[float, Lost]:
+    """What all gradients together lose at each loss scale that is a power of two, 2^-14 to 2^24; exact.
+
+    Args:
+        gradients, scale, dtype: as for ``suggested_scale``; with histograms.
+
+    Raises:
+        ValueError: as ``suggested_scale``, or there is no histogram.
+    """
+    together = pooled(gradients)
+    first, last = (int(math.log2(limit)) for limit in (DEFAULT_RULE.min_scale, DEFAULT_RULE.max_scale))
+    scale = positive("scale", scale)
+    return {2.0**k: lost(together, dtype, 2.0**k / scale) for k in range(first, last + 1)}
+
+
+def pooled(statistics: Iterable[Statistics]) -> Statistics:
+    """The statistics of all elements of several tensors.
+
+    Raises:
+        ValueError: one of them has no histogram.
+    """
+    them = list(statistics)
+    dtypes = {one.dtype for one in them}
+    return Statistics(
+        count=sum(one.count for one in them),
+        infs=sum(one.infs for one in them),
+        nans=sum(one.nans for one in them),
+        zeros=sum(one.zeros for one in them),
+        smallest=min((one.smallest for one in them), default=math.inf),
+        largest=max((one.largest for one in them), default=0.0),
+        histogram=sum((_histogram(one) for one in them), np.zeros(len(_EDGES) - 1, np.int64)),
+        dtype=dtypes.pop() if len(dtypes) == 1 else "float32",
+    )
+
+
+def _power_of_two(x: float) -> float:
+    """The largest that is not above x."""
+    return 2.0 ** (math.frexp(x)[1] - 1)
+
+
+def _format_name(dtype: DTypeLike) -> str:
+    name = bridge.dtype_name(dtype)
+    if name not in _FORMATS:
+        raise ValueError(f"dtype is {dtype!r}; it must be float16 or bfloat16")
+    return str(name)
+
+
+def _histogram(statistics: Statistics) -> NDArray[np.int64]:
+    if statistics.histogram is None:
+        raise ValueError("these statistics have no histogram; take them with histogram=True")
+    return statistics.histogram
+
+
+def _finite(statistics: Statistics) -> int:
+    """How many elements are finite and not zero."""
+    return statistics.count - statistics.infs - statistics.nans - statistics.zeros
+
+
+@lru_cache(maxsize=1024)
+def _turns(dtype: str, factor: float) -> tuple[float, float, float]:
+    """The least magnitudes, as float32, that a cast of ``factor * x`` does not make zero, makes normal, makes inf."""
+    rounded, least_normal, _ = _FORMATS[dtype]
+
+    def least(reached: float) -> float:
+        def is_reached(bits: int) -> bool:
+            with np.errstate(over="ignore"):
+                product = np.array([bits], np.uint32).view(np.float32) * np.float32(factor)
+                return float(rounded(product)[0]) >= reached
+
+        return float(np.uint32(bisect_left(range(_INF_BITS), True, key=is_reached)).view(np.float32))
+
+    return least(2.0**-149), least(least_normal), least(math.inf)
+
+
+def _below(statistics: Statistics, limit: float) -> float:
+    """How many of the elements that are finite and not zero have magnitudes below the limit."""
+    if limit <= statistics.smallest:
+        return 0.0
+    if limit > statistics.largest:
+        return float(_finite(statistics))
+    histogram = _histogram(statistics)
+    within = int(np.searchsorted(_EDGES, limit)) - 1  # the bin from below the limit to it or beyond
+    inside = int(histogram[within])
+    return float(histogram[:within].sum()) + (inside * _share(statistics, within, limit) if inside else 0.0)
+
+
+def _share(statistics: Statistics, within: int, limit: float) -> float:
+    """Which part of a bin's elements have magnitudes below the limit, a number in the bin."""
+    begin = max(_EDGES[within], statistics.smallest)
+    end = min(_EDGES[within + 1], np.nextafter(statistics.largest, np.inf))
+    begin, end, limit = _up(np.array([begin, end, limit]), statistics.dtype)
+    x = (limit - begin) / (end - begin)
+    return float(x - _tilt(statistics, within, begin, end) * x * (1 - x))
+
+
+def _up(x: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
+    """The least numbers of a dtype that are not below x."""
+    bits, least_exponent = _GRIDS[dtype]
+    step = np.ldexp(1.0, np.maximum(np.frexp(x)[1] - 1, least_exponent) - bits)
+    return np.asarray(np.ceil(x / step) * step)
+
+
+def _tilt(statistics: Statistics, within: int, begin: float, end: float) -> float:
+    """How much the density of magnitudes differs from its mean at a bin's end, in parts of it: -1 to 1."""
+    octave, place = divmod(within, len(OCTAVE))
+    if not 1 <= place <= 8:  # one of the narrow ones
+        return 0.0
+    histogram = _histogram(statistics)
+    points = [((begin + end) / 2, histogram[within] / (end - begin))]
+    for eighth in (8 * octave + place - 2, 8 * octave + place):
+        octave_beside, first = divmod(eighth, 8)
+        bins = octave_beside * len(OCTAVE) + _EIGHTHS[first : first + 2]
+        if bins[0] < 0 or bins[1] >= len(_EDGES):
+            continue
+        left, right = _EDGES[bins]
+        if statistics.smallest <= left and right <= statistics.largest:
+            points.append(((left + right) / 2, histogram[bins[0] : bins[1]].sum() / (right - left)))
+    (x0, y0), (x1, y1) = min(points), max(points)
+    if x0 == x1:
+        return 0.0
+    tilt = (y1 - y0) / (x1 - x0) * (end - begin) / 2 / points[0][1]
+    return float(np.clip(tilt, -1, 1))
