@@ -11,6 +11,7 @@ from clamp.casting.results import RESULTS
 from clamp.observe.explain import Explanation, explain, not_seen
 from clamp.observe.frames import Trace
 from clamp.observe.journal import Journal
+from clamp.observe.layer_ranges import LayerRanges, observe_ranges
 from clamp.observe.record import Record
 from clamp.observe.rehearsal import rehearsal
 from clamp.observe.summary import Summary
@@ -134,7 +135,29 @@ class ObservedHandle:
         """
         scale = self.loss_scale if self._scaler.scales else None
         guards = self._guards
-        return self._record.summary(self._region.dtype, guards.steps, list(guards.history), guards.skips, scale, step)
+        return self._record.summary(
+            self._region.dtype,
+            guards.steps,
+            list(guards.history),
+            guards.skips,
+            scale,
+            step,
+            lambda: self._scaler.scale,
+        )
+
+    def ranges(self, step: Callable[[], Any]) -> LayerRanges:
+        """The magnitudes of activations, gradients and parameters of each layer; ``print`` it, or ``.draw(path)`` it.
+
+        It says what float16 and bfloat16 would make zero, or inf, of them at any loss scale, and suggests one.
+
+        Args:
+            step: as for ``summary``; it is run twice, in float32, which loses nothing, and under AMP.
+
+        Raises:
+            ValueError: no op of the step can be seen.
+        """
+        with self._record.unwatched():
+            return observe_ranges(step, lambda: self._scaler.scale)
 
     def report(
         self, path: str | Path, step: Callable[[], Any] | None = None, losses: Sequence[float] | None = None

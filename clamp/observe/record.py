@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -11,6 +12,7 @@ import pyopencl as cl
 
 from clamp.casting.results import RESULTS
 from clamp.observe.explain import Explanation
+from clamp.observe.layer_ranges import LayerRanges, observe_ranges
 from clamp.observe.run import run_of
 from clamp.observe.summary import Summary, with_times
 from clamp.observe.tally import Tally
@@ -47,19 +49,19 @@ class Record:
 
     def summary(
         self, dtype: str, steps: int, history: Sequence[StepReport], skips: int, loss_scale: float | None,
-        step: Callable[[], Any] | None,
+        step: Callable[[], Any] | None, live_scale: Callable[[], float],
     ) -> Summary:  # fmt: skip
         """What is known, and with a step, what can be measured of it; see ``AmpHandle.summary``."""
         programs, seconds = PROGRESS.programs - self._built[0], PROGRESS.seconds - self._built[1]
         known = Summary(dtype, steps, skips, history, loss_scale, programs, seconds)
-        trial = None if step is None else self._tried(step)
+        trial, ranges = (None, None) if step is None else self._tried(step, live_scale)
         if self.tally is not None:
             rows, copies = self.tally.rows, self.tally.weight_copies
             rows = rows if trial is None else with_times(rows, trial.amp)
             known = replace(known, rows=rows, casts=self.tally.casts, weight_copies=copies, counted=True)
         elif trial is not None:
             known = replace(known, rows=trial.amp.rows, casts=trial.amp.casts, weight_copies=trial.amp.weight_copies)
-        return replace(known, trial=trial)
+        return replace(known, trial=trial, ranges=ranges)
 
     def run(
         self, summary: Summary, explanation: Explanation | None, device: cl.Device | None, level: str,
@@ -76,17 +78,22 @@ class Record:
             points={} if self.tally is None else self.tally.curves.read(),
             losses=losses,
             modules=of_trial if self.tally is None else self.tally.modules,
-            ranges=[],
-            suggested_scale=None,
+            ranges=[] if summary.ranges is None else summary.ranges.as_json(),
+            suggested_scale=None if summary.ranges is None else summary.ranges.suggested_scale,
         )
 
-    def _tried(self, step: Callable[[], Any]) -> Trial:
-        """What is only looked at does not count."""
+    def _tried(self, step: Callable[[], Any], live_scale: Callable[[], float]) -> tuple[Trial, LayerRanges]:
+        with self.unwatched():
+            return try_step(step), observe_ranges(step, live_scale)
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Inside the ``with`` nothing is counted: what is only looked at is not a part of the run."""
         is_armed = self.tally is not None and RESULTS.has(self.tally)
         if is_armed:
             self.disarm()
         try:
-            return try_step(step)
+            yield
         finally:
             if is_armed and self.tally is not None:
                 self.tally.start()

@@ -48,10 +48,10 @@ def rehearsal(scale_now: float | None = None, scale: float | None = None) -> Ite
 
 
 def _trained(guards: list[StepGuard]) -> list[Tensor]:
-    """Parameters, and masters, of all optimizers that are known."""
+    """All parameters, of optimizers too that nobody has met yet, and masters."""
     optimizers = [guard.optimizer for guard in guards if guard.optimizer is not None]
-    found = (tensor for optimizer in optimizers for pair in masters.pairs(optimizer) for tensor in pair)
-    return list({id(tensor): tensor for tensor in found}.values())
+    stepped = (tensor for optimizer in optimizers for pair in masters.pairs(optimizer) for tensor in pair)
+    return list({id(tensor): tensor for tensor in (*bridge.living(bridge.Parameter), *stepped)}.values())
 
 
 def _statistics() -> list[Tensor]:

@@ -11,11 +11,11 @@ import pyopencl as cl
 from clamp.bridge import Tensor
 from clamp.casting.results import RESULTS
 from clamp.observe.recorder import Recorder
-from clamp.observe.tally import Key, Row, Tally
+from clamp.observe.tally import Glance, Key, Row
 
 
-class Stopwatch(Tally):
-    """A tally of one step that knows what each op launched: all since the op before was done.
+class Stopwatch(Glance):
+    """A glance at one step that knows what each op launched: all since the op before was done.
 
     Args:
         alone: see `Recorder`: for queues that take no times.
@@ -47,9 +47,6 @@ class Stopwatch(Tally):
             self.stop()
             RESULTS.detach(self)
         self._take_times()
-
-    def scaled(self, loss: Tensor) -> None:
-        """See `Tally`. Nothing is noted: that would be a launch of its own."""
 
     def counted(self, key: Key) -> None:
         """See `Tally`."""

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from clamp.observe.layer_ranges import LayerRanges
 from clamp.observe.tally import Casts, Row
 from clamp.observe.trial import Side, Trial
 from clamp.observe.verdict import Verdict, judge, notes
+from clamp.observe.words import aligned
 from clamp.scaling.step_report import StepReport
 
 _SHOWN = 20  # rows of ops
@@ -30,6 +32,7 @@ class Summary:
         weight_copies: bytes of 16-bit copies of weights; None if not known.
         trial: what was measured; None without a step to measure.
         counted: whether ``rows`` and ``casts`` are those of the run.
+        ranges: magnitudes of that step, layer by layer; None without one.
     """
 
     dtype: str
@@ -44,6 +47,7 @@ class Summary:
     weight_copies: int | None = None
     trial: Trial | None = None
     counted: bool = False
+    ranges: LayerRanges | None = None
 
     @property
     def verdict(self) -> Verdict | None:
@@ -51,7 +55,7 @@ class Summary:
         return None if self.trial is None else judge(self.trial)
 
     def __str__(self) -> str:
-        blocks = [self._head(), self._ops(), self._of_casts(), self._memory(), self._of_verdict()]
+        blocks = [self._head(), self._ops(), self._of_casts(), self._memory(), self._of_ranges(), self._of_verdict()]
         return "\n\n".join("\n".join(block) for block in blocks if block)
 
     __repr__ = __str__
@@ -122,6 +126,23 @@ class Summary:
         table += [(name, f"{ours / 2**20:.2f}", f"{theirs / 2**20:.2f}") for name, ours, theirs in sizes]
         return aligned(table, numbers=range(1, 3), indent="")
 
+    def _of_ranges(self) -> list[str]:
+        if self.ranges is None:
+            return []
+        worst = max(self.ranges.rows, key=lambda row: max(row.lost), default=None)
+        loses = "16 bits lose nothing of this step"
+        if worst is not None and max(worst.lost) > 0:
+            zero, inf, subnormal = (f"{100 * part:.3g}" for part in worst.lost)
+            loses = (
+                f"{worst.kind} {worst.name} in {worst.module or 'no layer'} loses most: {zero} % become 0, {inf} % inf,"
+            )
+            loses += f" {subnormal} % subnormal"
+        scale = self.ranges.suggested_scale
+        suggested = (
+            "" if scale is None else f" The loss scale is {self.ranges.scale:g}; {scale:g} would do for float16."
+        )
+        return [f"ranges: {loses}.{suggested}", "  print(handle.ranges(step)) has every layer, .draw(path) a picture"]
+
     def _of_verdict(self) -> list[str]:
         verdict = self.verdict
         if verdict is None:
@@ -138,19 +159,6 @@ def with_times(rows: Sequence[Row], side: Side) -> list[Row]:
     """Rows of a run with the seconds that one step's calls of them took in a trial; None where it had none of them."""
     seconds = {row.identity: row.seconds for row in side.rows}
     return [replace(row, seconds=seconds.get(row.identity)) for row in rows]
-
-
-def aligned(table: Sequence[Sequence[str]], numbers: range, indent: str = "  ") -> list[str]:
-    """The rows of a table in columns as wide as they must be; those of numbers end at one place."""
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    return [
-        indent
-        + "  ".join(
-            cell.rjust(width) if column in numbers else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]
 
 
 def _kind(report: StepReport) -> str:

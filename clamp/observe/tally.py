@@ -284,6 +284,13 @@ class Tally:
                 )
 
 
+class Glance(Tally):
+    """A tally of a step that is only looked at."""
+
+    def scaled(self, loss: Tensor) -> None:
+        """See `Tally`. Nothing is noted: that would be launches of its own."""
+
+
 def _dtype(tensor: Tensor) -> str:
     return bridge.canonical_dtype(tensor.dtype)
 

@@ -31,6 +31,7 @@ Step: TypeAlias = Callable[[], Any]
 NO_DIFFERENCE = 0.05  # ratios of times nearer to 1 than this are none
 _SECONDS = 2.0  # that the rounds may take, about
 _LEAST, _MOST = 3, 25  # rounds
+_CALM = 1.5  # of a machine with nothing else to do, the median is not more than so many times the least
 _PASSES = 5  # in which ops are timed: the least counts, for what disturbs only adds
 
 
@@ -39,7 +40,7 @@ class Side:
     """A step in one precision.
 
     Attributes:
-        seconds: the median of its rounds, until the device had finished.
+        seconds: the median of its rounds, until the device had finished; where rounds differ much, the least.
         rows: its ops, their ``seconds`` the least of five passes.
         casts: what was converted.
         cast_seconds, after_backward, launches: see `Stopwatch`; the least.
@@ -77,10 +78,11 @@ class Trial:
         dtype: that of AMP.
         amp, plain: the two; ``plain`` is clamp's float32.
         rounds: how often each has run to be timed.
+        busy: whether rounds differed so much that something else was running, and the least of them count.
         alone: whether ops were timed one by one, on a queue that takes no times.
         modules: the layers of the models that ran; see ``bridge.module_tree``.
         black_list: functions that are slower in 16 bits than in float32.
-        with_black_list: the median of the step's seconds with those in float32; None if there are none.
+        with_black_list: the step's seconds with those in float32; None if there are none.
         black_list_pays: whether that is clearly less than without.
     """
 
@@ -89,6 +91,7 @@ class Trial:
     plain: Side
     rounds: int
     alone: bool
+    busy: bool = False
     modules: Sequence[tuple[str, str, int]] = ()
     black_list: tuple[str, ...] = ()
     with_black_list: float | None = None
@@ -114,18 +117,21 @@ def try_step(step: Step) -> Trial:
         names = tuple(slower_functions(amp, plain))
         black = replace(around, policies=around.policies.customized((), names))
         times = _race(step, (*sides, black) if names else sides, queues)
+    busy = any(median(own) > _CALM * min(own) for own in times)
+    took = [min(own) if busy else median(own) for own in times]
     trial = Trial(
         around.dtype,
-        replace(amp, seconds=median(times[0])),
-        replace(plain, seconds=median(times[1])),
+        replace(amp, seconds=took[0]),
+        replace(plain, seconds=took[1]),
         len(times[0]),
         alone,
+        busy,
         passes[-1][0][0].modules,
     )
     if not names:
         return trial
     pays = all(of(times[2]) < (1 - NO_DIFFERENCE) * of(times[0]) for of in (median, min))
-    return replace(trial, black_list=names, with_black_list=median(times[2]), black_list_pays=pays)
+    return replace(trial, black_list=names, with_black_list=took[2], black_list_pays=pays)
 
 
 def _require(seen: bool) -> None:

@@ -94,8 +94,9 @@ def _is_small(trial: Trial) -> bool:
 
 
 def _details(trial: Trial) -> list[str]:
+    of = "The least (the machine has other things to do, too)" if trial.busy else "Medians"
     details = [
-        f"Medians of {trial.rounds} rounds, turn about: {_ms(trial.amp.seconds)} in {trial.dtype}, "
+        f"{of} of {trial.rounds} rounds, turn about: {_ms(trial.amp.seconds)} in {trial.dtype}, "
         f"{_ms(trial.plain.seconds)} in clamp's float32, for forward, backward and the division by the loss scale. "
         "The optimizer's step comes to both, and takes the same in both."
     ]

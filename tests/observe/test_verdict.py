@@ -99,6 +99,13 @@ def test_there_is_nothing_to_gain_in_float32() -> None:
     assert judge(replace(SLOW, dtype="float32")).sentence.startswith("AMP computes in float32 here")
 
 
+def test_a_busy_machine_is_told_of() -> None:
+    assert judge(FAST).details[0].startswith("Medians of 9 rounds, turn about: 1e+03 ms in float16, 1.42e+03 ms in ")
+    assert (
+        judge(replace(FAST, busy=True)).details[0].startswith("The least (the machine has other things to do, too) of")
+    )
+
+
 def test_16_bits_in_the_float32_rounds_are_told() -> None:
     assert not any("In the float32 rounds, too" in line for line in judge(FAST).details)
     mixed = replace(FAST, plain=side(1.0, row("gelu", 0.5)))
