@@ -252,6 +252,19 @@ def test_custom_kernel_gets_the_dtypes_it_declares(queue: cl.CommandQueue) -> No
     assert under_amp < 5e-3
 
 
+def test_debug_overflow_goes_from_skipped_steps_to_the_line_and_its_cure(queue: cl.CommandQueue) -> None:
+    output = run_example(queue, "debug_overflow.py")
+    source = (EXAMPLES / "debug_overflow.py").read_text("utf-8").splitlines()
+    line = 1 + next(index for index, text in enumerate(source) if "return ag.matmul_op(" in text)
+    assert "20 steps, 20 skipped" in output
+    assert "first not finite: forward of matmul_op" in output
+    assert f"debug_overflow.py:{line}: return ag.matmul_op(features, ag.tensor(self.prototypes))" in output
+    assert f'cure: with amp.autocast(dtype="float32"):  # around debug_overflow.py:{line}' in output
+    first, last = re.findall(r"losses ([\d.]+) ... ([\d.]+)", output)[-1]
+    assert float(last) < 0.2 * float(first)
+    assert len(output.splitlines()) < 50
+
+
 def test_rnn_cell_casts_each_weight_once(queue: cl.CommandQueue) -> None:
     output = run_example(queue, "rnn_cell.py", "--iterations", "30")
     assert "16 matrix products with 3 weights: 3 casts of weights" in output

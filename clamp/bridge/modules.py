@@ -78,7 +78,7 @@ def module_names(modules: Sequence[Any]) -> list[str]:
         made.update(id(layer) for key in MADE_FROM_LAYERS for layer in vars(root).get(key) or ())
         for name, module in _modules_below(root, "", set()):
             # The model that holds the others has the longest names.
-            if id(module) in wanted and len(name.split(".")) >= len(names.get(id(module), "").split(".")):
+            if id(module) in wanted and _parts_of(name) >= _parts_of(names.get(id(module), "")):
                 names[id(module)] = name
     return [names[id(module)] or (_names_of_parts(module) if id(module) in made else "") for module in modules]
 
@@ -89,6 +89,10 @@ def module_tree(model: Any) -> list[tuple[str, str, int]]:
         (name, type(module).__name__, sum(x.size for _, x in module_tensors(module) if is_weight(x)))
         for name, module in _modules_below(model, "", set())
     ]
+
+
+def _parts_of(name: str) -> int:
+    return len(name.split(".")) if name else 0
 
 
 def _names_of_parts(module: Any) -> str:

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pyopencl as cl
+from netcl.amp import GradScaler
 from netcl.optim import adamw
 
 from clamp.bridge.masters import model_parameter
 from clamp.bridge.modules import is_module
+from clamp.bridge.objects import living
 from clamp.bridge.tensors import Tensor, is_frozen
 
 
@@ -157,6 +159,16 @@ def set_moments(optimizer: Any, pending: Any, make_fused: Callable[[], dict[str,
         optimizer._pending_moments = pending
     if hasattr(optimizer, "_fused_state"):
         optimizer._fused_state = make_fused()
+
+
+def forward_and_backward(trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """One batch of a ``Trainer`` of netcl's, without its step; arguments as of its ``_forward``."""
+    trainer._forward_backward(*args, **kwargs)
+
+
+def host_scalers() -> list[Any]:
+    """Every ``GradScaler`` of netcl's that there is."""
+    return living(GradScaler)
 
 
 def set_host_scale(scaler: Any, scale: float) -> None:

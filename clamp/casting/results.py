@@ -6,7 +6,8 @@ functions that do what has to be done anyway; with one, others stand in their pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from clamp import bridge
@@ -22,7 +23,8 @@ class Observer(Protocol):
         """An op has computed ``made`` from ``parents``; nodes where a graph is recorded, tensors elsewhere.
 
         Returns:
-            What ``gradients`` is to be given for this op. It must not refer to ``made``, whose memory would stay.
+            What ``gradients`` is to be given for this op; None: it is not to be told. It must not refer to ``made``,
+            whose memory would stay.
         """
 
     def gradients(
@@ -105,6 +107,15 @@ class _Results:
         """Whether ``observer`` is told."""
         return observer in self._observers
 
+    @contextmanager
+    def attached(self, observer: Observer) -> Iterator[None]:
+        """``observer`` is told inside the ``with``."""
+        self.attach(observer)
+        try:
+            yield
+        finally:
+            self.detach(observer)
+
     def _exchange(self) -> None:
         if self._observers:
             self.own, self.foreign, self.backward = self._own_seen, self._seen, self._backward_seen
@@ -117,18 +128,20 @@ class _Results:
         return self._seen(_own(made, parents), parents)
 
     def _seen(self, made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
-        told = [(observer, observer.result(made, parents)) for observer in self._observers]
+        tokens = [(observer, observer.result(made, parents)) for observer in self._observers]
+        told = [(observer, token) for observer, token in tokens if token is not None]
         if isinstance(made, Node):
             made.is_observed = True
-            if made.grad_fn is not None:
+            if told and made.grad_fn is not None:
                 made.grad_fn = _seen_gradients(made.grad_fn, told)
         return made
 
     def _backward_seen(self, run: Callable[..., None], loss: Node, grad: Tensor | None) -> None:
         # Nodes that a user made by hand have passed nowhere.
-        for node in bridge.in_order(loss):
-            if node.parents and not hasattr(node, "is_observed"):
-                self._seen(node, node.parents)
+        if any(node.parents and not hasattr(node, "is_observed") for node in bridge.graph(loss)):
+            for node in bridge.in_order(loss):
+                if node.parents and not hasattr(node, "is_observed"):
+                    self._seen(node, node.parents)
         run(loss, grad)
         for observer in self._observers:
             observer.backward_ended(loss)

@@ -21,6 +21,8 @@ from clamp.casting.arguments import mapped
 from clamp.casting.regions import Region, check_dtype, current_region, in_region, region_here
 from clamp.compat import pytorch
 from clamp.compat.oneflow_scaler import GradScaler, StaticGradScaler, loss_scale_of
+from clamp.observe.attribution import Attribution
+from clamp.observe.explain import Explanation
 from clamp.opencl.recording import host_step, recorder
 from clamp.ops import transfer
 from clamp.ops.loss_scale import scale_lock
@@ -111,6 +113,7 @@ class Graph:
         self._own_scale: LossScale = NoLossScale()
         self._grad_scaler: pytorch.GradScaler | None = None  # whose scale it is, if somebody else has it too
         self._recorded: Variants[_Call] = Variants(type(self).__name__, _what_differs)
+        self._attribution = Attribution(lambda: self._guards.history)
         self._passes = 0
         self._others: list[weakref.ref[Tensor]] = []  # what gets gradients here and is stepped elsewhere, if at all
         # What a recording does not depend on, or asks for as it is now.
@@ -234,8 +237,21 @@ class Graph:
                 known_already = {id(ref()) for ref in self._others}
                 self._others += [weakref.ref(x) for key_, x in reached.items() if key_ not in known_already]
                 self._recorded.ran(key, self._watch(inputs))
+            self._attribution.look_after_skips(lambda: self._run(inputs), "graph.explain()")
         weights.clear()
         return outputs
+
+    def explain(self, *inputs: Any) -> Explanation:
+        """Why a step was skipped: runs ``build`` once more with these inputs, only to look at it, at the loss scale of
+        the last skipped step; see ``AmpHandle.explain``. Without inputs, what is known already: after ten skips in a
+        row the graph has looked by itself.
+        """
+        if not inputs:
+            return self._attribution.explain()
+        given = tuple(x.value if isinstance(x, Node) else x for x in inputs)
+        region = self._region()
+        with nullcontext() if region is None else in_region(region):
+            return self._attribution.explain(lambda: self._run(given))
 
     @contextmanager
     def _adding_to_others(self, inputs: Sequence[Tensor]) -> Iterator[None]:

@@ -8,6 +8,8 @@ Without, ``amp.init()`` is the user's wish: its forward runs in the region aroun
 from __future__ import annotations
 
 import threading
+import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import wrapt
@@ -24,6 +26,8 @@ class _Forward(threading.local):
 
 
 _forward = _Forward()
+#: what the last forward of a Trainer was given
+_batches: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
 def asks_for_nothing(autocast: Any) -> bool:
@@ -61,6 +65,8 @@ def _has_own_scaler(trainer: Any) -> bool:
 def forward(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A Trainer's forward, in training and in evaluation."""
     handle = session.active_handle()
+    if handle is not None:
+        _batches[instance] = args, kwargs
     if handle is None or _has_own_scaler(instance):
         return wrapped(*args, **kwargs)
     _forward.begins = not instance.mixed_precision
@@ -88,7 +94,11 @@ def scale_loss_node(wrapped: Any, instance: Any, /, loss_node: Any, scale: float
 def step(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A Trainer's step, which the handle hears of also where the Trainer's own scaler decides."""
     handle = session.active_handle()
-    if handle is None or not _has_own_scaler(instance):
+    if handle is None:
         return wrapped(*args, **kwargs)
-    with handle.stepped_by(instance.scaler, instance.optimizer):
-        return wrapped(*args, **kwargs)
+    with handle.stepped_by(instance.scaler, instance.optimizer) if _has_own_scaler(instance) else nullcontext():
+        result = wrapped(*args, **kwargs)
+    if instance in _batches:
+        given, named = _batches[instance]
+        handle.look_after_skips(lambda: bridge.forward_and_backward(instance, *given, **named))
+    return result

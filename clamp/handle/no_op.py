@@ -9,6 +9,7 @@ from typing import Any
 
 from clamp.bridge import Node, Tape
 from clamp.handle.optim_wrapper import OptimWrapper
+from clamp.observe.explain import Explanation, not_seen
 from clamp.scaling.history import History
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_report import StepReport
@@ -34,6 +35,10 @@ class NoOpHandle:
 
     def report(self, path: Any, step: Callable[[], Any] | None = None, losses: Sequence[float] | None = None) -> None:
         """Writes nothing."""
+
+    def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
+        """No step was skipped."""
+        return not_seen(None)
 
     @contextmanager
     def scale_loss(self, loss: Node, optimizer: Any) -> Iterator[Node]:

@@ -7,79 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from clamp.casting.regions import Region
-from clamp.casting.results import RESULTS
-from clamp.observe.explain import Explanation, explain, not_seen
-from clamp.observe.frames import Trace
-from clamp.observe.journal import Journal
+from clamp.observe.attribution import Attribution
+from clamp.observe.explain import Explanation
 from clamp.observe.layer_ranges import LayerRanges, observe_ranges
 from clamp.observe.record import Record
-from clamp.observe.rehearsal import rehearsal
 from clamp.observe.summary import Summary
 from clamp.report import write_page, write_run
-from clamp.scaling.loss_scale import DynamicLossScale, LossScale
-from clamp.scaling.scale_rule import DEFAULT_RULE
+from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuards
-from clamp.scaling.step_report import StepReport
-
-
-class Explanations:
-    """Why steps were skipped, of a handle or a graph.
-
-    Args:
-        scale: the loss scale.
-        history: the reports of steps.
-    """
-
-    def __init__(self, scale: Callable[[], LossScale], history: Callable[[], Sequence[StepReport]]) -> None:
-        self._scale, self._history = scale, history
-        self._journal: Journal | None = None
-        self._last: Explanation | None = None
-
-    def arm(self) -> None:
-        """From now on the ops of each step are kept until it is done."""
-        self._journal = Journal(self._skipped)
-        RESULTS.attach(self._journal)
-
-    def disarm(self) -> None:
-        """They are not."""
-        if self._journal is not None:
-            RESULTS.detach(self._journal)
-            self._journal = None
-
-    def _skipped(self, trace: Trace, report: StepReport) -> None:
-        self._last = self._explain(trace, report)
-
-    def _explain(self, trace: Trace, report: StepReport | None) -> Explanation:
-        trace.name()
-        scale = self._scale()
-        dynamic = isinstance(scale, DynamicLossScale)
-        return explain(trace, report, is_dynamic=dynamic, floor=scale.floor if dynamic else DEFAULT_RULE.min_scale)
-
-    def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
-        """See ``AmpHandle.explain``."""
-        skipped = next((report for report in reversed(self._history()) if not report.stepped), None)
-        if step is None:
-            return self._last or not_seen(skipped)
-        journal = Journal(lambda trace, report: None, only_training=False)
-        was = skipped or StepReport(False, "", self._scale().scale)
-        RESULTS.attach(journal)
-        try:
-            with rehearsal(was.scale, was.scale_before if skipped else None):
-                step()
-                trace = journal.trace()
-                trace.scale = self._scale().scale
-                return self._explain(trace, skipped)
-        finally:
-            RESULTS.detach(journal)
-
-    def of_last_step(self, step: Callable[[], Any] | None = None) -> Explanation | None:
-        """Why the last step was skipped; None if it was not, or nobody has looked, and there is no ``step`` to look."""
-        last = self._history()[-1] if self._history() else None
-        if last is None or last.stepped:
-            return None
-        if self._last is not None and self._last.report == last:
-            return self._last
-        return None if step is None else self.explain(step)
 
 
 class ObservedHandle:
@@ -96,15 +31,15 @@ class ObservedHandle:
 
     def _observe(self, debug: Iterable[str]) -> None:
         """Begins; see ``AmpHandle``'s ``debug``."""
-        self._explanations = Explanations(lambda: self._scaler, lambda: self._guards.history)
+        self._attribution = Attribution(lambda: self._guards.history)
         self._record = Record()
         if "attribution" in debug:
-            self._explanations.arm()
+            self._attribution.arm()
         if "summary" in debug:
             self._record.arm()
 
     def _observe_no_more(self) -> None:
-        self._explanations.disarm()
+        self._attribution.disarm()
         self._record.disarm()
 
     def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
@@ -118,7 +53,11 @@ class ObservedHandle:
                 the last step was skipped, and optimizers do not step in it. Gradients, loss scales, the statistics of
                 layers and random generators are put back. What it writes besides stays.
         """
-        return self._explanations.explain(step)
+        return self._attribution.explain(step)
+
+    def look_after_skips(self, step: Callable[[], Any]) -> None:
+        """Explains, after many skips in a row, a step that somebody else than the user can run again."""
+        self._attribution.look_after_skips(step, "handle.explain()")
 
     def summary(self, step: Callable[[], Any] | None = None) -> Summary:
         """What the run has done so far: steps and skips, kernels built; ``print`` it, it is one screen.
@@ -174,7 +113,7 @@ class ObservedHandle:
             ModuleNotFoundError: matplotlib, which draws a page's pictures, is not installed.
             OSError: the file cannot be written.
         """
-        explanation = self._explanations.of_last_step(step)
+        explanation = self._attribution.of_last_step(step)
         summary = self.summary(step)
         run = self._record.run(summary, explanation, self._guards.device, self._region.level, losses)
         (write_run if Path(path).suffix == ".json" else write_page)(run, path)

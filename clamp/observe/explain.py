@@ -6,13 +6,11 @@ import linecache
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from clamp.bridge import HALF_DTYPES
-from clamp.observe.frames import BACKWARD, Frame, Trace, Value
-from clamp.observe.origin import Origin, find_origin, frames_before
-from clamp.observe.rescaled import finite_from
+from clamp.observe.cause import LARGEST_FLOAT16, SMALLEST_FLOAT16, cause_of
+from clamp.observe.frames import Frame, Trace, Value
+from clamp.observe.origin import find_origin, frames_before
 from clamp.scaling.step_report import StepReport
 
-LARGEST_FLOAT16, SMALLEST_FLOAT16 = 65504.0, 2.0**-24
 _BEFORE = 21  # frames shown, as many as Hugging Face's DebugUnderflowOverflow
 
 
@@ -50,21 +48,25 @@ class Explanation:
     __repr__ = __str__
 
 
-def explain(
-    trace: Trace, report: StepReport | None, *, is_dynamic: bool = True, floor: float = 2.0**-14
-) -> Explanation:
+def explain(trace: Trace, report: StepReport | None) -> Explanation:
     """Why a step whose ops are known was skipped.
 
     Args:
-        is_dynamic: whether the loss scale finds its value by itself.
-        floor: below which it does not go.
+        trace: named, with its tensors held.
+        report: of the step; None where it was run only to be looked at.
     """
     origin = find_origin(trace)
+    if origin is None and trace.is_cut:
+        why = "The ops of the last pass are finite; those of passes before it were more than memory is held for."
+        return Explanation(report, "unseen", why, "handle.explain(step)  # of the pass that went wrong")
     if origin is None:
-        return Explanation(report, "finite", "Every result and every gradient of the step is finite.", "")
-    kind, why, cure = _verdict(origin, trace, is_dynamic, floor)
+        why = "Every result and every gradient of its ops is finite."
+        if report is not None and not report.stepped:
+            why += " What is not has come into the gradients after backward, or into a parameter before the step."
+        return Explanation(report, "finite", why, "")
+    cause = cause_of(origin, trace)
     before = frames_before(trace, origin.frame, _BEFORE)
-    return Explanation(report, kind, why, cure, origin.frame, origin.leaf, before)
+    return Explanation(report, cause.kind, cause.why, cause.cure, origin.frame, origin.leaf, before)
 
 
 def not_seen(report: StepReport | None) -> Explanation:
@@ -76,81 +78,6 @@ def not_seen(report: StepReport | None) -> Explanation:
         "is a function that does what one step of the loop does."
     )
     return Explanation(report, "unseen", why, 'handle = amp.init(debug="attribution")  # or handle.explain(step)')
-
-
-# ---------------------------------------------------------------------------------------------- verdict and cure
-
-
-def _verdict(origin: Origin, trace: Trace, is_dynamic: bool, floor: float) -> tuple[str, str, str]:
-    frame, leaf = origin.frame, origin.leaf
-    if leaf is not None:
-        return _of_leaf(leaf)
-    if frame.direction == BACKWARD:
-        return _of_backward(frame, trace.scale, is_dynamic, floor)
-    too_large = [value for value in frame.inputs if value.dtype == "float32" and _largest(value) >= 65520.0]
-    if too_large and frame.place.policy == "half" and frame.outputs[0].dtype == "float16":
-        weight = too_large[0]
-        why = (
-            f"{weight.source} holds numbers up to {_largest(weight):.3g}, and {frame.function} reads it in float16, "
-            f"whose largest number is 65504: the loss is not finite at any loss scale."
-        )
-        return "cast", why, _in_float32(frame)
-    return "forward", _why_forward(frame), _in_float32(frame)
-
-
-def _of_leaf(leaf: Value) -> tuple[str, str, str]:
-    what = _count(leaf)
-    if leaf.name:
-        why = f"The parameter {leaf.name} itself holds {what}: no loss scale helps, and no step will mend it."
-        return "parameter", why, 'amp.load_checkpoint("...")  # from before it happened; or set the parameter anew'
-    why = f"What the model is given holds {what} before any op has touched it: no loss scale helps."
-    return (
-        "input",
-        why,
-        "assert np.isfinite(x).all(), np.argwhere(~np.isfinite(x))  # before Tensor.from_host(queue, x)",
-    )
-
-
-def _why_forward(frame: Frame) -> str:
-    out = next(value for value in frame.outputs if not value.is_finite)
-    at_any = "the loss is not finite at any loss scale."
-    if out.dtype == "float16" and out.statistics is not None and out.statistics.infs:
-        return (
-            f"What {frame.function} reads is finite, and {_count(out)} of its results are beyond 65504, the largest "
-            f"number of float16: {at_any}"
-        )
-    return f"{frame.function} makes {_count(out)} of finite numbers in {out.dtype}: {at_any}"
-
-
-def _of_backward(frame: Frame, scale: float, is_dynamic: bool, floor: float) -> tuple[str, str, str]:
-    lower = finite_from(frame, scale, floor)
-    if lower is None:
-        out = next(value for value in frame.outputs if not value.is_finite)
-        why = f"The gradient of {frame.function} has {_count(out)}, in {out.dtype}, at loss scales down to {floor:.8g}."
-        wider = 'handle = amp.init(dtype="bfloat16")  # as wide as float32'
-        return "backward", why, wider if out.dtype == "float16" else _in_float32(frame)
-    why = (
-        f"The model is sound: forward is finite, and so is this gradient at a loss scale of {lower:.8g}. "
-        f"{scale:.8g} was too high."
-    )
-    if is_dynamic:
-        why += " A dynamic scale comes down by itself, by half in each skipped step."
-        return (
-            "scale",
-            why,
-            f'amp.load_state_dict({{"loss_scaler0": {{"loss_scale": {lower:.8g}, "unskipped": 0}}}})  # at once',
-        )
-    return "scale", why, 'handle = amp.init(loss_scale="dynamic")'
-
-
-def _in_float32(frame: Frame) -> str:
-    """How the op is computed in float32 from now on."""
-    out = next((value for value in frame.outputs if not value.is_finite), None)
-    if out is not None and out.dtype not in HALF_DTYPES and all(x.dtype not in HALF_DTYPES for x in frame.inputs):
-        return f"# {frame.function} is computed in float32 already: keep what it reads away from where it has no value"
-    if frame.place.function.startswith("netcl."):
-        return f'handle = amp.init(custom_black_list=["{frame.function}"])  # or dtype="bfloat16"'
-    return f"@amp.float_function  # above the function that computes {frame.function}"
 
 
 # ---------------------------------------------------------------------------------------------- in words
@@ -227,14 +154,3 @@ def _range(value: Value) -> str:
     marks = [" (beyond 65504)"] if found.largest > LARGEST_FLOAT16 else []
     marks += [" (below 2^-24)"] if found.smallest < SMALLEST_FLOAT16 else []
     return ", ".join([f"{found.smallest:.3g} to {found.largest:.3g}{''.join(marks)}", *counts])
-
-
-def _count(value: Value) -> str:
-    """``"3 inf and 1 nan"``."""
-    found = value.statistics
-    kinds = [] if found is None else [(found.infs, "inf"), (found.nans, "nan")]
-    return " and ".join(f"{count} {kind}" for count, kind in kinds if count)
-
-
-def _largest(value: Value) -> float:
-    return 0.0 if value.statistics is None else value.statistics.largest

@@ -10,6 +10,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.observe.place import Place
 from clamp.ops.statistics import Statistics
+from clamp.scaling.loss_scale import LossScale
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -22,7 +23,7 @@ class Value:
         tensor: as long as it is held; what is measured may be let go.
         dtype, shape: of it.
         made_by: the op that gave it; None of parameters and inputs.
-        name: of a parameter; empty else, and until somebody asks (`Trace.name_parameters`).
+        name: of a tensor of the model's, ``"layers.2.weight"``; empty else, and until somebody asks (`Trace.name`).
         statistics: once they have been measured.
     """
 
@@ -59,10 +60,10 @@ class Frame:
         place: where it was called; of a backward, its forward.
         inputs: what it read; of a backward, the gradient of its result.
         outputs: what it gave; of a backward, a gradient for each parent that wants one.
-        parents: of a backward, whose gradients ``outputs`` are.
+        parents: of a backward, what its forward read; of a forward, whose gradients ``again`` gives.
         forward: of a backward, the op that it is of.
         module: path of the innermost layer, ``"layers.2"``; empty if there is none, and until somebody asks.
-        again: of a backward, computes it from another gradient, as long as it is held.
+        again: computes the gradients from that of the result, as long as it is held.
     """
 
     op: str
@@ -98,16 +99,31 @@ class Trace:
     Attributes:
         frames: they are.
         scale: the loss scale of the step.
+        scaler: whose it is; None where the loss was not scaled.
+        is_recorded: whether its tensors are a recording's, which each replay writes anew.
+        is_cut: whether ops of earlier passes were let go.
     """
 
     frames: list[Frame]
     scale: float = 1.0
+    scaler: LossScale | None = None
+    is_recorded: bool = False
+    is_cut: bool = False
 
     @property
     def values(self) -> list[Value]:
         """Every tensor of it once: parameters and inputs too."""
         all_values = (value for frame in self.frames for value in (*frame.inputs, *frame.outputs, *frame.parents))
         return list({id(value): value for value in all_values}.values())
+
+    def let_go(self) -> None:
+        """Holds no memory of the device any more, but for a recording's."""
+        if self.is_recorded:
+            return
+        for frame in self.frames:
+            frame.again = None
+        for value in self.values:
+            value.tensor = None
 
     def name(self) -> None:
         """Finds the names of layers and parameters. Looks through all objects of the process."""
@@ -116,9 +132,12 @@ class Trace:
         for frame in self.frames:
             if frame.place.modules:
                 frame.module = names[id(frame.place.modules[0])]
-        leaves = [x for x in self.values if x.made_by is None and x.tensor is not None and bridge.is_trained(x.tensor)]
+        leaves = [x for x in self.values if x.made_by is None and x.tensor is not None]
         for value, name in zip(leaves, bridge.parameter_names([x.tensor for x in leaves if x.tensor]), strict=True):
-            value.name = "a trained tensor" if name.startswith("params[") else name
+            if not name.startswith("params["):
+                value.name = name
+            elif value.tensor is not None and bridge.is_trained(value.tensor):
+                value.name = "a trained tensor"
 
 
 def distinct(values: Iterable[Value]) -> list[Value]:

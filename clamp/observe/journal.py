@@ -8,6 +8,7 @@ is recorded, so that every replay can be asked.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +19,8 @@ from clamp.observe.frames import BACKWARD, FORWARD, Frame, Trace, Value, distinc
 from clamp.observe.place import NOWHERE, here
 from clamp.opencl.recording import host_step, recorder, unrecorded
 from clamp.ops.statistics import PendingStatistics, statistics_of
-from clamp.params.gradient_marks import mark_of
+from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.scaled_loss import is_scaled
 from clamp.scaling.step_report import StepReport
 
 _SHARE = 0.25  # of a device's memory that may be held
@@ -48,8 +50,9 @@ class Journal:
 
     def _forget(self) -> None:
         self.frames: list[Frame] = []
-        self._values: dict[int, Value] = {}  # by the id of a tensor that is held
+        self._values: dict[int, tuple[weakref.ref[Tensor], Value]] = {}  # by the id of a tensor
         self._held = 0
+        self._scaler: LossScale | None = None
         self._measured: list[tuple[PendingStatistics, list[Value]]] = []  # in recordings
 
     # ------------------------------------------------------------------------------------------ what ops tell
@@ -62,7 +65,7 @@ class Journal:
         with self._lock:
             read = [self._value(parent.value) for parent in parents if isinstance(parent.value, Tensor)]
             frame = Frame(op, FORWARD, here(), read, [])
-            self._give(frame, [made.value])
+            self._give(frame, [made.value] if isinstance(made.value, Tensor) else [])
         self._keep_within_limit(made.value)
         return frame
 
@@ -86,6 +89,8 @@ class Journal:
 
     def backward_ended(self, loss: Node) -> None:
         """See ``Observer``."""
+        scaled = next((node for node in bridge.graph(loss) if is_scaled(node)), None)
+        self._scaler = self._scaler if scaled is None else scaled.loss_scale
         if recorder() is not None:
             self._measure_in_every_replay()
 
@@ -101,11 +106,12 @@ class Journal:
     # ------------------------------------------------------------------------------------------ keeping
 
     def _value(self, tensor: Tensor) -> Value:
-        known = self._values.get(id(tensor))
-        if known is None:
-            known = self._values[id(tensor)] = Value(tensor, bridge.canonical_dtype(tensor.dtype), tuple(tensor.shape))
+        ref, value = self._values.get(id(tensor), (None, None))
+        if ref is None or value is None or ref() is not tensor:
+            value = Value(tensor, bridge.canonical_dtype(tensor.dtype), tuple(tensor.shape))
+            self._values[id(tensor)] = weakref.ref(tensor), value
             self._held += bridge.nbytes(tensor)
-        return known
+        return value
 
     def _give(self, frame: Frame, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -120,12 +126,8 @@ class Journal:
             self._limit = int(_SHARE * tensor.queue.device.global_mem_size)
         if self._limit is not None and self._held > self._limit and recorder() is None:
             self._measure()
-            with self._lock:
-                self._values, self._held = {}, 0
-            for frame in self.frames:
-                frame.again = None
-                for value in (*frame.inputs, *frame.outputs):
-                    value.tensor = None
+            self._held = 0
+            Trace(self.frames).let_go()
 
     # ------------------------------------------------------------------------------------------ measuring
 
@@ -135,7 +137,7 @@ class Journal:
             _set(values, pending)
         if not self._measured:
             self._measure()
-        return Trace(self.frames)
+        return Trace(self.frames, scaler=self._scaler, is_recorded=bool(self._measured))
 
     def _measurable(self) -> list[Value]:
         values = distinct(value for frame in self.frames for value in (*frame.inputs, *frame.outputs, *frame.parents))
@@ -154,12 +156,17 @@ class Journal:
         with self._lock:
             frames, self.frames, known = self.frames, [], self._values
             measured = pending, values
-        host_step(partial(self._replayed, frames, known, measured))
+        host_step(partial(self._replayed, frames, known, measured, self._scaler))
 
     def _replayed(
-        self, frames: list[Frame], known: dict[int, Value], measured: tuple[PendingStatistics, list[Value]]
+        self,
+        frames: list[Frame],
+        known: dict[int, tuple[weakref.ref[Tensor], Value]],
+        measured: tuple[PendingStatistics, list[Value]],
+        scaler: LossScale | None,
     ) -> None:
         with self._lock:
+            self._scaler = scaler
             self.frames = [*self.frames, *frames]
             self._values |= known
             self._measured = [*self._measured, measured]
@@ -172,9 +179,3 @@ def _set(values: Sequence[Value], pending: PendingStatistics) -> None:
 
 def _can_measure(tensor: Tensor) -> bool:
     return bridge.on_device(tensor) and tensor.dtype in bridge.STORAGE
-
-
-def is_true_gradient(tensor: Tensor) -> bool:
-    """Whether a gradient has been divided by the loss scale meanwhile."""
-    mark = mark_of(tensor)
-    return mark is not None and mark.scale is None

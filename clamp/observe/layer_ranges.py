@@ -11,17 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
+from clamp import bridge
 from clamp.bridge import HALF_DTYPES, DTypeLike
 from clamp.casting.regions import in_region, region_here
 from clamp.casting.results import RESULTS
 from clamp.observe import ranges
 from clamp.observe.frames import FORWARD, Frame, Trace, Value
-from clamp.observe.journal import Journal, is_true_gradient
+from clamp.observe.journal import Journal
 from clamp.observe.ranges import Lost
 from clamp.observe.rehearsal import rehearsal
 from clamp.observe.tally import Glance
 from clamp.observe.words import aligned
 from clamp.ops.statistics import Statistics
+from clamp.params.gradient_marks import mark_of
 from clamp.report.ranges import save_picture
 from clamp.report.run import Range
 from clamp.scaling.scaled_loss import SCALE_OP
@@ -191,7 +193,8 @@ def _rows(trace: Trace, scale: float, dtypes: Mapping[tuple[str, ...], str], amp
             elif kind == PARAMETER_GRADIENT:
                 dtype = value.dtype
             # The end of a scaled pass has divided gradients of parameters by the scale, where they lie.
-            is_true = value.tensor is not None and is_true_gradient(value.tensor)
+            mark = mark_of(value.tensor)
+            is_true = mark is not None and mark.scale is None
             is_scaled = kind in (GRADIENT, PARAMETER_GRADIENT) and not is_true
             yield LayerRange(name, frame.module, kind, dtype, scale if is_scaled else 1.0, value.statistics)
 
@@ -201,12 +204,12 @@ def _tensors(frame: Frame) -> Iterator[tuple[str, str, Value]]:
     if frame.op == SCALE_OP:
         return
     if frame.direction == FORWARD:
-        yield from ((value.name, PARAMETER, value) for value in frame.inputs if value.name)
+        yield from ((value.name, PARAMETER, value) for value in frame.inputs if _is_trained(value))
         if not _is_view(frame):
             yield frame.function, ACTIVATION, frame.outputs[0]
         return
     # Parents that want no gradient have none among the outputs.
-    parents = iter([value for value in frame.parents if value.made_by is not None or value.name])
+    parents = iter([value for value in frame.parents if value.made_by is not None or _is_trained(value)])
     for value in frame.outputs:
         parent = next((parent for parent in parents if parent.shape == value.shape), None)
         is_parameter = parent is not None and parent.made_by is None
@@ -215,6 +218,10 @@ def _tensors(frame: Frame) -> Iterator[tuple[str, str, Value]]:
             (PARAMETER_GRADIENT if is_parameter else GRADIENT),
             value,
         )
+
+
+def _is_trained(value: Value) -> bool:
+    return value.made_by is None and value.tensor is not None and bridge.is_trained(value.tensor)
 
 
 def _is_view(frame: Frame) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import types
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -72,7 +71,7 @@ def here() -> Place:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        kind = _kind(code)
+        kind = _kinds.get(id(code)) or _kind(code)
         if kind == "listed" and not function:
             function, policy = _entry_of(frame.f_locals)
         elif kind == "registered" and not function:
@@ -96,9 +95,18 @@ def _entry_of(names: dict[str, Any]) -> tuple[str, str]:
     return entry.name, "" if region is None else region.policies.policy_of(entry).value
 
 
-@cache
+#: what a frame of some code may say, by the code's id: its hash is formed anew each time, of all that is in it
+_kinds: dict[int, str] = {}
+_codes: list[CodeType] = []  # they live on, and keep their ids
+
+
 def _kind(code: CodeType) -> str:
-    """What a frame of this code may say."""
+    _codes.append(code)
+    _kinds[id(code)] = kind = _find_kind(code)
+    return kind
+
+
+def _find_kind(code: CodeType) -> str:
     if code in _LISTED:
         return "listed"
     if code in _REGISTERED:

@@ -37,6 +37,10 @@ def rehearsal(scale_now: float | None = None, scale: float | None = None) -> Ite
             undo.callback(_set_gradient, tensor, tensor.grad)
         for tensor in _statistics():
             undo.callback(bridge.write_bytes, tensor, bridge.read_bytes(tensor))
+        for scaler in bridge.host_scalers():
+            undo.callback(vars(scaler).update, dict(vars(scaler)))
+            if scale is not None and scaler.scale == scale_now:
+                bridge.set_host_scale(scaler, scale)
         for one in bridge.living(LossScale):
             if one.scales:
                 before = one.state_dict()

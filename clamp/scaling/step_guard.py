@@ -202,7 +202,8 @@ class StepGuard:
             )
         raise FloatingPointError(
             f"{self._skips_at_floor} steps in a row were skipped{floor}: {why}. Non-finite gradients: "
-            f"{', '.join(bad.names) or 'none any more'}."
+            f"{', '.join(bad.names) or 'none any more'}. handle.explain(step), or graph.explain(x), runs a step once "
+            "more and names the op where they began."
         )
 
 

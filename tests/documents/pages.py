@@ -96,6 +96,11 @@ def policies(page: Ran, queue: cl.CommandQueue) -> None:
     assert session.active_handle() is None
 
 
+def debugging(page: Ran, queue: cl.CommandQueue) -> None:
+    assert "What the model is given holds 1 nan before any op has touched it" in page.output
+    assert "in layers.0" in page.output
+
+
 def several_devices(page: Ran, queue: cl.CommandQueue) -> None:
     assert [step.optimizer for step in page.steps] == page["optimizers"]
 
@@ -110,6 +115,7 @@ PAGES: dict[str, tuple[Callable[[Ran, cl.CommandQueue], None], int]] = {
     "docs/recording.md": (recording, 1),
     "docs/coming-from-paddle.md": (paddle, 2),
     "docs/coming-from-pytorch.md": (pytorch, 3),
+    "docs/debugging.md": (debugging, 0),
     "docs/loss-scaling.md": (loss_scaling, 4),
     "docs/policies.md": (policies, 3),
     "docs/several-devices.md": (several_devices, 0),

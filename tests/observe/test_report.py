@@ -83,7 +83,7 @@ def test_the_first_bad_op_is_named(queue: cl.CommandQueue, tmp_path: Path, debug
     assert (found["op"], found["direction"], found["module"]) == ("matmul_op", "forward", "layers.2")
     assert (found["what"], found["count"], found["dtype"]) == ("inf", 1, "float32")
     assert {one["name"]: one["infs"] for one in found["inputs"]}["layers.2.weight"] == 1
-    assert run["verdict"]["headline"] == "The parameter layers.2.weight itself holds 1 inf"
+    assert run["verdict"]["headline"] == "The model's layers.2.weight itself holds 1 inf"
     assert run["verdict"]["kind"] == "not finite"
     assert sum(op["op"] == "matmul_op" and op["direction"] == "forward" for op in run["ops"]) == 1
     assert run["steps"][-1]["parameters"]

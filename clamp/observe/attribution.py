@@ -1,0 +1,103 @@
+"""From a step that was skipped, or is to be looked at, to its explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from clamp.casting.results import RESULTS
+from clamp.observe.explain import Explanation, explain, not_seen
+from clamp.observe.frames import Trace
+from clamp.observe.journal import Journal
+from clamp.observe.rehearsal import rehearsal
+from clamp.observe.vigil import Vigil
+from clamp.scaling.step_report import StepReport, warn_user
+
+#: skips in a row after which a step is looked at that can be run again: a search for the scale rarely takes as many
+SKIPS_EXPLAINED = 10
+
+
+class Attribution:
+    """What becomes known of skipped steps.
+
+    Args:
+        history: gives the reports of steps, the newest last.
+    """
+
+    def __init__(self, history: Callable[[], Sequence[StepReport]]) -> None:
+        self._history = history
+        self._vigil: Vigil | None = None
+        self.last: Explanation | None = None
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether the ops of each step are kept until it is done."""
+        return self._vigil is not None
+
+    def arm(self) -> None:
+        """From now on they are."""
+        self._vigil = Vigil(self._skipped)
+        RESULTS.attach(self._vigil)
+
+    def disarm(self) -> None:
+        """They are no more."""
+        if self._vigil is not None:
+            RESULTS.detach(self._vigil)
+            self._vigil = None
+
+    def _skipped(self, trace: Trace, report: StepReport) -> None:
+        trace.name()
+        self.last = explain(trace, report)
+        trace.let_go()
+
+    def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
+        """What is known of the last skipped step; with ``step``, of that one, run once more."""
+        skipped = next((report for report in reversed(self._history()) if not report.stepped), None)
+        if step is not None:
+            self.last = explain_step(step, skipped)
+        return self.last or not_seen(skipped)
+
+    def of_last_step(self, step: Callable[[], Any] | None = None) -> Explanation | None:
+        """Why the last step was skipped; None if it was not, or nobody has looked, and there is no ``step`` to look."""
+        history = self._history()
+        if not history or history[-1].stepped:
+            return None
+        if self.last is not None and self.last.report == history[-1]:
+            return self.last
+        return None if step is None else self.explain(step)
+
+    def look_after_skips(self, step: Callable[[], Any], call: str) -> None:
+        """Looks at ``step`` when as many steps in a row as ``SKIPS_EXPLAINED`` have been skipped, once in a row, and
+        warns of what it found, unless it is but the scale.
+
+        Args:
+            call: what gives the explanation, for the message.
+        """
+        latest = list(self._history())[-SKIPS_EXPLAINED - 1 :]
+        skipped = [not report.stepped for report in latest]
+        if self.is_armed or len(skipped) < SKIPS_EXPLAINED or not all(skipped[-SKIPS_EXPLAINED:]):
+            return
+        if len(skipped) > SKIPS_EXPLAINED and skipped[0]:  # this row has been looked at
+            return
+        found = self.explain(step)
+        if found.kind not in ("scale", "finite"):
+            warn_user(f"{SKIPS_EXPLAINED} steps in a row were skipped. {found.why} {call} has the rest.")
+
+
+def explain_step(step: Callable[[], Any], skipped: StepReport | None = None) -> Explanation:
+    """Runs a training step only to look at it (`clamp.observe.rehearsal`), and explains what is not finite in it.
+
+    Args:
+        step: does what one step of a loop does.
+        skipped: of a step that was skipped, at whose loss scale it is run.
+    """
+    journal = Journal(lambda trace, report: None, only_training=False)
+    with rehearsal(*((skipped.scale, skipped.scale_before) if skipped else ())), RESULTS.attached(journal):
+        step()
+        trace = journal.trace()
+        if trace.scaler is not None:
+            trace.scale = trace.scaler.scale
+        trace.name()
+        found = explain(trace, skipped)
+        trace.let_go()
+    return found

@@ -1,0 +1,116 @@
+"""What made a result not finite, and one cure, as code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from clamp.bridge import HALF_DTYPES
+from clamp.observe.frames import BACKWARD, FORWARD, Frame, Trace, Value
+from clamp.observe.origin import Origin
+from clamp.observe.rescaled import finite_from
+from clamp.scaling.loss_scale import DynamicLossScale
+from clamp.scaling.scale_rule import DEFAULT_RULE
+
+LARGEST_FLOAT16, SMALLEST_FLOAT16 = 65504.0, 2.0**-24
+_ROUNDS_TO_INF = 65520.0  # and what is larger
+
+_AT_ANY = "the loss is not finite at any loss scale."
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What made a result not finite.
+
+    Attributes:
+        kind: see ``Explanation``.
+        why: in one or two sentences.
+        cure: what to write; empty if nothing has to be done.
+    """
+
+    kind: str
+    why: str
+    cure: str
+
+
+def cause_of(origin: Origin, trace: Trace) -> Cause:
+    """The cause, from what first was not finite.
+
+    Args:
+        trace: whose tensors are held: a backward may be computed again, at other loss scales.
+    """
+    if origin.leaf is not None:
+        return _of_leaf(origin.leaf)
+    if origin.frame.direction == BACKWARD:
+        return _of_backward(origin.frame, trace)
+    return _of_forward(origin.frame, trace)
+
+
+def _of_leaf(leaf: Value) -> Cause:
+    what = count_of(leaf)
+    if leaf.name:
+        why = f"The model's {leaf.name} itself holds {what}: no loss scale helps, and no step will mend it."
+        return Cause("parameter", why, 'amp.load_checkpoint("...")  # from before it happened; or set it anew')
+    why = f"What the model is given holds {what} before any op has touched it: no loss scale helps."
+    return Cause("input", why, "assert np.isfinite(x).all(), np.argwhere(~np.isfinite(x))  # x: the batch")
+
+
+def _of_forward(frame: Frame, trace: Trace) -> Cause:
+    out = next(value for value in frame.outputs if not value.is_finite)
+    too_large = [x for x in frame.inputs if x.statistics is not None and x.statistics.largest >= _ROUNDS_TO_INF]
+    if too_large and too_large[0].dtype == "float32" and out.dtype == "float16" and frame.place.policy == "half":
+        read = too_large[0]
+        largest = 0.0 if read.statistics is None else read.statistics.largest
+        why = (
+            f"{read.source} holds numbers up to {largest:.3g}, and {frame.function} reads it in float16, whose largest "
+            f"number is {LARGEST_FLOAT16:.0f}: {_AT_ANY}"
+        )
+        return Cause("cast", why, _in_float32(frame, trace))
+    if out.dtype == "float16" and out.statistics is not None and out.statistics.infs:
+        why = (
+            f"What {frame.function} reads is finite, and {count_of(out)} of its results are beyond "
+            f"{LARGEST_FLOAT16:.0f}, the largest number of float16: {_AT_ANY}"
+        )
+    else:
+        why = f"{frame.function} makes {count_of(out)} of finite numbers in {out.dtype}: {_AT_ANY}"
+    return Cause("forward", why, _in_float32(frame, trace))
+
+
+def _of_backward(frame: Frame, trace: Trace) -> Cause:
+    floor = trace.scaler.floor if isinstance(trace.scaler, DynamicLossScale) else DEFAULT_RULE.min_scale
+    lower = finite_from(frame, trace.scale, floor)
+    if lower is None:
+        out = next(value for value in frame.outputs if not value.is_finite)
+        why = (
+            f"The gradient of {frame.function} has {count_of(out)}, in {out.dtype}, at loss scales down to {floor:.8g}."
+        )
+        wider = 'handle = amp.init(dtype="bfloat16")  # as wide as float32'
+        return Cause("backward", why, wider if out.dtype == "float16" else _in_float32(frame, trace))
+    why = (
+        f"The model is sound: forward is finite, and so is this gradient at a loss scale of {lower:.8g}. "
+        f"{trace.scale:.8g} was too high."
+    )
+    if not isinstance(trace.scaler, DynamicLossScale):
+        return Cause("scale", why, 'handle = amp.init(loss_scale="dynamic")')
+    why += " A dynamic scale comes down by itself, by half in each skipped step."
+    lowered = f'{{"loss_scaler0": {{"loss_scale": {lower:.8g}, "unskipped": 0}}}}'
+    return Cause("scale", why, f"amp.load_state_dict({lowered})  # at once")
+
+
+def _in_float32(frame: Frame, trace: Trace) -> str:
+    """How the op is computed in float32 from now on: wherever it is called, or where others like it do well, here."""
+    values = (*frame.outputs, *frame.inputs, *frame.parents)
+    if all(value.dtype not in HALF_DTYPES for value in values) and frame.place.policy != "half":
+        return f"# {frame.function} is computed in float32 already: keep what it reads from where it has no value"
+    if not frame.place.function.startswith("netcl."):
+        return f"@amp.float_function  # above the function that computes {frame.function}"
+    alike = [other for other in trace.frames if other.direction == FORWARD and other.function == frame.function]
+    if len(alike) > 1 and frame.place.file:
+        return f'with amp.autocast(dtype="float32"):  # around {frame.place.short_line}'
+    return f'handle = amp.init(custom_black_list=["{frame.function}"])  # or dtype="bfloat16"'
+
+
+def count_of(value: Value) -> str:
+    """``"3 inf and 1 nan"``."""
+    found = value.statistics
+    kinds = [] if found is None else [(found.infs, "inf"), (found.nans, "nan")]
+    return " and ".join(f"{count} {kind}" for count, kind in kinds if count)

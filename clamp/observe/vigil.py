@@ -1,0 +1,166 @@
+"""A watch that costs a healthy step next to nothing: what ops read and gave in forward is held until the step is done,
+and only of one that was skipped backward is run again, and everything measured.
+
+What is held lives as long anyway: the loss keeps its graph until the loop has another loss.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from clamp import bridge
+from clamp.bridge import Node, Tensor, TensorLike
+from clamp.casting.regions import no_casts
+from clamp.observe.backward_again import gradients_of
+from clamp.observe.frames import FORWARD, Frame, Trace, Value
+from clamp.observe.place import Place, here
+from clamp.opencl.recording import host_step, recorder, unrecorded
+from clamp.ops.statistics import statistics_of
+from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.scaled_loss import is_scaled
+from clamp.scaling.step_report import StepReport
+
+_SHARE = 0.25  # of a device's memory that passes before the last one may hold
+_OFTEN = 256  # ops after which that is looked at
+
+
+class _Op(NamedTuple):
+    """An op of forward.
+
+    Attributes:
+        read: the tensors that it read.
+        wanted: those whose gradients ``again`` gives.
+        again: computes them from that of ``gave``; None where nothing is trained.
+    """
+
+    op: str
+    place: Place
+    gave: Tensor
+    read: list[Tensor]
+    wanted: list[Tensor]
+    again: Callable[[Tensor], Any] | None
+
+
+class _Pass(NamedTuple):
+    """A backward that was run.
+
+    Attributes:
+        ops: how many ops came before it.
+        loss: where it began.
+        scaler: whose scale multiplied it; None where nobody's did.
+    """
+
+    ops: int
+    loss: Tensor
+    scaler: LossScale | None
+
+
+class Vigil:
+    """An observer (`clamp.casting.results.Observer`) that hands on the trace of each skipped step.
+
+    Args:
+        on_trace: called with the trace of a skipped step, and its report.
+    """
+
+    def __init__(self, on_trace: Callable[[Trace, StepReport], None]) -> None:
+        self._on_trace = on_trace
+        self._lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._ops: list[_Op] = []
+        self._passes: list[_Pass] = []
+        self._is_recorded = self._is_cut = False
+
+    # ------------------------------------------------------------------------------------------ what ops tell
+
+    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> None:
+        """See ``Observer``."""
+        if not isinstance(made, Node) or not made.parents or not isinstance(made.value, Tensor):
+            return  # of a validation, or of what nobody trains
+        read = [parent.value for parent in parents if isinstance(parent.value, Tensor)]
+        wanted = [parent.value for parent in made.parents]
+        self._ops.append(_Op(made.op_name or "op", here(), made.value, read, wanted, made.grad_fn))
+        if not len(self._ops) % _OFTEN:
+            self._keep_within_limit()
+
+    def gradients(self, token: Any, grad: Tensor, grads: Any, again: Any) -> None:
+        """See ``Observer``; not called, as ``result`` returns None."""
+
+    def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
+        """See ``Observer``."""
+
+    def backward_ended(self, loss: Node) -> None:
+        """See ``Observer``."""
+        scaled = next((node for node in bridge.graph(loss) if is_scaled(node)), None)
+        scaler = None if scaled is None else scaled.loss_scale
+        with self._lock:
+            self._passes.append(_Pass(len(self._ops), loss.value, scaler))
+        if recorder() is not None:
+            ops, passes = self._ops, self._passes
+            self._forget()
+            host_step(partial(self._replayed, ops, passes))
+        else:
+            self._keep_within_limit()
+
+    def _replayed(self, ops: list[_Op], passes: list[_Pass]) -> None:
+        """A recorded pass has been run: what it read and gave lies in the recording's memory."""
+        with self._lock:
+            before = len(self._ops)
+            self._ops = [*self._ops, *ops]
+            self._passes += [one._replace(ops=one.ops + before) for one in passes]
+            self._is_recorded = True
+
+    def stepped(self, report: StepReport) -> None:
+        """See ``Observer``."""
+        if not report.stepped:
+            self._on_trace(self._trace(report.scale_before), report)
+        with self._lock:
+            self._forget()
+
+    def _keep_within_limit(self) -> None:
+        """Lets the ops of earlier passes go if they hold too much: those of the last one live anyway."""
+        first = self._passes[-2].ops if len(self._passes) > 1 else 0 if self._passes else len(self._ops)
+        if not first:
+            return
+        device = self._ops[0].gave.queue.device if bridge.on_device(self._ops[0].gave) else None
+        held = sum({id(op.gave.buffer): bridge.nbytes(op.gave) for op in self._ops[:first]}.values())
+        if device is not None and held > _SHARE * device.global_mem_size:
+            with self._lock:
+                self._ops, self._is_cut = self._ops[first:], True
+                self._passes = [one._replace(ops=one.ops - first) for one in self._passes if one.ops > first]
+
+    # ------------------------------------------------------------------------------------------ a skipped step
+
+    def _trace(self, scale: float) -> Trace:
+        values: dict[int, Value] = {}
+
+        def value(tensor: Tensor) -> Value:
+            known = values.get(id(tensor))
+            if known is None:
+                known = values[id(tensor)] = Value(tensor, bridge.canonical_dtype(tensor.dtype), tuple(tensor.shape))
+            return known
+
+        forward = []
+        for op in self._ops:
+            read, wanted = list(map(value, op.read)), list(map(value, op.wanted))
+            frame = Frame(op.op, FORWARD, op.place, read, [value(op.gave)], wanted, again=op.again)
+            frame.outputs[0].made_by = frame.outputs[0].made_by or frame
+            forward.append(frame)
+        trace = Trace(forward, scale, is_recorded=self._is_recorded, is_cut=self._is_cut)
+        with no_casts(), unrecorded():
+            for one in self._passes:
+                trace.scaler = one.scaler
+                trace.frames = [*trace.frames, *gradients_of(forward[: one.ops], value(one.loss), scale)]
+            measured = [x for x in trace.values if x.tensor is not None and _is_measurable(x.tensor)]
+            found = statistics_of([x.tensor for x in measured if x.tensor is not None], histogram=False)
+        for x, statistics in zip(measured, found, strict=True):
+            x.statistics = statistics
+        return trace
+
+
+def _is_measurable(tensor: Tensor) -> bool:
+    return bridge.on_device(tensor) and tensor.dtype in bridge.STORAGE

@@ -1,0 +1,135 @@
+"""Faults planted in a training step, each on a line of its own."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+from netcl import autograd as ag
+from netcl.autograd.engine import apply_op
+from netcl.nn.layers import Linear, Module, ReLU
+from netcl.optim import SGD
+
+from clamp import amp
+from clamp.bridge import Node, Tensor
+from clamp.ops.elementwise import elementwise
+from tests.reference import to_device
+
+
+@amp.half_function
+def overflowing(x: Node, large: Tensor) -> Node:
+    """A function of the user's own, on a kernel that nobody knows: ``x * large`` in the dtype of x."""
+
+    def compute(x: Tensor) -> Tensor:
+        return elementwise("mul", x.dtype, x, large)
+
+    def gradient(dy: Tensor) -> list[Tensor]:
+        return [dy]
+
+    return apply_op(compute, gradient, x)
+
+
+class Block(Module):
+    """Two layers, and a place for a fault between them."""
+
+    def __init__(self, queue: cl.CommandQueue, fault: str) -> None:
+        self.first, self.relu, self.second = Linear(queue, 8, 16), ReLU(), Linear(queue, 16, 4)
+        self.fault = fault
+        self.large = to_device(queue, np.full((16, 16), 3e4))
+        self.rows = to_device(queue, np.full((4, 16), 1e6))
+
+    def forward(self, x: Node) -> Node:
+        h = self.relu(self.first(x))
+        if self.fault == "forward":
+            h = ag.matmul_op(h, ag.tensor(self.large))
+        if self.fault == "backward":
+            h = ag.sqrt(ag.mul(h, 0.0))
+        if self.fault == "custom":
+            h = overflowing(h, self.rows)
+        return self.second(h)
+
+    __call__ = forward
+
+
+class Model(Module):
+    """A block inside of a model."""
+
+    def __init__(self, queue: cl.CommandQueue, fault: str) -> None:
+        self.layers = [Linear(queue, 8, 8), Block(queue, fault)]
+
+    def forward(self, x: Node) -> Node:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    __call__ = forward
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What an explanation is to say of a fault.
+
+    Attributes:
+        kind, function, direction, module: of the explanation.
+        code: the line of this file that it names.
+    """
+
+    kind: str
+    function: str
+    direction: str
+    module: str
+    code: str
+
+
+FAULTS = {
+    "weight": Fault("parameter", "matmul_op", "forward", "layers.1.second", "return self.second(h)"),
+    "batch": Fault("input", "matmul_op", "forward", "layers.0", "x = layer(x)"),
+    "forward": Fault("forward", "matmul_op", "forward", "layers.1", "h = ag.matmul_op(h, ag.tensor(self.large))"),
+    "backward": Fault("backward", "sqrt", "backward", "layers.1", "h = ag.sqrt(ag.mul(h, 0.0))"),
+    "custom": Fault("forward", "overflowing", "forward", "layers.1", "return apply_op(compute, gradient, x)"),
+    "scale": Fault("scale", "mse_loss", "backward", "", "return ag.mse_loss(self.model(ag.tensor(x)), ag.tensor(y))"),
+}  # fmt: skip
+
+
+class Training:
+    """A model with a fault, its data and its optimizer."""
+
+    def __init__(self, queue: cl.CommandQueue, fault: str) -> None:
+        np.random.seed(0)
+        self.model = Model(queue, fault)
+        self.optimizer = SGD(self.model.parameters(), lr=1e-4)
+        x = np.random.default_rng(1).standard_normal((4, 8), np.float32)
+        if fault == "weight":
+            weight = self.model.layers[1].second.weight
+            spoiled = weight.to_host()
+            spoiled[3, 1] = np.inf
+            cl.enqueue_copy(queue, weight.buffer, spoiled)
+        if fault == "batch":
+            x[2, 5] = np.nan
+        self.data = to_device(queue, x), to_device(queue, np.zeros((4, 4), np.float32))
+
+    def loss(self, x: Tensor, y: Tensor) -> Node:
+        """Sum of squared errors."""
+        return ag.mse_loss(self.model(ag.tensor(x)), ag.tensor(y))
+
+    def step(self, handle: Any) -> Callable[[], None]:
+        """One step of a loop."""
+
+        def step() -> None:
+            self.optimizer.zero_grad()
+            with handle.scale_loss(self.loss(*self.data), self.optimizer) as scaled_loss:
+                scaled_loss.backward()
+            self.optimizer.step()
+
+        return step
+
+
+def line_of(fault: str) -> int:
+    """The line of this file that an explanation is to name."""
+    lines = inspect.getsource(sys.modules[__name__]).splitlines()
+    return next(number for number, text in enumerate(lines, start=1) if text.strip() == FAULTS[fault].code)
