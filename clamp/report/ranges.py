@@ -187,7 +187,9 @@ class _Panel:
 
 def _octaves_to(suggested: float, scale: float) -> int:
     """By how many octaves gradients move if they are scaled by one number instead of another."""
-    return round(math.log2(suggested / scale)) if 0 < scale < math.inf and 0 < suggested < math.inf else 0
+    if not (0 < scale < math.inf and 0 < suggested < math.inf):
+        return 0
+    return round(math.log2(suggested) - math.log2(scale))
 
 
 def _legend(suggested: float | None, left_out: int) -> Markup:
