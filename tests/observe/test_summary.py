@@ -131,7 +131,7 @@ def test_skips_are_told_with_their_reasons(queue: cl.CommandQueue) -> None:
     assert "1 skipped for inf; the last was step 2: inf in 12 elements of the gradients of params[0]" in text
 
 
-def test_a_step_that_replays_cannot_be_measured(queue: cl.CommandQueue) -> None:
+def test_a_recorded_step_is_measured_as_it_is(queue: cl.CommandQueue) -> None:
     run = Run(queue)
 
     @amp.record
@@ -145,8 +145,8 @@ def test_a_step_that_replays_cannot_be_measured(queue: cl.CommandQueue) -> None:
 
     for _ in range(4):
         one(*run.data)
-    with pytest.raises(ValueError, match="no op of this step was seen: one that replays a recording"):
-        run.handle.summary(lambda: one(*run.data))
+    found = run.handle.summary(lambda: one(*run.data))
+    assert "matmul_op" in str(found)
 
 
 def test_a_step_that_fails_leaves_nothing_behind(queue: cl.CommandQueue) -> None:
