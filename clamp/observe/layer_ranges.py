@@ -122,11 +122,11 @@ class LayerRanges:
         rows = sorted(self.rows, key=lambda row: -max(row.lost.underflow, row.lost.overflow))
         table = [head, *map(_cells, rows[:_SHOWN])]
         left = [f"  and {len(rows) - _SHOWN} more, that lose less"] if len(rows) > _SHOWN else []
-        suggested = "" if self.suggested_scale is None else f"; suggested for float16: {self.suggested_scale:g}"
+        suggested = "" if self.suggested_scale is None else f"; suggested for float16: {self.suggested_scale:.8g}"
         return "\n".join(
             [
                 f"ranges of one step, computed in float32, and what {self.dtype} loses of them",
-                *aligned(table, numbers=range(5, 8)), *left, f"loss scale: {self.scale:g}{suggested}",
+                *aligned(table, numbers=range(5, 8)), *left, f"loss scale: {self.scale:.8g}{suggested}",
             ]
         )  # fmt: skip
 
@@ -205,8 +205,10 @@ def _tensors(frame: Frame) -> Iterator[tuple[str, str, Value]]:
         return
     if frame.direction == FORWARD:
         yield from ((value.name, PARAMETER, value) for value in frame.inputs if _is_trained(value))
-        if not _is_view(frame):
-            yield frame.function, ACTIVATION, frame.outputs[0]
+    if not frame.outputs or _is_view(frame):
+        return
+    if frame.direction == FORWARD:
+        yield frame.function, ACTIVATION, frame.outputs[0]
         return
     # Parents that want no gradient have none among the outputs.
     parents = iter([value for value in frame.parents if value.made_by is not None or _is_trained(value)])

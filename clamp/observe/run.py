@@ -109,7 +109,7 @@ def _of_skips(summary: Summary) -> list[str]:
     skipped = [report for report in summary.history if not report.stepped]
     if not skipped:
         return []
-    scale = "" if summary.loss_scale is None else f" The loss scale is {summary.loss_scale:g} now."
+    scale = "" if summary.loss_scale is None else f" The loss scale is {summary.loss_scale:.8g} now."
     return [f"{summary.skips:,} of {summary.steps:,} steps were skipped, the last was step {skipped[-1].step}.{scale}"]
 
 

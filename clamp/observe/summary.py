@@ -63,7 +63,7 @@ class Summary:
     # ------------------------------------------------------------------------------------------ in words
 
     def _head(self) -> list[str]:
-        scale = "no loss scaling" if self.loss_scale is None else f"loss scale {self.loss_scale:g}"
+        scale = "no loss scaling" if self.loss_scale is None else f"loss scale {self.loss_scale:.8g}"
         lines = [f"AMP {self.dtype}: {self.steps} steps, {self.skips} skipped, {scale}"]
         skipped = [report for report in self.history if not report.stepped]
         kinds = Counter(_kind(report) for report in skipped)
@@ -130,17 +130,17 @@ class Summary:
         if self.ranges is None:
             return []
         worst = max(self.ranges.rows, key=lambda row: max(row.lost), default=None)
-        loses = "16 bits lose nothing of this step"
+        loses = f"{self.dtype} loses nothing of this step"
         if worst is not None and max(worst.lost) > 0:
-            zero, inf, subnormal = (f"{100 * part:.3g}" for part in worst.lost)
+            zero, inf, subnormal = (f"{100 * part:.3g} %" for part in worst.lost)
+            where = f" in {worst.module}" if worst.module and not worst.name.startswith(worst.module) else ""
+            of = "" if worst.kind.startswith("parameter") else " of"
             loses = (
-                f"{worst.kind} {worst.name} in {worst.module or 'no layer'} loses most: {zero} % become 0, {inf} % inf,"
+                f"{worst.kind}{of} {worst.name}{where} loses most: {zero} become 0, {inf} inf, {subnormal} subnormal"
             )
-            loses += f" {subnormal} % subnormal"
-        scale = self.ranges.suggested_scale
-        suggested = (
-            "" if scale is None else f" The loss scale is {self.ranges.scale:g}; {scale:g} would do for float16."
-        )
+        scale, suggested = self.ranges.suggested_scale, ""
+        if scale is not None and self.dtype == "float16":
+            suggested = f" The loss scale is {self.ranges.scale:.8g}; {scale:.8g} would do."
         return [f"ranges: {loses}.{suggested}", "  print(handle.ranges(step)) has every layer, .draw(path) a picture"]
 
     def _of_verdict(self) -> list[str]:

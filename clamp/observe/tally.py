@@ -101,6 +101,17 @@ class _Count:
         self.seconds: float | None = None
 
 
+class _Recording(threading.local):
+    """What each replay of a recording that this thread makes is to add."""
+
+    def __init__(self) -> None:
+        self.adds: list[Callable[[], None]] = []
+
+    def take(self) -> list[Callable[[], None]]:
+        taken, self.adds = self.adds, []
+        return taken
+
+
 class Tally:
     """An observer (`clamp.casting.results.Observer`) that counts.
 
@@ -118,7 +129,7 @@ class Tally:
         self._casts: dict[tuple[str, str], list[int]] = {}
         self._modules: dict[int, weakref.ref[Any]] = {}
         self._models: dict[int, weakref.ref[Any]] = {}
-        self._recorded: list[Callable[[], None]] = []  # what each replay adds
+        self._recording = _Recording()
         self._listener = self._cast  # the very object that is on the list
 
     def start(self) -> None:
@@ -166,8 +177,7 @@ class Tally:
     def backward_ended(self, loss: Node) -> None:
         """See ``Observer``."""
         if recorder() is not None:
-            adds, self._recorded = self._recorded, []
-            host_step(partial(_run_all, adds))
+            host_step(partial(_run_all, self._recording.take()))
 
     def scaled(self, loss: Tensor) -> None:
         """A loss is being scaled: forward is over."""
@@ -210,10 +220,9 @@ class Tally:
 
     def _now_or_in_replays(self, add: Callable[[], None]) -> None:
         if recorder() is not None:
-            self._recorded.append(add)
+            self._recording.adds.append(add)
             return
-        adds, self._recorded = self._recorded, []  # of a recording without a backward: counted when it is recorded
-        _run_all([*adds, add])
+        _run_all([*self._recording.take(), add])  # of a recording without a backward: counted when it is recorded
 
     def _add(self, key: Key, shape: tuple[int, ...], size: int) -> None:
         with self._lock:

@@ -14,6 +14,7 @@ import pyopencl as cl
 
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
+from clamp.report import read_run
 from tests.documents.runner import ROOT, Ran
 
 
@@ -121,6 +122,9 @@ def policies(page: Ran, queue: cl.CommandQueue) -> None:
 def debugging(page: Ran, queue: cl.CommandQueue) -> None:
     assert "What the model is given holds 1 nan before any op has touched it" in page.output
     assert "in layers.0" in page.output
+    for words in ("ops of the run", "as fast as float32|slower than float32", "suggested for float16: "):
+        assert re.search(words, page.output), words
+    assert len(read_run("run.json")["steps"]) == 20
 
 
 def several_devices(page: Ran, queue: cl.CommandQueue) -> None:
