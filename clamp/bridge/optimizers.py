@@ -25,7 +25,10 @@ def is_optimizer(x: Any) -> bool:
 
 def is_netcl_optimizer(optimizer: Any) -> bool:
     """Whether an optimizer is netcl's, or derived from one of netcl's."""
-    return any(cls.__module__.startswith("netcl.optim.") for cls in type(optimizer).__mro__)
+    kind = type(optimizer)
+    return kind.__module__.startswith("netcl.optim.") or any(
+        cls.__module__.startswith("netcl.optim.") for cls in kind.__mro__
+    )
 
 
 def optimizer_parameters(optimizer: Any) -> list[Tensor]:
@@ -98,9 +101,10 @@ def add_missing_state(optimizer: Any) -> None:
     """
     params = optimizer.params
     ids = {id(param) for param in params}
+    kept = vars(optimizer)
     for name in _HOST_STATE:
-        state = vars(optimizer).get(name)
-        if isinstance(state, MutableMapping) and not ids <= state.keys():
+        state = kept.get(name)
+        if state is not None and isinstance(state, MutableMapping) and not ids <= state.keys():
             for param in params:
                 if id(param) not in state:
                     state[id(param)] = np.zeros(param.shape, np.float32)

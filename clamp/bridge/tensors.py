@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pyopencl as cl
@@ -55,22 +55,64 @@ def nbytes(tensor: Tensor) -> int:
 _from_shape = Tensor.from_shape  # netcl's own: a user's goes through clamp/patching/engine.py
 
 
-_own_init = Tensor.__init__
-_blank: tuple[cl.CommandQueue | None, dict[str, Any]] = None, {}  # the last queue, and a tensor there without memory
+_own_init, _own_pool_of, _fill = Tensor.__init__, memory.get_persistent_pool, transfer.fill
+
+
+class _Place(NamedTuple):
+    """The last queue that a tensor was made on, and what tensors there have in common.
+
+    Attributes:
+        attributes: of a tensor without memory.
+        pool_of: what found the pool; only if it finds the same one always, which a recording's does not.
+    """
+
+    queue: cl.CommandQueue | None
+    attributes: dict[str, Any]
+    pool_of: Any
+    pool: Any
+
+
+_place = _Place(None, {}, None, None)
 
 
 def empty(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
-    """A device tensor with undefined content, from netcl's pool: as ``Tensor.from_shape``, in half the time."""
-    global _blank
+    """A device tensor with undefined content, from netcl's pool: as ``Tensor.from_shape``, and much faster."""
     if Tensor.__init__ is not _own_init:  # somebody watches tensors being made: clamp.debugging's meter, say
         return _from_shape(queue, shape, dtype=dtype)
-    of, attributes = _blank
-    if of is not queue:
-        attributes = vars(Tensor(None, (), "", queue.context, queue, backend=OpenCLBackend(queue)))
-        _blank = queue, attributes
-    handle = memory.get_persistent_pool(queue).allocate(prod(shape) * ITEMSIZE[canonical_dtype(dtype)])
+    return _in_memory_of(prod(shape) * ITEMSIZE[canonical_dtype(dtype)], queue, tuple(map(int, shape)), dtype)
+
+
+def _in_memory_of(size: int, queue: cl.CommandQueue, shape: tuple[int, ...], dtype: str) -> Tensor:
+    """A tensor in so many bytes of netcl's pool. All that netcl's constructor finds out anew is the same on a queue."""
+    place = _place
+    if place.queue is not queue or place.pool_of is not memory.get_persistent_pool:
+        place = _place_on(queue)
+    handle = place.pool.allocate(size)
     tensor = Tensor.__new__(Tensor)
-    vars(tensor).update(attributes, buffer=handle.buffer, shape=tuple(map(int, shape)), dtype=dtype, pool_handle=handle)
+    attributes = vars(tensor)
+    attributes.update(place.attributes)
+    attributes["buffer"], attributes["pool_handle"] = handle.buffer, handle
+    attributes["shape"], attributes["dtype"] = shape, dtype
+    return tensor
+
+
+def _place_on(queue: cl.CommandQueue) -> _Place:
+    global _place
+    pool_of = memory.get_persistent_pool
+    attributes = _place.attributes
+    if _place.queue is not queue:
+        attributes = vars(Tensor(None, (), "", queue.context, queue, backend=OpenCLBackend(queue)))
+    place = _Place(queue, attributes, pool_of, pool_of(queue))
+    if getattr(pool_of, "__wrapped__", pool_of) is _own_pool_of:
+        _place = place
+    return place
+
+
+def ones(queue: cl.CommandQueue, shape: Sequence[int]) -> Tensor:
+    """A float32 device tensor of ones, from netcl's pool."""
+    tensor = empty(queue, shape, "float32")
+    if size := nbytes(tensor):
+        _fill(queue, tensor.buffer, np.float32(1), 0, size)
     return tensor
 
 
@@ -81,6 +123,8 @@ def zeros(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
 
 def empty_like(tensor: Tensor, size: int) -> Tensor:
     """A device tensor with undefined content, of the shape and dtype of another one, in memory of ``size`` bytes."""
+    if Tensor.__init__ is _own_init:
+        return _in_memory_of(size, tensor.queue, tuple(tensor.shape), tensor.dtype)
     handle = memory.get_persistent_pool(tensor.queue).allocate(size)
     return _same(tensor, handle.buffer, handle)
 
@@ -155,12 +199,12 @@ def require_same_queue(name: str, *tensors: Tensor) -> cl.CommandQueue:
         if tensor.queue is not queue and tensor.queue != queue:
             raise ValueError(
                 f"{name}: the tensors are on different queues or devices "
-                f"({_place(tensors[0])} and {_place(tensor)}); copy them to one queue first"
+                f"({_where(tensors[0])} and {_where(tensor)}); copy them to one queue first"
             )
     return queue
 
 
-def _place(tensor: Tensor) -> str:
+def _where(tensor: Tensor) -> str:
     device = getattr(tensor.queue, "device", None)
     return f"{device.name}, queue {tensor.queue.int_ptr:#x}" if device is not None else "numpy backend"
 

@@ -72,11 +72,15 @@ class Operand:
         """Called when the op's result stands and only backward may still read the value."""
 
 
+_SMALL_COPY = 1 << 14  # bytes
+
+
 class _InputOperand(Operand):
     """A float32 input that needs no gradient, read in 16 bits.
 
     The user holds the float32 input anyway; keeping its 16-bit copy for backward as well would add to the
-    activation memory. The copy is dropped after forward and made again if backward asks for it.
+    activation memory. The copy is dropped after forward and made again if backward asks for it; a small one, which
+    costs less than a launch, stays.
     """
 
     __slots__ = ("_dtype", "_value")
@@ -94,7 +98,8 @@ class _InputOperand(Operand):
         return self._value
 
     def forward_done(self) -> None:
-        self._value = None
+        if self._value is not None and bridge.nbytes(self._value) > _SMALL_COPY:
+            self._value = None
 
 
 class Casting(Protocol):
@@ -309,15 +314,20 @@ def bound(
         operand.forward_done()
 
     def backward(grad: Tensor) -> list[Tensor | None]:
-        wanted = {operand for operand in operands if operand.needs_grad}
+        wanted = [operand for operand in operands if operand.needs_grad]
         found: dict[Operand, Tensor | None] = {}
         if first is not None and wanted:
             grad = first(grad)
         for key, gradient in gradients.items():
-            if gradient is not None and not wanted.isdisjoint(_each(key)):
-                result = gradient(grad)
-                found |= zip(key, result, strict=True) if isinstance(key, tuple) else [(key, result)]
-        return [found.get(operand) if operand in wanted else None for operand in operands]
+            if gradient is None:
+                continue
+            if not isinstance(key, tuple):
+                if key in wanted:
+                    found[key] = gradient(grad)
+            elif any(operand in wanted for operand in key):
+                together = zip(key, gradient(grad), strict=True)
+                found.update((operand, result) for operand, result in together if operand in wanted)
+        return [found.get(operand) for operand in operands]
 
     parents = [operand.parent for operand in operands]
     return RESULTS.own(bridge.make_node(out, backward, parents, op_name, tape), parents)

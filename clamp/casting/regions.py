@@ -66,9 +66,13 @@ class _Thread(threading.local):
     region: Region | None = None  # set by a region of this thread; None: the process's region holds
     depth: int = 0  # regions of this thread around this point
     no_casts: int = 0  # ops and backward passes around this point
+    casts_off: bool = False  # whether there are any, or the thread's own region is one without casts
+
+    def changed(self) -> None:
+        self.casts_off = self.no_casts > 0 or (self.region is not None and not self.region.enabled)
 
 
-_thread = _Thread()
+this_thread = _thread = _Thread()
 _process: Region | None = None
 _process_as_set: Region | None = None
 _change: Callable[[Region], Region] | None = None  # what becomes of every region, for now
@@ -114,11 +118,13 @@ def in_region(region: Region) -> Iterator[None]:
     outer = _thread.region
     _thread.region = _changed(region)
     _thread.depth += 1
+    _thread.changed()
     try:
         yield
     finally:
         _thread.region = outer
         _thread.depth -= 1
+        _thread.changed()
 
 
 @contextmanager
@@ -181,14 +187,16 @@ def get_autocast_dtype() -> str:
     return region.dtype if region is not None else "float16"
 
 
-@contextmanager
-def no_casts() -> Iterator[None]:
+class no_casts:
     """Inside the ``with``, ops of this thread run in the dtypes they are given: within an op, and in backward."""
-    _thread.no_casts += 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        _thread.no_casts += 1
+        _thread.changed()
+
+    def __exit__(self, *exception: object) -> None:
         _thread.no_casts -= 1
+        _thread.changed()
 
 
 @contextmanager
@@ -204,3 +212,4 @@ def casting_in(region: Region | None) -> Iterator[None]:
             yield
     finally:
         _thread.no_casts = outer
+        _thread.changed()

@@ -15,7 +15,7 @@ from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Gradients, Operand, as_is, as_node, bound
 from clamp.casting.owned import implements
 from clamp.ops.elementwise import elementwise
-from clamp.ops.gemm import gemm, pack_b
+from clamp.ops.gemm import gemm, is_packed, pack_b
 from clamp.ops.reduce_to_shape import sum_to_shape
 from clamp.ops.shape import permute
 from clamp.params.weight_cache import weights
@@ -76,9 +76,9 @@ def _product(casting: Casting, x: Operand, w: Operand, op_name: str, tape: Tape 
 
 def _times(a: Tensor, w: Operand, *, transpose: bool = False, **epilogue: Any) -> Tensor:
     """a @ w. A weight that is multiplied with again and again, as in a loop over time, is packed once."""
-    if w.weight is None or len(w.shape) != 2:
-        return gemm(a, w.value, transpose_b=transpose, **epilogue)
     value, rows = w.value, prod(a.shape[:-1])
+    if w.weight is None or len(w.shape) != 2 or not is_packed(a, value, transpose_b=transpose):
+        return gemm(a, value, transpose_b=transpose, **epilogue)
     kind = ("panels", transpose, value.dtype, a.dtype, rows)
     packed = weights.get_reused(
         w.weight, kind, lambda _: pack_b(value, transpose=transpose, a_dtype=a.dtype, rows=rows)

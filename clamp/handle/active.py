@@ -15,7 +15,7 @@ from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import Region, current_region, in_region, set_process_region
 from clamp.handle.observed import ObservedHandle
 from clamp.handle.optim_wrapper import OptimWrapper
-from clamp.opencl.recording import host_step, refuse
+from clamp.opencl.recording import host_step, recorder, refuse
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks
 from clamp.params.weight_cache import weights
@@ -268,7 +268,10 @@ class AmpHandle(ObservedHandle):
                 except BaseException:
                     scaler.forget_found()
                     raise
-                host_step(partial(self._passed, guards, tokens(guards), scaler, reached.delivered()))
+                if recorder() is None:
+                    end_pass(guards, scaler)
+                else:
+                    host_step(partial(self._passed, guards, tokens(guards), scaler, reached.delivered()))
         except BaseException:
             reached.put_back()
             raise
@@ -281,7 +284,7 @@ class AmpHandle(ObservedHandle):
         scaler: LossScale,
         delivered: Iterable[gradient_marks.Held],
     ) -> None:
-        """Ends a scaled pass, and in a recording, each replay of it."""
+        """Ends a scaled pass while it is recorded, and each replay of it."""
         self._require_active("the replay of a scaled backward pass")
         gradient_marks.restore(delivered, dict(zip(then, tokens(guards), strict=True)))
         end_pass(guards, scaler)

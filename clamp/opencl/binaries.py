@@ -24,6 +24,13 @@ Signatures: TypeAlias = dict[str, list[str]]
 _KEPT = ("Intel(R) OpenCL", "Portable Computing Language")
 _COSTLY = "Portable Computing Language"
 
+#: What a user tells pyopencl and drivers of how to compile: Intel's CPU runtime for which processor, for one. With a
+#: binary for another one it computes at half the speed, or not at all.
+_TOLD = (
+    "PYOPENCL_BUILD_OPTIONS", "CL_CONFIG_CPU_TARGET_ARCH", "CL_CONFIG_CPU_VECTORIZER_MODE", "POCL_EXTRA_BUILD_FLAGS",
+    "POCL_WORK_GROUP_METHOD",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -40,8 +47,8 @@ def file_of(context: cl.Context, source: str, options: list[str]) -> Path | None
     device = context.devices[0]
     versions = (device.platform.version, device.driver_version, cl.VERSION_TEXT)
     processor = sorted(host_cpu_flags())  # its code may use all of them; a home folder may serve several machines
-    added = os.environ.get("PYOPENCL_BUILD_OPTIONS")  # which pyopencl adds to the options
-    key = [device.name, device.native_vector_width_float, processor, *versions, options, added, source]
+    told = [os.environ.get(name) for name in _TOLD]
+    key = [device.name, device.native_vector_width_float, processor, *versions, options, told, source]
     return user_cache.file_for(key, ".program")
 
 

@@ -8,7 +8,8 @@ A kernel is declared once, beside the function that launches it, and called with
 
 Numbers are converted to the types that the compiled kernel says its arguments have. Programs are built once per context
 and set of macros. Kernels are held per thread, because a ``cl.Kernel`` carries its arguments from one call to the next;
-they are launched by calling them: netcl records launches by wrapping ``cl.Kernel.__call__``.
+they are launched by calling them: netcl records launches by wrapping ``cl.Kernel.__call__``. `Kernel.bind` gives what
+is launched often with most of its arguments the same a kernel of its own, which keeps them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -34,8 +35,12 @@ _COMMON = "common.clh"
 # Scalars by their names in OpenCL C. A program is built with -cl-kernel-arg-info, so that its kernels know them.
 _SCALARS = {"int": np.int32, "uint": np.uint32, "long": np.int64, "ulong": np.uint64, "float": np.float32}
 _OPTIONS = ("-cl-kernel-arg-info",)
+# What a kernel takes as it is; a tensor stands for its buffer.
+_ARGUMENTS = frozenset((int, float, bool, np.float32, cl.Buffer, cl.SVM))
 
 Finish: TypeAlias = Callable[[bytes], bytes]
+
+_own_call = cl.Kernel.__call__  # what stands there while nobody watches launches
 
 _lock = threading.Lock()  # around the two tables, never around a build
 _programs: dict[tuple[Any, ...], Built] = {}
@@ -51,6 +56,42 @@ class Built:
     program: cl.Program
     signatures: Signatures
     was_kept: bool = False
+
+    def kernel(self, name: str) -> cl.Kernel:
+        """A new kernel, which knows the types of its numbers."""
+        kernel = cl.Kernel(self.program, name)
+        kernel.set_scalar_arg_dtypes([_scalar_type(name) for name in self.signatures[name]])
+        return kernel
+
+
+class Launch:
+    """A launch of which only some arguments change: these alone are given to the driver each time.
+
+    It passes by ``cl.Kernel.__call__``, unless somebody watches launches there (netcl's recorder, a count).
+
+    Args:
+        kernel: nobody else's.
+        args: as for `Kernel.bind`.
+    """
+
+    def __init__(
+        self, kernel: cl.Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None, args: Sequence[Any]
+    ) -> None:
+        self._kernel, self._sizes, self._args = kernel, (global_size, local_size), args
+        self._places = [place for place, arg in enumerate(args) if arg is ...]
+        self._set = kernel.set_arg
+        kernel.set_args(*[None if arg is ... else arg for arg in args])
+
+    def __call__(self, queue: cl.CommandQueue, *buffers: Any) -> None:
+        """Launches it with these buffers in the places that were left open."""
+        if cl.Kernel.__call__ is not _own_call:
+            changing = iter(buffers)
+            args = [next(changing) if arg is ... else arg for arg in self._args]
+            self._kernel(queue, *self._sizes, *args)
+            return
+        for place, buffer in zip(self._places, buffers, strict=True):
+            self._set(place, buffer)
+        cl.enqueue_nd_range_kernel(queue, self._kernel, *self._sizes)
 
 
 class Prepared(threading.local):
@@ -115,7 +156,9 @@ class Kernel:
             KernelBuildError: the device's compiler rejected the program.
         """
         kernel = self.on(queue, **macros)
-        event: cl.Event = kernel(queue, global_size, local_size, *[getattr(x, "buffer", x) for x in args])
+        event: cl.Event = kernel(
+            queue, global_size, local_size, *[x if type(x) in _ARGUMENTS else getattr(x, "buffer", x) for x in args]
+        )
         return event
 
     @property
@@ -129,8 +172,8 @@ class Kernel:
         Raises:
             KernelBuildError: the device's compiler rejected the program, or ``finish`` raised ValueError.
         """
-        # Its fields, which know their hashes; its own would be formed anew at each launch.
-        key = (queue.context.int_ptr, self.file, self.name, self.finish, self.options, *macros.items())
+        # Its fields and the macros' names and values, which know their hashes: this runs at each launch.
+        key = (queue.context.int_ptr, self.file, self.name, self.finish, self.options, *macros, *macros.values())
         try:
             return _per_thread.kernels[key]
         except AttributeError:
@@ -138,10 +181,24 @@ class Kernel:
         except KeyError:
             pass
         built = _get_program(queue.context, self.file, macros, self.finish, self.options)
-        kernel = cl.Kernel(built.program, self.name)
-        kernel.set_scalar_arg_dtypes([_scalar_type(name) for name in built.signatures[self.name]])
-        _per_thread.kernels[key] = kernel
+        _per_thread.kernels[key] = kernel = built.kernel(self.name)
         return kernel
+
+    def bind(
+        self, queue: cl.CommandQueue, global_size: tuple[int, ...], local_size: tuple[int, ...] | None, /, *args: Any,
+        **macros: object,
+    ) -> Launch:  # fmt: skip
+        """A launch to be repeated, in this thread.
+
+        Args:
+            args: buffers and numbers, in the order of the kernel's arguments; ``...`` in the place of a buffer that
+                each launch has another of.
+
+        Raises:
+            KernelBuildError: as `on`.
+        """
+        built = _get_program(queue.context, self.file, macros, self.finish, self.options)
+        return Launch(built.kernel(self.name), global_size, local_size, args)
 
 
 def _scalar_type(name: str) -> Any:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import Kernel
+from clamp.opencl.program import Kernel, Launch, Prepared
 from clamp.ops.launch import launch, pieces_for, span_for
 
 CAST = Kernel("cast.cl", "cast")
 
 #: told of each conversion that has been launched, its source and its result: those who count them
 LISTENERS: list[Callable[[Tensor, Tensor], None]] = []
+
+_launches = Prepared(1024)
 
 
 def cast(x: Tensor, out_dtype: str) -> Tensor:
@@ -31,12 +34,19 @@ def cast(x: Tensor, out_dtype: str) -> Tensor:
 
 def cast_into(x: Tensor, y: Tensor) -> None:
     """Writes x, converted to y's storage type, over y. Same number of elements."""
-    if x.size == 0:
+    if 0 in x.shape:
         return
-    span = span_for(x.queue, x.size)
-    CAST(
-        x.queue, *launch(x.queue, -(-x.size // span)), x, y, x.size, span,
-        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], PIECES=pieces_for(x.queue),
-    )  # fmt: skip
+    key = (x.context.int_ptr, x.dtype, y.dtype, tuple(x.shape))
+    (_launches.known.get(key) or _bind(key, x, y))(x.queue, x.buffer, y.buffer)
     for listener in LISTENERS:
         listener(x, y)
+
+
+def _bind(key: tuple[Any, ...], x: Tensor, y: Tensor) -> Launch:
+    span = span_for(x.queue, x.size)
+    bound = CAST.bind(
+        x.queue, *launch(x.queue, -(-x.size // span)), ..., ..., x.size, span,
+        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], PIECES=pieces_for(x.queue),
+    )  # fmt: skip
+    _launches.keep(key, bound)
+    return bound

@@ -20,7 +20,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import Kernel, Prepared
+from clamp.opencl.program import Kernel, Launch, Prepared
 from clamp.ops.launch import index_type, launch, pieces_for, span_for
 from clamp.ops.scalars import saturated
 
@@ -65,11 +65,11 @@ _INPUT_STORAGE = bridge.STORAGE | {"int32": "i32", "int": "i32"}
 class _Plan(NamedTuple):
     """A launch, prepared."""
 
-    kernel: cl.Kernel | None  # None where there is nothing to compute
-    global_size: tuple[int, ...]
-    local_size: tuple[int, ...]
     shape: tuple[int, ...]  # of the result
-    layout: tuple[Any, ...]  # the kernel's arguments after the parameters
+    bound: Launch | None = None  # where all operands are tensors
+    kernel: cl.Kernel | None = None  # where numbers are among them; neither where there is nothing to compute
+    sizes: tuple[Any, ...] = ()  # global and local
+    layout: tuple[Any, ...] = ()  # the kernel's arguments after the parameters
 
 
 _plans = Prepared(4096)
@@ -115,13 +115,11 @@ def elementwise(
     plan_key = tuple(key)
     plan = _plans.known.get(plan_key) or _make_plan(plan_key, queue, op, out_dtype, operands, len(parameters))
     y = bridge.empty(queue, plan.shape, out_dtype) if out is None else out
-    if plan.kernel is not None:
-        if parameters:
-            arguments.append(y.buffer)
-            arguments += [saturated(parameter, held) for parameter in parameters]
-            plan.kernel(queue, plan.global_size, plan.local_size, *arguments, *plan.layout)
-        else:
-            plan.kernel(queue, plan.global_size, plan.local_size, *arguments, y.buffer, *plan.layout)
+    if plan.bound is not None:
+        plan.bound(queue, *arguments, y.buffer)
+    elif plan.kernel is not None:
+        numbers = [saturated(parameter, held) for parameter in parameters]
+        plan.kernel(queue, *plan.sizes, *arguments, y.buffer, *numbers, *plan.layout)
     return y
 
 
@@ -134,7 +132,7 @@ def _make_plan(
     shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in operands]
     shape = broadcast_shape(op, *(shapes[k] for k, x in enumerate(operands) if isinstance(x, Tensor)))
     size = math.prod(shape)
-    plan = _Plan(None, (0,), (0,), shape, ())
+    plan = _Plan(shape)
     if size:
         dims = _collapse(shapes, shape)
         macros: dict[str, object] = {"OP": f"op_{op}", "ARITY": len(operands), "PARAMETERS": parameter_count}
@@ -149,7 +147,12 @@ def _make_plan(
         if len(dims) > 1:
             macros["INDEX"] = index_type(size)
             layout += (len(dims), _constants(queue.context, dims))
-        plan = _Plan(ELEMENTWISE.on(queue, **macros), *launch(queue, items), shape, layout)
+        sizes = launch(queue, items)
+        if parameter_count or len(operands) > sum(isinstance(x, Tensor) for x in operands):
+            plan = _Plan(shape, None, ELEMENTWISE.on(queue, **macros), sizes, layout)
+        else:
+            open_places = [...] * (len(operands) + 1)
+            plan = _Plan(shape, ELEMENTWISE.bind(queue, *sizes, *open_places, *layout, **macros))
     _plans.keep(key, plan)
     return plan
 

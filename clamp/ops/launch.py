@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pyopencl as cl
 
 from clamp.opencl.device import capabilities
+from clamp.opencl.program import Prepared
 
 _SPAN_CPU = 16384  # elements a work-item; smaller tensors use less, so that every core has work
 _SPAN_GPU = 16
@@ -88,8 +89,20 @@ class RowPlan:
         return (self.group,)
 
 
+_row_plans = Prepared(1024)
+
+
 def plan_rows(queue: cl.CommandQueue, rows: int, n: int) -> RowPlan:
     """A plan for ``rows`` rows of n elements: few, long pieces on a CPU, a work-group a row on a GPU."""
+    key = (queue.device.int_ptr, rows, n)
+    plan = _row_plans.known.get(key)
+    if plan is None:
+        plan = _new_plan(queue, rows, n)
+        _row_plans.keep(key, plan)
+    return plan
+
+
+def _new_plan(queue: cl.CommandQueue, rows: int, n: int) -> RowPlan:
     device = capabilities(queue)
     if not device.is_cpu:
         group = _GROUP_GPU_ROWS if n > 1024 else 32

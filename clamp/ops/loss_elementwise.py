@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import Kernel
+from clamp.opencl.program import Kernel, Prepared
 from clamp.ops.launch import group_macros, launch, parts_of, pieces_for, span_for
 from clamp.ops.reduce import reduce_sum
 
 LOSS_SUM = Kernel("loss_elementwise.cl", "loss_sum")
 LOSS_TERMS = Kernel("loss_elementwise.cl", "loss_terms")
 LOSS_GRADIENT = Kernel("loss_elementwise.cl", "loss_gradient")
+
+Key: TypeAlias = tuple[Any, ...]
+
+_plans = Prepared(1024)
 
 _GPU_GROUP = 256
 _CONSTANTS = 6
@@ -59,16 +64,23 @@ def loss_sum(kind: str, operands: Sequence[Tensor], constants: Sequence[float] =
             center gain, size gain), or what the functions above return.
     """
     x = operands[0]
-    queue, n = x.queue, x.size
+    key = (x.context.int_ptr, kind, *[(tuple(y.shape), y.dtype) for y in operands])
+    kernel, *sizes, parts, rest = _plans.known.get(key) or _plan_sum(key, kind, operands)
+    sums = bridge.empty(x.queue, (parts,), "float32")
+    kernel(x.queue, *sizes, *[y.buffer for y in _all_four(operands)], sums.buffer, *rest, *_padded(constants))
+    return sums if parts == 1 else reduce_sum(sums, out_dtype="float32")
+
+
+def _plan_sum(key: Key, kind: str, operands: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The kernel of a sum, its sizes, how many sums it makes, and the numbers after them."""
+    queue, n = operands[0].queue, operands[0].size
     device = capabilities(queue)
     group = 1 if device.is_cpu else min(_GPU_GROUP, 1 << (device.max_work_group.bit_length() - 1))
     parts, span = parts_of(queue, 1, n)
-    sums = bridge.empty(queue, (parts,), "float32")
-    LOSS_SUM(
-        queue, (parts * group,), (group,), *_all_four(operands), sums, n, span, *_padded(constants),
-        LOSS_SUM=1, **group_macros(queue, group), **_macros(kind, operands),
-    )  # fmt: skip
-    return sums if parts == 1 else reduce_sum(sums, out_dtype="float32")
+    kernel = LOSS_SUM.on(queue, LOSS_SUM=1, **group_macros(queue, group), **_macros(kind, operands))
+    plan = (kernel, (parts * group,), (group,), parts, (n, span))
+    _plans.keep(key, plan)
+    return plan
 
 
 def loss_terms(kind: str, operands: Sequence[Tensor], out_dtype: str, constants: Sequence[float] = ()) -> Tensor:
@@ -103,15 +115,27 @@ def _over_elements(
 ) -> Tensor:  # fmt: skip
     """What a kernel makes of each element of the operands, and of what else it reads before the result."""
     x = operands[0]
+    key = (x.context.int_ptr, kernel.name, kind, *macros, *macros.values())
+    key += tuple([(tuple(y.shape), y.dtype) for y in operands])
+    built, *sizes, rest = _plans.known.get(key) or _plan_elements(key, kernel, kind, operands, macros)
     out = bridge.empty(x.queue, x.shape, out_dtype)
-    if out.size:
-        span = span_for(x.queue, x.size)
-        kernel(
-            x.queue, *launch(x.queue, -(-x.size // span)), *_all_four(operands), *others, out, x.size, span,
-            *_padded(constants),
-            PIECES=pieces_for(x.queue), **macros, **_macros(kind, operands),
-        )  # fmt: skip
+    if built is not None:
+        tensors = (*_all_four(operands), *others, out)
+        built(x.queue, *sizes, *[y.buffer for y in tensors], *rest, *_padded(constants))
     return out
+
+
+def _plan_elements(
+    key: Key, kernel: Kernel, kind: str, operands: Sequence[Tensor], macros: dict[str, object]
+) -> tuple[Any, ...]:
+    """The kernel, None where there are no elements, its sizes, and the numbers after the tensors."""
+    x = operands[0]
+    span = span_for(x.queue, x.size)
+    every = {"PIECES": pieces_for(x.queue), **macros, **_macros(kind, operands)}
+    built = kernel.on(x.queue, **every) if x.size else None
+    plan = (built, *launch(x.queue, -(-x.size // span)), (x.size, span))
+    _plans.keep(key, plan)
+    return plan
 
 
 def _all_four(operands: Sequence[Tensor]) -> list[Tensor]:

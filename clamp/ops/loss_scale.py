@@ -17,7 +17,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import Kernel
+from clamp.opencl.program import Kernel, Prepared
 from clamp.opencl.recording import unrecorded
 from clamp.ops.multi_tensor import unscale_
 
@@ -25,6 +25,8 @@ RECORD = Kernel("loss_scale.cl", "record")
 ADJUST = Kernel("loss_scale.cl", "adjust")
 UPDATE = Kernel("loss_scale.cl", "update")
 MULTIPLY = Kernel("loss_scale.cl", "multiply")
+
+_multiplications = Prepared(64)
 
 Words: TypeAlias = np.ndarray[Any, np.dtype[np.void]]
 
@@ -180,9 +182,8 @@ class DeviceState:
 
     def read(self) -> ScaleState:
         """The state now: a blocking read of 32 bytes."""
-        words = self._words()[0]
-        self.seen = float(words["scale"])
-        return ScaleState(self.seen, *(int(words[name]) for name in ScaleState._fields[1:]))
+        _, _, self.seen, growth_tracker, overflow, bad_steps, _, nans = self._words()[0].item()
+        return ScaleState(self.seen, growth_tracker, overflow, bad_steps, nans)
 
     def take_found(self) -> bool:
         """Whether ``unscale_`` or ``check_`` have met an inf or nan since the last call. Waits for the device."""
@@ -215,9 +216,14 @@ class DeviceState:
 
 def _multiply(x: Tensor, out_dtype: str, state: cl.Buffer) -> Tensor:
     y = bridge.empty(x.queue, x.shape, out_dtype)
-    if x.size:
-        types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
-        MULTIPLY(x.queue, (x.size,), (1,), x, y, state, **types)
+    if size := x.size:
+        key = (x.context.int_ptr, x.dtype, out_dtype, size)
+        launch = _multiplications.known.get(key)
+        if launch is None:
+            types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
+            launch = MULTIPLY.bind(x.queue, (size,), (1,), ..., ..., ..., **types)
+            _multiplications.keep(key, launch)
+        launch(x.queue, x.buffer, y.buffer, state)
     return y
 
 

@@ -7,19 +7,20 @@ After NVIDIA apex's ``multi_tensor_apply``; OpenCL has no arrays of pointers, so
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import Kernel
+from clamp.opencl.program import Kernel, Prepared
 from clamp.ops.launch import pieces_for
 from clamp.ops.slots import filled, slots_for, tiles_of
 
 UNSCALE = Kernel("multi_tensor.cl", "unscale")
 COUNT = Kernel("multi_tensor.cl", "count")
+
+_plans = Prepared(1024)
 
 Pair: TypeAlias = tuple[Tensor, Tensor, bool]  # source, target, whether they are one storage
 
@@ -162,8 +163,7 @@ def _slots(queue: cl.CommandQueue, in_place: bool, count: int) -> int:
     return slots_for(queue, count, 1 if in_place else 2, _OTHER_ARGUMENTS_BYTES)
 
 
-@dataclass(frozen=True)
-class _Launch:
+class _Launch(NamedTuple):
     """The tensors of one launch; ``sources`` is empty where they are the targets, or nothing is written."""
 
     kind: str
@@ -176,8 +176,9 @@ class _Launch:
         return self.targets[0].queue
 
     @property
-    def tensors(self) -> list[Tensor]:
-        return [tensor for tensors in (self.sources, self.targets) for tensor in filled(tensors, self.slots)]
+    def buffers(self) -> list[Any]:
+        sources, targets = ([x.buffer for x in tensors] for tensors in (self.sources, self.targets))
+        return [*filled(sources, self.slots), *filled(targets, self.slots)]
 
 
 def _readings(tensors: Sequence[Tensor]) -> Iterator[_Launch]:
@@ -196,9 +197,13 @@ def _launch(
     _run(UNSCALE, launch, state, multiplier, IN_PLACE=int(in_place), ONLY_CHECK=0)
 
 
-def _run(kernel: Kernel, launch: _Launch, *results: Any, **macros: int) -> None:
-    tiles = tiles_of(launch.queue, tuple([tensor.size for tensor in launch.targets]))
-    kernel(
-        launch.queue, *tiles.grid, tiles.table, *results, *launch.tensors,
-        X_T=launch.kind, DECADES=launch.slots // 10, PIECES=pieces_for(launch.queue), **macros,
-    )  # fmt: skip
+def _run(kernel: Kernel, launch: _Launch, *results: Any, **macros: Any) -> None:
+    queue, how = launch.queue, (launch.kind, launch.slots, *macros, *macros.values())
+    key = (queue.context.int_ptr, kernel.name, *how, *[tuple(x.shape) for x in launch.targets])
+    plan = _plans.known.get(key)
+    if plan is None:
+        macros |= {"X_T": launch.kind, "DECADES": launch.slots // 10, "PIECES": pieces_for(queue)}
+        plan = kernel.on(queue, **macros), tiles_of(queue, tuple([x.size for x in launch.targets]))
+        _plans.keep(key, plan)
+    built, tiles = plan
+    built(queue, *tiles.grid, tiles.table, *[getattr(x, "buffer", x) for x in results], *launch.buffers)

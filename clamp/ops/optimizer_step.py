@@ -13,7 +13,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import Kernel
+from clamp.opencl.program import Kernel, Launch, Prepared
 from clamp.ops.cast import LISTENERS
 from clamp.ops.launch import pieces_for
 from clamp.ops.slots import Tiles, filled, slots_for, tiles_of
@@ -56,26 +56,22 @@ class MultiUpdate:
         params: float32, one of them not empty, on one queue; no two share memory.
         states: for each tensor of state that the rule has, one buffer of as many float32 for each parameter.
         copies: for each parameter its copy, or None.
-        most: tensors a launch, a multiple of 10; as many as there are, or as it can take, if not given.
     """
 
     def __init__(
-        self, rule: str, params: Sequence[Tensor], states: Sequence[Sequence[Any]], copies: Sequence[Copy | None],
-        most: int | None = None,
-    ) -> None:  # fmt: skip
+        self, rule: str, params: Sequence[Tensor], states: Sequence[Sequence[Any]], copies: Sequence[Copy | None]
+    ) -> None:
         self._queue: cl.CommandQueue = params[0].queue
-        self._kernel = COPY if rule == "none" else UPDATE
         self._launches: list[_Launch] = []
         kinds: dict[tuple[str, bool], list[int]] = {}
         for index, (param, copy) in enumerate(zip(params, copies, strict=True)):
             if param.size:
                 key = ("f32", False) if copy is None else (bridge.STORAGE[copy.tensor.dtype], copy.rounds)
                 kinds.setdefault(key, []).append(index)
-        written = [copy and copy.tensor for copy in copies]
+        written = [copy and copy.tensor.buffer for copy in copies]
         for (kind, rounds), of_kind in kinds.items():
             columns = list(states) if kind == "f32" else [*states, written]
-            pointers = 1 + (rule != "none") + len(columns)
-            slots = most or slots_for(self._queue, len(of_kind), pointers, _OTHER_ARGUMENTS_BYTES)
+            slots = slots_for(self._queue, len(of_kind), 2 + len(columns), _OTHER_ARGUMENTS_BYTES)
             macros = {"RULE": rule, "COPY_T": kind, "ROUNDED": int(rounds), "DECADES": slots // 10}
             for start in range(0, len(of_kind), slots):
                 members = of_kind[start : start + slots]
@@ -89,7 +85,7 @@ class MultiUpdate:
                     )
                 )  # fmt: skip
 
-    def run(self, numbers: Sequence[Any] = (), grads: Sequence[Tensor] = ()) -> None:
+    def run(self, numbers: Sequence[Any], grads: Sequence[Tensor]) -> None:
         """Enqueues the step; does not wait.
 
         Args:
@@ -97,11 +93,15 @@ class MultiUpdate:
             grads: float32, one for each parameter, of as many elements.
         """
         for launch in self._launches:
-            gradients = filled([grads[index] for index in launch.members], launch.slots) if grads else ()
-            self._kernel(
-                self._queue, *launch.tiles.grid, launch.tiles.table, *numbers, *launch.params, *gradients,
-                *launch.rest, **launch.macros,
-            )  # fmt: skip
+            gradients = filled([grads[index].buffer for index in launch.members], launch.slots)
+            kernel = UPDATE.on(self._queue, **launch.macros)
+            kernel(
+                self._queue, *launch.tiles.grid, launch.tiles.table, *numbers, *launch.params, *gradients, *launch.rest
+            )
+
+
+_CAST_SLOTS = 10
+_casts = Prepared(1024)
 
 
 def cast_all(tensors: Sequence[Tensor], dtype: str) -> list[Tensor]:
@@ -114,9 +114,25 @@ def cast_all(tensors: Sequence[Tensor], dtype: str) -> list[Tensor]:
         dtype: ``"float16"`` or ``"bfloat16"``.
     """
     copies = [bridge.empty(x.queue, x.shape, dtype) for x in tensors]
-    if any(x.size for x in tensors):
-        MultiUpdate("none", tensors, (), list(map(Copy, copies)), most=10).run()
-        for listener in LISTENERS:
-            for x, copy in zip(tensors, copies, strict=True):
-                listener(x, copy)
+    pairs = [(x, y) for x, y in zip(tensors, copies, strict=True) if 0 not in x.shape]
+    for start in range(0, len(pairs), _CAST_SLOTS):
+        some = pairs[start : start + _CAST_SLOTS]
+        queue = some[0][0].queue
+        key = (queue.context.int_ptr, dtype, *[tuple(x.shape) for x, _ in some])
+        launch = _casts.known.get(key) or _bind_casts(key, queue, dtype, [x.size for x, _ in some])
+        launch(queue, *[x.buffer for x, _ in some], *[y.buffer for _, y in some])
+    for listener in LISTENERS:
+        for x, y in pairs:
+            listener(x, y)
     return copies
+
+
+def _bind_casts(key: tuple[Any, ...], queue: cl.CommandQueue, dtype: str, sizes: Sequence[int]) -> Launch:
+    tiles = tiles_of(queue, tuple(sizes))
+    slots = [*[...] * len(sizes), *[tiles.table] * (_CAST_SLOTS - len(sizes))]  # no tile is of a slot beyond them
+    bound = COPY.bind(
+        queue, *tiles.grid, tiles.table, *slots, *slots,
+        RULE="none", COPY_T=bridge.STORAGE[dtype], ROUNDED=0, DECADES=_CAST_SLOTS // 10, PIECES=pieces_for(queue),
+    )  # fmt: skip
+    _casts.keep(key, bound)
+    return bound

@@ -72,9 +72,9 @@ def sum_axis(x: Tensor, outer: int, rows: int, inner: int, out_dtype: str) -> Te
 def _sum_pass(x: Tensor, outer: int, rows: int, inner: int, out_dtype: str) -> Tensor:
     key = (x.context.int_ptr, x.dtype, out_dtype, outer, rows, inner)
     plan = _plans.known.get(key) or _make_plan(x.queue, key)
-    kernel, global_size, local_size, y_shape, y_dtype, arguments, chunks = plan
+    bound, y_shape, y_dtype, chunks = plan
     y = bridge.empty(x.queue, y_shape, y_dtype)
-    kernel(x.queue, global_size, local_size, x.buffer, y.buffer, *arguments)
+    bound(x.queue, x.buffer, y.buffer)
     return y if chunks == 1 else _sum_pass(y, outer, chunks, inner, out_dtype)
 
 
@@ -92,8 +92,9 @@ def _make_plan(queue: cl.CommandQueue, key: tuple[Any, ...]) -> tuple[Any, ...]:
     kernel, extents = (SUM_ROW, (rows,)) if inner == 1 else (SUM_ROWS, (rows, inner))
     arguments = (*extents, per_chunk, chunks, tasks, tasks_per_item)
     items = -(-tasks // tasks_per_item)
-    built = kernel.on(queue, X_T=bridge.STORAGE[x_dtype], Y_T=bridge.STORAGE[y_dtype])
-    plan = (built, *launch(queue, items), (outer * chunks * inner,), y_dtype, arguments, chunks)
+    types = {"X_T": bridge.STORAGE[x_dtype], "Y_T": bridge.STORAGE[y_dtype]}
+    bound = kernel.bind(queue, *launch(queue, items), ..., ..., *arguments, **types)
+    plan = (bound, (outer * chunks * inner,), y_dtype, chunks)
     _plans.keep(key, plan)
     return plan
 

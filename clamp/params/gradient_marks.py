@@ -309,7 +309,10 @@ def snapshot(tensors: Iterable[Any]) -> list[Held]:
 def mark_now(grad: Tensor) -> Mark | None:
     """A gradient's mark. Of one that was written to since it was checked, nobody has heard."""
     mark = mark_of(grad)
-    return mark if mark is None or not mark.is_checked else replace(mark, heard=_heard(grad))
+    if mark is None or not mark.is_checked:
+        return mark
+    heard = _heard(grad)
+    return mark if heard is mark.heard else replace(mark, heard=heard)
 
 
 def restore(held: Iterable[Held], renewed: Mapping[object, object] = MappingProxyType({})) -> None:

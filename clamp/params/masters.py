@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 from clamp import bridge
@@ -183,7 +183,7 @@ def stepping(found: Sequence[Pair]) -> Iterator[None]:
         bridge.freeze_like(master, model)
     _behind.update((id(master), model) for master, model in found)
     try:
-        with bridge.without_write_back([master for master, _ in found]):
+        with bridge.without_write_back([master for master, _ in found]) if found else nullcontext():
             yield
     finally:
         for master, model in found:
@@ -279,8 +279,9 @@ def _last_shared(master: Tensor) -> Any:
 
 def clear_gradients(optimizer: Any) -> None:
     """Clears the gradients of 16-bit parameters whose masters have none any more."""
-    for master, model in split(optimizer):
-        if master.grad is None:
+    for master in optimizer.params:
+        model = bridge.model_parameter(master)
+        if model is not master and master.grad is None:
             _share_gradient(master, model, None)
 
 

@@ -67,7 +67,7 @@ def _places_of(params: Sequence[Tensor]) -> list[int]:
 
 
 def _key_of(update: bridge.Update, copies: Sequence[Copy | None]) -> list[Any]:
-    written = [copy and (id(copy.tensor), copy.tensor.dtype, copy.rounds) for copy in copies]
+    written = [copy and (id(copy.tensor), id(copy.tensor.buffer), copy.tensor.dtype, copy.rounds) for copy in copies]
     return [update.rule, *map(id, update.kept), *written]
 
 

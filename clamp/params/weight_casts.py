@@ -67,10 +67,10 @@ def _copy_of(weight: Tensor, dtype: str) -> Tensor:
 
 def _followers_of(first: Tensor, dtype: str) -> list[Tensor]:
     """The weights that were asked for when this one was the first, but for itself."""
-    if len(_followers) >= _MOST:
-        _followers.clear()
     queue, known = first.queue, _followers.get((id(first), dtype), [])
     if not known or known[0]() is not first:  # another tensor had its id
+        if len(_followers) >= _MOST:
+            _followers.clear()
         return []
     living = {id(weight): weight for ref in known[1:] if (weight := ref()) is not None and weight is not first}
     return [weight for weight in living.values() if weight.dtype == "float32" and weight.queue is queue]

@@ -18,6 +18,7 @@ import wrapt
 from clamp.bridge import user_wrappers
 from clamp.bridge.user_wrappers import Place, is_users
 from clamp.patching import engine
+from clamp.patching.stand_in import StandIn
 from clamp.patching.wrap import Wrapper
 
 _MISSING = object()
@@ -35,11 +36,15 @@ class Bindings:
         self._undo: list[tuple[Any, str, Any, Any]] = []  # owner, name, what stood there, what we put there
         self._filled: list[tuple[Place, Any]] = []  # inside wrappers of the user's, and what we put there
 
-    def wrapper_of(self, original: Any, wrapper: Wrapper) -> Any:
-        """The wrapper object of a function; a function with two names keeps the first entry's."""
+    def wrapper_of(self, original: Any, wrapper: Wrapper, passes: bool = False) -> Any:
+        """The wrapper object of a function; a function with two names keeps the first entry's.
+
+        Args:
+            passes: as for `StandIn`.
+        """
         if id(original) not in self._wrappers:
-            wrapper = engine.noting_writes(original, wrapper)
-            self._wrappers[id(original)] = (original, wrapt.FunctionWrapper(original, wrapper))
+            noting = engine.noting_writes(original, wrapper)
+            self._wrappers[id(original)] = (original, StandIn(original, noting, passes and noting is wrapper))
             self._unbound[id(original)] = self._wrappers[id(original)][1]
         return self._wrappers[id(original)][1]
 

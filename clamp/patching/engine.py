@@ -40,9 +40,9 @@ _FLOAT16 = ("float16", "half")
 @meets("netcl.autograd.engine.ones_like")
 def ones_like(wrapped: Any, instance: None, /, t: Tensor) -> Tensor:
     """The engine's seed gradient, for 16-bit losses as well."""
-    if t.dtype not in HALF_DTYPES:
+    if t.dtype not in bridge.STORAGE or not bridge.on_device(t):
         return wrapped(t)
-    return cast(Tensor.from_shape(t.queue, t.shape, dtype="float32", fill=1.0), t.dtype)
+    return cast(bridge.ones(t.queue, t.shape), t.dtype)
 
 
 @meets("netcl.autograd.engine.add_inplace", "netcl.autograd.engine.add_out_of_place")

@@ -25,7 +25,15 @@ from clamp.patching.meets import REPLACEMENTS, WRAPPERS
 from clamp.patching.netcl_names import listen, module_of, netcl_modules, owner_of, when_imported
 from clamp.patching.optimizers import Steps
 from clamp.patching.recordings import capture, compiled, replay  # noqa: F401  (for what they meet)
-from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, owned_wrapper, user_wrapper, writes
+from clamp.patching.wrap import (
+    Installed,
+    Wrapper,
+    netcl_wrapper,
+    owned_wrapper,
+    passes_without_casts,
+    user_wrapper,
+    writes,
+)
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ class Patches:
                     continue  # what it hands over to is wrapped, and must see the inputs as they are
                 if is_users(function) and user_wrappers.original_in(function) is not None:
                     continue  # a wrapper of the user's: what it calls inside is met
-                self._bindings.wrapper_of(function, netcl_wrapper(entry, listed=False))
+                self._bindings.wrapper_of(function, netcl_wrapper(entry, listed=False), passes=True)
 
     def _wrap_entry(self, entry: Entry) -> None:
         original = _function_of(entry)
@@ -144,17 +152,18 @@ class Patches:
             if original is None:
                 return
         wrapper: Wrapper
+        passes = False
         if entry.policy is CastPolicy.NONE:
             wrapper = engine.as_it_is
         elif entry.in_place:
             wrapper = engine.in_place
         elif entry.name in OWNED:
-            wrapper = owned_wrapper(entry, OWNED[entry.name])
+            wrapper, passes = owned_wrapper(entry, OWNED[entry.name]), passes_without_casts(entry)
         elif entry.name.startswith("netcl."):
-            wrapper = netcl_wrapper(entry)
+            wrapper, passes = netcl_wrapper(entry), True
         else:
             wrapper = user_wrapper(entry.function, entry.policy)
-        self._bindings.wrapper_of(original, wrapper)
+        self._bindings.wrapper_of(original, wrapper, passes)
 
     def _wrap_registered(self, registration: Registration) -> None:
         owner, name = registration.owner, registration.name

@@ -40,6 +40,11 @@ class Installed:
 _DRAWS = frozenset({"netcl.autograd.dropout", "netcl.ops.elementwise.dropout"})
 
 
+def passes_without_casts(entry: Entry) -> bool:
+    """Whether a function that clamp has kernels for runs netcl's where casts are off and no input is 16-bit."""
+    return entry.name not in netcl_defects() and entry.name not in _DRAWS
+
+
 def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
     """Wrapper for a netcl function that clamp has kernels for."""
     always, draws = entry.name in netcl_defects(), entry.name in _DRAWS

@@ -38,7 +38,9 @@ class Entry:
 def mark_for(grad: Tensor, tokens: Tokens) -> Mark | None:
     """A gradient's mark, by which only those have heard of it that are known here: others look again."""
     held = gradient_marks.mark_now(grad)
-    return held if held is None else replace(held, heard=held.heard & {FINITE, *tokens})
+    if held is None or all(token is FINITE or token in tokens for token in held.heard):
+        return held
+    return replace(held, heard=held.heard & {FINITE, *tokens})
 
 
 def kind_of(tensor: Tensor, tokens: Tokens) -> Hashable:

@@ -35,7 +35,7 @@ class Averaging(Protocol):
         """The mean over all of them of each gradient, still multiplied by the loss scale."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Slot:
     """A parameter.
 
@@ -137,13 +137,14 @@ class PassGradients:
         Args:
             guards: of the optimizers that hear of an inf or nan in this pass.
         """
-        reached = [slot.reached for slot in self._slots if slot.reached is not None]
+        reached = [slot.reached for slot in self._slots]
         # What no backward has come to is as it was, unless the user has cleared it meanwhile.
-        others = [slot.earlier if slot.reached is not None else slot.model.grad for slot in self._slots]
-        waiting = [grad for grad in others if gradient_marks.scale_of(grad) is not None and grad is not None]
-        true = unscale_all([*reached, *waiting], scaler, frozenset(tokens(guards)), elsewhere=waiting)
-        for slot, other in zip(self._slots, others, strict=True):
-            now = None if slot.reached is None else true[id(slot.reached)]
+        others = [x.model.grad if grad is None else x.earlier for x, grad in zip(self._slots, reached, strict=True)]
+        waiting = [grad for grad in others if grad is not None and gradient_marks.scale_of(grad) is not None]
+        came = [grad for grad in reached if grad is not None]
+        true = unscale_all([*came, *waiting], scaler, frozenset(tokens(guards)), elsewhere=waiting)
+        for slot, grad, other in zip(self._slots, reached, others, strict=True):
+            now = None if grad is None else true[id(grad)]
             other = None if other is None else true.get(id(other), other)
             slot.master.grad = now if other is None else other if now is None else gradient_marks.added(other, now)
             masters.share_gradient(slot.master, slot.model)

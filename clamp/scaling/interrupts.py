@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import signal
+# What is beneath signal, which looks every number and handler up in its enumerations.
+import _signal  # type: ignore[import-not-found]
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
+class uninterrupted:
     """Inside the ``with``, Ctrl-C waits until its end; a second one does not. Only the main thread gets any."""
-    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-    if not callable(handler):
-        yield
-        return
-    caught: list[tuple[int, FrameType | None]] = []
 
-    def wait(number: int, frame: FrameType | None) -> None:
-        caught.append((number, frame))
-        if len(caught) > 1:
-            handler(number, frame)
+    def __enter__(self) -> None:
+        self._caught: list[tuple[int, FrameType | None]] = []
+        in_main = threading.get_ident() == threading.main_thread().ident
+        self._handler: Any = _signal.getsignal(_signal.SIGINT) if in_main else None
+        if callable(self._handler):
+            _signal.signal(_signal.SIGINT, self._wait)
 
-    signal.signal(signal.SIGINT, wait)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if len(caught) == 1:
-            handler(*caught[0])
+    def __exit__(self, *exception: object) -> None:
+        if callable(self._handler):
+            _signal.signal(_signal.SIGINT, self._handler)
+            if len(self._caught) == 1:
+                self._handler(*self._caught[0])
+
+    def _wait(self, number: int, frame: FrameType | None) -> None:
+        self._caught.append((number, frame))
+        if len(self._caught) > 1:
+            self._handler(number, frame)

@@ -121,7 +121,7 @@ class StepGuard:
             self._skips_at_floor = 0
             scale = states[-1].scale if states else 1.0
             reason = "" if moves else "no parameter had a gradient"
-            self._report(StepReport(moves, reason, scale, scale_before=before, absent=absent))
+            self._report(moves, reason, scale, scale_before=before, absent=absent)
         return result
 
     def _unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:
@@ -174,12 +174,12 @@ class StepGuard:
         bad, absent = self.met or (NonFinite(0, 0, ()), ())
         self._report_skip(str(bad) or "inf or nan in the gradients, which are gone", scale, before, bad, absent)
 
-    def _report(self, report: StepReport) -> None:
-        self.last = self._guards.add(report)
+    def _report(self, stepped: bool, reason: str, scale: float, **more: Any) -> None:
+        self.last = self._guards.add(stepped, reason, scale, **more)
 
     def _report_skip(self, reason: str, scale: float, before: float, bad: NonFinite, absent: tuple[str, ...]) -> None:
-        report = StepReport(False, reason, scale, scale_before=before, absent=absent)
-        self._report(replace(report, infs=bad.infs, nans=bad.nans, parameters=bad.names))
+        found = {"infs": bad.infs, "nans": bad.nans, "parameters": bad.names}
+        self._report(False, reason, scale, scale_before=before, absent=absent, **found)
 
     def _names_of_absent(self, params: Sequence[Tensor]) -> tuple[str, ...]:
         absent = [
@@ -355,15 +355,15 @@ class StepGuards:
 
     # ------------------------------------------------------------------------------------------ history
 
-    def add(self, report: StepReport) -> StepReport:
-        """Numbers the report of a step that is over, and keeps it."""
+    def add(self, stepped: bool, reason: str, scale: float, **more: Any) -> StepReport:
+        """Keeps a numbered report of a step that is over; the arguments are `StepReport`'s."""
         PROGRESS.end_line()
         self.steps += 1
-        self.skips += not report.stepped
-        numbered = replace(report, step=self.steps)
-        self._reports.append(numbered)
-        RESULTS.stepped(numbered)
-        return numbered
+        self.skips += not stepped
+        report = StepReport(stepped, reason, scale, step=self.steps, **more)
+        self._reports.append(report)
+        RESULTS.stepped(report)
+        return report
 
     def amend(self, **changes: Any) -> StepReport:
         """Changes the last report."""

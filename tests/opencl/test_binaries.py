@@ -122,14 +122,16 @@ def test_without_a_folder_named_it_is_the_users_cache(
     assert kept.parent == folder / "clamp" / "programs"
 
 
-def test_the_name_depends_on_source_and_options(
+def test_the_name_depends_on_source_options_and_what_drivers_are_told(
     queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs: tuple[tuple[str, list[str]], ...] = (("a", []), ("b", []), ("a", ["-DB"]), ("a", ["-DB=1"]))
     names = [binaries.file_of(queue.context, *each) for each in programs]
-    monkeypatch.setenv("PYOPENCL_BUILD_OPTIONS", "-cl-fast-relaxed-math")
-    names.append(binaries.file_of(queue.context, "a", []))
-    assert len(set(names)) == 5
+    told = {"PYOPENCL_BUILD_OPTIONS": "-cl-fast-relaxed-math", "CL_CONFIG_CPU_TARGET_ARCH": "core-avx2"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+        names.append(binaries.file_of(queue.context, "a", []))
+    assert len(set(names)) == 6
 
 
 def test_signatures_are_the_same_from_disk(queue: cl.CommandQueue, file: Path) -> None:

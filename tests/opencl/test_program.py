@@ -37,3 +37,44 @@ def test_options_of_one_compiler_are_left_out_where_a_kernel_is_plain_c(queue: c
     assert kernel.on(queue, **macros).function_name == "cast"
     with pytest.raises(program.KernelBuildError, match="X_T"):
         kernel.in_plain_c.on(queue, **macros)
+
+
+def bound_cast(queue: cl.CommandQueue, *sizes: int) -> list[program.Launch]:
+    kernel = program.Kernel("cast.cl", "cast")
+    macros = {"X_T": "f32", "Y_T": "f16", "PIECES": 0}
+    return [kernel.bind(queue, (1,), (1,), ..., ..., size, size, **macros) for size in sizes]
+
+
+def test_bound_launches_keep_what_they_were_bound_to(queue: cl.CommandQueue) -> None:
+    """Turn about, with other buffers each time; one must not see the other's numbers."""
+    three, five = bound_cast(queue, 3, 5)
+    for number in (1.0, 2.0):
+        x = to_device(queue, np.full(5, number))
+        y, z = (to_device(queue, np.zeros(5), "float16") for _ in range(2))
+        three(queue, x.buffer, y.buffer)
+        five(queue, x.buffer, z.buffer)
+        assert to_numpy(y).tolist() == [number] * 3 + [0.0] * 2
+        assert to_numpy(z).tolist() == [number] * 5
+
+
+def test_whoever_watches_launches_sees_all_arguments_of_bound_ones(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (bound,) = bound_cast(queue, 2)
+    x, y = to_device(queue, np.ones(2)), to_device(queue, np.zeros(2), "float16")
+    call, seen = cl.Kernel.__call__, []
+
+    def watched(kernel: cl.Kernel, *args: object) -> object:
+        seen.append((kernel.function_name, *args))
+        return call(kernel, *args)
+
+    monkeypatch.setattr(cl.Kernel, "__call__", watched)
+    bound(queue, x.buffer, y.buffer)
+    assert seen == [("cast", queue, (1,), (1,), x.buffer, y.buffer, 2, 2)]
+    assert to_numpy(y).tolist() == [1.0, 1.0]
+
+
+def test_a_bound_launch_takes_as_many_buffers_as_it_left_open(queue: cl.CommandQueue) -> None:
+    (bound,) = bound_cast(queue, 2)
+    with pytest.raises(ValueError, match="shorter"):
+        bound(queue, to_device(queue, np.ones(2)).buffer)

@@ -122,6 +122,16 @@ def test_every_mixture_of_storage_types(
     check(queue, a, b, (a_type, b_type, out_dtype), transpose_a=True, engine=engine)
 
 
+def test_products_alike_read_their_own_operands(queue: cl.CommandQueue) -> None:
+    """What is prepared for the first of them serves the others."""
+    for seed in range(3):
+        a, b, bias = random(5, 7, seed=seed), random(7, 3, seed=seed), random(3, seed=seed)
+        for relu in (False, True):
+            check(queue, a, b, relu=relu)
+            check(queue, a, b, bias=(bias, "float16"), relu=relu)
+            check(queue, a, b, ("float32", "float32", "bfloat16"), transpose_a=True, bias=(bias, "float32"), relu=relu)
+
+
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
 @TRANSPOSES
 def test_small_products_have_the_bits_of_large_ones(

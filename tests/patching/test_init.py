@@ -163,6 +163,21 @@ def test_a_failing_init_leaves_netcl_alone() -> None:
     amp.init().shutdown()
 
 
+def test_what_stands_for_a_function_passes_for_it(queue: cl.CommandQueue) -> None:
+    """For tables that were made before init, say: ``GAINS[ag.relu]``."""
+    gains, reshape = {ag.relu: 2.0}, ag.reshape
+    x = ag.tensor(Parameter.from_host(queue, np.ones((2, 3), np.float32)))
+    with amp.init() as handle:
+        assert gains[ag.relu] == 2.0
+        assert ag.reshape is not reshape
+        assert inspect.isfunction(ag.reshape)
+        with handle.disable_casts():
+            for shaped in (ag.reshape(x, (3, 2)), ag.reshape(x, [6]), ag.reshape(x, shape=(6, 1))):
+                assert shaped.grad_fn.__module__ == "netcl.autograd.shape_ops"
+        with pytest.raises(TypeError, match="reshape"):
+            ag.reshape()
+
+
 def test_signatures_names_and_docs_stay() -> None:
     signature, doc = inspect.signature(ag.matmul_op), ag.leaky_relu.__doc__
     amp.init()

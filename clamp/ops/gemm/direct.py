@@ -6,6 +6,7 @@ times over.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 from clamp.bridge import STORAGE, Tensor
@@ -44,15 +45,24 @@ def pack(b: Operand) -> Operand:
 
 def run(a: Operand, b: Operand, c: Tensor, epilogue: Epilogue) -> None:
     """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
+    bind(a, b, c, epilogue)(a.tensor, b.tensor, c, epilogue.bias_or(c))
+
+
+def bind(a: Operand, b: Operand, c: Tensor, epilogue: Epilogue) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """`run` for operands that lie as these do; see `clamp.ops.gemm.engines.Binds`."""
     tile = tile_of(c.queue)
-    bias = epilogue.bias_or(c)
     panels_a, panels_b, grid = _blocks(a, b, c)
-    _GEMM(
-        c.queue, grid, (1, 1, 1), a.tensor, b.tensor, c, bias, a.rows, b.rows, a.k,
+    launch = _GEMM.bind(
+        c.queue, grid, (1, 1, 1), ..., ..., ..., ..., a.rows, b.rows, a.k,
         a.stride_row, a.stride_k, a.stride_batch, b.stride_row, b.stride_k, b.stride_batch,
-        panels_a, panels_b, DTYPES.index(c.dtype), DTYPES.index(bias.dtype), *epilogue.flags,
+        panels_a, panels_b, DTYPES.index(c.dtype), DTYPES.index(epilogue.bias_or(c).dtype), *epilogue.flags,
         MR=tile.rows, NR=tile.columns, KC=_KC, ROWS=_ROWS, COLUMNS=_COLUMNS, SRC_T=STORAGE[a.tensor.dtype],
     )  # fmt: skip
+
+    def run(a: Tensor, b: Tensor, c: Tensor, bias: Tensor) -> None:
+        launch(c.queue, a.buffer, b.buffer, c.buffer, bias.buffer)
+
+    return run
 
 
 def _blocks(a: Operand, b: Operand, c: Tensor) -> tuple[int, int, tuple[int, int, int]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import pyopencl as cl
 
@@ -23,6 +24,15 @@ class Engine(engine.Engine[Problem], Protocol):
 
     def run(self, a: Operand, b: Any, c: Tensor, epilogue: Epilogue) -> None:
         """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
+
+
+@runtime_checkable
+class Binds(Protocol):
+    """What an engine has as well that computes in one launch and reads both operands where they lie."""
+
+    def bind(self, a: Operand, b: Operand, c: Tensor, epilogue: Epilogue) -> Callable[..., None]:
+        """`run` for all operands that lie as these do, this thread's: called with the tensors a, b, c and bias, which
+        is c where there is none."""
 
 
 #: the first that fits and pays runs

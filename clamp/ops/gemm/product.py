@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
+from math import prod
+from typing import Any, cast
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.ops.gemm.engines import Engine, choose, problem_on
+from clamp.opencl.program import Prepared
+from clamp.ops.gemm.engines import Binds, Engine, choose, problem_on
 from clamp.ops.gemm.panels import Panels
 from clamp.ops.gemm.problem import DTYPES, Epilogue, Operand, Problem, operand_a, operand_b
+
+#: by all that a product depends on besides the content of its operands: the result's shape, and the launch
+_bound = Prepared(1024)
+_are_packed = Prepared(1024)
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,31 @@ def gemm(
     Raises:
         ValueError: shapes that do not fit, an unknown dtype, tensors of different queues, an engine that does not fit.
     """
-    if isinstance(b, PackedB) and (transpose_b or engine not in (None, b.engine.NAME)):
-        raise ValueError("gemm: b is packed already; give transpose and engine to pack_b instead")
+    if isinstance(b, PackedB):
+        if transpose_b or engine not in (None, b.engine.NAME):
+            raise ValueError("gemm: b is packed already; give transpose and engine to pack_b instead")
+        return _product(a, b, transpose_a, False, out_dtype, bias, relu, None, None)
+    # An engine that reads both in place launches the same kernel for all products like this one.
+    how = transpose_a, transpose_b, out_dtype, relu, engine, None if bias is None else (*bias.shape, bias.dtype)
+    key = (a.context.int_ptr, tuple(a.shape), a.dtype, tuple(b.shape), b.dtype, *how)
+    bound = _bound.known.get(key)
+    if bound is None or a.queue is not b.queue or not (bias is None or bias.queue is a.queue):
+        return _product(a, b, transpose_a, transpose_b, out_dtype, bias, relu, engine, key)
+    shape, launch = bound
+    c = bridge.empty(a.queue, shape, out_dtype)
+    launch(a, b, c, c if bias is None else bias)
+    return c
+
+
+def _product(
+    a: Tensor, b: Tensor | PackedB, transpose_a: bool, transpose_b: bool, out_dtype: str, bias: Tensor | None,
+    relu: bool, engine: str | None, key: tuple[Any, ...] | None,
+) -> Tensor:  # fmt: skip
+    """`gemm`, step by step.
+
+    Args:
+        key: under which the launch is kept if there will be another one like it.
+    """
     left = _matrix("gemm", "a", a, transpose_a, operand_a)
     right = b.matrix if isinstance(b, PackedB) else _matrix("gemm", "b", b, transpose_b, operand_b)
     _check(left, right, out_dtype, bias)
@@ -71,7 +100,13 @@ def gemm(
     packed = b if isinstance(b, PackedB) else _packed(cast(Operand, right), a.dtype, left.rows, engine)
     if a.dtype != packed.problem.a_dtype:
         choose(replace(packed.problem, a_dtype=a.dtype), packed.engine.NAME)
-    packed.engine.run(left, packed.matrix, c, Epilogue(out_dtype, bias, relu))
+    epilogue = Epilogue(out_dtype, bias, relu)
+    if key is not None and isinstance(packed.engine, Binds):
+        launch = packed.engine.bind(left, cast(Operand, packed.matrix), c, epilogue)
+        _bound.keep(key, (c.shape, launch))
+        launch(a, right.tensor, c, epilogue.bias_or(c))
+    else:
+        packed.engine.run(left, packed.matrix, c, epilogue)
     return c
 
 
@@ -91,6 +126,18 @@ def pack_b(
         ValueError: fewer than two dimensions, an unknown dtype, or an engine that does not fit.
     """
     return _packed(_matrix("pack_b", "b", b, transpose, operand_b), a_dtype or b.dtype, rows, engine)
+
+
+def is_packed(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> bool:
+    """Whether the engine of the product copies b into another form, so that `pack_b` pays if there are several."""
+    key = (b.context.int_ptr, tuple(a.shape), a.dtype, tuple(b.shape), b.dtype, transpose_b)
+    known: bool | None = _are_packed.known.get(key)
+    if known is None:
+        right = _matrix("pack_b", "b", b, transpose_b, operand_b)
+        problem = problem_on(b.queue, a.dtype, b.dtype, right.k, right.rows, prod(a.shape[:-1]))
+        known = not isinstance(choose(problem), Binds)
+        _are_packed.keep(key, known)
+    return known
 
 
 def _packed(right: Operand, a_dtype: str, rows: int | None, engine: str | None) -> PackedB:

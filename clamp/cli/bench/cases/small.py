@@ -19,11 +19,12 @@ _SCALE = 1024.0  # from which no step of these networks is skipped
 
 
 class _Eager:
-    """The loop of the examples, with clamp in a dtype or, with None, netcl alone."""
+    """The loop of the examples on one batch, as that of peers; with clamp in a dtype or, with None, netcl alone."""
 
     def __init__(self, queue: cl.CommandQueue, network: SmallNetwork, dtype: str | None) -> None:
         self._queue, self._dtype = queue, dtype
         self._trainer = Trainer(queue, network)
+        self._batch = self._trainer.batch()
         self._launches = 0
 
     def turn(self, calls: int) -> list[float]:
@@ -38,7 +39,7 @@ class _Eager:
         return {"launches": float(self._launches)}
 
     def _timed(self, handle: Any, calls: int) -> list[float]:
-        call = partial(self._trainer.step, handle)
+        call = partial(self._trainer.train, handle, *self._batch)
         call()
         with counted_launches() as launches:
             call()
@@ -47,14 +48,10 @@ class _Eager:
 
 
 class _Recorded(_Eager):
-    """The same step, recorded. Its inputs are drawn and brought to the device for each step, too."""
+    """The same step, recorded."""
 
     def _timed(self, handle: Any, calls: int) -> list[float]:
-        step = amp.record(self._trainer.train)
-
-        def call() -> None:
-            step(handle, *self._trainer.batch())
-
+        call = partial(amp.record(self._trainer.train), handle, *self._batch)
         for _ in range(3):  # runs, is recorded, is replayed
             call()
         return timed(call, self._queue.finish)(calls)
