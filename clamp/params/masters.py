@@ -11,12 +11,13 @@ clipping finds it on either, and a gradient cleared or replaced on either counts
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
+from clamp.opencl.recording import host_step, recorder
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.optimizer_step import Copy
 from clamp.params import gradient_marks
@@ -151,6 +152,19 @@ def master_params(optimizer: Any) -> list[Tensor]:
 def split(optimizer: Any) -> list[Pair]:
     """The masters of an optimizer, each with its 16-bit parameter."""
     return [(master, model) for master, model in pairs(optimizer) if model is not master]
+
+
+def step_anew(optimizer: Any, run: Callable[[], Any], more: Iterable[Tensor] = ()) -> Any:
+    """Runs what steps an optimizer; in a recording a host step: every replay makes it anew, with the learning rate, the
+    step count and the overflow of the day, on the gradients that the optimizer's parameters had here.
+
+    Args:
+        more: tensors that are no parameters of the optimizer, and whose gradients it reads as well.
+    """
+    if recorder() is None:
+        return run()
+    params = [tensor for pair in pairs(optimizer) for tensor in pair] if hasattr(optimizer, "params") else []
+    return host_step(gradient_marks.on_gradients([*params, *more], run))
 
 
 def gathered(optimizer: Any) -> list[Pair]:

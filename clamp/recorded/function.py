@@ -25,6 +25,7 @@ from clamp.recorded.arguments import Call, what_differs
 from clamp.recorded.gradients import Entries, Tokens, kind_of
 from clamp.recorded.replayable import CannotReplay, Replayable, detached
 from clamp.scaling.step_report import warn_user
+from clamp.scaling.manual import stages
 
 _GENERATORS = {"numpy.random": np.random.get_state.__self__, "random": random.getstate.__self__}  # type: ignore[attr-defined]
 _recording = threading.Lock()  # netcl records for one thread at a time
@@ -140,8 +141,8 @@ class RecordedFunction:
         how = None if region is None else (region.enabled, region.dtype, region.allow_banned, region.policies)
         registered = tuple((id(x.owner), x.name, x.policy) for x in session.registrations)
         guards = tuple(_tokens().values())
-        around = (how, id(process_region()), guards, registered, bridge.is_grad_enabled(), threading.get_ident())
-        return around, call.key
+        host = (bridge.is_grad_enabled(), threading.get_ident(), stages())
+        return (how, id(process_region()), guards, registered, *host), call.key
 
     def _roots(self, call: Call) -> dict[str, Any]:
         """Where what the function may read on the host begins."""

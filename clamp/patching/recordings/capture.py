@@ -28,7 +28,6 @@ from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.recording import (
-    host_step,
     is_host_value,
     recorder,
     refuse,
@@ -37,7 +36,7 @@ from clamp.opencl.recording import (
     value_now,
 )
 from clamp.ops import transfer
-from clamp.params import gradient_marks, masters
+from clamp.params import masters
 from clamp.params.weight_cache import weights
 from clamp.patching.meets import meets
 from clamp.patching.recordings.attempt import Attempt
@@ -383,17 +382,10 @@ def clear(wrapped: Any, instance: KernelCapture, /) -> None:
 
 
 def as_host_step(step: Wrapper) -> Wrapper:
-    """``optimizer.step`` in a recording: every replay makes it anew, with the learning rate, the step count and the
-    overflow of the day, on the gradients that the optimizer's parameters had here."""
+    """``optimizer.step``, which every replay makes anew."""
 
     def call(wrapped: Any, optimizer: Any, args: Arguments, kwargs: Keywords) -> Any:
-        if recorder() is None:
-            return step(wrapped, optimizer, args, kwargs)
-        params = (
-            [tensor for pair in masters.pairs(optimizer) for tensor in pair] if hasattr(optimizer, "params") else []
-        )
-        run = gradient_marks.on_gradients(params, lambda: step(wrapped, optimizer, args, kwargs))
-        return host_step(run)
+        return masters.step_anew(optimizer, lambda: step(wrapped, optimizer, args, kwargs))
 
     return call
 
