@@ -252,7 +252,7 @@ def written(buffer: Any) -> None:
 
 def gather(master: Tensor, model: Tensor) -> None:
     """One float32 gradient for both: what backward left on the model, or what a user put on either."""
-    ours, theirs, last = master.grad, model.grad, _last_shared(master)
+    ours, theirs, last = master.grad, model.grad, gradient_marks.last_shared(master)
     if ours is theirs or theirs is last:
         grad = ours
     elif ours is last or ours is None:
@@ -279,16 +279,7 @@ def share_gradient(master: Tensor, model: Tensor) -> None:
 
 def _share_gradient(master: Tensor, model: Tensor, grad: Tensor | None) -> None:
     master.grad = model.grad = grad
-    master._shared = None if grad is None else weakref.ref(grad)
-
-
-def _last_shared(master: Tensor) -> Any:
-    """The gradient that both had last; an object that is none if it is gone."""
-    reference = getattr(master, "_shared", None)
-    if reference is None:
-        return None
-    grad = reference()
-    return reference if grad is None else grad
+    gradient_marks.note_shared(master, grad)
 
 
 def clear_gradients(optimizer: Any) -> None:

@@ -75,6 +75,8 @@ class Entries:
             set_mark(alias, mark)
             self._entries.append(Entry(tensor, found, alias, mark))
             tensor.grad = alias
+            if gradient_marks.last_shared(tensor) is found:
+                gradient_marks.note_shared(tensor, alias)
 
     @property
     def by_alias(self) -> dict[int, Tensor]:
@@ -95,6 +97,9 @@ class Entries:
         """Gives tensors that have an alias what it stands for, with what is known of it now."""
         by_alias = {id(entry.alias): entry for entry in self._entries}
         for tensor in tensors:
+            shared = by_alias.get(id(gradient_marks.last_shared(tensor)))
+            if shared is not None:
+                gradient_marks.note_shared(tensor, shared.found)
             entry = by_alias.get(id(tensor.grad))
             if entry is not None:
                 if mark_of(entry.alias) is not entry.mark:

@@ -161,6 +161,8 @@ class Replayable(Recorded):
 
     def _leave_as_is(self, entries: Entries) -> None:
         """After an error: gradients stay as far as they are, in memory of the user's."""
+                if gradient_marks.last_shared(tensor) is grad:
+                    gradient_marks.note_shared(tensor, tensor.grad)
         entries.put_back(self._trained)
         for tensor in self._trained:
             grad = tensor.grad
