@@ -14,7 +14,7 @@ from clamp.bridge import Node, Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import Region, current_region, in_region, set_process_region
 from clamp.handle.optim_wrapper import OptimWrapper
-from clamp.opencl.recording import host_step, refuse
+from clamp.opencl.recording import host_step, refuse, undone_by_error
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks
 from clamp.params.weight_cache import weights
@@ -245,7 +245,7 @@ class AmpHandle:
         scaler = self._scales.on(loss.value.queue, scaler)
         reached = PassGradients(optimizers)
         scaled_loss = scaled_node(loss, scaler)
-        try:
+        with undone_by_error(reached.put_back):
             with gradient_marks.waiting_in(reached), open_loss(loss) if scaler.scales else nullcontext():
                 yield scaled_loss
             if not self._active:
@@ -263,9 +263,6 @@ class AmpHandle:
                     scaler.forget_found()
                     raise
                 host_step(partial(self._passed, guards, tokens(guards), scaler, reached.delivered()))
-        except BaseException:
-            reached.put_back()
-            raise
         weights.clear()
 
     def _passed(

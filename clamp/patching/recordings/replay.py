@@ -11,7 +11,7 @@ from netcl.runtime.capture import KernelCapture
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.recording import refuse
+from clamp.opencl.recording import refuse, replaying
 from clamp.params.weight_cache import weights
 from clamp.patching.meets import meets
 from clamp.patching.recordings.capture import recording_of
@@ -116,15 +116,16 @@ class Plan:
         """Replays with inputs that fit, and with what lies elsewhere now."""
         self._recording.rebind()
         buffers = [x.buffer for x in (*inputs, *moved)]
-        for launch, found, sync in self._steps:
-            args = launch.args
-            if found:
-                args = list(args)
-                for at, index in found:
-                    args[at] = buffers[index]
-            launch.kernel(launch.queue, launch.global_size, launch.local_size, *args)
-            if sync is not None:
-                sync()
+        with replaying():
+            for launch, found, sync in self._steps:
+                args = launch.args
+                if found:
+                    args = list(args)
+                    for at, index in found:
+                        args[at] = buffers[index]
+                launch.kernel(launch.queue, launch.global_size, launch.local_size, *args)
+                if sync is not None:
+                    sync()
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
         if threading.get_ident() != self._thread:
