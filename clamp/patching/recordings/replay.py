@@ -31,6 +31,9 @@ class Plan:
         state: tensors that the pass knows besides its inputs. Parameters count without being named.
         moving: tensors that the pass made, which lie elsewhere in each replay.
 
+    Attributes:
+        strangers: tensors that the launches use and nobody knows from where, as an iterator's.
+
     Raises:
         ValueError: an input that no launch reads.
     """
@@ -51,12 +54,15 @@ class Plan:
         self._inputs = [(tuple(x.shape), x.dtype, x.queue) for x in inputs]
         self._together = shared_memory(inputs)
         self._trained = [(index, x) for index, x in enumerate(inputs) if bridge.is_trained(x)]
-        self._fixed = _fixed(inputs, self._dependencies.residents, list(state))
+        state = list(state)
+        self._fixed = _fixed(inputs, self._dependencies.residents, state)
         places = {address_of(x.buffer): index for index, x in reversed(list(enumerate([*inputs, *moving])))}
         fixed = {address_of(inputs[index].buffer) for index in self._fixed}
         places = {where: index for where, index in places.items() if where not in fixed}
         for where in places:
             self._dependencies.residents.give_up(where)
+        known = {address_of(x.buffer) for x in (*inputs, *state, *moving)}
+        self.strangers = self._dependencies.residents.strangers(known)
         self._steps = []
         read: set[int] = set()
         for launch in capture._launches:
