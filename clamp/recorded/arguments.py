@@ -91,7 +91,7 @@ class Call:
             self.trouble = f"{where} is on netcl's numpy backend, which launches nothing. Put it on an OpenCL device."
         trained = _Same(x) if bridge.is_trained(x) else None  # it gets its own gradient
         self.tensors.append(x)
-        return where, (tuple(x.shape), x.dtype, x.queue, trained)
+        return where, (tuple(x.shape), x.dtype, x.queue, trained, trained is None and x.grad is not None)
 
 
 _GIVE_DATA = "Compute it inside, or pass its value: Node(value=x.value)."

@@ -7,6 +7,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,8 +25,8 @@ from clamp.patching.recordings.watch import Watch
 from clamp.recorded.arguments import Call, what_differs
 from clamp.recorded.gradients import Entries, Tokens, kind_of
 from clamp.recorded.replayable import CannotReplay, Replayable, detached
-from clamp.scaling.step_report import warn_user
 from clamp.scaling.manual import stages
+from clamp.scaling.step_report import warn_user
 
 _GENERATORS = {"numpy.random": np.random.get_state.__self__, "random": random.getstate.__self__}  # type: ignore[attr-defined]
 _recording = threading.Lock()  # netcl records for one thread at a time
@@ -169,10 +170,14 @@ class RecordedFunction:
         self._reached += [weakref.ref(x) for key, x in reached.items() if key not in known]
 
     def _trained(self, call: Call, watch: Watch) -> list[Tensor]:
-        """The tensors whose gradients the function may meet or leave."""
+        """The tensors outside of the arguments, and trained ones among these, whose gradients the function may meet or
+        leave."""
+        reached = {id(ref()) for ref in self._reached}
         stepped = [x for optimizer in watch.optimizers for pair in masters.pairs(optimizer) for x in pair]
         found = [*call.tensors, *watch.tensors, *stepped, *(x for ref in self._reached if (x := ref()) is not None)]
-        return list({id(x): x for x in found if bridge.is_weight(x) and bridge.on_device(x)}.values())
+        given = {id(x) for x in call.tensors}
+        wanted = (x for x in found if bridge.is_weight(x) or (id(x) in reached and id(x) not in given))
+        return list({id(x): x for x in wanted if bridge.on_device(x)}.values())
 
     def _record(self, key: Hashable, call: Call, before: Watch, tokens: Tokens) -> Any:
         roots = self._roots(call)
@@ -181,6 +186,7 @@ class RecordedFunction:
         args, kwargs, values = call.for_recording()
         trained = self._trained(call, before)
         kinds = [kind_of(tensor, tokens) for tensor in trained]
+        had = {id(tensor) for tensor in call.tensors if tensor.grad is not None}
         entries = Entries(trained, tokens)
         try:
             with self._variants.following(), self._noting_reached():
@@ -194,7 +200,7 @@ class RecordedFunction:
         finally:
             exits = [tensor.grad for tensor in trained]
             entries.put_back(trained)
-        why = attempt.why or self._obstacle(attempt, call, leaves, trained)
+        why = attempt.why or self._obstacle(attempt, call, leaves, trained, had)
         if not why:
             watch = Watch(roots)
             try:
@@ -209,8 +215,14 @@ class RecordedFunction:
         self._variants.add(key, made, before)
         return made.of_recording()
 
-    def _obstacle(self, attempt: Attempt, call: Call, leaves: Sequence[Any], trained: Sequence[Tensor]) -> str:
-        """Why what was recorded cannot be replayed; empty if it can."""
+    def _obstacle(
+        self, attempt: Attempt, call: Call, leaves: Sequence[Any], trained: Sequence[Tensor], had: AbstractSet[int]
+    ) -> str:
+        """Why what was recorded cannot be replayed; empty if it can.
+
+        Args:
+            had: ids of arguments that had a gradient before.
+        """
         if recording_of(attempt) is None:
             return "AMP was shut down in it"
         if change := attempt.change():
@@ -221,9 +233,12 @@ class RecordedFunction:
         now = call.leaves()
         if len(now) != len(leaves) or any(one is not other for one, other in zip(now, leaves, strict=True)):
             return "it changes its arguments, lists or dicts, and no replay would. Return what it makes"
-        known = {id(tensor) for tensor in trained}
-        late = [x for ref in self._reached if (x := ref()) is not None and id(x) not in known]
-        return "" if not late else "it trains tensors that are new in each call. Make them outside of it"
+        known, given = {id(tensor) for tensor in trained}, {id(tensor) for tensor in call.tensors}
+        others = [x for ref in self._reached if (x := ref()) is not None and id(x) not in known]
+        if any(id(x) in given & had for x in others):
+            return "it adds to the gradient that an argument has. Clear that first, or pass another tensor"
+        late = any(bridge.is_weight(x) for x in others if id(x) not in given)
+        return "it trains tensors that are new in each call. Make them outside of it" if late else ""
 
 
 @contextmanager
