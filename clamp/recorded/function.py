@@ -16,13 +16,13 @@ import numpy as np
 from clamp import bridge, session
 from clamp.bridge import Tensor
 from clamp.casting.regions import current_region, process_region
-from clamp.opencl.recording import recorder
+from clamp.opencl.recording import is_host_value, recorder
 from clamp.params import gradient_marks, masters
 from clamp.patching.recordings.attempt import Attempt
 from clamp.patching.recordings.capture import is_free, recording_of
 from clamp.patching.recordings.variants import Variants
-from clamp.patching.recordings.watch import Watch
-from clamp.recorded.arguments import Call, what_differs
+from clamp.patching.recordings.watch import Watch, is_same
+from clamp.recorded.arguments import PLAIN, Call, leaves_of, what_differs
 from clamp.recorded.gradients import Entries, Tokens, kind_of
 from clamp.recorded.replayable import CannotReplay, Replayable, detached
 from clamp.scaling.manual import stages
@@ -92,6 +92,7 @@ class RecordedFunction:
         self._variants: Variants[Replayable] = Variants(self._name, what_differs, warn_user, f"{self._name}()")
         self._lock = threading.RLock()
         self._warned = False
+        self._numbers = weakref.WeakKeyDictionary[Watch, tuple[Any, ...]]()  # returned by the run that a state is from
         self._reached: list[weakref.ref[Tensor]] = []  # what got gradients here, wherever it is kept
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -159,7 +160,9 @@ class RecordedFunction:
     def _run(self, key: Hashable, call: Call) -> Any:
         with self._variants.following(), self._noting_reached():
             result = self.__wrapped__(*call.args, **call.kwargs)
-        self._variants.ran(key, Watch(self._roots(call)))
+        watch = Watch(self._roots(call))
+        self._variants.ran(key, watch)
+        self._numbers[watch] = _numbers_in(result)
         return detached(result)
 
     @contextmanager
@@ -201,6 +204,9 @@ class RecordedFunction:
             exits = [tensor.grad for tensor in trained]
             entries.put_back(trained)
         why = attempt.why or self._obstacle(attempt, call, leaves, trained, had)
+        last = self._numbers.get(before, ())
+        if not why and any(map(_is_another, _numbers_in(result), last)):
+            why = "it returns a number that is another one in each call, and would be the same in all replays"
         if not why:
             watch = Watch(roots)
             try:
@@ -248,6 +254,15 @@ def _inside() -> Iterator[None]:
         yield
     finally:
         _thread.inside = False
+
+
+def _numbers_in(result: Any) -> tuple[Any, ...]:
+    return tuple(x for x in leaves_of(result) if isinstance(x, PLAIN))
+
+
+def _is_another(now: Any, last: Any) -> bool:
+    """Whether a number that is no other in replays is another than it was in the last call."""
+    return not is_host_value(now) and not is_same(now, last)
 
 
 def _tokens() -> Tokens:
