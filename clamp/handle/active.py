@@ -274,6 +274,7 @@ class AmpHandle:
     ) -> None:
         """Ends a scaled pass, and in a recording, each replay of it."""
         self._require_active("the replay of a scaled backward pass")
+        self._shown = None
         gradient_marks.restore(delivered, dict(zip(then, tokens(guards), strict=True)))
         end_pass(guards, scaler)
 
