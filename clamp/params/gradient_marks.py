@@ -161,6 +161,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.waiting: list[Waiting] = []  # the scaled passes around this point, the innermost last
         self.reached: dict[int, Tensor] | None = None  # tensors that backward has given a gradient to, if asked for
+        self.held: dict[int, Tensor] | None = None  # tensors whose gradients host steps go back to, if asked for
 
 
 _thread = _Thread()
@@ -186,6 +187,24 @@ def noting_reached() -> Iterator[dict[int, Tensor]]:
         yield reached
     finally:
         _thread.reached = outer
+
+
+@contextmanager
+def noting_held() -> Iterator[dict[int, Tensor]]:
+    """Inside the ``with``, collects the tensors whose gradients this thread's host steps will go back to, by id."""
+    outer, held = _thread.held, dict[int, Tensor]()
+    _thread.held = held
+    try:
+        yield held
+    finally:
+        _thread.held = outer
+
+
+def is_anothers(tensor: Tensor) -> bool:
+    """Whether another thread, which is alive, has given a tensor the gradient that it has."""
+    by = getattr(tensor, "_given_by", None)
+    here = tensor.grad is None or by in (None, threading.get_ident())
+    return not here and any(thread.ident == by for thread in threading.enumerate())
 
 
 def scale_in_backward() -> AppliedScale | None:
@@ -247,6 +266,7 @@ def _mark_all(leaves: Iterable[Any], before: Iterable[tuple[Any, Any]], mark: Ma
         if grad is not None and grad is not last:
             lost_bits = mark.lost_bits or (last is not None and _lost_bits(last))
             set_mark(grad, mark if mark.is_scaled else PLAIN_HALF if lost_bits else PLAIN)
+            leaf._given_by = threading.get_ident()
             if _thread.reached is not None:
                 _thread.reached[id(leaf)] = leaf
 
@@ -317,6 +337,9 @@ def copied(grad: Tensor) -> Tensor:
 
 def snapshot(tensors: Iterable[Any]) -> list[Held]:
     """The gradients that tensors have now, with their marks."""
+    tensors = list(tensors)
+    if _thread.held is not None:
+        _thread.held.update((id(tensor), tensor) for tensor in tensors)
     grads = [(tensor, getattr(tensor, "grad", None)) for tensor in tensors]
     return [(tensor, grad, mark_now(grad), last_shared(tensor)) for tensor, grad in grads if grad is not None]
 

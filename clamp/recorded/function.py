@@ -23,7 +23,7 @@ from clamp.patching.recordings.capture import is_free, recording_of
 from clamp.patching.recordings.variants import Variants
 from clamp.patching.recordings.watch import Watch, is_same
 from clamp.recorded.arguments import PLAIN, Call, leaves_of, what_differs
-from clamp.recorded.gradients import Entries, Tokens, kind_of
+from clamp.recorded.gradients import Entries, Gradients, Tokens, kind_of
 from clamp.recorded.replayable import CannotReplay, Replayable, detached
 from clamp.scaling.manual import stages
 from clamp.scaling.step_report import warn_user
@@ -189,10 +189,12 @@ class RecordedFunction:
         args, kwargs, values = call.for_recording()
         trained = self._trained(call, before)
         kinds = [kind_of(tensor, tokens) for tensor in trained]
+        if any(map(gradient_marks.is_anothers, trained)):  # it may be at work on them
+            return self._run(key, call)
         had = {id(tensor) for tensor in call.tensors if tensor.grad is not None}
         entries = Entries(trained, tokens)
         try:
-            with self._variants.following(), self._noting_reached():
+            with self._variants.following(), self._noting_reached(), gradient_marks.noting_held() as held:
                 attempt.begin()
                 result = self.__wrapped__(*args, **kwargs)
             if attempt.is_recording:
@@ -210,7 +212,8 @@ class RecordedFunction:
         if not why:
             watch = Watch(roots)
             try:
-                made = Replayable(attempt, call, values, result, trained, entries, kinds, exits, before.tensors, watch)
+                gradients = Gradients(trained, kinds, entries, exits, held)
+                made = Replayable(attempt, call, values, result, gradients, before.tensors, watch)
             except CannotReplay as reason:
                 why = str(reason)
         if why:
