@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue as queues
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -13,12 +14,14 @@ import pyopencl as cl
 import pytest
 from netcl import autograd as ag
 from netcl.amp import GradScaler as NetclScaler
-from netcl.optim import Adam, clip_grad_norm
+from netcl.ops.elementwise import elementwise_binary
+from netcl.optim import SGD, Adam, clip_grad_norm
 
-from clamp import amp, session
+from clamp import amp, bridge, session
 from clamp.bridge import Node, Tensor
 from clamp.compat.paddle_scaler import GradScaler as PaddleScaler
-from tests.networks import loss_of
+from clamp.patching.recordings import capture, residents
+from tests.networks import loss_of, mlp, weights_of
 from tests.patching.test_compiled import BATCHES, TARGETS, poisoned
 from tests.recorded.test_record import Run, Step, assert_same, clean, compare
 from tests.reference import to_device
@@ -307,3 +310,119 @@ def test_a_function_made_by_exec_is_looked_into(queue: cl.CommandQueue) -> None:
         x = to_device(queue, BATCHES[turn])
         np.testing.assert_array_equal(call(x).value.to_host(), scope["scaled"](x).value.to_host())
     assert call.recordings == 2
+
+
+# ---------------------------------------------------------------------------------------------- threads
+
+
+def test_threads_train_with_functions_of_their_own(queue: cl.CommandQueue) -> None:
+    """Each reaches its own model; all share the handle."""
+    kept = []
+    for recorded in (False, True):
+        amp.shutdown()
+        handle = amp.init(loss_scale=2.0**10)
+        models = [mlp(queue, 10, 16, 3, seed=seed) for seed in range(3)]
+        losses: list[list[Any]] = [[] for _ in models]
+        threads = [
+            threading.Thread(target=_train, args=(queue, handle, model, seen, recorded))
+            for model, seen in zip(models, losses, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        kept.append([losses, [weights_of(model) for model in models]])
+    assert_same(kept[1], kept[0])
+
+
+def _train(queue: cl.CommandQueue, handle: Any, model: Any, losses: list[Any], recorded: bool) -> None:
+    optimizer = SGD(list(model.parameters()), lr=0.05)
+
+    def step(x: Tensor, y: Tensor) -> Node:
+        optimizer.zero_grad()
+        loss = loss_of(model, (x, y))
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        return loss
+
+    call = amp.record(step) if recorded else step
+    for index in range(16):
+        data = to_device(queue, BATCHES[index % 12]), to_device(queue, TARGETS[index % 12])
+        losses.append(call(*data).value.to_host().copy())
+
+
+def test_launches_of_other_threads_are_not_recorded(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a recording begins and when it ends netcl takes those of all threads."""
+    run, calls = Run(queue), 0
+    counter = to_device(queue, np.zeros(4))
+    look = capture.living_tensors
+
+    def count() -> None:
+        elementwise_binary(counter, counter, expression="ADD(v0, 1.0f)", out=counter)
+
+    def looking() -> Any:
+        nonlocal calls
+        calls += 1
+        thread = threading.Thread(target=count)
+        thread.start()
+        thread.join()
+        return look()
+
+    monkeypatch.setattr(capture, "living_tensors", looking)
+    monkeypatch.setattr(residents, "living_tensors", looking)
+
+    def infer(x: Tensor) -> Any:
+        with ag.no_grad():
+            return run.model(ag.tensor(x))
+
+    call = amp.record(infer)
+    for x in BATCHES[:5]:
+        call(to_device(queue, x))
+    assert call.recordings == 1
+    assert calls == 2
+    np.testing.assert_array_equal(counter.to_host(), np.full(4, 2.0))
+
+
+def test_a_function_leaves_other_models_their_gradients(queue: cl.CommandQueue) -> None:
+    """One that it reaches, and does nothing to, may be another thread's."""
+    run = Run(queue)
+    others = [mlp(queue, 10, 16, 3, seed=1)]
+
+    def step(x: Tensor, y: Tensor) -> Node:
+        len(others)  # it reaches them
+        run.optimizer.zero_grad()
+        loss = run.backward(x, y)
+        run.optimizer.step()
+        return loss
+
+    call = amp.record(step)
+    loss_of(others[0], (to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0]))).backward()
+    grads = [param.grad for param in others[0].parameters()]
+    for index in range(5):
+        call(to_device(queue, BATCHES[index]), to_device(queue, TARGETS[index]))
+        assert all(param.grad is grad for param, grad in zip(others[0].parameters(), grads, strict=True))
+
+
+def test_looking_for_tensors_does_not_disturb_threads(queue: cl.CommandQueue) -> None:
+    """Python raises SystemError in a thread that makes a tuple which somebody else holds already."""
+    errors: list[BaseException] = []
+    ends = threading.Event()
+
+    def make() -> None:
+        while not ends.is_set():
+            try:
+                tuple(number for number in range(50))
+            except SystemError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    kept = to_device(queue, np.zeros(3))
+    for _ in range(30):
+        assert any(tensor is kept for tensor in bridge.living(Tensor))
+    ends.set()
+    for thread in threads:
+        thread.join()
+    assert not errors

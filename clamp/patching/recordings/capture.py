@@ -41,6 +41,7 @@ from clamp.params.weight_cache import weights
 from clamp.patching.meets import meets
 from clamp.patching.recordings.attempt import Attempt
 from clamp.patching.recordings.dependencies import Dependencies, ModuleNotes, dependencies_of
+from clamp.patching.recordings.own import Launches, Pool
 from clamp.patching.recordings.residents import Address, Seen, address_of, living_tensors
 from clamp.patching.wrap import Wrapper
 
@@ -52,43 +53,6 @@ _READ_ADVICE = "Read it after the recorded part."
 
 
 # ---------------------------------------------------------------------------------------------- memory
-
-
-class _Pool(PersistentBufferPool):  # type: ignore[misc]
-    """The memory of one recording. When the recording is gone, it goes to netcl's own pool."""
-
-    def __init__(self, main: PersistentBufferPool) -> None:
-        super().__init__(main.context, main.queue, max_cached_bytes=1 << 62, max_buffers_per_bucket=1 << 30)
-        self._main = main
-        self._closed = False
-        self.given: dict[Address, int] = {}  # all that it has ever handed out, with its size in bytes
-
-    def allocate(self, nbytes: int, flags: int | None = None) -> Any:
-        handle = super().allocate(nbytes, flags)
-        if (address := address_of(handle.buffer)) is not None:
-            self.given[address] = handle.bucket_size
-        return handle
-
-    def release(self, handle: Any) -> None:
-        if self._closed:
-            handle.pool = self._main
-            self._main.release(handle)
-        else:
-            super().release(handle)
-
-    def close(self) -> None:
-        """Hands free memory over now, the rest when it is released. On an in-order queue it may be used at once."""
-        self._closed = True
-        with self._lock, self._main._lock:
-            self._main._owned_bytes += self._owned_bytes
-            self._main.stats.bytes_cached += self.stats.bytes_cached
-            for bucket, handles in vars(self)["_free"].items():
-                for handle in handles:
-                    handle.pool = self._main
-                self._main._free.setdefault(bucket, []).extend(handles)
-            for bucket, arrays in vars(self)["_svm_free"].items():
-                self._main._svm_free.setdefault(bucket, []).extend(arrays)
-            self.__dict__.update(_free={}, _svm_free={})
 
 
 #: recordings that are under way or can be replayed
@@ -118,7 +82,7 @@ class _Recording:
 
     def __init__(self, capture: KernelCapture) -> None:
         self._capture = weakref.ref(capture)
-        self._pools: dict[int, _Pool] = {}
+        self._pools: dict[int, Pool] = {}
         self._kept: list[tuple[PersistentBufferPool, Any]] = []  # memory of others that nobody else uses any more
         self._addresses: set[Any] | None = None  # of all memory in the launches; None until they are known
         self._undo: list[tuple[Any, str, Any]] = []
@@ -260,7 +224,7 @@ class _Recording:
                 return main
             key = id(main)
             if key not in self._pools:
-                self._pools[key] = _Pool(main)
+                self._pools[key] = Pool(main)
             return self._pools[key]
 
         return get_persistent_pool
@@ -350,6 +314,7 @@ def begin(wrapped: Any, instance: KernelCapture, /) -> None:
     if _running:
         raise RuntimeError("a recording is under way already: end it before you begin another")
     _forget(instance)
+    instance._launches = Launches()
     wrapped()
     recording = _Recording(instance)
     _running.append((instance, recording))
