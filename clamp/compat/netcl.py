@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pyopencl as cl
@@ -21,6 +22,7 @@ from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import casting_region, in_own_region, region_here
 from clamp.compat import replicas, trainer  # noqa: F401  (replicas for what it meets)
 from clamp.opencl.device import is_float16_supported
+from clamp.opencl.recording import host_step
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
 from clamp.params.masters import Pair
@@ -121,7 +123,7 @@ def scale_loss(wrapped: Any, instance: Any, /, loss: Any) -> Any:
     if not bridge.on_device(loss.value):
         note_numpy_backend()
         return wrapped(loss)
-    return scaled_node(loss, _scales.of(instance, loss.value.queue))
+    return scaled_node(loss, host_step(partial(_scales.of, instance, loss.value.queue)))
 
 
 @meets("netcl.amp.GradScaler.unscale_grads")
@@ -169,5 +171,9 @@ def step(wrapped: Any, instance: Any, /, optimizer: Any, params: Any = ()) -> An
     known = {id(param) for pair in masters.pairs(optimizer) for param in pair}
     more = [param for param in params if id(param) not in known]
     handle = session.active_handle()
-    with nullcontext() if handle is None else handle.stepped_by(instance, optimizer):
-        return wrapped(optimizer, [*optimizer.params, *more])
+
+    def run() -> Any:
+        with nullcontext() if handle is None else handle.stepped_by(instance, optimizer):
+            return wrapped(optimizer, [*optimizer.params, *more])
+
+    return masters.step_anew(optimizer, run, more)

@@ -24,7 +24,7 @@ from clamp.compat import pytorch
 from clamp.compat.oneflow_scaler import GradScaler, StaticGradScaler, loss_scale_of
 from clamp.observe.attribution import Attribution
 from clamp.observe.explain import Explanation
-from clamp.opencl.recording import host_step, recorder
+from clamp.opencl.recording import host_step, recorder, undone_by_error
 from clamp.ops import transfer
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
@@ -333,16 +333,13 @@ class Graph:
             raise ValueError("loss.backward(grad) cannot be scaled in a graph: multiply the loss instead")
         check_loss(loss)
         reached = PassGradients(self._optimizers)
-        try:
+        with undone_by_error(reached.put_back):
             with gradient_marks.waiting_in(reached):
                 Tape(retain_grads=False).backward(scaled_node(loss, self._scaler))
             reached.require_any(self._scaler, ran=True)
             with scale_lock, uninterrupted():
                 reached.unscale(self._scaler, self._all_guards())
                 host_step(self._passed)
-        except BaseException:
-            reached.put_back()
-            raise
         self._passes += 1
 
     def _passed(self) -> None:

@@ -15,7 +15,7 @@ from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import Region, current_region, in_region, set_process_region
 from clamp.handle.observed import ObservedHandle
 from clamp.handle.optim_wrapper import OptimWrapper
-from clamp.opencl.recording import host_step, recorder, refuse
+from clamp.opencl.recording import host_step, recorder, refuse, undone_by_error
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks
 from clamp.params.weight_cache import weights
@@ -251,7 +251,7 @@ class AmpHandle(ObservedHandle):
         scaler = self._scales.on(loss.value.queue, scaler)
         reached = PassGradients(optimizers)
         scaled_loss = scaled_node(loss, scaler)
-        try:
+        with undone_by_error(reached.put_back):
             with gradient_marks.waiting_in(reached), open_loss(loss) if scaler.scales else nullcontext():
                 yield scaled_loss
             if not self._active:
@@ -272,9 +272,6 @@ class AmpHandle(ObservedHandle):
                     end_pass(guards, scaler)
                 else:
                     host_step(partial(self._passed, guards, tokens(guards), scaler, reached.delivered()))
-        except BaseException:
-            reached.put_back()
-            raise
         weights.clear()
 
     def _passed(
@@ -286,6 +283,7 @@ class AmpHandle(ObservedHandle):
     ) -> None:
         """Ends a scaled pass while it is recorded, and each replay of it."""
         self._require_active("the replay of a scaled backward pass")
+        self._shown = None
         gradient_marks.restore(delivered, dict(zip(then, tokens(guards), strict=True)))
         end_pass(guards, scaler)
 

@@ -34,6 +34,9 @@ class _Thread(threading.local):
     recorder: Recorder | None = None
     suspended: int = 0
 
+    def __init__(self) -> None:
+        self.undo: list[Callable[[], Any]] = []  # what an error in the replay that is under way calls
+
 
 _thread = _Thread()
 
@@ -80,6 +83,35 @@ def host_step(run: Callable[[], Any]) -> Any:
         result = run()
     recording.add(lambda queue, global_size, local_size: run(), None, (), None)
     return result
+
+
+@contextmanager
+def undone_by_error(undo: Callable[[], Any]) -> Iterator[None]:
+    """Inside the ``with``, an error calls ``undo()`` on its way: here, and in a replay, where a host step raised it."""
+    recording = recorder()
+    if recording is not None:
+        recording.add(lambda *_: _thread.undo.append(undo), None, (), None)
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+    if recording is not None and recorder() is recording:
+        recording.add(lambda *_: _thread.undo.pop(), None, (), None)
+
+
+@contextmanager
+def replaying() -> Iterator[None]:
+    """Around a replay."""
+    outer, _thread.undo = _thread.undo, []
+    try:
+        yield
+    except BaseException:
+        for undo in reversed(_thread.undo):
+            undo()
+        raise
+    finally:
+        _thread.undo = outer
 
 
 class HostValue:

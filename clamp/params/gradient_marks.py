@@ -17,6 +17,7 @@ is not its own.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -63,7 +64,8 @@ PLAIN = Mark()
 PLAIN_HALF = Mark(lost_bits=True)
 FINITE = object()
 
-Held: TypeAlias = tuple[Tensor, Tensor, Mark | None]  # a tensor, its gradient, and the gradient's mark
+#: a tensor, its gradient, the gradient's mark, and what a master and its parameter had in common last
+Held: TypeAlias = tuple[Tensor, Tensor, Mark | None, Tensor | None]
 
 
 def mark_of(grad: Any) -> Mark | None:
@@ -77,6 +79,18 @@ def set_mark(grad: Tensor, mark: Mark | None) -> None:
         grad._loss_scaling = mark
     elif hasattr(grad, "_loss_scaling"):
         del grad._loss_scaling
+
+
+def last_shared(master: Tensor) -> Tensor | None:
+    """The gradient that a master and its 16-bit parameter had in common last; None if it is gone."""
+    reference = getattr(master, "_shared", None)
+    return None if reference is None else reference()
+
+
+def note_shared(master: Tensor, grad: Tensor | None) -> None:
+    """Notes the gradient that a master and its 16-bit parameter have in common."""
+    if grad is not None or hasattr(master, "_shared"):
+        master._shared = None if grad is None else weakref.ref(grad)
 
 
 def scale_of(grad: Any) -> AppliedScale | None:
@@ -147,6 +161,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.waiting: list[Waiting] = []  # the scaled passes around this point, the innermost last
         self.reached: dict[int, Tensor] | None = None  # tensors that backward has given a gradient to, if asked for
+        self.held: dict[int, Tensor] | None = None  # tensors whose gradients host steps go back to, if asked for
 
 
 _thread = _Thread()
@@ -172,6 +187,24 @@ def noting_reached() -> Iterator[dict[int, Tensor]]:
         yield reached
     finally:
         _thread.reached = outer
+
+
+@contextmanager
+def noting_held() -> Iterator[dict[int, Tensor]]:
+    """Inside the ``with``, collects the tensors whose gradients this thread's host steps will go back to, by id."""
+    outer, held = _thread.held, dict[int, Tensor]()
+    _thread.held = held
+    try:
+        yield held
+    finally:
+        _thread.held = outer
+
+
+def is_anothers(tensor: Tensor) -> bool:
+    """Whether another thread, which is alive, has given a tensor the gradient that it has."""
+    by = getattr(tensor, "_given_by", None)
+    here = tensor.grad is None or by in (None, threading.get_ident())
+    return not here and any(thread.ident == by for thread in threading.enumerate())
 
 
 def scale_in_backward() -> AppliedScale | None:
@@ -233,6 +266,7 @@ def _mark_all(leaves: Iterable[Any], before: Iterable[tuple[Any, Any]], mark: Ma
         if grad is not None and grad is not last:
             lost_bits = mark.lost_bits or (last is not None and _lost_bits(last))
             set_mark(grad, mark if mark.is_scaled else PLAIN_HALF if lost_bits else PLAIN)
+            leaf._given_by = threading.get_ident()
             if _thread.reached is not None:
                 _thread.reached[id(leaf)] = leaf
 
@@ -250,10 +284,11 @@ def added(first: Tensor, second: Tensor, dtype: str = "float32") -> Tensor:
     ours, theirs = mark_of(first), mark_of(second)
     scale = scale_of(second) or scale_of(first)
     if scale is not None:
-        refuse(
-            "A gradient was added to one of another loss scale",
-            "Clear gradients at the beginning of the recorded part: optimizer.zero_grad().",
-        )
+        if scale_of(first) not in (None, scale):
+            refuse(
+                "A gradient was added to one of another loss scale",
+                "Clear gradients at the beginning of the recorded part: optimizer.zero_grad().",
+            )
         first, second = at_scale(first, scale), at_scale(second, scale)
         mark: Mark | None = Mark(scale)
     elif ours is None and theirs is None:
@@ -302,8 +337,11 @@ def copied(grad: Tensor) -> Tensor:
 
 def snapshot(tensors: Iterable[Any]) -> list[Held]:
     """The gradients that tensors have now, with their marks."""
+    tensors = list(tensors)
+    if _thread.held is not None:
+        _thread.held.update((id(tensor), tensor) for tensor in tensors)
     grads = [(tensor, getattr(tensor, "grad", None)) for tensor in tensors]
-    return [(tensor, grad, mark_now(grad)) for tensor, grad in grads if grad is not None]
+    return [(tensor, grad, mark_now(grad), last_shared(tensor)) for tensor, grad in grads if grad is not None]
 
 
 def mark_now(grad: Tensor) -> Mark | None:
@@ -321,8 +359,9 @@ def restore(held: Iterable[Held], renewed: Mapping[object, object] = MappingProx
     Args:
         renewed: tokens of guards as they are now, by those in the marks.
     """
-    for tensor, grad, mark in held:
+    for tensor, grad, mark, shared in held:
         tensor.grad = grad
+        note_shared(tensor, shared)
         if mark is not None:
             if mark.is_checked:  # what was finite then need not be now
                 mark = checked(frozenset(renewed.get(token, token) for token in mark.heard - {FINITE}))
@@ -336,8 +375,8 @@ def on_gradients(tensors: Iterable[Any], run: Callable[[], Any]) -> Callable[[],
     """
     tensors = list(tensors)
     held = snapshot(tensors)
-    known = {id(tensor) for tensor, _, mark in held if mark is not None and mark.heard}
-    grads = {id(tensor): grad for tensor, grad, _ in held}
+    known = {id(tensor) for tensor, _, mark, _ in held if mark is not None and mark.heard}
+    grads = {id(tensor): grad for tensor, grad, *_ in held}
 
     def call() -> Any:
         restore(x for x in held if not (id(x[0]) in known and x[0].grad is x[1]))

@@ -11,12 +11,13 @@ clipping finds it on either, and a gradient cleared or replaced on either counts
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
+from clamp.opencl.recording import host_step, recorder
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.optimizer_step import Copy
 from clamp.params import gradient_marks
@@ -153,6 +154,19 @@ def split(optimizer: Any) -> list[Pair]:
     return [(master, model) for master, model in pairs(optimizer) if model is not master]
 
 
+def step_anew(optimizer: Any, run: Callable[[], Any], more: Iterable[Tensor] = ()) -> Any:
+    """Runs what steps an optimizer; in a recording a host step: every replay makes it anew, with the learning rate, the
+    step count and the overflow of the day, on the gradients that the optimizer's parameters had here.
+
+    Args:
+        more: tensors that are no parameters of the optimizer, and whose gradients it reads as well.
+    """
+    if recorder() is None:
+        return run()
+    params = [tensor for pair in pairs(optimizer) for tensor in pair] if hasattr(optimizer, "params") else []
+    return host_step(gradient_marks.on_gradients([*params, *more], run))
+
+
 def gathered(optimizer: Any) -> list[Pair]:
     """The masters of an optimizer, each with its 16-bit parameter, with the gradients for its ``step``.
 
@@ -238,7 +252,7 @@ def written(buffer: Any) -> None:
 
 def gather(master: Tensor, model: Tensor) -> None:
     """One float32 gradient for both: what backward left on the model, or what a user put on either."""
-    ours, theirs, last = master.grad, model.grad, _last_shared(master)
+    ours, theirs, last = master.grad, model.grad, gradient_marks.last_shared(master)
     if ours is theirs or theirs is last:
         grad = ours
     elif ours is last or ours is None:
@@ -265,16 +279,7 @@ def share_gradient(master: Tensor, model: Tensor) -> None:
 
 def _share_gradient(master: Tensor, model: Tensor, grad: Tensor | None) -> None:
     master.grad = model.grad = grad
-    master._shared = None if grad is None else weakref.ref(grad)
-
-
-def _last_shared(master: Tensor) -> Any:
-    """The gradient that both had last; an object that is none if it is gone."""
-    reference = getattr(master, "_shared", None)
-    if reference is None:
-        return None
-    grad = reference()
-    return reference if grad is None else grad
+    gradient_marks.note_shared(master, grad)
 
 
 def clear_gradients(optimizer: Any) -> None:

@@ -46,7 +46,7 @@ class Call:
 
     def leaves(self) -> list[Any]:
         """What nested arguments have in the end."""
-        return [*_leaves(self.args), *_leaves(self.kwargs)]
+        return [*leaves_of(self.args), *leaves_of(self.kwargs)]
 
     def for_recording(self) -> tuple[tuple[Any, ...], dict[str, Any], list[HostValue]]:
         """The arguments with values in place of the arrays, whose content nobody may look at, and these values."""
@@ -91,7 +91,7 @@ class Call:
             self.trouble = f"{where} is on netcl's numpy backend, which launches nothing. Put it on an OpenCL device."
         trained = _Same(x) if bridge.is_trained(x) else None  # it gets its own gradient
         self.tensors.append(x)
-        return where, (tuple(x.shape), x.dtype, x.queue, trained)
+        return where, (tuple(x.shape), x.dtype, x.queue, trained, trained is None and x.grad is not None)
 
 
 _GIVE_DATA = "Compute it inside, or pass its value: Node(value=x.value)."
@@ -132,10 +132,11 @@ def mapped(x: Any, convert: Callable[[Any], Any]) -> Any:
     return convert(x)
 
 
-def _leaves(x: Any) -> Iterator[Any]:
+def leaves_of(x: Any) -> Iterator[Any]:
+    """What nested lists, tuples and dicts have in the end."""
     if isinstance(x, list | tuple | dict):
         for item in x.values() if isinstance(x, dict) else x:
-            yield from _leaves(item)
+            yield from leaves_of(item)
     else:
         yield x
 

@@ -7,6 +7,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,15 +17,16 @@ from clamp import bridge, session
 from clamp.bridge import Tensor
 from clamp.casting.regions import current_region, process_region
 from clamp.casting.results import RESULTS
-from clamp.opencl.recording import recorder
+from clamp.opencl.recording import is_host_value, recorder
 from clamp.params import gradient_marks, masters
 from clamp.patching.recordings.attempt import Attempt
 from clamp.patching.recordings.capture import is_free, recording_of
 from clamp.patching.recordings.variants import Variants
-from clamp.patching.recordings.watch import Watch
-from clamp.recorded.arguments import Call, what_differs
-from clamp.recorded.gradients import Entries, Tokens, kind_of
+from clamp.patching.recordings.watch import Watch, is_same
+from clamp.recorded.arguments import PLAIN, Call, leaves_of, what_differs
+from clamp.recorded.gradients import Entries, Gradients, Tokens, kind_of
 from clamp.recorded.replayable import CannotReplay, Replayable, detached
+from clamp.scaling.manual import stages
 from clamp.scaling.step_report import warn_user
 
 _GENERATORS = {"numpy.random": np.random.get_state.__self__, "random": random.getstate.__self__}  # type: ignore[attr-defined]
@@ -91,6 +93,7 @@ class RecordedFunction:
         self._variants: Variants[Replayable] = Variants(self._name, what_differs, warn_user, f"{self._name}()")
         self._lock = threading.RLock()
         self._warned = False
+        self._numbers = weakref.WeakKeyDictionary[Watch, tuple[Any, ...]]()  # returned by the run that a state is from
         self._reached: list[weakref.ref[Tensor]] = []  # what got gradients here, wherever it is kept
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -141,9 +144,8 @@ class RecordedFunction:
         how = None if region is None else (region.enabled, region.dtype, region.allow_banned, region.policies)
         registered = tuple((id(x.owner), x.name, x.policy) for x in session.registrations)
         guards = tuple(_tokens().values())
-        thread = bridge.is_grad_enabled(), threading.get_ident()
-        around = (how, id(process_region()), guards, registered, RESULTS.key, *thread)
-        return around, call.key
+        host = (bridge.is_grad_enabled(), threading.get_ident(), stages())
+        return (how, id(process_region()), guards, registered, RESULTS.key, *host), call.key
 
     def _roots(self, call: Call) -> dict[str, Any]:
         """Where what the function may read on the host begins."""
@@ -159,7 +161,9 @@ class RecordedFunction:
     def _run(self, key: Hashable, call: Call) -> Any:
         with self._variants.following(), self._noting_reached():
             result = self.__wrapped__(*call.args, **call.kwargs)
-        self._variants.ran(key, Watch(self._roots(call)))
+        watch = Watch(self._roots(call))
+        self._variants.ran(key, watch)
+        self._numbers[watch] = _numbers_in(result)
         return detached(result)
 
     @contextmanager
@@ -170,10 +174,14 @@ class RecordedFunction:
         self._reached += [weakref.ref(x) for key, x in reached.items() if key not in known]
 
     def _trained(self, call: Call, watch: Watch) -> list[Tensor]:
-        """The tensors whose gradients the function may meet or leave."""
+        """The tensors outside of the arguments, and trained ones among these, whose gradients the function may meet or
+        leave."""
+        reached = {id(ref()) for ref in self._reached}
         stepped = [x for optimizer in watch.optimizers for pair in masters.pairs(optimizer) for x in pair]
         found = [*call.tensors, *watch.tensors, *stepped, *(x for ref in self._reached if (x := ref()) is not None)]
-        return list({id(x): x for x in found if bridge.is_weight(x) and bridge.on_device(x)}.values())
+        given = {id(x) for x in call.tensors}
+        wanted = (x for x in found if bridge.is_weight(x) or (id(x) in reached and id(x) not in given))
+        return list({id(x): x for x in wanted if bridge.on_device(x)}.values())
 
     def _record(self, key: Hashable, call: Call, before: Watch, tokens: Tokens) -> Any:
         roots = self._roots(call)
@@ -182,9 +190,12 @@ class RecordedFunction:
         args, kwargs, values = call.for_recording()
         trained = self._trained(call, before)
         kinds = [kind_of(tensor, tokens) for tensor in trained]
+        if any(map(gradient_marks.is_anothers, trained)):  # it may be at work on them
+            return self._run(key, call)
+        had = {id(tensor) for tensor in call.tensors if tensor.grad is not None}
         entries = Entries(trained, tokens)
         try:
-            with self._variants.following(), self._noting_reached():
+            with self._variants.following(), self._noting_reached(), gradient_marks.noting_held() as held:
                 attempt.begin()
                 result = self.__wrapped__(*args, **kwargs)
             if attempt.is_recording:
@@ -195,11 +206,15 @@ class RecordedFunction:
         finally:
             exits = [tensor.grad for tensor in trained]
             entries.put_back(trained)
-        why = attempt.why or self._obstacle(attempt, call, leaves, trained)
+        why = attempt.why or self._obstacle(attempt, call, leaves, trained, had)
+        last = self._numbers.get(before, ())
+        if not why and any(map(_is_another, _numbers_in(result), last)):
+            why = "it returns a number that is another one in each call, and would be the same in all replays"
         if not why:
             watch = Watch(roots)
             try:
-                made = Replayable(attempt, call, values, result, trained, entries, kinds, exits, before.tensors, watch)
+                gradients = Gradients(trained, kinds, entries, exits, held)
+                made = Replayable(attempt, call, values, result, gradients, before.tensors, watch)
             except CannotReplay as reason:
                 why = str(reason)
         if why:
@@ -210,8 +225,14 @@ class RecordedFunction:
         self._variants.add(key, made, before)
         return made.of_recording()
 
-    def _obstacle(self, attempt: Attempt, call: Call, leaves: Sequence[Any], trained: Sequence[Tensor]) -> str:
-        """Why what was recorded cannot be replayed; empty if it can."""
+    def _obstacle(
+        self, attempt: Attempt, call: Call, leaves: Sequence[Any], trained: Sequence[Tensor], had: AbstractSet[int]
+    ) -> str:
+        """Why what was recorded cannot be replayed; empty if it can.
+
+        Args:
+            had: ids of arguments that had a gradient before.
+        """
         if recording_of(attempt) is None:
             return "AMP was shut down in it"
         if change := attempt.change():
@@ -222,9 +243,12 @@ class RecordedFunction:
         now = call.leaves()
         if len(now) != len(leaves) or any(one is not other for one, other in zip(now, leaves, strict=True)):
             return "it changes its arguments, lists or dicts, and no replay would. Return what it makes"
-        known = {id(tensor) for tensor in trained}
-        late = [x for ref in self._reached if (x := ref()) is not None and id(x) not in known]
-        return "" if not late else "it trains tensors that are new in each call. Make them outside of it"
+        known, given = {id(tensor) for tensor in trained}, {id(tensor) for tensor in call.tensors}
+        others = [x for ref in self._reached if (x := ref()) is not None and id(x) not in known]
+        if any(id(x) in given & had for x in others):
+            return "it adds to the gradient that an argument has. Clear that first, or pass another tensor"
+        late = any(bridge.is_weight(x) for x in others if id(x) not in given)
+        return "it trains tensors that are new in each call. Make them outside of it" if late else ""
 
 
 @contextmanager
@@ -234,6 +258,15 @@ def _inside() -> Iterator[None]:
         yield
     finally:
         _thread.inside = False
+
+
+def _numbers_in(result: Any) -> tuple[Any, ...]:
+    return tuple(x for x in leaves_of(result) if isinstance(x, PLAIN))
+
+
+def _is_another(now: Any, last: Any) -> bool:
+    """Whether a number that is no other in replays is another than it was in the last call."""
+    return not is_host_value(now) and not is_same(now, last)
 
 
 def _tokens() -> Tokens:

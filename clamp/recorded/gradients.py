@@ -8,12 +8,14 @@ what the launches do in place they do to that, and what the function leaves as i
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.params import gradient_marks
 from clamp.params.gradient_marks import FINITE, Mark, mark_of, set_mark
+from clamp.patching.recordings.residents import Address, address_of
 
 Tokens = Mapping[object, int]  # the guards of steps to come: what marks call them, and the bit of their optimizer
 
@@ -77,6 +79,8 @@ class Entries:
             set_mark(alias, mark)
             self._entries.append(Entry(tensor, found, alias, mark))
             tensor.grad = alias
+            if gradient_marks.last_shared(tensor) is found:
+                gradient_marks.note_shared(tensor, alias)
 
     @property
     def by_alias(self) -> dict[int, Tensor]:
@@ -97,8 +101,55 @@ class Entries:
         """Gives tensors that have an alias what it stands for, with what is known of it now."""
         by_alias = {id(entry.alias): entry for entry in self._entries}
         for tensor in tensors:
+            shared = by_alias.get(id(gradient_marks.last_shared(tensor)))
+            if shared is not None:
+                gradient_marks.note_shared(tensor, shared.found)
             entry = by_alias.get(id(tensor.grad))
             if entry is not None:
                 if mark_of(entry.alias) is not entry.mark:
                     set_mark(entry.found, mark_of(entry.alias))
                 tensor.grad = entry.found
+
+
+class Gradients:
+    """What one call has done to gradients.
+
+    Args:
+        trained: the tensors whose gradients it may have met or left.
+        kinds: of these when it began.
+        entries: of them when it began; they have been put back.
+        exits: the gradients that they had when it ended, aliases among them.
+        held: those tensors, by id, whose gradients its host steps go back to.
+
+    Attributes:
+        aliases: by ids of tensors.
+    """
+
+    def __init__(
+        self, trained: Sequence[Tensor], kinds: Sequence[Hashable], entries: Entries,
+        exits: Sequence[Tensor | None], held: Mapping[int, Tensor],
+    ) -> None:  # fmt: skip
+        self.trained, self.aliases = trained, entries.aliases
+        self._kinds, self._exits, self._held = kinds, exits, held
+
+    def change(self, tokens: Tokens) -> str:
+        """What of the gradients that are there is not as it was when it began; empty if it is all as it was."""
+        for tensor, kind in zip(self.trained, self._kinds, strict=True):
+            if (tensor.grad is not None or kind is not None) and kind_of(tensor, tokens) != kind:
+                return f"the gradient of a parameter of shape {tuple(tensor.shape)} is there or not, or of another kind"
+        return ""
+
+    def touched(self, read: AbstractSet[Address]) -> list[tuple[Tensor, Tensor | None]]:
+        """The tensors to whose gradients it did something, with those that they had then. Others may be another
+        thread's.
+
+        Args:
+            read: the memory that its launches use.
+        """
+
+        def is_touched(tensor: Tensor, grad: Tensor | None) -> bool:
+            alias = self.aliases.get(id(tensor))
+            used = alias is not None and address_of(alias.buffer) in read
+            return used or grad is not alias or id(tensor) in self._held
+
+        return [(x, grad) for x, grad in zip(self.trained, self._exits, strict=True) if is_touched(x, grad)]

@@ -19,7 +19,7 @@ from clamp.patching.recordings.residents import address_of
 from clamp.patching.recordings.variants import Recorded
 from clamp.patching.recordings.watch import Watch
 from clamp.recorded.arguments import PLAIN, Call, mapped
-from clamp.recorded.gradients import Entries, Tokens, kind_of
+from clamp.recorded.gradients import Entries, Gradients, Tokens
 
 RESULT_OP = "amp.record"  # name of the nodes that stand for results
 
@@ -66,10 +66,7 @@ class Replayable(Recorded):
         call: what was recorded.
         values: what stood for its arrays.
         result: what it returned.
-        trained: the tensors whose gradients it may depend on or change.
-        entries: of their gradients when it began; they have been put back.
-        kinds: of these gradients.
-        exits: the gradients that they had when it ended, aliases among them.
+        gradients: what it did to them.
         state: tensors that it knows.
         watch: the host's state now.
 
@@ -78,32 +75,35 @@ class Replayable(Recorded):
     """
 
     def __init__(
-        self, attempt: Attempt, call: Call, values: Sequence[HostValue], result: Any, trained: Sequence[Tensor],
-        entries: Entries, kinds: Sequence[Any], exits: Sequence[Tensor | None], state: Iterable[Tensor], watch: Watch,
+        self, attempt: Attempt, call: Call, values: Sequence[HostValue], result: Any, gradients: Gradients,
+        state: Iterable[Tensor], watch: Watch,
     ) -> None:  # fmt: skip
         recording = recording_of(attempt)
         assert recording is not None
         self._recording, self._attempt = recording, attempt
-        self._trained, self._kinds, self._exits = trained, kinds, exits
-        self._aliases = entries.aliases
+        self._gradients, self._aliases = gradients, gradients.aliases
+        self._exits = gradients.touched(recording.addresses)
+        self._touched = [tensor for tensor, _ in self._exits]
         self._state = {id(x): x for x in state}
         self._call = call
         self._made: dict[int, Made] = {}
+        number = {id(value): index for index, value in enumerate(values)}
+        self._uploads = [(number[id(x.given)], x) for x in attempt.uploads]
         self._result = mapped(result, self._kept)
-        for grad in exits:
-            if grad is not None and recording.size_of(grad.buffer) is not None:
-                self._note_made(grad)
+        known = {id(tensor) for tensor in gradients.trained}
+        others = {index: x.grad for index, x in enumerate(call.tensors) if id(x) not in known}
+        self._given = {index: grad for index, grad in others.items() if self._is_made(grad)}
+        for grad in [*filter(self._is_made, (grad for _, grad in self._exits)), *self._given.values()]:
+            self._note_made(grad)
         read = recording.addresses
         self._inputs = [index for index, x in enumerate(call.tensors) if address_of(x.buffer) in read]
-        entered = [x for x in trained if id(x) in self._aliases]
+        entered = [x for x in self._touched if id(x) in self._aliases]
         self._entered = [x for x in entered if address_of(self._aliases[id(x)].buffer) in read]
         if any(gradient_marks.scale_of(self._aliases[id(x)]) is not None for x in self._entered):
             raise CannotReplay(
                 "it adds to gradients that are multiplied by a loss scale of before. Clear them first, "
                 "optimizer.zero_grad(), or run the passes that add up in one call"
             )
-        number = {id(value): index for index, value in enumerate(values)}
-        self._uploads = [(number[id(x.given)], x) for x in attempt.uploads if address_of(x.tensor.buffer) in read]
         self._moving = [made for made in self._made.values() if made.first is None]
         given = [*(call.tensors[index] for index in self._inputs), *(self._aliases[id(x)] for x in self._entered)]
         moving = [*(upload.tensor for _, upload in self._uploads), *(made.tensor for made in self._moving)]
@@ -112,17 +112,14 @@ class Replayable(Recorded):
     def of_recording(self) -> Any:
         """What the recorded call itself returns; gradients are given to their tensors."""
         owned = {key: bridge.take_storage(made.tensor) for key, made in self._made.items()}
-        self._leave(owned, {})
+        self._leave(self._call, owned, {})
         return self._results(self._call, owned)
 
     # ------------------------------------------------------------------------------------------ replays
 
     def fits(self, tokens: Tokens) -> str:
         """What of the gradients that are there is not as it was; empty if it is all as it was."""
-        for tensor, kind in zip(self._trained, self._kinds, strict=True):
-            if (tensor.grad is not None or kind is not None) and kind_of(tensor, tokens) != kind:
-                return f"the gradient of a parameter of shape {tuple(tensor.shape)} is there or not, or of another kind"
-        return ""
+        return self._gradients.change(tokens)
 
     def misfit(self, inputs: Sequence[Tensor]) -> str:
         """Why a call with these tensors cannot replay it; empty if it can."""
@@ -131,41 +128,52 @@ class Replayable(Recorded):
 
     def replay(self, call: Call, tokens: Tokens) -> Any:
         """Does what the function does, and returns what it returns."""
-        uploaded = [upload.again(call.arrays[index]) for index, upload in self._uploads]
+        uploaded = {id(upload.tensor): upload.again(call.arrays[index]) for index, upload in self._uploads}
         fresh = {id(made.tensor): made.anew() for made in self._moving}
         for made in self._made.values():
             made.tensor.buffer = fresh[id(made.first or made.tensor)].buffer
-        entries = Entries(self._trained, tokens, self._aliases)
+        entries = Entries(self._touched, tokens, self._aliases)
         given = [*(call.tensors[index] for index in self._inputs), *entries.found(self._entered)]
         try:
-            self.plan.launch(given, [*uploaded, *fresh.values()])
+            self.plan.launch(given, [*uploaded.values(), *fresh.values()])
         except BaseException:
             self._leave_as_is(entries)
             raise
         for key, made in self._made.items():
             if made.first is not None:
                 fresh[key] = gradient_marks.copied(made.tensor)
-        self._leave(fresh, entries.by_alias)
-        entries.put_back(self._trained)
+        self._leave(call, fresh, entries.by_alias)
+        entries.put_back(self._touched)
         weights.clear()
-        return self._results(call, fresh)
+        return self._results(call, {**uploaded, **fresh})
 
-    def _leave(self, made: dict[int, Tensor], found: dict[int, Tensor]) -> None:
+    def _leave(self, call: Call, made: dict[int, Tensor], found: dict[int, Tensor]) -> None:
         """Gives tensors the gradients that they have after the function."""
-        for tensor, grad in zip(self._trained, self._exits, strict=True):
+        for index, grad in self._given.items():
+            call.tensors[index].grad = made[id(grad)]
+            set_mark(made[id(grad)], mark_of(grad))
+        for tensor, grad in self._exits:
             if id(grad) in made:
                 tensor.grad = made[id(grad)]
                 set_mark(tensor.grad, mark_of(grad))
+                if gradient_marks.last_shared(tensor) is grad:
+                    gradient_marks.note_shared(tensor, tensor.grad)
             elif grad is None or id(grad) in found or id(grad) in self._state:
                 tensor.grad = grad
 
     def _leave_as_is(self, entries: Entries) -> None:
         """After an error: gradients stay as far as they are, in memory of the user's."""
-        entries.put_back(self._trained)
-        for tensor in self._trained:
+        entries.put_back(self._touched)
+        for tensor in self._touched:
             grad = tensor.grad
-            if grad is not None and (id(grad) in self._made or self._recording.size_of(grad.buffer) is not None):
+            if self._is_made(grad):
                 tensor.grad = gradient_marks.copied(grad)
+                if gradient_marks.last_shared(tensor) is grad:
+                    gradient_marks.note_shared(tensor, tensor.grad)
+
+    def _is_made(self, x: Tensor | None) -> bool:
+        """Whether a tensor is one that the function made."""
+        return x is not None and (id(x) in self._made or self._recording.size_of(x.buffer) is not None)
 
     # ------------------------------------------------------------------------------------------ results
 
@@ -184,10 +192,14 @@ class Replayable(Recorded):
         return x
 
     def _note_result(self, tensor: Tensor) -> None:
-        if self._recording.size_of(tensor.buffer) is not None:
+        if self._is_made(tensor):
             self._note_made(tensor)
-        elif id(tensor) not in self._state and all(tensor is not x for x in self._call.tensors):
+        elif id(tensor) not in self._state and all(tensor is not x for x in self._given_or_brought()):
             raise CannotReplay("it returns another view of memory that it did not write: return a copy of it")
+
+    def _given_or_brought(self) -> list[Tensor]:
+        """The tensors of the call, and those that its arrays became."""
+        return [*self._call.tensors, *(upload.tensor for _, upload in self._uploads)]
 
     def _note_made(self, tensor: Tensor) -> None:
         if id(tensor) not in self._made:

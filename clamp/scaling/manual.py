@@ -7,8 +7,10 @@ gradients, or clip them, between unscaling and the step.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +19,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Node, Tensor
 from clamp.casting.operands import note_numpy_backend
+from clamp.opencl.recording import host_step, recorder
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
 from clamp.params.masters import Pair
@@ -122,6 +125,16 @@ class _Round:
     scalers: list[LossScale] = field(default_factory=list)
 
 
+_living: weakref.WeakSet[ManualScaling] = weakref.WeakSet()
+
+
+def stages() -> Hashable:
+    """Where optimizers are that some scaler has unscaled or stepped since its last update: what the next call does
+    depends on it."""
+    rounds = ((id(scaling), key, round_) for scaling in _living for key, round_ in list(scaling._rounds.items()))
+    return tuple((scaling, key, round_.stage, round_.checked) for scaling, key, round_ in rounds)
+
+
 class ManualScaling:
     """A dynamic loss scale, one copy of it for each queue, and where each optimizer is.
 
@@ -145,6 +158,7 @@ class ManualScaling:
         self._rule = rule
         self._start = {"loss_scale": init_scale, "unskipped": 0}  # of a scale that no queue has yet
         self._make(self._start)  # raises for a scale that is none
+        _living.add(self)
 
     @property
     def history(self) -> History:
@@ -191,17 +205,36 @@ class ManualScaling:
             raise RuntimeError("unscale_() is being called after step(): call update() before it.")
         found = masters.pairs(optimizer)
         lost_bits = not self._lost_bits and gradient_marks.lost_bits(model for _, model in found)
-        mask = round_.guard.mask
         with scale_lock, uninterrupted():
-            scalers, round_.checked = unscale_gradients(found, self._scaler, frozenset(tokens([round_.guard])))
-            for scaler in scalers:
-                scaler.record(mask, fresh=mask)
-                round_.guard.passed(scaler)
-            round_.scalers = scalers
-            round_.stage = Stage.UNSCALED
+            heard = tokens([round_.guard])
+            scalers, checked = unscale_gradients(found, self._scaler, frozenset(heard))
+            held = gradient_marks.snapshot(x for pair in found for x in pair) if recorder() is not None else []
+            host_step(partial(self._unscaled, optimizer, scalers, checked, held, heard))
         if lost_bits:
             self._lost_bits = True  # one warning will do
             warn_of_lost_bits()
+
+    def _unscaled(
+        self,
+        optimizer: Any,
+        scalers: list[LossScale],
+        checked: int,
+        held: Iterable[gradient_marks.Held],
+        then: Sequence[object],
+    ) -> None:
+        """Notes that an optimizer's gradients have been divided, in each replay of a recording as well.
+
+        Args:
+            held: these gradients, in a recording.
+            then: what their marks call the optimizer's guard.
+        """
+        round_ = self._round(optimizer)
+        guard = round_.guard
+        gradient_marks.restore(held, dict(zip(then, tokens([guard]), strict=True)))
+        for scaler in scalers:
+            scaler.record(guard.mask, fresh=guard.mask)
+            guard.passed(scaler)
+        round_.stage, round_.checked, round_.scalers = Stage.UNSCALED, checked, scalers
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(*args, **kwargs)`` unless its gradients are inf or nan; unscales them if that is not done.
@@ -231,7 +264,11 @@ class ManualScaling:
                 "no inf checks were recorded for this optimizer: none of its parameters has a gradient. Run backward "
                 "before step(), and zero_grad() after it or before backward."
             )
-        result = round_.guard.step(lambda: optimizer.step(*args, **kwargs))
+        return masters.step_anew(optimizer, lambda: self._step(optimizer, lambda: optimizer.step(*args, **kwargs)))
+
+    def _step(self, optimizer: Any, run: Callable[[], Any]) -> Any:
+        round_ = self._round(optimizer)
+        result = round_.guard.step(run)
         round_.stage = Stage.STEPPED
         return result
 
@@ -256,6 +293,9 @@ class ManualScaling:
         Raises:
             RuntimeError: no gradient was checked since the last update.
         """
+        host_step(self._update)
+
+    def _update(self) -> None:
         rounds = [round_ for round_ in self._rounds.values() if round_.checked]
         if not rounds:
             raise RuntimeError("no inf checks were recorded prior to update(): call step(optimizer) before it.")
@@ -292,7 +332,7 @@ class ManualScaling:
 
     def make_ready(self) -> None:
         """Makes every optimizer ready again, without a move of the scale: for one that stays."""
-        self._rounds.clear()
+        host_step(self._rounds.clear)
 
     def _require_scaled(self, call: str) -> None:
         if not self._scaled_any:

@@ -28,7 +28,6 @@ from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.recording import (
-    host_step,
     is_host_value,
     recorder,
     refuse,
@@ -37,11 +36,12 @@ from clamp.opencl.recording import (
     value_now,
 )
 from clamp.ops import transfer
-from clamp.params import gradient_marks, masters
+from clamp.params import masters
 from clamp.params.weight_cache import weights
 from clamp.patching.meets import meets
 from clamp.patching.recordings.attempt import Attempt
 from clamp.patching.recordings.dependencies import Dependencies, ModuleNotes, dependencies_of
+from clamp.patching.recordings.own import Launches, Pool
 from clamp.patching.recordings.residents import Address, Seen, address_of, living_tensors
 from clamp.patching.wrap import Wrapper
 
@@ -53,43 +53,6 @@ _READ_ADVICE = "Read it after the recorded part."
 
 
 # ---------------------------------------------------------------------------------------------- memory
-
-
-class _Pool(PersistentBufferPool):  # type: ignore[misc]
-    """The memory of one recording. When the recording is gone, it goes to netcl's own pool."""
-
-    def __init__(self, main: PersistentBufferPool) -> None:
-        super().__init__(main.context, main.queue, max_cached_bytes=1 << 62, max_buffers_per_bucket=1 << 30)
-        self._main = main
-        self._closed = False
-        self.given: dict[Address, int] = {}  # all that it has ever handed out, with its size in bytes
-
-    def allocate(self, nbytes: int, flags: int | None = None) -> Any:
-        handle = super().allocate(nbytes, flags)
-        if (address := address_of(handle.buffer)) is not None:
-            self.given[address] = handle.bucket_size
-        return handle
-
-    def release(self, handle: Any) -> None:
-        if self._closed:
-            handle.pool = self._main
-            self._main.release(handle)
-        else:
-            super().release(handle)
-
-    def close(self) -> None:
-        """Hands free memory over now, the rest when it is released. On an in-order queue it may be used at once."""
-        self._closed = True
-        with self._lock, self._main._lock:
-            self._main._owned_bytes += self._owned_bytes
-            self._main.stats.bytes_cached += self.stats.bytes_cached
-            for bucket, handles in vars(self)["_free"].items():
-                for handle in handles:
-                    handle.pool = self._main
-                self._main._free.setdefault(bucket, []).extend(handles)
-            for bucket, arrays in vars(self)["_svm_free"].items():
-                self._main._svm_free.setdefault(bucket, []).extend(arrays)
-            self.__dict__.update(_free={}, _svm_free={})
 
 
 #: recordings that are under way or can be replayed
@@ -119,7 +82,7 @@ class _Recording:
 
     def __init__(self, capture: KernelCapture) -> None:
         self._capture = weakref.ref(capture)
-        self._pools: dict[int, _Pool] = {}
+        self._pools: dict[int, Pool] = {}
         self._kept: list[tuple[PersistentBufferPool, Any]] = []  # memory of others that nobody else uses any more
         self._addresses: set[Any] | None = None  # of all memory in the launches; None until they are known
         self._undo: list[tuple[Any, str, Any]] = []
@@ -261,7 +224,7 @@ class _Recording:
                 return main
             key = id(main)
             if key not in self._pools:
-                self._pools[key] = _Pool(main)
+                self._pools[key] = Pool(main)
             return self._pools[key]
 
         return get_persistent_pool
@@ -351,6 +314,7 @@ def begin(wrapped: Any, instance: KernelCapture, /) -> None:
     if _running:
         raise RuntimeError("a recording is under way already: end it before you begin another")
     _forget(instance)
+    instance._launches = Launches()
     wrapped()
     recording = _Recording(instance)
     _running.append((instance, recording))
@@ -383,17 +347,10 @@ def clear(wrapped: Any, instance: KernelCapture, /) -> None:
 
 
 def as_host_step(step: Wrapper) -> Wrapper:
-    """``optimizer.step`` in a recording: every replay makes it anew, with the learning rate, the step count and the
-    overflow of the day, on the gradients that the optimizer's parameters had here."""
+    """``optimizer.step``, which every replay makes anew."""
 
     def call(wrapped: Any, optimizer: Any, args: Arguments, kwargs: Keywords) -> Any:
-        if recorder() is None:
-            return step(wrapped, optimizer, args, kwargs)
-        params = (
-            [tensor for pair in masters.pairs(optimizer) for tensor in pair] if hasattr(optimizer, "params") else []
-        )
-        run = gradient_marks.on_gradients(params, lambda: step(wrapped, optimizer, args, kwargs))
-        return host_step(run)
+        return masters.step_anew(optimizer, lambda: step(wrapped, optimizer, args, kwargs))
 
     return call
 

@@ -11,7 +11,7 @@ from netcl.runtime.capture import KernelCapture
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.recording import refuse
+from clamp.opencl.recording import refuse, replaying
 from clamp.params.weight_cache import weights
 from clamp.patching.meets import meets
 from clamp.patching.recordings.capture import recording_of
@@ -30,6 +30,9 @@ class Plan:
         inputs: the tensors whose buffers are replaced in a replay.
         state: tensors that the pass knows besides its inputs. Parameters count without being named.
         moving: tensors that the pass made, which lie elsewhere in each replay.
+
+    Attributes:
+        strangers: tensors that the launches use and nobody knows from where, as an iterator's.
 
     Raises:
         ValueError: an input that no launch reads.
@@ -51,12 +54,15 @@ class Plan:
         self._inputs = [(tuple(x.shape), x.dtype, x.queue) for x in inputs]
         self._together = shared_memory(inputs)
         self._trained = [(index, x) for index, x in enumerate(inputs) if bridge.is_trained(x)]
-        self._fixed = _fixed(inputs, self._dependencies.residents, list(state))
+        state = list(state)
+        self._fixed = _fixed(inputs, self._dependencies.residents, state)
         places = {address_of(x.buffer): index for index, x in reversed(list(enumerate([*inputs, *moving])))}
         fixed = {address_of(inputs[index].buffer) for index in self._fixed}
         places = {where: index for where, index in places.items() if where not in fixed}
         for where in places:
             self._dependencies.residents.give_up(where)
+        known = {address_of(x.buffer) for x in (*inputs, *state, *moving)}
+        self.strangers = self._dependencies.residents.strangers(known)
         self._steps = []
         read: set[int] = set()
         for launch in capture._launches:
@@ -116,15 +122,16 @@ class Plan:
         """Replays with inputs that fit, and with what lies elsewhere now."""
         self._recording.rebind()
         buffers = [x.buffer for x in (*inputs, *moved)]
-        for launch, found, sync in self._steps:
-            args = launch.args
-            if found:
-                args = list(args)
-                for at, index in found:
-                    args[at] = buffers[index]
-            launch.kernel(launch.queue, launch.global_size, launch.local_size, *args)
-            if sync is not None:
-                sync()
+        with replaying():
+            for launch, found, sync in self._steps:
+                args = launch.args
+                if found:
+                    args = list(args)
+                    for at, index in found:
+                        args[at] = buffers[index]
+                launch.kernel(launch.queue, launch.global_size, launch.local_size, *args)
+                if sync is not None:
+                    sync()
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
         if threading.get_ident() != self._thread:

@@ -79,6 +79,8 @@ class Residents:
                 if where is not None and where not in own:
                     self._places.setdefault(where, []).append((launch, index))
         self._residents: list[_Resident] = []
+        seen = ((address_of(buffer), ref) for ref, buffer in before)
+        self._before = [(where, ref) for where, ref in seen if where in self._places]
         known: set[tuple[int, Address]] = set()
         # Before: an optimizer may have moved a tensor in the recording itself, and launches before that name the old
         # memory. Now: those after it name the new one.
@@ -97,6 +99,11 @@ class Residents:
         """The tensors that launches find at this address."""
         found = [resident.ref() for resident in self._residents if resident.address == address]
         return [tensor for tensor in found if tensor is not None]
+
+    def strangers(self, known: Collection[Address | None]) -> list[weakref.ref[Tensor]]:
+        """The tensors that were there before in memory that is not known, weights apart. They may be gone by now."""
+        found = [(ref, ref()) for where, ref in self._before if where not in known]
+        return [ref for ref, x in found if x is None or not bridge.is_weight(x)]
 
     def give_up(self, address: Address | None) -> None:
         """This memory is an input's: every replay brings its own, and what lies in it now does not matter."""

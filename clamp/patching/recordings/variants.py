@@ -7,6 +7,7 @@ the state is still the same; all others replay that, for as long as the state st
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ class Recorded:
 
 
 R = TypeVar("R", bound=Recorded)
+Strangers = Sequence["weakref.ref[Tensor]"]  # as Plan.strangers
 
 
 @dataclass
@@ -51,6 +53,7 @@ class _Kind(Generic[R]):
     """The calls of one key."""
 
     ran: Watch | None = None  # the state after the last run
+    doubted: R | None = None  # recorded, and not replayed before another recording uses the same tensors
     kept: list[R] = field(default_factory=list)
     unused: int = 0  # recordings since the last replay
     why: str = ""  # what kept the last call from replaying
@@ -133,14 +136,20 @@ class Variants(Generic[R]):
         Args:
             before: the state before it.
         """
-        kind = self._kind(key)
+        kind, strangers = self._kind(key), recorded.plan.strangers
         kind.ran = recorded.watch
         if _replaced(before, recorded):
             self._run_always(kind, f"{self._code} puts a new tensor in place of one that it reads, and a replay cannot")
         elif kind.unused >= _RETRIES:
             self._run_always(kind, kind.why)
+        elif strangers and _took_others(strangers, kind.doubted):
+            self._run_always(kind, f"{self._code} reads other tensors than before, from an iterator say")
         else:
             kind.unused += 1
+            if strangers and not _are_the_same(strangers, kind.doubted):
+                kind.doubted = recorded
+                return
+            kind.doubted = None
             kind.kept = [*kind.kept[1 - _PER_KEY :], recorded]
         self._make_room()
 
@@ -194,6 +203,24 @@ class Variants(Generic[R]):
             f"{self._code} as it is instead, which is right and slower. Pass what changes as a tensor, and keep what "
             f"{self._code} does not need out of it."
         )
+
+
+def _parted(strangers: Strangers, doubted: Recorded | None) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Tensors of unknown origin that one recording uses, and the one before does not, and the other way round."""
+    now = [ref() for ref in strangers]
+    then = [ref() for ref in ([] if doubted is None else doubted.plan.strangers)]
+    new = [x for x in now if x is None or all(x is not y for y in then)]
+    return new, [y for y in then if y is None or all(x is not y for x in now)]
+
+
+def _took_others(strangers: Strangers, doubted: Recorded | None) -> bool:
+    """Whether a recording uses such a tensor in the place of another one."""
+    new, old = _parted(strangers, doubted)
+    return any(x is None or y is None or (x.shape, x.dtype) == (y.shape, y.dtype) for x in new for y in old)
+
+
+def _are_the_same(strangers: Strangers, doubted: Recorded | None) -> bool:
+    return doubted is not None and _parted(strangers, doubted) == ([], [])
 
 
 def _replaced(before: Watch, recorded: Recorded) -> bool:

@@ -9,6 +9,7 @@ launches, and whether they have moved is known by ``residents.py``.
 from __future__ import annotations
 
 import dis
+import gc
 import random
 import sys
 from argparse import Namespace
@@ -16,8 +17,8 @@ from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from operator import is_
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from operator import is_, length_hint
+from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -87,7 +88,7 @@ class Watch:
         hidden: whether an object's attribute of this name does not count. Those that an object gets later do not
             either, then. If not given, all count but those that an object names in ``_unwatched``.
         inside: whether an object is looked into, if it is no root.
-        generators: whether random generators are looked at, which every number that is drawn changes.
+        generators: whether random generators and iterators are looked at, which all that is drawn from them changes.
 
     Attributes:
         tensors: those that were met.
@@ -177,8 +178,12 @@ class Watch:
             return
         if self._generators and issubclass(kind, _GENERATORS):
             self._add(lambda: (_drawn(x),), lambda *_: name)
+        elif self._generators and _is_library(kind) and hasattr(kind, "__next__"):
+            self._add(lambda: _position(x), lambda *_: name)
+            for part in gc.get_referents(x):  # what zip, map or enumerate go through
+                self._push(part, name)
         elif issubclass(kind, FunctionType):
-            if not _is_library(x):
+            if root or not _is_library(x):
                 self._names.found(x)
                 self._function(x, name)
         elif issubclass(kind, MethodType | staticmethod | classmethod | property | partial):
@@ -306,6 +311,14 @@ def _drawn(generator: Any) -> Any:
         return repr(generator.getstate())
     state = generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else None
     return repr(generator.bit_generator.state if state is None else (state["state"]["key"].tobytes(), state))
+
+
+def _position(iterator: Any) -> Values:
+    """What an iterator of Python's own has come to, as far as it shows."""
+    frame = getattr(iterator, "gi_frame", None)
+    if frame is not None:
+        return frame.f_lasti, *frame.f_locals.values()
+    return (length_hint(iterator, -1), isinstance(iterator, GeneratorType))
 
 
 class _Slots(Mapping[str, Any]):

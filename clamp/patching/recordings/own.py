@@ -1,0 +1,60 @@
+"""What a recording keeps apart from what others do meanwhile: its memory, and the launches of its thread."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from netcl.core.memory import PersistentBufferPool
+from netcl.runtime.capture import CapturedKernelLaunch
+
+from clamp.patching.recordings.residents import Address, address_of
+
+
+class Pool(PersistentBufferPool):  # type: ignore[misc]
+    """The memory of one recording. When the recording is gone, it goes to netcl's own pool."""
+
+    def __init__(self, main: PersistentBufferPool) -> None:
+        super().__init__(main.context, main.queue, max_cached_bytes=1 << 62, max_buffers_per_bucket=1 << 30)
+        self._main = main
+        self._closed = False
+        self.given: dict[Address, int] = {}  # all that it has ever handed out, with its size in bytes
+
+    def allocate(self, nbytes: int, flags: int | None = None) -> Any:
+        handle = super().allocate(nbytes, flags)
+        if (address := address_of(handle.buffer)) is not None:
+            self.given[address] = handle.bucket_size
+        return handle
+
+    def release(self, handle: Any) -> None:
+        if self._closed:
+            handle.pool = self._main
+            self._main.release(handle)
+        else:
+            super().release(handle)
+
+    def close(self) -> None:
+        """Hands free memory over now, the rest when it is released. On an in-order queue it may be used at once."""
+        self._closed = True
+        with self._lock, self._main._lock:
+            self._main._owned_bytes += self._owned_bytes
+            self._main.stats.bytes_cached += self.stats.bytes_cached
+            for bucket, handles in vars(self)["_free"].items():
+                for handle in handles:
+                    handle.pool = self._main
+                self._main._free.setdefault(bucket, []).extend(handles)
+            for bucket, arrays in vars(self)["_svm_free"].items():
+                self._main._svm_free.setdefault(bucket, []).extend(arrays)
+            self.__dict__.update(_free={}, _svm_free={})
+
+
+class Launches(list[CapturedKernelLaunch]):
+    """The launches of the thread that makes it: netcl takes those of all before a recording begins and when it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def append(self, launch: CapturedKernelLaunch) -> None:
+        if threading.get_ident() == self._thread:
+            super().append(launch)

@@ -1,0 +1,428 @@
+"""Loops that users write around and inside a recorded function, each as without recording; found by random ones."""
+
+from __future__ import annotations
+
+import itertools
+import queue as queues
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.amp import GradScaler as NetclScaler
+from netcl.ops.elementwise import elementwise_binary
+from netcl.optim import SGD, Adam, clip_grad_norm
+
+from clamp import amp, bridge, session
+from clamp.bridge import Node, Tensor
+from clamp.compat.paddle_scaler import GradScaler as PaddleScaler
+from clamp.patching.recordings import capture, residents
+from tests.networks import loss_of, mlp, weights_of
+from tests.patching.test_compiled import BATCHES, TARGETS, poisoned
+from tests.recorded.test_record import Run, Step, assert_same, clean, compare
+from tests.reference import to_device
+
+__all__ = ["clean"]  # the fixture, for every test here
+
+Scaled = Callable[[Any, Run, Node], None]
+
+
+# ---------------------------------------------------------------------------------------------- scalers
+
+
+def as_pytorch(scaler: Any, run: Run, loss: Node) -> None:
+    scaler.scale(loss).backward()
+    scaler.unscale_(run.optimizer)
+    clip_grad_norm(run.params, 0.05)
+    scaler.step(run.optimizer)
+    scaler.update()
+
+
+def as_paddle(scaler: Any, run: Run, loss: Node) -> None:
+    scaled = scaler.scale(loss)
+    scaled.backward()
+    scaler.minimize(run.optimizer, scaled)
+
+
+def as_netcl(scaler: Any, run: Run, loss: Node) -> None:
+    scaler.scale_loss(loss).backward()
+    scaler.step(run.optimizer, run.params)
+
+
+SCALERS: dict[str, tuple[Callable[[], Any], Scaled]] = {
+    "pytorch": (lambda: amp.GradScaler(init_scale=2.0**16, growth_interval=2), as_pytorch),
+    "paddle": (lambda: PaddleScaler(incr_every_n_steps=2, decr_every_n_nan_or_inf=1), as_paddle),
+    "static": (lambda: PaddleScaler(init_loss_scaling=2.0**10, use_dynamic_loss_scaling=False), as_paddle),
+    "netcl": (lambda: NetclScaler(init_scale=2.0**16, growth_interval=2), as_netcl),
+}
+
+
+@pytest.mark.parametrize("masters", [False, True], ids=["float32", "masters"])
+@pytest.mark.parametrize("kind", SCALERS)
+def test_a_scaler_in_it_is_that_of_the_day(queue: cl.CommandQueue, kind: str, masters: bool) -> None:
+    """Its scale, whether it skips and what it counts, with an overflow before, in and after the recording."""
+    scalers = []
+
+    def make(run: Run) -> Step:
+        scaler, loop = SCALERS[kind][0](), SCALERS[kind][1]
+        scalers.append(scaler)
+        if masters:
+            amp.decorate(run.model, run.optimizer, level="O2")
+
+        def step(x: Tensor, y: Tensor) -> Node:
+            run.optimizer.zero_grad()
+            loss = loss_of(run.model, (x, y))
+            loop(scaler, run, loss)
+            return loss
+
+        return step
+
+    compare(queue, make, 11, recordings=None, batches=poisoned(BATCHES, 1, 6), optimizer=lambda params: Adam(params))
+    first, second = ((getattr(x, "scale", None), repr(x)) if kind == "netcl" else repr(x.state_dict()) for x in scalers)
+    assert_same(first, second)
+    if kind != "netcl":
+        assert_same(*([repr(report) for report in scaler.history] for scaler in scalers))
+
+
+@pytest.mark.parametrize("late", ["unscale_", "step"])
+def test_a_scaler_goes_on_outside(queue: cl.CommandQueue, late: str) -> None:
+    """What it does after the recorded part meets gradients as that has left them."""
+    kept = []
+    for recorded in (False, True):
+        run = Run(queue, optimizer=lambda params: Adam(params))
+        scaler = amp.GradScaler(init_scale=2.0**16, growth_interval=2)
+
+        def step(x: Tensor, y: Tensor, run: Run = run, scaler: Any = scaler) -> Node:
+            run.optimizer.zero_grad()
+            loss = loss_of(run.model, (x, y))
+            scaler.scale(loss).backward()
+            if late == "step":
+                scaler.unscale_(run.optimizer)
+            return loss
+
+        call = amp.record(step) if recorded else step
+        seen = []
+        for index, x in enumerate(poisoned(BATCHES, 1, 6)):
+            loss = call(to_device(queue, x), to_device(queue, TARGETS[index]))
+            scaler.step(run.optimizer)
+            scaler.update()
+            seen.append([loss.value.to_host().copy(), scaler.get_scale(), *run.state()])
+        kept.append(seen)
+    assert_same(kept[1], kept[0])
+    assert call.recordings == 1
+
+
+# ---------------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
+def test_gradients_of_16_bit_parameters_add_up_over_calls(queue: cl.CommandQueue, scaled: bool) -> None:
+    """A master and its parameter have one gradient, which is not added to itself."""
+
+    def make(run: Run) -> Step:
+        amp.decorate(run.model, run.optimizer, level="O2")
+        run.params = run.model.parameters()
+
+        def step(x: Tensor, y: Tensor) -> Node:
+            loss = run.backward(x, y) if scaled else loss_of(run.model, (x, y))
+            if not scaled:
+                loss.backward()
+            run.optimizer.step()
+            return loss
+
+        return step
+
+    def between(run: Run, index: int) -> None:
+        if index % 4 == 0:
+            run.optimizer.zero_grad()
+
+    how = {"dtype": "bfloat16"}  # whose gradients need no scale
+    compare(queue, make, 13, recordings=None, between=between, **how)
+
+
+def test_an_error_in_a_replay_leaves_the_gradients_of_before(queue: cl.CommandQueue) -> None:
+    """A step inside the ``with`` raises unless it is skipped: the pass is given up, and gradients are put back."""
+    kept = []
+    for recorded in (False, True):
+        run = Run(queue)
+
+        def step(x: Tensor, y: Tensor, run: Run = run) -> Node:
+            loss = run.backward(x, y)
+            with run.handle.scale_loss(loss_of(run.model, (x, y)), run.optimizer) as scaled_loss:
+                scaled_loss.backward()
+                run.optimizer.step()
+            return loss
+
+        call = amp.record(step) if recorded else step
+        seen = []
+        for index, x in enumerate(poisoned(BATCHES, 0, 1, 2)[:6]):
+            with pytest.raises(RuntimeError, match="by the loss scale") if index > 3 else nullcontext():
+                call(to_device(queue, x), to_device(queue, TARGETS[index]))
+            seen.append(run.state())
+            if index < 4:
+                run.optimizer.zero_grad()
+        kept.append(seen)
+    assert_same(kept[1], kept[0])
+    assert call.recordings == 1
+
+
+def test_arguments_get_the_gradients_that_netcl_gives_them(queue: cl.CommandQueue) -> None:
+    """netcl's own functions give one to every leaf, where nothing is cast."""
+    kept = []
+    for recorded in (False, True):
+        run = Run(queue)
+        run.handle.shutdown()
+        session.ensure_patched()
+
+        def step(x: Tensor, y: Tensor, run: Run = run) -> Node:
+            run.optimizer.zero_grad()
+            loss = loss_of(run.model, (x, y))
+            loss.backward()
+            run.optimizer.step()
+            return loss
+
+        call = amp.record(step) if recorded else step
+        seen = []
+        for x, y in zip(BATCHES[:6], TARGETS[:6], strict=True):
+            data = to_device(queue, x), to_device(queue, y)
+            call(*data)
+            seen.append([None if one.grad is None else one.grad.to_host().copy() for one in data])
+        kept.append(seen)
+    assert_same(kept[1], kept[0])
+    assert call.recordings == 1
+
+
+def test_losses_of_one_scaler_add_up_with_true_gradients(queue: cl.CommandQueue) -> None:
+    """Gradients that are divided already are multiplied anew in each replay."""
+
+    def make(run: Run) -> Step:
+        scaler = amp.GradScaler(init_scale=2.0**8, growth_interval=2)
+
+        def step(x: Tensor, y: Tensor) -> Node:
+            loss = loss_of(run.model, (x, y))
+            scaler.scale(loss).backward()
+            scaler.step(run.optimizer)
+            scaler.update()
+            return loss
+
+        return step
+
+    compare(queue, make, 11, recordings=None)
+
+
+# ---------------------------------------------------------------------------------------------- data
+
+
+def unseen(data: list[Any]) -> Iterator[Any]:
+    """An iterator that shows nothing of where it is."""
+    waiting: queues.Queue[Any] = queues.Queue()
+    for one in data:
+        waiting.put(one)
+    while True:
+        yield waiting.get()
+
+
+ITERATORS: dict[str, Callable[[list[Any]], Iterator[Any]]] = {
+    "list": iter,
+    "generator": lambda data: (one for one in data),
+    "zip": lambda data: zip(*zip(*data, strict=True), strict=True),
+    "map": lambda data: map(tuple, data),
+    "cycle": itertools.cycle,
+    "unseen": unseen,
+}
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["record", "Graph"])
+@pytest.mark.parametrize("kind", ITERATORS)
+def test_what_takes_its_batches_from_an_iterator_runs(queue: cl.CommandQueue, kind: str, graph: bool) -> None:
+    """A replay would take none, and train on the recorded one for ever."""
+    data = [(to_device(queue, x), to_device(queue, y)) for x, y in zip(BATCHES, TARGETS, strict=True)]
+    kept = []
+    for recorded in (False, True):
+        run = Run(queue)
+        batches = ITERATORS[kind](data)
+
+        def step(run: Run = run, batches: Iterator[Any] = batches) -> Any:
+            x, y = next(batches)
+            with ag.no_grad():
+                return loss_of(run.model, (x, y)).value
+
+        call: Any = _graph_of(step) if graph else amp.record(step)
+        if recorded:
+            with pytest.warns(UserWarning, match="it changes|reads other tensors"):
+                kept.append([call().to_host().copy() for _ in range(9)])
+        else:
+            kept.append([step().to_host().copy() for _ in range(9)])
+    assert_same(kept[1], kept[0])
+
+
+def _graph_of(step: Callable[[], Tensor]) -> amp.Graph:
+    class Evaluate(amp.Graph):
+        def build(self) -> Tensor:
+            return step()
+
+    return Evaluate()
+
+
+def test_a_tensor_that_only_a_library_knows_may_be_read(queue: cl.CommandQueue) -> None:
+    """Two recordings that use the same one are enough to replay the second."""
+    run = Run(queue)
+    constants: queues.Queue[Tensor] = queues.Queue()
+    constants.put(to_device(queue, TARGETS[0]))
+
+    @amp.record
+    def shifted(x: Tensor) -> Any:
+        with ag.no_grad():
+            return ag.add(run.model(ag.tensor(x)), ag.tensor(constants.queue[0]))
+
+    for turn in range(6):
+        got = shifted(to_device(queue, BATCHES[turn]))
+        assert shifted.recordings == (turn >= 2)
+        np.testing.assert_array_equal(
+            got.value.to_host(), shifted.__wrapped__(to_device(queue, BATCHES[turn])).value.to_host()
+        )
+
+
+def test_arrays_may_be_returned_as_the_tensors_that_they_became(queue: cl.CommandQueue) -> None:
+    @amp.record
+    def bring(x: np.ndarray[Any, Any]) -> Any:
+        tensor = Tensor.from_host(queue, x)
+        return tensor, ag.mul(ag.tensor(tensor), 2.0)
+
+    results = [bring(x) for x in BATCHES[:5]]
+    for x, (tensor, doubled) in zip(BATCHES, results, strict=False):
+        np.testing.assert_array_equal(tensor.to_host(), x)
+        np.testing.assert_array_equal(doubled.value.to_host(), 2 * x)
+    assert bring.recordings == 1
+
+
+def test_a_function_made_by_exec_is_looked_into(queue: cl.CommandQueue) -> None:
+    run = Run(queue)
+    scope: dict[str, Any] = {"run": run, "ag": ag, "factor": 1.0}
+    exec("def scaled(x):\n    with ag.no_grad():\n        return ag.mul(run.model(ag.tensor(x)), factor)\n", scope)
+    call = amp.record(scope["scaled"])
+    for turn in range(8):
+        scope["factor"] = 1.0 if turn < 5 else 2.0
+        x = to_device(queue, BATCHES[turn])
+        np.testing.assert_array_equal(call(x).value.to_host(), scope["scaled"](x).value.to_host())
+    assert call.recordings == 2
+
+
+# ---------------------------------------------------------------------------------------------- threads
+
+
+def test_threads_train_with_functions_of_their_own(queue: cl.CommandQueue) -> None:
+    """Each reaches its own model; all share the handle."""
+    kept = []
+    for recorded in (False, True):
+        amp.shutdown()
+        handle = amp.init(loss_scale=2.0**10)
+        models = [mlp(queue, 10, 16, 3, seed=seed) for seed in range(3)]
+        losses: list[list[Any]] = [[] for _ in models]
+        threads = [
+            threading.Thread(target=_train, args=(queue, handle, model, seen, recorded))
+            for model, seen in zip(models, losses, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        kept.append([losses, [weights_of(model) for model in models]])
+    assert_same(kept[1], kept[0])
+
+
+def _train(queue: cl.CommandQueue, handle: Any, model: Any, losses: list[Any], recorded: bool) -> None:
+    optimizer = SGD(list(model.parameters()), lr=0.05)
+
+    def step(x: Tensor, y: Tensor) -> Node:
+        optimizer.zero_grad()
+        loss = loss_of(model, (x, y))
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        return loss
+
+    call = amp.record(step) if recorded else step
+    for index in range(16):
+        data = to_device(queue, BATCHES[index % 12]), to_device(queue, TARGETS[index % 12])
+        losses.append(call(*data).value.to_host().copy())
+
+
+def test_launches_of_other_threads_are_not_recorded(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a recording begins and when it ends netcl takes those of all threads."""
+    run, calls = Run(queue), 0
+    counter = to_device(queue, np.zeros(4))
+    look = capture.living_tensors
+
+    def count() -> None:
+        elementwise_binary(counter, counter, expression="ADD(v0, 1.0f)", out=counter)
+
+    def looking() -> Any:
+        nonlocal calls
+        calls += 1
+        thread = threading.Thread(target=count)
+        thread.start()
+        thread.join()
+        return look()
+
+    monkeypatch.setattr(capture, "living_tensors", looking)
+    monkeypatch.setattr(residents, "living_tensors", looking)
+
+    def infer(x: Tensor) -> Any:
+        with ag.no_grad():
+            return run.model(ag.tensor(x))
+
+    call = amp.record(infer)
+    for x in BATCHES[:5]:
+        call(to_device(queue, x))
+    assert call.recordings == 1
+    assert calls == 2
+    np.testing.assert_array_equal(counter.to_host(), np.full(4, 2.0))
+
+
+def test_a_function_leaves_other_models_their_gradients(queue: cl.CommandQueue) -> None:
+    """One that it reaches, and does nothing to, may be another thread's."""
+    run = Run(queue)
+    others = [mlp(queue, 10, 16, 3, seed=1)]
+
+    def step(x: Tensor, y: Tensor) -> Node:
+        len(others)  # it reaches them
+        run.optimizer.zero_grad()
+        loss = run.backward(x, y)
+        run.optimizer.step()
+        return loss
+
+    call = amp.record(step)
+    loss_of(others[0], (to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0]))).backward()
+    grads = [param.grad for param in others[0].parameters()]
+    for index in range(5):
+        call(to_device(queue, BATCHES[index]), to_device(queue, TARGETS[index]))
+        assert all(param.grad is grad for param, grad in zip(others[0].parameters(), grads, strict=True))
+
+
+def test_looking_for_tensors_does_not_disturb_threads(queue: cl.CommandQueue) -> None:
+    """Python raises SystemError in a thread that makes a tuple which somebody else holds already."""
+    errors: list[BaseException] = []
+    ends = threading.Event()
+
+    def make() -> None:
+        while not ends.is_set():
+            try:
+                tuple(number for number in range(50))
+            except SystemError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    kept = to_device(queue, np.zeros(3))
+    for _ in range(30):
+        assert any(tensor is kept for tensor in bridge.living(Tensor))
+    ends.set()
+    for thread in threads:
+        thread.join()
+    assert not errors
