@@ -45,7 +45,7 @@ def init(
     custom_black_list: Iterable[str] = (),
     lists: str | Path | None = None,
     check_finite: bool = True,
-    debug: str | None = None,
+    debug: str | Iterable[str] | None = None,
 ) -> AmpHandle | NoOpHandle:
     """Turns on mixed precision for netcl, in every thread, until ``handle.shutdown()``.
 
@@ -67,7 +67,8 @@ def init(
         check_finite: skip ``optimizer.step()`` where a gradient is inf or nan, in every dtype; False leaves it to loss
             scaling, which looks at the gradients of scaled losses.
         debug: ``"attribution"``: what each op of a step reads and gives is held until the step is done, so that
-            ``handle.explain()`` knows why one was skipped.
+            ``handle.explain()`` knows why one was skipped; ``"summary"``: ops, casts and bytes are counted, losses and
+            norms of gradients noted, for ``handle.summary()``; or both, ``("attribution", "summary")``.
 
     Raises:
         RuntimeError: a handle is active already: call its ``shutdown()`` first.
@@ -77,8 +78,7 @@ def init(
     if not enabled:
         return disable()
     dtype = check_dtype(dtype)
-    if debug not in (None, "attribution"):
-        raise ValueError(f'debug must be None or "attribution", got {debug!r}')
+    debug = _checked_debug(debug)
     with lock:
         require_none("amp.init()")
         make_loss_scale(loss_scale, dtype)  # raises before anything is patched
@@ -89,13 +89,14 @@ def init(
             cache_enabled=enable_caching,
             allow_banned=allow_banned,
             verbose=verbose,
+            level=level,
         )
         return start(region, lambda: make_loss_scale(loss_scale, dtype), check_finite=check_finite, debug=debug)
 
 
 def start(
     region: Region, make_scaler: Callable[[], LossScale], num_losses: int = 1, check_finite: bool = True,
-    debug: str | None = None,
+    debug: Iterable[str] = (),
 ) -> AmpHandle:  # fmt: skip
     """Patches netcl and makes this region the process's.
 
@@ -125,6 +126,13 @@ def start(
             debug=debug,
         )
         return _handle
+
+
+def _checked_debug(debug: str | Iterable[str] | None) -> frozenset[str]:
+    kinds = frozenset([debug] if isinstance(debug, str) else debug or ())
+    if not kinds <= {"attribution", "summary"}:
+        raise ValueError(f'debug must be None, "attribution", "summary" or a tuple of both, got {debug!r}')
+    return kinds
 
 
 def shutdown() -> None:

@@ -46,6 +46,17 @@ static inline float max_of(float16 v) {
     return fmax(fmax(b.x, b.y), fmax(b.z, b.w));
 }
 
+// As TERMS of group_sum.clh: lanes stay apart on CPUs, and would take registers on GPUs.
+#if WG == 1
+#define EXTREMES float16
+#define EXTREME(v) (v)
+#define EXTREME_OF(v) max_of(v)
+#else
+#define EXTREMES float
+#define EXTREME(v) max_of(v)
+#define EXTREME_OF(v) (v)
+#endif
+
 // The elements from i on, nan past the end, and which of them are there.
 #define NEXT(v, there, i)                                 \
     const float16 v = LOAD_PART(X_T, x, i, t.count, NAN); \
@@ -66,7 +77,7 @@ numerics(__global const tile *restrict tiles, __global uint *results EACH_SLOT(S
     }
     x += t.begin;
     uint not_zero = 0, normal = 0, beyond = 0, bad = 0, nans = 0;
-    float16 greatest = -INFINITY, negated_least = -INFINITY;
+    EXTREMES greatest = -INFINITY, negated_least = -INFINITY;
     GROUP_TERMS sums = 0.0f;
     for (uint i = 16 * get_local_id(0); i < t.count; i += 16 * WG) {
         NEXT(v, there, i)
@@ -76,8 +87,8 @@ numerics(__global const tile *restrict tiles, __global uint *results EACH_SLOT(S
         beyond += ABOVE(LARGEST_HALF, magnitude);
         bad += ABOVE(INFINITE - 1, magnitude);
         nans += ABOVE(INFINITE, magnitude);
-        greatest = fmax(greatest, v);
-        negated_least = fmax(negated_least, -v);
+        greatest = fmax(greatest, EXTREME(v));
+        negated_least = fmax(negated_least, EXTREME(-v));
         sums += TERMS(select((float16)(0.0f), v, there));
     }
     atomic_add(&counts[0], not_zero);
@@ -85,8 +96,8 @@ numerics(__global const tile *restrict tiles, __global uint *results EACH_SLOT(S
     atomic_add(&counts[2], beyond);
     atomic_add(&counts[3], bad);
     atomic_add(&counts[4], nans);
-    const float top = group_max(max_of(greatest), scratch);
-    const float bottom = -group_max(max_of(negated_least), scratch);
+    const float top = group_max(EXTREME_OF(greatest), scratch);
+    const float bottom = -group_max(EXTREME_OF(negated_least), scratch);
     float total = group_sum(TERMS_SUM(sums), scratch), factor = 1.0f;
     if ((as_uint(total) & MAGNITUDE) >= INFINITE) { // the same for all of a group
         factor = FACTOR;

@@ -83,6 +83,14 @@ def module_names(modules: Sequence[Any]) -> list[str]:
     return [names[id(module)] or (_names_of_parts(module) if id(module) in made else "") for module in modules]
 
 
+def module_tree(model: Any) -> list[tuple[str, str, int]]:
+    """A model and all layers in it: the path of each, its class, and how many numbers are trained in it."""
+    return [
+        (name, type(module).__name__, sum(x.size for _, x in module_tensors(module) if is_weight(x)))
+        for name, module in _modules_below(model, "", set())
+    ]
+
+
 def _parts_of(name: str) -> int:
     return len(name.split(".")) if name else 0
 

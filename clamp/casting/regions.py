@@ -43,6 +43,7 @@ class Region:
         cache_enabled: whether 16-bit copies of weights are kept.
         allow_banned: whether banned functions run in fp32 instead of raising.
         verbose: whether each cast prints a line.
+        level: of which level the policies are, for people.
         castings: how each function casts here, by name; filled as functions are called.
     """
 
@@ -52,6 +53,7 @@ class Region:
     cache_enabled: bool = True
     allow_banned: bool = False
     verbose: bool = False
+    level: str = "O1"
     castings: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property

@@ -1,7 +1,7 @@
 """Where every result of an op passes, and every gradient: what ``clamp.observe`` looks at.
 
-Nobody asks at each op whether somebody looks. Without an observer, ``RESULTS.own``, ``.foreign``, ``.netcls``,
-``.backward`` and ``.add`` are functions that do what has to be done anyway; with one, others stand in their place.
+Nobody asks at each op whether somebody looks. Without an observer, ``RESULTS.own``, ``.foreign`` and the others are
+functions that do what has to be done anyway; with one, others stand in their place.
 """
 
 from __future__ import annotations
@@ -97,6 +97,10 @@ def forward_again() -> Iterator[None]:
         _thread.in_backward = around
 
 
+def _stepping(params: Sequence[Tensor]) -> None:
+    pass
+
+
 class _Results:
     """The functions that results pass, as they are now.
 
@@ -108,6 +112,8 @@ class _Results:
         backward: ``backward(run, loss, grad)`` runs netcl's engine.
         add: ``add(add, first, second)`` adds two gradients of one node, in the first one's dtype; netcl's ``add`` may
             write to the first.
+        stepping: ``stepping(params)`` is told before each step, even one that will be skipped. Observers with a method
+            ``stepping(gradients)`` are given the gradients that there are.
         stepped: ``stepped(report)`` is told of each step.
     """
 
@@ -138,6 +144,10 @@ class _Results:
         self._observers = tuple(other for other in self._observers if other is not observer)
         self._exchange()
 
+    def has(self, observer: Observer) -> bool:
+        """Whether ``observer`` is told."""
+        return observer in self._observers
+
     @contextmanager
     def attached(self, observer: Observer) -> Iterator[None]:
         """``observer`` is told inside the ``with``."""
@@ -150,10 +160,11 @@ class _Results:
     def _exchange(self) -> None:
         if self._observers:
             self.own, self.foreign, self.netcls = self._own_seen, self._seen, self._netcls_seen
-            self.backward, self.add, self.stepped = self._backward_seen, self._add_seen, self._step_seen
+            self.backward, self.add = self._backward_seen, self._add_seen
+            self.stepping, self.stepped = self._before_step, self._step_seen
         else:
             self.own, self.foreign, self.netcls = _own, _foreign, _netcls
-            self.backward, self.add, self.stepped = _backward, _add, _stepped
+            self.backward, self.add, self.stepping, self.stepped = _backward, _add, _stepping, _stepped
 
     def _own_seen(self, made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
         return self._seen(_own(made, parents), parents)
@@ -202,6 +213,12 @@ class _Results:
         for observer in self._observers:
             observer.added(made, first, second)
         return made
+
+    def _before_step(self, params: Sequence[Tensor]) -> None:
+        gradients = [param.grad for param in params if isinstance(param.grad, Tensor)]
+        for stepping in [getattr(observer, "stepping", None) for observer in self._observers]:
+            if stepping is not None:
+                stepping(gradients)
 
     def _step_seen(self, report: Any) -> None:
         for observer in self._observers:

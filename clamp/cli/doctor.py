@@ -1,4 +1,4 @@
-"""``python -m clamp doctor``: what clamp finds on this machine, and whether it computes correctly there."""
+"""``python -m clamp doctor``: what clamp finds on this machine, whether it computes right there, and what AMP gains."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import clamp
 from clamp import amp, bridge
 from clamp.bridge import Tensor
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator
+from clamp.cli.gain import SECONDS, sentence
 from clamp.opencl import child_process
 from clamp.opencl.device import NoDeviceError, capabilities, intel_cpu_runtime, list_devices
 from clamp.opencl.proofs import RIGHT
@@ -65,6 +66,8 @@ def run(args: Namespace) -> int:
         failures += bool(problem)
         print(f"  {'self-check':<16} {f'FAILED: {problem}' if problem else 'ok: products and casts agree with numpy'}")
     print(f"\n{len(chosen)} devices, {f'{failures} failed' if failures else 'all well'}")
+    for device in chosen:
+        print(sentence(device, SECONDS / len(chosen)))
     return 1 if failures else 0
 
 

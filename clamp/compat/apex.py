@@ -137,7 +137,7 @@ def initialize(
         _print(opt_level, chosen)
     compute = dtype if chosen.patch_netcl else chosen.cast_model_type or "float32"
     policies = session.policies_for("O1")
-    session.start(Region(chosen.patch_netcl, compute, policies), make_scaler, num_losses)
+    session.start(Region(chosen.patch_netcl, compute, policies, level=opt_level), make_scaler, num_losses)
     for model in model_list:
         _prepare(model, optimizer_list, chosen, cast_model_outputs)
     return result

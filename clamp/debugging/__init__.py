@@ -4,7 +4,6 @@ Paddle's debugging tools."""
 from clamp.debugging.accuracy import Accuracy, ValueAccuracy
 from clamp.debugging.bisection import Bisection, bisect
 from clamp.debugging.compare import compare_accuracy
-from clamp.debugging.memory import MemoryMeter
 from clamp.debugging.paddle import (
     TensorCheckerConfig,
     check_layer_numerics,
@@ -18,6 +17,7 @@ from clamp.debugging.paddle import (
 from clamp.debugging.traces import Difference, TracedValue, first_difference, save_trace
 from clamp.observe.attribution import explain_step as explain
 from clamp.observe.checker import DebugMode
+from clamp.observe.memory import MemoryMeter
 from clamp.observe.sampling import Sampling
 
 __all__ = [

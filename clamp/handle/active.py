@@ -13,9 +13,8 @@ from clamp import bridge
 from clamp.bridge import Node, Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import Region, current_region, in_region, set_process_region
+from clamp.handle.observed import ObservedHandle
 from clamp.handle.optim_wrapper import OptimWrapper
-from clamp.observe.attribution import Attribution
-from clamp.observe.explain import Explanation
 from clamp.opencl.recording import host_step, refuse
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks
@@ -31,7 +30,7 @@ from clamp.scaling.scaled_loss import check_loss, has_run, open_loss, require_gr
 from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport, share_overflow
 
 
-class AmpHandle:
+class AmpHandle(ObservedHandle):
     """AMP at work: netcl's functions cast, losses are scaled, until ``shutdown``.
 
     Made by ``amp.init``. Also a context manager that shuts down at its end::
@@ -51,7 +50,8 @@ class AmpHandle:
         num_losses: how many scalers the handle has of its own.
         check_finite: whether a step looks at gradients that no scaled pass has looked at, and is skipped if one is
             inf or nan.
-        debug: ``"attribution"``: the ops of each step are kept until it is done, so that ``explain`` knows them.
+        debug: ``"attribution"``: the ops of each step are kept until it is done, so that ``explain`` knows them;
+            ``"summary"``: they are counted; or both.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class AmpHandle:
         on_shutdown: Callable[[], None] = lambda: None,
         num_losses: int = 1,
         check_finite: bool = True,
-        debug: str | None = None,
+        debug: Iterable[str] = (),
     ) -> None:
         self._region = region
         self._make_scaler = make_scaler
@@ -79,9 +79,7 @@ class AmpHandle:
         self._shown: weakref.ref[Any] | None = None  # a scaler of netcl's that rules in place of the handle's
         self._scales = QueueScales(make_scaler)
         self._ranks: Ranks | None = None
-        self._attribution = Attribution(lambda: self._guards.history)
-        if debug == "attribution":
-            self._attribution.arm()
+        self._observe(debug)
         self._patches = Patches(region.policies, registrations, self._guards.step)
         self._patches.install()
         set_process_region(region)
@@ -117,23 +115,6 @@ class AmpHandle:
         """What the last 1000 steps did, the newest last."""
         refuse("handle.last_step or handle.history was read", "Read it after the recorded part.")
         return self._guards.history
-
-    def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
-        """Why a step was skipped: the first op whose result stopped being finite, and one cure, as code.
-
-        ``print(handle.explain())`` is one screen. Without ``step`` it tells of the last skipped step, whose ops are
-        known after ``amp.init(debug="attribution")``.
-
-        Args:
-            step: does what one step of the loop does, with the same batch; it is run once, at the loss scale at which
-                the last step was skipped, and optimizers do not step in it. Gradients, loss scales, the statistics of
-                layers and random generators are put back. What it writes besides stays.
-        """
-        return self._attribution.explain(step)
-
-    def look_after_skips(self, step: Callable[[], Any]) -> None:
-        """Explains, after many skips in a row, a step that somebody else than the user can run again."""
-        self._attribution.look_after_skips(step, "handle.explain()")
 
     def __repr__(self) -> str:
         if not self._active:
@@ -369,7 +350,7 @@ class AmpHandle:
         if not self._active:
             return
         self._active = False
-        self._attribution.disarm()
+        self._observe_no_more()
         set_process_region(None)
         self._patches.remove()
         weights.clear()

@@ -29,6 +29,13 @@ class NoOpHandle:
     def __repr__(self) -> str:
         return "<NoOpHandle: AMP is off>"
 
+    def summary(self, step: Callable[[], Any] | None = None) -> str:
+        """That there is nothing to sum up."""
+        return "AMP is off: amp.init(enabled=False)"
+
+    def report(self, path: Any, step: Callable[[], Any] | None = None, losses: Sequence[float] | None = None) -> None:
+        """Writes nothing."""
+
     def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
         """No step was skipped."""
         return not_seen(None)

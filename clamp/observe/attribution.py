@@ -57,6 +57,15 @@ class Attribution:
             self.last = explain_step(step, skipped)
         return self.last or not_seen(skipped)
 
+    def of_last_step(self, step: Callable[[], Any] | None = None) -> Explanation | None:
+        """Why the last step was skipped; None if it was not, or nobody has looked, and there is no ``step`` to look."""
+        history = self._history()
+        if not history or history[-1].stepped:
+            return None
+        if self.last is not None and self.last.report == history[-1]:
+            return self.last
+        return None if step is None else self.explain(step)
+
     def look_after_skips(self, step: Callable[[], Any], call: str) -> None:
         """Looks at ``step`` when as many steps in a row as ``SKIPS_EXPLAINED`` have been skipped, once in a row, and
         warns of what it found, unless it is but the scale.

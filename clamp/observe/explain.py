@@ -124,16 +124,19 @@ def _table(rows: Iterable[tuple[str, Value]]) -> list[str]:
 def _of_before(frames: list[Frame]) -> list[str]:
     if not frames:
         return []
+    lines = [f"  {line}" for line in in_words(frames)]
+    return ["", f"the {len(frames)} before it, magnitudes of their results:", *lines]
+
+
+def in_words(frames: Iterable[Frame]) -> list[str]:
+    """A line for each: what it is of, where, and what it gave."""
     rows = [
         (f"{frame.direction} {frame.function}", frame.module, ", ".join(value.dtype for value in frame.outputs),
          "; ".join(map(_range, frame.outputs)))
         for frame in frames
     ]  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [
-        "  " + "  ".join(x.ljust(width) for x, width in zip(row, (*widths, 0), strict=True)).rstrip() for row in rows
-    ]
-    return ["", f"the {len(frames)} before it, magnitudes of their results:", *lines]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    return ["  ".join(x.ljust(width) for x, width in zip(row, (*widths, 0), strict=True)).rstrip() for row in rows]
 
 
 def _block(title: str, text: str) -> list[str]:

@@ -14,9 +14,15 @@ _PAUSE = 1.0  # seconds without a build, after which the next one is another mat
 
 
 class Progress:
-    """Counts what is compiled one after the other, and says so on standard error if that is a terminal."""
+    """Counts what is compiled one after the other, and says so on standard error if that is a terminal.
+
+    Attributes:
+        programs: how many have been compiled in this process.
+        seconds: for how long threads have compiled, each for itself.
+    """
 
     def __init__(self) -> None:
+        self.programs, self.seconds = 0, 0.0
         self._lock = threading.Lock()
         self._began = self._ended = float("-inf")
         self._count = 0
@@ -29,12 +35,15 @@ class Progress:
         with self._lock:
             if monotonic() - self._ended > _PAUSE:
                 self._began, self._count = monotonic(), 0
+        began = monotonic()
         try:
             yield
         finally:
             with self._lock:
                 self._ended = monotonic()
                 self._count += 1
+                self.programs += 1
+                self.seconds += self._ended - began
                 if self._ended - self._began >= _PATIENCE:
                     self._say()
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.launch import launch, pieces_for, span_for
 
 CAST = Kernel("cast.cl", "cast")
+
+#: told of each conversion that has been launched, its source and its result: those who count them
+LISTENERS: list[Callable[[Tensor, Tensor], None]] = []
 
 
 def cast(x: Tensor, out_dtype: str) -> Tensor:
@@ -33,3 +38,5 @@ def cast_into(x: Tensor, y: Tensor) -> None:
         x.queue, *launch(x.queue, -(-x.size // span)), x, y, x.size, span,
         X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], PIECES=pieces_for(x.queue),
     )  # fmt: skip
+    for listener in LISTENERS:
+        listener(x, y)

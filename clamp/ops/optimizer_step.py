@@ -14,6 +14,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
+from clamp.ops.cast import LISTENERS
 from clamp.ops.launch import pieces_for
 from clamp.ops.slots import Tiles, filled, slots_for, tiles_of
 
@@ -115,4 +116,7 @@ def cast_all(tensors: Sequence[Tensor], dtype: str) -> list[Tensor]:
     copies = [bridge.empty(x.queue, x.shape, dtype) for x in tensors]
     if any(x.size for x in tensors):
         MultiUpdate("none", tensors, (), list(map(Copy, copies)), most=10).run()
+        for listener in LISTENERS:
+            for x, copy in zip(tensors, copies, strict=True):
+                listener(x, copy)
     return copies

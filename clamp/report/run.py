@@ -15,6 +15,9 @@ VERSION = 1
 LOWEST, END = -24, 16  # float16 holds magnitudes from 2^-24, its smallest subnormal, to just below 2^16
 BINS = END - LOWEST + 2  # an octave each, between one of what lies below and one of what lies above
 
+_HUGE = 2**63  # from which on a whole number is a mistake, or an attack
+_IN_WORDS = {str: "a text", bool: "true or false", int: "a whole number, 0 or more", float: "a number"}
+
 Direction = Literal["forward", "backward"]
 
 
@@ -219,15 +222,16 @@ def _checked(value: Any, kind: Any, where: str) -> Any:
 def _checked_plain(value: Any, kind: type, where: str) -> Any:
     if kind is str and isinstance(value, str):
         return re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", "\N{REPLACEMENT CHARACTER}", value)
-    if kind is bool and isinstance(value, bool):
-        return value
-    if kind is int and isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    if kind is float and isinstance(value, str) and value in ("nan", "inf", "-inf"):
+    if isinstance(value, bool):
+        if kind is bool:
+            return value
+    elif isinstance(value, Integral):
+        whole = int(value)
+        if abs(whole) < _HUGE and (kind is float or (kind is int and whole >= 0)):
+            return kind(whole)
+    elif kind is float and (isinstance(value, Real) or value in ("nan", "inf", "-inf")):
         return float(value)
-    if kind is float and isinstance(value, Real) and not isinstance(value, bool):
-        return float(value)
-    raise _wrong(value, {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}[kind], where)
+    raise _wrong(value, _IN_WORDS[kind], where)
 
 
 def _wrong(value: Any, wanted: str, where: str) -> ValueError:

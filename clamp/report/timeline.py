@@ -24,6 +24,7 @@ def timeline(steps: Sequence[Step]) -> Markup:
     """The picture, what is pointed at in it, and the skipped steps as a table."""
     if not steps:
         return tag("p", "No step was recorded.", class_="empty")
+    steps = sorted(steps, key=lambda step: step["step"])
     skipped = [step for step in steps if not step["stepped"]]
     label = (
         f"Loss, loss scale and gradient norm of steps {steps[0]['step']} to {steps[-1]['step']}; {len(skipped)} skipped"

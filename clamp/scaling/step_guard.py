@@ -106,6 +106,7 @@ class StepGuard:
         overflowed = [index for index, state in enumerate(states) if state.overflow & self.mask]
         found = [] if overflowed else masters.gathered(self.optimizer)
         params = [param for param in getattr(self.optimizer, "params", ()) if isinstance(param, Tensor)]
+        RESULTS.stepping(params)
         if overflowed or self._guards.found_in(self._unchecked(params)):
             index = overflowed[-1] if overflowed else len(states) - 1
             self._skip(params, pending[index] if pending else None, states[index] if states else None, before)
@@ -291,6 +292,13 @@ class StepGuards:
         self.history = History(self._reports)
         self.steps = self.skips = 0
         self.require_scaled = False  # whether steps are refused whose gradients came by no scaled backward pass
+
+    @property
+    def device(self) -> cl.Device | None:
+        """That of the first optimizer's parameters; None if none is known."""
+        optimizers = (guard.optimizer for guard in (*self._by_id.values(), *self._unscaled.values()))
+        params = (param for optimizer in optimizers for param in getattr(optimizer, "params", ()))
+        return next((x.queue.device for x in params if isinstance(x, Tensor) and bridge.on_device(x)), None)
 
     def of(self, optimizer: Any) -> StepGuard:
         """The guard of an optimizer, made at its first use.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import pytest
 
 from clamp.casting.owned import OWNED
 from clamp.casting.policy import CastPolicy, default_table
-from clamp.cli import main
+from clamp.cli import gain, main
 from clamp.cli.bench import command, first_step
 from clamp.cli.bench.cases.contenders import Case, Contender, random_tensor
 from clamp.cli.bench.cases.unscale import TENSORS, counted_launches, mixed_sizes
@@ -511,6 +512,29 @@ def test_doctor_looks_at_the_device_asked_for(queue: cl.CommandQueue, capsys: py
     assert out.count("self-check") == 1
     assert queue.device.extensions.strip() in out
     assert main(["doctor", "--device", "abacus"]) == 2
+    last = out.splitlines()[-1]
+    assert re.fullmatch(
+        rf"{re.escape(describe(queue.device))}: AMP gains (time and memory|memory, and no time): float16 multiplies "
+        r"matrices \d+\.\d\dx and adds \d+\.\d\dx as fast as float32, bfloat16 multiplies matrices \d+\.\d\dx and adds "
+        r"\d+\.\d\dx as fast as float32; activations take half the bytes in both\.",
+        last,
+    ), last
+
+
+def test_doctors_last_sentence_says_whether_time_is_gained(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gain.in_words("X: Y", {"float16": (1.42, 0.9), "bfloat16": (1.0, 1.0)}) == (
+        "X: Y: AMP gains time and memory: float16 multiplies matrices 1.42x and adds 0.90x as fast as float32, "
+        "bfloat16 multiplies matrices 1.00x and adds 1.00x as fast as float32; activations take half the bytes in both."
+    )
+    assert "memory, and no time" in gain.in_words("X", {"float16": (1.0, 1.05), "bfloat16": (0.5, 1.0)})
+    monkeypatch.setattr(gain, "gemm", lambda *args, **kwargs: 1 / 0)
+    assert gain.sentence(queue.device, 0.1).endswith(
+        "what AMP gains could not be measured: a product in float32 failed: ZeroDivisionError: division by zero"
+    )
+    monkeypatch.setattr(gain, "is_simulator", lambda device: True)
+    assert gain.sentence(queue.device, 0.1).endswith(": a simulator, on which nothing is gained.")
 
 
 def test_doctor_says_what_became_of_matrix_units(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:

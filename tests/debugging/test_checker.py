@@ -301,11 +301,12 @@ def test_replays_are_checked(queue: cl.CommandQueue, lines: Lines) -> None:
     assert found == [[], [], [], ["1"], [], ["1"]]
 
 
-def test_a_replay_is_ended(queue: cl.CommandQueue) -> None:
+@pytest.mark.parametrize("before", [0, 1, 3], ids=["run", "recorded", "replayed"])
+def test_a_recorded_function_is_ended(queue: cl.CommandQueue, before: int) -> None:
     exp = amp.record(lambda x: ag.exp(x))
     good, bad = to_device(queue, [1.0]), to_device(queue, [200.0])
     check(DebugMode.CHECK_NAN_INF_AND_ABORT)
-    for _ in range(3):
+    for _ in range(before):
         exp(ag.tensor(good))
     with pytest.raises(FloatingPointError, match="exp gave 0 nan and 1 inf"):
         exp(ag.tensor(bad))

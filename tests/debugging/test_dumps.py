@@ -100,8 +100,8 @@ def test_what_it_does_not_take(tmp_path: Path) -> None:
         compare_accuracy(tmp_path, tmp_path, "out.xlsx")
     with pytest.raises(NotImplementedError, match="dump_all_tensors"):
         compare_accuracy(tmp_path, tmp_path, "out.csv", dump_all_tensors=True)
-    with pytest.raises(TypeError, match="takes the folders of two runs, got a list"):
-        compare_accuracy([], tmp_path, "out.csv")  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        compare_accuracy([], tmp_path, "out.csv")  # no path: what is not Paddle's
 
 
 def test_logs_of_other_devices(tmp_path: Path) -> None:

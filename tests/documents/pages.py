@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
@@ -13,6 +14,7 @@ import pyopencl as cl
 
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
+from clamp.report import read_run
 from tests.documents.runner import ROOT, Ran
 
 
@@ -63,7 +65,11 @@ def paddle(page: Ran, queue: cl.CommandQueue) -> None:
     assert [type(step.optimizer).__name__ for step in page.steps] == ["SGD"] * 3 + ["AdamW"] * 3
     with redirect_stdout(StringIO()) as printed, page["debugging"].collect_operator_stats(), amp.auto_cast():
         page["compute_loss"](page["model"])
-    assert f"```text\n{printed.getvalue().strip()}\n```" in (ROOT / "docs/coming-from-paddle.md").read_text("utf-8")
+    text = (ROOT / "docs/coming-from-paddle.md").read_text("utf-8")
+    assert f"```text\n{printed.getvalue().strip()}\n```" in text
+    sampling = re.search(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1]
+    Path("sampling.toml").write_text(sampling, encoding="utf-8")
+    assert page["debugging"].Sampling.read("sampling.toml").every == 100
     with Path("compare.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["infinite"] for row in rows} == {"0"}
@@ -116,6 +122,9 @@ def policies(page: Ran, queue: cl.CommandQueue) -> None:
 def debugging(page: Ran, queue: cl.CommandQueue) -> None:
     assert "What the model is given holds 1 nan before any op has touched it" in page.output
     assert "in layers.0" in page.output
+    for words in ("ops of the run", "as fast as float32|slower than float32", "suggested for float16: "):
+        assert re.search(words, page.output), words
+    assert len(read_run("run.json")["steps"]) == 20
 
 
 def several_devices(page: Ran, queue: cl.CommandQueue) -> None:

@@ -20,7 +20,16 @@ from clamp.bridge import Tensor
 from clamp.opencl import device
 from clamp.opencl.program import Kernel, Prepared
 from clamp.ops import elementwise as elementwise_module
-from clamp.ops import loss, loss_elementwise, multi_tensor, norm_phases, norm_planes, norm_planes_backward, norm_rows
+from clamp.ops import (
+    loss,
+    loss_elementwise,
+    multi_tensor,
+    norm_phases,
+    norm_planes,
+    norm_planes_backward,
+    norm_rows,
+    numerics,
+)
 from clamp.ops import reduce as reduce_module
 from clamp.ops import softmax as softmax_module
 from clamp.ops import statistics as statistics_module
@@ -107,6 +116,10 @@ def _statistics(queue: cl.CommandQueue) -> None:
     statistics_module.statistics_of([_tensor(queue, 4, 1000)])
 
 
+def _numerics(queue: cl.CommandQueue) -> None:
+    numerics.PendingNumerics([_tensor(queue, 4, 1000)])
+
+
 def _rows_of_a_table(queue: cl.CommandQueue) -> None:
     elementwise("add", "float16", _tensor(queue, 8, 37), _tensor(queue, 37))
 
@@ -137,6 +150,7 @@ CASES = [
     (_losses, loss_elementwise.LOSS_GRADIENT),
     (_losses, multi_tensor.UNSCALE),
     (_statistics, statistics_module.STATISTICS),
+    (_numerics, numerics.NUMERICS),
     (_rows_of_a_table, elementwise_module.ELEMENTWISE),
     (_gradients_of_gelu, elementwise_module.ELEMENTWISE),
 ]
@@ -145,7 +159,7 @@ CASES = [
 #: kernels that write a few sums
 SUMS = (
     norm_phases.PLANES_MOMENTS, norm_phases.GRADIENT_SUMS, reduce_module.SUM_ROWS, loss.LABEL_LOSS,
-    loss_elementwise.LOSS_SUM, statistics_module.STATISTICS,
+    loss_elementwise.LOSS_SUM, statistics_module.STATISTICS, numerics.NUMERICS,
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from netcl.runtime.capture import KernelCapture
 
 from clamp import amp
 from clamp.bridge import Tensor
+from clamp.opencl import device
 from clamp.ops.numerics import Numerics, PendingNumerics, can_measure, numerics_of
 from tests.ops.test_multi_tensor import launches
 from tests.ops.test_statistics import LARGE_SIZES, SIZES, of_all_magnitudes
@@ -45,6 +47,20 @@ def test_every_size(queue: cl.CommandQueue, simulated: bool, dtype: str) -> None
     sizes = SIZES[:-3] if simulated else SIZES + LARGE_SIZES
     rng = np.random.default_rng(0)
     arrays = [quantize(rng.standard_normal(size) + 0.5, dtype) for size in sizes]
+    found = PendingNumerics([to_device(queue, array, dtype) for array in arrays]).read()
+    for one, array in zip(found, arrays, strict=True):
+        assert_found(one, array)
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_as_on_a_gpu(queue: cl.CommandQueue, simulated: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work-groups of several work-items."""
+    gpu = replace(device.capabilities(queue), is_cpu=False)
+    monkeypatch.setitem(device._capabilities, queue.device.int_ptr, gpu)
+    rng = np.random.default_rng(0)
+    sizes = [1, 17, 1025] if simulated else SIZES + LARGE_SIZES
+    arrays = [quantize(rng.standard_normal(size) + 0.5, dtype) for size in sizes]
+    arrays += [quantize(np.resize(values, 1030), dtype) for values in (SPECIAL, [np.nan], [3e38], [-np.inf, 3e38])]
     found = PendingNumerics([to_device(queue, array, dtype) for array in arrays]).read()
     for one, array in zip(found, arrays, strict=True):
         assert_found(one, array)

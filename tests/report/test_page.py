@@ -7,13 +7,16 @@ import sys
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 
 import matplotlib
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from clamp.cli import main
-from clamp.report import page_of, write_page, write_run
+from clamp.report import Run, page_of, write_page, write_run
 from clamp.report.markup import Markup, prose, tag
 from clamp.report.ranges import shifted
 from clamp.report.run import BINS
@@ -155,6 +158,8 @@ def test_values_may_be_unknown_or_not_finite() -> None:
         one["scale"] = 0.0
     for one in run["first_bad"]["inputs"]:
         one |= {"smallest": 0.0, "largest": float("inf")}
+    run["suggested_scale"], run["ranges"][1]["scale"] = 1e300, 1e-300
+    run["steps"].reverse()
     run["memory"] |= {"float32_peak": 0, "float32_activations": None}
     Outline(page_of(run))
 
@@ -189,6 +194,27 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
         page_of(sample_run())
     assert page_of(empty_run()), "nothing is drawn"
+
+
+@pytest.mark.slow
+@settings(max_examples=50, deadline=None, phases=[Phase.generate])
+@given(st.data())
+def test_whatever_a_run_holds_the_page_is_whole(data: st.DataObject) -> None:
+    basic = {str: st.text(max_size=40), int: st.integers(0, 2**50), float: st.floats(width=32)}
+
+    def any_of(kind: Any) -> st.SearchStrategy[Any]:
+        if is_typeddict(kind):
+            return st.fixed_dictionaries({key: any_of(hint) for key, hint in get_type_hints(kind).items()})
+        if get_origin(kind) is list:
+            return st.lists(any_of(get_args(kind)[0]), max_size=5)
+        if get_origin(kind) is UnionType:
+            return st.none() | any_of(get_args(kind)[0])
+        return basic.get(kind, st.from_type(kind))
+
+    run = data.draw(any_of(Run)) | {"version": 1}
+    for one in run["ranges"]:
+        one["octaves"] = data.draw(st.lists(st.integers(0, 10**6), min_size=BINS, max_size=BINS))
+    Outline(page_of(run))
 
 
 # ---------------------------------------------------------------------------------------------- pieces

@@ -48,9 +48,9 @@ def test_what_json_has_no_numbers_for_is_written_in_words(tmp_path: Path) -> Non
 
 def test_numbers_of_numpy_are_as_good() -> None:
     run: Any = sample_run()
-    run["steps"][0] |= {"step": np.int64(1), "loss": np.float32(0.5), "scale": 65536}
+    run["steps"][0] |= {"step": np.int64(1), "loss": np.float32(1e30), "scale": 65536}
     step = checked(run)["steps"][0]
-    assert (step["step"], step["loss"], step["scale"]) == (1, 0.5, 65536.0)
+    assert (step["step"], step["loss"], step["scale"]) == (1, float(np.float32(1e30)), 65536.0)
     assert [type(step[key]) for key in ("step", "loss", "scale")] == [int, float, float]
 
 
@@ -101,6 +101,10 @@ def test_other_bytes_are_refused(tmp_path: Path) -> None:
         (["steps", 3, "loss"], "low", r"run\.steps\[3\]\.loss is 'low': write a number"),
         (["steps", 3, "stepped"], 1, r"run\.steps\[3\]\.stepped is 1: write true or false"),
         (["steps", 3, "step"], 1.5, r"run\.steps\[3\]\.step is 1\.5: write a whole number"),
+        (["steps", 3, "infs"], -1, r"run\.steps\[3\]\.infs is -1: write a whole number, 0 or more"),
+        (["steps", 3, "infs"], 10**400, r"run\.steps\[3\]\.infs is 1000.*\.\.\.: write"),
+        (["steps", 3, "loss"], -(10**400), r"run\.steps\[3\]\.loss is -1000.*\.\.\.: write a number"),
+        (["steps", 3, "loss"], True, r"run\.steps\[3\]\.loss is True: write a number"),
         (["steps", 3, "step"], True, r"run\.steps\[3\]\.step is True"),
         (["steps", 3, "scale"], None, r"run\.steps\[3\]\.scale is None"),
         (["steps"], {}, r"run\.steps is \{\}: write a list"),

@@ -6,8 +6,8 @@ clamp's kernels and netcl's are both launched by calling a ``cl.Kernel``; copies
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 import pyopencl as cl
 import wrapt
 
-from clamp.cli.bench.timeline import Command, Timeline, Wait
+from clamp.observe.timeline import Command, Timeline, Wait
 
 _NANO = 1e-9
 
@@ -25,10 +25,16 @@ class Recorder:
     """Records a step, from ``with`` to the end of it.
 
     What it wraps calls itself by its wrapped names (`cl.enqueue_fill` calls another, say): only the outermost counts.
+
+    Args:
+        alone: whether each command runs alone, for queues that take no times: its queue is finished before and after
+            it, and what passes between, on the program's clock, is its time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool = False) -> None:
+        self._alone = alone
         self._events: list[tuple[str, str, Any]] = []
+        self._alone_seconds: list[float] = []
         self._waits: list[Wait] = []
         self._depth = threading.local()
         self._stack = ExitStack()
@@ -49,6 +55,19 @@ class Recorder:
     ) -> None:
         self._ended = perf_counter()
         self._stack.close()
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    @property
+    def names(self) -> list[str]:
+        """What was enqueued so far, in order: kernels by their names, else ``"read"``, ``"write"``, ``"copy"``, ..."""
+        return [name for name, _, _ in self._events]
+
+    @property
+    def seconds(self) -> list[float]:
+        """How long each of these ran, once the queue has finished; 0.0 of a queue without profiling."""
+        return self._alone_seconds if self._alone else [_seconds_of(event) for _, _, event in self._events]
 
     def timeline(self, seconds: float) -> Timeline:
         """What was seen, once the queue has finished.
@@ -89,13 +108,15 @@ class Recorder:
         self._stack.callback(setattr, owner, name, original)
 
     def _launch(self, name: str, wrapped: Any, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        event = wrapped(*args, **kwargs)
+        with self._on_its_own(args):
+            event = wrapped(*args, **kwargs)
         self._events.append((kernel.function_name, "kernel", event))
         return event
 
     def _enqueue(self, name: str, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         began = perf_counter()
-        result = wrapped(*args, **kwargs)
+        with self._on_its_own(args):
+            result = wrapped(*args, **kwargs)
         what = _transfer(args) if name == "enqueue_copy" else name.removeprefix("enqueue_")
         if kwargs.get("is_blocking", True) and (what in ("read", "write") or name == "enqueue_map_buffer"):
             self._waited(what, began)
@@ -106,6 +127,18 @@ class Recorder:
             self._events.append((what, "transfer", event))
         return result
 
+    @contextmanager
+    def _on_its_own(self, args: tuple[Any, ...]) -> Iterator[None]:
+        queue = args[0] if self._alone and args and isinstance(args[0], cl.CommandQueue) else None
+        if queue is not None:
+            queue.finish()
+        began = perf_counter()
+        yield
+        if queue is not None:
+            queue.finish()
+        if self._alone:
+            self._alone_seconds.append(perf_counter() - began)
+
     def _wait(self, name: str, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         began = perf_counter()
         result = wrapped(*args, **kwargs)
@@ -114,6 +147,13 @@ class Recorder:
 
     def _waited(self, name: str, began: float) -> None:
         self._waits.append(Wait(name, began - self._began, perf_counter() - began))
+
+
+def _seconds_of(event: Any) -> float:
+    try:
+        return (event.profile.end - event.profile.start) * _NANO
+    except cl.Error:
+        return 0.0
 
 
 def _transfer(args: tuple[Any, ...]) -> str:

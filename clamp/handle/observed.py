@@ -1,0 +1,119 @@
+"""What a handle says of its run: why steps were skipped, what was done, what AMP gains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from clamp.casting.regions import Region
+from clamp.observe.attribution import Attribution
+from clamp.observe.explain import Explanation
+from clamp.observe.layer_ranges import LayerRanges, observe_ranges
+from clamp.observe.record import Record
+from clamp.observe.summary import Summary
+from clamp.report import write_page, write_run
+from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.step_guard import StepGuards
+
+
+class ObservedHandle:
+    """What a handle says of its run."""
+
+    _region: Region
+    _guards: StepGuards
+    _scaler: LossScale
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale."""
+        raise NotImplementedError
+
+    def _observe(self, debug: Iterable[str]) -> None:
+        """Begins; see ``AmpHandle``'s ``debug``."""
+        self._attribution = Attribution(lambda: self._guards.history)
+        self._record = Record()
+        if "attribution" in debug:
+            self._attribution.arm()
+        if "summary" in debug:
+            self._record.arm()
+
+    def _observe_no_more(self) -> None:
+        self._attribution.disarm()
+        self._record.disarm()
+
+    def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
+        """Why a step was skipped: the first op whose result stopped being finite, and one cure, as code.
+
+        ``print(handle.explain())`` is one screen. Without ``step`` it tells of the last skipped step, whose ops are
+        known after ``amp.init(debug="attribution")``.
+
+        Args:
+            step: does what one step of the loop does, with the same batch; it is run once, at the loss scale at which
+                the last step was skipped, and optimizers do not step in it. Gradients, loss scales, the statistics of
+                layers and random generators are put back. What it writes besides stays.
+        """
+        return self._attribution.explain(step)
+
+    def look_after_skips(self, step: Callable[[], Any]) -> None:
+        """Explains, after many skips in a row, a step that somebody else than the user can run again."""
+        self._attribution.look_after_skips(step, "handle.explain()")
+
+    def summary(self, step: Callable[[], Any] | None = None) -> Summary:
+        """What the run has done so far: steps and skips, kernels built; ``print`` it, it is one screen.
+
+        After ``amp.init(debug="summary")`` ops, casts and their bytes, too, counted since then.
+
+        Args:
+            step: does what one step of the loop does. It is run some dozens of times, in this dtype and in clamp's
+                float32, turn about, to take its time, that of each op, and its memory; the summary then ends with what
+                AMP gains. As in ``explain``, optimizers do not step in it, and all is put back.
+
+        Raises:
+            ValueError: no op of the step can be seen.
+        """
+        scale = self.loss_scale if self._scaler.scales else None
+        guards = self._guards
+        return self._record.summary(
+            self._region.dtype,
+            guards.steps,
+            list(guards.history),
+            guards.skips,
+            scale,
+            step,
+            lambda: self._scaler.scale,
+        )
+
+    def ranges(self, step: Callable[[], Any]) -> LayerRanges:
+        """The magnitudes of activations, gradients and parameters of each layer; ``print`` it, or ``.draw(path)`` it.
+
+        It says what float16 and bfloat16 would make zero, or inf, of them at any loss scale, and suggests one.
+
+        Args:
+            step: as for ``summary``; it is run twice, in float32, which loses nothing, and under AMP.
+
+        Raises:
+            ValueError: no op of the step can be seen.
+        """
+        with self._record.unwatched():
+            return observe_ranges(step, lambda: self._scaler.scale)
+
+    def report(
+        self, path: str | Path, step: Callable[[], Any] | None = None, losses: Sequence[float] | None = None
+    ) -> None:
+        """Writes the run as one page, which needs nothing besides, or where the path ends in ``.json`` as JSON.
+
+        Args:
+            path: where to; ``python -m clamp report run.json`` makes a page of JSON later.
+            step: as for ``summary``; and if the last step was skipped and nobody knows why, as for ``explain``.
+            losses: of the last steps, one for each, the newest last; ``amp.init(debug="summary")`` knows them itself.
+
+        Raises:
+            ValueError: no op of the step can be seen.
+            ModuleNotFoundError: matplotlib, which draws a page's pictures, is not installed.
+            OSError: the file cannot be written.
+        """
+        explanation = self._attribution.of_last_step(step)
+        summary = self.summary(step)
+        run = self._record.run(summary, explanation, self._guards.device, self._region.level, losses)
+        (write_run if Path(path).suffix == ".json" else write_page)(run, path)

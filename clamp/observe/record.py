@@ -1,0 +1,100 @@
+"""What a handle remembers of its run, and what it can measure of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pyopencl as cl
+
+from clamp.casting.results import RESULTS
+from clamp.observe.explain import Explanation
+from clamp.observe.layer_ranges import LayerRanges, observe_ranges
+from clamp.observe.run import run_of
+from clamp.observe.summary import Summary, with_times
+from clamp.observe.tally import Tally
+from clamp.observe.trial import Trial, try_step
+from clamp.opencl.progress import PROGRESS
+from clamp.report import Run
+from clamp.scaling.step_report import StepReport
+
+
+class Record:
+    """The run of a handle from its beginning.
+
+    Attributes:
+        began: when, in UTC.
+        tally: what is counted; None until ``arm``.
+    """
+
+    def __init__(self) -> None:
+        self.began = datetime.now(UTC)
+        self.tally: Tally | None = None
+        self._built = PROGRESS.programs, PROGRESS.seconds
+
+    def arm(self) -> None:
+        """From now on ops, casts, losses and gradients are counted and noted."""
+        self.tally = Tally()
+        self.tally.start()
+        RESULTS.attach(self.tally)
+
+    def disarm(self) -> None:
+        """They are not; what was counted stays."""
+        if self.tally is not None:
+            RESULTS.detach(self.tally)
+            self.tally.stop()
+
+    def summary(
+        self, dtype: str, steps: int, history: Sequence[StepReport], skips: int, loss_scale: float | None,
+        step: Callable[[], Any] | None, live_scale: Callable[[], float],
+    ) -> Summary:  # fmt: skip
+        """What is known, and with a step, what can be measured of it; see ``AmpHandle.summary``."""
+        programs, seconds = PROGRESS.programs - self._built[0], PROGRESS.seconds - self._built[1]
+        known = Summary(dtype, steps, skips, history, loss_scale, programs, seconds)
+        trial, ranges = (None, None) if step is None else self._tried(step, live_scale)
+        if self.tally is not None:
+            rows, copies = self.tally.rows, self.tally.weight_copies
+            rows = rows if trial is None else with_times(rows, trial.amp)
+            known = replace(known, rows=rows, casts=self.tally.casts, weight_copies=copies, counted=True)
+        elif trial is not None:
+            known = replace(known, rows=trial.amp.rows, casts=trial.amp.casts, weight_copies=trial.amp.weight_copies)
+        return replace(known, trial=trial, ranges=ranges)
+
+    def run(
+        self, summary: Summary, explanation: Explanation | None, device: cl.Device | None, level: str,
+        losses: Sequence[float] | None,
+    ) -> Run:  # fmt: skip
+        """All of it as JSON has it; see `run_of`."""
+        of_trial = () if summary.trial is None else summary.trial.modules
+        return run_of(
+            summary,
+            explanation,
+            device=device,
+            level=level,
+            began=self.began,
+            points={} if self.tally is None else self.tally.curves.read(),
+            losses=losses,
+            modules=of_trial if self.tally is None else self.tally.modules,
+            ranges=[] if summary.ranges is None else summary.ranges.as_json(),
+            suggested_scale=None if summary.ranges is None else summary.ranges.suggested_scale,
+        )
+
+    def _tried(self, step: Callable[[], Any], live_scale: Callable[[], float]) -> tuple[Trial, LayerRanges]:
+        with self.unwatched():
+            return try_step(step), observe_ranges(step, live_scale)
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Inside the ``with`` nothing is counted: what is only looked at is not a part of the run."""
+        is_armed = self.tally is not None and RESULTS.has(self.tally)
+        if is_armed:
+            self.disarm()
+        try:
+            yield
+        finally:
+            if is_armed and self.tally is not None:
+                self.tally.start()
+                RESULTS.attach(self.tally)

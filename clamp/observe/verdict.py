@@ -1,0 +1,129 @@
+"""What AMP gains in a step, in one plain sentence, and why, from what a trial has measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from clamp.observe.trial import NO_DIFFERENCE, Trial
+
+_SMALL = 100e-6  # seconds a launch, of which most is the launching
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer, for people.
+
+    Attributes:
+        sentence: it.
+        details: what it rests on.
+        cure: what to write, as code; empty if there is nothing to change.
+        is_slower: whether the step takes longer than in float32.
+    """
+
+    sentence: str
+    details: tuple[str, ...]
+    cure: str
+    is_slower: bool
+
+
+def judge(trial: Trial) -> Verdict:
+    """The verdict of a trial."""
+    if trial.dtype == "float32":
+        nothing = "AMP computes in float32 here, so that there is nothing to gain, and nothing to lose."
+        return Verdict(nothing, (), "", False)
+    times_as_fast, keeps = trial.plain.seconds / trial.amp.seconds, _kept(trial)
+    less = f"{trial.dtype} keeps {keeps:.2f} of float32's activation memory" if keeps < 1 - NO_DIFFERENCE else ""
+    because = f", because {' and '.join(reasons)}" if (reasons := _reasons(trial)) else ""
+    if times_as_fast >= 1 + NO_DIFFERENCE:
+        memory = f" and keeps {keeps:.2f} of its activation memory" if less else ""
+        sentence = f"{trial.dtype} is {times_as_fast:.2f}x as fast as float32 here{memory}."
+    elif times_as_fast > 1 - NO_DIFFERENCE:
+        memory = f"; {less}" if less else ""
+        sentence = f"no gain in time here: as fast as float32{because}{memory}."
+    else:
+        memory = f"; {less}" if less else ""
+        gain = "no gain in time here" if less else "no gain here"
+        sentence = f"{gain}: {1 / times_as_fast:.2f}x slower than float32{because}{memory}."
+    return Verdict(sentence, tuple(_details(trial)), _cure(trial), times_as_fast <= 1 - NO_DIFFERENCE)
+
+
+def notes(trial: Trial) -> dict[tuple[str, ...], str]:
+    """What to say of ops that are not worth their 16 bits, by the keys of their rows."""
+    plain = {row.key: row.seconds or 0.0 for row in trial.plain.rows}
+    found = {}
+    for row in trial.amp.rows:
+        took, there = row.seconds or 0.0, plain.get(row.key, 0.0)
+        if row.policy == "half" and there and took > 1.1 * there and took - there > 0.01 * trial.amp.op_seconds:
+            found[row.key] = f"{took / there:.2f}x slower than in float32"
+    return found
+
+
+def _kept(trial: Trial) -> float:
+    return trial.amp.activations / trial.plain.activations if trial.plain.activations else 1.0
+
+
+def _reasons(trial: Trial) -> list[str]:
+    """Why 16 bits do not make the step faster."""
+    reasons = []
+    total = trial.amp.op_seconds
+    if total and trial.amp.cast_seconds >= 0.05 * total:
+        reasons.append(f"casts take {trial.amp.cast_seconds / total:.0%} of the step")
+    ratio = _half_ratio(trial)
+    if ratio is not None and ratio <= 1 - NO_DIFFERENCE:
+        reasons.append(f"the functions in half take {1 / ratio:.2f}x as long in {trial.dtype} on this device")
+    elif ratio is not None and ratio < 1 + NO_DIFFERENCE:
+        reasons.append("the functions in half are as fast in float32 on this device")
+    if _is_small(trial):
+        each = trial.amp.seconds / trial.amp.launches * 1e6
+        reasons.append(f"a step is {trial.amp.launches} launches of {each:.0f} us, most of which is the launching")
+    return reasons
+
+
+def _half_ratio(trial: Trial) -> float | None:
+    """How much faster the functions in half are in 16 bits, without their casts; None if there are none."""
+    plain = {row.key: row.seconds or 0.0 for row in trial.plain.rows}
+    pairs = [
+        (row.seconds or 0.0, plain[row.key]) for row in trial.amp.rows if row.policy == "half" and row.key in plain
+    ]
+    took = sum(amp for amp, _ in pairs) - trial.amp.cast_seconds
+    return sum(there for _, there in pairs) / took if took > 0 else None
+
+
+def _is_small(trial: Trial) -> bool:
+    return trial.amp.launches > 0 and trial.amp.seconds / trial.amp.launches < _SMALL
+
+
+def _details(trial: Trial) -> list[str]:
+    of = "The least (the machine has other things to do, too)" if trial.busy else "Medians"
+    details = [
+        f"{of} of {trial.rounds} rounds, turn about: {_ms(trial.amp.seconds)} in {trial.dtype}, "
+        f"{_ms(trial.plain.seconds)} in clamp's float32, for forward, backward and the division by the loss scale. "
+        "The optimizer's step comes to both, and takes the same in both."
+    ]
+    if trial.plain.computes_in_16_bit:
+        details.append(
+            "In the float32 rounds, too, a part is computed in 16 bits: of parameters or inputs that are so."
+        )
+    if trial.with_black_list is not None:
+        pays = "pays" if trial.black_list_pays else "does not pay"
+        details.append(
+            f"In float32 these take less time, by themselves: {', '.join(trial.black_list)}. To put them on the black "
+            f"list {pays}: then a step takes {_ms(trial.with_black_list)}."
+        )
+    return details
+
+
+def _cure(trial: Trial) -> str:
+    if trial.black_list_pays:
+        return f"handle = amp.init(dtype={trial.dtype!r}, custom_black_list={list(trial.black_list)})"
+    if trial.plain.seconds > (1 + NO_DIFFERENCE) * trial.amp.seconds:
+        return ""
+    if _is_small(trial):
+        return "@amp.record  # above the function that makes a step: one launch after the other, without Python between"
+    if trial.plain.seconds < (1 - NO_DIFFERENCE) * trial.amp.seconds and _kept(trial) > 1 - NO_DIFFERENCE:
+        return 'handle = amp.init(dtype="float32")  # clamp\'s kernels, and nothing is cast'
+    return ""
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

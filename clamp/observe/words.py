@@ -1,0 +1,18 @@
+"""Tables of text, for terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def aligned(table: Sequence[Sequence[str]], numbers: range, indent: str = "  ") -> list[str]:
+    """The rows of a table in columns as wide as they must be; those of numbers end at one place."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return [
+        indent
+        + "  ".join(
+            cell.rjust(width) if column in numbers else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]

@@ -1,0 +1,96 @@
+"""Numbers of each step that a device writes down without a wait, and that the host reads together, much later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyopencl as cl
+from numpy.typing import NDArray
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import Kernel
+from clamp.opencl.recording import refuse, unrecorded
+from clamp.ops.launch import pieces_for
+from clamp.ops.slots import GROUP_GPU, filled, slots_for, tiles_of
+
+NOTE = Kernel("notes.cl", "note")
+TOTAL = Kernel("notes.cl", "total")
+SQUARES = Kernel("squares.cl", "squares")
+
+_OTHER_ARGUMENTS_BYTES = 24  # tile table, sums and where its tiles begin
+_LIFT = 90  # by which exponents squares.cl lifts what is small, and lowers what is large
+
+
+class Notes:
+    """Numbers on a queue's device, ``rows`` of them; what was noted in a row stays until it is noted there again.
+
+    Args:
+        queue: of the tensors that are noted.
+        rows: how many numbers.
+        width: words of each.
+    """
+
+    width = 1
+
+    def __init__(self, queue: cl.CommandQueue, rows: int) -> None:
+        with unrecorded():
+            self._words = bridge.zeros(queue, (rows * self.width,), "float32")
+
+    def _read(self) -> NDArray[np.float64]:
+        refuse("Notes were read", "Read them after the recorded part.")
+        return np.asarray(self._words.to_host(), np.float64).reshape(-1, self.width)
+
+
+class Elements(Notes):
+    """Notes of single elements."""
+
+    def note(self, row: int, x: Tensor) -> None:
+        """Notes the first element of ``x``, float32, float16 or bfloat16. Enqueues one launch."""
+        NOTE(x.queue, (1,), (1,), x, self._words, row, X_T=bridge.STORAGE[x.dtype])
+
+    def read(self) -> NDArray[np.float64]:
+        """The numbers, shape ``(rows,)``. Waits for the device."""
+        return self._read()[:, 0]
+
+
+class Norms(Notes):
+    """Notes of Euclidean norms.
+
+    Squares are summed in float32, by exponents, so that neither a small nor a large element is lost.
+    """
+
+    width = 3
+
+    def note(self, row: int, tensors: Sequence[Tensor]) -> None:
+        """Notes the norm of all elements of all tensors together.
+
+        Enqueues ``ceil(n / 100)`` launches a dtype, and one besides.
+
+        Args:
+            tensors: float32, float16 or bfloat16, on one queue, with elements.
+        """
+        kinds: dict[str, list[Tensor]] = {}
+        for tensor in tensors:
+            kinds.setdefault(bridge.STORAGE[tensor.dtype], []).append(tensor)
+        parts = []
+        for kind, same in kinds.items():
+            slots = slots_for(same[0].queue, len(same), 1, _OTHER_ARGUMENTS_BYTES)
+            parts += [(kind, slots, same[start : start + slots]) for start in range(0, len(same), slots)]
+        queue, wg = tensors[0].queue, 1 if capabilities(tensors[0].queue).is_cpu else GROUP_GPU
+        tiles = [tiles_of(queue, tuple([tensor.size for tensor in these])) for _, _, these in parts]
+        counts = [one.grid[0][0] // wg for one in tiles]
+        sums = bridge.empty(queue, (3 * sum(counts),), "float32")
+        for index, (kind, slots, these) in enumerate(parts):
+            SQUARES(
+                queue, *tiles[index].grid, tiles[index].table, sums, sum(counts[:index]), *filled(these, slots),
+                X_T=kind, DECADES=slots // 10, WG=wg, PIECES=pieces_for(queue),
+            )  # fmt: skip
+        TOTAL(queue, (1,), (1,), sums, sum(counts), self._words, row, X_T="f32")
+
+    def read(self) -> NDArray[np.float64]:
+        """The norms, shape ``(rows,)``; inf or nan where an element was. Waits for the device."""
+        low, mid, high = self._read().T
+        return np.sqrt(np.ldexp(low, -2 * _LIFT) + mid + np.ldexp(high, 2 * _LIFT))
