@@ -54,4 +54,9 @@ def compare_accuracy(*args: Any, **kwargs: Any) -> Accuracy | None:
     if "dump_path" in kwargs or (args and isinstance(args[0], str | Path)):
         compare_dumped(*args, **kwargs)
         return None
+    if len(args) > 2:  # model and batch
+        raise TypeError(
+            f"compare_accuracy takes the folders of two runs, got a {type(args[0]).__name__}; or a model and a batch, "
+            "and all else by name"
+        )
     return compare_step(*args, **kwargs)

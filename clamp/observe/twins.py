@@ -19,6 +19,7 @@ from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.arguments import mapped
 from clamp.casting.policy import default_table
 from clamp.casting.regions import Region, casting_in, current_region, no_casts
+from clamp.casting.results import forward_again
 from clamp.functions.activations import LAST_SEED
 from clamp.observe.errors import with_digits_of
 from clamp.observe.identity import INSERTED
@@ -117,7 +118,7 @@ class Twins:
         """All that a call gives in float32, in its order; nothing if it cannot be made."""
         self._calling, self._found = sys._getframe(), []
         try:
-            with bridge.off_tape(), casting_in(call.region):
+            with bridge.off_tape(), forward_again(), casting_in(call.region):
                 call.run(mapped(call.args, copy), mapped(call.kwargs, copy))
         except Exception:  # a user's kernels, which read 16 bits only: their op has no counterpart
             return []
