@@ -12,6 +12,7 @@ from clamp.observe.explain import Explanation
 from clamp.observe.layer_ranges import LayerRanges, observe_ranges
 from clamp.observe.record import Record
 from clamp.observe.summary import Summary
+from clamp.ranks.mpi import Ranks
 from clamp.report import write_page, write_run
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuards
@@ -23,6 +24,7 @@ class ObservedHandle:
     _region: Region
     _guards: StepGuards
     _scaler: LossScale
+    _ranks: Ranks | None
 
     @property
     def loss_scale(self) -> float:
@@ -32,7 +34,7 @@ class ObservedHandle:
     def _observe(self, debug: Iterable[str]) -> None:
         """Begins; see ``AmpHandle``'s ``debug``."""
         self._attribution = Attribution(lambda: self._guards.history)
-        self._record = Record()
+        self._record = Record(lambda: self._guards.history)
         if "attribution" in debug:
             self._attribution.arm()
         if "summary" in debug:
@@ -71,7 +73,13 @@ class ObservedHandle:
 
         Raises:
             ValueError: no op of the step can be seen.
+            RuntimeError: with a step, after ``distribute``: ranks would run different numbers of steps.
         """
+        if step is not None and self._ranks is not None:
+            raise RuntimeError(
+                "handle.summary(step) was called after handle.distribute: how often the step runs depends on its time, "
+                "and ranks would wait for each other's passes. Measure in one process, without distribute"
+            )
         scale = self.loss_scale if self._scaler.scales else None
         guards = self._guards
         return self._record.summary(

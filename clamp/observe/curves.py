@@ -90,9 +90,10 @@ class Curves:
             notes.note(number % _ROWS, these)
             self._since[1].append((queue, number))
 
-    def stepped(self, step: int) -> None:
-        """What has been noted since the step before is this one's."""
-        self._steps.append((step, *self._since))
+    def stepped(self, step: int | None) -> None:
+        """What has been noted since the step before is this one's; with None, nobody's."""
+        if step is not None:
+            self._steps.append((step, *self._since))
         self._since = [], []
 
     def read(self) -> dict[int, Point]:

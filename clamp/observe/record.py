@@ -25,21 +25,29 @@ from clamp.scaling.step_report import StepReport
 class Record:
     """The run of a handle from its beginning.
 
+    Args:
+        history: gives the reports of its steps, the newest last.
+
     Attributes:
         began: when, in UTC.
         tally: what is counted; None until ``arm``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, history: Callable[[], Sequence[StepReport]]) -> None:
+        self._history = history
         self.began = datetime.now(UTC)
         self.tally: Tally | None = None
         self._built = PROGRESS.programs, PROGRESS.seconds
 
     def arm(self) -> None:
         """From now on ops, casts, losses and gradients are counted and noted."""
-        self.tally = Tally()
+        self.tally = Tally(self._is_own)
         self.tally.start()
         RESULTS.attach(self.tally)
+
+    def _is_own(self, report: StepReport) -> bool:
+        history = self._history()
+        return bool(history) and history[-1] is report
 
     def disarm(self) -> None:
         """They are not; what was counted stays."""

@@ -115,12 +115,16 @@ class _Recording(threading.local):
 class Tally:
     """An observer (`clamp.casting.results.Observer`) that counts.
 
+    Args:
+        is_own: whether a step is one of the run's, and not of another scaler's in the same process.
+
     Attributes:
         curves: loss and gradients of the steps.
         weight_copies: the most bytes of 16-bit copies of weights that there were when a loss was scaled.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_own: Callable[[StepReport], bool] = lambda report: True) -> None:
+        self._is_own = is_own
         self.curves = Curves()
         self.weight_copies = 0
         self._lock = threading.Lock()
@@ -190,7 +194,7 @@ class Tally:
 
     def stepped(self, report: StepReport) -> None:
         """See ``Observer``."""
-        self.curves.stepped(report.step)
+        self.curves.stepped(report.step if self._is_own(report) else None)
 
     # ------------------------------------------------------------------------------------------ counting
 

@@ -233,7 +233,7 @@ class _Look:
         self.queues: list[cl.CommandQueue] = []
         self.activations = self.weight_copies = self.peak = 0
 
-    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> None:
+    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> bool:
         """See ``Observer``."""
         _require(recorder() is None)
         value = made.value
@@ -241,6 +241,7 @@ class _Look:
             self.queues.append(value.queue)
         if isinstance(made, Node) and made.op_name == SCALE_OP:
             self._forward_is_over()
+        return True
 
     def gradients(self, token: Any, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[..., Any]) -> None:
         """See ``Observer``: of a loss that nobody has scaled."""

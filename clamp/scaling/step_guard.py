@@ -106,7 +106,8 @@ class StepGuard:
         overflowed = [index for index, state in enumerate(states) if state.overflow & self.mask]
         found = [] if overflowed else masters.gathered(self.optimizer)
         params = [param for param in getattr(self.optimizer, "params", ()) if isinstance(param, Tensor)]
-        RESULTS.stepping(params)
+        if not is_vouched(self.optimizer):  # else an outer guard has told already
+            RESULTS.stepping(params)
         if overflowed or self._guards.found_in(self._unchecked(params)):
             index = overflowed[-1] if overflowed else len(states) - 1
             self._skip(params, pending[index] if pending else None, states[index] if states else None, before)

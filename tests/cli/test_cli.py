@@ -757,10 +757,12 @@ def test_every_function_that_clamp_implements_names_its_kernels() -> None:
 
 
 def test_every_kernel_file_is_named_for_a_function() -> None:
-    """But for those of loss scaling, optimizers and devices, which no function casts for."""
+    """But for those of loss scaling, optimizers, devices and what is observed, which no function casts for."""
     named = set().union(*(reached(function).files for function in OWNED.values()))
     there = {path.name for path in files("clamp.kernels").iterdir() if path.name.endswith(".cl")}
-    assert there - named == {"loss_scale.cl", "multi_tensor.cl", "optimizer_step.cl", "probe.cl", "transfer.cl"}
+    observed = {"notes.cl", "squares.cl", "statistics.cl"}
+    others = {"loss_scale.cl", "multi_tensor.cl", "optimizer_step.cl", "probe.cl", "transfer.cl"}
+    assert there - named == observed | others
 
 
 def test_lists_suggests_names_for_one_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,6 +61,25 @@ def test_memory_is_that_of_the_step_in_both_precisions(queue: cl.CommandQueue, d
     assert f"activations kept when forward is over   {2 * kept / 2**20:.2f}"[:40] in str(run.handle.summary(run.step))
 
 
+def test_activations_are_known_of_a_loss_that_nobody_scales(queue: cl.CommandQueue) -> None:
+    run = Run(queue)
+
+    def once() -> None:
+        loss_of(run.model, run.data).backward()
+
+    trial = run.handle.summary(once).trial
+    assert trial.amp.activations >= 2 * ROWS * sum(WIDTHS[1:])
+    assert trial.plain.activations >= 4 * ROWS * sum(WIDTHS[1:])
+
+
+def test_nothing_is_measured_where_ranks_would_wait_for_each_other(queue: cl.CommandQueue) -> None:
+    run = Run(queue)
+    run.handle._ranks = object()
+    with pytest.raises(RuntimeError, match=r"was called after handle\.distribute"):
+        run.handle.summary(run.step)
+    run.handle._ranks = None
+
+
 def test_each_op_is_found_in_both_precisions(queue: cl.CommandQueue) -> None:
     run = Run(queue)
     trial = run.handle.summary(run.step).trial

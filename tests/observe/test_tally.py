@@ -18,6 +18,7 @@ from clamp.casting.results import RESULTS
 from clamp.observe.recorder import Recorder
 from clamp.observe.tally import Row, Tally
 from clamp.ops.cast import LISTENERS
+from clamp.scaling.step_report import StepReport
 from tests.networks import Task, batch, loss_of, mlp, step
 from tests.reference import to_device
 
@@ -98,6 +99,34 @@ def test_a_skipped_step_has_a_norm_that_is_not_finite(queue: cl.CommandQueue) ->
         (point,) = tally_of(handle).curves.read().values()
         assert not handle.last_step.stepped
     assert not np.isfinite(point.gradient_norm)
+
+
+def test_a_step_by_another_scaler_is_noted_once(queue: cl.CommandQueue) -> None:
+    """Its guard stands around the handle's."""
+    task, other = Task(queue), Task(queue)
+    scaler = amp.GradScaler(init_scale=2.0)
+    with amp.init(debug="summary", loss_scale=4.0) as handle:
+        for size in (1.0, 2.0):
+            other.optimizer.zero_grad()
+            scaler.scale(other.loss(5.0)).backward()
+            scaler.step(other.optimizer)
+            scaler.update()
+            task.optimizer.zero_grad()
+            task.backward(handle, size)
+            task.optimizer.step()
+        points = tally_of(handle).curves.read()
+    sizes = [5.0, 1.0, 5.0, 2.0]
+    assert [report.step for report in handle.history] == list(points) == [1, 2, 3, 4]
+    assert [point.gradient_norm for point in points.values()] == [pytest.approx(size * np.sqrt(12)) for size in sizes]
+    assert [point.loss is None for point in points.values()] == [False] * 4
+
+
+def test_steps_of_another_run_are_left_out() -> None:
+    reports = [StepReport(True, "", 1.0, step=number) for number in (1, 1, 2)]
+    tally = Tally(lambda report: report is not reports[1])
+    for report in reports:
+        tally.stepped(report)
+    assert list(tally.curves.read()) == [1, 2]
 
 
 def test_a_replay_counts_as_the_steps_that_it_repeats(queue: cl.CommandQueue) -> None:
