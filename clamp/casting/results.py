@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from clamp import bridge
@@ -88,9 +88,10 @@ _thread = _Thread()
 
 
 @contextmanager
-def forward_again() -> Iterator[None]:
-    """Inside the ``with``, ops are told of in backward, too: whoever looks there computes a forward once more."""
-    around, _thread.in_backward = _thread.in_backward, False
+def _backward_is(under_way: bool) -> Iterator[None]:
+    """Inside the ``with``, what this thread computes is a step of a gradient, and nobody is told of it; or it is not,
+    as what an observer computes."""
+    around, _thread.in_backward = _thread.in_backward, under_way
     try:
         yield
     finally:
@@ -99,6 +100,11 @@ def forward_again() -> Iterator[None]:
 
 def _stepping(params: Sequence[Tensor]) -> None:
     pass
+
+
+def forward_again() -> AbstractContextManager[None]:
+    """Inside the ``with``, ops are told of in backward, too: whoever looks there computes a forward once more."""
+    return _backward_is(False)
 
 
 class _Results:
@@ -191,17 +197,14 @@ class _Results:
         return made
 
     def _backward_seen(self, run: Callable[..., None], loss: Node, grad: Tensor | None) -> None:
-        around, _thread.in_backward = _thread.in_backward, False
-        try:
-            # Nodes that a user made by hand have passed nowhere.
-            if any(node.parents and not hasattr(node, "is_observed") for node in bridge.graph(loss)):
+        # Nodes that a user made by hand have passed nowhere.
+        if any(node.parents and not hasattr(node, "is_observed") for node in bridge.graph(loss)):
+            with _backward_is(False):
                 for node in bridge.in_order(loss):
                     if node.parents and not hasattr(node, "is_observed"):
                         self._seen(node, node.parents)
-            _thread.in_backward = True
+        with _backward_is(True):
             run(loss, grad)
-        finally:
-            _thread.in_backward = around
         for observer in self._observers:
             observer.backward_ended(loss)
 
@@ -210,8 +213,9 @@ class _Results:
             return add(first, second)
         # The same bits, and both stay what they were for whoever looks at them later.
         made = elementwise("add", bridge.canonical_dtype(first.dtype), first, second)
-        for observer in self._observers:
-            observer.added(made, first, second)
+        with _backward_is(False):
+            for observer in self._observers:
+                observer.added(made, first, second)
         return made
 
     def _before_step(self, params: Sequence[Tensor]) -> None:
@@ -228,8 +232,9 @@ class _Results:
 def _seen_gradients(run: Callable[[Tensor], Any], told: Sequence[tuple[Observer, Any]]) -> Callable[[Tensor], Any]:
     def run_and_tell(grad: Tensor) -> Any:
         grads = run(grad)
-        for observer, token in told:
-            observer.gradients(token, grad, grads, run)
+        with _backward_is(False):
+            for observer, token in told:
+                observer.gradients(token, grad, grads, run)
         return grads
 
     return run_and_tell

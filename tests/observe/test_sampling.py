@@ -247,6 +247,24 @@ def test_without_amp_each_op_is_told_once(queue: cl.CommandQueue, seen: Seen) ->
     assert [report.stepped for report in seen.steps] == [True]
 
 
+def test_what_an_observer_computes_in_backward_is_told(queue: cl.CommandQueue, seen: Seen) -> None:
+    """An observer may compute an op again; what a gradient is computed with is no op of anybody's."""
+
+    class Again(Seen):
+        def result(self, made: Any, parents: Any) -> Any:
+            super().result(made, parents)
+            return made.op_name
+
+        def gradients(self, token: Any, grad: Any, grads: Any, again: Any) -> None:
+            if token == "sqrt":
+                ag.exp(ag.tensor(grad))
+
+    x = ag.tensor(to_device(queue, np.ones((2, 3))), requires_grad=True)
+    with RESULTS.attached(Again()):
+        ag.matmul_op(ag.sqrt(x), ag.tensor(to_device(queue, np.ones((3, 2))))).backward()
+    assert names(seen) == ["sqrt", "matmul", "exp"]
+
+
 def test_functions_made_of_others(queue: cl.CommandQueue, seen: Seen) -> None:
     x = ag.tensor(to_device(queue, np.ones((2, 3))), requires_grad=True)
     mean = ag.mean(x)
