@@ -34,6 +34,9 @@ _COMMON = "common.clh"
 # Scalars by their names in OpenCL C. A program is built with -cl-kernel-arg-info, so that its kernels know them.
 _SCALARS = {"int": np.int32, "uint": np.uint32, "long": np.int64, "ulong": np.uint64, "float": np.float32}
 _OPTIONS = ("-cl-kernel-arg-info",)
+# The PoCL that kernels/builtins.clh is written for, and what has its compiler read that in place of a longer header.
+_SHORTENED = "PoCL 3.1"
+_SHORTENING = ("-D_OPENCL_H_", "-DDECLARE_BUILTINS")
 
 Finish: TypeAlias = Callable[[bytes], bytes]
 
@@ -215,7 +218,7 @@ def build(
                 )
         try:
             with PROGRESS.compiling():
-                program = cl.Program(context, text).build(options=options, cache_dir=False)  # type: ignore[arg-type]
+                program = _compiled(context, file, text, options)
         except cl.RuntimeError as error:
             devices = ", ".join(device.name for device in context.devices)
             raise KernelBuildError(
@@ -230,6 +233,22 @@ def build(
         made: Any = program.get_info(cl.program_info.BINARIES)
         binaries.store(file_kept, Kept(made[0], signatures))
     return Built(program, signatures)
+
+
+def _compiled(context: cl.Context, file: str, text: str, options: list[str]) -> cl.Program:
+    """The program, compiled with a shorter header where that is known to serve (kernels/builtins.clh)."""
+
+    def compiled(*more: str) -> cl.Program:
+        return cl.Program(context, text).build(options=[*options, *more], cache_dir=False)  # type: ignore[arg-type]
+
+    if not all(_SHORTENED in device.platform.version for device in context.devices):
+        return compiled()
+    try:
+        return compiled(*_SHORTENING)
+    except cl.RuntimeError:
+        program = compiled()
+    warnings.warn(f"{file} is slow to compile: it calls what kernels/builtins.clh does not declare", stacklevel=2)
+    return program
 
 
 def _finished(context: cl.Context, program: cl.Program, finish: Finish, file: str) -> cl.Program:
