@@ -189,8 +189,8 @@ def _get_program(
         return _programs[key]
 
 
-def _prefetches(device: cl.Device) -> bool:
-    """Whether the device is a CPU, whose compilers have __builtin_prefetch; Oclgrind's instructions are all its own."""
+def _is_cpu(device: cl.Device) -> bool:
+    """Whether the device is a processor; Oclgrind, whose instructions are all its own, is none."""
     return bool(device.type & cl.device_type.CPU) and device.platform.name != "Oclgrind"
 
 
@@ -205,8 +205,8 @@ def build(
     """
     text = f'#line 1 "{_COMMON}"\n{source(_COMMON)}\n#line 1 "{file}"\n{source(file)}'
     options = [*_OPTIONS, *more_options, *(f"-D{name}={value}" for name, value in macros.items())]
-    if all(map(_prefetches, context.devices)):
-        options.append("-DPREFETCHES")
+    if all(map(_is_cpu, context.devices)):
+        options.append("-DON_CPU")
     file_kept = binaries.file_of(context, text, options)
     with warnings.catch_warnings():
         # Drivers write progress to the build log of a program that is fine.
