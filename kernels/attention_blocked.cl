@@ -86,7 +86,7 @@ static inline void shuffle16(const float16 *from, float16 *to) {
 }
 
 // to[column][row] = from[row][column]; rows and columns are multiples of 16.
-static inline void transpose(floats from, size_t from_pitch, floats to, size_t to_pitch, size_t rows, size_t columns) {
+APART void transpose(floats from, size_t from_pitch, floats to, size_t to_pitch, size_t rows, size_t columns) {
     for (size_t column = 0; column < columns; column += 16)
         for (size_t row = 0; row < rows; row += 16) {
             float16 m[16], other[16];
@@ -103,8 +103,8 @@ static inline void transpose(floats from, size_t from_pitch, floats to, size_t t
 
 // Rows of D elements of a tensor as floats, `pitch` apart, with zeros up to there and in the rows up to `padded`.
 #define DEFINE_WIDEN(NAME, T)                                                                                       \
-    static inline void widen_##NAME(__global const STORAGE(T) *from, floats to, size_t rows, size_t padded,         \
-                                    size_t D, size_t pitch) {                                                       \
+    APART void widen_##NAME(__global const STORAGE(T) *from, floats to, size_t rows, size_t padded, size_t D,       \
+                            size_t pitch) {                                                                         \
         for (size_t row = 0; row < padded; row++, from += D, to += pitch)                                           \
             for (size_t d = 0; d < pitch; d += 16) {                                                                \
                 const size_t end = row < rows ? D : 0;                                                              \
@@ -112,7 +112,7 @@ static inline void transpose(floats from, size_t from_pitch, floats to, size_t t
             }                                                                                                       \
     }
 #define DEFINE_NARROW(NAME, T)                                                                                      \
-    static inline void narrow_##NAME(floats from, __global STORAGE(T) *to, size_t rows, size_t D, size_t pitch) {   \
+    APART void narrow_##NAME(floats from, __global STORAGE(T) *to, size_t rows, size_t D, size_t pitch) {           \
         for (size_t row = 0; row < rows; row++, from += pitch, to += D)                                             \
             for (size_t d = 0; d < D; d += 16) STORE_PART(T, LOAD_ANY(float16, from + d), to, d, D);                \
     }

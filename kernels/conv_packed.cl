@@ -116,7 +116,7 @@ conv(__global const float *restrict weights, __global const STORAGE(X_T) *restri
 #ifdef WEIGHT_GRAD
 // The gradient of positions j0 .. j1-1 of NR output channels, transposed; zero from channel `rows` on. Blocks of 4
 // channels by 16 positions go through registers; what they write beyond j1 is never read.
-static inline void pack_grad(__global const STORAGE(G_T) *g, __global float *panel, size_t rows,
+APART void pack_grad(__global const STORAGE(G_T) *g, __global float *panel, size_t rows,
                              size_t j0, size_t j1, size_t positions, size_t grad_image, size_t begin, size_t size) {
     size_t n = j0 / positions, p = j0 % positions;
     while (j0 < j1) {

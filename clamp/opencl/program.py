@@ -37,6 +37,9 @@ _SCALARS = {"int": np.int32, "uint": np.uint32, "long": np.int64, "ulong": np.ui
 _OPTIONS = ("-cl-kernel-arg-info",)
 # What a kernel takes as it is; a tensor stands for its buffer.
 _ARGUMENTS = frozenset((int, float, bool, np.float32, cl.Buffer, cl.SVM))
+# The PoCL that kernels/builtins.clh is written for, and what has its compiler read that in place of a longer header.
+_SHORTENED = "PoCL 3.1"
+_SHORTENING = ("-D_OPENCL_H_", "-DDECLARE_BUILTINS")
 
 Finish: TypeAlias = Callable[[bytes], bytes]
 
@@ -243,8 +246,8 @@ def _get_program(
         return _programs[key]
 
 
-def _prefetches(device: cl.Device) -> bool:
-    """Whether the device is a CPU, whose compilers have __builtin_prefetch; Oclgrind's instructions are all its own."""
+def _is_cpu(device: cl.Device) -> bool:
+    """Whether the device is a processor; Oclgrind, whose instructions are all its own, is none."""
     return bool(device.type & cl.device_type.CPU) and device.platform.name != "Oclgrind"
 
 
@@ -259,8 +262,8 @@ def build(
     """
     text = f'#line 1 "{_COMMON}"\n{source(_COMMON)}\n#line 1 "{file}"\n{source(file)}'
     options = [*_OPTIONS, *more_options, *(f"-D{name}={value}" for name, value in macros.items())]
-    if all(map(_prefetches, context.devices)):
-        options.append("-DPREFETCHES")
+    if all(map(_is_cpu, context.devices)):
+        options.append("-DON_CPU")
     file_kept = binaries.file_of(context, text, options)
     with warnings.catch_warnings():
         # Drivers write progress to the build log of a program that is fine.
@@ -272,7 +275,7 @@ def build(
                 )
         try:
             with PROGRESS.compiling():
-                program = cl.Program(context, text).build(options=options, cache_dir=False)  # type: ignore[arg-type]
+                program = _compiled(context, file, text, options)
         except cl.RuntimeError as error:
             devices = ", ".join(device.name for device in context.devices)
             raise KernelBuildError(
@@ -287,6 +290,22 @@ def build(
         made: Any = program.get_info(cl.program_info.BINARIES)
         binaries.store(file_kept, Kept(made[0], signatures))
     return Built(program, signatures)
+
+
+def _compiled(context: cl.Context, file: str, text: str, options: list[str]) -> cl.Program:
+    """The program, compiled with a shorter header where that is known to serve (kernels/builtins.clh)."""
+
+    def compiled(*more: str) -> cl.Program:
+        return cl.Program(context, text).build(options=[*options, *more], cache_dir=False)  # type: ignore[arg-type]
+
+    if not all(_SHORTENED in device.platform.version for device in context.devices):
+        return compiled()
+    try:
+        return compiled(*_SHORTENING)
+    except cl.RuntimeError:
+        program = compiled()
+    warnings.warn(f"{file} is slow to compile: it calls what kernels/builtins.clh does not declare", stacklevel=2)
+    return program
 
 
 def _finished(context: cl.Context, program: cl.Program, finish: Finish, file: str) -> cl.Program:

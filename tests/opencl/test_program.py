@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pyopencl as cl
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from clamp.opencl import program
 from clamp.ops.cast import cast
 from clamp.ops.elementwise import elementwise
-from tests.reference import to_device, to_numpy
+from tests.reference import integers, to_device, to_numpy
 
 
 def test_released_programs_are_built_again(queue: cl.CommandQueue) -> None:
@@ -78,3 +80,18 @@ def test_a_bound_launch_takes_as_many_buffers_as_it_left_open(queue: cl.CommandQ
     (bound,) = bound_cast(queue, 2)
     with pytest.raises(ValueError, match="shorter"):
         bound(queue, to_device(queue, np.ones(2)).buffer)
+
+
+def test_a_kernel_may_call_what_the_short_header_lacks(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    text = Path(__file__).with_name("rotated.cl").read_text()
+    original = program.source
+    monkeypatch.setattr(program, "source", lambda name: text if name == "rotated.cl" else original(name))
+    x = integers(queue, [-0x7FFFFFFF])  # bits 0 and 31
+    program.Kernel("rotated.cl", "rotated")(queue, (1,), (1,), x)
+    assert to_numpy(x)[0] == 3
+    is_shortened = program._SHORTENED in queue.device.platform.version
+    assert [str(warning.message) for warning in recwarn] == is_shortened * [
+        "rotated.cl is slow to compile: it calls what kernels/builtins.clh does not declare"
+    ]
