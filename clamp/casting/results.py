@@ -111,6 +111,7 @@ class _Results:
     """The functions that results pass, as they are now.
 
     Attributes:
+        watched: whether there are observers, for who passes by all of these.
         own: ``own(made, parents)`` returns the result of an op of clamp's.
         foreign: the same of an op of the user's, or of netcl's.
         netcls: ``netcls(made, args)`` returns what a function of netcl's has made of its arguments; its ops have told
@@ -164,6 +165,7 @@ class _Results:
             self.detach(observer)
 
     def _exchange(self) -> None:
+        self.watched = bool(self._observers)
         if self._observers:
             self.own, self.foreign, self.netcls = self._own_seen, self._seen, self._netcls_seen
             self.backward, self.add = self._backward_seen, self._add_seen

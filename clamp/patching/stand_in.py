@@ -13,6 +13,7 @@ import wrapt
 
 from clamp.bridge import HALF_DTYPES, Node, Parameter, Tensor
 from clamp.casting.regions import this_thread
+from clamp.casting.results import RESULTS
 
 _TENSORS = frozenset((Tensor, Parameter))
 _PLAIN = frozenset((int, float, bool, str, type(None)))
@@ -24,7 +25,8 @@ class StandIn(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     Args:
         original: a function.
         wrapper: in wrapt's form.
-        passes: whether the wrapper just calls the function where casts are off and no argument is 16-bit.
+        passes: whether the wrapper just calls the function where casts are off, no argument is 16-bit and nobody is
+            told of results.
     """
 
     __slots__ = ("__call__",)
@@ -43,7 +45,7 @@ def _calling(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Calla
 
 def _passing(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not this_thread.casts_off or kwargs:
+        if not this_thread.casts_off or kwargs or RESULTS.watched:
             return wrapper(original, None, args, kwargs)
         for x in args:  # of every call inside disable_casts(): short
             kind = type(x)

@@ -53,7 +53,8 @@ def test_memory_is_that_of_the_step_in_both_precisions(queue: cl.CommandQueue, d
     run = Run(queue, dtype=dtype)
     trial = run.handle.summary(run.step).trial
     kept = ROWS * sum(WIDTHS[1:])
-    assert 2 * kept <= trial.amp.activations < 2 * kept + 2**12
+    copy = 2 * ROWS * WIDTHS[0]  # of the input, which is small
+    assert 2 * kept + copy <= trial.amp.activations < 2 * kept + copy + 2**12
     assert 4 * kept <= trial.plain.activations < 4 * kept + 2**12
     assert trial.amp.weight_copies >= 2 * sum(param.size for param in run.model.parameters() if len(param.shape) == 2)
     assert trial.amp.peak > trial.amp.activations
@@ -90,8 +91,8 @@ def test_each_op_is_found_in_both_precisions(queue: cl.CommandQueue) -> None:
     assert trial.plain.casts == []
     assert trial.plain.cast_seconds == 0.0
     (casts,) = trial.amp.casts
-    # the input, in forward and again in backward, and the three weights
-    assert (casts.source, casts.target, casts.calls) == ("float32", "float16", 5)
+    # the input and the three weights
+    assert (casts.source, casts.target, casts.calls) == ("float32", "float16", 4)
 
 
 def test_a_queue_with_profiling_is_asked_and_another_is_waited_for(queue: cl.CommandQueue) -> None:
@@ -134,7 +135,7 @@ def test_without_a_step_the_summary_says_how_to_get_the_rest(queue: cl.CommandQu
     counted = Run(queue, debug="summary")
     text = str(counted.handle.summary())
     assert "ops of the run" in text
-    assert "casts: float32 -> float16 15 (" in text
+    assert "casts: float32 -> float16 12 (" in text
     assert 'debug="summary"' not in text
 
 
