@@ -18,13 +18,13 @@ from clamp.casting.results import RESULTS
 from clamp.observe import ranges
 from clamp.observe.frames import FORWARD, Frame, Trace, Value
 from clamp.observe.journal import Journal
+from clamp.observe.picture import Layer, draw
 from clamp.observe.ranges import Lost
 from clamp.observe.rehearsal import rehearsal
 from clamp.observe.tally import Glance
 from clamp.observe.words import aligned
 from clamp.ops.statistics import Statistics
 from clamp.params.gradient_marks import mark_of
-from clamp.report.ranges import save_picture
 from clamp.report.run import Range
 from clamp.scaling.scaled_loss import SCALE_OP
 
@@ -103,14 +103,26 @@ class LayerRanges:
         return iter(narrow or gradients)
 
     def draw(self, path: str | Path) -> None:
-        """Draws histograms of each layer's magnitudes beside float16's range, and where its gradients would be at the
-        suggested scale, into a file of a kind that matplotlib writes: ``.svg``, ``.png``, ``.pdf``.
+        """Draws the magnitudes of each op's results and gradients beside what the dtype holds.
+
+        `clamp.observe.picture.draw` says what is to be seen.
+
+        Args:
+            path: its suffix says of which kind the file is: ``.svg``, ``.png``, ``.pdf``.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
+            ValueError: there are no activations and no gradients.
             OSError: the file cannot be written.
         """
-        save_picture(self.as_json(), self.suggested_scale, path)
+        found: dict[str, dict[str, Statistics]] = {}
+        for row in self.rows:
+            if row.kind in (ACTIVATION, GRADIENT) and row.statistics.count:
+                name = f"{row.module} {row.name}".strip()
+                found.setdefault(name, {}).setdefault(row.kind, row.statistics)
+        layers = [Layer(name, kinds.get(ACTIVATION), kinds.get(GRADIENT)) for name, kinds in found.items()]
+        dtype = "float16" if self.dtype == "float32" else self.dtype
+        draw(layers, path, scale=self.scale, dtype=dtype)
 
     def as_json(self) -> list[Range]:
         """The rows as `clamp.report` has them."""

@@ -7,8 +7,6 @@ import re
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
@@ -54,41 +52,6 @@ def picture(name: str, label: str, draw: Draw, height: Callable[[bool], int], ma
             figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         versions.append(_inlined(drawn.getvalue(), f"{name}-{form}", label, marks or {}))
     return tag("div", *versions, class_=f"picture {name}")
-
-
-def save(path: str | Path, draw: Draw, height: Callable[[bool], int]) -> None:
-    """Writes a picture for a wide page, on white, to a file.
-
-    Args:
-        path: its end says of which kind: ``.svg``, ``.png``, ``.pdf``.
-        draw, height: as for ``picture``.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        ValueError: matplotlib writes no files of this kind.
-    """
-    with _figure(WIDTHS["wide"], height(False)) as figure:
-        draw(figure, False)
-        figure.draw_without_rendering()  # makes the labels of axes
-        _paint(figure)
-        figure.savefig(path, facecolor="white")
-
-
-def _paint(figure: Figure) -> None:
-    """Puts the page's own colours, those of light pages, in place of what stands for them."""
-    from matplotlib.colors import to_rgba
-
-    style = (files("clamp.report") / "page.css").read_text(encoding="utf-8")
-    light = dict(reversed(re.findall(r"--([\w-]+): (#\w{6});", style)))  # the first of each name
-    wanted = {to_rgba(colour)[:3]: to_rgba(light[name])[:3] for colour, name in _NAME.items() if name in light}
-    for artist in figure.findobj():
-        for what in ("color", "facecolor", "edgecolor"):
-            get = getattr(artist, f"get_{what}", None)
-            colour = None if get is None else get()
-            if isinstance(colour, str | tuple):
-                red, green, blue, alpha = to_rgba(colour)
-                if (painted := wanted.get((red, green, blue))) is not None:
-                    artist.set(**{what: (*painted, alpha)})
 
 
 def plain_axes(axes: Axes) -> None:

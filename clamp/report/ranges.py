@@ -7,12 +7,11 @@ tensor's numbers lie in which octave, and, dashed, where the gradients would lie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clamp.report.drawing import COLOUR, Draw, picture, plain_axes, power, save, shortened
+from clamp.report.drawing import COLOUR, picture, plain_axes, power, shortened
 from clamp.report.markup import Markup, joined, tag
 from clamp.report.run import END, LOWEST, FirstBad, Range
 from clamp.report.tables import Column, Row, number, percent, table
@@ -42,35 +41,9 @@ def ranges(found: Sequence[Range], suggested: float | None, first_bad: FirstBad 
     """The picture, its legend, and the figures as a table."""
     if not found:
         return tag("p", "No ranges were collected.", class_="empty")
-    rows, left_out = _rows(found)
-    bad = first_bad["module"] or first_bad["op"] if first_bad else None
-    label = f"Histograms of the magnitudes in {len(rows)} modules, activations and gradients, beside float16's range"
-    drawn = picture("ranges", label, *_drawing(rows, suggested, bad))
-    return joined([tag("figure", drawn, _legend(suggested, left_out)), _table(found)])
-
-
-def save_picture(found: Sequence[Range], suggested: float | None, path: str | Path) -> None:
-    """Writes the picture to a file of its own.
-
-    Raises:
-        ValueError: there is nothing to draw, or matplotlib writes no files of this kind.
-        ModuleNotFoundError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
-    if not found:
-        raise ValueError("there are no ranges to draw: no op of the step gave floating numbers on a device")
-    save(path, *_drawing(_rows(found)[0], suggested, None))
-
-
-def _rows(found: Sequence[Range]) -> tuple[Rows, int]:
-    """The modules that are drawn, and how many are not."""
     modules = _modules(found)
     rows = {name: modules[name] for name in _chosen(modules)}
-    return rows, len(modules) - len(rows)
-
-
-def _drawing(rows: Rows, suggested: float | None, bad: str | None) -> tuple[Draw, Callable[[bool], int]]:
-    """What draws the rows, and how high that is."""
+    bad = first_bad["module"] or first_bad["op"] if first_bad else None
 
     def draw(figure: Figure, narrow: bool) -> None:
         for place, axes in enumerate(figure.subplots(*((2, 1) if narrow else (1, 2)))):
@@ -85,7 +58,9 @@ def _drawing(rows: Rows, suggested: float | None, bad: str | None) -> tuple[Draw
     def height(narrow: bool) -> int:
         return (len(rows) * _ROW[narrow] + 90) * (2 if narrow else 1)
 
-    return draw, height
+    label = f"Histograms of the magnitudes in {len(rows)} modules, activations and gradients, beside float16's range"
+    drawn = picture("ranges", label, draw, height)
+    return joined([tag("figure", drawn, _legend(suggested, len(modules) - len(rows))), _table(found)])
 
 
 def shifted(octaves: Sequence[int], by: int) -> list[int]:
