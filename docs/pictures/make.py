@@ -1,13 +1,24 @@
-"""Draws the pictures of the documents: ``python docs/pictures/make.py`` writes the .svg files beside it."""
+"""Draws the pictures of the documents: ``python docs/pictures/make.py`` writes the files beside it.
+
+Those of the page of a run are taken by ``python -m tests.report.screenshots``.
+"""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import matplotlib
+import numpy as np
+import pyopencl as cl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch
+
+from clamp import amp
+from clamp.bridge import Tensor
+from clamp.cli.bench.cases.small_networks import CNN
+from clamp.cli.devices import choose_device
 
 HERE = Path(__file__).parent
 INK, FAINT, PAPER = "#24292f", "#6b7280", "#fbfbf8"  # a page of its own, for light and dark surroundings
@@ -146,11 +157,37 @@ def bars() -> Figure:
     return figure
 
 
+# ---------------------------------------------------------------------------------------------- ranges
+
+
+def draw_ranges() -> None:
+    """The magnitudes of the Fashion-MNIST network of ``bench``, after five steps on noise."""
+    warnings.simplefilter("ignore", cl.CompilerWarning)
+    context = cl.Context([choose_device(None)])
+    queue, random = cl.CommandQueue(context), np.random.default_rng(0)
+    np.random.seed(0)
+    model = CNN.model(queue)
+    optimizer = CNN.optimizer(model)
+    x, y = (Tensor.from_host(queue, made(CNN.batch, random)) for made in (CNN.inputs, CNN.targets))
+    with amp.init() as handle:
+
+        def step() -> None:
+            optimizer.zero_grad()
+            with handle.scale_loss(CNN.loss(CNN.forward(model, x), y), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+        for _ in range(5):
+            step()
+        handle.ranges(step).draw(HERE / "ranges.png")
+
+
 def main() -> None:
-    """Draws both."""
+    """Draws them all."""
     matplotlib.rcParams["svg.hashsalt"] = "clamp"  # the same bytes in every run
     for name, figure in (("dtypes", dtypes()), ("fashion_mnist", bars())):
         figure.savefig(HERE / f"{name}.svg", metadata={"Date": None}, facecolor=figure.get_facecolor())
+    draw_ranges()
 
 
 if __name__ == "__main__":
