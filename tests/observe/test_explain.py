@@ -122,7 +122,7 @@ def test_the_screen_names_the_cause(queue: cl.CommandQueue, fault: str) -> None:
         "forward": "of its results are beyond 65504",
         "backward": "The gradient of sqrt has",
         "custom": "overflowing",
-        "scale": "16777216 was too high",
+        "scale": "The loss scale of 16777216 was too high",
     }
     assert words[fault] in text
     assert text.startswith("step 2 was skipped: ")

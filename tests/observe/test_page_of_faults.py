@@ -20,7 +20,7 @@ WORDS = {
     "forward": "What matmul_op reads is finite, and",
     "backward": "The gradient of sqrt has",
     "custom": "What overflowing reads is finite, and",
-    "scale": "The model is sound Forward is finite, and so is this gradient",
+    "scale": "The loss scale of 16777216 was too high The model is sound",
 }
 
 
