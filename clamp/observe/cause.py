@@ -86,8 +86,8 @@ def _of_backward(frame: Frame, trace: Trace) -> Cause:
         wider = 'handle = amp.init(dtype="bfloat16")  # as wide as float32'
         return Cause("backward", why, wider if out.dtype == "float16" else _in_float32(frame, trace))
     why = (
-        f"The loss scale of {trace.scale:.8g} was too high: the model is sound, forward is finite, and so is this gradient "
-        f"at {lower:.8g}."
+        f"The loss scale of {trace.scale:.8g} was too high: the model is sound, forward is finite, and so is this "
+        f"gradient at {lower:.8g}."
     )
     if not isinstance(trace.scaler, DynamicLossScale):
         return Cause("scale", why, 'handle = amp.init(loss_scale="dynamic")')

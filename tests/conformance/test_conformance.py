@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from tests.conformance.runner import (
     tolerance,
 )
 from tests.conformance.table import Array, Case, Op
+from tests.launches import forget_prepared_launches
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 from tests.sweep import sweep
 
@@ -90,13 +91,18 @@ def named_kernels_only(
 ) -> Iterator[None]:
     """Fails where an op launches kernels of a file that ``python -m clamp lists`` does not name."""
     capabilities(queue)  # its probes of the device, once in a process, read results
-    launched, compiled = set(), Kernel.on
+    launched = set()
 
-    def noted(kernel: Kernel, queue: cl.CommandQueue, **macros: object) -> cl.Kernel:
-        launched.add(kernel.file)
-        return compiled(kernel, queue, **macros)
+    def noting(ask: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(kernel: Kernel, *args: Any, **macros: object) -> Any:
+            launched.add(kernel.file)
+            return ask(kernel, *args, **macros)
 
-    monkeypatch.setattr(Kernel, "on", noted)
+        return noted
+
+    forget_prepared_launches(monkeypatch)
+    monkeypatch.setattr(Kernel, "on", noting(Kernel.on))
+    monkeypatch.setattr(Kernel, "bind", noting(Kernel.bind))
     yield
     assert launched - _EVERYWHERE <= reached(OWNED[op.name]).files
 

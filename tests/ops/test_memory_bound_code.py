@@ -18,8 +18,7 @@ import pytest
 
 from clamp.bridge import Tensor
 from clamp.opencl import device
-from clamp.opencl.program import Kernel, Prepared
-from clamp.ops import elementwise as elementwise_module
+from clamp.opencl.program import Kernel
 from clamp.ops import (
     loss,
     loss_elementwise,
@@ -33,8 +32,9 @@ from clamp.ops import (
 from clamp.ops import reduce as reduce_module
 from clamp.ops import softmax as softmax_module
 from clamp.ops import statistics as statistics_module
-from clamp.ops.elementwise import elementwise
+from clamp.ops.elementwise import ELEMENTWISE, elementwise
 from clamp.ops.norm_sets import RELU
+from tests.launches import forget_prepared_launches
 from tests.ops.test_engines import GPU
 from tests.ops.test_gemm_tiled_code import amd_assembly
 from tests.ops.test_matrix_units_ptx import REGISTERS, Tools, allow, compiled, output_of, tools
@@ -55,14 +55,15 @@ def built_by(queue: cl.CommandQueue, compute: Callable[[cl.CommandQueue], object
     """The kernels that a function launches on a large GPU, each with its macros."""
     built: Built = []
 
-    def on(self: Kernel, queue: cl.CommandQueue, **macros: Any) -> Callable[..., None]:
+    def on(self: Kernel, queue: cl.CommandQueue, *launched: Any, **macros: Any) -> Callable[..., None]:
         built.append((self, macros))
         return lambda *args: None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(device._capabilities, queue.device.int_ptr, H100)
         patch.setattr(Kernel, "on", on)
-        patch.setattr(elementwise_module, "_plans", Prepared(16))
+        patch.setattr(Kernel, "bind", on)
+        forget_prepared_launches(patch)
         compute(queue)
     return built
 
@@ -151,8 +152,8 @@ CASES = [
     (_losses, multi_tensor.UNSCALE),
     (_statistics, statistics_module.STATISTICS),
     (_numerics, numerics.NUMERICS),
-    (_rows_of_a_table, elementwise_module.ELEMENTWISE),
-    (_gradients_of_gelu, elementwise_module.ELEMENTWISE),
+    (_rows_of_a_table, ELEMENTWISE),
+    (_gradients_of_gelu, ELEMENTWISE),
 ]
 
 
