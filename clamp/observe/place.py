@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import sys
 import types
-from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import wrapt
 
@@ -38,8 +37,7 @@ def _calls_of(*wrappers: Any) -> set[CodeType]:
 _LISTED, _REGISTERED = _calls_of(owned_wrapper, netcl_wrapper), _calls_of(user_wrapper)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where an op is called.
 
     Attributes:

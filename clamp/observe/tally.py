@@ -161,7 +161,7 @@ class Tally:
         if place.modules:
             module = self._known(place.modules[0])
             self._models.setdefault(id(place.modules[-1]), weakref.ref(place.modules[-1]))
-        token = op or place.function.rpartition(".")[2] or "op", replace(place, modules=()), module
+        token = op or place.function.rpartition(".")[2] or "op", place._replace(modules=()), module
         self._count(token, FORWARD, read, [value])
         return token
 
