@@ -55,6 +55,8 @@ def explain(trace: Trace, report: StepReport | None) -> Explanation:
         trace: named, with its tensors held.
         report: of the step; None where it was run only to be looked at.
     """
+    if not trace.frames:
+        return not_seen(report)
     origin = find_origin(trace)
     if origin is None and trace.is_cut:
         why = "The ops of the last pass are finite; those of passes before it were more than memory is held for."

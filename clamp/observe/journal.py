@@ -28,7 +28,7 @@ _SHARE = 0.25  # of a device's memory that may be held
 
 
 class Journal:
-    """An observer (`clamp.casting.results.Observer`) that keeps the ops of one step.
+    """An observer (`clamp.casting.results.Observer`) that keeps the ops of one step, of the thread that makes it.
 
     Args:
         on_trace: called with the trace and the report of each step that ``wants``.
@@ -48,7 +48,7 @@ class Journal:
         self._on_trace = on_trace
         self._wants = wants or (lambda report: not report.stepped)
         self._only_training, self._histogram, self._limit = only_training, histogram, limit
-        self._lock = threading.Lock()
+        self._lock, self._thread = threading.Lock(), threading.get_ident()
         self._sampler = Sampler(sampling)
         self._forget()
 
@@ -59,11 +59,14 @@ class Journal:
         self._scaler: LossScale | None = None
         self._measured: list[tuple[PendingStatistics, list[Value]]] = []  # in recordings
 
+    def _is_ours(self) -> bool:
+        return threading.get_ident() == self._thread
+
     # ------------------------------------------------------------------------------------------ what ops tell
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Frame | None:
         """See ``Observer``."""
-        if self._only_training and (not isinstance(made, Node) or bridge.is_leaf(made)):
+        if not self._is_ours() or (self._only_training and (not isinstance(made, Node) or bridge.is_leaf(made))):
             return None
         op, place = getattr(made, "op_name", None) or "op", self._place()
         if place is None or not self._sampler.takes(op, place):
@@ -88,7 +91,7 @@ class Journal:
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
         """See ``Observer``."""
-        if not (self._sampler.looks() and self._sampler.takes(SUM, NOWHERE)):
+        if not (self._is_ours() and self._sampler.looks() and self._sampler.takes(SUM, NOWHERE)):
             return
         with self._lock:
             self._give(
@@ -97,6 +100,8 @@ class Journal:
 
     def backward_ended(self, loss: Node) -> None:
         """See ``Observer``."""
+        if not self._is_ours():
+            return
         scaled = next((node for node in bridge.graph(loss) if is_scaled(node)), None)
         self._scaler = self._scaler if scaled is None else scaled.loss_scale
         if recorder() is not None:
@@ -104,6 +109,8 @@ class Journal:
 
     def stepped(self, report: StepReport) -> None:
         """See ``Observer``."""
+        if not self._is_ours():
+            return
         if self._wants(report):
             trace = self.trace()
             trace.scale = report.scale_before

@@ -13,7 +13,7 @@ from clamp.bridge import Tensor
 from clamp.params import masters
 from clamp.params.weight_cache import weights
 from clamp.scaling.loss_scale import LossScale
-from clamp.scaling.step_guard import StepGuard, steps_withheld
+from clamp.scaling.step_guard import StepGuard, StepGuards, steps_withheld
 
 
 @contextmanager
@@ -43,6 +43,8 @@ def rehearsal(scale_now: float | None = None, scale: float | None = None) -> Ite
     """
     with ExitStack() as undo:
         undo.enter_context(same_start())
+        for group in bridge.living(StepGuards):  # another thread's overflow may be lost with its scale's state
+            undo.callback(group.forget_heard)
         guards = bridge.living(StepGuard)
         for guard in guards:
             undo.callback(guard.put_back, guard.pending)

@@ -58,6 +58,24 @@ class _Pass(NamedTuple):
     scaler: LossScale | None
 
 
+class _Step(threading.local):
+    """The step that a thread is in: what it has seen of it.
+
+    Attributes:
+        is_recorded: whether it was a replay, or is being recorded.
+        is_cut: whether ops of earlier passes were let go.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Another one begins."""
+        self.ops: list[_Op] = []
+        self.passes: list[_Pass] = []
+        self.is_recorded = self.is_cut = False
+
+
 class Vigil:
     """An observer (`clamp.casting.results.Observer`) that hands on the trace of each skipped step.
 
@@ -67,13 +85,7 @@ class Vigil:
 
     def __init__(self, on_trace: Callable[[Trace, StepReport], None]) -> None:
         self._on_trace = on_trace
-        self._lock = threading.Lock()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._ops: list[_Op] = []
-        self._passes: list[_Pass] = []
-        self._is_recorded = self._is_cut = False
+        self._step = _Step()
 
     # ------------------------------------------------------------------------------------------ what ops tell
 
@@ -83,8 +95,9 @@ class Vigil:
             return  # of a validation, or of what nobody trains
         read = [parent.value for parent in parents if isinstance(parent.value, Tensor)]
         wanted = [parent.value for parent in made.parents]
-        self._ops.append(_Op(made.op_name or "op", here(), made.value, read, wanted, made.grad_fn))
-        if not len(self._ops) % _OFTEN:
+        ops = self._step.ops
+        ops.append(_Op(made.op_name or "op", here(), made.value, read, wanted, made.grad_fn))
+        if not len(ops) % _OFTEN:
             self._keep_within_limit()
 
     def gradients(self, token: Any, grad: Tensor, grads: Any, again: Any) -> None:
@@ -95,43 +108,40 @@ class Vigil:
 
     def backward_ended(self, loss: Node) -> None:
         """See ``Observer``."""
+        step = self._step
         scaled = next((node for node in bridge.graph(loss) if is_scaled(node)), None)
-        scaler = None if scaled is None else scaled.loss_scale
-        with self._lock:
-            self._passes.append(_Pass(len(self._ops), loss.value, scaler))
+        step.passes.append(_Pass(len(step.ops), loss.value, None if scaled is None else scaled.loss_scale))
         if recorder() is not None:
-            ops, passes = self._ops, self._passes
-            self._forget()
+            ops, passes = step.ops, step.passes
+            step.forget()
             host_step(partial(self._replayed, ops, passes))
         else:
             self._keep_within_limit()
 
     def _replayed(self, ops: list[_Op], passes: list[_Pass]) -> None:
         """A recorded pass has been run: what it read and gave lies in the recording's memory."""
-        with self._lock:
-            before = len(self._ops)
-            self._ops = [*self._ops, *ops]
-            self._passes += [one._replace(ops=one.ops + before) for one in passes]
-            self._is_recorded = True
+        step = self._step
+        before = len(step.ops)
+        step.ops = [*step.ops, *ops]
+        step.passes += [one._replace(ops=one.ops + before) for one in passes]
+        step.is_recorded = True
 
     def stepped(self, report: StepReport) -> None:
         """See ``Observer``."""
         if not report.stepped:
             self._on_trace(self._trace(report.scale_before), report)
-        with self._lock:
-            self._forget()
+        self._step.forget()
 
     def _keep_within_limit(self) -> None:
         """Lets the ops of earlier passes go if they hold too much: those of the last one live anyway."""
-        first = self._passes[-2].ops if len(self._passes) > 1 else 0 if self._passes else len(self._ops)
-        if not first:
+        step = self._step
+        first = step.passes[-2].ops if len(step.passes) > 1 else 0 if step.passes else len(step.ops)
+        if not first or not bridge.on_device(step.ops[0].gave):
             return
-        device = self._ops[0].gave.queue.device if bridge.on_device(self._ops[0].gave) else None
-        held = sum({id(op.gave.buffer): bridge.nbytes(op.gave) for op in self._ops[:first]}.values())
-        if device is not None and held > _SHARE * device.global_mem_size:
-            with self._lock:
-                self._ops, self._is_cut = self._ops[first:], True
-                self._passes = [one._replace(ops=one.ops - first) for one in self._passes if one.ops > first]
+        held = sum({id(op.gave.buffer): bridge.nbytes(op.gave) for op in step.ops[:first]}.values())
+        if held > _SHARE * step.ops[0].gave.queue.device.global_mem_size:
+            step.ops, step.is_cut = step.ops[first:], True
+            step.passes = [one._replace(ops=one.ops - first) for one in step.passes if one.ops > first]
 
     # ------------------------------------------------------------------------------------------ a skipped step
 
@@ -145,14 +155,14 @@ class Vigil:
             return known
 
         forward = []
-        for op in self._ops:
+        for op in self._step.ops:
             read, wanted = list(map(value, op.read)), list(map(value, op.wanted))
             frame = Frame(op.op, FORWARD, op.place, read, [value(op.gave)], wanted, again=op.again)
             frame.outputs[0].made_by = frame.outputs[0].made_by or frame
             forward.append(frame)
-        trace = Trace(forward, scale, is_recorded=self._is_recorded, is_cut=self._is_cut)
+        trace = Trace(forward, scale, is_recorded=self._step.is_recorded, is_cut=self._step.is_cut)
         with no_casts(), unrecorded():
-            for one in self._passes:
+            for one in self._step.passes:
                 trace.scaler = one.scaler
                 trace.frames = [*trace.frames, *gradients_of(forward[: one.ops], value(one.loss), scale)]
             measured = [x for x in trace.values if x.tensor is not None and _is_measurable(x.tensor)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -200,6 +201,34 @@ def test_a_step_that_is_looked_at_changes_nothing(queue: cl.CommandQueue) -> Non
     assert amp.state_dict() == state
     assert list(handle.history) == history
     assert np.random.get_state()[1].tolist() == drawn
+
+
+@pytest.mark.parametrize("debug", ["attribution", None])
+def test_another_thread_has_steps_of_its_own(queue: cl.CommandQueue, debug: str | None) -> None:
+    training, sound = Training(queue, "forward"), Training(queue, "none")
+    handle = amp.init(debug=debug, loss_scale=8.0)
+    step = training.step(handle)
+    step()
+
+    def beside() -> None:
+        other = threading.Thread(target=sound.step(handle))
+        other.start()
+        other.join()
+
+    def step_beside() -> None:
+        training.optimizer.zero_grad()
+        loss = training.loss(*training.data)
+        beside()
+        with handle.scale_loss(loss, training.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        beside()
+        training.optimizer.step()
+
+    step_beside()
+    found = handle.explain() if debug else handle.explain(step_beside)
+    assert found.kind == "forward", found
+    assert found.first is not None
+    assert found.first.module == "layers.1"
 
 
 def test_an_error_in_a_step_that_is_looked_at_is_the_users(queue: cl.CommandQueue) -> None:
