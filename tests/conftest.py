@@ -38,6 +38,7 @@ from clamp.opencl import program
 from clamp.opencl.device import NoDeviceError, list_devices
 from tests.conformance import report
 from tests.covering import covering
+from tests.launches import forget_prepared_launches
 from tests.loop import SWEEP
 from tests.poison import poisoned_empty
 
@@ -240,6 +241,12 @@ def poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """Lets tests of kernels find NaN in memory that nobody has written to."""
     if request.node.get_closest_marker("kernel"):
         monkeypatch.setattr(bridge, "empty", poisoned_empty)
+
+
+@pytest.fixture(autouse=True)
+def own_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a test prepare its launches itself: in another one the device may have passed for a GPU."""
+    forget_prepared_launches(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

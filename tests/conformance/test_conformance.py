@@ -39,7 +39,6 @@ from tests.conformance.runner import (
     tolerance,
 )
 from tests.conformance.table import Array, Case, Op
-from tests.launches import forget_prepared_launches
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 from tests.sweep import sweep
 
@@ -100,7 +99,6 @@ def named_kernels_only(
 
         return noted
 
-    forget_prepared_launches(monkeypatch)
     monkeypatch.setattr(Kernel, "on", noting(Kernel.on))
     monkeypatch.setattr(Kernel, "bind", noting(Kernel.bind))
     yield

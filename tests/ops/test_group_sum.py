@@ -14,6 +14,7 @@ from clamp.opencl import device
 from clamp.opencl.device import GROUP_SUMS, capabilities
 from clamp.ops import norm_rows, softmax
 from clamp.ops.reduce import reduce_sum
+from tests.launches import forget_prepared_launches
 from tests.reference import to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -25,6 +26,7 @@ def as_gpu(patch: pytest.MonkeyPatch, queue: cl.CommandQueue, exchange: str) -> 
     """Lets the device pass for a GPU whose work-items exchange values in this way."""
     other = dataclasses.replace(capabilities(queue), is_cpu=False, exchange=exchange)
     patch.setitem(device._capabilities, queue.device.int_ptr, other)
+    forget_prepared_launches(patch)
 
 
 def by_both(queue: cl.CommandQueue, compute: Callable[[], Tensor]) -> list[np.ndarray]:
