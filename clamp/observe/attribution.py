@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from clamp import bridge
 from clamp.casting.results import RESULTS
 from clamp.observe.explain import Explanation, explain, not_seen
 from clamp.observe.frames import Trace
 from clamp.observe.journal import Journal
 from clamp.observe.rehearsal import rehearsal
 from clamp.observe.vigil import Vigil
+from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_report import StepReport, warn_user
 
 #: skips in a row after which a step is looked at that can be run again: a search for the scale rarely takes as many
@@ -55,7 +58,16 @@ class Attribution:
         skipped = next((report for report in reversed(self._history()) if not report.stepped), None)
         if step is not None:
             self.last = explain_step(step, skipped)
-        return self.last or not_seen(skipped)
+            return self.last
+        return not_seen(skipped) if self.last is None or (skipped and self._is_old(self.last, skipped)) else self.last
+
+    def _is_old(self, known: Explanation, skipped: StepReport) -> bool:
+        """Whether a step has been done between the one that is explained and the last skipped one: that one is another
+        matter."""
+        if self.is_armed or known.report == skipped:
+            return False
+        since = itertools.takewhile(lambda report: report != known.report, reversed(self._history()))
+        return known.report is None or any(report.stepped for report in since)
 
     def of_last_step(self, step: Callable[[], Any] | None = None) -> Explanation | None:
         """Why the last step was skipped; None if it was not, or nobody has looked, and there is no ``step`` to look."""
@@ -91,12 +103,13 @@ def explain_step(step: Callable[[], Any], skipped: StepReport | None = None) -> 
         step: does what one step of a loop does.
         skipped: of a step that was skipped, at whose loss scale it is run.
     """
-    journal = Journal(lambda trace, report: None, only_training=False)
+    journal = Journal(lambda trace, report: None, only_training=False, at_backward=True)
     with rehearsal(*((skipped.scale, skipped.scale_before) if skipped else ())), RESULTS.attached(journal):
+        scales = {id(one): one.scale for one in bridge.living(LossScale) if one.scales}  # the step may move them
         step()
         trace = journal.trace()
         if trace.scaler is not None:
-            trace.scale = trace.scaler.scale
+            trace.scale = scales.get(id(trace.scaler), trace.scaler.scale)
         trace.name()
         found = explain(trace, skipped)
         trace.let_go()

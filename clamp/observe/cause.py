@@ -92,8 +92,7 @@ def _of_backward(frame: Frame, trace: Trace) -> Cause:
     if not isinstance(trace.scaler, DynamicLossScale):
         return Cause("scale", why, 'handle = amp.init(loss_scale="dynamic")')
     why += " A dynamic scale comes down by itself, by half in each skipped step."
-    lowered = f'{{"loss_scaler0": {{"loss_scale": {lower:.8g}, "unskipped": 0}}}}'
-    return Cause("scale", why, f"amp.load_state_dict({lowered})  # at once")
+    return Cause("scale", why, "")
 
 
 def _in_float32(frame: Frame, trace: Trace) -> str:
@@ -101,6 +100,8 @@ def _in_float32(frame: Frame, trace: Trace) -> str:
     values = (*frame.outputs, *frame.inputs, *frame.parents)
     if all(value.dtype not in HALF_DTYPES for value in values) and frame.place.policy != "half":
         return f"# {frame.function} is computed in float32 already: keep what it reads from where it has no value"
+    if frame.direction == FORWARD and all(value.dtype != "float16" for value in frame.outputs):
+        return f"# {frame.function} has the range of float32 already: keep what it reads from where it has no value"
     if not frame.place.function.startswith("netcl."):
         return f"@amp.float_function  # above the function that computes {frame.function}"
     alike = [other for other in trace.frames if other.direction == FORWARD and other.function == frame.function]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from clamp.observe.cause import LARGEST_FLOAT16, SMALLEST_FLOAT16, cause_of
-from clamp.observe.frames import Frame, Trace, Value
+from clamp.observe.frames import Frame, Trace, Value, distinct
 from clamp.observe.origin import find_origin, frames_before
 from clamp.scaling.step_report import StepReport
 
@@ -64,7 +64,10 @@ def explain(trace: Trace, report: StepReport | None) -> Explanation:
     if origin is None:
         why = "Every result and every gradient of its ops is finite."
         if report is not None and not report.stepped:
-            why += " What is not has come into the gradients after backward, or into a parameter before the step."
+            why += (
+                " What is not has come into the gradients after backward, or into a parameter before the step; or "
+                "another optimizer has stepped in between, and the loss was multiplied by a higher scale than that."
+            )
         return Explanation(report, "finite", why, "")
     cause = cause_of(origin, trace)
     before = frames_before(trace, origin.frame, _BEFORE)
@@ -110,7 +113,7 @@ def _of_first(explanation: Explanation) -> list[str]:
     if frame.place.file:
         lines.append(f"  {frame.place.short_line}: {source}")
     rows = [("gave", value) for value in frame.outputs]
-    rows += [("read", value) for value in (*frame.inputs, *frame.parents)]
+    rows += [("read", value) for value in distinct((*frame.inputs, *frame.parents))]
     return [*lines, *_table(rows)]
 
 

@@ -37,19 +37,20 @@ class Journal:
         histogram: whether histograms are measured, too.
         limit: bytes of tensors held at the most; by default a quarter of the device's memory. Beyond it they are
             measured, and let go, before the step is over.
+        at_backward: whether a step is measured when a backward ends, before anybody writes to its gradients.
         sampling: which ops are kept. Of others nothing is, but what an op that is kept reads of them.
     """
 
     def __init__(
         self, on_trace: Callable[[Trace, StepReport], None], *, wants: Callable[[StepReport], bool] | None = None,
         only_training: bool = True, histogram: bool = False, limit: int | None = None,
-        sampling: Sampling | None = None,
+        sampling: Sampling | None = None, at_backward: bool = False,
     ) -> None:  # fmt: skip
         self._on_trace = on_trace
         self._wants = wants or (lambda report: not report.stepped)
         self._only_training, self._histogram, self._limit = only_training, histogram, limit
         self._lock, self._thread = threading.Lock(), threading.get_ident()
-        self._sampler = Sampler(sampling)
+        self._sampler, self._at_backward = Sampler(sampling), at_backward
         self._forget()
 
     def _forget(self) -> None:
@@ -106,6 +107,8 @@ class Journal:
         self._scaler = self._scaler if scaled is None else scaled.loss_scale
         if recorder() is not None:
             self._measure_in_every_replay()
+        elif self._at_backward:
+            self._measure()
 
     def stepped(self, report: StepReport) -> None:
         """See ``Observer``."""

@@ -42,8 +42,14 @@ def _ends(trace: Trace) -> list[Frame]:
     if leaves:
         return leaves
     read = {id(value) for frame in trace.frames for value in frame.inputs}
+    # Where there is a backward, what it did not come from, a metric, trains nothing.
+    trained = {id(frame.forward) for frame in trace.frames if frame.forward is not None}
     return [
-        frame for frame in trace.frames if not frame.is_finite and not any(id(value) in read for value in frame.outputs)
+        frame
+        for frame in trace.frames
+        if not frame.is_finite
+        and not any(id(value) in read for value in frame.outputs)
+        and (not trained or frame.direction == BACKWARD or id(frame) in trained)
     ]
 
 

@@ -98,7 +98,8 @@ class Summary:
         if self.trial is None:
             return cells
         plain = {other.key: other.seconds for other in self.trial.plain.rows}.get(row.key)
-        return (*cells, _ms(row.seconds), _ms(plain), notes(self.trial).get(row.key, ""))
+        note = "" if row.seconds is None else notes(self.trial).get(row.key, "")
+        return (*cells, _ms(row.seconds), _ms(plain), note)
 
     def _of_casts(self) -> list[str]:
         if not self.casts and not self.rows:

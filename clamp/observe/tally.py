@@ -22,6 +22,7 @@ from clamp.opencl.recording import host_step, recorder
 from clamp.ops.cast import LISTENERS
 from clamp.params.weight_cache import weights
 from clamp.scaling.scaled_loss import SCALE_OP
+from clamp.scaling.step_guard import are_steps_withheld
 from clamp.scaling.step_report import StepReport
 
 _MOST = 2000  # rows of modules that have no name yet: a program may make its layers anew in each step
@@ -121,7 +122,10 @@ class Tally:
     Attributes:
         curves: loss and gradients of the steps.
         weight_copies: the most bytes of 16-bit copies of weights that there were when a loss was scaled.
+        sees_rehearsals: whether it counts steps that are only looked at, too.
     """
+
+    sees_rehearsals = False
 
     def __init__(self, is_own: Callable[[StepReport], bool] = lambda report: True) -> None:
         self._is_own = is_own
@@ -150,7 +154,7 @@ class Tally:
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> tuple[str, Place, int] | None:
         """See ``Observer``."""
         value = made.value
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or self._rests():
             return None
         read = [parent.value for parent in parents if isinstance(parent.value, Tensor)]
         op = getattr(made, "op_name", None) or ""
@@ -176,6 +180,8 @@ class Tally:
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
         """See ``Observer``."""
+        if self._rests():
+            return
         self._count(("sum of gradients", NOWHERE, 0), BACKWARD, [first, second], [made])
 
     def backward_ended(self, loss: Node) -> None:
@@ -217,7 +223,13 @@ class Tally:
         count = self._counts[key]
         count.seconds = (count.seconds or 0.0) + seconds
 
+    def _rests(self) -> bool:
+        """Whether this thread runs a step that is only looked at, which is no part of the run."""
+        return are_steps_withheld() and not self.sees_rehearsals
+
     def _cast(self, source: Tensor, target: Tensor) -> None:
+        if self._rests():
+            return
         self.converted(source, target)
         kinds = _dtype(source), _dtype(target)
         self._now_or_in_replays(partial(self._add_cast, kinds, bridge.nbytes(source) + bridge.nbytes(target)))
@@ -299,6 +311,8 @@ class Tally:
 
 class Glance(Tally):
     """A tally of a step that is only looked at."""
+
+    sees_rehearsals = True
 
     def scaled(self, loss: Tensor) -> None:
         """See `Tally`. Nothing is noted: that would be launches of its own."""

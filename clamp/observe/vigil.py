@@ -21,6 +21,7 @@ from clamp.opencl.recording import host_step, recorder, unrecorded
 from clamp.ops.statistics import statistics_of
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import is_scaled
+from clamp.scaling.step_guard import are_steps_withheld
 from clamp.scaling.step_report import StepReport
 
 _SHARE = 0.25  # of a device's memory that passes before the last one may hold
@@ -64,6 +65,7 @@ class _Step(threading.local):
     Attributes:
         is_recorded: whether it was a replay, or is being recorded.
         is_cut: whether ops of earlier passes were let go.
+        is_over: whether an optimizer has stepped: the next op is one of the next step.
     """
 
     def __init__(self) -> None:
@@ -73,7 +75,7 @@ class _Step(threading.local):
         """Another one begins."""
         self.ops: list[_Op] = []
         self.passes: list[_Pass] = []
-        self.is_recorded = self.is_cut = False
+        self.is_recorded = self.is_cut = self.is_over = False
 
 
 class Vigil:
@@ -93,6 +95,10 @@ class Vigil:
         """See ``Observer``."""
         if not isinstance(made, Node) or not made.parents or not isinstance(made.value, Tensor):
             return  # of a validation, or of what nobody trains
+        if are_steps_withheld():
+            return  # a step that is only looked at is no part of the run
+        if self._step.is_over:
+            self._step.forget()
         read = [parent.value for parent in parents if isinstance(parent.value, Tensor)]
         wanted = [parent.value for parent in made.parents]
         ops = self._step.ops
@@ -108,6 +114,8 @@ class Vigil:
 
     def backward_ended(self, loss: Node) -> None:
         """See ``Observer``."""
+        if are_steps_withheld():
+            return
         step = self._step
         scaled = next((node for node in bridge.graph(loss) if is_scaled(node)), None)
         step.passes.append(_Pass(len(step.ops), loss.value, None if scaled is None else scaled.loss_scale))
@@ -121,6 +129,8 @@ class Vigil:
     def _replayed(self, ops: list[_Op], passes: list[_Pass]) -> None:
         """A recorded pass has been run: what it read and gave lies in the recording's memory."""
         step = self._step
+        if step.is_over:
+            step.forget()
         before = len(step.ops)
         step.ops = [*step.ops, *ops]
         step.passes += [one._replace(ops=one.ops + before) for one in passes]
@@ -130,7 +140,7 @@ class Vigil:
         """See ``Observer``."""
         if not report.stepped:
             self._on_trace(self._trace(report.scale_before), report)
-        self._step.forget()
+        self._step.is_over = True  # but another optimizer may step on the same passes
 
     def _keep_within_limit(self) -> None:
         """Lets the ops of earlier passes go if they hold too much: those of the last one live anyway."""

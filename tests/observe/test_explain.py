@@ -231,6 +231,65 @@ def test_another_thread_has_steps_of_its_own(queue: cl.CommandQueue, debug: str 
     assert found.first.module == "layers.1"
 
 
+def test_a_step_that_is_looked_at_is_no_part_of_the_run(queue: cl.CommandQueue) -> None:
+    handle = amp.init(debug=("attribution", "summary"), loss_scale=8.0)
+    bad, training = Training(queue, "batch"), Training(queue, "forward")
+    training.step(handle)()
+    calls = sum(row.calls for row in handle.summary().rows)
+    assert handle.explain(bad.step(handle)).kind == "input"
+    assert sum(row.calls for row in handle.summary().rows) == calls
+    training.step(handle)()
+    check(handle.explain(), "forward")
+
+
+def test_two_optimizers_that_skip_are_told_the_same(queue: cl.CommandQueue) -> None:
+    training = Training(queue, "forward")
+    params = training.model.parameters()
+    first, second = SGD(params[:2], lr=1e-4), SGD(params[2:], lr=1e-4)
+    handle = amp.init(debug="attribution", loss_scale=8.0)
+    with handle.scale_loss(training.loss(*training.data), [first, second]) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in (first, second):
+        optimizer.step()
+        check(handle.explain(), "forward")
+
+
+def test_a_scale_that_was_too_high_is_the_one_of_the_step(queue: cl.CommandQueue) -> None:
+    training = Training(queue, "none")
+    handle = amp.init()
+    handle.scalers[0].set_scale(2.0**24)
+    step = training.step(handle)
+    step()
+    found = handle.explain(step)
+    assert (found.kind, found.cure) == ("scale", "")
+    assert f"The loss scale of {2**24} was too high" in found.why
+
+
+def test_an_explanation_of_an_earlier_step_is_not_shown_for_a_later_one(queue: cl.CommandQueue) -> None:
+    training, bad, sound = (Training(queue, fault) for fault in ("forward", "batch", "none"))
+    handle = amp.init(loss_scale=8.0)
+    bad.step(handle)()
+    assert handle.explain(bad.step(handle)).kind == "input"
+    assert handle.explain().kind == "input"
+    sound.step(handle)()
+    assert handle.explain().kind == "input"
+    training.step(handle)()
+    assert handle.explain().kind == "unseen"
+
+
+def test_a_metric_that_nobody_trains_on_is_not_blamed(queue: cl.CommandQueue) -> None:
+    training = Training(queue, "none")
+    handle = amp.init(debug="attribution", loss_scale=8.0)
+    loss = training.loss(*training.data)
+    ag.log(ag.mul(loss, 0.0))  # -inf
+    with handle.scale_loss(loss, training.optimizer) as scaled_loss:
+        scaled_loss.backward()
+    param = training.model.parameters()[0]
+    param.grad = to_device(queue, np.full(param.shape, np.nan))
+    training.optimizer.step()
+    assert handle.explain().kind == "finite"
+
+
 def test_an_error_in_a_step_that_is_looked_at_is_the_users(queue: cl.CommandQueue) -> None:
     training = Training(queue, "forward")
     handle = amp.init()
