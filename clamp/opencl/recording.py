@@ -85,6 +85,12 @@ def host_step(run: Callable[[], Any]) -> Any:
     return result
 
 
+def _over(recording: Recorder | None) -> None:
+    """In a replay, no error after this one undoes what has been."""
+    if recording is not None and recorder() is recording:
+        recording.add(lambda *_: _thread.undo.pop(), None, (), None)
+
+
 @contextmanager
 def undone_by_error(undo: Callable[[], Any]) -> Iterator[None]:
     """Inside the ``with``, an error calls ``undo()`` on its way: here, and in a replay, where a host step raised it."""
@@ -95,9 +101,9 @@ def undone_by_error(undo: Callable[[], Any]) -> Iterator[None]:
         yield
     except BaseException:
         undo()
+        _over(recording)  # who catches the error goes on
         raise
-    if recording is not None and recorder() is recording:
-        recording.add(lambda *_: _thread.undo.pop(), None, (), None)
+    _over(recording)
 
 
 @contextmanager

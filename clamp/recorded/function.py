@@ -170,6 +170,7 @@ class RecordedFunction:
     def _noting_reached(self) -> Iterator[None]:
         with gradient_marks.noting_reached() as reached:
             yield
+        self._reached = [ref for ref in self._reached if ref() is not None]
         known = {id(ref()) for ref in self._reached}
         self._reached += [weakref.ref(x) for key, x in reached.items() if key not in known]
 

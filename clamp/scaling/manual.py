@@ -7,6 +7,7 @@ gradients, or clip them, between unscaling and the step.
 from __future__ import annotations
 
 import enum
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -126,12 +127,15 @@ class _Round:
 
 
 _living: weakref.WeakSet[ManualScaling] = weakref.WeakSet()
+_living_lock = threading.Lock()
 
 
 def stages() -> Hashable:
     """Where optimizers are that some scaler has unscaled or stepped since its last update: what the next call does
     depends on it."""
-    rounds = ((id(scaling), key, round_) for scaling in _living for key, round_ in list(scaling._rounds.items()))
+    with _living_lock:
+        living = list(_living)
+    rounds = ((id(scaling), key, round_) for scaling in living for key, round_ in list(scaling._rounds.items()))
     return tuple((scaling, key, round_.stage, round_.checked) for scaling, key, round_ in rounds)
 
 
@@ -158,7 +162,8 @@ class ManualScaling:
         self._rule = rule
         self._start = {"loss_scale": init_scale, "unskipped": 0}  # of a scale that no queue has yet
         self._make(self._start)  # raises for a scale that is none
-        _living.add(self)
+        with _living_lock:
+            _living.add(self)
 
     @property
     def history(self) -> History:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import queue as queues
+import random
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -266,6 +270,61 @@ def _graph_of(step: Callable[[], Tensor]) -> amp.Graph:
             return step()
 
     return Evaluate()
+
+
+class _Counter:
+    """Where a number comes from that is another one each time."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self.draw = draw
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: itertools.count(1).__next__,
+        lambda: itertools.cycle([1.0, 2.0, 3.0]).__next__,
+        lambda: itertools.accumulate(range(1, 9)).__next__,
+        lambda: random.Random(1).random,
+        lambda: [5.0, 4.0, 3.0, 2.0, 1.0].pop,
+    ],
+    ids=["count", "cycle", "accumulate", "random", "pop"],
+)
+def test_numbers_from_what_does_not_show_its_place_are_those_of_the_day(
+    queue: cl.CommandQueue, make: Callable[[], Callable[[], Any]]
+) -> None:
+    x, results = to_device(queue, np.ones(4)), []
+    for record in (False, True):
+        source = _Counter(make())
+
+        def step(x: Tensor, source: _Counter = source) -> Tensor:
+            return ag.mul(ag.tensor(x), float(source.draw())).value
+
+        call = amp.record(step) if record else step
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # it runs as it is, and says so
+            results.append([float(call(x).to_host()[0]) for _ in range(5)])
+    assert results[0] == results[1]
+
+
+def test_a_batch_of_a_generator_is_let_go(queue: cl.CommandQueue) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+
+    def batches() -> Iterator[Tensor]:
+        for index in range(6):
+            batch = to_device(queue, np.full(4, index))
+            alive.append(weakref.ref(batch))
+            yield batch
+
+    source = batches()
+    call = amp.record(lambda x, source=source: ag.mul(ag.tensor(x), 2.0).value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for batch in source:
+            call(batch)
+            del batch
+    gc.collect()
+    assert sum(ref() is not None for ref in alive[:-1]) <= 1  # what the recording has of its own may stay
 
 
 def test_a_tensor_that_only_a_library_knows_may_be_read(queue: cl.CommandQueue) -> None:

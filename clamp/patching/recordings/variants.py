@@ -162,6 +162,7 @@ class Variants(Generic[R]):
         """Calls of this key cannot be recorded: they run as they are from now on."""
         kind = self._kind(key)
         kind.kept.clear()
+        kind.doubted = None
         kind.never = True
 
     @contextmanager
@@ -187,6 +188,7 @@ class Variants(Generic[R]):
 
     def _run_always(self, kind: _Kind[R], why: str) -> None:
         kind.kept.clear()
+        kind.doubted = None
         kind.never = True
         self._warn(why)
 

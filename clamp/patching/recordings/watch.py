@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dis
 import gc
+import io
+import itertools
 import random
 import sys
 from argparse import Namespace
@@ -18,7 +20,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import is_, length_hint
-from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -186,6 +197,8 @@ class Watch:
             if root or not _is_library(x):
                 self._names.found(x)
                 self._function(x, name)
+        elif issubclass(kind, BuiltinMethodType | MethodWrapperType):
+            self._push(x.__self__, name)
         elif issubclass(kind, MethodType | staticmethod | classmethod | property | partial):
             for part in ("__self__", "__func__", "fget", "func", "args", "keywords"):
                 self._push(getattr(x, part, None), name)
@@ -313,12 +326,25 @@ def _drawn(generator: Any) -> Any:
     return repr(generator.bit_generator.state if state is None else (state["state"]["key"].tobytes(), state))
 
 
+#: These stand where what they go through stands; a file's place does not show once it is iterated.
+_LEAN = (
+    zip, map, filter, enumerate, itertools.islice, itertools.chain, itertools.starmap, itertools.repeat,
+    itertools.takewhile, itertools.dropwhile, itertools.filterfalse, itertools.compress, itertools.zip_longest,
+    type(iter(int, 1)), io.IOBase,
+)  # fmt: skip
+
+
 def _position(iterator: Any) -> Values:
-    """What an iterator of Python's own has come to, as far as it shows."""
+    """What an iterator of Python's own has come to; where that does not show, another place each time."""
     frame = getattr(iterator, "gi_frame", None)
     if frame is not None:
-        return frame.f_lasti, *frame.f_locals.values()
-    return (length_hint(iterator, -1), isinstance(iterator, GeneratorType))
+        return frame.f_lasti, *gc.get_referents(iterator)  # f_locals would stay, and hold what was there
+    if isinstance(iterator, itertools.count):
+        return (repr(iterator),)
+    left = length_hint(iterator, -1)
+    if left < 0 and not isinstance(iterator, (GeneratorType, *_LEAN)):
+        return (object(),)
+    return left, isinstance(iterator, GeneratorType)
 
 
 class _Slots(Mapping[str, Any]):
