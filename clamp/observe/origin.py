@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from clamp.observe.frames import BACKWARD, FORWARD, Frame, Trace, Value
+from clamp.observe.frames import BACKWARD, Frame, Trace, Value
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,3 @@ def frames_before(trace: Trace, frame: Frame, count: int) -> list[Frame]:
     """The frames before one, the nearest last."""
     index = next(index for index, other in enumerate(trace.frames) if other is frame)
     return trace.frames[max(0, index - count) : index]
-
-
-def is_forward(origin: Origin) -> bool:
-    """Whether a loss is not finite, whatever it is multiplied by."""
-    return origin.frame.direction == FORWARD
