@@ -169,7 +169,8 @@ class _Results:
         if self._observers:
             self.own, self.foreign, self.netcls = self._own_seen, self._seen, self._netcls_seen
             self.backward, self.add = self._backward_seen, self._add_seen
-            self.stepping, self.stepped = self._before_step, self._step_seen
+            self.stepping = self._before_step if any(map(_looks_before, self._observers)) else _stepping
+            self.stepped = self._step_seen
         else:
             self.own, self.foreign, self.netcls = _own, _foreign, _netcls
             self.backward, self.add, self.stepping, self.stepped = _backward, _add, _stepping, _stepped
@@ -222,13 +223,16 @@ class _Results:
 
     def _before_step(self, params: Sequence[Tensor]) -> None:
         gradients = [param.grad for param in params if isinstance(param.grad, Tensor)]
-        for stepping in [getattr(observer, "stepping", None) for observer in self._observers]:
-            if stepping is not None:
-                stepping(gradients)
+        for observer in filter(_looks_before, self._observers):
+            observer.stepping(gradients)  # type: ignore[attr-defined]
 
     def _step_seen(self, report: Any) -> None:
         for observer in self._observers:
             observer.stepped(report)
+
+
+def _looks_before(observer: Observer) -> bool:
+    return hasattr(observer, "stepping")
 
 
 def _seen_gradients(run: Callable[[Tensor], Any], told: Sequence[tuple[Observer, Any]]) -> Callable[[Tensor], Any]:

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 import wrapt
 
 from clamp import bridge
+from clamp.casting.policy import Entry
 from clamp.patching.wrap import netcl_wrapper, owned_wrapper, user_wrapper
 
 _LIBRARIES = bridge.NETCLS_FOLDER, str(Path(str(wrapt.__file__)).parent)
 _STANDARD = str(Path(types.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
 CAST = "cast"  # the op that changes a dtype
+_MODULE_CALL = bridge.Module.__call__.__code__
 _USERS = 8  # functions of the user's among which a model is looked for
 
 
@@ -34,7 +36,7 @@ def _calls_of(*wrappers: Any) -> set[CodeType]:
     }
 
 
-_LISTED, _REGISTERED = _calls_of(owned_wrapper, netcl_wrapper), _calls_of(user_wrapper)
+_WRAPPERS = _calls_of(owned_wrapper, netcl_wrapper, user_wrapper)
 
 
 class Place(NamedTuple):
@@ -66,46 +68,67 @@ class Place(NamedTuple):
 
 NOWHERE = Place()
 
+#: What the frames around an op say, read and not yet understood: the entry of the function and the region it is called
+#: in, or the name and the policy of a registered one; the modules; the code and the line of the user's.
+Trail = tuple[tuple[Any, Any] | None, tuple[Any, ...], CodeType | None, int]
+
 
 def here() -> Place:
     """The place of the op that is being computed in this thread."""
-    function = policy = file = ""
+    return place_of(trail())
+
+
+def trail() -> Trail:
+    """What has to be read while the op is being computed: of an armed step that is done for each, and nothing else."""
+    called = users_code = None
     line = users = 0
     modules: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
+        code, caller = frame.f_code, frame.f_back
         kind = _kinds.get(id(code)) or _kind(code)
-        if kind == "listed" and not function:
-            function, policy = _entry_of(frame.f_locals)
-        elif kind == "registered" and not function:
-            function, policy = frame.f_locals["name"], frame.f_locals["policy"].value
+        if kind == "wrapper":
+            called = called or _called(frame.f_locals)
         elif kind != "library":
-            itself = frame.f_locals.get("self") if kind.endswith("method") else None
-            is_module = bridge.is_module(itself)
-            if is_module and (not modules or modules[-1] is not itself):
-                modules.append(itself)
-            if kind.startswith("user"):
-                file, line = (file, line) if file else (code.co_filename, frame.f_lineno)
+            is_module = caller is not None and caller.f_code is _MODULE_CALL  # of the same module, looked at next
+            if not is_module and kind != "user":
+                itself = frame.f_locals.get("self")
+                is_module = bridge.is_module(itself)
+                if is_module and (not modules or modules[-1] is not itself):
+                    modules.append(itself)
+            if kind != "method":
+                if users_code is None:
+                    users_code, line = code, frame.f_lineno
                 users += 1
                 if not is_module and (modules or users >= _USERS):
                     break  # what called the model
-        frame = frame.f_back
-    return Place(function, policy, tuple(modules), file, line)
+        frame = caller
+    return called, tuple(modules), users_code, line
+
+
+def _called(names: dict[str, Any]) -> tuple[Any, Any]:
+    return (names["entry"], names.get("region")) if "entry" in names else (names["name"], names["policy"])
+
+
+def place_of(seen: Trail) -> Place:
+    """What a trail says."""
+    called, modules, code, line = seen
+    function = policy = ""
+    if called is not None:
+        what, how = called
+        function = what.name if isinstance(what, Entry) else what
+        if how is not None:
+            policy = (how.policies.policy_of(what) if isinstance(what, Entry) else how).value
+    return Place(function, policy, modules, code.co_filename if code else "", line)
 
 
 def call_here() -> FrameType | None:
     """The innermost call around this point of a function that is wrapped, as the frame of its wrapper; None if there is
     none: the op is the user's own, and no list or registration has it."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code not in _LISTED and frame.f_code not in _REGISTERED:
+    while frame is not None and frame.f_code not in _WRAPPERS:
         frame = frame.f_back
     return frame
-
-
-def _entry_of(names: dict[str, Any]) -> tuple[str, str]:
-    entry, region = names["entry"], names.get("region")
-    return entry.name, "" if region is None else region.policies.policy_of(entry).value
 
 
 #: what a frame of some code may say, by the code's id: its hash is formed anew each time, of all that is in it
@@ -120,10 +143,8 @@ def _kind(code: CodeType) -> str:
 
 
 def _find_kind(code: CodeType) -> str:
-    if code in _LISTED:
-        return "listed"
-    if code in _REGISTERED:
-        return "registered"
+    if code in _WRAPPERS:
+        return "wrapper"
     file = code.co_filename
     is_method = code.co_argcount > 0 and code.co_varnames[0] == "self"
     if file.startswith(_LIBRARIES):

@@ -16,7 +16,7 @@ from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.regions import no_casts
 from clamp.observe.backward_again import gradients_of
 from clamp.observe.frames import FORWARD, Frame, Trace, Value
-from clamp.observe.place import Place, here
+from clamp.observe.place import Trail, place_of, trail
 from clamp.opencl.recording import host_step, recorder, unrecorded
 from clamp.ops.statistics import statistics_of
 from clamp.scaling.loss_scale import LossScale
@@ -38,7 +38,7 @@ class _Op(NamedTuple):
     """
 
     op: str
-    place: Place
+    trail: Trail
     gave: Tensor
     read: list[Tensor]
     wanted: list[Tensor]
@@ -102,7 +102,7 @@ class Vigil:
         read = [parent.value for parent in parents if isinstance(parent.value, Tensor)]
         wanted = [parent.value for parent in made.parents]
         ops = self._step.ops
-        ops.append(_Op(made.op_name or "op", here(), made.value, read, wanted, made.grad_fn))
+        ops.append(_Op(made.op_name or "op", trail(), made.value, read, wanted, made.grad_fn))
         if not len(ops) % _OFTEN:
             self._keep_within_limit()
 
@@ -167,7 +167,7 @@ class Vigil:
         forward = []
         for op in self._step.ops:
             read, wanted = list(map(value, op.read)), list(map(value, op.wanted))
-            frame = Frame(op.op, FORWARD, op.place, read, [value(op.gave)], wanted, again=op.again)
+            frame = Frame(op.op, FORWARD, place_of(op.trail), read, [value(op.gave)], wanted, again=op.again)
             frame.outputs[0].made_by = frame.outputs[0].made_by or frame
             forward.append(frame)
         trace = Trace(forward, scale, is_recorded=self._step.is_recorded, is_cut=self._step.is_cut)
