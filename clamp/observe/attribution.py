@@ -103,7 +103,7 @@ def explain_step(step: Callable[[], Any], skipped: StepReport | None = None) -> 
         step: does what one step of a loop does.
         skipped: of a step that was skipped, at whose loss scale it is run.
     """
-    journal = Journal(lambda trace, report: None, only_training=False, at_backward=True)
+    journal = Journal(lambda trace, report: None, only_training=False, at_backward=True, calls=True)
     with rehearsal(*((skipped.scale, skipped.scale_before) if skipped else ())), RESULTS.attached(journal):
         scales = {id(one): one.scale for one in bridge.living(LossScale) if one.scales}  # the step may move them
         step()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clamp.bridge import HALF_DTYPES
+from clamp.observe.domains import without_value
 from clamp.observe.frames import BACKWARD, FORWARD, Frame, Trace, Value
+from clamp.observe.in_float32 import is_finite_in_float32
 from clamp.observe.origin import Origin
 from clamp.observe.rescaled import finite_from
 from clamp.scaling.loss_scale import DynamicLossScale
@@ -65,10 +66,14 @@ def _of_forward(frame: Frame, trace: Trace) -> Cause:
             f"number is {LARGEST_FLOAT16:.0f}: {_AT_ANY}"
         )
         return Cause("cast", why, _in_float32(frame, trace))
+    in_float32 = is_finite_in_float32(frame)
+    if in_float32 is False:
+        return _without_value("forward", frame, f"{frame.function} makes {count_of(out)} of finite numbers")
     if out.dtype == "float16" and out.statistics is not None and out.statistics.infs:
+        valueless = "" if in_float32 else ", or have no value at all"
         why = (
             f"What {frame.function} reads is finite, and {count_of(out)} of its results are beyond "
-            f"{LARGEST_FLOAT16:.0f}, the largest number of float16: {_AT_ANY}"
+            f"{LARGEST_FLOAT16:.0f}, the largest number of float16{valueless}: {_AT_ANY}"
         )
     else:
         why = f"{frame.function} makes {count_of(out)} of finite numbers in {out.dtype}: {_AT_ANY}"
@@ -80,11 +85,11 @@ def _of_backward(frame: Frame, trace: Trace) -> Cause:
     lower = finite_from(frame, trace.scale, floor)
     if lower is None:
         out = next(value for value in frame.outputs if not value.is_finite)
-        why = (
-            f"The gradient of {frame.function} has {count_of(out)}, in {out.dtype}, at loss scales down to {floor:.8g}."
-        )
-        wider = 'handle = amp.init(dtype="bfloat16")  # as wide as float32'
-        return Cause("backward", why, wider if out.dtype == "float16" else _in_float32(frame, trace))
+        what = f"The gradient of {frame.function} has {count_of(out)}"
+        if is_finite_in_float32(frame) is False:
+            return _without_value("backward", frame, what)
+        why = f"{what}, in {out.dtype}, at loss scales down to {floor:.8g}."
+        return Cause("backward", why, 'handle = amp.init(dtype="bfloat16")  # as wide as float32')
     why = (
         f"The loss scale of {trace.scale:.8g} was too high: the model is sound, forward is finite, and so is this "
         f"gradient at {lower:.8g}."
@@ -95,13 +100,15 @@ def _of_backward(frame: Frame, trace: Trace) -> Cause:
     return Cause("scale", why, "")
 
 
+def _without_value(kind: str, frame: Frame, what: str) -> Cause:
+    words, cure = without_value(frame)
+    because = f": {words}" if words else ""
+    either = "It has no finite value in float32 either, so that no loss scale and no dtype helps."
+    return Cause(kind, f"{what}{because}. {either}", cure)
+
+
 def _in_float32(frame: Frame, trace: Trace) -> str:
     """How the op is computed in float32 from now on: wherever it is called, or where others like it do well, here."""
-    values = (*frame.outputs, *frame.inputs, *frame.parents)
-    if all(value.dtype not in HALF_DTYPES for value in values) and frame.place.policy != "half":
-        return f"# {frame.function} is computed in float32 already: keep what it reads from where it has no value"
-    if frame.direction == FORWARD and all(value.dtype != "float16" for value in frame.outputs):
-        return f"# {frame.function} has the range of float32 already: keep what it reads from where it has no value"
     if not frame.place.function.startswith("netcl."):
         return f"@amp.float_function  # above the function that computes {frame.function}"
     alike = [other for other in trace.frames if other.direction == FORWARD and other.function == frame.function]
