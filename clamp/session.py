@@ -7,6 +7,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from clamp.params.gradient_marks import lost_bits, noted_elsewhere
 from clamp.params.masters import gathered, stepping
 from clamp.patching.patch import Patches, Registration
 from clamp.scaling.loss_scale import LossScale, make_loss_scale
+from clamp.scaling.manual import ManualScaling
 from clamp.scaling.step_guard import StepGuards, are_steps_withheld, is_vouched, warn_of_lost_bits
 from clamp.scaling.step_report import StepReport, warn_user
 
@@ -179,6 +181,11 @@ def policies_for(
 def active_handle() -> AmpHandle | None:
     """The handle of ``amp.init``, until its shutdown."""
     return _handle
+
+
+def around_step(scaling: ManualScaling, optimizer: Any) -> AbstractContextManager[None]:
+    """Around a step that a ``GradScaler`` decides about: the active handle, if there is one, tells of it as well."""
+    return nullcontext() if _handle is None else _handle.stepped_with(scaling, optimizer)
 
 
 def require_handle() -> AmpHandle:

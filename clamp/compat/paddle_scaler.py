@@ -106,9 +106,8 @@ class GradScaler:
         self._dynamic = bool(use_dynamic_loss_scaling)
         self._init_scale = init_loss_scaling
         settings = incr_ratio, decr_ratio, incr_every_n_steps, decr_every_n_nan_or_inf
-        self._scaling = (
-            _Scaling(init_loss_scaling, FaceRule(*settings)) if enable else _Scaling(1.0, UncheckedRule(*settings))
-        )
+        start, rule = (init_loss_scaling, FaceRule(*settings)) if enable else (1.0, UncheckedRule(*settings))
+        self._scaling = _Scaling(start, rule, around_step=session.around_step)
 
     # ------------------------------------------------------------------------------------------ a step
 

@@ -25,6 +25,7 @@ from clamp.scaling.backward_pass import PassGradients, end_pass, tokens
 from clamp.scaling.history import History
 from clamp.scaling.interrupts import uninterrupted
 from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.manual import ManualScaling
 from clamp.scaling.queue_scales import QueueScales
 from clamp.scaling.scaled_loss import check_loss, has_run, open_loss, require_graph, scaled_node
 from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport, share_overflow
@@ -76,7 +77,7 @@ class AmpHandle(ObservedHandle):
             wants_scaling=region.dtype == "float16" and self._scaler.scales,
         )
         self._on_shutdown = on_shutdown
-        self._shown: weakref.ref[Any] | None = None  # a scaler of netcl's that rules in place of the handle's
+        self._shown: weakref.ref[Any] | None = None  # another scaler, which rules in place of the handle's
         self._scales = QueueScales(make_scaler)
         self._ranks: Ranks | None = None
         self._observe(debug)
@@ -95,7 +96,8 @@ class AmpHandle(ObservedHandle):
     def loss_scale(self) -> float:
         """The current loss scale; waits for the device and reads a few bytes from it.
 
-        After a step by a scaler of netcl's, a Trainer's say, that scaler's, until the handle scales a loss again.
+        After a step by another scaler, a Trainer's or an ``amp.GradScaler``, that one's, until the handle scales a loss
+        again.
         """
         shown = self._shown() if self._shown is not None else None
         return self._scaler.scale if shown is None else _scale_of(shown)
@@ -114,6 +116,12 @@ class AmpHandle(ObservedHandle):
     def history(self) -> History:
         """What the last 1000 steps did, the newest last."""
         refuse("handle.last_step or handle.history was read", "Read it after the recorded part.")
+        return self._steps()
+
+    def _steps(self) -> History:
+        shown = self._shown() if self._shown is not None else None
+        if isinstance(shown, ManualScaling):
+            shown.settle()
         return self._guards.history
 
     def __repr__(self) -> str:
@@ -391,6 +399,21 @@ class AmpHandle(ObservedHandle):
         guard.decided_elsewhere(before, _scale_of(scaler), stepped=guard.last is not last)
         self._shown = weakref.ref(scaler)
 
+    @contextmanager
+    def stepped_with(self, scaling: ManualScaling, optimizer: Any) -> Iterator[None]:
+        """Around one step that a ``GradScaler`` decides about: ``history`` and ``loss_scale`` tell of it."""
+        guard = self.guard(optimizer.__wrapped__ if isinstance(optimizer, OptimWrapper) else optimizer)
+        last, steps = guard.last, scaling.guards.steps
+        scaling.guards.tells = False
+        try:
+            yield
+        finally:
+            scaling.guards.tells = True
+            if scaling.guards.steps > steps:
+                guard.decided_by(scaling.guards.history[-1], stepped=guard.last is not last)
+                scaling.late_scales.stepped(self._guards)
+                self._shown = weakref.ref(scaling)
+
     def met_non_finite(self, params: Sequence[Tensor]) -> None:
         """A scaler of netcl's has found inf or nan among these parameters' gradients, and will let no step be."""
         guard = self._guards.stepping(params)
@@ -399,5 +422,7 @@ class AmpHandle(ObservedHandle):
 
 
 def _scale_of(scaler: Any) -> float:
-    """The scale of a scaler of netcl's."""
+    """The scale of a scaler that is not the handle's."""
+    if isinstance(scaler, ManualScaling):
+        return float(scaler.state_dict()["loss_scale"])
     return float(scaler.scale) if scaler.enabled else 1.0

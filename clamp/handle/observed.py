@@ -14,6 +14,7 @@ from clamp.observe.record import Record
 from clamp.observe.summary import Summary
 from clamp.ranks.mpi import Ranks
 from clamp.report import write_page, write_run
+from clamp.scaling.history import History
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuards
 
@@ -31,10 +32,13 @@ class ObservedHandle:
         """The current loss scale."""
         raise NotImplementedError
 
+    def _steps(self) -> History:
+        """What the last steps did."""
+        raise NotImplementedError
+
     def _observe(self, debug: Iterable[str]) -> None:
         """Begins; see ``AmpHandle``'s ``debug``."""
-        self._attribution = Attribution(lambda: self._guards.history)
-        self._record = Record(lambda: self._guards.history)
+        self._attribution, self._record = Attribution(self._steps), Record(self._steps)
         if "attribution" in debug:
             self._attribution.arm()
         if "summary" in debug:
@@ -85,7 +89,7 @@ class ObservedHandle:
         return self._record.summary(
             self._region.dtype,
             guards.steps,
-            list(guards.history),
+            list(self._steps()),
             guards.skips,
             scale,
             step,

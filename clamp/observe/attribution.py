@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from clamp import bridge
@@ -58,24 +59,30 @@ class Attribution:
         skipped = next((report for report in reversed(self._history()) if not report.stepped), None)
         if step is not None:
             self.last = explain_step(step, skipped)
-            return self.last
-        return not_seen(skipped) if self.last is None or (skipped and self._is_old(self.last, skipped)) else self.last
+        elif self.last is None or (skipped and self._is_old(self.last, skipped)):
+            return not_seen(skipped)
+        return self._as_reported_now(self.last)
 
     def _is_old(self, known: Explanation, skipped: StepReport) -> bool:
         """Whether a step has been done between the one that is explained and the last skipped one: that one is another
         matter."""
-        if self.is_armed or known.report == skipped:
+        if self.is_armed or _is_same(known.report, skipped):
             return False
-        since = itertools.takewhile(lambda report: report != known.report, reversed(self._history()))
+        since = itertools.takewhile(lambda report: not _is_same(report, known.report), reversed(self._history()))
         return known.report is None or any(report.stepped for report in since)
+
+    def _as_reported_now(self, known: Explanation) -> Explanation:
+        """With the report as it is now: what the step has made of the scale may have become known later."""
+        now = next((report for report in reversed(self._history()) if _is_same(report, known.report)), known.report)
+        return known if now is known.report else replace(known, report=now)
 
     def of_last_step(self, step: Callable[[], Any] | None = None) -> Explanation | None:
         """Why the last step was skipped; None if it was not, or nobody has looked, and there is no ``step`` to look."""
         history = self._history()
         if not history or history[-1].stepped:
             return None
-        if self.last is not None and self.last.report == history[-1]:
-            return self.last
+        if self.last is not None and _is_same(self.last.report, history[-1]):
+            return self._as_reported_now(self.last)
         return None if step is None else self.explain(step)
 
     def look_after_skips(self, step: Callable[[], Any], call: str) -> None:
@@ -94,6 +101,11 @@ class Attribution:
         found = self.explain(step)
         if found.kind not in ("scale", "finite"):
             warn_user(f"{SKIPS_EXPLAINED} steps in a row were skipped. {found.why} {call} has the rest.")
+
+
+def _is_same(one: StepReport | None, other: StepReport | None) -> bool:
+    """Whether two reports are of the same step."""
+    return one is not None and other is not None and replace(one, scale=other.scale) == other
 
 
 def explain_step(step: Callable[[], Any], skipped: StepReport | None = None) -> Explanation:

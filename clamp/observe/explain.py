@@ -64,10 +64,7 @@ def explain(trace: Trace, report: StepReport | None) -> Explanation:
     if origin is None:
         why = "Every result and every gradient of its ops is finite."
         if report is not None and not report.stepped:
-            why += (
-                " What is not has come into the gradients after backward, or into a parameter before the step; or "
-                "another optimizer has stepped in between, and the loss was multiplied by a higher scale than that."
-            )
+            why += " What is not has come into the gradients after backward, or into a parameter before the step."
         return Explanation(report, "finite", why, "")
     cause = cause_of(origin, trace)
     before = frames_before(trace, origin.frame, _BEFORE)

@@ -10,6 +10,7 @@ import enum
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -27,6 +28,7 @@ from clamp.params.masters import Pair
 from clamp.scaling.backward_pass import tokens, unscale_all
 from clamp.scaling.history import History
 from clamp.scaling.interrupts import uninterrupted
+from clamp.scaling.late_scales import LateScales
 from clamp.scaling.loss_scale import DynamicLossScale, LossScale
 from clamp.scaling.scale_rule import ScaleRule
 from clamp.scaling.scaled_loss import scaled_node
@@ -139,6 +141,10 @@ def stages() -> Hashable:
     return tuple((scaling, key, round_.stage, round_.checked) for scaling, key, round_ in rounds)
 
 
+def _nothing_around(scaling: ManualScaling, optimizer: Any) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class ManualScaling:
     """A dynamic loss scale, one copy of it for each queue, and where each optimizer is.
 
@@ -146,6 +152,7 @@ class ManualScaling:
         init_scale: finite and positive.
         rule: how the scale moves.
         max_skips_at_floor: consecutive steps skipped at the smallest scale after which ``step`` raises.
+        around_step: a context around each step, given this and the optimizer: for who tells of steps besides.
 
     Raises:
         ValueError: init_scale is not finite and positive.
@@ -153,7 +160,12 @@ class ManualScaling:
 
     _scale_class = DynamicLossScale
 
-    def __init__(self, init_scale: float, rule: ScaleRule, max_skips_at_floor: int = 25) -> None:
+    def __init__(
+        self, init_scale: float, rule: ScaleRule, max_skips_at_floor: int = 25,
+        around_step: Callable[[ManualScaling, Any], AbstractContextManager[None]] = _nothing_around,
+    ) -> None:  # fmt: skip
+        self._around_step = around_step
+        self.late_scales = LateScales()  # of the steps since the last update
         self._scalers: dict[cl.CommandQueue, DynamicLossScale] = {}
         self._lost_bits = False  # whether a word was said about losses that are not scaled
         self._guards = StepGuards(max_skips_at_floor)
@@ -167,8 +179,19 @@ class ManualScaling:
 
     @property
     def history(self) -> History:
-        """What the last steps did, the newest last."""
+        """What the last steps did, the newest last. Reads the device after an update."""
+        self.settle()
         return self._guards.history
+
+    @property
+    def guards(self) -> StepGuards:
+        """Where optimizers have their bits of the scales' overflow words."""
+        return self._guards
+
+    def settle(self) -> None:
+        """Tells the reports of steps before the last update what has become of the scale; reads the device then."""
+        if self.late_scales.is_due and recorder() is None:
+            self.late_scales.came(float(self.state_dict()["loss_scale"]))
 
     def _make(self, state: Mapping[str, Any]) -> DynamicLossScale:
         scaler = self._scale_class(rule=replace(self._rule, min_scale=SMALLEST, max_scale=LARGEST))
@@ -273,7 +296,15 @@ class ManualScaling:
 
     def _step(self, optimizer: Any, run: Callable[[], Any]) -> Any:
         round_ = self._round(optimizer)
-        result = round_.guard.step(run)
+        steps = self._guards.steps
+        with self._around_step(self, optimizer):
+            try:
+                result = round_.guard.step(run, scale_stays=True)
+            finally:
+                if self._guards.steps > steps:
+                    if self.late_scales.is_due:
+                        self.late_scales.came(self._guards.history[-1].scale_before)
+                    self.late_scales.stepped(self._guards)
         round_.stage = Stage.STEPPED
         return result
 
@@ -309,6 +340,7 @@ class ManualScaling:
         else:
             for scaler in self._scalers.values():
                 scaler.adjust()
+        self.late_scales.updated()
         self._rounds.clear()
 
     def _agree(self, rounds: Iterable[_Round]) -> None:
@@ -333,11 +365,13 @@ class ManualScaling:
         for scaler in self._scalers.values():
             _allow(scaler, scale)
             scaler.set_scale(scale)
+        self.late_scales.updated()
         self._rounds.clear()
 
     def make_ready(self) -> None:
         """Makes every optimizer ready again, without a move of the scale: for one that stays."""
         host_step(self._rounds.clear)
+        host_step(self.late_scales.forget)
 
     def _require_scaled(self, call: str) -> None:
         if not self._scaled_any:
