@@ -17,8 +17,8 @@ from clamp.casting.policy import default_table
 from clamp.casting.regions import Region, changed_regions, check_dtype, current_region, in_own_region
 from clamp.casting.results import RESULTS, Observer
 from clamp.debugging.two_runs import AmpSide, Float32Side, Found
-from clamp.observe.rehearsal import rehearsal
-from clamp.observe.watcher import NO_OP, RESULT, Key, Names
+from clamp.observe.rehearsal import NothingSeenError, rehearsal
+from clamp.observe.watcher import RESULT, Key, Names
 from clamp.ops.cast import cast
 
 _SHOWN = 30  # rows of a table
@@ -271,7 +271,7 @@ def _both_runs(step: _Step, amp: Region, tolerance: float) -> tuple[tuple[Float3
     with changed_regions(_in_float32):
         right_loss = _run(step, 1.0, amp, right)
     if not right.values:
-        raise ValueError(NO_OP)
+        raise NothingSeenError
     scale = step.scale
     while True:
         wrong = AmpSide(right.values, amp.dtype, scale, tolerance)

@@ -11,6 +11,7 @@ from clamp.observe.attribution import Attribution
 from clamp.observe.explain import Explanation
 from clamp.observe.layer_ranges import LayerRanges, observe_ranges
 from clamp.observe.record import Record
+from clamp.observe.rehearsal import check_step
 from clamp.observe.summary import Summary
 from clamp.ranks.mpi import Ranks
 from clamp.report import write_page, write_run
@@ -58,6 +59,10 @@ class ObservedHandle:
             step: does what one step of the loop does, with the same batch; it is run once, at the loss scale at which
                 the last step was skipped, and optimizers do not step in it. Gradients, loss scales, the statistics of
                 layers and random generators are put back. What it writes besides stays.
+
+        Raises:
+            TypeError: ``step`` is no function.
+            ValueError: no op of the step can be seen.
         """
         return self._attribution.explain(step)
 
@@ -76,9 +81,12 @@ class ObservedHandle:
                 AMP gains. As in ``explain``, optimizers do not step in it, and all is put back.
 
         Raises:
+            TypeError: ``step`` is no function.
             ValueError: no op of the step can be seen.
             RuntimeError: with a step, after ``distribute``: ranks would run different numbers of steps.
         """
+        if step is not None:
+            check_step(step, "handle.summary")
         if step is not None and self._ranks is not None:
             raise RuntimeError(
                 "handle.summary(step) was called after handle.distribute: how often the step runs depends on its time, "
@@ -105,6 +113,7 @@ class ObservedHandle:
             step: as for ``summary``; it is run twice, in float32, which loses nothing, and under AMP.
 
         Raises:
+            TypeError: ``step`` is no function.
             ValueError: no op of the step can be seen.
         """
         with self._record.unwatched():
@@ -121,6 +130,7 @@ class ObservedHandle:
             losses: of the last steps, one for each, the newest last; ``amp.init(debug="summary")`` knows them itself.
 
         Raises:
+            TypeError: ``step`` is no function.
             ValueError: no op of the step can be seen.
             ModuleNotFoundError: matplotlib, which draws a page's pictures, is not installed.
             OSError: the file cannot be written.

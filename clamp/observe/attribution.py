@@ -12,7 +12,7 @@ from clamp.casting.results import RESULTS
 from clamp.observe.explain import Explanation, explain, not_seen
 from clamp.observe.frames import Trace
 from clamp.observe.journal import Journal
-from clamp.observe.rehearsal import rehearsal
+from clamp.observe.rehearsal import NothingSeenError, check_step, rehearsal
 from clamp.observe.vigil import Vigil
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_report import StepReport, warn_user
@@ -98,7 +98,10 @@ class Attribution:
             return
         if len(skipped) > SKIPS_EXPLAINED and skipped[0]:  # this row has been looked at
             return
-        found = self.explain(step)
+        try:
+            found = self.explain(step)
+        except NothingSeenError:  # of netcl's numpy backend
+            return
         if found.kind not in ("scale", "finite"):
             warn_user(f"{SKIPS_EXPLAINED} steps in a row were skipped. {found.why} {call} has the rest.")
 
@@ -114,12 +117,19 @@ def explain_step(step: Callable[[], Any], skipped: StepReport | None = None) -> 
     Args:
         step: does what one step of a loop does.
         skipped: of a step that was skipped, at whose loss scale it is run.
+
+    Raises:
+        TypeError: ``step`` is no function.
+        ValueError: no op of it can be seen.
     """
+    check_step(step, "explain")
     journal = Journal(lambda trace, report: None, only_training=False, at_backward=True, calls=True)
     with rehearsal(*((skipped.scale, skipped.scale_before) if skipped else ())), RESULTS.attached(journal):
         scales = {id(one): one.scale for one in bridge.living(LossScale) if one.scales}  # the step may move them
         step()
         trace = journal.trace()
+        if not trace.frames:
+            raise NothingSeenError
         if trace.scaler is not None:
             trace.scale = scales.get(id(trace.scaler), trace.scaler.scale)
         trace.name()

@@ -20,7 +20,7 @@ from clamp.observe.frames import FORWARD, Frame, Trace, Value
 from clamp.observe.journal import Journal
 from clamp.observe.picture import Layer, draw
 from clamp.observe.ranges import Lost
-from clamp.observe.rehearsal import rehearsal
+from clamp.observe.rehearsal import NothingSeenError, check_step, rehearsal
 from clamp.observe.tally import Glance
 from clamp.observe.words import aligned
 from clamp.ops.statistics import Statistics
@@ -154,6 +154,7 @@ def observe_ranges(step: Callable[[], Any], live_scale: Callable[[], float]) -> 
     Raises:
         ValueError: no op of the step was seen.
     """
+    check_step(step, "handle.ranges")
     around = region_here(enabled=True)
     with rehearsal():
         scale = live_scale()
@@ -162,9 +163,7 @@ def observe_ranges(step: Callable[[], Any], live_scale: Callable[[], float]) -> 
         with in_region(around):
             dtypes = _dtypes(step)
     if not trace.frames:
-        raise ValueError(
-            "no op of this step was seen: one that replays a recording shows none. Pass a function that computes it"
-        )
+        raise NothingSeenError
     return LayerRanges(list(_rows(trace, scale, dtypes, around.dtype)), scale, around.dtype)
 
 

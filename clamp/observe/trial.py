@@ -19,7 +19,7 @@ from clamp.bridge import HALF_DTYPES, Node, Tensor, TensorLike
 from clamp.casting.regions import Region, in_region, region_here
 from clamp.casting.results import RESULTS
 from clamp.observe.memory import MemoryMeter
-from clamp.observe.rehearsal import rehearsal
+from clamp.observe.rehearsal import NothingSeenError, rehearsal
 from clamp.observe.stopwatch import Stopwatch, time_ops
 from clamp.observe.tally import Casts, Row
 from clamp.opencl.recording import recorder
@@ -136,10 +136,7 @@ def try_step(step: Step) -> Trial:
 
 def _require(seen: bool) -> None:
     if not seen:
-        raise ValueError(
-            "no op of this step was seen: one that replays a recording (amp.record, amp.Graph, netcl's captures) shows "
-            "none. Pass a function that computes it, without the recording"
-        )
+        raise NothingSeenError
 
 
 def slower_functions(amp: Side, plain: Side) -> list[str]:

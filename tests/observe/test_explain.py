@@ -373,3 +373,20 @@ def test_earlier_passes_are_held_as_far_as_memory_goes(
 def test_debug_takes_known_words_only() -> None:
     with pytest.raises(ValueError, match="debug must be"):
         amp.init(debug="everything")
+
+
+# ---------------------------------------------------------------------------------------------- what is no step
+
+
+@pytest.mark.parametrize("call", ["explain", "summary", "ranges"])
+def test_what_is_no_function_is_refused(call: str) -> None:
+    with amp.init() as handle, pytest.raises(TypeError) as error:
+        getattr(handle, call)(0.5)
+    assert f"{call} takes a function that does what one step of the loop does, got 0.5" in str(error.value)
+    assert f"{call}(step), not what it returns" in str(error.value)
+
+
+@pytest.mark.parametrize("call", ["explain", "summary", "ranges"])
+def test_a_step_of_which_nothing_can_be_seen_is_refused(call: str) -> None:
+    with amp.init() as handle, pytest.raises(ValueError, match="no op of this step was seen"):
+        getattr(handle, call)(lambda: None)
