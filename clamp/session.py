@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clamp import bridge
+from clamp.casting.asked import Asked, given_to
 from clamp.casting.policy import CastPolicy, Entry, PolicyTable, default_table, read_list
 from clamp.casting.regions import Region, check_dtype, depth
 from clamp.casting.results import RESULTS
@@ -80,7 +81,9 @@ def init(
     if not enabled:
         return disable()
     dtype = check_dtype(dtype)
-    debug = _checked_debug(debug)
+    custom_white_list, custom_black_list = tuple(custom_white_list), tuple(custom_black_list)
+    asked = Asked(given=given_to(init, locals()))
+    kinds = _checked_debug(debug)
     with lock:
         require_none("amp.init()")
         make_loss_scale(loss_scale, dtype)  # raises before anything is patched
@@ -92,8 +95,9 @@ def init(
             allow_banned=allow_banned,
             verbose=verbose,
             level=level,
+            asked=asked,
         )
-        return start(region, lambda: make_loss_scale(loss_scale, dtype), check_finite=check_finite, debug=debug)
+        return start(region, lambda: make_loss_scale(loss_scale, dtype), check_finite=check_finite, debug=kinds)
 
 
 def start(

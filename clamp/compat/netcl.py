@@ -104,6 +104,7 @@ class _Scales:
         value = min(max(float(scaler.scale), SMALLEST), LARGEST)
         bridge.set_host_scale(scaler, value)
         last, scale = known[1].get(queue) or (value, StaticLossScale(value))
+        scale.comes_down = True  # netcl's scaler lowers it
         if last != value:
             scale.set_scale(value)
         known[1][queue] = value, scale

@@ -28,7 +28,7 @@ from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.queue_scales import QueueScales
 from clamp.scaling.scaled_loss import check_loss, has_run, open_loss, require_graph, scaled_node
-from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport, share_overflow
+from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport, are_steps_withheld, share_overflow
 
 
 class AmpHandle(ObservedHandle):
@@ -393,6 +393,9 @@ class AmpHandle(ObservedHandle):
             scaler: netcl's ``GradScaler``; its ``scale`` is read after the step.
             optimizer: whose ``step`` the scaler calls, or not.
         """
+        if are_steps_withheld():
+            yield
+            return
         guard = self.guard(optimizer.__wrapped__ if isinstance(optimizer, OptimWrapper) else optimizer)
         before, last, guard.met = _scale_of(scaler), guard.last, None
         yield

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from clamp.casting.asked import Asked
+from clamp.casting.regions import asked
 from clamp.observe.domains import without_value
 from clamp.observe.frames import BACKWARD, FORWARD, Frame, Trace, Value
 from clamp.observe.in_float32 import is_finite_in_float32
@@ -89,13 +91,17 @@ def _of_backward(frame: Frame, trace: Trace) -> Cause:
         if is_finite_in_float32(frame) is False:
             return _without_value("backward", frame, what)
         why = f"{what}, in {out.dtype}, at loss scales down to {floor:.8g}."
-        return Cause("backward", why, 'handle = amp.init(dtype="bfloat16")  # as wide as float32')
+        return Cause("backward", why, f"{_in_bfloat16()}  # as wide as float32")
     why = (
         f"The loss scale of {trace.scale:.8g} was too high: the model is sound, forward is finite, and so is this "
         f"gradient at {lower:.8g}."
     )
-    if not isinstance(trace.scaler, DynamicLossScale):
-        return Cause("scale", why, 'handle = amp.init(loss_scale="dynamic")')
+    if trace.scaler is None:
+        return Cause(
+            "scale", why, "with handle.scale_loss(loss, optimizer) as scaled_loss:  # by a scale that comes down"
+        )
+    if not trace.scaler.comes_down:
+        return Cause("scale", why, trace.scaler.cure or (asked() or Asked()).changed(loss_scale="dynamic"))
     why += " A dynamic scale comes down by itself, by half in each skipped step."
     return Cause("scale", why, "")
 
@@ -114,7 +120,18 @@ def _in_float32(frame: Frame, trace: Trace) -> str:
     alike = [other for other in trace.frames if other.direction == FORWARD and other.function == frame.function]
     if len(alike) > 1 and frame.place.file:
         return f'with amp.autocast(dtype="float32"):  # around {frame.place.short_line}'
-    return f'handle = amp.init(custom_black_list=["{frame.function}"])  # or dtype="bfloat16"'
+    init = asked()
+    if init is None:
+        return f'with amp.autocast(dtype="float32"):  # around the call of {frame.function}'
+    if init.takes_lists:
+        return f'{init.in_float32([frame.function])}  # or dtype="bfloat16"'
+    module, _, name = frame.place.function.rpartition(".")
+    return f'amp.register_float_function({module}, "{name}")  # before {init.call.rpartition(" ")[2]}(...)'
+
+
+def _in_bfloat16() -> str:
+    init = asked()
+    return 'with amp.autocast(dtype="bfloat16"):' if init is None else init.changed(dtype="bfloat16")
 
 
 def count_of(value: Value) -> str:

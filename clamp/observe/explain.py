@@ -6,6 +6,8 @@ import linecache
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from clamp.casting.asked import Asked
+from clamp.casting.regions import asked
 from clamp.observe.cause import LARGEST_FLOAT16, SMALLEST_FLOAT16, cause_of
 from clamp.observe.frames import Frame, Trace, Value, distinct
 from clamp.observe.origin import find_origin, frames_before
@@ -79,7 +81,18 @@ def not_seen(report: StepReport | None) -> Explanation:
         "The ops of this step were not looked at. handle.explain(step) runs one more, only to look at it, where step() "
         "is a function that does what one step of the loop does."
     )
-    return Explanation(report, "unseen", why, 'handle = amp.init(debug="attribution")  # or handle.explain(step)')
+    return Explanation(report, "unseen", why, look(asked()))
+
+
+def look(init: Asked | None) -> str:
+    """What to write to have skipped steps explained, as code.
+
+    Args:
+        init: the call that turned AMP on, if one did.
+    """
+    if init is None or not init.takes_lists:
+        return "print(amp.debugging.explain(step))"
+    return f"{init.explaining()}  # or handle.explain(step)"
 
 
 # ---------------------------------------------------------------------------------------------- in words
