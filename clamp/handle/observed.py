@@ -53,7 +53,8 @@ class ObservedHandle:
         """Why a step was skipped: the first op whose result stopped being finite, and one cure, as code.
 
         ``print(handle.explain())`` is one screen. Without ``step`` it tells of the last skipped step, whose ops are
-        known after ``amp.init(debug="attribution")``.
+        known after ``amp.init(debug="attribution")``; or of the last step if that was done although its loss was inf or
+        nan (its gradients were finite).
 
         Args:
             step: does what one step of the loop does, with the same batch; it is run once, at the loss scale at which

@@ -55,13 +55,26 @@ class Attribution:
         trace.let_go()
 
     def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
-        """What is known of the last skipped step; with ``step``, of that one, run once more."""
+        """What is known of the last skipped step, or of the last one if that was done with a loss of inf or nan; with
+        ``step``, of that one, run once more."""
         skipped = next((report for report in reversed(self._history()) if not report.stepped), None)
         if step is not None:
             self.last = explain_step(step, skipped)
+        elif (bad_loss := self._of_bad_loss()) is not None:
+            return bad_loss
         elif self.last is None or (skipped and self._is_old(self.last, skipped)):
             return not_seen(skipped)
         return self._as_reported_now(self.last)
+
+    def _of_bad_loss(self) -> Explanation | None:
+        met = None if self._vigil is None else self._vigil.bad_loss()
+        if met is None:
+            return None
+        trace, report = met
+        trace.name()
+        found = explain(trace, report)
+        trace.let_go()
+        return found
 
     def _is_old(self, known: Explanation, skipped: StepReport) -> bool:
         """Whether a step has been done between the one that is explained and the last skipped one: that one is another
