@@ -72,10 +72,11 @@ def _of_forward(frame: Frame, trace: Trace) -> Cause:
     if in_float32 is False:
         return _without_value("forward", frame, f"{frame.function} makes {count_of(out)} of finite numbers")
     if out.dtype == "float16" and out.statistics is not None and out.statistics.infs:
-        valueless = "" if in_float32 else ", or have no value at all"
+        known = "In float32 they are finite." if in_float32 else "(Or they have no value, as x / 0.)"
+        nans = f" ({out.statistics.nans} more are nan)" if out.statistics.nans else ""
         why = (
-            f"What {frame.function} reads is finite, and {count_of(out)} of its results are beyond "
-            f"{LARGEST_FLOAT16:.0f}, the largest number of float16{valueless}: {_AT_ANY}"
+            f"What {frame.function} reads is finite, and {out.statistics.infs} of its results are beyond "
+            f"{LARGEST_FLOAT16:.0f}, the largest number of float16, and so inf{nans}: {_AT_ANY} {known}"
         )
     else:
         why = f"{frame.function} makes {count_of(out)} of finite numbers in {out.dtype}: {_AT_ANY}"

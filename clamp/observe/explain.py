@@ -128,7 +128,7 @@ def _of_first(explanation: Explanation) -> list[str]:
 
 
 def _table(rows: Iterable[tuple[str, Value]]) -> list[str]:
-    cells = [(verb, value.source if verb == "read" else "", f"{value.dtype} {value.shape}", _range(value))
+    cells = [(verb, value.source if verb == "read" else "", f"{value.dtype} {value.shape}", _magnitudes(value))
              for verb, value in rows]  # fmt: skip
     widths = [max(len(row[column]) for row in cells) for column in range(3)]
     return [
@@ -156,6 +156,11 @@ def in_words(frames: Iterable[Frame]) -> list[str]:
 
 def _block(title: str, text: str) -> list[str]:
     return ["", f"{title}: {text}"] if text else []
+
+
+def _magnitudes(value: Value) -> str:
+    has_some = value.statistics is not None and value.statistics.largest > 0
+    return f"{'magnitudes ' if has_some else ''}{_range(value)}"
 
 
 def _range(value: Value) -> str:
