@@ -28,8 +28,9 @@ from clamp.params import gradient_marks, masters
 from clamp.params.masters import Pair
 from clamp.patching.meets import meets
 from clamp.patching.wrap import Installed
+from clamp.scaling.backward_pass import unscale_gradients
 from clamp.scaling.loss_scale import StaticLossScale
-from clamp.scaling.manual import LARGEST, SMALLEST, unscale_gradients
+from clamp.scaling.manual import LARGEST, SMALLEST
 from clamp.scaling.scaled_loss import scaled_node
 
 # ---------------------------------------------------------------------------------------------- autocast

@@ -30,7 +30,7 @@ from clamp.scaling.interrupts import uninterrupted
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_report import HISTORY, NonFinite, StepReport, names_among, non_finite, warn_user
 
-__all__ = ["StepGuard", "StepGuards", "StepReport", "share_overflow", "steps_withheld"]
+__all__ = ["StepGuard", "StepGuards", "StepReport", "steps_withheld"]
 
 _vouched = set[int]()  # optimizers whose gradients an outer guard, a GradScaler's or a graph's, has found finite
 
@@ -269,26 +269,6 @@ def _mark_plain_tensors(optimizer: Any, params: Sequence[Tensor]) -> None:
             UserWarning,
             stacklevel=4,
         )
-
-
-def share_overflow(guards: Sequence[StepGuard]) -> None:
-    """An overflow of one replica becomes that of all, so that they skip the same step and go on with one scale.
-
-    Args:
-        guards: of the optimizers of one model's replicas, each on its own queue, after as many passes.
-    """
-    for scalers in zip(*(guard.pending for guard in guards), strict=False):
-        states = [scaler.read() for scaler in scalers]
-        bad = [state for guard, state in zip(guards, states, strict=True) if state.overflow & guard.mask]
-        for guard, scaler in zip(guards, scalers, strict=True) if bad else ():
-            scaler.load_state_dict(
-                {
-                    "loss_scale": bad[0].scale,
-                    "unskipped": bad[0].growth_tracker,
-                    "overflow": scaler.read().overflow | guard.mask,
-                    "bad_steps": bad[0].bad_steps,
-                }
-            )
 
 
 class StepGuards:
