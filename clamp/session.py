@@ -7,11 +7,13 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from clamp import bridge
+from clamp.casting.asked import Asked, given_to
 from clamp.casting.policy import CastPolicy, Entry, PolicyTable, default_table, read_list
 from clamp.casting.regions import Region, check_dtype, depth
 from clamp.casting.results import RESULTS
@@ -21,6 +23,7 @@ from clamp.params.gradient_marks import lost_bits, noted_elsewhere
 from clamp.params.masters import gathered, stepping
 from clamp.patching.patch import Patches, Registration
 from clamp.scaling.loss_scale import LossScale, make_loss_scale
+from clamp.scaling.manual import ManualScaling
 from clamp.scaling.step_guard import StepGuards, are_steps_withheld, is_vouched, warn_of_lost_bits
 from clamp.scaling.step_report import StepReport, warn_user
 
@@ -78,7 +81,9 @@ def init(
     if not enabled:
         return disable()
     dtype = check_dtype(dtype)
-    debug = _checked_debug(debug)
+    custom_white_list, custom_black_list = tuple(custom_white_list), tuple(custom_black_list)
+    asked = Asked(given=given_to(init, locals()))
+    kinds = _checked_debug(debug)
     with lock:
         require_none("amp.init()")
         make_loss_scale(loss_scale, dtype)  # raises before anything is patched
@@ -90,8 +95,9 @@ def init(
             allow_banned=allow_banned,
             verbose=verbose,
             level=level,
+            asked=asked,
         )
-        return start(region, lambda: make_loss_scale(loss_scale, dtype), check_finite=check_finite, debug=debug)
+        return start(region, lambda: make_loss_scale(loss_scale, dtype), check_finite=check_finite, debug=kinds)
 
 
 def start(
@@ -179,6 +185,11 @@ def policies_for(
 def active_handle() -> AmpHandle | None:
     """The handle of ``amp.init``, until its shutdown."""
     return _handle
+
+
+def around_step(scaling: ManualScaling, optimizer: Any) -> AbstractContextManager[None]:
+    """Around a step that a ``GradScaler`` decides about: the active handle, if there is one, tells of it as well."""
+    return nullcontext() if _handle is None else _handle.stepped_with(scaling, optimizer)
 
 
 def require_handle() -> AmpHandle:

@@ -17,6 +17,7 @@
 //   WG       work-items of a work-group: 1 on CPU devices
 //   PIECES   of pieces.clh
 
+#include "lanes.clh"
 #include "pieces.clh"
 #include "slots.clh"
 
@@ -33,27 +34,16 @@
 
 #define FACTOR 131072.0f // 2^17: a tile has 2^16 elements at most
 
-#define ABOVE(least, v) sum_of(min(sub_sat(v, (uint16)(least)), (uint16)1)) // how many
-
-static inline uint sum_of(uint16 v) {
-    const uint8 a = v.lo + v.hi;
-    const uint4 b = a.lo + a.hi;
-    return b.x + b.y + b.z + b.w;
-}
-static inline float max_of(float16 v) {
-    const float8 a = fmax(v.lo, v.hi);
-    const float4 b = fmax(a.lo, a.hi);
-    return fmax(fmax(b.x, b.y), fmax(b.z, b.w));
-}
+#define ABOVE(least, v) sum_of_uints(min(sub_sat(v, (uint16)(least)), (uint16)1)) // how many
 
 // As TERMS of group_sum.clh: lanes stay apart on CPUs, and would take registers on GPUs.
 #if WG == 1
 #define EXTREMES float16
 #define EXTREME(v) (v)
-#define EXTREME_OF(v) max_of(v)
+#define EXTREME_OF(v) max_of_floats(v)
 #else
 #define EXTREMES float
-#define EXTREME(v) max_of(v)
+#define EXTREME(v) max_of_floats(v)
 #define EXTREME_OF(v) (v)
 #endif
 

@@ -13,6 +13,7 @@
 //   WG         work-items of a work-group, which has a tile: 1 on CPU devices
 //   PIECES     of pieces.clh
 
+#include "lanes.clh"
 #include "pieces.clh"
 #include "slots.clh"
 
@@ -34,12 +35,6 @@
         high += select((float16)0.0f, lowered * lowered, is_high);         \
     }
 
-static inline float total_of(float16 v) {
-    const float8 a = v.lo + v.hi;
-    const float4 b = a.lo + a.hi;
-    return (b.x + b.y) + (b.z + b.w);
-}
-
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 squares(__global const tile *restrict tiles, __global float *sums, const ulong first EACH_SLOT(SOURCE_PARAMETER)) {
     const tile t = tiles[get_group_id(0)];
@@ -55,9 +50,9 @@ squares(__global const tile *restrict tiles, __global float *sums, const ulong f
     if (whole < t.count && get_local_id(0) == whole / 16 % WG) TAKE(LOAD_PART(X_T, x, whole, t.count, 0.0f));
 
     __local float own[3 * WG];
-    own[get_local_id(0)] = total_of(low);
-    own[WG + get_local_id(0)] = total_of(mid);
-    own[2 * WG + get_local_id(0)] = total_of(high);
+    own[get_local_id(0)] = sum_of_floats(low);
+    own[WG + get_local_id(0)] = sum_of_floats(mid);
+    own[2 * WG + get_local_id(0)] = sum_of_floats(high);
     barrier(CLK_LOCAL_MEM_FENCE);
     for (uint kind = get_local_id(0); kind < 3; kind += WG) {
         float sum = 0.0f;

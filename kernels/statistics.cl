@@ -30,6 +30,7 @@
 //   WG         work-items of a work-group, which has a tile and a histogram of its own: 1 on CPU devices
 //   PIECES     of pieces.clh
 
+#include "lanes.clh"
 #include "pieces.clh"
 #include "slots.clh"
 
@@ -41,21 +42,11 @@
 #define MAGNITUDE 0x7fffffffu
 
 // On CPUs 16 lanes stay apart until the tile's end; on GPUs, which compute them one by one, they would take registers.
-static inline uint sum_of(uint16 v) {
-    const uint8 a = v.lo + v.hi;
-    const uint4 b = a.lo + a.hi;
-    return b.x + b.y + b.z + b.w;
-}
-static inline uint max_of(uint16 v) {
-    const uint8 a = max(v.lo, v.hi);
-    const uint4 b = max(a.lo, a.hi);
-    return max(max(b.x, b.y), max(b.z, b.w));
-}
 #if WG > 1
 #define SHARED __local
 typedef uint lanes;
-#define SUM(v) sum_of(v)
-#define MAX(v) max_of(v)
+#define SUM(v) sum_of_uints(v)
+#define MAX(v) max_of_uints(v)
 #define SUM_OF_LANES(v) (v)
 #define MAX_OF_LANES(v) (v)
 #else
@@ -63,8 +54,8 @@ typedef uint lanes;
 typedef uint16 lanes;
 #define SUM(v) (v)
 #define MAX(v) (v)
-#define SUM_OF_LANES(v) sum_of(v)
-#define MAX_OF_LANES(v) max_of(v)
+#define SUM_OF_LANES(v) sum_of_uints(v)
+#define MAX_OF_LANES(v) max_of_uints(v)
 #endif
 #define ABOVE(least, v) min(sub_sat(v, (uint16)(least)), (uint16)1) // 1 or 0
 
@@ -145,9 +136,9 @@ statistics(__global const tile *restrict tiles, __global uint *results, const ul
         top = 0;
         for (uint i = 16 * get_local_id(0); i < t.count; i += 16 * WG) {
             const uint16 magnitude = as_uint16(LOAD_PART(X_T, x, i, t.count, 0.0f)) & MAGNITUDE;
-            bad += sum_of(ABOVE(INFINITE - 1, magnitude));
-            nans += sum_of(ABOVE(INFINITE, magnitude));
-            top = max(top, max_of(select(magnitude, 0u, magnitude >= INFINITE)));
+            bad += sum_of_uints(ABOVE(INFINITE - 1, magnitude));
+            nans += sum_of_uints(ABOVE(INFINITE, magnitude));
+            top = max(top, max_of_uints(select(magnitude, 0u, magnitude >= INFINITE)));
         }
     }
 

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from clamp import bridge
+from clamp.casting.asked import Asked
 from clamp.casting.policy import PolicyTable, default_table
 from clamp.params.weight_cache import weights
 
@@ -44,6 +45,7 @@ class Region:
         allow_banned: whether banned functions run in fp32 instead of raising.
         verbose: whether each cast prints a line.
         level: of which level the policies are, for people.
+        asked: the user's call that it is of; None of a region that no handle has.
         castings: how each function casts here, by name; filled as functions are called.
     """
 
@@ -54,6 +56,7 @@ class Region:
     allow_banned: bool = False
     verbose: bool = False
     level: str = "O1"
+    asked: Asked | None = field(default=None, repr=False, compare=False)
     castings: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
@@ -87,6 +90,11 @@ def set_process_region(region: Region | None) -> None:
 def process_region() -> Region | None:
     """The region that ``init`` set; None without one."""
     return _process
+
+
+def asked() -> Asked | None:
+    """The user's call that turned AMP on in this process; None without one."""
+    return None if _process is None else _process.asked
 
 
 def current_region() -> Region | None:

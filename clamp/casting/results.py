@@ -107,6 +107,11 @@ def forward_again() -> AbstractContextManager[None]:
     return _backward_is(False)
 
 
+def untold() -> AbstractContextManager[None]:
+    """Inside the ``with``, what this thread computes is no op of its step: nobody is told of it."""
+    return _backward_is(True)
+
+
 class _Results:
     """The functions that results pass, as they are now.
 

@@ -28,8 +28,9 @@ from clamp.params import gradient_marks, masters
 from clamp.params.masters import Pair
 from clamp.patching.meets import meets
 from clamp.patching.wrap import Installed
+from clamp.scaling.backward_pass import unscale_gradients
 from clamp.scaling.loss_scale import StaticLossScale
-from clamp.scaling.manual import LARGEST, SMALLEST, unscale_gradients
+from clamp.scaling.manual import LARGEST, SMALLEST
 from clamp.scaling.scaled_loss import scaled_node
 
 # ---------------------------------------------------------------------------------------------- autocast
@@ -104,6 +105,7 @@ class _Scales:
         value = min(max(float(scaler.scale), SMALLEST), LARGEST)
         bridge.set_host_scale(scaler, value)
         last, scale = known[1].get(queue) or (value, StaticLossScale(value))
+        scale.comes_down = True  # netcl's scaler lowers it
         if last != value:
             scale.set_scale(value)
         known[1][queue] = value, scale

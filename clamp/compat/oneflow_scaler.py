@@ -63,7 +63,9 @@ class StaticGradScaler:
 
     def make(self) -> LossScale:
         """A loss scale that stays so."""
-        return StaticLossScale(self.scale_factor)
+        scale = StaticLossScale(self.scale_factor)
+        scale.cure = "graph.set_grad_scaler(amp.GradScaler())"
+        return scale
 
 
 def loss_scale_of(scaler: Any) -> LossScale:

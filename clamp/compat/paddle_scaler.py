@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pyopencl as cl
 
 from clamp import session
 from clamp.bridge import Node, Tensor
@@ -41,6 +42,13 @@ class _Scaling(ManualScaling):
     """A loss scale that does not sink below 1."""
 
     _scale_class = _AtLeastOne
+    moves = True  # whether it is ever updated
+
+    def _scaler(self, queue: cl.CommandQueue) -> DynamicLossScale:
+        scaler = super()._scaler(queue)
+        scaler.comes_down = self.moves
+        scaler.cure = "" if self.moves else "scaler = GradScaler(use_dynamic_loss_scaling=True)"
+        return scaler
 
     def _make(self, state: Mapping[str, Any]) -> DynamicLossScale:
         scaler = super()._make(state)
@@ -106,9 +114,9 @@ class GradScaler:
         self._dynamic = bool(use_dynamic_loss_scaling)
         self._init_scale = init_loss_scaling
         settings = incr_ratio, decr_ratio, incr_every_n_steps, decr_every_n_nan_or_inf
-        self._scaling = (
-            _Scaling(init_loss_scaling, FaceRule(*settings)) if enable else _Scaling(1.0, UncheckedRule(*settings))
-        )
+        start, rule = (init_loss_scaling, FaceRule(*settings)) if enable else (1.0, UncheckedRule(*settings))
+        self._scaling = _Scaling(start, rule, around_step=session.around_step)
+        self._scaling.moves = self._dynamic
 
     # ------------------------------------------------------------------------------------------ a step
 
@@ -278,7 +286,7 @@ class GradScaler:
         self._scaling.load_state_dict({"loss_scale": scale.item(), "unskipped": good, "bad_steps": bad})
         self._scaling.rule = rule
         self._scaling.set_scale(scale.item())  # what a static scale's steps have left moves it no more
-        self._dynamic = bool(dynamic)
+        self._dynamic = self._scaling.moves = bool(dynamic)
         self._init_scale = scale.item()
 
 

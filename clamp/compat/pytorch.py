@@ -70,9 +70,8 @@ class GradScaler:
 
     def _set_up(self, enabled: Any, init_scale: float, *factors: Any) -> None:
         self._enabled = bool(enabled)
-        self._scaling = (
-            ManualScaling(init_scale, FaceRule(*factors)) if enabled else ManualScaling(1.0, UncheckedRule(*factors))
-        )
+        start, rule = (init_scale, FaceRule(*factors)) if enabled else (1.0, UncheckedRule(*factors))
+        self._scaling = ManualScaling(start, rule, around_step=session.around_step)
 
     # ------------------------------------------------------------------------------------------ a step
 
@@ -151,7 +150,7 @@ class GradScaler:
     @property
     def guards(self) -> StepGuards:
         """Where optimizers have their bits of this scaler's overflow word."""
-        return self._scaling._guards
+        return self._scaling.guards
 
     @property
     def history(self) -> History:

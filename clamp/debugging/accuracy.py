@@ -6,6 +6,7 @@ import csv
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from clamp.casting.policy import default_table
 from clamp.casting.regions import Region, changed_regions, check_dtype, current_region, in_own_region
 from clamp.casting.results import RESULTS, Observer
 from clamp.debugging.two_runs import AmpSide, Float32Side, Found
-from clamp.observe.rehearsal import rehearsal
-from clamp.observe.watcher import NO_OP, RESULT, Key, Names
+from clamp.observe.errors import UNIT_ROUNDOFF
+from clamp.observe.rehearsal import NothingSeenError, rehearsal
+from clamp.observe.watcher import RESULT, Key, Names
 from clamp.ops.cast import cast
 
 _SHOWN = 30  # rows of a table
+_FAR_OFF, _AMPLIFIED = 0.02, 20.0  # a result, relatively, and how many times as far as what it was made of
 _HIGHEST, _LOWER = 2.0**16, 16.0  # loss scales: the first that is tried, and by how much the next is lower
 
 
@@ -53,6 +56,7 @@ class ValueAccuracy:
         largest_total: likewise.
         is_estimate: whether the function could not be called again, a user's own, say; ``own`` is then by how much
             ``total`` is larger than those of its inputs.
+        brought: the largest ``total`` of what the op has read.
     """
 
     function: str
@@ -71,12 +75,14 @@ class ValueAccuracy:
     total: float
     largest_total: float
     is_estimate: bool = False
+    brought: float = 0.0
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
         line = f" ({self.line})" if self.line else ""
         about = "about " if self.is_estimate else ""
-        return f"{self.direction} of {self.function}{where}{line}, {self.value}: {about}{self.times:.3g}x rounding"
+        error = f"{about}{self.times:.3g}x rounding" if np.isfinite(self.times) else "inf or nan, and finite in float32"
+        return f"{self.direction} of {self.function}{where}{line}, {self.value}: {error}"
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,34 @@ class Accuracy(Sequence[ValueAccuracy]):
             ops = {(value.function, value.module): str(value) for value in reversed(suspects)}
             verdict = "\n".join([f"{len(ops)} of the ops err by more than {self.tolerance:g} times what rounding to "
                                  f"{self.dtype} costs:", *(f"  {one}" for one in reversed(ops.values()))])  # fmt: skip
-        return [*([] if np.isnan(self.loss) else [loss]), verdict]
+        has_loss = not (np.isnan(self.loss) and np.isnan(self.loss_in_float32))
+        return [*([loss] if has_loss else []), verdict, *([] if suspects else self._of_amplified())]
+
+    @property
+    def amplified(self) -> ValueAccuracy | None:
+        """Of the results that are far off although the op is right, the one that has made most of the errors of what it
+        has read, as the difference of nearly equal numbers does; None if no result is."""
+        least = UNIT_ROUNDOFF[self.dtype]
+        grown = [
+            (value.total / max(value.brought, least), value)
+            for value in self.values
+            if value.direction == "forward" and value.times <= self.tolerance and value.total > _FAR_OFF
+        ]
+        factor, worst = max(grown, key=itemgetter(0), default=(0.0, None))
+        return worst if factor > _AMPLIFIED else None
+
+    def _of_amplified(self) -> list[str]:
+        worst = self.amplified
+        if worst is None:
+            return []
+        where = f" in {worst.module}" if worst.module else ""
+        line = f" ({worst.line})" if worst.line else ""
+        made, read = (f"{100 * x:.2g} %" for x in (worst.total, max(worst.brought, UNIT_ROUNDOFF[self.dtype])))
+        return [
+            f"Each op is right, and yet the result of {worst.function}{where}{line} is off by {made}: what it reads is "
+            f"off by {read}, as {self.dtype} is, and nearly cancels in it. Compute what it reads in float32, too: "
+            'with amp.autocast(dtype="float32"): around both.'
+        ]
 
     def _tail(self) -> list[str]:
         left = len(self.values) - _SHOWN
@@ -271,7 +304,7 @@ def _both_runs(step: _Step, amp: Region, tolerance: float) -> tuple[tuple[Float3
     with changed_regions(_in_float32):
         right_loss = _run(step, 1.0, amp, right)
     if not right.values:
-        raise ValueError(NO_OP)
+        raise NothingSeenError
     scale = step.scale
     while True:
         wrong = AmpSide(right.values, amp.dtype, scale, tolerance)
@@ -321,7 +354,7 @@ def _value(one: Found, names: Names, usual: float) -> ValueAccuracy:
     else:
         own = largest_own = max(0.0, total - one.brought) if total == total and np.isfinite(one.brought) else nan
     times = np.inf if own == np.inf else own / max(one.rounding, usual)
-    numbers = (times, own, largest_own, one.rounding, total, largest, one.own is None)
+    numbers = (times, own, largest_own, one.rounding, total, largest, one.own is None, one.brought)
     if one.seen is None:
         return ValueAccuracy("sum of gradients", "backward", "result", "", "", 0, "", one.dtype, one.shape, *numbers)
     op, direction = one.seen.op, "forward" if one.part == RESULT else "backward"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
@@ -15,7 +16,7 @@ from clamp import session
 from clamp.casting.policy import CastPolicy, PolicyTable, default_table
 from clamp.casting.regions import Region, changed_regions
 from clamp.observe.layers import LayerRegions
-from clamp.observe.rehearsal import same_start
+from clamp.observe.rehearsal import check_step, same_start
 
 T = TypeVar("T")
 
@@ -102,9 +103,10 @@ def bisect(
         tolerance: for a metric that is a number.
 
     Raises:
-        TypeError: the metric is neither a bool nor a number.
+        TypeError: ``step_fn`` is no function, or returns nothing; the metric is neither a bool nor a number.
         ValueError: ``by`` is neither; or nothing was computed in 16 bits.
     """
+    check_step(step_fn, "amp.debugging.bisect", "trains for some steps")
     if by not in ("function", "module"):
         raise ValueError(f'by must be "function" or "module", got {by!r}')
     runs: _Runs = _ByFunction(step_fn, metric) if by == "function" else _ByModule(step_fn, metric)
@@ -186,8 +188,7 @@ class _Runs:
         before = session.active_handle()
         try:
             with same_start():
-                result = self._step_fn()
-                return _as_metric(result if self._metric is None else self._metric(result))
+                return _as_metric(self._step_fn(), self._metric)
         except FloatingPointError:
             return float("nan") if self._metric is None else False
         finally:
@@ -196,18 +197,31 @@ class _Runs:
             gc.collect()  # the model, and the optimizer, which takes a place of the handle's
 
 
-def _as_metric(found: Any) -> bool | float:
+def _as_metric(result: Any, metric: Callable[[Any], Any] | None) -> bool | float:
+    if result is None and metric is None:
+        raise _nothing_returned()
+    try:
+        found = result if metric is None else metric(result)
+    except TypeError as error:
+        if result is None:
+            raise _nothing_returned() from error
+        raise
     if isinstance(found, bool | np.bool_):
         return bool(found)
     value = getattr(found, "value", found)
     host = value.to_host() if hasattr(value, "to_host") else value
-    try:
-        return float(np.asarray(host, np.float64).reshape(()))
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"a metric is a bool or a number, got {type(found).__name__}: pass metric=, a function of what step_fn "
-            "returns"
-        ) from None
+    if host is not None:
+        with suppress(TypeError, ValueError):
+            return float(np.asarray(host, np.float64).reshape(()))
+    raise TypeError(
+        f"a metric is a bool or a number, got {type(found).__name__}: pass metric=, a function of what step_fn returns"
+    )
+
+
+def _nothing_returned() -> TypeError:
+    return TypeError(
+        "step_fn returned None, and the metric is formed of what it returns: return the loss of its last step, say"
+    )
 
 
 class _ByFunction(_Runs):

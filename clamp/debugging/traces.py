@@ -16,8 +16,8 @@ from clamp import bridge, session
 from clamp.bridge import Tensor, TensorLike
 from clamp.casting.results import RESULTS
 from clamp.observe.errors import Array, error_of, on_host
-from clamp.observe.rehearsal import rehearsal
-from clamp.observe.watcher import NO_OP, RESULT, Names, Seen, Watcher, trained_parents
+from clamp.observe.rehearsal import NothingSeenError, rehearsal
+from clamp.observe.watcher import RESULT, Names, Seen, Watcher, trained_parents
 
 _FORMAT = 1
 _HEAD = "trace"  # the array of a .npz file that is no tensor: the JSON text
@@ -124,7 +124,7 @@ def save_trace(path: str | Path, step: Callable[[], Any]) -> int:
             RESULTS.detach(observer)
         values = observer.values()
     if not values:
-        raise ValueError(NO_OP)
+        raise NothingSeenError
     text = json.dumps({"format": _FORMAT, "values": [asdict(value) for value in values]})
     if path.suffix == ".json":
         path.write_text(text, encoding="utf-8")

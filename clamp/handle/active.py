@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -15,6 +14,7 @@ from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import Region, current_region, in_region, set_process_region
 from clamp.handle.observed import ObservedHandle
 from clamp.handle.optim_wrapper import OptimWrapper
+from clamp.handle.other_scalers import OtherScalers
 from clamp.opencl.recording import host_step, recorder, refuse, undone_by_error
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks
@@ -25,12 +25,12 @@ from clamp.scaling.backward_pass import PassGradients, end_pass, tokens
 from clamp.scaling.history import History
 from clamp.scaling.interrupts import uninterrupted
 from clamp.scaling.loss_scale import LossScale
-from clamp.scaling.queue_scales import QueueScales
+from clamp.scaling.queue_scales import QueueScales, share_overflow
 from clamp.scaling.scaled_loss import check_loss, has_run, open_loss, require_graph, scaled_node
-from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport, share_overflow
+from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport
 
 
-class AmpHandle(ObservedHandle):
+class AmpHandle(OtherScalers, ObservedHandle):
     """AMP at work: netcl's functions cast, losses are scaled, until ``shutdown``.
 
     Made by ``amp.init``. Also a context manager that shuts down at its end::
@@ -76,7 +76,6 @@ class AmpHandle(ObservedHandle):
             wants_scaling=region.dtype == "float16" and self._scaler.scales,
         )
         self._on_shutdown = on_shutdown
-        self._shown: weakref.ref[Any] | None = None  # a scaler of netcl's that rules in place of the handle's
         self._scales = QueueScales(make_scaler)
         self._ranks: Ranks | None = None
         self._observe(debug)
@@ -95,10 +94,11 @@ class AmpHandle(ObservedHandle):
     def loss_scale(self) -> float:
         """The current loss scale; waits for the device and reads a few bytes from it.
 
-        After a step by a scaler of netcl's, a Trainer's say, that scaler's, until the handle scales a loss again.
+        After a step by another scaler, a Trainer's or an ``amp.GradScaler``, that one's, until the handle scales a loss
+        again.
         """
-        shown = self._shown() if self._shown is not None else None
-        return self._scaler.scale if shown is None else _scale_of(shown)
+        shown = self._shown_scale()
+        return self._scaler.scale if shown is None else shown
 
     @property
     def scalers(self) -> list[LossScale]:
@@ -114,7 +114,7 @@ class AmpHandle(ObservedHandle):
     def history(self) -> History:
         """What the last 1000 steps did, the newest last."""
         refuse("handle.last_step or handle.history was read", "Read it after the recorded part.")
-        return self._guards.history
+        return self._steps()
 
     def __repr__(self) -> str:
         if not self._active:
@@ -376,28 +376,3 @@ class AmpHandle(ObservedHandle):
         if isinstance(optimizer, OptimWrapper):
             return optimizer.scale_loss(loss)
         return self.scaled(loss, [optimizer], self._scaler)
-
-    @contextmanager
-    def stepped_by(self, scaler: Any, optimizer: Any) -> Iterator[None]:
-        """Around one step that a scaler of netcl's decides about: ``last_step`` and ``loss_scale`` tell of it.
-
-        Args:
-            scaler: netcl's ``GradScaler``; its ``scale`` is read after the step.
-            optimizer: whose ``step`` the scaler calls, or not.
-        """
-        guard = self.guard(optimizer.__wrapped__ if isinstance(optimizer, OptimWrapper) else optimizer)
-        before, last, guard.met = _scale_of(scaler), guard.last, None
-        yield
-        guard.decided_elsewhere(before, _scale_of(scaler), stepped=guard.last is not last)
-        self._shown = weakref.ref(scaler)
-
-    def met_non_finite(self, params: Sequence[Tensor]) -> None:
-        """A scaler of netcl's has found inf or nan among these parameters' gradients, and will let no step be."""
-        guard = self._guards.stepping(params)
-        if guard is not None:
-            guard.met_non_finite()
-
-
-def _scale_of(scaler: Any) -> float:
-    """The scale of a scaler of netcl's."""
-    return float(scaler.scale) if scaler.enabled else 1.0

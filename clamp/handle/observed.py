@@ -11,9 +11,11 @@ from clamp.observe.attribution import Attribution
 from clamp.observe.explain import Explanation
 from clamp.observe.layer_ranges import LayerRanges, observe_ranges
 from clamp.observe.record import Record
+from clamp.observe.rehearsal import check_step
 from clamp.observe.summary import Summary
 from clamp.ranks.mpi import Ranks
 from clamp.report import write_page, write_run
+from clamp.scaling.history import History
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuards
 
@@ -31,10 +33,13 @@ class ObservedHandle:
         """The current loss scale."""
         raise NotImplementedError
 
+    def _steps(self) -> History:
+        """What the last steps did."""
+        raise NotImplementedError
+
     def _observe(self, debug: Iterable[str]) -> None:
         """Begins; see ``AmpHandle``'s ``debug``."""
-        self._attribution = Attribution(lambda: self._guards.history)
-        self._record = Record(lambda: self._guards.history)
+        self._attribution, self._record = Attribution(self._steps), Record(self._steps)
         if "attribution" in debug:
             self._attribution.arm()
         if "summary" in debug:
@@ -48,12 +53,17 @@ class ObservedHandle:
         """Why a step was skipped: the first op whose result stopped being finite, and one cure, as code.
 
         ``print(handle.explain())`` is one screen. Without ``step`` it tells of the last skipped step, whose ops are
-        known after ``amp.init(debug="attribution")``.
+        known after ``amp.init(debug="attribution")``; or of the last step if that was done although its loss was inf or
+        nan (its gradients were finite).
 
         Args:
             step: does what one step of the loop does, with the same batch; it is run once, at the loss scale at which
                 the last step was skipped, and optimizers do not step in it. Gradients, loss scales, the statistics of
                 layers and random generators are put back. What it writes besides stays.
+
+        Raises:
+            TypeError: ``step`` is no function.
+            ValueError: no op of the step can be seen.
         """
         return self._attribution.explain(step)
 
@@ -72,9 +82,12 @@ class ObservedHandle:
                 AMP gains. As in ``explain``, optimizers do not step in it, and all is put back.
 
         Raises:
+            TypeError: ``step`` is no function.
             ValueError: no op of the step can be seen.
             RuntimeError: with a step, after ``distribute``: ranks would run different numbers of steps.
         """
+        if step is not None:
+            check_step(step, "handle.summary")
         if step is not None and self._ranks is not None:
             raise RuntimeError(
                 "handle.summary(step) was called after handle.distribute: how often the step runs depends on its time, "
@@ -85,7 +98,7 @@ class ObservedHandle:
         return self._record.summary(
             self._region.dtype,
             guards.steps,
-            list(guards.history),
+            list(self._steps()),
             guards.skips,
             scale,
             step,
@@ -101,6 +114,7 @@ class ObservedHandle:
             step: as for ``summary``; it is run twice, in float32, which loses nothing, and under AMP.
 
         Raises:
+            TypeError: ``step`` is no function.
             ValueError: no op of the step can be seen.
         """
         with self._record.unwatched():
@@ -117,6 +131,7 @@ class ObservedHandle:
             losses: of the last steps, one for each, the newest last; ``amp.init(debug="summary")`` knows them itself.
 
         Raises:
+            TypeError: ``step`` is no function.
             ValueError: no op of the step can be seen.
             ModuleNotFoundError: matplotlib, which draws a page's pictures, is not installed.
             OSError: the file cannot be written.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from clamp import bridge
@@ -11,7 +12,7 @@ from clamp.casting.results import RESULTS
 from clamp.observe.explain import Explanation, explain, not_seen
 from clamp.observe.frames import Trace
 from clamp.observe.journal import Journal
-from clamp.observe.rehearsal import rehearsal
+from clamp.observe.rehearsal import NothingSeenError, check_step, rehearsal
 from clamp.observe.vigil import Vigil
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_report import StepReport, warn_user
@@ -54,28 +55,47 @@ class Attribution:
         trace.let_go()
 
     def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
-        """What is known of the last skipped step; with ``step``, of that one, run once more."""
+        """What is known of the last skipped step, or of the last one if that was done with a loss of inf or nan; with
+        ``step``, of that one, run once more."""
         skipped = next((report for report in reversed(self._history()) if not report.stepped), None)
         if step is not None:
             self.last = explain_step(step, skipped)
-            return self.last
-        return not_seen(skipped) if self.last is None or (skipped and self._is_old(self.last, skipped)) else self.last
+        elif (bad_loss := self._of_bad_loss()) is not None:
+            return bad_loss
+        elif self.last is None or (skipped and self._is_old(self.last, skipped)):
+            return not_seen(skipped)
+        return self._as_reported_now(self.last)
+
+    def _of_bad_loss(self) -> Explanation | None:
+        met = None if self._vigil is None else self._vigil.bad_loss()
+        if met is None:
+            return None
+        trace, report = met
+        trace.name()
+        found = explain(trace, report)
+        trace.let_go()
+        return found
 
     def _is_old(self, known: Explanation, skipped: StepReport) -> bool:
         """Whether a step has been done between the one that is explained and the last skipped one: that one is another
         matter."""
-        if self.is_armed or known.report == skipped:
+        if self.is_armed or _is_same(known.report, skipped):
             return False
-        since = itertools.takewhile(lambda report: report != known.report, reversed(self._history()))
+        since = itertools.takewhile(lambda report: not _is_same(report, known.report), reversed(self._history()))
         return known.report is None or any(report.stepped for report in since)
+
+    def _as_reported_now(self, known: Explanation) -> Explanation:
+        """With the report as it is now: what the step has made of the scale may have become known later."""
+        now = next((report for report in reversed(self._history()) if _is_same(report, known.report)), known.report)
+        return known if now is known.report else replace(known, report=now)
 
     def of_last_step(self, step: Callable[[], Any] | None = None) -> Explanation | None:
         """Why the last step was skipped; None if it was not, or nobody has looked, and there is no ``step`` to look."""
         history = self._history()
         if not history or history[-1].stepped:
             return None
-        if self.last is not None and self.last.report == history[-1]:
-            return self.last
+        if self.last is not None and _is_same(self.last.report, history[-1]):
+            return self._as_reported_now(self.last)
         return None if step is None else self.explain(step)
 
     def look_after_skips(self, step: Callable[[], Any], call: str) -> None:
@@ -91,9 +111,17 @@ class Attribution:
             return
         if len(skipped) > SKIPS_EXPLAINED and skipped[0]:  # this row has been looked at
             return
-        found = self.explain(step)
+        try:
+            found = self.explain(step)
+        except NothingSeenError:  # of netcl's numpy backend
+            return
         if found.kind not in ("scale", "finite"):
             warn_user(f"{SKIPS_EXPLAINED} steps in a row were skipped. {found.why} {call} has the rest.")
+
+
+def _is_same(one: StepReport | None, other: StepReport | None) -> bool:
+    """Whether two reports are of the same step."""
+    return one is not None and other is not None and replace(one, scale=other.scale) == other
 
 
 def explain_step(step: Callable[[], Any], skipped: StepReport | None = None) -> Explanation:
@@ -102,12 +130,19 @@ def explain_step(step: Callable[[], Any], skipped: StepReport | None = None) -> 
     Args:
         step: does what one step of a loop does.
         skipped: of a step that was skipped, at whose loss scale it is run.
+
+    Raises:
+        TypeError: ``step`` is no function.
+        ValueError: no op of it can be seen.
     """
-    journal = Journal(lambda trace, report: None, only_training=False, at_backward=True)
+    check_step(step, "explain")
+    journal = Journal(lambda trace, report: None, only_training=False, at_backward=True, calls=True)
     with rehearsal(*((skipped.scale, skipped.scale_before) if skipped else ())), RESULTS.attached(journal):
         scales = {id(one): one.scale for one in bridge.living(LossScale) if one.scales}  # the step may move them
         step()
         trace = journal.trace()
+        if not trace.frames:
+            raise NothingSeenError
         if trace.scaler is not None:
             trace.scale = scales.get(id(trace.scaler), trace.scaler.scale)
         trace.name()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clamp.bridge import HALF_DTYPES
+from clamp.casting.asked import Asked
+from clamp.casting.regions import asked
+from clamp.observe.domains import without_value
 from clamp.observe.frames import BACKWARD, FORWARD, Frame, Trace, Value
+from clamp.observe.in_float32 import is_finite_in_float32
 from clamp.observe.origin import Origin
 from clamp.observe.rescaled import finite_from
 from clamp.scaling.loss_scale import DynamicLossScale
@@ -65,10 +68,15 @@ def _of_forward(frame: Frame, trace: Trace) -> Cause:
             f"number is {LARGEST_FLOAT16:.0f}: {_AT_ANY}"
         )
         return Cause("cast", why, _in_float32(frame, trace))
+    in_float32 = is_finite_in_float32(frame)
+    if in_float32 is False:
+        return _without_value("forward", frame, f"{frame.function} makes {count_of(out)} of finite numbers")
     if out.dtype == "float16" and out.statistics is not None and out.statistics.infs:
+        known = "In float32 they are finite." if in_float32 else "(Or they have no value, as x / 0.)"
+        nans = f" ({out.statistics.nans} more are nan)" if out.statistics.nans else ""
         why = (
-            f"What {frame.function} reads is finite, and {count_of(out)} of its results are beyond "
-            f"{LARGEST_FLOAT16:.0f}, the largest number of float16: {_AT_ANY}"
+            f"What {frame.function} reads is finite, and {out.statistics.infs} of its results are beyond "
+            f"{LARGEST_FLOAT16:.0f}, the largest number of float16, and so inf{nans}: {_AT_ANY} {known}"
         )
     else:
         why = f"{frame.function} makes {count_of(out)} of finite numbers in {out.dtype}: {_AT_ANY}"
@@ -80,34 +88,51 @@ def _of_backward(frame: Frame, trace: Trace) -> Cause:
     lower = finite_from(frame, trace.scale, floor)
     if lower is None:
         out = next(value for value in frame.outputs if not value.is_finite)
-        why = (
-            f"The gradient of {frame.function} has {count_of(out)}, in {out.dtype}, at loss scales down to {floor:.8g}."
-        )
-        wider = 'handle = amp.init(dtype="bfloat16")  # as wide as float32'
-        return Cause("backward", why, wider if out.dtype == "float16" else _in_float32(frame, trace))
+        what = f"The gradient of {frame.function} has {count_of(out)}"
+        if is_finite_in_float32(frame) is False:
+            return _without_value("backward", frame, what)
+        why = f"{what}, in {out.dtype}, at loss scales down to {floor:.8g}."
+        return Cause("backward", why, f"{_in_bfloat16()}  # as wide as float32")
     why = (
         f"The loss scale of {trace.scale:.8g} was too high: the model is sound, forward is finite, and so is this "
         f"gradient at {lower:.8g}."
     )
-    if not isinstance(trace.scaler, DynamicLossScale):
-        return Cause("scale", why, 'handle = amp.init(loss_scale="dynamic")')
+    if trace.scaler is None:
+        return Cause(
+            "scale", why, "with handle.scale_loss(loss, optimizer) as scaled_loss:  # by a scale that comes down"
+        )
+    if not trace.scaler.comes_down:
+        return Cause("scale", why, trace.scaler.cure or (asked() or Asked()).changed(loss_scale="dynamic"))
     why += " A dynamic scale comes down by itself, by half in each skipped step."
     return Cause("scale", why, "")
 
 
+def _without_value(kind: str, frame: Frame, what: str) -> Cause:
+    words, cure = without_value(frame)
+    because = f": {words}" if words else ""
+    either = "It has no finite value in float32 either, so that no loss scale and no dtype helps."
+    return Cause(kind, f"{what}{because}. {either}", cure)
+
+
 def _in_float32(frame: Frame, trace: Trace) -> str:
     """How the op is computed in float32 from now on: wherever it is called, or where others like it do well, here."""
-    values = (*frame.outputs, *frame.inputs, *frame.parents)
-    if all(value.dtype not in HALF_DTYPES for value in values) and frame.place.policy != "half":
-        return f"# {frame.function} is computed in float32 already: keep what it reads from where it has no value"
-    if frame.direction == FORWARD and all(value.dtype != "float16" for value in frame.outputs):
-        return f"# {frame.function} has the range of float32 already: keep what it reads from where it has no value"
     if not frame.place.function.startswith("netcl."):
         return f"@amp.float_function  # above the function that computes {frame.function}"
     alike = [other for other in trace.frames if other.direction == FORWARD and other.function == frame.function]
     if len(alike) > 1 and frame.place.file:
         return f'with amp.autocast(dtype="float32"):  # around {frame.place.short_line}'
-    return f'handle = amp.init(custom_black_list=["{frame.function}"])  # or dtype="bfloat16"'
+    init = asked()
+    if init is None:
+        return f'with amp.autocast(dtype="float32"):  # around the call of {frame.function}'
+    if init.takes_lists:
+        return f'{init.in_float32([frame.function])}  # or dtype="bfloat16"'
+    module, _, name = frame.place.function.rpartition(".")
+    return f'amp.register_float_function({module}, "{name}")  # before {init.call.rpartition(" ")[2]}(...)'
+
+
+def _in_bfloat16() -> str:
+    init = asked()
+    return 'with amp.autocast(dtype="bfloat16"):' if init is None else init.changed(dtype="bfloat16")
 
 
 def count_of(value: Value) -> str:

@@ -6,6 +6,8 @@ import linecache
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from clamp.casting.asked import Asked
+from clamp.casting.regions import asked
 from clamp.observe.cause import LARGEST_FLOAT16, SMALLEST_FLOAT16, cause_of
 from clamp.observe.frames import Frame, Trace, Value, distinct
 from clamp.observe.origin import find_origin, frames_before
@@ -64,10 +66,7 @@ def explain(trace: Trace, report: StepReport | None) -> Explanation:
     if origin is None:
         why = "Every result and every gradient of its ops is finite."
         if report is not None and not report.stepped:
-            why += (
-                " What is not has come into the gradients after backward, or into a parameter before the step; or "
-                "another optimizer has stepped in between, and the loss was multiplied by a higher scale than that."
-            )
+            why += " What is not has come into the gradients after backward, or into a parameter before the step."
         return Explanation(report, "finite", why, "")
     cause = cause_of(origin, trace)
     before = frames_before(trace, origin.frame, _BEFORE)
@@ -82,7 +81,18 @@ def not_seen(report: StepReport | None) -> Explanation:
         "The ops of this step were not looked at. handle.explain(step) runs one more, only to look at it, where step() "
         "is a function that does what one step of the loop does."
     )
-    return Explanation(report, "unseen", why, 'handle = amp.init(debug="attribution")  # or handle.explain(step)')
+    return Explanation(report, "unseen", why, look(asked()))
+
+
+def look(init: Asked | None) -> str:
+    """What to write to have skipped steps explained, as code.
+
+    Args:
+        init: the call that turned AMP on, if one did.
+    """
+    if init is None or not init.takes_lists:
+        return "print(amp.debugging.explain(step))"
+    return f"{init.explaining()}  # or handle.explain(step)"
 
 
 # ---------------------------------------------------------------------------------------------- in words
@@ -118,7 +128,7 @@ def _of_first(explanation: Explanation) -> list[str]:
 
 
 def _table(rows: Iterable[tuple[str, Value]]) -> list[str]:
-    cells = [(verb, value.source if verb == "read" else "", f"{value.dtype} {value.shape}", _range(value))
+    cells = [(verb, value.source if verb == "read" else "", f"{value.dtype} {value.shape}", _magnitudes(value))
              for verb, value in rows]  # fmt: skip
     widths = [max(len(row[column]) for row in cells) for column in range(3)]
     return [
@@ -146,6 +156,11 @@ def in_words(frames: Iterable[Frame]) -> list[str]:
 
 def _block(title: str, text: str) -> list[str]:
     return ["", f"{title}: {text}"] if text else []
+
+
+def _magnitudes(value: Value) -> str:
+    has_some = value.statistics is not None and value.statistics.largest > 0
+    return f"{'magnitudes ' if has_some else ''}{_range(value)}"
 
 
 def _range(value: Value) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.observe.place import Place
+from clamp.observe.twins import Call
 from clamp.ops.statistics import Statistics
 from clamp.scaling.loss_scale import LossScale
 
@@ -64,6 +65,7 @@ class Frame:
         forward: of a backward, the op that it is of.
         module: path of the innermost layer, ``"layers.2"``; empty if there is none, and until somebody asks.
         again: computes the gradients from that of the result, as long as it is held.
+        call: of a forward, the call that made it, as long as it is held; None where nobody has kept it.
     """
 
     op: str
@@ -75,6 +77,7 @@ class Frame:
     forward: Frame | None = None
     module: str = ""
     again: Callable[[Tensor], Any] | None = None
+    call: Call | None = None
 
     @property
     def function(self) -> str:
@@ -121,7 +124,7 @@ class Trace:
         if self.is_recorded:
             return
         for frame in self.frames:
-            frame.again = None
+            frame.again = frame.call = None
         for value in self.values:
             value.tensor = None
 

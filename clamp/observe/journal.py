@@ -18,6 +18,7 @@ from clamp.bridge import Node, Tensor, TensorLike
 from clamp.observe.frames import BACKWARD, FORWARD, Frame, Trace, Value, distinct
 from clamp.observe.place import NOWHERE, Place, here
 from clamp.observe.sampling import SUM, Sampler, Sampling
+from clamp.observe.twins import call_now
 from clamp.opencl.recording import host_step, recorder, unrecorded
 from clamp.ops.statistics import PendingStatistics, statistics_of
 from clamp.scaling.loss_scale import LossScale
@@ -38,19 +39,20 @@ class Journal:
         limit: bytes of tensors held at the most; by default a quarter of the device's memory. Beyond it they are
             measured, and let go, before the step is over.
         at_backward: whether a step is measured when a backward ends, before anybody writes to its gradients.
+        calls: whether the calls are kept, too, with all arguments, so that they can be made again.
         sampling: which ops are kept. Of others nothing is, but what an op that is kept reads of them.
     """
 
     def __init__(
         self, on_trace: Callable[[Trace, StepReport], None], *, wants: Callable[[StepReport], bool] | None = None,
         only_training: bool = True, histogram: bool = False, limit: int | None = None,
-        sampling: Sampling | None = None, at_backward: bool = False,
+        sampling: Sampling | None = None, at_backward: bool = False, calls: bool = False,
     ) -> None:  # fmt: skip
         self._on_trace = on_trace
         self._wants = wants or (lambda report: not report.stepped)
         self._only_training, self._histogram, self._limit = only_training, histogram, limit
         self._lock, self._thread = threading.Lock(), threading.get_ident()
-        self._sampler, self._at_backward = Sampler(sampling), at_backward
+        self._sampler, self._at_backward, self._calls = Sampler(sampling), at_backward, calls
         self._forget()
 
     def _forget(self) -> None:
@@ -74,7 +76,7 @@ class Journal:
             return None
         with self._lock:
             read = [self._value(parent.value) for parent in parents if isinstance(parent.value, Tensor)]
-            frame = Frame(op, FORWARD, place, read, [])
+            frame = Frame(op, FORWARD, place, read, [], call=call_now() if self._calls else None)
             self._give(frame, [made.value])
         self._keep_within_limit(made.value)
         return frame

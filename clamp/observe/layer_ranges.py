@@ -20,7 +20,7 @@ from clamp.observe.frames import FORWARD, Frame, Trace, Value
 from clamp.observe.journal import Journal
 from clamp.observe.picture import Layer, draw
 from clamp.observe.ranges import Lost
-from clamp.observe.rehearsal import rehearsal
+from clamp.observe.rehearsal import NothingSeenError, check_step, rehearsal
 from clamp.observe.tally import Glance
 from clamp.observe.words import aligned
 from clamp.ops.statistics import Statistics
@@ -87,10 +87,19 @@ class LayerRanges:
 
     @property
     def suggested_scale(self) -> float | None:
-        """The loss scale for float16, with headroom; see `clamp.observe.ranges.suggested_scale`. None if the step had
-        no gradient."""
+        """The loss scale for the AMP dtype (of float32: for float16), with headroom; see
+        `clamp.observe.ranges.suggested_scale`. 1.0, which is none, where bfloat16 loses nothing without; None if the
+        step had no gradient."""
         gradients = [row.statistics for row in self._scaled()]
-        return ranges.suggested_scale(gradients, self.scale) if gradients else None
+        if not gradients:
+            return None
+        if self.dtype == "bfloat16" and not max(self.table("bfloat16")[1.0][:2]):
+            return 1.0
+        return ranges.suggested_scale(gradients, self.scale, self._narrow)
+
+    @property
+    def _narrow(self) -> str:
+        return "float16" if self.dtype == "float32" else self.dtype
 
     def table(self, dtype: DTypeLike = "float16") -> dict[float, Lost]:
         """What all gradients together lose at each loss scale that is a power of two, 2^-14 to 2^24."""
@@ -121,8 +130,7 @@ class LayerRanges:
                 name = f"{row.module} {row.name}".strip()
                 found.setdefault(name, {}).setdefault(row.kind, row.statistics)
         layers = [Layer(name, kinds.get(ACTIVATION), kinds.get(GRADIENT)) for name, kinds in found.items()]
-        dtype = "float16" if self.dtype == "float32" else self.dtype
-        draw(layers, path, scale=self.scale, dtype=dtype)
+        draw(layers, path, scale=self.scale, dtype=self._narrow, suggested=self.suggested_scale)
 
     def as_json(self) -> list[Range]:
         """The rows as `clamp.report` has them."""
@@ -134,7 +142,10 @@ class LayerRanges:
         rows = sorted(self.rows, key=lambda row: -max(row.lost.underflow, row.lost.overflow))
         table = [head, *map(_cells, rows[:_SHOWN])]
         left = [f"  and {len(rows) - _SHOWN} more, that lose less"] if len(rows) > _SHOWN else []
-        suggested = "" if self.suggested_scale is None else f"; suggested for float16: {self.suggested_scale:.8g}"
+        scale = self.suggested_scale
+        suggested = "" if scale is None else f"; suggested for {self._narrow}: {scale:.8g}"
+        if scale == 1 and self.dtype == "bfloat16":
+            suggested = "; bfloat16 needs none, it loses nothing of the gradients"
         return "\n".join(
             [
                 f"ranges of one step, computed in float32, and what {self.dtype} loses of them",
@@ -154,6 +165,7 @@ def observe_ranges(step: Callable[[], Any], live_scale: Callable[[], float]) -> 
     Raises:
         ValueError: no op of the step was seen.
     """
+    check_step(step, "handle.ranges")
     around = region_here(enabled=True)
     with rehearsal():
         scale = live_scale()
@@ -162,9 +174,7 @@ def observe_ranges(step: Callable[[], Any], live_scale: Callable[[], float]) -> 
         with in_region(around):
             dtypes = _dtypes(step)
     if not trace.frames:
-        raise ValueError(
-            "no op of this step was seen: one that replays a recording shows none. Pass a function that computes it"
-        )
+        raise NothingSeenError
     return LayerRanges(list(_rows(trace, scale, dtypes, around.dtype)), scale, around.dtype)
 
 

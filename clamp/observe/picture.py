@@ -44,8 +44,9 @@ class Layer:
 
 
 def draw(
-    rows: Sequence[Layer], path: str | PathLike[str] | None = None, *, scale: float = 1.0, dtype: DTypeLike = "float16"
-) -> Figure:
+    rows: Sequence[Layer], path: str | PathLike[str] | None = None, *, scale: float = 1.0, dtype: DTypeLike = "float16",
+    suggested: float | None = None,
+) -> Figure:  # fmt: skip
     """Draws histograms of the exponents of activations and gradients, a row a layer.
 
     The dtype's range is shaded, that of its subnormal numbers lighter. Bars of one row add up to what is not zero; its
@@ -58,6 +59,7 @@ def draw(
         path: a file to write to besides; its suffix names the kind (``.png``, ``.svg``, ``.pdf``).
         scale: what the gradients were multiplied by when they were observed.
         dtype: float16 or bfloat16.
+        suggested: the suggested scale, if that is known.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -70,7 +72,7 @@ def draw(
     if not rows:
         raise ValueError("draw: there are no rows; each is a layer's statistics")
     scale = positive("scale", scale)
-    suggested = suggested_scale([row.gradients for row in rows if row.gradients], scale, dtype)
+    suggested = suggested or suggested_scale([row.gradients for row in rows if row.gradients], scale, dtype)
     shift = math.log2(suggested / scale)
     height = float(np.clip(4 / len(rows), 0.2, 0.8))
     figure = Figure(figsize=(13, 1.5 + height * len(rows)), layout="constrained")

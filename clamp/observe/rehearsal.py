@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,31 @@ from clamp.params import masters
 from clamp.params.weight_cache import weights
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuard, StepGuards, steps_withheld
+
+
+class NothingSeenError(ValueError):
+    """A step that was run to be looked at ran no op that can be."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no op of this step was seen: it computes nothing on an OpenCL device, or replays a recording (amp.record, "
+            "amp.Graph, netcl's captures), which shows none. Pass a function that computes the step, of a recorded one "
+            "the function itself, step.__wrapped__"
+        )
+
+
+def check_step(step: Any, call: str, does: str = "does what one step of the loop does") -> None:
+    """Raises TypeError where what is to be run as a step is none.
+
+    Args:
+        call: what it was given to, ``"handle.explain"``, for the message.
+        does: what it is to do, likewise.
+    """
+    if not callable(step):
+        raise TypeError(
+            f"{call} takes a function that {does}, got {step!r}, which is a "
+            f"{type(step).__name__}: pass the function itself, {call}(step), not what it returns, {call}(step())"
+        )
 
 
 @contextmanager

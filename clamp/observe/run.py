@@ -9,8 +9,10 @@ from typing import Any, Literal, TypeAlias, cast
 import pyopencl as cl
 
 import clamp
+from clamp.casting.asked import Asked
+from clamp.casting.regions import asked
 from clamp.observe.curves import Point
-from clamp.observe.explain import Explanation, in_words
+from clamp.observe.explain import Explanation, in_words, look
 from clamp.observe.frames import Value
 from clamp.observe.summary import Summary
 from clamp.observe.tally import Row
@@ -69,9 +71,8 @@ def verdict_of(summary: Summary, explanation: Explanation | None) -> Verdict:
         details = [*([rest[:1].upper() + rest[1:]] if rest else []), *details]
         return _verdict(headline, details, explanation.cure, _kind(explanation))
     if skipped > 1:
-        cure = 'handle = amp.init(debug="attribution")  # then handle.explain() says why'
         headline = f"The last {skipped} steps were skipped: {summary.history[-1].reason}"
-        return _verdict(headline, details, cure, "unknown")
+        return _verdict(headline, details, look(asked() or Asked()), "unknown")
     measured = summary.verdict
     if measured is not None:
         sentence = measured.sentence

@@ -7,7 +7,7 @@ scale takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -16,10 +16,11 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Node, Tensor, TensorLike
-from clamp.casting.regions import Region, in_region, region_here
+from clamp.casting.asked import Asked
+from clamp.casting.regions import Region, asked, in_region, region_here
 from clamp.casting.results import RESULTS
 from clamp.observe.memory import MemoryMeter
-from clamp.observe.rehearsal import rehearsal
+from clamp.observe.rehearsal import NothingSeenError, rehearsal
 from clamp.observe.stopwatch import Stopwatch, time_ops
 from clamp.observe.tally import Casts, Row
 from clamp.opencl.recording import recorder
@@ -84,6 +85,7 @@ class Trial:
         black_list: functions that are slower in 16 bits than in float32.
         with_black_list: the step's seconds with those in float32; None if there are none.
         black_list_pays: whether that is clearly less than without.
+        asked: the call that turned AMP on.
     """
 
     dtype: str
@@ -96,6 +98,7 @@ class Trial:
     black_list: tuple[str, ...] = ()
     with_black_list: float | None = None
     black_list_pays: bool = False
+    asked: Asked = field(default_factory=Asked)
 
 
 def try_step(step: Step) -> Trial:
@@ -127,6 +130,7 @@ def try_step(step: Step) -> Trial:
         alone,
         busy,
         passes[-1][0][0].modules,
+        asked=asked() or Asked(),
     )
     if not names:
         return trial
@@ -136,10 +140,7 @@ def try_step(step: Step) -> Trial:
 
 def _require(seen: bool) -> None:
     if not seen:
-        raise ValueError(
-            "no op of this step was seen: one that replays a recording (amp.record, amp.Graph, netcl's captures) shows "
-            "none. Pass a function that computes it, without the recording"
-        )
+        raise NothingSeenError
 
 
 def slower_functions(amp: Side, plain: Side) -> list[str]:

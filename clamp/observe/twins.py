@@ -31,7 +31,7 @@ _SEED = 2  # where dropout takes its seed
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class Call:
     """A call of a function, which can be made again.
 
     Attributes:
@@ -45,6 +45,11 @@ class _Call:
     kwargs: dict[str, Any]
     region: Region
 
+    def copied(self, copy: Callable[[TensorLike], TensorLike] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What ``run`` is to be given, inside ``casting_in(call.region)``: ``args`` and ``kwargs`` with their tensors
+        copied, by default to float32."""
+        return mapped(self.args, copy or _copy), mapped(self.kwargs, copy or _copy)
+
 
 @dataclass(frozen=True, eq=False)
 class Twin:
@@ -57,7 +62,7 @@ class Twin:
     """
 
     made: TensorLike
-    call: _Call
+    call: Call
     number: int
 
 
@@ -114,12 +119,12 @@ class Twins:
         finally:
             self._calling = None
 
-    def _compute(self, call: _Call, copy: Callable[[TensorLike], TensorLike]) -> list[TensorLike]:
+    def _compute(self, call: Call, copy: Callable[[TensorLike], TensorLike]) -> list[TensorLike]:
         """All that a call gives in float32, in its order; nothing if it cannot be made."""
         self._calling, self._found = sys._getframe(), []
         try:
             with bridge.off_tape(), forward_again(), casting_in(call.region):
-                call.run(mapped(call.args, copy), mapped(call.kwargs, copy))
+                call.run(*call.copied(copy))
         except Exception:  # a user's kernels, which read 16 bits only: their op has no counterpart
             return []
         finally:
@@ -127,7 +132,14 @@ class Twins:
         return self._found
 
 
-def _call_of(frame: FrameType) -> _Call | None:
+def call_now() -> Call | None:
+    """The call of a function on a list around this point, which makes what an observer is told of; None if it cannot
+    be made again."""
+    frame = call_here()
+    return None if frame is None else _call_of(frame)
+
+
+def _call_of(frame: FrameType) -> Call | None:
     """The call that a wrapper's frame is of; None of a function that writes into its arguments."""
     names = frame.f_locals
     entry, args, kwargs = names.get("entry"), names["args"], names["kwargs"]
@@ -144,7 +156,7 @@ def _call_of(frame: FrameType) -> _Call | None:
     if entry is not None and entry.function == "dropout" and len(args) <= _SEED and kwargs.get("seed") is None:
         kwargs["seed"] = LAST_SEED.value
     region = current_region() or Region(True, "float32", default_table())
-    return _Call(partial(wrapper, names["wrapped"], names["instance"]), args, kwargs, region.in_float32)
+    return Call(partial(wrapper, names["wrapped"], names["instance"]), args, kwargs, region.in_float32)
 
 
 def _is_running(frame: FrameType) -> bool:

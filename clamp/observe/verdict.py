@@ -115,13 +115,13 @@ def _details(trial: Trial) -> list[str]:
 
 def _cure(trial: Trial) -> str:
     if trial.black_list_pays:
-        return f"handle = amp.init(dtype={trial.dtype!r}, custom_black_list={list(trial.black_list)})"
+        return trial.asked.in_float32(trial.black_list)
     if trial.plain.seconds > (1 + NO_DIFFERENCE) * trial.amp.seconds:
         return ""
     if _is_small(trial):
         return "@amp.record  # above the function that makes a step: one launch after the other, without Python between"
     if trial.plain.seconds < (1 - NO_DIFFERENCE) * trial.amp.seconds and _kept(trial) > 1 - NO_DIFFERENCE:
-        return 'handle = amp.init(dtype="float32")  # clamp\'s kernels, and nothing is cast'
+        return f"{trial.asked.changed(dtype='float32')}  # clamp's kernels, and nothing is cast"
     return ""
 
 

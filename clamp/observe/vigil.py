@@ -65,7 +65,7 @@ class _Step(threading.local):
     Attributes:
         is_recorded: whether it was a replay, or is being recorded.
         is_cut: whether ops of earlier passes were let go.
-        is_over: whether an optimizer has stepped: the next op is one of the next step.
+        report: of the last ``optimizer.step()``, after which the next op is one of the next step; None before any.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,8 @@ class _Step(threading.local):
         """Another one begins."""
         self.ops: list[_Op] = []
         self.passes: list[_Pass] = []
-        self.is_recorded = self.is_cut = self.is_over = False
+        self.is_recorded = self.is_cut = False
+        self.report: StepReport | None = None
 
 
 class Vigil:
@@ -97,7 +98,7 @@ class Vigil:
             return  # of a validation, or of what nobody trains
         if are_steps_withheld():
             return  # a step that is only looked at is no part of the run
-        if self._step.is_over:
+        if self._step.report is not None:
             self._step.forget()
         read = [parent.value for parent in parents if isinstance(parent.value, Tensor)]
         wanted = [parent.value for parent in made.parents]
@@ -129,7 +130,7 @@ class Vigil:
     def _replayed(self, ops: list[_Op], passes: list[_Pass]) -> None:
         """A recorded pass has been run: what it read and gave lies in the recording's memory."""
         step = self._step
-        if step.is_over:
+        if step.report is not None:
             step.forget()
         before = len(step.ops)
         step.ops = [*step.ops, *ops]
@@ -140,7 +141,18 @@ class Vigil:
         """See ``Observer``."""
         if not report.stepped:
             self._on_trace(self._trace(report.scale_before), report)
-        self._step.is_over = True  # but another optimizer may step on the same passes
+        self._step.report = report  # but another optimizer may step on the same passes
+
+    def bad_loss(self) -> tuple[Trace, StepReport | None] | None:
+        """The forward ops of this thread's last step, measured, if it was not skipped and its loss is inf or nan, with
+        its report, if there is one yet; else None. Waits for the device."""
+        report = self._step.report
+        if report is not None and not report.stepped:
+            return None
+        losses = [one.loss for one in self._step.passes if _is_measurable(one.loss)]
+        with unrecorded():
+            found = statistics_of(losses, histogram=False)
+        return (self._trace(1.0, backward=False), report) if any(x.infs or x.nans for x in found) else None
 
     def _keep_within_limit(self) -> None:
         """Lets the ops of earlier passes go if they hold too much: those of the last one live anyway."""
@@ -155,7 +167,7 @@ class Vigil:
 
     # ------------------------------------------------------------------------------------------ a skipped step
 
-    def _trace(self, scale: float) -> Trace:
+    def _trace(self, scale: float, *, backward: bool = True) -> Trace:
         values: dict[int, Value] = {}
 
         def value(tensor: Tensor) -> Value:
@@ -172,7 +184,7 @@ class Vigil:
             forward.append(frame)
         trace = Trace(forward, scale, is_recorded=self._step.is_recorded, is_cut=self._step.is_cut)
         with no_casts(), unrecorded():
-            for one in self._step.passes:
+            for one in self._step.passes if backward else ():
                 trace.scaler = one.scaler
                 trace.frames = [*trace.frames, *gradients_of(forward[: one.ops], value(one.loss), scale)]
             measured = [x for x in trace.values if x.tensor is not None and _is_measurable(x.tensor)]

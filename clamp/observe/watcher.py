@@ -18,11 +18,6 @@ Key: TypeAlias = tuple[Op, int, int]  # an op, which of its values, and in which
 
 RESULT = -1  # where a gradient has its number, which is that of the parent that it is of
 
-NO_OP = (
-    "the step ran no op on an OpenCL device that could be looked at. (A replay runs none: of a recorded function pass "
-    "the function itself, step.__wrapped__.)"
-)
-
 
 @dataclass(eq=False)
 class Seen:

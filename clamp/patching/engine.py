@@ -117,11 +117,11 @@ def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *node
     Inside a function that a user declared half, the user's kernels do read 16 bits; there nothing is widened. A
     forward function may name the dtype that it wants its inputs in (clamp/patching/custom.py).
     """
+    name = kwargs["op_name"] = kwargs.get("op_name") or _name_of(forward)
     dtype = custom.input_dtype(forward) if Installed.now else None
     if dtype is None and (thread_casts_off() or not Installed.now or not any(_is_half(node) for node in nodes)):
         return RESULTS.foreign(wrapped(forward, custom.bound(backward, forward, nodes), *nodes, **kwargs), nodes)
     region = current_region()
-    name = str(kwargs.get("op_name") or getattr(forward, "__name__", "op"))
     report, use_cache = reporter(region, name), region is None or region.cache_enabled
     cast_one = partial(cast_node, dtype=dtype or "float32", report=report, use_cache=use_cache)
     widened = [cast_one(x) if _is_half(x) or (dtype and _is_floating(x)) else x for x in nodes]
@@ -130,6 +130,13 @@ def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *node
     if backward is not None:
         backward = _reading_widened(backward, swaps)
     return RESULTS.foreign(wrapped(forward, backward, *widened, **kwargs), widened)
+
+
+def _name_of(forward: Any) -> str:
+    """The function that a forward is defined in, or else its own name; netcl means to find the caller's, and cannot."""
+    name = getattr(forward, "__qualname__", type(forward).__qualname__)
+    name = name.partition(".<locals>")[0].rpartition(".")[2]
+    return "apply_op" if name == "<lambda>" else str(name)
 
 
 def _reading_widened(

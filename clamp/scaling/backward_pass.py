@@ -13,17 +13,24 @@ Everything that scales a loss is made of these steps (``AmpHandle.scaled``, a gr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
+from clamp.casting.operands import note_numpy_backend
 from clamp.ops.loss_scale import AppliedScale
 from clamp.params import gradient_marks, masters
 from clamp.params.gradient_marks import Mark, mark_of
+from clamp.params.masters import Pair
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuard
+
+ScalerOf = Callable[[cl.CommandQueue], LossScale]
+Found: TypeAlias = tuple[Tensor, Tensor, Tensor]  # master, model, gradient
 
 
 class Averaging(Protocol):
@@ -195,6 +202,74 @@ def unscale_all(
     for target in targets.values():
         gradient_marks.set_mark(target, mark)
     return targets
+
+
+def unscale_gradients(
+    found: Iterable[Pair], scaler_of: ScalerOf, heard: frozenset[object] = frozenset()
+) -> tuple[list[LossScale], int]:
+    """Divides each gradient by the scale that it was multiplied by, in place; a true one is checked only.
+
+    All are written, non-finite ones too; each scaler remembers whether there was one. The scale may have moved since
+    backward: a gradient knows its own. One that no backward made, a user's, is taken for multiplied by the scale.
+
+    Args:
+        found: fp32 parameters, twice; 16-bit ones as (master, parameter), whose gradient goes to both, widened.
+        scaler_of: the loss scale of a queue.
+        heard: tokens of the guards that will hear what the scalers note.
+
+    Returns:
+        The scalers of the queues where there were gradients, and how many gradients there were on any backend.
+
+    Raises:
+        ValueError: a 16-bit parameter has no master.
+        RuntimeError: a gradient is multiplied by another scaler's scale. Nothing was changed.
+    """
+    count = 0
+    by_queue: dict[cl.CommandQueue, list[Found]] = {}
+    for index, (master, model) in enumerate(found):
+        grad = _gradient(master, model)
+        if grad is None:
+            continue
+        count += 1
+        if not bridge.on_device(grad):
+            note_numpy_backend()
+        elif master.dtype in HALF_DTYPES:
+            raise ValueError(
+                f"parameter {index} of the optimizer is {master.dtype} (shape {tuple(master.shape)}): 16-bit gradients "
+                "cannot be unscaled in place. Keep float32 parameters, which autocast casts, or give the 16-bit ones "
+                'float32 master weights: amp.decorate(model, optimizer, level="O2").'
+            )
+        else:
+            by_queue.setdefault(grad.queue, []).append((master, model, grad))
+    scalers = [scaler_of(queue) for queue in by_queue]
+    for scaler, entries in zip(scalers, by_queue.values(), strict=True):
+        _require_its_own(entries, scaler)
+    for scaler, entries in zip(scalers, by_queue.values(), strict=True):
+        true = unscale_all([grad for _, _, grad in entries], scaler, heard)
+        for master, model, grad in entries:
+            master.grad = true[id(grad)]
+            masters.share_gradient(master, model)
+    return scalers, count
+
+
+def _gradient(master: Tensor, model: Tensor) -> Tensor | None:
+    """The gradient of a parameter: what backward left, or one in float32 if there is more than that."""
+    if model is not master and (master.grad is not None or model.grad is None):
+        masters.gather(master, model)
+        return master.grad
+    return model.grad
+
+
+def _require_its_own(entries: Iterable[Found], scaler: LossScale) -> None:
+    """Raises RuntimeError where a gradient belongs to another scaler, which would not hear of an overflow."""
+    for master, _, grad in entries:
+        scale = gradient_marks.scale_of(grad)
+        if scale is not None and not scaler.made(scale):
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(master.shape)} is multiplied by the scale of another "
+                "scaler than this one: unscale and step with the scaler whose scale(loss) backward ran from, or leave "
+                "`with handle.scale_loss(...)` first"
+            )
 
 
 def end_pass(guards: Sequence[StepGuard], scaler: LossScale) -> None:

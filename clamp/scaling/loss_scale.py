@@ -67,6 +67,10 @@ class LossScale:
     is_dynamic: bool = False
     #: Whether losses are multiplied at all.
     scales: bool = True
+    #: Whether overflows lower it: by itself, or by whoever it is the copy of.
+    comes_down: bool = False
+    #: What its user writes to have one that does, as code, where it is not the handle's.
+    cure: str = ""
 
     def __init__(self, scale: float) -> None:
         self._state = DeviceState(scale)
@@ -332,7 +336,7 @@ class DynamicLossScale(StaticLossScale):
         >>> scale = DynamicLossScale(2.0**10, ScaleRule(growth_interval=500))
     """
 
-    is_dynamic = True
+    is_dynamic = comes_down = True
 
     def __init__(self, init_scale: float = 2.0**16, rule: ScaleRule = DEFAULT_RULE) -> None:
         self.rule = rule

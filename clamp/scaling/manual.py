@@ -10,23 +10,24 @@ import enum
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pyopencl as cl
 
 from clamp import bridge
-from clamp.bridge import HALF_DTYPES, Node, Tensor
+from clamp.bridge import Node, Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.opencl.recording import host_step, recorder
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
-from clamp.params.masters import Pair
-from clamp.scaling.backward_pass import tokens, unscale_all
+from clamp.scaling.backward_pass import tokens, unscale_gradients
 from clamp.scaling.history import History
 from clamp.scaling.interrupts import uninterrupted
+from clamp.scaling.late_scales import LateScales
 from clamp.scaling.loss_scale import DynamicLossScale, LossScale
 from clamp.scaling.scale_rule import ScaleRule
 from clamp.scaling.scaled_loss import scaled_node
@@ -34,77 +35,6 @@ from clamp.scaling.step_guard import StepGuard, StepGuards, warn_of_lost_bits
 
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)  # its reciprocal is finite, so that a scale down there can recover
-
-ScalerOf = Callable[[cl.CommandQueue], LossScale]
-Found: TypeAlias = tuple[Tensor, Tensor, Tensor]  # master, model, gradient
-
-
-def unscale_gradients(
-    found: Iterable[Pair], scaler_of: ScalerOf, heard: frozenset[object] = frozenset()
-) -> tuple[list[LossScale], int]:
-    """Divides each gradient by the scale that it was multiplied by, in place; a true one is checked only.
-
-    All are written, non-finite ones too; each scaler remembers whether there was one. The scale may have moved since
-    backward: a gradient knows its own. One that no backward made, a user's, is taken for multiplied by the scale.
-
-    Args:
-        found: fp32 parameters, twice; 16-bit ones as (master, parameter), whose gradient goes to both, widened.
-        scaler_of: the loss scale of a queue.
-        heard: tokens of the guards that will hear what the scalers note.
-
-    Returns:
-        The scalers of the queues where there were gradients, and how many gradients there were on any backend.
-
-    Raises:
-        ValueError: a 16-bit parameter has no master.
-        RuntimeError: a gradient is multiplied by another scaler's scale. Nothing was changed.
-    """
-    count = 0
-    by_queue: dict[cl.CommandQueue, list[Found]] = {}
-    for index, (master, model) in enumerate(found):
-        grad = _gradient(master, model)
-        if grad is None:
-            continue
-        count += 1
-        if not bridge.on_device(grad):
-            note_numpy_backend()
-        elif master.dtype in HALF_DTYPES:
-            raise ValueError(
-                f"parameter {index} of the optimizer is {master.dtype} (shape {tuple(master.shape)}): 16-bit gradients "
-                "cannot be unscaled in place. Keep float32 parameters, which autocast casts, or give the 16-bit ones "
-                'float32 master weights: amp.decorate(model, optimizer, level="O2").'
-            )
-        else:
-            by_queue.setdefault(grad.queue, []).append((master, model, grad))
-    scalers = [scaler_of(queue) for queue in by_queue]
-    for scaler, entries in zip(scalers, by_queue.values(), strict=True):
-        _require_its_own(entries, scaler)
-    for scaler, entries in zip(scalers, by_queue.values(), strict=True):
-        true = unscale_all([grad for _, _, grad in entries], scaler, heard)
-        for master, model, grad in entries:
-            master.grad = true[id(grad)]
-            masters.share_gradient(master, model)
-    return scalers, count
-
-
-def _gradient(master: Tensor, model: Tensor) -> Tensor | None:
-    """The gradient of a parameter: what backward left, or one in float32 if there is more than that."""
-    if model is not master and (master.grad is not None or model.grad is None):
-        masters.gather(master, model)
-        return master.grad
-    return model.grad
-
-
-def _require_its_own(entries: Iterable[Found], scaler: LossScale) -> None:
-    """Raises RuntimeError where a gradient belongs to another scaler, which would not hear of an overflow."""
-    for master, _, grad in entries:
-        scale = gradient_marks.scale_of(grad)
-        if scale is not None and not scaler.made(scale):
-            raise RuntimeError(
-                f"the gradient of a parameter of shape {tuple(master.shape)} is multiplied by the scale of another "
-                "scaler than this one: unscale and step with the scaler whose scale(loss) backward ran from, or leave "
-                "`with handle.scale_loss(...)` first"
-            )
 
 
 class Stage(enum.Enum):
@@ -139,6 +69,10 @@ def stages() -> Hashable:
     return tuple((scaling, key, round_.stage, round_.checked) for scaling, key, round_ in rounds)
 
 
+def _nothing_around(scaling: ManualScaling, optimizer: Any) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class ManualScaling:
     """A dynamic loss scale, one copy of it for each queue, and where each optimizer is.
 
@@ -146,6 +80,7 @@ class ManualScaling:
         init_scale: finite and positive.
         rule: how the scale moves.
         max_skips_at_floor: consecutive steps skipped at the smallest scale after which ``step`` raises.
+        around_step: a context around each step, given this and the optimizer: for who tells of steps besides.
 
     Raises:
         ValueError: init_scale is not finite and positive.
@@ -153,7 +88,12 @@ class ManualScaling:
 
     _scale_class = DynamicLossScale
 
-    def __init__(self, init_scale: float, rule: ScaleRule, max_skips_at_floor: int = 25) -> None:
+    def __init__(
+        self, init_scale: float, rule: ScaleRule, max_skips_at_floor: int = 25,
+        around_step: Callable[[ManualScaling, Any], AbstractContextManager[None]] = _nothing_around,
+    ) -> None:  # fmt: skip
+        self._around_step = around_step
+        self.late_scales = LateScales()  # of the steps since the last update
         self._scalers: dict[cl.CommandQueue, DynamicLossScale] = {}
         self._lost_bits = False  # whether a word was said about losses that are not scaled
         self._guards = StepGuards(max_skips_at_floor)
@@ -167,8 +107,19 @@ class ManualScaling:
 
     @property
     def history(self) -> History:
-        """What the last steps did, the newest last."""
+        """What the last steps did, the newest last. Reads the device after an update."""
+        self.settle()
         return self._guards.history
+
+    @property
+    def guards(self) -> StepGuards:
+        """Where optimizers have their bits of the scales' overflow words."""
+        return self._guards
+
+    def settle(self) -> None:
+        """Tells the reports of steps before the last update what has become of the scale; reads the device then."""
+        if self.late_scales.is_due and recorder() is None:
+            self.late_scales.came(float(self.state_dict()["loss_scale"]))
 
     def _make(self, state: Mapping[str, Any]) -> DynamicLossScale:
         scaler = self._scale_class(rule=replace(self._rule, min_scale=SMALLEST, max_scale=LARGEST))
@@ -273,7 +224,15 @@ class ManualScaling:
 
     def _step(self, optimizer: Any, run: Callable[[], Any]) -> Any:
         round_ = self._round(optimizer)
-        result = round_.guard.step(run)
+        steps = self._guards.steps
+        with self._around_step(self, optimizer):
+            try:
+                result = round_.guard.step(run, scale_stays=True)
+            finally:
+                if self._guards.steps > steps:
+                    if self.late_scales.is_due:
+                        self.late_scales.came(self._guards.history[-1].scale_before)
+                    self.late_scales.stepped(self._guards)
         round_.stage = Stage.STEPPED
         return result
 
@@ -309,6 +268,7 @@ class ManualScaling:
         else:
             for scaler in self._scalers.values():
                 scaler.adjust()
+        self.late_scales.updated()
         self._rounds.clear()
 
     def _agree(self, rounds: Iterable[_Round]) -> None:
@@ -333,11 +293,13 @@ class ManualScaling:
         for scaler in self._scalers.values():
             _allow(scaler, scale)
             scaler.set_scale(scale)
+        self.late_scales.updated()
         self._rounds.clear()
 
     def make_ready(self) -> None:
         """Makes every optimizer ready again, without a move of the scale: for one that stays."""
         host_step(self._rounds.clear)
+        host_step(self.late_scales.forget)
 
     def _require_scaled(self, call: str) -> None:
         if not self._scaled_any:

@@ -10,9 +10,9 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pyopencl as cl
@@ -30,7 +30,7 @@ from clamp.scaling.interrupts import uninterrupted
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_report import HISTORY, NonFinite, StepReport, names_among, non_finite, warn_user
 
-__all__ = ["StepGuard", "StepGuards", "StepReport", "share_overflow", "steps_withheld"]
+__all__ = ["StepGuard", "StepGuards", "StepReport", "steps_withheld"]
 
 _vouched = set[int]()  # optimizers whose gradients an outer guard, a GradScaler's or a graph's, has found finite
 
@@ -57,7 +57,7 @@ class StepGuard:
         self._optimizer = weakref.ref(optimizer)
         self.mask = mask
         self._guards = guards
-        self._pending: list[LossScale] = []  # scalers with a pass since the last step
+        self._pending: dict[LossScale, float] = {}  # scalers with a pass since the last step, and their scales then
         self.token = object()  # stands in the marks of gradients for this guard, as long as what it heard counts
         self._skips_at_floor = 0
         self._absent: tuple[tuple[int, ...], tuple[str, ...]] = (), ()  # parameters without a gradient, their names
@@ -72,27 +72,32 @@ class StepGuard:
 
     def is_fresh(self, scaler: LossScale) -> bool:
         """Whether this scaler has had no pass for this optimizer since its last step."""
-        return all(pending is not scaler for pending in self._pending)
+        return scaler not in self._pending
 
     def passed(self, scaler: LossScale) -> None:
         """A scaled backward pass has reached this optimizer's parameters."""
-        if self.is_fresh(scaler):
-            self._pending.append(scaler)
+        # The host's last word of the scale: another optimizer's step, which reads it, may come before this one's.
+        self._pending.setdefault(scaler, scaler.last_seen)
 
-    def put_back(self, pending: Sequence[LossScale]) -> None:
+    def put_back(self, pending: Mapping[LossScale, float]) -> None:
         """Sets what ``pending`` was before, after passes that are not to count."""
-        self._pending = list(pending)
+        self._pending = dict(pending)
 
     @property
-    def pending(self) -> list[LossScale]:
-        """The scalers that have had a pass for this optimizer since its last step, in order."""
-        return list(self._pending)
+    def pending(self) -> dict[LossScale, float]:
+        """The scalers that have had a pass for this optimizer since its last step, in order, each with its scale at
+        the first."""
+        return dict(self._pending)
 
-    def step(self, run: Callable[[], Any]) -> Any:
+    def step(self, run: Callable[[], Any], *, scale_stays: bool = False) -> Any:
         """Runs the optimizer's own step unless a gradient is inf or nan; returns its result or None.
 
         What is known of the passes since the last step is forgotten only when this one has ended: one that is
         interrupted can be called again.
+
+        Args:
+            run: the optimizer's own step.
+            scale_stays: whether the scale has not moved since those passes, as it is updated after the step.
 
         Raises:
             RuntimeError: a gradient is still multiplied by a loss scale.
@@ -100,9 +105,10 @@ class StepGuard:
         """
         if are_steps_withheld():
             return None
-        pending = self.pending
-        before = pending[-1].last_seen if pending else 1.0
+        pending = list(self._pending)
         states = [scaler.read() for scaler in pending]  # the one read of the device in a step
+        if scale_stays:
+            self._pending = {scaler: state.scale for scaler, state in zip(pending, states, strict=True)}
         overflowed = [index for index, state in enumerate(states) if state.overflow & self.mask]
         found = [] if overflowed else masters.gathered(self.optimizer)
         params = [param for param in getattr(self.optimizer, "params", ()) if isinstance(param, Tensor)]
@@ -110,11 +116,12 @@ class StepGuard:
             RESULTS.stepping(params)
         if overflowed or self._guards.found_in(self._unchecked(params)):
             index = overflowed[-1] if overflowed else len(states) - 1
-            self._skip(params, pending[index] if pending else None, states[index] if states else None, before)
+            self._skip(params, pending[index] if pending else None, states[index] if states else None)
             self._forget()
             return None
         absent = self._names_of_absent(params)
         moves = not params or any(not _is_idle(param) for param in params)
+        before = self._pending[pending[-1]] if pending else 1.0
         with uninterrupted():
             with stepping(found):
                 result = self._vouching(run)
@@ -142,12 +149,11 @@ class StepGuard:
                 _vouched.discard(id(self.optimizer))
 
     def _forget(self) -> None:
-        self._pending = []
+        self._pending = {}
         self.token = object()
 
-    def _skip(
-        self, params: Sequence[Tensor], scaler: LossScale | None, state: ScaleState | None, before: float
-    ) -> None:
+    def _skip(self, params: Sequence[Tensor], scaler: LossScale | None, state: ScaleState | None) -> None:
+        before = 1.0 if scaler is None else self._pending[scaler]
         bad = non_finite(params)
         scale = 1.0 if state is None else state.scale
         reason = str(bad) or f"{_kind(state, self.mask)} in the gradients of a backward pass, which are gone"
@@ -174,6 +180,19 @@ class StepGuard:
             return
         bad, absent = self.met or (NonFinite(0, 0, ()), ())
         self._report_skip(str(bad) or "inf or nan in the gradients, which are gone", scale, before, bad, absent)
+
+    def decided_by(self, report: StepReport, *, stepped: bool) -> None:
+        """A scaler that keeps a history of its own has let this optimizer step just now, or has not.
+
+        Args:
+            report: in that history.
+            stepped: whether the optimizer's ``step`` has been called, and reported.
+        """
+        if stepped:
+            self.last = self._guards.amend(scale_before=report.scale_before, scale=report.scale)
+        else:
+            told = {field.name: getattr(report, field.name) for field in fields(report) if field.name != "step"}
+            self.last = self._guards.add(**told)
 
     def _report(self, stepped: bool, reason: str, scale: float, **more: Any) -> None:
         self.last = self._guards.add(stepped, reason, scale, **more)
@@ -252,26 +271,6 @@ def _mark_plain_tensors(optimizer: Any, params: Sequence[Tensor]) -> None:
         )
 
 
-def share_overflow(guards: Sequence[StepGuard]) -> None:
-    """An overflow of one replica becomes that of all, so that they skip the same step and go on with one scale.
-
-    Args:
-        guards: of the optimizers of one model's replicas, each on its own queue, after as many passes.
-    """
-    for scalers in zip(*(guard.pending for guard in guards), strict=False):
-        states = [scaler.read() for scaler in scalers]
-        bad = [state for guard, state in zip(guards, states, strict=True) if state.overflow & guard.mask]
-        for guard, scaler in zip(guards, scalers, strict=True) if bad else ():
-            scaler.load_state_dict(
-                {
-                    "loss_scale": bad[0].scale,
-                    "unskipped": bad[0].growth_tracker,
-                    "overflow": scaler.read().overflow | guard.mask,
-                    "bad_steps": bad[0].bad_steps,
-                }
-            )
-
-
 class StepGuards:
     """The guards of a handle, by optimizer, and the history of their steps.
 
@@ -292,6 +291,7 @@ class StepGuards:
         self._reports: deque[StepReport] = deque(maxlen=HISTORY)
         self.history = History(self._reports)
         self.steps = self.skips = 0
+        self.tells = True  # whether observers hear of the steps: not where another's guards tell of them
         self.require_scaled = False  # whether steps are refused whose gradients came by no scaled backward pass
 
     @property
@@ -363,13 +363,20 @@ class StepGuards:
         self.skips += not stepped
         report = StepReport(stepped, reason, scale, step=self.steps, **more)
         self._reports.append(report)
-        RESULTS.stepped(report)
+        if self.tells:
+            RESULTS.stepped(report)
         return report
 
     def amend(self, **changes: Any) -> StepReport:
         """Changes the last report."""
         self._reports[-1] = replace(self._reports[-1], **changes)
         return self._reports[-1]
+
+    def scale_came(self, step: int, scale: float) -> None:
+        """Changes the scale after a step, by its number, which was not known when it was over."""
+        index = len(self._reports) - 1 - (self.steps - step)
+        if index >= 0 and self._reports[index].scale != scale:
+            self._reports[index] = replace(self._reports[index], scale=scale)
 
     def found_in(self, grads: Iterable[Tensor]) -> bool:
         """Whether any of these gradients has an inf or nan; one launch and one read a queue."""

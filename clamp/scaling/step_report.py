@@ -27,7 +27,8 @@ class StepReport:
         stepped: whether the parameters were updated; not where none of them had a gradient.
         reason: why not; empty if they were.
         scale: the loss scale after this step.
-        scale_before: the loss scale before it: after the step before, of whichever optimizer.
+        scale_before: the loss scale that its gradients were multiplied by: where the scale stood at the first backward
+            pass for it, as far as an earlier step had read it.
         step: number of the step, from 1, among those of the same handle or scaler, skipped ones included.
         infs, nans: how many elements of the gradients were inf and nan.
         parameters: the names of the parameters whose gradients they were in, ``"layers.2.weight"``.

@@ -19,7 +19,7 @@ from netcl.optim import SGD
 from clamp import amp, session
 from clamp.bridge import Node
 from clamp.debugging import Bisection, bisect
-from clamp.debugging.bisection import find_culprits
+from clamp.debugging.bisection import HOLDS_UNDER_AMP, find_culprits
 from tests.reference import to_device
 
 BIG = 2e4  # a hundred of them, added up, are beyond float16
@@ -193,6 +193,8 @@ def test_what_cannot_be_bisected(queue: cl.CommandQueue) -> None:
         bisect(lambda: 1.0)
     with pytest.raises(ValueError, match="in layers"):
         bisect(lambda: 1.0, by="module")
+    with pytest.raises(TypeError, match="a bool or a number, got NoneType"):
+        bisect(lambda: 1.0, lambda loss: None)
     with pytest.raises(TypeError, match="a bool or a number, got list"):
         bisect(lambda: [1, 2])
 
@@ -228,3 +230,23 @@ def test_words() -> None:
     assert found.modules == ("layers.2", "head")
     assert "around the call of layers.2, head" in str(found)
     assert "2 of 3 layers, found in 5 runs" in repr(found)
+
+
+@pytest.mark.parametrize("metric", [None, lambda loss: loss < 0.3])
+def test_a_training_that_returns_nothing_is_refused(queue: cl.CommandQueue, metric: Any) -> None:
+    with pytest.raises(TypeError, match="step_fn returned None"):
+        amp.debugging.bisect(lambda: None, metric)
+
+
+def test_a_metric_of_something_else_than_the_result_is_fine(queue: cl.CommandQueue) -> None:
+    def train() -> None:
+        x = to_device(queue, np.ones((4, 4), np.float32))
+        with amp.autocast():
+            ag.matmul_op(x, x)
+
+    assert amp.debugging.bisect(train, lambda nothing: True).verdict == HOLDS_UNDER_AMP
+
+
+def test_what_is_no_function_is_refused(queue: cl.CommandQueue) -> None:
+    with pytest.raises(TypeError, match=r"takes a function that trains for some steps, got 0\.5"):
+        amp.debugging.bisect(0.5)  # type: ignore[arg-type]

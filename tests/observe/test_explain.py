@@ -16,11 +16,12 @@ from netcl.optim import SGD, Adam
 from netcl.trainer.trainer import Trainer
 
 from clamp import amp, session
-from clamp.bridge import Node
+from clamp.bridge import Node, Tensor
 from clamp.casting.results import RESULTS
 from clamp.cli.bench.cases.unscale import counted_launches
 from clamp.observe.attribution import SKIPS_EXPLAINED
 from clamp.observe.explain import Explanation
+from clamp.ops.elementwise import elementwise
 from tests.networks import batch, mlp, step, weights_of
 from tests.observe.faults import FAULTS, Training, line_of
 from tests.reference import to_device
@@ -373,3 +374,78 @@ def test_earlier_passes_are_held_as_far_as_memory_goes(
 def test_debug_takes_known_words_only() -> None:
     with pytest.raises(ValueError, match="debug must be"):
         amp.init(debug="everything")
+
+
+# ---------------------------------------------------------------------------------------------- what is no step
+
+
+@pytest.mark.parametrize("call", ["explain", "summary", "ranges"])
+def test_what_is_no_function_is_refused(call: str) -> None:
+    with amp.init() as handle, pytest.raises(TypeError) as error:
+        getattr(handle, call)(0.5)
+    assert f"{call} takes a function that does what one step of the loop does, got 0.5" in str(error.value)
+    assert f"{call}(step), not what it returns" in str(error.value)
+
+
+@pytest.mark.parametrize("call", ["explain", "summary", "ranges"])
+def test_a_step_of_which_nothing_can_be_seen_is_refused(call: str) -> None:
+    with amp.init() as handle, pytest.raises(ValueError, match="no op of this step was seen"):
+        getattr(handle, call)(lambda: None)
+
+
+# ---------------------------------------------------------------------------------------------- other ends
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_loss_that_is_nan_over_finite_gradients_is_told(queue: cl.CommandQueue, recorded: bool) -> None:
+    training = Training(queue, "none")
+    handle = amp.init(debug="attribution", loss_scale=8.0)
+
+    def step(shift: float) -> None:
+        training.optimizer.zero_grad()
+        loss = training.loss(*training.data)
+        loss = ag.add(loss, ag.log(ag.add(ag.mul(loss, 0.0), shift)))  # its gradient at -1 is finite
+        with handle.scale_loss(loss, training.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        training.optimizer.step()
+
+    run = amp.record(step) if recorded else step
+    for _ in range(4):
+        run(1.0)
+    assert handle.explain().why == "No step has been skipped."
+    for _ in range(4):
+        run(-1.0)
+    found = handle.explain()
+    assert (found.kind, found.first.function if found.first else "") == ("forward", "log"), found
+    assert str(found).startswith("step 8 was done, at a loss scale of 8")
+    run(1.0)
+    assert handle.explain().why == "No step has been skipped."
+
+
+def unnamed(x: Node) -> Node:
+    """A function on a kernel of the user's, in float32, that is beyond it, and is registered nowhere."""
+
+    def compute(x: Tensor) -> Tensor:
+        return elementwise("mul", x.dtype, x, 3e38)
+
+    def gradient(dy: Tensor) -> list[Tensor]:
+        return [dy]
+
+    return ag.apply_op(compute, gradient, x)
+
+
+@pytest.mark.parametrize("armed", [True, False])
+def test_an_op_without_a_name_has_that_of_its_function(queue: cl.CommandQueue, armed: bool) -> None:
+    training = Training(queue, "none")
+    handle = amp.init(debug="attribution" if armed else None, loss_scale=8.0)
+
+    def step() -> None:
+        training.optimizer.zero_grad()
+        loss = ag.sum(unnamed(ag.add(training.model(ag.tensor(training.data[0])), 10.0)))
+        with handle.scale_loss(loss, training.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        training.optimizer.step()
+
+    step()
+    found = handle.explain() if armed else handle.explain(step)
+    assert (found.kind, found.first.function if found.first else "") == ("forward", "unnamed"), found

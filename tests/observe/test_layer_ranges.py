@@ -178,3 +178,22 @@ def test_inputs_that_want_no_gradient_take_no_row_of_a_parameter(queue: cl.Comma
 
     rows = [row for row in handle.ranges(once).rows if row.kind == "parameter gradient"]
     assert [(row.statistics.largest, row.scale) for row in rows] == [(8.0, 1.0)]
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, 1.0), (2.0**-140, 2.0**24)])
+def test_bfloat16_needs_no_scale_as_long_as_it_loses_nothing(
+    queue: cl.CommandQueue, factor: float, expected: float
+) -> None:
+    weight = to_device(queue, np.full((4, 4), 0.5, np.float32))
+    weight.requires_grad = True
+    optimizer, handle = SGD([weight], lr=0.1), amp.init(dtype="bfloat16")
+
+    def step() -> None:
+        loss = ag.sum(ag.mul(ag.matmul_op(to_device(queue, np.ones((4, 4), np.float32)), ag.tensor(weight)), factor))
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    ranges = handle.ranges(step)
+    assert ranges.suggested_scale == expected
+    assert "suggested for float16" not in str(ranges)
+    assert ("loss scale: 1; bfloat16 needs none" in str(ranges)) == (expected == 1)

@@ -27,6 +27,7 @@ from clamp.ops import (
     norm_planes,
     norm_planes_backward,
     norm_rows,
+    notes,
     numerics,
 )
 from clamp.ops import reduce as reduce_module
@@ -121,6 +122,10 @@ def _numerics(queue: cl.CommandQueue) -> None:
     numerics.PendingNumerics([_tensor(queue, 4, 1000)])
 
 
+def _squares(queue: cl.CommandQueue) -> None:
+    notes.Norms(queue, 1).note(0, [_tensor(queue, 4, 1000)])
+
+
 def _rows_of_a_table(queue: cl.CommandQueue) -> None:
     elementwise("add", "float16", _tensor(queue, 8, 37), _tensor(queue, 37))
 
@@ -152,6 +157,7 @@ CASES = [
     (_losses, multi_tensor.UNSCALE),
     (_statistics, statistics_module.STATISTICS),
     (_numerics, numerics.NUMERICS),
+    (_squares, notes.SQUARES),
     (_rows_of_a_table, ELEMENTWISE),
     (_gradients_of_gelu, ELEMENTWISE),
 ]
@@ -160,7 +166,7 @@ CASES = [
 #: kernels that write a few sums
 SUMS = (
     norm_phases.PLANES_MOMENTS, norm_phases.GRADIENT_SUMS, reduce_module.SUM_ROWS, loss.LABEL_LOSS,
-    loss_elementwise.LOSS_SUM, statistics_module.STATISTICS, numerics.NUMERICS,
+    loss_elementwise.LOSS_SUM, statistics_module.STATISTICS, numerics.NUMERICS, notes.SQUARES,
 )  # fmt: skip
 
 

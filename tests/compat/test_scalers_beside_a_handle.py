@@ -1,0 +1,123 @@
+"""A loop with a ``GradScaler`` while a handle is active: the handle tells of its steps as well."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pyopencl as cl
+import pytest
+from netcl.optim import SGD
+
+from clamp import amp, session
+from clamp.casting.results import RESULTS
+from clamp.compat.paddle_scaler import GradScaler as PaddleScaler
+from tests.observe.faults import Training
+
+TOO_HIGH = 2.0**24
+
+
+@pytest.fixture(autouse=True)
+def shut_down() -> Iterator[None]:
+    yield
+    session.shutdown()
+
+
+def pytorch_step(training: Training, scaler: Any) -> None:
+    training.optimizer.zero_grad()
+    with amp.autocast():
+        loss = training.loss(*training.data)
+    scaler.scale(loss).backward()
+    scaler.step(training.optimizer)
+    scaler.update()
+
+
+def make(kind: str, scale: float) -> Any:
+    return amp.GradScaler(init_scale=scale) if kind == "pytorch" else PaddleScaler(init_loss_scaling=scale)
+
+
+@pytest.mark.parametrize("kind", ["pytorch", "paddle"])
+def test_skips_are_in_the_history_of_the_handle(queue: cl.CommandQueue, kind: str) -> None:
+    handle = amp.init()
+    training, scaler = Training(queue, "none"), make(kind, TOO_HIGH)
+    for _ in range(20):
+        pytorch_step(training, scaler)
+    ours, theirs = list(handle.history), list(scaler.history)
+    assert [report.stepped for report in ours] == [report.stepped for report in theirs]
+    assert {report.stepped for report in ours} == {True, False}
+    assert ours == theirs
+    for before, after in itertools.pairwise(ours):
+        assert after.scale_before == before.scale
+    assert ours[0].scale_before == TOO_HIGH
+    assert ours[0].scale == TOO_HIGH / 2
+    assert handle.loss_scale == ours[-1].scale
+    assert "20 steps" in repr(handle)
+
+
+@pytest.mark.parametrize("kind", ["pytorch", "paddle"])
+def test_the_scale_after_a_step_is_told_once_it_is_updated(queue: cl.CommandQueue, kind: str) -> None:
+    training, scaler = Training(queue, "none"), make(kind, TOO_HIGH)
+    pytorch_step(training, scaler)
+    assert [(report.scale_before, report.scale) for report in scaler.history] == [(TOO_HIGH, TOO_HIGH / 2)]
+
+
+def test_each_step_is_told_once(queue: cl.CommandQueue) -> None:
+    class Steps:
+        def __init__(self) -> None:
+            self.reports: list[Any] = []
+
+        def result(self, made: Any, parents: Any) -> None: ...
+        def gradients(self, token: Any, grad: Any, grads: Any, again: Any) -> None: ...
+        def added(self, made: Any, first: Any, second: Any) -> None: ...
+        def backward_ended(self, loss: Any) -> None: ...
+
+        def stepped(self, report: Any) -> None:
+            self.reports.append(report)
+
+    amp.init()
+    training, scaler, steps = Training(queue, "none"), amp.GradScaler(init_scale=TOO_HIGH), Steps()
+    with RESULTS.attached(steps):
+        for _ in range(20):
+            pytorch_step(training, scaler)
+    assert [report.step for report in steps.reports] == list(range(1, 21))
+
+
+@pytest.mark.parametrize("armed", [True, False])
+def test_a_skip_is_explained_with_the_scale_that_came(queue: cl.CommandQueue, armed: bool) -> None:
+    handle = amp.init(debug="attribution" if armed else None)
+    training, scaler = Training(queue, "none"), amp.GradScaler(init_scale=TOO_HIGH)
+    pytorch_step(training, scaler)
+    found = handle.explain() if armed else handle.explain(lambda: pytorch_step(training, scaler))
+    assert found.kind == "scale", found
+    assert f"loss scale {TOO_HIGH:.8g} -> {TOO_HIGH / 2:.8g}" in str(found).splitlines()[0]
+    assert found.report == handle.last_step == scaler.history[-1]
+
+
+def test_a_recorded_step_is_told_as_well(queue: cl.CommandQueue) -> None:
+    handle = amp.init()
+    training, scaler = Training(queue, "none"), amp.GradScaler(init_scale=TOO_HIGH)
+    recorded = amp.record(lambda: pytorch_step(training, scaler))
+    for _ in range(8):
+        recorded()
+    assert recorded.recordings == 1
+    assert list(handle.history) == list(scaler.history)
+    assert len(handle.history) == 8
+    assert [report.scale for report in handle.history][:3] == [TOO_HIGH / 2, TOO_HIGH / 4, TOO_HIGH / 8]
+
+
+def test_two_optimizers_have_the_scale_that_their_gradients_had(queue: cl.CommandQueue) -> None:
+    handle = amp.init(debug="attribution")
+    handle.scalers[0].set_scale(TOO_HIGH)
+    training = Training(queue, "none")
+    params = training.model.parameters()
+    optimizers = SGD(params[:2], lr=1e-4), SGD(params[2:], lr=1e-4)
+    with handle.scale_loss(training.loss(*training.data), optimizers) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        assert handle.last_step is not None
+        assert (handle.last_step.scale_before, handle.last_step.scale) == (TOO_HIGH, TOO_HIGH / 2)
+        found = handle.explain()
+        assert found.kind == "scale", found
+        assert f"The loss scale of {TOO_HIGH:.8g} was too high" in found.why
