@@ -148,8 +148,10 @@ def _device(item: pytest.Item) -> str | None:
 def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
     """Of tests with many parameters, the cases in which nothing meets that does not meet elsewhere.
 
-    In the sweep any three parameters meet, of which the device is one; on the simulator any two. In an everyday run any
-    two meet on some device: each case is run on one, as each part of the random loops always is.
+    In the sweep any three parameters meet. Where drivers are tested, or the kernels that each compiles for itself, the
+    device is one of them; elsewhere it meets each value, and three others meet on some device. On the simulator any
+    two meet. In an everyday run any two meet on some device: each case is run on one, as each part of the random
+    loops always is.
     """
     tests = defaultdict[tuple[str, bool], list[pytest.Item]](list)
     for item in items:
@@ -158,16 +160,31 @@ def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
     kept = set[pytest.Item]()
     turns = cycle(name for name in _QUEUES if name != _SIMULATOR for _ in range(_TURNS.get(name, 1)))
     for (_, is_simulated), cases in tests.items():
-        if (is_sweep or is_simulated) and not _is_random_loop(cases[0]):
-            chosen = covering([_values(case) for case in cases], 2 if is_simulated else 3)
-            kept |= {cases[number] for number in chosen}
+        if is_simulated:
+            kept |= _covering(cases, 2)
+        elif is_sweep and not _is_random_loop(cases[0]):
+            kept |= _covering(cases, 3, apart=None if _is_of_drivers(cases[0]) or _is_of_kernels(cases[0]) else "queue")
         else:
             kept |= _dealt_out(cases, turns)
     return {case for cases in tests.values() for case in cases} - kept
 
 
+def _is_of_drivers(item: pytest.Item) -> bool:
+    return item.path.parent.name == "opencl"
+
+
+def _is_of_kernels(item: pytest.Item) -> bool:
+    return item.get_closest_marker("kernel") is not None
+
+
+def _covering(items: list[pytest.Item], strength: int, apart: str | None = None) -> set[pytest.Item]:
+    items = items.copy()
+    random.Random(0).shuffle(items)  # or most would be on the first of the devices
+    return {items[number] for number in covering([_values(item) for item in items], strength, apart)}
+
+
 def _dealt_out(items: list[pytest.Item], turns: Iterator[str]) -> set[pytest.Item]:
-    if items[0].path.parent.name == "opencl":  # what differs from device to device
+    if _is_of_drivers(items[0]):  # what differs from device to device
         return set(items)
     cases = defaultdict[frozenset[tuple[str, int]], dict[str | None, pytest.Item]](dict)
     for item in items:
