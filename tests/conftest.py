@@ -82,6 +82,7 @@ def pytest_terminal_summary(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernel: tests kernels; runs on the Oclgrind simulator as well")
+    config.addinivalue_line("markers", "once: a long test of what is the same on every device; runs on one")
     config.addinivalue_line("markers", "slow: part of the full sweep, which runs where CLAMP_TEST_SLOW is set (CI)")
     wanted = [_test_name(name) for name in os.environ.get("CLAMP_TEST_DEVICES", "").split(",") if name]
     missing = [name for name in wanted if name not in _QUEUES]
@@ -162,11 +163,18 @@ def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
     for (_, is_simulated), cases in tests.items():
         if is_simulated:
             kept |= _covering(cases, 2)
+        elif cases[0].get_closest_marker("once"):
+            kept |= {case for case in cases if _device(case) == _quickest()}
         elif is_sweep and not _is_random_loop(cases[0]):
             kept |= _covering(cases, 3, apart=None if _is_of_drivers(cases[0]) or _is_of_kernels(cases[0]) else "queue")
         else:
             kept |= _dealt_out(cases, turns)
     return {case for cases in tests.values() for case in cases} - kept
+
+
+def _quickest() -> str | None:
+    """The device whose driver compiles fastest, or none."""
+    return max((name for name in _QUEUES if name != _SIMULATOR), key=lambda name: _TURNS.get(name, 1), default=None)
 
 
 def _is_of_drivers(item: pytest.Item) -> bool:
