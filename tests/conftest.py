@@ -39,6 +39,7 @@ from clamp.opencl.device import NoDeviceError, list_devices
 from tests.conformance import report
 from tests.covering import covering
 from tests.launches import forget_prepared_launches
+from tests.loaded_modules import pass_strangers_by
 from tests.loop import SWEEP
 from tests.poison import poisoned_empty
 
@@ -81,6 +82,7 @@ def pytest_terminal_summary(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernel: tests kernels; runs on the Oclgrind simulator as well")
+    config.addinivalue_line("markers", "once: a long test of what is the same on every device; runs on one")
     config.addinivalue_line("markers", "slow: part of the full sweep, which runs where CLAMP_TEST_SLOW is set (CI)")
     wanted = [_test_name(name) for name in os.environ.get("CLAMP_TEST_DEVICES", "").split(",") if name]
     missing = [name for name in wanted if name not in _QUEUES]
@@ -147,8 +149,10 @@ def _device(item: pytest.Item) -> str | None:
 def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
     """Of tests with many parameters, the cases in which nothing meets that does not meet elsewhere.
 
-    In the sweep any three parameters meet, of which the device is one; on the simulator any two. In an everyday run any
-    two meet on some device: each case is run on one, as each part of the random loops always is.
+    In the sweep any three parameters meet. Where drivers are tested, or the kernels that each compiles for itself, the
+    device is one of them; elsewhere it meets each value, and three others meet on some device. On the simulator any
+    two meet. In an everyday run any two meet on some device: each case is run on one, as each part of the random
+    loops always is.
     """
     tests = defaultdict[tuple[str, bool], list[pytest.Item]](list)
     for item in items:
@@ -157,16 +161,38 @@ def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
     kept = set[pytest.Item]()
     turns = cycle(name for name in _QUEUES if name != _SIMULATOR for _ in range(_TURNS.get(name, 1)))
     for (_, is_simulated), cases in tests.items():
-        if (is_sweep or is_simulated) and not _is_random_loop(cases[0]):
-            chosen = covering([_values(case) for case in cases], 2 if is_simulated else 3)
-            kept |= {cases[number] for number in chosen}
+        if is_simulated:
+            kept |= _covering(cases, 2)
+        elif cases[0].get_closest_marker("once"):
+            kept |= {case for case in cases if _device(case) == _quickest()}
+        elif is_sweep and not _is_random_loop(cases[0]):
+            kept |= _covering(cases, 3, apart=None if _is_of_drivers(cases[0]) or _is_of_kernels(cases[0]) else "queue")
         else:
             kept |= _dealt_out(cases, turns)
     return {case for cases in tests.values() for case in cases} - kept
 
 
+def _quickest() -> str | None:
+    """The device whose driver compiles fastest, or none."""
+    return max((name for name in _QUEUES if name != _SIMULATOR), key=lambda name: _TURNS.get(name, 1), default=None)
+
+
+def _is_of_drivers(item: pytest.Item) -> bool:
+    return item.path.parent.name == "opencl"
+
+
+def _is_of_kernels(item: pytest.Item) -> bool:
+    return item.get_closest_marker("kernel") is not None
+
+
+def _covering(items: list[pytest.Item], strength: int, apart: str | None = None) -> set[pytest.Item]:
+    items = items.copy()
+    random.Random(0).shuffle(items)  # or most would be on the first of the devices
+    return {items[number] for number in covering([_values(item) for item in items], strength, apart)}
+
+
 def _dealt_out(items: list[pytest.Item], turns: Iterator[str]) -> set[pytest.Item]:
-    if items[0].path.parent.name == "opencl":  # what differs from device to device
+    if _is_of_drivers(items[0]):  # what differs from device to device
         return set(items)
     cases = defaultdict[frozenset[tuple[str, int]], dict[str | None, pytest.Item]](dict)
     for item in items:
@@ -261,6 +287,14 @@ def same_numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Gives a test the same random numbers, whichever tests ran before it in its process."""
     if hasattr(request.module, "RNG"):
         monkeypatch.setattr(request.module, "RNG", np.random.default_rng(0))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def strangers_passed_by() -> Iterator[None]:
+    """Lets AMP start without a look at modules that know nothing of netcl."""
+    with pytest.MonkeyPatch.context() as patch:
+        pass_strangers_by(patch)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -135,6 +135,7 @@ _on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the script is fo
 
 
 @_on_linux
+@pytest.mark.once
 @pytest.mark.slow
 def test_the_gpu_script_runs_its_steps(queue: cl.CommandQueue, tmp_path: Path) -> None:
     device = str(list_devices().index(queue.device))

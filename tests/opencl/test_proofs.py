@@ -38,6 +38,7 @@ def test_whatever_a_trial_does_the_others_have_their_verdicts(queue: cl.CommandQ
     }
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_trial_that_does_not_end_is_ended(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "_SECONDS", 15.0)

@@ -124,6 +124,7 @@ def test_shapes(queue: cl.CommandQueue, simulated: bool, emulate: Callable[..., 
                 check_half(queue, (1, 2, length, width), dtype, causal)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", MMA.plans, ids=str)
 def test_plans_of_gpus(queue: cl.CommandQueue, simulated: bool, plan: Plan) -> None:
