@@ -15,7 +15,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Prepared
-from clamp.ops.cast import cast_into
+from clamp.ops.cast import cast_into, tell
 from clamp.ops.gemm.engines import Binds, Engine, choose, problem_on
 from clamp.ops.gemm.panels import Panels
 from clamp.ops.gemm.problem import DTYPES, Epilogue, Operand, Problem, operand_a, operand_b
@@ -81,6 +81,8 @@ def gemm(
     shape, launch = bound
     c = bridge.empty(a.queue, shape, out_dtype)
     launch(a, b, c, c if bias is None else bias, c if b_copy is None else b_copy)
+    if b_copy is not None:
+        tell(b, b_copy)
     return c
 
 
@@ -112,6 +114,8 @@ def _product(
         launch = packed.engine.bind(left, _in_place(packed.matrix), c, epilogue, reads, b_copy is not None)
         _bound.keep(key, (c.shape, launch))
         launch(a, right.tensor, c, epilogue.bias_or(c), c if b_copy is None else b_copy)
+        if b_copy is not None:
+            tell(right.tensor, b_copy)
     elif reads is not None:
         raise ValueError(f"gemm: the engine {packed.engine.NAME} reads what lies there: cast a and b to {reads} first")
     else:
