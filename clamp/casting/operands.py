@@ -24,6 +24,7 @@ from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.regions import current_region
 from clamp.casting.results import RESULTS
 from clamp.ops.cast import cast
+from clamp.params.weight_cache import weights
 from clamp.params.weight_casts import weight_cast
 
 
@@ -68,20 +69,23 @@ class Operand:
         """``grad_dtype``, or None if no gradient is wanted: for ops that compute several gradients together."""
         return self.grad_dtype if self.needs_grad else None
 
+    @property
+    def dtype(self) -> str:
+        """Dtype of the value, also of one that is still to be made."""
+        return bridge.canonical_dtype(self.value.dtype)
+
+    @property
+    def source(self) -> Tensor:
+        """The value; in place of one that is still to be made what it is made from, for kernels that round as they
+        read."""
+        return self.value
+
     def forward_done(self) -> None:
         """Called when the op's result stands and only backward may still read the value."""
 
 
-_SMALL_COPY = 1 << 14  # bytes
-
-
-class _InputOperand(Operand):
-    """A float32 input that needs no gradient, read in 16 bits.
-
-    The user holds the float32 input anyway; keeping its 16-bit copy for backward as well would add to the
-    activation memory. The copy is dropped after forward and made again if backward asks for it; a small one, which
-    costs less than a launch, stays.
-    """
+class _LateOperand(Operand):
+    """A float32 tensor read in 16 bits: the copy is made when somebody asks for it."""
 
     __slots__ = ("_dtype", "_value")
 
@@ -92,6 +96,28 @@ class _InputOperand(Operand):
         self._value: Tensor | None = None
 
     @property
+    def dtype(self) -> str:
+        return self._dtype
+
+    @property
+    def source(self) -> Tensor:
+        return bridge.value_of(self.parent) if self._value is None else self._value
+
+
+_SMALL_COPY = 1 << 14  # bytes
+
+
+class _InputOperand(_LateOperand):
+    """A float32 input that needs no gradient, read in 16 bits.
+
+    The user holds the float32 input anyway; keeping its 16-bit copy for backward as well would add to the
+    activation memory. The copy is dropped after forward and made again if backward asks for it; a small one, which
+    costs less than a launch, stays.
+    """
+
+    __slots__ = ()
+
+    @property
     def value(self) -> Tensor:
         if self._value is None:
             self._value = cast(self.parent.value, self._dtype)
@@ -100,6 +126,32 @@ class _InputOperand(Operand):
     def forward_done(self) -> None:
         if self._value is not None and bridge.nbytes(self._value) > _SMALL_COPY:
             self._value = None
+
+
+class WeightOperand(_LateOperand):
+    """A float32 parameter whose 16-bit copy is not there yet: a product that reads the parameter itself makes it.
+
+    Backward, and who reads the parameter later in the iteration, find the copy: what the parameter was in the forward.
+    """
+
+    __slots__ = ("_report",)
+
+    def __init__(self, parent: TensorLike, dtype: str, report: Callable[[str, str], None]) -> None:
+        super().__init__(parent, dtype)
+        self.weight: Tensor = bridge.value_of(parent)
+        self._report = report
+
+    @property
+    def value(self) -> Tensor:
+        if self._value is None:
+            self._value = weight_cast(self.weight, self._dtype, self._report)
+        return self._value
+
+    def was_made(self, copy: Tensor) -> None:
+        """The copy has been made elsewhere."""
+        self._report("float32", self._dtype)
+        self._value = copy
+        weights.put(self.weight, ("cast", self._dtype), copy)
 
 
 class Casting(Protocol):
@@ -179,6 +231,8 @@ class Half(_EachOperand):
         if not bridge.is_leaf(x):
             node = cast_node(x, self.dtype, self._report)
             return Operand(node, node.value)
+        if weight is not None and weights.known(weight, ("cast", self.dtype)) is None:
+            return WeightOperand(x, self.dtype, self._report)
         if bridge.is_weight(value):
             return Operand(x, cached_cast(value, self.dtype, self._report, self._use_cache), weight)
         self._report(value.dtype, self.dtype)

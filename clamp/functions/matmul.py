@@ -12,15 +12,16 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Gradients, Operand, as_is, as_node, bound
+from clamp.casting.operands import Casting, Gradients, Operand, WeightOperand, as_is, as_node, bound
 from clamp.casting.owned import implements
 from clamp.ops.elementwise import elementwise
-from clamp.ops.gemm import gemm, is_packed, pack_b
+from clamp.ops.gemm import gemm, is_packed, pack_b, rounds_as_it_reads
 from clamp.ops.reduce_to_shape import sum_to_shape
 from clamp.ops.shape import permute
 from clamp.params.weight_cache import weights
 
 Shape = tuple[int, ...]
+Rows = tuple[int, int]
 
 
 @implements("netcl.autograd.matmul_op", "netcl.ops.matmul.matmul", uses=(gemm, permute))
@@ -65,13 +66,41 @@ def _check_matmul_shapes(a: Shape, b: Shape) -> None:
 
 def _product(casting: Casting, x: Operand, w: Operand, op_name: str, tape: Tape | None) -> Any:
     """(batched) x @ w, where a 2-D operand is shared by the whole batch of the other."""
-    out = _times(x.value, w, out_dtype=casting.result_dtype(x, w))
+    out = _forward(x, w, out_dtype=casting.result_dtype(x, w))
 
-    gradients: Gradients = {
-        x: lambda grad: _grad_of_left(grad, x, w),
-        w: lambda grad: gemm(x.value, grad, transpose_a=True, out_dtype=w.grad_dtype),
-    }
+    gradients: Gradients = {x: lambda grad: _grad_of_left(grad, x, w), w: lambda grad: _grad_of_right(grad, x, w)}
     return bound(out, gradients, op_name, tape)
+
+
+def _forward(x: Operand, w: Operand, rows: Rows | None = None, **epilogue: Any) -> Tensor:
+    """x @ w. A small product rounds what is float32 as it reads it, and makes a weight's 16-bit copy by the way: there
+    is no cast before it.
+
+    Args:
+        rows: the shape in which x is read.
+    """
+    a, b, dtype = x.source, w.source, w.dtype
+    if (a.dtype != dtype or b.dtype != dtype) and x.dtype == dtype and rounds_as_it_reads(a, b, dtype):
+        late = w if isinstance(w, WeightOperand) and b.dtype != dtype else None
+        copy = bridge.empty(b.queue, b.shape, dtype) if late is not None else None
+        out = gemm(a if rows is None else _flat(a, rows), b, reads=dtype, b_copy=copy, **epilogue)
+        if late is not None and copy is not None:
+            late.was_made(copy)
+        return out
+    return _times(x.value if rows is None else _flat(x.value, rows), w, **epilogue)
+
+
+def _grad_of_right(grad: Tensor, x: Operand, w: Operand, rows: Rows | None = None) -> Tensor:
+    """The gradient of w; as it does in the forward, a small product rounds x as it reads it."""
+    a, reads = x.source, None
+    if rows is not None:
+        a = _flat(a, rows)
+    if a.dtype != x.dtype:
+        if grad.dtype == x.dtype and rounds_as_it_reads(a, grad, x.dtype, transpose_a=True):
+            reads = x.dtype
+        else:
+            a = x.value if rows is None else _flat(x.value, rows)
+    return gemm(a, grad, transpose_a=True, out_dtype=w.grad_dtype, reads=reads)
 
 
 def _times(a: Tensor, w: Operand, *, transpose: bool = False, **epilogue: Any) -> Tensor:
@@ -100,17 +129,17 @@ def _grad_of_left(grad: Tensor, x: Operand, w: Operand) -> Tensor:
 def _rows_times_matrix(casting: Casting, x: Operand, w: Operand, tape: Tape | None) -> Any:
     """(..., K) @ (K, N): all leading dimensions of x are rows of one product."""
     rows = (-1, x.shape[-1])
-    out = _times(_flat(x.value, rows), w, out_dtype=casting.result_dtype(x, w))
+    out = _forward(x, w, rows, out_dtype=casting.result_dtype(x, w))
 
     gradients: Gradients = {
         x: lambda grad: bridge.view(_times(grad, w, transpose=True, out_dtype=x.grad_dtype), x.shape),
-        w: lambda grad: gemm(_flat(x.value, rows), grad, transpose_a=True, out_dtype=w.grad_dtype),
+        w: lambda grad: _grad_of_right(grad, x, w, rows),
     }
     out = bridge.view(out, (*x.shape[:-1], w.shape[1]))
     return bound(out, gradients, "matmul", tape, first=lambda grad: _flat(grad, (-1, w.shape[1])))
 
 
-def _flat(tensor: Tensor, shape: tuple[int, int]) -> Tensor:
+def _flat(tensor: Tensor, shape: Rows) -> Tensor:
     return bridge.view(tensor, (prod(tensor.shape[:-1]), shape[1]))
 
 
@@ -135,11 +164,11 @@ def linear_relu(
     if bo is not None and bo.shape != wo.shape[1:]:
         raise ValueError(f"linear_relu: the bias has shape {bo.shape}; w {wo.shape} needs {wo.shape[1:]}")
     dtype = casting.result_dtype(xo, wo)
-    out = _times(xo.value, wo, out_dtype=dtype, bias=None if bo is None else bo.value, relu=True)
+    out = _forward(xo, wo, out_dtype=dtype, bias=None if bo is None else bo.value, relu=True)
 
     gradients: Gradients = {
         xo: lambda grad: _times(grad, wo, transpose=True, out_dtype=xo.grad_dtype),
-        wo: lambda grad: gemm(xo.value, grad, transpose_a=True, out_dtype=wo.grad_dtype),
+        wo: lambda grad: _grad_of_right(grad, xo, wo),
     }
     if bo is not None:
         gradients[bo] = lambda grad: sum_to_shape(grad, bo.shape, bo.grad_dtype)

@@ -12,6 +12,10 @@ from clamp.bridge import Tensor
 from clamp.casting.results import RESULTS
 from clamp.observe.recorder import Recorder
 from clamp.observe.tally import Glance, Key, Row
+from clamp.ops.cast import CAST
+from clamp.ops.optimizer_step import COPY
+
+_CASTS = frozenset((CAST.name, COPY.name))  # what only converts; a product that does as well is the op's own
 
 
 class Stopwatch(Glance):
@@ -58,7 +62,7 @@ class Stopwatch(Glance):
         """See `Tally`. Of several weights that are cast together all launches are told of when they have run."""
         names = self._recorder.names
         last = len(names) - 1
-        while last >= self._seen and names[last] == names[-1]:
+        while last >= self._seen and names[last] == names[-1] and names[last] in _CASTS:
             self._cast_launches.add(last)
             last -= 1
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -73,24 +73,44 @@ class Launch:
     It passes by ``cl.Kernel.__call__``, unless somebody watches launches there (netcl's recorder, a count).
 
     Args:
-        kernel: nobody else's.
+        kernel: nobody else's, with its arguments set, or yet to be set where ``args`` is ``...``.
         args: as for `Kernel.bind`.
+        known_as: the kernel that those see who watch.
     """
 
     def __init__(
-        self, kernel: cl.Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None, args: Sequence[Any]
-    ) -> None:
+        self, kernel: cl.Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None, args: Sequence[Any],
+        known_as: cl.Kernel | None = None,
+    ) -> None:  # fmt: skip
         self._kernel, self._sizes, self._args = kernel, (global_size, local_size), args
+        self._known_as = known_as or kernel
         self._places = [place for place, arg in enumerate(args) if arg is ...]
         self._set = kernel.set_arg
-        kernel.set_args(*[None if arg is ... else arg for arg in args])
+
+    @classmethod
+    def like(
+        cls, kernel: cl.Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None, args: Sequence[Any],
+        places: Collection[int],
+    ) -> Launch:  # fmt: skip
+        """A call of a kernel, whoever's, to be repeated: with other buffers in some places.
+
+        Args:
+            args: all of them.
+            places: numbers of the arguments that change.
+
+        Raises:
+            cl.Error: the driver makes no copies of kernels.
+        """
+        kernel.set_args(*args)  # it alone knows of which types its numbers are
+        left_open = [... if place in places else arg for place, arg in enumerate(args)]
+        return cls(kernel.clone(), global_size, local_size, left_open, kernel)
 
     def __call__(self, queue: cl.CommandQueue, *buffers: Any) -> None:
         """Launches it with these buffers in the places that were left open."""
         if cl.Kernel.__call__ is not _own_call:
             changing = iter(buffers)
             args = [next(changing) if arg is ... else arg for arg in self._args]
-            self._kernel(queue, *self._sizes, *args)
+            self._known_as(queue, *self._sizes, *args)
             return
         for place, buffer in zip(self._places, buffers, strict=True):
             self._set(place, buffer)
@@ -200,8 +220,9 @@ class Kernel:
         Raises:
             KernelBuildError: as `on`.
         """
-        built = _get_program(queue.context, self.file, macros, self.finish, self.options)
-        return Launch(built.kernel(self.name), global_size, local_size, args)
+        kernel = _get_program(queue.context, self.file, macros, self.finish, self.options).kernel(self.name)
+        kernel.set_args(*[None if arg is ... else arg for arg in args])
+        return Launch(kernel, global_size, local_size, args)
 
 
 def _scalar_type(name: str) -> Any:

@@ -12,7 +12,8 @@ from clamp.ops.launch import launch, pieces_for, span_for
 
 CAST = Kernel("cast.cl", "cast")
 
-#: told of each conversion that has been launched, its source and its result: those who count them
+#: told of each conversion that has been launched, alone or within a product, its source and its result: those who count
+#: them
 LISTENERS: list[Callable[[Tensor, Tensor], None]] = []
 
 _launches = Prepared(1024)
@@ -38,6 +39,11 @@ def cast_into(x: Tensor, y: Tensor) -> None:
         return
     key = (x.context.int_ptr, x.dtype, y.dtype, tuple(x.shape))
     (_launches.known.get(key) or _bind(key, x, y))(x.queue, x.buffer, y.buffer)
+    tell(x, y)
+
+
+def tell(x: Tensor, y: Tensor) -> None:
+    """Says that x has been converted to y."""
     for listener in LISTENERS:
         listener(x, y)
 

@@ -27,6 +27,7 @@ UPDATE = Kernel("loss_scale.cl", "update")
 MULTIPLY = Kernel("loss_scale.cl", "multiply")
 
 _multiplications = Prepared(64)
+_moves = Prepared(64)
 
 Words: TypeAlias = np.ndarray[Any, np.dtype[np.void]]
 
@@ -178,7 +179,12 @@ class DeviceState:
             with scale_lock:
                 if kernel is not RECORD:
                     self._about_to_move()
-                kernel(queue, (1,), (1,), buffer, *scalars)
+                key = (queue.context.int_ptr, kernel.name, *scalars)
+                launch = _moves.known.get(key)
+                if launch is None:
+                    launch = kernel.bind(queue, (1,), (1,), ..., *scalars)
+                    _moves.keep(key, launch)
+                launch(queue, buffer)
 
     def read(self) -> ScaleState:
         """The state now: a blocking read of 32 bytes."""

@@ -15,7 +15,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel, Prepared
 from clamp.ops.launch import pieces_for
-from clamp.ops.slots import filled, slots_for, tiles_of
+from clamp.ops.slots import open_slots, slots_for, tiles_of
 
 UNSCALE = Kernel("multi_tensor.cl", "unscale")
 COUNT = Kernel("multi_tensor.cl", "count")
@@ -177,8 +177,7 @@ class _Launch(NamedTuple):
 
     @property
     def buffers(self) -> list[Any]:
-        sources, targets = ([x.buffer for x in tensors] for tensors in (self.sources, self.targets))
-        return [*filled(sources, self.slots), *filled(targets, self.slots)]
+        return [x.buffer for x in (*self.sources, *self.targets)]
 
 
 def _readings(tensors: Sequence[Tensor]) -> Iterator[_Launch]:
@@ -200,10 +199,13 @@ def _launch(
 def _run(kernel: Kernel, launch: _Launch, *results: Any, **macros: Any) -> None:
     queue, how = launch.queue, (launch.kind, launch.slots, *macros, *macros.values())
     key = (queue.context.int_ptr, kernel.name, *how, *[tuple(x.shape) for x in launch.targets])
-    plan = _plans.known.get(key)
-    if plan is None:
+    bound = _plans.known.get(key)
+    if bound is None:
         macros |= {"X_T": launch.kind, "DECADES": launch.slots // 10, "PIECES": pieces_for(queue)}
-        plan = kernel.on(queue, **macros), tiles_of(queue, tuple([x.size for x in launch.targets]))
-        _plans.keep(key, plan)
-    built, tiles = plan
-    built(queue, *tiles.grid, tiles.table, *[getattr(x, "buffer", x) for x in results], *launch.buffers)
+        tiles = tiles_of(queue, tuple([x.size for x in launch.targets]))
+        slots = open_slots(len(launch.targets), launch.slots, tiles)
+        bound = kernel.bind(
+            queue, *tiles.grid, tiles.table, *[...] * len(results), *slots * (2 if launch.sources else 1), **macros
+        )
+        _plans.keep(key, bound)
+    bound(queue, *[getattr(x, "buffer", x) for x in results], *launch.buffers)

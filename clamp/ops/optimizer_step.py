@@ -16,7 +16,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel, Launch, Prepared
 from clamp.ops.cast import LISTENERS
 from clamp.ops.launch import pieces_for
-from clamp.ops.slots import Tiles, filled, slots_for, tiles_of
+from clamp.ops.slots import Tiles, filled, open_slots, slots_for, tiles_of
 
 UPDATE = Kernel("optimizer_step.cl", "update")
 COPY = Kernel("optimizer_step.cl", "copy")  # of the rule that is none
@@ -129,7 +129,7 @@ def cast_all(tensors: Sequence[Tensor], dtype: str) -> list[Tensor]:
 
 def _bind_casts(key: tuple[Any, ...], queue: cl.CommandQueue, dtype: str, sizes: Sequence[int]) -> Launch:
     tiles = tiles_of(queue, tuple(sizes))
-    slots = [*[...] * len(sizes), *[tiles.table] * (_CAST_SLOTS - len(sizes))]  # no tile is of a slot beyond them
+    slots = open_slots(len(sizes), _CAST_SLOTS, tiles)
     bound = COPY.bind(
         queue, *tiles.grid, tiles.table, *slots, *slots,
         RULE="none", COPY_T=bridge.STORAGE[dtype], ROUNDED=0, DECADES=_CAST_SLOTS // 10, PIECES=pieces_for(queue),

@@ -60,6 +60,12 @@ def filled(tensors: Sequence[T], slots: int) -> list[T]:
     return [*tensors, *list(tensors[:1]) * (slots - len(tensors))]
 
 
+def open_slots(count: int, slots: int, tiles: Tiles) -> list[Any]:
+    """Arguments of a launch that is bound: ``...`` for so many tensors, and any buffer for the slots left over, which
+    have no tiles."""
+    return [*[...] * count, *[tiles.table] * (slots - count)]
+
+
 def tiles_of(queue: cl.CommandQueue, sizes: tuple[int, ...]) -> Tiles:
     """The tiles of tensors of these sizes, one of which is not 0."""
     table, tiles = _tile_table(queue.context, _tile_elements(queue, sum(sizes)), sizes)

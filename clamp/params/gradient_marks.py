@@ -359,13 +359,20 @@ def restore(held: Iterable[Held], renewed: Mapping[object, object] = MappingProx
     Args:
         renewed: tokens of guards as they are now, by those in the marks.
     """
+    now: dict[int, Mark] = {}  # by ids of marks, which gradients of one pass have in common
     for tensor, grad, mark, shared in held:
         tensor.grad = grad
         note_shared(tensor, shared)
         if mark is not None:
-            if mark.is_checked:  # what was finite then need not be now
-                mark = checked(frozenset(renewed.get(token, token) for token in mark.heard - {FINITE}))
-            set_mark(grad, mark if mark.scale is None else Mark(mark.scale.now()))
+            if id(mark) not in now:
+                now[id(mark)] = _renewed(mark, renewed)
+            set_mark(grad, now[id(mark)])
+
+
+def _renewed(mark: Mark, renewed: Mapping[object, object]) -> Mark:
+    if mark.is_checked:  # what was finite then need not be now
+        return checked(frozenset([renewed.get(token, token) for token in mark.heard - {FINITE}]))
+    return mark if mark.scale is None else Mark(mark.scale.now())
 
 
 def on_gradients(tensors: Iterable[Any], run: Callable[[], Any]) -> Callable[[], Any]:

@@ -64,6 +64,12 @@ class WeightCache:
         with self._lock:
             self._entry(tensor).values[kind] = value
 
+    def known(self, tensor: Tensor, kind: Hashable) -> Any:
+        """The value of this kind, if it is there."""
+        with self._lock:
+            entry = self._entries.get(id(tensor))
+            return entry.values.get(kind) if entry is not None and entry.is_of(tensor) else None
+
     def take(self, tensor: Tensor, kind: Hashable) -> Any:
         """The value of this kind, which is kept no longer; None if there is none."""
         with self._lock:

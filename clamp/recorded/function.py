@@ -24,7 +24,7 @@ from clamp.patching.recordings.capture import is_free, recording_of
 from clamp.patching.recordings.variants import Variants
 from clamp.patching.recordings.watch import Watch, is_same
 from clamp.recorded.arguments import PLAIN, Call, leaves_of, what_differs
-from clamp.recorded.gradients import Entries, Gradients, Tokens, kind_of
+from clamp.recorded.gradients import Entries, Gradients, Known, Tokens
 from clamp.recorded.replayable import CannotReplay, Replayable, detached
 from clamp.scaling.manual import stages
 from clamp.scaling.step_report import warn_user
@@ -126,15 +126,15 @@ class RecordedFunction:
             self._say(call.trouble)
         if call.trouble or self._variants.runs_always(key):
             return detached(self.__wrapped__(*call.args, **call.kwargs))
-        tokens = _tokens()
-        known = self._variants.find(key, call.tensors, lambda recorded: recorded.fits(tokens))
-        if known is not None:
-            return known.replay(call, tokens)
+        known = Known(_tokens())
+        recorded = self._variants.find(key, call.tensors, lambda recorded: recorded.fits(known))
+        if recorded is not None:
+            return recorded.replay(call, known)
         before = self._variants.may_record(key)
         if before is None or not (is_free() and _recording.acquire(blocking=False)):
             return self._run(key, call)
         try:
-            return self._record(key, call, before, tokens)
+            return self._record(key, call, before, known)
         finally:
             _recording.release()
 
@@ -184,17 +184,17 @@ class RecordedFunction:
         wanted = (x for x in found if bridge.is_weight(x) or (id(x) in reached and id(x) not in given))
         return list({id(x): x for x in wanted if bridge.on_device(x)}.values())
 
-    def _record(self, key: Hashable, call: Call, before: Watch, tokens: Tokens) -> Any:
+    def _record(self, key: Hashable, call: Call, before: Watch, known: Known) -> Any:
         roots = self._roots(call)
         attempt = Attempt(Watch({**_GENERATORS, **roots}, generators=True))
         leaves = call.leaves()
         args, kwargs, values = call.for_recording()
         trained = self._trained(call, before)
-        kinds = [kind_of(tensor, tokens) for tensor in trained]
+        kinds = [known.kind(tensor) for tensor in trained]
         if any(map(gradient_marks.is_anothers, trained)):  # it may be at work on them
             return self._run(key, call)
         had = {id(tensor) for tensor in call.tensors if tensor.grad is not None}
-        entries = Entries(trained, tokens)
+        entries = Entries(trained, known)
         try:
             with self._variants.following(), self._noting_reached(), gradient_marks.noting_held() as held:
                 attempt.begin()

@@ -37,24 +37,42 @@ class Entry:
     mark: Mark | None
 
 
-def mark_for(grad: Tensor, tokens: Tokens) -> Mark | None:
-    """A gradient's mark, by which only those have heard of it that are known here: others look again."""
-    held = gradient_marks.mark_now(grad)
-    if held is None or all(token is FINITE or token in tokens for token in held.heard):
-        return held
-    return replace(held, heard=held.heard & {FINITE, *tokens})
+class Known:
+    """What is known of gradients, as far as it counts here. Those of one pass have one mark, which is looked at once.
 
+    Args:
+        tokens: of the guards: only these have heard of a gradient; others look at it again.
+    """
 
-def kind_of(tensor: Tensor, tokens: Tokens) -> Hashable:
-    """What a recording depends on in the gradient that a tensor has: is there one, and what is known of it?"""
-    grad = tensor.grad
-    if grad is None:
-        return None
-    mark = mark_for(grad, tokens)
-    if mark is None:
-        return grad.dtype, "made by hand"
-    heard = frozenset(tokens.get(token, -1) for token in mark.heard)
-    return grad.dtype, mark.is_scaled, mark.is_checked, mark.lost_bits, heard
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self._marks: dict[int, tuple[Mark, Mark]] = {}  # each by its id, with what is left of it
+
+    def mark(self, grad: Tensor) -> Mark | None:
+        """A gradient's mark."""
+        held = gradient_marks.mark_now(grad)
+        if held is None or not held.heard:
+            return held
+        known = self._marks.get(id(held))
+        if known is None:
+            known = self._marks[id(held)] = held, self._left_of(held)
+        return known[1]
+
+    def _left_of(self, mark: Mark) -> Mark:
+        if all(token is FINITE or token in self._tokens for token in mark.heard):
+            return mark
+        return replace(mark, heard=mark.heard & {FINITE, *self._tokens})
+
+    def kind(self, tensor: Tensor) -> Hashable:
+        """What a recording depends on in the gradient that a tensor has: is there one, and what is known of it?"""
+        grad = tensor.grad
+        if grad is None:
+            return None
+        mark = self.mark(grad)
+        if mark is None:
+            return grad.dtype, "made by hand"
+        heard = frozenset([self._tokens.get(token, -1) for token in mark.heard])
+        return grad.dtype, mark.is_scaled, mark.is_checked, mark.lost_bits, heard
 
 
 class Entries:
@@ -62,19 +80,19 @@ class Entries:
 
     Args:
         tensors: each once.
-        tokens: of the guards.
+        known: of gradients.
         aliases: by id of the tensor, where they are made already.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], tokens: Tokens, aliases: Mapping[int, Tensor] | None = None) -> None:
+    def __init__(self, tensors: Iterable[Tensor], known: Known, aliases: Mapping[int, Tensor] | None = None) -> None:
         self._entries: list[Entry] = []
         shared: dict[int, Tensor] = {}
         for tensor in tensors:
             if tensor.grad is None:
                 continue
-            found, mark = tensor.grad, mark_for(tensor.grad, tokens)
-            known = shared.get(id(found)) if aliases is None else aliases[id(tensor)]
-            alias = shared[id(found)] = known or bridge.alias(found)
+            found, mark = tensor.grad, known.mark(tensor.grad)
+            made = shared.get(id(found)) if aliases is None else aliases[id(tensor)]
+            alias = shared[id(found)] = made or bridge.alias(found)
             alias.buffer = found.buffer
             set_mark(alias, mark)
             self._entries.append(Entry(tensor, found, alias, mark))
@@ -132,10 +150,10 @@ class Gradients:
         self.trained, self.aliases = trained, entries.aliases
         self._kinds, self._exits, self._held = kinds, exits, held
 
-    def change(self, tokens: Tokens) -> str:
+    def change(self, known: Known) -> str:
         """What of the gradients that are there is not as it was when it began; empty if it is all as it was."""
         for tensor, kind in zip(self.trained, self._kinds, strict=True):
-            if (tensor.grad is not None or kind is not None) and kind_of(tensor, tokens) != kind:
+            if (tensor.grad is not None or kind is not None) and known.kind(tensor) != kind:
                 return f"the gradient of a parameter of shape {tuple(tensor.shape)} is there or not, or of another kind"
         return ""
 

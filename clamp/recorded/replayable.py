@@ -18,8 +18,8 @@ from clamp.patching.recordings.replay import Plan
 from clamp.patching.recordings.residents import address_of
 from clamp.patching.recordings.variants import Recorded
 from clamp.patching.recordings.watch import Watch
-from clamp.recorded.arguments import PLAIN, Call, mapped
-from clamp.recorded.gradients import Entries, Gradients, Tokens
+from clamp.recorded.arguments import PLAIN, Call, leaves_of, mapped
+from clamp.recorded.gradients import Entries, Gradients, Known
 
 RESULT_OP = "amp.record"  # name of the nodes that stand for results
 
@@ -90,6 +90,9 @@ class Replayable(Recorded):
         number = {id(value): index for index, value in enumerate(values)}
         self._uploads = [(number[id(x.given)], x) for x in attempt.uploads]
         self._result = mapped(result, self._kept)
+        passed = {id(x) for x in (*call.leaves(), *call.tensors)}
+        leaves = list(leaves_of(self._result))
+        self._gives_back = any(id(x) in passed for x in (*leaves, *[x.value for x in leaves if isinstance(x, Node)]))
         known = {id(tensor) for tensor in gradients.trained}
         others = {index: x.grad for index, x in enumerate(call.tensors) if id(x) not in known}
         self._given = {index: grad for index, grad in others.items() if self._is_made(grad)}
@@ -117,22 +120,22 @@ class Replayable(Recorded):
 
     # ------------------------------------------------------------------------------------------ replays
 
-    def fits(self, tokens: Tokens) -> str:
+    def fits(self, known: Known) -> str:
         """What of the gradients that are there is not as it was; empty if it is all as it was."""
-        return self._gradients.change(tokens)
+        return self._gradients.change(known)
 
     def misfit(self, inputs: Sequence[Tensor]) -> str:
         """Why a call with these tensors cannot replay it; empty if it can."""
         given = [*(inputs[index] for index in self._inputs), *(x.grad for x in self._entered)]
         return self.plan.misfit(given) if self.watch.holds() else self.watch.change()
 
-    def replay(self, call: Call, tokens: Tokens) -> Any:
+    def replay(self, call: Call, known: Known) -> Any:
         """Does what the function does, and returns what it returns."""
         uploaded = {id(upload.tensor): upload.again(call.arrays[index]) for index, upload in self._uploads}
         fresh = {id(made.tensor): made.anew() for made in self._moving}
         for made in self._made.values():
             made.tensor.buffer = fresh[id(made.first or made.tensor)].buffer
-        entries = Entries(self._touched, tokens, self._aliases)
+        entries = Entries(self._touched, known, self._aliases)
         given = [*(call.tensors[index] for index in self._inputs), *entries.found(self._entered)]
         try:
             self.plan.launch(given, [*uploaded.values(), *fresh.values()])
@@ -208,8 +211,11 @@ class Replayable(Recorded):
             self._made[id(tensor)] = Made(tensor, size or 0, others[0] if others else None)
 
     def _results(self, call: Call, made: dict[int, Tensor]) -> Any:
-        given = {id(leaf): now for leaf, now in zip(self._call.leaves(), call.leaves(), strict=True)}
-        tensors = {id(old): now for old, now in zip(self._call.tensors, call.tensors, strict=True)}
+        given: dict[int, Any] = {}
+        tensors: dict[int, Tensor] = {}
+        if self._gives_back:
+            given = {id(leaf): now for leaf, now in zip(self._call.leaves(), call.leaves(), strict=True)}
+            tensors = {id(old): now for old, now in zip(self._call.tensors, call.tensors, strict=True)}
 
         def now(x: Any) -> Any:
             if isinstance(x, Node | Tensor) and id(x) in given:

@@ -13,6 +13,7 @@ from clamp import amp
 from clamp.bridge import HALF_DTYPES
 from clamp.casting.results import RESULTS
 from clamp.observe.tally import Tally
+from clamp.opencl.device import capabilities
 from clamp.ops.cast import LISTENERS
 from tests.networks import Task, batch, loss_of, mlp, step, weights_of
 
@@ -53,7 +54,8 @@ def test_memory_is_that_of_the_step_in_both_precisions(queue: cl.CommandQueue, d
     run = Run(queue, dtype=dtype)
     trial = run.handle.summary(run.step).trial
     kept = ROWS * sum(WIDTHS[1:])
-    copy = 2 * ROWS * WIDTHS[0]  # of the input, which is small
+    # Of the input, which is small; on a CPU the product rounds the input itself as it reads it.
+    copy = 0 if capabilities(queue).is_cpu else 2 * ROWS * WIDTHS[0]
     assert 2 * kept + copy <= trial.amp.activations < 2 * kept + copy + 2**12
     assert 4 * kept <= trial.plain.activations < 4 * kept + 2**12
     assert trial.amp.weight_copies >= 2 * sum(param.size for param in run.model.parameters() if len(param.shape) == 2)
@@ -91,8 +93,9 @@ def test_each_op_is_found_in_both_precisions(queue: cl.CommandQueue) -> None:
     assert trial.plain.casts == []
     assert trial.plain.cast_seconds == 0.0
     (casts,) = trial.amp.casts
-    # the input and the three weights
-    assert (casts.source, casts.target, casts.calls) == ("float32", "float16", 4)
+    # the three weights, and the input where no product rounds it as it reads it
+    calls = 3 if capabilities(queue).is_cpu else 4
+    assert (casts.source, casts.target, casts.calls) == ("float32", "float16", calls)
 
 
 def test_a_queue_with_profiling_is_asked_and_another_is_waited_for(queue: cl.CommandQueue) -> None:
@@ -135,7 +138,7 @@ def test_without_a_step_the_summary_says_how_to_get_the_rest(queue: cl.CommandQu
     counted = Run(queue, debug="summary")
     text = str(counted.handle.summary())
     assert "ops of the run" in text
-    assert "casts: float32 -> float16 12 (" in text
+    assert f"casts: float32 -> float16 {9 if capabilities(queue).is_cpu else 12} (" in text
     assert 'debug="summary"' not in text
 
 

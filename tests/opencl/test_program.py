@@ -76,6 +76,23 @@ def test_whoever_watches_launches_sees_all_arguments_of_bound_ones(
     assert to_numpy(y).tolist() == [1.0, 1.0]
 
 
+def test_a_call_is_repeated_with_its_own_arguments_whatever_its_kernel_does_meanwhile(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = program.Kernel("cast.cl", "cast").on(queue, X_T="f32", Y_T="f16", PIECES=0)
+    x, y, z = (to_device(queue, np.full(5, value), dtype) for value, dtype in ((1, "float32"), *[(0, "float16")] * 2))
+    three, whole = (program.Launch.like(kernel, (1,), (1,), (x.buffer, y.buffer, n, n), [1]) for n in (3, 5))
+    other = to_device(queue, np.full(5, 2.0))
+    kernel(queue, (1,), (1,), other.buffer, y.buffer, 2, 2)
+    three(queue, z.buffer)
+    assert to_numpy(z).tolist() == [1.0] * 3 + [0.0] * 2
+    assert to_numpy(y).tolist() == [2.0] * 2 + [0.0] * 3
+    seen: list[object] = []
+    monkeypatch.setattr(cl.Kernel, "__call__", lambda *call: seen.extend(call))
+    whole(queue, z.buffer)
+    assert seen == [kernel, queue, (1,), (1,), x.buffer, z.buffer, 5, 5]
+
+
 def test_a_bound_launch_takes_as_many_buffers_as_it_left_open(queue: cl.CommandQueue) -> None:
     (bound,) = bound_cast(queue, 2)
     with pytest.raises(ValueError, match="shorter"):

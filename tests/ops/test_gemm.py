@@ -10,11 +10,19 @@ from hypothesis import strategies as st
 
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.ops.gemm import gemm, pack_b
+from clamp.ops.cast import cast
+from clamp.ops.gemm import gemm, pack_b, rounds_as_it_reads
 from tests.ops.gemm_reference import TRANSPOSES, Array, check, random, stored, swap
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
+
+#: halfway cases, subnormals, what overflows in either 16-bit type
+SPECIAL = np.array(
+    [0, -0.0, np.inf, -np.inf, np.nan, 65504, 65519.996, 65520, 1 + 2**-11, 1 + 3 * 2**-11, 2**-24, 2**-25, 3 * 2**-26,
+     6e-8, 1e-40, 1 + 2**-8, 1 + 3 * 2**-8, 3.3953e38],
+    np.float32,
+)  # fmt: skip
 
 ANY_TYPE_ENGINES = ("packed", "tiled")
 ENGINES = pytest.mark.parametrize("engine", ["direct", *ANY_TYPE_ENGINES])
@@ -145,6 +153,50 @@ def test_small_products_have_the_bits_of_large_ones(
     for out_dtype in STORAGE_DTYPES:
         direct, packed = (gemm(a, b, **options, out_dtype=out_dtype, engine=name) for name in ("direct", "packed"))
         np.testing.assert_array_equal(direct.to_host(), packed.to_host())
+
+
+@TRANSPOSES
+@pytest.mark.parametrize("reads", STORAGE_DTYPES[1:])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [
+        (1, 1, 1),
+        (40, 1, 16),
+        (1, 40, 7),
+        (13, 10, 300),
+        (24, 65, 33),
+        (37, 32, 17),
+        (64, 47, 257),
+        (5, 3, 0),
+        (0, 3, 4),
+    ],
+)
+def test_float32_is_rounded_as_it_is_read(
+    queue: cl.CommandQueue, m: int, n: int, k: int, reads: str, transpose_a: bool, transpose_b: bool
+) -> None:
+    """Product and copy have the bits of a cast before it, special values included."""
+    left, right = random(m, k), random(k, n, seed=1)
+    for values in (left, right):  # beside those that become inf times 0, and nan
+        values.flat[::7] = np.resize(SPECIAL, values.flat[::7].shape)
+    a, b = (to_device(queue, swap(*x)) for x in ((left, transpose_a), (right, transpose_b)))
+    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    assert rounds_as_it_reads(a, b, reads, **transposes) == capabilities(queue).is_cpu
+    narrow_a, narrow_b = cast(a, reads), cast(b, reads)
+    expected = to_numpy(gemm(narrow_a, narrow_b, out_dtype="float32", engine="direct", **transposes))
+    for x, y in ((a, b), (a, narrow_b), (narrow_a, b)):
+        wanted = y is b and not transpose_b
+        copy = to_device(queue, np.full(b.shape, 7.0), reads) if wanted else None
+        result = gemm(x, y, out_dtype="float32", engine="direct", reads=reads, b_copy=copy, **transposes)
+        np.testing.assert_array_equal(to_numpy(result), expected)
+        if copy is not None:
+            np.testing.assert_array_equal(to_numpy(copy), to_numpy(narrow_b))
+
+
+@pytest.mark.parametrize("engine", ANY_TYPE_ENGINES)
+def test_other_engines_take_what_has_been_cast(queue: cl.CommandQueue, engine: str) -> None:
+    a, b = (to_device(queue, random(3, 3, seed=seed)) for seed in range(2))
+    with pytest.raises(ValueError, match="cast a and b to float16 first"):
+        gemm(a, b, out_dtype="float16", engine=engine, reads="float16")
 
 
 @ENGINES

@@ -157,6 +157,16 @@ def test_a_step_trains_as_eager(queue: cl.CommandQueue, make: Any, optimizer: st
     compare(queue, make, 11, batches=batches, optimizer=OPTIMIZERS[optimizer], dtype=dtype)
 
 
+def test_a_step_replays_where_a_driver_makes_no_copies_of_kernels(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(kernel: cl.Kernel) -> None:
+        raise cl.LogicError("clCloneKernel", cl.status_code.INVALID_OPERATION)
+
+    monkeypatch.setattr(cl.Kernel, "clone", refuse)
+    compare(queue, clears_first)
+
+
 @pytest.mark.parametrize("clip", ["clip_grad_norm", "clip_grad_norm_device"])
 def test_clipping_is_that_of_the_day(queue: cl.CommandQueue, clip: str) -> None:
     clip_once(queue)

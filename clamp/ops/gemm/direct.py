@@ -23,6 +23,7 @@ _GEMM = Kernel("gemm_direct.cl", "gemm")
 _KC = 256  # steps packed at a time, as in packed.py: sums are the same, bit for bit
 _ROWS, _COLUMNS = 48, 64  # of C, for one work-item: what it packs stays in a second-level cache
 _BLOCKS_PER_CORE = 2
+_COPY_A, _COPY_B = 1, 2  # which operand's 16-bit copy is written, as in gemm_direct.cl
 _SMALL = 2**24  # multiply-adds: 256 cubed is faster so on PoCL and on Intel's runtime, 512 cubed is not
 
 
@@ -45,24 +46,37 @@ def pack(b: Operand) -> Operand:
 
 def run(a: Operand, b: Operand, c: Tensor, epilogue: Epilogue) -> None:
     """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
-    bind(a, b, c, epilogue)(a.tensor, b.tensor, c, epilogue.bias_or(c))
+    bind(a, b, c, epilogue)(a.tensor, b.tensor, c, epilogue.bias_or(c), c)
 
 
-def bind(a: Operand, b: Operand, c: Tensor, epilogue: Epilogue) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+def bind(
+    a: Operand, b: Operand, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
+) -> Callable[..., None]:
     """`run` for operands that lie as these do; see `clamp.ops.gemm.engines.Binds`."""
-    tile = tile_of(c.queue)
+    tile, swapped = tile_of(c.queue), b.rows == 1 < a.rows and epilogue.bias is None
+    if swapped:  # a column is as wide as a tile otherwise
+        a, b = b, a
     panels_a, panels_b, grid = _blocks(a, b, c)
+    wide = [reads is not None and x.tensor.dtype == "float32" for x in (a, b)]
     launch = _GEMM.bind(
-        c.queue, grid, (1, 1, 1), ..., ..., ..., ..., a.rows, b.rows, a.k,
+        c.queue, grid, (1, 1, 1), ..., ..., ..., ..., ..., a.rows, b.rows, a.k,
         a.stride_row, a.stride_k, a.stride_batch, b.stride_row, b.stride_k, b.stride_batch,
-        panels_a, panels_b, DTYPES.index(c.dtype), DTYPES.index(epilogue.bias_or(c).dtype), *epilogue.flags,
-        MR=tile.rows, NR=tile.columns, KC=_KC, ROWS=_ROWS, COLUMNS=_COLUMNS, SRC_T=STORAGE[a.tensor.dtype],
+        panels_a, panels_b, *wide, (_COPY_A if swapped else _COPY_B) if copies else 0,
+        DTYPES.index(c.dtype), DTYPES.index(epilogue.bias_or(c).dtype), *epilogue.flags,
+        MR=tile.rows, NR=tile.columns, KC=_KC, ROWS=_ROWS, COLUMNS=_COLUMNS,
+        SRC_T=STORAGE[reads or a.tensor.dtype],
     )  # fmt: skip
 
-    def run(a: Tensor, b: Tensor, c: Tensor, bias: Tensor) -> None:
-        launch(c.queue, a.buffer, b.buffer, c.buffer, bias.buffer)
+    def run(a: Tensor, b: Tensor, c: Tensor, bias: Tensor, copy: Tensor) -> None:
+        left, right = (b, a) if swapped else (a, b)
+        launch(c.queue, left.buffer, right.buffer, c.buffer, bias.buffer, copy.buffer)
 
     return run
+
+
+def copies(b: Operand) -> bool:
+    """Whether a product can write what it rounds op(B) to: dense, with neighbouring columns together."""
+    return not b.batch and b.stride_row == 1
 
 
 def _blocks(a: Operand, b: Operand, c: Tensor) -> tuple[int, int, tuple[int, int, int]]:

@@ -30,9 +30,19 @@ class Engine(engine.Engine[Problem], Protocol):
 class Binds(Protocol):
     """What an engine has as well that computes in one launch and reads both operands where they lie."""
 
-    def bind(self, a: Operand, b: Operand, c: Tensor, epilogue: Epilogue) -> Callable[..., None]:
-        """`run` for all operands that lie as these do, this thread's: called with the tensors a, b, c and bias, which
-        is c where there is none."""
+    def bind(
+        self, a: Operand, b: Operand, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
+    ) -> Callable[..., None]:
+        """`run` for all operands that lie as these do, this thread's: called with the tensors a, b, c, bias, which is c
+        where there is none, and b's copy, likewise.
+
+        Args:
+            reads: the 16-bit dtype that float32 operands are rounded to as they are read.
+            copies: whether what b is rounded to is written to the copy.
+        """
+
+    def copies(self, b: Operand) -> bool:
+        """Whether it can write such a copy."""
 
 
 #: the first that fits and pays runs

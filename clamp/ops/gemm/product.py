@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Prepared
+from clamp.ops.cast import cast_into, tell
 from clamp.ops.gemm.engines import Binds, Engine, choose, problem_on
 from clamp.ops.gemm.panels import Panels
 from clamp.ops.gemm.problem import DTYPES, Epilogue, Operand, Problem, operand_a, operand_b
@@ -22,6 +23,7 @@ from clamp.ops.gemm.problem import DTYPES, Epilogue, Operand, Problem, operand_a
 #: by all that a product depends on besides the content of its operands: the result's shape, and the launch
 _bound = Prepared(1024)
 _are_packed = Prepared(1024)
+_are_rounded = Prepared(1024)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class PackedB:
 def gemm(
     a: Tensor, b: Tensor | PackedB,
     *, transpose_a: bool = False, transpose_b: bool = False, out_dtype: str, bias: Tensor | None = None,
-    relu: bool = False, engine: str | None = None,
+    relu: bool = False, engine: str | None = None, reads: str | None = None, b_copy: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``relu(op(a) @ op(b) + bias)``, summed in fp32 and rounded to ``out_dtype`` once, at the end.
 
@@ -56,6 +58,9 @@ def gemm(
         bias: (N,), read in its own storage type.
         relu: replaces negative results by zero; NaN stays.
         engine: name of one that takes the place of the choice by device and types.
+        reads: ``"float16"`` or ``"bfloat16"``: what is float32 of a and b is rounded to that as it is read, with the
+            bits of `clamp.ops.cast.cast`. Only where `rounds_as_it_reads` says so.
+        b_copy: gets what b, which is float32, is rounded to: of its shape, and the dtype ``reads``.
 
     Returns:
         Tensor (…, M, N). With K = 0 it is the epilogue of zeros.
@@ -66,22 +71,24 @@ def gemm(
     if isinstance(b, PackedB):
         if transpose_b or engine not in (None, b.engine.NAME):
             raise ValueError("gemm: b is packed already; give transpose and engine to pack_b instead")
-        return _product(a, b, transpose_a, False, out_dtype, bias, relu, None, None)
+        return _product(a, b, transpose_a, False, out_dtype, bias, relu, None, None, None, None)
     # An engine that reads both in place launches the same kernel for all products like this one.
     how = transpose_a, transpose_b, out_dtype, relu, engine, None if bias is None else (*bias.shape, bias.dtype)
-    key = (a.context.int_ptr, tuple(a.shape), a.dtype, tuple(b.shape), b.dtype, *how)
+    key = (a.context.int_ptr, tuple(a.shape), a.dtype, tuple(b.shape), b.dtype, *how, reads, b_copy is None)
     bound = _bound.known.get(key)
     if bound is None or a.queue is not b.queue or not (bias is None or bias.queue is a.queue):
-        return _product(a, b, transpose_a, transpose_b, out_dtype, bias, relu, engine, key)
+        return _product(a, b, transpose_a, transpose_b, out_dtype, bias, relu, engine, reads, b_copy, key)
     shape, launch = bound
     c = bridge.empty(a.queue, shape, out_dtype)
-    launch(a, b, c, c if bias is None else bias)
+    launch(a, b, c, c if bias is None else bias, c if b_copy is None else b_copy)
+    if b_copy is not None:
+        tell(b, b_copy)
     return c
 
 
 def _product(
     a: Tensor, b: Tensor | PackedB, transpose_a: bool, transpose_b: bool, out_dtype: str, bias: Tensor | None,
-    relu: bool, engine: str | None, key: tuple[Any, ...] | None,
+    relu: bool, engine: str | None, reads: str | None, b_copy: Tensor | None, key: tuple[Any, ...] | None,
 ) -> Tensor:  # fmt: skip
     """`gemm`, step by step.
 
@@ -94,17 +101,23 @@ def _product(
     queue = bridge.require_same_queue("gemm", a, right.tensor, *([] if bias is None else [bias]))
     c = bridge.empty(queue, (*(left.batch or right.batch), left.rows, right.rows), out_dtype)
     if c.size == 0:
+        if b_copy is not None:
+            cast_into(right.tensor, b_copy)
         return c
     if left.batch and not right.batch and not transpose_a:
         left = left.as_one_matrix()
-    packed = b if isinstance(b, PackedB) else _packed(cast(Operand, right), a.dtype, left.rows, engine)
-    if a.dtype != packed.problem.a_dtype:
+    packed = b if isinstance(b, PackedB) else _packed(_in_place(right), a.dtype, left.rows, engine, reads)
+    if reads is None and a.dtype != packed.problem.a_dtype:
         choose(replace(packed.problem, a_dtype=a.dtype), packed.engine.NAME)
     epilogue = Epilogue(out_dtype, bias, relu)
     if key is not None and isinstance(packed.engine, Binds):
-        launch = packed.engine.bind(left, cast(Operand, packed.matrix), c, epilogue)
+        launch = packed.engine.bind(left, _in_place(packed.matrix), c, epilogue, reads, b_copy is not None)
         _bound.keep(key, (c.shape, launch))
-        launch(a, right.tensor, c, epilogue.bias_or(c))
+        launch(a, right.tensor, c, epilogue.bias_or(c), c if b_copy is None else b_copy)
+        if b_copy is not None:
+            tell(right.tensor, b_copy)
+    elif reads is not None:
+        raise ValueError(f"gemm: the engine {packed.engine.NAME} reads what lies there: cast a and b to {reads} first")
     else:
         packed.engine.run(left, packed.matrix, c, epilogue)
     return c
@@ -140,10 +153,34 @@ def is_packed(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> bool:
     return known
 
 
-def _packed(right: Operand, a_dtype: str, rows: int | None, engine: str | None) -> PackedB:
-    problem = problem_on(right.tensor.queue, a_dtype, right.tensor.dtype, right.k, right.rows, rows)
+def rounds_as_it_reads(
+    a: Tensor, b: Tensor, dtype: str, *, transpose_a: bool = False, transpose_b: bool = False
+) -> bool:  # fmt: skip
+    """Whether `gemm` takes float32 for a or b where ``dtype``, one of 16 bits, is meant, so that no cast is launched;
+    and can write b's copy, if b is float32 and not transposed."""
+    key = (b.context.int_ptr, tuple(a.shape), a.dtype, tuple(b.shape), b.dtype, dtype, transpose_a, transpose_b)
+    known: bool | None = _are_rounded.known.get(key)
+    if known is None:
+        left, right = operand_a(a, transpose_a), operand_b(b, transpose_b)
+        rows = left.rows * (1 if transpose_a else prod(left.batch))
+        packed = _packed(right, a.dtype, rows, None, dtype)
+        known = isinstance(packed.engine, Binds) and (transpose_b or packed.engine.copies(right))
+        _are_rounded.keep(key, known)
+    return known
+
+
+def _packed(
+    right: Operand, a_dtype: str, rows: int | None, engine: str | None, reads: str | None = None
+) -> PackedB:  # fmt: skip
+    a_dtype, b_dtype = (reads if reads and x == "float32" else x for x in (a_dtype, right.tensor.dtype))
+    problem = problem_on(right.tensor.queue, a_dtype, b_dtype, right.k, right.rows, rows)
     chosen = choose(problem, engine)
     return PackedB(problem, chosen, chosen.pack(right))
+
+
+def _in_place(matrix: Panels | Operand) -> Operand:
+    assert isinstance(matrix, Operand)
+    return matrix
 
 
 def _matrix(function: str, name: str, x: Tensor, transpose: bool, view: Callable[[Tensor, bool], Operand]) -> Operand:

@@ -132,11 +132,17 @@ class _Recording:
         for pool, handle in released:
             pool.release(handle)
 
-    def rebind(self) -> None:
-        """Before a replay that fits: lets the launches find the tensors that have got other memory since."""
+    def rebind(self) -> bool:
+        """Before a replay that fits: lets the launches find the tensors that have got other memory since.
+
+        Returns:
+            Whether there were any.
+        """
         capture = self._capture()
-        if capture is not None and dependencies_of(capture).residents.follow():
+        moved = capture is not None and dependencies_of(capture).residents.follow()
+        if moved:
             self._note_addresses()
+        return moved
 
     def refuse(self, why: str) -> None:
         """Raises RuntimeError; an attempt is given up instead, and what it was to record just runs on."""

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeAlias
 
+import pyopencl as cl
 from netcl.core.capabilities import get_device_capabilities
-from netcl.runtime.capture import KernelCapture
+from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.opencl.program import Launch
 from clamp.opencl.recording import refuse, replaying
 from clamp.params.weight_cache import weights
 from clamp.patching.meets import meets
 from clamp.patching.recordings.capture import recording_of
 from clamp.patching.recordings.dependencies import dependencies_of, require_fit, stale
 from clamp.patching.recordings.residents import Address, Residents, address_of
+
+#: What is called with a queue and the buffers of these numbers, and what netcl does after it.
+_Step: TypeAlias = tuple[Callable[..., Any], Any, tuple[int, ...], Callable[[], Any] | None]
 
 
 class Plan:
@@ -63,12 +70,12 @@ class Plan:
             self._dependencies.residents.give_up(where)
         known = {address_of(x.buffer) for x in (*inputs, *state, *moving)}
         self.strangers = self._dependencies.residents.strangers(known)
-        self._steps = []
-        read: set[int] = set()
-        for launch in capture._launches:
-            found = [(at, places[where]) for at, arg in enumerate(launch.args) if (where := address_of(arg)) in places]
-            read.update(index for _, index in found)
-            self._steps.append((launch, found, _sync_of(launch.queue)))
+        self._found = [
+            {at: places[where] for at, arg in enumerate(launch.args) if (where := address_of(arg)) in places}
+            for launch in capture._launches
+        ]
+        self._steps: list[_Step] = []  # made by the first replay
+        read = {index for found in self._found for index in found.values()}
         for index in set(places.values()) & set(range(len(inputs))) - read:
             raise ValueError(
                 f"inputs[{index}], of shape {self._inputs[index][0]}, is read by no recorded launch, so new data in it "
@@ -120,16 +127,13 @@ class Plan:
 
     def launch(self, inputs: Sequence[Tensor], moved: Sequence[Tensor] = ()) -> None:
         """Replays with inputs that fit, and with what lies elsewhere now."""
-        self._recording.rebind()
+        if self._recording.rebind() or not self._steps:
+            launches = zip(self._capture._launches, self._found, strict=True)
+            self._steps = [_step_of(launch, found) for launch, found in launches]
         buffers = [x.buffer for x in (*inputs, *moved)]
         with replaying():
-            for launch, found, sync in self._steps:
-                args = launch.args
-                if found:
-                    args = list(args)
-                    for at, index in found:
-                        args[at] = buffers[index]
-                launch.kernel(launch.queue, launch.global_size, launch.local_size, *args)
+            for run, queue, indices, sync in self._steps:
+                run(queue, *[buffers[index] for index in indices])
                 if sync is not None:
                     sync()
 
@@ -162,6 +166,26 @@ def _fixed(inputs: Sequence[Tensor], residents: Residents, state: Sequence[Tenso
         if where in named or weights_there:
             fixed[index] = named[where] if where in named else weights_there[0]
     return fixed
+
+
+def _step_of(launch: CapturedKernelLaunch, found: Mapping[int, int]) -> _Step:
+    """A launch, or what stands in its place, ready to be repeated.
+
+    Args:
+        found: by the numbers of its arguments, those of the buffers that a replay puts there.
+    """
+    run: Callable[..., None] = partial(_call, launch, tuple(found))
+    if isinstance(launch.kernel, cl.Kernel):
+        with suppress(cl.Error):  # a driver that makes no copies of kernels: one is given all of its arguments again
+            run = Launch.like(launch.kernel, launch.global_size, launch.local_size, launch.args, found)
+    return run, launch.queue, tuple(found.values()), _sync_of(launch.queue)
+
+
+def _call(launch: CapturedKernelLaunch, places: Sequence[int], queue: Any, *buffers: Any) -> None:
+    args = list(launch.args)
+    for place, buffer in zip(places, buffers, strict=True):
+        args[place] = buffer
+    launch.kernel(queue, launch.global_size, launch.local_size, *args)
 
 
 def _sync_of(queue: Any) -> Callable[[], Any] | None:
