@@ -53,8 +53,8 @@ gemm_direct.cl MR=6 NR=16 KC=256 ROWS=48 COLUMNS=64 SRC_T=f32
 gemm_dot_bf16.cl KC=256 OUT_T=f32 BIAS_T=f32
 gemm_mma.cl EMULATE TILE_M=32 TILE_N=64 TILE_K=32 STAGES=3 WARPS_M=1 WARPS_N=2 IN_T=f16 OUT_T=f32 BIAS_T=f32 \
  A_K_MAJOR=1 B_K_MAJOR=1 A_ALIGNED=1 B_ALIGNED=1 FULL=0
-gemm_pack.cl SRC_T=f32 WIDTH=16 STEP_SPAN=128 PAIRS=0
-gemm_packed.cl MR=6 NR=16 KC=256 OUT_T=f32 BIAS_T=f32
+gemm_pack.cl SRC_T=f32 STEP_SPAN=128 PAIRS=0
+gemm_packed.cl MR=6 NR=16 KC=256
 gemm_slices.cl OUT_T=f32 BIAS_T=f32
 gemm_wgmma.cl EMULATE TILE_M=64 TILE_N=64 TILE_K=64 STAGES=3 WARPS_M=4 WARPS_N=1 IN_T=f16 OUT_T=f32 BIAS_T=f32 \
  A_K_MAJOR=1 B_K_MAJOR=1 A_ALIGNED=1 B_ALIGNED=1 FULL=0
@@ -124,7 +124,7 @@ gemm_mma.cl TILE_M=24
 gemm_mma.cl STAGES=1
 gemm_mma.cl WARPS_N=8
 gemm_mma.cl EMULATE=3
-gemm_pack.cl WIDTH=8
+gemm_pack.cl PAIRS=2
 gemm_packed.cl MR=8
 gemm_packed.cl NR=48
 gemm_tiled.cl SIDE=6
