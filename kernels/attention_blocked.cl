@@ -90,10 +90,10 @@ APART void transpose(floats from, size_t from_pitch, floats to, size_t to_pitch,
             float16 m[16], other[16];
 #pragma unroll
             for (int i = 0; i < 16; i++) m[i] = LOAD_ANY(float16, from + (row + i) * from_pitch + column);
-            shuffle16(m, other);
-            shuffle16(other, m);
-            shuffle16(m, other);
-            shuffle16(other, m);
+            ONE_BY_ONE for (int twice = 0; twice < 2; twice++) {
+                shuffle16(m, other);
+                shuffle16(other, m);
+            }
 #pragma unroll
             for (int i = 0; i < 16; i++) STORE_ANY(float16, m[i], to + (column + i) * to_pitch + row);
         }
