@@ -302,9 +302,9 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void attention_backward(
                     PUT(s, SCORE_SLOPE(0), SCORE_SLOPE(1))
                 }
                 for (size_t d = 0; d < D; d += LANES) {
-                    const size_t at_key = key * pitch + d;
-                    multiply_to(sums_k + at_key, pitch, true, slopes + key * LANES, LANES, 1, rows_q + d, pitch, LANES);
-                    multiply_to(sums_v + at_key, pitch, true, weights + key * LANES, LANES, 1, rows_g + d, pitch, LANES);
+                    floats to_k = sums_k + key * pitch + d, to_v = sums_v + key * pitch + d;
+                    multiply_to(to_k, pitch, true, slopes + key * LANES, LANES, 1, rows_q + d, pitch, LANES);
+                    multiply_to(to_v, pitch, true, weights + key * LANES, LANES, 1, rows_g + d, pitch, LANES);
                 }
             }
             for (size_t d = 0; d < D; d += ROWS)

@@ -50,7 +50,8 @@ static inline void copy_elements(__global const STORAGE(X_T) *x, size_t from, si
             const VALUES(X_T) low = LOAD16(X_T, x, s), high = LOAD16(X_T, x, s + 16);
             STORE16(Y_T, (VALUES(X_T))(low.even, high.even), y, d);
         } else {
-            ONE_BY_ONE for (size_t k = 0; k < 16 && i + k < count; k++) STORE(Y_T, LOAD(X_T, x, s + k * step), y, d + k);
+            ONE_BY_ONE for (size_t k = 0; k < 16 && i + k < count; k++)
+                STORE(Y_T, LOAD(X_T, x, s + k * step), y, d + k);
         }
     }
 }
