@@ -149,11 +149,11 @@ static inline void transform_taps(const float16 *g, __global float *panels, size
 static inline void transform_grad(__global const float *e, __global float *grads) {
 #define WRITE_GRAD(j) STORE16(f32, v##j, grads, (6 * i + j) * GRAD_FLOATS);
     float16 u[6][4];
-    ONE_BY_ONE for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < 4; j++) {
         const float16 e0 = GRAD(0, j), e1 = GRAD(1, j), e2 = GRAD(2, j), e3 = GRAD(3, j);
         TRANSFORM_GRAD(u[0][j], u[1][j], u[2][j], u[3][j], u[4][j], u[5][j], e0, e1, e2, e3)
     }
-    ONE_BY_ONE for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 6; i++) {
         float16 v0, v1, v2, v3, v4, v5;
         TRANSFORM_GRAD(v0, v1, v2, v3, v4, v5, u[i][0], u[i][1], u[i][2], u[i][3])
         EACH_6(WRITE_GRAD)
