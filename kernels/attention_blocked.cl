@@ -68,8 +68,6 @@
         for (; left > 0; left--, a += a_step, b += b_step) { STEP(0) }           \
     }
 #define PUT(p, v0, v1) { STORE_ANY(float16, v0, p); FIRST_AND_SECOND(, STORE_ANY(float16, v1, (p) + 16);) }
-#define GET(i, p) FIRST_AND_SECOND(float16 c##i##_0 = LOAD_ANY(float16, p);, \
-                                   float16 c##i##_1 = LOAD_ANY(float16, (p) + 16);)
 
 typedef __global float *floats;
 
@@ -92,30 +90,35 @@ APART void transpose(floats from, size_t from_pitch, floats to, size_t to_pitch,
             float16 m[16], other[16];
 #pragma unroll
             for (int i = 0; i < 16; i++) m[i] = LOAD_ANY(float16, from + (row + i) * from_pitch + column);
-            shuffle16(m, other);
-            shuffle16(other, m);
-            shuffle16(m, other);
-            shuffle16(other, m);
+            ONE_BY_ONE for (int twice = 0; twice < 2; twice++) {
+                shuffle16(m, other);
+                shuffle16(other, m);
+            }
 #pragma unroll
             for (int i = 0; i < 16; i++) STORE_ANY(float16, m[i], to + (column + i) * to_pitch + row);
         }
 }
 
-// Rows of D elements of a tensor as floats, `pitch` apart, with zeros up to there and in the rows up to `padded`.
-#define DEFINE_WIDEN(NAME, T)                                                                                       \
-    APART void widen_##NAME(__global const STORAGE(T) *from, floats to, size_t rows, size_t padded, size_t D,       \
-                            size_t pitch) {                                                                         \
+// widen_<type>: rows of D elements of a tensor as floats, `pitch` apart, with zeros up to there and in the rows up to
+// `padded`. narrow_<type>: back. What operands have the same type for, is compiled once.
+#define DEFINE_WIDEN_AND_NARROW(T)                                                                                  \
+    APART void widen_##T(__global const STORAGE(T) *from, floats to, size_t rows, size_t padded, size_t D,          \
+                         size_t pitch) {                                                                            \
         for (size_t row = 0; row < padded; row++, from += D, to += pitch)                                           \
             for (size_t d = 0; d < pitch; d += 16) {                                                                \
                 const size_t end = row < rows ? D : 0;                                                              \
                 STORE_ANY(float16, d < end ? LOAD_PART(T, from, d, end, 0.0f) : (float16)(0.0f), to + d);           \
             }                                                                                                       \
-    }
-#define DEFINE_NARROW(NAME, T)                                                                                      \
-    APART void narrow_##NAME(floats from, __global STORAGE(T) *to, size_t rows, size_t D, size_t pitch) {           \
+    }                                                                                                               \
+    APART void narrow_##T(floats from, __global STORAGE(T) *to, size_t rows, size_t D, size_t pitch) {              \
         for (size_t row = 0; row < rows; row++, from += pitch, to += D)                                             \
             for (size_t d = 0; d < D; d += 16) STORE_PART(T, LOAD_ANY(float16, from + d), to, d, D);                \
     }
+DEFINE_WIDEN_AND_NARROW(f32)
+DEFINE_WIDEN_AND_NARROW(f16)
+DEFINE_WIDEN_AND_NARROW(bf16)
+#define WIDEN(T) CAT(widen_, T)
+#define NARROW(T) CAT(narrow_, T)
 
 // The score of a key for its lanes: -inf beyond the last key that each may see.
 #define SCORE(i, half) \
@@ -132,11 +135,6 @@ APART void transpose(floats from, size_t from_pitch, floats to, size_t to_pitch,
 #define FINITE_TOP(top) select(top, (float16)(0.0f), (top) == -INFINITY)
 
 #ifdef FORWARD
-DEFINE_WIDEN(q, Q_T)
-DEFINE_WIDEN(k, K_T)
-DEFINE_WIDEN(v, V_T)
-DEFINE_NARROW(y, Y_T)
-
 // Unit u is the blocks u % chunks, u % chunks + chunks, ... of head u / chunks; a work-item does `each` units.
 __kernel ONE_WORK_ITEM WIDE_VECTORS void
 attention_forward(__global const STORAGE(Q_T) *restrict q, __global const STORAGE(K_T) *restrict k,
@@ -152,12 +150,12 @@ attention_forward(__global const STORAGE(Q_T) *restrict q, __global const STORAG
     for (size_t unit = begin; unit < end; unit++) {
         const size_t head = unit / chunks;
         if (unit == begin || unit % chunks == 0) {
-            widen_k(k + head * T * D, keys, T, padded, D, pitch);
-            widen_v(v + head * T * D, values, T, padded, D, pitch);
+            WIDEN(K_T)(k + head * T * D, keys, T, padded, D, pitch);
+            WIDEN(V_T)(v + head * T * D, values, T, padded, D, pitch);
         }
         for (size_t first = unit % chunks * LANES; first < T; first += chunks * LANES) {
             const size_t at = head * T + first, inside = min((size_t)LANES, (size_t)T - first);
-            widen_q(q + at * D, rows, inside, LANES, D, pitch);
+            WIDEN(Q_T)(q + at * D, rows, inside, LANES, D, pitch);
             transpose(rows, pitch, queries, LANES, LANES, pitch);
             LAST_KEYS
             float16 top0 = -INFINITY, sum0 = 0.0f;
@@ -215,7 +213,7 @@ attention_forward(__global const STORAGE(Q_T) *restrict q, __global const STORAG
                 PUT(r, LOAD_ANY(float16, r) * inverse0, LOAD_ANY(float16, r + 16) * inverse1)
             }
             transpose(result, LANES, rows, pitch, pitch, LANES);
-            narrow_y(rows, y + at * D, inside, D, pitch);
+            NARROW(Y_T)(rows, y + at * D, inside, D, pitch);
             STORE_PART(f32, FINITE_TOP(top0) + log(sum0), lse, at, at + inside);
             FIRST_AND_SECOND(, if (inside > 16)
                                    STORE_PART(f32, FINITE_TOP(top1) + log(sum1), lse, at + 16, at + inside);)
@@ -225,13 +223,20 @@ attention_forward(__global const STORAGE(Q_T) *restrict q, __global const STORAG
 #endif
 
 #ifdef BACKWARD
-DEFINE_WIDEN(q, Q_T)
-DEFINE_WIDEN(k, K_T)
-DEFINE_WIDEN(v, V_T)
-DEFINE_WIDEN(g, G_T)
-DEFINE_NARROW(dq, DQ_T)
-DEFINE_NARROW(dk, DK_T)
-DEFINE_NARROW(dv, DV_T)
+// A product to the tile at `to`, whose rows are `pitch` apart; added to what is there, if it is to `resume`.
+APART void multiply_to(floats to, size_t pitch, bool resume, floats from_a, size_t a_each_row, size_t a_each_step,
+                       floats from_b, size_t b_each_step, size_t steps) {
+#define CLEAR_OR_GET(i)                                                                           \
+    FIRST_AND_SECOND(float16 c##i##_0 = 0.0f;, float16 c##i##_1 = 0.0f;)                          \
+    if (resume) {                                                                                 \
+        FIRST_AND_SECOND(c##i##_0 = LOAD_ANY(float16, to + i * pitch);,                           \
+                         c##i##_1 = LOAD_ANY(float16, to + i * pitch + 16);)                      \
+    }
+#define KEEP(i) PUT(to + i * pitch, c##i##_0, c##i##_1)
+    EACH_ROW(CLEAR_OR_GET)
+    MULTIPLY(from_a, a_each_row, a_each_step, from_b, b_each_step, steps)
+    EACH_ROW(KEEP)
+}
 
 // Units as in attention_forward. The sums of dK and of dV, [padded][pitch] each, lie in `partial`, one pair for each
 // unit; with one chunk a head, in the workspace, and become dK and dV here.
@@ -252,15 +257,15 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void attention_backward(
     for (size_t unit = begin; unit < end; unit++) {
         const size_t head = unit / chunks;
         if (unit == begin || unit % chunks == 0) {
-            widen_k(k + head * T * D, keys, T, padded, D, pitch);
-            widen_v(v + head * T * D, values, T, padded, D, pitch);
+            WIDEN(K_T)(k + head * T * D, keys, T, padded, D, pitch);
+            WIDEN(V_T)(v + head * T * D, values, T, padded, D, pitch);
         }
         floats sums_k = chunks == 1 ? own_sums : partial + unit * 2 * padded * pitch, sums_v = sums_k + padded * pitch;
         for (size_t i = 0; i < 2 * padded * pitch; i += 16) STORE_ANY(float16, (float16)(0.0f), sums_k + i);
         for (size_t first = unit % chunks * LANES; first < T; first += chunks * LANES) {
             const size_t at = head * T + first, inside = min((size_t)LANES, (size_t)T - first);
-            widen_q(q + at * D, rows_q, inside, LANES, D, pitch);
-            widen_g(dy + at * D, rows_g, inside, LANES, D, pitch);
+            WIDEN(Q_T)(q + at * D, rows_q, inside, LANES, D, pitch);
+            WIDEN(G_T)(dy + at * D, rows_g, inside, LANES, D, pitch);
             transpose(rows_q, pitch, queries, LANES, LANES, pitch);
             transpose(rows_g, pitch, gradients, LANES, LANES, pitch);
             LAST_KEYS
@@ -298,32 +303,18 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void attention_backward(
                 }
                 for (size_t d = 0; d < D; d += LANES) {
                     floats to_k = sums_k + key * pitch + d, to_v = sums_v + key * pitch + d;
-                    {
-#define GET_K(i) GET(i, to_k + i * pitch)
-#define KEEP_K(i) PUT(to_k + i * pitch, c##i##_0, c##i##_1)
-                        EACH_ROW(GET_K)
-                        MULTIPLY(slopes + key * LANES, LANES, 1, rows_q + d, pitch, LANES)
-                        EACH_ROW(KEEP_K)
-                    }
-#define GET_V(i) GET(i, to_v + i * pitch)
-#define KEEP_V(i) PUT(to_v + i * pitch, c##i##_0, c##i##_1)
-                    EACH_ROW(GET_V)
-                    MULTIPLY(weights + key * LANES, LANES, 1, rows_g + d, pitch, LANES)
-                    EACH_ROW(KEEP_V)
+                    multiply_to(to_k, pitch, true, slopes + key * LANES, LANES, 1, rows_q + d, pitch, LANES);
+                    multiply_to(to_v, pitch, true, weights + key * LANES, LANES, 1, rows_g + d, pitch, LANES);
                 }
             }
-            for (size_t d = 0; d < D; d += ROWS) {
-                EACH_ROW(CLEAR)
-                MULTIPLY(keys + d, 1, pitch, slopes, LANES, visible)
-#define KEEP_QUERY(i) PUT(queries + (d + i) * LANES, c##i##_0, c##i##_1)
-                EACH_ROW(KEEP_QUERY)
-            }
+            for (size_t d = 0; d < D; d += ROWS)
+                multiply_to(queries + d * LANES, LANES, false, keys + d, 1, pitch, slopes, LANES, visible);
             transpose(queries, LANES, rows_q, pitch, pitch, LANES);
-            narrow_dq(rows_q, dq + at * D, inside, D, pitch);
+            NARROW(DQ_T)(rows_q, dq + at * D, inside, D, pitch);
         }
         if (chunks == 1) {
-            narrow_dk(sums_k, dk + head * T * D, T, D, pitch);
-            narrow_dv(sums_v, dv + head * T * D, T, D, pitch);
+            NARROW(DK_T)(sums_k, dk + head * T * D, T, D, pitch);
+            NARROW(DV_T)(sums_v, dv + head * T * D, T, D, pitch);
         }
     }
 }

@@ -93,7 +93,7 @@ static inline void move_run(__global const FROM *from, __global TO *to, size_t c
     }
 #endif
 #endif
-    for (; i < count; i++) MOVE(from, to, i);
+    ONE_BY_ONE for (; i < count; i++) MOVE(from, to, i);
 }
 
 static inline void clear_run(__global TO *to, size_t count) {
@@ -101,7 +101,7 @@ static inline void clear_run(__global TO *to, size_t count) {
 #if VECTORS
     for (; i + 16 <= count; i += 16) CLEAR16(to, i);
 #endif
-    for (; i < count; i++) CLEAR(to, i);
+    ONE_BY_ONE for (; i < count; i++) CLEAR(to, i);
 }
 
 __kernel void move_parts(__global WHOLE *restrict whole, const ulong row, const ulong rows, const ulong span,

@@ -50,7 +50,8 @@ static inline void copy_elements(__global const STORAGE(X_T) *x, size_t from, si
             const VALUES(X_T) low = LOAD16(X_T, x, s), high = LOAD16(X_T, x, s + 16);
             STORE16(Y_T, (VALUES(X_T))(low.even, high.even), y, d);
         } else {
-            for (size_t k = 0; k < 16 && i + k < count; k++) STORE(Y_T, LOAD(X_T, x, s + k * step), y, d + k);
+            ONE_BY_ONE for (size_t k = 0; k < 16 && i + k < count; k++)
+                STORE(Y_T, LOAD(X_T, x, s + k * step), y, d + k);
         }
     }
 }
@@ -61,7 +62,7 @@ static inline size_t clear_elements(__global STORAGE(Y_T) *y, size_t to, size_t 
         if (to + 16 <= end) {
             STORE16(Y_T, (VALUES(Y_T))0, y, to);
         } else {
-            for (; to < stop; to++) STORE(Y_T, (VALUE(Y_T))0, y, to);
+            ONE_BY_ONE for (; to < stop; to++) STORE(Y_T, (VALUE(Y_T))0, y, to);
             return to;
         }
     }

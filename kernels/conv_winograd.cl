@@ -38,16 +38,9 @@
 
 #include "winograd.clh"
 
-#ifdef TRANSFORM_READ
 #define EACH_6(X) EACH_4(X) X(4) X(5)
-#define EACH_PLACE(X)                                       \
-    X(0, 0) X(0, 1) X(0, 2) X(0, 3) X(0, 4) X(0, 5)         \
-    X(1, 0) X(1, 1) X(1, 2) X(1, 3) X(1, 4) X(1, 5)         \
-    X(2, 0) X(2, 1) X(2, 2) X(2, 3) X(2, 4) X(2, 5)         \
-    X(3, 0) X(3, 1) X(3, 2) X(3, 3) X(3, 4) X(3, 5)         \
-    X(4, 0) X(4, 1) X(4, 2) X(4, 3) X(4, 4) X(4, 5)         \
-    X(5, 0) X(5, 1) X(5, 2) X(5, 3) X(5, 4) X(5, 5)
 
+#ifdef TRANSFORM_READ
 // Bt d and its like: six values in place of six.
 #define TRANSFORM(d0, d1, d2, d3, d4, d5)                                                        \
     {                                                                                            \
@@ -64,17 +57,23 @@
 // What 16 tiles read of the channel at x, transformed, place by place, to `read`.
 static inline void transform_read(__global const STORAGE(X_T) *x, const Piece *pieces, size_t WS, size_t ahead,
                                   __global float *read) {
-#define READ(i, j) float16 t##i##_##j = FROM_PIECES(i, j);
-#define TRANSFORM_COLUMN(j) TRANSFORM(t0_##j, t1_##j, t2_##j, t3_##j, t4_##j, t5_##j)
-#define TRANSFORM_ROW(i) TRANSFORM(t##i##_0, t##i##_1, t##i##_2, t##i##_3, t##i##_4, t##i##_5)
-#define WRITE(i, j) TO_PIECES(t##i##_##j, read + (6 * i + j) * READ_FLOATS)
+#define READ(i) float16 d##i = FROM_PIECES(i, j);
+#define KEEP(i) t[i][j] = d##i;
+#define KEPT(j) float16 d##j = t[i][j];
+#define WRITE(j) TO_PIECES(d##j, read + (6 * i + j) * READ_FLOATS)
+    float16 t[6][6];
     EACH_6(PREFETCH_PIECES)
-    EACH_PLACE(READ)
-    EACH_6(TRANSFORM_COLUMN)
-    EACH_6(TRANSFORM_ROW)
-    EACH_PLACE(WRITE)
+    ONE_BY_ONE for (int j = 0; j < 6; j++) {
+        EACH_6(READ)
+        TRANSFORM(d0, d1, d2, d3, d4, d5)
+        EACH_6(KEEP)
+    }
+    ONE_BY_ONE for (int i = 0; i < 6; i++) {
+        EACH_6(KEPT)
+        TRANSFORM(d0, d1, d2, d3, d4, d5)
+        EACH_6(WRITE)
+    }
 }
-
 #endif
 
 #ifdef WINOGRAD
@@ -90,23 +89,20 @@ static inline float16 transform_sums(__global const float *sums, float bias, int
         y2 = A * A * plus_a + B * B * plus_b;                  \
         y3 = A * A * A * minus_a + (B * B * B * minus_b + s5); \
     }
-#define SUM(i, j) const float16 s##i = LOAD16(f32, sums, (6 * i + j) * SUM_FLOATS);
-#define SUM_COLUMN(j)                                                 \
-    float16 y0_##j, y1_##j, y2_##j, y3_##j;                           \
-    {                                                                 \
-        SUM(0, j) SUM(1, j) SUM(2, j) SUM(3, j) SUM(4, j) SUM(5, j)   \
-        SUM_4(y0_##j, y1_##j, y2_##j, y3_##j, s0, s1, s2, s3, s4, s5) \
+#define SUM(i) const float16 s##i = LOAD16(f32, sums, (6 * i + j) * SUM_FLOATS);
+#define OF_COLUMN(j) const float16 s##j = y[i][j];
+    float16 y[4][6], total = 0.0f;
+    ONE_BY_ONE for (int j = 0; j < 6; j++) {
+        EACH_6(SUM)
+        SUM_4(y[0][j], y[1][j], y[2][j], y[3][j], s0, s1, s2, s3, s4, s5)
     }
-#define STORE_ROW(i)                                                                      \
-    {                                                                                     \
-        float16 v0, v1, v2, v3;                                                           \
-        SUM_4(v0, v1, v2, v3, y##i##_0, y##i##_1, y##i##_2, y##i##_3, y##i##_4, y##i##_5) \
-        total += (v0 + v1) + (v2 + v3);                                                   \
-        STORE_4(v0, v1, v2, v3, rows + i * ROW)                                           \
+    ONE_BY_ONE for (int i = 0; i < 4; i++) {
+        EACH_6(OF_COLUMN)
+        float16 v0, v1, v2, v3;
+        SUM_4(v0, v1, v2, v3, s0, s1, s2, s3, s4, s5)
+        total += (v0 + v1) + (v2 + v3);
+        STORE_4(v0, v1, v2, v3, rows + i * ROW)
     }
-    float16 total = 0.0f;
-    EACH_6(SUM_COLUMN)
-    EACH_4(STORE_ROW)
     return total;
 }
 #endif
@@ -141,22 +137,27 @@ static inline void transform_taps(const float16 *g, __global float *panels, size
 
 #ifdef WEIGHT_GRAD
 // A e: six values of four.
-#define TRANSFORM_GRAD(u, i, e0, e1, e2, e3)                                          \
-    const float16 u##0_##i = e0, u##5_##i = e3;                                       \
-    float16 u##1_##i, u##2_##i, u##3_##i, u##4_##i;                                   \
-    GRAD_AT(u##1_##i, u##2_##i, A, e0, e1, e2, e3)                                    \
-    GRAD_AT(u##3_##i, u##4_##i, B, e0, e1, e2, e3)
+#define TRANSFORM_GRAD(u0, u1, u2, u3, u4, u5, e0, e1, e2, e3) \
+    {                                                          \
+        u0 = e0;                                               \
+        u5 = e3;                                               \
+        GRAD_AT(u1, u2, A, e0, e1, e2, e3)                     \
+        GRAD_AT(u3, u4, B, e0, e1, e2, e3)                     \
+    }
 
 // A e At of the gradient of a tile's outputs, of 16 channels.
 static inline void transform_grad(__global const float *e, __global float *grads) {
-#define WRITE_GRAD(i, j) STORE16(f32, v##j##_##i, grads, (6 * i + j) * GRAD_FLOATS);
-#define GRAD_ROW(i)                                       \
-    {                                                     \
-        TRANSFORM_GRAD(v, i, u##i##_0, u##i##_1, u##i##_2, u##i##_3) \
-        WRITE_GRAD(i, 0) WRITE_GRAD(i, 1) WRITE_GRAD(i, 2) WRITE_GRAD(i, 3) WRITE_GRAD(i, 4) WRITE_GRAD(i, 5) \
+#define WRITE_GRAD(j) STORE16(f32, v##j, grads, (6 * i + j) * GRAD_FLOATS);
+    float16 u[6][4];
+    for (int j = 0; j < 4; j++) {
+        const float16 e0 = GRAD(0, j), e1 = GRAD(1, j), e2 = GRAD(2, j), e3 = GRAD(3, j);
+        TRANSFORM_GRAD(u[0][j], u[1][j], u[2][j], u[3][j], u[4][j], u[5][j], e0, e1, e2, e3)
     }
-    EACH_4(GRAD_COLUMN)
-    EACH_6(GRAD_ROW)
+    for (int i = 0; i < 6; i++) {
+        float16 v0, v1, v2, v3, v4, v5;
+        TRANSFORM_GRAD(v0, v1, v2, v3, v4, v5, u[i][0], u[i][1], u[i][2], u[i][3])
+        EACH_6(WRITE_GRAD)
+    }
 }
 #endif
 

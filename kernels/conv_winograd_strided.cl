@@ -251,6 +251,7 @@ static inline void transform_taps(const float16 *g, __global float *panels, size
     float16 u##1_##i, u##2_##i;                                                       \
     GRAD_AT(u##1_##i, u##2_##i, A, e0, e1, e2, e3)                                    \
     const float16 u##3_##i = e0 + B * (e1 + B * (e2 + B * e3));
+#define GRAD_COLUMN(j) TRANSFORM_GRAD(u, j, GRAD(0, j), GRAD(1, j), GRAD(2, j), GRAD(3, j))
 
 // A e At of the gradient of a tile's outputs, of 16 channels.
 static inline void transform_grad(__global const float *e, __global float *grads) {

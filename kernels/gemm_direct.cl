@@ -7,8 +7,8 @@
 //      +------+    +----+----+            a          p: KC x MR               packed for p0, then for p1, ...
 //      |  p0  |    |    |    |            sums       all tiles of the block   p by q0, p by q1
 //      +------+    +----+----+
-//      |  p1  |    |    |    |            Behind the last step the sums go to C, through the epilogue: in rows of 16,
-//      +------+    +----+----+            of whichever storage type, so that one program serves all of a network.
+//      |  p1  |    |    |    |            Behind the last step the sums go to C (store_tile.clh).
+//      +------+    +----+----+
 //
 // The inner loop, and the order in which a sum is added up, are those of gemm_packed.cl.
 //
@@ -16,8 +16,6 @@
 //   KC       steps of k that are packed at a time
 //   ROWS, COLUMNS   the largest block of C that a work-item computes: whole tiles
 //   SRC_T    storage type of A and B
-//
-// Storage types that are arguments: 0 float32, 1 float16, 2 bfloat16.
 //
 // Of a 16-bit SRC_T, A and B may be float32 as well (a_wide, b_wide): they are rounded to SRC_T in the panels, with the
 // bits of cast.cl. A weight's rounded values are wanted later: `copy`, which lies as the weight does, gets them.
@@ -39,23 +37,7 @@
 #define TILE_IN_PRIVATE_MEMORY
 #define FACTOR(i) a[step * MR + i]
 #include "register_tile.clh"
-#define BIAS_T f32
-#include "epilogue.clh"
-
-static inline float16 load_part(int type, __global const void *p, size_t i, size_t end) {
-    if (type == 0) return LOAD_PART(f32, (__global const float *)p, i, end, 0.0f);
-    if (type == 1) return LOAD_PART(f16, (__global const half *)p, i, end, 0.0f);
-    return LOAD_PART(bf16, (__global const ushort *)p, i, end, 0.0f);
-}
-
-static inline void store_part(int type, float16 v, __global void *p, size_t i, size_t end) {
-    if (type == 0)
-        STORE_PART(f32, v, (__global float *)p, i, end);
-    else if (type == 1)
-        STORE_PART(f16, v, (__global half *)p, i, end);
-    else
-        STORE_PART(bf16, v, (__global ushort *)p, i, end);
-}
+#include "store_tile.clh"
 
 #if MAY_BE_WIDE
 #if KC % 16
@@ -142,12 +124,5 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void gemm(
     const float *tile = block;
     for (size_t first = first_m; first < end_m; first += MR)
         for (size_t n = first_n; n < end_n; n += NR, tile += TILE)
-            for (size_t j = 0; j < NR && n + j < N; j += 16) {
-                const float16 added = has_bias ? load_part(bias_type, bias, n + j, N) : (float16)(NO_BIAS);
-                for (size_t i = 0; i < MR && first + i < M; i++) {
-                    const float16 v = EPILOGUE(LOAD_PRIVATE(float16, tile + i * NR + j), added, relu_16);
-                    const size_t row = (batch * M + first + i) * N;
-                    store_part(out_type, v, C, row + n + j, row + N);
-                }
-            }
+            store_tile(tile, C, batch * M * N, first, n, M, N, bias, out_type, bias_type, has_bias, relu);
 }

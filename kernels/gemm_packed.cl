@@ -17,35 +17,28 @@
 //
 //   MR, NR   the register tile, 12 or 6 by 32 or 16: 12 x 32 with 32 vector registers of 16 floats, else 6 x 16
 //   KC       steps of k between two visits to a tile
-//   OUT_T, BIAS_T   storage types of C and of the bias
 //
 // All matrices of a batch are computed by one launch, its third dimension; a batch stride of 0 (in elements) uses one
 // matrix for the whole batch.
 
 #define FACTOR(i) a[step * MR + i]
 #include "register_tile.clh"
+#include "store_tile.clh"
 
-#define BIAS_VECTOR(i, v) const float16 bias##v = has_bias ? LOAD16(BIAS_T, bias, n + v * 16) : (float16)(NO_BIAS);
-#define FINISH_VECTOR(i, v) STORE16(OUT_T, EPILOGUE(c##i##_##v, bias##v, relu_16), out, i * N + v * 16);
-#define SPILL_VECTOR(i, v) vstore16(c##i##_##v, 0, edge + i * NR + v * 16);
-#define FINISH(i) EACH_VECTOR(FINISH_VECTOR, i)
+#define SPILL_VECTOR(i, v) STORE_PRIVATE(float16, c##i##_##v, tile + i * NR + v * 16);
 #define SPILL(i) EACH_VECTOR(SPILL_VECTOR, i)
 
 // Work-item (block of rows, block of columns, batch): block_panels_a x block_panels_b tiles of C.
-__kernel ONE_WORK_ITEM WIDE_VECTORS void gemm(__global const float *restrict a_panels,
-                                              __global const float *restrict b_panels,
-                                              __global STORAGE(OUT_T) *restrict C,
-                                              __global const STORAGE(BIAS_T) *restrict bias,
-                                              __global float *restrict partial, const ulong M, const ulong N,
-                                              const ulong K, const ulong a_batch, const ulong b_batch,
-                                              const uint block_panels_a, const uint block_panels_b, const int has_bias,
-                                              const int relu) {
+__kernel ONE_WORK_ITEM WIDE_VECTORS void
+gemm(__global const float *restrict a_panels, __global const float *restrict b_panels, __global void *restrict C,
+     __global const void *restrict bias, __global float *restrict partial, const ulong M, const ulong N, const ulong K,
+     const ulong a_batch, const ulong b_batch, const uint block_panels_a, const uint block_panels_b, const int out_type,
+     const int bias_type, const int has_bias, const int relu) {
     const size_t panels_a = (M + MR - 1) / MR, panels_b = (N + NR - 1) / NR, batch = get_global_id(2);
     const size_t first_a = get_global_id(0) * block_panels_a, end_a = min(first_a + block_panels_a, panels_a);
     const size_t first_b = get_global_id(1) * block_panels_b, end_b = min(first_b + block_panels_b, panels_b);
     a_panels += batch * a_batch;
     b_panels += batch * b_batch;
-    C += batch * M * N;
     partial += batch * panels_a * panels_b * TILE;
     for (size_t k0 = 0; k0 < K; k0 += KC) {
         const int steps = (int)min((size_t)KC, (size_t)K - k0);
@@ -67,20 +60,9 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void gemm(__global const float *restrict a_p
                     EACH_ROW(SUSPEND)
                     continue;
                 }
-                const size_t m = p * MR, n = q * NR;
-                if (m + MR <= M && n + NR <= N) {
-                    __global STORAGE(OUT_T) *out = C + m * N + n;
-                    EACH_VECTOR(BIAS_VECTOR, )
-                    EACH_ROW(FINISH)
-                } else {
-                    float edge[TILE];
-                    EACH_ROW(SPILL)
-                    for (size_t i = 0; i < MR && m + i < M; i++)
-                        for (size_t j = 0; j < NR && n + j < N; j++) {
-                            const float bias_j = has_bias ? LOAD(BIAS_T, bias, n + j) : NO_BIAS;
-                            STORE(OUT_T, EPILOGUE(edge[i * NR + j], bias_j, relu_1), C, (m + i) * N + n + j);
-                        }
-                }
+                float tile[TILE];
+                EACH_ROW(SPILL)
+                store_tile(tile, C, batch * M * N, p * MR, q * NR, M, N, bias, out_type, bias_type, has_bias, relu);
             }
     }
 }

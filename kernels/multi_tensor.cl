@@ -88,7 +88,7 @@ __kernel void unscale(__global const tile *restrict tiles, __global unscale_stat
         WRITE(STORE16, v, 16 * i);
     }
     int bad = any(bad16);
-    for (size_t i = 16 * vectors + get_local_id(0); i < t.count; i += get_local_size(0)) {
+    ONE_BY_ONE for (size_t i = 16 * vectors + get_local_id(0); i < t.count; i += get_local_size(0)) {
         const float v = MULTIPLIED(LOAD(X_T, x, i));
         bad |= (as_int(v) & INFINITE) == INFINITE;
         WRITE(STORE, v, i);
@@ -97,8 +97,8 @@ __kernel void unscale(__global const tile *restrict tiles, __global unscale_stat
     // Which of the two it was is asked of the few tiles that have one.
     int found = 0;
     for (size_t i = get_local_id(0); i < vectors; i += get_local_size(0))
-        for (size_t k = 16 * i; k < 16 * i + 16; k++) found |= KIND(as_int(RESULT(k)));
-    for (size_t i = 16 * vectors + get_local_id(0); i < t.count; i += get_local_size(0))
+        ONE_BY_ONE for (size_t k = 16 * i; k < 16 * i + 16; k++) found |= KIND(as_int(RESULT(k)));
+    ONE_BY_ONE for (size_t i = 16 * vectors + get_local_id(0); i < t.count; i += get_local_size(0))
         found |= KIND(as_int(RESULT(i)));
     atomic_or(&state->found, found);
 }

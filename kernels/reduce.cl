@@ -30,7 +30,7 @@
 #define ONE_COLUMN 0
 #endif
 
-#ifdef WG
+#ifdef SUM_ROWS
 static inline float16 block_sum(__global const STORAGE(X_T) *x, size_t i) {
     float16 a = 0, b = 0, c = 0, d = 0;
     for (uint k = 0; k < BLOCK; k += 64) {
@@ -65,6 +65,7 @@ sum_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restric
 }
 #endif
 
+#ifdef SUM_COLUMNS
 // y[outer, part, column] = sum over the part's rows / divisor; a work-item sums a strip of `width` columns.
 __kernel void sum_columns(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y,
                           const ulong n, const ulong inner, const ulong span, const ulong width,
@@ -87,7 +88,9 @@ __kernel void sum_columns(__global const STORAGE(X_T) *restrict x, __global STOR
 #endif
     for (; i < last; i++) STORE(Y_T, sum_column(x, begin * inner + i, end - begin, inner) / divisor, y, i);
 }
+#endif
 
+#ifdef EXPAND_ROWS
 // y[row, 0 .. n-1] = x[row] / divisor: a gradient spread over the last axis. A work-item writes `span` elements.
 __kernel void expand_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y,
                           const ulong size, const ulong n, const ulong span, const float divisor) {
@@ -100,7 +103,9 @@ __kernel void expand_rows(__global const STORAGE(X_T) *restrict x, __global STOR
         for (; i < stop; i++) STORE(Y_T, value, y, i);
     }
 }
+#endif
 
+#ifdef EXPAND_COLUMNS
 // y[outer, 0 .. n-1, inner] = x[outer, inner] / divisor: a gradient spread over an axis that is not the last.
 __kernel void expand_columns(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y,
                              const ulong size, const ulong n, const ulong inner, const ulong span,
@@ -114,3 +119,4 @@ __kernel void expand_columns(__global const STORAGE(X_T) *restrict x, __global S
         for (; i < stop; i++, from++) STORE(Y_T, LOAD(X_T, x, from) / divisor, y, i);
     }
 }
+#endif

@@ -21,6 +21,7 @@
 
 #include "columns.clh"
 
+#ifdef SUM_ROWS
 __kernel void sum_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong rows,
                        const ulong inner, const ulong per_chunk, const ulong chunks, const ulong tasks,
                        const ulong tasks_per_item) {
@@ -46,7 +47,9 @@ __kernel void sum_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE
         for (; column < end; column++) STORE(Y_T, sum_column(x, from + column, count, inner), y, to + column);
     }
 }
+#endif
 
+#ifdef SUM_ROW
 __kernel void sum_row(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong rows,
                       const ulong per_chunk, const ulong chunks, const ulong tasks, const ulong tasks_per_item) {
     size_t task = (size_t)get_global_id(0) * tasks_per_item;
@@ -64,3 +67,4 @@ __kernel void sum_row(__global const STORAGE(X_T) *restrict x, __global STORAGE(
         STORE(Y_T, sum16((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest, y, task);
     }
 }
+#endif

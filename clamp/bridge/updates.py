@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyopencl as cl
 from netcl.core import transfer
-from netcl.optim import SGD, Adam, AdamW, Momentum
+from netcl.optim import SGD, Adam, AdamW, Momentum, adamw
 
 from clamp.bridge.masters import model_parameter
 from clamp.bridge.optimizers import fused_state, steps_as_one
@@ -118,6 +118,8 @@ def _adamw(optimizer: AdamW, params: Sequence[Tensor]) -> Update:
     if steps_as_one(optimizer):
         fused = fused_state(optimizer)
         if fused is None or fused["signature"] != tuple([(id(param), param.size) for param in params]):
+            for attribute, names in _KERNELS_OF_STEP.items():
+                vars(optimizer).setdefault(attribute, _BuiltWhenUsed(names))
             optimizer._fused_state = fused = optimizer._build_fused_state(list(params))
         optimizer._flush_pending_moments()
         kept = [fused["m_flat"], fused["v_flat"]]
@@ -126,6 +128,33 @@ def _adamw(optimizer: AdamW, params: Sequence[Tensor]) -> Update:
         optimizer._ensure_moment_buffers(param)
     optimizer._flush_pending_moments()
     return Update("adamw", _adams_numbers(optimizer), *_moments(optimizer, params))
+
+
+class _BuiltWhenUsed:
+    """Kernels of AdamW's own step, by contexts' pointers. netcl compiles them with the state, and launches them only
+    where it clips, or has gradients in shared memory."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._built: dict[int, Any] = {}
+
+    def __contains__(self, context: int) -> bool:
+        return True
+
+    def __getitem__(self, context: int) -> Any:
+        if context not in self._built:
+            program = cl.Program(cl.Context.from_int_ptr(context), adamw._FUSED_CLIP_ADAM_SRC).build()
+            kernels = [cl.Kernel(program, name) for name in self._names]
+            self._built[context] = kernels if len(kernels) > 1 else kernels[0]
+        return self._built[context]
+
+    get = __getitem__
+
+
+_KERNELS_OF_STEP = {
+    "_fused_clip_adam_kernels": ("reduce_sq_sum_g", "reduce_partial_sq", "clip_adam_flat"),
+    "_gather_grad_kernels": ("gather_grad",),
+}
 
 
 def _parts(flat: cl.Buffer, fused: Mapping[str, Any]) -> Buffers:

@@ -13,7 +13,9 @@ import re
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import pyopencl as cl
@@ -122,6 +124,20 @@ def require_context(queue: cl.CommandQueue) -> None:
         ) from error
 
 
+class Probe:
+    """A capability that is found out when somebody asks for it, so that no process compiles what it has no use for.
+
+    Args:
+        find: finds it out.
+    """
+
+    def __init__(self, find: Callable[[], bool]) -> None:
+        self._find = cache(find)
+
+    def __bool__(self) -> bool:
+        return self._find()
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What one device can do for clamp, as probed.
@@ -135,11 +151,11 @@ class Capabilities:
         max_work_group: work-items of a work-group.
         float_vector_width: floats in a vector register (16 with AVX-512); 1 where there are none.
         dot_bf16: the processor's dot product of bfloat16 (AVX512_BF16) compiles and computes right.
-        fast_dot_bf16: it is also faster than multiplying floats. AMD's processors run it at the rate of a float's
-            multiply-add, on twice the elements (1.7 to 2 times as fast on a Zen 5, 1.5 to 2 times on a Zen 4). Intel's
-            run it at half that rate: 187 against 281 and 153 against 245 GFLOP/s were measured on two Xeons, one of
-            which hid its matrix units (AMX). The vendor tells, not a timing, because results must not depend on what
-            else the machine was doing.
+        fast_dot_bf16: where there is one, it is faster than multiplying floats. AMD's processors run it at the rate of
+            a float's multiply-add, on twice the elements (1.7 to 2 times as fast on a Zen 5, 1.5 to 2 times on a
+            Zen 4). Intel's run it at half that rate: 187 against 281 and 153 against 245 GFLOP/s were measured on two
+            Xeons, one of which hid its matrix units (AMX). The vendor tells, not a timing, because results must not
+            depend on what else the machine was doing.
         compute_capability: NVIDIA's number (major, minor) for what instructions its GPU has; (0, 0) of other devices.
         gfx: the same of AMD's GPUs, (11, 0) of a gfx1100; (0, 0) of other devices.
         dpas: whether an Intel GPU lists its matrix instruction.
@@ -153,7 +169,7 @@ class Capabilities:
     local_memory_bytes: int
     max_work_group: int
     float_vector_width: int
-    dot_bf16: bool
+    dot_bf16: bool | Probe
     fast_dot_bf16: bool
     compute_capability: tuple[int, int] = (0, 0)
     gfx: tuple[int, int] = (0, 0)
@@ -188,7 +204,7 @@ def _probed(queue: cl.CommandQueue) -> Capabilities:
     # if it is nothing but a CPU.
     is_cpu = device.type & ~cl.device_type.DEFAULT == cl.device_type.CPU
     # An instruction that the processor lacks would end the process: ask before trying.
-    dot_bf16 = is_cpu and "avx512_bf16" in host_cpu_flags() and _probe(queue, DOT_BF16)
+    has_dot_bf16 = is_cpu and "avx512_bf16" in host_cpu_flags()
     return Capabilities(
         is_cpu=is_cpu,
         compute_units=device.max_compute_units,
@@ -197,13 +213,20 @@ def _probed(queue: cl.CommandQueue) -> Capabilities:
         local_memory_bytes=device.local_mem_size,
         max_work_group=device.max_work_group_size,
         float_vector_width=device.native_vector_width_float,
-        dot_bf16=dot_bf16,
-        fast_dot_bf16=dot_bf16 and host_cpu_vendor() == "AuthenticAMD",
+        dot_bf16=has_dot_bf16 and Probe(partial(_has_dot_bf16, device)),
+        fast_dot_bf16=has_dot_bf16 and host_cpu_vendor() == "AuthenticAMD",
         compute_capability=_compute_capability(device),
         gfx=_gfx(device),
         dpas=_DPAS in device.extensions.split(),
         exchange="TREE" if is_cpu else _exchange(queue),
     )
+
+
+def _has_dot_bf16(device: cl.Device) -> bool:
+    """Whether the dot product compiles and computes right; in a context of its own, for nobody's queue is at hand."""
+    context = cl.Context([device])
+    with unrecorded():
+        return _probe(cl.CommandQueue(context, device), DOT_BF16)
 
 
 def _exchange(queue: cl.CommandQueue) -> str:

@@ -51,7 +51,7 @@ def _sum_rows(x: Tensor, y: Tensor, outer: int, n: int, inner: int, parts: int, 
     plan = plan_rows(x.queue, outer * parts, min(n, span))
     SUM_ROWS(
         x.queue, plan.global_size, plan.local_size, x, y, outer * parts, n, span, parts, plan.each, divisor,
-        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], **plan.macros,
+        SUM_ROWS=1, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], **plan.macros,
     )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def _sum_columns(x: Tensor, y: Tensor, outer: int, n: int, inner: int, parts: in
     SUM_COLUMNS(
         x.queue, *launch(x.queue, strips * parts * outer), x, y, n, inner, span, width, outer * parts, strips, parts,
         divisor,
-        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], ONE_COLUMN=int(width == 1),
+        SUM_COLUMNS=1, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], ONE_COLUMN=int(width == 1),
     )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def expand(x: Tensor, shape: Sequence[int], axis: int | None = None, *, out_dtyp
     span = span_for(x.queue, out.size)
     sizes = launch(x.queue, -(-out.size // span))
     if inner == 1:
-        EXPAND_ROWS(x.queue, *sizes, x, out, out.size, n, span, divisor, **macros)
+        EXPAND_ROWS(x.queue, *sizes, x, out, out.size, n, span, divisor, EXPAND_ROWS=1, **macros)
     else:
-        EXPAND_COLUMNS(x.queue, *sizes, x, out, out.size, n, inner, span, divisor, **macros)
+        EXPAND_COLUMNS(x.queue, *sizes, x, out, out.size, n, inner, span, divisor, EXPAND_COLUMNS=1, **macros)
     return out

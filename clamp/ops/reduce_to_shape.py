@@ -93,7 +93,8 @@ def _make_plan(queue: cl.CommandQueue, key: tuple[Any, ...]) -> tuple[Any, ...]:
     arguments = (*extents, per_chunk, chunks, tasks, tasks_per_item)
     items = -(-tasks // tasks_per_item)
     types = {"X_T": bridge.STORAGE[x_dtype], "Y_T": bridge.STORAGE[y_dtype]}
-    bound = kernel.bind(queue, *launch(queue, items), ..., ..., *arguments, **types)
+    section = {kernel.name.upper(): 1}
+    bound = kernel.bind(queue, *launch(queue, items), ..., ..., *arguments, **section, **types)
     plan = (bound, (outer * chunks * inner,), y_dtype, chunks)
     _plans.keep(key, plan)
     return plan

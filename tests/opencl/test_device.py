@@ -18,6 +18,7 @@ from clamp import amp
 from clamp.bridge import Tensor
 from clamp.opencl import device
 from clamp.opencl.device import NoDeviceError, capabilities, list_devices, make_cpu_runtime_visible
+from clamp.opencl.program import Kernel
 
 
 @pytest.fixture
@@ -94,10 +95,19 @@ def test_the_dot_product_of_bfloat16_is_tried_and_fast_by_vendor(
 ) -> None:
     monkeypatch.setattr(device, "host_cpu_vendor", lambda: vendor)
     monkeypatch.setattr(device, "host_cpu_flags", lambda: frozenset({"avx512_bf16"}))
-    monkeypatch.setattr(device, "_probe", lambda queue, name: works)
+    tried: list[str] = []
+
+    def probe(queue: cl.CommandQueue, kernel: Kernel, group: int = 1, **macros: object) -> bool:
+        tried.append(kernel.name)
+        return works
+
+    monkeypatch.setattr(device, "_probe", probe)
     found = device._probed(queue)
-    assert found.dot_bf16 == (found.is_cpu and works)
-    assert found.fast_dot_bf16 == (found.dot_bf16 and is_fast)
+    assert "dot_bf16" not in tried, "nobody has asked for it"
+    for _ in range(2):
+        assert bool(found.dot_bf16) == (found.is_cpu and works)
+    assert tried.count("dot_bf16") == found.is_cpu
+    assert found.fast_dot_bf16 == (found.is_cpu and is_fast)
 
 
 def test_an_instruction_that_the_processor_lacks_is_not_tried(

@@ -283,6 +283,28 @@ def test_adamw_clips_with_its_own_fused_step(queue: cl.CommandQueue) -> None:
     assert_same_bits(loop, alone)
 
 
+@_NETCLS
+@pytest.mark.parametrize("norm", [None, 1.0])
+def test_adamws_own_kernels_are_compiled_only_to_be_launched(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, norm: float | None
+) -> None:
+    compiled = []
+    build = cl.Program.build
+
+    def noting(program: cl.Program, *args: Any, **kwargs: Any) -> Any:
+        built = build(program, *args, **kwargs)
+        compiled.extend(str(program.get_info(cl.program_info.KERNEL_NAMES)).split(";"))
+        return built
+
+    loop = Loop(queue, MAKE["adamw"], FUSED_SIZES)
+    monkeypatch.setattr(cl.Program, "build", noting)
+    with amp.init():
+        loop.draw(absent=False)
+        loop.optimizer.step(*([] if norm is None else [norm]))
+    queue.finish()  # PoCL compiles what is launched, while the program is there
+    assert ("clip_adam_flat" in compiled) == (norm is not None)
+
+
 # ---------------------------------------------------------------------------------------------- whose state it is
 
 

@@ -12,7 +12,7 @@ from math import prod
 from clamp.bridge import STORAGE, Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.gemm.problem import DTYPES, Epilogue, Operand, Problem
+from clamp.ops.gemm.problem import Epilogue, Operand, Problem
 from clamp.ops.gemm.register_tile import tile_of
 
 NAME = "direct"
@@ -62,7 +62,7 @@ def bind(
         c.queue, grid, (1, 1, 1), ..., ..., ..., ..., ..., a.rows, b.rows, a.k,
         a.stride_row, a.stride_k, a.stride_batch, b.stride_row, b.stride_k, b.stride_batch,
         panels_a, panels_b, *wide, (_COPY_A if swapped else _COPY_B) if copies else 0,
-        DTYPES.index(c.dtype), DTYPES.index(epilogue.bias_or(c).dtype), *epilogue.flags,
+        *epilogue.types, *epilogue.flags,
         MR=tile.rows, NR=tile.columns, KC=_KC, ROWS=_ROWS, COLUMNS=_COLUMNS,
         SRC_T=STORAGE[reads or a.tensor.dtype],
     )  # fmt: skip

@@ -25,7 +25,7 @@ _KC = 256  # pairs of k between two visits to a tile
 
 def fits(problem: Problem) -> bool:
     """Whether the device has the instruction, and both operands are stored for it."""
-    return problem.a_dtype == problem.b_dtype == "bfloat16" and problem.device.dot_bf16
+    return problem.a_dtype == problem.b_dtype == "bfloat16" and bool(problem.device.dot_bf16)
 
 
 def pays(problem: Problem) -> bool:

@@ -36,6 +36,6 @@ def run(a_operand: Operand, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
         partial = bridge.empty(queue, (sums,), "float32")
     _GEMM(
         queue, blocks.grid, (1, 1, 1), a.tensor, b.tensor, c, epilogue.bias_or(c), partial,
-        a.rows, b.rows, a.steps, a.stride_batch, b.stride_batch, blocks.panels_a, blocks.panels_b, *epilogue.flags,
-        MR=a.width, NR=b.width, KC=_KC, **epilogue.macros,
+        a.rows, b.rows, a.steps, a.stride_batch, b.stride_batch, blocks.panels_a, blocks.panels_b,
+        *epilogue.types, *epilogue.flags, MR=a.width, NR=b.width, KC=_KC,
     )  # fmt: skip

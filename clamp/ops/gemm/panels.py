@@ -58,8 +58,8 @@ def pack(x: Operand, width: int, *, pairs: bool = False) -> Panels:
     panels = bridge.empty(queue, shape, "float32")
     _PACK(
         queue, (count, -(-steps // _STEP_SPAN), batches), (1, 1, 1), x.tensor, panels,
-        x.rows, x.k, x.stride_row, x.stride_k, x.stride_batch,
-        SRC_T=x.storage, WIDTH=width, STEP_SPAN=_STEP_SPAN, PAIRS=int(pairs),
+        x.rows, x.k, x.stride_row, x.stride_k, x.stride_batch, width,
+        SRC_T=x.storage, STEP_SPAN=_STEP_SPAN, PAIRS=int(pairs),
     )  # fmt: skip
     return Panels(panels, x.batch, x.rows, x.k, steps, width)
 

@@ -93,6 +93,12 @@ class Epilogue:
         return {"OUT_T": bridge.STORAGE[self.out_dtype], "BIAS_T": bridge.STORAGE[bias_dtype]}
 
     @property
+    def types(self) -> tuple[int, int]:
+        """The same for kernels whose arguments they are (kernels/store_tile.clh)."""
+        bias_dtype = self.bias.dtype if self.bias is not None else "float32"
+        return DTYPES.index(self.out_dtype), DTYPES.index(bias_dtype)
+
+    @property
     def flags(self) -> tuple[bool, bool]:
         """Whether there is a bias, and a relu."""
         return self.bias is not None, self.relu
