@@ -311,7 +311,10 @@ add_sorted(__global const STORAGE(X_T) *restrict x, __global const uint *restric
     if (lane > 0) return;
     for (uint k = 1; k < LANES; k++) sum += sums[k][get_local_id(0)];
 #endif
-    if (column >= inner || (IN_PLACE && starts[row] == end)) return;
+    if (column >= inner) return;
+#if IN_PLACE
+    if (starts[row] == end) return;
+#endif
     const size_t to = line * inner + column;
     STORE(Y_T, BASE(to) + sum, y, to);
 }

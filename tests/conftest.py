@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 # Oclgrind reads its settings when its library is loaded, at the first platform query.
 _OCLGRIND_LOG = Path(tempfile.mkdtemp(prefix="clamp-tests-")) / "oclgrind.log"
@@ -334,6 +335,34 @@ def _release_programs() -> None:
     for queue in _QUEUES.values():
         queue.finish()  # Intel's runtime may be building a launch of what would be gone
     program.release_programs()
+
+
+@pytest.fixture(scope="session")
+def warned_kernels() -> Iterator[list[str]]:
+    """What PoCL's compiler, which is clang, has warned of; other compilers write progress into the same log."""
+    warned: list[str] = []
+    compiled = program._compiled
+
+    def noting(context: cl.Context, file: str, *args: Any) -> cl.Program:
+        made = compiled(context, file, *args)
+        for device in context.devices:
+            if _PLATFORMS.get(device.platform.name) == "pocl":
+                log = made.get_build_info(device, cl.program_build_info.LOG)
+                warned.extend(f"{file}: {line}" for line in log.splitlines() if "warning:" in line)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "_compiled", noting)
+        yield warned
+
+
+@pytest.fixture(autouse=True)
+def no_compiler_warnings(warned_kernels: list[str]) -> object:
+    """Fails a test in which a kernel of clamp's was compiled with warnings."""
+    before = len(warned_kernels)
+    yield
+    if warned_kernels[before:]:
+        pytest.fail("\n".join(warned_kernels[before:]))
 
 
 @pytest.fixture(autouse=True)
