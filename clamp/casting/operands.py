@@ -85,7 +85,7 @@ class Operand:
 
 
 class _LateOperand(Operand):
-    """A float32 tensor read in 16 bits: the copy is made when somebody asks for it."""
+    """A tensor read in another dtype, most often float32 in 16 bits: the copy is made when somebody asks for it."""
 
     __slots__ = ("_dtype", "_value")
 

@@ -48,6 +48,20 @@ def call(name: str, casting: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("casting", HALVES, ids=lambda casting: casting.dtype)
+@pytest.mark.parametrize("stored_as", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 16, 512), (61, 40, 257), (5, 1, 300)])
+def test_what_is_stored_in_one_dtype_is_read_in_any(
+    queue: cl.CommandQueue, casting: Half, stored_as: str, m: int, n: int, k: int
+) -> None:
+    """Small products round float32 as they read it; of other tensors they must not take the bits for something else."""
+    rng = np.random.default_rng(1)
+    a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((m, k), (k, n)))  # exact in every dtype
+    given = (to_device(queue, x, stored_as) for x in (a, b))
+    out = call("matmul_op", casting, *given)
+    np.testing.assert_array_equal(to_numpy(out), quantize(a @ b, casting.dtype))
+
+
+@pytest.mark.parametrize("casting", HALVES, ids=lambda casting: casting.dtype)
 @pytest.mark.parametrize(("shape_a", "shape_b"), SHAPES)
 def test_matmul_and_its_gradients(queue: cl.CommandQueue, casting: Half, shape_a: Any, shape_b: Any) -> None:
     rng = np.random.default_rng(0)

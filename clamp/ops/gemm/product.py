@@ -158,13 +158,15 @@ def rounds_as_it_reads(
 ) -> bool:  # fmt: skip
     """Whether `gemm` takes float32 for a or b where ``dtype``, one of 16 bits, is meant, so that no cast is launched;
     and can write b's copy, if b is float32 and not transposed."""
+    if dtype not in bridge.HALF_DTYPES or not {a.dtype, b.dtype} <= {"float32", dtype}:
+        return False  # it would have to widen, or to change one 16-bit type into the other
     key = (b.context.int_ptr, tuple(a.shape), a.dtype, tuple(b.shape), b.dtype, dtype, transpose_a, transpose_b)
     known: bool | None = _are_rounded.known.get(key)
     if known is None:
         left, right = operand_a(a, transpose_a), operand_b(b, transpose_b)
         rows = left.rows * (1 if transpose_a else prod(left.batch))
-        packed = _packed(right, a.dtype, rows, None, dtype)
-        known = isinstance(packed.engine, Binds) and (transpose_b or packed.engine.copies(right))
+        chosen = choose(_problem(right, a.dtype, rows, dtype), None)
+        known = isinstance(chosen, Binds) and (transpose_b or chosen.copies(right))
         _are_rounded.keep(key, known)
     return known
 
@@ -172,10 +174,14 @@ def rounds_as_it_reads(
 def _packed(
     right: Operand, a_dtype: str, rows: int | None, engine: str | None, reads: str | None = None
 ) -> PackedB:  # fmt: skip
-    a_dtype, b_dtype = (reads if reads and x == "float32" else x for x in (a_dtype, right.tensor.dtype))
-    problem = problem_on(right.tensor.queue, a_dtype, b_dtype, right.k, right.rows, rows)
+    problem = _problem(right, a_dtype, rows, reads)
     chosen = choose(problem, engine)
     return PackedB(problem, chosen, chosen.pack(right))
+
+
+def _problem(right: Operand, a_dtype: str, rows: int | None, reads: str | None) -> Problem:
+    a_dtype, b_dtype = (reads if reads and x == "float32" else x for x in (a_dtype, right.tensor.dtype))
+    return problem_on(right.tensor.queue, a_dtype, b_dtype, right.k, right.rows, rows)
 
 
 def _in_place(matrix: Panels | Operand) -> Operand:
