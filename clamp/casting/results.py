@@ -186,8 +186,11 @@ class _Results:
     def _seen(self, made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
         if _thread.in_backward or not isinstance(getattr(made, "value", None), Tensor):
             return made  # a step of a gradient; a compiler's node, or nothing that netcl made
-        tokens = [(observer, observer.result(made, parents)) for observer in self._observers]
-        told = [(observer, token) for observer, token in tokens if token is not None]
+        told = []
+        for observer in self._observers:
+            token = observer.result(made, parents)
+            if token is not None:
+                told.append((observer, token))
         self._last = weakref.ref(made)
         if isinstance(made, Node):
             made.is_observed = True

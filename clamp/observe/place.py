@@ -83,7 +83,7 @@ def trail() -> Trail:
     called = users_code = None
     line = users = 0
     modules: list[Any] = []
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(2)  # the caller is no user's
     while frame is not None:
         code, caller = frame.f_code, frame.f_back
         kind = _kinds.get(id(code)) or _kind(code)

@@ -118,7 +118,7 @@ class Vigil:
         if are_steps_withheld():
             return
         step = self._step
-        scaled = next((node for node in bridge.graph(loss) if is_scaled(node)), None)
+        scaled = loss if is_scaled(loss) else next((node for node in bridge.graph(loss) if is_scaled(node)), None)
         step.passes.append(_Pass(len(step.ops), loss.value, None if scaled is None else scaled.loss_scale))
         if recorder() is not None:
             ops, passes = step.ops, step.passes
