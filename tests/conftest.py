@@ -36,7 +36,7 @@ from clamp import bridge, session
 from clamp.bridge import objects
 from clamp.cli.devices import UnknownDeviceError, choose_device
 from clamp.opencl import program
-from clamp.opencl.device import NoDeviceError, list_devices
+from clamp.opencl.device import NoDeviceError, capabilities, list_devices
 from tests.conformance import report
 from tests.covering import covering
 from tests.launches import forget_prepared_launches
@@ -240,8 +240,10 @@ def _leave_slow_cases_out(test: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def queue(request: pytest.FixtureRequest) -> cl.CommandQueue:
-    """A command queue of the device under test."""
-    return _QUEUES[request.param]
+    """A command queue of the device under test, which has been probed: no test counts what a probe launches."""
+    made = _QUEUES[request.param]
+    bool(capabilities(made).dot_bf16)
+    return made
 
 
 @pytest.fixture
