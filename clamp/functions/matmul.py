@@ -79,7 +79,8 @@ def _forward(x: Operand, w: Operand, rows: Rows | None = None, **epilogue: Any) 
     Args:
         rows: the shape in which x is read.
     """
-    a, b, dtype = x.source, w.source, w.dtype
+    # Of a weight on the left only a cast makes the copy; backward is to find what it was in this forward.
+    a, b, dtype = x.value if isinstance(x, WeightOperand) else x.source, w.source, w.dtype
     if (a.dtype != dtype or b.dtype != dtype) and x.dtype == dtype and rounds_as_it_reads(a, b, dtype):
         late = w if isinstance(w, WeightOperand) and b.dtype != dtype else None
         copy = bridge.empty(b.queue, b.shape, dtype) if late is not None else None

@@ -61,6 +61,20 @@ def test_what_is_stored_in_one_dtype_is_read_in_any(
     np.testing.assert_array_equal(to_numpy(out), quantize(a @ b, casting.dtype))
 
 
+@pytest.mark.parametrize("on_the_left", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_backward_uses_the_weight_that_forward_read(queue: cl.CommandQueue, dtype: str, on_the_left: bool) -> None:
+    casting = Half(dtype, lambda *_: None, True)
+    weight = Parameter.from_host(queue, np.full((4, 4), 2.0, np.float32))
+    x = leaf(queue, np.ones((4, 4)))
+    with Tape() as tape:
+        left, right = (weight, x) if on_the_left else (x, weight)
+        out = call("matmul_op", casting, left, right)
+    weight.write(np.full((4, 4), 100.0, np.float32))
+    tape.backward(out, grad=to_device(queue, np.ones((4, 4)), dtype))
+    np.testing.assert_array_equal(to_numpy(x.value.grad), np.full((4, 4), 8.0))
+
+
 @pytest.mark.parametrize("casting", HALVES, ids=lambda casting: casting.dtype)
 @pytest.mark.parametrize(("shape_a", "shape_b"), SHAPES)
 def test_matmul_and_its_gradients(queue: cl.CommandQueue, casting: Half, shape_a: Any, shape_b: Any) -> None:
