@@ -147,6 +147,13 @@ class WeightOperand(_LateOperand):
             self._value = weight_cast(self.weight, self._dtype, self._report)
         return self._value
 
+    @property
+    def source(self) -> Tensor:
+        # A weight times itself: the copy that the operand on the left has just made.
+        if self._value is None:
+            self._value = weights.known(self.weight, ("cast", self._dtype))
+        return super().source
+
     def was_made(self, copy: Tensor) -> None:
         """The copy has been made elsewhere."""
         self._report("float32", self._dtype)
