@@ -21,23 +21,25 @@ Buffers: TypeAlias = list[Any]
 
 @dataclass(frozen=True)
 class Update:
-    """One step of an optimizer.
+    """The next step of an optimizer.
 
     Attributes:
         rule: what is computed, by its name in kernels/optimizer_step.cl.
-        numbers: of the rule.
+        numbers: of the rule, of the kernel's types.
         kept: what holds the state; the same objects as long as the state lies where it lay.
         states: makes the buffers of the state, for each kind one a parameter.
+        counted: the optimizer's count of steps after it; None if it keeps none.
     """
 
     rule: str
-    numbers: tuple[Any, ...]
+    numbers: tuple[np.generic, ...]
     kept: Buffers
     states: Callable[[], list[Buffers]]
+    counted: int | None = None
 
 
 def has_netcls_step(optimizer: Any, step: Any) -> bool:
-    """Whether an optimizer is one of those that ``begin_update`` knows, and ``step`` is netcl's own of its class."""
+    """Whether an optimizer is one of those that ``next_update`` knows, and ``step`` is netcl's own of its class."""
     code = getattr(step, "__code__", None)
     return type(optimizer) in _UPDATES and code is not None and code is _CODES.get(type(optimizer))
 
@@ -58,18 +60,24 @@ def can_update(param: Tensor) -> bool:
     )
 
 
-def begin_update(optimizer: Any, params: Sequence[Tensor]) -> Update | None:
-    """Does what netcl's step does on the host: counts, and makes state that is missing.
+def next_update(optimizer: Any, params: Sequence[Tensor]) -> Update | None:
+    """What an optimizer's next step computes. State that is missing is made; the optimizer does not count the step yet.
 
     Args:
         optimizer: one that ``has_netcls_step``.
         params: those that ``stepped`` gives, which ``can_update``; at least one.
 
     Returns:
-        What is to be computed. None, and nothing has been done, if netcl computes it in another way: Momentum in
-        float64, say, because a number is a numpy.float64.
+        None, and nothing has been done, if netcl computes it in another way: Momentum in float64, say, because a
+        number is a numpy.float64.
     """
     return _UPDATES[type(optimizer)](optimizer, params)
+
+
+def count_step(optimizer: Any, update: Update) -> None:
+    """The step is being made: an optimizer that counts its steps does."""
+    if update.counted is not None:
+        optimizer.t = update.counted
 
 
 # ---------------------------------------------------------------------------------------------- optimizer by optimizer
@@ -96,7 +104,7 @@ def _momentum(optimizer: Momentum, params: Sequence[Tensor]) -> Update | None:
     if not all(optimizer.vel.fits(param) for param in params):
         return None
     velocities = [optimizer.vel.buffer_of(param) for param in params]
-    numbers = (*map(np.float32, chosen), int(bool(optimizer.nesterov)))
+    numbers = (*map(np.float32, chosen), np.int32(bool(optimizer.nesterov)))
     return Update("momentum", numbers, velocities, lambda: [velocities])
 
 
@@ -106,15 +114,13 @@ def _computes_as_numpy(queue: cl.CommandQueue) -> bool:
 
 
 def _adam(optimizer: Adam, params: Sequence[Tensor]) -> Update:
-    optimizer.t += 1
     for param in params:
         if id(param) not in optimizer._m_buf:
             optimizer._m_buf[id(param)], optimizer._v_buf[id(param)] = _zeros(param), _zeros(param)
-    return Update("adam", _adams_numbers(optimizer), *_moments(optimizer, params))
+    return _adams("adam", optimizer, *_moments(optimizer, params))
 
 
 def _adamw(optimizer: AdamW, params: Sequence[Tensor]) -> Update:
-    optimizer.t += 1
     if steps_as_one(optimizer):
         fused = fused_state(optimizer)
         if fused is None or fused["signature"] != tuple([(id(param), param.size) for param in params]):
@@ -123,11 +129,11 @@ def _adamw(optimizer: AdamW, params: Sequence[Tensor]) -> Update:
             optimizer._fused_state = fused = optimizer._build_fused_state(list(params))
         optimizer._flush_pending_moments()
         kept = [fused["m_flat"], fused["v_flat"]]
-        return Update("adamw", _adams_numbers(optimizer), kept, lambda: [_parts(flat, fused) for flat in kept])
+        return _adams("adamw", optimizer, kept, lambda: [_parts(flat, fused) for flat in kept])
     for param in params:
         optimizer._ensure_moment_buffers(param)
     optimizer._flush_pending_moments()
-    return Update("adamw", _adams_numbers(optimizer), *_moments(optimizer, params))
+    return _adams("adamw", optimizer, *_moments(optimizer, params))
 
 
 class _BuiltWhenUsed:
@@ -161,10 +167,10 @@ def _parts(flat: cl.Buffer, fused: Mapping[str, Any]) -> Buffers:
     return [flat.get_sub_region(offset * 4, size * 4) for _, offset, size in fused["offsets"]]
 
 
-def _adams_numbers(optimizer: Adam | AdamW) -> tuple[Any, ...]:
-    beta1, beta2 = optimizer.beta1, optimizer.beta2
-    corrections = 1.0 - beta1**optimizer.t, 1.0 - beta2**optimizer.t
-    return (*map(np.float32, (optimizer.lr, optimizer.weight_decay, beta1, beta2, optimizer.eps, *corrections)),)
+def _adams(rule: str, optimizer: Adam | AdamW, kept: Buffers, states: Callable[[], list[Buffers]]) -> Update:
+    beta1, beta2, t = optimizer.beta1, optimizer.beta2, optimizer.t + 1
+    chosen = optimizer.lr, optimizer.weight_decay, beta1, beta2, optimizer.eps, 1.0 - beta1**t, 1.0 - beta2**t
+    return Update(rule, (*map(np.float32, chosen),), kept, states, t)
 
 
 def _moments(optimizer: Adam | AdamW, params: Sequence[Tensor]) -> tuple[Buffers, Callable[[], list[Buffers]]]:

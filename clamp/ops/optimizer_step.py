@@ -6,9 +6,9 @@ kernels/optimizer_step.cl has the rules: those of netcl's optimizers, with the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyopencl as cl
 
 from clamp import bridge
@@ -16,7 +16,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel, Launch, Prepared
 from clamp.ops.cast import LISTENERS
 from clamp.ops.launch import pieces_for
-from clamp.ops.slots import Tiles, filled, open_slots, slots_for, tiles_of
+from clamp.ops.slots import filled, open_slots, slots_for, tiles_of
 
 UPDATE = Kernel("optimizer_step.cl", "update")
 COPY = Kernel("optimizer_step.cl", "copy")  # of the rule that is none
@@ -36,33 +36,23 @@ class Copy(NamedTuple):
     rounds: bool = False
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """Some of the parameters: their numbers among all, and the arguments that stay from step to step."""
-
-    members: list[int]
-    tiles: Tiles
-    slots: int
-    params: list[Any]
-    rest: list[Any]
-    macros: dict[str, object]
-
-
 class MultiUpdate:
-    """The launches that step some tensors by one rule, with what does not change from step to step prepared.
+    """The launches that step some tensors by one rule, with what does not change from step to step bound.
 
     Args:
         rule: a RULE of kernels/optimizer_step.cl.
+        numbers: how many it has.
         params: float32, one of them not empty, on one queue; no two share memory.
         states: for each tensor of state that the rule has, one buffer of as many float32 for each parameter.
         copies: for each parameter its copy, or None.
     """
 
     def __init__(
-        self, rule: str, params: Sequence[Tensor], states: Sequence[Sequence[Any]], copies: Sequence[Copy | None]
-    ) -> None:
+        self, rule: str, numbers: int, params: Sequence[Tensor], states: Sequence[Sequence[Any]],
+        copies: Sequence[Copy | None],
+    ) -> None:  # fmt: skip
         self._queue: cl.CommandQueue = params[0].queue
-        self._launches: list[_Launch] = []
+        self._launches: list[tuple[list[int], Launch]] = []  # numbers of parameters, and what steps these
         kinds: dict[tuple[str, bool], list[int]] = {}
         for index, (param, copy) in enumerate(zip(params, copies, strict=True)):
             if param.size:
@@ -75,29 +65,25 @@ class MultiUpdate:
             macros = {"RULE": rule, "COPY_T": kind, "ROUNDED": int(rounds), "DECADES": slots // 10}
             for start in range(0, len(of_kind), slots):
                 members = of_kind[start : start + slots]
+                tiles = tiles_of(self._queue, tuple([params[index].size for index in members]))
                 slotted = filled(members, slots)
-                self._launches.append(
-                    _Launch(
-                        members, tiles_of(self._queue, tuple([params[index].size for index in members])), slots,
-                        [params[index].buffer for index in slotted],
-                        [column[index] for column in columns for index in slotted],
-                        macros | {"PIECES": pieces_for(self._queue)},
-                    )
+                launch = UPDATE.bind(
+                    self._queue, *tiles.grid, tiles.table, *[...] * numbers,
+                    *[params[index].buffer for index in slotted], *open_slots(len(members), slots, tiles),
+                    *[column[index] for column in columns for index in slotted],
+                    PIECES=pieces_for(self._queue), **macros,
                 )  # fmt: skip
+                self._launches.append((members, launch))
 
-    def run(self, numbers: Sequence[Any], grads: Sequence[Tensor]) -> None:
+    def run(self, numbers: Sequence[np.generic], grads: Sequence[Tensor]) -> None:
         """Enqueues the step; does not wait.
 
         Args:
-            numbers: of the rule, in the order of the kernel.
+            numbers: of the rule, in the order and of the types of the kernel.
             grads: float32, one for each parameter, of as many elements.
         """
-        for launch in self._launches:
-            gradients = filled([grads[index].buffer for index in launch.members], launch.slots)
-            kernel = UPDATE.on(self._queue, **launch.macros)
-            kernel(
-                self._queue, *launch.tiles.grid, launch.tiles.table, *numbers, *launch.params, *gradients, *launch.rest
-            )
+        for members, launch in self._launches:
+            launch(self._queue, *numbers, *[grads[index].buffer for index in members])
 
 
 _CAST_SLOTS = 10

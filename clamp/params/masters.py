@@ -150,7 +150,9 @@ def master_params(optimizer: Any) -> list[Tensor]:
 
 
 def split(optimizer: Any) -> list[Pair]:
-    """The masters of an optimizer, each with its 16-bit parameter."""
+    """The masters of an optimizer, each with its 16-bit parameter; none of an object without ``params``."""
+    if not hasattr(optimizer, "params"):
+        return []
     return [(master, model) for master, model in pairs(optimizer) if model is not master]
 
 
@@ -168,7 +170,21 @@ def step_anew(optimizer: Any, run: Callable[[], Any], more: Iterable[Tensor] = (
 
 
 def gathered(optimizer: Any) -> list[Pair]:
-    """The masters of an optimizer, each with its 16-bit parameter, with the gradients for its ``step``.
+    """As ``split``, with the gradients for the optimizer's ``step``.
+
+    Raises:
+        RuntimeError: a gradient is still multiplied by a loss scale.
+    """
+    found = split(optimizer)
+    gather_all(optimizer, found)
+    return found
+
+
+def gather_all(optimizer: Any, found: Sequence[Pair]) -> None:
+    """Gives masters the gradients for their optimizer's ``step``.
+
+    Args:
+        found: what ``split`` has returned.
 
     Raises:
         RuntimeError: a gradient is still multiplied by a loss scale.
@@ -180,10 +196,8 @@ def gathered(optimizer: Any) -> list[Pair]:
         "optimizer's loss reaches as well gets its gradient too: clear it with zero_grad() before your own backward, "
         "or name both optimizers in scale_loss(loss, [first, second]).",
     )
-    found = split(optimizer) if hasattr(optimizer, "params") else []
     for master, model in found:
         gather(master, model)
-    return found
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import pyopencl as cl
 
@@ -34,32 +35,78 @@ class _Prepared:
         self.places, self.key = _places_of(params), _key_of(update, copies)
         self.written = frozenset([id(param.buffer) for param in params])
         self._held = list(params), [param.buffer for param in params], update.kept, copies  # so that ids stay unique
-        self.launches = MultiUpdate(update.rule, params, update.states(), copies)
+        self.launches = MultiUpdate(update.rule, len(update.numbers), params, update.states(), copies)
 
 
 _prepared: weakref.WeakKeyDictionary[Any, _Prepared] = weakref.WeakKeyDictionary()
 
 
-def step(own: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
-    """Steps an optimizer.
+class Step:
+    """A step of an optimizer; called, it is made.
 
     Args:
         own: netcl's step of its class.
-        args: of the step: with any, AdamW's ``max_norm``, it is left to netcl.
+        optimizer: one that ``bridge.has_netcls_step``.
     """
-    params = bridge.stepped(optimizer)
-    prepared = _prepared.get(optimizer)
-    if args or not _fit(params, prepared):
-        return own(*args)
-    update = bridge.begin_update(optimizer, params)
-    if update is None:
-        return own(*args)
-    copies = masters.copies_of(params)
-    if prepared is None or prepared.places != _places_of(params) or prepared.key != _key_of(update, copies):
-        prepared = _prepared[optimizer] = _Prepared(update, params, copies)
-    prepared.launches.run(update.numbers, [param.grad for param in params])
-    masters.were_rewritten([param for param, copy in zip(params, copies, strict=True) if copy is not None])
-    return None
+
+    def __init__(self, own: Callable[..., Any], optimizer: Any) -> None:
+        self._own, self._optimizer = own, optimizer
+        self._ready: _Ready | None = None
+
+    def prepare(self) -> None:
+        """Finds out what there is to do, while the device is at work on the gradients, and nobody knows yet whether the
+        step is to be made. Of the optimizer nothing changes."""
+        prepared = _prepared.get(self._optimizer)
+        params = bridge.stepped(self._optimizer)
+        if prepared is not None and prepared.places == _places_of(params):
+            self._ready = self._found(params)
+
+    def __call__(self, *args: Any) -> Any:
+        """Steps the optimizer.
+
+        Args:
+            args: of the step: with any, AdamW's ``max_norm``, it is left to netcl.
+        """
+        params = bridge.stepped(self._optimizer)
+        ready = self._ready
+        if ready is None or not ready.is_for(params):
+            ready = None if args else self._found(params)
+        if ready is None:
+            return self._own(*args)
+        bridge.count_step(self._optimizer, ready.update)
+        ready.launches.run(ready.update.numbers, ready.grads)
+        masters.were_rewritten([param for param, copy in zip(params, ready.copies, strict=True) if copy is not None])
+        return None
+
+    def _found(self, params: Sequence[Tensor]) -> _Ready | None:
+        """What there is to do for these parameters; None if it is netcl's to do."""
+        prepared = _prepared.get(self._optimizer)
+        if not _fit(params, prepared):
+            return None
+        update = bridge.next_update(self._optimizer, params)
+        if update is None:
+            return None
+        copies = masters.copies_of(params)
+        if prepared is None or prepared.places != _places_of(params) or prepared.key != _key_of(update, copies):
+            prepared = _prepared[self._optimizer] = _Prepared(update, params, copies)
+        return _Ready(prepared.launches, update, copies, params, [param.grad for param in params])
+
+
+class _Ready(NamedTuple):
+    """A step that is ready to be made."""
+
+    launches: MultiUpdate
+    update: bridge.Update
+    copies: Sequence[Copy | None]
+    params: Sequence[Tensor]
+    grads: Sequence[Any]
+
+    def is_for(self, params: Sequence[Tensor]) -> bool:
+        """Whether these parameters, with the gradients that they have now, are those of the step, and no copy of them
+        is to be written that was not then."""
+        grads = [param.grad for param in params]
+        same = len(params) == len(self.params) and all(map(is_, (*params, *grads), (*self.params, *self.grads)))
+        return same and [*map(bool, masters.copies_of(params))] == [*map(bool, self.copies)]
 
 
 def _places_of(params: Sequence[Tensor]) -> list[int]:

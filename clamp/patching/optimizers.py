@@ -95,7 +95,7 @@ def _with_own(step: Wrapper) -> Wrapper:
     def call(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = wrapped
         if bridge.has_netcls_step(optimizer, wrapped):
-            own = partial(updates.step, wrapped, optimizer)
+            own = updates.Step(wrapped, optimizer)
         is_adamws = (wrapped.__module__, wrapped.__qualname__) == ("netcl.optim.adamw", "AdamW.step")
         if is_adamws and (args or kwargs):
             own = partial(_clipped, own, optimizer)

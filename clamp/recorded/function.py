@@ -121,15 +121,16 @@ class RecordedFunction:
             return self._call(Call(args, kwargs))
 
     def _call(self, call: Call) -> Any:
-        key = self._key(call)
+        key, known = self._key(call), Known(_tokens())
+        recorded = None
         if call.trouble:
             self._say(call.trouble)
-        if call.trouble or self._variants.runs_always(key):
-            return detached(self.__wrapped__(*call.args, **call.kwargs))
-        known = Known(_tokens())
-        recorded = self._variants.find(key, call.tensors, lambda recorded: recorded.fits(known))
+        else:
+            recorded = self._variants.find(key, call.tensors, lambda recorded: recorded.fits(known))
         if recorded is not None:
             return recorded.replay(call, known)
+        if call.trouble or self._variants.runs_always(key):
+            return detached(self.__wrapped__(*call.args, **call.kwargs))
         before = self._variants.may_record(key)
         if before is None or not (is_free() and _recording.acquire(blocking=False)):
             return self._run(key, call)

@@ -47,6 +47,7 @@ class Known:
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
         self._marks: dict[int, tuple[Mark, Mark]] = {}  # each by its id, with what is left of it
+        self._kinds: dict[int, tuple[Mark, Hashable]] = {}  # likewise, with what a recording depends on in it
 
     def mark(self, grad: Tensor) -> Mark | None:
         """A gradient's mark."""
@@ -71,8 +72,11 @@ class Known:
         mark = self.mark(grad)
         if mark is None:
             return grad.dtype, "made by hand"
-        heard = frozenset([self._tokens.get(token, -1) for token in mark.heard])
-        return grad.dtype, mark.is_scaled, mark.is_checked, mark.lost_bits, heard
+        kind = self._kinds.get(id(mark))
+        if kind is None:
+            heard = frozenset([self._tokens.get(token, -1) for token in mark.heard])
+            kind = self._kinds[id(mark)] = mark, (mark.is_scaled, mark.is_checked, mark.lost_bits, heard)
+        return grad.dtype, kind[1]
 
 
 class Entries:

@@ -89,7 +89,9 @@ class StepGuard:
         the first."""
         return dict(self._pending)
 
-    def step(self, run: Callable[[], Any], *, scale_stays: bool = False) -> Any:
+    def step(
+        self, run: Callable[[], Any], *, scale_stays: bool = False, prepare: Callable[[], Any] | None = None
+    ) -> Any:
         """Runs the optimizer's own step unless a gradient is inf or nan; returns its result or None.
 
         What is known of the passes since the last step is forgotten only when this one has ended: one that is
@@ -98,6 +100,7 @@ class StepGuard:
         Args:
             run: the optimizer's own step.
             scale_stays: whether the scale has not moved since those passes, as it is updated after the step.
+            prepare: what of ``run`` can be done before the device says whether a gradient is inf or nan.
 
         Raises:
             RuntimeError: a gradient is still multiplied by a loss scale.
@@ -105,14 +108,18 @@ class StepGuard:
         """
         if are_steps_withheld():
             return None
-        pending = list(self._pending)
-        states = [scaler.read() for scaler in pending]  # the one read of the device in a step
+        pending, optimizer = list(self._pending), self.optimizer
+        found = masters.split(optimizer)
+        params = [param for param in getattr(optimizer, "params", ()) if isinstance(param, Tensor)]
+        if prepare is not None and not found:  # masters get their gradients only if the step is made
+            prepare()
+        states = [scaler.read() for scaler in pending]  # the one read of the device in a step: waits for backward
         if scale_stays:
             self._pending = {scaler: state.scale for scaler, state in zip(pending, states, strict=True)}
         overflowed = [index for index, state in enumerate(states) if state.overflow & self.mask]
-        found = [] if overflowed else masters.gathered(self.optimizer)
-        params = [param for param in getattr(self.optimizer, "params", ()) if isinstance(param, Tensor)]
-        if not is_vouched(self.optimizer):  # else an outer guard has told already
+        if not overflowed:
+            masters.gather_all(optimizer, found)
+        if not is_vouched(optimizer):  # else an outer guard has told already
             RESULTS.stepping(params)
         if overflowed or self._guards.found_in(self._unchecked(params)):
             index = overflowed[-1] if overflowed else len(states) - 1
@@ -418,7 +425,8 @@ class StepGuards:
             warn_of_lost_bits()
         self._running.add(id(optimizer))
         try:
-            return guard.step(lambda: wrapped(*args, **kwargs))
+            prepare = None if args or kwargs else getattr(wrapped, "prepare", None)
+            return guard.step(lambda: wrapped(*args, **kwargs), prepare=prepare)
         finally:
             self._running.discard(id(optimizer))
 

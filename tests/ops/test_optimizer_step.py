@@ -73,16 +73,21 @@ def drawn(sizes: list[int], rows: int) -> list[list[Host]]:
     return [*arrays[:-1], [np.abs(array) for array in arrays[-1]]]
 
 
+def typed(*numbers: float) -> list[np.generic]:
+    return [np.int32(number) if isinstance(number, int) else np.float32(number) for number in numbers]
+
+
 def on_device(queue: cl.CommandQueue, arrays: list[Host]) -> list[Tensor]:
     return [to_device(queue, array) for array in arrays]
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_computes_what_it_says(queue: cl.CommandQueue, rule: str) -> None:
-    name, reference, states, numbers = RULES[rule]
-    hosts = drawn(SIZES, 2 + states)
+    name, reference, rows, numbers = RULES[rule]
+    hosts = drawn(SIZES, 2 + rows)
     params, grads, *state = (on_device(queue, row) for row in hosts)
-    MultiUpdate(name, params, [[x.buffer for x in row] for row in state], [None] * len(SIZES)).run(numbers, grads)
+    states = [[x.buffer for x in row] for row in state]
+    MultiUpdate(name, len(numbers), params, states, [None] * len(SIZES)).run(typed(*numbers), grads)
     for index in range(len(SIZES)):
         want = reference(*(row[index].astype(np.float64) for row in hosts))
         for tensor, expected in zip((row[index] for row in (params, *state)), want, strict=True):
@@ -102,8 +107,8 @@ def test_copies_have_the_bits_of_a_cast(queue: cl.CommandQueue, dtype: str) -> N
         kind and Copy(to_device(queue, np.ones(size), kind), rounds=size % 2 == 0)
         for kind, size in zip(dtypes, SIZES, strict=True)
     ]
-    MultiUpdate("sgd", plain, [], [None] * len(SIZES)).run((LR, DECAY), grads)
-    MultiUpdate("sgd", params, [], copies).run((LR, DECAY), grads)
+    MultiUpdate("sgd", 2, plain, [], [None] * len(SIZES)).run(typed(LR, DECAY), grads)
+    MultiUpdate("sgd", 2, params, [], copies).run(typed(LR, DECAY), grads)
     for param, same, copy in zip(params, plain, copies, strict=True):
         if copy is not None:
             np.testing.assert_array_equal(to_numpy(copy.tensor), to_numpy(cast(same, str(copy.tensor.dtype))))
@@ -131,7 +136,7 @@ def test_a_launch_takes_up_to_a_hundred_tensors(
     queue: cl.CommandQueue, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = on_device(queue, [np.full(1 + index % 3, index, np.float32) for index in range(count)])
-    launches = MultiUpdate("sgd", params, [], [None] * count)
+    launches = MultiUpdate("sgd", 2, params, [], [None] * count)
     call, names = cl.Kernel.__call__, []
 
     def counted(kernel: cl.Kernel, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +144,7 @@ def test_a_launch_takes_up_to_a_hundred_tensors(
         return call(kernel, *args, **kwargs)
 
     monkeypatch.setattr(cl.Kernel, "__call__", counted)
-    launches.run((1.0, 0.0), [params[0], *params[1:]])
+    launches.run(typed(1.0, 0.0), [params[0], *params[1:]])
     assert names == ["update"] * -(-count // slots_for(queue, 100, 2, 40))
     monkeypatch.undo()
     assert all(not to_numpy(param).any() for param in params)  # p - 1 * p

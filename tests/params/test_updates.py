@@ -22,6 +22,7 @@ from netcl.optim import SGD, Adam, AdamW, Momentum
 from clamp import amp, bridge
 from clamp.bridge import Tensor
 from clamp.cli.bench.cases.unscale import counted_launches
+from clamp.ops.loss_scale import DeviceState
 from clamp.params import masters
 from tests.networks import batch, mlp, step
 from tests.reference import to_device
@@ -163,6 +164,27 @@ def test_ten_parameters_take_one_launch(queue: cl.CommandQueue, name: str) -> No
             with steps_counted() as names:
                 loop.optimizer.step()
             assert names == ["update"]
+
+
+def test_what_a_step_computes_is_found_out_before_the_device_is_waited_for(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a step that is not made then counts for nothing."""
+    model = mlp(queue, 8, 6, 4)
+    data, optimizer = batch(queue, 5, 8, 4), Adam(model.parameters(), lr=0.01)
+    order: list[str] = []
+    next_update, read = bridge.next_update, DeviceState.read
+    monkeypatch.setattr(bridge, "next_update", lambda *args: order.append("found") or next_update(*args))
+    monkeypatch.setattr(DeviceState, "read", lambda self: order.append("waited") or read(self))
+    with amp.init() as handle:
+        step(handle, model, optimizer, data)
+        order.clear()
+        step(handle, model, optimizer, data)
+        assert order == ["found", "waited"]
+        step(handle, model, optimizer, (to_device(queue, np.full((5, 8), np.inf)), data[1]))
+        assert order == ["found", "waited"] * 2
+        assert [report.stepped for report in handle.history] == [True, True, False]
+    assert optimizer.t == 2
 
 
 # ---------------------------------------------------------------------------------------------- whose step it is

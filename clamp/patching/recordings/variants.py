@@ -82,6 +82,7 @@ class Variants(Generic[R]):
         self._warn_user = warn
         self._code = code
         self._kinds: OrderedDict[Hashable, _Kind[R]] = OrderedDict()
+        self._newest: _Kind[R] | None = None  # the last of them: keys are slow to look up
         self._strangers = 0
         self._warned = False
 
@@ -91,6 +92,7 @@ class Variants(Generic[R]):
     def clear(self) -> None:
         """Forgets everything, and gives the memory back."""
         self._kinds.clear()
+        self._newest = None
 
     @property
     def recordings(self) -> int:
@@ -106,7 +108,7 @@ class Variants(Generic[R]):
         kind = self._kinds.get(key)
         if kind is None:
             return None
-        self._kinds.move_to_end(key)
+        self._make_newest(key, kind)
         for recorded in reversed(kind.kept):
             kind.why = besides(recorded) or recorded.misfit(inputs)
             if not kind.why:
@@ -176,10 +178,15 @@ class Variants(Generic[R]):
 
     def _kind(self, key: Hashable) -> _Kind[R]:
         kind = self._kinds.setdefault(key, _Kind())
-        self._kinds.move_to_end(key)
+        self._make_newest(key, kind)
         while len(self._kinds) > MOST_KEYS:
             self._kinds.popitem(last=False)
         return kind
+
+    def _make_newest(self, key: Hashable, kind: _Kind[R]) -> None:
+        if kind is not self._newest:
+            self._kinds.move_to_end(key)
+            self._newest = kind
 
     def _make_room(self) -> None:
         for kind in list(self._kinds.values()):
