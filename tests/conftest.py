@@ -83,6 +83,9 @@ def pytest_terminal_summary(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernel: tests kernels; runs on the Oclgrind simulator as well")
+    config.addinivalue_line(
+        "markers", "any_cpu: tests what is the same on every CPU, a kernel for GPUs, say; a case runs on one"
+    )
     config.addinivalue_line("markers", "once: a long test of what is the same on every device; runs on one")
     config.addinivalue_line("markers", "slow: part of the full sweep, which runs where CLAMP_TEST_SLOW is set (CI)")
     wanted = [_test_name(name) for name in os.environ.get("CLAMP_TEST_DEVICES", "").split(",") if name]
@@ -151,9 +154,10 @@ def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
     """Of tests with many parameters, the cases in which nothing meets that does not meet elsewhere.
 
     In the sweep any three parameters meet. Where drivers are tested, or the kernels that each compiles for itself, the
-    device is one of them; elsewhere it meets each value, and three others meet on some device. On the simulator any
-    two meet. In an everyday run any two meet on some device: each case is run on one, as each part of the random
-    loops always is.
+    device is one of them; elsewhere it meets each value, and three others meet on some device. Of what is the
+    same on every CPU, such as a kernel that only GPUs run but here, three others meet on some CPU. On the simulator any
+    two meet. In an everyday run any two meet on some device: each case is run on one, as each part of the
+    random loops always is.
     """
     tests = defaultdict[tuple[str, bool], list[pytest.Item]](list)
     for item in items:
@@ -166,6 +170,9 @@ def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
             kept |= _covering(cases, 2)
         elif cases[0].get_closest_marker("once"):
             kept |= {case for case in cases if _device(case) == _quickest()}
+        elif is_sweep and cases[0].get_closest_marker("any_cpu"):
+            on_cpus = [case for case in cases if _QUEUES[_device(case) or ""].device.type & cl.device_type.CPU]
+            kept |= {*cases} - {*on_cpus} | _dealt_out(on_cpus, turns, strength=3)
         elif is_sweep and not _is_random_loop(cases[0]):
             kept |= _covering(cases, 3, apart=None if _is_of_drivers(cases[0]) or _is_of_kernels(cases[0]) else "queue")
         else:
@@ -192,7 +199,7 @@ def _covering(items: list[pytest.Item], strength: int, apart: str | None = None)
     return {items[number] for number in covering([_values(item) for item in items], strength, apart)}
 
 
-def _dealt_out(items: list[pytest.Item], turns: Iterator[str]) -> set[pytest.Item]:
+def _dealt_out(items: list[pytest.Item], turns: Iterator[str], strength: int = 2) -> set[pytest.Item]:
     if _is_of_drivers(items[0]):  # what differs from device to device
         return set(items)
     cases = defaultdict[frozenset[tuple[str, int]], dict[str | None, pytest.Item]](dict)
@@ -200,7 +207,7 @@ def _dealt_out(items: list[pytest.Item], turns: Iterator[str]) -> set[pytest.Ite
         device = _device(item)
         cases[frozenset(_values(item).items() - {("queue", id(device))})][device] = item
     on_each = list(cases.values())
-    chosen = [on_each[number] for number in covering([dict(case) for case in cases], 2)]
+    chosen = [on_each[number] for number in covering([dict(case) for case in cases], strength)]
     random.Random(0).shuffle(chosen)  # or the first of two dtypes would always be on the first of two devices
     return {devices.get(device) or next(iter(devices.values())) for devices, device in zip(chosen, turns, strict=False)}
 

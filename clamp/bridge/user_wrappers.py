@@ -55,13 +55,13 @@ def is_netcls(function: object) -> bool:
 
 def is_users(x: object) -> bool:
     """Whether something that stands under a name of netcl's may be a user's wrapper."""
-    return (
-        callable(x)
-        and not inspect.isclass(x)
-        and not isinstance(x, types.BuiltinFunctionType)
-        and _package(x) not in ("netcl", "clamp")
-        and type(x).__module__ != "typing"
-    )
+    kind = type(x)
+    if kind is types.FunctionType:  # most are, and AMP asks of thousands when it begins
+        return _package(x) not in ("netcl", "clamp")
+    return kind not in _NEVER_USERS and callable(x) and not inspect.isclass(x) and kind.__module__ != "typing"
+
+
+_NEVER_USERS = frozenset({type, str, int, float, bool, dict, list, tuple, types.ModuleType, types.BuiltinFunctionType})
 
 
 def _package(function: object) -> str:

@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import NoReturn
@@ -67,12 +67,12 @@ class Entry:
     reason: str
     in_place: bool = False
 
-    @property
+    @cached_property
     def module(self) -> str:
         """Name of the module that defines the function."""
         return self.name.rpartition(".")[0]
 
-    @property
+    @cached_property
     def function(self) -> str:
         """The function's own name."""
         return self.name.rpartition(".")[2]

@@ -5,7 +5,6 @@ Which functions: those that wrappers say they meet (meets.py), those on the list
 
 from __future__ import annotations
 
-import inspect
 import sys
 import types
 from collections.abc import Container, Iterable
@@ -129,8 +128,8 @@ class Patches:
             name = getattr(module, "__name__", "")
             if not name.startswith("netcl.") or f"{name}.*" in self._policies:
                 continue
-            for function_name, function in list(vars(module).items()):
-                if id(function) in none or not _is_own_function(function, module):
+            for function_name, function in _own_functions(module):
+                if id(function) in none:
                     continue
                 entry = Entry(f"{name}.{function_name}", CastPolicy.FLOAT, "on no list")
                 if entry.name in self._policies.calls:
@@ -180,6 +179,11 @@ def _function_of(entry: Entry) -> Any:
     return getattr(sys.modules.get(entry.module), entry.function, None)
 
 
-def _is_own_function(function: Any, module: types.ModuleType) -> bool:
-    """Whether a module's attribute is a public function that the module itself defines."""
-    return inspect.isfunction(function) and function.__module__ == module.__name__ and function.__name__[0] != "_"
+def _own_functions(module: types.ModuleType) -> list[tuple[str, types.FunctionType]]:
+    """The public functions that a module itself defines, with their names there."""
+    module_name = module.__name__
+    return [
+        (name, x)
+        for name, x in list(vars(module).items())
+        if isinstance(x, types.FunctionType) and x.__module__ == module_name and x.__name__[0] != "_"
+    ]

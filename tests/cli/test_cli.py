@@ -61,6 +61,7 @@ def result(queue: cl.CommandQueue, tmp_path_factory: pytest.TempPathFactory) -> 
     return content
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_bench_says_where_it_ran(result: dict, queue: cl.CommandQueue) -> None:
     assert result["device"]["name"] == queue.device.name.strip()
@@ -70,6 +71,7 @@ def test_bench_says_where_it_ran(result: dict, queue: cl.CommandQueue) -> None:
     assert [note for note in result["notes"] if not note.startswith("torch")] == []
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_bench_measures_every_kind_of_work_in_every_dtype(result: dict) -> None:
     found = {(row["work"], row["contender"]) for row in result["rows"]}
@@ -96,6 +98,7 @@ def test_bench_times_small_steps(queue: cl.CommandQueue, tmp_path: Path, monkeyp
     assert all(row["extra"]["launches"] > 10 for row in rows if "recorded" not in row["contender"])
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_bench_measures_first_steps(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This checkout beside itself: what was compiled, and that a second process finds it."""
@@ -115,6 +118,7 @@ def test_bench_measures_first_steps(queue: cl.CommandQueue, tmp_path: Path, monk
     assert second["median"] < cold["median"]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_bench_compares_with_netcl_and_with_numpy(result: dict) -> None:
     peer = next(label for label in result["peers"] if label not in ("threads", "torch"))
@@ -129,6 +133,7 @@ def test_bench_compares_with_netcl_and_with_numpy(result: dict) -> None:
             assert (f"{peer} float32" in row["ratios"]) == (row["work"] == "gemm")
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_bench_counts_the_launches_of_the_scaler(result: dict) -> None:
     launches = {row["contender"]: row["extra"]["launches"] for row in result["rows"] if row["work"] == "unscale"}
@@ -136,6 +141,7 @@ def test_bench_counts_the_launches_of_the_scaler(result: dict) -> None:
     assert all(launches[f"clamp {dtype}"] <= 3 for dtype in ("float32", "float16", "bfloat16"))
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("work", ["step", "cnn"])
 def test_every_variant_of_the_step_computes_the_same_loss(result: dict, work: str) -> None:
@@ -146,6 +152,7 @@ def test_every_variant_of_the_step_computes_the_same_loss(result: dict, work: st
     assert losses["clamp bfloat16"] == pytest.approx(losses["netcl"], rel=5e-2)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_activations_take_less_memory_in_16_bits(result: dict) -> None:
     rows = [row for row in result["rows"] if row["work"] == "memory" and row["case"].startswith("activations")]
@@ -182,6 +189,7 @@ def test_bench_compares_the_levels_in_the_network_of_paddles_guide(
     assert losses == pytest.approx([losses[0]] * len(losses), rel=5e-2)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_bench_times_a_resnet(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "QUICK", Effort(rounds=2, seconds=0.0, least=1, most=1))
