@@ -15,7 +15,6 @@ from clamp.bridge import HALF_DTYPES, Node, Parameter, Tensor
 from clamp.casting.regions import this_thread
 from clamp.casting.results import RESULTS
 
-_TENSORS = frozenset((Tensor, Parameter))
 _PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
@@ -50,12 +49,15 @@ def _passing(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Calla
         for x in args:  # of every call inside disable_casts(): short
             kind = type(x)
             if kind is Node:
-                if getattr(x.value, "dtype", None) in HALF_DTYPES:
-                    break
-            elif kind in _TENSORS:
+                x = x.value
+                kind = type(x)
+            if kind is Tensor or kind is Parameter:
                 if x.dtype in HALF_DTYPES:
                     break
-            elif kind not in _PLAIN and not (kind is tuple and x and type(x[0]) is int):
+            elif kind is tuple:
+                if not x or type(x[0]) is not int:
+                    break
+            elif kind not in _PLAIN:
                 break
         else:
             return original(*args)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from clamp import bridge
 from clamp.bridge import Tensor
@@ -62,7 +62,8 @@ class Known:
     def _left_of(self, mark: Mark) -> Mark:
         if all(token is FINITE or token in self._tokens for token in mark.heard):
             return mark
-        return replace(mark, heard=mark.heard & {FINITE, *self._tokens})
+        heard = mark.heard & {FINITE, *self._tokens}
+        return Mark(mark.scale, mark.is_checked, mark.lost_bits, heard, mark.since)
 
     def kind(self, tensor: Tensor) -> Hashable:
         """What a recording depends on in the gradient that a tensor has: is there one, and what is known of it?"""

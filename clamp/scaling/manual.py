@@ -63,6 +63,8 @@ _living_lock = threading.Lock()
 def stages() -> Hashable:
     """Where optimizers are that some scaler has unscaled or stepped since its last update: what the next call does
     depends on it."""
+    if not _living:
+        return ()
     with _living_lock:
         living = list(_living)
     rounds = ((id(scaling), key, round_) for scaling in living for key, round_ in list(scaling._rounds.items()))

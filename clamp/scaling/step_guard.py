@@ -111,7 +111,7 @@ class StepGuard:
         pending, optimizer = list(self._pending), self.optimizer
         found = masters.split(optimizer)
         params = [param for param in getattr(optimizer, "params", ()) if isinstance(param, Tensor)]
-        if prepare is not None and not found:  # masters get their gradients only if the step is made
+        if prepare is not None and pending and not found:  # masters get their gradients only if the step is made
             prepare()
         states = [scaler.read() for scaler in pending]  # the one read of the device in a step: waits for backward
         if scale_stays:

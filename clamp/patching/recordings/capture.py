@@ -66,8 +66,10 @@ def _watch(pool: PersistentBufferPool) -> None:
 
 
 def _release(pool: PersistentBufferPool, handle: Any) -> None:
-    if not any(recording.keeps(pool, handle) for recording in list(_live)):
-        PersistentBufferPool.release(pool, handle)
+    for recording in tuple(_live):  # of each tensor that ends: no generator
+        if recording.keeps(pool, handle):
+            return
+    PersistentBufferPool.release(pool, handle)
 
 
 # ---------------------------------------------------------------------------------------------- recording
