@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "any_cpu: tests what is the same on every CPU, a kernel for GPUs, say; a case runs on one"
     )
-    config.addinivalue_line("markers", "once: a long test of what is the same on every device; runs on one")
+    config.addinivalue_line("markers", "once: likewise, on that whose driver compiles fastest; a GPU's kernels, say")
     config.addinivalue_line("markers", "slow: part of the full sweep, which runs where CLAMP_TEST_SLOW is set (CI)")
     wanted = [_test_name(name) for name in os.environ.get("CLAMP_TEST_DEVICES", "").split(",") if name]
     missing = [name for name in wanted if name not in _QUEUES]
@@ -154,10 +154,9 @@ def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
     """Of tests with many parameters, the cases in which nothing meets that does not meet elsewhere.
 
     In the sweep any three parameters meet. Where drivers are tested, or the kernels that each compiles for itself, the
-    device is one of them; elsewhere it meets each value, and three others meet on some device. Of what is the
-    same on every CPU, such as a kernel that only GPUs run but here, three others meet on some CPU. On the simulator any
-    two meet. In an everyday run any two meet on some device: each case is run on one, as each part of the
-    random loops always is.
+    device is one of them; elsewhere it meets each value, and three others meet on some device. On the simulator any
+    two meet. In an everyday run any two meet on some device: each case is run on one, as are, in the sweep, the parts of
+    the random loops and what is marked ``any_cpu``. What is marked ``once`` has its device.
     """
     tests = defaultdict[tuple[str, bool], list[pytest.Item]](list)
     for item in items:
@@ -165,14 +164,14 @@ def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
             tests[item.nodeid.partition("[")[0], device == _SIMULATOR].append(item)
     kept = set[pytest.Item]()
     turns = cycle(name for name in _QUEUES if name != _SIMULATOR for _ in range(_TURNS.get(name, 1)))
+    chosen = _quickest_cpu_and_gpus()
     for (_, is_simulated), cases in tests.items():
         if is_simulated:
             kept |= _covering(cases, 2)
         elif cases[0].get_closest_marker("once"):
-            kept |= {case for case in cases if _device(case) == _quickest()}
+            kept |= _covering([case for case in cases if _device(case) in chosen], 3 if is_sweep else 2)
         elif is_sweep and cases[0].get_closest_marker("any_cpu"):
-            on_cpus = [case for case in cases if _QUEUES[_device(case) or ""].device.type & cl.device_type.CPU]
-            kept |= {*cases} - {*on_cpus} | _dealt_out(on_cpus, turns, strength=3)
+            kept |= _dealt_out(cases, turns, strength=3)
         elif is_sweep and not _is_random_loop(cases[0]):
             kept |= _covering(cases, 3, apart=None if _is_of_drivers(cases[0]) or _is_of_kernels(cases[0]) else "queue")
         else:
@@ -180,9 +179,10 @@ def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
     return {case for cases in tests.values() for case in cases} - kept
 
 
-def _quickest() -> str | None:
-    """The device whose driver compiles fastest, or none."""
-    return max((name for name in _QUEUES if name != _SIMULATOR), key=lambda name: _TURNS.get(name, 1), default=None)
+def _quickest_cpu_and_gpus() -> set[str]:
+    """The CPU whose driver compiles fastest, and all devices that are no CPU, but for the simulator."""
+    cpus = [name for name, queue in _QUEUES.items() if queue.device.type & cl.device_type.CPU and name != _SIMULATOR]
+    return _QUEUES.keys() - {_SIMULATOR, *cpus} | {*sorted(cpus, key=lambda name: _TURNS.get(name, 1))[-1:]}
 
 
 def _is_of_drivers(item: pytest.Item) -> bool:

@@ -94,6 +94,7 @@ def add_engine(tree: Tree) -> None:
     tree.insert("clamp/ops/gemm/engines.py", "dot_bf16, packed, wgmma.WGMMA,", "plain, ")
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize(
     ("kind", "add", "touched", "shown"),
     [

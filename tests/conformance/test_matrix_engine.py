@@ -22,7 +22,7 @@ from clamp.ops.gemm.plan import Plan
 from tests.conformance import test_conformance
 from tests.conformance.table import Case, Op
 
-pytestmark = [pytest.mark.kernel, pytest.mark.any_cpu, pytest.mark.slow]
+pytestmark = [pytest.mark.kernel, pytest.mark.once, pytest.mark.slow]
 
 amp_dtype = test_conformance.amp_dtype
 _LATE = 2  # copies to local memory arrive as late as they may (kernels/matrix_product.clh)

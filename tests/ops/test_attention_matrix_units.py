@@ -26,7 +26,7 @@ from tests.ops.test_attention import Reference, check, normal
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, to_device, to_numpy
 from tests.sweep import sweep
 
-pytestmark = [pytest.mark.kernel, pytest.mark.any_cpu]
+pytestmark = [pytest.mark.kernel, pytest.mark.once]
 
 INSTRUCTIONS, AT_ONCE, LATE = 0, 1, 2  # when copies to local memory arrive (kernels/async_copy.clh)
 SMALL = Plan(32, 32, 128, 2, (2, 1))

@@ -20,7 +20,7 @@ from clamp.ops.attention import mma
 from tests.ops.test_attention import normal
 from tests.ops.test_attention_matrix_units import AT_ONCE, LATE, ONE_WARP, Emulated, check_half
 
-pytestmark = [pytest.mark.kernel, pytest.mark.any_cpu]
+pytestmark = [pytest.mark.kernel, pytest.mark.once]
 
 _KERNELS = ("FORWARD", "DELTA", "BACKWARD_Q", "BACKWARD_KV")
 

@@ -30,7 +30,7 @@ from tests.ops.test_conv import CASES
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 from tests.sweep import sweep
 
-pytestmark = [pytest.mark.kernel, pytest.mark.any_cpu]
+pytestmark = [pytest.mark.kernel, pytest.mark.once]
 
 INSTRUCTIONS, AT_ONCE, LATE = 0, 1, 2  # when copies to local memory arrive (kernels/matrix_product.clh)
 _PLANS = {

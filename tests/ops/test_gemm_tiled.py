@@ -24,7 +24,7 @@ from tests.ops.test_engines import CPU, GPU
 from tests.reference import STORAGE_DTYPES, assert_close, to_device
 from tests.sweep import sweep
 
-pytestmark = pytest.mark.any_cpu
+pytestmark = pytest.mark.once
 
 _SMALL = PLANS[3]
 #: of a plan's tile, more or fewer: whole tiles; rows of whole pieces of 16 bytes; any rows; less than a tile

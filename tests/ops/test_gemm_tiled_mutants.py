@@ -24,7 +24,7 @@ from clamp.ops.gemm.tiled import PLANS, SquarePlan
 from tests.ops.gemm_reference import check, random
 from tests.ops.test_matrix_units_mutants import mutant_of
 
-pytestmark = [pytest.mark.kernel, pytest.mark.any_cpu]
+pytestmark = [pytest.mark.kernel, pytest.mark.once]
 
 _FOURS, _EIGHTS = PLANS[3], PLANS[1]  # what a work-item has: 4 x 4, and twice as many fours
 

@@ -29,7 +29,7 @@ from clamp.ops.gemm.tuning import Tuning, size_class, winner_of
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
 _LARGE, _SMALL, _OTHER = Plan(32, 16, 32, 3, (2, 1)), Plan(16, 32, 16, 2, (1, 1)), Plan(16, 16, 16, 2, (1, 1))
-pytestmark = pytest.mark.any_cpu
+pytestmark = pytest.mark.once
 
 _REFUSED = Plan(32, 32, 16, 2, (1, 1))
 _SHAPE = (5, 6, 70)  # of the class 4x8x64

@@ -29,7 +29,7 @@ from tests.ops.gemm_reference import TRANSPOSES, check, random, stored
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, to_device, to_numpy
 from tests.sweep import sweep
 
-pytestmark = [pytest.mark.kernel, pytest.mark.any_cpu]
+pytestmark = [pytest.mark.kernel, pytest.mark.once]
 
 INSTRUCTIONS, AT_ONCE, LATE = 0, 1, 2  # and when copies to local memory arrive (kernels/async_copy.clh)
 #: small ones: mma's have lines of 2, 4 and 8 pieces, whichever dimension these run along; wgmma's, several blocks

@@ -30,7 +30,7 @@ from clamp.ops.gemm.wgmma import WGMMA
 from clamp.ops.gemm.wmma import RDNA3, RDNA4
 from tests.ops.gemm_reference import check, random
 
-pytestmark = [pytest.mark.kernel, pytest.mark.any_cpu]
+pytestmark = [pytest.mark.kernel, pytest.mark.once]
 
 AT_ONCE, LATE = 1, 2  # when copies to local memory arrive (kernels/async_copy.clh)
 _ONE_WARP = Plan(32, 32, 16, 2, (1, 1))

@@ -43,7 +43,7 @@ from tests.reference import to_device
 
 __all__ = ["tools"]  # a fixture
 
-pytestmark = [pytest.mark.slow, pytest.mark.any_cpu]
+pytestmark = [pytest.mark.slow, pytest.mark.once]
 
 H100 = replace(GPU, compute_units=132, compute_capability=(9, 0), exchange="SHUFFLES")
 PROCESSORS = ("sm_80", "sm_90")
