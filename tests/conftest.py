@@ -155,7 +155,7 @@ def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
 
     In the sweep any three parameters meet. Where drivers are tested, or the kernels that each compiles for itself, the
     device is one of them; elsewhere it meets each value, and three others meet on some device. On the simulator any
-    two meet. In an everyday run any two meet on some device: each case is run on one, as are, in the sweep, the parts of
+    two meet. In an everyday run any two meet on some device: each case is run on one, as are, in the sweep, parts of
     the random loops and what is marked ``any_cpu``. What is marked ``once`` has its device.
     """
     tests = defaultdict[tuple[str, bool], list[pytest.Item]](list)
