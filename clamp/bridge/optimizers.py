@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -82,7 +85,9 @@ def replace_parameter(optimizer: Any, index: int, new: Tensor) -> None:
     old = optimizer.params[index]
     if not isinstance(optimizer.params, list):
         optimizer.params = list(optimizer.params)
+    forget_the_gone(optimizer)
     optimizer.params[index] = new
+    forget_the_gone(optimizer)
     for state in vars(optimizer).values():
         if isinstance(state, MutableMapping) and id(old) in state:
             state[id(new)] = state.pop(id(old))
@@ -92,6 +97,42 @@ def replace_parameter(optimizer: Any, index: int, new: Tensor) -> None:
         fused["signature"] = tuple((id(p), size) for p, _, size in fused["offsets"])
 
 
+@dataclass
+class _Met:
+    """The parameters of an optimizer as it was looked at last, held so that ids are theirs, and those that had left it
+    before, by id."""
+
+    params: list[Tensor]
+    left: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+
+
+_met: weakref.WeakKeyDictionary[Any, _Met] = weakref.WeakKeyDictionary()
+
+
+def forget_the_gone(optimizer: Any) -> None:
+    """Drops the state of parameters that have left an optimizer and are gone.
+
+    netcl keeps state by ``id`` of the parameter: one that is new may have the id of one that is gone, and would go on
+    with its moments. Those of parameters that may come back stay.
+    """
+    params, met = optimizer.params, _met.get(optimizer)
+    if met is None:
+        _met[optimizer] = _Met(list(params))
+        return
+    if len(params) == len(met.params) and all(map(is_, params, met.params)):
+        return
+    now = {id(param) for param in params}
+    for key, reference in list(met.left.items()):
+        is_gone = reference() is None
+        for name, state in vars(optimizer).items() if is_gone else ():
+            if isinstance(state, MutableMapping) and key in state and not is_kernel_store(name):
+                del state[key]
+        if is_gone or key in now:
+            del met.left[key]
+    met.left.update((id(param), weakref.ref(param)) for param in met.params if id(param) not in now)
+    met.params = list(params)
+
+
 def add_missing_state(optimizer: Any) -> None:
     """Gives parameters that were added to ``optimizer.params`` the state of new ones.
 
@@ -99,6 +140,7 @@ def add_missing_state(optimizer: Any) -> None:
     parameters (one more or less, frozen, or in another order): it goes on parameter by parameter instead, with the
     moments that it has.
     """
+    forget_the_gone(optimizer)
     params = optimizer.params
     ids = {id(param) for param in params}
     kept = vars(optimizer)

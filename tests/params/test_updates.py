@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -351,6 +351,48 @@ def test_the_state_is_netcls_in_every_step(queue: cl.CommandQueue, name: str) ->
                 each.optimizer.load_state_dict(state)
                 each.optimizer.lr = lr
     assert_same_bits(loop, alone)
+
+
+@pytest.mark.parametrize("name", ["sgd, momentum", "nesterov", "adam", "adamw"])
+def test_a_new_parameter_has_none_of_the_state_of_one_that_is_gone(queue: cl.CommandQueue, name: str) -> None:
+    """netcl keeps state by id, and ids come again."""
+    first = Parameter.from_host(queue, np.ones(3, np.float32))
+    first.grad = to_device(queue, np.ones(3))
+    optimizer, ids = MAKE[name]([first]), []
+    with amp.init():
+        for _ in range(30):
+            param, alone = (Parameter.from_host(queue, np.ones(3, np.float32)) for _ in range(2))
+            ids.append(id(param))
+            for new in (param, alone):
+                new.grad = to_device(queue, np.full(3, 0.5))
+            fresh = MAKE[name]([alone])
+            if hasattr(fresh, "t"):
+                fresh.t = optimizer.t
+            optimizer.params = [first, param]
+            optimizer.step()
+            fresh.step()
+            np.testing.assert_array_equal(param.to_host(), alone.to_host())
+            del param, alone, fresh, new
+        by_parameter = [x for x in vars(optimizer).values() if isinstance(x, MutableMapping) and id(first) in x]
+    assert len(set(ids)) < len(ids), "no id came again"
+    assert by_parameter
+    assert all(len(x) <= 4 for x in by_parameter), "what is gone piles up"
+
+
+@pytest.mark.parametrize("name", ["sgd, momentum", "nesterov", "adam", "adamw"])
+def test_a_parameter_that_comes_back_has_its_state(queue: cl.CommandQueue, name: str) -> None:
+    found = []
+    for leaves in (False, True):
+        params = [Parameter.from_host(queue, np.ones(3, np.float32)) for _ in range(2)]
+        optimizer = MAKE[name](params)
+        with amp.init():
+            for number in range(6):
+                params[0].grad = to_device(queue, np.ones(3))
+                params[1].grad = None if number in (2, 3) else to_device(queue, np.full(3, 0.5))
+                optimizer.params = params[:1] if leaves and number in (2, 3) else params
+                optimizer.step()
+        found.append([param.to_host() for param in params])
+    np.testing.assert_array_equal(*found)
 
 
 def test_momentums_velocities_are_arrays_to_whoever_reads_them(queue: cl.CommandQueue) -> None:
