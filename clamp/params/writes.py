@@ -32,7 +32,8 @@ class Writes:
             return
         self.now = next(self._clock)
         if len(self._last) >= _MOST:
-            self._last, self._all = {}, self.now
+            self._all = sorted(self._last.values())[_MOST // 2]  # what was checked since is still known
+            self._last = {key: time for key, time in self._last.items() if time > self._all}
         self._last[id(buffer)] = self.now
 
     def since(self, buffer: Any, time: int) -> bool:
