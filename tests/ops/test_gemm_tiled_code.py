@@ -46,7 +46,7 @@ CASES = pytest.mark.parametrize(
     [
         pytest.param(plan, dtypes, transposes, aligned, id=f"{plan.rows}-{'-'.join(dtypes)}-{transposes}-{aligned}")
         for plan, dtypes, transposes, aligned in (
-            _PRODUCT[number] for number in covering([dict(zip("pdta", case, strict=True)) for case in _PRODUCT], 2)
+            _PRODUCT[number] for number in covering([dict(zip("pdta", case, strict=True)) for case in _PRODUCT], 3)
         )
     ],
 )

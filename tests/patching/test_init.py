@@ -125,7 +125,7 @@ def test_shutdown_restores_after_an_exception_inside_a_step(used_queue: cl.Comma
 
 
 @pytest.mark.slow
-def test_hundreds_of_inits_leave_memory_flat() -> None:
+def test_a_thousand_inits_leave_memory_flat() -> None:
     def cycle(times: int) -> int:
         for _ in range(times):
             amp.init().shutdown()
@@ -135,8 +135,8 @@ def test_hundreds_of_inits_leave_memory_flat() -> None:
     before = snapshot()
     cycle(10)
     first = cycle(90)
-    last = cycle(300)
-    assert last - first < 150, "objects pile up from one init to the next"
+    last = cycle(900)
+    assert last - first < 500, "objects pile up from one init to the next"
     assert_identical(before)
 
 
