@@ -102,11 +102,12 @@ class _Met:
     """The parameters of an optimizer as it was looked at last, held so that ids are theirs, and those that had left it
     before, by id."""
 
+    optimizer: weakref.ref[Any]
     params: list[Tensor]
     left: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
 
 
-_met: weakref.WeakKeyDictionary[Any, _Met] = weakref.WeakKeyDictionary()
+_met: dict[int, _Met] = {}  # by id: a user's optimizer may have no hash
 
 
 def forget_the_gone(optimizer: Any) -> None:
@@ -115,20 +116,21 @@ def forget_the_gone(optimizer: Any) -> None:
     netcl keeps state by ``id`` of the parameter: one that is new may have the id of one that is gone, and would go on
     with its moments. Those of parameters that may come back stay.
     """
-    params, met = optimizer.params, _met.get(optimizer)
-    if met is None:
-        _met[optimizer] = _Met(list(params))
+    params, key = optimizer.params, id(optimizer)
+    met = _met.get(key)
+    if met is None or met.optimizer() is not optimizer:
+        _met[key] = _Met(weakref.ref(optimizer, lambda _: _met.pop(key, None)), list(params))
         return
     if len(params) == len(met.params) and all(map(is_, params, met.params)):
         return
     now = {id(param) for param in params}
-    for key, reference in list(met.left.items()):
+    for left, reference in list(met.left.items()):
         is_gone = reference() is None
         for name, state in vars(optimizer).items() if is_gone else ():
-            if isinstance(state, MutableMapping) and key in state and not is_kernel_store(name):
-                del state[key]
-        if is_gone or key in now:
-            del met.left[key]
+            if isinstance(state, MutableMapping) and left in state and not is_kernel_store(name):
+                del state[left]
+        if is_gone or left in now:
+            del met.left[left]
     met.left.update((id(param), weakref.ref(param)) for param in met.params if id(param) not in now)
     met.params = list(params)
 

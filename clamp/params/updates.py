@@ -55,7 +55,7 @@ class Step:
 
     def prepare(self) -> None:
         """Finds out what there is to do, while the device is at work on the gradients, and nobody knows yet whether the
-        step is to be made. Of the optimizer nothing changes."""
+        step is to be made. It is not counted, and no number of parameters or state changes."""
         prepared = _prepared.get(self._optimizer)
         params = bridge.stepped(self._optimizer)
         if prepared is not None and prepared.places == _places_of(params):

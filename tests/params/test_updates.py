@@ -379,6 +379,25 @@ def test_a_new_parameter_has_none_of_the_state_of_one_that_is_gone(queue: cl.Com
     assert all(len(x) <= 4 for x in by_parameter), "what is gone piles up"
 
 
+class Equal(Adam):  # type: ignore[misc]
+    """An optimizer of the user's that is compared, and so has no hash."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal) and self.lr == other.lr
+
+
+def test_an_optimizer_without_a_hash_steps(queue: cl.CommandQueue) -> None:
+    loop, alone = Loop(queue, Equal), Loop(queue, Adam)
+    with amp.init():
+        for each in (loop, alone):
+            while not each.draw(absent=False):
+                pass
+            each.optimizer.step()
+    assert_same_bits(loop, alone)
+
+
 @pytest.mark.parametrize("name", ["sgd, momentum", "nesterov", "adam", "adamw"])
 def test_a_parameter_that_comes_back_has_its_state(queue: cl.CommandQueue, name: str) -> None:
     found = []
