@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import wrapt
+from netcl.autograd import bf16_ops
 from netcl.ops.bf16_act import from_bf16_host, to_bf16_host
 
 from clamp import bridge
@@ -170,6 +171,18 @@ def _is_floating(x: Any) -> bool:
 
 def _is_half(x: Any) -> bool:
     return getattr(getattr(x, "value", None), "dtype", None) in HALF_DTYPES
+
+
+_netcl_upcast_args = bf16_ops.upcast_args
+
+
+@replaces("netcl.autograd.bf16_ops.upcast_args")
+def upcast_args(args: Arguments, tape: Tape | None, grad_fn: Any) -> Any:
+    """netcl's float32 copies of bfloat16 inputs, which it looks for at each of its ops: in less than half the time."""
+    for x in args:
+        if isinstance(x, Node) and getattr(x.value, "dtype", None) == "bfloat16":
+            return _netcl_upcast_args(args, tape, grad_fn)
+    return args, grad_fn
 
 
 @replaces("netcl.autograd.ops.maybe_cast_tensor")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -45,10 +46,27 @@ _SPECIAL_ROUNDS = 3
 
 
 @pytest.fixture(scope="module")
-def amp_dtype(request: pytest.FixtureRequest) -> Iterator[str]:
-    """AMP switched on as a user does it, once for all tests of a dtype."""
-    with amp.init(dtype=request.param):
-        yield request.param
+def amp_on() -> Iterator[Callable[[str], None]]:
+    """Switches AMP on as a user does it, for all tests in a row that ask for one dtype."""
+    now = [""]
+    with ExitStack() as handle:
+
+        def switch(dtype: str) -> None:
+            if dtype != now[0]:
+                handle.close()
+                now[0] = ""
+                handle.enter_context(amp.init(dtype=dtype))
+                now[0] = dtype
+
+        yield switch
+
+
+@pytest.fixture
+def amp_dtype(request: pytest.FixtureRequest, amp_on: Callable[[str], None]) -> str:
+    # pytest would make a fixture of the module anew for each set of parameters that this is one of.
+    dtype: str = request.param
+    amp_on(dtype)
+    return dtype
 
 
 def _everyday_mixture(number: int, case: Case) -> tuple[str, str]:

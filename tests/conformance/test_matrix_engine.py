@@ -24,7 +24,7 @@ from tests.conformance.table import Case, Op
 
 pytestmark = [pytest.mark.kernel, pytest.mark.once, pytest.mark.slow]
 
-amp_dtype = test_conformance.amp_dtype
+amp_on, amp_dtype = test_conformance.amp_on, test_conformance.amp_dtype
 _LATE = 2  # copies to local memory arrive as late as they may (kernels/matrix_product.clh)
 _PLANS = {
     "mma": Plan(16, 32, 16, 2, (1, 1)),
