@@ -309,6 +309,22 @@ def test_memory_that_a_recording_reads_is_given_to_nobody_until_it_is_gone(queue
         assert "release" not in vars(pool)
 
 
+def test_recordings_made_one_after_the_other_take_the_same_memory(queue: cl.CommandQueue) -> None:
+    pool = Tensor.from_shape(queue, (64,)).pool_handle.pool
+    held = []
+    with amp.init():
+        for _ in range(6):
+            graph = CompiledGraph([])
+            out = record(graph, lambda x: ag.mul(ag.relu(ag.tensor(x)), 3.0), to_device(queue, np.ones(70_001)))
+            graph.replay([to_device(queue, np.full(70_001, 2.0))])
+            np.testing.assert_array_equal(out.value.to_host(), np.full(70_001, 6.0))
+            del graph, out
+            gc.collect()
+            held.append((pool.stats.bytes_cached, pool._owned_bytes))
+    assert held[0][0] > 2 * 4 * 70_001
+    assert held[1:] == held[1:2] * 5
+
+
 def test_memory_that_a_tensor_has_moved_to_is_given_to_nobody_either(queue: cl.CommandQueue) -> None:
     x = to_device(queue, np.ones(200))
     with amp.init():

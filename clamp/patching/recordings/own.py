@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from netcl.core.memory import PersistentBufferPool
+from netcl.core.memory import PersistentBufferPool, SVMBufferHandle
 from netcl.runtime.capture import CapturedKernelLaunch
 
 from clamp.patching.recordings.residents import Address, address_of
 
 
 class Pool(PersistentBufferPool):  # type: ignore[misc]
-    """The memory of one recording. When the recording is gone, it goes to netcl's own pool."""
+    """The memory of one recording: what netcl's own pool has no use for, or new. When the recording is gone, it goes to
+    that pool."""
 
     def __init__(self, main: PersistentBufferPool) -> None:
         super().__init__(main.context, main.queue, max_cached_bytes=1 << 62, max_buffers_per_bucket=1 << 30)
@@ -21,10 +22,23 @@ class Pool(PersistentBufferPool):  # type: ignore[misc]
         self.given: dict[Address, int] = {}  # all that it has ever handed out, with its size in bytes
 
     def allocate(self, nbytes: int, flags: int | None = None) -> Any:
-        handle = super().allocate(nbytes, flags)
+        handle = self._left_over(nbytes) or super().allocate(nbytes, flags)
         if (address := address_of(handle.buffer)) is not None:
             self.given[address] = handle.bucket_size
         return handle
+
+    def _left_over(self, nbytes: int) -> Any:
+        """Memory of netcl's pool, of an earlier recording, say: each would add as much to what the process holds."""
+        bucket = self._find_bucket(nbytes)
+        with self._lock, self._main._lock:
+            if _has_free(self, bucket) or not _has_free(self._main, bucket):
+                return None
+            handle = self._main.allocate(nbytes)
+            handle.pool = self
+            if not isinstance(handle, SVMBufferHandle):  # netcl does not count shared virtual memory
+                self._main._owned_bytes -= bucket
+                self._owned_bytes += bucket
+            return handle
 
     def release(self, handle: Any) -> None:
         if self._closed:
@@ -46,6 +60,10 @@ class Pool(PersistentBufferPool):  # type: ignore[misc]
             for bucket, arrays in vars(self)["_svm_free"].items():
                 self._main._svm_free.setdefault(bucket, []).extend(arrays)
             self.__dict__.update(_free={}, _svm_free={})
+
+
+def _has_free(pool: PersistentBufferPool, bucket: int) -> bool:
+    return bool(pool._free.get(bucket) or pool._svm_free.get(bucket))
 
 
 class Launches(list[CapturedKernelLaunch]):
