@@ -131,4 +131,5 @@ def state_of(twin: Twin) -> list[Any]:
     left += [twin.netcl_scaler.scale]
     if twin.handle is not None:
         left += [twin.handle.loss_scale, amp.state_dict(), _reports(twin.handle)]
-    return [*left, repr(np.random.get_state(legacy=False))]
+    _, key, *others = np.random.get_state()
+    return [*left, key.tobytes(), others]

@@ -322,8 +322,15 @@ def _drawn(generator: Any) -> Any:
     """The state of a random generator, told apart from others by its text."""
     if isinstance(generator, random.Random):
         return repr(generator.getstate())
-    state = generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else None
-    return repr(generator.bit_generator.state if state is None else (state["state"]["key"].tobytes(), state))
+    is_old = isinstance(generator, np.random.RandomState)
+    return repr(_without_arrays(generator.get_state(legacy=False) if is_old else generator.bit_generator.state))
+
+
+def _without_arrays(state: Any) -> Any:
+    """A state with the bytes of its arrays, whose text is long in the making, and is cut short if they are long."""
+    if isinstance(state, dict):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 #: These stand where what they go through stands; a file's place does not show once it is iterated.
