@@ -6,16 +6,20 @@ twentieth of what netcl's shorter functions take. What is called under the name 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import numpy as np
 import wrapt
 
 from clamp.bridge import HALF_DTYPES, Node, Parameter, Tensor
+from clamp.casting.arguments import holds_half
 from clamp.casting.regions import this_thread
 from clamp.casting.results import RESULTS
 
-_PLAIN = frozenset((int, float, bool, str, type(None)))
+_PLAIN = frozenset((int, float, bool, str, type(None), slice, np.ndarray))
 
 
 class StandIn(wrapt.FunctionWrapper):  # type: ignore[type-arg]
@@ -42,25 +46,35 @@ def _calling(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Calla
     return call
 
 
+@cache
+def _takes_tape(function: Callable[..., Any]) -> bool:
+    return "tape" in inspect.signature(function).parameters
+
+
 def _passing(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not this_thread.casts_off or kwargs or RESULTS.watched:
+    # Functions of netcl's that call others hand `tape=None` on, and a dict of keywords takes longer than all of this.
+    no_tape = None if _takes_tape(original) else object()
+
+    def call(*args: Any, tape: Any = no_tape, **kwargs: Any) -> Any:
+        if tape is not no_tape:
+            kwargs["tape"] = tape
+        if not this_thread.casts_off or RESULTS.watched:
             return wrapper(original, None, args, kwargs)
         for x in args:  # of every call inside disable_casts(): short
-            kind = type(x)
-            if kind is Node:
-                x = x.value
-                kind = type(x)
+            value = x.value if type(x) is Node else x
+            kind = type(value)
             if kind is Tensor or kind is Parameter:
-                if x.dtype in HALF_DTYPES:
+                if value.dtype in HALF_DTYPES:
                     break
-            elif kind is tuple:
-                if not x or type(x[0]) is not int:
-                    break
-            elif kind not in _PLAIN:
+            elif kind is tuple and value and type(value[0]) is int:
+                pass  # a shape
+            elif kind not in _PLAIN and holds_half((x,), kwargs):
                 break
         else:
-            return original(*args)
+            if not kwargs:
+                return original(*args)
+            if not holds_half((), kwargs):
+                return original(*args, **kwargs)
         return wrapper(original, None, args, kwargs)
 
     return call
