@@ -14,7 +14,9 @@ from netcl.autograd import bf16_ops
 from netcl.autograd.engine import Tape
 
 from clamp import amp
-from clamp.bridge import Node, Tensor
+from clamp.bridge import Node, Parameter, Tensor
+from clamp.casting.regions import no_casts
+from clamp.patching.stand_in import StandIn
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
 matmul = import_module("netcl.ops.matmul")  # netcl.ops has the function under the same name
@@ -53,6 +55,24 @@ def test_a_16_bit_input_is_found_wherever_it_is_passed(queue: cl.CommandQueue, c
         out = call(ag.tensor(to_device(queue, values, dtype)))
         assert out.value.dtype == ("float32" if out.value.size == 1 else dtype), "netcl's function ran; a loss is wide"
         np.testing.assert_allclose(to_numpy(out.value), to_numpy(alone.value), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", *HALF_DTYPES])
+def test_no_16_bit_input_goes_past_the_wrapper(queue: cl.CommandQueue, dtype: str) -> None:
+    def function(*args: Any, **kwargs: Any) -> str:
+        return "passed"
+
+    def wrapper(wrapped: Any, instance: None, args: Any, kwargs: Any) -> str:
+        return "wrapped"
+
+    stand_in = StandIn(function, wrapper, passes=True)
+    wide, x = to_device(queue, [1.0]), to_device(queue, [1.0], dtype)
+    node, param = ag.tensor(x), Parameter.from_host(queue, np.ones(1), "float32" if dtype == "float32" else "float16")
+    assert stand_in(wide) == "wrapped", "casts are on"
+    with no_casts():
+        for found in (x, node, param, [wide, x], ([node], 1)):
+            assert stand_in(found) == stand_in(wide, 2, found) == ("passed" if dtype == "float32" else "wrapped")
+            assert stand_in(wide, out=None, y=found) == ("passed" if dtype == "float32" else "wrapped")
 
 
 def test_a_keyword_that_netcls_function_does_not_have_is_its_error(queue: cl.CommandQueue) -> None:
