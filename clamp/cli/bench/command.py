@@ -24,6 +24,7 @@ from clamp.cli.arguments import INTERRUPTED
 from clamp.cli.bench import timeline_report
 from clamp.cli.bench.cases.attention import attention_cases
 from clamp.cli.bench.cases.bandwidth import bandwidth_cases, cast_cases
+from clamp.cli.bench.cases.calls import call_cases
 from clamp.cli.bench.cases.contenders import Case, dtypes_of
 from clamp.cli.bench.cases.conv import SHAPES, conv_cases
 from clamp.cli.bench.cases.gemm import gemm_cases
@@ -174,6 +175,7 @@ class Bench:
                 yield from first_step_cases(self.queue.device, dtype, args.against)
         if "small" in args.only:
             yield from small_cases(self.queue, peers)
+            yield from call_cases(self.queue)
         for network in networks(args, args.only):
             levels = ("O1", "O2") if network.work == "guide" else ("O1",)
             yield from self._step_cases(network, levels, peers)
