@@ -47,13 +47,15 @@ def _calling(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Calla
 
 
 @cache
-def _takes_tape(function: Callable[..., Any]) -> bool:
-    return "tape" in inspect.signature(function).parameters
+def _default_tape(function: Callable[..., Any]) -> Any:
+    """What a function takes for its parameter ``tape`` if none is passed; nobody's object if it has no such."""
+    tape = inspect.signature(function).parameters.get("tape")
+    return object() if tape is None else tape.default
 
 
 def _passing(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
     # Functions of netcl's that call others hand `tape=None` on, and a dict of keywords takes longer than all of this.
-    no_tape = None if _takes_tape(original) else object()
+    no_tape = _default_tape(original)
 
     def call(*args: Any, tape: Any = no_tape, **kwargs: Any) -> Any:
         if tape is not no_tape:

@@ -30,15 +30,18 @@ class Pool(PersistentBufferPool):  # type: ignore[misc]
     def _left_over(self, nbytes: int) -> Any:
         """Memory of netcl's pool, of an earlier recording, say: each would add as much to what the process holds."""
         bucket = self._find_bucket(nbytes)
-        with self._lock, self._main._lock:
-            if _has_free(self, bucket) or not _has_free(self._main, bucket):
+        if _has_free(self, bucket):
+            return None
+        with self._main._lock:  # and not its own: who waits for that may hold this one
+            if not _has_free(self._main, bucket):
                 return None
             handle = self._main.allocate(nbytes)
             handle.pool = self
-            if not isinstance(handle, SVMBufferHandle):  # netcl does not count shared virtual memory
-                self._main._owned_bytes -= bucket
-                self._owned_bytes += bucket
-            return handle
+            counted = 0 if isinstance(handle, SVMBufferHandle) else bucket  # of shared virtual memory netcl counts none
+            self._main._owned_bytes -= counted
+        with self._lock:
+            self._owned_bytes += counted
+        return handle
 
     def release(self, handle: Any) -> None:
         if self._closed:
