@@ -134,7 +134,10 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--only", type=_some_of(WORKS), default=USUAL_WORKS, metavar="WORK,...",
         help=f"some of {','.join(WORKS)} ({','.join(USUAL_WORKS)})",
     )  # fmt: skip
-    for work, what in (("first-step", "first steps of processes, in CPU time"), ("small", "steps of small networks")):
+    for work, what in (
+        ("first-step", "first steps of processes, in CPU time"),
+        ("small", "steps of small networks, and calls inside disable_casts()"),
+    ):
         parser.add_argument(
             f"--{work}", action="append_const", dest="works", const=work, help=f"time the {what}, and nothing else"
         )

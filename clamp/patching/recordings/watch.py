@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import dis
 import gc
-import io
-import itertools
-import random
 import sys
 from argparse import Namespace
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from operator import is_, length_hint
+from operator import is_
 from types import (
     BuiltinMethodType,
     CodeType,
     FunctionType,
-    GeneratorType,
     MethodType,
     MethodWrapperType,
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import wrapt
@@ -38,8 +34,7 @@ import wrapt
 from clamp import bridge
 from clamp.bridge import Node, Tensor
 from clamp.patching.recordings.code_names import CodeNames
-
-Values: TypeAlias = tuple[Any, ...]
+from clamp.patching.recordings.positions import GENERATORS, Values, drawn, position
 
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic)
 _ITEMS = (list, tuple, set, frozenset, deque)
@@ -47,7 +42,6 @@ _LONGEST = 4096  # items of a container, or bytes of an array, that are looked a
 #: Packages whose classes, functions and objects are taken for unchanging, but for netcl's layers and plain holders of
 #: values.
 _LIBRARIES = frozenset({"clamp", "netcl", "numpy", "pyopencl", "wrapt", *sys.stdlib_module_names})
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _HOLDERS = (SimpleNamespace, Namespace, UserDict, UserList)
 
 
@@ -187,10 +181,10 @@ class Watch:
                 self._add(lambda: (x._self_losses,), lambda *_: f"the number of losses that {name} has scaled")
         if issubclass(kind, wrapt.ObjectProxy):
             return
-        if self._generators and issubclass(kind, _GENERATORS):
-            self._add(lambda: (_drawn(x),), lambda *_: name)
+        if self._generators and issubclass(kind, GENERATORS):
+            self._add(lambda: (drawn(x),), lambda *_: name)
         elif self._generators and _is_library(kind) and hasattr(kind, "__next__"):
-            self._add(lambda: _position(x), lambda *_: name)
+            self._add(lambda: position(x), lambda *_: name)
             for part in gc.get_referents(x):  # what zip, map or enumerate go through
                 self._push(part, name)
         elif issubclass(kind, FunctionType):
@@ -316,42 +310,6 @@ class Watch:
 
 def _setting(own: Mapping[str, Any], key: str) -> Values:
     return (own.get(key),)
-
-
-def _drawn(generator: Any) -> Any:
-    """The state of a random generator, told apart from others by its text."""
-    if isinstance(generator, random.Random):
-        return repr(generator.getstate())
-    is_old = isinstance(generator, np.random.RandomState)
-    return repr(_without_arrays(generator.get_state(legacy=False) if is_old else generator.bit_generator.state))
-
-
-def _without_arrays(state: Any) -> Any:
-    """A state with the bytes of its arrays, whose text is long in the making, and is cut short if they are long."""
-    if isinstance(state, dict):
-        return {key: _without_arrays(value) for key, value in state.items()}
-    return state.tobytes() if isinstance(state, np.ndarray) else state
-
-
-#: These stand where what they go through stands; a file's place does not show once it is iterated.
-_LEAN = (
-    zip, map, filter, enumerate, itertools.islice, itertools.chain, itertools.starmap, itertools.repeat,
-    itertools.takewhile, itertools.dropwhile, itertools.filterfalse, itertools.compress, itertools.zip_longest,
-    type(iter(int, 1)), io.IOBase,
-)  # fmt: skip
-
-
-def _position(iterator: Any) -> Values:
-    """What an iterator of Python's own has come to; where that does not show, another place each time."""
-    frame = getattr(iterator, "gi_frame", None)
-    if frame is not None:
-        return frame.f_lasti, *gc.get_referents(iterator)  # f_locals would stay, and hold what was there
-    if isinstance(iterator, itertools.count):
-        return (repr(iterator),)
-    left = length_hint(iterator, -1)
-    if left < 0 and not isinstance(iterator, (GeneratorType, *_LEAN)):
-        return (object(),)
-    return left, isinstance(iterator, GeneratorType)
 
 
 class _Slots(Mapping[str, Any]):
