@@ -19,7 +19,8 @@ SUM_ROW = Kernel("reduce_to_shape.cl", "sum_row")
 SUM_ROWS = Kernel("reduce_to_shape.cl", "sum_rows")
 
 _PANEL = 64  # columns a task of the kernel sum_rows
-_MIN_CHUNK = 4096  # elements below which cutting an axis into chunks costs more than it brings
+_FEW = 4096  # elements below which cutting an axis into chunks costs more than it brings
+_FEW_ON_CPU = 2**16  # the same where a launch takes as long as a core adds 100,000 numbers
 
 
 _plans = Prepared(4096)
@@ -83,7 +84,8 @@ def _make_plan(queue: cl.CommandQueue, key: tuple[Any, ...]) -> tuple[Any, ...]:
     device = capabilities(queue)
     items_wanted = device.compute_units * (4 if device.is_cpu else 512)
     panels = -(-inner // _PANEL)
-    chunks = min(-(-items_wanted // (outer * panels)), rows * min(inner, _PANEL) // _MIN_CHUNK)
+    few = _FEW_ON_CPU if device.is_cpu else _FEW
+    chunks = min(-(-items_wanted // (outer * panels)), rows * min(inner, _PANEL) // few)
     per_chunk = -(-rows // max(chunks, 1))
     chunks = -(-rows // per_chunk)
     tasks = outer * panels * chunks
@@ -103,7 +105,7 @@ def _make_plan(queue: cl.CommandQueue, key: tuple[Any, ...]) -> tuple[Any, ...]:
 def _fold(rows: int, inner: int) -> int:
     """Rows to lay side by side as one: a narrow matrix is summed as a wider one with fewer rows first."""
     fold = 1
-    while 1 < inner * fold < _PANEL and rows % (2 * fold) == 0 and rows > 32 * fold:
+    while rows * inner > _FEW and 1 < inner * fold < _PANEL and rows % (2 * fold) == 0 and rows > 32 * fold:
         fold *= 2
     return fold
 
