@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
-from clamp.cli import main
+from clamp.cli import SMALL_WORKS, arguments, main
 
 
-def _bench_environment() -> dict[str, str]:
+def _bench_environment(works: Sequence[str]) -> dict[str, str]:
     """What must stand in the environment before numpy and the OpenCL driver load, for timings to mean anything.
 
     Idle BLAS threads of this process would spin beside the device's; and without affinity PoCL's threads wander
-    between cores, which makes its timings bimodal.
+    between cores, which makes timings of its kernels bimodal. Steps of small networks are timed as users have them:
+    there a thread of PoCL's that must stay on one core waits for Python, or Python for it, and a step takes up to twice
+    as long.
     """
-    return {"OPENBLAS_NUM_THREADS": "1", "POCL_AFFINITY": os.environ.get("POCL_AFFINITY", "1")}
+    pinned = any(work not in SMALL_WORKS for work in works)
+    return {"OPENBLAS_NUM_THREADS": "1", "POCL_AFFINITY": os.environ.get("POCL_AFFINITY", "01"[pinned])}
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["bench"] and any(os.environ.get(k) != v for k, v in _bench_environment().items()):
-        # `import clamp` has loaded numpy by now, so the process starts over.
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **_bench_environment()})
+    if sys.argv[1:2] == ["bench"]:
+        environment = _bench_environment(arguments().only)
+        if any(os.environ.get(name) != value for name, value in environment.items()):
+            # `import clamp` has loaded numpy by now, so the process starts over.
+            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **environment})
     sys.exit(main())

@@ -22,7 +22,8 @@ from clamp.cli.devices import UnknownDeviceError
 from clamp.opencl.device import NoDeviceError
 
 USUAL_WORKS = ("gemm", "conv", "attention", "bandwidth", "cast", "unscale", "step", "cnn")
-WORKS = (*USUAL_WORKS, "guide", "resnet", "first-step", "small")  # guide and resnet: minutes of netcl on a CPU
+SMALL_WORKS = ("first-step", "small")  # mostly Python's
+WORKS = (*USUAL_WORKS, "guide", "resnet", *SMALL_WORKS)  # guide and resnet: minutes of netcl on a CPU
 LAYOUTS = ("NN", "NT", "TN", "TT")
 CONVS = ("few", "resnet18", "one")
 _MODULES = {
@@ -47,9 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 well, 1 a failed check or no device, 2 arguments that name nothing, 130 Ctrl-C.
     """
-    args = _parser().parse_args(argv)
-    if getattr(args, "works", None):
-        args.only = tuple(args.works)
+    args = arguments(argv)
     try:
         command = importlib.import_module(_MODULES[args.command])
     except ModuleNotFoundError as error:
@@ -72,6 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     return status
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of a command, read as `main` reads them."""
+    args = _parser().parse_args(argv)
+    if getattr(args, "works", None):
+        args.only = tuple(args.works)
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
