@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any, TypeAlias
 
@@ -83,12 +83,12 @@ class Launch:
         self, kernel: cl.Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None, args: Sequence[Any],
         known_as: cl.Kernel | None = None, numbers: Collection[int] = (),
     ) -> None:  # fmt: skip
-        self._kernel, self._sizes, self._args = kernel, (global_size, local_size), args
+        self._kernel, self._global_size, self._local_size, self._args = kernel, global_size, local_size, args
         self._known_as = known_as or kernel
-        self._places = [place for place, arg in enumerate(args) if arg is ...]
+        places = [place for place, arg in enumerate(args) if arg is ...]
         # set_arg takes a number for a buffer first, and learns that it is none by an exception of C++: 10 us.
         set_number = getattr(kernel, "_set_arg_buf", kernel.set_arg)
-        self._set = [set_number if place in numbers else kernel.set_arg for place in self._places]
+        self._set = [partial(set_number if place in numbers else kernel.set_arg, place) for place in places]
 
     @classmethod
     def like(
@@ -110,14 +110,29 @@ class Launch:
 
     def __call__(self, queue: cl.CommandQueue, *given: Any) -> None:
         """Launches it with these buffers and numbers in the places that were left open."""
-        if cl.Kernel.__call__ is not _own_call:
+        if len(given) != len(self._set):
+            raise TypeError(
+                f"a launch of {self._known_as.function_name} leaves {len(self._set)} open, got {len(given)}"
+            )
+        if launches_are_watched():
             changing = iter(given)
             args = [next(changing) if arg is ... else arg for arg in self._args]
-            self._known_as(queue, *self._sizes, *args)
+            self._known_as(queue, self._global_size, self._local_size, *args)
             return
-        for set_arg, place, arg in zip(self._set, self._places, given, strict=True):
-            set_arg(place, arg)
-        cl.enqueue_nd_range_kernel(queue, self._kernel, *self._sizes)
+        for set_arg, arg in zip(self._set, given):  # noqa: B905  (a keyword takes as long as the launch)
+            set_arg(arg)
+        cl.enqueue_nd_range_kernel(queue, self._kernel, self._global_size, self._local_size)
+
+    def unchanged(self, queue: cl.CommandQueue) -> Callable[[], Any] | None:
+        """The launch without anything of Python's around it, for when nobody watches; None if arguments change."""
+        if self._set:
+            return None
+        return partial(cl.enqueue_nd_range_kernel, queue, self._kernel, self._global_size, self._local_size)
+
+
+def launches_are_watched() -> bool:
+    """Whether somebody has put something in the place of ``cl.Kernel.__call__``, to see what is launched."""
+    return cl.Kernel.__call__ is not _own_call
 
 
 class Prepared(threading.local):

@@ -95,7 +95,7 @@ def test_a_call_is_repeated_with_its_own_arguments_whatever_its_kernel_does_mean
 
 def test_a_bound_launch_takes_as_many_buffers_as_it_left_open(queue: cl.CommandQueue) -> None:
     (bound,) = bound_cast(queue, 2)
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(TypeError, match="leaves 2 open, got 1"):
         bound(queue, to_device(queue, np.ones(2)).buffer)
 
 
@@ -109,6 +109,5 @@ def test_a_kernel_may_call_what_the_short_header_lacks(
     program.Kernel("rotated.cl", "rotated")(queue, (1,), (1,), x)
     assert to_numpy(x)[0] == 3
     is_shortened = program._SHORTENED in queue.device.platform.version
-    assert [str(warning.message) for warning in recwarn] == is_shortened * [
-        "rotated.cl is slow to compile: it calls what kernels/builtins.clh does not declare"
-    ]
+    told = [str(x.message) for x in recwarn if not issubclass(x.category, cl.CompilerWarning)]  # of netcl's kernels
+    assert told == is_shortened * ["rotated.cl is slow to compile: it calls what kernels/builtins.clh does not declare"]

@@ -14,7 +14,7 @@ from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import Launch
+from clamp.opencl.program import Launch, launches_are_watched
 from clamp.opencl.recording import refuse, replaying
 from clamp.params.weight_cache import weights
 from clamp.patching.meets import meets
@@ -22,8 +22,9 @@ from clamp.patching.recordings.capture import recording_of
 from clamp.patching.recordings.dependencies import dependencies_of, require_fit, stale
 from clamp.patching.recordings.residents import Address, Residents, address_of
 
-#: What is called with a queue and the buffers of these numbers, and what netcl does after it.
-_Step: TypeAlias = tuple[Callable[..., Any], Any, tuple[int, ...], Callable[[], Any] | None]
+#: What is called with a queue and the buffers of these numbers; what does the same, if no buffer changes and nobody
+#: watches; and what netcl does after it.
+_Step: TypeAlias = tuple[Callable[..., Any], Any, tuple[int, ...], Callable[[], Any] | None, Callable[[], Any] | None]
 
 
 class Plan:
@@ -130,10 +131,13 @@ class Plan:
         if self._recording.rebind() or not self._steps:
             launches = zip(self._capture._launches, self._found, strict=True)
             self._steps = [_step_of(launch, found) for launch, found in launches]
-        buffers = [x.buffer for x in (*inputs, *moved)]
+        buffers, watched = [x.buffer for x in (*inputs, *moved)], launches_are_watched()
         with replaying():
-            for run, queue, indices, sync in self._steps:
-                run(queue, *[buffers[index] for index in indices])
+            for run, queue, indices, unchanged, sync in self._steps:
+                if unchanged is None or watched:
+                    run(queue, *[buffers[index] for index in indices])
+                else:
+                    unchanged()
                 if sync is not None:
                     sync()
 
@@ -175,10 +179,12 @@ def _step_of(launch: CapturedKernelLaunch, found: Mapping[int, int]) -> _Step:
         found: by the numbers of its arguments, those of the buffers that a replay puts there.
     """
     run: Callable[..., None] = partial(_call, launch, tuple(found))
+    unchanged = None
     if isinstance(launch.kernel, cl.Kernel):
         with suppress(cl.Error):  # a driver that makes no copies of kernels: one is given all of its arguments again
-            run = Launch.like(launch.kernel, launch.global_size, launch.local_size, launch.args, found)
-    return run, launch.queue, tuple(found.values()), _sync_of(launch.queue)
+            run = own = Launch.like(launch.kernel, launch.global_size, launch.local_size, launch.args, found)
+            unchanged = own.unchanged(launch.queue)
+    return run, launch.queue, tuple(found.values()), unchanged, _sync_of(launch.queue)
 
 
 def _call(launch: CapturedKernelLaunch, places: Sequence[int], queue: Any, *buffers: Any) -> None:
