@@ -44,7 +44,7 @@ class Bindings:
         """
         if id(original) not in self._wrappers:
             noting = engine.noting_writes(original, wrapper)
-            self._wrappers[id(original)] = (original, StandIn(original, noting, passes and noting is wrapper))
+            self._wrappers[id(original)] = (original, StandIn(original, noting, passes))
             self._unbound[id(original)] = self._wrappers[id(original)][1]
         return self._wrappers[id(original)][1]
 

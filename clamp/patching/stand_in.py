@@ -18,6 +18,7 @@ from clamp.bridge import HALF_DTYPES, Node, Parameter, Tensor
 from clamp.casting.arguments import holds_half
 from clamp.casting.regions import this_thread
 from clamp.casting.results import RESULTS
+from clamp.patching.wrap import written_places
 
 _PLAIN = frozenset((int, float, bool, str, type(None), slice, np.ndarray))
 
@@ -28,8 +29,8 @@ class StandIn(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     Args:
         original: a function.
         wrapper: in wrapt's form.
-        passes: whether the wrapper just calls the function where casts are off, no argument is 16-bit and nobody is
-            told of results.
+        passes: whether the wrapper just calls the function where casts are off, no argument is 16-bit, none is written
+            and nobody is told of results.
     """
 
     __slots__ = ("__call__",)
@@ -77,6 +78,20 @@ def _passing(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Calla
                 return original(*args)
             if not holds_half((), kwargs):
                 return original(*args, **kwargs)
+        return wrapper(original, None, args, kwargs)
+
+    return _passing_unless_written(original, wrapper, call) if written_places(original) else call
+
+
+def _passing_unless_written(
+    original: Callable[..., Any], wrapper: Callable[..., Any], passing: Callable[..., Any]
+) -> Callable[..., Any]:
+    names, places = zip(*written_places(original), strict=True)
+    first = min(places)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) <= first and (not kwargs or all(kwargs.get(name) is None for name in names)):
+            return passing(*args, **kwargs)
         return wrapper(original, None, args, kwargs)
 
     return call

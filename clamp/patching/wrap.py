@@ -149,16 +149,17 @@ _WRITTEN = ("out", "dst")
 
 def writes(function: Any) -> bool:
     """Whether a function can write into a tensor that it is given: it has a parameter ``out`` or ``dst``."""
-    return inspect.isfunction(function) and bool(_written_places(function))
+    return inspect.isfunction(function) and bool(written_places(function))
 
 
 def written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments of a call that the function writes into; None for those not given."""
-    return [args[place] if len(args) > place else kwargs.get(name) for name, place in _written_places(function)]
+    return [args[place] if len(args) > place else kwargs.get(name) for name, place in written_places(function)]
 
 
 @cache
-def _written_places(function: Any) -> tuple[tuple[str, int], ...]:
+def written_places(function: Any) -> tuple[tuple[str, int], ...]:
+    """The parameters of a function that it writes into: their names, and their places among the positional ones."""
     parameters = list(inspect.signature(function).parameters)
     return tuple((name, parameters.index(name)) for name in _WRITTEN if name in parameters)
 
@@ -174,7 +175,7 @@ def refuse_half_targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, 
         getattr(getattr(target, "value", None), "dtype", None) in HALF_DTYPES
         for target in written(function, args, kwargs)
     ):
-        names = " or ".join(name for name, _ in _written_places(function))
+        names = " or ".join(name for name, _ in written_places(function))
         raise TypeError(
             f"{function.__name__} was given a 16-bit tensor to write to, and clamp has no kernel that does: "
             f"pass a float32 tensor, or call it without {names}"

@@ -75,6 +75,17 @@ def test_no_16_bit_input_goes_past_the_wrapper(queue: cl.CommandQueue, dtype: st
             assert stand_in(wide, out=None, y=found) == ("passed" if dtype == "float32" else "wrapped")
 
 
+def test_what_writes_into_an_argument_goes_by_the_wrapper(queue: cl.CommandQueue) -> None:
+    def function(x: Tensor, axis: int, out: Tensor | None = None, *, more: int = 0) -> str:
+        return "passed"
+
+    stand_in = StandIn(function, lambda wrapped, instance, args, kwargs: "wrapped", passes=True)
+    x, out = to_device(queue, [1.0]), to_device(queue, [0.0])
+    with no_casts():
+        assert stand_in(x, 1) == stand_in(x, axis=1, out=None) == stand_in(x, 1, more=2) == "passed"
+        assert stand_in(x, 1, out) == stand_in(x, 1, out=out) == stand_in(x=x, axis=1, out=out) == "wrapped"
+
+
 def test_a_keyword_that_netcls_function_does_not_have_is_its_error(queue: cl.CommandQueue) -> None:
     x = to_device(queue, [[1.0]])
     with amp.init() as handle, handle.disable_casts(), pytest.raises(TypeError, match="tape"):
