@@ -14,8 +14,12 @@
 // A task is one panel of one chunk, or one chunk; a work-item does tasks_per_item neighbouring tasks, because on
 // a CPU device a work-item that adds only a few numbers costs more in scheduling than in adding.
 //
+// sum_row may also add up an axis outside: x is [parts][outer][rows] then, channels of images say, and a task adds its
+// rows of all parts.
+//
 //   X_T, Y_T    storage types: f32, f16 or bf16
-//   rows, inner extents of x; per_chunk rows a chunk; chunks chunks an outer index; tasks how many in all
+//   rows, inner extents of x; per_chunk rows a chunk; chunks chunks an outer index; tasks how many in all;
+//               part_stride elements from part to part
 
 #define PANEL 64  // columns a task: long enough a run of memory in every row, four accumulators of 16
 
@@ -51,20 +55,26 @@ __kernel void sum_rows(__global const STORAGE(X_T) *restrict x, __global STORAGE
 
 #ifdef SUM_ROW
 __kernel void sum_row(__global const STORAGE(X_T) *restrict x, __global STORAGE(Y_T) *restrict y, const ulong rows,
-                      const ulong per_chunk, const ulong chunks, const ulong tasks, const ulong tasks_per_item) {
+                      const ulong per_chunk, const ulong chunks, const ulong tasks, const ulong tasks_per_item,
+                      const ulong parts, const ulong part_stride) {
     size_t task = (size_t)get_global_id(0) * tasks_per_item;
     const size_t last = min(task + tasks_per_item, (size_t)tasks);
     for (; task < last; task++) {
         const size_t first = (task % chunks) * per_chunk;
-        size_t i = task / chunks * rows + first;
-        const size_t end = i + min((size_t)per_chunk, (size_t)rows - first);
-        float16 sums[4];
-        const size_t lines = (end - i) / 64;
-        sum_64_columns(x, i, lines, 64, sums); // the row as lines of 64
-        for (i += lines * 64; i + 16 <= end; i += 16) sums[0] += LOAD16(X_T, x, i);
+        const size_t count = min((size_t)per_chunk, (size_t)rows - first);
+        const size_t lines = count / 64;
+        size_t from = task / chunks * rows + first;
+        float16 total = 0.0f;
         float rest = 0.0f;
-        for (; i < end; i++) rest += LOAD(X_T, x, i);
-        STORE(Y_T, sum16((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest, y, task);
+        for (size_t part = 0; part < parts; part++, from += part_stride) {
+            float16 sums[4];
+            sum_64_columns(x, from, lines, 64, sums); // the row as lines of 64
+            size_t i = from + lines * 64;
+            for (; i + 16 <= from + count; i += 16) sums[0] += LOAD16(X_T, x, i);
+            for (; i < from + count; i++) rest += LOAD(X_T, x, i);
+            total += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        }
+        STORE(Y_T, sum16(total) + rest, y, task);
     }
 }
 #endif

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyopencl as cl
 
@@ -20,8 +20,11 @@ SUM_ROWS = Kernel("reduce_to_shape.cl", "sum_rows")
 
 _PANEL = 64  # columns a task of the kernel sum_rows
 _FEW = 4096  # elements below which cutting an axis into chunks costs more than it brings
-_FEW_ON_CPU = 2**16  # the same where a launch takes as long as a core adds 100,000 numbers
+_FEW_ON_CPU = 2**17  # the same where a launch takes as long as a core adds 100,000 numbers
+_MOST_PARTS = 256  # whose sums are added one after the other
+_MOST_AT_ONCE = 2**21  # elements: of more, a second launch costs nothing, and rows in the order of memory are faster
 
+Axes: TypeAlias = tuple[tuple[int, bool], ...]  # extent, and whether it is summed
 
 _plans = Prepared(4096)
 
@@ -42,9 +45,14 @@ def sum_to_shape(x: Tensor, shape: tuple[int, ...], out_dtype: str) -> Tensor:
     """
     if x.shape == shape:
         return cast(x, out_dtype)
-    steps = _steps(tuple(x.shape), tuple(shape))
-    for index, (outer, rows, inner) in enumerate(steps):
-        x = sum_axis(x, outer, rows, inner, out_dtype if index == len(steps) - 1 else "float32")
+    axes = _axes(tuple(x.shape), tuple(shape))
+    if 0 < x.size <= _MOST_AT_ONCE and _at_once(x.queue, axes):
+        (parts, _), (outer, _), (rows, _) = axes
+        x = _sum_pass(x, outer, rows, 1, out_dtype, parts)
+    else:
+        steps = _steps(axes)
+        for index, (outer, rows, inner) in enumerate(steps):
+            x = sum_axis(x, outer, rows, inner, out_dtype if index == len(steps) - 1 else "float32")
     return bridge.view(cast(x, out_dtype), shape)
 
 
@@ -70,8 +78,8 @@ def sum_axis(x: Tensor, outer: int, rows: int, inner: int, out_dtype: str) -> Te
     return _sum_pass(x, outer, rows, inner, out_dtype)
 
 
-def _sum_pass(x: Tensor, outer: int, rows: int, inner: int, out_dtype: str) -> Tensor:
-    key = (x.context.int_ptr, x.dtype, out_dtype, outer, rows, inner)
+def _sum_pass(x: Tensor, outer: int, rows: int, inner: int, out_dtype: str, parts: int = 1) -> Tensor:
+    key = (x.context.int_ptr, x.dtype, out_dtype, outer, rows, inner, parts)
     plan = _plans.known.get(key) or _make_plan(x.queue, key)
     bound, y_shape, y_dtype, chunks = plan
     y = bridge.empty(x.queue, y_shape, y_dtype)
@@ -80,19 +88,19 @@ def _sum_pass(x: Tensor, outer: int, rows: int, inner: int, out_dtype: str) -> T
 
 
 def _make_plan(queue: cl.CommandQueue, key: tuple[Any, ...]) -> tuple[Any, ...]:
-    _, x_dtype, out_dtype, outer, rows, inner = key
-    device = capabilities(queue)
-    items_wanted = device.compute_units * (4 if device.is_cpu else 512)
+    _, x_dtype, out_dtype, outer, rows, inner, parts = key
+    device, items_wanted = capabilities(queue), _items_wanted(queue)
     panels = -(-inner // _PANEL)
     few = _FEW_ON_CPU if device.is_cpu else _FEW
-    chunks = min(-(-items_wanted // (outer * panels)), rows * min(inner, _PANEL) // few)
+    chunks = min(-(-items_wanted // (outer * panels)), rows * min(inner, _PANEL) // few) if parts == 1 else 1
     per_chunk = -(-rows // max(chunks, 1))
     chunks = -(-rows // per_chunk)
     tasks = outer * panels * chunks
     tasks_per_item = max(1, min(tasks // (4 * items_wanted), 4096))
     y_dtype = out_dtype if chunks == 1 else "float32"
-    kernel, extents = (SUM_ROW, (rows,)) if inner == 1 else (SUM_ROWS, (rows, inner))
-    arguments = (*extents, per_chunk, chunks, tasks, tasks_per_item)
+    share = (per_chunk, chunks, tasks, tasks_per_item)
+    kernel = SUM_ROW if inner == 1 else SUM_ROWS
+    arguments = (rows, *share, parts, outer * rows) if inner == 1 else (rows, inner, *share)
     items = -(-tasks // tasks_per_item)
     types = {"X_T": bridge.STORAGE[x_dtype], "Y_T": bridge.STORAGE[y_dtype]}
     section = {kernel.name.upper(): 1}
@@ -110,13 +118,26 @@ def _fold(rows: int, inner: int) -> int:
     return fold
 
 
+def _items_wanted(queue: cl.CommandQueue) -> int:
+    device = capabilities(queue)
+    return device.compute_units * (4 if device.is_cpu else 512)
+
+
+def _at_once(queue: cl.CommandQueue, axes: Axes) -> bool:
+    """Whether one launch sums the axes outside and inside of one that stays, as of the channels of images: the axis
+    keeps every core busy, and there are not so many parts that their sums want levels."""
+    if [summed for _, summed in axes] != [True, False, True] or not capabilities(queue).is_cpu:
+        return False
+    return axes[0][0] <= _MOST_PARTS and axes[1][0] >= _items_wanted(queue)
+
+
 @lru_cache(maxsize=4096)
-def _steps(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """The passes ``(outer, rows, inner)`` that sum ``source`` to ``target``, the longest axis first."""
+def _axes(source: tuple[int, ...], target: tuple[int, ...]) -> Axes:
+    """The axes of ``source``, neighbours of one kind merged."""
     padded = (1,) * (len(source) - len(target)) + target
     if len(padded) != len(source) or any(t not in (s, 1) for s, t in zip(source, padded, strict=True)):
         raise ValueError(f"cannot sum a tensor of shape {source} to {target}: {target} does not broadcast to it")
-    axes: list[tuple[int, bool]] = []  # (extent, summed), neighbours of one kind merged
+    axes: list[tuple[int, bool]] = []
     for s, t in zip(source, padded, strict=True):
         if s == 1:
             continue
@@ -124,7 +145,13 @@ def _steps(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[int, 
             axes[-1] = (axes[-1][0] * s, s != t)
         else:
             axes.append((s, s != t))
-    steps = []
+    return tuple(axes)
+
+
+@lru_cache(maxsize=4096)
+def _steps(all_axes: Axes) -> list[tuple[int, int, int]]:
+    """The passes ``(outer, rows, inner)`` that sum all axes to be summed, the longest one first."""
+    axes, steps = list(all_axes), []
     while any(summed for _, summed in axes):
         k = max((k for k, (_, summed) in enumerate(axes) if summed), key=lambda k: axes[k][0])
         extents = [extent for extent, _ in axes]
