@@ -43,7 +43,8 @@ _SHORTENING = ("-D_OPENCL_H_", "-DDECLARE_BUILTINS")
 
 Finish: TypeAlias = Callable[[bytes], bytes]
 
-_own_call = cl.Kernel.__call__  # what stands there while nobody watches launches
+# What stands there while nobody watches launches.
+_own_call, _own_enqueue = cl.Kernel.__call__, cl.enqueue_nd_range_kernel
 
 _lock = threading.Lock()  # around the two tables, never around a build
 _programs: dict[tuple[Any, ...], Built] = {}
@@ -114,7 +115,7 @@ class Launch:
             raise TypeError(
                 f"a launch of {self._known_as.function_name} leaves {len(self._set)} open, got {len(given)}"
             )
-        if launches_are_watched():
+        if cl.Kernel.__call__ is not _own_call:
             changing = iter(given)
             args = [next(changing) if arg is ... else arg for arg in self._args]
             self._known_as(queue, self._global_size, self._local_size, *args)
@@ -127,12 +128,12 @@ class Launch:
         """The launch without anything of Python's around it, for when nobody watches; None if arguments change."""
         if self._set:
             return None
-        return partial(cl.enqueue_nd_range_kernel, queue, self._kernel, self._global_size, self._local_size)
+        return partial(_own_enqueue, queue, self._kernel, self._global_size, self._local_size)
 
 
 def launches_are_watched() -> bool:
-    """Whether somebody has put something in the place of ``cl.Kernel.__call__``, to see what is launched."""
-    return cl.Kernel.__call__ is not _own_call
+    """Whether somebody has put something in the place of pyopencl's launches, to see what is launched."""
+    return cl.Kernel.__call__ is not _own_call or cl.enqueue_nd_range_kernel is not _own_enqueue
 
 
 class Prepared(threading.local):

@@ -584,6 +584,36 @@ def test_threads_have_recordings_of_their_own(queue: cl.CommandQueue) -> None:
         np.testing.assert_array_equal(one, expected)
 
 
+@pytest.mark.parametrize(("owner", "name"), [(cl.Kernel, "__call__"), (cl, "enqueue_nd_range_kernel")])
+def test_who_watches_launches_sees_all_of_a_replay_and_none_later(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    run, seen = Run(queue), list[Any]()
+    step, batch = amp.record(clears_first(run)), [to_device(queue, x) for x in (BATCHES[0], TARGETS[0])]
+    original = getattr(owner, name)
+
+    def watcher(*args: Any) -> Any:
+        seen.append(args)
+        return original(*args)
+
+    def launches_of(call: Callable[..., Any]) -> int:
+        seen.clear()
+        call(*batch)
+        return len(seen)
+
+    for _ in range(3):  # runs, runs with the optimizer's state, is recorded
+        step(*batch)
+    with monkeypatch.context() as watching:
+        watching.setattr(owner, name, watcher)
+        first = launches_of(step)  # the first replay prepares its launches
+        assert launches_of(step) == first > 5
+    assert launches_of(step) == 0
+    with monkeypatch.context() as watching:
+        watching.setattr(owner, name, watcher)
+        assert launches_of(step) == first
+    assert step.recordings == 1
+
+
 def test_two_functions_share_a_model(queue: cl.CommandQueue) -> None:
     kept = []
     for recorded in (False, True):
