@@ -65,16 +65,25 @@ __kernel void sum_row(__global const STORAGE(X_T) *restrict x, __global STORAGE(
         const size_t lines = count / 64;
         size_t from = task / chunks * rows + first;
         float16 total = 0.0f;
-        float rest = 0.0f;
-        for (size_t part = 0; part < parts; part++, from += part_stride) {
-            float16 sums[4];
-            sum_64_columns(x, from, lines, 64, sums); // the row as lines of 64
-            size_t i = from + lines * 64;
-            for (; i + 16 <= from + count; i += 16) sums[0] += LOAD16(X_T, x, i);
-            for (; i < from + count; i++) rest += LOAD(X_T, x, i);
-            total += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        float total_rest = 0.0f;
+        for (size_t part = 0; part < parts;) { // in the levels of LONG_SUM
+            const size_t stop = min(part + RUN_TERMS, (size_t)parts);
+            float16 block = 0.0f;
+            float block_rest = 0.0f;
+            for (; part < stop; part++, from += part_stride) {
+                float16 sums[4];
+                sum_64_columns(x, from, lines, 64, sums); // the row as lines of 64
+                size_t i = from + lines * 64;
+                for (; i + 16 <= from + count; i += 16) sums[0] += LOAD16(X_T, x, i);
+                float rest = 0.0f;
+                for (; i < from + count; i++) rest += LOAD(X_T, x, i);
+                block += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+                block_rest += rest;
+            }
+            total += block;
+            total_rest += block_rest;
         }
-        STORE(Y_T, sum16(total) + rest, y, task);
+        STORE(Y_T, sum16(total) + total_rest, y, task);
     }
 }
 #endif

@@ -21,7 +21,7 @@ SUM_ROWS = Kernel("reduce_to_shape.cl", "sum_rows")
 _PANEL = 64  # columns a task of the kernel sum_rows
 _FEW = 4096  # elements below which cutting an axis into chunks costs more than it brings
 _FEW_ON_CPU = 2**17  # the same where a launch takes as long as a core adds 100,000 numbers
-_MOST_PARTS = 256  # whose sums are added one after the other
+_MOST_PARTS = 256  # that one task adds up
 _MOST_AT_ONCE = 2**21  # elements: of more, a second launch costs nothing, and rows in the order of memory are faster
 
 Axes: TypeAlias = tuple[tuple[int, bool], ...]  # extent, and whether it is summed
@@ -125,7 +125,7 @@ def _items_wanted(queue: cl.CommandQueue) -> int:
 
 def _at_once(queue: cl.CommandQueue, axes: Axes) -> bool:
     """Whether one launch sums the axes outside and inside of one that stays, as of the channels of images: the axis
-    keeps every core busy, and there are not so many parts that their sums want levels."""
+    keeps every core busy."""
     if [summed for _, summed in axes] != [True, False, True] or not capabilities(queue).is_cpu:
         return False
     return axes[0][0] <= _MOST_PARTS and axes[1][0] >= _items_wanted(queue)

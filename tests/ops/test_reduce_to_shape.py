@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from clamp.ops.reduce_to_shape import sum_to_shape
+from clamp.ops.reduce_to_shape import _sum_pass, sum_to_shape
 from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -95,6 +95,27 @@ def test_any_broadcast_shape(queue: cl.CommandQueue, data: st.DataObject) -> Non
 def test_the_same_tensor_comes_back_when_nothing_is_to_do(queue: cl.CommandQueue, dtype: str) -> None:
     x = to_device(queue, np.ones((3, 4)), dtype)
     assert sum_to_shape(x, (3, 4), dtype) is x
+
+
+@pytest.mark.parametrize(("parts", "outer", "rows"), [(1, 3, 70), (3, 2, 5), (7, 5, 67), (130, 2, 3), (2, 9, 131)])
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_parts_around_an_axis_are_added_in_one_launch(
+    queue: cl.CommandQueue, dtype: str, parts: int, outer: int, rows: int
+) -> None:
+    values = quantize(np.random.default_rng(parts).standard_normal((parts, outer, rows)), dtype).astype(np.float64)
+    result = _sum_pass(to_device(queue, values, dtype), outer, rows, 1, "float32", parts)
+    np.testing.assert_allclose(to_numpy(result), values.sum((0, 2)), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(("parts", "rows"), [(256, 15), (256, 16), (256, 31), (100, 79)])
+def test_terms_that_are_alike_do_not_round_the_same_way(
+    queue: cl.CommandQueue, simulated: bool, parts: int, rows: int
+) -> None:
+    outer = 2 if simulated else 16
+    x = to_device(queue, np.full((parts, outer, rows), 0.1))
+    np.testing.assert_allclose(
+        to_numpy(sum_to_shape(x, (outer, 1), "float32")).ravel(), parts * rows * float(np.float32(0.1)), rtol=3e-6
+    )
 
 
 def test_half_sums_do_not_overflow_or_stall(queue: cl.CommandQueue) -> None:
