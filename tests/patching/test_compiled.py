@@ -183,6 +183,29 @@ def test_bare_captures_and_two_graphs_side_by_side(queue: cl.CommandQueue) -> No
 
 
 @pytest.mark.parametrize("new_buffers", [False, True])
+def test_a_graph_follows_memory_that_a_replay_of_its_capture_has_followed(
+    queue: cl.CommandQueue, new_buffers: bool
+) -> None:
+    with init():
+        weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+        x = to_device(queue, np.ones((1, 4)))
+        graph = CompiledGraph([weight])
+        with graph:
+            out = ag.matmul_op(ag.tensor(x), ag.tensor(weight, requires_grad=True))
+        graph.compile([x])
+        graph.replay([x])
+        weight.buffer = Parameter.from_host(queue, np.full((4, 4), 10.0, np.float32)).buffer
+        if new_buffers:
+            graph.capture.replay_with_new_buffers({})
+        else:
+            graph.capture.replay()
+        np.testing.assert_array_equal(to_numpy(out.value), np.full((1, 4), 40.0))
+        x.write(np.full((1, 4), 2.0, np.float32))
+        graph.replay([x])
+        np.testing.assert_array_equal(to_numpy(out.value), np.full((1, 4), 80.0))
+
+
+@pytest.mark.parametrize("new_buffers", [False, True])
 def test_a_replay_ends_what_was_derived_from_the_memory_that_it_writes(
     queue: cl.CommandQueue, new_buffers: bool
 ) -> None:

@@ -87,6 +87,7 @@ class _Recording:
         self._pools: dict[int, Pool] = {}
         self._kept: list[tuple[PersistentBufferPool, Any]] = []  # memory of others that nobody else uses any more
         self._addresses: set[Any] | None = None  # of all memory in the launches; None until they are known
+        self._moves = 0
         self._undo: list[tuple[Any, str, Any]] = []
         self._before: list[Seen] = []  # the tensors that there were when it began
         self._modules: ModuleNotes | None = None  # while it is under way
@@ -134,17 +135,17 @@ class _Recording:
         for pool, handle in released:
             pool.release(handle)
 
-    def rebind(self) -> bool:
+    def rebind(self) -> int:
         """Before a replay that fits: lets the launches find the tensors that have got other memory since.
 
         Returns:
-            Whether there were any.
+            How often there were any so far: who holds launches of an earlier time looks at them again.
         """
         capture = self._capture()
-        moved = capture is not None and dependencies_of(capture).residents.follow()
-        if moved:
+        if capture is not None and dependencies_of(capture).residents.follow():
+            self._moves += 1
             self._note_addresses()
-        return moved
+        return self._moves
 
     def refuse(self, why: str) -> None:
         """Raises RuntimeError; an attempt is given up instead, and what it was to record just runs on."""

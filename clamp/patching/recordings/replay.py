@@ -75,7 +75,8 @@ class Plan:
             {at: places[where] for at, arg in enumerate(launch.args) if (where := address_of(arg)) in places}
             for launch in capture._launches
         ]
-        self._steps: list[_Step] = []  # made by the first replay
+        self._steps: list[_Step] = []  # made by the first replay, and whenever memory has moved
+        self._moves: int | None = None  # until then
         read = {index for found in self._found for index in found.values()}
         for index in set(places.values()) & set(range(len(inputs))) - read:
             raise ValueError(
@@ -128,9 +129,11 @@ class Plan:
 
     def launch(self, inputs: Sequence[Tensor], moved: Sequence[Tensor] = ()) -> None:
         """Replays with inputs that fit, and with what lies elsewhere now."""
-        if self._recording.rebind() or not self._steps:
+        moves = self._recording.rebind()
+        if moves != self._moves:
             launches = zip(self._capture._launches, self._found, strict=True)
             self._steps = [_step_of(launch, found) for launch, found in launches]
+            self._moves = moves
         buffers, watched = [x.buffer for x in (*inputs, *moved)], launches_are_watched()
         with replaying():
             for run, queue, indices, unchanged, sync in self._steps:
