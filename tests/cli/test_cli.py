@@ -221,8 +221,21 @@ def test_bench_writes_what_it_has_after_each_case(
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
-@pytest.mark.parametrize(("work", "affinity"), [("cast", "1"), ("first-step", "0")])
-def test_bench_starts_over_in_the_environment_that_timings_need(tmp_path: Path, work: str, affinity: str) -> None:
+def test_bench_starts_over_in_the_environment_that_timings_need(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    environment = {name: value for name, value in os.environ.items() if name != "POCL_AFFINITY"}
+    environment["OPENBLAS_NUM_THREADS"] = "2"
+    command = [sys.executable, "-m", "clamp", *TINY, "--only", "cast", "--no-peers", "--json", str(file)]
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    assert json.loads(file.read_text())["environment"] == {"POCL_AFFINITY": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("works", "affinity"), [("cast", "1"), ("first-step", "0"), ("small,first-step", "0"), ("small,gemm", "1")]
+)
+def test_steps_of_small_networks_are_timed_on_threads_that_are_not_pinned(
+    tmp_path: Path, works: str, affinity: str
+) -> None:
     seen = tmp_path / "seen.json"
     (tmp_path / "sitecustomize.py").write_text(
         "import json, os, pathlib, sys\n"
@@ -232,7 +245,7 @@ def test_bench_starts_over_in_the_environment_that_timings_need(tmp_path: Path, 
     )
     environment = {name: value for name, value in os.environ.items() if name != "POCL_AFFINITY"}
     environment |= {"OPENBLAS_NUM_THREADS": "2", "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "clamp", "bench", "--only", work, "--device", "no such device"]
+    command = [sys.executable, "-m", "clamp", "bench", "--only", works, "--device", "no such device"]
     assert subprocess.run(command, env=environment, stderr=subprocess.DEVNULL).returncode == 2
     assert json.loads(seen.read_text()) == [affinity, "1"]
 
