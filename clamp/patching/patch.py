@@ -18,7 +18,7 @@ from clamp.bridge import user_wrappers
 from clamp.bridge.user_wrappers import is_users
 from clamp.casting.policy import CastPolicy, Entry, PolicyTable
 from clamp.functions import OWNED
-from clamp.patching import collectives, engine, layers, pools  # noqa: F401  (for what they meet)
+from clamp.patching import collectives, engine, layers, pools, probes  # noqa: F401  (for what they meet)
 from clamp.patching.bindings import Bindings
 from clamp.patching.meets import REPLACEMENTS, WRAPPERS
 from clamp.patching.netcl_names import listen, module_of, netcl_modules, owner_of, when_imported
