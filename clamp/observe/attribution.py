@@ -50,9 +50,7 @@ class Attribution:
             self._vigil = None
 
     def _skipped(self, trace: Trace, report: StepReport) -> None:
-        trace.name()
-        self.last = explain(trace, report)
-        trace.let_go()
+        self.last = _explained(trace, report)
 
     def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
         """What is known of the last skipped step, or of the last one if that was done with a loss of inf or nan; with
@@ -67,14 +65,10 @@ class Attribution:
         return self._as_reported_now(self.last)
 
     def _of_bad_loss(self) -> Explanation | None:
-        met = None if self._vigil is None else self._vigil.bad_loss()
-        if met is None:
-            return None
-        trace, report = met
-        trace.name()
-        found = explain(trace, report)
-        trace.let_go()
-        return found
+        found: list[Explanation] = []
+        if self._vigil is not None:
+            self._vigil.look_at_loss(lambda trace, report: found.append(_explained(trace, report)))
+        return found[0] if found else None
 
     def _is_old(self, known: Explanation, skipped: StepReport) -> bool:
         """Whether a step has been done between the one that is explained and the last skipped one: that one is another
@@ -145,7 +139,11 @@ def explain_step(step: Callable[[], Any], skipped: StepReport | None = None) -> 
             raise NothingSeenError
         if trace.scaler is not None:
             trace.scale = scales.get(id(trace.scaler), trace.scaler.scale)
-        trace.name()
-        found = explain(trace, skipped)
-        trace.let_go()
+        return _explained(trace, skipped)
+
+
+def _explained(trace: Trace, report: StepReport | None) -> Explanation:
+    trace.name()
+    found = explain(trace, report)
+    trace.let_go()
     return found

@@ -61,7 +61,10 @@ def explain(trace: Trace, report: StepReport | None) -> Explanation:
         return not_seen(report)
     origin = find_origin(trace)
     if origin is None and trace.is_cut:
-        why = "The ops of the last pass are finite; those of passes before it were more than memory is held for."
+        why = (
+            "The ops of the last pass are finite; those of passes before it are gone: a replay writes where the one "
+            "before it wrote, and no more is held than a quarter of the memory."
+        )
         return Explanation(report, "unseen", why, "handle.explain(step)  # of the pass that went wrong")
     if origin is None:
         why = "Every result and every gradient of its ops is finite."

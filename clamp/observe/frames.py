@@ -103,14 +103,12 @@ class Trace:
         frames: they are.
         scale: the loss scale of the step.
         scaler: whose it is; None where the loss was not scaled.
-        is_recorded: whether its tensors are a recording's, which each replay writes anew.
         is_cut: whether ops of earlier passes were let go.
     """
 
     frames: list[Frame]
     scale: float = 1.0
     scaler: LossScale | None = None
-    is_recorded: bool = False
     is_cut: bool = False
 
     @property
@@ -120,9 +118,7 @@ class Trace:
         return list({id(value): value for value in all_values}.values())
 
     def let_go(self) -> None:
-        """Holds no memory of the device any more, but for a recording's."""
-        if self.is_recorded:
-            return
+        """Holds no memory of the device any more."""
         for frame in self.frames:
             frame.again = frame.call = None
         for value in self.values:

@@ -162,7 +162,7 @@ class Journal:
             _set(values, pending)
         if not self._measured:
             self._measure()
-        return Trace(self.frames, scaler=self._scaler, is_recorded=bool(self._measured))
+        return Trace(self.frames, scaler=self._scaler)
 
     def _measurable(self) -> list[Value]:
         values = distinct(value for frame in self.frames for value in (*frame.inputs, *frame.outputs, *frame.parents))

@@ -7,7 +7,8 @@ What is held lives as long anyway: the loss keeps its graph until the loop has a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from clamp.casting.regions import no_casts
 from clamp.observe.backward_again import gradients_of
 from clamp.observe.frames import FORWARD, Frame, Trace, Value
 from clamp.observe.place import Trail, place_of, trail
-from clamp.opencl.recording import host_step, recorder, unrecorded
+from clamp.opencl.recording import host_step, moved, recorder, unrecorded
 from clamp.ops.statistics import statistics_of
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import is_scaled
@@ -63,7 +64,7 @@ class _Step(threading.local):
     """The step that a thread is in: what it has seen of it.
 
     Attributes:
-        is_recorded: whether it was a replay, or is being recorded.
+        moved: of replays, the tensors that they were recorded with, each with the one in its place.
         is_cut: whether ops of earlier passes were let go.
         report: of the last ``optimizer.step()``, after which the next op is one of the next step; None before any.
     """
@@ -75,7 +76,8 @@ class _Step(threading.local):
         """Another one begins."""
         self.ops: list[_Op] = []
         self.passes: list[_Pass] = []
-        self.is_recorded = self.is_cut = False
+        self.moved: list[tuple[Tensor, Tensor]] = []
+        self.is_cut = False
         self.report: StepReport | None = None
 
 
@@ -128,31 +130,50 @@ class Vigil:
             self._keep_within_limit()
 
     def _replayed(self, ops: list[_Op], passes: list[_Pass]) -> None:
-        """A recorded pass has been run: what it read and gave lies in the recording's memory."""
+        """A recorded pass has been run: what it gave lies in the recording's memory, what it read is this replay's."""
         step = self._step
         if step.report is not None:
             step.forget()
+        if ops and any(one is ops[0] for one in step.ops):  # of the same recording: what those gave is overwritten
+            step.forget()
+            step.is_cut = True
         before = len(step.ops)
         step.ops = [*step.ops, *ops]
         step.passes += [one._replace(ops=one.ops + before) for one in passes]
-        step.is_recorded = True
+        step.moved += moved()
 
     def stepped(self, report: StepReport) -> None:
         """See ``Observer``."""
         if not report.stepped:
-            self._on_trace(self._trace(report.scale_before), report)
+            with self._in_replays_memory():
+                self._on_trace(self._trace(report.scale_before), report)
         self._step.report = report  # but another optimizer may step on the same passes
 
-    def bad_loss(self) -> tuple[Trace, StepReport | None] | None:
-        """The forward ops of this thread's last step, measured, if it was not skipped and its loss is inf or nan, with
-        its report, if there is one yet; else None. Waits for the device."""
+    def look_at_loss(self, on_trace: Callable[[Trace, StepReport | None], None]) -> None:
+        """Hands on the forward ops of this thread's last step, measured, and its report, if there is one yet: if it was
+        not skipped and its loss is inf or nan. Waits for the device."""
         report = self._step.report
         if report is not None and not report.stepped:
-            return None
+            return
         losses = [one.loss for one in self._step.passes if _is_measurable(one.loss)]
-        with unrecorded():
-            found = statistics_of(losses, histogram=False)
-        return (self._trace(1.0, backward=False), report) if any(x.infs or x.nans for x in found) else None
+        with self._in_replays_memory():
+            with unrecorded():
+                found = statistics_of(losses, histogram=False)
+            if any(x.infs or x.nans for x in found):
+                on_trace(self._trace(1.0, backward=False), report)
+
+    @contextmanager
+    def _in_replays_memory(self) -> Iterator[None]:
+        """Inside the ``with``, tensors that a recording was made with are those that its replay was given: a gradient
+        function that is run again reads these."""
+        recorded = {id(one): (one, one.buffer) for one, _ in self._step.moved}
+        try:
+            for one, now in self._step.moved:
+                one.buffer = now.buffer
+            yield
+        finally:
+            for one, buffer in recorded.values():
+                one.buffer = buffer
 
     def _keep_within_limit(self) -> None:
         """Lets the ops of earlier passes go if they hold too much: those of the last one live anyway."""
@@ -182,7 +203,7 @@ class Vigil:
             frame = Frame(op.op, FORWARD, place_of(op.trail), read, [value(op.gave)], wanted, again=op.again)
             frame.outputs[0].made_by = frame.outputs[0].made_by or frame
             forward.append(frame)
-        trace = Trace(forward, scale, is_recorded=self._step.is_recorded, is_cut=self._step.is_cut)
+        trace = Trace(forward, scale, is_cut=self._step.is_cut)
         with no_casts(), unrecorded():
             for one in self._step.passes if backward else ():
                 trace.scaler = one.scaler

@@ -8,7 +8,7 @@ step, which runs among the launches, in its place, when it is recorded and again
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.undo: list[Callable[[], Any]] = []  # what an error in the replay that is under way calls
+        self.moved: tuple[Sequence[Any], Sequence[Any]] = (), ()  # of the replay that is under way: see moved()
 
 
 _thread = _Thread()
@@ -107,9 +108,14 @@ def undone_by_error(undo: Callable[[], Any]) -> Iterator[None]:
 
 
 @contextmanager
-def replaying() -> Iterator[None]:
-    """Around a replay."""
+def replaying(recorded: Sequence[Any], now: Sequence[Any]) -> Iterator[None]:
+    """Around a replay.
+
+    Args:
+        recorded, now: tensors that it was recorded with, and those whose memory it uses in place of theirs.
+    """
     outer, _thread.undo = _thread.undo, []
+    outer_moved, _thread.moved = _thread.moved, (recorded, now)
     try:
         yield
     except BaseException:
@@ -117,7 +123,12 @@ def replaying() -> Iterator[None]:
             undo()
         raise
     finally:
-        _thread.undo = outer
+        _thread.undo, _thread.moved = outer, outer_moved
+
+
+def moved() -> list[tuple[Any, Any]]:
+    """In a replay, the tensors that it was recorded with, each with the one whose memory it uses in place of theirs."""
+    return list(zip(*_thread.moved, strict=True))
 
 
 class HostValue:

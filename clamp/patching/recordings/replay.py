@@ -60,6 +60,7 @@ class Plan:
         self._dependencies = dependencies_of(capture)
         self._thread = threading.get_ident()
         self._inputs = [(tuple(x.shape), x.dtype, x.queue) for x in inputs]
+        self._recorded = [*inputs, *moving]
         self._together = shared_memory(inputs)
         self._trained = [(index, x) for index, x in enumerate(inputs) if bridge.is_trained(x)]
         state = list(state)
@@ -134,8 +135,9 @@ class Plan:
             launches = zip(self._capture._launches, self._found, strict=True)
             self._steps = [_step_of(launch, found) for launch, found in launches]
             self._moves = moves
-        buffers, watched = [x.buffer for x in (*inputs, *moved)], launches_are_watched()
-        with replaying():
+        now = [*inputs, *moved]
+        buffers, watched = [x.buffer for x in now], launches_are_watched()
+        with replaying(self._recorded, now):
             for run, queue, indices, unchanged, sync in self._steps:
                 if unchanged is None or watched:
                     run(queue, *[buffers[index] for index in indices])
