@@ -22,7 +22,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel, Launch, Prepared
 from clamp.ops.launch import index_type, launch, pieces_for, span_for
-from clamp.ops.scalars import saturated
+from clamp.ops.scalars import at_least, at_most, bounds, saturated
 
 ELEMENTWISE = Kernel("elementwise.cl", "elementwise")
 
@@ -55,9 +55,9 @@ OPS: dict[str, tuple[int, int]] = {
     "where_grad_a": (2, 0), "where_grad_b": (2, 0),
 }  # fmt: skip
 
-#: Functions whose result may be one of their numbers as it is. Those are held in the result's type (scalars.py);
-#: what the others do with a number is arithmetic, or a comparison, in float32.
-_PICKS = frozenset({"where", "maximum", "minimum", "clamp"})
+#: Functions whose result may be one of their numbers as it is: how those are held in the result's type. What the others
+#: do with a number is arithmetic, or a comparison, in float32.
+_HOLD = {"where": saturated, "maximum": at_least, "minimum": at_most}
 
 _INPUT_STORAGE = bridge.STORAGE | {"int32": "i32", "int": "i32"}
 
@@ -99,7 +99,7 @@ def elementwise(
     key: list[Any] = [op, out_dtype, len(parameters)]
     arguments: list[Any] = []
     tensor = None
-    held = out_dtype if op in _PICKS else "float32"
+    hold = _HOLD.get(op)
     for operand in operands:
         if isinstance(operand, Tensor):
             tensor = operand
@@ -107,7 +107,7 @@ def elementwise(
             arguments.append(operand.buffer)
         else:
             key.append("arg")
-            arguments.append(saturated(operand, held))
+            arguments.append(saturated(operand, "float32") if hold is None else hold(operand, out_dtype))
     if tensor is None:
         raise ValueError(f"{op} needs at least one tensor")
     queue = tensor.queue
@@ -118,7 +118,11 @@ def elementwise(
     if plan.bound is not None:
         plan.bound(queue, *arguments, y.buffer)
     elif plan.kernel is not None:
-        numbers = [saturated(parameter, held) for parameter in parameters]
+        numbers: Sequence[float]
+        if op in ("clamp", "clamp_grad"):  # a gradient passes where the forward did, which read and stored x's dtype
+            numbers = bounds(*parameters, out_dtype if op == "clamp" else tensor.dtype)
+        else:
+            numbers = [saturated(parameter, "float32") for parameter in parameters]
         plan.kernel(queue, *plan.sizes, *arguments, y.buffer, *numbers, *plan.layout)
     return y
 

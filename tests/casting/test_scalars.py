@@ -34,6 +34,18 @@ def largest(dtype: str) -> float:
     return float(ml_dtypes.finfo(NUMPY[dtype]).max)
 
 
+def inside(bound: float, dtype: str, up: bool) -> float:
+    """The number of a dtype that is next to a bound, on the side that it leaves."""
+    stored = np.float64(np.asarray(bound, np.float32).astype(NUMPY[dtype]))
+    if dtype == "float32" or (stored >= bound if up else stored <= bound):
+        return float(stored)
+    step = np.asarray(stored).astype(NUMPY[dtype])
+    bits = step.view(np.uint16)
+    away = (stored > 0) == up if stored else True  # the magnitude grows
+    nearest = (bits + np.uint16(1) if away else bits - np.uint16(1)).view(NUMPY[dtype])
+    return float(nearest)
+
+
 def node(queue: cl.CommandQueue, values: Any, dtype: str) -> Node:
     return ag.tensor(to_device(queue, np.asarray(values, np.float64), dtype), requires_grad=True)
 
@@ -63,12 +75,18 @@ WAYS: dict[str, tuple[float, Fill]] = {
 }  # fmt: skip
 
 
+#: those that keep what they return within a number
+BOUNDING = ("clamp", "clip", "hard_tanh", "elementwise.clamp", "maximum", "minimum")
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_finite_number_stays_finite(queue: cl.CommandQueue, dtype: str, way: str) -> None:
     start, fill_with = WAYS[way]
     for fill in FINITE:
         number = -1e308 if isinstance(fill, int) and fill < -(10**300) else float(fill)  # float() refuses it
         held = max(number, -largest(dtype))  # in the type, then rounded to it
+        if way.startswith(BOUNDING) and way != "clamp, one bound":
+            held = inside(held, dtype, up=way != "minimum")
         out = to_numpy(fill_with(node(queue, [[start] * 5], dtype), fill).value)
         np.testing.assert_array_equal(out, np.asarray(held).astype(NUMPY[dtype]), err_msg=repr(fill)[:20])
     for fill in (-np.inf, -2.0):
@@ -100,6 +118,48 @@ def test_clipped_gradients_pass_between_the_bounds_that_were_given(queue: cl.Com
     x = node(queue, [-np.inf, -60000.0, 0.0, 60000.0, np.inf], dtype)
     ag.sum(ag.clamp(x, -1e9, 1e9)).backward()
     assert to_numpy(x.grad).tolist() == [0, 1, 1, 1, 0]
+
+
+#: functions that keep their result within bounds: of a node, between two numbers
+WITHIN: dict[str, Callable[[Node, float, float], Any]] = {
+    "clamp": lambda x, low, high: ag.clamp(x, low, high),
+    "clip": lambda x, low, high: ag.clip(x, low, high),
+    "hard_tanh": lambda x, low, high: ag.hard_tanh(x, min_val=low, max_val=high),
+    "maximum, minimum": lambda x, low, high: ag.minimum(high, ag.maximum(x, low)),
+    "minimum, maximum": lambda x, low, high: ag.maximum(low, ag.minimum(x, high)),
+    "elementwise": lambda x, low, high: ag.tensor(
+        tensor_ops.hard_tanh(tensor_ops.clamp(x.value, low, np.inf), -np.inf, high)
+    ),
+}
+
+
+@pytest.mark.parametrize("half", HALF_DTYPES)
+@pytest.mark.parametrize("way", WITHIN)
+def test_what_lies_between_bounds_in_16_bits_lies_between_those_that_were_given(
+    queue: cl.CommandQueue, way: str, half: str
+) -> None:
+    values = np.array([-np.inf, -3, -0.3, -1e-3, 0, 1e-7, 0.1, 0.2, 0.9999, 1, 2.5, 6e4, np.inf])
+    rng = np.random.default_rng(0)
+    pairs = np.sort(rng.standard_normal((12, 2)) * 10.0 ** rng.integers(-6, 4, (12, 1)), axis=1).tolist()
+    with amp.init(dtype=half):
+        for low, high in [(1e-4, 1 - 1e-4), (-0.1, 0.1), (1e-10, 6.001), (-2.001, -1e-3), (-1e9, 1e9), *pairs]:
+            x = node(queue, values, half)
+            out = WITHIN[way](x, low, high)
+            got, held = to_numpy(out.value).astype(np.float64), to_numpy(x.value).astype(np.float64)
+            assert ((got >= low) & (got <= high)).all(), (low, high)
+            np.testing.assert_array_equal(got[(held >= low) & (held <= high)], held[(held >= low) & (held <= high)])
+            if way != "elementwise":
+                ag.sum(out).backward()
+                np.testing.assert_array_equal(to_numpy(x.grad) != 0, (held >= low) & (held <= high))
+
+
+def test_bounds_with_no_number_between_them_are_the_nearest(queue: cl.CommandQueue) -> None:
+    with amp.init():
+        x = node(queue, [-1.0, 0.1, 1.0], "float16")
+        out = ag.clamp(x, 0.1, 0.1)
+        ag.sum(out).backward()
+    assert to_numpy(out.value).tolist() == [np.float16(0.1)] * 3
+    assert to_numpy(x.grad).tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("half", HALF_DTYPES)
