@@ -252,6 +252,44 @@ def test_modules_train_and_infer(queue: cl.CommandQueue, name: str, dtype: str, 
         close(to_numpy(other), out, tolerance)
 
 
+#: with one head
+WITHOUT_BIAS: dict[str, Callable[[cl.CommandQueue], Any]] = {
+    "MultiheadAttention": lambda queue: MultiheadAttention(E, 1, bias=False, queue=queue),
+    "CausalSelfAttention": lambda queue: CausalSelfAttention(E, 1, bias=False, queue=queue),
+    "CausalSelfAttention, no mask": lambda queue: CausalSelfAttention(E, 1, causal=False, bias=False, queue=queue),
+    "RotaryAttention": lambda queue: RotaryAttention(E, 1, qk_norm=False, queue=queue),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("form", ["node", "bare", "no_grad"])
+@pytest.mark.parametrize("name", WITHOUT_BIAS)
+def test_scores_beyond_float16_before_they_are_scaled(
+    queue: cl.CommandQueue, name: str, form: str, dtype: str, level: str
+) -> None:
+    """q k^T is 160,000 where a token meets itself and 0 elsewhere: every token attends to itself alone."""
+    module = WITHOUT_BIAS[name](queue)
+    large, one = 400 * np.eye(E, dtype=np.float32), np.eye(E, dtype=np.float32)
+    weights = {"q_proj": large, "k_proj": large, "v_proj": one, "qkv": np.hstack([large, large, one])}
+    for part in {"q_proj", "k_proj", "v_proj", "qkv", "out_proj", "proj"} & vars(module).keys():
+        getattr(module, part).weight.write(weights.get(part, one))
+    x = np.eye(T, E)[None].astype(np.float32)
+    with amp.init(dtype=dtype, level=level), Tape() as tape:
+        if form == "no_grad":
+            with ag.no_grad():
+                out = apply(module, to_device(queue, x))
+        else:
+            out = apply(module, to_device(queue, x) if form == "bare" else ag.tensor(to_device(queue, x)))
+        if form == "node":
+            tape.backward(ag.sum(out))
+            assert all(np.isfinite(to_numpy(parameter.grad)).all() for parameter in parameters_of(module))
+    if name == "RotaryAttention":  # a token is turned by its place, and is no longer at right angles to the others
+        assert np.isfinite(to_numpy(out.value)).all()
+    else:
+        np.testing.assert_allclose(to_numpy(out.value), x)
+
+
 def test_gradients_of_a_decoder_block_against_differences_of_its_loss(queue: cl.CommandQueue) -> None:
     with amp.init(dtype="float32"):
         _, grads = trained(queue, "DecoderBlock")
