@@ -12,7 +12,7 @@ result is stored in the dtype that the caller names::
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,7 +57,7 @@ OPS: dict[str, tuple[int, int]] = {
 
 #: Functions whose result may be one of their numbers as it is: how those are held in the result's type. What the others
 #: do with a number is arithmetic, or a comparison, in float32.
-_HOLD = {"where": saturated, "maximum": at_least, "minimum": at_most}
+_HOLD: dict[str, Callable[[float, str], float]] = {"where": saturated, "maximum": at_least, "minimum": at_most}
 
 _INPUT_STORAGE = bridge.STORAGE | {"int32": "i32", "int": "i32"}
 

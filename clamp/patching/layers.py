@@ -35,8 +35,8 @@ def gelu(wrapped: Any, instance: Any, /, x: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------- attention
-# Scores are stored in 16 bits, and netcl's layers multiply them by 1 / sqrt(d) only then: 131072, to be 32768, is infinite.
-# The scale goes onto the queries first, as it does in flash_attention.
+# Scores are stored in 16 bits, and netcl's layers multiply them by 1 / sqrt(d) only then: 131072, to be 32768, would be
+# infinite. The scale goes onto the queries first, as it does in flash_attention.
 
 
 @meets("netcl.nn.layers.MultiheadAttention.forward")
