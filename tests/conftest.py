@@ -250,6 +250,7 @@ def queue(request: pytest.FixtureRequest) -> cl.CommandQueue:
     """A command queue of the device under test, which has been probed: no test counts what a probe launches."""
     made = _QUEUES[request.param]
     bool(capabilities(made).dot_bf16)
+    bool(capabilities(made).amx)
     return made
 
 

@@ -21,7 +21,7 @@ from clamp import amp, bridge
 from clamp.bridge import Tensor
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator
 from clamp.cli.gain import SECONDS, sentence
-from clamp.opencl import child_process
+from clamp.opencl import amx, child_process
 from clamp.opencl.device import NoDeviceError, capabilities, intel_cpu_runtime, list_devices
 from clamp.opencl.proofs import RIGHT
 from clamp.ops import attention
@@ -102,6 +102,9 @@ def _facts(device: cl.Device) -> Iterator[tuple[str, str]]:
     yield "cl_khr_fp16", "listed" if "cl_khr_fp16" in device.extensions else "not listed (clamp does not need it)"
     yield "GEMM kernel", kernels
     yield from matrix_units
+    if found.is_cpu and amx.is_listed("bfloat16"):
+        missing = amx.why_not(device, "bfloat16", anew=True)
+        yield "AMX", f"NOT used: {missing}" if missing else "right"
     yield "vector width", f"{found.float_vector_width} floats"
     yield "work-group", f"up to {found.max_work_group} work-items, {found.local_memory_bytes // 1024} KiB local memory"
     yield "context", _fate_of_a_context(device)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pyopencl as cl
 
+from clamp.opencl import amx
 from clamp.opencl.processor import host_cpu_flags, host_cpu_vendor
 from clamp.opencl.program import Kernel, KernelBuildError
 from clamp.opencl.recording import unrecorded
@@ -156,6 +157,8 @@ class Capabilities:
             Zen 4). Intel's run it at half that rate: 187 against 281 and 153 against 245 GFLOP/s were measured on two
             Xeons, one of which hid its matrix units (AMX). The vendor tells, not a timing, because results must not
             depend on what else the machine was doing.
+        amx: the processor's matrix unit (AMX) multiplies bfloat16, and float16 in two parts, right, in this process.
+        amx_fp16: it multiplies float16 as it is.
         compute_capability: NVIDIA's number (major, minor) for what instructions its GPU has; (0, 0) of other devices.
         gfx: the same of AMD's GPUs, (11, 0) of a gfx1100; (0, 0) of other devices.
         dpas: whether an Intel GPU lists its matrix instruction.
@@ -171,6 +174,8 @@ class Capabilities:
     float_vector_width: int
     dot_bf16: bool | Probe
     fast_dot_bf16: bool
+    amx: bool | Probe = False
+    amx_fp16: bool | Probe = False
     compute_capability: tuple[int, int] = (0, 0)
     gfx: tuple[int, int] = (0, 0)
     dpas: bool = False
@@ -215,6 +220,8 @@ def _probed(queue: cl.CommandQueue) -> Capabilities:
         float_vector_width=device.native_vector_width_float,
         dot_bf16=has_dot_bf16 and Probe(partial(_has_dot_bf16, device)),
         fast_dot_bf16=has_dot_bf16 and host_cpu_vendor() == "AuthenticAMD",
+        amx=is_cpu and _has_amx(device, "bfloat16"),
+        amx_fp16=is_cpu and _has_amx(device, "float16"),
         compute_capability=_compute_capability(device),
         gfx=_gfx(device),
         dpas=_DPAS in device.extensions.split(),
@@ -227,6 +234,10 @@ def _has_dot_bf16(device: cl.Device) -> bool:
     context = cl.Context([device])
     with unrecorded():
         return _probe(cl.CommandQueue(context, device), DOT_BF16)
+
+
+def _has_amx(device: cl.Device, dtype: str) -> bool | Probe:
+    return amx.is_listed(dtype) and Probe(lambda: not amx.why_not(device, dtype))
 
 
 def _exchange(queue: cl.CommandQueue) -> str:

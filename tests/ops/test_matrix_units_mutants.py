@@ -156,14 +156,14 @@ BARRIERS = [
 ]
 
 
-def mutant_of(patch: pytest.MonkeyPatch, file: str, old: str, new: str) -> Kernel:
+def mutant_of(patch: pytest.MonkeyPatch, file: str, old: str, new: str, kernel: str = "gemm") -> Kernel:
     """A kernel with one piece of its source replaced."""
     source = program.source
     text = source(file)
     assert text.count(old) == 1, old
     name = f"{file} with {new}"  # programs are kept by their file's name
     patch.setattr(program, "source", lambda file: text.replace(old, new) if file == name else source(file))
-    return Kernel(name, "gemm")
+    return Kernel(name, kernel)
 
 
 @pytest.mark.parametrize(

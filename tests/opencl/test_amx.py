@@ -1,0 +1,134 @@
+"""The matrix unit of x86 processors: its instructions in assembly and in plain C, and who may use them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyopencl as cl
+import pytest
+
+from clamp.opencl import amx, device, proofs
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import Kernel
+from tests.ops.test_matrix_units_mutants import mutant_of
+from tests.scripts import run_script
+
+DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+
+
+@DTYPES
+def test_plain_c_computes_right(queue: cl.CommandQueue, dtype: str) -> None:
+    assert amx.computes_right(dtype, queue, emulate=True)
+
+
+@pytest.fixture
+def amx_queue(queue: cl.CommandQueue) -> cl.CommandQueue:
+    if not capabilities(queue).amx:
+        pytest.skip("needs a processor with AMX, and its tile registers")
+    return queue
+
+
+def _numbers(kind: str) -> np.ndarray:
+    """Bits of 2 x 2 parts of 32 x 64 numbers."""
+    random = np.random.default_rng(7)
+    bits = random.integers(0, 1 << 16, (2, 2, 32, 64), dtype=np.uint16)
+    if kind == "subnormal results":  # numbers around 2^-63
+        return bits & 0x81FF | 0x2000
+    finite = bits & 0xBFFF  # below 2
+    if kind == "some not finite":
+        finite[..., :4, :] = bits[..., :4, :]
+    return finite
+
+
+@pytest.mark.parametrize("kind", ["some not finite", "finite", "subnormal results"])
+def test_plain_c_has_the_bits_of_the_instruction(amx_queue: cl.CommandQueue, kind: str) -> None:
+    a, b = _numbers(kind)
+    real, emulated = (amx.multiplied(amx_queue, a, b, "bfloat16", emulate=emulate) for emulate in (False, True))
+    assert np.array_equal(np.isnan(real), np.isnan(emulated))
+    same = real.view(np.uint32) == emulated.view(np.uint32)
+    assert np.all(same | np.isnan(real))
+    assert np.isfinite(real).any()
+
+
+#: What is wrong, and the pieces of source: one of both builds, of the assembly alone, or of plain C alone.
+MUTANTS = [
+    ("sums are not cleared", "if (resume)", "if (1)", "assembly"),
+    ("sums are never resumed", "if (resume)", "if (0)", "assembly"),
+    ("the lower rows are the upper", "a1 = a0 + 16 * a_row;", "a1 = a0 + 15 * a_row;", "assembly"),
+    ("the right columns are the left",
+     "HIGH_B LOAD_B(6, b, 0) LOAD_B(7, b, 1)", "HIGH_B LOAD_B(6, b, 0) LOAD_B(7, b, 0)", "assembly"),
+    ("a product of parts is missing", "STEP LOW_A LOW_B FOUR_DOTS", "STEP LOW_A LOW_B", "assembly"),
+    ("b stays where it is", 'LINE("addq %[b_step], %[b]")', "", "assembly"),
+    ("tiles of sums change places", "X(1, 64) X(2, 2048)", "X(2, 64) X(1, 2048)", "assembly"),
+    ("sums are not cleared", "i < SUMS && !resume", "i < 0 && !resume", "plain C"),
+    ("pairs are in the other order", "fma((float16)(a_even[k])", "fma((float16)(a_odd[k])", "plain C"),
+    ("the right columns are the left", "b + tile % 2 * 64, b_row", "b, b_row", "plain C"),
+    ("a product of parts is missing", "    four_dots(sums, a, a_row, b_low, b_row);", "", "plain C"),
+]  # fmt: skip
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(("old", "new", "build"), [pytest.param(*m[1:], id=f"{m[0]}, {m[3]}") for m in MUTANTS])
+def test_a_mutant_computes_something_else(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, old: str, new: str, build: str
+) -> None:
+    if build == "assembly" and not capabilities(queue).amx:
+        pytest.skip("needs a processor with AMX, and its tile registers")
+    mutant: Kernel = mutant_of(monkeypatch, amx.PROBE.file, old, new, amx.PROBE.name)
+    emulate = build == "plain C"
+    assert amx.computes_right("bfloat16", queue, emulate=emulate)
+    assert not amx.computes_right("bfloat16", queue, kernel=mutant, emulate=emulate)
+
+
+def _forbid(*args: object, **options: object) -> None:
+    raise AssertionError("nobody should have asked")
+
+
+@pytest.mark.parametrize(
+    ("flags", "refusal", "verdict", "why"),
+    [
+        ({"amx_tile", "amx_int8"}, None, None, "does not list amx_bf16"),
+        ({"amx_tile", "amx_bf16"}, "no tiles today", None, "no tiles today"),
+        ({"amx_tile", "amx_bf16"}, "", {"bfloat16": "wrong numbers"}, "wrong numbers"),
+        ({"amx_tile", "amx_bf16"}, "", {}, "could not be tried"),
+        ({"amx_tile", "amx_bf16"}, "", {"bfloat16": proofs.RIGHT}, ""),
+    ],
+)
+def test_it_is_used_where_listed_granted_and_right(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, flags: set[str], refusal: str | None,
+    verdict: dict[str, str] | None, why: str,
+) -> None:  # fmt: skip
+    """None: nobody may ask."""
+    monkeypatch.setattr(amx, "host_cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(amx, "refusal_of_tiles", _forbid if refusal is None else lambda: refusal)
+    monkeypatch.setattr(proofs, "verdicts", _forbid if verdict is None else lambda *args, **options: verdict)
+    reason = amx.why_not(queue.device, "bfloat16")
+    assert why in reason
+    assert bool(why) == bool(reason)
+    found = device._probed(queue)
+    assert bool(found.amx) == (found.is_cpu and not why)
+    assert not found.amx_fp16
+
+
+_SMALL_STACK = """
+import ctypes
+import pyopencl as cl
+import clamp
+from clamp.opencl import amx
+from clamp.opencl.device import capabilities
+
+class Stack(ctypes.Structure):
+    _fields_ = [("sp", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+context = cl.create_some_context(interactive=False)
+queue = cl.CommandQueue(context)
+memory = ctypes.create_string_buffer(8192)
+stack = Stack(ctypes.addressof(memory), 0, len(memory))
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0  # a driver has set up one of its own
+print(bool(capabilities(queue).amx), amx.why_not(queue.device, "bfloat16"))
+"""
+
+
+def test_a_small_signal_stack_means_no_matrix_unit(amx_queue: cl.CommandQueue) -> None:
+    printed = run_script(amx_queue, "-c", _SMALL_STACK)
+    assert printed.startswith("False")
+    assert "sigaltstack" in printed
