@@ -68,11 +68,10 @@ def why_not(device: cl.Device, dtype: str, *, anew: bool = False) -> str:
     return "" if verdict == proofs.RIGHT else verdict
 
 
-def computes_right(dtype: str, queue: cl.CommandQueue, *, kernel: Kernel = PROBE, emulate: bool = False) -> bool:
+def computes_right(dtype: str, queue: cl.CommandQueue, *, emulate: bool = False) -> bool:
     """Whether products of small integers are right, over memory and registers that held others.
 
     Args:
-        kernel: like ``PROBE``.
         emulate: tries the same in plain C, which needs no such processor.
 
     Raises:
@@ -81,14 +80,12 @@ def computes_right(dtype: str, queue: cl.CommandQueue, *, kernel: Kernel = PROBE
     parts = 2 if dtype == "bfloat16" else 1
     numbers = np.random.default_rng(0)
     a, b = (numbers.integers(-7, 8, (parts, _SIDE, _K)) for _ in range(2))
-    found = multiplied(queue, _bits(a, dtype), _bits(b, dtype), dtype, kernel=kernel, emulate=emulate)
+    found = multiplied(queue, _bits(a, dtype), _bits(b, dtype), dtype, emulate=emulate)
     whole = a.sum(0) @ b.sum(0).T
     return np.array_equal(found, np.stack([whole, whole, whole, a[0] @ b[0].T]))
 
 
-def multiplied(
-    queue: cl.CommandQueue, a: Bits, b: Bits, dtype: str, *, kernel: Kernel = PROBE, emulate: bool = False
-) -> NDArray[np.float32]:
+def multiplied(queue: cl.CommandQueue, a: Bits, b: Bits, dtype: str, *, emulate: bool = False) -> NDArray[np.float32]:
     """Sums (4, 32, 32): the rows of a by those of b, in the four ways of the kernel; the last by upper parts alone.
 
     Args:
@@ -105,7 +102,7 @@ def multiplied(
     buffers = [
         cl.Buffer(queue.context, flags, hostbuf=np.ascontiguousarray(x)) for x in (a_panel, b_panel, offsets, found)
     ]
-    kernel(queue, (1,), (1,), *buffers, PROBE_AMX=1, PARTS=parts, DOT_F16=int(dtype == "float16"), EMULATE=int(emulate))
+    PROBE(queue, (1,), (1,), *buffers, PROBE_AMX=1, PARTS=parts, DOT_F16=int(dtype == "float16"), EMULATE=int(emulate))
     cl.enqueue_copy(queue, found, buffers[-1])
     return found
 

@@ -8,8 +8,7 @@ import pytest
 
 from clamp.opencl import amx, device, proofs
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import Kernel
-from tests.ops.test_matrix_units_mutants import mutant_of
+from tests.mutants import write_wrong
 from tests.scripts import run_script
 
 DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -73,10 +72,10 @@ def test_a_mutant_computes_something_else(
 ) -> None:
     if build == "assembly" and not capabilities(queue).amx:
         pytest.skip("needs a processor with AMX, and its tile registers")
-    mutant: Kernel = mutant_of(monkeypatch, amx.PROBE.file, old, new, amx.PROBE.name)
     emulate = build == "plain C"
     assert amx.computes_right("bfloat16", queue, emulate=emulate)
-    assert not amx.computes_right("bfloat16", queue, kernel=mutant, emulate=emulate)
+    write_wrong(monkeypatch, amx.PROBE.file, old, new)
+    assert not amx.computes_right("bfloat16", queue, emulate=emulate)
 
 
 def _forbid(*args: object, **options: object) -> None:

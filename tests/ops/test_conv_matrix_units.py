@@ -11,9 +11,7 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Tensor
-from clamp.opencl import program
 from clamp.opencl.device import capabilities
-from clamp.opencl.program import Kernel
 from clamp.ops import conv as ops
 from clamp.ops.conv import engines, proof
 from clamp.ops.conv.engines import MATRIX_UNITS
@@ -170,44 +168,3 @@ def test_what_32_bits_do_not_count_is_left_to_another_engine(queue: cl.CommandQu
 
     assert unit.fits(problem(2047 - 1))
     assert not unit.fits(problem(2048))
-
-
-# ------------------------------------------------------------------------------------------------------ mutants
-
-_SMALL = Case(2, 3, 5, (5, 7), (3, 3), pad=(1, 1))
-_STRIDED = Case(2, 3, 5, (7, 9), (3, 3), (2, 2), (1, 1), groups=2)
-
-#: What is wrong, the piece of source and what replaces it, and a case that shows it.
-MUTANTS = [
-    ("columns wrap a position late", "if (++p.q == g.columns)", "if (++p.q == g.columns + 1)", _SMALL),
-    ("images are not changed", "            p.n++;", "            ;", _SMALL),
-    ("the row above is not the edge", "row >= 0 && row <", "row <", _SMALL),
-    ("the column behind is not the edge", "column < (int)g.width", "column <= (int)g.width", _SMALL),
-    ("columns begin a stride late", "column = p.q * g.stride_x", "column = (p.q + 1) * g.stride_x", _SMALL),
-    ("weights lie where k says", "weights[row + taps[k + e].s3]", "weights[row + k + e]", _STRIDED),
-    ("what is fetched is stored unswizzled",
-     "(stage)[A_PIECES + piece_of(i, TILE_K, B_LINE, THREADS).place]",
-     "(stage)[A_PIECES + get_local_id(0) + i * THREADS]", _SMALL),
-    ("groups share an image", "    image += group * image_group;\n    const matrix_t", "    const matrix_t", _STRIDED),
-    ("results of a remainder lie together", "(m + row) * t.plane + p.r * t.row + p.q * t.column;", "0;", _STRIDED),
-    ("every slice begins with the first", "begin = matrix % slices * slice, end", "begin = 0, end", _STRIDED),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("old", "new", "case"), [pytest.param(*mutant[1:], id=mutant[0]) for mutant in MUTANTS])
-def test_a_mutant_computes_something_else(
-    queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch, old: str, new: str, case: Case
-) -> None:
-    if simulated:
-        pytest.skip("what is wrong shows on any device, and some of it is an access out of bounds")
-    unit, source = UNITS["mma"], program.source
-    text = source("conv_mma.cl")
-    assert text.count(old) == 1, old
-    name = f"conv_mma.cl with {new}"  # programs are kept by their file's name
-    monkeypatch.setattr(program, "source", lambda file: text.replace(old, new) if file == name else source(file))
-    mutant = Emulated(unit, _PLANS["mma"], 2, AT_ONCE)
-    kernels = {"conv": Kernel(name, "conv"), "weight_grad": Kernel(name, "weight_grad")}
-    mutant._unit = MatrixConv(**(vars(unit) | kernels))
-    monkeypatch.setattr(engines, "ENGINES", (mutant,))
-    with pytest.raises(AssertionError, match="values of float16 differ"):
-        check(queue, case, "emulated", with_bias=False)
