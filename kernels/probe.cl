@@ -63,13 +63,13 @@ __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void group_sums(__globa
 #ifdef PROBE_AMX
 #include "amx.clh"
 
-// Two steps of a panel of A by one of B, in every way of amx.clh: at once, one after the other, by addresses, and upper
-// parts alone. Before each the sums and the registers hold what `sums` held.
+// Two steps of a panel of A by one of B, in every way of amx.clh: at once, one after the other, by addresses of B, and
+// of A, and upper parts alone. Before each the sums and the registers hold what `sums` held.
 __kernel ONE_WORK_ITEM void amx(__global const uchar *a, __global const uchar *b, __global const ulong *offsets,
                                 __global float *sums) {
     float tile[SUMS] __attribute__((aligned(64)));
     begin_tiles();
-    for (uint way = 0; way < 4; way++, sums += SUMS) {
+    for (uint way = 0; way < 5; way++, sums += SUMS) {
         for (uint i = 0; i < SUMS; i++) tile[i] = sums[i];
         multiply(a, PANEL_A_ROW, STEP_BYTES, b, tile, 2, 1);
         if (way == 0) {
@@ -79,6 +79,8 @@ __kernel ONE_WORK_ITEM void amx(__global const uchar *a, __global const uchar *b
             multiply(a + STEP_BYTES, PANEL_A_ROW, STEP_BYTES, b + STEP_BYTES, tile, 1, 1);
         } else if (way == 2) {
             multiply_at(a, b, b + PART_BYTES, PANEL_B_ROW, offsets, tile, 2, 0);
+        } else if (way == 3) {
+            multiply_rows(a, PANEL_A_ROW, offsets, b, tile, 2, 0);
         } else {
 #if PARTS == 2
             multiply_high(a, PANEL_A_ROW, STEP_BYTES, b, tile, 2, 0);

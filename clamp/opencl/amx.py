@@ -23,7 +23,7 @@ from clamp.opencl.proofs import Trial
 Bits: TypeAlias = NDArray[np.uint16]
 
 PROBE = Kernel("probe.cl", "amx")
-_WAYS = 4  # in which the kernel multiplies
+_WAYS = 5  # in which the kernel multiplies
 _STEPS, _SIDE, _K = 2, 32, 64
 
 #: Trials by what is multiplied, and the flags of a processor that can.
@@ -82,11 +82,11 @@ def computes_right(dtype: str, queue: cl.CommandQueue, *, emulate: bool = False)
     a, b = (numbers.integers(-7, 8, (parts, _SIDE, _K)) for _ in range(2))
     found = multiplied(queue, _bits(a, dtype), _bits(b, dtype), dtype, emulate=emulate)
     whole = a.sum(0) @ b.sum(0).T
-    return np.array_equal(found, np.stack([whole, whole, whole, a[0] @ b[0].T]))
+    return np.array_equal(found, np.stack([whole, whole, whole, whole, a[0] @ b[0].T]))
 
 
 def multiplied(queue: cl.CommandQueue, a: Bits, b: Bits, dtype: str, *, emulate: bool = False) -> NDArray[np.float32]:
-    """Sums (4, 32, 32): the rows of a by those of b, in the four ways of the kernel; the last by upper parts alone.
+    """Sums (5, 32, 32): the rows of a by those of b, in the five ways of the kernel; the last by upper parts alone.
 
     Args:
         a, b: bits (parts, 32, 64) of numbers; of float16 (``dtype``) 1 part, of bfloat16 2.

@@ -58,6 +58,7 @@ MUTANTS = [
     ("a product of parts is missing", "STEP LOW_A LOW_B FOUR_DOTS", "STEP LOW_A LOW_B", "assembly"),
     ("b stays where it is", 'LINE("addq %[b_step], %[b]")', "", "assembly"),
     ("tiles of sums change places", "X(1, 64) X(2, 2048)", "X(2, 64) X(1, 2048)", "assembly"),
+    ("the lower rows are the upper, by addresses", "from1 = from + 16 * a_row,", "from1 = from,", "assembly"),
     ("sums are not cleared", "i < SUMS && !resume", "i < 0 && !resume", "plain C"),
     ("pairs are in the other order", "fma((float16)(a_even[k])", "fma((float16)(a_odd[k])", "plain C"),
     ("the right columns are the left", "b + tile % 2 * 64, b_row", "b, b_row", "plain C"),
