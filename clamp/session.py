@@ -19,8 +19,9 @@ from clamp.casting.regions import Region, check_dtype, depth
 from clamp.casting.results import RESULTS
 from clamp.handle import AmpHandle, NoOpHandle
 from clamp.opencl.device import list_devices
+from clamp.params import updates
 from clamp.params.gradient_marks import lost_bits, noted_elsewhere
-from clamp.params.masters import gathered, stepping
+from clamp.params.masters import gathered
 from clamp.patching.patch import Patches, Registration
 from clamp.scaling.loss_scale import LossScale, make_loss_scale
 from clamp.scaling.manual import ManualScaling
@@ -288,8 +289,7 @@ def _plain_step(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dic
         )
         RESULTS.stepped(StepReport(False, "inf or nan in gradients that a scaler has divided", 1.0))
         return None
-    with stepping(found):
-        done = wrapped(*args, **kwargs)
+    done = updates.make(optimizer, found, lambda: wrapped(*args, **kwargs))
     if not is_vouched(optimizer):
         RESULTS.stepped(StepReport(True, "", 1.0))
     return done

@@ -56,7 +56,7 @@ def optimizer_parameters(optimizer: Any) -> list[Tensor]:
 
 
 #: where netcl's optimizers keep arrays and buffers, by id of the parameter
-_HOST_STATE = ("velocity", "vel", "m", "v", "square_avg", "mom")
+HOST_STATE = ("velocity", "vel", "m", "v", "square_avg", "mom")
 _DEVICE_STATE = ("_v_buf", "_m_buf")
 
 
@@ -73,7 +73,7 @@ def is_state_by_parameter(name: str, value: Any, parameters: Container[int]) -> 
     """
     if not isinstance(value, MutableMapping):
         return False
-    known = name in _HOST_STATE or name in _DEVICE_STATE
+    known = name in HOST_STATE or name in _DEVICE_STATE
     return known or any(key in parameters for key in value) or any(isinstance(x, cl.Buffer) for x in value.values())
 
 
@@ -146,7 +146,7 @@ def add_missing_state(optimizer: Any) -> None:
     params = optimizer.params
     ids = {id(param) for param in params}
     kept = vars(optimizer)
-    for name in _HOST_STATE:
+    for name in HOST_STATE:
         state = kept.get(name)
         if state is not None and isinstance(state, MutableMapping) and not ids <= state.keys():
             for param in params:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import pyopencl as cl
 from netcl.core import transfer
-from netcl.optim import SGD, Adam, AdamW, Momentum, adamw
+from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp, adamw
 
 from clamp.bridge.masters import model_parameter
-from clamp.bridge.optimizers import fused_state, steps_as_one
-from clamp.bridge.tensors import Tensor, is_frozen
+from clamp.bridge.optimizers import HOST_STATE, fused_state, steps_as_one
+from clamp.bridge.tensors import Tensor, canonical_dtype, is_frozen
 
 Buffers: TypeAlias = list[Any]
+Piece: TypeAlias = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,14 @@ class Update:
     counted: int | None = None
 
 
-def has_netcls_step(optimizer: Any, step: Any) -> bool:
-    """Whether an optimizer is one of those that ``next_update`` knows, and ``step`` is netcl's own of its class."""
-    code = getattr(step, "__code__", None)
-    return type(optimizer) in _UPDATES and code is not None and code is _CODES.get(type(optimizer))
+def is_netcls_step(step: Any) -> bool:
+    """Whether ``step`` is that of one of netcl's optimizers, bound to one or to an optimizer derived from it."""
+    return id(getattr(step, "__code__", None)) in _STEPS
+
+
+def has_rule(optimizer: Any) -> bool:
+    """Whether ``next_update`` knows what an optimizer computes: not RMSProp, nor a class derived from netcl's."""
+    return type(optimizer) in _UPDATES
 
 
 def stepped(optimizer: Any) -> list[Tensor]:
@@ -60,11 +66,39 @@ def can_update(param: Tensor) -> bool:
     )
 
 
+def require_readable_gradient(optimizer: Any, param: Tensor) -> None:
+    """Raises where netcl's step could not read a parameter's gradient, or would read beyond its end.
+
+    Raises:
+        TypeError: it is no tensor, or netcl's kernel would take what is not float32 for it.
+        ValueError: it has another number of elements, or is not on the parameter's device.
+    """
+    grad, name = param.grad, f"{type(optimizer).__name__}.step()"
+    if not isinstance(grad, Tensor):
+        raise TypeError(f"{name}: a gradient is a {type(grad).__name__}: set param.grad to a netcl Tensor")
+    if param.backend != "cl":
+        if param.array is None or grad.array is None:
+            raise ValueError(f"{name}: a parameter on netcl's numpy backend, or its gradient, has no array")
+        return
+    reads_memory = isinstance(optimizer, SGD | Adam | AdamW)  # the others compute in numpy
+    for what, dtype in (("parameter", param.dtype), ("gradient", grad.dtype)) if reads_memory else ():
+        if canonical_dtype(dtype) != "float32":
+            raise TypeError(
+                f"{name}: the {what} of shape {tuple(param.shape)} is {dtype}, and netcl's optimizers step in float32: "
+                "cast it, Tensor.from_host(queue, x.to_host().astype(numpy.float32))"
+            )
+    if reads_memory and (grad.buffer is None or grad.size != param.size):
+        raise ValueError(
+            f"{name}: the gradient of shape {tuple(grad.shape)} of a parameter of shape {tuple(param.shape)} has "
+            f"{'no storage on its device' if grad.buffer is None else 'another number of elements'}"
+        )
+
+
 def next_update(optimizer: Any, params: Sequence[Tensor]) -> Update | None:
     """What an optimizer's next step computes. State that is missing is made; the optimizer does not count the step yet.
 
     Args:
-        optimizer: one that ``has_netcls_step``.
+        optimizer: one that ``has_rule``.
         params: those that ``stepped`` gives, which ``can_update``; at least one.
 
     Returns:
@@ -115,7 +149,7 @@ def _computes_as_numpy(queue: cl.CommandQueue) -> bool:
 
 def _adam(optimizer: Adam, params: Sequence[Tensor]) -> Update:
     for param in params:
-        if id(param) not in optimizer._m_buf:
+        if id(param) not in optimizer._m_buf or id(param) not in optimizer._v_buf:
             optimizer._m_buf[id(param)], optimizer._v_buf[id(param)] = _zeros(param), _zeros(param)
     return _adams("adam", optimizer, *_moments(optimizer, params))
 
@@ -127,13 +161,30 @@ def _adamw(optimizer: AdamW, params: Sequence[Tensor]) -> Update:
             for attribute, names in _KERNELS_OF_STEP.items():
                 vars(optimizer).setdefault(attribute, _BuiltWhenUsed(names))
             optimizer._fused_state = fused = optimizer._build_fused_state(list(params))
-        optimizer._flush_pending_moments()
+        _place_loaded(optimizer)
         kept = [fused["m_flat"], fused["v_flat"]]
         return _adams("adamw", optimizer, kept, lambda: [_parts(flat, fused) for flat in kept])
-    for param in params:
-        optimizer._ensure_moment_buffers(param)
-    optimizer._flush_pending_moments()
+    _make_moments(optimizer, params)
     return _adams("adamw", optimizer, *_moments(optimizer, params))
+
+
+def _make_moments(optimizer: AdamW, params: Sequence[Tensor]) -> None:
+    """Makes what AdamW keeps of parameters on the device, both of a parameter's or none, from what it has of them."""
+    for param in params:
+        key = id(param)
+        if not (key in optimizer._m_buf and key in optimizer._v_buf):
+            optimizer._m_buf[key], optimizer._v_buf[key] = (_placed(param, x[key]) for x in (optimizer.m, optimizer.v))
+    _place_loaded(optimizer)
+
+
+def _place_loaded(optimizer: AdamW) -> None:
+    """Puts moments that were loaded where the next step reads them; netcl would lose those that cannot be."""
+    loaded = optimizer._pending_moments
+    try:
+        optimizer._flush_pending_moments()
+    except BaseException:
+        optimizer._pending_moments = loaded
+        raise
 
 
 class _BuiltWhenUsed:
@@ -179,6 +230,11 @@ def _moments(optimizer: Adam | AdamW, params: Sequence[Tensor]) -> tuple[Buffers
     return [*first, *second], lambda: [first, second]
 
 
+def _placed(param: Tensor, array: Any) -> cl.Buffer:
+    flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
+    return cl.Buffer(param.context, flags, hostbuf=np.ascontiguousarray(array, np.float32))
+
+
 def _zeros(param: Tensor) -> cl.Buffer:
     buffer = cl.Buffer(param.context, cl.mem_flags.READ_WRITE, param.size * 4)
     cl.enqueue_fill_buffer(param.queue, buffer, np.zeros(1, np.float32), 0, param.size * 4)
@@ -196,7 +252,60 @@ def _code_of_step(cls: type) -> Any:
     return code if code.co_filename == sys.modules[cls.__module__].__file__ else None
 
 
-_CODES = {cls: _code_of_step(cls) for cls in _UPDATES}  # before any patch of clamp's
+_STEPS = {id(code): code for cls in (*_UPDATES, RMSProp) if (code := _code_of_step(cls))}  # before any patch of clamp's
+
+
+# ---------------------------------------------------------------------------------------------- steps of netcl's own
+
+
+def own_pieces(
+    own: Callable[..., Any], optimizer: Any, params: Sequence[Tensor], args: Sequence[Any]
+) -> list[tuple[Sequence[Tensor], Piece]]:
+    """netcl's own step in pieces, each with the parameters that it steps: it does, or leaves everything as it was. The
+    last one counts the step. State that is missing is made.
+
+    Args:
+        own: the step, and ``args`` its arguments.
+        params: those that ``stepped`` gives.
+    """
+    kept = vars(optimizer)
+    as_one = isinstance(optimizer, AdamW) and steps_as_one(optimizer)
+    if args or as_one or not isinstance(kept.get("params"), list):
+        return [(params, partial(_all_or_nothing, own, optimizer, params, args))]
+    if isinstance(optimizer, AdamW):
+        _make_moments(optimizer, [param for param in params if param.backend == "cl"])
+    pieces: list[tuple[Sequence[Tensor], Piece]] = [
+        ([param], partial(_step_one, own, optimizer, param)) for param in params
+    ]
+    return [*pieces, ([], partial(setattr, optimizer, "t", kept["t"] + 1))] if "t" in kept else pieces
+
+
+def _step_one(own: Callable[..., Any], optimizer: Any, param: Tensor) -> None:
+    """The step of a single parameter, which the optimizer does not count."""
+    kept = vars(optimizer)
+    before = {name: kept[name] for name in ("params", "t", "_fused_enabled") if name in kept}
+    kept["params"] = [param]
+    if "_fused_enabled" in before:
+        kept["_fused_enabled"] = False  # that of all of them is another computation
+    try:
+        _all_or_nothing(own, optimizer, (param,), ())
+    finally:
+        kept.update(before)
+
+
+def _all_or_nothing(own: Callable[..., Any], optimizer: Any, params: Sequence[Tensor], args: Any) -> None:
+    """Calls a step that writes to the device last; what it has changed on the host before an error is put back."""
+    kept = vars(optimizer)
+    numbers = {name: kept[name] for name in ("t", "_pending_moments") if name in kept}
+    states = [state for name, state in kept.items() if name in HOST_STATE and isinstance(state, MutableMapping)]
+    arrays = [(state, id(param), state[id(param)]) for state in states for param in params if id(param) in state]
+    try:
+        own(*args)
+    except BaseException:
+        kept.update(numbers)
+        for state, key, array in arrays:
+            state[key] = array
+        raise
 
 
 # ---------------------------------------------------------------------------------------------- arrays on the device
@@ -228,9 +337,11 @@ class DeviceArrays(MutableMapping[int, Any]):
 
     def __getitem__(self, key: int) -> Any:
         if key in self._buffers:
-            buffer, queue = self._buffers.pop(key)
-            self._arrays[key] = np.empty_like(self._arrays[key])
-            transfer.read(queue, self._arrays[key], buffer)
+            buffer, queue = self._buffers[key]
+            array = np.empty_like(self._arrays[key])
+            transfer.read(queue, array, buffer)
+            self._arrays[key] = array
+            del self._buffers[key]
         return self._arrays[key]
 
     def __setitem__(self, key: int, value: Any) -> None:

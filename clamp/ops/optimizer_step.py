@@ -5,7 +5,8 @@ kernels/optimizer_step.cl has the rules: those of netcl's optimizers, with the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,15 +76,17 @@ class MultiUpdate:
                 )  # fmt: skip
                 self._launches.append((members, launch))
 
-    def run(self, numbers: Sequence[np.generic], grads: Sequence[Tensor]) -> None:
-        """Enqueues the step; does not wait.
+    def pieces(self, numbers: Sequence[np.generic], grads: Sequence[Tensor]) -> list[Callable[[], None]]:
+        """What enqueues the step, a launch each, for ``in_turn``.
 
         Args:
             numbers: of the rule, in the order and of the types of the kernel.
             grads: float32, one for each parameter, of as many elements.
         """
-        for members, launch in self._launches:
-            launch(self._queue, *numbers, *[grads[index].buffer for index in members])
+        return [
+            partial(launch, self._queue, *numbers, *[grads[index].buffer for index in members])
+            for members, launch in self._launches
+        ]
 
 
 _CAST_SLOTS = 10

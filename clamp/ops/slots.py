@@ -1,8 +1,9 @@
-"""Launches over many tensors (kernels/slots.clh): how many a launch takes, and the tiles that it goes through."""
+"""Launches over many tensors (kernels/slots.clh): how many a launch takes, the tiles that it goes through, and what is
+done where some of several launches are made and one is not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -64,6 +65,24 @@ def open_slots(count: int, slots: int, tiles: Tiles) -> list[Any]:
     """Arguments of a launch that is bound: ``...`` for so many tensors, and any buffer for the slots left over, which
     have no tiles."""
     return [*[...] * count, *[tiles.table] * (slots - count)]
+
+
+def in_turn(pieces: list[Callable[[], Any]]) -> None:
+    """Runs what belongs together, each of which happens or raises, one after the other, and takes it off the list.
+
+    What the first ones have written cannot be undone: a later one that fails is tried once more. If that fails too, the
+    error is raised, and the list has what is left to be done. Where the first one fails, nothing has happened.
+    """
+    has_begun = False
+    while pieces:
+        try:
+            pieces[0]()
+        except Exception:
+            if not has_begun:
+                raise
+            pieces[0]()
+        del pieces[0]
+        has_begun = True
 
 
 def tiles_of(queue: cl.CommandQueue, sizes: tuple[int, ...]) -> Tiles:

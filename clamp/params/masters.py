@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 from clamp import bridge
@@ -202,7 +203,7 @@ def gather_all(optimizer: Any, found: Sequence[Pair]) -> None:
 
 @contextmanager
 def stepping(found: Sequence[Pair]) -> Iterator[None]:
-    """Around an optimizer's own ``step``: rewrites 16-bit parameters from their masters after it.
+    """Around an optimizer's own ``step``, which writes masters: ``rewriting`` after it brings parameters up to them.
 
     Args:
         found: what ``gathered`` returned.
@@ -210,15 +211,8 @@ def stepping(found: Sequence[Pair]) -> Iterator[None]:
     for master, model in found:
         bridge.freeze_like(master, model)
     _behind.update((id(master), model) for master, model in found)
-    try:
-        with bridge.without_write_back([master for master, _ in found]) if found else nullcontext():
-            yield
-    finally:
-        for master, model in found:
-            is_behind = _behind.pop(id(master), None) is not None
-            if is_behind and master.grad is not None and not bridge.has_frozen_mark(master):
-                write_back(master, model)
-        weights.clear()
+    with bridge.without_write_back([master for master, _ in found]) if found else nullcontext():
+        yield
 
 
 #: while their optimizer steps, 16-bit parameters that have not been rewritten yet, by id of their masters
@@ -233,10 +227,20 @@ def copies_of(stepped: Sequence[Tensor]) -> list[Copy | None]:
     return [None if model is None else Copy(model, not _keeps_precision(param)) for param, model in models]
 
 
-def were_rewritten(masters: Iterable[Tensor]) -> None:
-    """The 16-bit parameters of these masters were written as ``copies_of`` says."""
-    for master in masters:
+def were_rewritten(stepped: Iterable[Tensor]) -> None:
+    """Whoever steps these parameters writes the 16-bit ones as well, as ``copies_of`` says."""
+    for master in stepped if _behind else ():
         _behind.pop(id(master), None)
+
+
+def rewriting(stepped: Sequence[Tensor]) -> list[Callable[[], None]]:
+    """What rewrites the 16-bit parameters of these, whatever ``step`` has made of them, if nobody else does."""
+    pairs = [(master, _behind.pop(id(master), None)) for master in stepped]
+    return [
+        partial(write_back, master, model)
+        for master, model in pairs
+        if model is not None and master.grad is not None and not bridge.has_frozen_mark(master)
+    ]
 
 
 def write_back(master: Tensor, model: Tensor) -> None:
@@ -276,6 +280,20 @@ def gather(master: Tensor, model: Tensor) -> None:
     if grad is not None and grad.dtype in HALF_DTYPES:
         grad = widened(grad)
     _share_gradient(master, model, grad)
+
+
+def widen_gradients(params: Iterable[Tensor]) -> bool:
+    """Gives float32 parameters 16-bit gradients in float32, as their optimizer's step reads them; whether there were
+    any. A user's own may be of any dtype: ``p.grad = ag.matmul_op(...).value``."""
+    found = [param for param in params if _has_narrow_gradient(param)]
+    wide = {id(param.grad): widened(param.grad) for param in found}
+    for param in found:
+        param.grad = wide[id(param.grad)]
+    return bool(found)
+
+
+def _has_narrow_gradient(param: Tensor) -> bool:
+    return getattr(param.grad, "dtype", None) in HALF_DTYPES and param.dtype == "float32" and bridge.on_device(param)
 
 
 def widened(grad: Tensor) -> Tensor:

@@ -1,15 +1,16 @@
 """The steps of netcl's SGD, Momentum, Adam and AdamW, which update all parameters, and the 16-bit copies of those that
-are masters, in one launch for 100 of them.
+are masters, in one launch for 100 of them; and what holds for every optimizer's step: all of it is made or nothing.
 
 The bits are those of netcl's own step, and so is the state, which stays where netcl keeps it: ``state_dict``,
 checkpoints, schedulers, and netcl's step after AMP has ended, find what they would find. What is not as these launches
-need it (a class derived from netcl's, parameters that share memory, gradients of another dtype) is stepped by netcl.
+need it (RMSProp, a class derived from netcl's, parameters that share memory) is stepped by netcl, one by one.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from operator import is_
 from typing import Any, NamedTuple
@@ -19,7 +20,9 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.ops.optimizer_step import Copy, MultiUpdate
+from clamp.ops.slots import in_turn
 from clamp.params import masters
+from clamp.params.weight_cache import weights
 
 
 class _Prepared:
@@ -42,20 +45,22 @@ _prepared: weakref.WeakKeyDictionary[Any, _Prepared] = weakref.WeakKeyDictionary
 
 
 class Step:
-    """A step of an optimizer; called, it is made.
+    """A step of an optimizer of netcl's; called, it is made, all of it or nothing.
 
     Args:
-        own: netcl's step of its class.
-        optimizer: one that ``bridge.has_netcls_step``.
+        own: netcl's step, ``bridge.is_netcls_step``.
+        optimizer: whose it is.
     """
 
     def __init__(self, own: Callable[..., Any], optimizer: Any) -> None:
-        self._own, self._optimizer = own, optimizer
+        self._own, self._optimizer, self._has_rule = own, optimizer, bridge.has_rule(optimizer)
         self._ready: _Ready | None = None
 
     def prepare(self) -> None:
         """Finds out what there is to do, while the device is at work on the gradients, and nobody knows yet whether the
         step is to be made. It is not counted, and no number of parameters or state changes."""
+        if not self._has_rule:
+            return
         prepared = _prepared.get(self._optimizer)
         params = bridge.stepped(self._optimizer)
         if prepared is not None and prepared.places == _places_of(params):
@@ -66,20 +71,38 @@ class Step:
 
         Args:
             args: of the step: with any, AdamW's ``max_norm``, it is left to netcl.
+
+        Raises:
+            TypeError, ValueError: a gradient is none that netcl's step could read. Nothing was changed.
         """
         params = bridge.stepped(self._optimizer)
+        try:
+            pieces = self._pieces(params, args)
+        finally:
+            masters.were_rewritten(params)
+        _whole(self._optimizer, pieces)
+
+    def _pieces(self, params: Sequence[Tensor], args: Sequence[Any]) -> list[Callable[[], Any]]:
+        """What steps these parameters and rewrites their 16-bit ones, and what counts that at the end."""
         ready = self._ready
         if ready is None or not ready.is_for(params):
             ready = None if args else self._found(params)
-        if ready is None:
-            return self._own(*args)
-        bridge.count_step(self._optimizer, ready.update)
-        ready.launches.run(ready.update.numbers, ready.grads)
-        masters.were_rewritten([param for param, copy in zip(params, ready.copies, strict=True) if copy is not None])
-        return None
+        if ready is None and masters.widen_gradients(params) and not args:
+            ready = self._found(params)
+        if ready is not None:
+            pieces = ready.launches.pieces(ready.update.numbers, ready.grads)
+            return [*pieces, partial(bridge.count_step, self._optimizer, ready.update)]
+        for param in params:
+            bridge.require_readable_gradient(self._optimizer, param)
+        pieces = []
+        for stepped, piece in bridge.own_pieces(self._own, self._optimizer, params, args):
+            pieces += [piece, *masters.rewriting(stepped)]
+        return pieces
 
     def _found(self, params: Sequence[Tensor]) -> _Ready | None:
         """What there is to do for these parameters; None if it is netcl's to do."""
+        if not self._has_rule:
+            return None
         prepared = _prepared.get(self._optimizer)
         if not _fit(params, prepared):
             return None
@@ -90,6 +113,67 @@ class Step:
         if prepared is None or prepared.places != _places_of(params) or prepared.key != _key_of(update, copies):
             prepared = _prepared[self._optimizer] = _Prepared(update, params, copies)
         return _Ready(prepared.launches, update, copies, params, [param.grad for param in params])
+
+
+class _Unfinished(NamedTuple):
+    """What is left of a step of which the first launches were made and one was not."""
+
+    optimizer: weakref.ref[Any]
+    grads: Sequence[Any]
+    pieces: list[Callable[[], Any]]
+
+
+_unfinished: dict[int, _Unfinished] = {}  # by id of the optimizer: a user's may have no hash
+
+
+def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) -> Any:
+    """Makes a step of an optimizer: ``run()``, and what 16-bit parameters need around it.
+
+    A step of netcl's optimizers is made as a whole. If the driver refuses some of its launches, twice, the rest is made
+    when the step is called again, or before the next one.
+
+    Args:
+        found: what ``masters.gathered`` returned.
+    """
+    left = _unfinished.get(id(optimizer))
+    if left is not None and left.optimizer() is optimizer:
+        with bridge.without_write_back([master for master, _ in found]):
+            in_turn(left.pieces)
+        del _unfinished[id(optimizer)]
+        weights.clear()
+        now = _grads_of(optimizer)
+        if len(left.grads) == len(now) and all(map(is_, left.grads, now)):
+            return None
+    stepped = [master for master, _ in found]
+    try:
+        with masters.stepping(found):
+            result = run()
+    except BaseException:
+        in_turn(masters.rewriting(stepped))
+        raise
+    finally:
+        weights.clear()
+    _whole(optimizer, masters.rewriting(stepped), has_begun=True)
+    return result
+
+
+def _whole(optimizer: Any, pieces: list[Callable[[], Any]], *, has_begun: bool = False) -> None:
+    """Makes the pieces of a step, all of them or none.
+
+    Args:
+        has_begun: whether some have been made already.
+    """
+    total = len(pieces)
+    try:
+        in_turn(pieces)
+    except BaseException:
+        if has_begun or len(pieces) < total:
+            _unfinished[id(optimizer)] = _Unfinished(weakref.ref(optimizer), _grads_of(optimizer), pieces)
+        raise
+
+
+def _grads_of(optimizer: Any) -> list[Any]:
+    return [param.grad for param in getattr(optimizer, "params", ())]
 
 
 class _Ready(NamedTuple):

@@ -93,8 +93,8 @@ def _with_own(step: Wrapper) -> Wrapper:
     """
 
     def call(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own = wrapped
-        if bridge.has_netcls_step(optimizer, wrapped):
+        own: Any = partial(_with_wide_gradients, wrapped, optimizer)
+        if bridge.is_netcls_step(wrapped):
             own = updates.Step(wrapped, optimizer)
         is_adamws = (wrapped.__module__, wrapped.__qualname__) == ("netcl.optim.adamw", "AdamW.step")
         if is_adamws and (args or kwargs):
@@ -102,6 +102,11 @@ def _with_own(step: Wrapper) -> Wrapper:
         return step(own, optimizer, args, kwargs)
 
     return call
+
+
+def _with_wide_gradients(own: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    masters.widen_gradients(getattr(optimizer, "params", ()))
+    return own(*args, **kwargs)
 
 
 def _clipped(own: Any, optimizer: Any, max_norm: float | None = None) -> Any:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pyopencl as cl
@@ -23,8 +24,8 @@ from clamp.casting.results import RESULTS
 from clamp.opencl.progress import PROGRESS
 from clamp.ops.loss_scale import DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_
-from clamp.params import gradient_marks, masters
-from clamp.params.masters import pairs, stepping
+from clamp.params import gradient_marks, masters, updates
+from clamp.params.masters import pairs
 from clamp.scaling.history import History
 from clamp.scaling.interrupts import uninterrupted
 from clamp.scaling.loss_scale import LossScale
@@ -130,8 +131,7 @@ class StepGuard:
         moves = not params or any(not _is_idle(param) for param in params)
         before = self._pending[pending[-1]] if pending else 1.0
         with uninterrupted():
-            with stepping(found):
-                result = self._vouching(run)
+            result = updates.make(optimizer, found, partial(self._vouching, run))
             self._forget()
             self._skips_at_floor = 0
             scale = states[-1].scale if states else 1.0

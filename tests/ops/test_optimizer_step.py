@@ -13,7 +13,7 @@ import pytest
 from clamp.bridge import Tensor
 from clamp.ops.cast import cast
 from clamp.ops.optimizer_step import Copy, MultiUpdate, cast_all
-from clamp.ops.slots import slots_for
+from clamp.ops.slots import in_turn, slots_for
 from tests.reference import HALF_DTYPES, SPECIAL, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -87,7 +87,7 @@ def test_every_rule_computes_what_it_says(queue: cl.CommandQueue, rule: str) -> 
     hosts = drawn(SIZES, 2 + rows)
     params, grads, *state = (on_device(queue, row) for row in hosts)
     states = [[x.buffer for x in row] for row in state]
-    MultiUpdate(name, len(numbers), params, states, [None] * len(SIZES)).run(typed(*numbers), grads)
+    in_turn(MultiUpdate(name, len(numbers), params, states, [None] * len(SIZES)).pieces(typed(*numbers), grads))
     for index in range(len(SIZES)):
         want = reference(*(row[index].astype(np.float64) for row in hosts))
         for tensor, expected in zip((row[index] for row in (params, *state)), want, strict=True):
@@ -107,8 +107,8 @@ def test_copies_have_the_bits_of_a_cast(queue: cl.CommandQueue, dtype: str) -> N
         kind and Copy(to_device(queue, np.ones(size), kind), rounds=size % 2 == 0)
         for kind, size in zip(dtypes, SIZES, strict=True)
     ]
-    MultiUpdate("sgd", 2, plain, [], [None] * len(SIZES)).run(typed(LR, DECAY), grads)
-    MultiUpdate("sgd", 2, params, [], copies).run(typed(LR, DECAY), grads)
+    in_turn(MultiUpdate("sgd", 2, plain, [], [None] * len(SIZES)).pieces(typed(LR, DECAY), grads))
+    in_turn(MultiUpdate("sgd", 2, params, [], copies).pieces(typed(LR, DECAY), grads))
     for param, same, copy in zip(params, plain, copies, strict=True):
         if copy is not None:
             np.testing.assert_array_equal(to_numpy(copy.tensor), to_numpy(cast(same, str(copy.tensor.dtype))))
@@ -144,7 +144,7 @@ def test_a_launch_takes_up_to_a_hundred_tensors(
         return call(kernel, *args, **kwargs)
 
     monkeypatch.setattr(cl.Kernel, "__call__", counted)
-    launches.run(typed(1.0, 0.0), [params[0], *params[1:]])
+    in_turn(launches.pieces(typed(1.0, 0.0), params))
     assert names == ["update"] * -(-count // slots_for(queue, 100, 2, 40))
     monkeypatch.undo()
     assert all(not to_numpy(param).any() for param in params)  # p - 1 * p

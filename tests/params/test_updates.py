@@ -511,6 +511,6 @@ def test_parameters_of_16_bits_are_written_with_their_masters(
         return [bridge.read_bytes(x) for x in [*model.parameters(), *optimizer.params]]
 
     found = trained(together=True)
-    monkeypatch.setattr(bridge, "has_netcls_step", lambda *_: False)
+    monkeypatch.setattr(bridge, "has_rule", lambda *_: False)
     for one, expected in zip(found, trained(together=False), strict=True):
         np.testing.assert_array_equal(one, expected)

@@ -1,0 +1,256 @@
+"""A step is made as a whole or not at all wherever a call into OpenCL fails, and called again it is made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl.optim import RMSProp
+
+from clamp import amp, bridge
+from clamp.bridge import Tensor
+from clamp.ops.cast import cast
+from clamp.params import masters
+from tests.params.test_updates import MAKE, Loop, Make
+
+STEPPED_BY: dict[str, Make] = {
+    **{name: MAKE[name] for name in ("sgd", "sgd, momentum", "nesterov", "adam", "adamw")},
+    "rmsprop": lambda params: RMSProp(params, lr=0.01),
+    "rmsprop, momentum": lambda params: RMSProp(params, lr=0.01, momentum=0.9, weight_decay=0.1),
+}
+Shapes = Sequence[tuple[int, ...]]
+FEW: Shapes = [(3,), (2, 2), (17,), (5,)]
+
+
+class Fault(cl.RuntimeError):
+    """What an injected failure raises."""
+
+
+@contextmanager
+def failing(place: float, times: float) -> Iterator[list[int]]:
+    """Inside, calls into OpenCL fail from number ``place`` on, so many of them; yields how many there have been."""
+    seen = [0]
+
+    def guarded(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            seen[0] += 1
+            if place < seen[0] <= place + times:
+                raise Fault("out of resources")
+            return wrapped(*args, **kwargs)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (cl, "enqueue_copy"),
+            (cl, "enqueue_fill_buffer"),
+            (cl.Kernel, "__call__"),
+            (cl.Buffer, "__init__"),
+        ):
+            patch.setattr(owner, name, guarded(getattr(owner, name)) if owner is cl else _method(guarded, owner, name))
+        yield seen
+
+
+def _method(guarded: Callable[..., Any], owner: type, name: str) -> Callable[..., Any]:
+    own = getattr(owner, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return guarded(own)(self, *args, **kwargs)
+
+    return method
+
+
+def narrow(loop: Loop) -> None:
+    """O2: some parameters in float16, some in bfloat16 without precision between steps, some in float32."""
+    masters.narrow(loop.params[::3], "float16", [loop.optimizer])
+    masters.narrow(loop.params[1::3], "bfloat16", [loop.optimizer], keep_master=False)
+
+
+def values_of(loop: Loop) -> list[bytes]:
+    return [bridge.read_bytes(x).tobytes() for x in (*loop.params, *loop.optimizer.params)]
+
+
+def state_of(loop: Loop) -> list[Any]:
+    """What the optimizer keeps, wherever, but for memory that no step has been made with."""
+    kept = vars(loop.optimizer)
+    found: list[Any] = [kept.get("t")]
+    for name in ("vel", "square_avg", "mom", "_m_buf", "_v_buf"):
+        for param in loop.optimizer.params:
+            state = (kept.get(name) or {}).get(id(param))
+            if isinstance(state, cl.Buffer):
+                held = np.empty(param.size, np.float32)
+                cl.enqueue_copy(param.queue, held, state)
+                state = held
+            found.append(None if state is None else state.tobytes())
+    return found
+
+
+def step_with_fault(loop: Loop, place: float, times: float) -> bool:
+    """A step in which calls fail, and which is called again if it raised; whether so many calls were made."""
+    before = values_of(loop)
+    with failing(place, times) as seen:
+        try:
+            loop.optimizer.step()
+            return seen[0] > place
+        except Fault:
+            pass
+    if times == 1:
+        assert values_of(loop) == before
+    loop.optimizer.step()
+    return True
+
+
+def pair(queue: cl.CommandQueue, make: Make, shapes: Shapes, kind: str) -> tuple[Loop, Loop]:
+    loops = Loop(queue, make, shapes), Loop(queue, make, shapes)
+    for each in loops if kind == "16 bits" else ():
+        narrow(each)
+    return loops
+
+
+def both_step(alone: Loop, loop: Loop, place: float, times: float) -> bool:
+    """A step of each, in one of which calls fail; whether so many calls were made. They end up with the same bits."""
+    while not (alone.draw(absent=False) & loop.draw(absent=False)):
+        pass
+    alone.optimizer.step()
+    reached = step_with_fault(loop, place, times)
+    assert values_of(loop) == values_of(alone)
+    assert state_of(loop) == state_of(alone)
+    return reached
+
+
+@pytest.mark.filterwarnings("ignore:The 'dest_offset' argument:DeprecationWarning")  # netcl's
+@pytest.mark.parametrize("times", [1, 1000], ids=["once", "for good"])
+@pytest.mark.parametrize("kind", ["float32", "16 bits", "as one"])
+@pytest.mark.parametrize("name", STEPPED_BY)
+def test_a_first_step_is_whole_wherever_a_call_fails(
+    queue: cl.CommandQueue, name: str, kind: str, times: float
+) -> None:
+    """Which makes the optimizer's state; and the step after it."""
+    if kind == "as one" and name != "adamw":
+        return  # AdamW alone keeps the state of many parameters as one
+    shapes = [(2048,)] * 8 if kind == "as one" else FEW
+    place, reached = 0, True
+    with amp.init(level="O1"):
+        while reached:
+            alone, loop = pair(queue, STEPPED_BY[name], shapes, kind)
+            reached = both_step(alone, loop, place, times)
+            assert not both_step(alone, loop, np.inf, 0)
+            place += 1
+    assert place > 2
+
+
+@pytest.mark.parametrize("times", [1, 1000], ids=["once", "for good"])
+@pytest.mark.parametrize("kind", ["float32", "16 bits"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_a_step_of_several_launches_is_whole(queue: cl.CommandQueue, name: str, kind: str, times: float) -> None:
+    alone, loop = pair(queue, STEPPED_BY[name], [(2,)] * 120, kind)
+    place = 0
+    with amp.init(level="O1"):
+        both_step(alone, loop, np.inf, 0)
+        while both_step(alone, loop, place, times):
+            place += 1
+    assert place > 2
+
+
+def test_what_is_left_of_a_step_is_made_before_the_next_one(queue: cl.CommandQueue) -> None:
+    loop = Loop(queue, MAKE["adam"], [(2,)] * 120)
+    alone = Loop(queue, MAKE["adam"], [(2,)] * 120)
+    with amp.init(level="O1", check_finite=False):
+        for times in (0, 1000, 0):
+            while not (alone.draw(absent=False) & loop.draw(absent=False)):
+                pass
+            alone.optimizer.step()
+            with failing(1, times) as seen, pytest.raises(Fault) if times else nullcontext():
+                loop.optimizer.step()
+            assert seen[0] > 1
+    assert values_of(loop) == values_of(alone)
+    assert state_of(loop) == state_of(alone)
+
+
+class Own:
+    """An optimizer of the user's."""
+
+    def __init__(self, params: Sequence[Any]) -> None:
+        self.params, self.steps = list(params), 0
+
+    def step(self) -> None:
+        self.steps += 1
+        for param in self.params:
+            param.write(param.to_host() - param.grad.to_host())
+
+
+@pytest.mark.parametrize("times", [1, 1000], ids=["once", "for good"])
+def test_a_users_step_is_not_made_again_where_rewriting_parameters_fails(queue: cl.CommandQueue, times: float) -> None:
+    """Which has no part in it: its masters hold what it has made of them."""
+    optimizer = Own(params := Loop(queue, MAKE["sgd"], FEW).params)
+    masters.narrow(params, "float16", [optimizer])
+    for param in params:
+        param.grad = Tensor.from_host(queue, np.full(param.shape, 0.5, np.float32))
+    before = [master.to_host() for master in optimizer.params]
+    with amp.init(check_finite=False) as handle:
+        handle.guard(optimizer)
+        with failing(np.inf, 0) as seen:
+            optimizer.step()
+        for master, value in zip(optimizer.params, before, strict=True):
+            master.write(value)
+        with failing(seen[0] - 2, times), suppress(Fault):
+            optimizer.step()
+        if times > 1:
+            optimizer.step()
+    assert optimizer.steps == 2
+    for master, model, value in zip(optimizer.params, params, before, strict=True):
+        np.testing.assert_array_equal(master.to_host(), value - np.float32(0.5))
+        np.testing.assert_array_equal(model.to_host(), (value - np.float32(0.5)).astype(np.float16))
+
+
+# ---------------------------------------------------------------------------------------------- what a step reads
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", ["float32", "16 bits"])
+@pytest.mark.parametrize("name", [*STEPPED_BY, "own"])
+def test_a_gradient_of_16_bits_is_read_as_what_it_is(queue: cl.CommandQueue, name: str, kind: str, dtype: str) -> None:
+    """Of elements beyond its end nothing is read: it is half as long as a float32 one."""
+    make: Make = {**STEPPED_BY, "own": Own}[name]
+    alone, loop = pair(queue, make, FEW, kind)
+    with amp.init() as handle:
+        for step in range(3):
+            for each in (alone, loop):
+                handle.guard(each.optimizer)
+                random = np.random.default_rng(step)
+                for index, param in enumerate((each.params, each.optimizer.params)[step % 2]):
+                    grad = cast(Tensor.from_host(queue, random.standard_normal(param.shape).astype(np.float32)), dtype)
+                    param.grad = grad if each is loop and index != 1 else cast(grad, "float32")
+                each.optimizer.step()
+            assert values_of(loop) == values_of(alone)
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgd, momentum", "adam", "adamw"])
+@pytest.mark.parametrize(
+    ("grad", "error", "says"),
+    [
+        (np.zeros(3, np.int32), TypeError, "is int32"),
+        (np.zeros(3, np.float64), TypeError, "is float64"),
+        (np.zeros(2, np.float32), ValueError, "another number of elements"),
+        (None, TypeError, "a gradient is a list"),
+    ],
+)
+def test_a_gradient_that_no_step_can_read_is_refused_before_any_parameter_moves(
+    queue: cl.CommandQueue, name: str, grad: Any, error: type[Exception], says: str
+) -> None:
+    loop = Loop(queue, STEPPED_BY[name], [(3,), (3,)])
+    before = values_of(loop)
+    loop.params[0].grad = Tensor.from_host(queue, np.ones(3, np.float32))
+    loop.params[1].grad = [0.0] * 3 if grad is None else Tensor.from_host(queue, grad, dtype=str(grad.dtype))
+    with amp.init(check_finite=False):
+        with pytest.raises(error, match=says):
+            loop.optimizer.step()
+        assert values_of(loop) == before
+        assert vars(loop.optimizer).get("t") in (None, 0)
+        loop.params[1].grad = None
+        loop.optimizer.step()
+    assert values_of(loop)[0] != before[0]
