@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from netcl.nn.layers import Module as Module
 from netcl.nn.state import invalidate_derived as invalidate_derived
 
 from clamp.bridge.masters import model_parameter
-from clamp.bridge.objects import living
+from clamp.bridge.objects import in_reach
 from clamp.bridge.tensors import Tensor, is_weight
 
 BatchNorm2d = BatchNorm2dModule
@@ -65,22 +65,47 @@ def _tensors_below(x: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Ten
             yield from _tensors_below(part, f"{name}.{key}" if name else str(key), seen)
 
 
-def module_names(modules: Sequence[Any]) -> list[str]:
+_met: dict[int, weakref.ref[Any]] = {}  # layers and models, by id
+
+
+def modules_met(*roots: Any) -> list[Any]:
+    """The layers and models that there are, as far as a program's variables lead to them (see ``in_reach``), or have
+    led to them before.
+
+    Args:
+        roots: more to begin with.
+    """
+    for module in in_reach(*roots):
+        if issubclass(type(module), Module):
+            _met[id(module)] = weakref.ref(module)
+    found = {key: module for key, ref in _met.items() if (module := ref()) is not None}
+    for key in _met.keys() - found.keys():
+        del _met[key]
+    return list(found.values())
+
+
+def module_names(modules: Sequence[Any], around: Iterable[Any] = ()) -> list[str]:
     """The paths of layers in the model that holds them, ``"layers.2"``; ``""`` for a model, and for one in none.
 
     A layer that netcl's Sequential has made of others, to compute them at once, has the names of those: ``"layers.0"``.
-    Looks through all objects of the process: for messages.
+
+    Args:
+        around: models, if some are known that may hold them.
     """
-    wanted = {id(module) for module in modules}
     names: dict[int, str] = {}
     made = set[int]()
-    for root in living(Module):
+    for root in modules_met(*modules, *around):
         made.update(id(layer) for key in MADE_FROM_LAYERS for layer in vars(root).get(key) or ())
         for name, module in _modules_below(root, "", set()):
             # The model that holds the others has the longest names.
-            if id(module) in wanted and _parts_of(name) >= _parts_of(names.get(id(module), "")):
+            if _parts_of(name) >= _parts_of(names.get(id(module), "")):
                 names[id(module)] = name
-    return [names[id(module)] or (_names_of_parts(module) if id(module) in made else "") for module in modules]
+
+    def of_parts(module: Any) -> str:
+        parts = [part for part in vars(module).values() if is_module(part)] if id(module) in made else []
+        return ", ".join(names.get(id(part), "") for part in parts)
+
+    return [names[id(module)] or of_parts(module) for module in modules]
 
 
 def module_tree(model: Any) -> list[tuple[str, str, int]]:
@@ -93,11 +118,6 @@ def module_tree(model: Any) -> list[tuple[str, str, int]]:
 
 def _parts_of(name: str) -> int:
     return len(name.split(".")) if name else 0
-
-
-def _names_of_parts(module: Any) -> str:
-    parts = [part for part in vars(module).values() if isinstance(part, Module)]
-    return ", ".join(module_names(parts))
 
 
 def _modules_below(x: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -117,26 +137,24 @@ _named: dict[tuple[int, ...], tuple[list[weakref.ref[Tensor]], list[str]]] = {}
 
 
 def parameter_names(params: Sequence[Tensor]) -> list[str]:
-    """Names of tensors by their place in the model, ``"layers.2.weight"``; ``"params[2]"`` for one in no module.
-
-    Looks through all objects of the process, the first time that it is asked for these tensors: for messages.
-    """
+    """Names of tensors by their place in the model, ``"layers.2.weight"``; ``"params[2]"`` for one in no module."""
     models = [model_parameter(param) for param in params]
     key = tuple(map(id, models))
     known, names = _named.get(key, ([], []))
     if len(known) != len(models) or any(ref() is not model for ref, model in zip(known, models, strict=True)):
         found = _names_in_modules(set(key))
         names = [found.get(place, f"params[{index}]") for index, place in enumerate(key)]
-        if len(_named) >= _MOST_NAMED:
-            _named.clear()
-        _named[key] = [weakref.ref(model) for model in models], names
+        if len(found) == len(set(key)):
+            if len(_named) >= _MOST_NAMED:
+                _named.clear()
+            _named[key] = [weakref.ref(model) for model in models], names
     return names
 
 
 def _names_in_modules(wanted: set[int]) -> dict[int, str]:
-    """Names of tensors, by id, from all layers and models that there are."""
+    """Names of tensors, by id, from all layers and models that are met."""
     names: dict[int, str] = {}
-    for module in living(Module):
+    for module in modules_met():
         for name, tensor in module_tensors(module):
             # The module that holds the others has the longest names.
             if id(tensor) in wanted and name.count(".") >= names.get(id(tensor), "").count("."):

@@ -1,30 +1,132 @@
-"""Objects that nobody handed to clamp: found among all that the process has."""
+"""Objects that nobody handed to clamp: models, tensors, optimizers and scalers that a program's variables lead to.
+
+They are looked for where a program keeps them, in the variables of the functions that are running and of the function
+that it is asked about, and in the objects there; not among all that the process has.
+"""
 
 from __future__ import annotations
 
-import gc
-from typing import TypeVar
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any, ClassVar, TypeVar
+
+import wrapt
 
 T = TypeVar("T")
 
-_count_set_aside = gc.get_freeze_count
+_MOST, _LONGEST = 20_000, 1000  # objects that are looked into, and items of a container
+_PLAIN = (bool, int, float, complex, str, bytes, bytearray, type, ModuleType)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_OURS = str(Path(__file__).parents[1])
+
+
+class Listed:
+    """Base of classes that know their instances, without holding them."""
+
+    _living: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Notes the instance."""
+        made = super().__new__(cls)
+        with Listed._lock:
+            Listed._living.add(made)
+        return made
 
 
 def living(kind: type[T]) -> list[T]:
-    """All instances of a class. Takes milliseconds: it looks at every object there is.
-
-    What ``gc.freeze()`` has set aside shows in no list of objects, so it is brought back first, as ``gc.unfreeze()``
-    does: later collections take as long as they did before the freeze. Freezing again would set aside what is young
-    now, too, and its memory would never be freed.
-
-    Nobody asks for all objects: among them are tuples that other threads are making just now, and Python raises
-    SystemError there if somebody else holds one. What refers to a class is its instances, and little besides.
-    """
-    if _count_set_aside():
-        gc.unfreeze()
-    # Not isinstance: it asks x.__class__, and proxies run code of their own at that.
-    return [x for x in gc.get_referrers(*_with_subclasses(kind)) if issubclass(type(x), kind)]
+    """All instances of a class that is ``Listed``."""
+    with Listed._lock:
+        return [x for x in Listed._living if isinstance(x, kind)]
 
 
-def _with_subclasses(kind: type) -> set[type]:
-    return {kind}.union(*map(_with_subclasses, type.__subclasses__(kind)))
+def in_reach(*roots: Any) -> Iterator[Any]:
+    """The objects that some roots lead to, and the variables of the functions that are running here: through
+    attributes, containers, closures, and the globals that functions name. Runs no code of theirs."""
+    seen: dict[int, Any] = {}  # held, so that ids stay unique
+    waiting = deque([*roots, *_variables()])
+    while waiting and len(seen) < _MOST:
+        x = waiting.popleft()
+        if x is None or issubclass(type(x), _PLAIN) or id(x) in seen:
+            continue
+        seen[id(x)] = x
+        yield x
+        waiting.extend(_parts(x))
+
+
+def _variables() -> Iterator[Any]:
+    frame: FrameType | None = sys._getframe(1)
+    scopes = set[int]()
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_OURS):
+            yield from frame.f_locals.values()
+            if id(frame.f_globals) not in scopes and _is_users(frame.f_globals.get("__name__", "")):
+                scopes.add(id(frame.f_globals))
+                yield from list(frame.f_globals.values())
+        frame = frame.f_back
+
+
+def _parts(x: Any) -> Iterable[Any]:
+    kind = type(x)
+    if issubclass(kind, _CONTAINERS):
+        return list(x) if len(x) <= _LONGEST else ()
+    if issubclass(kind, dict):
+        return list(x.values()) if len(x) <= _LONGEST else ()
+    if issubclass(kind, MethodType):
+        return x.__self__, x.__func__
+    if issubclass(kind, partial):
+        return x.func, x.args, x.keywords
+    if issubclass(kind, FunctionType):
+        return _variables_of(x)
+    if issubclass(kind, wrapt.ObjectProxy):  # a function under a policy
+        return (x.__wrapped__,)
+    own = own_attributes(x)
+    return list(own.values()) if _is_users(kind.__module__) else (own.get("__wrapped__"),)
+
+
+def own_attributes(x: Any) -> dict[str, Any]:
+    """What an object keeps in its dict; nothing of one without. Runs no code of the object's."""
+    try:
+        own = object.__getattribute__(x, "__dict__")
+    except AttributeError:
+        return {}
+    return own if type(own) is dict else {}
+
+
+def _variables_of(function: FunctionType) -> list[Any]:
+    """What a function's code may name: the variables around it, globals, and its defaults."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _has_content(cell)]
+    named = _names_in(function.__code__) if _is_users(function.__module__ or "") else ()
+    scope = function.__globals__
+    return [*cells, *(scope[name] for name in named if name in scope), function.__defaults__, vars(function)]
+
+
+def _has_content(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # not assigned yet
+        return False
+
+
+@cache
+def _names_in(code: CodeType) -> frozenset[str]:
+    inside = (one for one in code.co_consts if isinstance(one, CodeType))
+    return frozenset(code.co_names).union(*map(_names_in, inside))
+
+
+@cache
+def _is_users(module: str) -> bool:
+    """Whether a module is none of a library's, but for netcl's, whose layers and trainers hold a user's."""
+    package = module.partition(".")[0]
+    if package == "netcl":
+        return True
+    if package in sys.stdlib_module_names and package != "__main__":
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return not file.startswith(_OURS) and "site-packages" not in file and "dist-packages" not in file

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -15,7 +15,7 @@ from netcl.optim import adamw
 
 from clamp.bridge.masters import model_parameter
 from clamp.bridge.modules import is_module
-from clamp.bridge.objects import living
+from clamp.bridge.objects import own_attributes
 from clamp.bridge.tensors import Tensor, is_frozen
 
 
@@ -214,9 +214,18 @@ def forward_and_backward(trainer: Any, *args: Any, **kwargs: Any) -> None:
     trainer._forward_backward(*args, **kwargs)
 
 
-def host_scalers() -> list[Any]:
-    """Every ``GradScaler`` of netcl's that there is."""
-    return living(GradScaler)
+def host_scalers_among(reached: Iterable[Any]) -> list[Any]:
+    """The ``GradScaler``s of netcl's among objects of any kind."""
+    return [x for x in reached if issubclass(type(x), GradScaler)]
+
+
+def optimizers_among(reached: Iterable[Any]) -> list[Any]:
+    """The optimizers among objects of any kind; runs no code of theirs."""
+    return [
+        x
+        for x in reached
+        if callable(getattr(type(x), "step", None)) and isinstance(own_attributes(x).get("params"), list | tuple)
+    ]
 
 
 def set_host_scale(scaler: Any, scale: float) -> None:

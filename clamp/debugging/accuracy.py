@@ -319,7 +319,7 @@ def _in_float32(region: Region) -> Region:
 
 
 def _run(step: _Step, scale: float, region: Region, observer: Observer) -> float:
-    with rehearsal(), in_own_region(region):
+    with rehearsal(step.run), in_own_region(region):
         RESULTS.attach(observer)
         try:
             loss = step.run(scale)

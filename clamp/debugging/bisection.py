@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from clamp import session
+from clamp import bridge, session
 from clamp.casting.policy import CastPolicy, PolicyTable, default_table
 from clamp.casting.regions import Region, changed_regions
 from clamp.observe.layers import LayerRegions
@@ -187,7 +187,7 @@ class _Runs:
         self.count += 1
         before = session.active_handle()
         try:
-            with same_start():
+            with same_start(*bridge.in_reach(self._step_fn)):
                 return _as_metric(self._step_fn(), self._metric)
         except FloatingPointError:
             return float("nan") if self._metric is None else False

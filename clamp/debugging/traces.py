@@ -116,7 +116,7 @@ def save_trace(path: str | Path, step: Callable[[], Any]) -> int:
         raise ValueError(f"save_trace writes .json (checksums) or .npz (all elements), got {str(path)!r}")
     session.ensure_patched()
     observer = _Tracer(keeps_elements=path.suffix == ".npz")
-    with rehearsal():
+    with rehearsal(step):
         RESULTS.attach(observer)
         try:
             step()

@@ -125,9 +125,11 @@ class Trace:
             value.tensor = None
 
     def name(self) -> None:
-        """Finds the names of layers and parameters. Looks through all objects of the process."""
-        modules = {id(frame.place.modules[0]): frame.place.modules[0] for frame in self.frames if frame.place.modules}
-        names = dict(zip(modules, bridge.module_names(list(modules.values())), strict=True))
+        """Finds the names of layers and parameters."""
+        places = [frame.place.modules for frame in self.frames if frame.place.modules]
+        modules = {id(inside[0]): inside[0] for inside in places}
+        around = {id(inside[-1]): inside[-1] for inside in places}
+        names = dict(zip(modules, bridge.module_names(list(modules.values()), around.values()), strict=True))
         for frame in self.frames:
             if frame.place.modules:
                 frame.module = names[id(frame.place.modules[0])]

@@ -167,7 +167,7 @@ def observe_ranges(step: Callable[[], Any], live_scale: Callable[[], float]) -> 
     """
     check_step(step, "handle.ranges")
     around = region_here(enabled=True)
-    with rehearsal():
+    with rehearsal(step):
         scale = live_scale()
         with in_region(replace(around, dtype="float32")):
             trace = _traced(step)

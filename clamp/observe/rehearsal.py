@@ -43,13 +43,17 @@ def check_step(step: Any, call: str, does: str = "does what one step of the loop
 
 
 @contextmanager
-def same_start() -> Iterator[None]:
-    """At the end of the ``with``, random generators and loss scales are what they were: the next run begins alike."""
+def same_start(*reached: Any) -> Iterator[None]:
+    """At the end of the ``with``, random generators and loss scales are what they were: the next run begins alike.
+
+    Args:
+        reached: what a step leads to, whose scalers are meant, too.
+    """
     with ExitStack() as undo:
         undo.callback(weights.clear)
         undo.callback(np.random.set_state, np.random.get_state())
         undo.callback(random.setstate, random.getstate())
-        for scaler in bridge.host_scalers():
+        for scaler in bridge.host_scalers_among(reached):
             undo.callback(vars(scaler).update, dict(vars(scaler)))
         for one in bridge.living(LossScale):
             if one.scales:
@@ -58,29 +62,32 @@ def same_start() -> Iterator[None]:
 
 
 @contextmanager
-def rehearsal(scale_now: float | None = None, scale: float | None = None) -> Iterator[None]:
+def rehearsal(step: Any, scale_now: float | None = None, scale: float | None = None) -> Iterator[None]:
     """Inside the ``with``, optimizers do not step in this thread; at its end gradients, loss scales, what belongs to
     the next step, the statistics of layers (a batch norm's) and random generators are what they were.
 
     What a step writes besides, into files, say, or into parameters by hand, stays.
 
     Args:
+        step: what is going to run: its models, optimizers and scalers are those that it leads to, or the functions do
+            that are running (`clamp.bridge.in_reach`).
         scale_now, scale: loss scales that stand at the first have the second inside.
     """
+    reached = list(bridge.in_reach(step))
     with ExitStack() as undo:
-        undo.enter_context(same_start())
+        undo.enter_context(same_start(*reached))
         for group in bridge.living(StepGuards):  # another thread's overflow may be lost with its scale's state
             undo.callback(group.forget_heard)
         guards = bridge.living(StepGuard)
         for guard in guards:
             undo.callback(guard.put_back, guard.pending)
-        for tensor in _trained(guards):
+        in_modules = [x for root in bridge.modules_met(step) for _, x in bridge.module_tensors(root)]
+        for tensor in _trained(guards, [*reached, *in_modules]):
             undo.callback(_set_gradient, tensor, tensor.grad)
-        layers = (x for root in bridge.living(bridge.Module) for _, x in bridge.module_tensors(root))
-        for tensor in {id(x): x for x in layers if not bridge.is_weight(x)}.values():  # the statistics of layers
+        for tensor in {id(x): x for x in in_modules if not bridge.is_weight(x)}.values():  # the statistics of layers
             undo.callback(bridge.write_bytes, tensor, bridge.read_bytes(tensor))
         if scale is not None:
-            for scaler in bridge.host_scalers():
+            for scaler in bridge.host_scalers_among(reached):
                 if scaler.scale == scale_now:
                     bridge.set_host_scale(scaler, scale)
             for one in bridge.living(LossScale):
@@ -90,11 +97,13 @@ def rehearsal(scale_now: float | None = None, scale: float | None = None) -> Ite
             yield
 
 
-def _trained(guards: list[StepGuard]) -> list[Tensor]:
+def _trained(guards: list[StepGuard], reached: list[Any]) -> list[Tensor]:
     """All that backward may give a gradient to, and the masters of optimizers that are known."""
     optimizers = [guard.optimizer for guard in guards if guard.optimizer is not None]
+    optimizers += bridge.optimizers_among(reached)
     found = [tensor for optimizer in optimizers for pair in masters.pairs(optimizer) for tensor in pair]
-    return list({id(x): x for x in (*found, *filter(bridge.is_weight, bridge.living(Tensor)))}.values())
+    found += [x for x in reached if issubclass(type(x), Tensor) and bridge.is_weight(x)]
+    return list({id(x): x for x in found}.values())
 
 
 def _set_gradient(tensor: Tensor, grad: Tensor | None) -> None:

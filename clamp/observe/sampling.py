@@ -162,7 +162,7 @@ class Sampler:
 
 
 class ModulePaths:
-    """The paths of modules, ``"layers.2"``: a search of all objects for each module that is new, and then none."""
+    """The paths of modules, ``"layers.2"``: looked for once for each module."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[Any], tuple[str, ...]]] = {}

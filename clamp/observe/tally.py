@@ -268,7 +268,7 @@ class Tally:
 
     @property
     def rows(self) -> list[Row]:
-        """The ops, in the order in which they first ran. Looks through all objects of the process for names."""
+        """The ops, in the order in which they first ran."""
         self._name()
         return list(self._named.values())
 
@@ -293,7 +293,8 @@ class Tally:
             known, self._modules = self._modules, {}
             self._models = {key: ref for key, ref in self._models.items() if ref() is not None}
         living = {key: module for key, ref in known.items() if (module := ref()) is not None}
-        names = dict(zip(living, bridge.module_names(list(living.values())), strict=True))
+        models = [model for ref in self._models.values() if (model := ref()) is not None]
+        names = dict(zip(living, bridge.module_names(list(living.values()), models), strict=True))
         with self._lock:
             self._modules |= {key: ref for key, ref in known.items() if key in living and key not in self._modules}
             for key, count in counts.items():

@@ -109,7 +109,7 @@ def try_step(step: Step) -> Trial:
     """
     around = region_here(enabled=True)
     sides = around, replace(around, dtype="float32")
-    with rehearsal():
+    with rehearsal(step):
         seen = [_look(step, region) for region in sides]  # each builds its kernels, and shows its memory
         queues = list({id(queue): queue for one in seen for queue in one.queues}.values())
         _require(all(one.queues for one in seen))

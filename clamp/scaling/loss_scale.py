@@ -60,7 +60,7 @@ def _parse_state(state: Mapping[str, Any]) -> ScaleState:
     )
 
 
-class LossScale:
+class LossScale(bridge.Listed):
     """What all loss scales can do: this is a scale that stays."""
 
     #: Whether the scale moves by itself.

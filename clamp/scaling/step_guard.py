@@ -45,7 +45,7 @@ _thread = _Thread()
 MAX_OPTIMIZERS = 32  # one bit each in a scaler's overflow word
 
 
-class StepGuard:
+class StepGuard(bridge.Listed):
     """Remembers which scaled backward passes an optimizer's gradients come from, and skips its step on overflow.
 
     Args:
@@ -278,7 +278,7 @@ def _mark_plain_tensors(optimizer: Any, params: Sequence[Tensor]) -> None:
         )
 
 
-class StepGuards:
+class StepGuards(bridge.Listed):
     """The guards of a handle, by optimizer, and the history of their steps.
 
     Args:

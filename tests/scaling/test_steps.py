@@ -249,16 +249,6 @@ def test_parameters_without_a_gradient_are_named_and_frozen_ones_not(queue: cl.C
     assert handle.last_step.absent == ("layers.2.weight", "params[4]")
 
 
-def test_parameters_of_a_model_set_aside_by_gc_freeze_are_named(
-    training: Training, looks_at_objects_set_aside: None
-) -> None:
-    gc.freeze()
-    handle = amp.init()
-    training.backward(handle, np.nan)
-    training.optimizer.step()
-    assert handle.last_step.parameters == ("layers.2.weight",)
-
-
 def test_a_printed_handle_tells_steps_skips_and_scale(training: Training) -> None:
     with amp.init() as handle:
         assert repr(handle) == "<AmpHandle float16: 0 steps, 0 skipped, loss scale 65536>"

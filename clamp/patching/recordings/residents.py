@@ -32,13 +32,31 @@ def address_of(storage: Any) -> Address | None:
     return None
 
 
+_count_set_aside = gc.get_freeze_count
+
 Seen: TypeAlias = tuple[weakref.ref[Tensor], Any]  # a tensor and its memory
 
 
 def living_tensors() -> list[Seen]:
-    """All tensors of the process that lie in device memory."""
-    seen = [(weakref.ref(x), vars(x).get("buffer")) for x in bridge.living(Tensor)]
+    """All tensors of the process that lie in device memory. Takes milliseconds: it looks at every object there is.
+
+    What ``gc.freeze()`` has set aside shows in no list of objects, so it is brought back first, as ``gc.unfreeze()``
+    does: later collections take as long as they did before the freeze. Freezing again would set aside what is young
+    now, too, and its memory would never be freed.
+
+    Nobody asks for all objects: among them are tuples that other threads are making just now, and Python raises
+    SystemError there if somebody else holds one. What refers to a class is its instances, and little besides.
+    """
+    if _count_set_aside():
+        gc.unfreeze()
+    # Not isinstance: it asks x.__class__, and proxies run code of their own at that.
+    found = [x for x in gc.get_referrers(*_with_subclasses(Tensor)) if issubclass(type(x), Tensor)]
+    seen = [(weakref.ref(x), vars(x).get("buffer")) for x in found]
     return [(ref, buffer) for ref, buffer in seen if buffer is not None]
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, type.__subclasses__(kind)))
 
 
 @dataclass(slots=True)
