@@ -302,9 +302,14 @@ class Graph:
         graph = CompiledGraph([param for optimizer in self._optimizers for param in optimizer.params])
         tensors = _tensors(inputs)
         given = [x.buffer for x in tensors]
-        with self._recorded.following(), graph:
-            # A result may be an input, or a view of one: the next call's is another.
-            outputs = _tensors_for(self._run(inputs), lambda x: _copy(x) if any(x.buffer is b for b in given) else x)
+        try:
+            with self._recorded.following(), graph:
+                # A result may be an input, or a view of one: the next call's is another.
+                out = self._run(inputs)
+                outputs = _tensors_for(out, lambda x: _copy(x) if any(x.buffer is b for b in given) else x)
+        except BaseException:
+            graph.capture.clear()
+            raise
         step = Step(graph, tensors, before.tensors)
         self._recorded.add(key, _Call(step.plan, self._watch(inputs), step, outputs, keeps=(graph, region)), before)
         return _tensors_for(outputs, _copy)
@@ -409,8 +414,8 @@ def _backward_is(run: Callable[..., None]) -> Iterator[None]:
     def backward(self: Node, *args: Any, **kwargs: Any) -> None:
         (run if threading.get_ident() == thread else plain)(self, *args, **kwargs)
 
-    Node.backward = backward
     try:
+        Node.backward = backward
         yield
     finally:
         Node.backward = plain

@@ -32,7 +32,7 @@ class Recorder(Protocol):
 
 class _Thread(threading.local):
     recorder: Recorder | None = None
-    suspended: int = 0
+    suspended: bool = False
 
     def __init__(self) -> None:
         self.undo: list[Callable[[], Any]] = []  # what an error in the replay that is under way calls
@@ -55,11 +55,12 @@ def set_recorder(recorder: Recorder | None) -> None:
 @contextmanager
 def unrecorded() -> Iterator[None]:
     """Inside the ``with``, this thread's launches run without being recorded."""
-    _thread.suspended += 1
+    before = _thread.suspended
     try:
+        _thread.suspended = True
         yield
     finally:
-        _thread.suspended -= 1
+        _thread.suspended = before
 
 
 def refuse(what: str, instead: str) -> None:
@@ -114,9 +115,9 @@ def replaying(recorded: Sequence[Any], now: Sequence[Any]) -> Iterator[None]:
     Args:
         recorded, now: tensors that it was recorded with, and those whose memory it uses in place of theirs.
     """
-    outer, _thread.undo = _thread.undo, []
-    outer_moved, _thread.moved = _thread.moved, (recorded, now)
+    outer, outer_moved = _thread.undo, _thread.moved
     try:
+        _thread.undo, _thread.moved = [], (recorded, now)
         yield
     except BaseException:
         for undo in reversed(_thread.undo):

@@ -30,7 +30,7 @@ from clamp.scaling.manual import stages
 from clamp.scaling.step_report import warn_user
 
 _GENERATORS = {"numpy.random": np.random.get_state.__self__, "random": random.getstate.__self__}  # type: ignore[attr-defined]
-_recording = threading.Lock()  # netcl records for one thread at a time
+_recording: dict[str, Call] = {}  # the call that is being recorded: netcl records for one thread at a time
 
 
 class _Thread(threading.local):
@@ -132,12 +132,13 @@ class RecordedFunction:
         if call.trouble or self._variants.runs_always(key):
             return detached(self.__wrapped__(*call.args, **call.kwargs))
         before = self._variants.may_record(key)
-        if before is None or not (is_free() and _recording.acquire(blocking=False)):
-            return self._run(key, call)
         try:
+            if before is None or not (is_free() and _recording.setdefault("call", call) is call):
+                return self._run(key, call)
             return self._record(key, call, before, known)
         finally:
-            _recording.release()
+            if _recording.get("call") is call:
+                _recording.clear()
 
     def _key(self, call: Call) -> Hashable:
         """What a recording depends on besides the state of the host and the content of tensors."""
@@ -255,8 +256,8 @@ class RecordedFunction:
 
 @contextmanager
 def _inside() -> Iterator[None]:
-    _thread.inside = True
     try:
+        _thread.inside = True
         yield
     finally:
         _thread.inside = False

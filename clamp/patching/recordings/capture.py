@@ -72,6 +72,11 @@ def _release(pool: PersistentBufferPool, handle: Any) -> None:
     PersistentBufferPool.release(pool, handle)
 
 
+def _unwatch() -> None:
+    for pool in () if _live else memory._PERSISTENT_POOLS.values():
+        vars(pool).pop("release", None)
+
+
 # ---------------------------------------------------------------------------------------------- recording
 
 
@@ -93,8 +98,10 @@ class _Recording:
         self._modules: ModuleNotes | None = None  # while it is under way
         self.thread = threading.get_ident()
 
-    def start(self) -> None:
-        """Puts the recorder's own versions over what netcl and pyopencl do to memory."""
+    def start(self, begin: Callable[[], None]) -> None:
+        """Begins as netcl does, and puts the recorder's own versions over what netcl and pyopencl do to memory."""
+        self._undo.append((cl.Kernel, "__call__", vars(cl.Kernel)["__call__"]))
+        begin()
         weights.clear()
         self._before = living_tensors()
         self._modules = ModuleNotes()
@@ -118,12 +125,16 @@ class _Recording:
                     self._replace(cls, name, partial(self._modules.noting, is_on=self._is_on))
         set_recorder(self)
 
-    def stop(self) -> None:
-        """Puts everything back."""
+    def put_back(self) -> None:
+        """Takes the recorder's versions away again. After an interrupt in it, once more does it all."""
         set_recorder(None)
         for owner, name, original in reversed(self._undo):
             setattr(owner, name, original)
-        self._undo.clear()
+        self._undo = []
+
+    def stop(self) -> None:
+        """Puts everything back, and notes what a replay depends on."""
+        self.put_back()
         weights.clear()
         capture = self._capture()
         own = {address for pool in self._pools.values() for address in pool.given}
@@ -175,17 +186,18 @@ class _Recording:
         self._addresses = {address_of(arg) for launch in launches for arg in launch.args} - {None}
 
     def close(self) -> None:
-        """Gives the memory back; there will be no replay any more."""
+        """Gives the memory back: there is no replay any more. After an interrupt in it, once more does the rest."""
         _live.discard(self)
-        for pool in self._pools.values():
-            pool.close()
-        for pool, handle in self._kept:
-            pool.release(handle)
-        self._pools.clear()
-        self._kept.clear()
-        if not _live:
-            for pool in memory._PERSISTENT_POOLS.values():
-                vars(pool).pop("release", None)
+        try:
+            for pool in self._pools.values():
+                pool.close()
+            while self._kept:
+                pool, handle = self._kept[-1]
+                pool.release(handle)
+                self._kept.pop()
+            self._pools = {}
+        finally:
+            _unwatch()
 
     def keeps(self, pool: PersistentBufferPool, handle: Any) -> bool:
         """Takes memory that is released if a replay may still use it."""
@@ -324,21 +336,35 @@ def begin(wrapped: Any, instance: KernelCapture, /) -> None:
         raise RuntimeError("a recording is under way already: end it before you begin another")
     _forget(instance)
     instance._launches = Launches()
-    wrapped()
     recording = _Recording(instance)
-    _running.append((instance, recording))
-    recording.start()
+    weakref.finalize(instance, recording.close).atexit = False
+    try:
+        _running.append((instance, recording))
+        recording.start(wrapped)
+    except BaseException:
+        instance.clear()
+        raise
 
 
 @meets("netcl.runtime.capture.KernelCapture.end")
 def end(wrapped: Any, instance: KernelCapture, /) -> int:
     """Ends a recording; from now on it can be replayed."""
-    if _running and _running[0][0] is instance:
-        _, recording = _running.pop()
+    if not _is_running(instance):
+        return wrapped()
+    recording = _running[0][1]
+    try:
         recording.stop()
+        launches = wrapped()
         _recordings[instance] = recording
-        weakref.finalize(instance, recording.close).atexit = False
-    return wrapped()
+        _running.clear()
+    except BaseException:
+        instance.clear()
+        raise
+    return launches
+
+
+def _is_running(capture: KernelCapture) -> bool:
+    return bool(_running) and _running[0][0] is capture
 
 
 def is_free() -> bool:
@@ -348,11 +374,27 @@ def is_free() -> bool:
 
 @meets("netcl.runtime.capture.KernelCapture.clear")
 def clear(wrapped: Any, instance: KernelCapture, /) -> None:
-    """Drops what was recorded, and ends a recording that is under way, as after an exception."""
-    if _running and _running[0][0] is instance:
-        instance.end()
-    _forget(instance)
-    wrapped()
+    """Drops what was recorded, and ends a recording that is under way, as after an exception.
+
+    An interrupt anywhere in a recording, or in its end, comes here; one in here has everything done once more.
+    """
+    try:
+        _drop(instance)
+    except BaseException:
+        _drop(instance)
+        raise
+    finally:
+        wrapped()
+
+
+def _drop(capture: KernelCapture) -> None:
+    if _is_running(capture):
+        recording = _running[0][1]
+        recording.put_back()
+        weights.clear()
+        recording.close()
+        _running.clear()
+    _forget(capture)
 
 
 def as_host_step(step: Wrapper) -> Wrapper:
@@ -371,7 +413,8 @@ def abandon() -> None:
 
 
 def _forget(capture: KernelCapture) -> None:
-    recording = _recordings.pop(capture, None)
+    recording = _recordings.get(capture)
     if recording is not None:
         capture._launches.clear()
         recording.close()
+        _recordings.pop(capture, None)

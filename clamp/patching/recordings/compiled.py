@@ -130,7 +130,11 @@ def exit_graph(wrapped: Any, instance: CompiledGraph, /, *exception: Any) -> boo
     netcl's own list of them is emptied: its ``replay`` would zero four bytes for every element of them.
     """
     compiled = instance.is_compiled
-    result = wrapped(*exception)
+    try:
+        result = wrapped(*exception)
+    except BaseException:  # an interrupt
+        instance.capture.clear()
+        raise
     if instance.is_compiled and not compiled and recording_of(instance.capture) is not None:
         instance._clamp_gradients = gradient_marks.snapshot(instance.params)
         instance.grad_tensors = {}
