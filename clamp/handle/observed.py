@@ -39,7 +39,8 @@ class ObservedHandle:
 
     def _observe(self, debug: Iterable[str]) -> None:
         """Begins; see ``AmpHandle``'s ``debug``."""
-        self._attribution, self._record = Attribution(self._steps), Record(self._steps)
+        self._record = Record(self._steps)
+        self._attribution = Attribution(self._steps, self._record.losses)
         if "attribution" in debug:
             self._attribution.arm()
         if "summary" in debug:

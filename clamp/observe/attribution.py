@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from clamp import bridge
 from clamp.casting.results import RESULTS
+from clamp.observe.divergence import Past
 from clamp.observe.explain import Explanation, explain, not_seen
 from clamp.observe.frames import Trace
 from clamp.observe.journal import Journal
 from clamp.observe.rehearsal import NothingSeenError, check_step, rehearsal
 from clamp.observe.vigil import Vigil
+from clamp.opencl.recording import unrecorded
+from clamp.ops.statistics import is_measurable, statistics_of
 from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.step_guard import StepGuard
 from clamp.scaling.step_report import StepReport, warn_user
 
 #: skips in a row after which a step is looked at that can be run again: a search for the scale rarely takes as many
@@ -26,10 +30,13 @@ class Attribution:
 
     Args:
         history: gives the reports of steps, the newest last.
+        losses: gives the losses that were noted, by steps.
     """
 
-    def __init__(self, history: Callable[[], Sequence[StepReport]]) -> None:
-        self._history = history
+    def __init__(
+        self, history: Callable[[], Sequence[StepReport]], losses: Callable[[], Mapping[int, float]] = dict
+    ) -> None:
+        self._history, self._losses = history, losses
         self._vigil: Vigil | None = None
         self.last: Explanation | None = None
 
@@ -50,14 +57,19 @@ class Attribution:
             self._vigil = None
 
     def _skipped(self, trace: Trace, report: StepReport) -> None:
-        self.last = _explained(trace, report)
+        self.last = _explained(trace, report, self._past())
+
+    def _past(self) -> Past:
+        largest = {} if self._vigil is None else self._vigil.first_magnitudes
+        with unrecorded():
+            return Past(self._losses(), largest, _known_optimizers())
 
     def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
         """What is known of the last skipped step, or of the last one if that was done with a loss of inf or nan; with
         ``step``, of that one, run once more."""
         skipped = next((report for report in reversed(self._history()) if not report.stepped), None)
         if step is not None:
-            self.last = explain_step(step, skipped)
+            self.last = explain_step(step, skipped, self._past())
         elif (bad_loss := self._of_bad_loss()) is not None:
             return bad_loss
         elif self.last is None or (skipped and self._is_old(self.last, skipped)):
@@ -67,7 +79,8 @@ class Attribution:
     def _of_bad_loss(self) -> Explanation | None:
         found: list[Explanation] = []
         if self._vigil is not None:
-            self._vigil.look_at_loss(lambda trace, report: found.append(_explained(trace, report)))
+            past = self._past()
+            self._vigil.look_at_loss(lambda trace, report: found.append(_explained(trace, report, past)))
         return found[0] if found else None
 
     def _is_old(self, known: Explanation, skipped: StepReport) -> bool:
@@ -118,12 +131,13 @@ def _is_same(one: StepReport | None, other: StepReport | None) -> bool:
     return one is not None and other is not None and replace(one, scale=other.scale) == other
 
 
-def explain_step(step: Callable[[], Any], skipped: StepReport | None = None) -> Explanation:
+def explain_step(step: Callable[[], Any], skipped: StepReport | None = None, past: Past | None = None) -> Explanation:
     """Runs a training step only to look at it (`clamp.observe.rehearsal`), and explains what is not finite in it.
 
     Args:
         step: does what one step of a loop does.
         skipped: of a step that was skipped, at whose loss scale it is run.
+        past: what is known of the steps before.
 
     Raises:
         TypeError: ``step`` is no function.
@@ -139,11 +153,25 @@ def explain_step(step: Callable[[], Any], skipped: StepReport | None = None) -> 
             raise NothingSeenError
         if trace.scaler is not None:
             trace.scale = scales.get(id(trace.scaler), trace.scaler.scale)
-        return _explained(trace, skipped)
+        past = past or Past(optimizers=_known_optimizers())
+        return _explained(trace, skipped, past, leaves_finite=_left_finite_gradients(trace))
 
 
-def _explained(trace: Trace, report: StepReport | None) -> Explanation:
+def _left_finite_gradients(trace: Trace) -> bool:
+    trained = (value.tensor for value in trace.values if value.made_by is None and value.tensor is not None)
+    gradients = [x.grad for x in trained if x.grad is not None and is_measurable(x.grad)]
+    return not any(one.infs or one.nans for one in statistics_of(gradients, histogram=False))
+
+
+def _explained(
+    trace: Trace, report: StepReport | None, past: Past, *, leaves_finite: bool | None = None
+) -> Explanation:
     trace.name()
-    found = explain(trace, report)
+    found = explain(trace, report, past, leaves_finite=leaves_finite)
     trace.let_go()
     return found
+
+
+def _known_optimizers() -> list[Any]:
+    found = (guard.optimizer for guard in bridge.living(StepGuard))
+    return list({id(x): x for x in found if x is not None}.values())

@@ -8,13 +8,13 @@ from clamp.casting.asked import Asked
 from clamp.casting.regions import asked
 from clamp.observe.domains import without_value
 from clamp.observe.frames import BACKWARD, FORWARD, Frame, Trace, Value
-from clamp.observe.in_float32 import is_finite_in_float32
+from clamp.observe.in_float32 import is_finite_in_float32, rounded_to_zero
 from clamp.observe.origin import Origin
 from clamp.observe.rescaled import finite_from
 from clamp.scaling.loss_scale import DynamicLossScale
 from clamp.scaling.scale_rule import DEFAULT_RULE
 
-LARGEST_FLOAT16, SMALLEST_FLOAT16 = 65504.0, 2.0**-24
+LARGEST_FLOAT16 = 65504.0
 _ROUNDS_TO_INF = 65520.0  # and what is larger
 
 _AT_ANY = "the loss is not finite at any loss scale."
@@ -70,7 +70,7 @@ def _of_forward(frame: Frame, trace: Trace) -> Cause:
         return Cause("cast", why, _in_float32(frame, trace))
     in_float32 = is_finite_in_float32(frame)
     if in_float32 is False:
-        return _without_value("forward", frame, f"{frame.function} makes {count_of(out)} of finite numbers")
+        return _without_value("forward", frame, f"{frame.function} makes {count_of(out)} of finite numbers", trace)
     if out.dtype == "float16" and out.statistics is not None and out.statistics.infs:
         known = "In float32 they are finite." if in_float32 else "(Or they have no value, as x / 0.)"
         nans = f" ({out.statistics.nans} more are nan)" if out.statistics.nans else ""
@@ -90,7 +90,7 @@ def _of_backward(frame: Frame, trace: Trace) -> Cause:
         out = next(value for value in frame.outputs if not value.is_finite)
         what = f"The gradient of {frame.function} has {count_of(out)}"
         if is_finite_in_float32(frame) is False:
-            return _without_value("backward", frame, what)
+            return _without_value("backward", frame, what, trace)
         why = f"{what}, in {out.dtype}, at loss scales down to {floor:.8g}."
         return Cause("backward", why, f"{_in_bfloat16()}  # as wide as float32")
     why = (
@@ -107,11 +107,31 @@ def _of_backward(frame: Frame, trace: Trace) -> Cause:
     return Cause("scale", why, "")
 
 
-def _without_value(kind: str, frame: Frame, what: str) -> Cause:
+def _without_value(kind: str, frame: Frame, what: str, trace: Trace) -> Cause:
     words, cure = without_value(frame)
     because = f": {words}" if words else ""
-    either = "It has no finite value in float32 either, so that no loss scale and no dtype helps."
-    return Cause(kind, f"{what}{because}. {either}", cure)
+    rounded = rounded_to_zero(frame)
+    if rounded is None:
+        either = "It has no finite value in float32 either, so that no loss scale and no dtype helps."
+        return Cause(kind, f"{what}{because}. {either}", cure)
+    out, at = rounded.outputs[0], f" at {rounded.place.short_line}" if rounded.place.file else ""
+    why = (
+        f"{what}{because}. What it reads became 0 in {out.dtype}: {rounded.function}{at} made it, and in float32 it is "
+        "not 0, and both are finite."
+    )
+    return Cause(kind, why, _in_float32(rounded, trace))
+
+
+def divided_away(made: Frame, divides: Frame, trace: Trace) -> Cause:
+    """The cause of an inf that nobody met, as a division made 0 of it."""
+    out = made.outputs[0]
+    at = f" at {divides.place.short_line}" if divides.place.file else ""
+    why = (
+        f"What {made.function} reads is finite, and {count_of(out)} of its results are beyond {LARGEST_FLOAT16:.0f}, "
+        f"the largest number of float16. {divides.function}{at} divides by them, which gives 0 in place of a number: "
+        "all is finite after it, no step is skipped, and what is trained is wrong at any loss scale."
+    )
+    return Cause("forward", why, _in_float32(made, trace))
 
 
 def _in_float32(frame: Frame, trace: Trace) -> str:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 from clamp.casting.asked import Asked
 from clamp.casting.regions import asked
-from clamp.observe.cause import LARGEST_FLOAT16, SMALLEST_FLOAT16, cause_of
+from clamp.observe.cause import LARGEST_FLOAT16, Cause, cause_of, divided_away
+from clamp.observe.divergence import Past, divergence
 from clamp.observe.frames import Frame, Trace, Value, distinct
-from clamp.observe.origin import find_origin, frames_before
+from clamp.observe.in_float32 import SMALLEST_FLOAT16, is_finite_in_float32
+from clamp.observe.origin import find_divided, find_origin, frames_before
 from clamp.scaling.step_report import StepReport
 
 _BEFORE = 21  # frames shown, as many as Hugging Face's DebugUnderflowOverflow
@@ -26,8 +28,8 @@ class Explanation:
         report: of the step; None where it was run only to be looked at.
         kind: ``"parameter"``, ``"input"`` (not finite before any op), ``"cast"`` (it is beyond float16),
             ``"forward"``, ``"backward"`` (an op's result, or gradient, is not finite at any loss scale),
-            ``"scale"`` (the loss scale was too high, nothing else), ``"finite"`` (nothing is inf or nan) or
-            ``"unseen"`` (no op was looked at).
+            ``"scale"`` (the loss scale was too high, nothing else), ``"diverged"`` (loss and weights have grown from
+            step to step), ``"finite"`` (nothing is inf or nan) or ``"unseen"`` (no op was looked at).
         why: in one or two sentences.
         cure: what to write, as code; empty if nothing has to be done.
         first: the op; None if none is known.
@@ -50,30 +52,52 @@ class Explanation:
     __repr__ = __str__
 
 
-def explain(trace: Trace, report: StepReport | None) -> Explanation:
+def explain(
+    trace: Trace, report: StepReport | None, past: Past | None = None, *, leaves_finite: bool | None = None
+) -> Explanation:
     """Why a step whose ops are known was skipped.
 
     Args:
         trace: named, with its tensors held.
-        report: of the step; None where it was run only to be looked at.
+        report: of the step; None where none was skipped.
+        past: what is known of the steps before.
+        leaves_finite: of a step that was run only to be looked at, whether the gradients that it left are finite; None
+            of the step that was skipped itself.
     """
     if not trace.frames:
         return not_seen(report)
     origin = find_origin(trace)
-    if origin is None and trace.is_cut:
+    if origin is not None:
+        cause = cause_of(origin, trace)
+        grown = None if cause.kind == "input" else divergence(trace, past or Past())
+        if grown is not None:
+            why, cure = grown
+            cause = Cause("diverged", f"{why} {cause.why}", cure)
+        before = frames_before(trace, origin.frame, _BEFORE)
+        return Explanation(report, cause.kind, cause.why, cause.cure, origin.frame, origin.leaf, before)
+    if trace.is_cut:
         why = (
             "The ops of the last pass are finite; those of passes before it are gone: a replay writes where the one "
             "before it wrote, and no more is held than a quarter of the memory."
         )
         return Explanation(report, "unseen", why, "handle.explain(step)  # of the pass that went wrong")
-    if origin is None:
-        why = "Every result and every gradient of its ops is finite."
-        if report is not None and not report.stepped:
-            why += " What is not has come into the gradients after backward, or into a parameter before the step."
-        return Explanation(report, "finite", why, "")
-    cause = cause_of(origin, trace)
-    before = frames_before(trace, origin.frame, _BEFORE)
-    return Explanation(report, cause.kind, cause.why, cause.cure, origin.frame, origin.leaf, before)
+    divided = find_divided(trace)
+    if divided is not None and is_finite_in_float32(divided[0]) is not False:
+        cause = divided_away(*divided, trace)
+        before = frames_before(trace, divided[0], _BEFORE)
+        skipped_for_it = report if report is not None and report.stepped else None
+        return Explanation(skipped_for_it, cause.kind, cause.why, cause.cure, divided[0], None, before)
+    why, cure = "Every result and every gradient of its ops is finite.", ""
+    if report is None or report.stepped:
+        return Explanation(report, "finite", why, cure)
+    if leaves_finite:
+        why = (
+            "This step went well: every result and every gradient is finite, which does not tell why step "
+            f"{report.step} was skipped. Pass the step with the batch that failed, or have it explained when it happens."
+        )
+        return Explanation(report, "finite", why, look(asked(), again=False))
+    why += " What is not has come into the gradients after backward, or into a parameter before the step."
+    return Explanation(report, "finite", why, cure)
 
 
 def not_seen(report: StepReport | None) -> Explanation:
@@ -87,15 +111,16 @@ def not_seen(report: StepReport | None) -> Explanation:
     return Explanation(report, "unseen", why, look(asked()))
 
 
-def look(init: Asked | None) -> str:
+def look(init: Asked | None, *, again: bool = True) -> str:
     """What to write to have skipped steps explained, as code.
 
     Args:
         init: the call that turned AMP on, if one did.
+        again: whether a step that is run again may tell, too.
     """
     if init is None or not init.takes_lists:
-        return "print(amp.debugging.explain(step))"
-    return f"{init.explaining()}  # or handle.explain(step)"
+        return f"print(amp.debugging.explain(step)){'' if again else '  # with the batch that failed'}"
+    return f"{init.explaining()}{'  # or handle.explain(step)' if again else ''}"
 
 
 # ---------------------------------------------------------------------------------------------- in words

@@ -20,7 +20,7 @@ from clamp.observe.place import NOWHERE, Place, here
 from clamp.observe.sampling import SUM, Sampler, Sampling
 from clamp.observe.twins import call_now
 from clamp.opencl.recording import host_step, recorder, unrecorded
-from clamp.ops.statistics import PendingStatistics, statistics_of
+from clamp.ops.statistics import PendingStatistics, is_measurable, statistics_of
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import is_scaled
 from clamp.scaling.step_report import StepReport
@@ -166,7 +166,7 @@ class Journal:
 
     def _measurable(self) -> list[Value]:
         values = distinct(value for frame in self.frames for value in (*frame.inputs, *frame.outputs, *frame.parents))
-        return [x for x in values if x.statistics is None and x.tensor is not None and _can_measure(x.tensor)]
+        return [x for x in values if x.statistics is None and x.tensor is not None and is_measurable(x.tensor)]
 
     def _measure(self) -> None:
         values = self._measurable()
@@ -202,7 +202,3 @@ class Journal:
 def _set(values: Sequence[Value], pending: PendingStatistics) -> None:
     for value, statistics in zip(values, pending.read(), strict=True):
         value.statistics = statistics
-
-
-def _can_measure(tensor: Tensor) -> bool:
-    return bridge.on_device(tensor) and tensor.dtype in bridge.STORAGE

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from clamp.observe.frames import BACKWARD, Frame, Trace, Value
+from clamp.observe.identity import INSERTED
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,24 @@ def _origins(ends: Iterable[Frame], places: dict[int, int]) -> Iterator[tuple[in
         yield from ((place, Origin(frame, value)) for value in bad if value.made_by is None)
         if not bad and not makers:
             yield place, Origin(frame)
+
+
+_DIVIDING = frozenset({"div", "rsqrt", "pow"})  # which make 0 of an inf, and a number of what it stands for
+
+
+def find_divided(trace: Trace) -> tuple[Frame, Frame] | None:
+    """The first op whose float16 result is not finite, as what it read is, and the one that has made finite numbers of
+    it by dividing; None if there are none."""
+    for frame in trace.frames:
+        bad = [value for value in frame.inputs if not value.is_finite]
+        if frame.direction == BACKWARD or frame.function not in _DIVIDING or not bad or not frame.is_finite:
+            continue
+        maker = bad[-1].made_by
+        while maker is not None and maker.op in INSERTED and not maker.inputs[0].is_finite:
+            maker = maker.inputs[0].made_by
+        if maker is not None and all(value.is_finite for value in maker.inputs) and not maker.is_finite:
+            return maker, frame
+    return None
 
 
 def frames_before(trace: Trace, frame: Frame, count: int) -> list[Frame]:

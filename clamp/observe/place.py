@@ -68,9 +68,9 @@ class Place(NamedTuple):
 
 NOWHERE = Place()
 
-#: What the frames around an op say, read and not yet understood: the entry of the function and the region it is called
-#: in, or the name and the policy of a registered one; the modules; the code and the line of the user's.
-Trail = tuple[tuple[Any, Any] | None, tuple[Any, ...], CodeType | None, int]
+#: What the frames around an op say, read and not yet understood: the variables of the function's wrapper; the modules;
+#: the code and the line of the user's.
+Trail = tuple[dict[str, Any] | None, tuple[Any, ...], CodeType | None, int]
 
 
 def here() -> Place:
@@ -80,7 +80,8 @@ def here() -> Place:
 
 def trail() -> Trail:
     """What has to be read while the op is being computed: of an armed step that is done for each, and nothing else."""
-    called = users_code = None
+    called: dict[str, Any] | None = None
+    users_code: CodeType | None = None
     line = users = 0
     modules: list[Any] = []
     frame: FrameType | None = sys._getframe(2)  # the caller is no user's
@@ -88,7 +89,7 @@ def trail() -> Trail:
         code, caller = frame.f_code, frame.f_back
         kind = _kinds.get(id(code)) or _kind(code)
         if kind == "wrapper":
-            called = called or _called(frame.f_locals)
+            called = called or dict(frame.f_locals)
         elif kind != "library":
             is_module = caller is not None and caller.f_code is _MODULE_CALL  # of the same module, looked at next
             if not is_module and kind != "user":
@@ -106,19 +107,16 @@ def trail() -> Trail:
     return called, tuple(modules), users_code, line
 
 
-def _called(names: dict[str, Any]) -> tuple[Any, Any]:
-    return (names["entry"], names.get("region")) if "entry" in names else (names["name"], names["policy"])
-
-
 def place_of(seen: Trail) -> Place:
     """What a trail says."""
     called, modules, code, line = seen
     function = policy = ""
-    if called is not None:
-        what, how = called
-        function = what.name if isinstance(what, Entry) else what
-        if how is not None:
-            policy = (how.policies.policy_of(what) if isinstance(what, Entry) else how).value
+    if called is not None and "entry" in called:
+        entry, region = called["entry"], called.get("region")
+        function = entry.name
+        policy = "" if region is None else region.policies.policy_of(entry).value
+    elif called is not None:
+        function, policy = called["name"], called["policy"].value
     return Place(function, policy, modules, code.co_filename if code else "", line)
 
 

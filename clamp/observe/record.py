@@ -55,6 +55,11 @@ class Record:
             RESULTS.detach(self.tally)
             self.tally.stop()
 
+    def losses(self) -> dict[int, float]:
+        """Those that were noted, by steps. Waits for the device."""
+        points = {} if self.tally is None else self.tally.curves.read()
+        return {step: point.loss for step, point in points.items() if point.loss is not None}
+
     def summary(
         self, dtype: str, steps: int, history: Sequence[StepReport], skips: int, loss_scale: float | None,
         step: Callable[[], Any] | None, live_scale: Callable[[], float],

@@ -6,7 +6,7 @@ What differs from it is the op's own error, whatever errors its inputs have brou
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -48,7 +48,7 @@ class Call:
     def copied(self, copy: Callable[[TensorLike], TensorLike] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What ``run`` is to be given, inside ``casting_in(call.region)``: ``args`` and ``kwargs`` with their tensors
         copied, by default to float32."""
-        return mapped(self.args, copy or _copy), mapped(self.kwargs, copy or _copy)
+        return mapped(self.args, copy or copy_of), mapped(self.kwargs, copy or copy_of)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,15 +97,15 @@ class Twins:
         for one, rest in self._open:
             if one is frame:
                 return next(rest, None)
-        call = _call_of(frame)
-        made = self._compute(call, _copy) if call is not None else []
+        call = call_of(frame.f_locals)
+        made = self._compute(call, copy_of) if call is not None else []
         twins = iter([Twin(one, call, number) for number, one in enumerate(made)] if call is not None else [])
         self._open.append((frame, twins))
         return next(twins, None)
 
     def of_rounded(self, twin: Twin, dtype: str) -> TensorLike | None:
         """What would be a result's counterpart, had the function's float32 arguments as few digits as a dtype has."""
-        made = self._compute(twin.call, partial(_copy, dtype=dtype))
+        made = self._compute(twin.call, partial(copy_of, dtype=dtype))
         return made[twin.number] if len(made) > twin.number else None
 
     def gradients_of(self, made: TensorLike, grad: Tensor) -> list[Tensor | None]:
@@ -136,12 +136,11 @@ def call_now() -> Call | None:
     """The call of a function on a list around this point, which makes what an observer is told of; None if it cannot
     be made again."""
     frame = call_here()
-    return None if frame is None else _call_of(frame)
+    return None if frame is None else call_of(frame.f_locals)
 
 
-def _call_of(frame: FrameType) -> Call | None:
-    """The call that a wrapper's frame is of; None of a function that writes into its arguments."""
-    names = frame.f_locals
+def call_of(names: Mapping[str, Any]) -> Call | None:
+    """The call that a wrapper's variables are of; None of a function that writes into its arguments."""
     entry, args, kwargs = names.get("entry"), names["args"], names["kwargs"]
     if entry is None:
         wrapper = user_wrapper(names["name"], names["policy"])
@@ -166,7 +165,7 @@ def _is_running(frame: FrameType) -> bool:
     return around is frame
 
 
-def _copy(x: TensorLike, dtype: str = "float32") -> TensorLike:
+def copy_of(x: TensorLike, dtype: str = "float32") -> TensorLike:
     """A leaf with the same numbers, in float32 if they are floating; those of float32 with the digits of ``dtype``."""
     value = x.value
     if not isinstance(value, Tensor) or not bridge.on_device(value) or value.dtype not in bridge.STORAGE:

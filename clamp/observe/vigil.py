@@ -7,6 +7,7 @@ What is held lives as long anyway: the loss keeps its graph until the loop has a
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,8 +19,9 @@ from clamp.casting.regions import no_casts
 from clamp.observe.backward_again import gradients_of
 from clamp.observe.frames import FORWARD, Frame, Trace, Value
 from clamp.observe.place import Trail, place_of, trail
+from clamp.observe.twins import call_of
 from clamp.opencl.recording import host_step, moved, recorder, unrecorded
-from clamp.ops.statistics import statistics_of
+from clamp.ops.statistics import PendingStatistics, is_measurable, statistics_of
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import is_scaled
 from clamp.scaling.step_guard import are_steps_withheld
@@ -91,6 +93,7 @@ class Vigil:
     def __init__(self, on_trace: Callable[[Trace, StepReport], None]) -> None:
         self._on_trace = on_trace
         self._step = _Step()
+        self._first: tuple[list[weakref.ref[Tensor]], PendingStatistics] | None = None  # of weights, in the first pass
 
     # ------------------------------------------------------------------------------------------ what ops tell
 
@@ -120,6 +123,8 @@ class Vigil:
         if are_steps_withheld():
             return
         step = self._step
+        if self._first is None:
+            self._look_at_weights()
         scaled = loss if is_scaled(loss) else next((node for node in bridge.graph(loss) if is_scaled(node)), None)
         step.passes.append(_Pass(len(step.ops), loss.value, None if scaled is None else scaled.loss_scale))
         if recorder() is not None:
@@ -128,6 +133,24 @@ class Vigil:
             host_step(partial(self._replayed, ops, passes))
         else:
             self._keep_within_limit()
+
+    def _look_at_weights(self) -> None:
+        """Notes what the weights are before any step: later it tells whether they have grown."""
+        read = {id(x): x for op in self._step.ops for x in op.read if bridge.is_trained(x) and is_measurable(x)}
+        if read:
+            with unrecorded():
+                pending = PendingStatistics(list(read.values()), histogram=False)
+            self._first = [weakref.ref(x) for x in read.values()], pending
+
+    @property
+    def first_magnitudes(self) -> dict[int, float]:
+        """The largest magnitude of each weight before the first step, by the id of its tensor. Waits for the device."""
+        if self._first is None:
+            return {}
+        refs, pending = self._first
+        with unrecorded():
+            found = pending.read()
+        return {id(x): one.largest for ref, one in zip(refs, found, strict=True) if (x := ref()) is not None}
 
     def _replayed(self, ops: list[_Op], passes: list[_Pass]) -> None:
         """A recorded pass has been run: what it gave lies in the recording's memory, what it read is this replay's."""
@@ -155,7 +178,7 @@ class Vigil:
         report = self._step.report
         if report is not None and not report.stepped:
             return
-        losses = [one.loss for one in self._step.passes if _is_measurable(one.loss)]
+        losses = [one.loss for one in self._step.passes if is_measurable(one.loss)]
         with self._in_replays_memory():
             with unrecorded():
                 found = statistics_of(losses, histogram=False)
@@ -200,7 +223,8 @@ class Vigil:
         forward = []
         for op in self._step.ops:
             read, wanted = list(map(value, op.read)), list(map(value, op.wanted))
-            frame = Frame(op.op, FORWARD, place_of(op.trail), read, [value(op.gave)], wanted, again=op.again)
+            call = None if op.trail[0] is None else call_of(op.trail[0])
+            frame = Frame(op.op, FORWARD, place_of(op.trail), read, [value(op.gave)], wanted, again=op.again, call=call)
             frame.outputs[0].made_by = frame.outputs[0].made_by or frame
             forward.append(frame)
         trace = Trace(forward, scale, is_cut=self._step.is_cut)
@@ -208,12 +232,8 @@ class Vigil:
             for one in self._step.passes if backward else ():
                 trace.scaler = one.scaler
                 trace.frames = [*trace.frames, *gradients_of(forward[: one.ops], value(one.loss), scale)]
-            measured = [x for x in trace.values if x.tensor is not None and _is_measurable(x.tensor)]
+            measured = [x for x in trace.values if x.tensor is not None and is_measurable(x.tensor)]
             found = statistics_of([x.tensor for x in measured if x.tensor is not None], histogram=False)
         for x, statistics in zip(measured, found, strict=True):
             x.statistics = statistics
         return trace
-
-
-def _is_measurable(tensor: Tensor) -> bool:
-    return bridge.on_device(tensor) and tensor.dtype in bridge.STORAGE

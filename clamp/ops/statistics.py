@@ -136,6 +136,11 @@ class PendingStatistics:
         ]
 
 
+def is_measurable(tensor: Tensor) -> bool:
+    """Whether statistics can be taken of a tensor."""
+    return bridge.on_device(tensor) and tensor.dtype in bridge.STORAGE
+
+
 def _check(index: int, tensor: Tensor) -> None:
     if tensor.dtype not in bridge.STORAGE:
         raise TypeError(f"statistics: tensors[{index}] is {tensor.dtype}; float32, float16 or bfloat16 is needed")
