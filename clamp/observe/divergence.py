@@ -60,13 +60,12 @@ def divergence(trace: Trace, past: Past) -> tuple[str, str] | None:
     elif is_large:
         parts.append(f"the numbers of {grown.name or 'a weight'} are up to {now:.3g}")
     optimizer = _optimizer_of(grown, past.optimizers)
-    rate = getattr(optimizer, "lr", None)
-    is_rate = isinstance(rate, int | float) and rate > 0
-    named = f"the learning rate, {rate:.6g}, is too high" if is_rate else "the learning rate is too high"
+    rate = float(getattr(optimizer, "lr", None) or 0.0)
+    named = f"the learning rate, {rate:.6g}, is too high" if rate else "the learning rate is too high"
     why = f"The run diverges, in float32 as well, because {named}: {' and '.join(parts)}."
-    if not is_rate:
+    if not rate:
         return why, "optimizer.lr /= 100  # a lower learning rate, from weights of before it diverged"
-    lower = _lower(float(rate), hasattr(optimizer, "eps"), [loss for _, loss in losses] if positive else [], then)
+    lower = _lower(rate, hasattr(optimizer, "eps"), [loss for _, loss in losses] if positive else [], then)
     return why, f"optimizer.lr = {lower:.6g}  # it is {rate:.6g}; from weights of before it diverged"
 
 

@@ -93,7 +93,7 @@ def explain(
     if leaves_finite:
         why = (
             "This step went well: every result and every gradient is finite, which does not tell why step "
-            f"{report.step} was skipped. Pass the step with the batch that failed, or have it explained when it happens."
+            f"{report.step} was skipped. Pass the step with the batch that failed, or have it explained as it happens."
         )
         return Explanation(report, "finite", why, look(asked(), again=False))
     why += " What is not has come into the gradients after backward, or into a parameter before the step."

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import wrapt
 
 from clamp import bridge
-from clamp.casting.policy import Entry
 from clamp.patching.wrap import netcl_wrapper, owned_wrapper, user_wrapper
 
 _LIBRARIES = bridge.NETCLS_FOLDER, str(Path(str(wrapt.__file__)).parent)
