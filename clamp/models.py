@@ -10,7 +10,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
-from clamp.casting.arguments import cast_arguments
+from clamp.casting.arguments import CastArguments, casts_to
 from clamp.casting.operands import say_nothing
 from clamp.params.masters import narrow, showing_masters
 
@@ -149,10 +149,12 @@ def cast_calls(model: Any, input_dtype: str | None, output_dtype: str | None) ->
     def casting(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if input_dtype is not None:
-                args, kwargs = cast_arguments(args, kwargs, input_dtype, say_nothing, use_cache=False)
-            result = method(*args, **kwargs)
-            return result if output_dtype is None else _cast(result, output_dtype)
+            if input_dtype is None:
+                result = method(*args, **kwargs)
+            else:
+                with CastArguments(args, kwargs, input_dtype, say_nothing, use_cache=False) as (args, kwargs):
+                    result = method(*args, **kwargs)
+            return result if output_dtype is None else casts_to(output_dtype, say_nothing, use_cache=False)(result)
 
         return call
 
@@ -170,10 +172,6 @@ def _bound(casting: Callable[[Callable[..., Any]], Callable[..., Any]], method: 
         return casting(method.__get__(self))(*args, **kwargs)
 
     return call
-
-
-def _cast(result: Any, dtype: str) -> Any:
-    return cast_arguments((result,), {}, dtype, say_nothing, use_cache=False)[0][0]
 
 
 # ---------------------------------------------------------------------------------------------- saving

@@ -8,6 +8,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, DTypeLike, Node, Tensor, TensorLike
+from clamp.casting.containers import Conversion
 from clamp.casting.operands import cast_node, say_nothing
 from clamp.casting.regions import Region, check_dtype
 
@@ -33,41 +34,46 @@ def cast(x: TensorLike, dtype: DTypeLike) -> TensorLike:
     return cast_node(x, dtype)
 
 
-def cast_arguments(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dtype: str,
-    report: Callable[[str, str], None],
-    use_cache: bool = True,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with every floating node and tensor in ``dtype``, inside nested lists, tuples and dicts too.
+class CastArguments:
+    """The arguments of a call with every floating node and tensor in one dtype, inside nested containers too.
 
-    ``out=`` is a place to write to and is never cast; neither are integers, float64, host arrays.
+    ``out=`` is a place to write to and is never cast; neither are integers, float64, host arrays. What the call writes
+    to a container that it was given a copy of stands in the container itself when the block is left::
+
+        with CastArguments(args, kwargs, "float16", say_nothing) as (args, kwargs):
+            return function(*args, **kwargs)
     """
+
+    __slots__ = ("_cast", "_given")
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dtype: str,
+        report: Callable[[str, str], None],
+        use_cache: bool = True,
+    ) -> None:
+        self._cast = casts_to(dtype, report, use_cache)
+        self._given = args, kwargs
+
+    def __enter__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        (args, kwargs), cast = self._given, self._cast
+        return tuple(map(cast, args)), {name: x if name == "out" else cast(x) for name, x in kwargs.items()}
+
+    def __exit__(self, *error: object) -> None:
+        self._cast.give_back()
+
+
+def casts_to(dtype: str, report: Callable[[str, str], None], use_cache: bool = True) -> Conversion:
+    """Casts every floating node and tensor in nested containers."""
 
     def cast_one(x: TensorLike) -> TensorLike:
         value = x.value
         castable = isinstance(value, Tensor) and value.dtype in bridge.STORAGE and bridge.on_device(value)
         return cast_node(x, dtype, report, use_cache) if castable else x
 
-    convert = partial(mapped, convert=cast_one)
-    return tuple(map(convert, args)), {name: x if name == "out" else convert(x) for name, x in kwargs.items()}
-
-
-def mapped(x: Any, convert: Callable[[Any], Any]) -> Any:
-    """Nested lists, tuples and dicts with every node and tensor in them converted."""
-    if isinstance(x, Node | Tensor):
-        return convert(x)
-    if isinstance(x, list | tuple):
-        return with_items(x, [mapped(item, convert) for item in x])
-    if isinstance(x, dict):
-        return {key: mapped(item, convert) for key, item in x.items()}
-    return x
-
-
-def with_items(x: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    """A list, tuple or named tuple as x is one, of other items."""
-    return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+    return Conversion(cast_one)
 
 
 _NONE: dict[str, Any] = {}
@@ -85,17 +91,6 @@ def holds_half(args: tuple[Any, ...] | list[Any], kwargs: dict[str, Any]) -> boo
         elif isinstance(x, (list, tuple)) and x and not isinstance(x[0], int) and holds_half(x, _NONE):
             return True
     return bool(kwargs) and holds_half(tuple(kwargs.values()), _NONE)
-
-
-def tensors_in(x: Any) -> list[Tensor]:
-    """Every tensor in nested arguments."""
-    if isinstance(x, Node | Tensor):
-        return [x.value] if isinstance(x.value, Tensor) else []
-    if isinstance(x, dict):
-        x = list(x.values())
-    if isinstance(x, list | tuple):
-        return [tensor for item in x for tensor in tensors_in(item)]
-    return []
 
 
 def reporter(region: Region | None, function: str) -> Callable[[str, str], None]:

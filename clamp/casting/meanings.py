@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from clamp import bridge
-from clamp.casting.arguments import reporter, tensors_in
+from clamp.casting.arguments import reporter
+from clamp.casting.containers import tensors_in
 from clamp.casting.operands import Casting, Float, Half, Match, Promote, widest
 from clamp.casting.policy import CastPolicy
 from clamp.casting.regions import Region

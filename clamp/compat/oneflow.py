@@ -17,7 +17,7 @@ import numpy as np
 
 from clamp import bridge, session
 from clamp.bridge import CompiledGraph, DTypeLike, Node, Tape, Tensor
-from clamp.casting.arguments import mapped
+from clamp.casting.containers import mapped
 from clamp.casting.regions import Region, check_dtype, current_region, in_region, region_here
 from clamp.casting.results import RESULTS
 from clamp.compat import pytorch

@@ -12,7 +12,7 @@ import pyopencl as cl
 
 from clamp import session
 from clamp.bridge import DTypeLike, Node, Tensor
-from clamp.casting.arguments import with_items
+from clamp.casting.containers import with_items
 from clamp.casting.regions import check_dtype
 from clamp.compat.settings import FaceRule, UncheckedRule
 from clamp.patching.custom import Backward, CustomBackward, CustomForward

@@ -13,7 +13,7 @@ import numpy as np
 
 from clamp import session
 from clamp.bridge import Node, Tensor, TensorLike
-from clamp.casting.arguments import tensors_in
+from clamp.casting.containers import tensors_in
 from clamp.casting.results import RESULTS
 from clamp.observe.checker import Checker, DebugMode, device_name, line_of
 from clamp.observe.operator_stats import OperatorStats

@@ -13,7 +13,7 @@ from typing import Any
 import wrapt
 
 from clamp.bridge import Node, Tensor
-from clamp.casting.arguments import cast_arguments, reporter
+from clamp.casting.arguments import CastArguments, reporter
 from clamp.casting.regions import Region, casting_in, casting_region, in_region
 from clamp.ops.cast import cast
 
@@ -32,8 +32,8 @@ class CustomForward(wrapt.FunctionWrapper):  # type: ignore[type-arg]
             if region is None or cast_inputs is None:
                 return wrapped(*args, **kwargs)
             name = getattr(function, "__name__", "custom_fwd")
-            args, kwargs = cast_arguments(args, kwargs, cast_inputs, reporter(region, name), region.cache_enabled)
-            with in_region(_without_casts(region)):
+            casts = CastArguments(args, kwargs, cast_inputs, reporter(region, name), region.cache_enabled)
+            with casts as (args, kwargs), in_region(_without_casts(region)):
                 return wrapped(*args, **kwargs)
 
         super().__init__(function, call)

@@ -15,7 +15,8 @@ from netcl.ops.bf16_act import from_bf16_host, to_bf16_host
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Node, Tape, Tensor
-from clamp.casting.arguments import reporter, tensors_in
+from clamp.casting.arguments import reporter
+from clamp.casting.containers import tensors_in
 from clamp.casting.operands import cast_node
 from clamp.casting.policy import CastPolicy, Entry
 from clamp.casting.regions import current_region, no_casts, thread_casts_off

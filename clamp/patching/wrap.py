@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from clamp.bridge import HALF_DTYPES
-from clamp.casting.arguments import cast_arguments, holds_half, reporter
+from clamp.casting.arguments import CastArguments, holds_half, reporter
 from clamp.casting.meanings import MEANINGS
 from clamp.casting.operands import Casting, NotOwned, Promote
 from clamp.casting.owned import Function
@@ -105,10 +105,12 @@ def user_wrapper(name: str, policy: CastPolicy) -> Wrapper:
             raise RuntimeError(f"{name} is registered as banned under AMP")
         kwargs = MEANINGS[policy].keywords(kwargs)
         target = MEANINGS[policy].target(region, args, kwargs)
-        if target is not None:
-            refuse_half_targets(wrapped, args, kwargs)
-            args, kwargs = cast_arguments(args, kwargs, target, reporter(region, name), region.cache_enabled)
-        with no_casts():
+        if target is None:
+            with no_casts():
+                return wrapped(*args, **kwargs)
+        refuse_half_targets(wrapped, args, kwargs)
+        casts = CastArguments(args, kwargs, target, reporter(region, name), region.cache_enabled)
+        with casts as (args, kwargs), no_casts():
             return wrapped(*args, **kwargs)
 
     return call
@@ -136,9 +138,9 @@ def _run_widened(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict
     refuse_half_targets(wrapped, args, kwargs)
     region = current_region()
     report, use_cache = reporter(region, entry.function), region is None or region.cache_enabled
-    args, kwargs = cast_arguments(args, kwargs, "float32", report, use_cache)
     casting = casting_region()
-    with casting_in(None if casting is None else casting.in_float32):
+    inside = casting_in(None if casting is None else casting.in_float32)
+    with CastArguments(args, kwargs, "float32", report, use_cache) as (args, kwargs), inside:
         return RESULTS.netcls(wrapped(*args, **kwargs), args)
 
 
