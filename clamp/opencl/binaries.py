@@ -1,7 +1,8 @@
 """Built programs on disk, so that a process need not compile what an earlier one has compiled.
 
-A file of ``user_cache`` holds one program: in its first line the kernels' signatures as JSON, because Intel's runtime
-forgets them in a program that is loaded from a binary, and then the binary.
+A file of ``user_cache`` holds one program: in its first line, as JSON, the binary's size, because drivers end the
+process over half a one, and the kernels' signatures, because Intel's runtime forgets them in a program that is loaded
+from a binary; and then the binary.
 """
 
 from __future__ import annotations
@@ -59,13 +60,22 @@ def are_costly(context: cl.Context) -> bool:
 
 def load(file: Path) -> Kept | None:
     """The program that is kept in a file; None if there is none, or the file cannot be trusted."""
-    content = user_cache.read(file)
-    if content is None:
-        return None
-    signatures, _, binary = content.partition(b"\n")
-    return Kept(binary, json.loads(signatures))
+    return user_cache.read(file, _meaning)
+
+
+def _meaning(content: bytes) -> Kept:
+    line, _, binary = content.partition(b"\n")
+    size, signatures = json.loads(line)
+    kept = Kept(binary, signatures)
+    if size != len(binary):
+        raise ValueError(f"{len(binary)} bytes of a binary of {size}")
+    for kernel, types in kept.signatures.items():
+        if not isinstance(types, list) or not all(isinstance(x, str) for x in (kernel, *types)):
+            raise TypeError(f"{types!r} are no types of arguments")
+    return kept
 
 
 def store(file: Path, kept: Kept) -> None:
     """Keeps a program in a file, if that can be written."""
-    user_cache.write(file, json.dumps(kept.signatures).encode() + b"\n" + kept.binary)
+    line = json.dumps([len(kept.binary), kept.signatures])
+    user_cache.write(file, line.encode() + b"\n" + kept.binary)

@@ -61,6 +61,15 @@ class Built:
     signatures: Signatures
     was_kept: bool = False
 
+    def fits(self) -> bool:
+        """Whether the signatures are those of the program's kernels, as far as its binary tells."""
+        known = all(name.endswith("*") or name in _SCALARS for types in self.signatures.values() for name in types)
+        return (
+            known
+            and set(_kernel_names(self.program)) == self.signatures.keys()
+            and all(cl.Kernel(self.program, name).num_args == len(types) for name, types in self.signatures.items())
+        )
+
     def kernel(self, name: str) -> cl.Kernel:
         """A new kernel, which knows the types of its numbers."""
         kernel = cl.Kernel(self.program, name)
@@ -312,10 +321,12 @@ def build(
         # Drivers write progress to the build log of a program that is fine.
         warnings.simplefilter("ignore", cl.CompilerWarning)
         if file_kept is not None and (kept := binaries.load(file_kept)) is not None:
-            with suppress(cl.Error):  # a binary that the driver refuses is written anew
-                return Built(
+            with suppress(cl.Error):  # a binary that the driver refuses, or of another program, is written anew
+                built = Built(
                     cl.Program(context, context.devices, [kept.binary]).build(), kept.signatures, was_kept=True
                 )
+                if built.fits():
+                    return built
         try:
             with PROGRESS.compiling():
                 program = _compiled(context, file, text, options)
@@ -324,9 +335,7 @@ def build(
             raise KernelBuildError(
                 f"{file} with {' '.join(options)} does not compile on {devices}:\n{error}"
             ) from error
-    # Program.all_kernels() of pyopencl keeps its kernels for good, and so the program.
-    names = str(program.get_info(cl.program_info.KERNEL_NAMES)).split(";")
-    signatures = {name: _argument_types(cl.Kernel(program, name)) for name in names if name}
+    signatures = {name: _argument_types(cl.Kernel(program, name)) for name in _kernel_names(program)}
     if finish is not None:
         program = _finished(context, program, finish, file)
     if file_kept is not None and not (binaries.are_costly(context) and keeper.keep_later(context, file, macros)):
@@ -359,6 +368,11 @@ def _finished(context: cl.Context, program: cl.Program, finish: Finish, file: st
     except (ValueError, cl.Error) as error:
         devices = ", ".join(device.name for device in context.devices)
         raise KernelBuildError(f"{file} as {devices} compiles it cannot be finished: {error}") from error
+
+
+def _kernel_names(program: cl.Program) -> list[str]:
+    # Program.all_kernels() of pyopencl keeps its kernels for good, and so the program.
+    return [name for name in str(program.get_info(cl.program_info.KERNEL_NAMES)).split(";") if name]
 
 
 def _argument_types(kernel: cl.Kernel) -> list[str]:

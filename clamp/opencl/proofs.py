@@ -61,10 +61,16 @@ def identity(device: cl.Device) -> list[str]:
 def _remembered(device: cl.Device, where: str, anew: bool) -> Mapping[str, str]:
     what: HasTrials = resolve_name(where)
     file = user_cache.file_for([*identity(device), where, what.trial_key()], ".proof")
-    if file is not None and not anew and (content := user_cache.read(file)) is not None:
-        found: dict[str, str] = json.loads(content)
-        return found
     names = [name for name, _ in what.trials()]
+
+    def meaning(content: bytes) -> dict[str, str]:
+        verdicts: dict[str, str] = json.loads(content)
+        if verdicts.keys() != set(names) or not all(isinstance(verdict, str) for verdict in verdicts.values()):
+            raise ValueError("verdicts of other trials")
+        return verdicts
+
+    if file is not None and not anew and (known := user_cache.read(file, meaning)) is not None:
+        return known
     found = _tried(device, where, names)
     if file is not None and found.keys() == set(names):
         user_cache.write(file, json.dumps(found).encode())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +68,84 @@ def test_a_harmed_file_is_written_anew(queue: cl.CommandQueue, file: Path) -> No
         assert binaries.load(file) is not None
 
 
+def _say(file: Path, content: bytes) -> None:
+    """Writes what clamp would take for its own."""
+    file.write_bytes(user_cache._digest(file, content) + b"\n" + content)
+
+
+def _content(signatures: object, binary: bytes, size: int | None = None) -> bytes:
+    return json.dumps([len(binary) if size is None else size, signatures]).encode() + b"\n" + binary
+
+
+#: what another version, or a program that errs, may have written: signatures and binary -> content
+OTHER_CONTENTS: dict[str, Callable[[dict[str, list[str]], bytes], bytes]] = {
+    "nothing": lambda known, binary: b"",
+    "no JSON": lambda known, binary: b"half_storage\n" + binary,
+    "no text": lambda known, binary: b"\xff\xfe\n" + binary,
+    "a list": lambda known, binary: b"[]\n" + binary,
+    "null": lambda known, binary: b"null\n" + binary,
+    "without the size": lambda known, binary: json.dumps(known).encode() + b"\n" + binary,
+    "a list of kernels": lambda known, binary: _content(list(known), binary),
+    "no kernels": lambda known, binary: _content({}, binary),
+    "another kernel": lambda known, binary: _content({"other": next(iter(known.values()))}, binary),
+    "one more": lambda known, binary: _content({**known, "other": []}, binary),
+    "fewer arguments": lambda known, binary: _content({k: types[1:] for k, types in known.items()}, binary),
+    "no arguments": lambda known, binary: _content({k: [] for k in known}, binary),
+    "unknown types": lambda known, binary: _content({k: ["int9"] * len(types) for k, types in known.items()}, binary),
+    "numbers for types": lambda known, binary: _content({k: [1] * len(types) for k, types in known.items()}, binary),
+    "half a binary": lambda known, binary: _content(known, binary[: len(binary) // 2], len(binary)),
+    "no binary": lambda known, binary: _content(known, b"", len(binary)),
+}
+
+
+def test_other_content_with_a_right_check_sum_is_written_anew(queue: cl.CommandQueue, file: Path) -> None:
+    kept = binaries.load(file)
+    assert kept is not None
+    for name, made in OTHER_CONTENTS.items():
+        _say(file, made(kept.signatures, kept.binary))
+        _halves(queue)
+        known = binaries.load(file)
+        assert known is not None, name
+        assert known.signatures == kept.signatures, name
+
+
+def test_what_is_no_file_of_the_users_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe would wait for whoever writes into it, a link leads elsewhere."""
+    good, file = tmp_path / "good.x", tmp_path / "file.x"
+    opened: list[object] = []
+    monkeypatch.setattr(os, "open", lambda *args, **more: opened.append(args) or pytest.fail("was opened"))
+    made = {
+        "pipe": os.mkfifo,
+        "folder": os.mkdir,
+        "link": lambda path: (good.write_bytes(b""), os.symlink(good, path)),
+        "nothing": lambda path: None,
+    }
+    for make in made.values():
+        make(file)
+        assert user_cache.read(file, bytes) is None
+        if file.is_dir():
+            file.rmdir()
+        else:
+            file.unlink(missing_ok=True)
+    assert opened == []
+
+
+def test_a_pipe_that_comes_between_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, pipe = tmp_path / "file.x", tmp_path / "pipe.x"
+    file.write_bytes(b"")
+    os.mkfifo(pipe)
+    there = os.lstat(file)
+    monkeypatch.setattr(os, "lstat", lambda _: there)
+    assert user_cache.read(pipe, bytes) is None
+
+
+def test_files_of_another_format_are_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLAMP_CACHE_DIR", str(tmp_path / "cache"))
+    now = user_cache.file_for("key", ".x")
+    monkeypatch.setattr(user_cache, "_FORMAT", user_cache._FORMAT + 1)
+    assert now != user_cache.file_for("key", ".x")
+
+
 def test_a_file_that_others_can_write_to_is_written_anew(queue: cl.CommandQueue, file: Path) -> None:
     file.chmod(0o666)
     assert binaries.load(file) is None
@@ -80,8 +160,7 @@ def test_a_program_under_the_name_of_another_is_not_loaded(queue: cl.CommandQueu
 
 
 def test_a_binary_that_the_driver_refuses_is_written_anew(queue: cl.CommandQueue, file: Path) -> None:
-    content = b'{"cast": []}\nno binary'
-    file.write_bytes(user_cache._digest(file, content) + b"\n" + content)
+    _say(file, _content({"cast": []}, b"no binary"))
     _halves(queue)
     kept = binaries.load(file)
     assert kept is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyopencl as cl
 import pytest
 
-from clamp.opencl import proofs
+from clamp.opencl import proofs, user_cache
 from tests.opencl import trials
 
 _HERE = "tests.opencl.trials"
@@ -72,15 +72,29 @@ def test_other_kernels_are_tried_for_themselves(
     assert len(list(folder.iterdir())) == 2
 
 
-@pytest.mark.parametrize("harm", ["content", "others may write"])
+OTHER_VERDICTS = (
+    b"",
+    b"?",
+    b"[]",
+    b"null",
+    b"{}",
+    b'{"another": "right"}',
+    b'{"prints": 1}',
+    b'{"prints": "right", "more": "right"}',
+)
+
+
+@pytest.mark.parametrize("harm", ["content", "others may write", *OTHER_VERDICTS])
 def test_what_cannot_be_trusted_is_tried_again(
-    queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+    queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch, harm: str | bytes
 ) -> None:
     proofs.verdicts(queue.device, f"{_HERE}:ONE")
     (file,) = folder.iterdir()
     content = file.read_bytes()
     if harm == "content":
         file.write_bytes(content.replace(proofs.RIGHT.encode(), b"WRONG"))
+    elif isinstance(harm, bytes):  # with a right check sum
+        user_cache.write(file, harm)
     else:
         file.chmod(0o666)
     _forget(monkeypatch)

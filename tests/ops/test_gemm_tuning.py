@@ -17,7 +17,7 @@ import pytest
 
 from clamp.cli import main, tune
 from clamp.cli.tune import LAYOUTS
-from clamp.opencl import proofs
+from clamp.opencl import proofs, user_cache
 from clamp.opencl.device import capabilities
 from clamp.ops import proved
 from clamp.ops.gemm import engines, gemm, matrix_units, tiled, tuning
@@ -128,6 +128,22 @@ def test_another_process_knows_what_was_measured(
     monkeypatch.setattr(tuning, "_known", {})
     monkeypatch.setattr(_Pretended, "trial_key", lambda self: ["another version of the kernel"])
     assert ran(unit, lambda: product(queue, "NN"))[-1] == _SMALL
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"?", b"[]", b"null", b'{"winners": 1}', b'{"winners": {"a": 1}}', b'{"seconds": {"a": {"b": "c"}}}'],
+)
+def test_other_content_with_a_right_check_sum_is_as_if_nothing_was_measured(
+    queue: cl.CommandQueue, unit: _Pretended, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    assert keep(queue, unit, {size_class("NN", *_SHAPE): _LARGE})
+    file = user_cache.file_for(tuning._key(queue.device, unit.where, unit.trial_key), ".tuned")
+    assert file is not None
+    user_cache.write(file, content)
+    monkeypatch.setattr(tuning, "_known", {})
+    assert tuning.tuned(queue.device, unit.where, unit.trial_key) == Tuning()
+    assert keep(queue, unit, {size_class("NN", *_SHAPE): _LARGE})
 
 
 @pytest.mark.parametrize("name", [_REFUSED, "no plan"])

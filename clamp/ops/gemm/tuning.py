@@ -60,8 +60,7 @@ def tuned(device: cl.Device, where: str, trial_key: Callable[[], object]) -> Tun
     key = (device.int_ptr, where)
     if key not in _known:
         file = user_cache.file_for(_key(device, where, trial_key), ".tuned")
-        content = None if file is None else user_cache.read(file)
-        _known[key] = _NOTHING if content is None else Tuning(**json.loads(content))
+        _known[key] = (None if file is None else user_cache.read(file, _meaning)) or _NOTHING
     return _known[key]
 
 
@@ -74,7 +73,16 @@ def keep(device: cl.Device, where: str, trial_key: Callable[[], object], tuning:
     if file is None:
         return False
     user_cache.write(file, json.dumps(asdict(tuning)).encode())
-    return user_cache.read(file) is not None
+    return user_cache.read(file, _meaning) is not None
+
+
+def _meaning(content: bytes) -> Tuning:
+    tuning = Tuning(**json.loads(content))
+    names = [*tuning.winners.items(), *((name, plan) for name, by_plan in tuning.seconds.items() for plan in by_plan)]
+    times = [time for by_plan in tuning.seconds.values() for time in by_plan.values()]
+    if not all(isinstance(name, str) for pair in names for name in pair) or not all(time > 0 for time in times):
+        raise ValueError("no names and times")
+    return tuning
 
 
 def _key(device: cl.Device, where: str, trial_key: Callable[[], object]) -> list[object]:
