@@ -18,9 +18,13 @@ from tests.reference import assert_close, quantize, to_device, to_numpy
 Array = npt.NDArray[Any]
 
 
+#: those that multiply no other type; `amx_in_plain_c` computes the bits of `amx` on any device
+BFLOAT16_ENGINES = ("dot_bf16", "amx", "amx_in_plain_c")
+
+
 def storage_of(engine: str) -> str:
     """The storage type that most tests of an engine use."""
-    return "bfloat16" if engine == "dot_bf16" else "float16"
+    return "bfloat16" if engine in BFLOAT16_ENGINES else "float16"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,23 +12,37 @@ import pytest
 
 from clamp.opencl.device import capabilities
 from clamp.ops import conv as ops
-from clamp.ops.conv import Window, engines, stage, tiled
-from tests.ops.conv_reference import Case, check, forward, storage_of
+from clamp.ops.conv import Window, amx, engines, stage, tiled
+from clamp.ops.engine import always
+from tests.ops.conv_reference import BFLOAT16_ENGINES, Case, check, forward, storage_of
 from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 from tests.sweep import sweep
 
 pytestmark = pytest.mark.kernel
 
 Array = npt.NDArray[Any]
-ENGINES = pytest.mark.parametrize("engine", ["dot_bf16", "packed", "tiled"])
+ENGINES = pytest.mark.parametrize("engine", ["amx", "amx_in_plain_c", "dot_bf16", "packed", "tiled"])
 
 
 @pytest.fixture(autouse=True)
-def _engine_that_runs_here(request: pytest.FixtureRequest, queue: cl.CommandQueue) -> None:
+def _engine_that_runs_here(
+    request: pytest.FixtureRequest, queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Skips what needs an instruction that the processor lacks."""
-    parameters = getattr(request.node, "callspec", None)
-    if parameters and parameters.params.get("engine") == "dot_bf16" and not capabilities(queue).dot_bf16:
-        pytest.skip("no bfloat16 dot product here")
+    engine = request.node.callspec.params.get("engine") if hasattr(request.node, "callspec") else None
+    if engine in ("amx", "dot_bf16") and not getattr(capabilities(queue), engine):
+        pytest.skip("the processor has no such instruction")
+    if engine == "amx_in_plain_c":
+        monkeypatch.setattr(engines, "ENGINES", (AmxInPlainC(),))
+
+
+class AmxInPlainC:
+    """The engine of the matrix unit without one."""
+
+    NAME, TAKES, IN_WORDS = "amx_in_plain_c", amx.TAKES, amx.IN_WORDS
+    fits = pays = staticmethod(always)
+    convolve = staticmethod(partial(amx.convolve, emulate=True))
+    weight_gradient = staticmethod(partial(amx.weight_gradient, emulate=True))
 
 
 CASES = {
@@ -56,13 +71,13 @@ CASES = {
 }
 
 
-SIMULATED_TILED = [CASES["1x1"], CASES["stride 4, dilation 2"], CASES["padding larger than the kernel"]]
+SIMULATED = [CASES["1x1"], CASES["stride 4, dilation 2"], CASES["padding larger than the kernel"]]
 
 
 @ENGINES
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_geometries(queue: cl.CommandQueue, simulated: bool, case: Case, engine: str) -> None:
-    if simulated and engine == "tiled" and case not in SIMULATED_TILED:
+    if simulated and engine in ("tiled", "amx_in_plain_c") and case not in SIMULATED:
         pytest.skip("slow to simulate; the geometry is the same in all engines")
     check(queue, case, engine)
 
@@ -76,10 +91,10 @@ def test_storage_types(queue: cl.CommandQueue, simulated: bool, x_dtype: str, en
         "bfloat16": ("float32", "float16"),
     }
     w_dtype, out_dtype = others[x_dtype]
-    if engine == "dot_bf16":
+    if engine in BFLOAT16_ENGINES:
         x_dtype = w_dtype = "bfloat16"
     case = Case(1, 1, 2, (3, 5), (3, 3), pad=(1, 1)) if simulated else Case(2, 2, 5, (5, 18), (3, 3), pad=(1, 1))
-    grad_dtype = w_dtype if engine == "dot_bf16" else out_dtype
+    grad_dtype = w_dtype if engine in BFLOAT16_ENGINES else out_dtype
     check(queue, case, engine, (x_dtype, w_dtype, grad_dtype, out_dtype), with_bias=False)
     check(queue, case, engine, (x_dtype,) * 4)
 
@@ -98,7 +113,7 @@ def test_sums_of_several_blocks(queue: cl.CommandQueue, simulated: bool, engine:
     if simulated and engine == "tiled":
         pytest.skip("the tiled engine has no such blocks, and is slow to simulate")
     channels = 33 if simulated else 131
-    dtypes = ("bfloat16",) * 4 if engine == "dot_bf16" else ("float32",) * 4
+    dtypes = ("bfloat16",) * 4 if engine in BFLOAT16_ENGINES else ("float32",) * 4
     check(queue, Case(1, channels, 14, (2, 9), (3, 3), pad=(1, 1)), engine, dtypes)
 
 
@@ -120,7 +135,7 @@ def test_as_if_there_were_too_many_positions_for_32_bits(
     check(queue, Case(2, 1, 2, (5, 6), (3, 3), (2, 2), (1, 1)), "tiled")
 
 
-@ENGINES
+@pytest.mark.parametrize("engine", ["dot_bf16", "packed", "tiled"])
 def test_a_batch_in_slices(queue: cl.CommandQueue, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "_WORKSPACE_BYTES", 1500)
     check(queue, Case(3, 2, 3, (5, 6), (3, 3), (2, 2), (1, 1)), engine)
@@ -141,7 +156,7 @@ def test_infinities_and_nan_stay_where_they_are(queue: cl.CommandQueue, engine: 
     x, w, _ = case.arrays()
     x[0, 0, 0, 0], x[0, 0, 2, 20], x[0, 0, 1, 39] = np.inf, np.nan, -np.inf
     w = np.abs(w)
-    dtype = "bfloat16" if engine == "dot_bf16" else "float32"
+    dtype = "bfloat16" if engine in BFLOAT16_ENGINES else "float32"
     tensors = to_device(queue, x, dtype), to_device(queue, w, dtype)
     y = ops.conv2d(*tensors, case.window, out_dtype="float16", relu=True, engine=engine)
     with np.errstate(invalid="ignore"):

@@ -8,7 +8,7 @@ import pyopencl as cl
 
 from clamp.opencl.device import capabilities
 
-_PARTIAL_FLOATS = 8 * 2**20  # of partial weight gradients
+PARTIAL_FLOATS = 8 * 2**20  # of partial weight gradients
 
 
 def deal(
@@ -48,7 +48,7 @@ def divide(items: int, groups: int, columns: int, most: int, panels_k: int, floa
         panels_k: panels, in at least so many ``parts``.
         floats: sums of a chunk.
     """
-    chunks = max(1, min(-(-columns // most), -(-items // groups), _PARTIAL_FLOATS // floats))
+    chunks = max(1, min(-(-columns // most), -(-items // groups), PARTIAL_FLOATS // floats))
     each = -(-columns // chunks)
     chunks = -(-columns // each)
     parts = max(parts, min(panels_k, items // (groups * chunks)))

@@ -9,7 +9,7 @@ import pyopencl as cl
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops import engine
-from clamp.ops.conv import dot_bf16, dpas, mma, packed, tiled, wgmma, winograd, wmma
+from clamp.ops.conv import amx, dot_bf16, dpas, mma, packed, tiled, wgmma, winograd, wmma
 from clamp.ops.conv.geometry import Pair, Window
 from clamp.ops.conv.matrix_units import MatrixConv
 from clamp.ops.conv.problem import Problem
@@ -34,8 +34,8 @@ class Engine(engine.Engine[Problem], Protocol):
 
 #: the first that fits and pays runs
 ENGINES: tuple[Engine, ...] = (
-    winograd, dot_bf16, packed, wgmma.WGMMA, mma.MMA, mma.MMA_K8, wmma.RDNA3, wmma.RDNA4, dpas.DPAS_8, dpas.DPAS_16,
-    tiled,
+    amx, winograd, dot_bf16, packed,
+    wgmma.WGMMA, mma.MMA, mma.MMA_K8, wmma.RDNA3, wmma.RDNA4, dpas.DPAS_8, dpas.DPAS_16, tiled,
 )  # fmt: skip
 
 #: those of them that must be proved on a device

@@ -85,6 +85,15 @@ class Weights:
             self._panels[kind] = make()
         return self._panels[kind]
 
+    def places(self, y: Taps, x: Taps) -> tuple[int, ...]:
+        """Where the weights of some taps are: how many taps there are in both directions; how far apart groups, rows,
+        channels are; the first tap; how far apart taps are in both directions."""
+        w = self.tensor
+        columns, taps, per_output = w.shape[3], w.shape[2] * w.shape[3], w.shape[1] * w.shape[2] * w.shape[3]
+        strides = (taps, per_output) if self.transposed else (per_output, taps)
+        first = y.first * columns + x.first
+        return y.count, x.count, w.shape[0] // self.groups * per_output, *strides, first, y.step * columns, x.step
+
     def _pack(self, layout: PanelLayout, y: Taps, x: Taps) -> Tensor:
         w, rows, elements = self.tensor, self.rows, self.channels * y.count * x.count
         tall, short = layout.heights(rows)
@@ -93,13 +102,9 @@ class Weights:
         panels = bridge.empty(w.queue, (max(1, words),), "float32")
         if steps == 0 or rows == 0:
             return panels
-        kernel_columns, taps = w.shape[3], w.shape[2] * w.shape[3]
-        per_output = w.shape[1] * taps
-        strides = (taps, per_output) if self.transposed else (per_output, taps)
         _PACK(
             w.queue, (tall + short, -(-steps // layout.block), self.groups), (1, 1, 1), w, panels,
-            rows, elements, y.count, x.count, w.shape[0] // self.groups * per_output, *strides,
-            y.first * kernel_columns + x.first, y.step * kernel_columns, x.step, tall,
+            rows, elements, *self.places(y, x), tall,
             SRC_T=bridge.STORAGE[w.dtype], WIDTH=layout.width, SHORT=layout.short, KC=layout.block,
             PAIRS=int(layout.pairs),
         )  # fmt: skip

@@ -1,0 +1,216 @@
+"""The convolution of 16-bit numbers on the matrix unit of x86 processors (kernels/conv_amx.cl, conv_amx_grad.cl)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import Kernel
+from clamp.ops.conv.division import PARTIAL_FLOATS, deal
+from clamp.ops.conv.geometry import Correlation
+from clamp.ops.conv.problem import Problem
+from clamp.ops.conv.stage import interleave
+from clamp.ops.conv.weights import Weights
+from clamp.ops.gemm.problem import Epilogue
+
+NAME = "amx"
+TAKES = "bfloat16 by bfloat16, on a processor whose matrix unit (AMX) works; float16, where it multiplies that, too"
+IN_WORDS = "the processor's matrix unit"
+
+_CONV = Kernel("conv_amx.cl", "conv")
+_PACK = Kernel("conv_amx_weights.cl", "pack_weights")
+_WEIGHT_GRAD = Kernel("conv_amx_grad.cl", "weight_grad")
+_FINISH = Kernel("conv_amx_grad.cl", "weight_grad_finish")
+_SIDE = 32  # sums in both directions, and numbers of a step
+_RUNS, _STEPS = (
+    8,
+    20,
+)  # runs of positions that are computed together; steps of a panel of weights that are read so often
+_STAGED_WORDS = 2**17  # of a block of the source: half a megabyte, in a second-level cache with panels and sums
+_ITEMS_PER_CORE = 4  # each has a workspace of its own; of a weight gradient, partial sums to add up, too
+_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00}
+
+
+def fits(problem: Problem) -> bool:
+    """Whether the matrix unit multiplies what both operands are stored as."""
+    unit = {"bfloat16": problem.device.amx, "float16": problem.device.amx_fp16}
+    dtype = problem.dtypes[0]
+    return problem.dtypes[1] == dtype and bool(unit.get(dtype))
+
+
+def pays(problem: Problem) -> bool:
+    """Whether the channels that are summed over fill half of a step, or both sides of a weight gradient a quarter of a
+    tile."""
+    if problem.gradient == "weights":
+        return min(problem.channels, problem.features) >= _SIDE // 4
+    return (problem.features if problem.gradient else problem.channels) >= _SIDE // 2
+
+
+def convolve(
+    problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue, *, emulate: bool = False
+) -> None:
+    """Writes a convolution or an input gradient over ``out``; if ``emulate``, by plain C, bit for bit the same."""
+    if out.size == 0:
+        return
+    queue, groups, rows, images = out.queue, weights.groups, weights.rows, problem.images
+    shapes, remainders = problem.correlations
+    phases = out if len(shapes) == 1 else bridge.empty(queue, out.shape, out.dtype)
+    channels = weights.channels if x.size else 0  # an image without pixels is all padding: sums of nothing
+    blocks_k, panels = -(-channels // _SIDE), -(-rows // _SIDE)
+    fair = -(-images // (_ITEMS_PER_CORE * capabilities(queue).compute_units))
+    block = Block.of(shapes, fair, _STAGED_WORDS // max(1, blocks_k * _SIDE // 2))
+    bands = -(-max(shape.y.positions for shape in shapes) // block.rows)
+    grid, _ = deal(queue, bands * -(-images // block.images), panels, groups, _ITEMS_PER_CORE)
+    words = _RUNS * _SIDE**2 + (block.plane + _SIDE // 2) * _SIDE // 2  # sums, and lines
+    words += (block.images * block.plane * blocks_k + _SIDE) * _SIDE // 2  # a run reads beyond what is staged
+    work = bridge.empty(queue, (prod(grid) * words,), "float32")
+    tables = _tables(queue.context, shapes, block, groups, rows, blocks_k, images)
+    _CONV(
+        queue, grid, (1, 1, 1), _panels(weights, shapes), x if x.size else out, *tables, phases,
+        epilogue.bias_or(out), work, len(shapes), x.size, images, block.images, block.rows, bands, channels, rows,
+        *block.staging, words,
+        *epilogue.flags, RUNS=_RUNS, **_macros(x.dtype, emulate), **epilogue.macros,
+    )  # fmt: skip
+    if phases is not out:
+        interleave(phases, out, remainders, by_rows=True)
+
+
+def weight_gradient(
+    problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None, *, emulate: bool = False
+) -> Tensor | None:
+    """Writes the gradient by the weights over ``out``; if ``emulate``, by plain C, bit for bit the same."""
+    queue, shape, groups, images = out.queue, problem.forward, problem.window.groups, problem.images
+    panels, blocks_k = -(-problem.features // _SIDE), -(-problem.channels // _SIDE)
+    floats = groups * blocks_k * panels * shape.taps * _SIDE**2
+    items = _ITEMS_PER_CORE * capabilities(queue).compute_units
+    chunks = max(1, min(images, -(-items // groups), PARTIAL_FLOATS // floats))
+    each = -(-images // chunks)
+    chunks = -(-images // each)
+    shares = max(1, min(blocks_k, items // (groups * chunks)))
+    # A position takes a word for each of 32 input channels, and half a word for each output channel.
+    block = Block.of([shape], each, _STAGED_WORDS // (_SIDE + panels * _SIDE // 2), multiple=_SIDE)
+    steps = block.images * -(-((block.rows - 1) * block.line(shape) + shape.x.positions) // _SIDE)
+    words = 2 * -(-2 * steps // 8) * 8 + _SIDE**2 + panels * steps * _SIDE**2 // 2  # offsets, sums, gradients
+    words += (block.plane + _SIDE) * _SIDE // 2 + (block.images * block.plane + _SIDE) * _SIDE + steps * _SIDE**2
+    partial = bridge.empty(queue, (chunks * floats,), "float32")
+    work = bridge.empty(queue, (shares * chunks * groups * words,), "float32")
+    _WEIGHT_GRAD(
+        queue, (shares, chunks, groups), (1, 1, 1), x, grad, _taps(queue.context, shape, block), partial, work,
+        x.size, grad.size, images, each, block.images, problem.channels, problem.features, shape.taps,
+        shape.y.positions, shape.x.positions, block.rows, block.line(shape), *block.staging, words // 2,
+        WEIGHT_GRAD=1, EXPONENT=_EXPONENTS[x.dtype], **_macros(x.dtype, emulate),
+    )  # fmt: skip
+    _FINISH(
+        queue, (panels, blocks_k, groups), (1, 1, 1), partial, out, problem.features, problem.channels, shape.taps,
+        chunks, WEIGHT_GRAD_FINISH=1, OUT_T=bridge.STORAGE[out.dtype], **_macros(x.dtype, True),
+    )  # fmt: skip
+    return None
+
+
+def _macros(dtype: str, emulate: bool) -> dict[str, object]:
+    return {"DOT_F16": int(dtype == "float16"), "EMULATE": int(emulate)}
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a work-item stages at a time.
+
+    Attributes:
+        images: so many whole ones,
+        rows: or so many rows of the outputs of one.
+        plane: positions of a staged channel of an image.
+        staging: rows and columns of the source; those staged of each phase; and, in both directions, phases, stride and
+            padding.
+    """
+
+    images: int
+    rows: int
+    plane: int
+    staging: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shapes: Sequence[Correlation], images: int, positions: int, multiple: int = 16) -> Block:
+        """A block of up to ``images`` images for correlations that read the same.
+
+        Args:
+            positions: not more of a channel, if that leaves a row.
+            multiple: of which a plane has some.
+        """
+        y, x = shapes[0].y.staged, shapes[0].x.staged
+        height = max(shape.y.positions for shape in shapes)
+        reach = max(int(max(shape.y.lines(0, 1), default=0)) for shape in shapes)
+        row = y.phases * x.phases * x.length
+        rows = min(height, max(1, positions // row - reach))
+        plane = -(-row * (rows + reach) // multiple) * multiple
+        each = max(1, min(images, positions // plane)) if rows == height else 1
+        phases = (y.phases, x.phases, y.stride, x.stride, y.pad, x.pad)
+        return cls(each, rows, plane, (*shapes[0].source, rows + reach, x.length, *phases))
+
+    def taps(self, shape: Correlation) -> npt.NDArray[np.int64]:
+        """How many elements from a position each tap reads."""
+        _, _, rows, pitch, _, phases, *_ = self.staging
+        return (shape.y.lines(phases * rows * pitch, pitch)[:, None] + shape.x.lines(rows * pitch, 1)).reshape(-1)
+
+    def line(self, shape: Correlation) -> int:
+        """Numbers of positions from a row to the next."""
+        return shape.x.positions if shape.x.positions % _SIDE == 0 else self.staging[3]
+
+
+_KEPT = 128  # of up to some 50 KB
+
+
+@lru_cache(maxsize=_KEPT)
+def _tables(
+    context: cl.Context, shapes: tuple[Correlation, ...], block: Block, groups: int, rows: int, blocks_k: int,
+    images: int,
+) -> tuple[cl.Buffer, cl.Buffer]:  # fmt: skip
+    """Rows of the table of correlations, and how many bytes from a position each of their steps reads."""
+    channels = np.arange(blocks_k, dtype=np.int64) * block.plane
+    table, offsets, first, weights, out = [], [np.zeros(1, np.int64)], 1, 0, 0
+    for shape in shapes:
+        steps = blocks_k * shape.taps
+        part = -(-steps // max(1, -(-steps // _STEPS)))
+        offsets.append(2 * _SIDE * (block.taps(shape)[:, None] + channels).reshape(-1))
+        table.append((first, steps, part, shape.y.positions, shape.x.positions, block.line(shape), weights, out))
+        first += steps
+        weights += groups * -(-rows // _SIDE) * steps * 2 * _SIDE**2
+        out += images * groups * rows * shape.positions
+    return _numbers(context, np.array(table)), _numbers(context, np.concatenate(offsets))
+
+
+@lru_cache(maxsize=_KEPT)
+def _taps(context: cl.Context, shape: Correlation, block: Block) -> cl.Buffer:
+    """How many positions away each tap reads."""
+    return _numbers(context, block.taps(shape))
+
+
+def _numbers(context: cl.Context, numbers: npt.NDArray[np.int64]) -> cl.Buffer:
+    """64 bits each, in device memory."""
+    host = np.ascontiguousarray(numbers, np.uint64)
+    return cl.Buffer(context, cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR, hostbuf=host)
+
+
+def _panels(weights: Weights, shapes: Sequence[Correlation]) -> Tensor:
+    """The weights of the taps of all correlations, one after the other."""
+    return weights.kept((NAME, *((shape.y.taps, shape.x.taps) for shape in shapes)), lambda: _pack(weights, shapes))
+
+
+def _pack(weights: Weights, shapes: Sequence[Correlation]) -> Tensor:
+    w, grid = weights.tensor, (-(-weights.rows // _SIDE), -(-weights.channels // _SIDE), weights.groups)
+    words = prod(grid) * _SIDE**2 // 2  # of a tap
+    panels = bridge.empty(w.queue, (words * max(1, sum(shape.taps for shape in shapes)),), "float32")
+    begin = 0
+    for shape in (shape for shape in shapes if shape.taps):
+        places = weights.places(shape.y.taps, shape.x.taps)
+        _PACK(w.queue, grid, (1, 1, 1), w, panels, begin, weights.rows, weights.channels, *places)
+        begin += words * shape.taps
+    return panels
