@@ -8,19 +8,21 @@ text:
 
 Version 1 did not name the parameters of optimizers (optimizers.py reads both).
 
-A file is checked as a whole when it is read, and written beside its place and moved there.
+A file is written beside its place and moved there. What is read of it is what its text refers to, and takes no more
+memory than the file has bytes: nothing in it is compressed.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -74,23 +76,28 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     """The content of a checkpoint, and the arrays that it refers to.
 
     Raises:
-        CheckpointError: the file is no checkpoint, is damaged, or of another version.
+        CheckpointError: the file is no checkpoint, is damaged, or of another version; the message names the array.
         FileNotFoundError: there is no such file.
     """
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint at {path}")
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise CheckpointError(f"{path} is damaged: the check sum of {damaged} is wrong")
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+            size = path.stat().st_size
+            text = _array(archive, _TEXT, size) if f"{_TEXT}.npy" in archive.namelist() else None
+            content = _content(path, text)
+            arrays = {}
+            for name in _references(content):
+                arrays[name] = _array(archive, name, size)
+                size -= arrays[name].nbytes
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path} is no checkpoint, or is truncated: {error}") from error
-    text = arrays.pop(_TEXT, None)
+        raise CheckpointError(f"{path} is no checkpoint, is truncated or damaged: {error}") from error
+    return content, arrays
+
+
+def _content(path: Path, text: Array | None) -> dict[str, Any]:
     try:
         content = json.loads(text.tobytes()) if text is not None else {}
     except (ValueError, RecursionError) as error:
@@ -102,7 +109,64 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
             f"{path} has format version {content.get('version')!r}, this clamp reads versions up to {_VERSION}: "
             "load it with the clamp that wrote it, or a newer one"
         )
-    return content, arrays
+    return content
+
+
+def _references(content: Json) -> Iterator[str]:
+    """The names of all arrays that a text refers to, each once."""
+    found: dict[str, None] = {}
+    waiting = [content]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict) and isinstance(part.get("array"), str):
+            found[part["array"]] = None
+        elif isinstance(part, dict | list):
+            waiting += part.values() if isinstance(part, dict) else part
+    return iter(found)
+
+
+def _array(archive: zipfile.ZipFile, name: str, most: int) -> Array:
+    """An array of a file, of not more than so many bytes. What it says of its size is compared before it is read.
+
+    Raises:
+        ValueError: it is missing, compressed, too large, or no array of numbers. (Other errors say that it is damaged.)
+    """
+    try:
+        entry = archive.getinfo(f"{name}.npy")
+    except KeyError:
+        raise ValueError(f"array {name} is missing") from None
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"array {name} is compressed, and clamp compresses none")
+    if entry.file_size > most:
+        raise ValueError(f"array {name} has {entry.file_size} bytes, and the file no more than {most} for it")
+    with archive.open(entry) as file:
+        version = np.lib.format.read_magic(file)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, in_columns, dtype = read_header[version](file)
+        if dtype.kind not in "biufc":
+            raise ValueError(f"array {name} is of {dtype}, and not of numbers")
+        size, left = math.prod(shape) * dtype.itemsize, entry.file_size - file.tell()
+        if size != left:
+            raise ValueError(f"array {name} of shape {shape} and {dtype} takes {size} bytes, and has {left}")
+        return _numbers(file, size, dtype).reshape(shape, order="F" if in_columns else "C")
+
+
+def _numbers(file: IO[bytes], size: int, dtype: np.dtype[Any]) -> Array:
+    data = bytearray(size)
+    file.readinto(data)  # type: ignore[attr-defined]
+    file.read(1)  # at the end the check sum is compared
+    return np.frombuffer(data, dtype)
+
+
+@contextmanager
+def reading(path: str | os.PathLike[str], what: str) -> Iterator[None]:
+    """Whatever is raised inside says that this part of a file is damaged, unless it speaks of the file itself."""
+    try:
+        yield
+    except (CheckpointError, Warning):  # a warning that the caller has made an error is none of the file
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged: {what}: {type(error).__name__}: {error}") from error
 
 
 class Encoder:
@@ -194,6 +258,8 @@ class Decoder:
             CheckpointError: shapes differ, or one is of integers.
         """
         words, saved, wanted = self.array(reference), reference["dtype"], bridge.canonical_dtype(tensor.dtype)
+        if words.size and words.dtype != f"u{bridge.ITEMSIZE[saved]}":
+            raise CheckpointError(f"{self.path}: {what} is {saved}, in words of {words.dtype}")
         if words.shape != tuple(tensor.shape):
             raise CheckpointError(f"{self.path}: {what} has shape {words.shape}, here it is {tuple(tensor.shape)}")
         if saved != wanted:

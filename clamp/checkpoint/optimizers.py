@@ -24,7 +24,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.checkpoint.file import Array, CheckpointError, Decoder, Encoder, Json, differences
+from clamp.checkpoint.file import Array, CheckpointError, Decoder, Encoder, Json, differences, reading
 from clamp.checkpoint.undo import Undo
 
 Write: TypeAlias = Callable[[], Any]
@@ -32,6 +32,9 @@ Name: TypeAlias = tuple[int, str]  # the number of a model, and the name of a te
 Names: TypeAlias = Mapping[int, Name]  # by id of the tensor
 
 _SAVED_APART = ("params", *bridge.MOMENTS_APART)
+
+#: what an attribute of a type may be in a file: numbers are as good as each other
+_LIKE: dict[type, Any] = dict.fromkeys((bool, int, float), bool | int | float | np.number)
 
 
 # ---------------------------------------------------------------------------------------------- saving
@@ -279,14 +282,16 @@ def _netcl_write(
     pending = decoder.value(state["pending"])
     if pending is not None:
         pending = [pair for _, pair in sorted(zip(order, pending, strict=True), key=lambda placed: placed[0])]
+        _check_pending(params, pending, where)
 
     def apply() -> None:
-        vars(optimizer).update(attributes)
-        for name, items in by_parameter.items():
-            moments = {id(params[index]): _placed(params[index], *items[index]) for index in sorted(items)}
-            setattr(optimizer, name, moments)
-        # Built while the old state, in which the parameters may lie, is still there.
-        bridge.set_moments(optimizer, pending, lambda: _built(optimizer, params, moved) if moved else None)
+        with reading(decoder.path, where):
+            vars(optimizer).update(attributes)
+            for name, items in by_parameter.items():
+                moments = {id(params[index]): _placed(params[index], *items[index]) for index in sorted(items)}
+                setattr(optimizer, name, moments)
+            # Built while the old state, in which the parameters may lie, is still there.
+            bridge.set_moments(optimizer, pending, lambda: _built(optimizer, params, moved) if moved else None)
 
     return apply
 
@@ -302,6 +307,9 @@ def _check_attributes(
     if unknown:
         raise CheckpointError(f"{where} has no {', '.join(unknown)} here")
     for name, value in attributes.items():
+        now = getattr(optimizer, name, None)
+        if None not in (now, value) and not isinstance(value, _LIKE.get(type(now), type(now))):
+            raise CheckpointError(f"{where} {name} is {value!r:.80}, here it is {now!r:.80}")
         if isinstance(value, list) and len(value) == len(order):
             _require_order(order, f"{where} has one item of {name} for each parameter, and they")
 
@@ -320,10 +328,17 @@ def _check_sizes(
     ]
     arrays += [("fused moment", index, value) for index, moments in fused.items() for value in moments]
     for name, index, value in arrays:
+        if value.dtype.kind != "f":
+            raise CheckpointError(f"{where} {name} of parameter {index} is of {value.dtype}")
         if value.size != params[index].size:
             raise CheckpointError(
                 f"{where} {name} of parameter {index} has {value.size} elements instead of {params[index].size}"
             )
+
+
+def _check_pending(params: Sequence[Tensor], pending: Sequence[Any], where: str) -> None:
+    for index, (first, second) in enumerate(pending):
+        _check_sizes(params, {}, {index: [np.asarray(moment, np.float32) for moment in (first, second)]}, where)
 
 
 def _fused_moments(saved: Json, sizes: Sequence[int], decoder: Decoder) -> dict[int, list[Array]] | None:
@@ -335,7 +350,7 @@ def _fused_moments(saved: Json, sizes: Sequence[int], decoder: Decoder) -> dict[
     if saved is None:
         return None
     if "m_flat" not in saved:
-        return {int(index): [decoder.array(moment) for moment in moments] for index, moments in saved.items()}
+        return {int(index): [decoder.array(first), decoder.array(second)] for index, (first, second) in saved.items()}
     # Version 1 has them as netcl does: in one array, each at a multiple of its alignment.
     flat = [decoder.array(saved[name]) for name in ("m_flat", "v_flat")]
     moments, at = {}, 0

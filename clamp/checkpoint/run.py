@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import wrapt
 
 from clamp import bridge, session
 from clamp.bridge import Tensor
-from clamp.checkpoint.file import CheckpointError, Decoder, Encoder, Json, differences, read, write
+from clamp.checkpoint.file import CheckpointError, Decoder, Encoder, Json, differences, read, reading, write
 from clamp.checkpoint.optimizers import Names, Write, parameter_writes, state_of, writes_to
 from clamp.checkpoint.undo import Undo
 from clamp.params import masters
@@ -92,7 +93,6 @@ def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
     Raises:
         CheckpointError: the file is no checkpoint, is damaged or truncated, or does not fit. Nothing was changed.
         FileNotFoundError: there is no such file.
-        ValueError: the number of loss scales differs. Nothing was changed.
         TypeError: what was passed is no model, or no optimizer.
     """
     content, arrays = read(Path(path))
@@ -101,27 +101,27 @@ def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
     named = [dict(_named(model)) for model in loaded]
     for optimizer in stepped:
         masters.pairs(optimizer)  # masters are made before the values that they are to get arrive
-    try:
-        extra = {name: decoder.value(value) for name, value in content["extra"].items()}
+    with reading(path, "its text"):
+        extra = {}
+        for name, value in content["extra"].items():
+            with reading(path, name):
+                extra[name] = decoder.value(value)
         writes = [*_model_writes(named, content, decoder)]
         tensors = [tensor for tensor, _ in writes]
         steps = [write for _, write in writes]
         for found, more in _optimizer_writes(stepped, _names(named), content, decoder, undo):
             tensors += found
             steps += more
-        amp_state = decoder.value(content["amp"])
-    except (CheckpointError, Warning):  # a warning that the caller has made an error is none of the file
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        with reading(path, "loss scales"):
+            amp_state = decoder.value(content["amp"])
+            if amp_state and session.active_handle():
+                steps.append(partial(_load_scales, path, _scales_for(path, amp_state)))
     undo.keep_tensors(tensors)
     for optimizer in stepped:
         undo.keep_optimizer(optimizer)
     try:
         for step in steps:
             step()
-        if amp_state and session.active_handle():
-            _load_scales(amp_state)
     except BaseException as error:
         undo.put_back(error)
         raise
@@ -132,14 +132,20 @@ def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
     return extra
 
 
-def _load_scales(state: Mapping[str, Any]) -> None:
+def _scales_for(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[str, Any]:
+    """The states that the handle's loss scales are to have."""
     now, saved = session.state_dict(), state["scales"]
     if now.keys() != saved.keys():
-        raise ValueError(
-            f"the checkpoint has {', '.join(sorted(saved))}, this handle has {', '.join(now)}: "
+        raise CheckpointError(
+            f"{path} has {', '.join(sorted(saved))}, this handle has {', '.join(now)}: "
             f"wrap the same optimizers with the same num_loss before loading"
         )
-    session.restore({name: now[name] if name in state["off"] else s for name, s in saved.items()})
+    return {name: now[name] if name in state["off"] else s for name, s in saved.items()}
+
+
+def _load_scales(path: str | os.PathLike[str], states: Mapping[str, Any]) -> None:
+    with reading(path, "loss scales"):
+        session.restore(states)
 
 
 def _model_writes(
@@ -156,7 +162,9 @@ def _model_writes(
                 + differences({"tensors not in the file": missing, "tensors not in the model": unknown})
             )
         for name, tensor in named.items():
-            yield from parameter_writes(tensor, state[name], decoder, name)
+            with reading(decoder.path, name):
+                found = list(parameter_writes(tensor, state[name], decoder, name))
+            yield from found
 
 
 def _optimizer_writes(
@@ -166,7 +174,10 @@ def _optimizer_writes(
     if len(saved) != len(optimizers):
         raise CheckpointError(f"{decoder.path} holds {len(saved)} optimizers, {len(optimizers)} were passed")
     for number, (optimizer, state) in enumerate(zip(optimizers, saved, strict=True)):
-        yield writes_to(optimizer, state, names, decoder, undo, f"optimizer {number}")
+        where = f"optimizer {number}"
+        with reading(decoder.path, where):
+            found = writes_to(optimizer, state, names, decoder, undo, where)
+        yield found
 
 
 # ---------------------------------------------------------------------------------------------- what is saved
