@@ -21,9 +21,10 @@ from clamp.bridge.tensors import Tensor, is_frozen
 
 def is_optimizer(x: Any) -> bool:
     """Whether x steps parameters: it has a list of them, and a ``step()``."""
-    return (
-        not is_module(x) and isinstance(getattr(x, "params", None), list | tuple) and callable(getattr(x, "step", None))
-    )
+    own, kind = own_attributes(x), type(x)  # and no word from a __getattr__ of the user's
+    if is_module(x) or not callable(own.get("step") or getattr(kind, "step", None)):
+        return False
+    return isinstance(own["params"] if "params" in own else getattr(kind, "params", None), list | tuple | property)
 
 
 def is_netcl_optimizer(optimizer: Any) -> bool:

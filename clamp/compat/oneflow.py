@@ -29,6 +29,7 @@ from clamp.ops import transfer
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
 from clamp.params.weight_cache import weights
+from clamp.patching.recordings import sources
 from clamp.patching.recordings.compiled import Step
 from clamp.patching.recordings.replay import shared_memory
 from clamp.patching.recordings.variants import Recorded, Variants
@@ -303,7 +304,7 @@ class Graph:
         tensors = _tensors(inputs)
         given = [x.buffer for x in tensors]
         try:
-            with self._recorded.following(), graph:
+            with self._recorded.following(), graph, sources.refused():
                 # A result may be an input, or a view of one: the next call's is another.
                 out = self._run(inputs)
                 outputs = _tensors_for(out, lambda x: _copy(x) if any(x.buffer is b for b in given) else x)

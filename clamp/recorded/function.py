@@ -19,6 +19,7 @@ from clamp.casting.regions import current_region, process_region
 from clamp.casting.results import RESULTS
 from clamp.opencl.recording import is_host_value, recorder
 from clamp.params import gradient_marks, masters
+from clamp.patching.recordings import sources
 from clamp.patching.recordings.attempt import Attempt
 from clamp.patching.recordings.capture import is_free, recording_of
 from clamp.patching.recordings.variants import Variants
@@ -88,13 +89,14 @@ class RecordedFunction:
     def __init__(self, function: Callable[..., Any]) -> None:
         if not callable(function):
             raise TypeError(f"amp.record takes a function, not a {type(function).__name__}")
-        functools.update_wrapper(self, function)
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._variants: Variants[Replayable] = Variants(self._name, what_differs, warn_user, f"{self._name}()")
         self._lock = threading.RLock()
         self._warned = False
         self._numbers = weakref.WeakKeyDictionary[Watch, tuple[Any, ...]]()  # returned by the run that a state is from
         self._reached: list[weakref.ref[Tensor]] = []  # what got gradients here, wherever it is kept
+        self._unwatched = frozenset({*vars(self), "_unwatched", "__wrapped__"})
+        functools.update_wrapper(self, function)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.__name__ = name
@@ -200,7 +202,8 @@ class RecordedFunction:
         try:
             with self._variants.following(), self._noting_reached(), gradient_marks.noting_held() as held:
                 attempt.begin()
-                result = self.__wrapped__(*args, **kwargs)
+                with sources.refused():
+                    result = self.__wrapped__(*args, **kwargs)
             if attempt.is_recording:
                 attempt.end()
         except BaseException:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import queue as queues
 import random
 import threading
 import warnings
@@ -223,11 +222,10 @@ def test_losses_of_one_scaler_add_up_with_true_gradients(queue: cl.CommandQueue)
 
 def unseen(data: list[Any]) -> Iterator[Any]:
     """An iterator that shows nothing of where it is."""
-    waiting: queues.Queue[Any] = queues.Queue()
-    for one in data:
-        waiting.put(one)
+    waiting = np.empty(1, object)
+    waiting[0] = list(reversed(data))
     while True:
-        yield waiting.get()
+        yield waiting[0].pop()
 
 
 ITERATORS: dict[str, Callable[[list[Any]], Iterator[Any]]] = {
@@ -330,13 +328,13 @@ def test_a_batch_of_a_generator_is_let_go(queue: cl.CommandQueue) -> None:
 def test_a_tensor_that_only_a_library_knows_may_be_read(queue: cl.CommandQueue) -> None:
     """Two recordings that use the same one are enough to replay the second."""
     run = Run(queue)
-    constants: queues.Queue[Tensor] = queues.Queue()
-    constants.put(to_device(queue, TARGETS[0]))
+    constants = np.empty(1, object)
+    constants[0] = to_device(queue, TARGETS[0])
 
     @amp.record
     def shifted(x: Tensor) -> Any:
         with ag.no_grad():
-            return ag.add(run.model(ag.tensor(x)), ag.tensor(constants.queue[0]))
+            return ag.add(run.model(ag.tensor(x)), ag.tensor(constants[0]))
 
     for turn in range(6):
         got = shifted(to_device(queue, BATCHES[turn]))

@@ -1,10 +1,18 @@
-"""Attributes that code reads or writes by name: of a function, of what it calls, of methods that it may call."""
+"""What code names: attributes that it reads or writes, globals and modules that it reads; of a function, of what it
+calls, of methods that it may call."""
 
 from __future__ import annotations
 
 import dis
+import sys
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from types import CodeType, FunctionType
+from importlib.util import resolve_name
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+_BY_TEXT = frozenset({"globals", "vars", "locals", "eval", "exec"})  # what finds globals by names that are values
+_IMPORTS_BY_TEXT = frozenset({"modules", "import_module", "__import__"})
 
 
 class CodeNames:
@@ -34,14 +42,73 @@ class CodeNames:
         names: set[str] = set()
         codes = list(self._codes)
         while codes:
-            for name in _attributes(codes.pop()) - names:
+            code = codes.pop()
+            for name in (attributes(code) | texts(code)) - names:
                 names.add(name)
                 codes += self._methods.get(name, ())
         return names
 
 
 @lru_cache(maxsize=1024)
-def _attributes(code: CodeType) -> frozenset[str]:
-    names = {str(x.argval) for x in dis.get_instructions(code) if x.opname.endswith(("_ATTR", "LOAD_METHOD"))}
-    inner = (_attributes(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return frozenset(names.union(*inner))
+def attributes(code: CodeType) -> frozenset[str]:
+    """Attributes that code reads or writes, and what it imports from modules."""
+    ends = ("_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+    names = {str(x.argval) for x in dis.get_instructions(code) if x.opname.endswith(ends)}
+    return frozenset(names.union(*map(attributes, _inner(code))))
+
+
+@lru_cache(maxsize=1024)
+def texts(code: CodeType) -> frozenset[str]:
+    """Names in the texts of code: ``globals()["factor"]``, ``getattr(module, "factor")``, ``eval("2 * factor")``."""
+    found: set[str] = set()
+    for text in code.co_consts:
+        if isinstance(text, str) and len(text) < 200:
+            try:
+                found |= {text, *compile(text, "", "exec").co_names}
+            except (SyntaxError, ValueError):
+                found.add(text)
+    return frozenset(found.union(*map(texts, _inner(code))))
+
+
+@lru_cache(maxsize=1024)
+def _named(code: CodeType) -> frozenset[str]:
+    names = {x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return frozenset(names.union(*map(_named, _inner(code))))
+
+
+def global_names(code: CodeType, scope: Mapping[str, Any]) -> list[str]:
+    """Global names that a function reads, and those defined in it. Where it reads them by names that it computes, all
+    of them."""
+    names = set(_named(code))
+    if (names - set(scope)) & _BY_TEXT:
+        by_text = texts(code) & set(scope)
+        names |= by_text or {name for name in scope if not name.startswith("__")}
+    return sorted(names & set(scope))
+
+
+def imported(code: CodeType, scope: Mapping[str, Any]) -> Iterator[ModuleType]:
+    """The modules that a function imports when it runs, as far as they have been."""
+    names: set[str] = set()
+    if (attributes(code) | _named(code)) & _IMPORTS_BY_TEXT:
+        names |= texts(code)
+    for name, level in _imports(code):
+        if level and scope.get("__package__"):
+            name = resolve_name("." * level + name, scope["__package__"])
+        names |= {name, name.partition(".")[0]}
+    yield from (module for name in sorted(names) if isinstance(module := sys.modules.get(name), ModuleType))
+
+
+@lru_cache(maxsize=1024)
+def _imports(code: CodeType) -> frozenset[tuple[str, int]]:
+    """Names of modules that are imported in a function, each with how many packages up it begins."""
+    before: list[Any] = [0, 0]
+    found: set[tuple[str, int]] = set()
+    for x in dis.get_instructions(code):
+        if x.opname == "IMPORT_NAME":
+            found.add((str(x.argval), before[-2] if isinstance(before[-2], int) else 0))
+        before.append(x.argval)
+    return frozenset(found.union(*map(_imports, _inner(code))))
+
+
+def _inner(code: CodeType) -> list[CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]

@@ -8,23 +8,23 @@ launches, and whether they have moved is known by ``residents.py``.
 
 from __future__ import annotations
 
-import dis
 import gc
 import sys
-from argparse import Namespace
-from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from operator import is_
 from types import (
     BuiltinMethodType,
     CodeType,
     FunctionType,
+    MemberDescriptorType,
     MethodType,
     MethodWrapperType,
     ModuleType,
-    SimpleNamespace,
 )
 from typing import Any
 
@@ -33,16 +33,23 @@ import wrapt
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor
-from clamp.patching.recordings.code_names import CodeNames
+from clamp.patching.recordings.code_names import CodeNames, attributes, global_names, imported, texts
 from clamp.patching.recordings.positions import GENERATORS, Values, drawn, position
 
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic)
 _ITEMS = (list, tuple, set, frozenset, deque)
 _LONGEST = 4096  # items of a container, or bytes of an array, that are looked at one by one
-#: Packages whose classes, functions and objects are taken for unchanging, but for netcl's layers and plain holders of
-#: values.
-_LIBRARIES = frozenset({"clamp", "netcl", "numpy", "pyopencl", "wrapt", *sys.stdlib_module_names})
-_HOLDERS = (SimpleNamespace, Namespace, UserDict, UserList)
+#: Packages whose classes and functions are taken for unchanging. Their objects may be settings: a scheduler of netcl's,
+#: a namespace, a queue of Python's.
+LIBRARIES = frozenset({"clamp", "netcl", "numpy", "pyopencl", "wrapt", *sys.stdlib_module_names})
+#: Modules of theirs whose objects are none: they hold what is decided anew in every replay, or what nobody sets.
+_OPAQUE = frozenset({"builtins", "clamp", "netcl.amp", "netcl.optim.amp", "numpy", "pyopencl", "wrapt"})
+_OPAQUE |= {"abc", "ctypes", "importlib", "inspect", "logging", "re", "typing"}
+_ABOUT_CODE = frozenset(
+    {"__annotations__", "__dataclass_fields__", "__dataclass_params__", "__signature__", "_abc_impl"}
+)
+_OF_TENSORS = frozenset(Tensor.__init__.__code__.co_names) | {"_backend"}
+_OF_NODES = frozenset(Node.__init__.__code__.co_names)
 
 
 @dataclass(slots=True)
@@ -109,16 +116,18 @@ class Watch:
     ) -> None:
         self.tensors: list[Tensor] = []
         self.optimizers: list[Any] = []
-        self._named_optimizers: list[tuple[Any, str]] = []
+        self._settings: list[tuple[Any, str, AbstractSet[str]]] = []  # of which only those count that the code names
         self._names = CodeNames()
         self._generators = generators
         self._parts: list[_Part] = []
         self._hidden, self._inside = hidden, inside
         self._known: dict[int, Any] = {}  # what was looked at, held so that ids stay unique
+        self._known_modules: set[tuple[str, CodeType]] = set()
         self._stack = [(x, name, True) for name, x in roots.items()]
         self._walk()
-        for optimizer, name in self._named_optimizers:
-            self._look_at_settings(optimizer, name)
+        used = self._names.used() if self._settings else set()
+        for x, name, not_settings in self._settings:
+            self._look_at_settings(bridge.own_attributes(x), name, used - not_settings)
         self._walk()
 
     def holds(self) -> bool:
@@ -155,27 +164,35 @@ class Watch:
 
     def _look_at(self, x: Any, name: str, root: bool = False) -> None:
         kind = type(x)  # not isinstance: a proxy may answer for something that it would have to import first
-        if x is None or issubclass(kind, _PLAIN) or id(x) in self._known:
+        if x is None or id(x) in self._known or (issubclass(kind, _PLAIN) and _is_library(kind)):
             return
         self._known[id(x)] = x
         if issubclass(kind, Tensor):
             self.tensors.append(x)
+            self._settings.append((x, name, _OF_TENSORS))
         elif issubclass(kind, Node):
             self._add(lambda: (x.value,), lambda *_: f"{name}.value")
             self._push(x.value, f"{name}.value")
-        elif issubclass(kind, dict):
-            self._mapping(x, lambda key: f"{name}[{key!r}]")
-        elif issubclass(kind, _ITEMS):
-            self._items(x, name)
-        elif issubclass(kind, np.ndarray):
-            if x.nbytes <= _LONGEST and not x.dtype.hasobject:
-                self._add(lambda: (x.tobytes(), x.dtype, x.shape), lambda *_: name)
+            self._settings.append((x, name, _OF_NODES))
+        elif issubclass(kind, (dict, *_ITEMS, np.ndarray, *_PLAIN)):
+            self._content_of(x, kind, name)
+            if not _is_library(kind):
+                self._object(x, kind, name)
         else:
             self._look_at_code(x, kind, name, root)
 
+    def _content_of(self, x: Any, kind: type, name: str) -> None:
+        """What a container holds, or an array."""
+        if issubclass(kind, dict):
+            self._mapping(x, lambda key: f"{name}[{key!r}]")
+        elif issubclass(kind, _ITEMS):
+            self._items(x, name)
+        elif issubclass(kind, np.ndarray) and x.nbytes <= _LONGEST and not x.dtype.hasobject:
+            self._add(lambda: (np.ndarray.tobytes(x), x.dtype, x.shape), lambda *_: name)
+
     def _look_at_code(self, x: Any, kind: type, name: str, root: bool) -> None:
         """Functions, classes and objects."""
-        if issubclass(kind, wrapt.ObjectProxy) or "__wrapped__" in getattr(x, "__dict__", ()):
+        if issubclass(kind, wrapt.ObjectProxy) or "__wrapped__" in bridge.own_attributes(x):
             self._push(x.__wrapped__, name)  # a function under a policy, or recorded; a wrapped optimizer
             if hasattr(x, "_self_losses"):
                 self._add(lambda: (x._self_losses,), lambda *_: f"the number of losses that {name} has scaled")
@@ -196,6 +213,11 @@ class Watch:
         elif issubclass(kind, MethodType | staticmethod | classmethod | property | partial):
             for part in ("__self__", "__func__", "fget", "func", "args", "keywords"):
                 self._push(getattr(x, part, None), name)
+            self._push(bridge.own_attributes(x) or None, name)
+        elif issubclass(kind, weakref.ReferenceType):
+            self._through(x, name)
+        elif issubclass(kind, weakref.ProxyTypes):
+            self._through(partial(_behind, x), name)
         elif issubclass(kind, type):
             if not _is_library(x):
                 self._names.found_class(x)
@@ -205,33 +227,50 @@ class Watch:
             for index, param in enumerate(x.params):
                 self._push(param, f"{name}.params[{index}]")
             self.optimizers.append(x)
-            self._named_optimizers.append((x, name))
+            self._settings.append((x, name, {"params"}))
         elif not issubclass(kind, ModuleType) and (root or (_has_settings(x) and self._inside(x))):
             self._object(x, kind, name)
 
-    def _look_at_settings(self, optimizer: Any, name: str) -> None:
-        """An optimizer's settings that the code names: what it reads may decide, and what it writes would stay."""
-        own, used = getattr(optimizer, "__dict__", {}), self._names.used()
-        for key in [key for key in own if key in used and key != "params"]:
+    def _look_at_settings(self, own: Mapping[str, Any], name: str, used: Collection[str]) -> None:
+        """Attributes that the code names: what it reads may decide, and what it writes would stay."""
+        for key in [key for key in own if key in used]:
             self._add(partial(_setting, own, key), lambda *_, key=key: f"{name}.{key}")
             self._push(own[key], f"{name}.{key}")
 
+    def _through(self, target: Callable[[], Any], name: str) -> None:
+        """What a weak reference leads to, without holding it: its attributes are held, not the object."""
+        x = target()
+        self._add(lambda: (target() is None,), lambda *_: f"what {name} refers to")
+        if isinstance(x, MethodType):
+            self._push(x.__func__, name)
+            x = x.__self__
+        if issubclass(type(x), FunctionType | type):
+            self._push(x, name)
+        elif x is not None and not isinstance(x, Tensor | Node):
+            is_proxy = type(x) in weakref.ProxyTypes
+            self._attributes(x, x.__dict__ if is_proxy else bridge.own_attributes(x), name)
+            for cls in (x.__class__ if is_proxy else type(x)).__mro__:
+                self._push(cls, name)
+
     def _object(self, x: Any, kind: type, name: str) -> None:
+        slots = [slot for cls in kind.__mro__ for slot in vars(cls).values() if isinstance(slot, MemberDescriptorType)]
+        if not (slots or bridge.own_attributes(x) or not _is_library(kind)):
+            return
         self._add(lambda: (type(x),), lambda *_: f"the class of {name}")
-        if hasattr(x, "__dict__"):
-            self._attributes(x, name)
-        slots = [slot for cls in kind.__mro__ for slot in _slots(cls) if hasattr(x, slot)]
+        self._attributes(x, bridge.own_attributes(x), name)
         if slots:
             self._mapping(_Slots(x, slots), lambda key: f"{name}.{key}")
         for cls in kind.__mro__:
             self._push(cls, name)
 
-    def _attributes(self, x: Any, name: str) -> None:
+    def _attributes(self, x: Any, own: dict[str, Any], name: str) -> None:
         """What an object has in its dict."""
-        own = vars(x)
+        if not (own or type(x).__dictoffset__):
+            return
         if self._hidden is None:
-            unwatched: frozenset[str] = getattr(x, "_unwatched", bridge.MADE_FROM_LAYERS)
-            self._mapping(own, lambda key: f"{name}.{key}", unwatched, _is_library(type(x)))
+            unwatched: frozenset[str] = own.get("_unwatched", bridge.MADE_FROM_LAYERS)
+            is_library = _is_library(type(x)) and bridge.is_module(x)
+            self._mapping(own, lambda key: f"{name}.{key}", unwatched, is_library)
             return
         keys = [key for key in own if not self._hidden(x, key)]  # one that comes later has decided nothing
         self._add(lambda: (*map(own.get, keys),), lambda _, index: f"{name}.{keys[index]}")
@@ -239,39 +278,49 @@ class Watch:
             self._push(own[key], f"{name}.{key}")
 
     def _function(self, function: FunctionType, name: str) -> None:
-        """What a function finds outside: the variables around it, the globals that it names, its defaults."""
-        cells, scope = function.__closure__ or (), function.__globals__
-        names = [used for used in _global_names(function.__code__) if used in scope]
-        labels = [*function.__code__.co_freevars, *names]
+        """What a function finds outside: the variables around it, the globals that it names, its defaults, its own."""
+        cells, scope, own = function.__closure__ or (), function.__globals__, vars(function)
+        names = global_names(function.__code__, scope)
+        kept = (*function.__code__.co_freevars, *names, *[f"{name}.{key}" for key in own], *[f"{name}'s code"] * 2)
 
         def read() -> Values:
-            return (*map(_content, cells), *map(scope.get, names), function.__defaults__, function.__code__)
+            found = (*map(_content, cells), *map(scope.get, names), *own.values())
+            return (*found, function.__defaults__, function.__code__)
 
-        self._add(read, lambda _, index: ([*labels, *[f"{name}'s code"] * 2])[index])
-        for label, value in zip(labels, read(), strict=False):
+        self._add(read, lambda values, index: kept[index] if values else f"attributes of {name}")
+        for label, value in zip(kept, read()[:-1], strict=False):
             if isinstance(value, ModuleType):
                 self._module_variables(value, function.__code__)
-            else:
+            elif label != f"{name}.__wrapped__":
                 self._push(value, label)
-        self._push(function.__defaults__, name)
         self._push(function.__kwdefaults__, name)
+        for module in imported(function.__code__, scope):
+            self._module_variables(module, function.__code__)
 
     def _module_variables(self, module: ModuleType, code: CodeType) -> None:
         """What a function may read from a module of the user's: its variables that the function names."""
-        if module.__name__.partition(".")[0] in _LIBRARIES:
+        if module.__name__.partition(".")[0] in LIBRARIES or (module.__name__, code) in self._known_modules:
             return
-        names = [name for name in code.co_names if name in vars(module)]
-        self._add(lambda: tuple(map(vars(module).get, names)), lambda _, index: f"{module.__name__}.{names[index]}")
+        self._known_modules.add((module.__name__, code))
+        own = vars(module)
+        names = [name for name in attributes(code) | texts(code) if name in own]
+        self._add(lambda: tuple(map(own.get, names)), lambda _, index: f"{module.__name__}.{names[index]}")
         for name in names:
-            self._push(vars(module)[name], f"{module.__name__}.{name}")
+            if isinstance(own[name], ModuleType):
+                self._module_variables(own[name], code)
+            else:
+                self._push(own[name], f"{module.__name__}.{name}")
 
     def _items(self, x: Any, name: str) -> None:
-        if len(x) > _LONGEST:
-            self._add(lambda: (len(x),), lambda *_: name)
+        base = next(base for base in _ITEMS if isinstance(x, base))  # whose methods no class of the user's replaces
+        if base.__len__(x) > _LONGEST:
+            self._add(lambda: (base.__len__(x),), lambda *_: name)
             return
-        if not issubclass(type(x), tuple | frozenset):
-            self._add(lambda: tuple(x), lambda values, index: f"{name}[{index}]" if values else f"len({name})")
-        for index, item in enumerate(x):
+        if base not in (tuple, frozenset):
+            self._add(
+                lambda: (*base.__iter__(x),), lambda values, index: f"{name}[{index}]" if values else f"len({name})"
+            )
+        for index, item in enumerate(base.__iter__(x)):
             self._push(item, f"{name}[{index}]")
 
     def _mapping(
@@ -281,15 +330,16 @@ class Watch:
         hidden: frozenset[str] = frozenset(),
         is_library: bool = False,
     ) -> None:
-        if len(x) > _LONGEST:
-            self._add(lambda: (len(x),), lambda *_: label("..."))
+        base: Any = dict if isinstance(x, dict) else type(x)  # whose methods no class of the user's replaces
+        if base.__len__(x) > _LONGEST:
+            self._add(lambda: (base.__len__(x),), lambda *_: label("..."))
             return
 
         def read() -> Values:
-            return (*x, *x.values())
+            return (*base.keys(x), *base.values(x))
 
         def shown() -> Values:
-            kept = {key: value for key, value in x.items() if key not in hidden}
+            kept = {key: value for key, value in base.items(x) if key not in hidden}
             return (*kept, *kept.values())
 
         self._add(
@@ -297,8 +347,8 @@ class Watch:
             lambda values, index: label(values[index % (len(values) // 2)]) if values else label("(more or fewer)"),
             is_library,
         )
-        for key, value in x.items():
-            if key not in hidden:
+        for key, value in base.items(x):
+            if key not in hidden and key not in _ABOUT_CODE:
                 self._push(value, label(key))
 
     def _add(self, read: Callable[[], Values], label: Callable[[Values, int], str], is_library: bool = False) -> None:
@@ -315,22 +365,28 @@ def _setting(own: Mapping[str, Any], key: str) -> Values:
 class _Slots(Mapping[str, Any]):
     """The attributes that an object keeps without a dict, as a dict."""
 
-    def __init__(self, owner: Any, names: list[str]) -> None:
-        self._owner, self._names = owner, names
+    def __init__(self, owner: Any, slots: list[MemberDescriptorType]) -> None:
+        self._owner, self._slots = owner, {slot.__name__: slot for slot in slots}
 
     def __getitem__(self, name: str) -> Any:
-        return getattr(self._owner, name, None)
+        try:
+            return self._slots[name].__get__(self._owner)
+        except AttributeError:  # not assigned yet
+            return None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._slots)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._slots)
 
 
-def _slots(cls: type) -> list[str]:
-    slots = vars(cls).get("__slots__", ())
-    return [slot for slot in ([slots] if isinstance(slots, str) else slots) if slot not in ("__dict__", "__weakref__")]
+def _behind(proxy: Any) -> Any:
+    """A weak proxy; None when what it stands for is gone."""
+    try:
+        return proxy if proxy.__class__ else None
+    except ReferenceError:
+        return None
 
 
 def is_same(now: Any, seen: Any) -> bool:
@@ -343,22 +399,21 @@ def is_same(now: Any, seen: Any) -> bool:
         return len(now) == len(seen) and all(map(is_same, now, seen))
     if isinstance(now, MethodType):  # made anew whenever it is asked for
         return bool(now == seen)
-    return isinstance(now, _PLAIN) and (bool(now == seen) or now != now) and repr(now) == repr(seen)  # -0.0, nan
+    if not (isinstance(now, _PLAIN) and _is_library(type(now))):
+        return False
+    return (bool(now == seen) or now != now) and repr(now) == repr(seen)  # -0.0, nan
 
 
 def _is_library(x: Any) -> bool:
     """Whether a class or function is none of the user's."""
-    return str(getattr(x, "__module__", None) or "builtins").partition(".")[0] in _LIBRARIES
+    return str(getattr(x, "__module__", None) or "builtins").partition(".")[0] in LIBRARIES
 
 
 def _has_settings(x: Any) -> bool:
-    """Whether an object's attributes may decide what a pass computes: a module's, or those of a user's class."""
-    return (
-        not _is_library(type(x))
-        or isinstance(x, _HOLDERS)
-        or bridge.is_module(x)
-        or callable(getattr(x, "parameters", None))
-    )
+    """Whether an object's attributes may decide what a pass computes."""
+    module = type(x).__module__
+    is_opaque = module in _OPAQUE or module.partition(".")[0] in _OPAQUE
+    return not is_opaque or "_unwatched" in bridge.own_attributes(x)
 
 
 def _content(cell: Any) -> Any:
@@ -366,13 +421,3 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # not assigned yet
         return None
-
-
-@lru_cache(maxsize=1024)
-def _global_names(code: CodeType) -> tuple[str, ...]:
-    """Global names that a function reads, and those defined in it."""
-    names = {x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names.update(_global_names(constant))
-    return tuple(sorted(names))

@@ -1,0 +1,314 @@
+"""Every kind of state that a recorded function may read on the host, changed between calls: recorded and as a graph."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import queue as queues
+import sys
+import time
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.optim.lr_plateau import CosineAnnealingLR, ReduceLROnPlateau
+
+from clamp import amp, session
+from clamp.bridge import Node, Tensor
+from tests.reference import to_device
+
+X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
+Case = tuple[Callable[[], float], Callable[[float], Any]]  # what the function reads, and what sets it
+factor = 1.0
+CASES: dict[str, Callable[[], Case]] = {}
+
+
+def case(make: Callable[[], Case]) -> Callable[[], Case]:
+    CASES[make.__name__] = make
+    return make
+
+
+class Settings:
+    k = 1.0
+
+
+def attribute(x: Any, name: str = "k") -> Case:
+    """Reads and sets an attribute."""
+    setattr(x, name, 1.0)
+    return lambda: getattr(x, name), partial(setattr, x, name)
+
+
+@case
+def of_an_object() -> Case:
+    return attribute(Settings())
+
+
+@case
+def of_a_function() -> Case:
+    def helper() -> float:
+        return helper.k  # type: ignore[attr-defined,no-any-return]
+
+    helper.k = 1.0  # type: ignore[attr-defined]
+    return helper, partial(setattr, helper, "k")
+
+
+@case
+def of_a_recorded_function() -> Case:
+    step = amp.record(abs)
+    return (lambda: step.k), attribute(step)[1]
+
+
+def derived(base: type, *content: Any) -> Callable[[], Case]:
+    kind = type(f"My{base.__name__}", (base,), {})
+    return lambda: attribute(kind(*content))
+
+
+CASES |= {f"of_a_{base.__name__}": derived(base) for base in (dict, list, set, tuple, float, int, str)}
+
+
+@case
+def of_an_array() -> Case:
+    return attribute(np.zeros(3).view(type("MyArray", (np.ndarray,), {})))
+
+
+@case
+def of_a_class_that_a_list_has() -> Case:
+    class Layers(list[Any]):
+        k = 1.0
+
+    layers = Layers()
+    return (lambda: layers.k), partial(setattr, Layers, "k")
+
+
+@case
+def of_slots() -> Case:
+    class Slotted:
+        __slots__ = ("__k", "k")
+
+        def read(self) -> float:
+            return self.__k
+
+        def set(self, value: float) -> None:
+            self.__k = value
+
+    x = Slotted()
+    x.set(1.0)
+    return x.read, x.set
+
+
+@case
+def of_a_namespace() -> Case:
+    return attribute(types.SimpleNamespace())
+
+
+@case
+def of_a_partial() -> Case:
+    return attribute(partial(abs))
+
+
+@case
+def of_what_a_partial_is_given() -> Case:
+    settings = Settings()
+    return partial(lambda given: given.k, given=settings), attribute(settings)[1]
+
+
+@case
+def of_what_a_partial_is_given_by_place() -> Case:
+    settings = Settings()
+    return partial(lambda given: given.k, settings), attribute(settings)[1]
+
+
+@case
+def of_an_object_without_attributes_of_its_own() -> Case:
+    class Odd:
+        def __getattr__(self, name: str) -> Any:
+            raise KeyError(name)
+
+    return attribute(Odd())
+
+
+@case
+def of_a_scheduler_that_anneals() -> Case:
+    plan = CosineAnnealingLR(max_lr=1.0, T_max=10)
+    return plan.get_lr, lambda _: plan.step()
+
+
+@case
+def of_a_scheduler_that_waits() -> Case:
+    plan = ReduceLROnPlateau(1.0, factor=0.5, patience=1)
+    return (lambda: plan.current_lr), lambda _: (plan.step(1.0), plan.step(2.0))
+
+
+@case
+def of_a_module() -> Case:
+    module = types.ModuleType("settings_of_a_test")
+    sys.modules[module.__name__] = module
+    module.k = 1.0  # type: ignore[attr-defined]
+
+    def read() -> float:
+        import settings_of_a_test  # type: ignore[import-not-found]
+
+        return settings_of_a_test.k  # type: ignore[no-any-return]
+
+    return read, partial(setattr, module, "k")
+
+
+@case
+def from_a_module() -> Case:
+    def read() -> float:
+        from settings_of_a_test import k  # type: ignore[import-not-found]
+
+        return k  # type: ignore[no-any-return]
+
+    return read, of_a_module()[1]
+
+
+@case
+def of_a_module_by_name() -> Case:
+    return (lambda: getattr(sys.modules["settings_of_a_test"], "k")), of_a_module()[1]  # noqa: B009
+
+
+def of_this_module() -> Callable[[float], None]:
+    globals()["factor"] = 1.0
+    return partial(globals().__setitem__, "factor")
+
+
+@case
+def of_globals() -> Case:
+    return (lambda: globals()["factor"]), of_this_module()
+
+
+@case
+def of_globals_by_a_name_that_is_computed() -> Case:
+    return (lambda: globals()["fac" + chr(116) + "or"]), of_this_module()
+
+
+@case
+def of_an_expression() -> Case:
+    return (lambda: eval("factor * 1.0")), of_this_module()  # type: ignore[no-any-return]
+
+
+def behind(make: Callable[[Any], Any], look: Callable[[Any], Any]) -> Callable[[], Case]:
+    def weak() -> Case:
+        settings = Settings()
+        reference = make(settings)
+        kept = [settings]
+
+        def change(value: float) -> None:
+            if value < 1.5:
+                kept[0].k = value
+            else:
+                kept.clear()
+
+        return (lambda: look(reference)), change
+
+    return weak
+
+
+CASES["behind_a_weak_reference"] = behind(weakref.ref, lambda ref: getattr(ref(), "k", 5.0))
+CASES["in_a_weak_dict"] = behind(
+    lambda x: weakref.WeakValueDictionary({"settings": x}), lambda known: getattr(known.get("settings"), "k", 5.0)
+)
+
+
+@case
+def behind_a_weak_proxy() -> Case:
+    settings = Settings()
+    proxy = weakref.proxy(settings)
+    return (lambda: proxy.k), attribute(settings)[1]
+
+
+ASKED: dict[str, Callable[[], Callable[[], float]]] = {
+    "the clock": lambda: time.perf_counter,
+    "the date": lambda: lambda: datetime.datetime.now().timestamp(),
+    "a file": lambda: iter_of(io.StringIO("1 2 3 4 5 6 7 8 9")),
+    "a queue": lambda: filled(queues.Queue()).get,
+    "the last of a queue": lambda: filled(queues.LifoQueue()).get,
+    "a simple queue": lambda: filled(queues.SimpleQueue()).get,
+}
+
+
+def iter_of(file: io.StringIO) -> Callable[[], float]:
+    return lambda: float(file.read(2))
+
+
+def filled(numbers: Any) -> Any:
+    for number in range(1, 12):
+        numbers.put(float(number))
+    return numbers
+
+
+def run(case: Case, x: Tensor, how: str) -> list[np.ndarray[Any, Any]]:
+    read, change = case
+
+    def step(x: Node) -> Node:
+        return ag.mul(x, float(read()))
+
+    class Graph(amp.Graph):
+        def build(self, x: Node) -> Node:
+            return step(x)
+
+    wanted = {"eager": step, "record": amp.record(step), "graph": Graph()}[how]
+    got = []
+    for number in range(10):
+        if number in (3, 7):  # after replays, if it is replayed
+            change(1.0 + number / 10)
+        made = wanted(Node(value=x))
+        got.append((made if isinstance(made, Tensor) else made.value).to_host().copy())
+    return got
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    amp.init(dtype="float32")
+    yield
+    amp.shutdown()
+    session.forget_patches()
+    sys.modules.pop("settings_of_a_test", None)
+
+
+@pytest.mark.parametrize("how", ["record", "graph"])
+@pytest.mark.parametrize("name", CASES)
+def test_state_is_that_of_the_day(queue: cl.CommandQueue, name: str, how: str) -> None:
+    x = to_device(queue, X)
+    want = run(CASES[name](), x, "eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* runs as it is", UserWarning)
+        got = run(CASES[name](), x, how)
+    for number, (one, other) in enumerate(zip(got, want, strict=True)):
+        np.testing.assert_array_equal(one, other, err_msg=f"call {number}")
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_gives_another_answer_each_time_is_refused(queue: cl.CommandQueue, name: str) -> None:
+    """A function that asks runs as it is, and says why; a graph, which records in its second call, raises there."""
+    ask = ASKED[name]()
+    x, seen = to_device(queue, X), []
+
+    def step(x: Node) -> Node:
+        seen.append(ask())
+        return ag.mul(x, seen[-1])
+
+    recorded = amp.record(partial(lambda ask, x: ag.mul(x, ask()), lambda: seen.append(ask()) or seen[-1]))
+    del seen[:]
+    with pytest.warns(UserWarning, match="runs as it is"):
+        got = [recorded(Node(value=x)).value.to_host() for _ in range(4)]
+    assert len(seen) == 4
+    for one, factor in zip(got, seen, strict=True):
+        np.testing.assert_array_equal(one, X * np.float32(factor))
+
+    class Graph(amp.Graph):
+        def build(self, x: Node) -> Node:
+            return ag.mul(x, ask())
+
+    graph = Graph()
+    graph(x)
+    with pytest.raises(RuntimeError, match=r"\(\) was called .* pass the answer"):
+        graph(x)
