@@ -31,7 +31,8 @@ pytestmark = [pytest.mark.kernel, pytest.mark.once]
 INSTRUCTIONS, AT_ONCE, LATE = 0, 1, 2  # when copies to local memory arrive (kernels/async_copy.clh)
 SMALL = Plan(32, 32, 128, 2, (2, 1))
 ONE_WARP = Plan(16, 32, 128, 2, (1, 1))  # for the simulator
-_ULP = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # by how much of itself a weight is rounded
+#: by how much of itself a weight is rounded
+_ULP = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "two parts": 2.0**-16}
 
 
 class Emulated:

@@ -7,7 +7,7 @@ calculation for softmax" (2018); Dao, Fu, Ermon, Rudra and Re, "FlashAttention" 
 logarithm of the sum of the exponentials.
 
 Scores, weights and sums are fp32 throughout; operands are widened as they are read and results rounded once. (Matrix
-units multiply 16-bit weights: mma.py.)
+units multiply 16-bit weights: mma.py; or two 16-bit parts of them: amx.py.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.ops.attention import blocked, mma, tiled
+from clamp.ops.attention import amx, blocked, mma, tiled
 from clamp.ops.attention.decode import attention_decode
 from clamp.ops.attention.mma import MatrixAttention
 from clamp.ops.attention.problem import AttentionEngine, Gradients, Problem, default_scale, problem_of
@@ -27,7 +27,7 @@ from clamp.ops.proved import names_of_proved
 __all__ = ["ENGINES", "Gradients", "attention", "attention_backward", "attention_decode", "default_scale", "on_device"]
 
 #: the first that fits and pays runs
-ENGINES: tuple[AttentionEngine, ...] = (mma.MMA, blocked, tiled)
+ENGINES: tuple[AttentionEngine, ...] = (mma.MMA, amx, blocked, tiled)
 
 #: those of them that must be proved on a device
 MATRIX_UNITS = tuple(engine for engine in ENGINES if isinstance(engine, MatrixAttention))

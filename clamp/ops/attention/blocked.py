@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.attention.problem import Gradients, Problem
 from clamp.ops.engine import always, on_cpus
@@ -19,12 +20,12 @@ TAKES = "every attention"
 IN_WORDS = "register tiles"
 fits, pays = always, on_cpus
 
-_KEYS = 128  # keys between two looks at the maximum: their scores, 128 x 32 floats, stay in the first-level cache
+KEYS = 128  # keys between two looks at the maximum: their scores, 128 x 32 floats, stay in the first-level cache
 _ITEMS_PER_CORE = 4  # work-items, and so workspaces, that a core should get: few, because each has its own memory
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """How the heads of one call are dealt to work-items.
 
     Attributes:
@@ -56,7 +57,7 @@ class _Plan:
     @property
     def forward_floats(self) -> int:
         """Floats of a work-item's part of the workspace."""
-        return (2 * self.padded + 3 * self.lanes) * self.pitch + _KEYS * self.lanes
+        return (2 * self.padded + 3 * self.lanes) * self.pitch + KEYS * self.lanes
 
     @property
     def backward_floats(self) -> int:
@@ -66,21 +67,25 @@ class _Plan:
 
     @property
     def macros(self) -> dict[str, object]:
-        return {"LANES": self.lanes, "ROWS": self.rows, "KEYS": _KEYS}
+        return {"LANES": self.lanes, "ROWS": self.rows, "KEYS": KEYS}
 
 
-def _plan(problem: Problem) -> _Plan:
+def _tile_of(problem: Problem) -> tuple[int, int]:
+    return (32, 8) if problem.device.float_vector_width >= 16 else (16, 4)
+
+
+def plan_of(problem: Problem, lanes: int, rows: int) -> Plan:
+    """How the heads of a problem are dealt, for a tile."""
     device, heads, length = problem.device, problem.heads, problem.length
-    lanes, rows = (32, 8) if device.float_vector_width >= 16 else (16, 4)
     enough = _ITEMS_PER_CORE * device.compute_units
     chunks = max(1, min(-(-enough // heads), -(-length // lanes)))
     each = max(1, heads * chunks // (2 * enough))
-    return _Plan(lanes, rows, heads, length, problem.width, chunks, each, -(-heads * chunks // each))
+    return Plan(lanes, rows, heads, length, problem.width, chunks, each, -(-heads * chunks // each))
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
     """Writes the result over ``out`` and the log-sum-exps over ``lse``."""
-    plan = _plan(problem)
+    plan = plan_of(problem, *_tile_of(problem))
     workspace = bridge.empty(q.queue, (plan.items * plan.forward_floats,), "float32")
     types = {name: bridge.STORAGE[x.dtype] for name, x in (("Q_T", q), ("K_T", k), ("V_T", v), ("Y_T", out))}
     FORWARD(
@@ -92,7 +97,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse:
 
 def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients) -> None:
     """Writes the gradients of q, k and v over ``grads``."""
-    plan = _plan(problem)
+    plan = plan_of(problem, *_tile_of(problem))
     dq, dk, dv = grads
     workspace = bridge.empty(q.queue, (plan.items * plan.backward_floats,), "float32")
     partial = workspace
@@ -106,9 +111,14 @@ def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, gra
         BACKWARD=1, DQ_T=bridge.STORAGE[dq.dtype], **read, **written, **plan.macros,
     )  # fmt: skip
     if plan.chunks > 1:
-        rows = plan.heads * plan.length
-        each = max(1, rows // (8 * problem.device.compute_units))
-        COMBINE(
-            q.queue, (-(-rows // each),), (1,), partial, dk, dv, rows, plan.length, plan.width, plan.chunks, each,
-            COMBINE=1, **written, **plan.macros,
-        )  # fmt: skip
+        combine(plan, partial, dk, dv)
+
+
+def combine(plan: Plan, partial: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Adds up the sums of a head's chunks."""
+    rows = plan.heads * plan.length
+    each = max(1, rows // (8 * capabilities(dk.queue).compute_units))
+    COMBINE(
+        dk.queue, (-(-rows // each),), (1,), partial, dk, dv, rows, plan.length, plan.width, plan.chunks, each,
+        COMBINE=1, DK_T=bridge.STORAGE[dk.dtype], DV_T=bridge.STORAGE[dv.dtype], **plan.macros,
+    )  # fmt: skip
