@@ -8,8 +8,11 @@ with handle.scale_loss(loss, optimizer) as scaled_loss:
 optimizer.step()
 """
 
-from clamp.opencl.device import make_cpu_runtime_visible
+from pathlib import Path
 
-make_cpu_runtime_visible()  # before anything asks pyopencl for platforms
+if not Path(__file__).with_name("kernels").exists():
+    __path__.append(str(Path(__file__).parents[1]))  # a checkout, in which kernels and lists lie beside the package
+
+import clamp.opencl.device  # noqa: F401  (makes Intel's CPU runtime visible, before anything asks for platforms)
 
 __version__ = "0.1.0"

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
+
+import pytest
+
+import clamp
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,6 +42,62 @@ with amp.init(loss_scale=256.0) as handle:
     assert handle.last_step.stepped
 print("trained")
 """
+
+
+LOOKS = """
+import clamp, pathlib
+from importlib.resources import files
+from clamp import amp
+print(pathlib.Path(clamp.__file__).resolve().parents[1], clamp.__version__, callable(amp.init))
+print(all(files(f"clamp.{name}").joinpath("__init__.py").is_file() for name in ("kernels", "lists")))
+"""
+
+
+def looked(where: Path, *paths: Path, python: str = sys.executable) -> list[str]:
+    """What a script in a folder finds, with these paths as an installation adds them: after all others."""
+    where.joinpath("script.py").write_text(f"import sys; sys.path += {[str(path) for path in paths]}\n{LOOKS}")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = subprocess.run([python, "script.py"], cwd=where, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
+
+
+def test_a_checkout_named_clamp_beside_the_script(tmp_path: Path) -> None:
+    """Python takes the folder for a package without a file, unless a path leads to the package itself."""
+    (tmp_path / "clamp").symlink_to(ROOT)
+    assert looked(tmp_path, ROOT) == [f"{ROOT} {clamp.__version__} True", "True"]
+
+
+@pytest.mark.slow
+def test_an_editable_install_of_a_checkout_named_clamp_beside_the_script(tmp_path: Path) -> None:
+    checkout = tmp_path / "clamp"
+    checkout.mkdir()
+    for name in ("clamp", "kernels", "lists", "pyproject.toml", "README.md", "LICENSE"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, checkout / name)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "-e", str(checkout)]
+    subprocess.run(install, check=True, capture_output=True)
+    dependencies = Path(sysconfig.get_path("purelib"))
+    assert looked(tmp_path, dependencies, python=python) == [f"{checkout} {clamp.__version__} True", "True"]
+
+
+def test_the_cpu_runtime_is_visible_without_the_packages_own_file(tmp_path: Path) -> None:
+    """As where a folder named clamp hides it."""
+    script = (
+        "import sys, types, os\n"
+        "from clamp.opencl import device; library = device.intel_cpu_runtime()\n"
+        "for name in [name for name in sys.modules if name.partition('.')[0] == 'clamp']: del sys.modules[name]\n"
+        "os.environ.pop('OCL_ICD_VENDORS', None)\n"
+        "hidden = sys.modules['clamp'] = types.ModuleType('clamp')\n"
+        f"hidden.__path__ = {[str(ROOT / 'clamp'), str(ROOT)]}\n"
+        "from clamp import amp\n"
+        "assert library is None or 'OCL_ICD_VENDORS' in os.environ\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OCL_ICD_VENDORS"}
+    run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 def test_the_wheel_trains(tmp_path: Path) -> None:

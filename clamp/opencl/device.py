@@ -62,9 +62,10 @@ def intel_cpu_runtime() -> Path | None:
 def make_cpu_runtime_visible() -> None:
     """Lets the OpenCL loader find Intel's pip-installed CPU runtime beside every driver of the system.
 
-    Must run before the first platform query of the process, because the loader looks once. The wheel's own
-    ``.icd`` file holds a path that does not exist, so a folder of our own repeats the system's ``.icd`` files
-    and adds a right one. Does nothing without that runtime, or when the user has set ``OCL_ICD_VENDORS``.
+    Must run before the first platform query of the process, because the loader looks once: when this module is
+    imported. The wheel's own ``.icd`` file holds a path that does not exist, so a folder of our own repeats the
+    system's ``.icd`` files and adds a right one. Does nothing without that runtime, or when the user has set
+    ``OCL_ICD_VENDORS``.
     """
     library = intel_cpu_runtime()
     if library is None or "OCL_ICD_VENDORS" in os.environ:
@@ -93,6 +94,9 @@ def _write_vendors(vendors: dict[str, str]) -> Path:
             temporary.write_text(text)
             temporary.replace(file)
     return folder
+
+
+make_cpu_runtime_visible()  # whichever of clamp's modules is imported first: before it asks pyopencl for platforms
 
 
 def list_devices() -> list[cl.Device]:
