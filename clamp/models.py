@@ -25,6 +25,8 @@ def as_list(x: Any, what: str, method: str) -> list[Any]:
     """
     items = list(x) if isinstance(x, list | tuple) else [x]
     for item in items:
+        if isinstance(item, type):
+            raise TypeError(f"expected {what} or a list of them, got the class {item.__name__}: make one of it")
         if not callable(getattr(item, method, None)):
             raise TypeError(f"expected {what} or a list of them, got {type(item).__name__}, which has no {method}()")
     return items

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +15,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.casting.asked import Asked, given_to
-from clamp.casting.policy import CastPolicy, Entry, PolicyTable, default_table, read_list
+from clamp.casting.policy import CastPolicy, Entry, PolicyTable, default_table, names_in, read_list
 from clamp.casting.regions import Region, check_dtype, depth
 from clamp.casting.results import RESULTS
 from clamp.handle import AmpHandle, NoOpHandle
@@ -23,7 +24,7 @@ from clamp.params import updates
 from clamp.params.gradient_marks import lost_bits, noted_elsewhere
 from clamp.params.masters import gathered
 from clamp.patching.patch import Patches, Registration
-from clamp.scaling.loss_scale import LossScale, make_loss_scale
+from clamp.scaling.loss_scale import LossScale, make_loss_scale, require_state
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.step_guard import StepGuards, are_steps_withheld, is_vouched, warn_of_lost_bits
 from clamp.scaling.step_report import StepReport, warn_user
@@ -77,12 +78,14 @@ def init(
     Raises:
         RuntimeError: a handle is active already: call its ``shutdown()`` first.
         ValueError: an unknown dtype, level, loss scale or function name, a malformed list file.
+        TypeError: a custom list is no list of names, ``lists`` no path, ``debug`` no text.
         NoDeviceError: there is no OpenCL device.
     """
     if not enabled:
         return disable()
     dtype = check_dtype(dtype)
-    custom_white_list, custom_black_list = tuple(custom_white_list), tuple(custom_black_list)
+    custom_white_list = names_in("custom_white_list", custom_white_list)
+    custom_black_list = names_in("custom_black_list", custom_black_list)
     asked = Asked(given=given_to(init, locals()))
     kinds = _checked_debug(debug)
     with lock:
@@ -136,10 +139,13 @@ def start(
 
 
 def _checked_debug(debug: str | Iterable[str] | None) -> frozenset[str]:
-    kinds = frozenset([debug] if isinstance(debug, str) else debug or ())
-    if not kinds <= {"attribution", "summary"}:
-        raise ValueError(f'debug must be None, "attribution", "summary" or a tuple of both, got {debug!r}')
-    return kinds
+    expected = f'debug must be None, "attribution", "summary" or a tuple of both, got {debug!r}'
+    if not isinstance(debug, str | Iterable | None):
+        raise TypeError(expected)
+    kinds = [debug] if isinstance(debug, str) else list(debug or ())
+    if not all(kind in ("attribution", "summary") for kind in kinds):
+        raise ValueError(expected)
+    return frozenset(kinds)
 
 
 def shutdown() -> None:
@@ -229,11 +235,16 @@ def register(module: Any, name: str, policy: CastPolicy | str) -> None:
 
     Raises:
         RuntimeError: AMP is active: register before ``amp.init()``.
+        TypeError: it is no module or class, or the name no text.
         ValueError: the module has no such function, or there is no such policy.
     """
     policy = CastPolicy.named(policy)
     if isinstance(module, str):
         raise ValueError(f"pass the module itself, not its name {module!r}")
+    if not isinstance(module, types.ModuleType | type):
+        raise TypeError(f"pass the module or class that has the function, and the function's name, not {module!r}")
+    if not isinstance(name, str):
+        raise TypeError(f"pass the name of a function of {module.__name__}, a text, not {name!r}")
     if not callable(vars(module).get(name)) and not callable(getattr(module, name, None)):
         where = getattr(module, "__name__", repr(module))
         raise ValueError(f"No function named {name} in module {where}")
@@ -336,12 +347,14 @@ def load_state_dict(state: Mapping[str, Mapping[str, Any]]) -> None:
 
     Raises:
         RuntimeError: AMP is not active, or the state is empty.
+        TypeError: the state is no dict.
         ValueError: the state is malformed, has something else than ``loss_scaler0``, ``loss_scaler1``, ..., or none of
             the handle's scalers.
     """
     if _disabled:
         return
     scalers = _scalers()
+    require_state(state, "amp.state_dict()")
     if not state:
         raise RuntimeError("the state is empty: it was saved without AMP, or with amp disabled")
     if unknown := [name for name in state if not re.fullmatch(r"loss_scaler\d+", str(name))]:

@@ -35,6 +35,23 @@ def needs_grad(x: TensorLike) -> bool:
     return x.grad_fn is not None or x.requires_grad or (isinstance(x.value, Tensor) and is_trained(x.value))
 
 
+class _Backward(Node):  # type: ignore[misc]
+    """A node with PyTorch's ``backward``, which netcl's have only while patches are installed."""
+
+    def backward(
+        self, grad: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False
+    ) -> None:
+        """Runs backward from this node."""
+        Tape().backward(self, grad)
+
+
+def with_backward(x: Any) -> Any:
+    """x; a node of netcl's without a ``backward`` has one then, for scripts that call it with AMP off as well."""
+    if type(x) is Node and not hasattr(x, "backward"):
+        x.__class__ = _Backward
+    return x
+
+
 def is_cut(node: Node) -> bool:
     """Whether a node was computed by a recorded op whose tape is gone: netcl cuts a tape's graph when it dies.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -129,7 +130,7 @@ class PolicyTable:
         O0 computes everything in fp32; OD only the half list in half and the rest in fp32; O1 is the lists as
         they are; O2 computes everything in half but what the lists keep in fp32.
         """
-        if level not in LEVELS:
+        if not isinstance(level, str) or level not in LEVELS:
             raise PolicyError(f"unknown level {level!r}: pass one of {', '.join(LEVELS)}")
         kept = {CastPolicy.HALF, CastPolicy.BANNED, CastPolicy.NONE}
         if level == "O0":
@@ -142,13 +143,15 @@ class PolicyTable:
             )
         return self
 
-    def customized(self, white: Iterable[str], black: Iterable[str]) -> PolicyTable:
+    def customized(self, white: Iterable[str] | None, black: Iterable[str] | None) -> PolicyTable:
         """The table with the functions of ``white`` in half and those of ``black`` in fp32.
 
         Raises:
             PolicyError: a name is on both lists, or no function has it.
+            TypeError: white or black is no list of names.
         """
-        white, black = set(white), set(black)
+        white = set(names_in("custom_white_list", white))
+        black = set(names_in("custom_black_list", black))
         if both := white & black:
             raise PolicyError(f"on the custom white list and on the custom black list: {', '.join(sorted(both))}")
         for name in sorted(white | black):
@@ -161,6 +164,23 @@ class PolicyTable:
     def _with_policy(self, policy: CastPolicy, chosen: Callable[[Entry], bool]) -> PolicyTable:
         entries = (replace(entry, policy=policy) if chosen(entry) else entry for entry in self._entries.values())
         return PolicyTable(entries, self.calls)
+
+
+def names_in(what: str, names: Iterable[str] | None) -> tuple[str, ...]:
+    """The names of functions that a user passed in a list; none of None.
+
+    Raises:
+        TypeError: it is no list, or has something else in it.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"{what} takes a list of names, not one: pass [{names!r}]")
+    if not isinstance(names, Iterable | None):
+        raise TypeError(f"{what} takes a list of names, got {names!r}")
+    found = tuple(names or ())
+    for name in found:
+        if not isinstance(name, str):
+            raise TypeError(f"{what} takes names of functions, as `python -m clamp lists` prints them, got {name!r}")
+    return found
 
 
 _CALLS = "calls.toml"
@@ -196,7 +216,10 @@ def read_list(path: str | Path) -> list[Entry]:
 
     Raises:
         PolicyError: the file cannot be read or is malformed; the message gives file, line and key.
+        TypeError: path is none.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"lists takes the path of a list file, got {path!r}")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -137,7 +137,7 @@ def _scales_for(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[
     now, saved = session.state_dict(), state["scales"]
     if now.keys() != saved.keys():
         raise CheckpointError(
-            f"{path} has {', '.join(sorted(saved))}, this handle has {', '.join(now)}: "
+            f"{path}: the checkpoint has {', '.join(sorted(saved))}, this handle has {', '.join(now)}: "
             f"wrap the same optimizers with the same num_loss before loading"
         )
     return {name: now[name] if name in state["off"] else s for name, s in saved.items()}

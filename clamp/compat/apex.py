@@ -163,7 +163,7 @@ def _prepare(model: Any, optimizers: list[Any], chosen: Properties, outputs: str
 
 
 def _properties(opt_level: str, dtype: str, overrides: dict[str, Any]) -> Properties:
-    if opt_level not in OPT_LEVELS:
+    if not isinstance(opt_level, str) or opt_level not in OPT_LEVELS:
         raise RuntimeError(
             f"Unexpected optimization level {opt_level!r}. Options are 'O0', 'O1', 'O2', 'O3'. Note that in `O0`, "
             "`O1`, etc., the prefix O is the letter O, not the number zero."

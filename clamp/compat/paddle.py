@@ -8,7 +8,7 @@ from typing import Any
 
 from clamp import session
 from clamp.bridge import DTypeLike
-from clamp.casting.policy import LEVELS, CastPolicy, PolicyTable
+from clamp.casting.policy import LEVELS, CastPolicy, PolicyTable, names_in
 from clamp.casting.regions import check_dtype
 from clamp.compat.paddle_scaler import AmpScaler, GradScaler
 from clamp.compat.regions import ThreadRegion
@@ -56,13 +56,16 @@ def decorate(
     Raises:
         ValueError: an unknown level or dtype; or an earlier ``decorate`` (or ``amp.initialize``) made parameters 16-bit
             that are excluded now, or a model that is to be float32. Nothing was changed.
-        TypeError: something is no model, no optimizer, or no layer.
+        TypeError: something is no model, no optimizer, no layer, or no switch.
     """
     result = models if optimizers is None else (models, optimizers)
     _check("level", level, LEVELS)
     dtype = check_dtype(dtype, "dtype")
     if save_dtype is not None:
         save_dtype = check_dtype(save_dtype, "save_dtype", SAVE_DTYPES)
+    for name, switch in (("master_weight", master_weight), ("master_grad", master_grad)):
+        if not isinstance(switch, bool | None):
+            raise TypeError(f"{name} is True or False, got {switch!r}")
     model_list = as_list(models, "a model", "parameters")
     optimizer_list = [] if optimizers is None else as_list(optimizers, "an optimizer", "step")
     excluded = [] if excluded_layers is None else _layers(excluded_layers)
@@ -125,13 +128,15 @@ def auto_cast(
 
     Raises:
         ValueError: an unknown level, dtype or function, or one that is on both lists.
-        TypeError: ``enable`` is a function (``@amp.auto_cast`` without parentheses) or a text; or what the region
-            decorates is no function, or a generator or coroutine, whose body would run after it.
+        TypeError: a list is no list of names; ``enable`` is a function (``@amp.auto_cast`` without parentheses) or a
+            text; or what the region decorates is no function, or a generator or coroutine, whose body would run after
+            it.
     """
     require_switch(enable, "amp.auto_cast", "enable")
     _check("level", level, LEVELS)
     dtype = check_dtype(dtype, "dtype")
-    white, black = frozenset(custom_white_list or ()), frozenset(custom_black_list or ())
+    white = frozenset(names_in("custom_white_list", custom_white_list))
+    black = frozenset(names_in("custom_black_list", custom_black_list))
     policies = _policies(level, white, black, use_promote, tuple(session.registrations))
     return ThreadRegion("amp.auto_cast()", enabled=bool(enable) and level != "O0", dtype=dtype, policies=policies)
 

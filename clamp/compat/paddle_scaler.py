@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 
-from clamp import session
+from clamp import bridge, session
 from clamp.bridge import Node, Tensor
 from clamp.compat.settings import FaceRule, UncheckedRule, require_number, warn_if_nothing_is_gained
 from clamp.scaling.history import History
@@ -127,7 +127,7 @@ class GradScaler:
             TypeError: var is no node or tensor, or not float32, float16 or bfloat16.
         """
         if not self._enable:
-            return var
+            return bridge.with_backward(var)
         if not isinstance(var, Node | Tensor):
             raise TypeError(f"scale() takes a node or a tensor, got {type(var).__name__}")
         session.ensure_patched()  # so that what is returned has a backward()

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 
-from clamp import session
+from clamp import bridge, session
 from clamp.bridge import DTypeLike, Node, Tensor
-from clamp.casting.containers import with_items
+from clamp.casting.containers import mapped, with_items
 from clamp.casting.regions import check_dtype
-from clamp.compat.settings import FaceRule, UncheckedRule
+from clamp.compat.settings import FaceRule, UncheckedRule, refuse_device
 from clamp.patching.custom import Backward, CustomBackward, CustomForward
 from clamp.patching.decorators import require_function
 from clamp.scaling.history import History
-from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.loss_scale import LossScale, require_state
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.step_guard import StepGuards
 
@@ -48,6 +48,7 @@ class GradScaler:
         backoff_factor: between 0 and 1: the scale is multiplied by it at an update after inf or nan.
         growth_interval: at least 1.
         enabled: False: every method passes through, and the other arguments may be anything.
+        device: refused; every queue gets a scale.
 
     Raises:
         ValueError: an argument is none of these.
@@ -61,9 +62,10 @@ class GradScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
+        *,
+        device: None = None,
     ) -> None:
-        if isinstance(init_scale, str):
-            raise TypeError(f"GradScaler takes no device: every queue gets a scale. Leave {init_scale!r} out.")
+        refuse_device("GradScaler", init_scale if isinstance(init_scale, str) else device)
         self._set_up(enabled, init_scale, growth_factor, backoff_factor, growth_interval)
         if self._enabled:
             session.ensure_patched()  # before the first loss: netcl's own mse_loss ignores the scale in backward
@@ -87,7 +89,7 @@ class GradScaler:
             TypeError: a tensor is not float32, float16 or bfloat16.
         """
         if not self._enabled:
-            return outputs
+            return mapped(outputs, bridge.with_backward) if isinstance(outputs, Node | list | tuple) else outputs
         session.ensure_patched()  # so that what is returned has a backward(), after a handle's shutdown too
         return self._scaled(outputs)
 
@@ -95,6 +97,8 @@ class GradScaler:
         if isinstance(x, Node | Tensor):
             return self._scaling.scale(x)
         if isinstance(x, list | tuple):
+            if not x:
+                raise ValueError(f"scale() takes a node, a tensor or an iterable of them, not {x!r}, which has none")
             return with_items(x, [self._scaled(item) for item in x])
         if isinstance(x, Iterable) and not isinstance(x, str | bytes | Mapping | np.ndarray):
             return map(self._scaled, x)
@@ -211,6 +215,7 @@ class GradScaler:
         """
         if not self._enabled:
             return
+        require_state(state_dict, "state_dict()")
         if not state_dict:
             raise RuntimeError(
                 "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
@@ -246,12 +251,15 @@ def _number(new_scale: Any) -> Any:
 # ---------------------------------------------------------------------------------------------- users' own ops
 
 
-def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: DTypeLike | None = None) -> Any:
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None, *, cast_inputs: DTypeLike | None = None, device_type: None = None
+) -> Any:
     """Decorator for the forward of an op of your own: of its function of nodes, or of what ``apply_op`` calls.
 
     Args:
         cast_inputs: inside a region, floating inputs (nested ones too; float64 never) are cast to this dtype,
             differentiably, and nothing is cast inside. None: the function runs as what is around it does.
+        device_type: refused.
 
     Raises:
         ValueError: there is no such dtype.
@@ -269,6 +277,7 @@ def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: DTypeLike 
 
         y = ag.apply_op(forward, backward, x)  # x: a node, 16-bit or not
     """
+    refuse_device("custom_fwd", device_type)
     if cast_inputs is not None:
         cast_inputs = check_dtype(cast_inputs, "dtype for cast_inputs")
     if fwd is None:
@@ -277,7 +286,7 @@ def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: DTypeLike 
     return CustomForward(fwd, cast_inputs)
 
 
-def custom_bwd(bwd: Backward | None = None) -> Any:
+def custom_bwd(bwd: Backward | None = None, *, device_type: None = None) -> Any:
     """Decorator for the backward of an op of your own: it runs in the region of its forward, casts included.
 
     Elsewhere backward casts nothing. The region is the one around ``apply_op``, without casts if the forward had
@@ -287,6 +296,7 @@ def custom_bwd(bwd: Backward | None = None) -> Any:
     Raises:
         TypeError: what it decorates is no function.
     """
+    refuse_device("custom_bwd", device_type)
     if bwd is None:
         return custom_bwd
     require_function(bwd, "@custom_bwd")

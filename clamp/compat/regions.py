@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from clamp import bridge, session
 from clamp.bridge import DTypeLike
 from clamp.casting.regions import AMP_DTYPES, check_dtype, in_own_region, region_here
-from clamp.compat.settings import require_plain_function, require_switch
+from clamp.compat.settings import refuse_device, require_plain_function, require_switch
 
 F = TypeVar("F", bound=Callable[..., Any])
 Self = TypeVar("Self", bound="ThreadRegion")
@@ -66,6 +66,7 @@ class autocast(ThreadRegion):
         enabled: whether ops cast inside.
         dtype: the AMP dtype; that of the region around, or float16, if not given.
         cache_enabled: whether 16-bit copies of weights are kept; as around, if not given.
+        device_type: refused; casts follow each tensor's queue.
 
     Raises:
         ValueError: there is no such dtype. For one that netcl has and AMP has not a warning is given, as in PyTorch,
@@ -75,10 +76,14 @@ class autocast(ThreadRegion):
     """
 
     def __init__(
-        self, enabled: bool = True, *, dtype: DTypeLike | None = None, cache_enabled: bool | None = None
+        self,
+        enabled: bool = True,
+        *,
+        dtype: DTypeLike | None = None,
+        cache_enabled: bool | None = None,
+        device_type: None = None,
     ) -> None:
-        if isinstance(enabled, str):
-            raise TypeError(f"autocast takes no device type: casts follow each tensor's queue. Leave {enabled!r} out.")
+        refuse_device("autocast", enabled if isinstance(enabled, str) else device_type)
         require_switch(enabled, "amp.autocast", "enabled")
         changes: dict[str, Any] = {"enabled": bool(enabled)}
         if dtype is not None:

@@ -47,6 +47,14 @@ def require_switch(value: Any, region: str, name: str) -> None:
         raise TypeError(f"{region} got {value!r} as its {name}, which is True or False")
 
 
+def refuse_device(call: str, device: Any) -> None:
+    """Raises TypeError for PyTorch's device, which says nothing here. None: none was given."""
+    if device is not None:
+        raise TypeError(
+            f"{call} takes no device or device type: casts and scales follow each tensor's queue. Leave {device!r} out."
+        )
+
+
 def require_number(name: str, value: Any) -> None:
     """Raises ValueError for True and False, which Python takes for 1 and 0."""
     if isinstance(value, bool | np.bool_):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from clamp.scaling.history import History
 from clamp.scaling.interrupts import uninterrupted
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.queue_scales import QueueScales, share_overflow
-from clamp.scaling.scaled_loss import check_loss, has_run, open_loss, require_graph, scaled_node
+from clamp.scaling.scaled_loss import check_loss, has_run, open_loss, require_graph, scaled_node, scaled_pass
 from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport
 
 
@@ -228,8 +228,8 @@ class AmpHandle(OtherScalers, ObservedHandle):
                 )
         return self.scaled(loss, [optimizer], scalers[done])
 
-    @contextmanager
-    def scaled(self, loss: Node, optimizers: Sequence[Any], scaler: LossScale) -> Iterator[Node]:
+    @scaled_pass
+    def scaled(self, loss: Node, optimizers: Sequence[Any], scaler: LossScale) -> Generator[Node, None, None]:
         """One scaled backward pass: the body of every ``scale_loss``."""
         with nullcontext() if self._ranks is None else self._ranks.one_pass():
             self._require_active("scale_loss")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from clamp.bridge import Node, Tape
+from clamp import bridge
+from clamp.bridge import Node
 from clamp.handle.optim_wrapper import OptimWrapper
 from clamp.observe.explain import Explanation, not_seen
+from clamp.observe.layer_ranges import LayerRanges
 from clamp.scaling.history import History
 from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.scaled_loss import scaled_pass
 from clamp.scaling.step_report import StepReport
 
 
@@ -19,6 +21,7 @@ class NoOpHandle:
     """The handle of ``amp.init(enabled=False)``: the same methods, and none of them does anything."""
 
     loss_scale = 1.0
+    scalers: Sequence[LossScale] = ()  # none
     last_step: StepReport | None = None
     history = History()
 
@@ -40,18 +43,17 @@ class NoOpHandle:
         """No step was skipped."""
         return not_seen(None)
 
-    @contextmanager
-    def scale_loss(self, loss: Node, optimizer: Any) -> Iterator[Node]:
-        """Yields the loss itself, with a ``backward`` for the length of the ``with``."""
-        own = "backward" not in vars(loss) and not hasattr(type(loss), "backward")
-        if own:
-            # netcl's nodes have none; a script written for AMP calls it all the same.
-            loss.backward = types.MethodType(lambda node, grad=None: Tape().backward(node, grad), loss)
-        try:
-            yield loss
-        finally:
-            if own:
-                del loss.backward
+    def ranges(self, step: Callable[[], Any]) -> LayerRanges:
+        """None: nothing is cast."""
+        return LayerRanges([], 1.0, "float32")
+
+    def look_after_skips(self, step: Callable[[], Any]) -> None:
+        """No step is skipped."""
+
+    @scaled_pass
+    def scale_loss(self, loss: Node, optimizer: Any, loss_id: int = 0) -> Generator[Node, None, None]:
+        """Yields the loss itself, with a ``backward``."""
+        yield bridge.with_backward(loss)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """The optimizer with a ``scale_loss`` that does nothing."""

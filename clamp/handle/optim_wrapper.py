@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import wrapt
@@ -11,6 +11,7 @@ import wrapt
 from clamp.bridge import Node
 from clamp.opencl.recording import host_step
 from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.scaled_loss import scaled_pass
 
 
 class Scaling(Protocol):
@@ -34,8 +35,8 @@ class OptimWrapper(wrapt.ObjectProxy[Any]):
         self._self_scalers = scalers
         self._self_losses = 0
 
-    @contextmanager
-    def scale_loss(self, loss: Node) -> Iterator[Node]:
+    @scaled_pass
+    def scale_loss(self, loss: Node) -> Generator[Node, None, None]:
         """Scales one loss of this step, as ``AmpHandle.scale_loss`` does. One that ends in an error does not count.
 
         Raises:

@@ -47,6 +47,7 @@ def _check_masks(mask: int, fresh: int) -> None:
 
 def _parse_state(state: Mapping[str, Any]) -> ScaleState:
     """The content of a ``state_dict``; raises as ``load_state_dict`` does."""
+    require_state(state, "state_dict()")
     if not state:
         raise RuntimeError("the state dict is empty: it was saved while loss scaling was disabled")
     known = {"loss_scale", "unskipped", "overflow", "bad_steps"}
@@ -58,6 +59,12 @@ def _parse_state(state: Mapping[str, Any]) -> ScaleState:
         count("overflow", state.get("overflow", 0), most=2**_OPTIMIZERS - 1),
         count("bad_steps", state.get("bad_steps", 0)),
     )
+
+
+def require_state(state: Any, made_by: str) -> None:
+    """Raises TypeError for what no ``load_state_dict`` can load: it is no dict."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"load_state_dict takes the dict that {made_by} returned, got {state!r}")
 
 
 class LossScale(bridge.Listed):
@@ -205,6 +212,7 @@ class LossScale(bridge.Listed):
         """Continues from a ``state_dict``; apex's, which has only ``loss_scale`` and ``unskipped``, will do.
 
         Raises:
+            TypeError: it is no dict.
             RuntimeError: the dict is empty (it was saved while loss scaling was disabled).
             ValueError: it is malformed, or its scale is beyond the limits. Nothing was changed.
         """

@@ -7,9 +7,10 @@ right for the gradients of a sum of both.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import _GeneratorContextManager, contextmanager
+from functools import wraps
+from typing import Any, NoReturn
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
@@ -136,6 +137,26 @@ def scaler_of(root: Node, scaled: Sequence[Node]) -> LossScale | None:
             "scale_loss()"
         )
     return scaler
+
+
+class ScaledPass(_GeneratorContextManager[Node]):
+    """What ``scale_loss`` returns, for a ``with``."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"what scale_loss returns has no {name!r}: it is for a `with`, whose end divides the gradients. Write "
+            "`with handle.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
+        )
+
+
+def scaled_pass(function: Callable[..., Generator[Node, None, None]]) -> Callable[..., ScaledPass]:
+    """``contextlib.contextmanager`` for passes over a scaled loss."""
+
+    @wraps(function)
+    def begin(*args: Any, **kwargs: Any) -> ScaledPass:
+        return ScaledPass(function, args, kwargs)
+
+    return begin
 
 
 class _Open(threading.local):

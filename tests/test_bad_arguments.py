@@ -1,0 +1,235 @@
+"""What means nothing as an argument of a public function is refused by clamp, in words, or taken: it never ends in an
+error of Python's from somewhere inside."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.optim import SGD
+
+import clamp
+from clamp import amp, session
+from clamp.bridge import Node
+from clamp.compat.paddle_scaler import GradScaler as PaddleScaler
+from tests.networks import mlp
+from tests.reference import to_device
+
+JUNK: tuple[Any, ...] = (
+    3, -1, 1.5, float("nan"), "x", b"x", None, True, object(), [], [3], ["x"], {}, {"x": 3}, len, SGD,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    amp.shutdown()
+    session.registrations.clear()
+
+
+def parts(queue: cl.CommandQueue) -> tuple[Any, Any]:
+    model = mlp(queue, 4, 4)
+    return model, SGD(model.parameters())
+
+
+def keywords(function: Callable[..., Any], *names: str, **given: Any) -> list[Callable[[Any], Any]]:
+    return [lambda junk, name=name: function(**given, **{name: junk}) for name in names]
+
+
+def calls(queue: cl.CommandQueue, handle: Any, folder: Path) -> dict[str, list[Callable[[Any], Any]]]:
+    """Functions by name, with a handle or before there is one: calls with junk in the place of one argument."""
+    model, optimizer = parts(queue)
+    x = ag.tensor(to_device(queue, np.ones(1)), requires_grad=True)
+    scaler = amp.GradScaler()
+    if handle is None:
+        lists = ("custom_white_list", "custom_black_list")
+        return {
+            "init": keywords(amp.init, "dtype", "level", "loss_scale", *lists, "lists", "debug"),
+            "initialize": [
+                lambda junk: amp.initialize(junk, verbosity=0),
+                lambda junk: amp.initialize(model, junk, verbosity=0),
+                *keywords(
+                    lambda **given: amp.initialize(mlp(queue, 4, 4), verbosity=0, **given),
+                    "opt_level", "loss_scale", "num_losses", "min_loss_scale", "max_loss_scale", "dtype",
+                    "cast_model_type", "keep_batchnorm_fp32", "master_weights", "cast_model_outputs",
+                ),
+            ],
+            "autocast": keywords(amp.autocast, "enabled", "dtype", "device_type"),
+            "auto_cast": keywords(amp.auto_cast, "enable", "level", "dtype", *lists),
+            "decorate": [
+                lambda junk: amp.decorate(junk),
+                lambda junk: amp.decorate(model, junk),
+                *keywords(
+                    lambda **given: amp.decorate(mlp(queue, 4, 4), **given),
+                    "level", "dtype", "master_weight", "save_dtype", "excluded_layers",
+                ),
+            ],
+            "GradScaler": keywords(
+                amp.GradScaler, "init_scale", "growth_factor", "backoff_factor", "growth_interval", "device"
+            ),
+            "StaticGradScaler": [amp.StaticGradScaler],
+            "custom_fwd": [amp.custom_fwd, *keywords(amp.custom_fwd, "cast_inputs", "device_type")],
+            "custom_bwd": [amp.custom_bwd, *keywords(amp.custom_bwd, "device_type")],
+            "half_function": [amp.half_function],
+            "register_half_function": [
+                lambda junk: amp.register_half_function(junk, "relu"),
+                lambda junk: amp.register_half_function(ag, junk),
+            ],
+            "register": [lambda junk: amp.register(ag, "relu", junk)],
+        }  # fmt: skip
+    return {
+        "load_state_dict": [amp.load_state_dict, lambda junk: amp.load_state_dict({"loss_scaler0": junk})],
+        "scaler.load_state_dict": [
+            scaler.load_state_dict,
+            *keywords(
+                lambda **given: scaler.load_state_dict({**scaler.state_dict(), **given}),
+                "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker",
+            ),
+        ],
+        "handle.scalers": [handle.scalers[0].load_state_dict],
+        "scale_loss": [
+            lambda junk: handle.scale_loss(junk, optimizer).__enter__(),
+            lambda junk: handle.scale_loss(x, junk).__enter__(),
+            lambda junk: handle.scale_loss(x, optimizer, junk).__enter__(),
+            lambda junk: amp.scale_loss(junk, optimizer).__enter__(),
+        ],
+        "wrap_optimizer": [handle.wrap_optimizer, lambda junk: handle.wrap_optimizer(optimizer, junk)],
+        "GradScaler": [
+            lambda junk: amp.GradScaler().scale(junk),
+            lambda junk: amp.GradScaler().unscale_(junk),
+            lambda junk: amp.GradScaler().step(junk),
+            lambda junk: amp.GradScaler().update(junk),
+            *keywords(lambda **given: amp.GradScaler(**given), "enabled"),
+        ],
+        "cast": [lambda junk: amp.cast(junk, "float16"), lambda junk: amp.cast(x, junk)],
+        "master_params": [lambda junk: list(amp.master_params(junk))],
+        "save_checkpoint": [
+            lambda junk: amp.save_checkpoint(folder / "a.npz", junk),
+            lambda junk: amp.save_checkpoint(folder / "a.npz", model, junk),
+        ],
+        "record": [amp.record],
+        "of a step": [
+            lambda junk, of=of: None if callable(junk) else of(junk)
+            for of in (handle.explain, handle.summary, handle.ranges)
+        ],
+        "distribute": [handle.distribute],
+    }  # fmt: skip
+
+
+def is_of_clamp(error: BaseException) -> bool:
+    """Whether an error was raised by a line of clamp's that says so, with a text of its own."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    folder = str(Path(clamp.__file__).parent)
+    lines = [
+        linecache.getline(last.filename, number).strip()
+        for number in range(last.lineno or 1, (last.end_lineno or 1) + 1)
+    ]
+    return last.filename.startswith(folder) and lines[0].startswith("raise ")
+
+
+@pytest.mark.parametrize("active", [False, True], ids=["before init", "active"])
+def test_junk_is_refused_in_words_or_taken(queue: cl.CommandQueue, tmp_path: Path, active: bool) -> None:
+    bare: list[str] = []
+    handle = amp.init() if active else None
+    for name, each in calls(queue, handle, tmp_path).items():
+        for number, call in enumerate(each):
+            for junk in JUNK:
+                try:
+                    call(junk)
+                except Exception as error:
+                    if not is_of_clamp(error):
+                        bare.append(f"{name}, {number}: {junk!r:.20}: {type(error).__name__}: {error}")
+                if not active:
+                    amp.shutdown()
+    assert not bare, "\n".join(bare)
+
+
+def test_what_was_refused_says_what_to_pass(queue: cl.CommandQueue) -> None:
+    model, _ = parts(queue)
+    said: dict[str, Callable[[], Any]] = {
+        r"autocast takes no device or device type: .*'cuda'": lambda: amp.autocast(device_type="cuda"),
+        r"autocast takes no device or device type: .*'cpu'": lambda: amp.autocast("cpu"),
+        r"GradScaler takes no device or device type: .*'cuda'": lambda: amp.GradScaler(device="cuda"),
+        r"custom_fwd takes no device": lambda: amp.custom_fwd(device_type="cuda", cast_inputs="float16"),
+        r"custom_white_list takes a list of names, not one: pass \['relu'\]": lambda: amp.init(
+            custom_white_list="relu"
+        ),
+        r"custom_black_list takes a list of names, not one": lambda: amp.auto_cast(custom_black_list="relu"),
+        r"custom_white_list takes names of functions, .* got 3": lambda: amp.init(custom_white_list=[3]),
+        r"lists takes the path of a list file, got 3": lambda: amp.init(lists=3),
+        r"debug must be None, .* got 3": lambda: amp.init(debug=3),
+        r"pass the module or class that has the function": lambda: amp.register_half_function(None, "relu"),
+        r"master_weight is True or False, got 3": lambda: amp.decorate(model, master_weight=3),
+        r"an iterable of them, not \[\], which has none": lambda: amp.GradScaler().scale([]),
+        r"load_state_dict takes the dict that .* returned, got 3": lambda: amp.GradScaler().load_state_dict(3),
+        r"got the class SGD: make one of it": lambda: amp.decorate(model, SGD),
+    }
+    for message, call in said.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
+    assert session.active_handle() is None
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_pass_without_its_with_says_so(queue: cl.CommandQueue, enabled: bool) -> None:
+    model, optimizer = parts(queue)
+    handle = amp.init(enabled=enabled)
+    loss = ag.sum(model(ag.tensor(to_device(queue, np.ones((1, 4))))))
+    passes = [lambda: handle.scale_loss(loss, optimizer), lambda: amp.scale_loss(loss, optimizer)]
+    wrapped = handle.wrap_optimizer(optimizer)
+    for begin in (*passes[: 1 if enabled else 2], lambda: wrapped.scale_loss(loss)):
+        if enabled and begin is passes[0]:
+            continue  # after wrap_optimizer
+        with pytest.raises(AttributeError, match="has no 'backward': it is for a `with`"):
+            begin().backward()
+    amp.shutdown()
+    with amp.init(enabled=enabled) as handle:
+        with pytest.raises(AttributeError, match="has no 'backward': it is for a `with`"):
+            handle.scale_loss(loss, optimizer).backward()
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    assert optimizer.params[0].grad is not None
+
+
+OFF: dict[str, Callable[[Any, Any], Any]] = {
+    "GradScaler": lambda loss, optimizer: amp.GradScaler(enabled=False).scale(loss),
+    "GradScaler, in a list": lambda loss, optimizer: amp.GradScaler(enabled=False).scale([loss])[0],
+    "paddle's GradScaler": lambda loss, optimizer: PaddleScaler(enable=False).scale(loss),
+    "NoOpHandle": lambda loss, optimizer: amp.init(enabled=False).scale_loss(loss, optimizer).__enter__(),
+    "initialize": lambda loss, optimizer: [
+        amp.initialize([], enabled=False), amp.scale_loss(loss, optimizer).__enter__()
+    ][1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_what_amp_that_is_off_gives_back_has_a_backward(queue: cl.CommandQueue, name: str) -> None:
+    """In a process that has patched nothing, in which netcl's nodes have none."""
+    session.forget_patches()
+    assert not hasattr(Node, "backward")
+    model, optimizer = parts(queue)
+    loss = ag.sum(model(ag.tensor(to_device(queue, np.ones((1, 4))))))
+    assert OFF[name](loss, optimizer) is loss
+    OFF[name](loss, optimizer).backward()
+    assert optimizer.params[0].grad.to_host().any()
+    assert not hasattr(Node, "backward")
+
+
+def test_the_handle_that_does_nothing_has_every_public_name() -> None:
+    off = amp.init(enabled=False)
+    internal = {"guard", "scaled", "scalers_loaded", "share_overflows", "tokens"}  # other rooms call them
+    internal |= {"met_non_finite", "scale_loss_for", "stepped_by", "stepped_with"}
+    with amp.init() as on:
+        names = {name for name in dir(on) if not name.startswith("_")} - internal
+    missing = names - set(dir(off))
+    assert not missing
+    for name in ("explain", "summary", "ranges"):
+        assert str(getattr(off, name)(lambda: None))
+    assert list(off.scalers) == []
