@@ -154,7 +154,8 @@ class TorchPeer:
         torch = self._torch
         x = self._laid_out(torch.randn(batch, 3, 32, 32, device=self._device))
         classes = torch.randint(0, 10, (batch,), device=self._device)
-        return self._step(self._laid_out(model), x, lambda out: torch.nn.functional.cross_entropy(out.float(), classes), dtype)
+        loss_of = torch.nn.functional.cross_entropy
+        return self._step(self._laid_out(model), x, lambda out: loss_of(out.float(), classes), dtype)
 
     def _readme_step(self, dtype: Any, batch: str) -> Call:
         nn, y = self._torch.nn, self._torch.randn(int(batch), 1, device=self._device)
