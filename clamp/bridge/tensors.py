@@ -16,6 +16,8 @@ from netcl.core.tensor import reshape as _reshape
 from netcl.ops.bf16_act import from_bf16_host, to_bf16_host
 from netcl.optim._utils import is_frozen_param
 
+from clamp.opencl.device import require_usable
+
 #: a dtype as users write it; `dtype_name` reads it
 DTypeLike: TypeAlias = str | type | np.dtype[Any]
 #: netcl's names for a storage type -> the name kernels use (common.clh).
@@ -98,6 +100,7 @@ def _in_memory_of(size: int, queue: cl.CommandQueue, shape: tuple[int, ...], dty
 
 def _place_on(queue: cl.CommandQueue) -> _Place:
     global _place
+    require_usable(queue)
     pool_of = memory.get_persistent_pool
     attributes = _place.attributes
     if _place.queue is not queue:

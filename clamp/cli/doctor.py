@@ -22,7 +22,7 @@ from clamp.bridge import Tensor
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator
 from clamp.cli.gain import SECONDS, sentence
 from clamp.opencl import amx, child_process
-from clamp.opencl.device import NoDeviceError, capabilities, intel_cpu_runtime, list_devices
+from clamp.opencl.device import NoDeviceError, capabilities, intel_cpu_runtime, is_in_order, list_devices
 from clamp.opencl.proofs import RIGHT
 from clamp.ops import attention
 from clamp.ops.cast import cast
@@ -108,6 +108,7 @@ def _facts(device: cl.Device) -> Iterator[tuple[str, str]]:
     yield "vector width", f"{found.float_vector_width} floats"
     yield "work-group", f"up to {found.max_work_group} work-items, {found.local_memory_bytes // 1024} KiB local memory"
     yield "context", _fate_of_a_context(device)
+    yield "queue", _order(device)
     yield "arguments", f"up to {found.max_parameter_bytes} bytes a launch"
     yield "extensions", device.extensions.strip()
 
@@ -121,6 +122,15 @@ device = cl.get_platforms()[platform].get_devices()[number]
 queue = cl.CommandQueue(cl.Context([device]), device)
 cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 4)
 """
+
+
+def _order(device: cl.Device) -> str:
+    """Which queues of a device can be used, and whether netcl's own is one of them."""
+    default = manager.default()
+    if default is not None and default.queue.device == device and not is_in_order(default.queue):
+        return "netcl's own runs OUT OF ORDER, which gives wrong results: pass queues made by cl.CommandQueue(context)"
+    offers = device.queue_properties & cl.command_queue_properties.OUT_OF_ORDER_EXEC_MODE_ENABLE
+    return f"in order{'; one made with OUT_OF_ORDER_EXEC_MODE_ENABLE is refused' if offers else ''}"
 
 
 def _fate_of_a_context(device: cl.Device) -> str:

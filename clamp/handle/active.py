@@ -134,7 +134,11 @@ class AmpHandle(OtherScalers, ObservedHandle):
     _clear_cache = clear_cache
 
     def disable_casts(self) -> AbstractContextManager[None]:
-        """Inside the ``with``, this thread's ops run in the dtypes they are given."""
+        """Inside the ``with``, this thread's ops run in the dtypes they are given, most of them by netcl's kernels.
+
+        Those are shared by all threads and race: launched from two at a time, one may get the other's arguments, with
+        AMP and without. Let one thread at a time be inside, or compute there by ``amp.autocast(dtype="float32")``.
+        """
         return in_region(replace(current_region() or self._region, enabled=False))
 
     # ------------------------------------------------------------------------------------------ loss scaling

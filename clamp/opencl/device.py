@@ -114,10 +114,13 @@ def list_devices() -> list[cl.Device]:
     return devices
 
 
-def require_context(queue: cl.CommandQueue) -> None:
-    """Raises RuntimeError for a queue whose context is gone: Intel's runtime frees one that only its queue refers to.
+def require_usable(queue: cl.CommandQueue) -> None:
+    """Raises for a queue on which nothing could be computed right.
 
-    From the first tensor on netcl's memory pool keeps it.
+    Raises:
+        RuntimeError: its context is gone: Intel's runtime frees one that only its queue refers to. (From the first
+            tensor on netcl's memory pool keeps it.)
+        ValueError: it may run its commands in another order than they were given.
     """
     try:
         _ = queue.context
@@ -127,6 +130,17 @@ def require_context(queue: cl.CommandQueue) -> None:
             "refers to. Keep it in a variable for as long as the queue is used: context = cl.Context([device]); "
             "queue = cl.CommandQueue(context)"
         ) from error
+    if not is_in_order(queue):
+        raise ValueError(
+            "this queue was made with OUT_OF_ORDER_EXEC_MODE_ENABLE: a launch may run before the one whose result it "
+            "reads, and neither netcl nor clamp waits for it, so results would be wrong, or nan, now and then. Make it "
+            "without: queue = cl.CommandQueue(context)"
+        )
+
+
+def is_in_order(queue: cl.CommandQueue) -> bool:
+    """Whether a queue runs its commands in the order in which they were given, as netcl's launches need it."""
+    return not queue.properties & cl.command_queue_properties.OUT_OF_ORDER_EXEC_MODE_ENABLE
 
 
 class Probe:

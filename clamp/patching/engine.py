@@ -21,7 +21,7 @@ from clamp.casting.operands import cast_node
 from clamp.casting.policy import CastPolicy, Entry
 from clamp.casting.regions import current_region, no_casts, thread_casts_off
 from clamp.casting.results import RESULTS
-from clamp.opencl.device import require_context
+from clamp.opencl.device import require_usable
 from clamp.opencl.recording import host_value, recorder
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.scalars import saturated
@@ -208,7 +208,7 @@ def from_host(
 ) -> Tensor:
     """A tensor of host values; to bfloat16 numbers are rounded, where netcl would cut them to integer words."""
     if isinstance(queue, cl.CommandQueue):
-        require_context(queue)
+        require_usable(queue)
     if dtype == "bfloat16" and np.asarray(data).dtype != np.uint16:
         data = to_bf16_host(np.asarray(data).astype(np.float32))
     return wrapped(queue, data, dtype, *args, **kwargs)
@@ -221,7 +221,7 @@ def from_shape(
 ) -> Tensor:  # fmt: skip
     """A new tensor filled with a number: a finite one stays finite, and in bfloat16 it is the number, not a word."""
     if isinstance(queue, cl.CommandQueue):
-        require_context(queue)
+        require_usable(queue)
         if wrapped.__self__ is Tensor and pool is backend is fill is None and dtype in bridge.ITEMSIZE:
             return bridge.empty(queue, shape, dtype)
     if fill is not None and dtype in bridge.STORAGE and not isinstance(fill, np.uint16):

@@ -532,6 +532,12 @@ def test_doctor_reports_every_device(real_devices: list[cl.Device], capsys: pyte
     lines = [line for line in out.splitlines() if line.startswith("  context ")]
     assert ["NOT kept alive" in line and "INVALID_CONTEXT" in line for line in lines] == freed
     assert ["  kept alive" in line for line in lines] == [not lost for lost in freed]
+    assert [line.split() for line in out.splitlines() if line.startswith("  queue ")] == [
+        ["queue", "in", "order;", "one", "made", "with", "OUT_OF_ORDER_EXEC_MODE_ENABLE", "is", "refused"]
+        if device.queue_properties & cl.command_queue_properties.OUT_OF_ORDER_EXEC_MODE_ENABLE
+        else ["queue", "in", "order"]
+        for device in real_devices
+    ]
     assert "OCL_ICD_VENDORS" in out
     assert "matrix units" not in out, "no CPU is asked for them"
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pyopencl as cl
 import pytest
+from netcl import autograd as ag
 
 from clamp import amp
 from clamp.bridge import Tensor
@@ -166,6 +169,30 @@ def test_a_context_that_is_gone_is_named(queue: cl.CommandQueue) -> None:
         Tensor.from_host(gone, np.ones(3, np.float32))
     with amp.init(), pytest.raises(RuntimeError, match=r"context is gone.*context = cl\.Context"):
         Tensor.from_shape(gone, (3,))
+
+
+OUT_OF_ORDER = cl.command_queue_properties.OUT_OF_ORDER_EXEC_MODE_ENABLE
+FIRST_MEETINGS: dict[str, Callable[[cl.CommandQueue, Tensor], Any]] = {
+    "from_host": lambda queue, x: Tensor.from_host(queue, np.ones(3, np.float32)),
+    "from_shape": lambda queue, x: Tensor.from_shape(queue, (3,)),
+    "an op": lambda queue, x: ag.mul(x, 2.0),
+    "an op of nodes": lambda queue, x: ag.sum(ag.relu(ag.tensor(x))),
+    "a cast": lambda queue, x: amp.cast(x, "float16"),
+    "a scaled loss": lambda queue, x: amp.GradScaler().scale(ag.tensor(x)),
+}
+
+
+@pytest.mark.parametrize("has_handle", [True, False])
+def test_a_queue_that_runs_out_of_order_is_refused(queue: cl.CommandQueue, has_handle: bool) -> None:
+    if not queue.device.queue_properties & OUT_OF_ORDER:
+        pytest.skip("the driver makes no such queues")
+    other = cl.CommandQueue(queue.context, queue.device, properties=OUT_OF_ORDER)
+    before = Tensor.from_host(other, np.ones(1, np.float32))  # netcl's own, without AMP
+    with amp.init() if has_handle else amp.autocast():
+        for meet in FIRST_MEETINGS.values():
+            with pytest.raises(ValueError, match=r"OUT_OF_ORDER.*queue = cl\.CommandQueue\(context\)"):
+                meet(other, before)
+            assert ag.mul(Tensor.from_host(queue, np.ones(1, np.float32)), 2.0).to_host() == 2
 
 
 def test_a_queue_that_lost_its_context_says_so_or_works(queue: cl.CommandQueue) -> None:
