@@ -16,7 +16,7 @@ from typing import Any
 from clamp import bridge
 from clamp.casting.asked import Asked, given_to
 from clamp.casting.policy import CastPolicy, Entry, PolicyTable, default_table, names_in, read_list
-from clamp.casting.regions import Region, check_dtype, depth
+from clamp.casting.regions import Region, check_dtype, thread_region
 from clamp.casting.results import RESULTS
 from clamp.handle import AmpHandle, NoOpHandle
 from clamp.opencl.device import list_devices
@@ -126,7 +126,7 @@ def start(
         list_devices()
         _release_autocast_patches()
         _disabled = False
-        _handle = AmpHandle(
+        handle = AmpHandle(
             region,
             registrations,
             make_scaler,
@@ -135,7 +135,13 @@ def start(
             check_finite=check_finite,
             debug=debug,
         )
-        return _handle
+        try:
+            _handle = handle
+            handle.start()
+            return handle
+        except BaseException:
+            handle.shutdown()
+            raise
 
 
 def _checked_debug(debug: str | Iterable[str] | None) -> frozenset[str]:
@@ -154,11 +160,17 @@ def shutdown() -> None:
         _handle.shutdown()
 
 
+def _end_what_was_interrupted() -> None:
+    """Ends a shutdown, or an init, that was interrupted, and so was its end."""
+    if _handle is not None and not _handle.is_active():
+        _handle.shutdown()
+
+
 def disable() -> NoOpHandle:
     """Patches nothing; what asks for AMP from now on passes through."""
     global _disabled
     with lock:
-        _disabled = _handle is None
+        _disabled = active_handle() is None
     return NoOpHandle()
 
 
@@ -191,12 +203,13 @@ def policies_for(
 
 def active_handle() -> AmpHandle | None:
     """The handle of ``amp.init``, until its shutdown."""
-    return _handle
+    return _handle if _handle is not None and _handle.is_active() else None
 
 
 def around_step(scaling: ManualScaling, optimizer: Any) -> AbstractContextManager[None]:
     """Around a step that a ``GradScaler`` decides about: the active handle, if there is one, tells of it as well."""
-    return nullcontext() if _handle is None else _handle.stepped_with(scaling, optimizer)
+    handle = active_handle()
+    return nullcontext() if handle is None else handle.stepped_with(scaling, optimizer)
 
 
 def require_handle() -> AmpHandle:
@@ -205,21 +218,24 @@ def require_handle() -> AmpHandle:
     Raises:
         RuntimeError: there is none.
     """
-    if _handle is None:
+    handle = active_handle()
+    if handle is None:
         raise RuntimeError("AMP is not active: call amp.init() first")
-    return _handle
+    return handle
 
 
 def require_none(call: str) -> None:
     """Raises RuntimeError if a handle is active."""
+    _end_what_was_interrupted()
     if _handle is not None:
         raise RuntimeError(f"{call} was called while a handle is active: call handle.shutdown() first")
 
 
-def _forget_handle() -> None:
+def _forget_handle(handle: AmpHandle) -> None:
     global _handle
-    _handle = None
-    if RESULTS.observers:
+    if _handle is handle:
+        _handle = None
+    if _handle is None and RESULTS.observers:
         ensure_patched()  # who looks at ops goes on looking
 
 
@@ -249,12 +265,12 @@ def register(module: Any, name: str, policy: CastPolicy | str) -> None:
         where = getattr(module, "__name__", repr(module))
         raise ValueError(f"No function named {name} in module {where}")
     with lock:
-        if _handle is not None:
+        if active_handle() is not None:
             raise RuntimeError(f"register {name} before amp.init(), or after handle.shutdown()")
         registration = Registration(module, name, policy)
         registrations[:] = [r for r in registrations if (r.owner, r.name) != (module, name)]
         registrations.append(registration)
-        if depth() == 0:
+        if thread_region() is None:
             forget_patches()
 
 
@@ -280,10 +296,12 @@ def ensure_patched() -> None:
     """Patches netcl for autocast without init. The patches stay, inactive outside regions, until an init."""
     global _autocast_patches
     with lock:
+        _end_what_was_interrupted()
+        if _autocast_patches is not None and not _autocast_patches.installed:  # an interrupted end, or beginning
+            _release_autocast_patches()
         if _handle is None and _autocast_patches is None:
-            patches = Patches(default_table(), registrations, _plain_step)
-            patches.install()
-            _autocast_patches = patches
+            _autocast_patches = Patches(default_table(), registrations, _plain_step)
+            _autocast_patches.install()
 
 
 def _plain_step(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -98,8 +98,8 @@ def make_node(
 def off_tape() -> Iterator[None]:
     """Inside the ``with``, the tape around takes no nodes: what is computed lives as long as it is held."""
     tape = engine.get_current_tape()
-    engine.set_current_tape(None)
     try:
+        engine.set_current_tape(None)
         yield
     finally:
         engine.set_current_tape(tape)

@@ -83,8 +83,8 @@ def take_storage(tensor: Tensor) -> Tensor:
 def showing(tensor: Tensor, other: Tensor) -> Iterator[None]:
     """Inside the ``with``, ``tensor`` reads from and writes to another one's storage, in its dtype."""
     before = tensor.buffer, tensor.dtype
-    tensor.buffer, tensor.dtype = other.buffer, other.dtype
     try:
+        tensor.buffer, tensor.dtype = other.buffer, other.dtype
         yield
     finally:
         tensor.buffer, tensor.dtype = before
@@ -97,9 +97,9 @@ def without_write_back(masters: Sequence[Tensor]) -> Iterator[None]:
     Their own way back from the master is missing (Momentum), goes through the host, or takes bfloat16 for float16.
     """
     models = [master._model_param for master in masters]
-    for master in masters:
-        master._model_param = master
     try:
+        for master in masters:
+            master._model_param = master
         yield
     finally:
         for master, model in zip(masters, models, strict=True):

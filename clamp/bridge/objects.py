@@ -30,7 +30,7 @@ class Listed:
     """Base of classes that know their instances, without holding them."""
 
     _living: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _lock: ClassVar[Any] = threading.RLock()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Notes the instance."""

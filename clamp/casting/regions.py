@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from clamp import bridge
 from clamp.casting.asked import Asked
 from clamp.casting.policy import PolicyTable, default_table
+from clamp.interrupts import of_threads
 from clamp.params.weight_cache import weights
 
 AMP_DTYPES = ("float16", "bfloat16", "float32")
@@ -65,17 +66,36 @@ class Region:
         return replace(self, dtype="float32", allow_banned=True)
 
 
+class Around:
+    """What is around a point of a thread: never changed, but replaced as a whole by another.
+
+    Attributes:
+        region: set by a region of this thread; None: the process's region holds.
+        in_op: whether the point is inside an op or a backward pass.
+        casts_off: whether it is, or the thread's own region is one without casts.
+        outer: what was around before, and will be again; None outside of all.
+    """
+
+    __slots__ = ("casts_off", "in_op", "outer", "region")
+
+    def __init__(self, region: Region | None, in_op: bool, outer: Around | None) -> None:
+        self.region, self.in_op, self.outer = region, in_op, outer
+        self.casts_off = in_op or (region is not None and not region.enabled)
+
+    def leave(self) -> None:
+        """This is around no more, nor what was entered inside of it; does nothing if that is so already."""
+        around = this_thread.around
+        while around is not self and around.outer is not None:
+            around = around.outer
+        if around is self and self.outer is not None:
+            this_thread.around = self.outer
+
+
 class _Thread(threading.local):
-    region: Region | None = None  # set by a region of this thread; None: the process's region holds
-    depth: int = 0  # regions of this thread around this point
-    no_casts: int = 0  # ops and backward passes around this point
-    casts_off: bool = False  # whether there are any, or the thread's own region is one without casts
-
-    def changed(self) -> None:
-        self.casts_off = self.no_casts > 0 or (self.region is not None and not self.region.enabled)
+    around = Around(None, False, None)
 
 
-this_thread = _thread = _Thread()
+this_thread = of_threads(_Thread())
 _process: Region | None = None
 _process_as_set: Region | None = None
 _change: Callable[[Region], Region] | None = None  # what becomes of every region, for now
@@ -99,40 +119,64 @@ def asked() -> Asked | None:
 
 def current_region() -> Region | None:
     """The region around this point, enabled or not; None where there is none."""
-    return _thread.region or _process
+    return this_thread.around.region or _process
 
 
 def casting_region() -> Region | None:
     """The region whose casts apply to an op called here; None where ops do not cast."""
-    if _thread.no_casts:
+    around = this_thread.around
+    if around.in_op:
         return None
-    region = _thread.region or _process
+    region = around.region or _process
     return region if region is not None and region.enabled else None
 
 
 def thread_casts_off() -> bool:
     """Whether this point is inside an op or a backward pass, where nested calls do not cast."""
-    return _thread.no_casts > 0
+    return this_thread.around.in_op
 
 
-def depth() -> int:
-    """How many regions of this thread are around this point."""
-    return _thread.depth
+def thread_region() -> Region | None:
+    """The innermost region of this thread around this point; None where there is none."""
+    return this_thread.around.region
+
+
+def called_in(region: Region | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function, inside which ops cast as in ``region``, within an op and in backward too; with None they run in
+    the dtypes that they are given. Returns what it returns."""
+    outer = this_thread.around
+    try:
+        try:
+            this_thread.around = Around(_changed(region) or outer.region, region is None, outer)
+            return function(*args, **kwargs)
+        finally:
+            this_thread.around = outer
+    finally:  # once more: an interrupt may be raised right before the line above
+        this_thread.around = outer
+
+
+def casting_in(region: Region | None) -> AbstractContextManager[None]:
+    """Inside the ``with``, ops cast as inside of ``called_in``."""
+    return _inside(region, region is None)
+
+
+def in_region(region: Region) -> AbstractContextManager[None]:
+    """Makes ``region`` hold for this thread inside the ``with``; within an op, ops still do not cast."""
+    return _inside(region)
 
 
 @contextmanager
-def in_region(region: Region) -> Iterator[None]:
-    """Makes ``region`` hold for this thread inside the ``with``."""
-    outer = _thread.region
-    _thread.region = _changed(region)
-    _thread.depth += 1
-    _thread.changed()
+def _inside(region: Region | None, in_op: bool | None = None) -> Iterator[None]:
+    outer = this_thread.around
+    inner = Around(_changed(region) or outer.region, outer.in_op if in_op is None else in_op, outer)
     try:
-        yield
+        try:
+            this_thread.around = inner
+            yield
+        finally:
+            inner.leave()
     finally:
-        _thread.region = outer
-        _thread.depth -= 1
-        _thread.changed()
+        inner.leave()
 
 
 @contextmanager
@@ -146,18 +190,24 @@ def changed_regions(change: Callable[[Region], Region]) -> Iterator[None]:
     Raises:
         RuntimeError: regions are changed already.
     """
-    global _change
     if _change is not None:
         raise RuntimeError("a run that is compared with others cannot compare runs itself")
-    outer, _change = _thread.region, change
     try:
-        _thread.region = _changed(outer)
-        set_process_region(_process_as_set)
-        yield
+        try:
+            _change_by(change)
+            with _inside(thread_region()):
+                yield
+        finally:
+            _change_by(None)
     finally:
-        _thread.region, _change = outer, None
-        set_process_region(_process_as_set)
+        _change_by(None)
         weights.clear()
+
+
+def _change_by(change: Callable[[Region], Region] | None) -> None:
+    global _change
+    _change = change
+    set_process_region(_process_as_set)
 
 
 def _changed(region: Region | None) -> Region | None:
@@ -179,7 +229,7 @@ def in_own_region(region: Region) -> Iterator[None]:
         with in_region(region):
             yield
     finally:
-        if _thread.depth == 0:
+        if thread_region() is None:
             weights.clear()
 
 
@@ -193,31 +243,3 @@ def get_autocast_dtype() -> str:
     """The AMP dtype of the region around, ``"float16"`` outside any."""
     region = current_region()
     return region.dtype if region is not None else "float16"
-
-
-class no_casts:
-    """Inside the ``with``, ops of this thread run in the dtypes they are given: within an op, and in backward."""
-
-    def __enter__(self) -> None:
-        _thread.no_casts += 1
-        _thread.changed()
-
-    def __exit__(self, *exception: object) -> None:
-        _thread.no_casts -= 1
-        _thread.changed()
-
-
-@contextmanager
-def casting_in(region: Region | None) -> Iterator[None]:
-    """Inside the ``with``, ops cast as in ``region``, within an op and in backward too; with None they do not."""
-    if region is None:
-        with no_casts():
-            yield
-        return
-    outer, _thread.no_casts = _thread.no_casts, 0
-    try:
-        with in_region(region):
-            yield
-    finally:
-        _thread.no_casts = outer
-        _thread.changed()

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
+from clamp.interrupts import holding, of_threads
 from clamp.ops.elementwise import elementwise
 from clamp.params import gradient_penalties
 
@@ -84,18 +85,13 @@ class _Thread(threading.local):
     in_backward: bool = False  # of netcl's engine, while somebody looks
 
 
-_thread = _Thread()
+_thread = of_threads(_Thread())
 
 
-@contextmanager
-def _backward_is(under_way: bool) -> Iterator[None]:
+def _backward_is(under_way: bool) -> AbstractContextManager[None]:
     """Inside the ``with``, what this thread computes is a step of a gradient, and nobody is told of it; or it is not,
     as what an observer computes."""
-    around, _thread.in_backward = _thread.in_backward, under_way
-    try:
-        yield
-    finally:
-        _thread.in_backward = around
+    return holding(_thread, "in_backward", under_way)
 
 
 def _stepping(params: Sequence[Tensor]) -> None:
@@ -163,8 +159,8 @@ class _Results:
     @contextmanager
     def attached(self, observer: Observer) -> Iterator[None]:
         """``observer`` is told inside the ``with``."""
-        self.attach(observer)
         try:
+            self.attach(observer)
             yield
         finally:
             self.detach(observer)

@@ -22,6 +22,7 @@ from clamp.casting.regions import Region, check_dtype, current_region, in_region
 from clamp.casting.results import RESULTS
 from clamp.compat import pytorch
 from clamp.compat.oneflow_scaler import GradScaler, StaticGradScaler, loss_scale_of
+from clamp.interrupts import uninterrupted
 from clamp.observe.attribution import Attribution
 from clamp.observe.explain import Explanation
 from clamp.opencl.recording import host_step, recorder, undone_by_error
@@ -36,7 +37,6 @@ from clamp.patching.recordings.variants import Recorded, Variants
 from clamp.patching.recordings.watch import Watch
 from clamp.scaling.backward_pass import PassGradients, end_pass, tokens
 from clamp.scaling.history import History
-from clamp.scaling.interrupts import uninterrupted
 from clamp.scaling.loss_scale import LossScale, NoLossScale
 from clamp.scaling.scaled_loss import check_loss, scaled_node
 from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -15,6 +16,7 @@ from clamp.casting.regions import Region, current_region, in_region, set_process
 from clamp.handle.observed import ObservedHandle
 from clamp.handle.optim_wrapper import OptimWrapper
 from clamp.handle.other_scalers import OtherScalers
+from clamp.interrupts import from_nothing, uninterrupted
 from clamp.opencl.recording import host_step, recorder, refuse, undone_by_error
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks
@@ -23,7 +25,6 @@ from clamp.patching.patch import Patches, Registration
 from clamp.ranks.mpi import Ranks
 from clamp.scaling.backward_pass import PassGradients, end_pass, tokens
 from clamp.scaling.history import History
-from clamp.scaling.interrupts import uninterrupted
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.queue_scales import QueueScales, share_overflow
 from clamp.scaling.scaled_loss import check_loss, has_run, open_loss, require_graph, scaled_node, scaled_pass
@@ -31,7 +32,7 @@ from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport
 
 
 class AmpHandle(OtherScalers, ObservedHandle):
-    """AMP at work: netcl's functions cast, losses are scaled, until ``shutdown``.
+    """AMP at work: netcl's functions cast, losses are scaled, from ``start`` until ``shutdown``.
 
     Made by ``amp.init``. Also a context manager that shuts down at its end::
 
@@ -46,7 +47,7 @@ class AmpHandle(OtherScalers, ObservedHandle):
         registrations: the user's functions to cast.
         make_scaler: makes a loss scaler; one is made for the handle, more for wrapped optimizers.
         max_skips_at_floor: consecutive steps skipped at the smallest scale after which ``step`` raises.
-        on_shutdown: called once when the handle shuts down.
+        on_shutdown: called when the handle has shut down, again by each further ``shutdown``.
         num_losses: how many scalers the handle has of its own.
         check_finite: whether a step looks at gradients that no scaled pass has looked at, and is skipped if one is
             inf or nan.
@@ -60,11 +61,12 @@ class AmpHandle(OtherScalers, ObservedHandle):
         registrations: Sequence[Registration],
         make_scaler: Callable[[], LossScale],
         max_skips_at_floor: int = 25,
-        on_shutdown: Callable[[], None] = lambda: None,
+        on_shutdown: Callable[[AmpHandle], None] = lambda _: None,
         num_losses: int = 1,
         check_finite: bool = True,
         debug: Iterable[str] = (),
     ) -> None:
+        super().__init__()
         self._region = region
         self._make_scaler = make_scaler
         self._own_scalers = [make_scaler() for _ in range(num_losses)]
@@ -78,10 +80,17 @@ class AmpHandle(OtherScalers, ObservedHandle):
         self._on_shutdown = on_shutdown
         self._scales = QueueScales(make_scaler)
         self._ranks: Ranks | None = None
-        self._observe(debug)
+        self._debug = debug
         self._patches = Patches(region.policies, registrations, self._guards.step)
+        self._active = self._ended = self._has_left = False
+        self._ending = threading.RLock()
+
+    def start(self) -> None:
+        """Patches netcl and turns casts on. Whatever interrupts it, ``shutdown`` takes off what is there."""
+        from_nothing()
+        self._observe(self._debug)
         self._patches.install()
-        set_process_region(region)
+        set_process_region(self._region)
         self._active = True
 
     # ------------------------------------------------------------------------------------------ state
@@ -347,20 +356,24 @@ class AmpHandle(OtherScalers, ObservedHandle):
     # ------------------------------------------------------------------------------------------ end
 
     def shutdown(self) -> None:
-        """Restores netcl to the identical objects it had before ``init``. A second call does nothing.
+        """Restores netcl to the identical objects it had before ``init``. A second call does nothing, but for going on
+        where the first was interrupted.
 
         Raises:
             RankError: after ``distribute``, another rank is still training.
         """
-        if not self._active:
-            return
-        self._active = False
-        self._observe_no_more()
-        set_process_region(None)
-        self._patches.remove()
-        weights.clear()
-        self._on_shutdown()
-        if self._ranks is not None:
+        with self._ending:
+            if not self._ended:  # all of this can be done twice
+                self._active = False
+                self._observe_no_more()
+                set_process_region(None)
+                self._patches.remove()
+                weights.clear()
+                from_nothing()
+                self._ended = True
+        self._on_shutdown(self)
+        if self._ranks is not None and not self._has_left:
+            self._has_left = True
             self._ranks.leave()
 
     def __enter__(self) -> AmpHandle:

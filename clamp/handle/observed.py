@@ -37,10 +37,12 @@ class ObservedHandle:
         """What the last steps did."""
         raise NotImplementedError
 
-    def _observe(self, debug: Iterable[str]) -> None:
-        """Begins; see ``AmpHandle``'s ``debug``."""
+    def __init__(self) -> None:
         self._record = Record(self._steps)
         self._attribution = Attribution(self._steps, self._record.losses)
+
+    def _observe(self, debug: Iterable[str]) -> None:
+        """Begins; see ``AmpHandle``'s ``debug``."""
         if "attribution" in debug:
             self._attribution.arm()
         if "summary" in debug:

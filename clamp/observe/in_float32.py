@@ -11,7 +11,7 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.policy import default_table
-from clamp.casting.regions import Region, casting_in, current_region, no_casts
+from clamp.casting.regions import Region, casting_in, current_region
 from clamp.casting.results import untold
 from clamp.observe.frames import BACKWARD, Frame, Value
 from clamp.observe.identity import INSERTED
@@ -73,7 +73,7 @@ def _is_finite(frame: Frame, wide: Mapping[int, Tensor]) -> bool | None:
     ends = [x for x in made if isinstance(x, Node) and x.grad_fn is not None]
     if grad is None or len(ends) != 1 or ends[0].shape != grad.shape:
         return None
-    with no_casts(), unrecorded(), untold():
+    with casting_in(None), unrecorded(), untold():
         return _are_finite([x for x in ends[0].grad_fn(cast(grad, "float32")) if x is not None])
 
 

@@ -51,7 +51,7 @@ class Journal:
         self._on_trace = on_trace
         self._wants = wants or (lambda report: not report.stepped)
         self._only_training, self._histogram, self._limit = only_training, histogram, limit
-        self._lock, self._thread = threading.Lock(), threading.get_ident()
+        self._lock, self._thread = threading.RLock(), threading.get_ident()
         self._sampler, self._at_backward, self._calls = Sampler(sampling), at_backward, calls
         self._forget()
 

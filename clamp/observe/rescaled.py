@@ -8,7 +8,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.casting.regions import no_casts
+from clamp.casting.regions import casting_in
 from clamp.observe.frames import Frame
 from clamp.opencl.recording import unrecorded
 from clamp.ops.cast import cast
@@ -46,7 +46,7 @@ def _is_finite(frame: Frame, like: Tensor, values: np.ndarray[tuple[int, ...], n
     assert frame.again is not None
     wide = bridge.empty(like.queue, like.shape, "float32")
     bridge.write_bytes(wide, np.ascontiguousarray(values).reshape(-1).view(np.uint8))
-    with no_casts(), unrecorded():
+    with casting_in(None), unrecorded():
         grads = frame.again(cast(wide, bridge.canonical_dtype(like.dtype)))
         found = statistics_of([x for x in grads if x is not None and x.dtype in bridge.STORAGE], histogram=False)
     return not any(x.infs or x.nans for x in found)

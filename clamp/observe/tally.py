@@ -131,7 +131,7 @@ class Tally:
         self._is_own = is_own
         self.curves = Curves()
         self.weight_copies = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._counts: dict[Key, _Count] = {}
         self._named: dict[tuple[Any, ...], Row] = {}
         self._casts: dict[tuple[str, str], list[int]] = {}

@@ -18,7 +18,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.containers import mapped
 from clamp.casting.policy import default_table
-from clamp.casting.regions import Region, casting_in, current_region, no_casts
+from clamp.casting.regions import Region, called_in, casting_in, current_region
 from clamp.casting.results import forward_again
 from clamp.functions.activations import LAST_SEED
 from clamp.observe.errors import with_digits_of
@@ -114,8 +114,7 @@ class Twins:
             return []
         self._calling = sys._getframe()
         try:
-            with no_casts():
-                return list(made.grad_fn(cast(grad, "float32")))
+            return list(called_in(None, made.grad_fn, cast(grad, "float32")))
         finally:
             self._calling = None
 

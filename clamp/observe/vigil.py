@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
-from clamp.casting.regions import no_casts
+from clamp.casting.regions import casting_in
 from clamp.observe.backward_again import gradients_of
 from clamp.observe.frames import FORWARD, Frame, Trace, Value
 from clamp.observe.place import Trail, place_of, trail
@@ -228,7 +228,7 @@ class Vigil:
             frame.outputs[0].made_by = frame.outputs[0].made_by or frame
             forward.append(frame)
         trace = Trace(forward, scale, is_cut=self._step.is_cut)
-        with no_casts(), unrecorded():
+        with casting_in(None), unrecorded():
             for one in self._step.passes if backward else ():
                 trace.scaler = one.scaler
                 trace.frames = [*trace.frames, *gradients_of(forward[: one.ops], value(one.loss), scale)]

@@ -46,9 +46,9 @@ Finish: TypeAlias = Callable[[bytes], bytes]
 # What stands there while nobody watches launches.
 _own_call, _own_enqueue = cl.Kernel.__call__, cl.enqueue_nd_range_kernel
 
-_lock = threading.Lock()  # around the two tables, never around a build
+_lock = threading.RLock()  # around the two tables, never around a build
 _programs: dict[tuple[Any, ...], Built] = {}
-_building: dict[tuple[Any, ...], threading.Lock] = {}
+_building: dict[tuple[Any, ...], threading.RLock] = {}
 _per_thread = threading.local()
 _prepared: set[Prepared] = set()  # which hold kernels, and so their programs
 
@@ -289,7 +289,7 @@ def _get_program(
     with _lock:
         if key in _programs:
             return _programs[key]
-        building = _building.setdefault(key, threading.Lock())
+        building = _building.setdefault(key, threading.RLock())
     with building:  # others may build other programs meanwhile
         if key not in _programs:
             built = build(context, file, macros, finish, options)

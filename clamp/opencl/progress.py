@@ -23,7 +23,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.programs, self.seconds = 0, 0.0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._began = self._ended = float("-inf")
         self._count = 0
         self._is_open = False  # whether the line waits for its end

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+from clamp.interrupts import holding, of_threads
+
 #: Stands in a recorded list where a kernel stands: called with queue, global size, local size and arguments.
 Launch = Callable[..., Any]
 
@@ -39,7 +41,7 @@ class _Thread(threading.local):
         self.moved: tuple[Sequence[Any], Sequence[Any]] = (), ()  # of the replay that is under way: see moved()
 
 
-_thread = _Thread()
+_thread = of_threads(_Thread())
 
 
 def recorder() -> Recorder | None:
@@ -52,15 +54,9 @@ def set_recorder(recorder: Recorder | None) -> None:
     _thread.recorder = recorder
 
 
-@contextmanager
-def unrecorded() -> Iterator[None]:
+def unrecorded() -> AbstractContextManager[None]:
     """Inside the ``with``, this thread's launches run without being recorded."""
-    before = _thread.suspended
-    try:
-        _thread.suspended = True
-        yield
-    finally:
-        _thread.suspended = before
+    return holding(_thread, "suspended", True)
 
 
 def refuse(what: str, instead: str) -> None:
@@ -115,16 +111,14 @@ def replaying(recorded: Sequence[Any], now: Sequence[Any]) -> Iterator[None]:
     Args:
         recorded, now: tensors that it was recorded with, and those whose memory it uses in place of theirs.
     """
-    outer, outer_moved = _thread.undo, _thread.moved
-    try:
-        _thread.undo, _thread.moved = [], (recorded, now)
-        yield
-    except BaseException:
-        for undo in reversed(_thread.undo):
-            undo()
-        raise
-    finally:
-        _thread.undo, _thread.moved = outer, outer_moved
+    undos: list[Callable[[], Any]] = []
+    with holding(_thread, "undo", undos), holding(_thread, "moved", (recorded, now)):
+        try:
+            yield
+        except BaseException:
+            for undo in reversed(undos):
+                undo()
+            raise
 
 
 def moved() -> list[tuple[Any, Any]]:

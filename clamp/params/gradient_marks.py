@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.interrupts import among, holding, of_threads
 from clamp.opencl.recording import host_step, recorder, refuse
 from clamp.ops import transfer
 from clamp.ops.elementwise import elementwise
@@ -159,45 +160,33 @@ class _Thread(threading.local):
     scale: AppliedScale | None = None  # of the backward pass that is running
 
     def __init__(self) -> None:
-        self.waiting: list[Waiting] = []  # the scaled passes around this point, the innermost last
+        self.waiting: dict[object, Waiting] = {}  # the scaled passes around this point, the innermost last
         self.reached: dict[int, Tensor] | None = None  # tensors that backward has given a gradient to, if asked for
         self.held: dict[int, Tensor] | None = None  # tensors whose gradients host steps go back to, if asked for
 
 
-_thread = _Thread()
+_thread = of_threads(_Thread())
 
 
-@contextmanager
-def waiting_in(scaled_pass: Waiting) -> Iterator[None]:
+def waiting_in(scaled_pass: Waiting) -> AbstractContextManager[None]:
     """Inside the ``with``, gradients of other scales wait for the end of this thread's scaled pass."""
-    waiting = _thread.waiting  # of the thread that begins: a generator may be ended by another
-    waiting.append(scaled_pass)
-    try:
-        yield
-    finally:
-        waiting.remove(scaled_pass)
+    return among(_thread.waiting, scaled_pass)
 
 
 @contextmanager
 def noting_reached() -> Iterator[dict[int, Tensor]]:
     """Inside the ``with``, collects the tensors that this thread's backward passes give gradients to, by id."""
-    outer, reached = _thread.reached, dict[int, Tensor]()
-    _thread.reached = reached
-    try:
+    reached = dict[int, Tensor]()
+    with holding(_thread, "reached", reached):
         yield reached
-    finally:
-        _thread.reached = outer
 
 
 @contextmanager
 def noting_held() -> Iterator[dict[int, Tensor]]:
     """Inside the ``with``, collects the tensors whose gradients this thread's host steps will go back to, by id."""
-    outer, held = _thread.held, dict[int, Tensor]()
-    _thread.held = held
-    try:
+    held = dict[int, Tensor]()
+    with holding(_thread, "held", held):
         yield held
-    finally:
-        _thread.held = outer
 
 
 def is_anothers(tensor: Tensor) -> bool:
@@ -212,13 +201,13 @@ def scale_in_backward() -> AppliedScale | None:
     return _thread.scale
 
 
-@contextmanager
-def delivered(leaves: Sequence[Any], scale: AppliedScale | None, in_half: bool) -> Iterator[None]:
-    """Around a backward pass: marks the gradients that it gives to the leaves of its graph.
+def deliver(run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScale | None, in_half: bool) -> None:
+    """Runs a backward pass, and marks the gradients that it gives to the leaves of its graph.
 
     An exception leaves all of them with the gradients from before.
 
     Args:
+        run: runs the pass.
         leaves: values of the leaf nodes, each once.
         scale: what the pass multiplies by; None if nothing.
         in_half: whether float16 numbers take part in it.
@@ -226,16 +215,17 @@ def delivered(leaves: Sequence[Any], scale: AppliedScale | None, in_half: bool) 
     mark = Mark(scale) if scale is not None else PLAIN_HALF if in_half else PLAIN
     before = [(leaf, grad) for leaf in leaves if (grad := getattr(leaf, "grad", None)) is not None]
     aside = [(leaf, grad) for leaf, grad in before if not _adds_up(mark_of(grad), mark)]
-    outer, _thread.scale = _thread.scale, scale
+    outer = _thread.scale
     try:
+        _thread.scale = scale
         for leaf, _ in aside:
             leaf.grad = None
-        yield
+        run()
         _mark_all(leaves, before, mark)
         for leaf, grad in aside:
             if leaf.grad is None:
                 leaf.grad = grad
-            elif scale is None or not any(scaled_pass.keep(leaf, grad) for scaled_pass in reversed(_thread.waiting)):
+            elif scale is None or not any(x.keep(leaf, grad) for x in reversed(_thread.waiting.values())):
                 leaf.grad = added(grad, leaf.grad, leaf.grad.dtype)
     except BaseException:
         for leaf in leaves:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+
+from clamp.interrupts import holding, of_threads
 
 _MOST = 10_000  # buffers that are remembered
 
@@ -42,20 +43,15 @@ class Writes:
 
 
 class _Thread(threading.local):
-    silent = 0
+    silent = False
 
 
-_thread = _Thread()
+_thread = of_threads(_Thread())
 
 
-@contextmanager
-def unnoted() -> Iterator[None]:
+def unnoted() -> AbstractContextManager[None]:
     """Inside the ``with``, this thread's writes keep finite numbers finite (clipping does), and do not count."""
-    _thread.silent += 1
-    try:
-        yield
-    finally:
-        _thread.silent -= 1
+    return holding(_thread, "silent", True)
 
 
 #: Those of the process.

@@ -14,7 +14,7 @@ import wrapt
 
 from clamp.bridge import Node, Tensor
 from clamp.casting.arguments import CastArguments, reporter
-from clamp.casting.regions import Region, casting_in, casting_region, in_region
+from clamp.casting.regions import Region, called_in, casting_region, in_region
 from clamp.ops.cast import cast
 
 Backward = Callable[[Tensor], Sequence[Tensor | None]]
@@ -47,8 +47,7 @@ class CustomBackward(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         region = casting_region()
 
         def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            with casting_in(region):
-                return wrapped(*args, **kwargs)
+            return called_in(region, wrapped, *args, **kwargs)
 
         super().__init__(function, call)
 
@@ -74,8 +73,7 @@ def bound(backward: Any, forward: Any, nodes: Sequence[Any]) -> Any:
     dtypes = [node.value.dtype for node in nodes if isinstance(node, Node)]
 
     def in_region_of_forward(grad: Tensor) -> list[Tensor | None]:
-        with casting_in(region):
-            grads = backward.__wrapped__(grad)
+        grads = called_in(region, backward.__wrapped__, grad)
         return [g if g is None else cast(g, dtype) for g, dtype in zip(grads, dtypes, strict=True)]
 
     return in_region_of_forward

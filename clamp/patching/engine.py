@@ -19,7 +19,7 @@ from clamp.casting.arguments import reporter
 from clamp.casting.containers import tensors_in
 from clamp.casting.operands import cast_node
 from clamp.casting.policy import CastPolicy, Entry
-from clamp.casting.regions import current_region, no_casts, thread_casts_off
+from clamp.casting.regions import called_in, current_region, thread_casts_off
 from clamp.casting.results import RESULTS
 from clamp.opencl.device import require_usable
 from clamp.opencl.recording import host_value, recorder
@@ -86,8 +86,8 @@ def tape_backward(
     scaler = scaler_of(loss, [node for node in scaled if is_scaled(node)])
     replaced = bridge.merge_leaves(leaves, computed)
     values = list({id(leaf.value): leaf.value for leaf in leaves}.values())
-    with no_casts(), gradient_marks.delivered(values, None if scaler is None else scaler.applied(), in_half):
-        RESULTS.backward(wrapped, loss, grad)
+    scale = None if scaler is None else scaler.applied()
+    called_in(None, gradient_marks.deliver, partial(RESULTS.backward, wrapped, loss, grad), values, scale, in_half)
     for leaf in leaves if replaced else ():
         leaf.grad = leaf.value.grad
 
@@ -147,22 +147,26 @@ def _reading_widened(
     """``backward`` with what it closes over, nodes and bare tensors, showing widened values while it runs."""
 
     def with_swapped_values(grad: Tensor) -> list[Tensor | None]:
-        kept = [_show(x, wide.value) for x, wide in swaps]
+        kept = [(x, _shown(x)) for x, _ in swaps]
         try:
+            for x, wide in swaps:
+                _show(x, wide.value)
             return backward(grad)
         finally:
-            for (x, _), before in zip(swaps, kept, strict=True):
+            for x, before in kept:
                 vars(x).update(before)
 
     return with_swapped_values
 
 
-def _show(x: Any, value: Tensor) -> dict[str, Any]:
-    """Lets a node or tensor show another tensor's content; returns the attributes it had."""
-    names = ("value",) if isinstance(x, Node) else ("buffer", "dtype")
-    before = {name: vars(x)[name] for name in names}
-    vars(x).update({name: value if name == "value" else getattr(value, name) for name in names})
-    return before
+def _show(x: Any, value: Tensor) -> None:
+    """Lets a node or tensor show another tensor's content."""
+    vars(x).update({name: value if name == "value" else getattr(value, name) for name in _shown(x)})
+
+
+def _shown(x: Any) -> dict[str, Any]:
+    """What of a node or tensor ``_show`` changes, as it is."""
+    return {name: vars(x)[name] for name in (("value",) if isinstance(x, Node) else ("buffer", "dtype"))}
 
 
 def _is_floating(x: Any) -> bool:
@@ -319,10 +323,11 @@ def in_place(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> 
     given |= {id(tensor.grad): tensor.grad for tensor in list(given.values()) if tensor.grad is not None}
     narrow = [tensor for tensor in given.values() if _is_half(tensor) and bridge.on_device(tensor)]
     widened = [cast(tensor, "float32") for tensor in narrow]
-    kept = [_show(*pair) for pair in zip(narrow, widened, strict=True)]
+    kept = [_shown(tensor) for tensor in narrow]
     try:
-        with no_casts():
-            return wrapped(*args, **kwargs)
+        for tensor, wide in zip(narrow, widened, strict=True):
+            _show(tensor, wide)
+        return called_in(None, wrapped, *args, **kwargs)
     finally:
         for tensor, before, wide in zip(narrow, kept, widened, strict=True):
             wide.buffer = tensor.buffer

@@ -59,6 +59,7 @@ class Steps:
             self._wrap_method(owner, "step", self._guarded)
         elif id(step) not in self._redirected:
             self._redirected[id(step)] = Redirected(step, self._guarded)
+            self._redirected[id(step)].put()
 
     def _wrap_method(self, owner: type, name: str, wrapper: Wrapper) -> None:
         method = vars(owner)[name]

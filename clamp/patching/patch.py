@@ -58,6 +58,9 @@ class Patches:
         policies: which function runs in which precision.
         registrations: the user's functions to cast.
         step: wrapper of every optimizer's ``step``.
+
+    Attributes:
+        installed: whether all of it is in place.
     """
 
     def __init__(self, policies: PolicyTable, registrations: Iterable[Registration], step: Wrapper) -> None:
@@ -66,6 +69,7 @@ class Patches:
         self._bindings = Bindings()
         self._steps = Steps(self._bindings, step)
         self.wrap_step, self.wrap_own_step = self._steps.wrap, self._steps.wrap_own
+        self.installed = False
 
     def install(self) -> None:
         """Wraps everything; on an error nothing stays wrapped."""
@@ -87,13 +91,17 @@ class Patches:
                 if name not in sys.modules:
                     when_imported(name)
             listen(self._module_imported)
-            Installed.now = True
+            Installed.now = self.installed = True
         except BaseException:
             self.remove()
             raise
 
     def remove(self) -> None:
-        """Restores every name to the identical object it had; what a user replaced meanwhile is left alone."""
+        """Restores every name to the identical object it had; what a user replaced meanwhile is left alone.
+
+        A call that was interrupted can be made again.
+        """
+        self.installed = False
         capture.abandon()
         Installed.now = False
         listen(None)

@@ -16,7 +16,7 @@ from netcl.core.memory import PersistentBufferPool
 
 from clamp.patching.meets import meets
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 @meets("netcl.core.memory.get_persistent_pool")

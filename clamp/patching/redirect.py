@@ -35,7 +35,7 @@ def _calling(target: Callable[..., Any], free: tuple[str, ...]) -> Any:
 
 
 class Redirected:
-    """A method's function that runs a wrapper in place of its own code, until ``undo``.
+    """A method's function that runs a wrapper in place of its own code, from ``put`` until ``undo``.
 
     Args:
         function: a plain Python function whose first argument is the instance.
@@ -56,10 +56,14 @@ class Redirected:
         def target(instance: Any, *args: Any, **kwargs: Any) -> Any:
             return wrapper(MethodType(own, instance), instance, args, kwargs)
 
-        if not self._had_signature:
-            function.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
+        self._signature = inspect.signature(own)
         self._ours = _calling(target, function.__code__.co_freevars)
-        function.__code__ = self._ours
+
+    def put(self) -> None:
+        """Lets the function run the wrapper."""
+        if not self._had_signature:
+            self._function.__signature__ = self._signature  # type: ignore[attr-defined]
+        self._function.__code__ = self._ours
 
     def undo(self) -> None:
         """Gives the function its own code back, unless somebody has given it another one meanwhile."""

@@ -61,7 +61,7 @@ def _passing(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Calla
     def call(*args: Any, tape: Any = no_tape, **kwargs: Any) -> Any:
         if tape is not no_tape:
             kwargs["tape"] = tape
-        if not this_thread.casts_off or RESULTS.watched:
+        if not this_thread.around.casts_off or RESULTS.watched:
             return wrapper(original, None, args, kwargs)
         for x in args:  # of every call inside disable_casts(): short
             value = x.value if type(x) is Node else x

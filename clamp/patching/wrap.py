@@ -21,7 +21,7 @@ from clamp.casting.meanings import MEANINGS
 from clamp.casting.operands import Casting, NotOwned, Promote
 from clamp.casting.owned import Function
 from clamp.casting.policy import CastPolicy, Entry, netcl_defects
-from clamp.casting.regions import Region, casting_in, casting_region, current_region, no_casts
+from clamp.casting.regions import Region, called_in, casting_region, current_region
 from clamp.casting.results import RESULTS
 from clamp.opencl.recording import recorder
 
@@ -88,8 +88,7 @@ def netcl_wrapper(entry: Entry, listed: bool = True) -> Wrapper:
             return _run_widened(entry, wrapped, args, kwargs)
         if region is None or not listed or policy is not CastPolicy.FLOAT:
             return RESULTS.netcls(wrapped(*args, **kwargs), args)
-        with casting_in(region.in_float32):
-            return RESULTS.netcls(wrapped(*args, **kwargs), args)
+        return RESULTS.netcls(called_in(region.in_float32, wrapped, *args, **kwargs), args)
 
     return call
 
@@ -106,12 +105,11 @@ def user_wrapper(name: str, policy: CastPolicy) -> Wrapper:
         kwargs = MEANINGS[policy].keywords(kwargs)
         target = MEANINGS[policy].target(region, args, kwargs)
         if target is None:
-            with no_casts():
-                return wrapped(*args, **kwargs)
+            return called_in(None, wrapped, *args, **kwargs)
         refuse_half_targets(wrapped, args, kwargs)
         casts = CastArguments(args, kwargs, target, reporter(region, name), region.cache_enabled)
-        with casts as (args, kwargs), no_casts():
-            return wrapped(*args, **kwargs)
+        with casts as (args, kwargs):
+            return called_in(None, wrapped, *args, **kwargs)
 
     return call
 
@@ -139,9 +137,9 @@ def _run_widened(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict
     region = current_region()
     report, use_cache = reporter(region, entry.function), region is None or region.cache_enabled
     casting = casting_region()
-    inside = casting_in(None if casting is None else casting.in_float32)
-    with CastArguments(args, kwargs, "float32", report, use_cache) as (args, kwargs), inside:
-        return RESULTS.netcls(wrapped(*args, **kwargs), args)
+    in_float32 = None if casting is None else casting.in_float32
+    with CastArguments(args, kwargs, "float32", report, use_cache) as (args, kwargs):
+        return RESULTS.netcls(called_in(in_float32, wrapped, *args, **kwargs), args)
 
 
 # ---------------------------------------------------------------------------------------------- writes in place

@@ -17,6 +17,7 @@ from clamp import bridge, session
 from clamp.bridge import Tensor
 from clamp.casting.regions import current_region, process_region
 from clamp.casting.results import RESULTS
+from clamp.interrupts import holding, of_threads
 from clamp.opencl.recording import is_host_value, recorder
 from clamp.params import gradient_marks, masters
 from clamp.patching.recordings import sources
@@ -38,7 +39,7 @@ class _Thread(threading.local):
     inside = False  # a recorded function
 
 
-_thread = _Thread()
+_thread = of_threads(_Thread())
 
 
 def record(function: Callable[..., Any]) -> RecordedFunction:
@@ -119,7 +120,7 @@ class RecordedFunction:
         if _thread.inside or recorder() is not None:  # it is a part of what records it
             return self.__wrapped__(*args, **kwargs)
         session.ensure_patched()
-        with self._lock, _inside():
+        with self._lock, holding(_thread, "inside", True):
             return self._call(Call(args, kwargs))
 
     def _call(self, call: Call) -> Any:
@@ -255,15 +256,6 @@ class RecordedFunction:
             return "it adds to the gradient that an argument has. Clear that first, or pass another tensor"
         late = any(bridge.is_weight(x) for x in others if id(x) not in given)
         return "it trains tensors that are new in each call. Make them outside of it" if late else ""
-
-
-@contextmanager
-def _inside() -> Iterator[None]:
-    try:
-        _thread.inside = True
-        yield
-    finally:
-        _thread.inside = False
 
 
 def _numbers_in(result: Any) -> tuple[Any, ...]:

@@ -21,12 +21,12 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Node, Tensor
 from clamp.casting.operands import note_numpy_backend
+from clamp.interrupts import uninterrupted
 from clamp.opencl.recording import host_step, recorder
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
 from clamp.scaling.backward_pass import tokens, unscale_gradients
 from clamp.scaling.history import History
-from clamp.scaling.interrupts import uninterrupted
 from clamp.scaling.late_scales import LateScales
 from clamp.scaling.loss_scale import DynamicLossScale, LossScale
 from clamp.scaling.scale_rule import ScaleRule
@@ -57,7 +57,7 @@ class _Round:
 
 
 _living: weakref.WeakSet[ManualScaling] = weakref.WeakSet()
-_living_lock = threading.Lock()
+_living_lock = threading.RLock()
 
 
 def stages() -> Hashable:

@@ -7,14 +7,15 @@ right for the gradients of a sum of both.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import _GeneratorContextManager, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, _GeneratorContextManager
 from functools import wraps
 from typing import Any, NoReturn
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.operands import Operand, bound
+from clamp.interrupts import among, of_threads
 from clamp.params import gradient_marks
 from clamp.scaling.loss_scale import LossScale
 
@@ -161,25 +162,19 @@ def scaled_pass(function: Callable[..., Generator[Node, None, None]]) -> Callabl
 
 class _Open(threading.local):
     def __init__(self) -> None:
-        self.losses: list[Node] = []
+        self.losses: dict[object, Node] = {}
 
 
-_open = _Open()
+_open = of_threads(_Open())
 
 
-@contextmanager
-def open_loss(loss: Node) -> Iterator[None]:
+def open_loss(loss: Node) -> AbstractContextManager[None]:
     """Inside the ``with``, backward from this loss, and not from what it is scaled to, is refused in this thread."""
-    losses = _open.losses  # of the thread that begins: a generator may be ended by another, and in any order
-    losses.append(loss)
-    try:
-        yield
-    finally:
-        del losses[max(index for index, other in enumerate(losses) if other is loss)]
+    return among(_open.losses, loss)
 
 
 def _refuse_open(root: Node) -> None:
-    if any(root is loss for loss in _open.losses):
+    if any(root is loss for loss in _open.losses.values()):
         raise RuntimeError(
             "backward was run from the loss itself inside `with handle.scale_loss(loss, optimizer) as scaled_loss`: "
             "run it from what the with gives, scaled_loss.backward() or tape.backward(scaled_loss). The gradients "

@@ -10,8 +10,8 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -21,13 +21,13 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.casting.results import RESULTS
+from clamp.interrupts import among, holding, of_threads, uninterrupted
 from clamp.opencl.progress import PROGRESS
 from clamp.ops.loss_scale import DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_
 from clamp.params import gradient_marks, masters, updates
 from clamp.params.masters import pairs
 from clamp.scaling.history import History
-from clamp.scaling.interrupts import uninterrupted
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_report import HISTORY, NonFinite, StepReport, names_among, non_finite, warn_user
 
@@ -37,10 +37,10 @@ _vouched = set[int]()  # optimizers whose gradients an outer guard, a GradScaler
 
 
 class _Thread(threading.local):
-    withheld = 0  # whether optimizers do not step here
+    withheld = False  # whether optimizers do not step here
 
 
-_thread = _Thread()
+_thread = of_threads(_Thread())
 
 MAX_OPTIMIZERS = 32  # one bit each in a scaler's overflow word
 
@@ -148,8 +148,8 @@ class StepGuard(bridge.Listed):
 
     def _vouching(self, run: Callable[[], Any]) -> Any:
         inside = id(self.optimizer) in _vouched
-        _vouched.add(id(self.optimizer))
         try:
+            _vouched.add(id(self.optimizer))
             return run()
         finally:
             if not inside:
@@ -234,20 +234,15 @@ class StepGuard(bridge.Listed):
         )
 
 
-@contextmanager
-def steps_withheld() -> Iterator[None]:
+def steps_withheld() -> AbstractContextManager[None]:
     """Inside the ``with``, ``step()`` of every optimizer that is guarded does nothing in this thread, and reports
     nothing."""
-    _thread.withheld += 1
-    try:
-        yield
-    finally:
-        _thread.withheld -= 1
+    return holding(_thread, "withheld", True)
 
 
 def are_steps_withheld() -> bool:
     """Whether this point is inside of ``steps_withheld``."""
-    return _thread.withheld > 0
+    return _thread.withheld
 
 
 def is_vouched(optimizer: Any) -> bool:
@@ -294,7 +289,7 @@ class StepGuards(bridge.Listed):
         self._check_finite = check_finite
         self._wants_scaling = wants_scaling
         self._checks: dict[tuple[cl.CommandQueue, int], DeviceState] = {}  # one a thread, which waits for its own
-        self._running: set[int] = set()
+        self._running: dict[object, int] = {}  # ids of optimizers whose step is under way
         self._reports: deque[StepReport] = deque(maxlen=HISTORY)
         self.history = History(self._reports)
         self.steps = self.skips = 0
@@ -404,7 +399,7 @@ class StepGuards(bridge.Listed):
 
     def step(self, wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Wrapper of every optimizer's ``step`` (wrapt's form)."""
-        if id(optimizer) in self._running:  # an overriding step that calls its base class's
+        if id(optimizer) in self._running.values():  # an overriding step that calls its base class's
             return wrapped(*args, **kwargs)
         closure = next((x for x in (*args, *kwargs.values()) if callable(x)), None)
         if closure is not None:
@@ -423,12 +418,9 @@ class StepGuards(bridge.Listed):
         if self._wants_scaling and gradient_marks.lost_bits(getattr(optimizer, "params", ())):
             self._wants_scaling = False  # one warning will do
             warn_of_lost_bits()
-        self._running.add(id(optimizer))
-        try:
+        with among(self._running, id(optimizer)):
             prepare = None if args or kwargs else getattr(wrapped, "prepare", None)
             return guard.step(lambda: wrapped(*args, **kwargs), prepare=prepare)
-        finally:
-            self._running.discard(id(optimizer))
 
     def _unscaled_guard(self, optimizer: Any) -> StepGuard:
         guard = self._unscaled.get(id(optimizer))

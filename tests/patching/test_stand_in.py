@@ -15,7 +15,7 @@ from netcl.autograd.engine import Tape
 
 from clamp import amp
 from clamp.bridge import Node, Parameter, Tensor
-from clamp.casting.regions import no_casts
+from clamp.casting.regions import casting_in
 from clamp.patching.stand_in import StandIn
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
@@ -69,7 +69,7 @@ def test_no_16_bit_input_goes_past_the_wrapper(queue: cl.CommandQueue, dtype: st
     wide, x = to_device(queue, [1.0]), to_device(queue, [1.0], dtype)
     node, param = ag.tensor(x), Parameter.from_host(queue, np.ones(1), "float32" if dtype == "float32" else "float16")
     assert stand_in(wide) == "wrapped", "casts are on"
-    with no_casts():
+    with casting_in(None):
         for found in (x, node, param, [wide, x], ([node], 1)):
             assert stand_in(found) == stand_in(wide, 2, found) == ("passed" if dtype == "float32" else "wrapped")
             assert stand_in(wide, out=None, y=found) == ("passed" if dtype == "float32" else "wrapped")
@@ -81,7 +81,7 @@ def test_what_writes_into_an_argument_goes_by_the_wrapper(queue: cl.CommandQueue
 
     stand_in = StandIn(function, lambda wrapped, instance, args, kwargs: "wrapped", passes=True)
     x, out = to_device(queue, [1.0]), to_device(queue, [0.0])
-    with no_casts():
+    with casting_in(None):
         assert stand_in(x, 1) == stand_in(x, axis=1, out=None) == stand_in(x, 1, more=2) == "passed"
         assert stand_in(x, 1, out) == stand_in(x, 1, out=out) == stand_in(x=x, axis=1, out=out) == "wrapped"
 

@@ -20,9 +20,10 @@ from netcl.optim import SGD, Adam, AdamW
 from clamp import amp, session
 from clamp.bridge import Parameter, Tensor
 from clamp.cli.bench.cases.unscale import counted_launches
+from clamp.interrupts import uninterrupted
 from clamp.ops.loss_scale import DeviceState
 from clamp.patching.redirect import Redirected
-from clamp.scaling import interrupts, step_guard
+from clamp.scaling import step_guard
 from tests.networks import batch, loss_of, mlp, weights_of
 from tests.reference import to_device
 from tests.scaling.test_overflow import plant
@@ -391,11 +392,11 @@ def pythons_handler() -> Iterator[Any]:
 
 def test_ctrl_c_waits_for_the_end_of_what_belongs_together(pythons_handler: Any) -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), interrupts.uninterrupted():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), uninterrupted():  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         done.append("the rest")
     assert done == ["the rest"]
-    with pytest.raises(KeyboardInterrupt), interrupts.uninterrupted():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), uninterrupted():  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         done.append("still here")
         signal.raise_signal(signal.SIGINT)
@@ -508,6 +509,7 @@ def test_a_redirected_function_is_given_back() -> None:
     counter = Counter(1)
     add, code = counter.add, Counter.add.__code__
     redirected = Redirected(Counter.add, wrapper)
+    redirected.put()
     assert add(2, twice=True) == -5
     assert add() == -6
     assert seen == [(counter, (2,), {"twice": True}), (counter, (), {})]
@@ -628,6 +630,7 @@ def test_code_that_a_user_gives_a_redirected_function_stays() -> None:
 
     mine = (lambda self: 2).__code__
     redirected = Redirected(Counter.add, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs))
+    redirected.put()
     Counter.add.__code__ = mine
     redirected.undo()
     assert Counter.add.__code__ is mine

@@ -1,0 +1,85 @@
+"""What Ctrl-C must not cut in two, and what has to be as it was wherever it falls.
+
+Python raises KeyboardInterrupt wherever the main thread is: in the first line of a function, after a call. What belongs
+together, a step and the note that it was made, is done in ``uninterrupted``. What is changed for a while is one value,
+replaced as a whole inside of the ``try`` whose ``finally`` puts it back (``holding``). What may be left of a thread's
+state all the same, ``from_nothing`` forgets, as ``init`` and ``shutdown`` do.
+"""
+
+from __future__ import annotations
+
+# What is beneath signal, which looks every number and handler up in its enumerations.
+import _signal  # type: ignore[import-not-found]
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar
+
+State = TypeVar("State", bound=threading.local)
+
+
+class uninterrupted:
+    """Inside the ``with``, Ctrl-C waits until its end; a second one does not. Only the main thread gets any."""
+
+    def __enter__(self) -> None:
+        self._caught: list[tuple[int, FrameType | None]] = []
+        in_main = threading.get_ident() == threading.main_thread().ident
+        self._handler: Any = _signal.getsignal(_signal.SIGINT) if in_main else None
+        if callable(self._handler):
+            _signal.signal(_signal.SIGINT, self._wait)
+
+    def __exit__(self, *exception: object) -> None:
+        if callable(self._handler):
+            _signal.signal(_signal.SIGINT, self._handler)
+            if len(self._caught) == 1:
+                self._handler(*self._caught[0])
+
+    def _wait(self, number: int, frame: FrameType | None) -> None:
+        self._caught.append((number, frame))
+        if len(self._caught) > 1:
+            self._handler(number, frame)
+
+
+@contextmanager
+def holding(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside the ``with``, an attribute has another value; after it the one that it had."""
+    before = getattr(owner, name)
+    try:
+        try:
+            setattr(owner, name, value)
+            yield
+        finally:
+            setattr(owner, name, before)
+    finally:  # once more: an interrupt may be raised right before the line above
+        setattr(owner, name, before)
+
+
+@contextmanager
+def among(items: dict[object, Any], item: Any) -> Iterator[None]:
+    """Inside the ``with``, a dict has one item more, the last, under a key of its own."""
+    key = object()
+    try:
+        try:
+            items[key] = item
+            yield
+        finally:
+            items.pop(key, None)
+    finally:
+        items.pop(key, None)
+
+
+_states: list[threading.local] = []
+
+
+def of_threads(state: State) -> State:
+    """Lets ``from_nothing`` know of a state that each thread has one of."""
+    _states.append(state)
+    return state
+
+
+def from_nothing() -> None:
+    """This thread's states are as in a new thread."""
+    for state in _states:
+        vars(state).clear()
+        state.__init__()  # type: ignore[misc]  # what threading.local calls in each thread

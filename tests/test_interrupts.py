@@ -1,0 +1,122 @@
+"""Ctrl-C at every bytecode of what changes a thread's state for a while: the state is as it was, at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+
+from clamp import amp, bridge, interrupts
+from clamp.casting import regions
+from clamp.casting.policy import default_table
+from clamp.casting.regions import Region, called_in, casting_in, in_own_region, in_region
+from clamp.casting.results import forward_again, untold
+from clamp.handle import AmpHandle
+from clamp.opencl.recording import replaying, unrecorded
+from clamp.params.gradient_marks import noting_held, noting_reached, waiting_in
+from clamp.params.writes import unnoted
+from clamp.patching.custom import CustomBackward, CustomForward
+from clamp.scaling.loss_scale import NoLossScale
+from clamp.scaling.scaled_loss import open_loss
+from clamp.scaling.step_guard import steps_withheld
+from tests.faults.check import as_python_does
+from tests.faults.inject import Events
+
+_REGION = Region(enabled=True, dtype="float16", policies=default_table())
+_OFF = Region(enabled=False, dtype="float16", policies=default_table())
+
+
+def _inside(enter: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
+    def run() -> None:
+        with enter():
+            pass
+
+    return run
+
+
+def _fails(run: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        run()
+
+
+def _nested() -> None:
+    with in_region(_REGION), casting_in(None), in_region(_OFF):
+        pass
+
+
+#: each changes something of this thread, and changes it back
+BOUNDARIES: dict[str, Callable[[], Any]] = {
+    "an op": lambda: called_in(None, int),
+    "an op in float32": lambda: called_in(_REGION.in_float32, int),
+    "an op that fails": lambda: _fails(lambda: called_in(None, int, "x")),
+    "casts off": _inside(lambda: casting_in(None)),
+    "casts as in a region": _inside(lambda: casting_in(_REGION)),
+    "a region": _inside(lambda: in_region(_REGION)),
+    "a region of a user": _inside(lambda: in_own_region(_REGION)),
+    "regions in regions": _nested,
+    "autocast": _inside(amp.autocast),
+    "a decorated function": lambda: amp.autocast(enabled=False)(lambda: None)(),
+    "disable_casts": _inside(lambda: AmpHandle(_REGION, [], NoLossScale).disable_casts()),
+    "changed regions": _inside(lambda: regions.changed_regions(lambda region: region)),
+    "custom_fwd": lambda: CustomForward(lambda: None, "float32")(),
+    "custom_bwd": lambda: CustomBackward(lambda: [])(),
+    "unrecorded": _inside(unrecorded),
+    "a replay": _inside(lambda: replaying((), ())),
+    "writes that do not count": _inside(unnoted),
+    "steps withheld": _inside(steps_withheld),
+    "observers told of no op": _inside(untold),
+    "observers told in backward": _inside(forward_again),
+    "a scaled pass": _inside(lambda: waiting_in(_Pass())),
+    "an open loss": _inside(lambda: open_loss(_LOSS)),
+    "gradients noted": _inside(noting_reached),
+    "gradients held": _inside(noting_held),
+    "no tape": _inside(bridge.off_tape),
+}
+
+
+class _Pass:
+    def keep(self, leaf: Any, grad: Any) -> bool:
+        return False
+
+
+_LOSS: Any = _Pass()
+
+
+def _state() -> dict[str, Any]:
+    """All that is known of this thread, and which regions hold."""
+    known = {f"{type(x).__module__}.{name}": value for x in interrupts._states for name, value in _values(x).items()}
+    settings = {"process": regions.process_region(), "change": regions._change}
+    return known | settings
+
+
+def _values(state: Any) -> dict[str, Any]:
+    names = {name for cls in (type(state), state) for name in vars(cls) if not name.startswith("_")}
+    return {name: _content(getattr(state, name)) for name in names if not callable(getattr(state, name))}
+
+
+def _content(value: Any) -> Any:
+    return list(value) if isinstance(value, list | dict) else value
+
+
+@pytest.mark.parametrize("around", ["nothing", "a region", "an op"])
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_the_state_of_a_thread_is_as_it_was(name: str, around: str) -> None:
+    run = BOUNDARIES[name]
+    run()
+    with {"nothing": untold, "a region": lambda: in_region(_REGION), "an op": lambda: casting_in(None)}[around]():
+        before = _state()
+        for number in range(10_000):
+            events = Events(("here", number), "opcode")
+            try:
+                with as_python_does(), events.counted():
+                    events.phase = "here"
+                    run()
+                    events.phase = ""
+            except KeyboardInterrupt:
+                events.phase = ""
+            assert _state() == before, events.where
+            if events.where is None:
+                break
+        assert number > 10, "it was interrupted"
