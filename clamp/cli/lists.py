@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -20,6 +21,8 @@ from clamp.cli.kernels import on_device, reached
 from clamp.cli.layers import functions_of, layers
 from clamp.functions import OWNED
 from clamp.opencl.device import NoDeviceError, capabilities
+
+_RECURRENT = re.compile("lstm|gru|rnn|recurrent", re.IGNORECASE)
 
 
 def run(args: Namespace) -> int:
@@ -166,4 +169,6 @@ def _nothing(args: Namespace, table: PolicyTable, found: list[Entry]) -> str:
     known |= {name: name for name in layers()}
     close = dict.fromkeys(known[match] for match in difflib.get_close_matches(args.name, known, n=5))
     hint = f"; close to it: {', '.join(close)}" if close else "; `python -m clamp lists` prints all names"
+    if _RECURRENT.search(args.name):
+        hint = ". netcl has no recurrent layers: examples/rnn_cell.py makes an LSTM cell of functions that are listed"
     return f"no list names a function {args.name!r}, and netcl has no layer of that name{hint}"

@@ -808,6 +808,9 @@ def test_lists_suggests_names_for_one_it_does_not_know(capsys: pytest.CaptureFix
     assert "netcl.autograd.matmul_op" in capsys.readouterr().err
     assert main(["lists", "qqqqqq"]) == 2
     assert "python -m clamp lists" in capsys.readouterr().err
+    for name in ("LSTM", "GRUCell", "nn.RNN"):
+        assert main(["lists", name]) == 2
+        assert "examples/rnn_cell.py makes an LSTM cell" in capsys.readouterr().err
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
