@@ -3,7 +3,7 @@
 // A work-item copies a block of the source (some images, or some rows of one) into its workspace, with the padding
 // around it, 32 channels of a position next to one another, which is a row of A:
 //
-//      staged [image][32 channels][position of the plane][channel] ushort
+//      staged [image][32 channels][position of the plane][PARTS][channel] ushort
 //
 //      channels   0 0 0 0 0 0
 //      0 to 31    0 p p p p 0        32 rows of A, a step of 32 k, lie ready for every tap of the kernel: taps differ in
@@ -22,12 +22,12 @@
 //   X_T            storage type of the source and the weights, two bytes an element
 //   OUT_T, BIAS_T  storage types of output and bias
 //   RUNS           see above
-//   DOT_F16, EMULATE   as in amx.clh
+//   PARTS, DOT_F16, EMULATE   as in amx.clh
 //
 // M: output channels of a group. `work` has a slice for each work-item.
 
-#define PARTS 1
-#define ROW_BYTES 64 // of 32 channels of a position
+#define ROW_WORDS (16 * PARTS) // of 32 channels of a position
+#define A_PART 64
 #define SUMS_SPACE __global
 #include "amx.clh"
 #include "epilogue.clh"
@@ -82,7 +82,15 @@ static inline void transpose_lines(__global const ushort *lines, size_t line, __
             v[c] = as_float16(low | high << 16);
         }
         transpose_16(v);
-        _Pragma("unroll") for (uint p = 0; p < 16; p++) STORE_ANY(float16, v[p], rows + (at + p) * 16);
+        _Pragma("unroll") for (uint p = 0; p < 16; p++) {
+#if PARTS == 2
+            const parts_of_pairs parts = split_pairs(v[p]);
+            STORE_ANY(float16, parts.high, rows + (at + p) * ROW_WORDS);
+            STORE_ANY(float16, parts.low, rows + (at + p) * ROW_WORDS + 16);
+#else
+            STORE_ANY(float16, v[p], rows + (at + p) * ROW_WORDS);
+#endif
+        }
     }
 }
 
@@ -107,7 +115,7 @@ conv(__global const uchar *restrict weights, source x, __global const ulong *res
     const size_t plane = (STAGED_PLANE + 15) / 16 * 16;
     const size_t item = (group * get_global_size(1) + get_global_id(1)) * get_global_size(0) + get_global_id(0);
     __global float *sums = work + item * work_words;
-    __global ushort *lines = (__global ushort *)(sums + RUNS * SUMS);
+    __global ushort *lines = (__global ushort *)(sums + (RUNS + PARTS - 1) * SUMS);
     __global float *staged = (__global float *)(lines + SIDE * (plane + 16)); // 16 more: a cache has sets for powers of two
     begin_tiles();
     for (size_t block = SHARE(0, 0, blocks); block < SHARE(0, 1, blocks); block++) {
@@ -117,7 +125,7 @@ conv(__global const uchar *restrict weights, source x, __global const ulong *res
             for (size_t k = 0; k < blocks_k; k++) {
                 const size_t at = (((first + n) * groups + group) * channels + k * SIDE) * H * W;
                 stage_channels(x, size, at, channels - k * SIDE, lines, plane + 16, top, STAGING);
-                transpose_lines(lines, plane + 16, staged + (n * blocks_k + k) * plane * 16, plane);
+                transpose_lines(lines, plane + 16, staged + (n * blocks_k + k) * plane * ROW_WORDS, plane);
             }
         for (size_t i = 0; i < correlation_count; i++) {
             const correlation c = ((__global const correlation *)correlations)[i];
@@ -134,10 +142,19 @@ conv(__global const uchar *restrict weights, source x, __global const ulong *res
                         for (size_t run = from; run < to; run++) {
                             const size_t v = run % runs * SIDE;
                             const size_t at = run / runs * blocks_k * plane + v / line * WS + v % line;
-                            multiply_rows((lines_a)(staged + at * 16), ROW_BYTES, offsets + c.first + step,
+                            multiply_rows((lines_a)(staged + at * ROW_WORDS), 4 * ROW_WORDS, offsets + c.first + step,
                                           panel + step * STEP_BYTES, sums + (run - from) * SUMS,
                                           min(c.part, c.steps - step), step > 0);
                         }
+#if PARTS == 2
+                    for (size_t run = from; run < to; run++) {
+                        const size_t v = run % runs * SIDE, at = run / runs * blocks_k * plane + v / line * WS + v % line;
+                        if (!has_strange(sums + (run - from) * SUMS)) continue;
+                        multiply_high_rows((lines_a)(staged + at * ROW_WORDS), 4 * ROW_WORDS, offsets + c.first, panel,
+                                           sums + RUNS * SUMS, c.steps, 0);
+                        replace_strange(sums + (run - from) * SUMS, sums + RUNS * SUMS);
+                    }
+#endif
                     for (size_t run = from; run < to; run++) transpose_sums(sums + (run - from) * SUMS);
                     for (size_t m = p * SIDE; m < min((p + 1) * SIDE, (size_t)M); m++) {
                         const size_t channel = group * M + m;

@@ -18,19 +18,19 @@
 //
 //   EXPONENT       the bits of an element that are all set where it is not finite
 //   OUT_T          storage type of the gradient
-//   DOT_F16, EMULATE   as in amx.clh
+//   PARTS, DOT_F16, EMULATE   as in amx.clh; of two parts the lower ones of all that is staged lie behind the upper ones
 //
 // M: output channels of a group. `work` has a slice for each work-item.
 
-#define PARTS 1
 #define SUMS_SPACE __global
 #include "amx.clh"
 
 #ifdef WEIGHT_GRAD
 #include "conv_amx_stage.clh"
 
-// Lines of 32 channels, as pairs of neighbouring positions, position after position.
-static inline void transpose_pairs(__global const ushort *lines, size_t line, __global float *rows, size_t plane) {
+// Lines of 32 channels, as pairs of neighbouring positions, position after position; lower parts `low` words behind.
+static inline void transpose_pairs(__global const ushort *lines, size_t line, __global float *rows, size_t plane,
+                                   size_t low) {
     for (size_t at = 0; at < plane; at += 32)
         for (uint odd = 0; odd < 2; odd++)
             for (uint right = 0; right < 2; right++) {
@@ -40,8 +40,16 @@ static inline void transpose_pairs(__global const ushort *lines, size_t line, __
                     v[c] = (float16)(as_float8(LOAD_ANY(ushort16, from)), as_float8(LOAD_ANY(ushort16, from + 16)));
                 }
                 transpose_16(v);
-                _Pragma("unroll") for (uint p = 0; p < 16; p++)
-                    STORE_ANY(float16, v[p], rows + (at + 2 * p + odd) * SIDE + right * 16);
+                _Pragma("unroll") for (uint p = 0; p < 16; p++) {
+                    __global float *to = rows + (at + 2 * p + odd) * SIDE + right * 16;
+#if PARTS == 2
+                    const parts_of_pairs parts = split_pairs(v[p]);
+                    STORE_ANY(float16, parts.high, to);
+                    STORE_ANY(float16, parts.low, to + low);
+#else
+                    STORE_ANY(float16, v[p], to);
+#endif
+                }
             }
 }
 
@@ -70,7 +78,16 @@ static inline void stage_grads(source grad, size_t size, size_t at, size_t chann
         if (c >= count) clear(to, 0, steps * SIDE);
         for (size_t step = 0; step < steps; step++)
             for (uint i = 0; i < SIDE; i += 16)
-                STORE_ANY(ushort16, LOAD_ANY(ushort16, to + step * SIDE + i), panel + step * SUMS + i);
+            {
+                const ushort16 v = LOAD_ANY(ushort16, to + step * SIDE + i);
+#if PARTS == 2
+                const float16 wide = halves(v), high = as_float16(as_uint16(wide) & 0xffff0000u);
+                STORE_ANY(ushort16, convert_ushort16(as_uint16(high) >> 16), panel + step * 2 * SUMS + i);
+                STORE_ANY(ushort16, convert_ushort16(as_uint16(wide - high) >> 16), panel + (step * 2 + 1) * SUMS + i);
+#else
+                STORE_ANY(ushort16, v, panel + step * SUMS + i);
+#endif
+            }
     }
 }
 
@@ -90,8 +107,9 @@ weight_grad(source x, source grad, __global const ulong *restrict taps, __global
     partial += (get_global_id(1) * groups + group) * blocks_k * tap_count * panels * SUMS;
     __global ulong *offsets = work + item * work_words;
     __global float *sums = (__global float *)(offsets + (2 * most + 7) / 8 * 8);
-    __global ushort *grads = (__global ushort *)(sums + SUMS), *lines = grads + panels * most * SUMS;
-    __global uint *staged = (__global uint *)(lines + SIDE * (plane + 32)), *masked = staged + (images * plane + 32) * SIDE;
+    __global ushort *grads = (__global ushort *)(sums + PARTS * SUMS), *lines = grads + panels * most * PARTS * SUMS;
+    const size_t part = (images * plane + 32) * SIDE; // words
+    __global uint *staged = (__global uint *)(lines + SIDE * (plane + 32)), *masked = staged + PARTS * part;
     clear(lines, 0, SIDE * (plane + 32)); // what lies behind a line is read, too
     begin_tiles();
     bool resume = false;
@@ -110,7 +128,7 @@ weight_grad(source x, source grad, __global const ulong *restrict taps, __global
                 for (size_t p = 0; p < panels; p++) {
                     const size_t channel = ((first + n) * groups + group) * M + p * SIDE;
                     stage_grads(grad, grad_size, (channel * height + top) * width, height * width, M - p * SIDE, lines,
-                                grads + (p * steps + n * runs) * SUMS, tall, line, width, runs);
+                                grads + (p * steps + n * runs) * PARTS * SUMS, tall, line, width, runs);
                 }
             for (size_t k = SHARE(0, 0, blocks_k); k < SHARE(0, 1, blocks_k); k++) {
                 bool finite = true;
@@ -118,10 +136,12 @@ weight_grad(source x, source grad, __global const ulong *restrict taps, __global
                     const size_t at = (((first + n) * groups + group) * channels + k * SIDE) * H * W;
                     stage_channels(x, size, at, channels - k * SIDE, lines, plane + 32, top, STAGING);
                     finite = finite && all_finite(lines, plane + 32);
-                    transpose_pairs(lines, plane + 32, (__global float *)staged + n * plane * SIDE, plane);
+                    transpose_pairs(lines, plane + 32, (__global float *)staged + n * plane * SIDE, plane,
+                                    part);
                 }
                 for (size_t i = 0; i < SIDE * SIDE; i += 16) // what the last step reads beyond
-                    STORE_ANY(uint16, (uint16)(0), staged + count * plane * SIDE + i);
+                    for (uint low = 0; low < PARTS; low++)
+                        STORE_ANY(uint16, (uint16)(0), staged + low * part + count * plane * SIDE + i);
                 for (size_t tap = 0; tap < tap_count; tap++) {
                     __global const uint *from = staged + taps[tap] * SIDE;
                     for (size_t s = 0; s < steps && !finite; s++)
@@ -129,13 +149,23 @@ weight_grad(source x, source grad, __global const ulong *restrict taps, __global
                             const size_t v = s % runs * SIDE + i;
                             const uint low = v < positions && v % line < width ? 0xffffu : 0;
                             const uint high = v + 1 < positions && (v + 1) % line < width ? 0xffff0000u : 0;
-                            for (size_t c = 0; c < SIDE; c++)
-                                masked[(s * SIDE + i) * SIDE + c] =
-                                    from[offsets[s] / sizeof(uint) + i * SIDE + c] & (low | high);
+                            for (size_t c = 0; c < PARTS * SIDE; c++)
+                                masked[c / SIDE * most * SUMS + (s * SIDE + i) * SIDE + c % SIDE] =
+                                    from[c / SIDE * part + offsets[s] / sizeof(uint) + i * SIDE + c % SIDE] &
+                                    (low | high);
                         }
+                    __global const uint *b = finite ? from : masked, *b_low = b + (finite ? part : most * SUMS);
+                    __global const ulong *at = finite ? offsets : offsets + most;
                     for (size_t p = 0; p < panels; p++) {
-                        multiply_at((lines_a)(grads + p * steps * SUMS), (lines_b)(finite ? from : masked), 0,
-                                    2 * SIDE * sizeof(uint), finite ? offsets : offsets + most, sums, steps, 0);
+                        const lines_a a = (lines_a)(grads + p * steps * PARTS * SUMS);
+                        multiply_at(a, (lines_b)b, (lines_b)b_low, 2 * SIDE * sizeof(uint), at, sums, steps, 0);
+#if PARTS == 2
+                        if (has_strange(sums)) {
+                            multiply_high_at(a, (lines_b)b, (lines_b)b_low, 2 * SIDE * sizeof(uint), at, sums + SUMS,
+                                             steps, 0);
+                            replace_strange(sums, sums + SUMS);
+                        }
+#endif
                         __global float *sum = partial + ((k * tap_count + tap) * panels + p) * SUMS;
                         for (size_t i = 0; i < SUMS; i += 16) {
                             const float16 v = LOAD16(f32, sums, i);

@@ -152,11 +152,14 @@ def test_nothing_to_sum(queue: cl.CommandQueue, shape: tuple[int, ...], engine: 
 
 @ENGINES
 def test_infinities_and_nan_stay_where_they_are(queue: cl.CommandQueue, engine: str) -> None:
+    infinities_and_nan_stay_where_they_are(queue, engine, "bfloat16" if engine in BFLOAT16_ENGINES else "float32")
+
+
+def infinities_and_nan_stay_where_they_are(queue: cl.CommandQueue, engine: str, dtype: str) -> None:
     case = Case(1, 1, 1, (3, 40), (3, 3), pad=(1, 1))
     x, w, _ = case.arrays()
     x[0, 0, 0, 0], x[0, 0, 2, 20], x[0, 0, 1, 39] = np.inf, np.nan, -np.inf
     w = np.abs(w)
-    dtype = "bfloat16" if engine in BFLOAT16_ENGINES else "float32"
     tensors = to_device(queue, x, dtype), to_device(queue, w, dtype)
     y = ops.conv2d(*tensors, case.window, out_dtype="float16", relu=True, engine=engine)
     with np.errstate(invalid="ignore"):

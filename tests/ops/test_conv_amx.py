@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,8 @@ from clamp.ops import conv as ops
 from clamp.ops.conv import amx, engines
 from tests.mutants import write_wrong
 from tests.ops.conv_reference import Case, check, weight_grad
-from tests.ops.test_conv import CASES, AmxInPlainC
-from tests.reference import quantize, to_device, to_numpy
+from tests.ops.test_conv import CASES, AmxInPlainC, infinities_and_nan_stay_where_they_are
+from tests.reference import HALF_DTYPES, quantize, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
 
@@ -60,16 +61,29 @@ def test_shares_of_work(queue: cl.CommandQueue, simulated: bool, monkeypatch: py
 
 
 @pytest.mark.usefixtures("in_plain_c")
-def test_float16_where_the_unit_multiplies_it(queue: cl.CommandQueue) -> None:
+@pytest.mark.parametrize("name", ["panels", "remainders of several heights"])
+def test_float16_in_two_parts(queue: cl.CommandQueue, simulated: bool, name: str) -> None:
+    if simulated:
+        pytest.skip("slow to simulate")
+    check(queue, SEVERAL[name], PLAIN_C, ("float16", "float16", "float16", "float32"))
+
+
+@pytest.mark.usefixtures("in_plain_c")
+def test_float16_where_the_unit_multiplies_it(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dataclasses.replace(capabilities(queue), amx_fp16=True)
+    monkeypatch.setattr(amx, "capabilities", lambda queue: found)
     check(queue, CASES["stride 2"], PLAIN_C, ("float16",) * 4)
 
 
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("name", ["rows of whole runs", "panels", "remainders of several heights"])
-def test_the_unit_has_the_bits_of_plain_c(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_unit_has_the_bits_of_plain_c(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
+) -> None:
     if not capabilities(queue).amx:
         pytest.skip("the processor has no such instruction")
     case = SEVERAL[name]
-    x, w, g = (to_device(queue, array, "bfloat16") for array in case.arrays())
+    x, w, g = (to_device(queue, array, dtype) for array in case.arrays())
 
     def computed(engine: str) -> list[Array]:
         options: Any = {"out_dtype": "float32", "engine": engine}
@@ -88,18 +102,24 @@ def test_the_unit_has_the_bits_of_plain_c(queue: cl.CommandQueue, monkeypatch: p
 @pytest.mark.usefixtures("in_plain_c")
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 @pytest.mark.parametrize("images", [1, 3])
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_what_is_not_finite_reaches_the_weights_that_read_it(
-    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, simulated: bool, value: float, images: int
+    queue: cl.CommandQueue,
+    monkeypatch: pytest.MonkeyPatch,
+    simulated: bool,
+    value: float,
+    images: int,
+    dtype: str,
 ) -> None:
     """Wherever it is: what lies between two rows of positions meets zeros, which would make a NaN of it."""
     case = Case(images, 2, 2, (4, 7), (2, 3))
     x, _, g = case.arrays()
-    x, g = quantize(x, "bfloat16").astype(np.float64), np.abs(quantize(g, "bfloat16").astype(np.float64))
+    x, g = quantize(x, dtype).astype(np.float64), np.abs(quantize(g, dtype).astype(np.float64))
     monkeypatch.setattr(amx, "_STAGED_WORDS", 10**6 if images == 3 else 200)  # all rows, or one
     for y, z in [(0, 0), (2, 5)] if simulated else np.ndindex(case.image):
         with_it = x.copy()
         with_it[-1, 1, y, z] = value
-        tensors = [to_device(queue, array, "bfloat16") for array in (with_it, g)]
+        tensors = [to_device(queue, array, dtype) for array in (with_it, g)]
         found = ops.conv2d_weight_grad(*tensors, case.kernel, case.window, out_dtype="float32", engine=PLAIN_C)
         expected = weight_grad(with_it, g, case)
         np.testing.assert_array_equal(np.isnan(to_numpy(found)), np.isnan(expected), str((y, z)))
@@ -119,6 +139,10 @@ MUTANTS = [
     ("taps an odd number away read the pairs before", "conv_amx_grad.cl", "* line + at + odd", "* line + at"),
     ("gradients keep what was between rows", "conv_amx_grad.cl", "clear(to, r * line + width, r", "clear(to, line, !r"),
     ("nothing is masked", "conv_amx_grad.cl", "finite = finite && all_finite(lines, plane + 32)", "finite = true"),
+    ("lower parts of lines are the upper ones", "conv_amx.cl", "parts.low, rows", "parts.high, rows"),
+    ("lower parts of weights are missing", "conv_amx_weights.cl", "to[512] = lower_bits(low) >> 16 |", "to[512] ="),
+    ("lower parts of gradients are missing", "conv_amx_grad.cl", "as_uint16(wide - high)", "as_uint16(0 * wide)"),
+    ("sums that are not finite stay", "conv_amx.cl", "if (!has_strange(", "if (1 || has_strange("),
     ("half of the pairs are masked", "conv_amx_grad.cl", "(v + 1) % line < width ?", "true ?"),
 ]  # fmt: skip
 
@@ -136,7 +160,10 @@ def test_a_mutant_computes_something_else(
     def is_right() -> None:
         check(queue, Case(1, 3, 3, (4, 6), (3, 3)), PLAIN_C)
         check(queue, Case(9, 65, 3, (4, 6), (3, 3), pad=(1, 1)), PLAIN_C)
-        test_what_is_not_finite_reaches_the_weights_that_read_it(queue, monkeypatch, False, np.inf, 3)
+        check(queue, SEVERAL["panels"], PLAIN_C, ("float16", "float16", "float16", "float32"))
+        for dtype in HALF_DTYPES:
+            test_what_is_not_finite_reaches_the_weights_that_read_it(queue, monkeypatch, False, np.inf, 3, dtype)
+            infinities_and_nan_stay_where_they_are(queue, PLAIN_C, dtype)
 
     with pytest.raises(AssertionError):
         is_right()

@@ -15,6 +15,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
+from clamp.ops.conv import winograd
 from clamp.ops.conv.division import PARTIAL_FLOATS, deal
 from clamp.ops.conv.geometry import Correlation
 from clamp.ops.conv.problem import Problem
@@ -23,7 +24,7 @@ from clamp.ops.conv.weights import Weights
 from clamp.ops.gemm.problem import Epilogue
 
 NAME = "amx"
-TAKES = "bfloat16 by bfloat16, on a processor whose matrix unit (AMX) works; float16, where it multiplies that, too"
+TAKES = "float16 by float16 or bfloat16 by bfloat16, on an x86 processor whose matrix unit (AMX) computes right"
 IN_WORDS = "the processor's matrix unit"
 
 _CONV = Kernel("conv_amx.cl", "conv")
@@ -41,15 +42,18 @@ _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 
 
 def fits(problem: Problem) -> bool:
-    """Whether the matrix unit multiplies what both operands are stored as."""
-    unit = {"bfloat16": problem.device.amx, "float16": problem.device.amx_fp16}
-    dtype = problem.dtypes[0]
-    return problem.dtypes[1] == dtype and bool(unit.get(dtype))
+    """Whether both operands are of a 16-bit type that the matrix unit multiplies, in one part or in two."""
+    dtype, device = problem.dtypes[0], problem.device
+    if problem.dtypes[1] != dtype or dtype == "float32":
+        return False
+    return bool(device.amx or (dtype == "float16" and device.amx_fp16))
 
 
 def pays(problem: Problem) -> bool:
     """Whether the channels that are summed over fill half of a step, or both sides of a weight gradient a quarter of a
-    tile."""
+    tile. Of a float16 in two parts there are four products: Winograd's sums are as fast."""
+    if problem.dtypes[0] == "float16" and not problem.device.amx_fp16 and winograd.fits(problem):
+        return False
     if problem.gradient == "weights":
         return min(problem.channels, problem.features) >= _SIDE // 4
     return (problem.features if problem.gradient else problem.channels) >= _SIDE // 2
@@ -67,18 +71,19 @@ def convolve(
     channels = weights.channels if x.size else 0  # an image without pixels is all padding: sums of nothing
     blocks_k, panels = -(-channels // _SIDE), -(-rows // _SIDE)
     fair = -(-images // (_ITEMS_PER_CORE * capabilities(queue).compute_units))
-    block = Block.of(shapes, fair, _STAGED_WORDS // max(1, blocks_k * _SIDE // 2))
+    parts = _parts(x)
+    block = Block.of(shapes, fair, _STAGED_WORDS // max(1, parts * blocks_k * _SIDE // 2))
     bands = -(-max(shape.y.positions for shape in shapes) // block.rows)
     grid, _ = deal(queue, bands * -(-images // block.images), panels, groups, _ITEMS_PER_CORE)
-    words = _RUNS * _SIDE**2 + (block.plane + _SIDE // 2) * _SIDE // 2  # sums, and lines
-    words += (block.images * block.plane * blocks_k + _SIDE) * _SIDE // 2  # a run reads beyond what is staged
+    words = (_RUNS + parts - 1) * _SIDE**2 + (block.plane + _SIDE // 2) * _SIDE // 2  # sums, and lines
+    words += (block.images * block.plane * blocks_k + _SIDE) * parts * _SIDE // 2  # a run reads beyond what is staged
     work = bridge.empty(queue, (prod(grid) * words,), "float32")
-    tables = _tables(queue.context, shapes, block, groups, rows, blocks_k, images)
+    tables = _tables(queue.context, shapes, block, groups, rows, blocks_k, images, parts)
     _CONV(
-        queue, grid, (1, 1, 1), _panels(weights, shapes), x if x.size else out, *tables, phases,
+        queue, grid, (1, 1, 1), _panels(weights, shapes, parts), x if x.size else out, *tables, phases,
         epilogue.bias_or(out), work, len(shapes), x.size, images, block.images, block.rows, bands, channels, rows,
         *block.staging, words,
-        *epilogue.flags, RUNS=_RUNS, **_macros(x.dtype, emulate), **epilogue.macros,
+        *epilogue.flags, RUNS=_RUNS, **_macros(x, emulate), **epilogue.macros,
     )  # fmt: skip
     if phases is not out:
         interleave(phases, out, remainders, by_rows=True)
@@ -97,27 +102,35 @@ def weight_gradient(
     chunks = -(-images // each)
     shares = max(1, min(blocks_k, items // (groups * chunks)))
     # A position takes a word for each of 32 input channels, and half a word for each output channel.
-    block = Block.of([shape], each, _STAGED_WORDS // (_SIDE + panels * _SIDE // 2), multiple=_SIDE)
+    parts = _parts(x)
+    block = Block.of([shape], each, _STAGED_WORDS // (parts * (_SIDE + panels * _SIDE // 2)), multiple=_SIDE)
     steps = block.images * -(-((block.rows - 1) * block.line(shape) + shape.x.positions) // _SIDE)
-    words = 2 * -(-2 * steps // 8) * 8 + _SIDE**2 + panels * steps * _SIDE**2 // 2  # offsets, sums, gradients
-    words += (block.plane + _SIDE) * _SIDE // 2 + (block.images * block.plane + _SIDE) * _SIDE + steps * _SIDE**2
+    staged = (block.images * block.plane + _SIDE) * _SIDE + steps * _SIDE**2
+    words = 2 * -(-2 * steps // 8) * 8 + (block.plane + _SIDE) * _SIDE // 2  # offsets, lines
+    words += parts * (_SIDE**2 + panels * steps * _SIDE**2 // 2 + staged)  # sums, gradients
     partial = bridge.empty(queue, (chunks * floats,), "float32")
     work = bridge.empty(queue, (shares * chunks * groups * words,), "float32")
     _WEIGHT_GRAD(
         queue, (shares, chunks, groups), (1, 1, 1), x, grad, _taps(queue.context, shape, block), partial, work,
         x.size, grad.size, images, each, block.images, problem.channels, problem.features, shape.taps,
         shape.y.positions, shape.x.positions, block.rows, block.line(shape), *block.staging, words // 2,
-        WEIGHT_GRAD=1, EXPONENT=_EXPONENTS[x.dtype], **_macros(x.dtype, emulate),
+        WEIGHT_GRAD=1, EXPONENT=_EXPONENTS[x.dtype], **_macros(x, emulate),
     )  # fmt: skip
     _FINISH(
         queue, (panels, blocks_k, groups), (1, 1, 1), partial, out, problem.features, problem.channels, shape.taps,
-        chunks, WEIGHT_GRAD_FINISH=1, OUT_T=bridge.STORAGE[out.dtype], **_macros(x.dtype, True),
+        chunks, WEIGHT_GRAD_FINISH=1, OUT_T=bridge.STORAGE[out.dtype], **_macros(x, True),
     )  # fmt: skip
     return None
 
 
-def _macros(dtype: str, emulate: bool) -> dict[str, object]:
-    return {"DOT_F16": int(dtype == "float16"), "EMULATE": int(emulate)}
+def _parts(x: Tensor) -> int:
+    """Of a number: 2 of a float16 where the unit does not multiply it as it is."""
+    return 2 if x.dtype == "float16" and not capabilities(x.queue).amx_fp16 else 1
+
+
+def _macros(x: Tensor, emulate: bool) -> dict[str, object]:
+    parts = _parts(x)
+    return {"PARTS": parts, "DOT_F16": int(x.dtype == "float16" and parts == 1), "EMULATE": int(emulate)}
 
 
 @dataclass(frozen=True)
@@ -171,7 +184,7 @@ _KEPT = 128  # of up to some 50 KB
 @lru_cache(maxsize=_KEPT)
 def _tables(
     context: cl.Context, shapes: tuple[Correlation, ...], block: Block, groups: int, rows: int, blocks_k: int,
-    images: int,
+    images: int, parts: int,
 ) -> tuple[cl.Buffer, cl.Buffer]:  # fmt: skip
     """Rows of the table of correlations, and how many bytes from a position each of their steps reads."""
     channels = np.arange(blocks_k, dtype=np.int64) * block.plane
@@ -179,10 +192,10 @@ def _tables(
     for shape in shapes:
         steps = blocks_k * shape.taps
         part = -(-steps // max(1, -(-steps // _STEPS)))
-        offsets.append(2 * _SIDE * (block.taps(shape)[:, None] + channels).reshape(-1))
+        offsets.append(2 * parts * _SIDE * (block.taps(shape)[:, None] + channels).reshape(-1))
         table.append((first, steps, part, shape.y.positions, shape.x.positions, block.line(shape), weights, out))
         first += steps
-        weights += groups * -(-rows // _SIDE) * steps * 2 * _SIDE**2
+        weights += groups * -(-rows // _SIDE) * steps * parts * 2 * _SIDE**2
         out += images * groups * rows * shape.positions
     return _numbers(context, np.array(table)), _numbers(context, np.concatenate(offsets))
 
@@ -199,18 +212,19 @@ def _numbers(context: cl.Context, numbers: npt.NDArray[np.int64]) -> cl.Buffer:
     return cl.Buffer(context, cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR, hostbuf=host)
 
 
-def _panels(weights: Weights, shapes: Sequence[Correlation]) -> Tensor:
+def _panels(weights: Weights, shapes: Sequence[Correlation], parts: int) -> Tensor:
     """The weights of the taps of all correlations, one after the other."""
-    return weights.kept((NAME, *((shape.y.taps, shape.x.taps) for shape in shapes)), lambda: _pack(weights, shapes))
+    kind = (NAME, *((shape.y.taps, shape.x.taps) for shape in shapes))
+    return weights.kept(kind, lambda: _pack(weights, shapes, parts))
 
 
-def _pack(weights: Weights, shapes: Sequence[Correlation]) -> Tensor:
+def _pack(weights: Weights, shapes: Sequence[Correlation], parts: int) -> Tensor:
     w, grid = weights.tensor, (-(-weights.rows // _SIDE), -(-weights.channels // _SIDE), weights.groups)
-    words = prod(grid) * _SIDE**2 // 2  # of a tap
+    words = prod(grid) * parts * _SIDE**2 // 2  # of a tap
     panels = bridge.empty(w.queue, (words * max(1, sum(shape.taps for shape in shapes)),), "float32")
     begin = 0
     for shape in (shape for shape in shapes if shape.taps):
         places = weights.places(shape.y.taps, shape.x.taps)
-        _PACK(w.queue, grid, (1, 1, 1), w, panels, begin, weights.rows, weights.channels, *places)
+        _PACK(w.queue, grid, (1, 1, 1), w, panels, begin, weights.rows, weights.channels, *places, PARTS=parts)
         begin += words * shape.taps
     return panels
