@@ -103,7 +103,10 @@ class Map:
             seconds, builds = self._tests[cases[0]]
             return not cases[0].startswith(room), seconds + len(builds)
 
-        return [test for turn in zip_longest(*sorted(functions.values(), key=far)) for test in turn if test]
+        known = {test.partition("::")[0] for test in self._tests}
+        new = [path.relative_to(TREE).as_posix() for path in sorted((TREE / room).glob("test_*.py"))]
+        ordered = [test for turn in zip_longest(*sorted(functions.values(), key=far)) for test in turn if test]
+        return [*(file for file in new if file not in known and not is_kernel), *ordered]
 
     def _passing(self, mutant: Mutant, room: str) -> Iterator[str]:
         """The tests that pass its line; of its file, if it runs when that is imported; of its room, if it is new."""

@@ -28,8 +28,8 @@ class _RemoveStatement:
         if node.type == "simple_stmt":
             first = node.children[0]
             is_call = first.type == "atom_expr" and first.children[-1].type == "trailer"
-            stays = first.type == "expr_stmt" and first.children[0].type == "name" and first.children[1] == "="
-            assigns = first.type == "expr_stmt" and first.children[1].type != "annassign" and not stays
+            assigns = first.type == "expr_stmt" and (first.children[0].type == "atom_expr" or first.children[1] != "=")
+            assigns = assigns and first.children[1].type != "annassign"
             if is_call or assigns or first.type in ("del_stmt", "raise_stmt"):
                 yield node.start_pos, node.end_pos
 
