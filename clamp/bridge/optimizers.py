@@ -15,7 +15,7 @@ from netcl.optim import adamw
 
 from clamp.bridge.masters import model_parameter
 from clamp.bridge.modules import is_module
-from clamp.bridge.objects import own_attributes
+from clamp.bridge.objects import in_reach, own_attributes
 from clamp.bridge.tensors import Tensor, is_frozen
 
 
@@ -227,6 +227,11 @@ def optimizers_among(reached: Iterable[Any]) -> list[Any]:
         for x in reached
         if callable(getattr(type(x), "step", None)) and isinstance(own_attributes(x).get("params"), list | tuple)
     ]
+
+
+def optimizers_in_reach() -> list[Any]:
+    """The optimizers that the variables of a running program lead to."""
+    return [x for x in in_reach() if is_optimizer(x)]
 
 
 def set_host_scale(scaler: Any, scale: float) -> None:

@@ -23,7 +23,7 @@ from clamp.params import gradient_marks
 from clamp.params.weight_cache import weights
 from clamp.patching.patch import Patches, Registration
 from clamp.ranks.mpi import Ranks
-from clamp.scaling.backward_pass import PassGradients, end_pass, tokens
+from clamp.scaling.backward_pass import PassGradients, Unnamed, end_pass, tokens
 from clamp.scaling.history import History
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.queue_scales import QueueScales, share_overflow
@@ -78,7 +78,8 @@ class AmpHandle(OtherScalers, ObservedHandle):
             wants_scaling=region.dtype == "float16" and self._scaler.scales,
         )
         self._on_shutdown = on_shutdown
-        self._scales = QueueScales(make_scaler)
+        self._scales = QueueScales()
+        self._unnamed = Unnamed()
         self._ranks: Ranks | None = None
         self._debug = debug
         self._patches = Patches(region.policies, registrations, self._guards.step)
@@ -258,7 +259,7 @@ class AmpHandle(OtherScalers, ObservedHandle):
 
     @contextmanager
     def _scaled_on_device(self, loss: Node, optimizers: Sequence[Any], scaler: LossScale) -> Iterator[Node]:
-        guards = self._guards.sharing([self.guard(optimizer) for optimizer in optimizers])
+        guards = [self.guard(optimizer) for optimizer in optimizers]
         require_graph(loss)
         self._shown = None
         scaler = self._scales.on(loss.value.queue, scaler)
@@ -275,16 +276,18 @@ class AmpHandle(OtherScalers, ObservedHandle):
             if self._ranks is not None:
                 reached.average(self._ranks, scaler)
             reached.require_any(scaler, ran=self._ranks is not None or has_run(scaled_loss))
+            if others := reached.others:
+                self._unnamed.meet(others, self._guards.optimizers)
             with scale_lock, uninterrupted():
                 try:
                     reached.unscale(scaler, guards)
+                    if recorder() is None:
+                        end_pass(guards, scaler)
+                    else:
+                        host_step(partial(self._passed, guards, tokens(guards), scaler, reached.delivered()))
                 except BaseException:
                     scaler.forget_found()
                     raise
-                if recorder() is None:
-                    end_pass(guards, scaler)
-                else:
-                    host_step(partial(self._passed, guards, tokens(guards), scaler, reached.delivered()))
         weights.clear()
 
     def _passed(
@@ -339,9 +342,7 @@ class AmpHandle(OtherScalers, ObservedHandle):
         return self._ranks
 
     def scalers_loaded(self) -> None:
-        """The scalers have got new states: the copies on further queues are made anew, and what was noted of passes
-        since the last steps is lost."""
-        self._scales.forget()
+        """The scalers have got new states: what was noted of passes since the last steps is lost."""
         self._guards.forget_heard()
 
     def tokens(self) -> dict[object, int]:

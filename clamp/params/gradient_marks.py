@@ -155,6 +155,9 @@ class Waiting(Protocol):
     def keep(self, leaf: Tensor, grad: Tensor) -> bool:
         """Takes what was on a leaf before backward; False if the leaf is none of the pass's."""
 
+    def ran(self, reached: Sequence[Tensor], before: Mapping[int, Tensor]) -> None:
+        """A backward has given these leaves gradients; what some of them had before, by id of the leaf."""
+
 
 class _Thread(threading.local):
     scale: AppliedScale | None = None  # of the backward pass that is running
@@ -221,7 +224,10 @@ def deliver(run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScal
         for leaf, _ in aside:
             leaf.grad = None
         run()
-        _mark_all(leaves, before, mark)
+        earlier = {id(leaf): grad for leaf, grad in before}
+        reached = _mark_all(leaves, earlier, mark)
+        if _thread.waiting:
+            _thread.waiting[-1].ran(reached, earlier)
         for leaf, grad in aside:
             if leaf.grad is None:
                 leaf.grad = grad
@@ -249,16 +255,19 @@ def _adds_up(earlier: Mark | None, new: Mark) -> bool:
     return earlier.scale is new.scale
 
 
-def _mark_all(leaves: Iterable[Any], before: Iterable[tuple[Any, Any]], mark: Mark) -> None:
-    earlier = {id(leaf): grad for leaf, grad in before}
+def _mark_all(leaves: Iterable[Any], earlier: Mapping[int, Tensor], mark: Mark) -> list[Any]:
+    """Marks the gradients that have come; the leaves that have got one."""
+    reached = []
     for leaf in leaves:
         grad, last = getattr(leaf, "grad", None), earlier.get(id(leaf))
         if grad is not None and grad is not last:
             lost_bits = mark.lost_bits or (last is not None and _lost_bits(last))
             set_mark(grad, mark if mark.is_scaled else PLAIN_HALF if lost_bits else PLAIN)
             leaf._given_by = threading.get_ident()
-            if _thread.reached is not None:
-                _thread.reached[id(leaf)] = leaf
+            reached.append(leaf)
+    if _thread.reached is not None:
+        _thread.reached.update((id(leaf), leaf) for leaf in reached)
+    return reached
 
 
 def _lost_bits(grad: Any) -> bool:

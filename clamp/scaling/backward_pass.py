@@ -13,9 +13,10 @@ Everything that scales a loss is made of these steps (``AmpHandle.scaled``, a gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import pyopencl as cl
 
@@ -28,6 +29,7 @@ from clamp.params.gradient_marks import Mark, mark_of
 from clamp.params.masters import Pair
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuard
+from clamp.scaling.step_report import warn_user
 
 ScalerOf = Callable[[cl.CommandQueue], LossScale]
 Found: TypeAlias = tuple[Tensor, Tensor, Tensor]  # master, model, gradient
@@ -81,6 +83,7 @@ class PassGradients:
                     slots[id(master)] = _Slot(master, model, master.grad)
         self._slots = list(slots.values())
         self._by_model = {id(slot.model): slot for slot in self._slots}
+        self._ran: list[tuple[Sequence[Tensor], Mapping[int, Tensor]]] = []  # backwards, as ``ran`` says
 
     def keep(self, leaf: Tensor, grad: Tensor) -> bool:
         """See :class:`clamp.params.gradient_marks.Waiting`."""
@@ -89,6 +92,17 @@ class PassGradients:
             return False
         slot.earlier = grad if slot.earlier is None else gradient_marks.added(slot.earlier, grad)
         return True
+
+    def ran(self, reached: Sequence[Tensor], before: Mapping[int, Tensor]) -> None:
+        """See :class:`clamp.params.gradient_marks.Waiting`."""
+        self._ran.append((reached, before))
+
+    @property
+    def others(self) -> list[Tensor]:
+        """Tensors that are trained, and that none of the pass's optimizers has, but have got a gradient."""
+        known = self._by_model
+        found = [leaf for reached, _ in self._ran for leaf in reached if id(leaf) not in known]
+        return [leaf for leaf in found if bridge.is_trained(leaf) and not bridge.is_frozen(leaf)]
 
     def average(self, ranks: Averaging, scaler: LossScale) -> None:
         """Replaces this pass's gradients, still multiplied by the scale, by their means over the ranks."""
@@ -104,7 +118,10 @@ class PassGradients:
                 slot.model.grad = average
 
     def put_back(self) -> None:
-        """Gives the parameters the gradients they had before this pass."""
+        """Gives all that this pass has reached, and the parameters, the gradients they had before it."""
+        for reached, before in reversed(self._ran):
+            for leaf in reached:
+                leaf.grad = before.get(id(leaf))
         for slot in self._slots:
             slot.master.grad = slot.before
             masters.share_gradient(slot.master, slot.model)
@@ -155,6 +172,33 @@ class PassGradients:
             other = None if other is None else true.get(id(other), other)
             slot.master.grad = now if other is None else other if now is None else gradient_marks.added(other, now)
             masters.share_gradient(slot.master, slot.model)
+
+
+class Unnamed:
+    """What is trained, and was reached by passes that did not name its optimizer."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, weakref.ref[Tensor]] = {}
+        self._warns = True
+
+    def meet(self, tensors: Sequence[Tensor], optimizers: Sequence[Any]) -> None:
+        """Says once if some of these belong to no optimizer, to none of these and none that the program keeps."""
+        new = [x for x in tensors if id(x) not in self._met or self._met[id(x)]() is not x]
+        if not new or not self._warns:
+            return
+        self._met.update((id(x), weakref.ref(x)) for x in new)
+        params = [param for optimizer in (*optimizers, *bridge.optimizers_in_reach()) for param in optimizer.params]
+        held = {id(x) for param in params for x in (param, bridge.model_parameter(param))}
+        alone = [x for x in new if id(x) not in held]
+        if alone:
+            self._warns = False
+            names = bridge.parameter_names(alone)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            warn_user(
+                f"the loss given to scale_loss(loss, optimizer) reaches what is trained and no optimizer has, "
+                f"{', '.join(names[:3])}{more}: it does not move, and its gradient stays multiplied by the loss scale. "
+                "Give it to an optimizer and name that one as well, or set requires_grad = False on it"
+            )
 
 
 def tokens(guards: Iterable[StepGuard]) -> list[object]:

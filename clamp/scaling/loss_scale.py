@@ -19,6 +19,7 @@ An optimizer is a bit, chosen by the caller: ``mask`` has the bits of the optimi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,20 @@ class LossScale(bridge.Listed):
 
     def __init__(self, scale: float) -> None:
         self._state = DeviceState(scale)
+        self.changes = 0  # how often somebody has set the scale, or loaded a state
+
+    def elsewhere(self) -> LossScale:
+        """A loss scale for another queue that goes on from where this one is, without its overflows, and moves by its
+        rule, also by one that it is given later."""
+        other = copy.copy(self)
+        other._state = DeviceState(1.0)
+        other.load_state_dict({**self.state_dict(), "overflow": 0})
+        return other
+
+    def follow(self, state: ScaleState, mask: int) -> None:
+        """Goes on from where the scale of another queue is, on which the optimizers in ``mask`` have overflowed."""
+        own = self.read()
+        self._state.write(**state._replace(overflow=own.overflow | mask, nans=own.nans)._asdict())
 
     @property
     def last_seen(self) -> float:
@@ -185,6 +200,7 @@ class LossScale(bridge.Listed):
             ValueError: the value is not finite and positive as a float32, or beyond the limits of the scale.
         """
         self._state.write(scale=self._check_scale(value), event=0)
+        self.changes += 1
 
     def _check_scale(self, value: float) -> float:
         return positive("the loss scale", value)
@@ -218,6 +234,7 @@ class LossScale(bridge.Listed):
         """
         saved = _parse_state(state)
         self._state.write(**saved._replace(scale=self._check_scale(saved.scale))._asdict())
+        self.changes += 1
 
 
 class _One(AppliedScale):
@@ -244,6 +261,9 @@ class NoLossScale(LossScale):
     def __init__(self) -> None:
         super().__init__(1.0)
         self._one = _One(self._state)
+
+    def elsewhere(self) -> LossScale:
+        return NoLossScale()
 
     def applied(self) -> AppliedScale:
         return self._one
@@ -347,8 +367,17 @@ class DynamicLossScale(StaticLossScale):
     is_dynamic = comes_down = True
 
     def __init__(self, init_scale: float = 2.0**16, rule: ScaleRule = DEFAULT_RULE) -> None:
-        self.rule = rule
+        self._rule = [rule]  # which copies on other queues have as well
         super().__init__(self._check_scale(init_scale))
+
+    @property
+    def rule(self) -> ScaleRule:
+        """How the scale moves; may be replaced at any time."""
+        return self._rule[0]
+
+    @rule.setter
+    def rule(self, rule: ScaleRule) -> None:
+        self._rule[0] = rule
 
     @property
     def floor(self) -> float:

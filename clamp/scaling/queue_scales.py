@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pyopencl as cl
@@ -14,31 +14,22 @@ from clamp.scaling.step_guard import StepGuard
 class QueueScales:
     """Loss scales on several queues. A state lives on one queue; on each further one a scale gets a copy.
 
-    Copies move alike because replicas meet the same gradients, and because an overflow of one is made that of all
-    (``share_overflow``).
-
-    Args:
-        make: makes a loss scale as the others are.
+    Copies move alike because replicas meet the same gradients, because an overflow of one is made that of all
+    (``share_overflow``), and because one that somebody has set is copied anew.
     """
 
-    def __init__(self, make: Callable[[], LossScale]) -> None:
-        self._make = make
-        self._copies: dict[int, dict[Any, LossScale]] = {}
+    def __init__(self) -> None:
+        # by id: a scale, the queue that it is on, and its copies, each as of so many changes to it
+        self._known: dict[int, tuple[LossScale, Any, dict[Any, tuple[LossScale, int]]]] = {}
 
     def on(self, queue: cl.CommandQueue, scaler: LossScale) -> LossScale:
         """The scaler itself on the first queue it is asked for, on others its copy."""
-        copies = self._copies.setdefault(id(scaler), {})
-        if not copies:
-            copies[queue] = scaler
-        elif queue not in copies:
-            copies[queue] = self._make()
-            copies[queue].load_state_dict({**scaler.state_dict(), "overflow": 0})
-        return copies[queue]
-
-    def forget(self) -> None:
-        """The scales have got other states: copies are made anew when they are asked for."""
-        for queue, scaler in [next(iter(copies.items())) for copies in self._copies.values()]:
-            self._copies[id(scaler)] = {queue: scaler}
+        _, home, copies = self._known.setdefault(id(scaler), (scaler, queue, {}))
+        if queue == home:
+            return scaler
+        if queue not in copies or copies[queue][1] != scaler.changes:
+            copies[queue] = scaler.elsewhere(), scaler.changes
+        return copies[queue][0]
 
 
 def share_overflow(guards: Sequence[StepGuard]) -> None:
@@ -51,11 +42,4 @@ def share_overflow(guards: Sequence[StepGuard]) -> None:
         states = [scaler.read() for scaler in scalers]
         bad = [state for guard, state in zip(guards, states, strict=True) if state.overflow & guard.mask]
         for guard, scaler in zip(guards, scalers, strict=True) if bad else ():
-            scaler.load_state_dict(
-                {
-                    "loss_scale": bad[0].scale,
-                    "unskipped": bad[0].growth_tracker,
-                    "overflow": scaler.read().overflow | guard.mask,
-                    "bad_steps": bad[0].bad_steps,
-                }
-            )
+            scaler.follow(bad[0], guard.mask)

@@ -255,6 +255,11 @@ def _is_idle(param: Tensor) -> bool:
     return param.grad is None or bridge.is_frozen(bridge.model_parameter(param))
 
 
+def _is_of_one_rank(param: Tensor) -> bool:
+    """Whether a parameter has a gradient that no scaled pass has averaged."""
+    return param.grad is not None and not gradient_marks.is_unscaled(param.grad)
+
+
 def _kind(state: ScaleState | None, mask: int) -> str:
     return "inf" if state is None or not state.nans & mask else "nan"
 
@@ -297,10 +302,15 @@ class StepGuards(bridge.Listed):
         self.require_scaled = False  # whether steps are refused whose gradients came by no scaled backward pass
 
     @property
+    def optimizers(self) -> list[Any]:
+        """Those that are known and alive."""
+        guarded = (guard.optimizer for guard in (*self._by_id.values(), *self._unscaled.values()))
+        return [optimizer for optimizer in guarded if optimizer is not None]
+
+    @property
     def device(self) -> cl.Device | None:
         """That of the first optimizer's parameters; None if none is known."""
-        optimizers = (guard.optimizer for guard in (*self._by_id.values(), *self._unscaled.values()))
-        params = (param for optimizer in optimizers for param in getattr(optimizer, "params", ()))
+        params = (param for optimizer in self.optimizers for param in getattr(optimizer, "params", ()))
         return next((x.queue.device for x in params if isinstance(x, Tensor) and bridge.on_device(x)), None)
 
     def of(self, optimizer: Any) -> StepGuard:
@@ -327,14 +337,6 @@ class StepGuards(bridge.Listed):
             if guard.optimizer is not None and any({id(x), id(y)} & wanted for x, y in pairs(guard.optimizer)):
                 return guard
         return None
-
-    def sharing(self, guards: Sequence[StepGuard]) -> list[StepGuard]:
-        """These guards and those of other optimizers that step one of the same parameters."""
-        if len(self._by_id) == len(guards):
-            return list(guards)
-        reached = {id(param) for guard in guards for param, _ in pairs(guard.optimizer)}
-        others = [guard for guard in self._by_id.values() if guard not in guards and guard.optimizer is not None]
-        return [*guards, *(guard for guard in others if any(id(p) in reached for p in guard.optimizer.params))]
 
     def tokens(self) -> dict[object, int]:
         """The bits of the optimizers, by what marks of gradients call their guards until the next steps."""
@@ -389,8 +391,12 @@ class StepGuards(bridge.Listed):
         found = []
         for queue, of_queue in by_queue.items():
             state = self._checks.setdefault((queue, threading.get_ident()), DeviceState(1.0))
-            check_(of_queue, state.buffer(queue))
-            found.append(state.take_found())
+            try:
+                check_(of_queue, state.buffer(queue))
+                found.append(state.take_found())
+            except BaseException:
+                del self._checks[queue, threading.get_ident()]  # it may have noted what the next check must not find
+                raise
             if not found[-1]:
                 gradient_marks.mark_checked(of_queue)
         return any(found)
@@ -408,7 +414,7 @@ class StepGuards(bridge.Listed):
                 "Run backward inside `with handle.scale_loss(...)` and call step() without arguments."
             )
         guard = self._by_id.get(id(optimizer))
-        if self.require_scaled and not (guard and guard.pending) and any(p.grad is not None for p in optimizer.params):
+        if self.require_scaled and not (guard and guard.pending) and any(map(_is_of_one_rank, optimizer.params)):
             raise RuntimeError(
                 "optimizer.step() would use the gradients of this rank alone: under handle.distribute they are "
                 "averaged at the end of `with handle.scale_loss(loss, optimizer)`, so run every backward in one"

@@ -95,12 +95,10 @@ class Loop(RuleBasedStateMachine):
         self.own_scales = [self.scale]
         self.wrapped: Any = None
         self.losses_of_wrapped = 0
-        self.known: set[Optimizer] = set()  # optimizers that the handle has met
         for optimizer in self.optimizers:
             optimizer.pending = set()
         if wrapped:
             self.wrapped = self.handle.wrap_optimizer(self.real.optimizers[self.optimizers[0]], num_loss=2)
-            self.known.add(self.optimizers[0])
             self.own_scales += [Scale(self.scale.scale, moves, self.scale.exists) for _ in range(2)]
         if moves:
             self.load_scales([(2.0**6, 1998) for _ in self.own_scales])
@@ -221,9 +219,3 @@ class Loop(RuleBasedStateMachine):
     def in_with(self, manager: AbstractContextManager[Any], body: Callable[[Any], None]) -> None:
         with manager as scaled:
             body(scaled)
-
-    def forget_others(self, named: Iterable[Param]) -> None:
-        """A pass has failed, and parameters of no optimizer that it was for may have been reached: they are cleared."""
-        for param in set(self.all_params()) - set(named):
-            param.grad = self.real.params[param].grad = None
-            self.regraded.add(param)

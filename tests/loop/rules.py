@@ -77,7 +77,7 @@ class Basics(Loop):
                 self.add(passed, scale)
             if body == "plant":
                 reached[0].grad.value = np.full_like(reached[0].value, np.inf)
-            self.end_pass(run, self.sharing(optimizers), scale)
+            self.end_pass(run, set(optimizers), scale)
             self.losses_of_wrapped += self.wrapped is not None
             return
         own_errors = {"interrupt after": Interrupted}.get(body, ZeroDivisionError)
@@ -85,8 +85,6 @@ class Basics(Loop):
         has_graph = node.grad_fn is not None
         self.raises(own_errors if fails and has_graph else RAISES, lambda: self.in_with(manager, inside))
         run.give_up()
-        self.known |= set(optimizers)
-        self.forget_others(run.earlier)
 
     @rule(first=specs, second=specs, ours=whom, theirs=whom, early=bools, fails=bools)
     def nested_scale_loss(
@@ -119,19 +117,16 @@ class Basics(Loop):
         if fails:
             self.raises(ZeroDivisionError, lambda: self.in_with(manager, body))
             run.give_up()
-            self.known |= {*outer_of, *inner_of}
-            self.forget_others(run.earlier)
             return
         self.in_with(manager, body)
         if early:
             self.add(passed, self.scale)
         run_inner = Pass(p for optimizer in inner_of for p in optimizer.params)
         self.add(inner_passed, self.scale)
-        told = self.sharing(outer_of)
-        self.end_pass(run_inner, self.sharing(inner_of), self.scale)
+        self.end_pass(run_inner, set(inner_of), self.scale)
         if not early:
             self.add(passed, self.scale)
-        self.end_pass(run, told, self.scale)
+        self.end_pass(run, set(outer_of), self.scale)
 
     @rule(
         which=networks,
@@ -203,12 +198,6 @@ class Basics(Loop):
                     self.real.optimizers[optimizer].step()
         elif body == "plant" and reached:
             self.real.spoil(self.real.params[reached[0]])
-
-    def sharing(self, optimizers: list[Optimizer]) -> set[Optimizer]:
-        """These optimizers, for which a pass begins, and others that the handle knows with a parameter of theirs."""
-        self.known |= set(optimizers)
-        params = {param for optimizer in optimizers for param in optimizer.params}
-        return {optimizer for optimizer in self.known if params & set(optimizer.params)}
 
     def end_pass(self, run: Pass, reached: set[Optimizer], scale: Scale) -> None:
         """The model's side of a pass that ended well."""

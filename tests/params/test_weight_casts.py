@@ -88,6 +88,26 @@ def test_weights_may_be_gone_or_elsewhere_by_the_next_iteration(queue: cl.Comman
         other.finish()
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 1, 2), (2, 0, 1)])
+def test_a_queue_reads_no_copy_that_another_one_has_yet_to_make(queue: cl.CommandQueue, order: tuple[int, ...]) -> None:
+    """Of weights that follow each other on several queues, in one thread, while the first queue is held up."""
+    queues = [queue, cl.CommandQueue(queue.context), cl.CommandQueue(queue.context)]
+    params = [Parameter.from_host(each, np.ones((1, 4, 4), np.float32)) for each in queues]
+    with amp.init():
+        for turn in range(3):
+            for param in params:
+                param.write(np.full((1, 4, 4), 2.0**turn, np.float32))
+            weights.clear()
+            first = queues[order[0]]
+            gate = cl.UserEvent(queue.context)
+            cl.enqueue_barrier(first, wait_for=[gate] if turn else [])
+            found = [(queues[k], ag.bmm(to_device(queues[k], np.ones((1, 1, 4)), "float16"), params[k])) for k in order]
+            read = [out.value.to_host() for on, out in found if on is not first or not turn]
+            gate.set_status(cl.command_execution_status.COMPLETE)
+            first.finish()
+            np.testing.assert_array_equal(read, np.full((len(read), 1, 1, 4), 4.0 * 2.0**turn))
+
+
 @pytest.mark.parametrize(("product", "leading"), [("matmul_op", ()), ("bmm", (1,))])
 def test_a_graph_of_an_earlier_iteration_keeps_its_values(
     queue: cl.CommandQueue, product: str, leading: tuple[int, ...]

@@ -25,9 +25,14 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], Any]] = {
     "momentum": lambda params: Momentum(params, lr=1e-3),
     "adam": lambda params: Adam(params, lr=1e-3),
     "adamw_fused": lambda params: AdamW(params, lr=1e-3),
-    "adamw_per_parameter": lambda params: AdamW(params[:4], lr=1e-3),
+    "adamw_per_parameter": lambda params: _one_by_one(AdamW(params, lr=1e-3)),
     "rmsprop": lambda params: RMSProp(params, lr=1e-3),
 }
+
+
+def _one_by_one(optimizer: AdamW) -> AdamW:
+    optimizer._fused_enabled = False
+    return optimizer
 
 
 @pytest.fixture

@@ -1,0 +1,397 @@
+"""Several optimizers, queues and holders of one gradient: whom a verdict on it binds, and what a pass leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.core.parameter import Parameter
+from netcl.optim import SGD, Adam
+
+from clamp import amp, session
+from clamp.bridge import Tensor
+from clamp.compat import paddle_scaler
+from clamp.ops.loss_scale import DeviceState
+from clamp.params import gradient_marks
+from clamp.scaling.backward_pass import PassGradients, end_pass
+from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.scale_rule import ScaleRule
+from clamp.scaling.scaled_loss import scaled_node
+from tests.reference import to_device
+from tests.scaling.test_overflow import plant
+
+
+@pytest.fixture(autouse=True)
+def shut_down() -> Iterator[None]:
+    yield
+    session.shutdown()
+
+
+def parameter(queue: cl.CommandQueue, *values: float) -> Parameter:
+    return Parameter.from_host(queue, np.array(values or (1.0, 2.0), np.float32))
+
+
+def summed(*params: Tensor) -> Any:
+    """A loss that is linear in parameters: each one's gradient is 1."""
+    total = ag.sum(ag.tensor(params[0], requires_grad=True))
+    for param in params[1:]:
+        total = ag.add(total, ag.sum(ag.tensor(param, requires_grad=True)))
+    return total
+
+
+def scaled(handle: Any, loss: Any, named: Any, *, bad: Tensor | None = None) -> None:
+    with handle.scale_loss(loss, named) as scaled_loss:
+        scaled_loss.backward()
+        if bad is not None:
+            plant(bad)
+
+
+# ---------------------------------------------------------------------------------------------- several optimizers
+
+DTYPES = ["float16", "bfloat16"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("clears", [True, False], ids=["cleared", "kept"])
+@pytest.mark.parametrize("order", ["a a", "a b", "b a"])
+def test_an_overflow_skips_only_steps_on_what_overflowed(
+    queue: cl.CommandQueue, order: str, clears: bool, dtype: str
+) -> None:
+    """``a`` and ``b`` share a parameter. The pass that overflows names the first of the order; where gradients are
+    cleared after it, the other's step, on a pass of its own, is sound."""
+    param = parameter(queue)
+    optimizers = {"a": SGD([param], lr=1.0), "b": SGD([param], lr=1.0)}
+    handle = amp.init(dtype=dtype)
+    for optimizer in optimizers.values():
+        handle.guard(optimizer)
+    first, second = (optimizers[name] for name in order.split())
+    scaled(handle, summed(param), first, bad=param)
+    if clears:
+        param.grad = None
+    scaled(handle, summed(param), second)
+    second.step()
+    expected = clears and (first is not second or dtype == "bfloat16")
+    assert handle.last_step.stepped == expected
+    np.testing.assert_array_equal(param.to_host(), [0.0, 1.0] if expected else [1.0, 2.0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_who_was_not_named_looks_at_the_gradient_itself(queue: cl.CommandQueue, dtype: str) -> None:
+    param = parameter(queue)
+    first, second = SGD([param], lr=1.0), SGD([param], lr=1.0)
+    handle = amp.init(dtype=dtype)
+    for bad in (param, None):
+        param.grad = None
+        scaled(handle, summed(param), first, bad=bad)
+        second.step()
+        assert handle.last_step.stepped == (bad is None)
+
+
+# ---------------------------------------------------------------------------------------------- who else is reached
+
+
+def _plain(queue: cl.CommandQueue) -> Tensor:
+    return to_device(queue, np.ones(2))
+
+
+LEAVES: dict[str, Callable[[cl.CommandQueue], Tensor]] = {"parameter": parameter, "tensor": _plain}
+
+
+@pytest.mark.parametrize("before", ["none", "plain", "user's"])
+@pytest.mark.parametrize("kind", LEAVES)
+@pytest.mark.parametrize("fails", ["after backward", "in another backward", "nothing reached"])
+def test_an_error_leaves_every_gradient_as_it_was(queue: cl.CommandQueue, kind: str, before: str, fails: str) -> None:
+    """Those of tensors, too, that the optimizers that are named do not have."""
+    named, other = parameter(queue), LEAVES[kind](queue)
+    other.requires_grad = True
+    optimizer, theirs = SGD([named]), SGD([other])
+    handle = amp.init(loss_scale=256.0)
+    if before == "plain":
+        summed(other).backward()
+    elif before == "user's":
+        other.grad = to_device(queue, np.full(2, 5.0))
+    kept = other.grad
+    reached = [other] if fails == "nothing reached" else [named, other]
+    loss = summed(*reached)
+
+    def run() -> None:
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            assert other.grad is not kept
+            if fails == "in another backward":
+                scaled_loss.backward()
+            if fails != "nothing reached":
+                raise ZeroDivisionError
+
+    with pytest.raises((ZeroDivisionError, RuntimeError)):
+        run()
+    assert named.grad is None
+    assert other.grad is kept
+    assert theirs.params[0] is other
+    scaled(handle, summed(named, other), [optimizer, theirs])
+    value = {"none": 1.0, "plain": 2.0, "user's": 6.0}[before]
+    np.testing.assert_array_equal(other.grad.to_host(), np.full(2, value, np.float32))
+
+
+@pytest.mark.parametrize("held", ["by nobody", "by a netcl optimizer", "frozen", "data"])
+@pytest.mark.parametrize("kind", LEAVES)
+def test_a_pass_says_once_that_it_reaches_what_no_optimizer_has(queue: cl.CommandQueue, kind: str, held: str) -> None:
+    named, other = parameter(queue), LEAVES[kind](queue)
+    other.requires_grad = held not in ("frozen", "data")
+    others = [Adam([other])] if held == "by a netcl optimizer" else []
+    optimizer = SGD([named])
+    handle = amp.init()
+    reached = [named] if held == "data" else [named, other]
+    told = pytest.warns(UserWarning, match="reaches what is trained and no optimizer has")
+    with told if held == "by nobody" else nullcontext():
+        scaled(handle, summed(*reached), optimizer)
+    scaled(handle, summed(*reached), optimizer)
+    assert len(others) == (held == "by a netcl optimizer")
+
+
+# ---------------------------------------------------------------------------------------------- a verdict's holders
+
+
+@pytest.mark.parametrize("finite", ["first", "second"])
+@pytest.mark.parametrize("stepped", ["named", "other"])
+def test_a_sum_is_finite_only_if_both_parts_are(queue: cl.CommandQueue, finite: str, stepped: str) -> None:
+    """One gradient was finite when a step looked at it, which everybody knows; of the other one, the optimizer that its
+    pass named has heard, and nobody else."""
+    param = parameter(queue)
+    named, other = SGD([param], lr=1.0), SGD([param], lr=1.0)
+    handle = amp.init(loss_scale=1.0)
+    handle.guard(other)
+
+    def good() -> None:
+        kept, param.grad = param.grad, to_device(queue, np.zeros(2))
+        gradient_marks.set_mark(param.grad, gradient_marks.PLAIN)
+        other.step()
+        assert handle.last_step.stepped
+        param.grad = param.grad if kept is None else gradient_marks.added(kept, param.grad)
+
+    def bad() -> None:
+        scaled(handle, summed(param), named, bad=param)
+
+    for come in (good, bad) if finite == "first" else (bad, good):
+        come()
+    before = param.to_host()
+    {"named": named, "other": other}[stepped].step()
+    assert not handle.last_step.stepped
+    np.testing.assert_array_equal(param.to_host(), before)
+
+
+@pytest.mark.parametrize("how", ["the gradient itself", "a copy of it"])
+@pytest.mark.parametrize("bad", [True, False])
+def test_who_holds_anothers_gradient_does_not_go_by_anothers_verdict(
+    queue: cl.CommandQueue, bad: bool, how: str
+) -> None:
+    mine, theirs = parameter(queue), parameter(queue)
+    named, other = SGD([mine], lr=1.0), SGD([theirs], lr=1.0)
+    handle = amp.init(loss_scale=1.0)
+    scaled(handle, summed(mine), named, bad=mine if bad else None)
+    theirs.grad = mine.grad if how == "the gradient itself" else gradient_marks.copied(mine.grad)
+    for optimizer in (other, named):
+        optimizer.step()
+        assert handle.last_step.stepped != bad
+
+
+# ---------------------------------------------------------------------------------------------- several queues
+
+
+@pytest.fixture
+def queues(queue: cl.CommandQueue) -> list[cl.CommandQueue]:
+    return [queue, cl.CommandQueue(queue.context, queue.device)]
+
+
+def states(handle: Any, optimizers: list[Any]) -> list[Any]:
+    """The state of the loss scale on the queue of each optimizer's parameters."""
+    return [next(iter(handle.guard(optimizer).pending)).read() for optimizer in optimizers]
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "rule": lambda scaler: setattr(scaler, "rule", ScaleRule(growth_interval=2, growth_factor=8.0)),
+    "set_scale": lambda scaler: scaler.set_scale(2.0**9),
+    "load_state_dict": lambda scaler: scaler.load_state_dict({"loss_scale": 2.0**7, "unskipped": 1999}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_done_to_a_scale_reaches_every_queue(queues: list[cl.CommandQueue], change: str) -> None:
+    params = [parameter(queue) for queue in queues]
+    optimizers = [SGD([param], lr=1.0) for param in params]
+    handle = amp.init()
+    seen: list[list[float]] = []
+    for index in range(4):
+        if index == 1:
+            CHANGES[change](handle.scalers[0])
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.grad = None
+            scaled(handle, summed(param), optimizer)
+        seen.append([state.scale for state in states(handle, optimizers)])
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(first == second for first, second in seen)
+    assert seen[0] != seen[-1]
+
+
+@pytest.mark.parametrize("bad", [[0], [1], [0, 1], []])
+def test_replicas_go_on_with_one_scale_after_an_overflow_of_any(queues: list[cl.CommandQueue], bad: list[int]) -> None:
+    params = [parameter(queue) for queue in queues]
+    optimizers = [SGD([param], lr=1.0) for param in params]
+    handle = amp.init()
+    for index in range(4):
+        for number, (param, optimizer) in enumerate(zip(params, optimizers, strict=True)):
+            param.grad = None
+            scaled(handle, summed(param), optimizer, bad=param if index == 3 and number in bad else None)
+        if index == 3:
+            handle.share_overflows([[param] for param in params])
+            one, other = states(handle, optimizers)
+            assert one.scale == other.scale == (2.0**15 if bad else 2.0**16)
+            assert not bad or one.growth_tracker == other.growth_tracker == one.bad_steps == other.bad_steps == 0
+        for optimizer in optimizers:
+            optimizer.step()
+            assert handle.last_step.stepped == (index < 3 or not bad)
+
+
+@pytest.mark.parametrize("overflows", [[], [0], [1]])
+def test_a_scaler_of_several_queues_grows_and_falls_on_all(queues: list[cl.CommandQueue], overflows: list[int]) -> None:
+    params = [parameter(queue) for queue in queues]
+    optimizers = [SGD([param], lr=1.0) for param in params]
+    scaler = amp.GradScaler(init_scale=2.0**8, growth_interval=2)
+    amp.init()
+    for _ in range(4):
+        for number, (param, optimizer) in enumerate(zip(params, optimizers, strict=True)):
+            param.grad = None
+            scaler.scale(summed(param)).backward()
+            if number in overflows:
+                plant(param)
+            scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == (2.0**4 if overflows else 2.0**10)
+    assert [scaler.scale(to_device(queue, [1.0])).to_host() for queue in queues] == [scaler.get_scale()] * 2
+
+
+def _pytorch(change: Callable[[Any], object]) -> tuple[Any, float]:
+    scaler = amp.GradScaler(init_scale=2.0**-20)
+    change(scaler)
+    return scaler, 2.0**-21  # a scale that somebody has set below the floor of 2^-14 falls on
+
+
+def _paddle(change: Callable[[Any], object]) -> tuple[Any, float]:
+    scaler = paddle_scaler.GradScaler(init_loss_scaling=1.0, decr_every_n_nan_or_inf=1)
+    change(scaler)
+    return scaler, 1.0  # Paddle's floor
+
+
+SETTERS: dict[str, tuple[Callable[..., tuple[Any, float]], Callable[[Any], object]]] = {
+    "growth factor": (_pytorch, lambda scaler: scaler.set_growth_factor(4.0)),
+    "backoff factor": (_pytorch, lambda scaler: scaler.set_backoff_factor(0.5)),
+    "growth interval": (_pytorch, lambda scaler: scaler.set_growth_interval(7)),
+    "state": (_pytorch, lambda scaler: scaler.load_state_dict(scaler.state_dict())),
+    "new scale": (_pytorch, lambda scaler: scaler.update(2.0**-20)),
+    "incr ratio": (_paddle, lambda scaler: scaler.set_incr_ratio(4.0)),
+    "decr ratio": (_paddle, lambda scaler: scaler.set_decr_ratio(0.5)),
+    "incr every": (_paddle, lambda scaler: scaler.set_incr_every_n_steps(7)),
+    "decr every": (_paddle, lambda scaler: scaler.set_decr_every_n_nan_or_inf(1)),
+}
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["before the first loss", "after it"])
+@pytest.mark.parametrize("name", SETTERS)
+def test_a_setter_leaves_the_floor_of_the_scale_where_it_was(queue: cl.CommandQueue, name: str, met: bool) -> None:
+    param = parameter(queue)
+    optimizer = SGD([param])
+    make, change = SETTERS[name]
+    amp.init()
+
+    def begin(scaler: Any) -> None:
+        if met:
+            scaler.scale(summed(param))
+        change(scaler)
+
+    scaler, expected = make(begin)
+    scaler.scale(summed(param)).backward()
+    plant(param)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.scale(to_device(queue, [1.0])).to_host() == expected
+
+
+# ---------------------------------------------------------------------------------------------- several ranks
+
+
+class Ranks:
+    """Other ranks, whose passes reach what this one's does not."""
+
+    def __init__(self, theirs: list[Tensor | None]) -> None:
+        self._theirs = theirs
+
+    def average(self, params: Any, gradients: Any, scaler: LossScale) -> list[Tensor | None]:
+        """The mean over this rank and one that has no gradient where this one has, and ``theirs`` elsewhere."""
+        return [
+            scaler.scale_gradient(theirs, "float32") if theirs is not None else ours
+            for theirs, ours in zip(self._theirs, gradients, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("earlier", ["none", "of a pass", "plain", "user's"])
+@pytest.mark.parametrize("reached", [(0,), (1,), (0, 1)])
+def test_what_a_rank_had_is_added_to_what_other_ranks_have_found(
+    queue: cl.CommandQueue, earlier: str, reached: tuple[int, ...]
+) -> None:
+    params = [parameter(queue), parameter(queue)]
+    optimizer = SGD(params)
+    handle = amp.init(loss_scale=64.0)
+    if earlier == "of a pass":
+        scaled(handle, summed(*params), optimizer)
+    elif earlier == "plain":
+        summed(*params).backward()
+    for param in params if earlier == "user's" else ():
+        param.grad = to_device(queue, np.ones(2))
+    scaler, guard = handle.scalers[0], handle.guard(optimizer)
+    run = PassGradients([optimizer])
+    with gradient_marks.waiting_in(run):
+        scaled_node(summed(*[params[index] for index in reached]), scaler).backward()
+    theirs = [None if index in reached else to_device(queue, np.full(2, 7.0)) for index in range(2)]
+    run.average(Ranks(theirs), scaler)
+    run.unscale(scaler, [guard])
+    end_pass([guard], scaler)
+    before = 0.0 if earlier == "none" else 1.0
+    for index, param in enumerate(params):
+        np.testing.assert_array_equal(param.grad.to_host(), np.full(2, before + (1.0 if index in reached else 7.0)))
+
+
+# ---------------------------------------------------------------------------------------------- a pass that fails
+
+
+@pytest.mark.parametrize("fails", ["the verdict", "the check"])
+def test_an_inf_that_a_failed_call_has_met_skips_no_later_step(
+    queue: cl.CommandQueue, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    param = parameter(queue)
+    optimizer = SGD([param], lr=1.0)
+    handle = amp.init(loss_scale=1.0)
+
+    def fail(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        if fails == "the verdict":
+            patch.setattr(type(handle.scalers[0]), "update", fail)
+            with pytest.raises(ZeroDivisionError):
+                scaled(handle, summed(param), optimizer, bad=param)
+        else:
+            patch.setattr(DeviceState, "take_found", fail)
+            param.grad = to_device(queue, [np.inf, 1.0])
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+    param.grad = to_device(queue, [1.0, 1.0]) if fails == "the check" else None
+    if fails == "the verdict":
+        scaled(handle, summed(param), optimizer)
+    optimizer.step()
+    assert handle.last_step.stepped
