@@ -15,6 +15,10 @@ from clamp.compat.regions import ThreadRegion
 from clamp.compat.settings import require_switch, warn_if_nothing_is_gained
 from clamp.models import SAVE_DTYPES, as_list, require_convertible, save_as, to_16_bit
 from clamp.patching.patch import Registration
+from clamp.scaling.step_report import warn_user
+
+#: half the distance from 1 to the next number
+_ULP = {"float16": "1/2048", "bfloat16": "1/256"}
 
 __all__ = ["AmpScaler", "GradScaler", "auto_cast", "decorate"]
 
@@ -44,7 +48,8 @@ def decorate(
         optimizers: an optimizer built before, a list of them, or None. They keep the state that they have.
         level: ``"O0"``, ``"OD"`` and ``"O1"`` change nothing; ``"O2"``.
         dtype: ``"float16"`` or ``"bfloat16"``.
-        master_weight: None or True: masters; False: no precision is kept from one step to the next.
+        master_weight: None or True: masters; False: no precision is kept from one step to the next, and one warning
+            says that small updates are lost.
         save_dtype: dtype of what ``state_dict`` saves, float32 if not given. (numpy has no bfloat16: numbers rounded
             to it are saved as float32.)
         master_grad: gradients of 16-bit parameters come from backward in float32.
@@ -74,6 +79,12 @@ def decorate(
             require_convertible(model, dtype, excluded)
     if level != "O2" or dtype == "float32":
         return result
+    if master_weight is False:
+        warn_user(
+            f"amp.decorate(master_weight=False): after each step parameters are rounded to {dtype}, so that updates of "
+            f"less than about {_ULP[dtype]} of a parameter are lost, or are doubled. Leave master_weight out, and fp32 "
+            "masters keep them"
+        )
     session.ensure_patched()  # so that netcl's optimizers update the masters, without amp.init() too
     for model in model_list:
         for param in model.parameters():

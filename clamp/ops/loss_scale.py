@@ -127,6 +127,7 @@ class DeviceState:
         self._home: tuple[cl.CommandQueue, cl.Buffer] | None = None
         self._applied: weakref.ref[AppliedScale] | None = None
         self.seen = float(self._initial["scale"][0])  # the scale when it was last read or set
+        self.is_told_of = False  # whether a user has been told that gradients are multiplied by it
 
     def buffer(self, queue: cl.CommandQueue) -> cl.Buffer:
         """The state on the queue's device, made on the first call.

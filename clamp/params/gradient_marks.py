@@ -130,6 +130,26 @@ def noted_elsewhere(params: Iterable[Any]) -> list[Tensor]:
     return [grad for grad in grads if is_unscaled(grad) and FINITE not in _heard(grad)]
 
 
+def note_not_finite(grad: Tensor, skip: object) -> None:
+    """Notes on a gradient that it has made a step be skipped.
+
+    Args:
+        skip: stands for that step.
+    """
+    grad._not_finite = skip, writes.now
+
+
+def was_kept(leaf: Tensor, skip: object) -> bool:
+    """Whether a backward has added to a gradient of a leaf's that had made this step be skipped."""
+    return getattr(leaf, "_kept", None) is skip
+
+
+def _skipped_by(grad: Any) -> object:
+    """The step that a gradient made be skipped, as it is now."""
+    skip, since = getattr(grad, "_not_finite", (None, 0))
+    return None if skip is None or writes.since(grad.buffer, since) else skip
+
+
 def is_known_to(token: object, grad: Any) -> bool:
     """Whether there is no gradient, or an optimizer's next step will be skipped if there is an inf or nan in it."""
     if grad is None:
@@ -199,6 +219,11 @@ def is_anothers(tensor: Tensor) -> bool:
     return not here and any(thread.ident == by for thread in threading.enumerate())
 
 
+def is_in_pass() -> bool:
+    """Whether a scaled pass of this thread's has begun and not ended."""
+    return bool(_thread.waiting)
+
+
 def scale_in_backward() -> AppliedScale | None:
     """What the backward pass that runs in this thread multiplies by."""
     return _thread.scale
@@ -225,9 +250,12 @@ def deliver(run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScal
             leaf.grad = None
         run()
         earlier = {id(leaf): grad for leaf, grad in before}
+        for leaf, grad in before:
+            if (skip := _skipped_by(grad)) is not None:
+                leaf._kept = skip
         reached = _mark_all(leaves, earlier, mark)
         if _thread.waiting:
-            _thread.waiting[-1].ran(reached, earlier)
+            next(reversed(_thread.waiting.values())).ran(reached, earlier)
         for leaf, grad in aside:
             if leaf.grad is None:
                 leaf.grad = grad

@@ -32,6 +32,7 @@ from clamp.patching import custom
 from clamp.patching.meets import meets, replaces
 from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, writes, written
 from clamp.scaling.scaled_loss import SCALE_OP, is_scaled, require_graph, scaler_of
+from clamp.scaling.step_report import is_called_by_user, warn_user
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -202,8 +203,37 @@ def to_host(wrapped: Any, instance: Tensor, /) -> Any:
 
     A script that computes with what it reads, an accuracy say, would take the words for numbers.
     """
+    _warn_of_scaled(instance, "read")
     host = wrapped()
     return from_bf16_host(host) if instance.dtype == "bfloat16" and host.dtype == np.uint16 else host
+
+
+@meets("netcl.core.tensor.Tensor.to_host_async")
+def to_host_async(wrapped: Any, instance: Tensor, /) -> Any:
+    """A tensor's values on the host, when they have come."""
+    _warn_of_scaled(instance, "read")
+    return wrapped()
+
+
+@meets("netcl.core.transfer.write_tensor")
+def write_tensor(wrapped: Any, instance: None, /, tensor: Tensor, data: Any) -> None:
+    """Writes values of the host into a tensor, as ``Tensor.write`` does."""
+    _warn_of_scaled(tensor, "written")
+    wrapped(tensor, data)
+
+
+def _warn_of_scaled(tensor: Tensor, what: str) -> None:
+    """Says once for a loss scale that gradients are not the true ones yet, to a user who reads one to the host, or
+    writes it from there."""
+    scale = gradient_marks.scale_of(tensor)
+    if scale is None or not gradient_marks.is_in_pass():  # who scales by hand knows
+        return
+    if not scale.state.is_told_of and is_called_by_user():
+        scale.state.is_told_of = True
+        warn_user(
+            f"a gradient was {what} on the host while it is still multiplied by the loss scale, as its norm is, and as "
+            "bounds on it would have to be: do that after `with handle.scale_loss(...)`, before the step"
+        )
 
 
 @meets("netcl.core.tensor.Tensor.from_host")

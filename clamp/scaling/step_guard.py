@@ -29,7 +29,7 @@ from clamp.params import gradient_marks, masters, updates
 from clamp.params.masters import pairs
 from clamp.scaling.history import History
 from clamp.scaling.loss_scale import LossScale
-from clamp.scaling.step_report import HISTORY, NonFinite, StepReport, names_among, non_finite, warn_user
+from clamp.scaling.step_report import CLEAR, HISTORY, NonFinite, StepReport, names_among, non_finite, warn_user
 
 __all__ = ["StepGuard", "StepGuards", "StepReport", "steps_withheld"]
 
@@ -60,7 +60,8 @@ class StepGuard(bridge.Listed):
         self._guards = guards
         self._pending: dict[LossScale, float] = {}  # scalers with a pass since the last step, and their scales then
         self.token = object()  # stands in the marks of gradients for this guard, as long as what it heard counts
-        self._skips_at_floor = 0
+        self._skips_in_vain = 0  # in a row, of which no lower scale would have kept any
+        self._last_skip = object()
         self._absent: tuple[tuple[int, ...], tuple[str, ...]] = (), ()  # parameters without a gradient, their names
         self.last: StepReport | None = None
         # What was inf or nan and who had no gradient, at a step that is decided elsewhere.
@@ -124,8 +125,9 @@ class StepGuard(bridge.Listed):
             RESULTS.stepping(params)
         if overflowed or self._guards.found_in(self._unchecked(params)):
             index = overflowed[-1] if overflowed else len(states) - 1
-            self._skip(params, pending[index] if pending else None, states[index] if states else None)
+            bad = self._skip(params, pending[index] if pending else None, states[index] if states else None)
             self._forget()
+            self._guards.warn_of_kept(bad)
             return None
         absent = self._names_of_absent(params)
         moves = not params or any(not _is_idle(param) for param in params)
@@ -133,7 +135,7 @@ class StepGuard(bridge.Listed):
         with uninterrupted():
             result = updates.make(optimizer, found, partial(self._vouching, run))
             self._forget()
-            self._skips_at_floor = 0
+            self._skips_in_vain = 0
             scale = states[-1].scale if states else 1.0
             reason = "" if moves else "no parameter had a gradient"
             self._report(moves, reason, scale, scale_before=before, absent=absent)
@@ -159,21 +161,27 @@ class StepGuard(bridge.Listed):
         self._pending = {}
         self.token = object()
 
-    def _skip(self, params: Sequence[Tensor], scaler: LossScale | None, state: ScaleState | None) -> None:
+    def _skip(self, params: Sequence[Tensor], scaler: LossScale | None, state: ScaleState | None) -> NonFinite:
         before = 1.0 if scaler is None else self._pending[scaler]
-        bad = non_finite(params)
+        bad = self._non_finite(params)
         scale = 1.0 if state is None else state.scale
         reason = str(bad) or f"{_kind(state, self.mask)} in the gradients of a backward pass, which are gone"
         self._report_skip(reason, scale, before, bad, self._names_of_absent(params))
-        stuck = scaler is None or scale <= scaler.floor
-        self._skips_at_floor = self._skips_at_floor + 1 if stuck else 0
-        if self._skips_at_floor >= self._guards.max_skips_at_floor:
+        stuck = scaler is None or scale <= scaler.floor or bool(bad.kept)
+        self._skips_in_vain = self._skips_in_vain + 1 if stuck else 0
+        if self._skips_in_vain >= self._guards.max_skips_at_floor:
             self._give_up(scaler, scale, bad)
+        return bad
+
+    def _non_finite(self, params: Sequence[Tensor]) -> NonFinite:
+        """What is inf and nan in the gradients of a step that is to be skipped."""
+        last, self._last_skip = self._last_skip, object()
+        return non_finite(params, last, self._last_skip)
 
     def met_non_finite(self) -> None:
         """Notes what is inf and nan now, for ``decided_elsewhere``: a Trainer clears gradients before its step ends."""
         params = [param for param in self.optimizer.params if isinstance(param, Tensor)]
-        self.met = non_finite(params), self._names_of_absent(params)
+        self.met = self._non_finite(params), self._names_of_absent(params)
 
     def decided_elsewhere(self, before: float, scale: float, *, stepped: bool) -> None:
         """Another scaler than the handle's has let this optimizer step just now, or has not.
@@ -187,6 +195,7 @@ class StepGuard(bridge.Listed):
             return
         bad, absent = self.met or (NonFinite(0, 0, ()), ())
         self._report_skip(str(bad) or "inf or nan in the gradients, which are gone", scale, before, bad, absent)
+        self._guards.warn_of_kept(bad)
 
     def decided_by(self, report: StepReport, *, stepped: bool) -> None:
         """A scaler that keeps a history of its own has let this optimizer step just now, or has not.
@@ -218,7 +227,9 @@ class StepGuard(bridge.Listed):
         return self._absent[1]
 
     def _give_up(self, scaler: LossScale | None, scale: float, bad: NonFinite) -> None:
-        if scaler is None or not scaler.scales or scaler.is_dynamic:
+        if bad.kept:
+            floor, why = "", f"gradients were not finite before this pass: {CLEAR}"
+        elif scaler is None or not scaler.scales or scaler.is_dynamic:
             floor = f" with the loss scale at its floor ({scale:g})" if scaler is not None and scaler.scales else ""
             why = "the gradients are not finite at any scale, so the model itself computes inf or nan"
         else:
@@ -228,7 +239,7 @@ class StepGuard(bridge.Listed):
                 'smaller loss_scale, or loss_scale="dynamic", which finds the scale by itself'
             )
         raise FloatingPointError(
-            f"{self._skips_at_floor} steps in a row were skipped{floor}: {why}. Non-finite gradients: "
+            f"{self._skips_in_vain} steps in a row were skipped{floor}: {why}. Non-finite gradients: "
             f"{', '.join(bad.names) or 'none any more'}. handle.explain(step), or graph.explain(x), runs a step once "
             "more and names the op where they began."
         )
@@ -298,6 +309,7 @@ class StepGuards(bridge.Listed):
         self._reports: deque[StepReport] = deque(maxlen=HISTORY)
         self.history = History(self._reports)
         self.steps = self.skips = 0
+        self._told_of_kept = False
         self.tells = True  # whether observers hear of the steps: not where another's guards tell of them
         self.require_scaled = False  # whether steps are refused whose gradients came by no scaled backward pass
 
@@ -381,6 +393,12 @@ class StepGuards(bridge.Listed):
         index = len(self._reports) - 1 - (self.steps - step)
         if index >= 0 and self._reports[index].scale != scale:
             self._reports[index] = replace(self._reports[index], scale=scale)
+
+    def warn_of_kept(self, bad: NonFinite) -> None:
+        """Says once that gradients of a step that was skipped were kept."""
+        if bad.kept and not self._told_of_kept:
+            self._told_of_kept = True
+            warn_user(f"step {self.steps} was skipped: {bad}")
 
     def found_in(self, grads: Iterable[Tensor]) -> bool:
         """Whether any of these gradients has an inf or nan; one launch and one read a queue."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Sequence
@@ -12,8 +13,11 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.ops.multi_tensor import count_non_finite
+from clamp.params import gradient_marks
 
 _OURS = str(Path(__file__).parents[1])
+_NETCLS = str(Path(inspect.getfile(Tensor)).parent)  # where tensors' methods call each other
+_BETWEEN = (str(Path(__file__).parents[1] / "patching"), _NETCLS)
 
 HISTORY = 1000  # reports that are kept
 _NAMED = 3  # parameters that a reason names
@@ -48,27 +52,44 @@ class StepReport:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """What is inf and nan in some gradients."""
+    """What is inf and nan in some gradients.
+
+    Attributes:
+        infs, nans: how many elements.
+        names: of the parameters.
+        kept: of those whose gradients made the step before be skipped, and were never cleared.
+    """
 
     infs: int
     nans: int
     names: tuple[str, ...]
+    kept: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         kinds = [f"{kind} in {count} element{'s' * (count > 1)}" for kind, count in self._counts if count]
         if not kinds:
             return ""
-        more = len(self.names) - _NAMED
-        named = ", ".join(self.names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
-        return f"{' and '.join(kinds)} of the gradients of {named}"
+        were = f"; those of {_list(self.kept)} were not finite before this pass: {CLEAR}" if self.kept else ""
+        return f"{' and '.join(kinds)} of the gradients of {_list(self.names)}{were}"
 
     @property
     def _counts(self) -> tuple[tuple[str, int], ...]:
         return ("inf", self.infs), ("nan", self.nans)
 
 
-def non_finite(params: Sequence[Tensor]) -> NonFinite:
-    """Counts the inf and nan elements of the parameters' gradients on the device, and waits for it."""
+CLEAR = "call zero_grad() after a step that was skipped, too, or every backward adds to them"
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+def non_finite(params: Sequence[Tensor], last: object, this: object) -> NonFinite:
+    """Counts the inf and nan elements of the parameters' gradients on the device, and waits for it.
+
+    Args:
+        last, this: stand for the step of theirs that was skipped last, and for the one that is to be skipped now.
+    """
     by_queue: dict[Any, list[Tensor]] = {}
     for param in params:
         grad = param.grad
@@ -80,7 +101,10 @@ def non_finite(params: Sequence[Tensor]) -> NonFinite:
             infs, nans = infs + inf, nans + nan
             if inf or nan:
                 bad.append(param)
-    return NonFinite(infs, nans, tuple(names_among(params, bad)))
+    kept = [param for param in bad if gradient_marks.was_kept(bridge.model_parameter(param), last)]
+    for param in bad:
+        gradient_marks.note_not_finite(param.grad, this)
+    return NonFinite(infs, nans, tuple(names_among(params, bad)), tuple(names_among(params, kept)))
 
 
 def names_among(params: Sequence[Tensor], chosen: Sequence[Tensor]) -> list[str]:
@@ -91,9 +115,17 @@ def names_among(params: Sequence[Tensor], chosen: Sequence[Tensor]) -> list[str]
     return [name for param, name in zip(params, bridge.parameter_names(params), strict=True) if id(param) in ids]
 
 
+def is_called_by_user() -> bool:
+    """Whether the call of netcl's that clamp's wrapper stands over was not made by clamp itself."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    return not frame.f_code.co_filename.startswith(_OURS)
+
+
 def warn_user(message: str) -> None:
     """A UserWarning that shows the line of the script that called clamp."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, _NETCLS)):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, UserWarning, stacklevel=level)

@@ -70,6 +70,7 @@ def test_a_second_step_on_gradients_that_overflowed_is_skipped_too(model: Any, b
 
 
 @pytest.mark.usefixtures("before")
+@pytest.mark.filterwarnings("ignore:step . was skipped:UserWarning")
 def test_what_overflowed_and_was_not_cleared_skips_the_step_after_the_next_pass(
     model: Any, bad: Data, good: Data
 ) -> None:

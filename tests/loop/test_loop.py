@@ -14,6 +14,9 @@ from tests.loop.rules import Basics
 from tests.loop.run_rules import WholeRun
 from tests.loop.scaler_rules import WithScalers
 
+# A loop that does not clear gradients after a skipped step is told so.
+pytestmark = pytest.mark.filterwarnings("ignore:step .* was skipped:UserWarning")
+
 
 class Loops(Basics, WithScalers, WholeRun):
     """All rules."""

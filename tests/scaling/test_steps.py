@@ -181,6 +181,7 @@ def test_a_static_scale_that_is_too_large_is_called_so(training: Training) -> No
 # ---------------------------------------------------------------------------------------------- reports
 
 
+@pytest.mark.filterwarnings("ignore:a gradient was:UserWarning")
 def test_a_report_has_numbers_names_and_scales(training: Training) -> None:
     handle = amp.init()
     assert handle.last_step is None

@@ -51,6 +51,7 @@ def test_gradients_that_overflowed_stay_unfit_for_the_next_step_too(task: Task, 
     assert task.moved == 0
 
 
+@pytest.mark.filterwarnings("ignore:step . was skipped:UserWarning")
 def test_a_pass_that_adds_to_an_overflow_does_not_hide_it(task: Task, handle: amp.AmpHandle) -> None:
     task.backward(handle, TOO_LARGE)
     task.optimizer.step()
