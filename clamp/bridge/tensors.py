@@ -143,6 +143,44 @@ def _same(tensor: Tensor, buffer: Any, handle: Any) -> Tensor:
     )
 
 
+class PoolPeak:
+    """The most bytes that tensors have held of netcl's pools at a time. Counting begins with the first question."""
+
+    def __init__(self) -> None:
+        self._counts = False
+        self._sizes: dict[int, int] = {}  # by the id of a handle
+        self._held = self._peak = 0
+
+    def __call__(self, reset: bool) -> int:
+        """The most since the last reset. Before the first question nobody counted: all that pools have taken."""
+        if not self._counts:
+            self._count()
+        peak = self._peak
+        if reset:
+            self._peak = self._held
+        return peak
+
+    def _count(self) -> None:
+        pools, kind = memory._PERSISTENT_POOLS.values(), memory.PersistentBufferPool
+        self._peak = sum(pool.stats.bytes_allocated for pool in pools)
+        self._held = self._peak - sum(pool.stats.bytes_cached for pool in pools)
+        allocate, release = kind.allocate, kind.release
+
+        def counted(pool: Any, nbytes: int, flags: int | None = None) -> Any:
+            handle = allocate(pool, nbytes, flags)
+            self._sizes[id(handle)] = nbytes
+            self._held += nbytes
+            self._peak = max(self._peak, self._held)
+            return handle
+
+        def released(pool: Any, handle: Any) -> None:
+            self._held -= self._sizes.pop(id(handle), handle.bucket_size)
+            release(pool, handle)
+
+        kind.allocate, kind.release = counted, released
+        self._counts = True
+
+
 def view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """The same buffer under another shape of as many elements.
 

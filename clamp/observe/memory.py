@@ -12,6 +12,31 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.params.weight_cache import weights
 
+_pool_peak = bridge.PoolPeak()
+
+
+def max_memory(reset: bool = False) -> int:
+    """The most bytes of device memory that tensors have held at a time, as ``torch.cuda.max_memory_allocated``.
+
+    Of all devices and queues together, from netcl's memory pools. What netcl allocates outside of them does not count:
+    parameters, and inputs that come from the host. Call it with ``reset=True`` before what is to be measured: what is
+    held is counted from the first call on, at a little for each tensor; the first call itself returns all that the
+    pools have taken so far.
+
+    Args:
+        reset: begin anew, from what is held now: ``torch.cuda.reset_peak_memory_stats``.
+
+    Returns:
+        The most since the last reset.
+
+    Example::
+
+        amp.max_memory(reset=True)
+        train_step()
+        print(f"{amp.max_memory() / 2**20:.1f} MiB")
+    """
+    return _pool_peak(reset)
+
 
 class MemoryMeter:
     """Counts the bytes of the tensors made since the ``with`` began: live now, and at the peak.

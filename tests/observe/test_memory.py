@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+
 import pyopencl as cl
+import pytest
 from netcl import autograd as ag
+from netcl.core import memory
 from netcl.optim import SGD
 
-from clamp import amp
+from clamp import amp, bridge
 from clamp.bridge import Tensor
 from clamp.debugging import MemoryMeter
+from clamp.observe import memory as observed
 from tests.networks import batch, loss_of, mlp, step
 from tests.reference import to_device
 
@@ -42,6 +48,55 @@ def test_the_meter_counts_a_buffer_once(queue: cl.CommandQueue) -> None:
         assert meter.live == 0
         assert meter.peak == 16
     assert Tensor.__init__ is meter._original
+
+
+@pytest.fixture
+def max_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """As in a process in which nobody has asked."""
+    for name in ("allocate", "release"):
+        monkeypatch.setattr(memory.PersistentBufferPool, name, getattr(memory.PersistentBufferPool, name))
+    monkeypatch.setattr(observed, "_pool_peak", bridge.PoolPeak())
+    return amp.max_memory
+
+
+def test_the_most_memory_is_what_was_held_at_a_time_since_the_reset(
+    queue: cl.CommandQueue, max_memory: Callable[..., int]
+) -> None:
+    mib = 1 << 20
+
+    def tensors(count: int) -> list[Tensor]:
+        return [bridge.empty(queue, (mib // 4,), "float32") for _ in range(count)]
+
+    with amp.init():
+        first = tensors(3)
+        assert max_memory(reset=True) >= 3 * mib  # what was taken before anybody asked
+        start = max_memory()
+        assert start >= 3 * mib
+        del first
+        assert max_memory(reset=True) == start
+        start = max_memory()
+        held = tensors(2)
+        del held
+        gc.collect()
+        assert max_memory() - start == 2 * mib
+        held = tensors(1)
+        assert max_memory() - start == 2 * mib, "less is held than before"
+        assert max_memory(reset=True) - start == 2 * mib
+        assert max_memory() - start == mib
+        del held
+
+
+def test_a_forward_in_16_bits_holds_less(queue: cl.CommandQueue, max_memory: Callable[..., int]) -> None:
+    def most(dtype: str) -> int:
+        model, data = mlp(queue, *[256] * 6), batch(queue, 2048, 256, 256)
+        with amp.init(dtype=dtype), ag.Tape():
+            gc.collect()
+            max_memory(reset=True)
+            before = max_memory()
+            loss_of(model, data)
+            return max_memory() - before
+
+    assert 0 < most("float16") < 0.7 * most("float32")
 
 
 def test_training_leaves_memory_flat(queue: cl.CommandQueue) -> None:
