@@ -72,28 +72,16 @@
 typedef __global float *floats;
 
 #define ROUND_UP(n, m) (((n) + (m) - 1) / (m) * (m))
-#define ZIP8(x, y) (x).s0, (y).s0, (x).s1, (y).s1, (x).s2, (y).s2, (x).s3, (y).s3, \
-                   (x).s4, (y).s4, (x).s5, (y).s5, (x).s6, (y).s6, (x).s7, (y).s7
-#define ZIP_ROWS(i)                                      \
-    to[2 * i] = (float16)(ZIP8(from[i].lo, from[i + 8].lo));  \
-    to[2 * i + 1] = (float16)(ZIP8(from[i].hi, from[i + 8].hi));
-
-// One of four perfect shuffles that together transpose 16 x 16 elements.
-static inline void shuffle16(const float16 *from, float16 *to) {
-    ZIP_ROWS(0) ZIP_ROWS(1) ZIP_ROWS(2) ZIP_ROWS(3) ZIP_ROWS(4) ZIP_ROWS(5) ZIP_ROWS(6) ZIP_ROWS(7)
-}
+#include "transpose_16.clh"
 
 // to[column][row] = from[row][column]; rows and columns are multiples of 16.
 APART void transpose(floats from, size_t from_pitch, floats to, size_t to_pitch, size_t rows, size_t columns) {
     for (size_t column = 0; column < columns; column += 16)
         for (size_t row = 0; row < rows; row += 16) {
-            float16 m[16], other[16];
+            float16 m[16];
 #pragma unroll
             for (int i = 0; i < 16; i++) m[i] = LOAD_ANY(float16, from + (row + i) * from_pitch + column);
-            ONE_BY_ONE for (int twice = 0; twice < 2; twice++) {
-                shuffle16(m, other);
-                shuffle16(other, m);
-            }
+            transpose_16(m);
 #pragma unroll
             for (int i = 0; i < 16; i++) STORE_ANY(float16, m[i], to + (column + i) * to_pitch + row);
         }

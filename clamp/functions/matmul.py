@@ -110,9 +110,9 @@ def _times(a: Tensor, w: Operand, *, transpose: bool = False, **epilogue: Any) -
     if w.weight is None or len(w.shape) != 2 or not is_packed(a, value, transpose_b=transpose):
         return gemm(a, value, transpose_b=transpose, **epilogue)
     kind = ("panels", transpose, value.dtype, a.dtype, rows)
-    packed = weights.get_reused(
-        w.weight, kind, lambda _: pack_b(value, transpose=transpose, a_dtype=a.dtype, rows=rows)
-    )
+    if not weights.asked_before(w.weight, kind):  # an engine may pack what it reads better than a launch of its own
+        return gemm(a, value, transpose_b=transpose, **epilogue)
+    packed = weights.get(w.weight, kind, lambda _: pack_b(value, transpose=transpose, a_dtype=a.dtype, rows=rows))
     return gemm(a, packed, **epilogue)
 
 

@@ -81,11 +81,17 @@ class WeightCache:
         For what is large and pays off only if it is used again, such as the packed panels of a weight in a loop.
         """
         with self._lock:
-            asked = ("asked", kind)
-            if self.get(tensor, asked, lambda _: [0])[0]:
+            if self.asked_before(tensor, kind):
                 return self.get(tensor, kind, make)
-            self._entries[id(tensor)].values[asked][0] = 1
         return make(tensor)
+
+    def asked_before(self, tensor: Tensor, kind: Hashable) -> bool:
+        """Whether this has been asked of ``tensor`` and the kind before, so that keeping the value pays off."""
+        with self._lock:
+            values = self._entry(tensor).values
+            before = ("asked", kind) in values
+            values["asked", kind] = True
+            return before
 
     def _entry(self, tensor: Tensor) -> _Entry:
         entry = self._entries.get(id(tensor))

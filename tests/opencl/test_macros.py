@@ -49,6 +49,8 @@ distances.cl ALL_PAIRS GATHER TILE=4 WIDE=4 X_T=f32 Y_T=f32 D_T=f32 S_T=f32 DX_T
 distances.cl TRIPLET CONTRASTIVE PARTNERS WG=1 X_T=f32 Y_T=f32 Z_T=f32 G_T=f32 DX_T=f32 LABEL_T=i32
 elementwise.cl OP=op_add ARITY=2 PARAMETERS=0 X0_T=f32 X0_STEP=1 X1_T=f32 X1_STEP=1 Y_T=f32 STRIDED=0
 elementwise.cl OP=op_add ARITY=2 PARAMETERS=0 X0_T=f32 X1_T=f32 Y_T=f32 STRIDED=1 INDEX=uint
+gemm_amx.cl PACK IN_T=f16 SRC_T=f32 PARTS=2 DOT_F16=0 EMULATE=1
+gemm_amx.cl GEMM PARTS=2 DOT_F16=0 EMULATE=1 KC=32 SUM_STEPS=32 BLOCK_A=8
 gemm_direct.cl MR=6 NR=16 KC=256 ROWS=48 COLUMNS=64 SRC_T=f32
 gemm_dot_bf16.cl KC=256 OUT_T=f32 BIAS_T=f32
 gemm_mma.cl EMULATE TILE_M=32 TILE_N=64 TILE_K=32 STAGES=3 WARPS_M=1 WARPS_N=2 IN_T=f16 OUT_T=f32 BIAS_T=f32 \
@@ -116,6 +118,8 @@ conv_winograd.cl PIECES=3
 depthwise_forward.cl STRIDE=3
 elementwise.cl ARITY=4
 elementwise.cl PARAMETERS=3
+gemm_amx.cl PARTS=3
+gemm_amx.cl DOT_F16=2
 gemm_direct.cl MR=8
 gemm_direct.cl NR=48
 gemm_direct.cl ROWS=20

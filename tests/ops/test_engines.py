@@ -121,7 +121,7 @@ def test_convolutions(changes: dict[str, Any], dtypes: tuple[str, str, str], on_
 def test_an_engine_that_is_named_must_fit() -> None:
     with pytest.raises(
         ValueError,
-        match="gemm: no engine is called 'nonesuch'; there are direct, dot_bf16, packed, wgmma, mma, mma_k8, ",
+        match="gemm: no engine is called 'nonesuch'; there are amx, direct, dot_bf16, packed, wgmma, mma, mma_k8, ",
     ):
         gemm.choose(Product(F16, F16, 3, 4, FAST_DOT), "nonesuch")
     with pytest.raises(ValueError, match=r"gemm: the engine dot_bf16 does not.*on a processor whose dot product"):

@@ -18,6 +18,7 @@ from clamp.ops.gemm.register_tile import tile_of
 NAME = "direct"
 TAKES = "operands of one storage type"
 IN_WORDS = "one launch that packs what it reads"
+PACKS = False
 
 _GEMM = Kernel("gemm_direct.cl", "gemm")
 _KC = 256  # steps packed at a time, as in packed.py: sums are the same, bit for bit

@@ -10,7 +10,7 @@ import pyopencl as cl
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops import engine
-from clamp.ops.gemm import direct, dot_bf16, dpas, mma, packed, tiled, wgmma, wmma
+from clamp.ops.gemm import amx, direct, dot_bf16, dpas, mma, packed, tiled, wgmma, wmma
 from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.problem import Epilogue, Operand, Problem
 from clamp.ops.proved import names_of_proved
@@ -28,7 +28,11 @@ class Engine(engine.Engine[Problem], Protocol):
 
 @runtime_checkable
 class Binds(Protocol):
-    """What an engine has as well that computes in one launch and reads both operands where they lie."""
+    """What an engine has as well that takes both operands as they lie, and may round them as it reads."""
+
+    @property
+    def PACKS(self) -> bool:
+        """Whether `pack` copies op(B) nevertheless, so that it pays to do that once for several products."""
 
     def bind(
         self, a: Operand, b: Operand, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
@@ -47,7 +51,7 @@ class Binds(Protocol):
 
 #: the first that fits and pays runs
 ENGINES: tuple[Engine, ...] = (
-    direct, dot_bf16, packed, wgmma.WGMMA, mma.MMA, mma.MMA_K8, wmma.RDNA3, wmma.RDNA4, dpas.DPAS_8, dpas.DPAS_16,
+    amx, direct, dot_bf16, packed, wgmma.WGMMA, mma.MMA, mma.MMA_K8, wmma.RDNA3, wmma.RDNA4, dpas.DPAS_8, dpas.DPAS_16,
     tiled,
 )  # fmt: skip
 

@@ -106,20 +106,24 @@ def _product(
         return c
     if left.batch and not right.batch and not transpose_a:
         left = left.as_one_matrix()
-    packed = b if isinstance(b, PackedB) else _packed(_in_place(right), a.dtype, left.rows, engine, reads)
-    if reads is None and a.dtype != packed.problem.a_dtype:
-        choose(replace(packed.problem, a_dtype=a.dtype), packed.engine.NAME)
     epilogue = Epilogue(out_dtype, bias, relu)
-    if key is not None and isinstance(packed.engine, Binds):
-        launch = packed.engine.bind(left, _in_place(packed.matrix), c, epilogue, reads, b_copy is not None)
+    if isinstance(b, PackedB):
+        if a.dtype != b.problem.a_dtype:
+            choose(replace(b.problem, a_dtype=a.dtype), b.engine.NAME)
+        b.engine.run(left, b.matrix, c, epilogue)
+        return c
+    right = _in_place(right)
+    chosen = choose(_problem(right, a.dtype, left.rows, reads), engine)
+    if key is not None and isinstance(chosen, Binds):
+        launch = chosen.bind(left, right, c, epilogue, reads, b_copy is not None)
         _bound.keep(key, (c.shape, launch))
         launch(a, right.tensor, c, epilogue.bias_or(c), c if b_copy is None else b_copy)
         if b_copy is not None:
             tell(right.tensor, b_copy)
     elif reads is not None:
-        raise ValueError(f"gemm: the engine {packed.engine.NAME} reads what lies there: cast a and b to {reads} first")
+        raise ValueError(f"gemm: the engine {chosen.NAME} reads what lies there: cast a and b to {reads} first")
     else:
-        packed.engine.run(left, packed.matrix, c, epilogue)
+        chosen.run(left, chosen.pack(right), c, epilogue)
     return c
 
 
@@ -148,7 +152,8 @@ def is_packed(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> bool:
     if known is None:
         right = _matrix("pack_b", "b", b, transpose_b, operand_b)
         problem = problem_on(b.queue, a.dtype, b.dtype, right.k, right.rows, prod(a.shape[:-1]))
-        known = not isinstance(choose(problem), Binds)
+        chosen = choose(problem)
+        known = not isinstance(chosen, Binds) or chosen.PACKS
         _are_packed.keep(key, known)
     return known
 

@@ -1,0 +1,195 @@
+"""The GEMM of 16-bit matrices on the matrix unit of x86 processors, AMX (kernels/gemm_amx.cl).
+
+bfloat16 is multiplied as it is, and so is float16 where the unit can (AMX-FP16); elsewhere a float16 is two bfloat16,
+exactly, and four products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import STORAGE, Tensor
+from clamp.opencl.device import Capabilities, capabilities
+from clamp.opencl.program import Kernel, Prepared
+from clamp.ops.gemm.panels import Panels
+from clamp.ops.gemm.problem import Epilogue, Operand, Problem
+
+NAME = "amx"
+TAKES = "float16 by float16 or bfloat16 by bfloat16, on an x86 processor whose matrix unit (AMX) computes right"
+IN_WORDS = "the processor's matrix unit"
+PACKS = True
+
+_PACK, _GEMM = Kernel("gemm_amx.cl", "pack"), Kernel("gemm_amx.cl", "gemm")
+_SIDE, _K_STEP, _PART_BYTES = 32, 32, 2048  # as in amx.clh
+_PAIRS = _K_STEP // 2  # of k in a step: `Panels` counts pairs
+_SUM_STEPS = 32
+_BLOCK_A, _BLOCK_B = 8, 16  # panels of a work-item's block: what they need fits a second-level cache
+_BLOCKS_PER_CORE = 4
+_SMALL = 2**18  # multiply-adds below which a launch is what counts, and odd edges
+
+#: products by packed operands, by all that they depend on besides the content of their operands
+_products = Prepared(256)
+_STREAMED = 2**20  # bytes of a float32 result that is written past the caches
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How the matrix unit multiplies a type: in how many parts, and KC of the kernel."""
+
+    dtype: str
+    parts: int
+    kc: int
+    emulate: bool = False
+
+    @property
+    def macros(self) -> dict[str, Any]:
+        is_half = self.dtype == "float16" and self.parts == 1
+        return {"PARTS": self.parts, "DOT_F16": int(is_half), "EMULATE": int(self.emulate)}
+
+    @property
+    def step_bytes(self) -> int:
+        return _PART_BYTES * self.parts
+
+
+def unit_of(device: Capabilities, dtype: str, *, emulate: bool = False) -> Unit:
+    """How a device multiplies a type. A part of B that is used between two visits fits a first-level cache if it is in
+    one part; of two it is used four times as often."""
+    if dtype == "float16" and not device.amx_fp16:
+        return Unit(dtype, 2, _SUM_STEPS, emulate)
+    return Unit(dtype, 1, 8, emulate)
+
+
+def fits(problem: Problem) -> bool:
+    """Whether both operands are of a 16-bit type that the device's matrix unit multiplies."""
+    if problem.a_dtype != problem.b_dtype or problem.a_dtype not in bridge.HALF_DTYPES:
+        return False
+    return bool(problem.device.amx or (problem.a_dtype == "float16" and problem.device.amx_fp16))
+
+
+def pays(problem: Problem) -> bool:
+    """Whether there is enough to multiply."""
+    return problem.rows is None or problem.rows * problem.columns * problem.k >= _SMALL
+
+
+def pack(b: Operand) -> Panels:
+    """op(B) in panels."""
+    return packed(b, unit_of(capabilities(b.tensor.queue), b.tensor.dtype))
+
+
+def run(a: Operand, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
+    """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
+    bias_dtype = None if epilogue.bias is None else epilogue.bias.dtype
+    key = (
+        c.context.int_ptr, a.tensor.dtype, a.batch, a.rows, a.k, a.stride_k, b.batch, b.rows, tuple(c.shape),
+        epilogue.out_dtype, bias_dtype, epilogue.relu,
+    )  # fmt: skip
+    product = _products.known.get(key)
+    if product is None:
+        product = Product(a, b, c, epilogue, unit_of(capabilities(c.queue), a.tensor.dtype))
+        _products.keep(key, product)
+    product(a.tensor, b.tensor, c, epilogue.bias_or(c), c)
+
+
+def bind(
+    a: Operand, b: Operand, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
+) -> Callable[..., None]:
+    """`run` for operands that lie as these do; see `clamp.ops.gemm.engines.Binds`."""
+    return Product(a, b, c, epilogue, unit_of(capabilities(c.queue), reads or a.tensor.dtype), copies)
+
+
+def copies(b: Operand) -> bool:
+    """Whether a product can write what it rounds op(B) to: dense, with neighbouring columns together."""
+    return not b.batch and b.stride_row == 1
+
+
+class Product:
+    """Products whose operands lie as these do: one launch, and one for each operand that must be packed before.
+
+    Args:
+        b: packed, or as it lies.
+        copies: whether what b, float32, is rounded to is written to its copy.
+    """
+
+    def __init__(
+        self, a: Operand, b: Operand | Panels, c: Tensor, epilogue: Epilogue, unit: Unit, copies: bool = False
+    ) -> None:
+        panels_a, panels_b, steps = -(-a.rows // _SIDE), -(-b.rows // _SIDE), max(-(-a.k // _K_STEP), 1)
+        panel_bytes = steps * unit.step_bytes
+        self._pack_b = None if isinstance(b, Panels) else _Packing(b, unit, copies, is_b=True)
+        if _lies_as_panels(a, unit):
+            self._pack_a = None
+            lines = 2 * a.stride_row, 2 * _K_STEP, 2 * _SIDE * a.stride_row, 2 * a.stride_batch
+        else:
+            self._pack_a = _Packing(a, unit)
+            lines = 2 * _K_STEP, unit.step_bytes, panel_bytes, panels_a * panel_bytes if a.batch else 0
+        batches = c.size // (a.rows * b.rows)
+        # All panels of A by one of B, if all of k is one visit.
+        most_a = _BLOCK_A // unit.parts if steps > unit.kc else panels_a
+        block_a, block_b = _blocks(panels_a, panels_b, batches, capabilities(c.queue).compute_units, most_a)
+        streamed = epilogue.out_dtype == "float32" and bridge.nbytes(c) >= _STREAMED and not any(epilogue.flags)
+        grid = -(-panels_a // block_a), -(-panels_b // block_b), batches
+        self._gemm = _GEMM.bind(
+            c.queue, grid, (1, 1, 1), ..., ..., ..., ..., a.rows, b.rows, a.k, *lines,
+            panels_b * panel_bytes if b.batch else 0, block_a, block_b, streamed, *epilogue.types, *epilogue.flags,
+            GEMM=1, KC=unit.kc, SUM_STEPS=_SUM_STEPS, BLOCK_A=_BLOCK_A, **unit.macros,
+        )  # fmt: skip
+
+    def __call__(self, a: Tensor, b: Tensor, c: Tensor, bias: Tensor, copy: Tensor) -> None:
+        if self._pack_a is not None:
+            a = self._pack_a(a, c)
+        if self._pack_b is not None:
+            b = self._pack_b(b, copy)
+        self._gemm(c.queue, a.buffer, b.buffer, c.buffer, bias.buffer)
+
+
+class _Packing:
+    """Copies operands that lie as this one does into panels."""
+
+    def __init__(self, x: Operand, unit: Unit, copies: bool = False, *, is_b: bool = False) -> None:
+        queue = x.tensor.queue
+        panels, steps, batches = -(-x.rows // _SIDE), max(-(-x.k // _K_STEP), 1), prod(x.batch)
+        self._shape = (batches * panels * steps * unit.step_bytes // 4,)
+        enough = -(-8 * capabilities(queue).compute_units // batches)
+        # Along the lines of memory: these are rows' k, or all rows of a step.
+        by_steps = 1 if x.stride_k == 1 else min(steps, enough)
+        by_panels = min(panels, -(-enough // by_steps))
+        by_steps = min(steps, -(-enough // by_panels))
+        self._launch = _PACK.bind(
+            queue, (by_panels, by_steps, batches), (1, 1, 1), ..., ..., ..., x.rows, x.k, x.stride_row, x.stride_k,
+            x.stride_batch, is_b, copies, PACK=1, IN_T=STORAGE[unit.dtype], SRC_T=STORAGE[x.tensor.dtype],
+            **unit.macros,
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor, copy: Tensor) -> Tensor:
+        panels = bridge.empty(x.queue, self._shape, "float32")
+        self._launch(x.queue, x.buffer, panels.buffer, copy.buffer)
+        return panels
+
+
+def packed(b: Operand, unit: Unit) -> Panels:
+    """op(B) in panels."""
+    panels = _Packing(b, unit, is_b=True)(b.tensor, b.tensor)
+    return Panels(panels, b.batch, b.rows, b.k, max(-(-b.k // _K_STEP), 1) * _PAIRS, _SIDE)
+
+
+def _lies_as_panels(a: Operand, unit: Unit) -> bool:
+    """Whether tiles of op(A) can be read where they are: whole ones, rows of k together, in one part."""
+    as_it_is = a.tensor.dtype == unit.dtype and unit.parts == 1
+    return as_it_is and a.stride_k == 1 and a.rows % _SIDE == 0 and a.k % _K_STEP == 0 and a.k > 0
+
+
+def _blocks(panels_a: int, panels_b: int, batches: int, cores: int, most_a: int) -> tuple[int, int]:
+    """Panels of A and of B of a work-item's block: so few that every core has some blocks."""
+    block_a, block_b = min(most_a, panels_a), min(_BLOCK_B, panels_b)
+    while True:
+        blocks = -(-panels_a // block_a) * -(-panels_b // block_b) * batches
+        if blocks >= _BLOCKS_PER_CORE * cores or block_a * block_b == 1:
+            return block_a, block_b
+        if block_b > 1 and block_b >= block_a:
+            block_b = -(-block_b // 2)
+        else:
+            block_a = -(-block_a // 2)

@@ -1,0 +1,116 @@
+// gemm_amx.cl: C = epilogue(op(A) op(B)) of 16-bit matrices on the matrix unit of x86 processors (amx.clh).
+//
+//      a panel of A    [step][PARTS][32 rows][16 pairs of k]    bfloat16, or float16 where DOT_F16; a float16 in two parts
+//      a panel of B    [step][PARTS][16 pairs of k][32 columns] otherwise. A step has 32 k; what lies beyond is zero.
+//
+// A work-item multiplies a block of panels of A by a block of panels of B, KC steps at a time: so much of B stays in a
+// first-level cache for all of its panels of A. Sums rest in private memory between two visits.
+//
+// Sums are added up in blocks of SUM_STEPS steps, so that rounding grows with them and not with K.
+//
+//   PACK, or GEMM   which kernel
+//   PARTS, DOT_F16, EMULATE   as in amx.clh
+//   IN_T, SRC_T   of pack: what is multiplied, f16 or bf16; storage type of the matrix: IN_T, or f32, rounded to IN_T
+//   KC        steps between two visits to a tile of sums
+//   SUM_STEPS   steps of a block of sums: a multiple of KC; KC where PARTS is 2
+//   BLOCK_A   the most panels of A of a work-item that visits a tile more than once
+
+#include "amx.clh"
+
+#ifdef PACK
+#define PANEL_SPACE __global
+#include "amx_pack.clh"
+
+// Work-item (share of the panels, share of the steps, batch). Of B, `is_b`, rows are columns. What f32 is rounded to goes
+// to `copy` as well, if it `copies`.
+__kernel ONE_WORK_ITEM WIDE_VECTORS void pack(matrix src, __global uint *panels, matrix_copy copy,
+                                              const ulong rows, const ulong K, const ulong stride_row,
+                                              const ulong stride_k, const ulong stride_batch, const int is_b,
+                                              const int copies) {
+    const size_t steps = max((K + K_STEP - 1) / K_STEP, (ulong)1), all = (rows + SIDE - 1) / SIDE;
+    const size_t words = STEP_BYTES / sizeof(uint), first = SHARE(0, 0, all), count = SHARE(0, 1, all) - first;
+    panels += (get_global_id(2) * all + first) * steps * words;
+    for (size_t t = SHARE(1, 0, steps); t < SHARE(1, 1, steps); t++)
+        pack_step(src + get_global_id(2) * stride_batch, panels + t * words, count, steps * words, first * SIDE, t,
+                  rows, K, stride_row, stride_k, is_b, copy, copies);
+}
+#endif
+
+#ifdef GEMM
+#define RESTING (KC == SUM_STEPS ? 1 : BLOCK_A) // tiles of sums that one visit leaves for the next
+#if SUM_STEPS % KC || (PARTS == 2 && SUM_STEPS != KC)
+#error "SUM_STEPS must be a multiple of KC, and KC where PARTS is 2"
+#endif
+#define MR SIDE
+#define NR SIDE
+#include "store_tile.clh"
+
+#if PARTS == 2
+// What numbers that are not finite make of a sum, their upper parts tell; lower ones are NaN. A sum of finite halves is
+// finite.
+APART void mend_sums(lines_a a, ulong a_row, ulong a_step, lines_b b, float *sums, ulong steps) {
+    int16 is_odd = 0;
+    for (size_t i = 0; i < SUMS; i += 16) is_odd |= !isfinite(LOAD_PRIVATE(float16, sums + i));
+    if (!any(is_odd)) return;
+    float high[SUMS] __attribute__((aligned(64)));
+    multiply_high(a, a_row, a_step, b, high, steps, 0);
+    for (size_t i = 0; i < SUMS; i++)
+        if (!isfinite(sums[i])) sums[i] = high[i];
+}
+#endif
+
+// A tile of sums to C; `streamed`, without an epilogue, past the caches where its rows are whole lines of one.
+static inline void store(const float *sums, __global void *C, size_t begin, size_t m, size_t n, size_t M, size_t N,
+                         __global const void *bias, int streamed, int out_type, int bias_type, int has_bias, int relu) {
+    __global float *out = (__global float *)C + begin + m * N + n;
+    if (!streamed || m + SIDE > M || n + SIDE > N || N % 16 || (size_t)out % 64) {
+        store_tile(sums, C, begin, m, n, M, N, bias, out_type, bias_type, has_bias, relu);
+        return;
+    }
+    for (size_t i = 0; i < SIDE; i++, out += N) {
+        STREAM(LOAD_PRIVATE(float16, sums + i * SIDE), (__global float16 *)out);
+        STREAM(LOAD_PRIVATE(float16, sums + i * SIDE + 16), (__global float16 *)(out + 16));
+    }
+}
+
+// Work-item (block of rows, block of columns, batch): block_a x block_b tiles of C. Rows of a panel of A are a_row bytes
+// apart, its steps a_step, panels a_panel, and matrices a_batch: panels, or 16-bit A itself. C of float32 without bias
+// and relu may be `streamed`.
+__kernel ONE_WORK_ITEM WIDE_VECTORS void
+gemm(__global const uchar *A, __global const uchar *B, __global void *C, __global const void *bias, const ulong M,
+     const ulong N, const ulong K, const ulong a_row, const ulong a_step, const ulong a_panel, const ulong a_batch,
+     const ulong b_batch, const uint block_a, const uint block_b, const int streamed, const int out_type,
+     const int bias_type, const int has_bias, const int relu) {
+    const size_t steps = max((K + K_STEP - 1) / K_STEP, (ulong)1), batch = get_global_id(2);
+    const size_t panels_a = (M + SIDE - 1) / SIDE, panels_b = (N + SIDE - 1) / SIDE;
+    const size_t first_a = get_global_id(0) * block_a, end_a = min(first_a + block_a, panels_a);
+    const size_t first_b = get_global_id(1) * block_b, end_b = min(first_b + block_b, panels_b);
+    float resting[RESTING * SUMS] __attribute__((aligned(64))), totals[BLOCK_A * SUMS];
+    A += batch * a_batch;
+    B += batch * b_batch;
+    begin_tiles();
+    for (size_t q = first_b; q < end_b; q++)
+        for (size_t t = 0; t < steps; t += KC) {
+            const size_t count = min((size_t)KC, steps - t), end = t + count;
+            for (size_t p = first_a; p < end_a; p++) {
+                const size_t slot = steps > KC ? (p - first_a) * SUMS : 0;
+                float *sums = resting + slot % (RESTING * SUMS), *total = totals + slot;
+                lines_a a = A + p * a_panel + t * a_step;
+                lines_b b = B + (q * steps + t) * STEP_BYTES;
+                multiply(a, a_row, a_step, b, sums, count, t % SUM_STEPS > 0);
+                if (end % SUM_STEPS && end < steps) continue;
+#if PARTS == 2
+                mend_sums(a, a_row, a_step, b, sums, count);
+#endif
+                if (t >= SUM_STEPS)
+                    for (size_t i = 0; i < SUMS; i++) sums[i] += total[i];
+                if (end < steps)
+                    for (size_t i = 0; i < SUMS; i++) total[i] = sums[i];
+                else
+                    store(sums, C, batch * M * N, p * SIDE, q * SIDE, M, N, bias, streamed, out_type, bias_type,
+                          has_bias, relu);
+            }
+        }
+    end_tiles();
+}
+#endif
