@@ -6,6 +6,8 @@ from __future__ import annotations
 import linecache
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from netcl.optim import SGD
 import clamp
 from clamp import amp, session
 from clamp.bridge import Node
+from clamp.compat.oneflow_scaler import GradScaler as OneFlowScaler
 from clamp.compat.paddle_scaler import GradScaler as PaddleScaler
 from tests.networks import mlp
 from tests.reference import to_device
@@ -74,7 +77,13 @@ def calls(queue: cl.CommandQueue, handle: Any, folder: Path) -> dict[str, list[C
             "GradScaler": keywords(
                 amp.GradScaler, "init_scale", "growth_factor", "backoff_factor", "growth_interval", "device"
             ),
-            "StaticGradScaler": [amp.StaticGradScaler],
+            "paddle's GradScaler": keywords(PaddleScaler, *signature(PaddleScaler).parameters),
+            "OneFlow's GradScalers": [
+                amp.StaticGradScaler, *keywords(OneFlowScaler, *signature(OneFlowScaler).parameters)
+            ],
+            "TensorCheckerConfig": keywords(
+                partial(amp.debugging.TensorCheckerConfig, True), "debug_mode", "output_dir", "sampling"
+            ),
             "custom_fwd": [amp.custom_fwd, *keywords(amp.custom_fwd, "cast_inputs", "device_type")],
             "custom_bwd": [amp.custom_bwd, *keywords(amp.custom_bwd, "device_type")],
             "half_function": [amp.half_function],
@@ -92,6 +101,16 @@ def calls(queue: cl.CommandQueue, handle: Any, folder: Path) -> dict[str, list[C
                 lambda **given: scaler.load_state_dict({**scaler.state_dict(), **given}),
                 "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker",
             ),
+        ],
+        "paddle's GradScaler": [
+            lambda junk, name=name: getattr(PaddleScaler(), name)(junk)
+            for name in dir(PaddleScaler)
+            if name.startswith("set_") or name in ("scale", "unscale_", "step", "load_state_dict")
+        ],
+        "setters": [
+            lambda junk, name=name: getattr(amp.GradScaler(), name)(junk)
+            for name in dir(amp.GradScaler)
+            if name.startswith("set_")
         ],
         "handle.scalers": [handle.scalers[0].load_state_dict],
         "scale_loss": [
@@ -225,7 +244,7 @@ def test_what_amp_that_is_off_gives_back_has_a_backward(queue: cl.CommandQueue, 
 def test_the_handle_that_does_nothing_has_every_public_name() -> None:
     off = amp.init(enabled=False)
     internal = {"guard", "scaled", "scalers_loaded", "share_overflows", "tokens"}  # other rooms call them
-    internal |= {"met_non_finite", "scale_loss_for", "stepped_by", "stepped_with"}
+    internal |= {"met_non_finite", "scale_loss_for", "start", "stepped_by", "stepped_with"}
     with amp.init() as on:
         names = {name for name in dir(on) if not name.startswith("_")} - internal
     missing = names - set(dir(off))

@@ -13,7 +13,7 @@ from clamp import bridge, session
 from clamp.bridge import Node, Tensor
 from clamp.compat.settings import FaceRule, UncheckedRule, require_number, warn_if_nothing_is_gained
 from clamp.scaling.history import History
-from clamp.scaling.loss_scale import DynamicLossScale
+from clamp.scaling.loss_scale import DynamicLossScale, require_state
 from clamp.scaling.manual import ManualScaling
 
 
@@ -267,11 +267,13 @@ class GradScaler:
         """Continues from a ``state_dict``, Paddle's too. Does nothing if disabled.
 
         Raises:
+            TypeError: it is no dict.
             RuntimeError: it is empty: it was saved by a disabled scaler.
             ValueError: it is malformed. Nothing was changed.
         """
         if not self._enable:
             return
+        require_state(state_dict, "state_dict()")
         if not state_dict:
             raise RuntimeError("the state dict is empty: it was saved by a GradScaler that is not enabled")
         if missing := [key for key in _STATE_KEYS if key not in state_dict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,6 +97,8 @@ class TensorCheckerConfig:
         self.debug_step, self.stack_height_limit = debug_step, stack_height_limit
         if not isinstance(stack_height_limit, int):
             raise ValueError(f"stack_height_limit must be int, got {stack_height_limit!r}")
+        if not isinstance(output_dir, str | os.PathLike | None):
+            raise TypeError(f"output_dir is the path of a folder, got {output_dir!r}")
         self._log = None if output_dir is None else _Log(Path(output_dir))
         write = _print if self._log is None else self._log.write
         self._checker = Checker(debug_mode, write, self._sampling(sampling), with_source=stack_height_limit > 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 import weakref
 from collections.abc import Iterable, Sequence
@@ -66,8 +67,11 @@ class Sampling:
         """A sampling from a TOML file, whose keys are the names of the attributes.
 
         Raises:
+            TypeError: it is no path.
             ValueError: the file cannot be read, has an unknown key, or a value that is not taken; says which.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"a sampling is read from the path of a file, got {path!r}")
         try:
             found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
