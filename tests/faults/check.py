@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
@@ -20,16 +19,11 @@ Weights = list[list[bytes]]  # before the first step, and after each
 
 @contextmanager
 def as_python_does() -> Iterator[None]:
-    """Inside the ``with``, Ctrl-C raises KeyboardInterrupt; netcl's handler ends the process at the second one.
-
-    Nothing is printed where nobody can catch it, in the end of a tensor.
-    """
-    handler, hook = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
+    """Inside the ``with``, Ctrl-C raises KeyboardInterrupt; netcl's handler ends the process at the second one."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        sys.unraisablehook = lambda _: None
         yield
     finally:
-        sys.unraisablehook = hook
         signal.signal(signal.SIGINT, handler)
 
 

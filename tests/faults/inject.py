@@ -86,7 +86,8 @@ class Events:
     stricter, and interrupt what Python never does: between the end of a ``with`` and the call of ``__exit__``, say.
 
     Args:
-        at: in which phase of the run, and at which place of it, from 0; None: nowhere.
+        at: in which phase of the run, and at which place of it, from 0, or the next that is not in
+            a finalizer, which swallows it; None: nowhere.
         unit: ``"check"``, where Python looks; ``"line"`` or ``"opcode"``, each.
     """
 
@@ -110,7 +111,9 @@ class Events:
 
     def _entered(self, frame: FrameType, event: str, arg: Any) -> Any:
         self._in_python.add(id(frame.f_back))
-        if not self.phase or not frame.f_code.co_filename.startswith(_FOLDERS):
+        if not self.phase or (self._at is not None and self._at[0] != self.phase):
+            return None
+        if not frame.f_code.co_filename.startswith(_FOLDERS):
             return None
         frame.f_trace_opcodes = self._unit != "line"
         frame.f_trace_lines = not frame.f_trace_opcodes
@@ -144,14 +147,22 @@ class Events:
         return passed
 
     def _pass(self, frame: FrameType) -> None:
-        number = self.counts[self.phase]
         if not self.phase:
             return
+        number = self.counts[self.phase]
         self.counts[self.phase] += 1
-        if self._at == (self.phase, number):
+        phase, at = self._at or ("", 0)
+        if phase == self.phase and at <= number and self.where is None and not _is_in_a_finalizer(frame):
             self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
             handler: Any = signal.getsignal(signal.SIGINT)
             handler(signal.SIGINT, frame)
+
+
+def _is_in_a_finalizer(frame: FrameType | None) -> bool:
+    """Whether Python swallows what is raised here."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_first_half(code: CodeType, offset: int) -> bool:
