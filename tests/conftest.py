@@ -384,3 +384,9 @@ def no_oclgrind_diagnostics() -> object:
         with _OCLGRIND_LOG.open() as log:
             log.seek(before)
             pytest.fail(f"Oclgrind reports:\n{log.read()[:4000]}")
+
+
+@pytest.fixture
+def uncompared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No replay is run and compared with its recording: what was run was run or recorded."""
+    monkeypatch.setattr("clamp.patching.recordings.variants.Recorded.is_due", False)

@@ -31,6 +31,9 @@ from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
 from clamp.params.weight_cache import weights
 from clamp.patching.recordings import sources
+from clamp.patching.recordings.attempt import Attempt
+from clamp.patching.recordings.capture import is_free, recording_of
+from clamp.patching.recordings.comparison import allocation_of, difference
 from clamp.patching.recordings.compiled import Step
 from clamp.patching.recordings.replay import shared_memory
 from clamp.patching.recordings.variants import Recorded, Variants
@@ -69,11 +72,13 @@ class _Call(Recorded):
 
     Attributes:
         outputs: what it returned; each replay writes the tensors in it.
+        places: where they lie, as another recording would name it.
         keeps: what must live as long, because keys name it.
     """
 
     step: Step
     outputs: Any
+    places: Any
     keeps: Any
 
 
@@ -104,7 +109,8 @@ class Graph:
     The first call with tensors of some shapes and dtypes runs ``build`` as it is, the second one records what it
     launches, and all others replay that: they give the same bits as running it. The loss scale, the skipping of
     steps, learning rates and what ``dropout`` draws are those current at replay. Everything else that ``build`` does on
-    the host happens in the first two calls only: it must not read tensors to the host or make them from host data.
+    the host happens in the first two calls, and where a replay is tried by running it: it must not read tensors to the
+    host or make them from host data.
     """
 
     def __init__(self) -> None:
@@ -225,7 +231,10 @@ class Graph:
         tensors = _tensors(inputs)
         with nullcontext() if region is None else in_region(region):
             known = self._recorded.find(key, tensors)
-            if known is not None:
+            if known is not None and known.is_due and is_free():
+                with self._adding_to_others(tensors):
+                    outputs = self._compare(key, inputs, known)
+            elif known is not None:
                 with self._adding_to_others(tensors):
                     self._zero_grad()  # of parameters, too, that this recording gives no gradient
                     known.step.launch(tensors)
@@ -302,18 +311,42 @@ class Graph:
         self._zero_grad()
         graph = CompiledGraph([param for optimizer in self._optimizers for param in optimizer.params])
         tensors = _tensors(inputs)
-        given = [x.buffer for x in tensors]
         try:
             with self._recorded.following(), graph, sources.refused():
-                # A result may be an input, or a view of one: the next call's is another.
-                out = self._run(inputs)
-                outputs = _tensors_for(out, lambda x: _copy(x) if any(x.buffer is b for b in given) else x)
+                outputs = self._outputs_of(inputs)
         except BaseException:
             graph.capture.clear()
             raise
         step = Step(graph, tensors, before.tensors)
-        self._recorded.add(key, _Call(step.plan, self._watch(inputs), step, outputs, keeps=(graph, region)), before)
+        places = _places(graph.capture, outputs)
+        made = _Call(step.plan, self._watch(inputs), step, outputs, places, keeps=(graph, region))
+        self._recorded.add(key, made, before)
         return _tensors_for(outputs, _copy)
+
+    def _compare(self, key: Any, inputs: Sequence[Any], known: _Call) -> Any:
+        """Runs ``build`` in place of a replay, and compares what it launches with that."""
+        attempt = Attempt(known.watch, compares=True)
+        try:
+            with self._recorded.following():
+                attempt.begin()
+                outputs = self._outputs_of(inputs)
+            if attempt.is_recording:
+                attempt.end()
+            why = attempt.why or ("" if recording_of(attempt) else "AMP was shut down in it")
+            why = why or difference(known.step.plan, attempt, _tensors(inputs), ())
+            if not why and _places(attempt, outputs) != known.places:
+                why = "it returns other things"
+        finally:
+            attempt.clear()
+        if why:
+            self._recorded.differs(key, known, why)
+            self._recorded.ran(key, self._watch(inputs))
+        return outputs
+
+    def _outputs_of(self, inputs: Sequence[Any]) -> Any:
+        """What ``build`` returns. A result may be an input, or a view of one: the next call's is another."""
+        given = [x.buffer for x in _tensors(inputs)]
+        return _tensors_for(self._run(inputs), lambda x: _copy(x) if any(x.buffer is b for b in given) else x)
 
     def _run(self, inputs: Sequence[Any]) -> Any:
         self._zero_grad()
@@ -399,6 +432,11 @@ def _what_differs(last: Any, now: Any) -> str:
 def _tensors_for(x: Any, convert: Callable[[Tensor], Tensor]) -> Any:
     """Nested results with every node or tensor converted to a tensor."""
     return mapped(x, lambda found: convert(found.value))
+
+
+def _places(capture: Any, outputs: Any) -> Any:
+    allocation = allocation_of(capture)
+    return mapped(outputs, lambda x: (type(x), allocation(x.buffer)))
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -60,7 +60,8 @@ def record(function: Callable[..., Any]) -> RecordedFunction:
     the function reads (a mode of the model, a variable, a gradient that is there or not), it runs, and is recorded
     anew. Where no replay could be right, it runs as it is, and says why once.
 
-    All else that the function does on the host, ``print`` say, happens in the first two calls only.
+    All else that the function does on the host, ``print`` say, happens in the first two calls, and where a
+    replay is tried by running it, only.
 
     Args:
         function: takes tensors, nodes and numpy arrays in nested tuples, lists and dicts, by position or by name; of
@@ -130,15 +131,15 @@ class RecordedFunction:
             self._say(call.trouble)
         else:
             recorded = self._variants.find(key, call.tensors, lambda recorded: recorded.fits(known))
-        if recorded is not None:
+        if recorded is not None and not recorded.is_due:
             return recorded.replay(call, known)
         if call.trouble or self._variants.runs_always(key):
             return detached(self.__wrapped__(*call.args, **call.kwargs))
-        before = self._variants.may_record(key)
+        before = self._variants.may_record(key) if recorded is None else recorded.watch
         try:
             if before is None or not (is_free() and _recording.setdefault("call", call) is call):
-                return self._run(key, call)
-            return self._record(key, call, before, known)
+                return self._run(key, call) if recorded is None else recorded.replay(call, known)
+            return self._record(key, call, before, known, recorded)
         finally:
             if _recording.get("call") is call:
                 _recording.clear()
@@ -189,12 +190,16 @@ class RecordedFunction:
         wanted = (x for x in found if bridge.is_weight(x) or (id(x) in reached and id(x) not in given))
         return list({id(x): x for x in wanted if bridge.on_device(x)}.values())
 
-    def _record(self, key: Hashable, call: Call, before: Watch, known: Known) -> Any:
+    def _record(self, key: Hashable, call: Call, before: Watch, known: Known, earlier: Replayable | None = None) -> Any:
+        """Runs the function and records it, or, if there is an earlier recording that fits, compares it with that."""
         roots = self._roots(call)
-        attempt = Attempt(Watch({**_GENERATORS, **roots}, generators=True))
+        if earlier is None:
+            attempt = Attempt(Watch({**_GENERATORS, **roots}, generators=True))
+        else:
+            attempt = Attempt(before, compares=True)
         leaves = call.leaves()
         args, kwargs, values = call.for_recording()
-        trained = self._trained(call, before)
+        trained = self._trained(call, before) if earlier is None else earlier.trained
         kinds = [known.kind(tensor) for tensor in trained]
         if any(map(gradient_marks.is_anothers, trained)):  # it may be at work on them
             return self._run(key, call)
@@ -205,15 +210,23 @@ class RecordedFunction:
                 attempt.begin()
                 with sources.refused():
                     result = self.__wrapped__(*args, **kwargs)
-            if attempt.is_recording:
-                attempt.end()
+                if attempt.is_recording:
+                    attempt.end()
+                changed = attempt.change()
         except BaseException:
             attempt.clear()
             raise
         finally:
             exits = [tensor.grad for tensor in trained]
             entries.put_back(trained)
-        why = attempt.why or self._obstacle(attempt, call, leaves, trained, had)
+        why = attempt.why or self._obstacle(attempt, changed, call, leaves, trained, had)
+        if earlier is not None:
+            why = why or earlier.difference(attempt, call, result, exits, entries)
+            attempt.clear()
+            if why:
+                self._variants.differs(key, earlier, why)
+                self._variants.ran(key, Watch(roots))
+            return detached(result)
         last = self._numbers.get(before, ())
         if not why and any(map(_is_another, _numbers_in(result), last)):
             why = "it returns a number that is another one in each call, and would be the same in all replays"
@@ -233,16 +246,18 @@ class RecordedFunction:
         return made.of_recording()
 
     def _obstacle(
-        self, attempt: Attempt, call: Call, leaves: Sequence[Any], trained: Sequence[Tensor], had: AbstractSet[int]
-    ) -> str:
+        self, attempt: Attempt, change: str, call: Call, leaves: Sequence[Any], trained: Sequence[Tensor],
+        had: AbstractSet[int],
+    ) -> str:  # fmt: skip
         """Why what was recorded cannot be replayed; empty if it can.
 
         Args:
+            change: what it has changed itself.
             had: ids of arguments that had a gradient before.
         """
         if recording_of(attempt) is None:
             return "AMP was shut down in it"
-        if change := attempt.change():
+        if change:
             return (
                 f"it changes {change} itself, on the host, where a replay changes nothing. Do that outside of it, pass "
                 "what changes as an argument, or return it"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from clamp.params.gradient_marks import mark_of, set_mark
 from clamp.params.weight_cache import weights
 from clamp.patching.recordings.attempt import Attempt
 from clamp.patching.recordings.capture import recording_of
+from clamp.patching.recordings.comparison import allocation_of, difference
 from clamp.patching.recordings.replay import Plan
 from clamp.patching.recordings.residents import address_of
 from clamp.patching.recordings.variants import Recorded
@@ -83,6 +84,7 @@ class Replayable(Recorded):
         self._recording, self._attempt = recording, attempt
         self._gradients, self._aliases = gradients, gradients.aliases
         self._exits = gradients.touched(recording.addresses)
+        self._outcome = self._outcome_of(attempt, call, result, [x for _, x in self._exits], self._aliases)
         self._touched = [tensor for tensor, _ in self._exits]
         self._state = {id(x): x for x in state}
         self._call = call
@@ -117,6 +119,55 @@ class Replayable(Recorded):
         owned = {key: bridge.take_storage(made.tensor) for key, made in self._made.items()}
         self._leave(self._call, owned, {})
         return self._results(self._call, owned)
+
+    # ------------------------------------------------------------------------------------------ comparing
+
+    @property
+    def trained(self) -> Sequence[Tensor]:
+        """The tensors whose gradients it may have met or left."""
+        return self._gradients.trained
+
+    def difference(
+        self, attempt: Attempt, call: Call, result: Any, exits: Sequence[Tensor | None], entries: Entries
+    ) -> str:
+        """What a call, run and not replayed, has done otherwise than this recording, in words; empty if nothing.
+
+        Args:
+            attempt: it has ended, and was not given up.
+            exits: the gradients of ``trained`` when it ended.
+            entries: of these when it began.
+        """
+        if len(attempt.uploads) != len(self._uploads):
+            return "it brings other arrays to the device"
+        given = [*(call.tensors[index] for index in self._inputs), *entries.found(self._entered)]
+        why = difference(self.plan, attempt, given, [upload.tensor for upload in attempt.uploads])
+        by_tensor = {id(tensor): grad for tensor, grad in zip(self.trained, exits, strict=True)}
+        left = [by_tensor[id(tensor)] for tensor in self._touched]
+        if not why and self._outcome_of(attempt, call, result, left, entries.aliases) != self._outcome:
+            why = "it returns other things, or leaves other gradients"
+        return why
+
+    def _outcome_of(
+        self, attempt: Attempt, call: Call, result: Any, left: Sequence[Tensor | None], aliases: Mapping[int, Tensor]
+    ) -> Any:
+        """What a call returns and leaves, in words that are the same whenever it does the same."""
+        known = {id(alias): tensor for tensor, alias in aliases.items()}
+        allocation = allocation_of(attempt)
+        leaves, tensors = [id(x) for x in call.leaves()], [id(x) for x in call.tensors]
+
+        def name(x: Any) -> Any:
+            if id(x) in leaves:
+                return "given", leaves.index(id(x))
+            value = x.value if isinstance(x, Node) else x
+            if not isinstance(value, Tensor):
+                return "anew" if is_host_value(x) else (type(x), repr(x)) if isinstance(x, PLAIN) else type(x)
+            if id(value) in tensors:
+                return "given", tensors.index(id(value))
+            made = None if id(value) in known else allocation(value.buffer)
+            kept = known.get(id(value), value if bridge.is_weight(value) else None)
+            return type(x), made, id(kept)
+
+        return mapped(result, name), [name(x) for x in left]
 
     # ------------------------------------------------------------------------------------------ replays
 

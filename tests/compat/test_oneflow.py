@@ -82,6 +82,7 @@ def eager(queue: cl.CommandQueue, dtype: str, name: str, batches: list[np.ndarra
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.usefixtures("uncompared")
 def test_a_graph_trains_as_eager_amp(queue: cl.CommandQueue, dtype: str, optimizer: str) -> None:
     """Losses, parameters and scale; an overflow in a replay skips that step alone, and the scale grows and falls."""
     batches = poisoned(BATCHES, 5)
@@ -106,6 +107,7 @@ class Infer(Graph):
         return {"out": out, "more": (ag.mul(out, factor), "name")}
 
 
+@pytest.mark.usefixtures("uncompared")
 def test_results_of_calls_are_the_users_to_keep(queue: cl.CommandQueue) -> None:
     """Nested, detached, and not overwritten by the next call; a batch of another size is recorded on its own."""
 

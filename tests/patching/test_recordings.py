@@ -104,6 +104,7 @@ def wide(queue: cl.CommandQueue, seed: int = 0) -> Sequential:
 
 
 @pytest.mark.parametrize("skipped", [0, 1, 3], ids=["never", "unrecorded call", "until a replay"])
+@pytest.mark.usefixtures("uncompared")
 def test_a_graph_trains_what_fused_adamw_has_moved(queue: cl.CommandQueue, skipped: int) -> None:
     """The first steps overflow, so the first real one comes before, in or after the recording."""
     batches = poisoned(BATCHES[:8], *range(skipped))
@@ -137,6 +138,7 @@ def test_an_eval_graph_recorded_before_training_returns_todays_results(queue: cl
 
 
 @pytest.mark.parametrize("set_aside", [False, True], ids=["seen", "set aside by gc.freeze"])
+@pytest.mark.usefixtures("uncompared")
 def test_memory_that_only_moved_is_rebound_without_recording_anew(
     queue: cl.CommandQueue, looks_at_objects_set_aside: None, set_aside: bool
 ) -> None:
@@ -259,6 +261,7 @@ def test_modes_and_settings_are_seen_wherever_a_module_is_kept(queue: cl.Command
         np.testing.assert_array_equal(graph(x_of(queue)).to_host(), BATCHES[0])
 
 
+@pytest.mark.usefixtures("uncompared")
 def test_modes_that_come_back_find_their_recording(queue: cl.CommandQueue) -> None:
     """Counters of the model's own do not stand in the way."""
 
@@ -283,6 +286,7 @@ def test_modes_that_come_back_find_their_recording(queue: cl.CommandQueue) -> No
 
 
 @pytest.mark.parametrize("how", ["no AMP", "off", "float32", "float16"])
+@pytest.mark.usefixtures("uncompared")
 def test_every_replay_drops_out_anew_whatever_the_region(queue: cl.CommandQueue, how: str) -> None:
     graph = Infer(Dropout(0.5))
     graph.config.amp = None if how == "no AMP" else how != "off"
@@ -458,6 +462,7 @@ def test_functions_that_a_user_registers_are_seen(queue: cl.CommandQueue) -> Non
         session.forget_patches()
 
 
+@pytest.mark.usefixtures("uncompared")
 def test_each_thread_has_recordings_of_its_own(queue: cl.CommandQueue) -> None:
     graph = recorded(Infer(mlp(queue, 10, 16, 3)), x_of(queue))
     expected = graph(x_of(queue)).to_host()
@@ -499,6 +504,7 @@ class Affine(amp.Graph):
         return ag.add(ag.mul(x, 2.0), y)
 
 
+@pytest.mark.usefixtures("uncompared")
 def test_inputs_that_were_one_tensor_and_part_are_seen(queue: cl.CommandQueue) -> None:
     """The other way round as well, and views on one buffer."""
     x, y = x_of(queue), x_of(queue, 1)
@@ -679,6 +685,7 @@ def test_an_input_that_is_trained_keeps_its_own_gradient(queue: cl.CommandQueue)
     assert graph._recorded.recordings <= 4
 
 
+@pytest.mark.usefixtures("uncompared")
 def test_a_trained_input_in_the_memory_of_another_gets_its_own_gradient(queue: cl.CommandQueue) -> None:
     model = mlp(queue, 10, 16, 3)
     graph, y = Train(model, SGD(model.parameters(), lr=1e-30)), to_device(queue, TARGETS[0])
@@ -695,6 +702,7 @@ def test_a_trained_input_in_the_memory_of_another_gets_its_own_gradient(queue: c
     np.testing.assert_array_equal(view.grad.to_host(), expected)
 
 
+@pytest.mark.usefixtures("uncompared")
 def test_what_becomes_of_an_earlier_input_does_not_matter(queue: cl.CommandQueue) -> None:
     graph, x = Infer(mlp(queue, 10, 16, 3)), x_of(queue)
     recorded(graph, x)
@@ -781,6 +789,7 @@ def test_a_scaler_of_a_graph_steps_an_optimizer_outside_as_well(queue: cl.Comman
 # ---------------------------------------------------------------------------------------------- many recordings
 
 
+@pytest.mark.usefixtures("uncompared")
 def test_memory_that_moved_and_moves_back_is_followed(queue: cl.CommandQueue) -> None:
     layer = Linear(queue, 10, 3)
     graph, first = recorded(Infer(layer), x_of(queue)), layer.weight.buffer
@@ -807,6 +816,7 @@ def test_a_setting_that_changes_now_and_then_is_recorded_each_time(queue: cl.Com
     assert graph._recorded.recordings > 0
 
 
+@pytest.mark.usefixtures("uncompared")
 def test_the_kind_that_was_used_last_is_remembered(queue: cl.CommandQueue) -> None:
     class Times(Clamps):
         def __init__(self) -> None:

@@ -33,7 +33,11 @@ Step = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     with warnings.catch_warnings():
-        for message in (".* runs as it is", ".* does not get to replay"):  # a function that is not recorded says so
+        for message in (
+            ".* runs as it is",
+            ".* does not get to replay",
+            ".* was replayed in up to",
+        ):  # a function that is not recorded says so
             warnings.filterwarnings("error", message, UserWarning)
         yield
     amp.shutdown()
@@ -585,6 +589,7 @@ def test_threads_have_recordings_of_their_own(queue: cl.CommandQueue) -> None:
 
 
 @pytest.mark.parametrize(("owner", "name"), [(cl.Kernel, "__call__"), (cl, "enqueue_nd_range_kernel")])
+@pytest.mark.usefixtures("uncompared")
 def test_who_watches_launches_sees_all_of_a_replay_and_none_later(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
@@ -816,3 +821,27 @@ def test_data_on_the_numpy_backend_and_graphs_from_outside_run(queue: cl.Command
     outer = run.model(ag.tensor(to_device(queue, BATCHES[0])))
     with pytest.warns(UserWarning, match="computed outside"):
         double(outer)
+
+
+@pytest.mark.parametrize("order", ["in turn", "at random"])
+def test_what_is_not_worth_recording_is_recorded_no_more(queue: cl.CommandQueue, order: str) -> None:
+    """More batch sizes than recordings are kept: once it is said that the function runs as it is, it does."""
+    draw = np.random.default_rng(3)
+    sizes = [1 + (number % 60 if order == "in turn" else int(draw.integers(60))) for number in range(400)]
+    amp.init(dtype="float32")
+
+    @amp.record
+    def double(x: Tensor) -> Node:
+        with ag.no_grad():
+            return ag.mul(ag.tensor(x), 2.0)
+
+    inputs = {size: to_device(queue, np.full(size, size)) for size in range(1, 61)}
+    made = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for size in sizes:
+            np.testing.assert_array_equal(double(inputs[size]).value.to_host(), np.full(size, 2 * size))
+            made += [double._variants._made] if said else []
+    assert ["does not get to replay" in str(one.message) for one in said] == [True]
+    assert len(made) > 200
+    assert made[0] == made[-1] < 100

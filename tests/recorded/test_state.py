@@ -21,7 +21,7 @@ from netcl import autograd as ag
 from netcl.optim.lr_plateau import CosineAnnealingLR, ReduceLROnPlateau
 
 from clamp import amp, session
-from clamp.bridge import Node, Tensor
+from clamp.bridge import Node, Parameter, Tensor
 from tests.reference import to_device
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
@@ -312,3 +312,79 @@ def test_what_gives_another_answer_each_time_is_refused(queue: cl.CommandQueue, 
     graph(x)
     with pytest.raises(RuntimeError, match=r"\(\) was called .* pass the answer"):
         graph(x)
+
+
+# ---------------------------------------------------------------------------------------------- what no watch sees
+
+
+def scaled(x: Node, hidden: Any) -> Node:
+    return ag.mul(x, hidden[0])
+
+
+def longer(x: Node, hidden: Any) -> Node:
+    return ag.mul(x, 2.0) if hidden[0] == 1.0 else ag.mul(ag.mul(x, 2.0), 3.0)
+
+
+def shorter(x: Node, hidden: Any) -> Node:
+    return ag.mul(ag.mul(x, 2.0), 3.0) if hidden[0] == 1.0 else ag.mul(x, 2.0)
+
+
+def another_op(x: Node, hidden: Any) -> Node:
+    return ag.relu(x) if hidden[0] == 1.0 else ag.tanh(x)
+
+
+def another_weight(x: Node, hidden: Any) -> Node:
+    return ag.mul(x, ag.tensor(hidden[1] if hidden[0] == 1.0 else hidden[2]))
+
+
+def another_of_its_own(x: Node, hidden: Any) -> Node:
+    one, other = ag.mul(x, 2.0), ag.mul(x, 3.0)
+    return ag.mul(one if hidden[0] == 1.0 else other, 4.0)
+
+
+def another_result(x: Node, hidden: Any) -> Node:
+    one, other = ag.mul(x, 2.0), ag.mul(x, 3.0)
+    return one if hidden[0] == 1.0 else other
+
+
+def another_input(x: Node, hidden: Any) -> Node:
+    y = Node(value=hidden[3])
+    return ag.add(x, x) if hidden[0] == 1.0 else ag.add(x, y)
+
+
+UNSEEN = [scaled, longer, shorter, another_op, another_weight, another_of_its_own, another_result, another_input]
+
+
+@pytest.mark.parametrize("how", ["record", "graph"])
+@pytest.mark.parametrize("build", UNSEEN, ids=lambda build: build.__name__)
+def test_what_no_watch_sees_is_found_named_and_recorded_anew(queue: cl.CommandQueue, build: Any, how: str) -> None:
+    """It is run in place of the 2nd, 4th, 8th ... replay, and is right from there on; the second time for good."""
+    weights = [Parameter.from_host(queue, X + shift) for shift in (1, 2)]
+    hidden = np.array([1.0, *weights, to_device(queue, X + 3)], dtype=object)  # nobody looks into those
+    x = to_device(queue, X)
+    call: Any = (
+        amp.record(lambda x: build(x, hidden))
+        if how == "record"
+        else type("Graph", (amp.Graph,), {"build": lambda self, x: build(x, hidden)})()
+    )
+
+    def want() -> Any:
+        return build(Node(value=x), hidden).value.to_host()
+
+    def got() -> Any:
+        made = call(Node(value=x))
+        return (made if isinstance(made, Tensor) else made.value).to_host()
+
+    with ag.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2 + 3):  # run, recorded, replayed, compared, replayed
+            np.testing.assert_array_equal(got(), want())
+        for value, then in ((2.0, "is recorded anew"), (1.0, "runs as it is from now on")):
+            hidden[0] = value
+            said = f"(?s)was replayed in up to .* calls as it .*(launch|returns).*{then}"
+            with pytest.warns(UserWarning, match=said):
+                got_then = [got() for _ in range(8)]
+            np.testing.assert_array_equal(got_then[-1], want())
+        for value in (3.0, 1.0, 4.0):
+            hidden[0] = value
+            np.testing.assert_array_equal(got(), want())

@@ -92,6 +92,7 @@ class _Recording:
         self._pools: dict[int, Pool] = {}
         self._kept: list[tuple[PersistentBufferPool, Any]] = []  # memory of others that nobody else uses any more
         self._addresses: set[Any] | None = None  # of all memory in the launches; None until they are known
+        self.allocations: list[tuple[int, Address]] = []  # what launches got, with how many there were before
         self._moves = 0
         self._undo: list[tuple[Any, str, Any]] = []
         self._before: list[Seen] = []  # the tensors that there were when it began
@@ -103,8 +104,8 @@ class _Recording:
         self._undo.append((cl.Kernel, "__call__", vars(cl.Kernel)["__call__"]))
         begin()
         weights.clear()
-        self._before = living_tensors()
-        self._modules = ModuleNotes()
+        if not getattr(self._capture(), "compares", False):  # nobody asks what that depends on
+            self._before, self._modules = living_tensors(), ModuleNotes()
         _live.add(self)
         for pool in memory._PERSISTENT_POOLS.values():
             _watch(pool)
@@ -119,10 +120,11 @@ class _Recording:
         for name in ("to_host", "to_host_async"):
             self._replace(Tensor, name, self._refused(f"Tensor.{name}", _READ_ADVICE))
         self._replace(Tensor, "from_host", self._upload)
-        for cls in bridge.module_classes():
+        modules = self._modules
+        for cls in bridge.module_classes() if modules is not None else ():
             for name in ("forward", "__call__"):
-                if callable(vars(cls).get(name)):
-                    self._replace(cls, name, partial(self._modules.noting, is_on=self._is_on))
+                if modules is not None and callable(vars(cls).get(name)):
+                    self._replace(cls, name, partial(modules.noting, is_on=self._is_on))
         set_recorder(self)
 
     def put_back(self) -> None:
@@ -179,6 +181,11 @@ class _Recording:
         """How many bytes launches may use of memory of the recording's own; None for other memory."""
         where = address_of(storage)
         return next((pool.given[where] for pool in self._pools.values() if where in pool.given), None)
+
+    def _note_allocation(self, address: Address) -> None:
+        capture = self._capture()
+        if capture is not None:
+            self.allocations.append((len(capture._launches), address))
 
     def _note_addresses(self) -> None:
         capture = self._capture()
@@ -245,7 +252,7 @@ class _Recording:
                 return main
             key = id(main)
             if key not in self._pools:
-                self._pools[key] = Pool(main)
+                self._pools[key] = Pool(main, self._note_allocation)
             return self._pools[key]
 
         return get_persistent_pool

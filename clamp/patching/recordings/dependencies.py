@@ -6,7 +6,7 @@ capture itself, so that only the garbage collector can tell when nobody needs it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from netcl.runtime.capture import KernelCapture
@@ -66,7 +66,7 @@ class Dependencies:
     """
 
     def __init__(
-        self, capture: KernelCapture, before: Iterable[Seen], own: Collection[Address], modules: ModuleNotes
+        self, capture: KernelCapture, before: Sequence[Seen], own: Collection[Address], modules: ModuleNotes
     ) -> None:
         self.residents = Residents(capture._launches, before, own)
         self._modules = modules

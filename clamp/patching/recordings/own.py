@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from netcl.core.memory import PersistentBufferPool, SVMBufferHandle
@@ -15,9 +16,9 @@ class Pool(PersistentBufferPool):  # type: ignore[misc]
     """The memory of one recording: what netcl's own pool has no use for, or new. When the recording is gone, it goes to
     that pool."""
 
-    def __init__(self, main: PersistentBufferPool) -> None:
+    def __init__(self, main: PersistentBufferPool, note: Callable[[Address], None]) -> None:
         super().__init__(main.context, main.queue, max_cached_bytes=1 << 62, max_buffers_per_bucket=1 << 30)
-        self._main = main
+        self._main, self._note = main, note
         self._closed = False
         self.given: dict[Address, int] = {}  # all that it has ever handed out, with its size in bytes
 
@@ -25,6 +26,7 @@ class Pool(PersistentBufferPool):  # type: ignore[misc]
         handle = self._left_over(nbytes) or super().allocate(nbytes, flags)
         if (address := address_of(handle.buffer)) is not None:
             self.given[address] = handle.bucket_size
+            self._note(address)
         return handle
 
     def _left_over(self, nbytes: int) -> Any:

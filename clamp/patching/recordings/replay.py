@@ -40,6 +40,8 @@ class Plan:
         moving: tensors that the pass made, which lie elsewhere in each replay.
 
     Attributes:
+        capture: what was recorded.
+        places: launch by launch, numbers of its arguments, each with that of the input, or of what moves, that it is.
         strangers: tensors that the launches use and nobody knows from where, as an iterator's.
 
     Raises:
@@ -55,7 +57,7 @@ class Plan:
     ) -> None:
         recording = recording_of(capture)
         assert recording is not None
-        self._capture = capture  # its launches keep all memory alive
+        self.capture = capture  # its launches keep all memory alive
         self._recording = recording
         self._dependencies = dependencies_of(capture)
         self._thread = threading.get_ident()
@@ -72,13 +74,13 @@ class Plan:
             self._dependencies.residents.give_up(where)
         known = {address_of(x.buffer) for x in (*inputs, *state, *moving)}
         self.strangers = self._dependencies.residents.strangers(known)
-        self._found = [
+        self.places: list[dict[int, int]] = [
             {at: places[where] for at, arg in enumerate(launch.args) if (where := address_of(arg)) in places}
             for launch in capture._launches
         ]
         self._steps: list[_Step] = []  # made by the first replay, and whenever memory has moved
         self._moves: int | None = None  # until then
-        read = {index for found in self._found for index in found.values()}
+        read = {index for found in self.places for index in found.values()}
         for index in set(places.values()) & set(range(len(inputs))) - read:
             raise ValueError(
                 f"inputs[{index}], of shape {self._inputs[index][0]}, is read by no recorded launch, so new data in it "
@@ -89,6 +91,11 @@ class Plan:
     def addresses(self) -> set[Address]:
         """Of the memory that the launches use, but for the recording's own."""
         return self._dependencies.residents.addresses
+
+    @property
+    def residents(self) -> set[Address | None]:
+        """Of the memory of the tensors that it knows, where they are now."""
+        return self._dependencies.residents.now
 
     def misfit(self, inputs: Sequence[Tensor]) -> str:
         """Why a replay with these inputs would give other results than the pass itself, in words; empty if it fits.
@@ -132,7 +139,7 @@ class Plan:
         """Replays with inputs that fit, and with what lies elsewhere now."""
         moves = self._recording.rebind()
         if moves != self._moves:
-            launches = zip(self._capture._launches, self._found, strict=True)
+            launches = zip(self.capture._launches, self.places, strict=True)
             self._steps = [_step_of(launch, found) for launch, found in launches]
             self._moves = moves
         now = [*inputs, *moved]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -67,6 +67,7 @@ class _Resident:
     address: Address  # in the launches as they were recorded
     buffer: Any  # where the launches find it now
     state: tuple[Any, ...]
+    was_there: bool  # when the recording began
 
 
 def _state(tensor: Tensor) -> tuple[Any, ...]:
@@ -88,7 +89,7 @@ class Residents:
     """
 
     def __init__(
-        self, launches: Sequence[CapturedKernelLaunch], before: Iterable[Seen], own: Collection[Address]
+        self, launches: Sequence[CapturedKernelLaunch], before: Sequence[Seen], own: Collection[Address]
     ) -> None:
         self._places: dict[Address, list[Place]] = {}
         for launch in launches:
@@ -102,16 +103,21 @@ class Residents:
         known: set[tuple[int, Address]] = set()
         # Before: an optimizer may have moved a tensor in the recording itself, and launches before that name the old
         # memory. Now: those after it name the new one.
-        for ref, buffer in (*before, *living_tensors()):
+        for number, (ref, buffer) in enumerate((*before, *living_tensors())):
             where, tensor = address_of(buffer), ref()
             if where in self._places and tensor is not None and (id(tensor), where) not in known:
                 known.add((id(tensor), where))
-                self._residents.append(_Resident(ref, where, buffer, _state(tensor)))
+                self._residents.append(_Resident(ref, where, buffer, _state(tensor), number < len(before)))
 
     @property
     def addresses(self) -> set[Address]:
         """Where the launches find the tensors, as they were recorded."""
         return set(self._places)
+
+    @property
+    def now(self) -> set[Address | None]:
+        """Where the tensors are that were there before, and still live."""
+        return {address_of(x.buffer) for x in self._residents if x.was_there and x.ref() is not None}
 
     def tensors_at(self, address: Address | None) -> list[Tensor]:
         """The tensors that launches find at this address."""

@@ -24,6 +24,7 @@ MOST_KEYS = 32  # remembered; the one that was not used for longest goes first
 MOST_RECORDINGS = 32  # kept, each with the memory that its launches use
 _PER_KEY = 4  # of them: a model trained and evaluated, with a part frozen and without
 _PATIENCE = 32  # calls in a row of which each was the first of its kind
+_UNREPAID = 48  # recordings after which each must have been replayed three times: one takes as long as several calls
 _RETRIES = 8  # recordings in a row of one kind that no call could use
 
 
@@ -34,10 +35,17 @@ class Recorded:
     Attributes:
         plan: its launches.
         watch: the host's state after it.
+        calls: how many it could be replayed for.
     """
 
     plan: Plan
     watch: Watch
+    calls: int = field(default=0, init=False)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this call is to be run and compared (comparison.py): the 2nd, 4th, 8th, ... and every 1,000th."""
+        return self.calls > 1 and (self.calls & (self.calls - 1) == 0 or self.calls % 1000 == 0)
 
     def misfit(self, inputs: Sequence[Tensor]) -> str:
         """Why a call with these inputs cannot replay it; empty if it can."""
@@ -83,8 +91,9 @@ class Variants(Generic[R]):
         self._code = code
         self._kinds: OrderedDict[Hashable, _Kind[R]] = OrderedDict()
         self._newest: _Kind[R] | None = None  # the last of them: keys are slow to look up
-        self._strangers = 0
-        self._warned = False
+        self._strangers = self._made = self._replays = 0
+        self._stopped = False  # nothing is recorded any more; what has been is replayed
+        self._warned = self._differed = self._never = False
 
     def __len__(self) -> int:
         return len(self._kinds)
@@ -113,19 +122,21 @@ class Variants(Generic[R]):
             kind.why = besides(recorded) or recorded.misfit(inputs)
             if not kind.why:
                 kind.unused = self._strangers = 0
+                recorded.calls += 1
+                self._replays += 1
                 return recorded
         return None
 
     def may_record(self, key: Hashable) -> Watch | None:
         """The state in which the pass has run before, if that is the state now; otherwise None."""
         kind = self._kinds.get(key)
-        if kind is not None and kind.never:
+        if self._stopped or self.runs_always(key):
             return None
         if kind is not None and kind.ran is not None and kind.ran.holds():
             return kind.ran
         self._strangers += 1
         if self._strangers >= _PATIENCE:
-            self._warn(kind.ran.change() if kind is not None and kind.ran is not None else self._difference(key))
+            self._stop(kind.ran.change() if kind is not None and kind.ran is not None else self._difference(key))
         return None
 
     def ran(self, key: Hashable, watch: Watch) -> None:
@@ -139,6 +150,9 @@ class Variants(Generic[R]):
             before: the state before it.
         """
         kind, strangers = self._kind(key), recorded.plan.strangers
+        self._made += 1
+        if self._made >= _UNREPAID and self._replays < 3 * self._made:
+            self._stop(self._difference(key))
         kind.ran = recorded.watch
         if _replaced(before, recorded):
             self._run_always(kind, f"{self._code} puts a new tensor in place of one that it reads, and a replay cannot")
@@ -155,10 +169,29 @@ class Variants(Generic[R]):
             kind.kept = [*kind.kept[1 - _PER_KEY :], recorded]
         self._make_room()
 
+    def differs(self, key: Hashable, recorded: R, why: str) -> None:
+        """The pass, run in place of a replay, did something else than that would have. It is recorded anew, and after
+        the second time nothing is any more.
+
+        Args:
+            why: what was different.
+        """
+        kind = self._kind(key)
+        kind.kept = [x for x in kind.kept if x is not recorded]
+        self._never = self._differed
+        self._differed = True
+        if self._never:
+            self.clear()
+        self._warn_user(
+            f"{self._name} was replayed in up to {recorded.calls // 2} calls as it does not run any more: {why}. "
+            f"Something that {self._code} reads has changed where no replay looks. It "
+            f"{'runs as it is from now on' if self._never else 'is recorded anew'}: pass what changes as an argument."
+        )
+
     def runs_always(self, key: Hashable) -> bool:
         """Whether calls of this key run as they are, for good."""
         kind = self._kinds.get(key)
-        return kind is not None and kind.never
+        return self._never or (kind is not None and kind.never) or (self._stopped and not (kind and kind.kept))
 
     def run_always(self, key: Hashable) -> None:
         """Calls of this key cannot be recorded: they run as they are from now on."""
@@ -197,6 +230,10 @@ class Variants(Generic[R]):
         kind.kept.clear()
         kind.doubted = None
         kind.never = True
+        self._warn(why)
+
+    def _stop(self, why: str) -> None:
+        self._stopped = True
         self._warn(why)
 
     def _difference(self, key: Hashable) -> str:

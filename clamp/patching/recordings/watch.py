@@ -164,7 +164,7 @@ class Watch:
 
     def _look_at(self, x: Any, name: str, root: bool = False) -> None:
         kind = type(x)  # not isinstance: a proxy may answer for something that it would have to import first
-        if x is None or id(x) in self._known or (issubclass(kind, _PLAIN) and _is_library(kind)):
+        if x is None or id(x) in self._known or (issubclass(kind, _PLAIN) and is_library(kind)):
             return
         self._known[id(x)] = x
         if issubclass(kind, Tensor):
@@ -176,7 +176,7 @@ class Watch:
             self._settings.append((x, name, _OF_NODES))
         elif issubclass(kind, (dict, *_ITEMS, np.ndarray, *_PLAIN)):
             self._content_of(x, kind, name)
-            if not _is_library(kind):
+            if not is_library(kind):
                 self._object(x, kind, name)
         else:
             self._look_at_code(x, kind, name, root)
@@ -200,12 +200,12 @@ class Watch:
             return
         if self._generators and issubclass(kind, GENERATORS):
             self._add(lambda: (drawn(x),), lambda *_: name)
-        elif self._generators and _is_library(kind) and hasattr(kind, "__next__"):
+        elif self._generators and is_library(kind) and hasattr(kind, "__next__"):
             self._add(lambda: position(x), lambda *_: name)
             for part in gc.get_referents(x):  # what zip, map or enumerate go through
                 self._push(part, name)
         elif issubclass(kind, FunctionType):
-            if root or not _is_library(x):
+            if root or not is_library(x):
                 self._names.found(x)
                 self._function(x, name)
         elif issubclass(kind, BuiltinMethodType | MethodWrapperType):
@@ -219,7 +219,7 @@ class Watch:
         elif issubclass(kind, weakref.ProxyTypes):
             self._through(partial(_behind, x), name)
         elif issubclass(kind, type):
-            if not _is_library(x):
+            if not is_library(x):
                 self._names.found_class(x)
                 self._mapping(vars(x), lambda key: f"{x.__qualname__}.{key}")
         elif bridge.is_optimizer(x):  # its settings and its state are the step's, which every replay makes anew
@@ -254,7 +254,7 @@ class Watch:
 
     def _object(self, x: Any, kind: type, name: str) -> None:
         slots = [slot for cls in kind.__mro__ for slot in vars(cls).values() if isinstance(slot, MemberDescriptorType)]
-        if not (slots or bridge.own_attributes(x) or not _is_library(kind)):
+        if not (slots or bridge.own_attributes(x) or not is_library(kind)):
             return
         self._add(lambda: (type(x),), lambda *_: f"the class of {name}")
         self._attributes(x, bridge.own_attributes(x), name)
@@ -269,8 +269,8 @@ class Watch:
             return
         if self._hidden is None:
             unwatched: frozenset[str] = own.get("_unwatched", bridge.MADE_FROM_LAYERS)
-            is_library = _is_library(type(x)) and bridge.is_module(x)
-            self._mapping(own, lambda key: f"{name}.{key}", unwatched, is_library)
+            is_layer = is_library(type(x)) and bridge.is_module(x)
+            self._mapping(own, lambda key: f"{name}.{key}", unwatched, is_layer)
             return
         keys = [key for key in own if not self._hidden(x, key)]  # one that comes later has decided nothing
         self._add(lambda: (*map(own.get, keys),), lambda _, index: f"{name}.{keys[index]}")
@@ -284,7 +284,7 @@ class Watch:
         kept = (*function.__code__.co_freevars, *names, *[f"{name}.{key}" for key in own], *[f"{name}'s code"] * 2)
 
         def read() -> Values:
-            found = (*map(_content, cells), *map(scope.get, names), *own.values())
+            found = (*map(content_of, cells), *map(scope.get, names), *own.values())
             return (*found, function.__defaults__, function.__code__)
 
         self._add(read, lambda values, index: kept[index] if values else f"attributes of {name}")
@@ -399,12 +399,12 @@ def is_same(now: Any, seen: Any) -> bool:
         return len(now) == len(seen) and all(map(is_same, now, seen))
     if isinstance(now, MethodType):  # made anew whenever it is asked for
         return bool(now == seen)
-    if not (isinstance(now, _PLAIN) and _is_library(type(now))):
+    if not (isinstance(now, _PLAIN) and is_library(type(now))):
         return False
     return (bool(now == seen) or now != now) and repr(now) == repr(seen)  # -0.0, nan
 
 
-def _is_library(x: Any) -> bool:
+def is_library(x: Any) -> bool:
     """Whether a class or function is none of the user's."""
     return str(getattr(x, "__module__", None) or "builtins").partition(".")[0] in LIBRARIES
 
@@ -416,7 +416,7 @@ def _has_settings(x: Any) -> bool:
     return not is_opaque or "_unwatched" in bridge.own_attributes(x)
 
 
-def _content(cell: Any) -> Any:
+def content_of(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet
