@@ -10,16 +10,19 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import netcl.ops.elementwise
 import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
 from netcl.nn.batchnorm import BatchNorm2dModule
 from netcl.nn.layers import Dropout, LeakyReLU, Linear, Module, Sequential
+from netcl.ops import elementwise
 from netcl.optim import SGD, AdamW
+from netcl.runtime.capture import KernelCapture
 
 from clamp import amp, session
-from clamp.bridge import Parameter, Tensor
+from clamp.bridge import Node, Parameter, Tensor
 from clamp.patching.recordings import capture
 from clamp.patching.recordings.variants import MOST_KEYS, MOST_RECORDINGS
 from tests.networks import LOSS_FACTOR, mlp, weights_of
@@ -295,6 +298,52 @@ def test_every_replay_drops_out_anew_whatever_the_region(queue: cl.CommandQueue,
     masks = {(graph(x_of(queue)).to_host() == 0).tobytes() for _ in range(4)}
     assert len(masks) == 4
     assert len(graph.builds) == 2
+
+
+DROPS: dict[str, Callable[[Node], Any]] = {
+    "layer": Dropout(0.5),
+    "of a node": lambda x: ag.dropout(x, 0.5),
+    "of a tensor": lambda x: elementwise.dropout(x.value, 0.5),
+    "of a tensor, looked up late": lambda x: netcl.ops.elementwise.dropout(x.value, p=0.5),
+}
+
+
+@pytest.mark.parametrize("how", ["record", "graph", "capture"])
+@pytest.mark.parametrize("kind", DROPS)
+@pytest.mark.parametrize("dtype", ["off", "float16"])
+def test_what_replays_drop_out_is_what_eager_runs_draw(queue: cl.CommandQueue, kind: str, dtype: str, how: str) -> None:
+    drop, x = DROPS[kind], to_device(queue, np.ones(64))
+
+    class Drop(amp.Graph):
+        def build(self, x: Node) -> Any:
+            return drop(x)
+
+    def captured() -> Callable[[Node], Any]:
+        capture, made = KernelCapture(), []
+
+        def call(x: Node) -> Any:
+            if made:
+                capture.replay()
+            else:
+                drop(x)  # builds the kernel
+                np.random.seed(7)
+                capture.begin()
+                made.append(drop(x))
+                capture.end()
+            return made[0]
+
+        return call
+
+    def draws(call: Callable[[Node], Any]) -> list[Any]:
+        np.random.seed(7)
+        return [(out if isinstance(out := call(Node(value=x)), Tensor) else out.value).to_host() for _ in range(5)]
+
+    with amp.init(), amp.autocast(enabled=dtype != "off"):
+        want = draws(drop)
+        got = draws({"record": lambda: amp.record(drop), "graph": Drop, "capture": captured}[how]())
+    assert len({one.tobytes() for one in want}) == len({one.tobytes() for one in got}) == 5
+    for one, other in zip(got, want, strict=True) if dtype != "off" else ():  # netcl's own draws elsewhere
+        np.testing.assert_array_equal(one, other)
 
 
 def test_settings_of_a_batch_norm_are_seen(queue: cl.CommandQueue) -> None:
