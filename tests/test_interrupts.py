@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from clamp.casting.policy import default_table
 from clamp.casting.regions import Region, called_in, casting_in, in_own_region, in_region
 from clamp.casting.results import forward_again, untold
 from clamp.handle import AmpHandle
+from clamp.handle.other_scalers import OtherScalers
 from clamp.opencl.recording import replaying, unrecorded
 from clamp.params.gradient_marks import noting_held, noting_reached, waiting_in
 from clamp.params.writes import unnoted
@@ -72,6 +74,7 @@ BOUNDARIES: dict[str, Callable[[], Any]] = {
     "an open loss": _inside(lambda: open_loss(_LOSS)),
     "gradients noted": _inside(noting_reached),
     "gradients held": _inside(noting_held),
+    "a step by a GradScaler": _inside(lambda: OtherScalers.stepped_with(_HANDLE, _SCALING, object())),
     "no tape": _inside(bridge.off_tape),
 }
 
@@ -82,12 +85,14 @@ class _Pass:
 
 
 _LOSS: Any = _Pass()
+_SCALING: Any = SimpleNamespace(guards=SimpleNamespace(steps=0, tells=True))
+_HANDLE: Any = SimpleNamespace(guard=lambda optimizer: SimpleNamespace(last=None))
 
 
 def _state() -> dict[str, Any]:
     """All that is known of this thread, and which regions hold."""
     known = {f"{type(x).__module__}.{name}": value for x in interrupts._states for name, value in _values(x).items()}
-    settings = {"process": regions.process_region(), "change": regions._change}
+    settings = {"tells": _SCALING.guards.tells, "process": regions.process_region(), "change": regions._change}
     return known | settings
 
 

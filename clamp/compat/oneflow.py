@@ -272,9 +272,9 @@ class Graph:
         trained = {id(x): x for x in inputs if bridge.is_trained(x)}
         trained |= {id(x): x for ref in self._others if (x := ref()) is not None}
         before = [(x, x.grad) for key, x in trained.items() if key not in own]
-        for x, _ in before:
-            x.grad = None
         try:
+            for x, _ in before:
+                x.grad = None
             yield
         except BaseException:
             for x, earlier in before:

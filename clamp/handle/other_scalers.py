@@ -9,6 +9,7 @@ from typing import Any
 
 from clamp.bridge import Tensor
 from clamp.handle.optim_wrapper import OptimWrapper
+from clamp.interrupts import holding
 from clamp.scaling.history import History
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld
@@ -57,11 +58,10 @@ class OtherScalers:
         """Around one step that a ``GradScaler`` decides about: ``history`` and ``loss_scale`` tell of it."""
         guard = self.guard(optimizer.__wrapped__ if isinstance(optimizer, OptimWrapper) else optimizer)
         last, steps = guard.last, scaling.guards.steps
-        scaling.guards.tells = False
         try:
-            yield
+            with holding(scaling.guards, "tells", False):
+                yield
         finally:
-            scaling.guards.tells = True
             if scaling.guards.steps > steps:
                 guard.decided_by(scaling.guards.history[-1], stepped=guard.last is not last)
                 scaling.late_scales.stepped(self._guards)
