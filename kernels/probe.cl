@@ -60,8 +60,30 @@ __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void group_sums(__globa
 }
 #endif
 
-#ifdef PROBE_AMX
+#if defined(PROBE_AMX) || defined(PROBE_AMX_LIMIT)
 #include "amx.clh"
+#endif
+
+#ifdef PROBE_AMX_LIMIT
+// Sixteen dot products a round of what is in registers: the least time that any number of them can take. Random numbers,
+// since zeros draw less power.
+__kernel ONE_WORK_ITEM void amx_limit(__global const uchar *numbers, __global float *sums, ulong rounds) {
+    float tile[SUMS] __attribute__((aligned(64)));
+    begin_tiles();
+    multiply(numbers, PANEL_A_ROW, STEP_BYTES, numbers + STEP_BYTES, tile, 1, 0); // leaves its operands in registers
+    __asm__ volatile(
+        LINE("1:")
+        FOUR_DOTS FOUR_DOTS FOUR_DOTS FOUR_DOTS
+        LINE("decq %[rounds]")
+        LINE("jnz 1b")
+        : [rounds] "+&r"(rounds)::"cc");
+    end_sums(tile);
+    end_tiles();
+    sums[get_global_id(0)] = tile[0];
+}
+#endif
+
+#ifdef PROBE_AMX
 
 // Two steps of a panel of A by one of B, in every way of amx.clh: at once, one after the other, by addresses of B, and
 // of A, and upper parts alone. Before each the sums and the registers hold what `sums` held.

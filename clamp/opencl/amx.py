@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from time import perf_counter
 from typing import TypeAlias
 
 import numpy as np
@@ -23,6 +24,7 @@ from clamp.opencl.proofs import Trial
 Bits: TypeAlias = NDArray[np.uint16]
 
 PROBE = Kernel("probe.cl", "amx")
+_LIMIT = Kernel("probe.cl", "amx_limit")
 _WAYS = 5  # in which the kernel multiplies
 _STEPS, _SIDE, _K = 2, 32, 64
 
@@ -105,6 +107,25 @@ def multiplied(queue: cl.CommandQueue, a: Bits, b: Bits, dtype: str, *, emulate:
     PROBE(queue, (1,), (1,), *buffers, PROBE_AMX=1, PARTS=parts, DOT_F16=int(dtype == "float16"), EMULATE=int(emulate))
     cl.enqueue_copy(queue, found, buffers[-1])
     return found
+
+
+def limit(queue: cl.CommandQueue) -> float:
+    """Operations a second that the matrix units of a device do at most, on bfloat16 in registers: measured.
+
+    Only where `why_not` has no reason.
+    """
+    items, rounds = queue.device.max_compute_units, 20_000
+    numbers = np.random.default_rng(0).standard_normal(2048, np.float32).view(np.uint32) >> 16
+    flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
+    operands = cl.Buffer(queue.context, flags, hostbuf=numbers.astype(np.uint16))
+    sums = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 4 * items)
+    seconds = []
+    for _ in range(6):  # the first builds the kernel
+        began = perf_counter()
+        _LIMIT(queue, (items,), (1,), operands, sums, rounds, PROBE_AMX_LIMIT=1, PARTS=1, DOT_F16=0, EMULATE=0)
+        queue.finish()
+        seconds.append(perf_counter() - began)
+    return items * rounds * 16 * (2 * 16 * 16 * 32) / min(seconds)
 
 
 def _bits(x: NDArray[np.int64], dtype: str) -> Bits:

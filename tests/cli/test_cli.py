@@ -20,6 +20,7 @@ from clamp.casting.owned import OWNED
 from clamp.casting.policy import CastPolicy, default_table
 from clamp.cli import gain, main
 from clamp.cli.bench import command, first_step
+from clamp.cli.bench.cases import gemm as gemm_bench
 from clamp.cli.bench.cases.contenders import Case, Contender, random_tensor
 from clamp.cli.bench.cases.unscale import TENSORS, counted_launches, mixed_sizes
 from clamp.cli.bench.peers import PeerError, PeerProcess, blas_settings, installed_peers
@@ -423,6 +424,21 @@ def test_ratios_above_one_are_faster(queue: cl.CommandQueue) -> None:
         assert [row.median for row in rows] == [netcl, clamp]
         assert rows[0].ratios == {}
         assert rows[1].ratios == {"netcl": 4.0}
+        assert not any("of_limit" in row.extra for row in rows)
+
+
+def test_bench_says_how_much_of_a_matrix_units_limit_a_product_reaches(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 100 GFLOP/s, of which float16 may take four for one; where there is no such unit, of none."""
+    found = replace(capabilities(queue), amx=True, amx_fp16=False)
+    monkeypatch.setattr(gemm_bench.amx, "limit", lambda queue: 100e9)
+    for device, shares in ((found, {"float16": 0.8, "bfloat16": 0.2}), (replace(found, amx=False), {})):
+        monkeypatch.setattr(gemm_bench, "capabilities", lambda queue, device=device: device)
+        (case,) = gemm_bench.gemm_cases(queue, [8], ["NN"], [])
+        race = Race({one.name: Timing((2 * 8**3 / 20e9,)) for one in case.contenders}, {})
+        reached = {row.contender.split()[-1]: row.extra["of_limit"] for row in rows_of(case, race) if row.extra}
+        assert reached == pytest.approx(shares)
 
 
 # ---------------------------------------------------------------------------------------------- peers

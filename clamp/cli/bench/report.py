@@ -35,7 +35,7 @@ class Row:
         slow: the call that nine in ten are faster than.
         samples: timed calls.
         ratios: to the baselines of the case; `RATIOS` says how.
-        extra: further figures: launches, loss, loss scale.
+        extra: further figures: launches, loss, loss scale; ``of_limit``, the share of the matrix unit's limit.
     """
 
     work: str
@@ -65,7 +65,10 @@ def rows_of(case: Case, race: Race) -> list[Row]:
         best, slow = in_unit(timing.best, one.amount), in_unit(timing.slow, one.amount)
         ratios = _ratios(one.name, median, baselines, lower_is_better=case.unit == "ms")
         head = (case.work, case.name, one.name, case.unit)
-        rows.append(Row(*head, median, best, slow, len(timing.seconds), ratios, one.extra()))
+        extra = one.extra()
+        if one.name in case.limits:
+            extra["of_limit"] = median / case.limits[one.name]
+        rows.append(Row(*head, median, best, slow, len(timing.seconds), ratios, extra))
     return rows
 
 

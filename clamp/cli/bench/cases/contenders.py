@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,12 +45,14 @@ class Case:
         name: which of its kind: ``"NN 1024"``.
         unit: of the results: ``"GFLOP/s"``, ``"GB/s"`` or ``"ms"``.
         contenders: in the order of the table.
+        limits: what a contender's matrix unit does at most, in the unit, by the contender's name.
     """
 
     work: str
     name: str
     unit: str
     contenders: Sequence[Contender]
+    limits: Mapping[str, float] = field(default_factory=dict)
 
 
 def dtypes_of(queue: cl.CommandQueue) -> tuple[str, ...]:
