@@ -139,6 +139,21 @@ def note_not_finite(grad: Tensor, skip: object) -> None:
     grad._not_finite = skip, writes.now
 
 
+def _note_kept(before: Sequence[tuple[Any, Tensor]]) -> None:
+    """Notes on leaves that a backward adds to gradients of theirs that have made a step be skipped."""
+    for leaf, grad in before:
+        if (skip := _skipped_by(grad)) is not None:
+            leaf._kept = skip
+
+
+def take_over(grad: Tensor, other: Tensor) -> None:
+    """Lets a gradient have made the step be skipped that another object for it has made be skipped, and no other."""
+    if (noted := vars(other).get("_not_finite")) is not None:
+        grad._not_finite = noted
+    elif "_not_finite" in vars(grad):
+        del grad._not_finite
+
+
 def was_kept(leaf: Tensor, skip: object) -> bool:
     """Whether a backward has added to a gradient of a leaf's that had made this step be skipped."""
     return getattr(leaf, "_kept", None) is skip
@@ -250,9 +265,8 @@ def deliver(run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScal
             leaf.grad = None
         run()
         earlier = {id(leaf): grad for leaf, grad in before}
-        for leaf, grad in before:
-            if (skip := _skipped_by(grad)) is not None:
-                leaf._kept = skip
+        if before:
+            host_step(partial(_note_kept, before))
         reached = _mark_all(leaves, earlier, mark)
         if _thread.waiting:
             next(reversed(_thread.waiting.values())).ran(reached, earlier)

@@ -100,6 +100,7 @@ class Entries:
             alias = shared[id(found)] = made or bridge.alias(found)
             alias.buffer = found.buffer
             set_mark(alias, mark)
+            gradient_marks.take_over(alias, found)
             self._entries.append(Entry(tensor, found, alias, mark))
             tensor.grad = alias
             if gradient_marks.last_shared(tensor) is found:
@@ -131,6 +132,7 @@ class Entries:
             if entry is not None:
                 if mark_of(entry.alias) is not entry.mark:
                     set_mark(entry.found, mark_of(entry.alias))
+                gradient_marks.take_over(entry.found, entry.alias)
                 tensor.grad = entry.found
 
 

@@ -186,6 +186,7 @@ class Replayable(Recorded):
         fresh = {id(made.tensor): made.anew() for made in self._moving}
         for made in self._made.values():
             made.tensor.buffer = fresh[id(made.first or made.tensor)].buffer
+            gradient_marks.take_over(made.tensor, fresh[id(made.first or made.tensor)])
         entries = Entries(self._touched, known, self._aliases)
         given = [*(call.tensors[index] for index in self._inputs), *entries.found(self._entered)]
         try:
@@ -210,6 +211,7 @@ class Replayable(Recorded):
             if id(grad) in made:
                 tensor.grad = made[id(grad)]
                 set_mark(tensor.grad, mark_of(grad))
+                gradient_marks.take_over(tensor.grad, grad)
                 if gradient_marks.last_shared(tensor) is grad:
                     gradient_marks.note_shared(tensor, tensor.grad)
             elif grad is None or id(grad) in found or id(grad) in self._state:
