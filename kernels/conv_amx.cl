@@ -72,26 +72,51 @@ static inline void store_runs(__global const float *sums, __global STORAGE(OUT_T
     }
 }
 
-// Lines of channels, as rows of A: pair after pair of channels, position after position.
-static inline void transpose_lines(__global const ushort *lines, size_t line, __global float *rows, size_t plane) {
-    for (size_t at = 0; at < plane; at += 16) {
-        float16 v[16];
+// 16 positions of 32 channels from x[at] on, of which there are `count`, as rows of A.
+static inline void stage_16(source x, size_t size, size_t at, size_t stride, size_t positions, size_t count,
+                            size_t channel, __global float *to) {
+    float16 v[16];
+    if (stride == 1 && count >= SIDE && at + (SIDE - 1) * channel + 16 <= size) {
         _Pragma("unroll") for (uint c = 0; c < 16; c++) {
-            const uint16 low = convert_uint16(LOAD_ANY(ushort16, lines + 2 * c * line + at));
-            const uint16 high = convert_uint16(LOAD_ANY(ushort16, lines + (2 * c + 1) * line + at));
-            v[c] = as_float16(low | high << 16);
+            source s = x + at + 2 * c * channel;
+            v[c] = as_float16(convert_uint16(LOAD_ANY(ushort16, s)) |
+                              convert_uint16(LOAD_ANY(ushort16, s + channel)) << 16);
         }
-        transpose_16(v);
-        _Pragma("unroll") for (uint p = 0; p < 16; p++) {
-#if PARTS == 2
-            const parts_of_pairs parts = split_pairs(v[p]);
-            STORE_ANY(float16, parts.high, rows + (at + p) * ROW_WORDS);
-            STORE_ANY(float16, parts.low, rows + (at + p) * ROW_WORDS + 16);
-#else
-            STORE_ANY(float16, v[p], rows + (at + p) * ROW_WORDS);
-#endif
+    } else {
+        ONE_BY_ONE for (size_t c = 0; c < 16; c++) {
+            const size_t s = at + 2 * c * channel;
+            uint16 pairs = 0;
+            if (2 * c < count) pairs = convert_uint16(read_elements(x, s, stride, positions, size));
+            if (2 * c + 1 < count)
+                pairs |= convert_uint16(read_elements(x, s + channel, stride, positions, size)) << 16;
+            v[c] = as_float16(pairs);
         }
     }
+    transpose_16(v);
+    _Pragma("unroll") for (uint p = 0; p < 16; p++) {
+#if PARTS == 2
+        const parts_of_pairs parts = split_pairs(v[p]);
+        STORE_ANY(float16, parts.high, to + p * ROW_WORDS);
+        STORE_ANY(float16, parts.low, to + p * ROW_WORDS + 16);
+#else
+        STORE_ANY(float16, v[p], to + p * ROW_WORDS);
+#endif
+    }
+}
+
+static inline void clear_rows(__global float *to, size_t rows) {
+    for (size_t i = 0; i < rows * ROW_WORDS; i += 16) STORE_ANY(float16, (float16)(0.0f), to + i);
+}
+
+// A plane of 32 channels, of which there are `count`, the first at x[at], as rows of A. Positions are written in ascending
+// order, and up to 15 beyond the last of a row.
+APART void stage_plane_of_rows(source x, size_t size, size_t at, size_t count, __global float *to, size_t top,
+                               STAGING_ARGUMENTS) {
+    EACH_STAGED_ROW(to, WS * ROW_WORDS, clear_rows(to, WS),
+        clear_rows(to, left);
+        for (size_t u = left; u < right; u += 16, from += 16 * stride_x)
+            stage_16(x, size, at + from, stride_x, right - u, count, H * W, to + u * ROW_WORDS);
+        clear_rows(to + right * ROW_WORDS, WS - right);)
 }
 
 // A convolution, or one of those that an input gradient consists of, for each remainder of the position by the stride.
@@ -115,18 +140,15 @@ conv(__global const uchar *restrict weights, source x, __global const ulong *res
     const size_t plane = (STAGED_PLANE + 15) / 16 * 16;
     const size_t item = (group * get_global_size(1) + get_global_id(1)) * get_global_size(0) + get_global_id(0);
     __global float *sums = work + item * work_words;
-    __global ushort *lines = (__global ushort *)(sums + (RUNS + PARTS - 1) * SUMS);
-    __global float *staged = (__global float *)(lines + SIDE * (plane + 16)); // 16 more: a cache has sets for powers of two
+    __global float *staged = sums + (RUNS + PARTS - 1) * SUMS;
     begin_tiles();
     for (size_t block = SHARE(0, 0, blocks); block < SHARE(0, 1, blocks); block++) {
         const size_t first = block / bands * images, count = min((size_t)images, batch - first);
         const size_t top = block % bands * rows;
         for (size_t n = 0; n < count; n++)
-            for (size_t k = 0; k < blocks_k; k++) {
-                const size_t at = (((first + n) * groups + group) * channels + k * SIDE) * H * W;
-                stage_channels(x, size, at, channels - k * SIDE, lines, plane + 16, top, STAGING);
-                transpose_lines(lines, plane + 16, staged + (n * blocks_k + k) * plane * ROW_WORDS, plane);
-            }
+            for (size_t k = 0; k < blocks_k; k++)
+                stage_plane_of_rows(x, size, (((first + n) * groups + group) * channels + k * SIDE) * H * W,
+                                    channels - k * SIDE, staged + (n * blocks_k + k) * plane * ROW_WORDS, top, STAGING);
         for (size_t i = 0; i < correlation_count; i++) {
             const correlation c = ((__global const correlation *)correlations)[i];
             if (top >= c.height) continue;

@@ -128,9 +128,10 @@ def test_what_is_not_finite_reaches_the_weights_that_read_it(
 
 #: what is wrong; the kernel's file, and the pieces of its source
 MUTANTS = [
-    ("padding on the right is not cleared", "conv_amx.cl", "clear(y, right, WS);", ""),
-    ("channels that there are not, neither", "conv_amx.cl", "clear(lines + c * line, 0, line);", ";"),
-    ("pairs change places", "conv_amx.cl", "low | high << 16", "high | low << 16"),
+    ("padding on the right is not cleared", "conv_amx.cl", "clear_rows(to + right * ROW_WORDS, WS - right);", ""),
+    ("nor in lines", "conv_amx_grad.cl", "clear(y, right, WS);", ""),
+    ("every other channel is missing", "conv_amx.cl", "if (2 * c + 1 < count)", "if (0)"),
+    ("pairs are of one channel", "conv_amx.cl", "LOAD_ANY(ushort16, s + channel)", "LOAD_ANY(ushort16, s)"),
     ("parts of a sum are not resumed", "conv_amx.cl", "c.steps - step), step > 0", "c.steps - step), 0"),
     ("a row's last sums are left out", "conv_amx.cl", "at + count);", "at + count - 1);"),
     ("rows count what lies between them", "conv_amx.cl", "v / line * width + q", "v"),
@@ -139,7 +140,7 @@ MUTANTS = [
     ("taps an odd number away read the pairs before", "conv_amx_grad.cl", "* line + at + odd", "* line + at"),
     ("gradients keep what was between rows", "conv_amx_grad.cl", "clear(to, r * line + width, r", "clear(to, line, !r"),
     ("nothing is masked", "conv_amx_grad.cl", "finite = finite && all_finite(lines, plane + 32)", "finite = true"),
-    ("lower parts of lines are the upper ones", "conv_amx.cl", "parts.low, rows", "parts.high, rows"),
+    ("lower parts of lines are the upper ones", "conv_amx.cl", "parts.low, to + p", "parts.high, to + p"),
     ("lower parts of weights are missing", "conv_amx_weights.cl", "to[512] = lower_bits(low) >> 16 |", "to[512] ="),
     ("lower parts of gradients are missing", "conv_amx_grad.cl", "as_uint16(wide - high)", "as_uint16(0 * wide)"),
     ("sums that are not finite stay", "conv_amx.cl", "if (!has_strange(", "if (1 || has_strange("),

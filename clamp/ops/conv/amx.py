@@ -75,8 +75,8 @@ def convolve(
     block = Block.of(shapes, fair, _STAGED_WORDS // max(1, parts * blocks_k * _SIDE // 2))
     bands = -(-max(shape.y.positions for shape in shapes) // block.rows)
     grid, _ = deal(queue, bands * -(-images // block.images), panels, groups, _ITEMS_PER_CORE)
-    words = (_RUNS + parts - 1) * _SIDE**2 + (block.plane + _SIDE // 2) * _SIDE // 2  # sums, and lines
-    words += (block.images * block.plane * blocks_k + _SIDE) * parts * _SIDE // 2  # a run reads beyond what is staged
+    staged = block.images * block.plane * blocks_k + _SIDE  # rows: a run reads beyond them
+    words = (_RUNS + parts - 1) * _SIDE**2 + staged * parts * _SIDE // 2
     work = bridge.empty(queue, (prod(grid) * words,), "float32")
     tables = _tables(queue.context, shapes, block, groups, rows, blocks_k, images, parts)
     _CONV(
