@@ -225,6 +225,19 @@ def behind_a_weak_proxy() -> Case:
     return (lambda: proxy.k), attribute(settings)[1]
 
 
+@pytest.mark.parametrize("how", ["record", "graph"])
+def test_attributes_of_parameters_are_seen(queue: cl.CommandQueue, how: str) -> None:
+    x = to_device(queue, X)
+
+    def made() -> Case:
+        weight: Any = Parameter.from_host(queue, X)
+        weight.factor = 1.0
+        return (lambda: weight.factor), partial(setattr, weight, "factor")
+
+    for one, other in zip(run(made(), x, how), run(made(), x, "eager"), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 ASKED: dict[str, Callable[[], Callable[[], float]]] = {
     "the clock": lambda: time.perf_counter,
     "the date": lambda: lambda: datetime.datetime.now().timestamp(),
