@@ -66,15 +66,17 @@ class _Place(NamedTuple):
     Attributes:
         attributes: of a tensor without memory.
         pool_of: what found the pool; only if it finds the same one always, which a recording's does not.
+        new: how much memory the pool had made anew at the last look.
     """
 
     queue: cl.CommandQueue | None
     attributes: dict[str, Any]
     pool_of: Any
     pool: Any
+    new: list[int]
 
 
-_place = _Place(None, {}, None, None)
+_place = _Place(None, {}, None, None, [0])
 
 
 def empty(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
@@ -90,6 +92,9 @@ def _in_memory_of(size: int, queue: cl.CommandQueue, shape: tuple[int, ...], dty
     if place.queue is not queue or place.pool_of is not memory.get_persistent_pool:
         place = _place_on(queue)
     handle = place.pool.allocate(size)
+    if place.pool.stats.misses != place.new[0]:
+        place.new[0] = place.pool.stats.misses
+        _free_in_order(getattr(handle, "_arr", None), queue)
     tensor = Tensor.__new__(Tensor)
     attributes = vars(tensor)
     attributes.update(place.attributes)
@@ -105,10 +110,19 @@ def _place_on(queue: cl.CommandQueue) -> _Place:
     attributes = _place.attributes
     if _place.queue is not queue:
         attributes = vars(Tensor(None, (), "", queue.context, queue, backend=OpenCLBackend(queue)))
-    place = _Place(queue, attributes, pool_of, pool_of(queue))
+    place = _Place(queue, attributes, pool_of, pool_of(queue), [-1])
     if getattr(pool_of, "__wrapped__", pool_of) is _own_pool_of:
         _place = place
     return place
+
+
+def _free_in_order(shared: Any, queue: cl.CommandQueue) -> None:
+    """Lets shared virtual memory be freed in its turn among the launches of a queue, should it not go back to its pool.
+
+    The end of a tensor gives it back, in Python: Ctrl-C in there would free what launches are still using.
+    """
+    if shared is not None:
+        shared.base.bind_to_queue(queue)
 
 
 def ones(queue: cl.CommandQueue, shape: Sequence[int]) -> Tensor:

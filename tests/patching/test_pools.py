@@ -9,7 +9,7 @@ import pytest
 from netcl.core import memory
 from netcl.core.tensor import Tensor
 
-from clamp import amp
+from clamp import amp, bridge
 from clamp.patching.recordings.capture import address_of
 
 SHAPE = (3, 1001)
@@ -55,3 +55,14 @@ def test_afterwards_netcls_one_pool_is_back_and_tensors_live_on(queues: list[cl.
     assert memory.get_persistent_pool(queues[1]) is memory.get_persistent_pool(queues[0])
     assert freed_address(queues[1]) == freed_address(queues[0])
     assert (tensor.to_host() == 3.0).all()
+
+
+def test_memory_that_does_not_come_back_is_freed_in_its_turn(queues: list[cl.CommandQueue]) -> None:
+    # The end of a tensor gives shared virtual memory back, unless Ctrl-C is raised in it: then launches still use it.
+    queue = queues[0]
+    bridge.empty(queue, (1,), "float32")
+    pool, held = memory.get_persistent_pool(queue), queue.reference_count
+    tensors = [bridge.empty(queue, (size,), "float32") for size in (3_001, 30_001)]
+    new = [tensor for tensor in tensors if isinstance(tensor.buffer, cl.SVM)]
+    assert len(new) == (len(tensors) if pool._use_svm else 0)
+    assert queue.reference_count == held + len(new), "each holds the queue in whose order it is freed"
