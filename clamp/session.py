@@ -155,9 +155,12 @@ def _checked_debug(debug: str | Iterable[str] | None) -> frozenset[str]:
 
 
 def shutdown() -> None:
-    """Shuts the active handle down, as its own ``shutdown`` does; does nothing without one."""
+    """Gives netcl back as it was: shuts the active handle down, as its own ``shutdown`` does; without one takes off
+    what regions, scalers and ``decorate`` have put over netcl. What asks for AMP later puts it there again."""
     if _handle is not None:
         _handle.shutdown()
+    elif not RESULTS.observers:  # who looks at ops goes on looking
+        forget_patches()
 
 
 def _end_what_was_interrupted() -> None:

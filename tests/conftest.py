@@ -40,7 +40,6 @@ from clamp.patching.recordings import residents
 from tests.conformance import report
 from tests.covering import covering
 from tests.launches import forget_prepared_launches
-from tests.loaded_modules import pass_strangers_by
 from tests.loop import SWEEP
 from tests.poison import poisoned_empty
 
@@ -298,14 +297,6 @@ def same_numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Gives a test the same random numbers, whichever tests ran before it in its process."""
     if hasattr(request.module, "RNG"):
         monkeypatch.setattr(request.module, "RNG", np.random.default_rng(0))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def strangers_passed_by() -> Iterator[None]:
-    """Lets AMP start without a look at modules that know nothing of netcl."""
-    with pytest.MonkeyPatch.context() as patch:
-        pass_strangers_by(patch)
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

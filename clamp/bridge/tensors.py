@@ -16,6 +16,7 @@ from netcl.core.tensor import reshape as _reshape
 from netcl.ops.bf16_act import from_bf16_host, to_bf16_host
 from netcl.optim._utils import is_frozen_param
 
+from clamp.bridge.netcl_functions import own_copy
 from clamp.opencl.device import require_usable
 
 #: a dtype as users write it; `dtype_name` reads it
@@ -57,7 +58,7 @@ def nbytes(tensor: Tensor) -> int:
 _from_shape = Tensor.from_shape  # netcl's own: a user's goes through clamp/patching/engine.py
 
 
-_own_init, _own_pool_of, _fill = Tensor.__init__, memory.get_persistent_pool, transfer.fill
+_own_init, _own_pool_of, _fill = Tensor.__init__, memory.get_persistent_pool, own_copy(transfer.fill)
 
 
 class _Place(NamedTuple):
@@ -65,18 +66,20 @@ class _Place(NamedTuple):
 
     Attributes:
         attributes: of a tensor without memory.
-        pool_of: what found the pool; only if it finds the same one always, which a recording's does not.
+        pool_of, pool_code: what found the pool, and its code, which AMP exchanges; only if it finds the same one
+            always, which a recording's does not.
         new: how much memory the pool had made anew at the last look.
     """
 
     queue: cl.CommandQueue | None
     attributes: dict[str, Any]
     pool_of: Any
+    pool_code: Any
     pool: Any
     new: list[int]
 
 
-_place = _Place(None, {}, None, None, [0])
+_place = _Place(None, {}, None, None, None, [0])
 
 
 def empty(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
@@ -89,7 +92,8 @@ def empty(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
 def _in_memory_of(size: int, queue: cl.CommandQueue, shape: tuple[int, ...], dtype: str) -> Tensor:
     """A tensor in so many bytes of netcl's pool. All that netcl's constructor finds out anew is the same on a queue."""
     place = _place
-    if place.queue is not queue or place.pool_of is not memory.get_persistent_pool:
+    pool_of = memory.get_persistent_pool
+    if place.queue is not queue or place.pool_of is not pool_of or place.pool_code is not pool_of.__code__:
         place = _place_on(queue)
     handle = place.pool.allocate(size)
     if place.pool.stats.misses != place.new[0]:
@@ -110,8 +114,8 @@ def _place_on(queue: cl.CommandQueue) -> _Place:
     attributes = _place.attributes
     if _place.queue is not queue:
         attributes = vars(Tensor(None, (), "", queue.context, queue, backend=OpenCLBackend(queue)))
-    place = _Place(queue, attributes, pool_of, pool_of(queue), [-1])
-    if getattr(pool_of, "__wrapped__", pool_of) is _own_pool_of:
+    place = _Place(queue, attributes, pool_of, pool_of.__code__, pool_of(queue), [-1])
+    if pool_of is _own_pool_of:
         _place = place
     return place
 

@@ -9,7 +9,7 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
-from clamp.bridge.user_wrappers import defined_behind, is_users, original_in
+from clamp.bridge.netcl_functions import function_of
 from clamp.casting.operands import Casting, NotOwned
 
 Function = Callable[..., Any]
@@ -63,18 +63,10 @@ def _first_of(function: Function) -> Function:
     return first
 
 
-def _own_function(name: str) -> Any:
-    """netcl's function of this full name, behind a wrapper that a user has put over it before clamp was imported."""
-    module, _, attribute = name.rpartition(".")
-    function = getattr(import_module(module), attribute)
-    if not is_users(function):
-        return function
-    return original_in(function, attribute) or defined_behind(module, attribute)
-
-
 def _with_arguments_of(name: str, function: Function) -> Function:
     """A function that is called as netcl's function of this full name is."""
-    netcls = _own_function(name)
+    import_module(name.rpartition(".")[0])
+    netcls = function_of(name)[1]
     if netcls is None:  # no call comes here: what a user has put in netcl's place runs as it is
         return function
     theirs = inspect.signature(netcls).parameters

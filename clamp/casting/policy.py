@@ -157,6 +157,8 @@ class PolicyTable:
         for name in sorted(white | black):
             if not self.find(name):
                 raise PolicyError(f"custom list: no function named {name!r}; `python -m clamp lists` prints all names")
+        if not white | black:
+            return self
         white, black = ({entry.name for name in names for entry in self.find(name)} for names in (white, black))
         table = self._with_policy(CastPolicy.HALF, lambda entry: entry.name in white)
         return table._with_policy(CastPolicy.FLOAT, lambda entry: entry.name in black)

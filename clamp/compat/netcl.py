@@ -80,12 +80,6 @@ def supports_fp16(wrapped: Any, instance: None, /, queue: Any) -> bool:
     return is_float16_supported(queue) if Installed.now else wrapped(queue)
 
 
-@meets("netcl.amp.maybe_cast_tensor")
-def maybe_cast_tensor(wrapped: Any, instance: None, /, t: Tensor) -> Any:
-    """The tensor itself: clamp's ops cast what they read, and netcl's copy would be one that no gradient reaches."""
-    return t if Installed.now else wrapped(t)
-
-
 # ---------------------------------------------------------------------------------------------- GradScaler
 
 

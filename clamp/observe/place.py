@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import wrapt
 
 from clamp import bridge
+from clamp.bridge.netcl_functions import is_redirecting
 from clamp.patching.wrap import netcl_wrapper, owned_wrapper, user_wrapper
 
 _LIBRARIES = bridge.NETCLS_FOLDER, str(Path(str(wrapt.__file__)).parent)
@@ -142,6 +143,8 @@ def _kind(code: CodeType) -> str:
 def _find_kind(code: CodeType) -> str:
     if code in _WRAPPERS:
         return "wrapper"
+    if is_redirecting(code):
+        return "library"
     file = code.co_filename
     is_method = code.co_argcount > 0 and code.co_varnames[0] == "self"
     if file.startswith(_LIBRARIES):

@@ -151,8 +151,8 @@ def call_of(names: Mapping[str, Any]) -> Call | None:
         )
     args = tuple(None if isinstance(x, Tape) else x for x in args)
     kwargs = {name: None if isinstance(x, Tape) else x for name, x in kwargs.items()}
-    if entry is not None and entry.function == "dropout" and len(args) <= _SEED and kwargs.get("seed") is None:
-        kwargs["seed"] = LAST_SEED.value
+    if entry is not None and entry.function == "dropout" and args[_SEED] is None:
+        args = (*args[:_SEED], LAST_SEED.value, *args[_SEED + 1 :])
     region = current_region() or Region(True, "float32", default_table())
     return Call(partial(wrapper, names["wrapped"], names["instance"]), args, kwargs, region.in_float32)
 

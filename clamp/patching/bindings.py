@@ -1,91 +1,95 @@
-"""Names that are given other objects, and get their own back: in modules, classes, and wrappers of the user's.
-
-netcl's modules bind each other's functions at import (``from netcl.ops.matmul import matmul``), and so do
-users' scripts. A function is therefore replaced under every name that any loaded module has for it. Closures,
-partials and containers are not searched, but for those of a wrapper that a user has put over one of netcl's functions
-(user_wrappers.py). Everything done is recorded and undone in reverse.
-"""
+"""What patches change in netcl, noted, and undone in reverse: functions redirected, names given other objects."""
 
 from __future__ import annotations
 
-import sys
-import types
-from collections.abc import Container, Mapping
+from collections.abc import Callable
+from types import FunctionType, ModuleType
 from typing import Any
 
 import wrapt
+from netcl.autograd import bf16_ops, ops, shape_ops
 
-from clamp.bridge import user_wrappers
-from clamp.bridge.user_wrappers import Place, is_users
+from clamp.bridge.netcl_functions import is_netcls, own_copy
 from clamp.patching import engine
-from clamp.patching.stand_in import StandIn
-from clamp.patching.wrap import Wrapper
+from clamp.patching.redirect import Redirected
+from clamp.patching.wrap import Wrapper, passes_of
 
 _MISSING = object()
 
-#: where netcl keeps its differentiable functions
-_RECORDED_MODULES = ("netcl.autograd.ops", "netcl.autograd.shape_ops", "netcl.autograd.bf16_ops")
+#: The names of netcl's modules of differentiable functions, and those that these functions see while they run under
+#: their wrappers. What reaches their inside has passed a wrapper: what they have imported from other modules is netcl's
+#: own there, so that nothing is cast twice, and no call pays twice.
+_INSIDE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (vars(module), dict(vars(module))) for module in (ops, shape_ops, bf16_ops)
+]
+
+#: redirections of netcl's functions, by function and wrapper: both live as long as the process
+_made: dict[tuple[FunctionType, Any], Redirected] = {}
 
 
 class Bindings:
     """What is bound where while patches are in place."""
 
     def __init__(self) -> None:
-        self._wrappers: dict[int, tuple[Any, Any]] = {}  # id of the original -> (original, wrapper)
-        self._unbound: dict[int, Any] = {}  # those that still stand nowhere
+        self._redirected: dict[int, Redirected] = {}  # by id of the function
         self._undo: list[tuple[Any, str, Any, Any]] = []  # owner, name, what stood there, what we put there
-        self._filled: list[tuple[Place, Any]] = []  # inside wrappers of the user's, and what we put there
 
-    def wrapper_of(self, original: Any, wrapper: Wrapper, passes: bool = False) -> Any:
-        """The wrapper object of a function; a function with two names keeps the first entry's.
+    def redirect(
+        self, function: FunctionType, wrapper: Callable[..., Any], passes: bool = False, how: str = ""
+    ) -> None:
+        """Lets a function run a wrapper, whoever holds it; under a second name, or a second time, nothing is done.
 
         Args:
-            passes: as for `StandIn`.
+            passes: whether the wrapper just calls the function where casts are off, no argument is 16-bit, none is
+                written and nobody is told of results.
+            how: as for `Redirected`; by default ``"wrapped"`` for netcl's functions, and ``"open"`` for a user's, whose
+                policy may go by what was passed.
         """
-        if id(original) not in self._wrappers:
-            noting = engine.noting_writes(original, wrapper)
-            self._wrappers[id(original)] = (original, StandIn(original, noting, passes))
-            self._unbound[id(original)] = self._wrappers[id(original)][1]
-        return self._wrappers[id(original)][1]
+        if id(function) in self._redirected:
+            return
+        how = how or ("wrapped" if is_netcls(function) else "open")
+        made = _made.get((function, wrapper))
+        if made is None or made.code is not function.__code__:
+            noting = engine.noting_writes(function, wrapper) if how in ("wrapped", "open") else wrapper
+            scope = next((seen for names, seen in _INSIDE if names is function.__globals__), None)
+            made = Redirected(function, noting, how, passes=passes_of(function) if passes else None, scope=scope)
+            if how in ("wrapped", "plain"):  # a guard goes with its handle, a user's function when it likes
+                _made[function, wrapper] = made
+        self._redirected[id(function)] = made  # first: an interrupt after it is undone
+        made.put()
 
-    def wrap(self, owner: Any, name: str, wrapper: Wrapper) -> None:
-        """Wraps a function of a module, under all names that ``rebind`` will find, or a method of a class."""
-        _, _, original = wrapt.resolve_path(owner, name)
-        if isinstance(owner, types.ModuleType):
-            self.wrapper_of(original, wrapper)
+    def show_inside(self) -> None:
+        """Fills in what netcl's recorded functions see: as their modules stand now, after all is redirected."""
+        for names, seen in _INSIDE:
+            for name, x in list(names.items()):
+                made = self._redirected.get(id(x))
+                is_defined_here = type(x) is FunctionType and x.__globals__ is names
+                if made is None and is_defined_here:  # a helper, which calls what it calls from inside
+                    known: Any = seen.get(name)
+                    is_copy = getattr(known, "__globals__", None) is seen and known.__code__ is x.__code__
+                    x = known if is_copy else own_copy(x, seen)
+                elif made is not None and not is_defined_here:
+                    x = made.runs
+                seen[name] = x
+
+    def wrap(self, owner: Any, name: str, wrapper: Wrapper, passes: bool = False) -> None:
+        """Wraps what has a name: a plain function of a module for whoever holds it, anything else under this name."""
+        function = wrapt.resolve_path(owner, name)[2]
+        if isinstance(owner, ModuleType) and type(function) is FunctionType:
+            self.redirect(function, wrapper, passes)
         else:
-            self.set(owner, name, wrapt.FunctionWrapper(original, wrapper))
+            self.set(owner, name, wrapt.FunctionWrapper(function, wrapper))
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Sets one attribute."""
         self._undo.append((owner, name, vars(owner).get(name, _MISSING), value))
         setattr(owner, name, value)
 
-    def rebind(self) -> None:
-        """Puts the wrappers made since the last time under every name that a loaded module has for their functions.
-
-        The modules that define netcl's recorded functions keep what they imported themselves: whatever reaches
-        the inside of one of these functions has passed its wrapper, and need not pay for a second one.
-        """
-        for module in _modules_with(self._unbound):
-            only_own = module.__name__ in _RECORDED_MODULES
-            for name, value in list(vars(module).items()):
-                replacement = self._unbound.get(id(value))
-                if replacement is not None and not (only_own and value.__module__ != module.__name__):
-                    self.set(module, name, replacement)
-        self._unbound.clear()
-
-    def fill_users_wrappers(self) -> None:
-        """Puts clamp's functions into the wrappers of the user's that stand under names of netcl's."""
-        ours = {id(wrapper) for _, wrapper in self._wrappers.values()}  # a registered function's stands there already
-        for place in user_wrappers.places(_users_in_netcl(but=ours)):
-            if id(place.value) in self._wrappers:
-                wrapper = self._wrappers[id(place.value)][1]
-                self._filled.append((place, wrapper))
-                place.put(wrapper)
-
     def restore(self) -> None:
-        """Gives every name the identical object that it had; what a user replaced meanwhile is left alone."""
+        """Gives every function its code and every name its object; what a user replaced meanwhile is left alone."""
+        for redirected in reversed(self._redirected.values()):
+            redirected.undo()
+        self._redirected.clear()
         for owner, name, original, ours in reversed(self._undo):
             if vars(owner).get(name, _MISSING) is not ours:
                 continue
@@ -94,35 +98,3 @@ class Bindings:
             else:
                 setattr(owner, name, original)
         self._undo.clear()
-        for place, ours in reversed(self._filled):
-            if place.get() is ours:
-                place.put(place.value)
-        self._filled.clear()
-        # Modules imported since have bound the wrappers themselves.
-        originals = {id(wrapper): original for original, wrapper in self._wrappers.values()}
-        for module in _modules_with(originals):
-            for name, value in list(vars(module).items()):
-                if id(value) in originals:
-                    setattr(module, name, originals[id(value)])
-        self._wrappers.clear()
-        self._unbound.clear()
-
-
-def _users_in_netcl(but: Container[int]) -> list[Any]:
-    """What stands in netcl's modules and is not netcl's, but for objects of some ids."""
-    modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "netcl"]
-    found = [value for module in modules for value in list(vars(module).values()) if is_users(value)]
-    return [value for value in found if id(value) not in but]
-
-
-def _modules_with(ids: Mapping[int, Any]) -> list[types.ModuleType]:
-    """Loaded modules with a name for an object of these ids: not clamp's own, which must keep netcl's originals."""
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if isinstance(module, types.ModuleType)
-        and not name.startswith("clamp.")
-        and name != "clamp"
-        # A process has a hundred thousand names: no loop of Python's over all of them.
-        and not ids.keys().isdisjoint(map(id, list(vars(module).values())))
-    ]

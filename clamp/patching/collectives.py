@@ -27,10 +27,10 @@ _OPERATIONS = ("sum", "mean")
 
 
 @meets("netcl.distributed.collectives.all_reduce", "netcl.distributed.collectives.all_reduce_p2p")
-def all_reduce(wrapped: Any, instance: None, /, tensors: Sequence[Any], op: str = "sum", **overlap: bool) -> Any:
+def all_reduce(wrapped: Any, instance: None, /, tensors: Sequence[Any], op: str = "sum", *overlap: bool) -> Any:
     """The sum or mean, in every tensor."""
     if not tensors or not all(_is_owned(tensor) for tensor in tensors):
-        return wrapped(tensors, op, **overlap)
+        return wrapped(tensors, op, *overlap)
     _require_alike(tensors, "all_reduce")
     if op.lower() not in _OPERATIONS:
         raise ValueError(f"unsupported all_reduce op {op}: pass one of {', '.join(_OPERATIONS)}")

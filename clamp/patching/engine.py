@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import wrapt
-from netcl.autograd import bf16_ops
 from netcl.ops.bf16_act import from_bf16_host, to_bf16_host
 
 from clamp import bridge
@@ -30,7 +29,7 @@ from clamp.params.weight_cache import weights
 from clamp.params.writes import unnoted
 from clamp.patching import custom
 from clamp.patching.meets import meets, replaces
-from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, writes, written
+from clamp.patching.wrap import Installed, Wrapper, netcl_wrapper, written, written_places
 from clamp.scaling.scaled_loss import SCALE_OP, is_scaled, require_graph, scaler_of
 from clamp.scaling.step_report import is_called_by_user, warn_user
 
@@ -179,21 +178,19 @@ def _is_half(x: Any) -> bool:
     return getattr(getattr(x, "value", None), "dtype", None) in HALF_DTYPES
 
 
-_netcl_upcast_args = bf16_ops.upcast_args
-
-
 @replaces("netcl.autograd.bf16_ops.upcast_args")
-def upcast_args(args: Arguments, tape: Tape | None, grad_fn: Any) -> Any:
+def upcast_args(own: Any, args: Arguments, tape: Tape | None, grad_fn: Any) -> Any:
     """netcl's float32 copies of bfloat16 inputs, which it looks for at each of its ops: in less than half the time."""
     for x in args:
         if isinstance(x, Node) and getattr(x.value, "dtype", None) == "bfloat16":
-            return _netcl_upcast_args(args, tape, grad_fn)
+            return own(args, tape, grad_fn)
     return args, grad_fn
 
 
-@replaces("netcl.autograd.ops.maybe_cast_tensor")
-def keep_tensor(tensor: Tensor) -> Tensor:
-    """In place of netcl's own autocast, which would hand out 16-bit copies of weights without a link to them."""
+@replaces("netcl.amp.maybe_cast_tensor")
+def keep_tensor(own: Any, tensor: Tensor) -> Tensor:
+    """In place of netcl's own autocast, which would hand out 16-bit copies that no gradient reaches: clamp's ops cast
+    what they read."""
     return tensor
 
 
@@ -326,11 +323,12 @@ def _names_half(key: object) -> bool:
 
 def noting_writes(function: Any, wrapper: Wrapper) -> Wrapper:
     """``wrapper``, and for functions that write into an argument: what was derived from that one is stale after."""
-    if not writes(function):
+    places = written_places(function)
+    if not places:
         return wrapper
 
     def call(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
-        targets = written(function, args, kwargs)
+        targets = written(places, args, kwargs)
         try:
             return wrapper(wrapped, instance, args, kwargs)
         finally:

@@ -37,7 +37,10 @@ def meets_in_optimizers(*names: str) -> Callable[[F], F]:
 
 
 def replaces(name: str) -> Callable[[F], F]:
-    """Registers a function to stand, unwrapped, where netcl has another or none; of a class, its instance does."""
+    """Registers what stands, unwrapped, where netcl has something else or nothing; of a class, its instance does.
+
+    A function that stands for one of netcl's is given netcl's own first: ``f(own, ...)``.
+    """
 
     def register(replacement: F) -> F:
         REPLACEMENTS[name] = replacement

@@ -20,7 +20,6 @@ from clamp.params import masters, updates
 from clamp.patching.bindings import Bindings
 from clamp.patching.meets import OPTIMIZER_METHODS, meets, meets_in_optimizers
 from clamp.patching.recordings.capture import as_host_step
-from clamp.patching.redirect import Redirected
 from clamp.patching.wrap import Installed, Wrapper
 
 
@@ -40,7 +39,6 @@ class Steps:
         self._bindings = bindings
         self._guarded = as_host_step(_with_own(step))
         self._methods: dict[tuple[type, str], Any] = {}  # what stands for methods of optimizers
-        self._redirected: dict[int, Redirected] = {}  # functions ``step``, by id
 
     def wrap(self, optimizer_class: type) -> None:
         """Puts the guard over ``step`` of the class that defines it for this optimizer class, and wrappers over others.
@@ -57,9 +55,8 @@ class Steps:
         step = vars(owner)["step"]
         if not isinstance(step, types.FunctionType):
             self._wrap_method(owner, "step", self._guarded)
-        elif id(step) not in self._redirected:
-            self._redirected[id(step)] = Redirected(step, self._guarded)
-            self._redirected[id(step)].put()
+        else:
+            self._bindings.redirect(step, self._guarded, how="bound")
 
     def _wrap_method(self, owner: type, name: str, wrapper: Wrapper) -> None:
         method = vars(owner)[name]
@@ -78,12 +75,6 @@ class Steps:
             return guarded(wrapped, reference(), args, kwargs) if Installed.now else wrapped(*args, **kwargs)
 
         self._bindings.set(optimizer, "step", _OwnStep(step, call))
-
-    def undo(self) -> None:
-        """Gives every function ``step`` its own code back; the rest is for the bindings to restore."""
-        for redirected in self._redirected.values():
-            redirected.undo()
-        self._redirected.clear()
 
 
 def _with_own(step: Wrapper) -> Wrapper:

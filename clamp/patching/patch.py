@@ -9,13 +9,14 @@ import sys
 import types
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import wrapt
 from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 
-from clamp.bridge import user_wrappers
-from clamp.bridge.user_wrappers import is_users
+from clamp.bridge.netcl_functions import function_of, held_in, is_netcls, is_users, warn_of
+from clamp.casting.owned import Function
 from clamp.casting.policy import CastPolicy, Entry, PolicyTable
 from clamp.functions import OWNED
 from clamp.patching import collectives, engine, layers, pools, probes  # noqa: F401  (for what they meet)
@@ -84,9 +85,8 @@ class Patches:
             for registration in self._registrations:
                 if registration.full_name not in self._policies:
                     self._wrap_registered(registration)
-            self._bindings.fill_users_wrappers()
-            self._bindings.rebind()
             self._replace(sys.modules)
+            self._bindings.show_inside()
             for name in {*(entry.module for entry in self._policies), *netcl_modules()}:
                 if name not in sys.modules:
                     when_imported(name)
@@ -97,7 +97,7 @@ class Patches:
             raise
 
     def remove(self) -> None:
-        """Restores every name to the identical object it had; what a user replaced meanwhile is left alone.
+        """Gives functions their code back, and names their objects; what a user replaced meanwhile is left alone.
 
         A call that was interrupted can be made again.
         """
@@ -105,7 +105,6 @@ class Patches:
         capture.abandon()
         Installed.now = False
         listen(None)
-        self._steps.undo()
         self._bindings.restore()
 
     def _module_imported(self, module: types.ModuleType) -> None:
@@ -115,75 +114,96 @@ class Patches:
             if entry.module == module.__name__:
                 self._wrap_entry(entry)
         self._wrap_unlisted([module])
-        self._bindings.rebind()
         self._replace([module.__name__])
 
     def _wrap_met(self, modules: Container[str]) -> None:
         for name, wrapper in WRAPPERS.items():
             if module_of(name) in modules:
-                self._bindings.wrap(*owner_of(name), wrapper)
+                function = function_of(name)[1]
+                if type(function) is types.FunctionType:
+                    self._bindings.redirect(function, wrapper)
+                else:
+                    self._bindings.wrap(*owner_of(name), wrapper)
 
     def _replace(self, modules: Container[str]) -> None:
         for name, new in REPLACEMENTS.items():
             if module_of(name) in modules:
                 owner, attribute = owner_of(name)
-                self._bindings.set(owner, attribute, new(vars(owner)[attribute]) if isinstance(new, type) else new)
+                old = vars(owner).get(attribute)
+                if is_netcls(old):
+                    self._bindings.redirect(old, new, how="plain")
+                else:
+                    self._bindings.set(owner, attribute, new(old) if isinstance(new, type) else new)
 
     def _wrap_unlisted(self, modules: Iterable[types.ModuleType]) -> None:
         """Functions that no list names, those of a newer netcl: 16-bit tensors among their inputs are widened."""
-        none = {id(_function_of(entry)) for entry in self._policies if entry.policy is CastPolicy.NONE}
+        none = {id(_stands(entry)) for entry in self._policies if entry.policy is CastPolicy.NONE}
         for module in modules:
             name = getattr(module, "__name__", "")
             if not name.startswith("netcl.") or f"{name}.*" in self._policies:
                 continue
             for function_name, function in _own_functions(module):
-                if id(function) in none:
-                    continue
-                entry = Entry(f"{name}.{function_name}", CastPolicy.FLOAT, "on no list")
-                if entry.name in self._policies.calls:
-                    continue  # what it hands over to is wrapped, and must see the inputs as they are
-                if is_users(function) and user_wrappers.original_in(function) is not None:
+                full_name = f"{name}.{function_name}"
+                if id(function) in none or full_name in self._policies.calls:
+                    continue  # what it hands over to is met, and must see the inputs as they are
+                if is_users(function) and held_in(function) is not None:
                     continue  # a wrapper of the user's: what it calls inside is met
-                self._bindings.wrapper_of(function, netcl_wrapper(entry, listed=False), passes=True)
+                self._bindings.redirect(function, _unlisted_wrapper(full_name), passes=True)
 
     def _wrap_entry(self, entry: Entry) -> None:
-        original = _function_of(entry)
-        if original is None or (entry.policy is CastPolicy.NONE and not writes(original)):
+        stands, function = _stands(entry), None
+        if stands is None or (entry.policy is CastPolicy.NONE and not writes(stands)):
             return  # "*", or a function that this release of netcl does not have
-        if is_users(original) and entry.name.startswith("netcl.") and entry.policy is not CastPolicy.NONE:
-            inside = user_wrappers.original_in(original, entry.function)
-            if inside is None:
-                user_wrappers.warn_of(original, entry.name)
-                self._bindings.wrapper_of(original, netcl_wrapper(entry))
-            original = inside or user_wrappers.defined_behind(entry.module, entry.function)
-            if original is None:
+        owner = sys.modules[entry.module]
+        if is_users(stands) and entry.name.startswith("netcl.") and entry.policy is not CastPolicy.NONE:
+            function = function_of(entry.name)[1]
+            if held_in(stands, entry.function) is None:
+                warn_of(stands, entry.name)
+                self._bindings.wrap(owner, entry.function, netcl_wrapper(entry))
+            if function is None:
                 return
-        wrapper: Wrapper
-        passes = False
-        if entry.policy is CastPolicy.NONE:
-            wrapper = engine.as_it_is
-        elif entry.in_place:
-            wrapper = engine.in_place
-        elif entry.name in OWNED:
-            wrapper, passes = owned_wrapper(entry, OWNED[entry.name]), passes_without_casts(entry)
-        elif entry.name.startswith("netcl."):
-            wrapper, passes = netcl_wrapper(entry), True
+        wrapper, passes = _wrapper_of(entry, OWNED.get(entry.name))
+        if function is None:
+            self._bindings.wrap(owner, entry.function, wrapper, passes)
         else:
-            wrapper = user_wrapper(entry.function, entry.policy)
-        self._bindings.wrapper_of(original, wrapper, passes)
+            self._bindings.redirect(function, wrapper, passes)
 
     def _wrap_registered(self, registration: Registration) -> None:
         owner, name = registration.owner, registration.name
-        wrapper = user_wrapper(name, registration.policy)
-        if isinstance(owner, types.ModuleType):
-            # Set here, not only by rebind: a module need not be in sys.modules.
-            self._bindings.set(owner, name, self._bindings.wrapper_of(getattr(owner, name), wrapper))
-        else:
-            self._bindings.wrap(*wrapt.resolve_path(owner, name)[:2], wrapper)
+        wrapper = _user_wrapper(name, registration.policy)
+        if not isinstance(owner, types.ModuleType):
+            owner, name = wrapt.resolve_path(owner, name)[:2]
+        self._bindings.wrap(owner, name, wrapper)
 
 
-def _function_of(entry: Entry) -> Any:
-    """The function an entry names, as it stands now; None if it is not there."""
+_user_wrapper = cache(user_wrapper)
+
+
+@cache
+def _wrapper_of(entry: Entry, ours: Function | None) -> tuple[Wrapper, bool]:
+    """What a listed function runs, and whether that passes calls on where casts are off; the same for each ``init``.
+
+    Args:
+        ours: clamp's function, if it has one.
+    """
+    if entry.policy is CastPolicy.NONE:
+        return engine.as_it_is, False
+    if entry.in_place:
+        return engine.in_place, False
+    if ours is not None:
+        return owned_wrapper(entry, ours), passes_without_casts(entry)
+    if entry.name.startswith("netcl."):
+        return netcl_wrapper(entry), True
+    return _user_wrapper(entry.function, entry.policy), False
+
+
+@cache
+def _unlisted_wrapper(name: str) -> Wrapper:
+    return netcl_wrapper(Entry(name, CastPolicy.FLOAT, "on no list"), listed=False)
+
+
+def _stands(entry: Entry) -> Any:
+    """What has the name of an entry now; None if there is nothing."""
     return getattr(sys.modules.get(entry.module), entry.function, None)
 
 
@@ -193,5 +213,5 @@ def _own_functions(module: types.ModuleType) -> list[tuple[str, types.FunctionTy
     return [
         (name, x)
         for name, x in list(vars(module).items())
-        if isinstance(x, types.FunctionType) and x.__module__ == module_name and x.__name__[0] != "_"
+        if type(x) is types.FunctionType and x.__module__ == module_name and x.__name__[0] != "_"
     ]

@@ -1,73 +1,160 @@
 """Functions that run something else for whoever holds them.
 
-wrapt's wrappers stand where a function's name is looked up. Some are not looked up: ``step = optimizer.step``, bound
-before AMP was there and called ever after, holds the function itself. So the function's code is exchanged, and the
-function stays the object that it was.
+A function is held wherever a program likes, and long before AMP is there: ``self.criterion = ag.mse_loss``, a table of
+activations, a default argument, a partial, ``step = optimizer.step``. So nothing is put in its place. Its code is
+exchanged for one that takes the same arguments and hands them to a wrapper; the function stays the object that it was,
+with its name and signature, under whatever names it has. What the wrapper calls is a copy, which has netcl's own code.
+
+wrapt's wrappers stand only where this cannot be done: on methods of classes that several share, on what is no plain
+function of Python's, and where a user decorates.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from types import FunctionType, MethodType
-from typing import Any
+from functools import cache, partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any, TypeAlias
 
-from clamp.patching.wrap import Wrapper
+from clamp.bridge.netcl_functions import REDIRECTED, own_copy
+from clamp.casting.regions import this_thread
 
-_PLACE = "clamp puts what is to be called here"
-
-
-def _calling(target: Callable[..., Any], free: tuple[str, ...]) -> Any:
-    """Code that calls ``target`` with what it is given.
-
-    Args:
-        free: names of the closure of the function that gets the code; they are not used.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        found: Any = "clamp puts what is to be called here"  # _PLACE: a constant of the code
-        return found(*args, **kwargs)
-
-    code = call.__code__
-    return code.replace(
-        co_consts=tuple(target if constant == _PLACE else constant for constant in code.co_consts), co_freevars=free
-    )
+_POSITIONAL, _KEYWORDS = 4, 8  # inspect.CO_VARARGS, CO_VARKEYWORDS
 
 
 class Redirected:
-    """A method's function that runs a wrapper in place of its own code, from ``put`` until ``undo``.
+    """A function that runs something else in place of its own code, between ``put`` and ``undo``.
 
     Args:
-        function: a plain Python function whose first argument is the instance.
-        wrapper: in wrapt's form, called with a bound method that has the function's own code.
+        function: a plain Python function.
+        wrapper: in wrapt's form, called with a function that has the function's own code.
+        how: what the wrapper gets. ``"wrapped"``: all arguments that can be passed by position are, those that have
+            their default, too; ``"open"``: the arguments as they were passed; ``"bound"``: so, less the first, the
+            object that the function is bound to; ``"plain"``: it is called as the function is, after its own code.
+        passes: asked with all arguments where casts are off, ahead of the wrapper: whether to run the own code at once.
+        scope: the global names that the own code sees; the function's if not given.
+
+    Attributes:
+        runs: what the function stands for where nothing is to come between: its own code, or a plain wrapper.
     """
 
-    def __init__(self, function: FunctionType, wrapper: Wrapper) -> None:
-        self._function = function
-        self._code = function.__code__
-        self._had_signature = "__signature__" in vars(function)
-        own = FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    def __init__(
+        self,
+        function: FunctionType,
+        wrapper: Callable[..., Any],
+        how: str = "wrapped",
+        *,
+        passes: Callable[..., bool] | None = None,
+        scope: dict[str, Any] | None = None,
+    ) -> None:
+        self.function = function
+        self.code = function.__code__
+        self._own = own_copy(function, scope)
+        self.runs = partial(wrapper, self._own) if how == "plain" else self._own
+        names, shape = _OPEN.get(how) or (self.code.co_varnames, _shape(self.code))
+        self._ours = _calling(
+            self.code,
+            names,
+            _template(shape, len(self.code.co_freevars), how, passes is not None),
+            {
+                "<own>": self._own,
+                "<wrapper>": wrapper,
+                "<passes>": passes,
+                "<thread>": this_thread,
+                "<method>": MethodType,
+            },
         )
-        own.__kwdefaults__ = function.__kwdefaults__
-        own.__annotations__ = function.__annotations__
-        own.__qualname__ = function.__qualname__
-
-        def target(instance: Any, *args: Any, **kwargs: Any) -> Any:
-            return wrapper(MethodType(own, instance), instance, args, kwargs)
-
-        self._signature = inspect.signature(own)
-        self._ours = _calling(target, function.__code__.co_freevars)
 
     def put(self) -> None:
-        """Lets the function run the wrapper."""
-        if not self._had_signature:
-            self._function.__signature__ = self._signature  # type: ignore[attr-defined]
-        self._function.__code__ = self._ours
+        """Redirects the function."""
+        vars(self.function).setdefault("__wrapped__", self._own)  # a user's decorated one names what it decorates
+        self.function.__code__ = self._ours
 
     def undo(self) -> None:
         """Gives the function its own code back, unless somebody has given it another one meanwhile."""
-        if self._function.__code__ is self._ours:
-            self._function.__code__ = self._code
-        if not self._had_signature:
-            vars(self._function).pop("__signature__", None)
+        if self.function.__code__ is self._ours:
+            self.function.__code__ = self.code
+        if vars(self.function).get("__wrapped__") is self._own:
+            del self.function.__wrapped__  # type: ignore[attr-defined]
+
+
+Shape: TypeAlias = tuple[int, int, int, bool, bool]
+_OPEN: dict[str, tuple[tuple[str, ...], Shape]] = {
+    "open": (("args", "kwargs"), (0, 0, 0, True, True)),
+    "bound": (("self", "args", "kwargs"), (1, 1, 0, True, True)),
+}
+
+
+def _shape(code: CodeType) -> Shape:
+    """How many arguments a function takes: by position only, in all but by name only, by name only; and whether any."""
+    return (
+        code.co_posonlyargcount, code.co_argcount, code.co_kwonlyargcount,
+        bool(code.co_flags & _POSITIONAL), bool(code.co_flags & _KEYWORDS),
+    )  # fmt: skip
+
+
+@cache
+def _template(shape: Shape, closed: int, how: str, passes: bool) -> CodeType:
+    """Code of a function with parameters 0, 1, ... of a shape, in one line.
+
+    What it calls are constants, strings in angle brackets that stand for it until ``_calling`` puts it there.
+    """
+    only, positional, keywords, more, named = shape
+    names = [f"_{index}" for index in range(positional + keywords + more + named)]
+    given, by_name, rest = names[:positional], names[positional:][:keywords], names[positional + keywords :]
+    items, extra = [*given, *(f"*{name}" for name in rest[:more])], [f"**{name}" for name in rest[more:]]
+    parameters = [*given[:only], *["/"][: bool(only)], *given[only:]]
+    parameters += items[positional:] or ["*"][: bool(by_name)]
+    parameters += [*by_name, *extra]
+    passed = ", ".join([*items, *(f"{name}={name}" for name in by_name), *extra])
+
+    def call(what: str, arguments: str) -> str:
+        return f"('<{what}>' if 1 else 0)({arguments})"  # Python warns of a call of a bare constant
+
+    if how == "plain":
+        result = call("wrapper", f"'<own>', {passed}")
+    else:
+        own = "'<own>', None"
+        if how == "bound":
+            first, *items = items
+            own = call("method", f"'<own>', {first}") + f", {first}"
+        keyed = ", ".join([*(f"'{name}': {name}" for name in by_name), *extra])
+        result = call("wrapper", f"{own}, ({''.join(f'{item}, ' for item in items)}), {{{keyed}}}")
+    if passes and not named:
+        at_once = f"'<thread>'.around.casts_off and {call('passes', ', '.join([*items, *by_name]))}"
+        result = f"{call('own', passed)} if {at_once} else {result}"
+    # The variables of the closure are named after the return, not used: who looks at the frame has to find them.
+    free = [f"free_{index}" for index in range(closed)]
+    body = "; ".join([f"return {result}", *free])
+    text = f"def make({', '.join(free)}):\n def call({', '.join(parameters)}): {body}"
+    return _code_in(_code_in(compile(text, "<redirected>", "exec", dont_inherit=True)))
+
+
+def _code_in(code: CodeType) -> CodeType:
+    return next(constant for constant in code.co_consts if isinstance(constant, CodeType))
+
+
+def _calling(original: CodeType, names: tuple[str, ...], template: CodeType, constants: dict[str, Any]) -> CodeType:
+    """The template with constants and names of parameters, in the place of its own code for tracebacks.
+
+    All of it is on the function's first line, at no column: 0xE8 begins an entry of eight instructions without any.
+    """
+    names = names[: template.co_nlocals]
+    constants |= {f"_{index}": name for index, name in enumerate(names)}
+
+    def put(constant: Any) -> Any:
+        if isinstance(constant, tuple):
+            return tuple(map(put, constant))
+        return constants.get(constant, constant) if isinstance(constant, str) else constant
+
+    units = len(template.co_code) // 2
+    return template.replace(
+        co_varnames=names,
+        co_consts=(*map(put, template.co_consts), REDIRECTED),
+        co_freevars=original.co_freevars,
+        co_filename=original.co_filename,
+        co_firstlineno=original.co_firstlineno,
+        co_linetable=b"".join(bytes([0xE8 + min(8, units - start) - 1, 0]) for start in range(0, units, 8)),
+        co_name=original.co_name,
+        co_qualname=original.co_qualname,
+    )

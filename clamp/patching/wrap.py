@@ -11,11 +11,13 @@ Three kinds of function are wrapped:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
-from clamp.bridge import HALF_DTYPES
+import numpy as np
+
+from clamp.bridge import HALF_DTYPES, Node, Parameter, Tensor
 from clamp.casting.arguments import CastArguments, holds_half, reporter
 from clamp.casting.meanings import MEANINGS
 from clamp.casting.operands import Casting, NotOwned, Promote
@@ -93,6 +95,41 @@ def netcl_wrapper(entry: Entry, listed: bool = True) -> Wrapper:
     return call
 
 
+_PLAIN = frozenset((int, float, bool, str, type(None), slice, np.ndarray))
+
+
+def passes_of(function: FunctionType) -> Callable[..., bool]:
+    """What says of the arguments of a call where casts are off, all by position, that netcl's own function may run at
+    once: no argument is 16-bit, none is written, and nobody is told of results."""
+    places = [place for _, place in written_places(function)]
+    if not places:
+        return _passes
+
+    def passes(*args: Any) -> bool:
+        for place in places:
+            if args[place] is not None:
+                return False
+        return _passes(*args)
+
+    return passes
+
+
+def _passes(*args: Any) -> bool:
+    if RESULTS.watched:
+        return False
+    for x in args:  # of every call inside disable_casts(): short
+        value = x.value if type(x) is Node else x
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            if value.dtype != "float32" and value.dtype in HALF_DTYPES:
+                return False
+        elif kind is tuple and value and type(value[0]) is int:
+            pass  # a shape
+        elif kind not in _PLAIN and holds_half((x,), {}):
+            return False
+    return True
+
+
 def user_wrapper(name: str, policy: CastPolicy) -> Wrapper:
     """Wrapper for a user's function: its arguments are cast, nested calls inside it cast nothing more."""
 
@@ -152,16 +189,19 @@ def writes(function: Any) -> bool:
     return inspect.isfunction(function) and bool(written_places(function))
 
 
-def written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments of a call that the function writes into; None for those not given."""
-    return [args[place] if len(args) > place else kwargs.get(name) for name, place in written_places(function)]
+def written(places: Iterable[tuple[str, int]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments of a call that a function writes into, by its ``written_places``; None for those not given."""
+    return [args[place] if len(args) > place else kwargs.get(name) for name, place in places]
 
 
-@cache
-def written_places(function: Any) -> tuple[tuple[str, int], ...]:
+def written_places(function: FunctionType) -> list[tuple[str, int]]:
     """The parameters of a function that it writes into: their names, and their places among the positional ones."""
-    parameters = list(inspect.signature(function).parameters)
-    return tuple((name, parameters.index(name)) for name in _WRITTEN if name in parameters)
+    if "__wrapped__" in vars(function):  # a user's decorator over a function that it calls
+        parameters = tuple(inspect.signature(function).parameters)
+    else:
+        code = function.__code__
+        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return [(name, parameters.index(name)) for name in _WRITTEN if name in parameters]
 
 
 def refuse_half_targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -169,13 +209,12 @@ def refuse_half_targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
     It would write to the copy.
     """
-    if not writes(function):
-        return
+    places = written_places(function) if inspect.isfunction(function) else ()
     if any(
         getattr(getattr(target, "value", None), "dtype", None) in HALF_DTYPES
-        for target in written(function, args, kwargs)
+        for target in written(places, args, kwargs)
     ):
-        names = " or ".join(name for name, _ in written_places(function))
+        names = " or ".join(name for name, _ in places)
         raise TypeError(
             f"{function.__name__} was given a 16-bit tensor to write to, and clamp has no kernel that does: "
             f"pass a float32 tensor, or call it without {names}"

@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.bridge.netcl_functions import is_redirecting
 from clamp.ops.multi_tensor import count_non_finite
 from clamp.params import gradient_marks
 
@@ -126,6 +128,10 @@ def is_called_by_user() -> bool:
 def warn_user(message: str) -> None:
     """A UserWarning that shows the line of the script that called clamp."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, _NETCLS)):
+    while frame.f_back is not None and _is_between(frame.f_code):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, UserWarning, stacklevel=level)
+
+
+def _is_between(code: CodeType) -> bool:
+    return code.co_filename.startswith((_OURS, _NETCLS)) or is_redirecting(code)

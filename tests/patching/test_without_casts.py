@@ -1,4 +1,4 @@
-"""What stands for netcl's functions where casts are off: netcl's own, unless an input is 16-bit."""
+"""What netcl's functions run where casts are off: netcl's own, unless an input is 16-bit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from netcl.autograd import bf16_ops
 from netcl.autograd.engine import Tape
 
 from clamp import amp
-from clamp.bridge import Node, Parameter, Tensor
-from clamp.casting.regions import casting_in
-from clamp.patching.stand_in import StandIn
+from clamp.bridge import Node, Tensor
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
 matmul = import_module("netcl.ops.matmul")  # netcl.ops has the function under the same name
@@ -57,35 +55,6 @@ def test_a_16_bit_input_is_found_wherever_it_is_passed(queue: cl.CommandQueue, c
         np.testing.assert_allclose(to_numpy(out.value), to_numpy(alone.value), rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", *HALF_DTYPES])
-def test_no_16_bit_input_goes_past_the_wrapper(queue: cl.CommandQueue, dtype: str) -> None:
-    def function(*args: Any, **kwargs: Any) -> str:
-        return "passed"
-
-    def wrapper(wrapped: Any, instance: None, args: Any, kwargs: Any) -> str:
-        return "wrapped"
-
-    stand_in = StandIn(function, wrapper, passes=True)
-    wide, x = to_device(queue, [1.0]), to_device(queue, [1.0], dtype)
-    node, param = ag.tensor(x), Parameter.from_host(queue, np.ones(1), "float32" if dtype == "float32" else "float16")
-    assert stand_in(wide) == "wrapped", "casts are on"
-    with casting_in(None):
-        for found in (x, node, param, [wide, x], ([node], 1)):
-            assert stand_in(found) == stand_in(wide, 2, found) == ("passed" if dtype == "float32" else "wrapped")
-            assert stand_in(wide, out=None, y=found) == ("passed" if dtype == "float32" else "wrapped")
-
-
-def test_what_writes_into_an_argument_goes_by_the_wrapper(queue: cl.CommandQueue) -> None:
-    def function(x: Tensor, axis: int, out: Tensor | None = None, *, more: int = 0) -> str:
-        return "passed"
-
-    stand_in = StandIn(function, lambda wrapped, instance, args, kwargs: "wrapped", passes=True)
-    x, out = to_device(queue, [1.0]), to_device(queue, [0.0])
-    with casting_in(None):
-        assert stand_in(x, 1) == stand_in(x, axis=1, out=None) == stand_in(x, 1, more=2) == "passed"
-        assert stand_in(x, 1, out) == stand_in(x, 1, out=out) == stand_in(x=x, axis=1, out=out) == "wrapped"
-
-
 def test_a_keyword_that_netcls_function_does_not_have_is_its_error(queue: cl.CommandQueue) -> None:
     x = to_device(queue, [[1.0]])
     with amp.init() as handle, handle.disable_casts(), pytest.raises(TypeError, match="tape"):
@@ -94,7 +63,7 @@ def test_a_keyword_that_netcls_function_does_not_have_is_its_error(queue: cl.Com
 
 def test_netcls_look_for_bfloat16_inputs_finds_them_under_amp(queue: cl.CommandQueue) -> None:
     wide, narrow = (ag.tensor(to_device(queue, [1.0, 2.5], dtype)) for dtype in ("float32", "bfloat16"))
-    netcls = bf16_ops.upcast_args
+    netcls = bf16_ops.upcast_args.__code__
     with amp.init():
         for args in ((wide, 3.0), (wide, Node(value=None))):
             assert bf16_ops.upcast_args(args, None, None) == (args, None)
@@ -105,4 +74,4 @@ def test_netcls_look_for_bfloat16_inputs_finds_them_under_amp(queue: cl.CommandQ
         _, shown = gradient(wide.value)  # while it runs, the node shows the copy
         assert isinstance(shown, Tensor)
         assert (shown.dtype, narrow.value.dtype) == ("float32", "bfloat16")
-    assert bf16_ops.upcast_args is netcls
+    assert bf16_ops.upcast_args.__code__ is netcls
