@@ -31,6 +31,7 @@ from clamp.cli.devices import choose_device, describe
 from clamp.opencl import child_process, keeper, program
 from clamp.opencl.child_process import Place
 from clamp.opencl.program import Built
+from clamp.opencl.progress import PROGRESS
 from clamp.scaling.step_guard import StepGuards
 from clamp.scaling.step_report import StepReport
 
@@ -76,7 +77,7 @@ def run(args: Namespace) -> int:
             jobs = jobs_on(device, args.model)
         print(f"{describe(device)}: compiling for {', '.join(map(str, jobs))}")
         began = perf_counter()
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(os.cpu_count()) as pool, PROGRESS.busy(f"compiling for {len(jobs)} networks"):
             outcomes = list(pool.map(lambda job: _in_child(job, environment), jobs))
     for job, (_, failure) in zip(jobs, outcomes, strict=True):
         if failure:

@@ -13,6 +13,7 @@ from clamp.observe.layer_ranges import LayerRanges, observe_ranges
 from clamp.observe.record import Record
 from clamp.observe.rehearsal import check_step
 from clamp.observe.summary import Summary
+from clamp.opencl.progress import PROGRESS
 from clamp.ranks.mpi import Ranks
 from clamp.report import write_page, write_run
 from clamp.scaling.history import History
@@ -130,7 +131,8 @@ class ObservedHandle:
 
         Args:
             path: where to; ``python -m clamp report run.json`` makes a page of JSON later.
-            step: as for ``summary``; and if the last step was skipped and nobody knows why, as for ``explain``.
+            step: as for ``summary``, which does not measure again what it has measured since the last step; and if
+                steps were skipped and nobody knows why, as for ``explain``.
             losses: of the last steps, one for each, the newest last; ``amp.init(debug="summary")`` knows them itself.
 
         Raises:
@@ -139,7 +141,9 @@ class ObservedHandle:
             ModuleNotFoundError: matplotlib, which draws a page's pictures, is not installed.
             OSError: the file cannot be written.
         """
-        explanation = self._attribution.of_last_step(step)
         summary = self.summary(step)
+        overflows = summary.ranges is not None and any(row.lost.overflow for row in summary.ranges.rows)
+        explanation = self._attribution.of_run(step, overflows)
         run = self._record.run(summary, explanation, self._guards.device, self._region.level, losses)
-        (write_run if Path(path).suffix == ".json" else write_page)(run, path)
+        with PROGRESS.busy(f"writing {path}"):
+            (write_run if Path(path).suffix == ".json" else write_page)(run, path)

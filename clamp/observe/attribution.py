@@ -39,6 +39,7 @@ class Attribution:
         self._history, self._losses = history, losses
         self._vigil: Vigil | None = None
         self.last: Explanation | None = None
+        self._telling: Explanation | None = None  # the last that has a cure: not but a scale that comes down
 
     @property
     def is_armed(self) -> bool:
@@ -58,11 +59,13 @@ class Attribution:
 
     def _skipped(self, trace: Trace, report: StepReport) -> None:
         self.last = _explained(trace, report, self._past())
+        self._telling = self.last if self.last.cure else self._telling
 
     def _past(self) -> Past:
         largest = {} if self._vigil is None else self._vigil.first_magnitudes
+        done = sum(report.stepped for report in self._history())
         with unrecorded():
-            return Past(self._losses(), largest, _known_optimizers())
+            return Past(self._losses(), largest, _known_optimizers(), done)
 
     def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
         """What is known of the last skipped step, or of the last one if that was done with a loss of inf or nan; with
@@ -96,14 +99,20 @@ class Attribution:
         now = next((report for report in reversed(self._history()) if _is_same(report, known.report)), known.report)
         return known if now is known.report else replace(known, report=now)
 
-    def of_last_step(self, step: Callable[[], Any] | None = None) -> Explanation | None:
-        """Why the last step was skipped; None if it was not, or nobody has looked, and there is no ``step`` to look."""
-        history = self._history()
-        if not history or history[-1].stepped:
-            return None
-        if self.last is not None and _is_same(self.last.report, history[-1]):
-            return self._as_reported_now(self.last)
-        return None if step is None else self.explain(step)
+    def of_run(self, step: Callable[[], Any] | None, is_suspect: bool) -> Explanation | None:
+        """Why steps of the run were skipped: of the last skip that has to be mended, or else of the last one. None if
+        none was, or nobody has looked, and there is no ``step`` to look.
+
+        Args:
+            is_suspect: whether something is known to be wrong besides.
+        """
+        if self._telling is not None:
+            return self._as_reported_now(self._telling)
+        skipped = next((report for report in reversed(self._history()) if not report.stepped), None)
+        known = self.last is not None and skipped is not None and not self._is_old(self.last, skipped)
+        if step is not None and not known and (skipped is not None or is_suspect):
+            return self.explain(step)
+        return self._as_reported_now(self.last) if known and self.last is not None else None
 
     def look_after_skips(self, step: Callable[[], Any], call: str) -> None:
         """Looks at ``step`` when as many steps in a row as ``SKIPS_EXPLAINED`` have been skipped, once in a row, and

@@ -8,7 +8,8 @@ from clamp.casting.asked import Asked
 from clamp.casting.regions import asked
 from clamp.observe.domains import without_value
 from clamp.observe.frames import BACKWARD, FORWARD, Frame, Trace, Value
-from clamp.observe.in_float32 import is_finite_in_float32, rounded_to_zero
+from clamp.observe.identity import INSERTED
+from clamp.observe.in_float32 import is_finite_in_float32, largest_in_float32, rounded_to_zero
 from clamp.observe.origin import Origin
 from clamp.observe.rescaled import finite_from
 from clamp.scaling.loss_scale import DynamicLossScale
@@ -52,7 +53,7 @@ def _of_leaf(leaf: Value) -> Cause:
     what = count_of(leaf)
     if leaf.name:
         why = f"The model's {leaf.name} itself holds {what}: no loss scale helps, and no step will mend it."
-        return Cause("parameter", why, 'amp.load_checkpoint("...")  # from before it happened; or set it anew')
+        return Cause("parameter", why, 'amp.load_checkpoint("...", model)  # of before it happened; or set it anew')
     why = f"What the model is given holds {what} before any op has touched it: no loss scale helps."
     return Cause("input", why, "assert np.isfinite(x).all(), np.argwhere(~np.isfinite(x))  # x: the batch")
 
@@ -135,7 +136,13 @@ def divided_away(made: Frame, divides: Frame, trace: Trace) -> Cause:
 
 
 def _in_float32(frame: Frame, trace: Trace) -> str:
-    """How the op is computed in float32 from now on: wherever it is called, or where others like it do well, here."""
+    """How the op is computed in float32 from now on: wherever it is called, or where others like it do well, here.
+
+    Where its results are too large for what reads them in float16 next, all is computed in bfloat16.
+    """
+    largest = largest_in_float32(frame)
+    if largest is not None and largest >= _ROUNDS_TO_INF and _is_read_in_half(frame, trace):
+        return f"{_in_bfloat16()}  # what reads its results, of up to {largest:.3g}, needs the range of float32, too"
     if not frame.place.function.startswith("netcl."):
         return f"@amp.float_function  # above the function that computes {frame.function}"
     alike = [other for other in trace.frames if other.direction == FORWARD and other.function == frame.function]
@@ -148,6 +155,18 @@ def _in_float32(frame: Frame, trace: Trace) -> str:
         return f'{init.in_float32([frame.function])}  # or dtype="bfloat16"'
     module, _, name = frame.place.function.rpartition(".")
     return f'amp.register_float_function({module}, "{name}")  # before {init.call.rpartition(" ")[2]}(...)'
+
+
+def _is_read_in_half(frame: Frame, trace: Trace) -> bool:
+    """Whether a result goes into a function in half, as it is, or through ones that keep its magnitude."""
+    given = {id(value) for value in frame.outputs}
+    for other in trace.frames[trace.frames.index(frame) + 1 :]:
+        if other.direction == FORWARD and any(id(value) in given for value in other.inputs):
+            if other.place.policy == "half" and other.op not in INSERTED:
+                return True
+            if other.place.policy != "float":
+                given.update(id(value) for value in other.outputs)
+    return False
 
 
 def _in_bfloat16() -> str:

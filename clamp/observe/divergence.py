@@ -1,4 +1,8 @@
-"""Whether a run has diverged: loss and weights grow from step to step where the learning rate is too high."""
+"""Whether a run has diverged: loss and weights grow from step to step where the learning rate is too high.
+
+Plain descent on a bowl of curvature c multiplies its distance by |1 - rate c| a step, and the loss by the square of
+that: so weights, or a loss, that grow by so much a step tell c, and 1 / c is the rate that is best there.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +31,13 @@ class Past:
         losses: by steps, where they were noted.
         largest: the largest magnitude of each weight at its first step, by the id of its tensor.
         optimizers: those that are known.
+        steps: how many were done.
     """
 
     losses: Mapping[int, float] = field(default_factory=dict)
     largest: Mapping[int, float] = field(default_factory=dict)
     optimizers: Sequence[object] = ()
+    steps: int = 0
 
 
 def divergence(trace: Trace, past: Past) -> tuple[str, str] | None:
@@ -65,7 +71,13 @@ def divergence(trace: Trace, past: Past) -> tuple[str, str] | None:
     why = f"The run diverges, in float32 as well, because {named}: {' and '.join(parts)}."
     if not rate:
         return why, "optimizer.lr /= 100  # a lower learning rate, from weights of before it diverged"
-    lower = _lower(rate, hasattr(optimizer, "eps"), [loss for _, loss in losses] if positive else [], then)
+    if hasattr(optimizer, "eps"):  # Adam and its kin move each number by the rate: a hundredth of its size is a step
+        lower = min(rate / 10, 0.01 * then if then else _ADAMS)
+    else:
+        of_losses = [math.sqrt(b / a) for a, b in pairwise(loss for _, loss in losses)] if positive else []
+        of_weights = [(now / then) ** (1 / max(past.steps, 1))] if then else []
+        lower = rate / max(10.0, 1 + max([*of_losses, *of_weights]) if of_losses or of_weights else 10.0)
+    lower = _rounded(lower)
     return why, f"optimizer.lr = {lower:.6g}  # it is {rate:.6g}; from weights of before it diverged"
 
 
@@ -91,19 +103,6 @@ def _optimizer_of(weight: Value, optimizers: Sequence[object]) -> object | None:
         if any(weight.tensor is one for pair in masters.pairs(optimizer) for one in pair):
             return optimizer
     return optimizers[0] if len(optimizers) == 1 else None
-
-
-def _lower(rate: float, is_adaptive: bool, losses: Sequence[float], largest: float | None) -> float:
-    """A rate at which it would not have.
-
-    Plain descent on a bowl of curvature c multiplies its distance by |1 - rate c| a step, and the loss by the square of
-    that: so a loss that grows by g a step tells c, and 1 / c is the rate that is best there. An adaptive optimizer
-    moves each number by the rate itself, whatever the gradient: a hundredth of the weights' size is a step.
-    """
-    if is_adaptive:
-        return _rounded(min(rate / 10, 0.01 * largest if largest else _ADAMS))
-    growth = max((math.sqrt(b / a) for a, b in pairwise(losses)), default=9.0)
-    return _rounded(rate / max(10.0, 1 + growth))
 
 
 def _rounded(rate: float) -> float:

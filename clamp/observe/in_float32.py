@@ -42,6 +42,14 @@ def is_finite_in_float32(frame: Frame) -> bool | None:
     return _is_finite(frame, {})
 
 
+def largest_in_float32(frame: Frame) -> float | None:
+    """The largest magnitude that a forward op would give in float32; None where it cannot be computed again."""
+    made = _made(frame, {})
+    if not made:
+        return None
+    return max(one.largest for one in statistics_of([x.value for x in made], histogram=False))
+
+
 def rounded_to_zero(frame: Frame) -> Frame | None:
     """The op before one whose results 16 bits made 0, so that this one is not finite: in float32, both are.
 

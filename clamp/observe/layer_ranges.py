@@ -33,6 +33,7 @@ ACTIVATION, GRADIENT, PARAMETER, PARAMETER_GRADIENT = "activation", "gradient", 
 Kind: TypeAlias = Literal["activation", "gradient", "parameter", "parameter gradient"]
 
 _SHOWN = 30  # rows
+_GAIN, _GAIN_OF = 1e-3, 0.1  # what another loss scale must save, of all gradients and of those that are lost
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,21 @@ class LayerRanges:
         return ranges.suggested_scale(gradients, self.scale, self._narrow)
 
     @property
+    def gain(self) -> tuple[float, str] | None:
+        """A loss scale that is better than the live one, and what it gains, in words; None if none is by much."""
+        suggested, gradients = self.suggested_scale, [row.statistics for row in self._scaled()]
+        if suggested is None or self.dtype == "float32":
+            return None
+        together = ranges.pooled(gradients)
+        now, then = (ranges.lost(together, self.dtype, scale / self.scale) for scale in (self.scale, suggested))
+        for verb, before, after, other in (
+            ("inf", now.overflow, then.overflow, True), ("0", now.underflow, then.underflow, not then.overflow)
+        ):  # fmt: skip
+            if other and before - after >= max(_GAIN, _GAIN_OF * before):
+                return suggested, f"{_percent(after)} in place of {_percent(before)} of the gradients become {verb}"
+        return None
+
+    @property
     def _narrow(self) -> str:
         return "float16" if self.dtype == "float32" else self.dtype
 
@@ -142,9 +158,12 @@ class LayerRanges:
         rows = sorted(self.rows, key=lambda row: -max(row.lost.underflow, row.lost.overflow))
         table = [head, *map(_cells, rows[:_SHOWN])]
         left = [f"  and {len(rows) - _SHOWN} more, that lose less"] if len(rows) > _SHOWN else []
-        scale = self.suggested_scale
-        suggested = "" if scale is None else f"; suggested for {self._narrow}: {scale:.8g}"
-        if scale == 1 and self.dtype == "bfloat16":
+        scale, suggested = self.suggested_scale, ""
+        if self.gain is not None:
+            suggested = f"; better for {self._narrow}: {scale:.8g}, at which {self.gain[1]}"
+        elif self.dtype == "float32" and scale is not None:
+            suggested = f"; suggested for {self._narrow}: {scale:.8g}"
+        elif scale == 1 and self.dtype == "bfloat16":
             suggested = "; bfloat16 needs none, it loses nothing of the gradients"
         return "\n".join(
             [
@@ -254,6 +273,10 @@ def _is_view(frame: Frame) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------- in words
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.3g} %"
 
 
 def _cells(row: LayerRange) -> tuple[str, ...]:

@@ -37,6 +37,7 @@ class Record:
         self._history = history
         self.began = datetime.now(UTC)
         self.tally: Tally | None = None
+        self._measured: tuple[Callable[[], Any], int, Trial, LayerRanges] | None = None  # of a step, after so many
         self._built = PROGRESS.programs, PROGRESS.seconds
 
     def arm(self) -> None:
@@ -67,7 +68,7 @@ class Record:
         """What is known, and with a step, what can be measured of it; see ``AmpHandle.summary``."""
         programs, seconds = PROGRESS.programs - self._built[0], PROGRESS.seconds - self._built[1]
         known = Summary(dtype, steps, skips, history, loss_scale, programs, seconds)
-        trial, ranges = (None, None) if step is None else self._tried(step, live_scale)
+        trial, ranges = self._tried(step, steps, live_scale)
         if self.tally is not None:
             rows, copies = self.tally.rows, self.tally.weight_copies
             rows = rows if trial is None else with_times(rows, trial.amp)
@@ -92,12 +93,17 @@ class Record:
             losses=losses,
             modules=of_trial if self.tally is None else self.tally.modules,
             ranges=[] if summary.ranges is None else summary.ranges.as_json(),
-            suggested_scale=None if summary.ranges is None else summary.ranges.suggested_scale,
+            suggested_scale=None if summary.ranges is None or summary.ranges.gain is None else summary.ranges.gain[0],
         )
 
-    def _tried(self, step: Callable[[], Any], live_scale: Callable[[], float]) -> tuple[Trial, LayerRanges]:
-        with self.unwatched():
-            return try_step(step), observe_ranges(step, live_scale)
+    def _tried(
+        self, step: Callable[[], Any] | None, steps: int, live_scale: Callable[[], float]
+    ) -> tuple[Trial | None, LayerRanges | None]:
+        """What was measured of a step: not again where none was done since; without a step, what was measured last."""
+        if step is not None and (self._measured is None or self._measured[:2] != (step, steps)):
+            with self.unwatched(), PROGRESS.busy("measuring a step in both precisions"):
+                self._measured = step, steps, try_step(step), observe_ranges(step, live_scale)
+        return (None, None) if self._measured is None else self._measured[2:]
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeAlias, cast
@@ -34,7 +35,7 @@ def run_of(
 
     Args:
         summary: with or without a step that was measured.
-        explanation: of the last step, where that was skipped and somebody knows why.
+        explanation: of what is wrong with its steps, where somebody has looked.
         points: loss and norm of gradients by steps.
         losses: the user's own, of the last steps, in place of those.
         modules: see ``bridge.module_tree``.
@@ -64,26 +65,32 @@ def run_of(
 
 def verdict_of(summary: Summary, explanation: Explanation | None) -> Verdict:
     """What is wrong, if something is; else what AMP gains, if that is known."""
+    details, measured = _of_skips(summary), summary.verdict
     skipped = _skipped_at_the_end(summary.history)
-    details = _of_skips(summary)
+    is_wrong = skipped > 1 or _share_skipped(summary.history) >= _OFTEN
+    why = [] if explanation is None or not details else [explanation.why]
     if explanation is not None and explanation.first is not None:
-        headline, _, rest = explanation.why.partition(": ")
-        details = [*([rest[:1].upper() + rest[1:]] if rest else []), *details]
-        return _verdict(headline, details, explanation.cure, _kind(explanation))
-    if skipped > 1:
-        headline = f"The last {skipped} steps were skipped: {summary.history[-1].reason}"
-        return _verdict(headline, details, look(asked() or Asked()), "unknown")
-    measured = summary.verdict
+        if explanation.cure or is_wrong or skipped:
+            headline, _, rest = explanation.why.partition(": ")
+            details = [*([rest[:1].upper() + rest[1:]] if rest else []), *details]
+            return _verdict(headline, details, explanation.cure, _kind(explanation))
+    elif is_wrong:
+        many = f"The last {skipped}" if skipped > 1 else f"{summary.skips:,} of {summary.steps:,}"
+        reason = next(report.reason for report in reversed(summary.history) if not report.stepped)
+        cure = look(asked() or Asked()) if explanation is None or not explanation.cure else explanation.cure
+        return _verdict(
+            f"{many} steps were skipped: {reason}", [*why, *details], cure, "unknown" if skipped > 1 else "overflow"
+        )
     if measured is not None:
         sentence = measured.sentence
         if not sentence.startswith(summary.dtype):
             sentence = sentence[:1].upper() + sentence[1:]
         kind: _Kind = "slow" if measured.is_slower else "healthy"
-        return _verdict(sentence, [*measured.details, *details], measured.cure, kind)
+        return _verdict(sentence, [*measured.details, *why, *details], measured.cure, kind)
     if not summary.steps:
         return _verdict("No step has been done", [], "", "unknown")
     headline = f"{summary.steps - summary.skips:,} of {summary.steps:,} steps were done, {summary.skips:,} skipped"
-    return _verdict(headline, details, "", "healthy" if _share_skipped(summary.history) < _OFTEN else "overflow")
+    return _verdict(headline, [*why, *details], "", "healthy")
 
 
 def _verdict(headline: str, details: Sequence[str], cure: str, kind: _Kind) -> Verdict:
@@ -102,8 +109,11 @@ def _skipped_at_the_end(history: Sequence[StepReport]) -> int:
 
 
 def _share_skipped(history: Sequence[StepReport]) -> float:
-    recent = list(history)[-_RECENT:]
-    return sum(not report.stepped for report in recent) / len(recent) if len(recent) > 20 else 0.0
+    """The part of the last steps that were skipped, since the first that was done: before it, a scale is looked for."""
+    since = itertools.dropwhile(lambda report: not report.stepped, history)
+    recent = [report.stepped for report in since][-_RECENT:]
+    skipped = recent.count(False)
+    return skipped / len(recent) if skipped > 1 else 0.0
 
 
 def _of_skips(summary: Summary) -> list[str]:
@@ -124,7 +134,8 @@ def _bad_value(explanation: Explanation) -> Value | None:
 
 
 def _first_bad(explanation: Explanation) -> FirstBad | None:
-    frame, bad = explanation.first, _bad_value(explanation)
+    frame = explanation.first
+    bad = None if frame is None else next((value for value in frame.outputs if not value.is_finite), explanation.leaf)
     if frame is None or bad is None or bad.statistics is None:
         return None
     infs, nans = bad.statistics.infs, bad.statistics.nans

@@ -139,9 +139,9 @@ class Summary:
             loses = (
                 f"{worst.kind}{of} {worst.name}{where} loses most: {zero} become 0, {inf} inf, {subnormal} subnormal"
             )
-        scale, suggested = self.ranges.suggested_scale, ""
-        if scale is not None and self.dtype == "float16":
-            suggested = f" The loss scale is {self.ranges.scale:.8g}; {scale:.8g} would do."
+        gain, suggested = self.ranges.gain, ""
+        if gain is not None:
+            suggested = f" The loss scale is {self.ranges.scale:.8g}; at {gain[0]:.8g}, {gain[1]}."
         return [f"ranges: {loses}.{suggested}", "  print(handle.ranges(step)) has every layer, .draw(path) a picture"]
 
     def _of_verdict(self) -> list[str]:

@@ -42,7 +42,8 @@ class Row:
         inputs: dtypes of what it read; of a backward, of the gradient of its result.
         dtype, shape: of its result; of a backward, of its first gradient. The shape is that of the first call.
         calls, bytes: how often, and how many bytes it was given and gave in all: 0 of a view.
-        seconds: what its launches took in all; None where that was not measured.
+        seconds: what its launches took in all, of several passes in the fastest; None where that was not measured.
+        most: in the slowest; None where there was one pass.
     """
 
     op: str
@@ -57,6 +58,12 @@ class Row:
     calls: int = 0
     bytes: int = 0
     seconds: float | None = None
+    most: float | None = None
+
+    @property
+    def slowest(self) -> float:
+        """Seconds in the slowest pass."""
+        return max(self.seconds or 0.0, self.most or 0.0)
 
     @property
     def name(self) -> str:

@@ -144,8 +144,8 @@ def _require(seen: bool) -> None:
 
 
 def slower_functions(amp: Side, plain: Side) -> list[str]:
-    """Functions that are in half and take longer there than in float32, by something that counts."""
-    there = {row.key: row.seconds or 0.0 for row in plain.rows}
+    """Functions that are in half and take longer there, in each pass, than in float32 in any, by what counts."""
+    there = {row.key: row.slowest for row in plain.rows}
     more: dict[str, float] = {}
     for row in amp.rows:
         if row.policy == "half" and row.function.startswith("netcl.") and row.key in there and row.seconds is not None:
@@ -195,7 +195,7 @@ def _side(seen: _Look, passes: Sequence[tuple[Stopwatch, list[Row]]]) -> Side:
     watch, rows = passes[-1]
     return Side(
         0.0,  # until the race
-        [replace(row, seconds=min(times[row.identity])) for row in rows],
+        [replace(row, seconds=min(times[row.identity]), most=max(times[row.identity])) for row in rows],
         watch.casts,
         min(one.cast_seconds for one, _ in passes),
         min(one.after_backward for one, _ in passes),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from clamp.observe.trial import NO_DIFFERENCE, Trial
+from clamp.report.tables import duration
 
 _SMALL = 100e-6  # seconds a launch, of which most is the launching
+_IDLE = 0.5  # of a step's time, in which the device does not compute
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,16 @@ def judge(trial: Trial) -> Verdict:
 
 
 def notes(trial: Trial) -> dict[tuple[str, ...], str]:
-    """What to say of ops that are not worth their 16 bits, by the keys of their rows."""
-    plain = {row.key: row.seconds or 0.0 for row in trial.plain.rows}
+    """What to say of ops that are not worth their 16 bits, by the keys of their rows: of those that were slower in each
+    pass than in float32 in any."""
+    plain = {row.key: row for row in trial.plain.rows}
     found = {}
     for row in trial.amp.rows:
-        took, there = row.seconds or 0.0, plain.get(row.key, 0.0)
-        if row.policy == "half" and there and took > 1.1 * there and took - there > 0.01 * trial.amp.op_seconds:
-            found[row.key] = f"{took / there:.2f}x slower than in float32"
+        other = plain.get(row.key)
+        if row.policy != "half" or row.seconds is None or other is None or not other.seconds:
+            continue
+        if row.seconds > 1.1 * other.slowest and row.seconds - other.slowest > 0.01 * trial.amp.op_seconds:
+            found[row.key] = f"{row.seconds / other.seconds:.2f}x slower than in float32"
     return found
 
 
@@ -75,7 +80,7 @@ def _reasons(trial: Trial) -> list[str]:
         reasons.append("the functions in half are as fast in float32 on this device")
     if _is_small(trial):
         each = trial.amp.seconds / trial.amp.launches * 1e6
-        reasons.append(f"a step is {trial.amp.launches} launches of {each:.0f} us, most of which is the launching")
+        reasons.append(f"a step is bound by its {trial.amp.launches} launches, of {each:.0f} us each")
     return reasons
 
 
@@ -90,16 +95,26 @@ def _half_ratio(trial: Trial) -> float | None:
 
 
 def _is_small(trial: Trial) -> bool:
-    return trial.amp.launches > 0 and trial.amp.seconds / trial.amp.launches < _SMALL
+    """Whether launches, and Python between them, bound a step: the device waits for most of it."""
+    if not trial.amp.launches:
+        return False
+    waits = not trial.alone and trial.amp.op_seconds < _IDLE * trial.amp.seconds
+    return waits or trial.amp.seconds / trial.amp.launches < _SMALL
 
 
 def _details(trial: Trial) -> list[str]:
     of = "The least (the machine has other things to do, too)" if trial.busy else "Medians"
     details = [
-        f"{of} of {trial.rounds} rounds, turn about: {_ms(trial.amp.seconds)} in {trial.dtype}, "
-        f"{_ms(trial.plain.seconds)} in clamp's float32, for forward, backward and the division by the loss scale. "
+        f"{of} of {trial.rounds} rounds, turn about: {duration(trial.amp.seconds)} in {trial.dtype}, "
+        f"{duration(trial.plain.seconds)} in clamp's float32, for forward, backward and division by the loss scale. "
         "The optimizer's step comes to both, and takes the same in both."
     ]
+    if _is_small(trial):
+        each = 1e6 * trial.amp.seconds / trial.amp.launches
+        details.append(
+            f"Bound by launches: {trial.amp.launches} of {each:.0f} us each, most of which is Python and the driver. "
+            "@amp.record above the function that makes a step replays them without."
+        )
     if trial.plain.computes_in_16_bit:
         details.append(
             "In the float32 rounds, too, a part is computed in 16 bits: of parameters or inputs that are so."
@@ -108,7 +123,7 @@ def _details(trial: Trial) -> list[str]:
         pays = "pays" if trial.black_list_pays else "does not pay"
         details.append(
             f"In float32 these take less time, by themselves: {', '.join(trial.black_list)}. To put them on the black "
-            f"list {pays}: then a step takes {_ms(trial.with_black_list)}."
+            f"list {pays}: then a step takes {duration(trial.with_black_list)}."
         )
     return details
 
@@ -116,14 +131,10 @@ def _details(trial: Trial) -> list[str]:
 def _cure(trial: Trial) -> str:
     if trial.black_list_pays:
         return trial.asked.in_float32(trial.black_list)
-    if trial.plain.seconds > (1 + NO_DIFFERENCE) * trial.amp.seconds:
-        return ""
     if _is_small(trial):
         return "@amp.record  # above the function that makes a step: one launch after the other, without Python between"
+    if trial.plain.seconds > (1 + NO_DIFFERENCE) * trial.amp.seconds:
+        return ""
     if trial.plain.seconds < (1 - NO_DIFFERENCE) * trial.amp.seconds and _kept(trial) > 1 - NO_DIFFERENCE:
         return f"{trial.asked.changed(dtype='float32')}  # clamp's kernels, and nothing is cast"
     return ""
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

@@ -1,5 +1,5 @@
-"""One line on the terminal while kernels are compiled for longer than a second, so that a first step does not seem to
-hang."""
+"""Says on standard error that something takes long, so that it does not seem to hang: kernels that are compiled, a step
+that is measured. On a terminal in one line that grows, elsewhere by a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic
 
-_PATIENCE = 1.0  # seconds that need no word
+_PATIENCE = 1.0  # seconds that need no word on a terminal
 _PAUSE = 1.0  # seconds without a build, after which the next one is another matter
+_EVERY = 10.0  # seconds between two lines
 
 
 class Progress:
-    """Counts what is compiled one after the other, and says so on standard error if that is a terminal.
+    """Counts what is compiled one after the other, and says so, and what else takes long.
 
     Attributes:
         programs: how many have been compiled in this process.
@@ -26,26 +27,51 @@ class Progress:
         self._lock = threading.RLock()
         self._began = self._ended = float("-inf")
         self._count = 0
+        self._compiling, self._busy = set[object](), set[object]()  # what is under way
         self._is_open = False  # whether the line waits for its end
         self._timer: threading.Timer | None = None
+        self._ticks: threading.Timer | None = None
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Around the compilation of a program."""
-        with self._lock:
-            if monotonic() - self._ended > _PAUSE:
-                self._began, self._count = monotonic(), 0
-        began = monotonic()
+        began, this = monotonic(), object()
         try:
+            with self._lock:
+                if began - self._ended > _PAUSE and not self._compiling:
+                    self._began, self._count = began, 0
+                self._compiling.add(this)
+                if self._ticks is None:
+                    self._tick_later()
             yield
         finally:
             with self._lock:
                 self._ended = monotonic()
+                self._compiling.discard(this)
                 self._count += 1
                 self.programs += 1
                 self.seconds += self._ended - began
-                if self._ended - self._began >= _PATIENCE:
-                    self._say()
+                if self._ended - self._began >= _PATIENCE and _is_terminal():
+                    self._say(self._compiled(self._ended))
+
+    @contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Around what takes long, and is not only compiling."""
+        began, ended = monotonic(), threading.Event()
+
+        def tell() -> None:
+            while not ended.wait(_EVERY):
+                with self._lock:
+                    self._say(f"clamp: {what}, {monotonic() - began:.0f} s so far")
+
+        try:
+            self._busy.add(ended)
+            threading.Thread(target=tell, daemon=True).start()
+            yield
+        finally:
+            ended.set()
+            self._busy.discard(ended)
+            self.end_line()
 
     def end_line(self) -> None:
         """Ends the line, if there is one: the step is over, and its loss may be printed next."""
@@ -54,13 +80,31 @@ class Progress:
         with self._lock:
             if self._is_open:
                 self._is_open = False
-                self._write("\n")
+                _write("\n")
 
-    def _say(self) -> None:
-        if not (sys.stderr and sys.stderr.isatty()):
+    def _compiled(self, now: float) -> str:
+        seconds = now - self._began
+        return f"clamp: compiling kernels for this device, once: {self._count} programs, {seconds:.0f} s"
+
+    def _tick_later(self) -> None:
+        self._ticks = threading.Timer(_EVERY, self._tick)
+        self._ticks.daemon = True
+        self._ticks.start()
+
+    def _tick(self) -> None:
+        with self._lock:
+            now, self._ticks = monotonic(), None
+            if not self._compiling and now - self._ended > _PAUSE:
+                return
+            if not self._busy:
+                self._say(self._compiled(now))
+            self._tick_later()
+
+    def _say(self, text: str) -> None:
+        if not _is_terminal():
+            _write(f"{text}\n")
             return
-        seconds = self._ended - self._began
-        self._write(f"\rclamp: compiling kernels for this device, once: {self._count} programs, {seconds:.0f} s")
+        _write(f"\r{text}")
         self._is_open = True
         if self._timer is not None:
             self._timer.cancel()
@@ -68,11 +112,17 @@ class Progress:
         self._timer.daemon = True
         self._timer.start()
 
-    @staticmethod
-    def _write(text: str) -> None:
-        with suppress(OSError, ValueError):  # a terminal that has gone
-            sys.stderr.write(text)
-            sys.stderr.flush()
+
+def _is_terminal() -> bool:
+    with suppress(OSError, ValueError):  # a terminal that has gone
+        return bool(sys.stderr) and sys.stderr.isatty()
+    return False
+
+
+def _write(text: str) -> None:
+    with suppress(OSError, ValueError, AttributeError):  # a terminal that has gone; pythonw has no standard error
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 PROGRESS = Progress()

@@ -145,8 +145,9 @@ def user_wrapper(name: str, policy: CastPolicy) -> Wrapper:
             return called_in(None, wrapped, *args, **kwargs)
         refuse_half_targets(wrapped, args, kwargs)
         casts = CastArguments(args, kwargs, target, reporter(region, name), region.cache_enabled)
-        with casts as (args, kwargs):
-            return called_in(None, wrapped, *args, **kwargs)
+        # Not in place of args and kwargs: who explains the call makes it again, as it was made.
+        with casts as (cast_args, cast_kwargs):
+            return called_in(None, wrapped, *cast_args, **cast_kwargs)
 
     return call
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from clamp.report.markup import Markup, joined, prose, tag
 from clamp.report.run import END, LOWEST, FirstBad, Input, Run, Verdict
-from clamp.report.tables import Column, Row, number, table
+from clamp.report.tables import Column, Row, digits, duration, number, table
 
 LARGEST = 65504.0  # of float16
 SMALLEST = 2.0**LOWEST
@@ -42,8 +42,8 @@ def facts(run: Run) -> Markup:
         "Driver": f"{run['device']['platform']}, {run['device']['driver']}",
         "Precision": f"{run['dtype']}, level {run['level']}",
         "Steps": f"{len(run['steps']):,}, {skipped:,} skipped",
-        "Suggested loss scale": "—" if suggested is None else f"{suggested:,.10g}",
-        "Took": f"{run['seconds']:,.3g} s",
+        **({} if suggested is None else {"Better loss scale": f"{suggested:,.10g}"}),
+        "Took": duration(run["seconds"]),
         "Written": f"{run['date'].replace('T', ' ').replace('+00:00', ' UTC')}, clamp {run['clamp']}",
     }
     pairs = (tag("div", tag("dt", name), tag("dd", value)) for name, value in given.items())
@@ -51,9 +51,9 @@ def facts(run: Run) -> Markup:
 
 
 def first_bad(found: FirstBad | None) -> Markup:
-    """The first op whose result was not finite: where it is, what it read, what ran before it."""
+    """The first op whose result was not finite: where it is, what it read, what ran before it; nothing if none is."""
     if found is None:
-        return tag("p", "No op is known whose result was not finite.", class_="empty")
+        return Markup("")
     place = f"in `{found['module']}`" if found["module"] else "outside of any module"
     line = f", called at `{found['line']}`" if found["line"] else ""
     numbers = f"{found['count']:,} element{'s' * (found['count'] != 1)}"
@@ -73,7 +73,8 @@ def first_bad(found: FirstBad | None) -> Markup:
                 open=True,
             )
         )
-    return joined(parts)
+    title = tag("h2", "The first op that went wrong", id="first-bad-title")
+    return tag("section", title, *parts, id="first-bad", class_="card", aria_labelledby="first-bad-title")
 
 
 def _code(text: str) -> Markup:
@@ -125,5 +126,5 @@ def _beside_float16(one: Input) -> str:
         return "not finite before"
     if one["largest"] > LARGEST:
         return f"above {LARGEST:g}"
-    words = [f"{LARGEST / one['largest']:,.3g}x below {LARGEST:g}"] if one["largest"] > 0 else ["all zero"]
+    words = [f"{digits(LARGEST / one['largest'])}x below {LARGEST:g}"] if one["largest"] > 0 else ["all zero"]
     return ", ".join(words + ["some below 2⁻²⁴"] * (0 < one["smallest"] < SMALLEST))

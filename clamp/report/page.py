@@ -36,6 +36,7 @@ def page_of(run: Run) -> str:
         verdict=verdict(run["verdict"]),
         facts=facts(run),
         first_bad=first_bad(run["first_bad"]),
+        first_bad_link=tag("a", "First bad op", href="#first-bad") if run["first_bad"] else "",
         modules=modules(run["modules"], run["ops"], run["first_bad"]),
         timeline=timeline(run["steps"]),
         ranges=ranges(run["ranges"], run["suggested_scale"], run["first_bad"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,15 +39,30 @@ def percent(fraction: float) -> Cell:
     return number(fraction, shown if math.isfinite(fraction) else _UNKNOWN)
 
 
+def digits(value: float) -> str:
+    """A number with three digits, and no more zeros than it takes: "0.052", "1,240", "1.2e+09"."""
+    return f"{value:,.0f}" if 99.95 <= abs(value) < 1e7 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: "3.1 ms", "1.24 s", "3 min 20 s", "2 h 5 min"."""
+    if seconds < 0.9995:
+        return f"{digits(1e3 * seconds)} ms"
+    if seconds < 99.5:
+        return f"{digits(seconds)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60} min"
+
+
 def size(count: float | None) -> str:
     """Bytes in words: "1.5 MiB"."""
     if count is None:
         return _UNKNOWN
     for unit in ("bytes", "KiB", "MiB"):
         if abs(count) < 1024:
-            return f"{count:.3g} {unit}" if unit != "bytes" else f"{count:,} bytes"
+            return f"{digits(count) if unit != 'bytes' else f'{count:,}'} {unit}"
         count /= 1024
-    return f"{count:.3g} GiB"
+    return f"{digits(count)} GiB"
 
 
 _UNKNOWN = "—"
@@ -63,7 +79,8 @@ def table(
     is_sortable: bool = True,
     attributes: Iterable[dict[str, Attribute]] | None = None,
 ) -> Markup:
-    """A table in a frame of its own, which scrolls where it is wider than the window.
+    """A table in a frame of its own, which scrolls where it is wider than the window; where that is narrow, each row is
+    a list of names and values.
 
     Args:
         caption: names it.
@@ -78,8 +95,9 @@ def table(
     given = list(attributes) if attributes is not None else [{}] * len(rows)
     body = [tag("tr", *_cells(columns, row), **more) for row, more in zip(rows, given, strict=True)]
     inside = tag("caption", caption), tag("thead", head), tag("tbody", *body)
+    names = "; ".join(f"--column-{place}: {json.dumps(x.name)}" for place, x in enumerate(columns, start=1))
     return tag(
-        "div", tag("table", *inside, id=id_, class_="sortable" if is_sortable else None),
+        "div", tag("table", *inside, id=id_, class_="sortable" if is_sortable else None, style=names),
         class_="scroll", role="region", aria_label=f"{caption}, table", tabindex=0,
     )  # fmt: skip
 

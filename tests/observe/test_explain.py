@@ -133,18 +133,6 @@ def test_the_screen_names_the_cause(queue: cl.CommandQueue, fault: str) -> None:
     assert len(text.splitlines()) < 50
 
 
-def test_what_the_cure_says_cures(queue: cl.CommandQueue) -> None:
-    assert (
-        eager(queue, "forward").cure == f'with amp.autocast(dtype="float32"):  # around faults.py:{line_of("forward")}'
-    )
-    for options in ({"custom_black_list": ["matmul_op"], "loss_scale": 2.0**-14}, {"dtype": "bfloat16"}):
-        training = Training(queue, "forward")
-        with amp.init(**options) as handle:
-            training.step(handle)()
-            assert handle.last_step is not None
-            assert handle.last_step.stepped, handle.last_step
-
-
 def test_a_mask_of_minus_inf_is_not_blamed(queue: cl.CommandQueue) -> None:
     training = Training(queue, "forward")
     handle = amp.init(debug="attribution", loss_scale=8.0)

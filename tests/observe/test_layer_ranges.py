@@ -16,6 +16,8 @@ from clamp import amp
 from clamp.bridge import Parameter
 from clamp.casting.results import RESULTS
 from clamp.observe.layer_ranges import LayerRange, LayerRanges
+from clamp.observe.summary import Summary
+from clamp.ops.statistics import statistics_of
 from clamp.report import read_run
 from tests.networks import batch, mlp, step
 from tests.reference import to_device
@@ -116,7 +118,7 @@ def test_what_is_lost_is_what_a_real_cast_loses(queue: cl.CommandQueue, scale: f
 
 def test_the_suggested_scale_fits_and_hardly_a_larger_one(queue: cl.CommandQueue) -> None:
     gradient = np.linspace(0.5, 3.0, 16, dtype=np.float32).reshape(4, 4)
-    for scale in (1.0, 2.0**20):  # the second overflows in float16, and not where this is observed
+    for scale in (1.0, 2.0**21):  # the second overflows in float16, and not where this is observed
         ranges = observed(queue, gradient, scale)
         assert ranges.suggested_scale == 2.0**13
         table = ranges.table()
@@ -145,16 +147,48 @@ def test_ranges_are_printed_drawn_and_reported(
     ranges = handle.ranges(once)
     text = str(ranges)
     assert "layers.2  linear_relu" in text
-    assert f"loss scale: {SCALE:g}; suggested for float16: {ranges.suggested_scale:.8g}" in text
+    assert text.endswith(f"loss scale: {SCALE:g}")  # nothing is to be gained by another
     for end in ("svg", "png"):
         ranges.draw(tmp_path / f"ranges.{end}")
         assert (tmp_path / f"ranges.{end}").stat().st_size > 5000
     assert "<!-- layers.2 linear_relu -->" in (tmp_path / "ranges.svg").read_text()
     handle.report(tmp_path / "run.json", once)
     content = read_run(tmp_path / "run.json")
-    assert content["suggested_scale"] == ranges.suggested_scale
+    assert content["suggested_scale"] is None
     assert [(one["name"], one["kind"]) for one in content["ranges"]] == [(row.name, row.kind) for row in ranges.rows]
-    assert f"{ranges.suggested_scale:.8g} would do." in str(handle.summary(once))
+    assert "The loss scale is" not in str(handle.summary(once))
+
+
+#: magnitudes of gradients at a loss scale; the one that is better, and what it gains
+GAINS: dict[str, tuple[list[float], float, tuple[float, str] | None]] = {
+    "nothing is lost": ([1e-3, 1.0, 10.0], 1024.0, None),
+    "a lower one, that only has more headroom": ([1e-8, 1.0, 3e4], 65536.0, None),
+    "half of them become 0": (
+        [1e-9, 1e-8, 1e-4, 1e-2],
+        1.0,
+        (2.0**21, "0 % in place of 50 % of the gradients become 0"),
+    ),
+    "one is inf": ([1.0, 1.0, 1.0, 1e5], 4096.0, (1024.0, "0 % in place of 25 % of the gradients become inf")),
+}
+
+
+@pytest.mark.parametrize("case", GAINS)
+def test_another_scale_is_told_of_only_where_it_gains(queue: cl.CommandQueue, case: str) -> None:
+    numbers, scale, expected = GAINS[case]
+    (statistics,) = statistics_of([to_device(queue, np.array(numbers))])
+    ranges = LayerRanges([LayerRange("mul", "", "gradient", "float16", scale, statistics)], scale, "float16")
+    assert ranges.gain == expected
+    told = "" if expected is None else f"; better for float16: {expected[0]:.8g}, at which {expected[1]}"
+    assert str(ranges).endswith(f"loss scale: {scale:.8g}{told}")
+    summary = str(Summary("float16", 1, 0, [], scale, 0, 0.0, ranges=ranges))
+    assert (f"at {expected[0]:.8g}, {expected[1]}." in summary) if expected else ("The loss scale is" not in summary)
+
+
+@pytest.mark.parametrize(("dtype", "words"), [("float32", "; suggested for float16: "), ("float16", "")])
+def test_in_float32_a_scale_for_float16_is_told(queue: cl.CommandQueue, dtype: str, words: str) -> None:
+    (statistics,) = statistics_of([to_device(queue, np.ones(3))])
+    ranges = LayerRanges([LayerRange("mul", "", "gradient", dtype, 1.0, statistics)], 1.0, dtype)
+    assert ("suggested for float16" in str(ranges)) == bool(words)
 
 
 def test_a_step_without_ops_is_refused(queue: cl.CommandQueue) -> None:

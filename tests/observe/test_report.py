@@ -16,6 +16,8 @@ from netcl.optim import SGD
 from clamp import amp
 from clamp.observe.curves import Point
 from clamp.observe.explain import Explanation
+from clamp.observe.frames import Frame
+from clamp.observe.place import NOWHERE
 from clamp.observe.run import run_of, verdict_of
 from clamp.observe.summary import Summary
 from clamp.report import Run, checked, read_run
@@ -81,7 +83,7 @@ def test_the_first_bad_op_is_named(queue: cl.CommandQueue, tmp_path: Path, debug
     run = trained(queue, tmp_path / "run.json", spoil=True, debug=debug)
     found = run["first_bad"]
     assert (found["op"], found["direction"], found["module"]) == ("matmul_op", "forward", "layers.2")
-    assert (found["what"], found["count"], found["dtype"]) == ("inf", 1, "float32")
+    assert (found["what"], found["count"], found["dtype"]) == ("inf", 6, "float16")  # of what it gave
     assert {one["name"]: one["infs"] for one in found["inputs"]}["layers.2.weight"] == 1
     assert run["verdict"]["headline"] == "The model's layers.2.weight itself holds 1 inf"
     assert run["verdict"]["kind"] == "not finite"
@@ -155,5 +157,44 @@ def test_verdicts_say_what_matters_most() -> None:
     unseen = Explanation(bad[-1], "unseen", "Nobody knows.", "")
     assert verdict_of(summary_of(bad), unseen)["kind"] == "unknown"
     assert verdict_of(summary_of([]), None)["headline"] == "No step has been done"
-    often = [report(number, number % 4 != 0) for number in range(1, 102)]
-    assert verdict_of(summary_of(often), None)["kind"] == "overflow"
+
+
+#: which of the steps of a run are skipped, and what the page says without knowing more
+SKIPS: dict[str, tuple[list[bool], str]] = {
+    "a fourth": ([number % 4 != 0 for number in range(1, 31)], "overflow"),
+    "one batch in sixteen": ([number % 16 != 0 for number in range(1, 34)], "overflow"),
+    "of a short run": ([True, False, True, False, True], "overflow"),
+    "while a scale is looked for": ([False] * 4 + [True] * 10, "healthy"),
+    "now and then": ([number % 40 != 0 for number in range(1, 101)], "healthy"),
+    "a single one": ([True, True, False, True], "healthy"),
+    "the last ones": ([True, True, False, False], "unknown"),
+}
+
+
+@pytest.mark.parametrize("case", SKIPS)
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_run_that_skips_is_not_called_healthy(case: str, measured: bool) -> None:
+    done, kind = SKIPS[case]
+    history = [report(number, stepped) for number, stepped in enumerate(done, start=1)]
+    found = verdict_of(summary_of(history, trial=FAST) if measured else summary_of(history), None)
+    assert found["kind"] == kind, found
+    assert ("steps were skipped: inf in 3 elements" in found["headline"]) == (kind != "healthy")
+    assert any(f"{done.count(False)} of {len(done)} steps were skipped" in line for line in found["details"])
+
+
+def explained(kind: str, cure: str, report: StepReport) -> Explanation:
+    frame = Frame("mul", "forward", NOWHERE, [], [])
+    return Explanation(report, kind, f"Why of {kind}: the rest.", cure, frame)
+
+
+@pytest.mark.parametrize("case", SKIPS)
+def test_what_has_a_cure_is_told_of_any_skip(case: str) -> None:
+    done, kind = SKIPS[case]
+    history = [report(number, stepped) for number, stepped in enumerate(done, start=1)]
+    skipped = next(one for one in reversed(history) if not one.stepped)
+    found = verdict_of(summary_of(history, trial=FAST), explained("forward", "do this", skipped))
+    assert (found["headline"], found["cure"]) == ("Why of forward", "do this")
+    assert found["kind"] != "healthy"
+    scale = verdict_of(summary_of(history, trial=FAST), explained("scale", "", skipped))
+    assert (scale["kind"] == "healthy") == (kind == "healthy")
+    assert "Why of scale" in (scale["headline"] if kind != "healthy" else " ".join(scale["details"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from clamp.casting.results import RESULTS
 from clamp.observe.tally import Tally
 from clamp.opencl.device import capabilities
 from clamp.ops.cast import LISTENERS
+from clamp.report import read_run
 from tests.networks import Task, batch, loss_of, mlp, step, weights_of
 
 ROWS, WIDTHS = 64, (32, 64, 64, 8)
@@ -107,6 +109,26 @@ def test_a_queue_with_profiling_is_asked_and_another_is_waited_for(queue: cl.Com
         assert words in str(summary)
         assert sum(row.seconds for row in summary.trial.amp.rows) > 0
         run.handle.shutdown()
+
+
+def test_what_was_measured_is_not_measured_again_before_another_step(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    run, calls = Run(queue), 0
+
+    def counted() -> None:
+        nonlocal calls
+        calls += 1
+        run.step()
+
+    first = run.handle.summary(counted)
+    measured = calls
+    run.handle.report(tmp_path / "run.json", counted)
+    run.handle.report(tmp_path / "without.json")
+    assert run.handle.summary(counted).trial is first.trial
+    assert calls == measured > 0
+    assert read_run(tmp_path / "without.json")["memory"]["peak"] == first.trial.amp.peak
+    run.step()
+    run.handle.report(tmp_path / "run.json", counted)
+    assert calls > measured, "another step may be measured otherwise"
 
 
 def test_a_tried_step_changes_nothing(queue: cl.CommandQueue) -> None:

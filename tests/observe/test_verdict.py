@@ -82,8 +82,17 @@ def test_functions_that_are_slower_in_16_bits_are_a_reason() -> None:
 def test_launches_that_dominate_are_a_reason_and_have_a_cure() -> None:
     small = replace(SLOW, amp=side(0.0011, launches=20), plain=side(0.001, launches=20))
     verdict = judge(small)
-    assert "a step is 20 launches of 55 us, most of which is the launching" in verdict.sentence
+    assert "a step is bound by its 20 launches, of 55 us each" in verdict.sentence
     assert verdict.cure.startswith("@amp.record")
+
+
+@pytest.mark.parametrize("times_as_fast", [0.8, 1.0, 2.0])
+@pytest.mark.parametrize(("busy", "is_bound"), [(0.3, True), (0.9, False)])
+def test_a_step_that_the_device_waits_in_is_told_of_records(times_as_fast: float, busy: float, is_bound: bool) -> None:
+    amp = side(0.01, row("softmax", 0.01 * busy, policy="float"), launches=20)
+    verdict = judge(Trial("float16", amp, side(0.01 * times_as_fast), rounds=3, alone=False))
+    assert any(line.startswith("Bound by launches: 20 of 500 us each") for line in verdict.details) == is_bound
+    assert verdict.cure.startswith("@amp.record") == is_bound
 
 
 def test_a_black_list_is_the_cure_only_if_it_pays() -> None:
@@ -100,7 +109,7 @@ def test_there_is_nothing_to_gain_in_float32() -> None:
 
 
 def test_a_busy_machine_is_told_of() -> None:
-    assert judge(FAST).details[0].startswith("Medians of 9 rounds, turn about: 1e+03 ms in float16, 1.42e+03 ms in ")
+    assert judge(FAST).details[0].startswith("Medians of 9 rounds, turn about: 1 s in float16, 1.42 s in ")
     assert (
         judge(replace(FAST, busy=True)).details[0].startswith("The least (the machine has other things to do, too) of")
     )
@@ -119,3 +128,11 @@ def test_ops_that_are_not_worth_it_are_marked(took: float, note: str | None) -> 
     trial = Trial("float16", side(1.0, one, row("softmax", 0.4, policy="float")), side(1.0, there), 3, False)
     assert notes(trial).get(one.key) == note
     assert slower_functions(trial.amp, trial.plain) == (["matmul_op"] if note else [])
+
+
+def test_what_one_pass_shows_and_another_does_not_is_no_difference() -> None:
+    one = row("matmul_op", 0.5)
+    there = replace(row("matmul_op", 0.05, "float32"), most=0.6)
+    trial = Trial("float16", side(1.0, one), side(1.0, there), 3, False)
+    assert notes(trial) == {}
+    assert slower_functions(trial.amp, trial.plain) == []

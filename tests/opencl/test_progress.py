@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import threading
+from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -37,7 +39,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(progress, "monotonic", clock)
-    monkeypatch.setattr(progress, "_PAUSE", 3600.0)  # nor does the timer ring
+    monkeypatch.setattr(progress, "_PAUSE", 3600.0)  # nor do the timers ring
+    monkeypatch.setattr(progress, "_EVERY", 3600.0)
     return clock
 
 
@@ -46,6 +49,17 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     terminal = Terminal()
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=terminal))
     return terminal
+
+
+@pytest.fixture
+def ticking(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Progress]:
+    """One that tells again and again, and is still when the test is over."""
+    monkeypatch.setattr(progress, "_EVERY", 0.01)
+    shown = Progress()
+    yield shown
+    shown._ended = float("-inf")
+    while (ticks := shown._ticks) is not None:
+        ticks.join(60)
 
 
 def compile_for(shown: Progress, clock: Clock, *seconds: float) -> None:
@@ -104,14 +118,58 @@ def test_a_failed_build_counts_and_raises(clock: Clock, terminal: Terminal) -> N
     assert terminal.getvalue() == lines((1, 2))
 
 
-def test_nothing_is_written_where_nobody_looks(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_gets_no_line_that_grows(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     file = Terminal(is_terminal=False)
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=file))
     compile_for(Progress(), clock, 5.0)
     assert file.getvalue() == ""
+
+
+def test_nothing_is_written_where_nobody_looks(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = Terminal()
     closed.isatty = lambda: True  # type: ignore[method-assign]
     closed.close()
     for gone in (None, closed):  # pythonw has no standard error
         monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=gone))
         compile_for(Progress(), clock, 5.0)
+
+
+class Listened(Terminal):
+    """A file that says when the second line has come."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__(is_terminal=is_terminal)
+        self.has_two = threading.Event()
+
+    def flush(self) -> None:
+        if self.getvalue().count("clamp: ") >= 2:
+            self.has_two.set()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("what", ["compiling", "measuring"])
+def test_what_takes_long_is_told_of_again_and_again(
+    what: str, is_terminal: bool, monkeypatch: pytest.MonkeyPatch, ticking: Progress
+) -> None:
+    file, shown = Listened(is_terminal=is_terminal), ticking
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=file))
+    with shown.compiling() if what == "compiling" else shown.busy("measuring"):
+        assert file.has_two.wait(60)
+    said = {
+        "compiling": "clamp: compiling kernels for this device, once: 0 programs, 0 s",
+        "measuring": "clamp: measuring, 0 s so far",
+    }
+    line = f"\r{said[what]}" if is_terminal else f"{said[what]}\n"
+    assert file.getvalue().startswith(2 * line)
+    shown.end_line()
+    assert file.getvalue().endswith("\n")
+
+
+def test_who_measures_tells_of_what_is_compiled_meanwhile_by_its_own_line(
+    monkeypatch: pytest.MonkeyPatch, ticking: Progress
+) -> None:
+    file = Listened(is_terminal=False)
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=file))
+    with ticking.busy("measuring"), ticking.compiling():
+        assert file.has_two.wait(60)
+    assert set(file.getvalue().splitlines()) == {"clamp: measuring, 0 s so far"}
