@@ -19,7 +19,6 @@
 // Up to RUNS runs are multiplied by a panel of 32 output channels, which is read in parts of `part` steps: these stay in
 // the first-level cache while the sums of each run rest in `sums`, [run][position][channel]. Transposed, they are stored.
 //
-//   X_T            storage type of the source and the weights, two bytes an element
 //   OUT_T, BIAS_T  storage types of output and bias
 //   RUNS           see above
 //   PARTS, DOT_F16, EMULATE   as in amx.clh

@@ -1,4 +1,5 @@
-// squares.cl: the squares of all elements of many tensors, added up, one launch over all of them (slots.clh).
+// squares.cl: the squares of all elements of many tensors, added up, one launch over all of them (slots.clh); and the
+// tensors made shorter by them.
 //
 //   tensors   x_0 |--------|---|    x_1 |-----|    ...      SLOTS of them, in tiles
 //                     |       |           |
@@ -8,7 +9,11 @@
 // not below 2^40, inf and nan too, by 2^-90; each kind has a sum of its own, so that none is lost or becomes inf (J. L.
 // Blue, A portable Fortran program to find the Euclidean norm of a vector, ACM TOMS 4, 1978). notes.cl adds the sums up.
 //
-//   X_T        storage type
+// `clip` multiplies all elements, if the norm of all is larger than `longest`, by their quotient, each kind of norm in its
+// own exponents; total[0] is the square of the norm before.
+//
+//   X_T        storage type; of what is clipped f32
+//   CLIP       1: `clip` alone is built; 0, the default: `squares` alone
 //   DECADES    of slots.clh: SLOTS = 10, 20 ... 100
 //   WG         work-items of a work-group, which has a tile: 1 on CPU devices
 //   PIECES     of pieces.clh
@@ -24,6 +29,39 @@
 #define HIGH 0x1p40f
 #define UP 0x1p90f
 #define DOWN 0x1p-90f
+
+#ifndef CLIP
+#define CLIP 0
+#endif
+#if CLIP
+
+#define TARGET_PARAMETER(k) , __global float *x##k
+
+__kernel void clip(__global const tile *restrict tiles, __global const float *restrict sums, const float longest,
+                   __global float *restrict total EACH_SLOT(TARGET_PARAMETER)) {
+    const tile t = tiles[get_group_id(0)];
+    const float low = sums[0], mid = sums[1], high = sums[2];
+    if (get_global_id(0) == 0) total[0] = high / DOWN / DOWN + mid + low / UP / UP;
+    const float shift = !(high == 0.0f) ? DOWN : mid > 0.0f ? 1.0f : UP;
+    const float norm =
+        sqrt(!(high == 0.0f) ? high + mid * DOWN * DOWN : mid > 0.0f ? mid + low / UP / UP : low);
+    if (norm == 0.0f || norm <= longest * shift) return;
+    // The quotient's root, twice: it is a float where the quotient of very large and very small is none.
+    const float factor = sqrt(longest / norm) * (shift == DOWN ? 0x1p-45f : shift == UP ? 0x1p45f : 1.0f);
+    __global float *x = x0;
+    switch (t.tensor) {
+        EACH_SLOT(SLOT_CASE)
+        default: return;
+    }
+    x += t.begin;
+    const size_t vectors = t.count / 16;
+    for (size_t i = get_local_id(0); i < vectors; i += get_local_size(0))
+        STORE16(f32, LOAD16(f32, x, 16 * i) * factor * factor, x, 16 * i);
+    ONE_BY_ONE for (size_t i = 16 * vectors + get_local_id(0); i < t.count; i += get_local_size(0))
+        STORE(f32, LOAD(f32, x, i) * factor * factor, x, i);
+}
+
+#else
 
 #define TAKE(values)                                                       \
     {                                                                      \
@@ -60,3 +98,5 @@ squares(__global const tile *restrict tiles, __global float *sums, const ulong f
         sums[3 * (first + get_group_id(0)) + kind] = sum;
     }
 }
+
+#endif

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pyopencl as cl
@@ -14,11 +15,12 @@ from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.opencl.recording import refuse, unrecorded
 from clamp.ops.launch import pieces_for
-from clamp.ops.slots import GROUP_GPU, filled, slots_for, tiles_of
+from clamp.ops.slots import GROUP_GPU, filled, in_turn, slots_for, tiles_of
 
 NOTE = Kernel("notes.cl", "note")
 TOTAL = Kernel("notes.cl", "total")
 SQUARES = Kernel("squares.cl", "squares")
+CLIP = Kernel("squares.cl", "clip")
 
 _OTHER_ARGUMENTS_BYTES = 24  # tile table, sums and where its tiles begin
 _LIFT = 90  # by which exponents squares.cl lifts what is small, and lowers what is large
@@ -72,25 +74,61 @@ class Norms(Notes):
         Args:
             tensors: float32, float16 or bfloat16, on one queue, with elements.
         """
-        kinds: dict[str, list[Tensor]] = {}
-        for tensor in tensors:
-            kinds.setdefault(bridge.STORAGE[tensor.dtype], []).append(tensor)
-        parts = []
-        for kind, same in kinds.items():
-            slots = slots_for(same[0].queue, len(same), 1, _OTHER_ARGUMENTS_BYTES)
-            parts += [(kind, slots, same[start : start + slots]) for start in range(0, len(same), slots)]
-        queue, wg = tensors[0].queue, 1 if capabilities(tensors[0].queue).is_cpu else GROUP_GPU
-        tiles = [tiles_of(queue, tuple([tensor.size for tensor in these])) for _, _, these in parts]
-        counts = [one.grid[0][0] // wg for one in tiles]
-        sums = bridge.empty(queue, (3 * sum(counts),), "float32")
-        for index, (kind, slots, these) in enumerate(parts):
-            SQUARES(
-                queue, *tiles[index].grid, tiles[index].table, sums, sum(counts[:index]), *filled(these, slots),
-                X_T=kind, DECADES=slots // 10, WG=wg, PIECES=pieces_for(queue),
-            )  # fmt: skip
-        TOTAL(queue, (1,), (1,), sums, sum(counts), self._words, row, X_T="f32")
+        sum_squares(tensors, self._words, row)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Norms:
+        """One note, of the norm of these."""
+        norms = cls(tensors[0].queue, 1)
+        norms.note(0, tensors)
+        return norms
+
+    def clip(self, tensors: Sequence[Tensor], longest: float) -> Tensor:
+        """Makes the norm that is noted in row 0, of these tensors, not larger than ``longest``, in place.
+
+        Enqueues ``ceil(n / 100)`` launches. An inf or nan makes all elements nan or 0.
+
+        Args:
+            tensors: float32, on one queue, with elements, no two of which share memory.
+
+        Returns:
+            The square of the norm before, float32, shape ``(1,)``; inf where that is too large for it.
+        """
+        queue = tensors[0].queue
+        total = bridge.empty(queue, (1,), "float32")
+        slots = slots_for(queue, len(tensors), 1, _OTHER_ARGUMENTS_BYTES)
+        pieces: list[Callable[[], object]] = []
+        for start in range(0, len(tensors), slots):
+            these = tensors[start : start + slots]
+            tiles = tiles_of(queue, tuple([tensor.size for tensor in these]))
+            args = tiles.table, self._words, longest, total, *filled(these, slots)
+            macros = {"X_T": "f32", "CLIP": 1, "DECADES": slots // 10, "WG": 1, "PIECES": pieces_for(queue)}
+            pieces.append(partial(CLIP, queue, *tiles.grid, *args, **macros))
+        in_turn(pieces)
+        return total
 
     def read(self) -> NDArray[np.float64]:
         """The norms, shape ``(rows,)``; inf or nan where an element was. Waits for the device."""
         low, mid, high = self._read().T
         return np.sqrt(np.ldexp(low, -2 * _LIFT) + mid + np.ldexp(high, 2 * _LIFT))
+
+
+def sum_squares(tensors: Sequence[Tensor], words: Tensor, row: int) -> None:
+    """Adds up the squares of all elements of all tensors, by exponents, into the three words of a row."""
+    kinds: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(bridge.STORAGE[tensor.dtype], []).append(tensor)
+    parts = []
+    for kind, same in kinds.items():
+        slots = slots_for(same[0].queue, len(same), 1, _OTHER_ARGUMENTS_BYTES)
+        parts += [(kind, slots, same[start : start + slots]) for start in range(0, len(same), slots)]
+    queue, wg = tensors[0].queue, 1 if capabilities(tensors[0].queue).is_cpu else GROUP_GPU
+    tiles = [tiles_of(queue, tuple([tensor.size for tensor in these])) for _, _, these in parts]
+    counts = [one.grid[0][0] // wg for one in tiles]
+    sums = bridge.empty(queue, (3 * sum(counts),), "float32")
+    for index, (kind, slots, these) in enumerate(parts):
+        SQUARES(
+            queue, *tiles[index].grid, tiles[index].table, sums, sum(counts[:index]), *filled(these, slots),
+            X_T=kind, DECADES=slots // 10, WG=wg, PIECES=pieces_for(queue),
+        )  # fmt: skip
+    TOTAL(queue, (1,), (1,), sums, sum(counts), words, row, X_T="f32")

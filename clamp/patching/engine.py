@@ -23,6 +23,7 @@ from clamp.casting.results import RESULTS
 from clamp.opencl.device import require_usable
 from clamp.opencl.recording import host_value, recorder
 from clamp.ops.cast import cast, cast_into
+from clamp.ops.notes import Norms
 from clamp.ops.scalars import saturated
 from clamp.params import gradient_marks, gradient_penalties, masters
 from clamp.params.weight_cache import weights
@@ -384,12 +385,30 @@ def clip_gradients(wrapped: Any, instance: None, /, params: Iterable[Tensor], *a
 
     def clip() -> Any:
         with unnoted():
-            return in_place(wrapped, instance, (params, *args), kwargs)
+            return in_place(partial(_clip, wrapped) if Installed.now else wrapped, instance, (params, *args), kwargs)
 
     if recorder() is None or wrapped.__name__ != "clip_grad_norm":
         return clip()
     # It reads the norm to the host, so that every replay clips anew.
     return host_value(gradient_marks.on_gradients(params, clip), "The norm that clip_grad_norm returned")
+
+
+def _clip(wrapped: Any, params: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+    """netcl's clipping, by a norm whose square need not fit into float32; what clamp's kernels do not take is netcl's
+    own."""
+    (longest, *more) = [*args, *kwargs.values()] or [None]
+    grads = [param.grad for param in params if param.grad is not None and not bridge.is_frozen(param)]
+    grads = [grad for grad in grads if grad.size]
+    is_ours = all(bridge.on_device(x) and x.dtype == "float32" and x.queue == grads[0].queue for x in grads)
+    if not grads or not is_ours or more or not isinstance(longest, int | float | np.number):
+        return wrapped(params, *args, **kwargs)
+    norms = Norms.of(grads)
+    if wrapped.__name__ == "clip_grad_norm_device":
+        return norms.clip(grads, float(longest))
+    (norm,) = norms.read()
+    if not norm <= longest and norm != 0:
+        norms.clip(grads, float(longest))
+    return norm
 
 
 def as_it_is(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
