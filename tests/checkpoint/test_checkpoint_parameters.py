@@ -17,6 +17,9 @@ from clamp.bridge import Parameter, Tensor
 from tests.checkpoint.test_checkpoints import OPTIMIZERS, same_bits
 from tests.networks import batch, loss_of, mlp, weights_of
 
+# said once a pass of parameters that were taken out of every optimizer, as they are here
+pytestmark = pytest.mark.filterwarnings("ignore:.*reaches what is trained and no optimizer has:UserWarning")
+
 SQUARE = (8, 8, 8, 8, 8)  # all weights of one shape, all biases of another
 
 
