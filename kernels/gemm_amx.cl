@@ -68,8 +68,8 @@ static inline void store(const float *sums, __global void *C, size_t begin, size
         return;
     }
     for (size_t i = 0; i < SIDE; i++, out += N) {
-        STREAM(LOAD_PRIVATE(float16, sums + i * SIDE), (__global float16 *)out);
-        STREAM(LOAD_PRIVATE(float16, sums + i * SIDE + 16), (__global float16 *)(out + 16));
+        STORE_STREAMED(LOAD_PRIVATE(float16, sums + i * SIDE), (__global float16 *)out);
+        STORE_STREAMED(LOAD_PRIVATE(float16, sums + i * SIDE + 16), (__global float16 *)(out + 16));
     }
 }
 

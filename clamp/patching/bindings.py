@@ -72,11 +72,11 @@ class Bindings:
                     x = made.runs
                 seen[name] = x
 
-    def wrap(self, owner: Any, name: str, wrapper: Wrapper, passes: bool = False) -> None:
+    def wrap(self, owner: Any, name: str, wrapper: Wrapper, passes: bool = False, how: str = "") -> None:
         """Wraps what has a name: a plain function of a module for whoever holds it, anything else under this name."""
         function = wrapt.resolve_path(owner, name)[2]
         if isinstance(owner, ModuleType) and type(function) is FunctionType:
-            self.redirect(function, wrapper, passes)
+            self.redirect(function, wrapper, passes, how)
         else:
             self.set(owner, name, wrapt.FunctionWrapper(function, wrapper))
 

@@ -163,10 +163,11 @@ class Patches:
             if function is None:
                 return
         wrapper, passes = _wrapper_of(entry, OWNED.get(entry.name))
+        how = "open" if entry.name in _CALLED_WITH_MORE else ""
         if function is None:
-            self._bindings.wrap(owner, entry.function, wrapper, passes)
+            self._bindings.wrap(owner, entry.function, wrapper, passes, how)
         else:
-            self._bindings.redirect(function, wrapper, passes)
+            self._bindings.redirect(function, wrapper, passes, how)
 
     def _wrap_registered(self, registration: Registration) -> None:
         owner, name = registration.owner, registration.name
@@ -175,6 +176,9 @@ class Patches:
             owner, name = wrapt.resolve_path(owner, name)[:2]
         self._bindings.wrap(owner, name, wrapper)
 
+
+#: what netcl itself calls with more than it takes: clamp's functions take it
+_CALLED_WITH_MORE = frozenset({"netcl.autograd.rotate_2d_grid"})
 
 _user_wrapper = cache(user_wrapper)
 

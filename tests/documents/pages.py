@@ -122,7 +122,7 @@ def policies(page: Ran, queue: cl.CommandQueue) -> None:
 def debugging(page: Ran, queue: cl.CommandQueue) -> None:
     assert "What the model is given holds 1 nan before any op has touched it" in page.output
     assert "in layers.0" in page.output
-    for words in ("ops of the run", "as fast as float32|slower than float32", "suggested for float16: "):
+    for words in ("ops of the run", "as fast as float32|slower than float32", r"loss scale: \d"):
         assert re.search(words, page.output), words
     assert len(read_run("run.json")["steps"]) == 20
 

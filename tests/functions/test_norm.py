@@ -293,10 +293,12 @@ def test_netcl_layers(queue: cl.CommandQueue, dtype: str) -> None:
 
 
 def test_netcl_functions_are_back_after_shutdown(queue: cl.CommandQueue) -> None:
-    before = batchnorm.batch_norm2d, layernorm.layer_norm
+    functions = batchnorm.batch_norm2d, layernorm.layer_norm
+    before = [function.__code__ for function in functions]
     with amp.init(verbose=False):
-        assert batchnorm.batch_norm2d is not before[0]
-    assert (batchnorm.batch_norm2d, layernorm.layer_norm) == before
+        assert functions == (batchnorm.batch_norm2d, layernorm.layer_norm)
+        assert all(function.__code__ is not code for function, code in zip(functions, before, strict=True))
+    assert [function.__code__ for function in functions] == before
 
 
 def test_wrong_input(queue: cl.CommandQueue) -> None:

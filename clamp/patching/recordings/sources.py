@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import io
 import os
 import queue
@@ -56,7 +57,7 @@ def _look(frame: FrameType, event: str, arg: Any) -> None:
         asked = frame.f_code.co_qualname
     else:
         return
-    if asked:
+    if asked and not _is_collecting(frame):
         refuse(
             f"{asked}() was called",
             "Ask outside of it, and pass the answer: a number as an argument, data as a tensor.",
@@ -65,6 +66,14 @@ def _look(frame: FrameType, event: str, arg: Any) -> None:
 
 def _is_users(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] not in LIBRARIES
+
+
+def _is_collecting(frame: FrameType | None) -> bool:
+    """Whether Python came here by itself, to collect garbage: no part of what is recorded."""
+    told = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None and frame.f_code not in told and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_waiting(frame: FrameType) -> bool:
