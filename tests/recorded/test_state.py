@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import io
 import queue as queues
 import sys
@@ -297,6 +298,28 @@ def test_state_is_that_of_the_day(queue: cl.CommandQueue, name: str, how: str) -
         got = run(CASES[name](), x, how)
     for number, (one, other) in enumerate(zip(got, want, strict=True)):
         np.testing.assert_array_equal(one, other, err_msg=f"call {number}")
+
+
+def test_what_python_asks_while_it_collects_garbage_is_no_part_of_it(queue: cl.CommandQueue) -> None:
+    class Timed:
+        def __del__(self) -> None:
+            time.monotonic()
+
+    def step(x: Node) -> Node:
+        del [Timed()][:]
+        gc.collect()
+        return ag.mul(x, 2.0)
+
+    def told(phase: str, info: object) -> None:
+        time.perf_counter()
+
+    gc.callbacks.append(told)
+    try:
+        recorded = amp.record(step)
+        for _ in range(4):
+            np.testing.assert_array_equal(recorded(Node(value=to_device(queue, X))).value.to_host(), 2 * X)
+    finally:
+        gc.callbacks.remove(told)
 
 
 @pytest.mark.parametrize("name", ASKED)
