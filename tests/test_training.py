@@ -167,6 +167,7 @@ def test_two_losses_with_their_own_scales(queue: cl.CommandQueue) -> None:
     assert optimizer.__wrapped__.lr == 0.5
 
 
+@pytest.mark.filterwarnings("ignore:a gradient was written on the host:UserWarning")  # as an overflow would be
 def test_an_overflow_of_one_loss_skips_the_step_of_both(queue: cl.CommandQueue) -> None:
     model, data = mlp(queue, 16, 32, 8), batch(queue, 8, 16, 8)
     handle = amp.init()
@@ -325,6 +326,7 @@ def test_autocast_without_init(queue: cl.CommandQueue) -> None:
     assert ag.matmul_op(a, b).value.dtype == "float32"
 
 
+@pytest.mark.filterwarnings("ignore:a gradient was written on the host:UserWarning")  # as an overflow would be
 def test_state_dict_continues_the_scale(queue: cl.CommandQueue) -> None:
     model, data = mlp(queue, 8, 4), batch(queue, 4, 8, 4)
     optimizer = SGD(model.parameters(), lr=1e-4)

@@ -12,7 +12,7 @@ from clamp import amp
 from clamp.cli import main, warm
 from clamp.cli.bench.cases.small_networks import CNN, LM, MLP, README_MLP, SmallNetwork, Trainer
 from clamp.cli.devices import is_simulator
-from clamp.opencl import binaries
+from clamp.opencl import amx, binaries
 
 SCRIPT = """
 import sys
@@ -56,7 +56,10 @@ def test_a_script_is_run_until_its_second_step(device: str, tmp_path: Path, caps
     assert main(["warm", "--device", device, "--model", str(script)]) == 0
     kept = {file.name for file in (tmp_path / "kept").glob("*.program")}
     said = capsys.readouterr().out.splitlines()
-    assert said[-1].startswith(f"{len(kept)} programs compiled")
+    # A process that tries a matrix unit keeps what it has compiled there, too.
+    others = (0, 1) if amx.is_listed("bfloat16") else (0,)
+    assert len(kept) - int(said[-1].split()[0]) in others
+    assert "programs compiled" in said[-1]
     assert main(["warm", "--device", device, "--model", str(script)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "nothing to compile: all is there already"
     assert {file.name for file in (tmp_path / "kept").glob("*.program")} == kept
