@@ -417,7 +417,8 @@ def _has_settings(x: Any) -> bool:
 
 
 def content_of(cell: Any) -> Any:
+    """What a closure's cell holds; None if nothing has been assigned yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # not assigned yet
+    except ValueError:
         return None
