@@ -87,9 +87,10 @@ class Progress:
         return f"clamp: compiling kernels for this device, once: {self._count} programs, {seconds:.0f} s"
 
     def _tick_later(self) -> None:
-        self._ticks = threading.Timer(_EVERY, self._tick)
-        self._ticks.daemon = True
-        self._ticks.start()
+        ticks = threading.Timer(_EVERY, self._tick)
+        ticks.daemon = True
+        ticks.start()
+        self._ticks = ticks  # only now: who sees it may join it
 
     def _tick(self) -> None:
         with self._lock:
