@@ -46,6 +46,8 @@ def digits(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds in words: "3.1 ms", "1.24 s", "3 min 20 s", "2 h 5 min"."""
+    if not math.isfinite(seconds):
+        return _UNKNOWN
     if seconds < 0.9995:
         return f"{digits(1e3 * seconds)} ms"
     if seconds < 99.5:

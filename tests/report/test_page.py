@@ -20,7 +20,7 @@ from clamp.report import Run, page_of, write_page, write_run
 from clamp.report.markup import Markup, prose, tag
 from clamp.report.ranges import shifted
 from clamp.report.run import BINS
-from clamp.report.tables import number, percent, size
+from clamp.report.tables import duration, number, percent, size
 from tests.report.sample import BROKEN, empty_run, hostile_run, large_run, sample_run
 
 SECTIONS = ("verdict", "facts", "first-bad", "modules", "timeline", "ranges", "ops", "memory")
@@ -256,6 +256,8 @@ def test_numbers_in_words() -> None:
         "100 %",
         "—",
     ]
+    spans = (0.0031, 1.24, 200.0, 7500.0, float("inf"), float("nan"))
+    assert [duration(x) for x in spans] == ["3.1 ms", "1.24 s", "3 min 20 s", "2 h 5 min", "—", "—"]
     assert [number(x).shown for x in (None, 12345, 0.000123456)] == ["—", "12,345", "0.0001235"]
 
 
