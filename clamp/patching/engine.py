@@ -3,6 +3,7 @@ ops nobody patched, and word of every write to a parameter."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -52,6 +53,26 @@ def ones_like(wrapped: Any, instance: None, /, t: Tensor) -> Tensor:
 def add_gradients(wrapped: Any, instance: None, first: Tensor, second: Tensor, /) -> Tensor:
     """The engine's sum of two gradients of one node, in the first one's dtype."""
     return RESULTS.add(wrapped, first, second)
+
+
+_serials = itertools.count()
+
+
+@replaces("netcl.autograd.engine._gradient_storage_key")
+def gradient_storage_key(own: Any, tensor: Tensor) -> tuple[Any, ...]:
+    """What the engine knows a gradient by, to see whether it may add to it in place.
+
+    netcl takes the id of the tensor, which a later one of the same pass may have again, so that the same pass adds in
+    place or not as Python's memory has it; a recording would be compared with one of other launches.
+    """
+    if not bridge.on_device(tensor):
+        return own(tensor)
+    while (base := getattr(tensor, "_base", None)) is not None:
+        tensor = base
+    known = vars(tensor)
+    if "_serial" not in known:
+        known["_serial"] = next(_serials)
+    return "cl", known["_serial"]
 
 
 @meets("netcl.autograd.engine.Tape.backward")

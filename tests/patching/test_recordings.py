@@ -15,6 +15,8 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.autograd import engine
+from netcl.core.tensor import reshape
 from netcl.nn.batchnorm import BatchNorm2dModule
 from netcl.nn.layers import Dropout, LeakyReLU, Linear, Module, Sequential
 from netcl.ops import elementwise
@@ -938,3 +940,17 @@ def test_gradients_of_what_the_graph_does_not_step_add_up(queue: cl.CommandQueue
     kept = extra.grad
     train(x)
     np.testing.assert_array_equal(kept.to_host(), np.full(4, 6.0 * total))
+
+
+def test_no_gradient_is_taken_for_one_that_was_freed(queue: cl.CommandQueue) -> None:
+    """netcl's engine adds in place where it knows whose a gradient is. If it knew them by ids, the same pass would
+    launch otherwise from call to call, and a recording would be found to differ from it."""
+    amp.init()
+    made = set()
+    for _ in range(50):
+        tensor = Tensor.from_shape(queue, (3,), fill=0.0)
+        key = engine._gradient_storage_key(tensor)
+        assert engine._gradient_storage_key(reshape(tensor, (1, 3))) == engine._gradient_storage_key(tensor) == key
+        made.add(key)
+        del tensor
+    assert len(made) == 50
