@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
@@ -194,13 +194,31 @@ class Waiting(Protocol):
         """A backward has given these leaves gradients; what some of them had before, by id of the leaf."""
 
 
+@dataclass
+class HeldByReplays:
+    """What host steps go back to in every replay.
+
+    Attributes:
+        tensors: those whose gradients they look at, by id.
+        met: gradients that a backward added to.
+    """
+
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    met: list[Tensor] = field(default_factory=list)
+
+    def forget_skips(self) -> None:
+        """In a replay each of these gradients is another one, which has made no step be skipped."""
+        for grad in self.met:
+            vars(grad).pop("_not_finite", None)
+
+
 class _Thread(threading.local):
     scale: AppliedScale | None = None  # of the backward pass that is running
 
     def __init__(self) -> None:
         self.waiting: dict[object, Waiting] = {}  # the scaled passes around this point, the innermost last
         self.reached: dict[int, Tensor] | None = None  # tensors that backward has given a gradient to, if asked for
-        self.held: dict[int, Tensor] | None = None  # tensors whose gradients host steps go back to, if asked for
+        self.held: HeldByReplays | None = None  # if asked for
 
 
 _thread = of_threads(_Thread())
@@ -220,9 +238,9 @@ def noting_reached() -> Iterator[dict[int, Tensor]]:
 
 
 @contextmanager
-def noting_held() -> Iterator[dict[int, Tensor]]:
-    """Inside the ``with``, collects the tensors whose gradients this thread's host steps will go back to, by id."""
-    held = dict[int, Tensor]()
+def noting_held() -> Iterator[HeldByReplays]:
+    """Inside the ``with``, collects what this thread's host steps will go back to."""
+    held = HeldByReplays()
     with holding(_thread, "held", held):
         yield held
 
@@ -267,6 +285,8 @@ def deliver(run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScal
         earlier = {id(leaf): grad for leaf, grad in before}
         if before:
             host_step(partial(_note_kept, before))
+            if _thread.held is not None:
+                _thread.held.met.extend(grad for _, grad in before)
         reached = _mark_all(leaves, earlier, mark)
         if _thread.waiting:
             next(reversed(_thread.waiting.values())).ran(reached, earlier)
@@ -380,7 +400,7 @@ def snapshot(tensors: Iterable[Any]) -> list[Held]:
     """The gradients that tensors have now, with their marks."""
     tensors = list(tensors)
     if _thread.held is not None:
-        _thread.held.update((id(tensor), tensor) for tensor in tensors)
+        _thread.held.tensors.update((id(tensor), tensor) for tensor in tensors)
     grads = [(tensor, getattr(tensor, "grad", None)) for tensor in tensors]
     return [(tensor, grad, mark_now(grad), last_shared(tensor)) for tensor, grad in grads if grad is not None]
 

@@ -144,18 +144,19 @@ class Gradients:
         kinds: of these when it began.
         entries: of them when it began; they have been put back.
         exits: the gradients that they had when it ended, aliases among them.
-        held: those tensors, by id, whose gradients its host steps go back to.
+        held: what its host steps go back to.
 
     Attributes:
         aliases: by ids of tensors.
+        held: what its host steps go back to.
     """
 
     def __init__(
         self, trained: Sequence[Tensor], kinds: Sequence[Hashable], entries: Entries,
-        exits: Sequence[Tensor | None], held: Mapping[int, Tensor],
+        exits: Sequence[Tensor | None], held: gradient_marks.HeldByReplays,
     ) -> None:  # fmt: skip
         self.trained, self.aliases = trained, entries.aliases
-        self._kinds, self._exits, self._held = kinds, exits, held
+        self._kinds, self._exits, self.held = kinds, exits, held
 
     def change(self, known: Known) -> str:
         """What of the gradients that are there is not as it was when it began; empty if it is all as it was."""
@@ -175,6 +176,6 @@ class Gradients:
         def is_touched(tensor: Tensor, grad: Tensor | None) -> bool:
             alias = self.aliases.get(id(tensor))
             used = alias is not None and address_of(alias.buffer) in read
-            return used or grad is not alias or id(tensor) in self._held
+            return used or grad is not alias or id(tensor) in self.held.tensors
 
         return [(x, grad) for x, grad in zip(self.trained, self._exits, strict=True) if is_touched(x, grad)]

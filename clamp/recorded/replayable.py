@@ -15,6 +15,7 @@ from clamp.params.weight_cache import weights
 from clamp.patching.recordings.attempt import Attempt
 from clamp.patching.recordings.capture import recording_of
 from clamp.patching.recordings.comparison import allocation_of, difference
+from clamp.patching.recordings.dependencies import dependencies_of
 from clamp.patching.recordings.replay import Plan
 from clamp.patching.recordings.residents import address_of
 from clamp.patching.recordings.variants import Recorded
@@ -46,7 +47,7 @@ class Made:
 
     Attributes:
         tensor: what was recorded; host steps find it here.
-        size: bytes that launches use where it lies.
+        size: bytes that launches use where it lies; 0 if it lies past every pool, as what netcl's own matmul makes.
         first: what lies in the same memory, if that is another tensor.
     """
 
@@ -54,9 +55,18 @@ class Made:
     size: int
     first: Tensor | None = None
 
+    @property
+    def moves(self) -> bool:
+        """Whether replays write it where they are told; of what they write elsewhere, there is a copy after each."""
+        return self.first is None and self.size > 0
+
     def anew(self) -> Tensor:
         """A tensor for the next replay to write."""
         return bridge.empty_like(self.tensor, self.size)
+
+    def taken(self) -> Tensor:
+        """A tensor with what the recording wrote, which no replay changes."""
+        return bridge.take_storage(self.tensor) if self.size else gradient_marks.copied(self.tensor)
 
 
 class Replayable(Recorded):
@@ -82,6 +92,10 @@ class Replayable(Recorded):
         recording = recording_of(attempt)
         assert recording is not None
         self._recording, self._attempt = recording, attempt
+        brought = (upload.tensor for upload in attempt.uploads)
+        self._others_memory = dependencies_of(attempt).residents.before | {
+            address_of(x.buffer) for x in (*call.tensors, *brought)
+        }
         self._gradients, self._aliases = gradients, gradients.aliases
         self._exits = gradients.touched(recording.addresses)
         self._outcome = self._outcome_of(attempt, call, result, [x for _, x in self._exits], self._aliases)
@@ -109,14 +123,14 @@ class Replayable(Recorded):
                 "it adds to gradients that are multiplied by a loss scale of before. Clear them first, "
                 "optimizer.zero_grad(), or run the passes that add up in one call"
             )
-        self._moving = [made for made in self._made.values() if made.first is None]
+        self._moving = [made for made in self._made.values() if made.moves]
         given = [*(call.tensors[index] for index in self._inputs), *(self._aliases[id(x)] for x in self._entered)]
         moving = [*(upload.tensor for _, upload in self._uploads), *(made.tensor for made in self._moving)]
         super().__init__(Plan(attempt, given, self._state.values(), moving), watch)
 
     def of_recording(self) -> Any:
         """What the recorded call itself returns; gradients are given to their tensors."""
-        owned = {key: bridge.take_storage(made.tensor) for key, made in self._made.items()}
+        owned = {key: made.taken() for key, made in self._made.items()}
         self._leave(self._call, owned, {})
         return self._results(self._call, owned)
 
@@ -151,7 +165,7 @@ class Replayable(Recorded):
         self, attempt: Attempt, call: Call, result: Any, left: Sequence[Tensor | None], aliases: Mapping[int, Tensor]
     ) -> Any:
         """What a call returns and leaves, in words that are the same whenever it does the same."""
-        known = {id(alias): tensor for tensor, alias in aliases.items()}
+        owners = {id(alias): owner for owner, alias in aliases.items()}
         allocation = allocation_of(attempt)
         leaves, tensors = [id(x) for x in call.leaves()], [id(x) for x in call.tensors]
 
@@ -163,9 +177,9 @@ class Replayable(Recorded):
                 return "anew" if is_host_value(x) else (type(x), repr(x)) if isinstance(x, PLAIN) else type(x)
             if id(value) in tensors:
                 return "given", tensors.index(id(value))
-            made = None if id(value) in known else allocation(value.buffer)
-            kept = known.get(id(value), value if bridge.is_weight(value) else None)
-            return type(x), made, id(kept)
+            owner = owners.get(id(value))  # of a gradient that was there before
+            made = None if owner is not None else allocation(value.buffer)
+            return type(x), made, owner, id(value) if bridge.is_weight(value) else None
 
         return mapped(result, name), [name(x) for x in left]
 
@@ -185,8 +199,12 @@ class Replayable(Recorded):
         uploaded = {id(upload.tensor): upload.again(call.arrays[index]) for index, upload in self._uploads}
         fresh = {id(made.tensor): made.anew() for made in self._moving}
         for made in self._made.values():
-            made.tensor.buffer = fresh[id(made.first or made.tensor)].buffer
-            gradient_marks.take_over(made.tensor, fresh[id(made.first or made.tensor)])
+            if made.size:
+                made.tensor.buffer = fresh[id(made.first or made.tensor)].buffer
+                gradient_marks.take_over(made.tensor, fresh[id(made.first or made.tensor)])
+        others = [self._call.tensors[index] for index in self._given]
+        theirs = [x.grad for x in others]
+        self._gradients.held.forget_skips()
         entries = Entries(self._touched, known, self._aliases)
         given = [*(call.tensors[index] for index in self._inputs), *entries.found(self._entered)]
         try:
@@ -194,8 +212,11 @@ class Replayable(Recorded):
         except BaseException:
             self._leave_as_is(entries)
             raise
+        finally:
+            for x, grad in zip(others, theirs, strict=True):  # the recorded call's, to which host steps give this one's
+                x.grad = grad
         for key, made in self._made.items():
-            if made.first is not None:
+            if not made.moves:
                 fresh[key] = gradient_marks.copied(made.tensor)
         self._leave(call, fresh, entries.by_alias)
         entries.put_back(self._touched)
@@ -229,7 +250,10 @@ class Replayable(Recorded):
 
     def _is_made(self, x: Tensor | None) -> bool:
         """Whether a tensor is one that the function made."""
-        return x is not None and (id(x) in self._made or self._recording.size_of(x.buffer) is not None)
+        if x is None or id(x) in self._made or self._recording.size_of(x.buffer) is not None:
+            return x is not None
+        where = address_of(x.buffer)
+        return where in self._recording.addresses and where not in self._others_memory
 
     # ------------------------------------------------------------------------------------------ results
 

@@ -31,7 +31,9 @@ def check(queue: cl.CommandQueue, folder: Path, seed: int) -> int:
         eager, recorded = (run(queue, loop, folder / str(is_recorded), is_recorded) for is_recorded in (False, True))
     for number, (want, got) in enumerate(zip(eager.turns, recorded.turns, strict=True)):
         assert got == want, f"turn {number} of program {seed}:\n{loop}"
-    for message in {str(warning.message) for warning in said if "as it is" in str(warning.message)}:
+    messages = {str(warning.message) for warning in said}
+    assert not [message for message in messages if "was replayed in up to" in message], f"program {seed}:\n{loop}"
+    for message in (message for message in messages if "as it is" in message):
         assert any(reason in message for reason in REASONS), f"program {seed}: {message}\n{loop}"
     return recorded.recordings
 
@@ -46,6 +48,13 @@ def clean() -> Iterator[None]:
 def test_recorded_loops_do_what_they_do_unrecorded(queue: cl.CommandQueue, tmp_path: Path, part: int) -> None:
     made = [check(queue, tmp_path / str(seed), seed) for seed in range(12 * part, 12 * part + 12)]
     assert sum(made) >= 4  # most can be recorded, and some always raise
+
+
+def test_recorded_loops_that_once_went_wrong(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    """Skips noted on gradients of an earlier replay; gradients of what another recording was called with; gradients
+    that are there before, taken for others."""
+    for seed in (60282, 60585, 60317, 60324):
+        check(queue, tmp_path / str(seed), seed)
 
 
 @pytest.mark.slow

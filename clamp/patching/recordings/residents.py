@@ -119,6 +119,11 @@ class Residents:
         """Where the tensors are that were there before, and still live."""
         return {address_of(x.buffer) for x in self._residents if x.was_there and x.ref() is not None}
 
+    @property
+    def before(self) -> set[Address | None]:
+        """Addresses of the memory in the launches that tensors had when the recording began."""
+        return {where for where, _ in self._before}
+
     def tensors_at(self, address: Address | None) -> list[Tensor]:
         """The tensors that launches find at this address."""
         found = [resident.ref() for resident in self._residents if resident.address == address]
