@@ -95,7 +95,7 @@ def _outcome(call: Callable[[], Any]) -> Any:
     try:
         return _plain(call())
     except Exception as error:
-        return type(error).__name__, str(error)
+        return type(error).__name__, str(error).replace(str(FOLDERS[-1]), "")
 
 
 def _plain(x: Any) -> Any:
