@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
@@ -19,8 +19,9 @@ from clamp.ops.elementwise import elementwise
 from clamp.params import gradient_penalties
 
 
-class Observer(Protocol):
-    """Who looks at results. Called in the thread that computes, between launches; may launch, too."""
+class Observer:
+    """Who looks at results: overrides what it wants to be told. Called in the thread that computes, between launches;
+    may launch, too."""
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Any:
         """An op has computed ``made`` from ``parents``; nodes where a graph is recorded, tensors elsewhere.

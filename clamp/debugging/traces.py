@@ -211,7 +211,6 @@ class _Tracer(Watcher):
         self.arrays: dict[str, Array] = {}
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Seen | None:
-        """See ``Observer``."""
         known = self.ops.of(made) if self.is_mine() else None
         if known is None:
             return None
@@ -222,7 +221,6 @@ class _Tracer(Watcher):
     def gradients(
         self, token: Seen | None, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
     ) -> None:
-        """See ``Observer``."""
         for part, one in enumerate(grads if token is not None else ()):
             if token is not None and one is not None:
                 self._add(token, part, one)

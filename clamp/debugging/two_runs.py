@@ -54,7 +54,6 @@ class Float32Side(Watcher):
         self.values: dict[Key, Array] = {}
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Seen | None:
-        """See ``Observer``."""
         known = self.ops.of(made) if self.is_mine() else None
         if known is None:
             return None
@@ -65,7 +64,6 @@ class Float32Side(Watcher):
     def gradients(
         self, token: Seen | None, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
     ) -> None:
-        """See ``Observer``."""
         for part, one in enumerate(grads if token is not None else ()):
             self._keep(token, part, one)
 
@@ -73,9 +71,6 @@ class Float32Side(Watcher):
         value = on_host(tensor)
         if seen is not None and value is not None:
             self.values[self.key(seen, part)] = value
-
-    def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
-        """See ``Observer``."""
 
 
 @dataclass(eq=False)
@@ -120,7 +115,6 @@ class AmpSide(Watcher):
     # ------------------------------------------------------------------------------------------ what ops tell
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> _Compared | None:
-        """See ``Observer``."""
         if not self.is_mine() or self._twins.takes(made):
             return None
         brought = max((self._total(parent.value) for parent in parents), default=0.0)
@@ -136,7 +130,6 @@ class AmpSide(Watcher):
     def gradients(
         self, token: _Compared | None, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
     ) -> None:
-        """See ``Observer``."""
         if token is None:
             for one in grads:
                 if one is not None:
@@ -163,7 +156,6 @@ class AmpSide(Watcher):
         return self._gradients(self._rounded(seen), grad, count)[part]
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
-        """See ``Observer``."""
         actual, one, other = on_host(made), on_host(first), on_host(second)
         if not self.is_mine() or actual is None or one is None or other is None:
             return

@@ -16,8 +16,9 @@ from typing import Any
 import pyopencl as cl
 
 from clamp import bridge
-from clamp.bridge import Node, Tensor, TensorLike
+from clamp.bridge import Tensor, TensorLike
 from clamp.casting.operands import note_numpy_backend
+from clamp.casting.results import Observer
 from clamp.observe.place import NOWHERE, Place, here
 from clamp.observe.sampling import SUM, Sampler, Sampling
 from clamp.opencl.device import list_devices
@@ -49,8 +50,8 @@ class DebugMode(enum.Enum):
         return self is DebugMode.CHECK_NAN_INF_AND_ABORT and not found.is_finite
 
 
-class Checker:
-    """An observer (`clamp.casting.results.Observer`) that reads every result when it is made, in replays too.
+class Checker(Observer):
+    """An observer that reads every result when it is made, in replays too.
 
     Args:
         mode: what is said.
@@ -69,7 +70,6 @@ class Checker:
         self._sampler = Sampler(sampling)
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Checked | None:
-        """See ``Observer``."""
         if not (self.on and self._thread in (None, threading.get_ident()) and self._sampler.looks()):
             return None
         op, place = getattr(made, "op_name", None) or "op", here()
@@ -82,20 +82,14 @@ class Checker:
     def gradients(
         self, token: Checked | None, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
     ) -> None:
-        """See ``Observer``."""
         if token is not None and self.on:
             self._check(Checked(f"{token.name}_grad", token.place, True), [x for x in grads if x is not None])
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
-        """See ``Observer``."""
         if self.on and self._sampler.looks() and self._sampler.takes(SUM, NOWHERE):
             self._check(Checked(SUM, NOWHERE, True), [made])
 
-    def backward_ended(self, loss: Node) -> None:
-        """See ``Observer``."""
-
     def stepped(self, report: Any) -> None:
-        """See ``Observer``."""
         self.end_step()
 
     def end_step(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
+from clamp.casting.results import Observer
 from clamp.observe.frames import BACKWARD, FORWARD, Frame, Trace, Value, distinct
 from clamp.observe.place import NOWHERE, Place, here
 from clamp.observe.sampling import SUM, Sampler, Sampling
@@ -28,8 +29,8 @@ from clamp.scaling.step_report import StepReport
 _SHARE = 0.25  # of a device's memory that may be held
 
 
-class Journal:
-    """An observer (`clamp.casting.results.Observer`) that keeps the ops of one step, of the thread that makes it.
+class Journal(Observer):
+    """An observer that keeps the ops of one step, of the thread that makes it.
 
     Args:
         on_trace: called with the trace and the report of each step that ``wants``.
@@ -68,7 +69,6 @@ class Journal:
     # ------------------------------------------------------------------------------------------ what ops tell
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Frame | None:
-        """See ``Observer``."""
         if not self._is_ours() or (self._only_training and (not isinstance(made, Node) or bridge.is_leaf(made))):
             return None
         op, place = getattr(made, "op_name", None) or "op", self._place()
@@ -84,7 +84,6 @@ class Journal:
     def gradients(
         self, token: Frame | None, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
     ) -> None:
-        """See ``Observer``."""
         if token is None:
             return
         with self._lock:
@@ -93,7 +92,6 @@ class Journal:
         self._keep_within_limit(grad)
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
-        """See ``Observer``."""
         if not (self._is_ours() and self._sampler.looks() and self._sampler.takes(SUM, NOWHERE)):
             return
         with self._lock:
@@ -102,7 +100,6 @@ class Journal:
             )
 
     def backward_ended(self, loss: Node) -> None:
-        """See ``Observer``."""
         if not self._is_ours():
             return
         scaled = next((node for node in bridge.graph(loss) if is_scaled(node)), None)
@@ -113,7 +110,6 @@ class Journal:
             self._measure()
 
     def stepped(self, report: StepReport) -> None:
-        """See ``Observer``."""
         if not self._is_ours():
             return
         if self._wants(report):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from clamp import bridge
-from clamp.bridge import Node, Tensor, TensorLike
+from clamp.bridge import TensorLike
+from clamp.casting.results import Observer
 from clamp.observe.place import here
 from clamp.opencl.recording import host_step
 
@@ -16,8 +16,8 @@ DTYPES = ("float16", "bfloat16", "float32", "other")
 _WIDTH = 120
 
 
-class OperatorStats:
-    """An observer (`clamp.casting.results.Observer`) that counts the ops of forward passes, in replays too.
+class OperatorStats(Observer):
+    """An observer that counts the ops of forward passes, in replays too.
 
     Attributes:
         calls: by the name of the op and the dtype of its result, one of ``DTYPES``.
@@ -27,22 +27,9 @@ class OperatorStats:
         self.calls: Counter[tuple[str, str]] = Counter()
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> None:
-        """See ``Observer``."""
         dtype = bridge.canonical_dtype(made.value.dtype)
         call = here().name_of(getattr(made, "op_name", None) or "op"), dtype if dtype in DTYPES else "other"
         host_step(partial(self.calls.update, (call,)))
-
-    def gradients(self, token: Any, grad: Tensor, grads: Sequence[Tensor | None], again: Any) -> None:
-        """See ``Observer``."""
-
-    def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
-        """See ``Observer``."""
-
-    def backward_ended(self, loss: Node) -> None:
-        """See ``Observer``."""
-
-    def stepped(self, report: Any) -> None:
-        """See ``Observer``."""
 
     def __str__(self) -> str:
         ops = sorted({op for op, _ in self.calls})

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
+from clamp.casting.results import Observer
 from clamp.observe.curves import Curves
 from clamp.observe.frames import BACKWARD, FORWARD
 from clamp.observe.place import NOWHERE, Place, here
@@ -120,8 +121,8 @@ class _Recording(threading.local):
         return taken
 
 
-class Tally:
-    """An observer (`clamp.casting.results.Observer`) that counts.
+class Tally(Observer):
+    """An observer that counts.
 
     Args:
         is_own: whether a step is one of the run's, and not of another scaler's in the same process.
@@ -159,7 +160,6 @@ class Tally:
     # ------------------------------------------------------------------------------------------ what ops tell
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> tuple[str, Place, int] | None:
-        """See ``Observer``."""
         value = made.value
         if not isinstance(value, Tensor) or self._rests():
             return None
@@ -180,19 +180,16 @@ class Tally:
         self, token: tuple[str, Place, int] | None, grad: Tensor, grads: Sequence[Tensor | None],
         again: Callable[[Tensor], Any],
     ) -> None:  # fmt: skip
-        """See ``Observer``."""
         found = [x for x in grads if x is not None]
         if token is not None and found:
             self._count(token, BACKWARD, [grad], found)
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
-        """See ``Observer``."""
         if self._rests():
             return
         self._count(("sum of gradients", NOWHERE, 0), BACKWARD, [first, second], [made])
 
     def backward_ended(self, loss: Node) -> None:
-        """See ``Observer``."""
         if recorder() is not None:
             host_step(partial(_run_all, self._recording.take()))
 
@@ -206,7 +203,6 @@ class Tally:
         self.curves.gradients(gradients)
 
     def stepped(self, report: StepReport) -> None:
-        """See ``Observer``."""
         self.curves.stepped(report.step if self._is_own(report) else None)
 
     # ------------------------------------------------------------------------------------------ counting

@@ -18,7 +18,7 @@ from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Node, Tensor, TensorLike
 from clamp.casting.asked import Asked
 from clamp.casting.regions import Region, asked, in_region, region_here
-from clamp.casting.results import RESULTS
+from clamp.casting.results import RESULTS, Observer
 from clamp.observe.memory import MemoryMeter
 from clamp.observe.rehearsal import NothingSeenError, rehearsal
 from clamp.observe.stopwatch import Stopwatch, time_ops
@@ -225,7 +225,7 @@ def _look(step: Step, region: Region) -> _Look:
     return look
 
 
-class _Look:
+class _Look(Observer):
     """An observer of one step that asks for memory when forward is over."""
 
     def __init__(self, meter: MemoryMeter) -> None:
@@ -235,7 +235,6 @@ class _Look:
         self.activations = self.weight_copies = self.peak = 0
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> bool:
-        """See ``Observer``."""
         _require(recorder() is None)
         value = made.value
         if isinstance(value, Tensor) and bridge.on_device(value) and value.queue not in self.queues:
@@ -245,8 +244,7 @@ class _Look:
         return True
 
     def gradients(self, token: Any, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[..., Any]) -> None:
-        """See ``Observer``: of a loss that nobody has scaled."""
-        if not self._is_over:
+        if not self._is_over:  # of a loss that nobody has scaled
             self._forward_is_over()
         self._is_over = True
 
@@ -254,12 +252,3 @@ class _Look:
         if not self._is_over:  # several losses: what is kept when the last of them is scaled
             self.weight_copies = weights.nbytes
             self.activations = max(self.activations, self._meter.activations)
-
-    def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
-        """See ``Observer``."""
-
-    def backward_ended(self, loss: Node) -> None:
-        """See ``Observer``."""
-
-    def stepped(self, report: Any) -> None:
-        """See ``Observer``."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.regions import casting_in
+from clamp.casting.results import Observer
 from clamp.observe.backward_again import gradients_of
 from clamp.observe.frames import FORWARD, Frame, Trace, Value
 from clamp.observe.place import Trail, place_of, trail
@@ -83,8 +84,8 @@ class _Step(threading.local):
         self.report: StepReport | None = None
 
 
-class Vigil:
-    """An observer (`clamp.casting.results.Observer`) that hands on the trace of each skipped step.
+class Vigil(Observer):
+    """An observer that hands on the trace of each skipped step.
 
     Args:
         on_trace: called with the trace of a skipped step, and its report.
@@ -98,7 +99,6 @@ class Vigil:
     # ------------------------------------------------------------------------------------------ what ops tell
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> None:
-        """See ``Observer``."""
         if not isinstance(made, Node) or not made.parents or not isinstance(made.value, Tensor):
             return  # of a validation, or of what nobody trains
         if are_steps_withheld():
@@ -112,14 +112,7 @@ class Vigil:
         if not len(ops) % _OFTEN:
             self._keep_within_limit()
 
-    def gradients(self, token: Any, grad: Tensor, grads: Any, again: Any) -> None:
-        """See ``Observer``; not called, as ``result`` returns None."""
-
-    def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
-        """See ``Observer``."""
-
     def backward_ended(self, loss: Node) -> None:
-        """See ``Observer``."""
         if are_steps_withheld():
             return
         step = self._step
@@ -166,7 +159,6 @@ class Vigil:
         step.moved += moved()
 
     def stepped(self, report: StepReport) -> None:
-        """See ``Observer``."""
         if not report.stepped:
             with self._in_replays_memory():
                 self._on_trace(self._trace(report.scale_before), report)

@@ -6,10 +6,11 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
+from clamp.casting.results import Observer
 from clamp.observe.identity import Op, Ops
 from clamp.observe.place import Place
 from clamp.opencl.recording import recorder
@@ -33,8 +34,8 @@ class Seen:
     trained: dict[int, Tensor] = field(default_factory=dict)
 
 
-class Watcher:
-    """An observer (`clamp.casting.results.Observer`) of a step in the thread that made it, which looks at its values.
+class Watcher(Observer):
+    """An observer of a step in the thread that made it, which looks at its values.
 
     Attributes:
         ops: names them.
@@ -64,15 +65,6 @@ class Watcher:
         """What this value is in every run; to be asked once for each."""
         self._times[seen.op, part] += 1
         return seen.op, part, self._times[seen.op, part]
-
-    def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
-        """See ``Observer``."""
-
-    def backward_ended(self, loss: Node) -> None:
-        """See ``Observer``."""
-
-    def stepped(self, report: Any) -> None:
-        """See ``Observer``."""
 
 
 def trained_parents(made: TensorLike) -> dict[int, Tensor]:

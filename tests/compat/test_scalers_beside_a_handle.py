@@ -11,7 +11,7 @@ import pytest
 from netcl.optim import SGD
 
 from clamp import amp, session
-from clamp.casting.results import RESULTS
+from clamp.casting.results import RESULTS, Observer
 from clamp.compat.paddle_scaler import GradScaler as PaddleScaler
 from tests.observe.faults import Training
 
@@ -63,14 +63,9 @@ def test_the_scale_after_a_step_is_told_once_it_is_updated(queue: cl.CommandQueu
 
 
 def test_each_step_is_told_once(queue: cl.CommandQueue) -> None:
-    class Steps:
+    class Steps(Observer):
         def __init__(self) -> None:
             self.reports: list[Any] = []
-
-        def result(self, made: Any, parents: Any) -> None: ...
-        def gradients(self, token: Any, grad: Any, grads: Any, again: Any) -> None: ...
-        def added(self, made: Any, first: Any, second: Any) -> None: ...
-        def backward_ended(self, loss: Any) -> None: ...
 
         def stepped(self, report: Any) -> None:
             self.reports.append(report)

@@ -17,7 +17,7 @@ from netcl.optim import SGD
 
 from clamp import amp, bridge, session
 from clamp.bridge import Node, Tensor
-from clamp.casting.results import RESULTS
+from clamp.casting.results import RESULTS, Observer
 from clamp.observe.frames import Trace
 from clamp.observe.journal import Journal
 from clamp.observe.sampling import Sampling
@@ -206,7 +206,7 @@ def test_a_pattern_that_meets_nothing(queue: cl.CommandQueue, traces: list[Trace
 # ---------------------------------------------------------------------------------------------- netcl's own ops
 
 
-class Seen:
+class Seen(Observer):
     """An observer that notes what it is told."""
 
     def __init__(self) -> None:
@@ -215,12 +215,6 @@ class Seen:
 
     def result(self, made: Any, parents: Any) -> None:
         self.made.append(made)
-
-    def gradients(self, token: Any, grad: Any, grads: Any, again: Any) -> None: ...
-
-    def added(self, made: Any, first: Any, second: Any) -> None: ...
-
-    def backward_ended(self, loss: Any) -> None: ...
 
     def stepped(self, report: StepReport) -> None:
         self.steps.append(report)
