@@ -33,10 +33,9 @@ from clamp.scaling.scale_rule import DEFAULT_RULE, ScaleRule, count, positive
 _OPTIMIZERS = 32  # bits of a mask
 
 
-def _check_dtypes(name: str, *dtypes: str) -> None:
-    for dtype in dtypes:
-        if dtype not in bridge.STORAGE:
-            raise TypeError(f"{name}: {dtype} cannot be scaled; float32, float16 or bfloat16 is needed")
+def _check_dtype(dtype: str) -> None:
+    if dtype not in bridge.STORAGE:
+        raise TypeError(f"scale_loss: {dtype} cannot be scaled; float32, float16 or bfloat16 is needed")
 
 
 def _check_masks(mask: int, fresh: int) -> None:
@@ -125,18 +124,8 @@ class LossScale(bridge.Listed):
             TypeError: the loss has another dtype.
             ValueError: it is on another queue than before.
         """
-        _check_dtypes("scale_loss", loss.dtype)
+        _check_dtype(loss.dtype)
         return self._state.multiply(loss, "float32")
-
-    def scale_gradient(self, grad: Tensor, out_dtype: str) -> Tensor:
-        """The gradient of the loss from the gradient of the scaled loss: ``grad * scale`` in the loss's dtype.
-
-        Args:
-            grad: float32, float16 or bfloat16.
-            out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-        """
-        _check_dtypes("scale_gradient", grad.dtype, out_dtype)
-        return self._state.multiply(grad, out_dtype)
 
     def unscale_(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], applied: AppliedScale | None = None
@@ -269,12 +258,8 @@ class NoLossScale(LossScale):
         return self._one
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        _check_dtypes("scale_loss", loss.dtype)
+        _check_dtype(loss.dtype)
         return cast(loss, "float32")
-
-    def scale_gradient(self, grad: Tensor, out_dtype: str) -> Tensor:
-        _check_dtypes("scale_gradient", grad.dtype, out_dtype)
-        return cast(grad, out_dtype)
 
     def unscale_(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], applied: AppliedScale | None = None

@@ -334,7 +334,7 @@ class Ranks:
     def average(self, params: Any, gradients: Any, scaler: LossScale) -> list[Tensor | None]:
         """The mean over this rank and one that has no gradient where this one has, and ``theirs`` elsewhere."""
         return [
-            scaler.scale_gradient(theirs, "float32") if theirs is not None else ours
+            scaler.applied().multiply(theirs, "float32") if theirs is not None else ours
             for theirs, ours in zip(self._theirs, gradients, strict=True)
         ]
 
