@@ -153,7 +153,7 @@ def explain_step(step: Callable[[], Any], skipped: StepReport | None = None, pas
         ValueError: no op of it can be seen.
     """
     check_step(step, "explain")
-    journal = Journal(lambda trace, report: None, only_training=False, at_backward=True, calls=True)
+    journal = Journal(only_training=False, at_backward=True, calls=True)
     with rehearsal(step, *((skipped.scale, skipped.scale_before) if skipped else ())), RESULTS.attached(journal):
         scales = {id(one): one.scale for one in bridge.living(LossScale) if one.scales}  # the step may move them
         step()

@@ -114,8 +114,7 @@ class Trace:
     @property
     def values(self) -> list[Value]:
         """Every tensor of it once: parameters and inputs too."""
-        all_values = (value for frame in self.frames for value in (*frame.inputs, *frame.outputs, *frame.parents))
-        return list({id(value): value for value in all_values}.values())
+        return distinct(value for frame in self.frames for value in (*frame.inputs, *frame.outputs, *frame.parents))
 
     def let_go(self) -> None:
         """Holds no memory of the device any more."""

@@ -198,13 +198,10 @@ def observe_ranges(step: Callable[[], Any], live_scale: Callable[[], float]) -> 
 
 
 def _traced(step: Callable[[], Any]) -> Trace:
-    journal = Journal(lambda trace, report: None, histogram=True)
-    RESULTS.attach(journal)
-    try:
+    journal = Journal(histogram=True)
+    with RESULTS.attached(journal):
         step()
         trace = journal.trace()
-    finally:
-        RESULTS.detach(journal)
     trace.name()
     return trace
 
@@ -212,11 +209,8 @@ def _traced(step: Callable[[], Any]) -> Trace:
 def _dtypes(step: Callable[[], Any]) -> dict[tuple[str, ...], str]:
     """The dtypes of results, and of first gradients, under AMP, by op and place."""
     glance = Glance()
-    RESULTS.attach(glance)
-    try:
+    with RESULTS.attached(glance):
         step()
-    finally:
-        RESULTS.detach(glance)
     return {row.key: row.dtype for row in glance.rows}
 
 

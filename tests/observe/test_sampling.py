@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,7 @@ from netcl.optim import SGD
 from clamp import amp, bridge, session
 from clamp.bridge import Node, Tensor
 from clamp.casting.results import RESULTS, Observer
-from clamp.observe.frames import Trace
-from clamp.observe.journal import Journal
+from clamp.observe.checker import Checker, DebugMode
 from clamp.observe.sampling import Sampling
 from clamp.scaling.step_report import StepReport
 from tests.networks import batch, loss_of, mlp, step
@@ -103,25 +103,40 @@ def test_steps(sampling: Sampling, steps: list[int]) -> None:
     assert [number for number in range(1, 9) if sampling.takes_step(number)] == steps
 
 
-# ---------------------------------------------------------------------------------------------- a journal that samples
+# ---------------------------------------------------------------------------------------------- a checker that samples
 
 
-@pytest.fixture
-def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Trace]]:
-    """What journals made by ``watching`` have seen, a trace a step."""
-    found: list[Trace] = []
-    yield found
+class Watching(Checker):
+    """A checker that notes the ops and the tensors that it tells of, a list a step."""
+
+    def __init__(self, **sampling: Any) -> None:
+        super().__init__(DebugMode.CHECK_ALL, self._note, Sampling(**sampling))
+        self.steps: list[list[tuple[str, ...]]] = [[]]
+        RESULTS.attach(self)
+
+    def _note(self, device: str, line: str) -> None:
+        self.steps[-1] += re.findall("op=(.*), tensor=(.*), dtype=", line)
+
+    def stepped(self, report: StepReport) -> None:
+        super().stepped(report)
+        self.steps.append([])
+
+    @property
+    def functions(self) -> set[str]:
+        """Those of the first step, forward and backward."""
+        return {op for op, _ in self.steps[0]}
+
+    @property
+    def modules(self) -> set[str]:
+        """Those of the first step."""
+        return {tensor.removesuffix("@GRAD") for _, tensor in self.steps[0]}
+
+
+@pytest.fixture(autouse=True)
+def nobody_looks_after() -> Iterator[None]:
+    yield
     for observer in RESULTS.observers:
         RESULTS.detach(observer)
-
-
-def watching(traces: list[Trace], **sampling: Any) -> Journal:
-    def keep(trace: Trace, report: StepReport) -> None:
-        traces.append(trace)
-
-    journal = Journal(keep, wants=lambda report: True, sampling=Sampling(**sampling))
-    RESULTS.attach(journal)
-    return journal
 
 
 def train(queue: cl.CommandQueue, steps: int = 1) -> Sequential:
@@ -133,60 +148,51 @@ def train(queue: cl.CommandQueue, steps: int = 1) -> Sequential:
     return model
 
 
-def functions(trace: Trace) -> set[str]:
-    return {frame.function for frame in trace.frames}
-
-
-def test_ops(queue: cl.CommandQueue, traces: list[Trace]) -> None:
-    watching(traces, ops=["mse_loss", "bias_add"])
+def test_ops(queue: cl.CommandQueue) -> None:
+    seen = Watching(ops=["mse_loss", "bias_add"])
     train(queue)
-    assert functions(traces[0]) == {"mse_loss", "bias_add"}
-    assert {frame.direction for frame in traces[0].frames} == {"forward", "backward"}
+    assert seen.functions == {"mse_loss", "bias_add", "mse_loss_grad", "bias_add_grad"}
 
 
-def test_skipped_ops_win(queue: cl.CommandQueue, traces: list[Trace]) -> None:
-    watching(traces, ops=["m*"], skip_ops=["mse_loss"])
+def test_skipped_ops_win(queue: cl.CommandQueue) -> None:
+    seen = Watching(ops=["m*"], skip_ops=["mse_loss"])
     train(queue)
-    assert functions(traces[0]) == {"matmul_op", "mul"}
+    assert seen.functions == {"matmul_op", "mul", "matmul_op_grad", "mul_grad"}
 
 
-def test_modules(queue: cl.CommandQueue, traces: list[Trace]) -> None:
-    watching(traces, modules=["layers.2"])
+def test_modules(queue: cl.CommandQueue) -> None:
+    seen = Watching(modules=["layers.2"])
     train(queue)
-    traces[0].name()
-    assert {frame.module for frame in traces[0].frames} == {"layers.2"}
-    assert functions(traces[0]) == {"matmul_op", "bias_add"}
+    assert seen.modules == {"layers.2"}
+    assert seen.functions == {"matmul_op", "bias_add", "matmul_op_grad", "bias_add_grad"}
 
 
-def test_a_module_takes_those_inside_it(queue: cl.CommandQueue, traces: list[Trace]) -> None:
+def test_a_module_takes_those_inside_it(queue: cl.CommandQueue) -> None:
     model = Sequential(Sequential(Linear(queue, 8, 8), ReLU()), Linear(queue, 8, 4))
-    watching(traces, modules=["layers.0"])
+    seen = Watching(modules=["layers.0"])
     with amp.init() as handle:
         step(handle, model, SGD(model.parameters(), lr=1e-3), batch(queue, 4, 8, 4))
-    traces[0].name()
-    assert {frame.module for frame in traces[0].frames} == {"layers.0.layers.0"}
+    assert seen.modules == {"layers.0.layers.0"}
 
 
-def test_steps_of_a_run(queue: cl.CommandQueue, traces: list[Trace]) -> None:
-    watching(traces, every=2, steps=(2, 5))
+def test_steps_of_a_run(queue: cl.CommandQueue) -> None:
+    seen = Watching(every=2, steps=(2, 5))
     train(queue, 6)
-    assert [bool(trace.frames) for trace in traces] == [False, True, False, True, False, False]
+    assert [bool(told) for told in seen.steps[:6]] == [False, True, False, True, False, False]
 
 
-def test_modules_are_searched_for_once(
-    queue: cl.CommandQueue, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_are_searched_for_once(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[Any] = []
     names = bridge.module_names
     monkeypatch.setattr(bridge, "module_names", lambda modules: (searched.extend(modules), names(modules))[1])
-    watching(traces, modules=["layers.2"])
+    seen = Watching(modules=["layers.2"])
     train(queue, 4)
-    assert all(trace.frames for trace in traces)
+    assert all(seen.steps[:4])
     assert 0 < len(searched) == len({id(module) for module in searched})
 
 
-def test_of_others_nothing_is_held(queue: cl.CommandQueue, traces: list[Trace]) -> None:
-    watching(traces, ops=["mse_loss"])
+def test_of_others_nothing_is_held(queue: cl.CommandQueue) -> None:
+    Watching(ops=["mse_loss"])
     with amp.init():
         left_out = ag.exp(ag.tensor(Tensor.from_host(queue, np.ones(3, np.float32)), requires_grad=True))
         value = weakref.ref(left_out.value)
@@ -195,8 +201,8 @@ def test_of_others_nothing_is_held(queue: cl.CommandQueue, traces: list[Trace]) 
         assert value() is None
 
 
-def test_a_pattern_that_meets_nothing(queue: cl.CommandQueue, traces: list[Trace]) -> None:
-    watching(traces, modules=["layer.2", "layers.0"])
+def test_a_pattern_that_meets_nothing(queue: cl.CommandQueue) -> None:
+    Watching(modules=["layer.2", "layers.0"])
     with pytest.warns(UserWarning, match="no op of step 1") as warned:
         train(queue, 3)
     (message,) = (str(warning.message) for warning in warned)
