@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from operator import itemgetter
@@ -21,6 +21,7 @@ from clamp.debugging.two_runs import AmpSide, Float32Side, Found
 from clamp.observe.errors import UNIT_ROUNDOFF
 from clamp.observe.rehearsal import NothingSeenError, rehearsal
 from clamp.observe.watcher import RESULT, Key, Names
+from clamp.observe.words import aligned
 from clamp.ops.cast import cast
 
 _SHOWN = 30  # rows of a table
@@ -376,15 +377,11 @@ def _words(key: Key, paths: dict[str, str]) -> str:
     return f"{what} of {op.function}{where} ({op.line}), call {op.call}"
 
 
-def _table(values: Sequence[ValueAccuracy]) -> Iterator[str]:
+def _table(values: Sequence[ValueAccuracy]) -> list[str]:
     rows = [("x rounding", "own error", "rounding", "all errors", "op", "value", "layer", "line", "dtype")]
     rows += [
         (f"{'~' if one.is_estimate else ''}{one.times:.3g}", f"{one.own:.2e}", f"{one.rounding:.2e}",
          f"{one.total:.2e}", f"{one.direction} {one.function}", one.value, one.module, one.line, one.dtype)
         for one in values
     ]  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [x.rjust(width) if column < 4 else x.ljust(width)
-                 for column, (x, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
-        yield "  ".join(cells).rstrip()
+    return aligned(rows, numbers=range(4), indent="")

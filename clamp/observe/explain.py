@@ -13,6 +13,7 @@ from clamp.observe.divergence import Past, divergence
 from clamp.observe.frames import Frame, Trace, Value, distinct
 from clamp.observe.in_float32 import SMALLEST_FLOAT16, is_finite_in_float32
 from clamp.observe.origin import find_divided, find_origin, frames_before
+from clamp.observe.words import aligned
 from clamp.scaling.step_report import StepReport
 
 _BEFORE = 21  # frames shown, as many as Hugging Face's DebugUnderflowOverflow
@@ -156,12 +157,10 @@ def _of_first(explanation: Explanation) -> list[str]:
 
 
 def _table(rows: Iterable[tuple[str, Value]]) -> list[str]:
-    cells = [(verb, value.source if verb == "read" else "", f"{value.dtype} {value.shape}", _magnitudes(value))
-             for verb, value in rows]  # fmt: skip
-    widths = [max(len(row[column]) for row in cells) for column in range(3)]
-    return [
-        "  " + "  ".join(x.ljust(width) for x, width in zip(row, (*widths, 0), strict=True)).rstrip() for row in cells
-    ]
+    return aligned(
+        [(verb, value.source if verb == "read" else "", f"{value.dtype} {value.shape}", _magnitudes(value))
+         for verb, value in rows]
+    )  # fmt: skip
 
 
 def _of_before(frames: list[Frame]) -> list[str]:
@@ -178,8 +177,7 @@ def in_words(frames: Iterable[Frame]) -> list[str]:
          "; ".join(map(_range, frame.outputs)))
         for frame in frames
     ]  # fmt: skip
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-    return ["  ".join(x.ljust(width) for x, width in zip(row, (*widths, 0), strict=True)).rstrip() for row in rows]
+    return aligned(rows, indent="")
 
 
 def _block(title: str, text: str) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def aligned(table: Sequence[Sequence[str]], numbers: range, indent: str = "  ") -> list[str]:
+def aligned(table: Sequence[Sequence[str]], numbers: range = range(0), indent: str = "  ") -> list[str]:
     """The rows of a table in columns as wide as they must be; those of numbers end at one place."""
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
         indent
         + "  ".join(
