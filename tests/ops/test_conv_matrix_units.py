@@ -15,11 +15,9 @@ from clamp.opencl.device import capabilities
 from clamp.ops import conv as ops
 from clamp.ops.conv import engines, proof
 from clamp.ops.conv.engines import MATRIX_UNITS
-from clamp.ops.conv.matrix_units import MatrixConv
-from clamp.ops.conv.mma import MMA, MMA_K8
+from clamp.ops.conv.matrix_units import MMA, MMA_K8, WGMMA, MatrixConv
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.weights import Weights
-from clamp.ops.conv.wgmma import WGMMA
 from clamp.ops.engine import always
 from clamp.ops.gemm.plan import Plan
 from clamp.ops.gemm.problem import Epilogue

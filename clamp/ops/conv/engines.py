@@ -9,9 +9,9 @@ import pyopencl as cl
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops import engine
-from clamp.ops.conv import amx, dot_bf16, dpas, mma, packed, tiled, wgmma, winograd, wmma
+from clamp.ops.conv import amx, dot_bf16, packed, tiled, winograd
 from clamp.ops.conv.geometry import Pair, Window
-from clamp.ops.conv.matrix_units import MatrixConv
+from clamp.ops.conv.matrix_units import DPAS_8, DPAS_16, MMA, MMA_K8, RDNA3, RDNA4, WGMMA, MatrixConv
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.weights import Weights
 from clamp.ops.gemm.problem import Epilogue
@@ -34,8 +34,7 @@ class Engine(engine.Engine[Problem], Protocol):
 
 #: the first that fits and pays runs
 ENGINES: tuple[Engine, ...] = (
-    amx, winograd, dot_bf16, packed,
-    wgmma.WGMMA, mma.MMA, mma.MMA_K8, wmma.RDNA3, wmma.RDNA4, dpas.DPAS_8, dpas.DPAS_16, tiled,
+    amx, winograd, dot_bf16, packed, WGMMA, MMA, MMA_K8, RDNA3, RDNA4, DPAS_8, DPAS_16, tiled,
 )  # fmt: skip
 
 #: those of them that must be proved on a device

@@ -8,7 +8,7 @@ and run in plain C (``emulate``) on any device, for tests.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -23,10 +23,17 @@ from clamp.ops.conv.geometry import Axis, Correlation
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.proof import computes_right
 from clamp.ops.conv.weights import Weights
+from clamp.ops.gemm.dpas import DPAS_8 as DPAS_8_PRODUCTS
+from clamp.ops.gemm.dpas import DPAS_16 as DPAS_16_PRODUCTS
 from clamp.ops.gemm.in_tiles import add_slices
 from clamp.ops.gemm.matrix_units import MatrixUnit
+from clamp.ops.gemm.mma import MMA as MMA_PRODUCTS
+from clamp.ops.gemm.mma import MMA_K8 as MMA_K8_PRODUCTS
 from clamp.ops.gemm.plan import Plan, best_plan, slices_of, tiles_of
 from clamp.ops.gemm.problem import Epilogue
+from clamp.ops.gemm.wgmma import WGMMA as WGMMA_PRODUCTS
+from clamp.ops.gemm.wmma import RDNA3 as RDNA3_PRODUCTS
+from clamp.ops.gemm.wmma import RDNA4 as RDNA4_PRODUCTS
 from clamp.ops.proved import Proved
 
 _MOST = 2**31 - 2**12  # positions of a batch, and elements of a tap's offset or of the weights: 32 bits in the kernels
@@ -52,6 +59,28 @@ class MatrixConv(Proved):
     unit: MatrixUnit
     conv: Kernel
     weight_grad: Kernel
+
+    @classmethod
+    def by(
+        cls, unit: MatrixUnit, name: str, kernels: tuple[Kernel, Kernel], plans: tuple[Plan, ...] = ()
+    ) -> MatrixConv:
+        """The engine by the instruction of an engine of products.
+
+        Args:
+            name: of what is made, in this module.
+            kernels: for convolutions, and for gradients by the weights.
+            plans: in place of those of products.
+        """
+        return cls(
+            NAME=unit.NAME,
+            TAKES=unit.TAKES.replace("products", "convolutions"),
+            IN_WORDS=unit.IN_WORDS.replace("tiles in local memory", "images read in place"),
+            where=f"{__name__}:{name}",
+            plans=plans or unit.plans,
+            unit=unit,
+            conv=kernels[0],
+            weight_grad=kernels[1],
+        )
 
     def fits(self, problem: Problem) -> bool:
         """Whether what is multiplied is of one 16-bit type, the engine is proved, and the kernels can count it."""
@@ -232,3 +261,24 @@ def _reads(axis: Axis) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 def _elements(axis: Axis) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """The kernel element of each tap."""
     return axis.taps.first + np.arange(axis.taps.count) * axis.taps.step
+
+
+def _kernels_like(gemm: Kernel) -> tuple[Kernel, Kernel]:
+    """Those for convolutions, in a file of their own, compiled as one for products."""
+    file = gemm.file.replace("gemm", "conv")
+    return replace(gemm, file=file, name="conv"), replace(gemm, file=file, name="weight_grad")
+
+
+_MMA, _WGMMA = _kernels_like(MMA_PRODUCTS.kernel), _kernels_like(WGMMA_PRODUCTS.kernel)
+_WMMA, _DPAS = _kernels_like(RDNA3_PRODUCTS.kernel), _kernels_like(DPAS_8_PRODUCTS.kernel)
+# On NVIDIA's GPUs smaller tiles than for products: a table lies in local memory beside them.
+_MMA_PLANS = Plan(128, 128, 32, 2, (2, 4)), Plan(64, 64, 32, 3, (2, 2))
+_WGMMA_PLANS = Plan(128, 128, 64, 3, (8, 1)), Plan(64, 64, 64, 3, (4, 1))
+
+MMA = MatrixConv.by(MMA_PRODUCTS, "MMA", _MMA, _MMA_PLANS)
+MMA_K8 = MatrixConv.by(MMA_K8_PRODUCTS, "MMA_K8", _MMA, _MMA_PLANS)
+WGMMA = MatrixConv.by(WGMMA_PRODUCTS, "WGMMA", _WGMMA, _WGMMA_PLANS)
+RDNA3 = MatrixConv.by(RDNA3_PRODUCTS, "RDNA3", _WMMA)
+RDNA4 = MatrixConv.by(RDNA4_PRODUCTS, "RDNA4", _WMMA)
+DPAS_8 = MatrixConv.by(DPAS_8_PRODUCTS, "DPAS_8", _DPAS)
+DPAS_16 = MatrixConv.by(DPAS_16_PRODUCTS, "DPAS_16", _DPAS)
