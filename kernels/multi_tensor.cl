@@ -12,8 +12,7 @@
 //
 //   X_T        storage type of the sources: f32, f16 or bf16. The targets are f32
 //   IN_PLACE   1: the sources are the targets and are passed once, 0: both are passed, sources first
-//   ONLY_CHECK 1: nothing is multiplied or written, only the flags are set; the sources alone are passed, and the
-//              program holds `count`, too, which says how many elements of each tensor are inf and nan
+//   ONLY_CHECK 1: nothing is multiplied or written, only the flags are set; the sources alone are passed
 //   DECADES    of slots.clh: SLOTS = 10, 20 ... 100
 //   PIECES     of pieces.clh
 //
@@ -102,26 +101,3 @@ __kernel void unscale(__global const tile *restrict tiles, __global unscale_stat
         found |= KIND(as_int(RESULT(i)));
     atomic_or(&state->found, found);
 }
-
-#if ONLY_CHECK
-
-// counts[2 * k] infs and counts[2 * k + 1] nans in tensor k. Integers: the order of the additions does not matter.
-__kernel void count(__global const tile *restrict tiles, __global uint *counts EACH_SLOT(SOURCE_PARAMETER)) {
-    const tile t = tiles[get_group_id(0)];
-    __global const STORAGE(X_T) *x;
-    switch (t.tensor) {
-        EACH_SLOT(SLOT_CASE)
-        default: return;
-    }
-    x += t.begin;
-    uint infs = 0, nans = 0;
-    for (size_t i = get_local_id(0); i < t.count; i += get_local_size(0)) {
-        const int magnitude = as_int(LOAD(X_T, x, i)) & MAGNITUDE;
-        infs += magnitude == INFINITE;
-        nans += magnitude > INFINITE;
-    }
-    if (infs) atomic_add(&counts[2 * t.tensor], infs);
-    if (nans) atomic_add(&counts[2 * t.tensor + 1], nans);
-}
-
-#endif

@@ -1,4 +1,4 @@
-"""One pass over many tensors: unscale, widen to float32, find and count inf and nan, in one launch for 100 tensors.
+"""One pass over many tensors: unscale, widen to float32, find inf and nan, in one launch for 100 tensors.
 
 After NVIDIA apex's ``multi_tensor_apply``; OpenCL has no arrays of pointers, so the tensors are kernel arguments
 (kernels/multi_tensor.cl draws it).
@@ -6,8 +6,8 @@ After NVIDIA apex's ``multi_tensor_apply``; OpenCL has no arrays of pointers, so
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import pyopencl as cl
 
@@ -18,7 +18,6 @@ from clamp.ops.launch import pieces_for
 from clamp.ops.slots import open_slots, slots_for, tiles_of
 
 UNSCALE = Kernel("multi_tensor.cl", "unscale")
-COUNT = Kernel("multi_tensor.cl", "count")
 
 _plans = Prepared(1024)
 
@@ -51,12 +50,7 @@ def unscale_(
             Nothing was changed if anything is raised.
     """
     _check(sources, targets)
-    for kind, pairs in _by_kind(_distinct(sources, targets)).items():
-        # The same storage for source and target is passed once, which leaves room for more tensors.
-        in_place = all(same for _, _, same in pairs)
-        slots = _slots(pairs[0][0].queue, in_place, len(pairs))
-        for start in range(0, len(pairs), slots):
-            _launch(pairs[start : start + slots], kind, in_place, slots, state, multiplier or state)
+    _run(_distinct(sources, targets), state, multiplier or state, only_check=0)
 
 
 def check_(tensors: Sequence[Tensor], state: cl.Buffer) -> None:
@@ -70,29 +64,8 @@ def check_(tensors: Sequence[Tensor], state: cl.Buffer) -> None:
         ValueError: the queues differ.
         TypeError: a dtype is not one of the above, or a tensor is on netcl's numpy backend.
     """
-    _check_sources(tensors, "check_")
-    for launch in _readings(tensors):
-        _run(UNSCALE, launch, state, state, IN_PLACE=1, ONLY_CHECK=1)
-
-
-def count_non_finite(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """How many elements of each tensor are inf, and how many nan. Waits for the device.
-
-    Args:
-        tensors: as for ``check_``.
-
-    Raises:
-        ValueError, TypeError: as ``check_``.
-    """
-    _check_sources(tensors, "count_non_finite")
-    found: dict[int, tuple[int, int]] = {}
-    for launch in _readings(tensors):
-        counts = bridge.zeros(launch.queue, (2 * launch.slots,), "int32")
-        _run(COUNT, launch, counts, IN_PLACE=1, ONLY_CHECK=1)
-        numbers = counts.to_host().reshape(-1, 2)
-        for tensor, (inf, nan) in zip(launch.targets, numbers, strict=False):
-            found[id(tensor.buffer)] = int(inf), int(nan)
-    return [found.get(id(tensor.buffer), (0, 0)) for tensor in tensors]
+    _check_sources(tensors)
+    _run(_distinct(tensors, tensors), state, state, only_check=1)
 
 
 def _check(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -142,14 +115,14 @@ def _distinct(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterable[
     return written.values()
 
 
-def _check_sources(tensors: Sequence[Tensor], name: str) -> None:
+def _check_sources(tensors: Sequence[Tensor]) -> None:
     for index, tensor in enumerate(tensors):
         if tensor.dtype not in bridge.STORAGE:
-            raise TypeError(f"{name}: tensors[{index}] is {tensor.dtype}; float32, float16 or bfloat16 is needed")
+            raise TypeError(f"check_: tensors[{index}] is {tensor.dtype}; float32, float16 or bfloat16 is needed")
         if not bridge.on_device(tensor):
-            raise TypeError(f"{name}: tensors[{index}] is on netcl's numpy backend; it must be on an OpenCL device")
+            raise TypeError(f"check_: tensors[{index}] is on netcl's numpy backend; it must be on an OpenCL device")
     if tensors:
-        bridge.require_same_queue(name, *tensors)
+        bridge.require_same_queue("check_", *tensors)
 
 
 def _by_kind(pairs: Iterable[Pair]) -> dict[str, list[Pair]]:
@@ -159,53 +132,30 @@ def _by_kind(pairs: Iterable[Pair]) -> dict[str, list[Pair]]:
     return kinds
 
 
-def _slots(queue: cl.CommandQueue, in_place: bool, count: int) -> int:
-    return slots_for(queue, count, 1 if in_place else 2, _OTHER_ARGUMENTS_BYTES)
-
-
-class _Launch(NamedTuple):
-    """The tensors of one launch; ``sources`` is empty where they are the targets, or nothing is written."""
-
-    kind: str
-    slots: int
-    targets: list[Tensor]
-    sources: list[Tensor]
-
-    @property
-    def queue(self) -> cl.CommandQueue:
-        return self.targets[0].queue
-
-    @property
-    def buffers(self) -> list[Any]:
-        return [x.buffer for x in (*self.sources, *self.targets)]
-
-
-def _readings(tensors: Sequence[Tensor]) -> Iterator[_Launch]:
-    """Launches that read each tensor's storage once."""
-    for kind, pairs in _by_kind(_distinct(tensors, tensors)).items():
-        slots = _slots(pairs[0][0].queue, True, len(pairs))
-        for start in range(0, len(pairs), slots):
-            yield _Launch(kind, slots, [tensor for tensor, _, _ in pairs[start : start + slots]], [])
+def _run(pairs: Iterable[Pair], state: cl.Buffer, multiplier: cl.Buffer, only_check: int) -> None:
+    for kind, some in _by_kind(pairs).items():
+        # The same storage for source and target is passed once, which leaves room for more tensors.
+        in_place = all(same for _, _, same in some)
+        slots = slots_for(some[0][0].queue, len(some), 1 if in_place else 2, _OTHER_ARGUMENTS_BYTES)
+        for start in range(0, len(some), slots):
+            _launch(some[start : start + slots], kind, in_place, only_check, slots, state, multiplier)
 
 
 def _launch(
-    pairs: Sequence[Pair], kind: str, in_place: bool, slots: int, state: cl.Buffer, multiplier: cl.Buffer
-) -> None:
-    sources = [] if in_place else [source for source, _, _ in pairs]
-    launch = _Launch(kind, slots, [target for _, target, _ in pairs], sources)
-    _run(UNSCALE, launch, state, multiplier, IN_PLACE=int(in_place), ONLY_CHECK=0)
-
-
-def _run(kernel: Kernel, launch: _Launch, *results: Any, **macros: Any) -> None:
-    queue, how = launch.queue, (launch.kind, launch.slots, *macros, *macros.values())
-    key = (queue.context.int_ptr, kernel.name, *how, *[tuple(x.shape) for x in launch.targets])
+    pairs: Sequence[Pair], kind: str, in_place: bool, only_check: int, slots: int, state: cl.Buffer,
+    multiplier: cl.Buffer,
+) -> None:  # fmt: skip
+    targets = [target for _, target, _ in pairs]
+    queue = targets[0].queue
+    key = (queue.context.int_ptr, kind, slots, in_place, only_check, *[tuple(x.shape) for x in targets])
     bound = _plans.known.get(key)
     if bound is None:
-        macros |= {"X_T": launch.kind, "DECADES": launch.slots // 10, "PIECES": pieces_for(queue)}
-        tiles = tiles_of(queue, tuple([x.size for x in launch.targets]))
-        slots = open_slots(len(launch.targets), launch.slots, tiles)
-        bound = kernel.bind(
-            queue, *tiles.grid, tiles.table, *[...] * len(results), *slots * (2 if launch.sources else 1), **macros
-        )
+        tiles = tiles_of(queue, tuple([x.size for x in targets]))
+        tensors = open_slots(len(targets), slots, tiles) * (1 if in_place else 2)
+        bound = UNSCALE.bind(
+            queue, *tiles.grid, tiles.table, ..., ..., *tensors,
+            IN_PLACE=int(in_place), ONLY_CHECK=only_check, X_T=kind, DECADES=slots // 10, PIECES=pieces_for(queue),
+        )  # fmt: skip
         _plans.keep(key, bound)
-    bound(queue, *[getattr(x, "buffer", x) for x in results], *launch.buffers)
+    sources = [] if in_place else [source for source, _, _ in pairs]
+    bound(queue, state, multiplier, *[x.buffer for x in (*sources, *targets)])

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
-from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.bridge.netcl_functions import is_redirecting
-from clamp.ops.multi_tensor import count_non_finite
+from clamp.ops.statistics import is_measurable, statistics_of
 from clamp.params import gradient_marks
 
 _OURS = str(Path(__file__).parents[1])
@@ -92,20 +91,13 @@ def non_finite(params: Sequence[Tensor], last: object, this: object) -> NonFinit
     Args:
         last, this: stand for the step of theirs that was skipped last, and for the one that is to be skipped now.
     """
-    by_queue: dict[Any, list[Tensor]] = {}
-    for param in params:
-        grad = param.grad
-        if grad is not None and bridge.on_device(grad) and grad.dtype in bridge.STORAGE:
-            by_queue.setdefault(grad.queue, []).append(param)
-    infs, nans, bad = 0, 0, []
-    for found in by_queue.values():
-        for param, (inf, nan) in zip(found, count_non_finite([param.grad for param in found]), strict=True):
-            infs, nans = infs + inf, nans + nan
-            if inf or nan:
-                bad.append(param)
+    measured = [param for param in params if param.grad is not None and is_measurable(param.grad)]
+    found = statistics_of([param.grad for param in measured], histogram=False)
+    bad = [param for param, one in zip(measured, found, strict=True) if one.infs or one.nans]
     kept = [param for param in bad if gradient_marks.was_kept(bridge.model_parameter(param), last)]
     for param in bad:
         gradient_marks.note_not_finite(param.grad, this)
+    infs, nans = sum(one.infs for one in found), sum(one.nans for one in found)
     return NonFinite(infs, nans, tuple(names_among(params, bad)), tuple(names_among(params, kept)))
 
 

@@ -89,6 +89,16 @@ def test_every_edge_of_a_bin(queue: cl.CommandQueue, simulated: bool, dtype: str
     assert_found(statistics_of([to_device(queue, array, dtype)]), [array])
 
 
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_inf_and_nan_are_counted_tensor_by_tensor(queue: cl.CommandQueue, dtype: str) -> None:
+    arrays = [of_all_magnitudes(size, dtype, size) for size in (3, 0, 40, 5, 1025, 4099)]
+    arrays[0][2], arrays[3][0], arrays[4][::100] = np.nan, -np.inf, np.inf
+    arrays[4][:17] = np.nan
+    arrays[5][::2], arrays[5][1::2] = np.inf, np.nan  # in every tile
+    found = statistics_of([to_device(queue, array, dtype) for array in arrays], histogram=False)
+    assert [(one.infs, one.nans) for one in found] == [(0, 1), (0, 0), (0, 0), (1, 0), (10, 17), (2050, 2049)]
+
+
 def test_one_bad_element_is_found_anywhere(queue: cl.CommandQueue) -> None:
     for size in (1, 17, 1030, 2049):
         for place in {0, size // 2, size - 1}:
