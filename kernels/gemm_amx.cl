@@ -102,11 +102,12 @@ gemm(__global const uchar *A, __global const uchar *B, __global void *C, __globa
 #if PARTS == 2
                 mend_sums(a, a_row, a_step, b, sums, count);
 #endif
+                float *sum = end < steps ? total : sums;
                 if (t >= SUM_STEPS)
-                    for (size_t i = 0; i < SUMS; i++) sums[i] += total[i];
-                if (end < steps)
+                    for (size_t i = 0; i < SUMS; i++) sum[i] = sums[i] + total[i];
+                else if (end < steps)
                     for (size_t i = 0; i < SUMS; i++) total[i] = sums[i];
-                else
+                if (end == steps)
                     store(sums, C, batch * M * N, p * SIDE, q * SIDE, M, N, bias, streamed, out_type, bias_type,
                           has_bias, relu);
             }

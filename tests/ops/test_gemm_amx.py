@@ -228,7 +228,7 @@ MUTANTS = [
     ("the upper part is the lower", "UPPER_HALVES(x.high, y.high)", "UPPER_HALVES(x.low, y.low)", _HALVES),
     ("sums that are not finite are not mended", "if (!any(is_odd)) return;", "return;",
      Case(((33, 40), (40, 17)), F16, special=True)),
-    ("the second block of k is forgotten", "sums[i] += total[i]", "sums[i] += 0", _LONG),
+    ("the second block of k is forgotten", "sum[i] = sums[i] + total[i]", "sum[i] = sums[i]", _LONG),
     ("all of a batch have the first b", "B += batch * b_batch;", "B += 0;", Case(SHAPES["a batch"])),
     ("the second panel of b is the first", "B + (q * steps + t)", "B + (first_b * steps + t)", _WHOLE),
 ]  # fmt: skip
