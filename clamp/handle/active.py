@@ -15,7 +15,6 @@ from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import Region, current_region, in_region, set_process_region
 from clamp.handle.observed import ObservedHandle
 from clamp.handle.optim_wrapper import OptimWrapper
-from clamp.handle.other_scalers import OtherScalers
 from clamp.interrupts import from_nothing, uninterrupted
 from clamp.opencl.recording import host_step, recorder, refuse, undone_by_error
 from clamp.ops.loss_scale import scale_lock
@@ -31,7 +30,7 @@ from clamp.scaling.scaled_loss import check_loss, has_run, open_loss, require_gr
 from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport
 
 
-class AmpHandle(OtherScalers, ObservedHandle):
+class AmpHandle(ObservedHandle):
     """AMP at work: netcl's functions cast, losses are scaled, from ``start`` until ``shutdown``.
 
     Made by ``amp.init``. Also a context manager that shuts down at its end::
@@ -99,16 +98,6 @@ class AmpHandle(OtherScalers, ObservedHandle):
     def is_active(self) -> bool:
         """Whether netcl is patched by this handle and its casts are on."""
         return self._active
-
-    @property
-    def loss_scale(self) -> float:
-        """The current loss scale; waits for the device and reads a few bytes from it.
-
-        After a step by another scaler, a Trainer's or an ``amp.GradScaler``, that one's, until the handle scales a loss
-        again.
-        """
-        shown = self._shown_scale()
-        return self._scaler.scale if shown is None else shown
 
     @property
     def scalers(self) -> list[LossScale]:
@@ -217,13 +206,6 @@ class AmpHandle(OtherScalers, ObservedHandle):
         scalers = [self._make_scaler() for _ in range(num_loss)]
         self._wrapped_scalers += scalers
         return OptimWrapper(optimizer, self, scalers)
-
-    def guard(self, optimizer: Any) -> StepGuard:
-        """The guard over this optimizer's ``step``."""
-        guard = self._guards.of(optimizer)
-        self._patches.wrap_step(type(optimizer))
-        self._patches.wrap_own_step(optimizer)
-        return guard
 
     def scaled_next(
         self, loss: Node, optimizer: Any, scalers: Sequence[LossScale], done: int

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from clamp.casting.regions import Region
+from clamp.handle.other_scalers import OtherScalers
 from clamp.observe.attribution import Attribution
 from clamp.observe.explain import Explanation
 from clamp.observe.layer_ranges import LayerRanges, observe_ranges
@@ -16,27 +17,13 @@ from clamp.observe.summary import Summary
 from clamp.opencl.progress import PROGRESS
 from clamp.ranks.mpi import Ranks
 from clamp.report import write_page, write_run
-from clamp.scaling.history import History
-from clamp.scaling.loss_scale import LossScale
-from clamp.scaling.step_guard import StepGuards
 
 
-class ObservedHandle:
+class ObservedHandle(OtherScalers):
     """What a handle says of its run."""
 
     _region: Region
-    _guards: StepGuards
-    _scaler: LossScale
     _ranks: Ranks | None
-
-    @property
-    def loss_scale(self) -> float:
-        """The current loss scale."""
-        raise NotImplementedError
-
-    def _steps(self) -> History:
-        """What the last steps did."""
-        raise NotImplementedError
 
     def __init__(self) -> None:
         self._record = Record(self._steps)

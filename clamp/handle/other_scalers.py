@@ -10,7 +10,9 @@ from typing import Any
 from clamp.bridge import Tensor
 from clamp.handle.optim_wrapper import OptimWrapper
 from clamp.interrupts import holding
+from clamp.patching.patch import Patches
 from clamp.scaling.history import History
+from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld
 
@@ -19,16 +21,26 @@ class OtherScalers:
     """What a handle hears of steps that other scalers decide about."""
 
     _guards: StepGuards
+    _scaler: LossScale
+    _patches: Patches
     _shown: weakref.ref[Any] | None = None  # another scaler, which rules in place of the handle's
 
     def guard(self, optimizer: Any) -> StepGuard:
         """The guard over this optimizer's ``step``."""
-        raise NotImplementedError
+        guard = self._guards.of(optimizer)
+        self._patches.wrap_step(type(optimizer))
+        self._patches.wrap_own_step(optimizer)
+        return guard
 
-    def _shown_scale(self) -> float | None:
-        """The scale of the scaler that rules in place of the handle's; None if none does."""
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale; waits for the device and reads a few bytes from it.
+
+        After a step by another scaler, a Trainer's or an ``amp.GradScaler``, that one's, until the handle scales a loss
+        again.
+        """
         shown = self._shown() if self._shown is not None else None
-        return None if shown is None else _scale_of(shown)
+        return self._scaler.scale if shown is None else _scale_of(shown)
 
     def _steps(self) -> History:
         shown = self._shown() if self._shown is not None else None
