@@ -321,11 +321,8 @@ def _in_float32(region: Region) -> Region:
 
 def _run(step: _Step, scale: float, region: Region, observer: Observer) -> float:
     with rehearsal(step.run), in_own_region(region):
-        RESULTS.attach(observer)
-        try:
+        with RESULTS.attached(observer):
             loss = step.run(scale)
-        finally:
-            RESULTS.detach(observer)
         loss = loss if isinstance(loss, float) else getattr(loss, "value", None)
         if isinstance(loss, Tensor) and loss.size == 1:
             return float(loss.to_host().reshape(-1)[0])

@@ -117,11 +117,8 @@ def save_trace(path: str | Path, step: Callable[[], Any]) -> int:
     session.ensure_patched()
     observer = _Tracer(keeps_elements=path.suffix == ".npz")
     with rehearsal(step):
-        RESULTS.attach(observer)
-        try:
+        with RESULTS.attached(observer):
             step()
-        finally:
-            RESULTS.detach(observer)
         values = observer.values()
     if not values:
         raise NothingSeenError

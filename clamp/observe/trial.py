@@ -216,11 +216,8 @@ def _look(step: Step, region: Region) -> _Look:
         weights.clear()
         with MemoryMeter() as meter:
             look = _Look(meter)
-            RESULTS.attach(look)
-            try:
+            with RESULTS.attached(look):
                 step()
-            finally:
-                RESULTS.detach(look)
             look.peak = meter.peak
     return look
 
