@@ -169,7 +169,7 @@ def explain_step(step: Callable[[], Any], skipped: StepReport | None = None, pas
 def _left_finite_gradients(trace: Trace) -> bool:
     trained = (value.tensor for value in trace.values if value.made_by is None and value.tensor is not None)
     gradients = [x.grad for x in trained if x.grad is not None and is_measurable(x.grad)]
-    return not any(one.infs or one.nans for one in statistics_of(gradients, histogram=False))
+    return all(one.is_finite for one in statistics_of(gradients, histogram=False))
 
 
 def _explained(

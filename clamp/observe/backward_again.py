@@ -26,7 +26,7 @@ def gradients_of(forward: Sequence[Frame], loss: Value, scale: float) -> list[Fr
     frames: list[Frame] = []
     grads: dict[int, Value] = {}
     assert loss.tensor is not None
-    grads[id(loss)] = _value(_filled(loss.tensor, 1.0))
+    grads[id(loss)] = Value.of(_filled(loss.tensor, 1.0))
     for frame in reversed(forward):
         grad = grads.get(id(frame.outputs[0]))
         if frame.again is None or grad is None or grad.tensor is None:
@@ -37,7 +37,7 @@ def gradients_of(forward: Sequence[Frame], loss: Value, scale: float) -> list[Fr
         for parent, tensor in zip(frame.parents, found, strict=True):
             if tensor is None:
                 continue
-            given = grad if tensor is grad.tensor else _value(tensor, backward)
+            given = grad if tensor is grad.tensor else Value.of(tensor, backward)
             backward.outputs.append(given)
             earlier = grads.get(id(parent))
             grads[id(parent)] = given if earlier is None else _added(earlier, given, frames)
@@ -50,15 +50,11 @@ def _filled(like: Tensor, number: float) -> Tensor:
     return wide
 
 
-def _value(tensor: Tensor, made_by: Frame | None = None) -> Value:
-    return Value(tensor, bridge.canonical_dtype(tensor.dtype), tuple(tensor.shape), made_by)
-
-
 def _added(first: Value, second: Value, frames: list[Frame]) -> Value:
     assert first.tensor is not None
     assert second.tensor is not None
     frame = Frame("sum of gradients", BACKWARD, NOWHERE, [first, second], [])
-    made = _value(elementwise("add", first.dtype, first.tensor, second.tensor), frame)
+    made = Value.of(elementwise("add", first.dtype, first.tensor, second.tensor), frame)
     frame.outputs.append(made)
     frames.append(frame)
     return made

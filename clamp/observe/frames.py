@@ -10,7 +10,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.observe.place import Place
 from clamp.observe.twins import Call
-from clamp.ops.statistics import Statistics
+from clamp.ops.statistics import PendingStatistics, Statistics, is_measurable
 from clamp.scaling.loss_scale import LossScale
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -35,10 +35,15 @@ class Value:
     name: str = ""
     statistics: Statistics | None = None
 
+    @classmethod
+    def of(cls, tensor: Tensor, made_by: Frame | None = None) -> Value:
+        """That of a tensor, which is held."""
+        return cls(tensor, bridge.canonical_dtype(tensor.dtype), tuple(tensor.shape), made_by)
+
     @property
     def is_finite(self) -> bool:
         """Whether nothing of it is inf or nan, as far as it has been measured."""
-        return self.statistics is None or not (self.statistics.infs or self.statistics.nans)
+        return self.statistics is None or self.statistics.is_finite
 
     @property
     def source(self) -> str:
@@ -115,6 +120,18 @@ class Trace:
     def values(self) -> list[Value]:
         """Every tensor of it once: parameters and inputs too."""
         return distinct(value for frame in self.frames for value in (*frame.inputs, *frame.outputs, *frame.parents))
+
+    def measuring(self, *, histogram: bool = False) -> Callable[[], None]:
+        """Has those measured that can be, and have not been; returns what reads the statistics, which waits."""
+        held = [(x, x.tensor) for x in self.values if x.tensor is not None and x.statistics is None]
+        values = [(value, tensor) for value, tensor in held if is_measurable(tensor)]
+        pending = PendingStatistics([tensor for _, tensor in values], histogram=histogram)
+
+        def read() -> None:
+            for (value, _), statistics in zip(values, pending.read(), strict=True):
+                value.statistics = statistics
+
+        return read
 
     def let_go(self) -> None:
         """Holds no memory of the device any more."""

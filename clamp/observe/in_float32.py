@@ -170,4 +170,4 @@ def _tensors(made: Any) -> list[TensorLike]:
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:
-    return not any(x.infs or x.nans for x in statistics_of(tensors, histogram=False))
+    return all(x.is_finite for x in statistics_of(tensors, histogram=False))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from clamp import bridge
@@ -18,7 +17,6 @@ from clamp.observe.frames import BACKWARD, FORWARD, Frame, Trace, Value
 from clamp.observe.place import NOWHERE, here
 from clamp.observe.twins import call_now
 from clamp.opencl.recording import host_step, recorder, unrecorded
-from clamp.ops.statistics import PendingStatistics, is_measurable, statistics_of
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import is_scaled
 
@@ -47,13 +45,12 @@ class Journal(Observer):
         self._values: dict[int, tuple[weakref.ref[Tensor], Value]] = {}  # by the id of a tensor
         self._held = 0
         self._scaler: LossScale | None = None
-        self._measured: list[tuple[PendingStatistics, list[Value]]] = []  # in recordings
+        self._measured: list[Callable[[], None]] = []  # in recordings: reads what has been measured
 
     def trace(self) -> Trace:
         """What has been seen, measured; waits for the device."""
-        for pending, values in self._measured:
-            for value, statistics in zip(values, pending.read(), strict=True):
-                value.statistics = statistics
+        for read in self._measured:
+            read()
         if not self._measured:
             self._measure()
         return Trace(self._frames, scaler=self._scaler)
@@ -100,7 +97,7 @@ class Journal(Observer):
     def _value(self, tensor: Tensor) -> Value:
         ref, value = self._values.get(id(tensor), (None, None))
         if ref is None or value is None or ref() is not tensor:
-            value = Value(tensor, bridge.canonical_dtype(tensor.dtype), tuple(tensor.shape))
+            value = Value.of(tensor)
             self._values[id(tensor)] = weakref.ref(tensor), value
             self._held += bridge.nbytes(tensor)
         return value
@@ -123,33 +120,17 @@ class Journal(Observer):
 
     # ------------------------------------------------------------------------------------------ measuring
 
-    def _measurable(self) -> tuple[list[Value], list[Tensor]]:
-        """Values that have not been measured, and their tensors."""
-        found = [x for x in Trace(self._frames).values if x.statistics is None]
-        pairs = [(x, x.tensor) for x in found if x.tensor is not None and is_measurable(x.tensor)]
-        return [x for x, _ in pairs], [tensor for _, tensor in pairs]
-
     def _measure(self) -> None:
-        values, tensors = self._measurable()
         with unrecorded():
-            found = statistics_of(tensors, histogram=self._histogram)
-        for value, statistics in zip(values, found, strict=True):
-            value.statistics = statistics
+            Trace(self._frames).measuring(histogram=self._histogram)()
 
     def _measure_in_every_replay(self) -> None:
-        values, tensors = self._measurable()
-        measured = PendingStatistics(tensors, histogram=self._histogram), values
+        read, scaler = Trace(self._frames).measuring(histogram=self._histogram), self._scaler
         frames, self._frames = self._frames, []
-        host_step(partial(self._replayed, frames, self._values, measured, self._scaler))
 
-    def _replayed(
-        self,
-        frames: list[Frame],
-        known: dict[int, tuple[weakref.ref[Tensor], Value]],
-        measured: tuple[PendingStatistics, list[Value]],
-        scaler: LossScale | None,
-    ) -> None:
-        self._scaler = scaler
-        self._frames = [*self._frames, *frames]
-        self._values |= known
-        self._measured = [*self._measured, measured]
+        def replayed() -> None:
+            self._scaler = scaler
+            self._frames = [*self._frames, *frames]
+            self._measured = [*self._measured, read]
+
+        host_step(replayed)

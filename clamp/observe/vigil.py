@@ -174,7 +174,7 @@ class Vigil(Observer):
         with self._in_replays_memory():
             with unrecorded():
                 found = statistics_of(losses, histogram=False)
-            if any(x.infs or x.nans for x in found):
+            if not all(x.is_finite for x in found):
                 on_trace(self._trace(1.0, backward=False), report)
 
     @contextmanager
@@ -209,7 +209,7 @@ class Vigil(Observer):
         def value(tensor: Tensor) -> Value:
             known = values.get(id(tensor))
             if known is None:
-                known = values[id(tensor)] = Value(tensor, bridge.canonical_dtype(tensor.dtype), tuple(tensor.shape))
+                known = values[id(tensor)] = Value.of(tensor)
             return known
 
         forward = []
@@ -224,8 +224,5 @@ class Vigil(Observer):
             for one in self._step.passes if backward else ():
                 trace.scaler = one.scaler
                 trace.frames = [*trace.frames, *gradients_of(forward[: one.ops], value(one.loss), scale)]
-            measured = [x for x in trace.values if x.tensor is not None and is_measurable(x.tensor)]
-            found = statistics_of([x.tensor for x in measured if x.tensor is not None], histogram=False)
-        for x, statistics in zip(measured, found, strict=True):
-            x.statistics = statistics
+            trace.measuring()()
         return trace

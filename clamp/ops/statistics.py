@@ -64,6 +64,11 @@ class Statistics:
     dtype: str = "float32"
 
     @property
+    def is_finite(self) -> bool:
+        """Whether nothing of it is inf or nan."""
+        return not (self.infs or self.nans)
+
+    @property
     def octaves(self) -> NDArray[np.int64]:
         """The histogram in octaves, shape ``(42,)``: below 2^-24, the 40 from [2^-24, 2^-23) to [2^15, 2^16), above.
 

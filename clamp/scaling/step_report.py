@@ -93,7 +93,7 @@ def non_finite(params: Sequence[Tensor], last: object, this: object) -> NonFinit
     """
     measured = [param for param in params if param.grad is not None and is_measurable(param.grad)]
     found = statistics_of([param.grad for param in measured], histogram=False)
-    bad = [param for param, one in zip(measured, found, strict=True) if one.infs or one.nans]
+    bad = [param for param, one in zip(measured, found, strict=True) if not one.is_finite]
     kept = [param for param in bad if gradient_marks.was_kept(bridge.model_parameter(param), last)]
     for param in bad:
         gradient_marks.note_not_finite(param.grad, this)
