@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from clamp import bridge, session
-from clamp.bridge import Tensor, TensorLike
 from clamp.casting.results import RESULTS
 from clamp.observe.errors import Array, error_of, on_host
 from clamp.observe.rehearsal import NothingSeenError, rehearsal
-from clamp.observe.watcher import RESULT, Names, Seen, Watcher, trained_parents
+from clamp.observe.watcher import RESULT, Names, Seen, Watcher
 
 _FORMAT = 1
 _HEAD = "trace"  # the array of a .npz file that is no tensor: the JSON text
@@ -207,22 +206,7 @@ class _Tracer(Watcher):
         self._rows: list[tuple[Seen, int, tuple[Any, ...]]] = []
         self.arrays: dict[str, Array] = {}
 
-    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Seen | None:
-        known = self.ops.of(made) if self.is_mine() else None
-        if known is None:
-            return None
-        seen = Seen(*known, trained_parents(made))
-        self._add(seen, RESULT, made.value)
-        return seen
-
-    def gradients(
-        self, token: Seen | None, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
-    ) -> None:
-        for part, one in enumerate(grads if token is not None else ()):
-            if token is not None and one is not None:
-                self._add(token, part, one)
-
-    def _add(self, seen: Seen, part: int, tensor: Any) -> None:
+    def keep(self, seen: Seen, part: int, tensor: Any) -> None:
         value = on_host(tensor)
         if value is None:
             return

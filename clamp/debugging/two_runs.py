@@ -53,23 +53,9 @@ class Float32Side(Watcher):
         super().__init__()
         self.values: dict[Key, Array] = {}
 
-    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Seen | None:
-        known = self.ops.of(made) if self.is_mine() else None
-        if known is None:
-            return None
-        seen = Seen(*known)
-        self._keep(seen, RESULT, made.value)
-        return seen
-
-    def gradients(
-        self, token: Seen | None, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
-    ) -> None:
-        for part, one in enumerate(grads if token is not None else ()):
-            self._keep(token, part, one)
-
-    def _keep(self, seen: Seen | None, part: int, tensor: Any) -> None:
+    def keep(self, seen: Seen, part: int, tensor: Any) -> None:
         value = on_host(tensor)
-        if seen is not None and value is not None:
+        if value is not None:
             self.values[self.key(seen, part)] = value
 
 
@@ -128,13 +114,8 @@ class AmpSide(Watcher):
         return seen
 
     def gradients(
-        self, token: _Compared | None, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
+        self, token: _Compared, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
     ) -> None:
-        if token is None:
-            for one in grads:
-                if one is not None:
-                    self._totals[id(one)] = one, self._total(grad)
-            return
         brought = max(token.brought, self._total(grad))
         twins = self._gradients(token.twin and token.twin.made, grad, len(grads))
         for part, one in enumerate(grads):

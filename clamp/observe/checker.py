@@ -80,9 +80,9 @@ class Checker(Observer):
         return checked
 
     def gradients(
-        self, token: Checked | None, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
+        self, token: Checked, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
     ) -> None:
-        if token is not None and self.on:
+        if self.on:
             self._check(Checked(f"{token.name}_grad", token.place, True), [x for x in grads if x is not None])
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:

@@ -177,11 +177,11 @@ class Tally(Observer):
         return token
 
     def gradients(
-        self, token: tuple[str, Place, int] | None, grad: Tensor, grads: Sequence[Tensor | None],
+        self, token: tuple[str, Place, int], grad: Tensor, grads: Sequence[Tensor | None],
         again: Callable[[Tensor], Any],
     ) -> None:  # fmt: skip
         found = [x for x in grads if x is not None]
-        if token is not None and found:
+        if found:
             self._count(token, BACKWARD, [grad], found)
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:

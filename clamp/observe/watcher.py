@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
@@ -60,6 +60,23 @@ class Watcher(Observer):
                 "amp.record was given, or call the graph's build()"
             )
         return True
+
+    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Seen | None:
+        known = self.ops.of(made) if self.is_mine() else None
+        if known is None:
+            return None
+        seen = Seen(*known, trained_parents(made))
+        self.keep(seen, RESULT, made.value)
+        return seen
+
+    def gradients(
+        self, token: Any, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
+    ) -> None:
+        for part, one in enumerate(grads):
+            self.keep(token, part, one)
+
+    def keep(self, seen: Seen, part: int, tensor: Any) -> None:
+        """Called with every result and gradient of the step; ``part`` as in `Key`. A gradient may be None."""
 
     def key(self, seen: Seen, part: int) -> Key:
         """What this value is in every run; to be asked once for each."""
