@@ -50,10 +50,10 @@ class Bindings:
         how = how or ("wrapped" if is_netcls(function) else "open")
         made = _made.get((function, wrapper))
         if made is None or made.code is not function.__code__:
-            noting = engine.noting_writes(function, wrapper) if how in ("wrapped", "open") else wrapper
+            noting = engine.noting_writes(function, wrapper) if how in ("wrapped", "more", "open") else wrapper
             scope = next((seen for names, seen in _INSIDE if names is function.__globals__), None)
             made = Redirected(function, noting, how, passes=passes_of(function) if passes else None, scope=scope)
-            if how in ("wrapped", "plain"):  # a guard goes with its handle, a user's function when it likes
+            if how in ("wrapped", "more", "plain"):  # a guard goes with its handle, a user's function when it likes
                 _made[function, wrapper] = made
         self._redirected[id(function)] = made  # first: an interrupt after it is undone
         made.put()

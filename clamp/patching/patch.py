@@ -162,8 +162,10 @@ class Patches:
                 self._bindings.wrap(owner, entry.function, netcl_wrapper(entry))
             if function is None:
                 return
-        wrapper, passes = _wrapper_of(entry, OWNED.get(entry.name))
-        how = "open" if entry.name in _CALLED_WITH_MORE else ""
+        ours = OWNED.get(entry.name)
+        wrapper, passes = _wrapper_of(entry, ours)
+        # By name only clamp's functions take what netcl's lack: netcl itself calls some with more than they take.
+        how = "more" if getattr(ours, "__kwdefaults__", None) else ""
         if function is None:
             self._bindings.wrap(owner, entry.function, wrapper, passes, how)
         else:
@@ -176,9 +178,6 @@ class Patches:
             owner, name = wrapt.resolve_path(owner, name)[:2]
         self._bindings.wrap(owner, name, wrapper)
 
-
-#: what netcl itself calls with more than it takes: clamp's functions take it
-_CALLED_WITH_MORE = frozenset({"netcl.autograd.rotate_2d_grid"})
 
 _user_wrapper = cache(user_wrapper)
 

@@ -11,6 +11,7 @@ function of Python's, and where a user decorates.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType
@@ -29,9 +30,11 @@ class Redirected:
         function: a plain Python function.
         wrapper: in wrapt's form, called with a function that has the function's own code.
         how: what the wrapper gets. ``"wrapped"``: all arguments that can be passed by position are, those that have
-            their default, too; ``"open"``: the arguments as they were passed; ``"bound"``: so, less the first, the
-            object that the function is bound to; ``"plain"``: it is called as the function is, after its own code.
+            their default, too; ``"more"``: so, and any keywords that the own code does not take; ``"open"``: the
+            arguments as they were passed; ``"bound"``: so, less the first, the object that the function is bound to;
+            ``"plain"``: it is called as the function is, after its own code. What is shown is always the own signature.
         passes: asked with all arguments where casts are off, ahead of the wrapper: whether to run the own code at once.
+            For ``"wrapped"`` and ``"more"``.
         scope: the global names that the own code sees; the function's if not given.
 
     Attributes:
@@ -51,7 +54,12 @@ class Redirected:
         self.code = function.__code__
         self._own = own_copy(function, scope)
         self.runs = partial(wrapper, self._own) if how == "plain" else self._own
-        names, shape = _OPEN.get(how) or (self.code.co_varnames, _shape(self.code))
+        own = _shape(self.code)
+        names, shape = _OPEN.get(how) or _named(self.code, how == "more")
+        # What is shown of a function, where its code tells no more what it takes.
+        shown = shape == own or hasattr(function, "__wrapped__") or hasattr(function, "__signature__")
+        self._shown: dict[str, Any] = {} if shown else {"__signature__": inspect.signature(self._own)}
+        self._shown["__wrapped__"] = self._own
         self._ours = _calling(
             self.code,
             names,
@@ -67,15 +75,17 @@ class Redirected:
 
     def put(self) -> None:
         """Redirects the function."""
-        vars(self.function).setdefault("__wrapped__", self._own)  # a user's decorated one names what it decorates
+        for name, value in self._shown.items():
+            vars(self.function).setdefault(name, value)  # a user's decorated one names what it decorates
         self.function.__code__ = self._ours
 
     def undo(self) -> None:
         """Gives the function its own code back, unless somebody has given it another one meanwhile."""
         if self.function.__code__ is self._ours:
             self.function.__code__ = self.code
-        if vars(self.function).get("__wrapped__") is self._own:
-            del self.function.__wrapped__  # type: ignore[attr-defined]
+        for name, value in self._shown.items():
+            if vars(self.function).get(name) is value:
+                delattr(self.function, name)
 
 
 Shape: TypeAlias = tuple[int, int, int, bool, bool]
@@ -91,6 +101,13 @@ def _shape(code: CodeType) -> Shape:
         code.co_posonlyargcount, code.co_argcount, code.co_kwonlyargcount,
         bool(code.co_flags & _POSITIONAL), bool(code.co_flags & _KEYWORDS),
     )  # fmt: skip
+
+
+def _named(code: CodeType, more: bool) -> tuple[tuple[str, ...], Shape]:
+    """The names of a function's parameters, and their shape; with any keywords more."""
+    only, positional, keywords, rest, named = _shape(code)
+    names = code.co_varnames[: positional + keywords + rest + named]
+    return (*names, *["kwargs"][: more and not named]), (only, positional, keywords, rest, named or more)
 
 
 @cache
@@ -120,8 +137,9 @@ def _template(shape: Shape, closed: int, how: str, passes: bool) -> CodeType:
             own = call("method", f"'<own>', {first}") + f", {first}"
         keyed = ", ".join([*(f"'{name}': {name}" for name in by_name), *extra])
         result = call("wrapper", f"{own}, ({''.join(f'{item}, ' for item in items)}), {{{keyed}}}")
-    if passes and not named:
-        at_once = f"'<thread>'.around.casts_off and {call('passes', ', '.join([*items, *by_name]))}"
+    if passes and how not in _OPEN:
+        none_more = "".join(f"not {name} and " for name in rest[more:])
+        at_once = f"'<thread>'.around.casts_off and {none_more}{call('passes', ', '.join([*items, *by_name]))}"
         result = f"{call('own', passed)} if {at_once} else {result}"
     # The variables of the closure are named after the return, not used: who looks at the frame has to find them.
     free = [f"free_{index}" for index in range(closed)]

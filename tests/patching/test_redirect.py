@@ -216,14 +216,11 @@ def test_signatures_sources_and_places_are_netcls() -> None:
             code.co_qualname, code.co_filename, code.co_firstlineno,
         )  # fmt: skip
 
-    # netcl itself calls one with more than it takes, and clamp's takes that
-    listed = [function for name, function in LISTED.items() if not name.endswith(".rotate_2d_grid")]
-    functions = [*listed, ag.apply_op, ag.jit_compile, transfer.copy, transfer.write]
-    before, step = list(map(described, functions)), inspect.signature(SGD.step)
+    functions = [*LISTED.values(), ag.apply_op, ag.jit_compile, transfer.copy, transfer.write, SGD.step]
+    before = list(map(described, functions))
     with amp.init():
         for function, expected in zip(functions, before, strict=True):
             assert described(function) == expected
-        assert inspect.signature(SGD.step) == step
         assert inspect.getsource(ag.relu).startswith("def relu(")
 
 
@@ -352,6 +349,31 @@ def test_every_kind_of_parameter_is_handed_on() -> None:
         ((1, 2, 3, 4), {"key": 5, "word": "x", "other": 6}),
         ((1, 7, 8), {"key": 5, "word": "w"}),
     ]
+
+
+@pytest.mark.parametrize("casts", [True, False], ids=["casts", "no casts"])
+@pytest.mark.parametrize("how", ["wrapped", "more", "open", "bound"])
+def test_what_is_shown_is_the_own_signature_whatever_is_taken(how: str, casts: bool) -> None:
+    def step(first: Any, second: int = 2, *, key: str = "k") -> Any:
+        return first, second, key
+
+    def wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return wrapped(*args, **{name: x for name, x in kwargs.items() if name != "mode"}), kwargs.get("mode")
+
+    shown = inspect.signature(step), inspect.getfullargspec(step)
+    redirected = Redirected(step, wrapper, how, passes=lambda *args: True)
+    redirected.put()
+    assert (inspect.signature(step), inspect.getfullargspec(step)) == shown
+    with nullcontext() if casts else casting_in(None):
+        alone = (1, 2, "x")
+        assert step(1, key="x") == (alone if how in ("wrapped", "more") and not casts else (alone, None))
+        if how == "wrapped":
+            with pytest.raises(TypeError, match="unexpected keyword argument 'mode'"):
+                step(1, mode="m")
+        else:
+            assert step(1, mode="m", key="x") == (alone, "m")
+    redirected.undo()
+    assert vars(step) == {}
 
 
 def test_a_closure_and_the_first_argument_stay() -> None:
