@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pyopencl as cl
 
@@ -16,14 +18,25 @@ from clamp.opencl.proofs import Trial
 from clamp.ops.gemm.plan import Plan
 
 
+@dataclass(frozen=True)
 class Proved(ABC):
-    """What such an engine has beside what it computes."""
+    """What such an engine has beside what it computes.
+
+    Attributes:
+        NAME, TAKES, IN_WORDS: as every engine's.
+        where: where the engine is found, for the process that tries it: "clamp.ops.gemm.mma:MMA".
+        plans: the ways in which it may cut a problem up, the largest tiles first.
+    """
 
     NAME: str
-    #: where the engine is found, for the process that tries it: "clamp.ops.gemm.mma:MMA"
+    TAKES: str
+    IN_WORDS: str
     where: str
-    #: the ways in which it may cut a problem up, the largest tiles first
     plans: tuple[Plan, ...]
+
+    def pays(self, problem: Any) -> bool:
+        """Wherever it is proved."""
+        return True
 
     @property
     @abstractmethod

@@ -31,26 +31,13 @@ _DTYPES = ("float16", "bfloat16")
 class MatrixAttention(Proved):
     """An engine of attention by a matrix instruction.
 
-    Attributes:
-        NAME, TAKES, IN_WORDS: as every engine's.
-        where: as of everything that is proved.
-        plans: rows of a work-group, of the other side a step, and the widest heads; the narrowest of these first.
+    Its plans are rows of a work-group, of the other side a step, and the widest heads; the narrowest of these first.
     """
-
-    NAME: str
-    TAKES: str
-    IN_WORDS: str
-    where: str
-    plans: tuple[Plan, ...]
 
     def fits(self, problem: Problem) -> bool:
         """Whether all that is multiplied is of one 16-bit type, heads are narrow enough, and the engine is proved."""
         is_half = set(problem.storage) in [{bridge.STORAGE[dtype]} for dtype in _DTYPES]
         return self.NAME in problem.proved and is_half and problem.width <= self.plans[-1].k
-
-    def pays(self, problem: Problem) -> bool:
-        """Wherever it is proved."""
-        return True
 
     def plan(self, problem: Problem) -> Plan:
         """The plan of a problem that fits."""

@@ -45,17 +45,10 @@ class MatrixConv(Proved):
     """An engine of convolutions by a matrix instruction.
 
     Attributes:
-        NAME, TAKES, IN_WORDS: as every engine's.
-        where, plans: as of everything that is proved.
         unit: the engine of products by that instruction.
         conv, weight_grad: the kernels.
     """
 
-    NAME: str
-    TAKES: str
-    IN_WORDS: str
-    where: str
-    plans: tuple[Plan, ...]
     unit: MatrixUnit
     conv: Kernel
     weight_grad: Kernel
@@ -86,10 +79,6 @@ class MatrixConv(Proved):
         """Whether what is multiplied is of one 16-bit type, the engine is proved, and the kernels can count it."""
         first, second = problem.dtypes
         return self.NAME in problem.proved and first == second and first in self.unit.dtypes and _is_countable(problem)
-
-    def pays(self, problem: Problem) -> bool:
-        """Wherever it is proved."""
-        return True
 
     def convolve(self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
         """Writes a convolution or an input gradient over ``out``."""

@@ -29,23 +29,17 @@ DTYPES = ("float16", "bfloat16")
 class MatrixUnit(Proved):
     """An engine of products: a matrix instruction, and the kernel that computes by it.
 
+    The largest of its plans reads each operand the fewest times.
+
     Attributes:
-        NAME, TAKES, IN_WORDS: as every engine's.
-        where: where the engine is found, for the process that tries it: "clamp.ops.gemm.mma:MMA".
         kernel: whose macros and arguments are those of matrix_product_kernel.clh.
-        plans: the largest first: it reads each operand the fewest times.
         is_for: whether a device is of a kind that has the instruction.
         dtypes: storage types of its operands.
         options: macros of the kernel, for the kind of processor.
         more: other plans, which `python -m clamp tune` tries and measures.
     """
 
-    NAME: str
-    TAKES: str
-    IN_WORDS: str
-    where: str
     kernel: Kernel
-    plans: tuple[Plan, ...]
     is_for: Callable[[Capabilities], bool]
     dtypes: tuple[str, ...] = DTYPES
     options: tuple[tuple[str, int], ...] = ()
@@ -54,10 +48,6 @@ class MatrixUnit(Proved):
     def fits(self, problem: Problem) -> bool:
         """Whether the operands are of one 16-bit type, and the engine is proved on the device."""
         return self.NAME in problem.proved and problem.a_dtype == problem.b_dtype and problem.a_dtype in self.dtypes
-
-    def pays(self, problem: Problem) -> bool:
-        """Wherever it is proved."""
-        return True
 
     def pack(self, b: Operand) -> Operand:
         """op(B) as it is: it is read in place."""
