@@ -63,8 +63,26 @@ class Mlp:
         return ag.mse_loss(output, target)
 
 
+class _Classifier:
+    """Of images of (3, 32, 32), with a cross entropy."""
+
+    batch: int
+    learning_rate = 1e-2
+
+    def batch_of(self, queue: cl.CommandQueue) -> tuple[Tensor, Tensor]:
+        """As `Mlp`'s."""
+        rng = np.random.default_rng(0)
+        images = rng.standard_normal((self.batch, 3, 32, 32), dtype=np.float32)
+        one_hot = np.eye(10, dtype=np.float32)[rng.integers(0, 10, self.batch)]
+        return Tensor.from_host(queue, images), Tensor.from_host(queue, one_hot)
+
+    def loss(self, output: Node, target: Node) -> Node:
+        """As `Mlp`'s."""
+        return F.cross_entropy(output, target)
+
+
 @dataclass(frozen=True)
-class Cnn:
+class Cnn(_Classifier):
     """netcl's ``fast_bn_cnn_config`` on images of (3, 32, 32) with a cross entropy, without its dropout.
 
     (Dropout would make the variants' losses differ, and the config's other layers are what is timed.)
@@ -72,7 +90,6 @@ class Cnn:
 
     batch: int
     work: str = "cnn"
-    learning_rate: float = 1e-2
 
     def __str__(self) -> str:
         return f"fast_bn_cnn_config, 3x32x32, batch {self.batch}"
@@ -86,23 +103,14 @@ class Cnn:
         """As `Mlp`'s."""
         return build_sequential(queue, [layer for layer in fast_bn_cnn_config() if layer["type"] != "Dropout"])
 
-    def batch_of(self, queue: cl.CommandQueue) -> tuple[Tensor, Tensor]:
-        """As `Mlp`'s."""
-        return _images(queue, self.batch)
-
-    def loss(self, output: Node, target: Node) -> Node:
-        """As `Mlp`'s."""
-        return F.cross_entropy(output, target)
-
 
 @dataclass(frozen=True)
-class ResNet:
+class ResNet(_Classifier):
     """netcl's ResNet-18 on images of (3, 32, 32) with a cross entropy."""
 
     channels: int
     batch: int
     work: str = "resnet"
-    learning_rate: float = 1e-2
 
     def __str__(self) -> str:
         return f"ResNet-18 of {self.channels} channels, 3x32x32, batch {self.batch}"
@@ -115,21 +123,6 @@ class ResNet:
     def model(self, queue: cl.CommandQueue) -> Any:
         """As `Mlp`'s."""
         return ResNet18(queue, num_classes=10, base_channels=self.channels)
-
-    def batch_of(self, queue: cl.CommandQueue) -> tuple[Tensor, Tensor]:
-        """As `Mlp`'s."""
-        return _images(queue, self.batch)
-
-    def loss(self, output: Node, target: Node) -> Node:
-        """As `Mlp`'s."""
-        return F.cross_entropy(output, target)
-
-
-def _images(queue: cl.CommandQueue, batch: int) -> tuple[Tensor, Tensor]:
-    rng = np.random.default_rng(0)
-    images = rng.standard_normal((batch, 3, 32, 32), dtype=np.float32)
-    one_hot = np.eye(10, dtype=np.float32)[rng.integers(0, 10, batch)]
-    return Tensor.from_host(queue, images), Tensor.from_host(queue, one_hot)
 
 
 Network: TypeAlias = Mlp | Cnn | ResNet
