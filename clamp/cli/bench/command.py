@@ -28,8 +28,9 @@ from clamp.cli.bench.cases.calls import call_cases
 from clamp.cli.bench.cases.contenders import Case, dtypes_of
 from clamp.cli.bench.cases.conv import SHAPES, conv_cases
 from clamp.cli.bench.cases.gemm import gemm_cases
-from clamp.cli.bench.cases.networks import Cnn, Mlp, Network, ResNet
+from clamp.cli.bench.cases.networks import Cnn, Mlp, ResNet
 from clamp.cli.bench.cases.small import small_cases
+from clamp.cli.bench.cases.small_networks import Network
 from clamp.cli.bench.cases.step import make_variants, step_case
 from clamp.cli.bench.cases.unscale import unscale_cases
 from clamp.cli.bench.first_step import first_step_cases

@@ -16,7 +16,7 @@ import pyopencl as cl
 from rich.console import Console
 from rich.table import Table
 
-from clamp.cli.bench.cases.networks import Network
+from clamp.cli.bench.cases.small_networks import Network
 from clamp.cli.bench.cases.step import Variant
 from clamp.observe.recorder import Recorder
 from clamp.observe.timeline import Timeline

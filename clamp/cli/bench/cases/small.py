@@ -70,5 +70,5 @@ def small_cases(queue: cl.CommandQueue, peers: Sequence[PeerProcess]) -> Iterato
             Contender(f"clamp {dtype}, recorded", _Recorded(queue, network, dtype).turn)
             for dtype in dtypes_of(queue)[1:]
         ]
-        contenders += peer_contenders(peers, network.work, str(network.batch))
+        contenders += peer_contenders(peers, network.work, *network.peer_args)
         yield Case("small", str(network), "ms", contenders)

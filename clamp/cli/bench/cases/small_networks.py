@@ -1,4 +1,6 @@
-"""The networks of README and of examples/, small as they are there: what a user's first step meets."""
+"""What a network that is timed has; and those of README and of examples/, small as they are there: what a user's first
+step meets. (first_step_child.py runs this file beside other versions of clamp.)
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from netcl.nn.batchnorm import BatchNorm2dModule as BatchNorm2d
 from netcl.nn.containers import Embedding
 from netcl.nn.layers import Conv2d, Flatten, Linear, MaxPool2d, Module, ReLU, Sequential
 from netcl.nn.modern import DecoderBlock, RMSNorm
-from netcl.optim import Adam, AdamW
+from netcl.optim import SGD, Adam, AdamW
 
-from clamp.bridge import Node, Tensor
+from clamp.bridge import Node, Tape, Tensor
 
 CLASSES = 10
 
@@ -24,22 +26,21 @@ CLASSES = 10
 Host: TypeAlias = npt.NDArray[Any]
 
 
-@dataclass(frozen=True)
-class SmallNetwork:
+class Network:
     """A network, the data that it takes, and how it learns.
 
     Attributes:
-        name: for tables.
-        work: kind of work, for peers.
+        work: kind of work, for tables and for peers.
         batch: rows of a batch.
     """
 
-    name: str
     work: str
     batch: int
 
-    def __str__(self) -> str:
-        return f"{self.name}, batch {self.batch}"
+    @property
+    def peer_args(self) -> tuple[str, ...]:
+        """What a peer must know to build the same."""
+        return (str(self.batch),)
 
     def model(self, queue: cl.CommandQueue) -> Any:
         """The layers, with weights drawn from numpy's global generator."""
@@ -63,7 +64,22 @@ class SmallNetwork:
         return F.cross_entropy(output, ag.tensor(y))
 
     def optimizer(self, model: Any) -> Any:
-        """Of the example."""
+        """For the model's parameters."""
+        return SGD(model.parameters(), lr=1e-2)
+
+
+@dataclass(frozen=True)
+class SmallNetwork(Network):
+    """One of README's or of an example's."""
+
+    name: str  # for tables
+    work: str
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.name}, batch {self.batch}"
+
+    def optimizer(self, model: Any) -> Any:
         return Adam(model.parameters(), lr=1e-3)
 
 
@@ -155,20 +171,23 @@ LM = CharLm("char_lm decoder", "char_lm", 16)
 
 
 class Trainer:
-    """Trains a small network: the loop of the examples.
+    """Trains a network: the loop of the examples.
 
     Args:
         queue: where.
         network: what.
+
+    Attributes:
+        model, optimizer: the network's.
     """
 
-    def __init__(self, queue: cl.CommandQueue, network: SmallNetwork) -> None:
+    def __init__(self, queue: cl.CommandQueue, network: Network) -> None:
         np.random.seed(0)  # netcl's initializers draw from it
         self._queue, self._network = queue, network
         self._random = np.random.default_rng(0)
-        self._model = network.model(queue)
-        self._model.train()
-        self._optimizer = network.optimizer(self._model)
+        self.model = network.model(queue)
+        self.model.train()
+        self.optimizer = network.optimizer(self.model)
 
     def batch(self, rows: int | None = None) -> tuple[Tensor, Tensor]:
         """Inputs and targets, drawn anew."""
@@ -184,13 +203,18 @@ class Trainer:
 
     def train(self, handle: Any, x: Tensor, y: Tensor) -> Node:
         """One step on a batch."""
-        self._optimizer.zero_grad()
-        with ag.Tape() as tape:
-            loss = self._network.loss(self._network.forward(self._model, x), y)
+        self.optimizer.zero_grad()
+        tape, loss = self.forward(x, y)
         if handle is None:
             tape.backward(loss)
         else:
-            with handle.scale_loss(loss, self._optimizer) as scaled_loss:
+            with handle.scale_loss(loss, self.optimizer) as scaled_loss:
                 tape.backward(scaled_loss)
-        self._optimizer.step()
+        self.optimizer.step()
         return loss
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tape, Node]:
+        """The loss of a batch, with what backward is run by."""
+        with ag.Tape() as tape:
+            loss = self._network.loss(self._network.forward(self.model, x), y)
+        return tape, loss

@@ -11,15 +11,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pyopencl as cl
-from netcl import autograd as ag
-from netcl.optim import SGD
 
 from clamp import amp
-from clamp.bridge import Node, Tape
 from clamp.cli.bench.cases.contenders import Case, Contender, dtypes_of, peer_contenders
-from clamp.cli.bench.cases.networks import Network
+from clamp.cli.bench.cases.small_networks import Network, Trainer
 from clamp.cli.bench.peers import PeerProcess
 from clamp.cli.bench.timing import timed
 from clamp.debugging import MemoryMeter
@@ -46,18 +42,15 @@ class Variant:
         self._scalers: dict[str, Any] | None = None
         self._first_loss: float | None = None
         self._network = network
-        self._model: Any = None
+        self._trainer: Any = None
 
     def _build(self) -> None:
         """At its first turn: a model that does not fit into memory takes one variant out of the race, not all."""
-        np.random.seed(0)  # netcl's initializers draw from it: every variant starts from the same weights
-        model = self._network.model(self._queue)
-        model.train()
-        self._x, self._y = self._network.batch_of(self._queue)
-        self._optimizer = SGD(model.parameters(), lr=self._network.learning_rate)
+        trainer = Trainer(self._queue, self._network)
+        self._batch = trainer.batch()
         if self._level == "O2" and self._dtype is not None:
-            amp.decorate(model, self._optimizer, level="O2", dtype=self._dtype)
-        self._model = model
+            amp.decorate(trainer.model, trainer.optimizer, level="O2", dtype=self._dtype)
+        self._trainer = trainer
 
     def turn(self, calls: int) -> list[float]:
         """Times training steps, each with the loss read at its end."""
@@ -87,7 +80,7 @@ class Variant:
         with self._amp() as handle:
             self._forget(handle)
             with MemoryMeter() as meter:
-                graph = self._forward()
+                graph = self._trainer.forward(*self._batch)
                 activations = meter.activations
             del graph
             self._forget(handle)
@@ -97,38 +90,25 @@ class Variant:
 
     def _forget(self, handle: AmpHandle | NoOpHandle | None) -> None:
         """Frees what earlier steps left behind: gradients, and copies of weights older than a meter."""
-        self._optimizer.zero_grad()
+        self._trainer.optimizer.zero_grad()
         if handle is not None:
             handle.clear_cache()
         gc.collect()
 
-    def _forward(self) -> tuple[Tape, Node]:
-        with ag.Tape() as tape:
-            loss = self._network.loss(self._model(ag.tensor(self._x)), ag.tensor(self._y))
-        return tape, loss
-
     def _train(self, handle: AmpHandle | NoOpHandle | None) -> None:
-        self._optimizer.zero_grad()
-        tape, loss = self._forward()
-        if handle is None:
-            tape.backward(loss)
-        else:
-            with handle.scale_loss(loss, self._optimizer) as scaled_loss:
-                tape.backward(scaled_loss)
-        self._optimizer.step()
-        value = loss.value.to_host().item()
+        value = self._trainer.train(handle, *self._batch).value.to_host().item()
         self._first_loss = value if self._first_loss is None else self._first_loss
 
     @contextmanager
     def _amp(self) -> Iterator[AmpHandle | NoOpHandle | None]:
         """This variant's AMP, which no other variant may see; its loss scale lives on from turn to turn."""
         if self._dtype is None:
-            if self._model is None:
+            if self._trainer is None:
                 self._build()
             yield None
             return
         with amp.init(dtype=self._dtype, level=self._level) as handle:
-            if self._model is None:
+            if self._trainer is None:
                 self._build()
             if self._scalers is None:
                 self._settle(handle)
