@@ -1,4 +1,5 @@
-"""netcl's own face: ``netcl.amp`` as netcl's wiki describes it, while clamp's patches are in.
+"""netcl's own face: ``netcl.amp`` as netcl's wiki describes it, while clamp's patches are in; and its training on
+several queues, ``netcl.distributed``, in which losses are scaled too.
 
 Methods are wrapped, not classes replaced: scalers made before ``amp.init()`` work too. netcl's scaler keeps its scale
 and growth tracker on the host, in attributes that scripts (and netcl's Trainer) read and set; the device's scale
@@ -20,12 +21,15 @@ from clamp import bridge, session
 from clamp.bridge import Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import casting_region, in_own_region, region_here
-from clamp.compat import replicas, trainer  # noqa: F401  (replicas for what it meets)
+from clamp.compat import trainer
 from clamp.opencl.device import is_float16_supported
 from clamp.opencl.recording import host_step
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
 from clamp.params.masters import Pair
+from clamp.params.writes import unnoted
+from clamp.patching import collectives
+from clamp.patching.collectives import ScaledTape, keep_equal
 from clamp.patching.meets import meets
 from clamp.patching.wrap import Installed
 from clamp.scaling.backward_pass import unscale_gradients
@@ -173,3 +177,38 @@ def step(wrapped: Any, instance: Any, /, optimizer: Any, params: Any = ()) -> An
             return wrapped(optimizer, [*optimizer.params, *more])
 
     return masters.step_anew(optimizer, run, more)
+
+
+# ---------------------------------------------------------------------------------------------- replicas
+
+
+@meets("netcl.distributed.data_parallel.sync_grads")
+def sync_grads(wrapped: Any, instance: None, /, param_replicas: Any) -> None:
+    """The mean of gradients over replicas, after which an overflow of one counts for all."""
+    handle = session.active_handle()
+    if handle is None:
+        collectives.sync_grads(wrapped, param_replicas)
+        return
+    with unnoted():
+        collectives.sync_grads(wrapped, param_replicas)
+    handle.share_overflows(param_replicas)
+
+
+@meets("netcl.distributed.trainer.data_parallel_step")
+def data_parallel_step(
+    wrapped: Any, instance: None, /, forward_fn: Any, params_replicas: Any, optimizers: Any, batch: Any, **hooks: Any
+) -> Any:
+    """A step on every replica, with scaled losses: netcl's calls ``forward_fn`` once for each replica, in order, and
+    then ``tape.backward`` with what that returned."""
+    handle = session.active_handle()
+    if handle is None:
+        return wrapped(forward_fn, params_replicas, optimizers, batch, **hooks)
+    order = iter(optimizers)
+
+    def forward(*inputs: Any) -> tuple[Any, ScaledTape]:
+        loss, tape = forward_fn(*inputs)
+        return loss, ScaledTape(tape, partial(handle.scale_loss_for, next(order)))
+
+    result = wrapped(forward, params_replicas, optimizers, batch, **hooks)
+    keep_equal(params_replicas)
+    return result

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import log2
 
+import numpy as np
+
+from clamp import bridge
+from clamp.bridge import Tensor
 from clamp.casting.asked import Asked
-from clamp.casting.regions import asked
-from clamp.observe.domains import without_value
+from clamp.casting.regions import asked, casting_in
 from clamp.observe.frames import BACKWARD, FORWARD, Frame, Trace, Value
 from clamp.observe.identity import INSERTED
 from clamp.observe.in_float32 import is_finite_in_float32, largest_in_float32, rounded_to_zero
 from clamp.observe.origin import Origin
-from clamp.observe.rescaled import finite_from
+from clamp.opencl.recording import unrecorded
+from clamp.ops.cast import cast
+from clamp.ops.statistics import statistics_of
 from clamp.scaling.loss_scale import DynamicLossScale
 from clamp.scaling.scale_rule import DEFAULT_RULE
 
@@ -179,3 +186,108 @@ def count_of(value: Value) -> str:
     found = value.statistics
     kinds = [] if found is None else [(found.infs, "inf"), (found.nans, "nan")]
     return " and ".join(f"{count} {kind}" for count, kind in kinds if count)
+
+
+# ---------------------------------------------------------------------------------------------- where there is no value
+
+#: what keeps numbers from where a function has no value, by their dtype: ``small``, whose reciprocal, and the square of
+#: that, leave float16's gradients room for a loss scale; ``power``, which e is raised to, likewise
+_NUMBERS = {"float16": {"small": 1e-3, "large": 65504.0, "power": 8.0}}
+_NUMBERS_OF_OTHERS = {"small": 1e-6, "large": 3e38, "power": 80.0}
+
+
+@dataclass(frozen=True)
+class _Domain:
+    """Numbers for which a function, or its gradient, has no value.
+
+    Attributes:
+        direction, function: of what.
+        words: what the numbers are.
+        cure: what to write, with names of ``_NUMBERS`` in it; x and y are what the function is called with.
+        holds: whether an op has read such numbers, as far as its statistics tell.
+    """
+
+    direction: str
+    function: str
+    words: str
+    cure: str
+    holds: Callable[[Value], bool] = lambda read: True
+
+
+def _has_zeros(read: Value) -> bool:
+    return read.statistics is not None and read.statistics.zeros > 0
+
+
+def _is_large(read: Value) -> bool:
+    return read.statistics is not None and read.statistics.largest > 88
+
+
+_DOMAINS = (
+    _Domain(FORWARD, "div", "it divides by 0", "ag.div(x, ag.add(y, {small}))", _has_zeros),
+    _Domain(FORWARD, "div", "it divides by 0, or by next to nothing", "ag.div(x, ag.add(y, {small}))"),
+    _Domain(FORWARD, "sqrt", "negative numbers have no root", "ag.sqrt(ag.clamp(x, {small}, {large}))"),
+    _Domain(BACKWARD, "sqrt", "the slope of a root is infinite at 0", "ag.sqrt(ag.add(x, {small}))", _has_zeros),
+    _Domain(FORWARD, "rsqrt", "numbers up to 0 have none", "ag.rsqrt(ag.clamp(x, {small}, {large}))"),
+    _Domain(FORWARD, "log", "numbers up to 0 have no logarithm", "ag.log(ag.clamp(x, {small}, {large}))"),
+    _Domain(FORWARD, "log1p", "numbers up to -1 have none", "ag.log1p(ag.clamp(x, -0.999, {large}))"),
+    _Domain(FORWARD, "pow", "some of what it reads has no such power", "ag.pow(ag.clamp(x, {small}, 1000.0), y)"),
+    _Domain(BACKWARD, "pow", "its slope is infinite at 0", "ag.pow(ag.add(x, {small}), y)", _has_zeros),
+    _Domain(
+        FORWARD, "exp", "of numbers above 88 it is beyond 3.4e38", "ag.exp(ag.clamp(x, -80.0, {power}))", _is_large
+    ),
+)
+
+
+def without_value(frame: Frame) -> tuple[str, str]:
+    """What an op did, in words, whose result or gradient has no finite value in float32 either, and the cure.
+
+    The words are empty where nothing is known of the function.
+    """
+    read = frame.parents if frame.direction == BACKWARD else frame.inputs
+    at = f"  # at {frame.place.short_line}" if frame.place.file else ""
+    for domain in _DOMAINS:
+        if (domain.direction, domain.function) == (frame.direction, frame.function) and read and domain.holds(read[-1]):
+            return domain.words, domain.cure.format(**_NUMBERS.get(read[-1].dtype, _NUMBERS_OF_OTHERS)) + at
+    where = f", at {frame.place.short_line}," if frame.place.file else ""
+    return "", f"# keep what {frame.function} reads{where} from where it has no value"
+
+
+# ---------------------------------------------------------------------------------------------- at other loss scales
+
+
+def finite_from(frame: Frame, scale: float, floor: float) -> float | None:
+    """The largest power-of-two fraction of the loss scale at which a backward gives finite gradients: it is linear in
+    what it is given.
+
+    Args:
+        frame: a backward, whose tensors are held.
+        scale: the loss scale at which it gave inf or nan.
+        floor: the lowest one that is tried.
+
+    Returns:
+        None if it is not finite at any, or cannot be computed again.
+    """
+    grad = frame.inputs[0].tensor
+    if frame.again is None or grad is None:
+        return None
+    wide = cast(grad, "float32").to_host()
+    low, high = 0, max(0, int(log2(scale / floor)))
+    if not _is_finite(frame, grad, wide * np.float32(2.0**-high)):
+        return None
+    while high - low > 1:  # not finite at scale / 2^low, finite at scale / 2^high
+        middle = (low + high) // 2
+        if _is_finite(frame, grad, wide * np.float32(2.0**-middle)):
+            high = middle
+        else:
+            low = middle
+    return scale / 2.0**high
+
+
+def _is_finite(frame: Frame, like: Tensor, values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> bool:
+    assert frame.again is not None
+    wide = bridge.empty(like.queue, like.shape, "float32")
+    bridge.write_bytes(wide, np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+    with casting_in(None), unrecorded():
+        grads = frame.again(cast(wide, bridge.canonical_dtype(like.dtype)))
+        found = statistics_of([x for x in grads if x is not None and x.dtype in bridge.STORAGE], histogram=False)
+    return all(x.is_finite for x in found)

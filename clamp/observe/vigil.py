@@ -13,18 +13,20 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.regions import casting_in
 from clamp.casting.results import Observer
-from clamp.observe.backward_again import gradients_of
-from clamp.observe.frames import FORWARD, Frame, Trace, Value
-from clamp.observe.place import Trail, place_of, trail
+from clamp.observe.frames import BACKWARD, FORWARD, Frame, Trace, Value
+from clamp.observe.place import NOWHERE, Trail, place_of, trail
 from clamp.observe.twins import call_of
 from clamp.opencl.recording import host_step, moved, recorder, unrecorded
+from clamp.ops.elementwise import elementwise
 from clamp.ops.statistics import PendingStatistics, is_measurable, statistics_of
 from clamp.scaling.loss_scale import LossScale
-from clamp.scaling.scaled_loss import is_scaled
+from clamp.scaling.scaled_loss import SCALE_OP, is_scaled
 from clamp.scaling.step_guard import are_steps_withheld
 from clamp.scaling.step_report import StepReport
 
@@ -226,3 +228,52 @@ class Vigil(Observer):
                 trace.frames = [*trace.frames, *gradients_of(forward[: one.ops], value(one.loss), scale)]
             trace.measuring()()
         return trace
+
+
+# ---------------------------------------------------------------------------------------------- backward, run once more
+
+
+def gradients_of(forward: Sequence[Frame], loss: Value, scale: float) -> list[Frame]:
+    """The ops of a backward, run now; what they leave behind is in these frames alone.
+
+    Args:
+        forward: ops with ``again``, each after those whose results it read, and with what ``again`` gives gradients for
+            in ``parents``.
+        loss: where backward begins, with a gradient of ones.
+        scale: the loss scale that held; the one on the device has moved on.
+    """
+    frames: list[Frame] = []
+    grads: dict[int, Value] = {}
+    assert loss.tensor is not None
+    grads[id(loss)] = Value.of(_filled(loss.tensor, 1.0))
+    for frame in reversed(forward):
+        grad = grads.get(id(frame.outputs[0]))
+        if frame.again is None or grad is None or grad.tensor is None:
+            continue
+        found = [_filled(grad.tensor, scale)] if frame.op == SCALE_OP else frame.again(grad.tensor)
+        backward = Frame(frame.op, BACKWARD, frame.place, [grad], [], frame.inputs, frame, again=frame.again)
+        frames.append(backward)
+        for parent, tensor in zip(frame.parents, found, strict=True):
+            if tensor is None:
+                continue
+            given = grad if tensor is grad.tensor else Value.of(tensor, backward)
+            backward.outputs.append(given)
+            earlier = grads.get(id(parent))
+            grads[id(parent)] = given if earlier is None else _added(earlier, given, frames)
+    return frames
+
+
+def _filled(like: Tensor, number: float) -> Tensor:
+    wide = bridge.empty(like.queue, like.shape, "float32")
+    bridge.write_bytes(wide, np.full(like.size, number, np.float32).view(np.uint8))
+    return wide
+
+
+def _added(first: Value, second: Value, frames: list[Frame]) -> Value:
+    assert first.tensor is not None
+    assert second.tensor is not None
+    frame = Frame("sum of gradients", BACKWARD, NOWHERE, [first, second], [])
+    made = Value.of(elementwise("add", first.dtype, first.tensor, second.tensor), frame)
+    frame.outputs.append(made)
+    frames.append(frame)
+    return made

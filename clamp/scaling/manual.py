@@ -27,7 +27,6 @@ from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
 from clamp.scaling.backward_pass import tokens, unscale_gradients
 from clamp.scaling.history import History
-from clamp.scaling.late_scales import LateScales
 from clamp.scaling.loss_scale import DynamicLossScale, LossScale
 from clamp.scaling.scale_rule import ScaleRule
 from clamp.scaling.scaled_loss import scaled_node
@@ -35,6 +34,32 @@ from clamp.scaling.step_guard import StepGuard, StepGuards, warn_of_lost_bits
 
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)  # its reciprocal is finite, so that a scale down there can recover
+
+
+class LateScales:
+    """Reports of steps that have to hear what becomes of the scale, which is read when it is read anyway."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[StepGuards, int]] = []
+        self.is_due = False  # whether the scale has been updated since them
+
+    def stepped(self, guards: StepGuards) -> None:
+        """The last report of these guards is of a step whose scale may move yet."""
+        self._steps.append((guards, guards.steps))
+
+    def updated(self) -> None:
+        """The scale after the steps so far is what it is now."""
+        self.is_due = bool(self._steps)
+
+    def came(self, scale: float) -> None:
+        """The scale has been read: tells it to those steps."""
+        for guards, step in self._steps if self.is_due else ():
+            guards.scale_came(step, scale)
+        self.forget()
+
+    def forget(self) -> None:
+        """The scale of the steps so far stays."""
+        self._steps, self.is_due = [], False
 
 
 class Stage(enum.Enum):
