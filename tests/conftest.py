@@ -292,6 +292,13 @@ def no_patches_left() -> object:
     session.forget_patches()
 
 
+@pytest.fixture
+def shut_down() -> object:
+    """Ends the handle that a test leaves."""
+    yield
+    session.shutdown()
+
+
 @pytest.fixture(autouse=True)
 def same_numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives a test the same random numbers, whichever tests ran before it in its process."""

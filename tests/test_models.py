@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import netcl.nn as nn
@@ -13,21 +12,16 @@ import pytest
 from netcl.optim import SGD
 from netcl.ssl import methods
 
-from clamp import amp, session
+from clamp import amp
 from tests.recipes import NO_RECIPE, RECIPES, Recipe, classes, loss_of, make, training_fusion, values
 from tests.reference import to_device
+
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 #: a gradient's error, in the norm, relative to the fp32 step's; in networks, where rounding decides about a relu or
 #: a maximum here and there, it grows with the root of the rounding (Recipe.slack)
 TOLERANCE = {"float16": 0.01, "bfloat16": 0.06}
 LOSS_SCALE = 2.0**10
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    yield
-    if session.active_handle() is not None:
-        session.active_handle().shutdown()
 
 
 def step(recipe: Recipe, queue: cl.CommandQueue, dtype: str) -> tuple[float, list[Any], list[Any]]:

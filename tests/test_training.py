@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,18 +13,13 @@ from netcl.core.device import CPUQueue
 from netcl.nn.layers import Linear
 from netcl.optim import SGD, Adam
 
-from clamp import amp, session
+from clamp import amp
 from clamp.bridge import Node, Parameter, Tape, Tensor, graph
 from clamp.casting.operands import note_numpy_backend
 from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, step, weights_of
 from tests.reference import assert_same, quantize, to_device, to_numpy
 
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    if session.active_handle() is not None:
-        session.active_handle().shutdown()
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 def gradients(params: list[Tensor]) -> list[np.ndarray]:

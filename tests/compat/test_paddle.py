@@ -26,13 +26,9 @@ from tests.networks import batch, loss_of, mlp, weights_of
 from tests.reference import assert_same, quantize, to_device, to_numpy
 from tests.scaling.test_overflow import OPTIMIZERS, WIDTHS, plant
 
+pytestmark = pytest.mark.usefixtures("shut_down")
+
 HALF = ("float16", "bfloat16")
-
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    amp.shutdown()
 
 
 def dtypes(model: Any) -> set[str]:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pyopencl as cl
 import pytest
 from netcl.optim import SGD
 
-from clamp import amp, session
+from clamp import amp
 from clamp.casting.results import RESULTS, Observer
 from clamp.compat.paddle_scaler import GradScaler as PaddleScaler
 from tests.observe.faults import Training
 
+pytestmark = pytest.mark.usefixtures("shut_down")
+
 TOO_HIGH = 2.0**24
-
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    session.shutdown()
 
 
 def pytorch_step(training: Training, scaler: Any) -> None:

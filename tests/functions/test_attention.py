@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from netcl.nn.layers import Module, MultiheadAttention, TransformerEncoderLayer
 from netcl.nn.modern import DecoderBlock, KVCache, RotaryAttention
 from netcl.nn.transformer import CausalSelfAttention, TransformerBlock
 
-from clamp import amp, session
+from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, Match, NotOwned, Promote
 from clamp.casting.owned import OWNED
@@ -21,15 +21,10 @@ from clamp.functions import attention, masking
 from tests.functions.operands import half
 from tests.reference import STORAGE_DTYPES, assert_close, integers, to_device, to_numpy
 
+pytestmark = pytest.mark.usefixtures("shut_down")
+
 EPS = 2.0**-24
 SHAPE = (2, 3, 5, 8)
-
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    if session.active_handle() is not None:
-        session.active_handle().shutdown()
 
 
 def leaf(queue: cl.CommandQueue, seed: int, dtype: str = "float32", requires_grad: bool = True) -> Node:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import netcl.nn as nn
@@ -13,17 +12,12 @@ from netcl import autograd as ag
 from netcl.distributed.data_parallel import replicate_params
 from netcl.ops.bf16_act import bf16_to_host
 
-from clamp import amp, session
+from clamp import amp
 from clamp.bridge import Tensor
 from tests.recipes import RECIPES, Made, Recipe, make, values
 from tests.reference import HALF_DTYPES, quantize, to_device, to_numpy, ulp
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    yield
-    if session.active_handle() is not None:
-        session.active_handle().shutdown()
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 INFERRING = {name: recipe for name, recipe in RECIPES.items() if recipe.infers}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,7 @@ from clamp.observe.explain import Explanation
 from tests.networks import batch, loss_of, mlp
 from tests.reference import to_device
 
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    session.shutdown()
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 class Small:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from netcl.nn.layers import Linear, Module, Sequential
 from netcl.optim import SGD, Adam
 from netcl.trainer.trainer import Trainer
 
-from clamp import amp, session
+from clamp import amp
 from clamp.bridge import Node, Tensor
 from clamp.casting.results import RESULTS
 from clamp.cli.bench.cases.unscale import counted_launches
@@ -26,11 +26,7 @@ from tests.networks import batch, mlp, step, weights_of
 from tests.observe.faults import FAULTS, Training, line_of
 from tests.reference import to_device
 
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    session.shutdown()
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 def scale_for(fault: str) -> float:

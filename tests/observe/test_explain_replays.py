@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,22 +10,18 @@ import pyopencl as cl
 import pytest
 from netcl import autograd as ag
 
-from clamp import amp, session
+from clamp import amp
 from clamp.bridge import Node, Tensor
 from clamp.observe.explain import Explanation
 from tests.observe.faults import Training
 from tests.reference import to_device
 
+pytestmark = pytest.mark.usefixtures("shut_down")
+
 SOUND = np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)
 BAD = np.where(np.arange(32).reshape(4, 8) == 21, np.nan, SOUND)
 LARGE = np.where(np.arange(32).reshape(4, 8) == 21, 1e30, SOUND)
 BAD_BATCH = 6
-
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    session.shutdown()
 
 
 def on_tensors(queue: cl.CommandQueue, training: Training, handle: Any) -> Callable[[np.ndarray], None]:

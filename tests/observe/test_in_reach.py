@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,15 +18,11 @@ from netcl.nn.batchnorm import BatchNorm2dModule
 from netcl.nn.layers import Linear, Module
 from netcl.optim import SGD
 
-from clamp import amp, bridge, session
+from clamp import amp, bridge
 from tests.observe.faults import FAULTS, Training
 from tests.reference import to_device
 
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    session.shutdown()
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 class Holder(Module):

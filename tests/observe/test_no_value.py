@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,19 +13,15 @@ from netcl.autograd.engine import apply_op
 from netcl.nn.layers import Linear
 from netcl.optim import SGD
 
-from clamp import amp, session
+from clamp import amp
 from clamp.bridge import Node, Tensor
 from clamp.observe.explain import Explanation
 from clamp.ops.elementwise import elementwise
 from tests.reference import to_device
 
+pytestmark = pytest.mark.usefixtures("shut_down")
+
 WAYS = ("armed", "run again")
-
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    session.shutdown()
 
 
 def zeros(x: Node) -> Node:

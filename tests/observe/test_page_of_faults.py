@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ import pyopencl as cl
 import pytest
 from netcl.optim import SGD
 
-from clamp import amp, session
+from clamp import amp
 from clamp.bridge import Tensor
 from clamp.report import page_of, read_run
 from tests.observe import faults
 from tests.observe.faults import FAULTS, Training, line_of
 from tests.reference import to_device
+
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 BATCHES = 16
 RATE = 30.0
@@ -58,12 +60,6 @@ PLANTED = {
     "scale": _of("scale", 2.0**22, "The loss scale of 4194304 was too high The model is sound", "handle = amp.init("),
     "rate": Planted(8.0, "because the learning rate, 30, is too high", "optimizer.lr = ", None, None, None),
 }
-
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    session.shutdown()
 
 
 class Loop:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from netcl import amp as netcl_amp
 from netcl import autograd as ag
 from netcl.optim import SGD, Adam, clip
 
-from clamp import amp, session
+from clamp import amp
 from clamp.bridge import Parameter, Tensor
 from clamp.compat import paddle
 from clamp.ops.loss_scale import AppliedScale
@@ -23,13 +23,9 @@ from clamp.scaling.scale_rule import ScaleRule
 from tests.networks import LR, Task
 from tests.reference import to_device
 
+pytestmark = pytest.mark.usefixtures("shut_down")
+
 SCALE = 8.0
-
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    session.shutdown()
 
 
 @pytest.fixture

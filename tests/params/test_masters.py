@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,9 @@ from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, step, weights_of
 from tests.reference import assert_same, quantize, to_device, to_numpy
 from tests.scaling.test_overflow import OPTIMIZERS, WIDTHS, optimizer_state, plant
 
+pytestmark = pytest.mark.usefixtures("shut_down")
+
 HALF = ("float16", "bfloat16")
-
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    if session.active_handle() is not None:
-        session.active_handle().shutdown()
 
 
 def master_values(params: list[Tensor]) -> list[np.ndarray]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,14 @@ from netcl.ops.elementwise import elementwise_scalar
 from netcl.optim import SGD, Adam, AdamW
 from netcl.runtime.capture import KernelCapture
 
-from clamp import amp, bridge, session
+from clamp import amp, bridge
 from clamp.bridge import Parameter, Tensor
 from clamp.ops.gemm import gemm
 from clamp.scaling.scale_rule import ScaleRule
 from tests.networks import loss_of, mlp, weights_of
 from tests.reference import HALF_DTYPES, to_device, to_numpy
+
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda params: SGD(params, lr=0.05, momentum=0.9),
@@ -32,14 +34,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 BATCHES = [np.random.default_rng(seed).standard_normal((12, 10)).astype(np.float32) for seed in range(12)]
 TARGETS = [np.random.default_rng(seed + 50).standard_normal((12, 3)).astype(np.float32) for seed in range(12)]
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    yield
-    handle = session.active_handle()
-    if handle is not None:
-        handle.shutdown()
 
 
 def init(dtype: str = "float16") -> Any:

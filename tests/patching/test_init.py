@@ -7,7 +7,6 @@ import importlib
 import sys
 import textwrap
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import netcl
@@ -22,10 +21,12 @@ from netcl.autograd import matmul_op  # bound before init, as users' scripts do
 from netcl.autograd.engine import Node, Tape
 from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 
-from clamp import amp, session
+from clamp import amp
 from clamp.bridge import Parameter
 from tests.networks import batch, loss_of, mlp, step
 from tests.reference import to_device
+
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 _CLASSES = (Node, Tape, SGD, Adam, AdamW, Momentum, RMSProp)
 
@@ -57,14 +58,6 @@ def assert_identical(before: dict[tuple[str, str], object]) -> None:
     # netcl's own caches and counters are containers that change in place; rebinding is what we look for
     assert changed == []
     assert not hasattr(Node, "backward")
-
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    """No test leaves AMP on."""
-    yield
-    if session.active_handle() is not None:
-        session.active_handle().shutdown()
 
 
 def test_disabled_changes_no_attribute() -> None:

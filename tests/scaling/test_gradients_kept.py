@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,17 +11,13 @@ import pytest
 from netcl.amp import GradScaler as NetclScaler
 from netcl.optim import SGD
 
-from clamp import amp, session
+from clamp import amp
 from clamp.compat import paddle_scaler
 from tests.networks import batch, loss_of, mlp
 from tests.scaling.test_overflow import plant
 from tests.scaling.test_shared import parameter, scaled, summed
 
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    session.shutdown()
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 # ---------------------------------------------------------------------------------------------- a forgotten zero_grad

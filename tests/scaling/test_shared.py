@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ from netcl import autograd as ag
 from netcl.core.parameter import Parameter
 from netcl.optim import SGD, Adam
 
-from clamp import amp, session
+from clamp import amp
 from clamp.bridge import Tensor
 from clamp.compat import paddle_scaler
 from clamp.ops.loss_scale import DeviceState
@@ -25,11 +25,7 @@ from clamp.scaling.scaled_loss import scaled_node
 from tests.reference import to_device
 from tests.scaling.test_overflow import plant
 
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    session.shutdown()
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 def parameter(queue: cl.CommandQueue, *values: float) -> Parameter:

@@ -17,7 +17,7 @@ from netcl import autograd as ag
 from netcl.nn.layers import Linear, ReLU, Sequential
 from netcl.optim import SGD, Adam, AdamW
 
-from clamp import amp, session
+from clamp import amp
 from clamp.bridge import Parameter, Tensor
 from clamp.cli.bench.cases.unscale import counted_launches
 from clamp.interrupts import uninterrupted
@@ -28,13 +28,9 @@ from tests.networks import batch, loss_of, mlp, weights_of
 from tests.reference import to_device
 from tests.scaling.test_overflow import plant
 
+pytestmark = pytest.mark.usefixtures("shut_down")
+
 DTYPES = ["float16", "bfloat16", "float32"]
-
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    session.shutdown()
 
 
 class Training:

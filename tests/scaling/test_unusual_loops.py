@@ -15,19 +15,15 @@ from netcl import amp as netcl_amp
 from netcl import autograd as ag
 from netcl.optim import SGD, clip_grad_norm
 
-from clamp import amp, session
+from clamp import amp
 from clamp.bridge import Tensor
 from clamp.ops.multi_tensor import check_
 from tests.networks import LR, Task
 from tests.reference import to_device
 
+pytestmark = pytest.mark.usefixtures("shut_down")
+
 TOO_LARGE = 1e6  # overflows in float16
-
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    session.shutdown()
 
 
 @pytest.fixture
