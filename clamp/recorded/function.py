@@ -219,7 +219,7 @@ class RecordedFunction:
         finally:
             exits = [tensor.grad for tensor in trained]
             entries.put_back(trained)
-        why = attempt.why or self._obstacle(attempt, changed, call, leaves, trained, had)
+        why = attempt.why or self._obstacle(attempt, changed, call, leaves)
         if earlier is not None:
             why = why or earlier.difference(attempt, call, result, exits, entries)
             attempt.clear()
@@ -228,13 +228,14 @@ class RecordedFunction:
                 self._variants.ran(key, Watch(roots))
             return detached(result)
         last = self._numbers.get(before, ())
+        why = why or self._reaches_others(call, trained, had)
         if not why and any(map(_is_another, _numbers_in(result), last)):
             why = "it returns a number that is another one in each call, and would be the same in all replays"
         if not why:
             watch = Watch(roots)
             try:
                 gradients = Gradients(trained, kinds, entries, exits, held)
-                made = Replayable(attempt, call, values, result, gradients, before.tensors, watch)
+                made = Replayable(attempt, call, values, result, gradients, had, before.tensors, watch)
             except CannotReplay as reason:
                 why = str(reason)
         if why:
@@ -245,15 +246,11 @@ class RecordedFunction:
         self._variants.add(key, made, before)
         return made.of_recording()
 
-    def _obstacle(
-        self, attempt: Attempt, change: str, call: Call, leaves: Sequence[Any], trained: Sequence[Tensor],
-        had: AbstractSet[int],
-    ) -> str:  # fmt: skip
-        """Why what was recorded cannot be replayed; empty if it can.
+    def _obstacle(self, attempt: Attempt, change: str, call: Call, leaves: Sequence[Any]) -> str:
+        """Why what was recorded cannot be replayed, for what it did; empty if it can.
 
         Args:
             change: what it has changed itself.
-            had: ids of arguments that had a gradient before.
         """
         if recording_of(attempt) is None:
             return "AMP was shut down in it"
@@ -265,6 +262,14 @@ class RecordedFunction:
         now = call.leaves()
         if len(now) != len(leaves) or any(one is not other for one, other in zip(now, leaves, strict=True)):
             return "it changes its arguments, lists or dicts, and no replay would. Return what it makes"
+        return ""
+
+    def _reaches_others(self, call: Call, trained: Sequence[Tensor], had: AbstractSet[int]) -> str:
+        """Why what was recorded cannot be replayed, for what got gradients; empty if it can.
+
+        Args:
+            had: ids of arguments that had a gradient before.
+        """
         known, given = {id(tensor) for tensor in trained}, {id(tensor) for tensor in call.tensors}
         others = [x for ref in self._reached if (x := ref()) is not None and id(x) not in known]
         if any(id(x) in given & had for x in others):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,7 @@ class Replayable(Recorded):
         values: what stood for its arrays.
         result: what it returned.
         gradients: what it did to them.
+        had: ids of arguments that had a gradient before.
         state: tensors that it knows.
         watch: the host's state now.
 
@@ -87,7 +89,7 @@ class Replayable(Recorded):
 
     def __init__(
         self, attempt: Attempt, call: Call, values: Sequence[HostValue], result: Any, gradients: Gradients,
-        state: Iterable[Tensor], watch: Watch,
+        had: AbstractSet[int], state: Iterable[Tensor], watch: Watch,
     ) -> None:  # fmt: skip
         recording = recording_of(attempt)
         assert recording is not None
@@ -110,8 +112,10 @@ class Replayable(Recorded):
         leaves = list(leaves_of(self._result))
         self._gives_back = any(id(x) in passed for x in (*leaves, *[x.value for x in leaves if isinstance(x, Node)]))
         known = {id(tensor) for tensor in gradients.trained}
-        others = {index: x.grad for index, x in enumerate(call.tensors) if id(x) not in known}
+        self._untrained = [index for index, x in enumerate(call.tensors) if id(x) not in known]
+        others = {index: call.tensors[index].grad for index in self._untrained}
         self._given = {index: grad for index, grad in others.items() if self._is_made(grad)}
+        self._cleared = [index for index, grad in others.items() if grad is None and id(call.tensors[index]) in had]
         for grad in [*filter(self._is_made, (grad for _, grad in self._exits)), *self._given.values()]:
             self._note_made(grad)
         read = recording.addresses
@@ -202,7 +206,7 @@ class Replayable(Recorded):
             if made.size:
                 made.tensor.buffer = fresh[id(made.first or made.tensor)].buffer
                 gradient_marks.take_over(made.tensor, fresh[id(made.first or made.tensor)])
-        others = [self._call.tensors[index] for index in self._given]
+        others = [self._call.tensors[index] for index in self._untrained]
         theirs = [x.grad for x in others]
         self._gradients.held.forget_skips()
         entries = Entries(self._touched, known, self._aliases)
@@ -225,6 +229,8 @@ class Replayable(Recorded):
 
     def _leave(self, call: Call, made: dict[int, Tensor], found: dict[int, Tensor]) -> None:
         """Gives tensors the gradients that they have after the function."""
+        for index in self._cleared:
+            call.tensors[index].grad = None
         for index, grad in self._given.items():
             call.tensors[index].grad = made[id(grad)]
             set_mark(made[id(grad)], mark_of(grad))

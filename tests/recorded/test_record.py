@@ -22,7 +22,6 @@ from netcl.optim.ema import ModelEMA
 
 from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tensor
-from clamp.recorded.function import RecordedFunction
 from clamp.scaling.scale_rule import ScaleRule
 from tests.networks import loss_of, mlp, weights_of
 from tests.patching.test_compiled import BATCHES, TARGETS, poisoned
@@ -270,45 +269,6 @@ def test_gradients_that_a_user_keeps_or_changes_are_the_users(queue: cl.CommandQ
             run.params[1].grad.write(np.full(16, index, np.float32))
         kept.append([[grad.to_host().copy() for grad in grads] for grads in mine])
     assert_same(kept[1], kept[0])
-
-
-@pytest.mark.parametrize("given", ["tensor", "node"])
-@pytest.mark.parametrize("with_amp", [True, False])
-def test_the_gradients_of_inputs_are_each_calls_own(queue: cl.CommandQueue, with_amp: bool, given: str) -> None:
-    """With netcl's own products, too, whose memory is no pool's."""
-
-    def gradients(recorded: bool) -> list[Any]:
-        run = Run(queue)
-        if not with_amp:
-            amp.shutdown()
-            session.ensure_patched()  # as amp.record does: netcl's own defects are mended for both
-
-        def step(x: Any) -> Node:
-            node = x if isinstance(x, Node) else ag.tensor(x)
-            run.optimizer.zero_grad()
-            loss = ag.sum(ag.mul(run.model(node), run.model(node)))
-            if not with_amp:
-                loss.backward()
-                return loss
-            with run.handle.scale_loss(loss, run.optimizer) as scaled_loss:
-                scaled_loss.backward()
-            return loss
-
-        function = amp.record(step) if recorded else step
-        inputs = [to_device(queue, (1 + index / 4) * BATCHES[0]) for index in range(7)]
-        kept = []
-        for x in inputs:
-            function(ag.tensor(x, requires_grad=True) if given == "node" else x)
-            kept.append([param.grad for param in run.params])
-        if isinstance(function, RecordedFunction):
-            assert function.recordings == 1
-        every = [[x.grad for x in inputs], *zip(*kept, strict=True)]
-        return [None if grad is None else grad.to_host() for grads in every for grad in grads]
-
-    wanted, found = gradients(False), gradients(True)
-    assert sum(grad is not None for grad in wanted) >= 28
-    assert_same([grad for grad in found if grad is not None], [grad for grad in wanted if grad is not None])
-    assert [grad is None for grad in found] == [grad is None for grad in wanted]
 
 
 @pytest.mark.parametrize("how", ["written", "by hand", "inf"])
