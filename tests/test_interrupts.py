@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from clamp.handle import AmpHandle
 from clamp.handle.other_scalers import OtherScalers
 from clamp.opencl.recording import replaying, unrecorded
 from clamp.params.gradient_marks import noting_held, noting_reached, waiting_in
+from clamp.params.weight_cache import weights
 from clamp.params.writes import unnoted
 from clamp.patching.custom import CustomBackward, CustomForward
 from clamp.scaling.loss_scale import NoLossScale
@@ -103,6 +105,13 @@ def _values(state: Any) -> dict[str, Any]:
 
 def _content(value: Any) -> Any:
     return list(value) if isinstance(value, list | dict) else value
+
+
+@pytest.fixture(autouse=True)
+def lock_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock for each test: what is stricter than Python interrupts before a lock is released, and other threads of
+    later tests would wait for it."""
+    monkeypatch.setattr(weights, "_lock", threading.RLock())
 
 
 @pytest.mark.parametrize("around", ["nothing", "a region", "an op"])
