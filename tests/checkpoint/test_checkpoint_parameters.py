@@ -18,7 +18,6 @@ from tests.checkpoint.test_checkpoints import OPTIMIZERS, same_bits
 from tests.networks import batch, loss_of, mlp, weights_of
 
 # said once a pass of parameters that were taken out of every optimizer, as they are here
-pytestmark = pytest.mark.filterwarnings("ignore:.*reaches what is trained and no optimizer has:UserWarning")
 
 SQUARE = (8, 8, 8, 8, 8)  # all weights of one shape, all biases of another
 
@@ -33,7 +32,12 @@ def fused(params: Any) -> AdamW:
 EVERY = {**OPTIMIZERS, "fused AdamW": fused}
 
 
-def train(handle: Any, model: Any, optimizers: Any, steps: range) -> None:
+def train(handle: Any, model: Any, optimizers: Any, steps: range, left_out: bool = False) -> None:
+    """Trains, and expects to be told that no optimizer has what is left out, which a handle says once."""
+    if left_out:
+        with pytest.warns(UserWarning, match=r"reaches what is trained and no optimizer has, layers\.\d\."):
+            train(handle, model, optimizers, steps)
+        return
     listed = optimizers if isinstance(optimizers, list) else [optimizers]
     for step in steps:
         model_grads_off(model)
@@ -71,9 +75,9 @@ def test_a_run_goes_on_bit_by_bit_after_parameters_have_left(
         train(handle, model, optimizer, range(2))
         optimizer.params = optimizer.params[2:5]
         if step_in_between:
-            train(handle, model, optimizer, range(2, 3))
+            train(handle, model, optimizer, range(2, 3), left_out=True)
         amp.save_checkpoint(file, model, optimizer)
-        train(handle, model, optimizer, range(3, 5))
+        train(handle, model, optimizer, range(3, 5), left_out=not step_in_between)
         expected = weights_of(model)
 
         model = mlp(queue, *SQUARE, seed=1)
@@ -92,7 +96,7 @@ def test_parameters_that_come_while_others_go_start_with_a_state(queue: cl.Comma
         model = mlp(queue, *SQUARE)
         params = model.parameters()
         optimizer = EVERY[name](params[:4])
-        train(handle, model, optimizer, range(2))
+        train(handle, model, optimizer, range(2), left_out=True)
         optimizer.params = params[4:]
         before = weights_of(model)
         train(handle, model, optimizer, range(2, 4))
@@ -115,7 +119,7 @@ def test_fused_adamw_keeps_its_moments_when_its_parameters_change(queue: cl.Comm
                 model.layers[0].weight.requires_grad = False
             else:
                 optimizer.params = optimizer.params[::-1]
-            train(handle, model, optimizer, range(2, 4))
+            train(handle, model, optimizer, range(2, 4), left_out=change == "leaves")
             ends.append(weights_of(model))
     assert same_bits(*ends)
 
