@@ -164,6 +164,31 @@ def test_a_loss_of_netcls_in_fp32_is_so_throughout(queue: cl.CommandQueue, stora
     assert to_numpy(loss.value).item() == pytest.approx(expected, rel=1e-5)
 
 
+LARGE: dict[str, Callable[..., Any]] = {
+    "nt_xent": lambda a, b, c: losses.nt_xent(a, b, temperature=1e4, normalize=False),
+    "info_nce": lambda a, b, c: losses.info_nce(a, b, c, temperature=1e4, normalize=False),
+    "barlow_twins_loss": lambda a, b, c: losses.barlow_twins_loss(a, b),
+    "vicreg_loss": lambda a, b, c: losses.vicreg_loss(a, b),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_products_of_a_loss_may_be_beyond_half(queue: cl.CommandQueue, name: str) -> None:
+    """What they are divided by comes after them."""
+    rng = np.random.default_rng(7)
+    host = [np.float16(200 * rng.standard_normal((40, 8))).astype(np.float32) for _ in range(3)]
+    found = []
+    for dtype in ("float32", "float16"):
+        with amp.init(dtype=dtype, loss_scale=1.0):
+            embeddings = [leaf(queue, values, dtype) for values in host]
+            loss = LARGE[name](*embeddings)
+            Tape().backward(loss)
+            found.append((to_numpy(loss.value).item(), to_numpy(embeddings[0].value.grad)))
+    (value, gradient), (half_value, half_gradient) = found
+    assert half_value == pytest.approx(value, rel=1e-5)
+    np.testing.assert_allclose(half_gradient, gradient, atol=2e-3 * np.abs(gradient).max() + 2.0**-24)
+
+
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_augmentations_read_halves(queue: cl.CommandQueue, dtype: str) -> None:
     image = to_device(queue, np.random.default_rng(4).uniform(0, 1, (2, 3, 5, 7)), dtype)
