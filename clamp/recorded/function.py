@@ -17,7 +17,7 @@ from clamp import bridge, session
 from clamp.bridge import Tensor
 from clamp.casting.regions import current_region, process_region
 from clamp.casting.results import RESULTS
-from clamp.interrupts import holding, of_threads
+from clamp.interrupts import among, holding, of_threads
 from clamp.opencl.recording import is_host_value, recorder
 from clamp.params import gradient_marks, masters
 from clamp.patching.recordings import sources
@@ -32,7 +32,7 @@ from clamp.scaling.manual import stages
 from clamp.scaling.step_report import warn_user
 
 _GENERATORS = {"numpy.random": np.random.get_state.__self__, "random": random.getstate.__self__}  # type: ignore[attr-defined]
-_recording: dict[str, Call] = {}  # the call that is being recorded: netcl records for one thread at a time
+_waiting: dict[object, Call] = {}  # the calls that would record; the first may: netcl records for one thread at a time
 
 
 class _Thread(threading.local):
@@ -136,13 +136,10 @@ class RecordedFunction:
         if call.trouble or self._variants.runs_always(key):
             return detached(self.__wrapped__(*call.args, **call.kwargs))
         before = self._variants.may_record(key) if recorded is None else recorded.watch
-        try:
-            if before is None or not (is_free() and _recording.setdefault("call", call) is call):
+        with among(_waiting, call):
+            if before is None or not (is_free() and [*_waiting.values()].index(call) == 0):
                 return self._run(key, call) if recorded is None else recorded.replay(call, known)
             return self._record(key, call, before, known, recorded)
-        finally:
-            if _recording.get("call") is call:
-                _recording.clear()
 
     def _key(self, call: Call) -> Hashable:
         """What a recording depends on besides the state of the host and the content of tensors."""

@@ -83,7 +83,7 @@ def patched() -> dict[str, Any]:
     owners |= {cls.__qualname__: cls for cls in bridge.module_classes()}
     found = {f"{name}.{key}": value for name, owner in owners.items() for key, value in vars(owner).items()}
     pools = {f"pool {key}": vars(pool).get("release") for key, pool in memory._PERSISTENT_POOLS.items()}
-    threads = (recording.recorder(), recording._thread.suspended, function._thread.inside, dict(function._recording))
+    threads = (recording.recorder(), recording._thread.suspended, function._thread.inside, dict(function._waiting))
     return {**found, **pools, "threads": threads, "free": capture.is_free(), "live": len(capture._live)}
 
 

@@ -66,7 +66,7 @@ def _watch(pool: PersistentBufferPool) -> None:
 
 
 def _release(pool: PersistentBufferPool, handle: Any) -> None:
-    for recording in tuple(_live):  # of each tensor that ends: no generator
+    for recording in _live.copy():  # of each tensor that ends: no generator; tuple() may collect what is in the set
         if recording.keeps(pool, handle):
             return
     PersistentBufferPool.release(pool, handle)
