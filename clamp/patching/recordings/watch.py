@@ -318,9 +318,9 @@ class Watch:
             return
         if base not in (tuple, frozenset):
             self._add(
-                lambda: (*base.__iter__(x),), lambda values, index: f"{name}[{index}]" if values else f"len({name})"
+                lambda: _items_now(base, x), lambda values, index: f"{name}[{index}]" if values else f"len({name})"
             )
-        for index, item in enumerate(base.__iter__(x)):
+        for index, item in enumerate(_items_now(base, x)):
             self._push(item, f"{name}[{index}]")
 
     def _mapping(
@@ -422,3 +422,8 @@ def content_of(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:
         return None
+
+
+def _items_now(base: Any, x: Any) -> tuple[Any, ...]:
+    """A container's items; of a set, to which a thread or a collection may add meanwhile, those of a copy."""
+    return (*base.__iter__(set.copy(x) if base is set else x),)
