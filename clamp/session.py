@@ -23,6 +23,7 @@ from clamp.opencl.device import list_devices
 from clamp.params import updates
 from clamp.params.gradient_marks import lost_bits, noted_elsewhere
 from clamp.params.masters import gathered
+from clamp.patching.decorators import runs_later
 from clamp.patching.patch import Patches, Registration
 from clamp.scaling.loss_scale import LossScale, make_loss_scale, require_state
 from clamp.scaling.manual import ManualScaling
@@ -244,6 +245,8 @@ def _forget_handle(handle: AmpHandle) -> None:
 
 # ---------------------------------------------------------------------------------------------- functions of users
 
+_CAST_NOTHING = frozenset({CastPolicy.BANNED, CastPolicy.VIEW, CastPolicy.NONE})
+
 
 def register(module: Any, name: str, policy: CastPolicy | str) -> None:
     """Lets ``init`` wrap the function ``name`` of a module or class. Wins over an entry of the lists.
@@ -254,7 +257,7 @@ def register(module: Any, name: str, policy: CastPolicy | str) -> None:
 
     Raises:
         RuntimeError: AMP is active: register before ``amp.init()``.
-        TypeError: it is no module or class, or the name no text.
+        TypeError: it is no module or class, the name no text, or the function a generator or coroutine.
         ValueError: the module has no such function, or there is no such policy.
     """
     policy = CastPolicy.named(policy)
@@ -267,6 +270,11 @@ def register(module: Any, name: str, policy: CastPolicy | str) -> None:
     if not callable(vars(module).get(name)) and not callable(getattr(module, name, None)):
         where = getattr(module, "__name__", repr(module))
         raise ValueError(f"No function named {name} in module {where}")
+    if runs_later(getattr(module, name)) and policy not in _CAST_NOTHING:
+        raise TypeError(
+            f"{name} cannot be registered: the body of a generator or coroutine runs after its call has returned, when "
+            "nothing is cast for it any more. Register a function that it calls."
+        )
     with lock:
         if active_handle() is not None:
             raise RuntimeError(f"register {name} before amp.init(), or after handle.shutdown()")

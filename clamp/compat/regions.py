@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from clamp import bridge, session
 from clamp.bridge import DTypeLike
 from clamp.casting.regions import AMP_DTYPES, check_dtype, in_own_region, region_here
-from clamp.compat.settings import refuse_device, require_plain_function, require_switch
+from clamp.compat.settings import refuse_device, require_switch
+from clamp.patching.decorators import require_function
 
 F = TypeVar("F", bound=Callable[..., Any])
 Self = TypeVar("Self", bound="ThreadRegion")
@@ -47,7 +48,8 @@ class ThreadRegion:
         self._entered.regions.pop().__exit__(*exception)
 
     def __call__(self, function: F) -> F:
-        require_plain_function(function, self._name)
+        late = f"outside of the region. Write `with {self._name}:` inside it, around what is to be cast."
+        require_function(function, f"@{self._name}", late)
 
         @wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:

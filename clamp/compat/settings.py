@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from functools import cache
 from typing import Any
@@ -12,26 +11,7 @@ import numpy as np
 from clamp.bridge import Tensor, on_device
 from clamp.casting.operands import note_numpy_backend
 from clamp.opencl.device import capabilities
-from clamp.patching.decorators import require_function
 from clamp.scaling.scale_rule import ScaleRule
-
-
-def require_plain_function(function: Any, region: str) -> None:
-    """As ``require_function``, for a region around a call: what runs after the call has returned is outside of it.
-
-    Raises:
-        TypeError: no function, or one whose body runs later: a generator or a coroutine.
-    """
-    require_function(function, f"@{region}")
-    if any(
-        is_late(function)
-        for is_late in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    ):
-        name = getattr(function, "__qualname__", repr(function))
-        raise TypeError(
-            f"@{region} cannot decorate {name}: the body of a generator or coroutine runs after its call has returned, "
-            f"outside of the region. Write `with {region}:` inside it, around what is to be cast."
-        )
 
 
 def require_switch(value: Any, region: str, name: str) -> None:

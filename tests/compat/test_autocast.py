@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -103,18 +105,36 @@ def test_a_decorator_of_what_is_no_function_raises(name: str, decorate: Any, wha
         decorate(what)
 
 
-def test_autocast_without_parentheses_and_around_generators_raises(x: Node) -> None:
-    def products() -> Iterator[str]:
-        yield product(x)
+def _products(x: Node) -> Iterator[str]:
+    yield product(x)
 
-    async def later() -> str:
-        return product(x)
 
+async def _later(x: Node) -> str:
+    return product(x)
+
+
+async def _products_later(x: Node) -> AsyncIterator[str]:
+    yield product(x)
+
+
+@pytest.mark.parametrize("late", [_products, _later, _products_later, partial(_products), staticmethod(_products)])
+def test_what_runs_after_its_call_cannot_be_decorated(late: Any) -> None:
+    decorators = [amp.autocast(), amp.half_function, amp.float_function, amp.promote_function]
+    for decorate in (*decorators, amp.custom_fwd, amp.custom_bwd):
+        with pytest.raises(TypeError, match=r"cannot decorate .*: the body of a generator or coroutine"):
+            decorate(late)
+
+
+@pytest.mark.parametrize("name", ["_products", "_later", "_products_later"])
+def test_what_runs_after_its_call_cannot_be_registered(name: str) -> None:
+    for register in (amp.register_half_function, amp.register_float_function, amp.register_promote_function):
+        with pytest.raises(TypeError, match=rf"{name} cannot be registered: the body of a generator or coroutine"):
+            register(sys.modules[__name__], name)
+
+
+def test_autocast_without_parentheses_raises() -> None:
     with pytest.raises(TypeError, match=r"write @amp.autocast\(\), with parentheses"):
-        amp.autocast(products)
-    for late in (products, later):
-        with pytest.raises(TypeError, match=rf"cannot decorate \S*{late.__name__}: the body of a generator or corout"):
-            amp.autocast()(late)
+        amp.autocast(_products)
 
 
 def test_class_methods_can_be_decorated(x: Node) -> None:
