@@ -259,19 +259,19 @@ _STEPS = {id(code): code for cls in (*_UPDATES, RMSProp) if (code := _code_of_st
 
 
 def own_pieces(
-    own: Callable[..., Any], optimizer: Any, params: Sequence[Tensor], args: Sequence[Any]
+    own: Callable[[], Any], optimizer: Any, params: Sequence[Tensor]
 ) -> list[tuple[Sequence[Tensor], Piece]]:
     """netcl's own step in pieces, each with the parameters that it steps: it does, or leaves everything as it was. The
     last one counts the step. State that is missing is made.
 
     Args:
-        own: the step, and ``args`` its arguments.
+        own: the step.
         params: those that ``stepped`` gives.
     """
     kept = vars(optimizer)
     as_one = isinstance(optimizer, AdamW) and steps_as_one(optimizer)
-    if args or as_one or not isinstance(kept.get("params"), list):
-        return [(params, partial(_all_or_nothing, own, optimizer, params, args))]
+    if as_one or not isinstance(kept.get("params"), list):
+        return [(params, partial(_all_or_nothing, own, optimizer, params))]
     if isinstance(optimizer, AdamW):
         _make_moments(optimizer, [param for param in params if param.backend == "cl"])
     pieces: list[tuple[Sequence[Tensor], Piece]] = [
@@ -280,7 +280,7 @@ def own_pieces(
     return [*pieces, ([], partial(setattr, optimizer, "t", kept["t"] + 1))] if "t" in kept else pieces
 
 
-def _step_one(own: Callable[..., Any], optimizer: Any, param: Tensor) -> None:
+def _step_one(own: Callable[[], Any], optimizer: Any, param: Tensor) -> None:
     """The step of a single parameter, which the optimizer does not count."""
     kept = vars(optimizer)
     before = {name: kept[name] for name in ("params", "t", "_fused_enabled") if name in kept}
@@ -288,19 +288,19 @@ def _step_one(own: Callable[..., Any], optimizer: Any, param: Tensor) -> None:
     if "_fused_enabled" in before:
         kept["_fused_enabled"] = False  # that of all of them is another computation
     try:
-        _all_or_nothing(own, optimizer, (param,), ())
+        _all_or_nothing(own, optimizer, (param,))
     finally:
         kept.update(before)
 
 
-def _all_or_nothing(own: Callable[..., Any], optimizer: Any, params: Sequence[Tensor], args: Any) -> None:
+def _all_or_nothing(own: Callable[[], Any], optimizer: Any, params: Sequence[Tensor]) -> None:
     """Calls a step that writes to the device last; what it has changed on the host before an error is put back."""
     kept = vars(optimizer)
     numbers = {name: kept[name] for name in ("t", "_pending_moments") if name in kept}
     states = [state for name, state in kept.items() if name in HOST_STATE and isinstance(state, MutableMapping)]
     arrays = [(state, id(param), state[id(param)]) for state in states for param in params if id(param) in state]
     try:
-        own(*args)
+        own()
     except BaseException:
         kept.update(numbers)
         for state, key, array in arrays:

@@ -66,28 +66,25 @@ class Step:
         if prepared is not None and prepared.places == _places_of(params):
             self._ready = self._found(params)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self) -> Any:
         """Steps the optimizer.
-
-        Args:
-            args: of the step: with any, AdamW's ``max_norm``, it is left to netcl.
 
         Raises:
             TypeError, ValueError: a gradient is none that netcl's step could read. Nothing was changed.
         """
         params = bridge.stepped(self._optimizer)
         try:
-            pieces = self._pieces(params, args)
+            pieces = self._pieces(params)
         finally:
             masters.were_rewritten(params)
         _whole(self._optimizer, pieces)
 
-    def _pieces(self, params: Sequence[Tensor], args: Sequence[Any]) -> list[Callable[[], Any]]:
+    def _pieces(self, params: Sequence[Tensor]) -> list[Callable[[], Any]]:
         """What steps these parameters and rewrites their 16-bit ones, and what counts that at the end."""
         ready = self._ready
         if ready is None or not ready.is_for(params):
-            ready = None if args else self._found(params)
-        if ready is None and masters.widen_gradients(params) and not args:
+            ready = self._found(params)
+        if ready is None and masters.widen_gradients(params):
             ready = self._found(params)
         if ready is not None:
             pieces = ready.launches.pieces(ready.update.numbers, ready.grads)
@@ -95,7 +92,7 @@ class Step:
         for param in params:
             bridge.require_readable_gradient(self._optimizer, param)
         pieces = []
-        for stepped, piece in bridge.own_pieces(self._own, self._optimizer, params, args):
+        for stepped, piece in bridge.own_pieces(self._own, self._optimizer, params):
             pieces += [piece, *masters.rewriting(stepped)]
         return pieces
 

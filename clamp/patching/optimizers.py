@@ -81,7 +81,7 @@ def _with_own(step: Wrapper) -> Wrapper:
     """``step``, given clamp's version of the steps of netcl's that clamp has one of.
 
     Those that update all parameters in one launch (params/updates.py); and ``AdamW.step(max_norm=)``, which clips
-    models of any size: netcl forgets it where it steps one parameter at a time.
+    gradients of any size, of models of any size: netcl forgets it where it steps one parameter at a time.
     """
 
     def call(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -102,11 +102,8 @@ def _with_wide_gradients(own: Any, optimizer: Any, *args: Any, **kwargs: Any) ->
 
 
 def _clipped(own: Any, optimizer: Any, max_norm: float | None = None) -> Any:
-    if max_norm is None:
-        return own()
-    if max_norm <= 0 or not Installed.now or bridge.steps_as_one(optimizer):
-        return own(max_norm)
-    clip.clip_grad_norm_device(optimizer.params, max_norm)  # clamp's, while patches are installed
+    if max_norm is not None and max_norm > 0:
+        clip.clip_grad_norm_device(optimizer.params, max_norm)  # clamp's, while patches are installed
     return own()
 
 
