@@ -36,7 +36,8 @@ from netcl.nn.modern import DecoderBlock, RMSNorm
 from netcl.optim import AdamW
 
 from clamp import amp
-from clamp.cli.arguments import add_device_option, positive
+from clamp.cli import positive
+from clamp.cli.devices import add_device_option
 
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))  # any other becomes a space
 CONTEXT = 128

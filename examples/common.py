@@ -12,7 +12,7 @@ from types import TracebackType
 import pyopencl as cl
 
 import clamp  # noqa: F401  (makes Intel's pip-installed CPU runtime visible)
-from clamp.cli.arguments import INTERRUPTED
+from clamp.cli import INTERRUPTED
 from clamp.cli.devices import UnknownDeviceError, choose_device
 from clamp.opencl.device import NoDeviceError
 

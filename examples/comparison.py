@@ -33,7 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from clamp import amp
-from clamp.cli.arguments import positive
+from clamp.cli import positive
 from clamp.cli.console import print_fitting
 from clamp.debugging import MemoryMeter
 from clamp.handle import AmpHandle, NoOpHandle

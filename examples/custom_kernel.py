@@ -26,7 +26,7 @@ from netcl.autograd.engine import Node, apply_op
 from netcl.core.tensor import Tensor
 
 from clamp import amp
-from clamp.cli.arguments import add_device_option
+from clamp.cli.devices import add_device_option
 
 # The arithmetic is float for both storage types; vload_half and vstore_half need no cl_khr_fp16.
 SOURCE = """

@@ -22,7 +22,7 @@ from netcl.nn.layers import Linear, Module, ReLU, Sequential
 from netcl.optim import Adam
 
 from clamp import amp
-from clamp.cli.arguments import add_device_option
+from clamp.cli.devices import add_device_option
 
 CLASSES, ROWS = 8, 256
 

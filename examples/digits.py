@@ -27,7 +27,8 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from clamp import amp
-from clamp.cli.arguments import add_device_option, positive
+from clamp.cli import positive
+from clamp.cli.devices import add_device_option
 
 # ---------------------------------------------------------------------------------------------- the example
 

@@ -30,7 +30,8 @@ from netcl.nn.layers import Conv2d, Flatten, Linear, MaxPool2d, ReLU, Sequential
 from netcl.optim import Adam
 
 from clamp import amp
-from clamp.cli.arguments import add_device_option, positive
+from clamp.cli import positive
+from clamp.cli.devices import add_device_option
 
 SIDE = 28
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where the package dataset-fashion-mnist puts its files

@@ -32,8 +32,9 @@ from rich.console import Console
 from rich.table import Table
 
 from clamp import amp
-from clamp.cli.arguments import add_device_option, positive
+from clamp.cli import positive
 from clamp.cli.console import print_fitting
+from clamp.cli.devices import add_device_option
 
 
 @dataclass

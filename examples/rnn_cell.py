@@ -29,7 +29,8 @@ from netcl.nn import functional as F
 from netcl.optim import Adam
 
 from clamp import amp
-from clamp.cli.arguments import add_device_option, positive
+from clamp.cli import positive
+from clamp.cli.devices import add_device_option
 
 TIME_STEPS, BATCH, HIDDEN = 8, 64, 32
 

@@ -20,7 +20,7 @@ from netcl.nn.layers import Linear, Sequential, Tanh
 from netcl.optim import Adam
 
 from clamp import amp
-from clamp.cli.arguments import add_device_option
+from clamp.cli.devices import add_device_option
 
 STEPS = 200
 

@@ -17,10 +17,10 @@ import pyopencl as cl
 
 import clamp
 from clamp.casting.policy import CastPolicy
-from clamp.cli.arguments import INTERRUPTED, add_device_option, positive
-from clamp.cli.devices import UnknownDeviceError
+from clamp.cli.devices import UnknownDeviceError, add_device_option
 from clamp.opencl.device import NoDeviceError
 
+INTERRUPTED = 130  # the exit status after Ctrl-C, as shells have it
 USUAL_WORKS = ("gemm", "conv", "attention", "bandwidth", "cast", "unscale", "step", "cnn")
 SMALL_WORKS = ("first-step", "small")  # mostly Python's
 WORKS = (*USUAL_WORKS, "guide", "resnet", *SMALL_WORKS)  # guide and resnet: minutes of netcl on a CPU
@@ -182,6 +182,21 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="draw the timeline")
     parser.add_argument("--no-peers", action="store_true", help="leave out numpy and torch")
     parser.add_argument("--no-netcl", action="store_true", help="leave out netcl, which tunes itself for minutes")
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+    return number
 
 
 def _some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:

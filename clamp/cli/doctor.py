@@ -7,7 +7,8 @@ import platform
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
@@ -19,14 +20,15 @@ from netcl.core.device import manager
 import clamp
 from clamp import amp, bridge
 from clamp.bridge import Tensor
+from clamp.cli.bench.timing import Effort, interleave, timed
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator
-from clamp.cli.gain import SECONDS, sentence
 from clamp.opencl import amx, child_process
 from clamp.opencl.device import NoDeviceError, capabilities, intel_cpu_runtime, is_in_order, list_devices
 from clamp.opencl.proofs import RIGHT
 from clamp.ops import attention
 from clamp.ops.cast import cast
 from clamp.ops.conv import engines as convolutions
+from clamp.ops.elementwise import elementwise
 from clamp.ops.gemm import gemm
 from clamp.ops.gemm.engines import MATRIX_UNITS, usual
 from clamp.ops.gemm.matrix_units import MatrixUnit
@@ -36,6 +38,11 @@ from clamp.ops.gemm.problem import Epilogue, operand_a, operand_b
 _TIMED = 4096  # rows, columns and k of a product on matrix units
 _M, _N, _K = 33, 17, 40  # no multiples of a tile: the edges are checked, too
 _PRECISIONS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}  # steps at 1
+_SECONDS = 2.0  # that all devices may take together to see what is gained, but for building kernels
+_SIDE = {True: 512, False: 4096}  # of matrices, on CPUs and elsewhere
+_ELEMENTS = {True: 1 << 21, False: 1 << 25}
+
+Gains = Mapping[str, tuple[float, float]]  # by dtype: how many times as fast as float32 are products, and sums
 
 
 def run(args: Namespace) -> int:
@@ -67,7 +74,7 @@ def run(args: Namespace) -> int:
         print(f"  {'self-check':<16} {f'FAILED: {problem}' if problem else 'ok: products and casts agree with numpy'}")
     print(f"\n{len(chosen)} devices, {f'{failures} failed' if failures else 'all well'}")
     for device in chosen:
-        print(sentence(device, SECONDS / len(chosen)))
+        print(sentence(device, _SECONDS / len(chosen)))
     return 1 if failures else 0
 
 
@@ -207,3 +214,67 @@ def _check_dtype(queue: cl.CommandQueue, dtype: str, epsilon: float) -> str:
     allowed = epsilon * np.abs(exact) + _K * 2.0**-24 * (np.abs(values[0]) @ np.abs(values[1]))
     error = np.abs(product - exact)
     return "" if np.all(error <= allowed) else f"a product in {dtype} is off by up to {error.max():g}"
+
+
+# ---------------------------------------------------------------------------------------------- what AMP gains
+
+
+def gains_of(device: cl.Device, seconds: float) -> Gains:
+    """How many times as fast as in float32 16 bits are.
+
+    Args:
+        device: no simulator.
+        seconds: that it may take, about.
+
+    Raises:
+        RuntimeError: a kernel failed there.
+    """
+    context = cl.Context([device])
+    queue = cl.CommandQueue(context, device)
+    is_cpu = capabilities(queue).is_cpu
+    host = np.random.default_rng(0).standard_normal(_ELEMENTS[is_cpu], dtype=np.float32)
+    side = _SIDE[is_cpu]
+    calls = {}
+    for dtype in _PRECISIONS:
+        x, matrix = (
+            cast(Tensor.from_host(queue, values), dtype) for values in (host, host[: side**2].reshape(side, side))
+        )
+        calls["product", dtype] = partial(gemm, matrix, matrix, out_dtype=dtype)
+        calls["sum", dtype] = partial(elementwise, "add", dtype, x, x)
+    each = seconds / len(calls) / 2  # the other half is for warming up, and for the first calls
+    turns = {f"{work} {dtype}": timed(call, queue.finish) for (work, dtype), call in calls.items()}
+    race = interleave(turns, Effort(rounds=4, seconds=each, least=1, most=12, patience=each))
+    for name, why in race.failures.items():
+        raise RuntimeError(f"a {name.replace(' ', ' in ')} failed: {why}")
+    best = {name: timing.best for name, timing in race.timings.items()}
+
+    def gain(work: str, dtype: str) -> float:
+        return best[f"{work} float32"] / best[f"{work} {dtype}"]
+
+    return {dtype: (gain("product", dtype), gain("sum", dtype)) for dtype in list(_PRECISIONS)[1:]}
+
+
+def sentence(device: cl.Device, seconds: float) -> str:
+    """What AMP gains on a device, or why that is not known."""
+    if is_simulator(device):
+        return f"{describe(device)}: a simulator, on which nothing is gained."
+    try:
+        return in_words(describe(device), gains_of(device, seconds))
+    except Exception as error:  # a driver in any state must not keep doctor from the next one
+        return f"{describe(device)}: what AMP gains could not be measured: {error}"
+
+
+def in_words(name: str, gains: Gains) -> str:
+    """The sentence.
+
+    Args:
+        name: of the device.
+        gains: as `gains_of` gives them.
+    """
+    parts = [
+        f"{dtype} multiplies matrices {product:.2f}x and adds {add:.2f}x as fast as float32"
+        for dtype, (product, add) in gains.items()
+    ]
+    fastest = max(number for pair in gains.values() for number in pair)
+    gained = "time and memory" if fastest >= 1.1 else "memory, and no time"
+    return f"{name}: AMP gains {gained}: {', '.join(parts)}; activations take half the bytes in both."

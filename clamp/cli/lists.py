@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import importlib
+import inspect
+import pkgutil
 import re
 import sys
+import textwrap
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
+from types import ModuleType
+from typing import Any
 
+import netcl.nn
 import pyopencl as cl
+from netcl.nn.layers import Module
 from rich.console import Console
 from rich.table import Table
 
 from clamp.casting.meanings import MEANINGS
+from clamp.casting.owned import USES
 from clamp.casting.policy import CastPolicy, Entry, PolicyTable, default_table
 from clamp.cli.console import make_console
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe
-from clamp.cli.kernels import on_device, reached
-from clamp.cli.layers import functions_of, layers
 from clamp.functions import OWNED
 from clamp.opencl.device import NoDeviceError, capabilities
+from clamp.opencl.program import Kernel
 
+_MODULES = {"ag": "netcl.autograd", "F": "netcl.nn.functional"}  # by the names that netcl's layers give them
 _RECURRENT = re.compile("lstm|gru|rnn|recurrent", re.IGNORECASE)
 
 
@@ -172,3 +185,91 @@ def _nothing(args: Namespace, table: PolicyTable, found: list[Entry]) -> str:
     if _RECURRENT.search(args.name):
         hint = ". netcl has no recurrent layers: examples/rnn_cell.py makes an LSTM cell of functions that are listed"
     return f"no list names a function {args.name!r}, and netcl has no layer of that name{hint}"
+
+
+# ---------------------------------------------------------------------------------------------- a layer's functions
+
+
+@cache
+def layers() -> dict[str, type]:
+    """The public layers of netcl.nn by their own names."""
+    modules = [importlib.import_module(f"netcl.nn.{found.name}") for found in pkgutil.iter_modules(netcl.nn.__path__)]
+    return {
+        name: member
+        for module in modules
+        for name, member in inspect.getmembers(module, inspect.isclass)
+        if issubclass(member, Module) and member is not Module and not name.startswith("_")
+    }
+
+
+def functions_of(layer: type) -> list[str]:
+    """Full names of the functions that a layer calls, and the layers in it, in their order in the source.
+
+    Read from that: netcl keeps no table of it.
+    """
+    return list(dict.fromkeys(_calls(layer, {layer})))
+
+
+def _calls(layer: type, seen: set[type]) -> Iterator[str]:
+    if name := vars(layer).get("_AG_NAME"):  # netcl's activations without a forward of their own
+        yield f"{_MODULES['ag']}.{name}"
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(layer)))):
+        if not isinstance(node, ast.Call):
+            continue
+        match node.func:
+            case ast.Attribute(value=ast.Name(id=alias), attr=name) if alias in _MODULES:
+                yield f"{_MODULES[alias]}.{name}"
+            case ast.Name(id=name) if (part := layers().get(name)) and part not in seen:
+                seen.add(part)
+                yield from _calls(part, seen)
+
+
+# ---------------------------------------------------------------------------------------------- its kernels
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a function uses, and what that leads to.
+
+    Attributes:
+        files: names of kernel files.
+        modules: names of modules of clamp.ops.
+    """
+
+    files: set[str]
+    modules: set[str]
+
+
+def reached(function: Callable[..., Any]) -> Reached:
+    """Kernel files that calls of a function of clamp may build, and the modules of clamp.ops on the way there.
+
+    A module leads to its kernels, and to the modules of clamp.ops which it takes functions from; a package to its
+    engines as well.
+    """
+    kernels: set[Kernel] = set()
+    modules: set[str] = set()
+    waiting = list(USES[inspect.unwrap(function)])
+    while waiting:
+        x = waiting.pop()
+        if isinstance(x, Kernel):
+            kernels.add(x)
+        module = x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", "")
+        if str(module).startswith("clamp.ops.") and module not in modules:
+            modules.add(module)
+            waiting += _names_in(sys.modules[module])
+    return Reached({kernel.file for kernel in kernels}, modules)
+
+
+def _names_in(module: ModuleType) -> list[Any]:
+    """What the names in a module stand for, its tables and lists taken apart; in a package, without its modules."""
+    is_package = hasattr(module, "__path__")
+    found: list[Any] = [x for x in vars(module).values() if not (is_package and isinstance(x, ModuleType))]
+    tables = [x.values() if isinstance(x, dict) else x for x in found if isinstance(x, dict | tuple)]
+    return found + [x for table in tables for x in table]
+
+
+def on_device(found: Reached, queue: cl.CommandQueue, dtype: str) -> list[str]:
+    """What modules, or their packages, say of choices on the queue's device: some have ``on_device(queue, dtype)``."""
+    names = found.modules | {name.rpartition(".")[0] for name in found.modules}
+    speakers = (getattr(sys.modules[name], "on_device", None) for name in sorted(names))
+    return [speak(queue, dtype) for speak in speakers if speak is not None]

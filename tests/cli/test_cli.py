@@ -18,7 +18,7 @@ import pytest
 
 from clamp.casting.owned import OWNED
 from clamp.casting.policy import CastPolicy, default_table
-from clamp.cli import gain, main
+from clamp.cli import doctor, main
 from clamp.cli.bench import command, first_step
 from clamp.cli.bench.cases import gemm as gemm_bench
 from clamp.cli.bench.cases.contenders import Case, Contender, random_tensor
@@ -27,7 +27,7 @@ from clamp.cli.bench.peers import PeerError, PeerProcess, blas_settings, install
 from clamp.cli.bench.report import rows_of
 from clamp.cli.bench.timing import Effort, Race, Timing, interleave, settle, timed
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator, slug
-from clamp.cli.kernels import reached
+from clamp.cli.lists import reached
 from clamp.opencl import proofs
 from clamp.opencl.device import NoDeviceError, capabilities, list_devices
 from clamp.ops import proved
@@ -577,22 +577,20 @@ def test_doctor_looks_at_the_device_asked_for(queue: cl.CommandQueue, capsys: py
 def test_doctors_last_sentence_says_whether_time_is_gained(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert gain.in_words("X: Y", {"float16": (1.42, 0.9), "bfloat16": (1.0, 1.0)}) == (
+    assert doctor.in_words("X: Y", {"float16": (1.42, 0.9), "bfloat16": (1.0, 1.0)}) == (
         "X: Y: AMP gains time and memory: float16 multiplies matrices 1.42x and adds 0.90x as fast as float32, "
         "bfloat16 multiplies matrices 1.00x and adds 1.00x as fast as float32; activations take half the bytes in both."
     )
-    assert "memory, and no time" in gain.in_words("X", {"float16": (1.0, 1.05), "bfloat16": (0.5, 1.0)})
-    monkeypatch.setattr(gain, "gemm", lambda *args, **kwargs: 1 / 0)
-    assert gain.sentence(queue.device, 0.1).endswith(
+    assert "memory, and no time" in doctor.in_words("X", {"float16": (1.0, 1.05), "bfloat16": (0.5, 1.0)})
+    monkeypatch.setattr(doctor, "gemm", lambda *args, **kwargs: 1 / 0)
+    assert doctor.sentence(queue.device, 0.1).endswith(
         "what AMP gains could not be measured: a product in float32 failed: ZeroDivisionError: division by zero"
     )
-    monkeypatch.setattr(gain, "is_simulator", lambda device: True)
-    assert gain.sentence(queue.device, 0.1).endswith(": a simulator, on which nothing is gained.")
+    monkeypatch.setattr(doctor, "is_simulator", lambda device: True)
+    assert doctor.sentence(queue.device, 0.1).endswith(": a simulator, on which nothing is gained.")
 
 
 def test_doctor_says_what_became_of_matrix_units(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    import clamp.cli.doctor as doctor
-
     large, small = Plan(32, 16, 32, 3, (2, 1)), Plan(16, 32, 16, 2, (1, 1))
     verdicts = {str(large): "RuntimeError: OUT_OF_RESOURCES", str(small): proofs.RIGHT}
 
@@ -632,8 +630,6 @@ def test_doctor_says_what_became_of_matrix_units(queue: cl.CommandQueue, monkeyp
 def test_doctor_fails_when_a_result_is_wrong(
     wrong: str, real_devices: list[cl.Device], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import clamp.cli.doctor as doctor
-
     right = getattr(doctor, wrong)
 
     def shifted(*args: object, **kwargs: object) -> object:

@@ -15,7 +15,7 @@ from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.owned import OWNED
 from clamp.casting.policy import CastPolicy
-from clamp.cli.kernels import reached
+from clamp.cli.lists import reached
 from clamp.opencl.program import Kernel
 from tests.conformance import long_axes, ops, report
 from tests.conformance.long_axes import LongCase

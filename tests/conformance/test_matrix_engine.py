@@ -11,7 +11,7 @@ import pytest
 
 from clamp.bridge import empty
 from clamp.casting.owned import OWNED
-from clamp.cli.kernels import reached
+from clamp.cli.lists import reached
 from clamp.ops import attention
 from clamp.ops.attention.mma import MatrixAttention
 from clamp.ops.conv import engines as conv

@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 import clamp
-from clamp.cli import USUAL_WORKS
-from clamp.cli.arguments import INTERRUPTED
+from clamp.cli import INTERRUPTED, USUAL_WORKS
 from clamp.cli.bench import timeline_report
 from clamp.cli.bench.cases.attention import attention_cases
 from clamp.cli.bench.cases.bandwidth import bandwidth_cases, cast_cases
