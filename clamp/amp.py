@@ -13,8 +13,8 @@ from clamp.compat.oneflow_scaler import StaticGradScaler
 from clamp.compat.paddle import auto_cast, decorate
 from clamp.compat.pytorch import GradScaler, custom_bwd, custom_fwd
 from clamp.compat.regions import autocast
+from clamp.debug.memory_meter import max_memory
 from clamp.handle import AmpHandle, NoOpHandle, OptimWrapper
-from clamp.observe.memory import max_memory
 from clamp.opencl.device import get_amp_supported_dtype, is_bfloat16_supported, is_float16_supported, supports_fp16
 from clamp.params.masters import master_params
 from clamp.patching.decorators import float_function, half_function, promote_function

@@ -122,7 +122,7 @@ def test_the_wheel_trains(tmp_path: Path) -> None:
     # an editable install answers for a package that the wheel lacks: so they are compared, too
     modules = {file.relative_to(ROOT).as_posix() for file in (ROOT / "clamp").rglob("*.py")}
     assert modules <= names, modules - names
-    data = {"kernels": ("*.cl", "*.clh"), "lists": ("*.toml",), "clamp/report": ("*.html", "*.css", "*.js")}
+    data = {"kernels": ("*.cl", "*.clh"), "lists": ("*.toml",), "clamp/debug/page": ("*.html", "*.css", "*.js")}
     for folder, patterns in data.items():
         for source in [file for pattern in patterns for file in (ROOT / folder).glob(pattern)]:
             assert f"clamp/{folder.removeprefix('clamp/')}/{source.name}" in names

@@ -1,4 +1,4 @@
-"""Where every result of an op passes, and every gradient: what ``clamp.observe`` looks at.
+"""Where every result of an op passes, and every gradient: what ``clamp.debug`` looks at.
 
 Nobody asks at each op whether somebody looks. Without an observer, ``RESULTS.own``, ``.foreign`` and the others are
 functions that do what has to be done anyway; with one, others stand in their place.

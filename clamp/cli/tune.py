@@ -25,7 +25,7 @@ from clamp.cli.bench.cases.contenders import random_tensor
 from clamp.cli.bench.timing import QUICK, interleave
 from clamp.cli.console import make_console, print_fitting
 from clamp.cli.devices import choose_device, describe
-from clamp.observe.recorder import Recorder
+from clamp.debug.profiler import Recorder
 from clamp.opencl import proofs
 from clamp.ops.gemm import engines, tuning
 from clamp.ops.gemm.matrix_units import MatrixUnit

@@ -22,9 +22,9 @@ from clamp.casting.regions import Region, check_dtype, current_region, in_region
 from clamp.casting.results import RESULTS
 from clamp.compat import pytorch
 from clamp.compat.oneflow_scaler import GradScaler, StaticGradScaler, loss_scale_of
+from clamp.debug.attribution import Attribution
+from clamp.debug.explain import Explanation
 from clamp.interrupts import uninterrupted
-from clamp.observe.attribution import Attribution
-from clamp.observe.explain import Explanation
 from clamp.opencl.recording import host_step, recorder, undone_by_error
 from clamp.ops import transfer
 from clamp.ops.loss_scale import scale_lock

@@ -8,9 +8,9 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Node
+from clamp.debug.explain import Explanation, not_seen
+from clamp.debug.layer_ranges import LayerRanges
 from clamp.handle.optim_wrapper import OptimWrapper
-from clamp.observe.explain import Explanation, not_seen
-from clamp.observe.layer_ranges import LayerRanges
 from clamp.scaling.history import History
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import scaled_pass

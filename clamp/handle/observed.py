@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from clamp.casting.regions import Region
+from clamp.debug.attribution import Attribution
+from clamp.debug.dry_run import check_step
+from clamp.debug.explain import Explanation
+from clamp.debug.layer_ranges import LayerRanges, observe_ranges
+from clamp.debug.page.page import write_page
+from clamp.debug.page.schema import write_run
+from clamp.debug.run_log import Record
+from clamp.debug.summary import Summary
 from clamp.handle.other_scalers import OtherScalers
-from clamp.observe.attribution import Attribution
-from clamp.observe.explain import Explanation
-from clamp.observe.layer_ranges import LayerRanges, observe_ranges
-from clamp.observe.record import Record
-from clamp.observe.rehearsal import check_step
-from clamp.observe.summary import Summary
 from clamp.opencl.progress import PROGRESS
 from clamp.ranks.mpi import Ranks
-from clamp.report import write_page, write_run
 
 
 class ObservedHandle(OtherScalers):

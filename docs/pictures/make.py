@@ -1,6 +1,6 @@
 """Draws the pictures of the documents: ``python docs/pictures/make.py`` writes the files beside it.
 
-Those of the page of a run are taken by ``python -m tests.report.screenshots``.
+Those of the page of a run are taken by ``python -m tests.debug.screenshots``.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from clamp.cli import main
 from clamp.cli.bench.cases.networks import Mlp
 from clamp.cli.bench.cases.step import Variant
 from clamp.cli.bench.cases.unscale import counted_launches
-from clamp.observe.recorder import Recorder
-from clamp.observe.timeline import Command, Gap, Timeline, Total, Wait, merged
+from clamp.debug.profiler import Recorder
+from clamp.debug.timeline import Command, Gap, Timeline, Total, Wait, merged
 from clamp.ops.cast import cast
 
 STEP = ["bench", "--timeline", "--step", "2x32x8"]

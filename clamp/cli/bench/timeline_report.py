@@ -18,8 +18,8 @@ from rich.table import Table
 
 from clamp.cli.bench.cases.small_networks import Network
 from clamp.cli.bench.cases.step import Variant
-from clamp.observe.recorder import Recorder
-from clamp.observe.timeline import Timeline
+from clamp.debug.profiler import Recorder
+from clamp.debug.timeline import Timeline
 
 _GAPS = 8  # as many are printed
 _COLOURED = 9  # names with a colour of their own in the picture

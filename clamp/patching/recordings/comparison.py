@@ -160,7 +160,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 def _observes(x: Any) -> bool:
     function = x.func if isinstance(x, partial) else x
-    return str(getattr(function, "__module__", "")).startswith("clamp.observe.")
+    return str(getattr(function, "__module__", "")).startswith("clamp.debug.")
 
 
 def _is_same_function(one: FunctionType, other: FunctionType) -> bool:

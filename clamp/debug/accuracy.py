@@ -1,0 +1,385 @@
+"""``amp.debugging.compare_accuracy``: the same step in float32 and under AMP, and which op loses how much by itself."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clamp import bridge
+from clamp.bridge import DTypeLike, Node, Tensor
+from clamp.casting.policy import default_table
+from clamp.casting.regions import Region, changed_regions, check_dtype, current_region, in_own_region
+from clamp.casting.results import RESULTS, Observer
+from clamp.debug import process
+from clamp.debug.dry_run import NothingSeenError, rehearsal
+from clamp.debug.errors import UNIT_ROUNDOFF
+from clamp.debug.text_table import aligned
+from clamp.debug.two_runs import AmpSide, Float32Side, Found
+from clamp.debug.watcher import RESULT, Key, Names
+from clamp.ops.cast import cast
+
+_SHOWN = 30  # rows of a table
+_FAR_OFF, _AMPLIFIED = 0.02, 20.0  # a result, relatively, and how many times as far as what it was made of
+_HIGHEST, _LOWER = 2.0**16, 16.0  # loss scales: the first that is tried, and by how much the next is lower
+
+
+@dataclass(frozen=True)
+class ValueAccuracy:
+    """How accurate one result of an op, or one of its gradients, is under AMP.
+
+    Errors are relative: the norm of the difference by the norm of the right value; ``largest_`` ones, the largest
+    difference by the largest magnitude. They are inf where AMP gave inf or nan and float32 did not. Gradients are
+    compared without the loss scale.
+
+    Attributes:
+        function: netcl's name of the op, ``"matmul_op"``.
+        direction: ``"forward"`` or ``"backward"``.
+        value: ``"result"``, ``"gradient of layers.0.weight"``, ``"gradient of input 0"``.
+        module: path of the innermost layer, ``"layers.0"``; empty if there is none.
+        line: the nearest line of the user's, ``"train.py:31"``.
+        call: of calls alike in function, layer and line, which.
+        policy: of the function, ``"half"``; empty for what is on no list.
+        dtype, shape: of the value under AMP.
+        times: how many times as large ``own`` is as the error that rounding to the AMP dtype makes in any case.
+        own: what the op itself has added, whatever was wrong with its inputs: against the same function in float32 of
+            the same inputs.
+        largest_own: likewise.
+        rounding: the error that the right value has once it is rounded to as many digits as the AMP dtype has. (What is
+            beyond its range, inf or 0 there, is an error of the op's own.) Where that does not account for ``own``: the
+            error that the function in float32 makes of inputs that are so rounded, if it is larger.
+        total: against the float32 run, with all that was brought along; nan of an op that it did not have.
+        largest_total: likewise.
+        is_estimate: whether the function could not be called again, a user's own, say; ``own`` is then by how much
+            ``total`` is larger than those of its inputs.
+        brought: the largest ``total`` of what the op has read.
+    """
+
+    function: str
+    direction: str
+    value: str
+    module: str
+    line: str
+    call: int
+    policy: str
+    dtype: str
+    shape: tuple[int, ...]
+    times: float
+    own: float
+    largest_own: float
+    rounding: float
+    total: float
+    largest_total: float
+    is_estimate: bool = False
+    brought: float = 0.0
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        line = f" ({self.line})" if self.line else ""
+        about = "about " if self.is_estimate else ""
+        error = f"{about}{self.times:.3g}x rounding" if np.isfinite(self.times) else "inf or nan, and finite in float32"
+        return f"{self.direction} of {self.function}{where}{line}, {self.value}: {error}"
+
+
+@dataclass(frozen=True)
+class Accuracy(Sequence[ValueAccuracy]):
+    """What AMP does to the numbers of one step, the worst first: suspects, then by ``own``. ``print`` it.
+
+    Attributes:
+        values: of each op its result and its gradients.
+        unpaired: in words, what only one of both runs had.
+        dtype: the AMP dtype.
+        tolerance: see ``compare_accuracy``.
+        loss, loss_in_float32: what the step returned in both runs; nan if that was no number.
+    """
+
+    values: tuple[ValueAccuracy, ...]
+    unpaired: tuple[str, ...]
+    dtype: str
+    tolerance: float
+    loss: float
+    loss_in_float32: float
+
+    @property
+    def suspects(self) -> list[ValueAccuracy]:
+        """Those whose own error is more than ``tolerance`` times that of rounding."""
+        return [value for value in self.values if value.times > self.tolerance]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.values[index]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def to_csv(self, path: str | Path) -> None:
+        """Writes all values to a file, a row each, under their attributes' names."""
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(field.name for field in fields(ValueAccuracy))
+            writer.writerows(astuple(value) for value in self.values)
+
+    def __str__(self) -> str:
+        return "\n".join([*self._head(), "", *_table(self.values[:_SHOWN]), *self._tail()])
+
+    __repr__ = __str__
+
+    def _head(self) -> list[str]:
+        loss = f"loss {self.loss:.6g} in {self.dtype}, {self.loss_in_float32:.6g} in float32"
+        suspects = self.suspects
+        if not suspects:
+            verdict = f"No op errs by more than {self.tolerance:g} times what rounding to {self.dtype} costs."
+        else:
+            ops = {(value.function, value.module): str(value) for value in reversed(suspects)}
+            verdict = "\n".join([f"{len(ops)} of the ops err by more than {self.tolerance:g} times what rounding to "
+                                 f"{self.dtype} costs:", *(f"  {one}" for one in reversed(ops.values()))])  # fmt: skip
+        has_loss = not (np.isnan(self.loss) and np.isnan(self.loss_in_float32))
+        return [*([loss] if has_loss else []), verdict, *([] if suspects else self._of_amplified())]
+
+    @property
+    def amplified(self) -> ValueAccuracy | None:
+        """Of the results that are far off although the op is right, the one that has made most of the errors of what it
+        has read, as the difference of nearly equal numbers does; None if no result is."""
+        least = UNIT_ROUNDOFF[self.dtype]
+        grown = [
+            (value.total / max(value.brought, least), value)
+            for value in self.values
+            if value.direction == "forward" and value.times <= self.tolerance and value.total > _FAR_OFF
+        ]
+        factor, worst = max(grown, key=itemgetter(0), default=(0.0, None))
+        return worst if factor > _AMPLIFIED else None
+
+    def _of_amplified(self) -> list[str]:
+        worst = self.amplified
+        if worst is None:
+            return []
+        where = f" in {worst.module}" if worst.module else ""
+        line = f" ({worst.line})" if worst.line else ""
+        made, read = (f"{100 * x:.2g} %" for x in (worst.total, max(worst.brought, UNIT_ROUNDOFF[self.dtype])))
+        return [
+            f"Each op is right, and yet the result of {worst.function}{where}{line} is off by {made}: what it reads is "
+            f"off by {read}, as {self.dtype} is, and nearly cancels in it. Compute what it reads in float32, too: "
+            'with amp.autocast(dtype="float32"): around both.'
+        ]
+
+    def _tail(self) -> list[str]:
+        left = len(self.values) - _SHOWN
+        more = [f"... and {left} more, which err less: to_csv(path) writes all"] if left > 0 else []
+        return [*more, *(f"not compared: {one}" for one in self.unpaired)]
+
+
+def compare_step(
+    step: Any,
+    batch: Sequence[Any] = (),
+    *,
+    loss: Callable[..., Any] | None = None,
+    dtype: DTypeLike | None = None,
+    level: str | None = None,
+    custom_white_list: Iterable[str] = (),
+    custom_black_list: Iterable[str] = (),
+    loss_scale: float | None = None,
+    tolerance: float = 8.0,
+) -> Accuracy:
+    """Runs one training step in float32 and once more under AMP, and compares what each op gave, forward and backward.
+
+    ::
+
+        print(amp.debugging.compare_accuracy(model, (x, y), loss=F.cross_entropy))
+
+    An op's ``own`` error is told from what its inputs bring along: the op is computed once more, in float32, from the
+    very inputs that it had under AMP. Both runs are clamp's kernels. Nothing is trained: optimizers do not step, and
+    gradients, loss scales, the statistics of layers and random generators are put back. Takes the memory of a float32
+    step on the host, and of one more on the device.
+
+    Args:
+        step: a netcl model; or a function without arguments that does forward and backward as the loop does, with
+            ``handle.scale_loss`` and ``optimizer.step()`` if it likes, and may return the loss.
+        batch: with a model, what it is called with, and last what the loss compares its output with: numpy arrays,
+            tensors or nodes.
+        loss: with a model, ``loss(output, target)``. None: the whole batch goes to the model, which returns the loss.
+        dtype: the AMP dtype. By default, as all that follow up to the lists, as it is around the call: of the active
+            handle, or else float16 and level O1.
+        level, custom_white_list, custom_black_list: as for ``amp.init``.
+        loss_scale: with a model, what the loss is multiplied by. By default that of the active handle; without one
+            65536 in float16, or as much less as keeps the gradients finite.
+        tolerance: how many times the error of rounding an op may make before it is one of the ``suspects``.
+
+    Raises:
+        TypeError: ``step`` is neither a model nor a function, or a model has no batch.
+        ValueError: an unknown dtype, level or function; the step ran no op on a device.
+        RuntimeError: the step is a recorded one, whose ops have no values.
+    """
+    if dtype is not None:
+        dtype = check_dtype(dtype)
+    process.session.ensure_patched()
+    around = current_region() or Region(True, "float16", default_table())
+    amp = _amp_region(replace(around, enabled=True), dtype, level, custom_white_list, custom_black_list)
+    run = _step_of(step, batch, loss, amp, loss_scale)
+    right, wrong = _both_runs(run, amp, tolerance)
+    return _accuracy(right, wrong, amp.dtype, tolerance)
+
+
+# ---------------------------------------------------------------------------------------------- the step
+
+
+def _amp_region(
+    around: Region, dtype: str | None, level: str | None, white: Iterable[str], black: Iterable[str]
+) -> Region:
+    white, black = tuple(white), tuple(black)
+    policies = around.policies
+    if level is not None:
+        policies = process.session.policies_for(level)
+    if white or black:
+        policies = policies.customized(white, black)
+    chosen = "float32" if level == "O0" else dtype or around.dtype
+    return replace(around, dtype=chosen, policies=policies)
+
+
+def _step_of(
+    step: Any, batch: Sequence[Any], loss: Callable[..., Any] | None, amp: Region, scale: float | None
+) -> _Step:
+    if not bridge.is_module(step):
+        if not callable(step) or len(batch) or loss is not None or scale is not None:
+            raise TypeError(
+                "compare_accuracy takes a netcl model with a batch and a loss, or a function without arguments that "
+                f"does forward and backward, alone; got {type(step).__name__}"
+            )
+        return _Step(lambda scale: step(), 1.0, 1.0)
+    if not len(batch):
+        raise TypeError(f"compare_accuracy needs a batch for a model: compare_accuracy({type(step).__name__}(...), "
+                        "(x, y), loss=F.cross_entropy)")  # fmt: skip
+    queue = next((tensor.queue for _, tensor in bridge.module_tensors(step)), None)
+    inputs = [_input(x, queue) for x in batch]
+
+    def forward_and_backward(scale: float) -> Any:
+        found = step(*inputs) if loss is None else loss(step(*inputs[:-1]), inputs[-1])
+        value = found.value
+        seed = Tensor.from_host(value.queue, np.full(value.shape, scale, np.float32))
+        found.backward(cast(seed, bridge.canonical_dtype(value.dtype)))
+        return found
+
+    handle = process.session.active_handle()
+    if scale is not None:
+        return _Step(forward_and_backward, scale, scale)
+    if handle is not None and amp.dtype == "float16":
+        return _Step(forward_and_backward, handle.loss_scale, 1.0)
+    return _Step(forward_and_backward, _HIGHEST if amp.dtype == "float16" else 1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step to be run.
+
+    Attributes:
+        run: runs it with a loss scale; returns the loss.
+        scale: the one for AMP; in float32 it is 1.
+        floor: to which it may be lowered, while gradients are not finite.
+    """
+
+    run: Callable[[float], Any]
+    scale: float
+    floor: float
+
+
+def _input(x: Any, queue: Any) -> Any:
+    """What a model, or a loss, is called with: a node of what is floating, or else the tensor."""
+    if isinstance(x, Node):
+        return x
+    if not isinstance(x, Tensor):
+        array = np.asarray(x)
+        kind = np.float32 if np.issubdtype(array.dtype, np.floating) else np.int32
+        x = Tensor.from_host(queue, np.ascontiguousarray(array, kind))
+    return Node(value=x) if x.dtype in bridge.STORAGE else x
+
+
+# ---------------------------------------------------------------------------------------------- both runs
+
+
+def _both_runs(step: _Step, amp: Region, tolerance: float) -> tuple[tuple[Float32Side, float], tuple[AmpSide, float]]:
+    """What was seen of the step in float32 and under AMP, each with the loss."""
+    right = Float32Side()
+    with changed_regions(_in_float32):
+        right_loss = _run(step, 1.0, amp, right)
+    if not right.values:
+        raise NothingSeenError
+    scale = step.scale
+    while True:
+        wrong = AmpSide(right.values, amp.dtype, scale, tolerance)
+        loss = _run(step, scale, amp, wrong)
+        if scale <= step.floor or not wrong.overflowed_in_backward:
+            return (right, right_loss), (wrong, loss)
+        scale = max(step.floor, scale / _LOWER)
+
+
+def _in_float32(region: Region) -> Region:
+    return region.in_float32 if region.enabled else region
+
+
+def _run(step: _Step, scale: float, region: Region, observer: Observer) -> float:
+    with rehearsal(step.run), in_own_region(region):
+        with RESULTS.attached(observer):
+            loss = step.run(scale)
+        loss = loss if isinstance(loss, float) else getattr(loss, "value", None)
+        if isinstance(loss, Tensor) and loss.size == 1:
+            return float(loss.to_host().reshape(-1)[0])
+        return loss if isinstance(loss, float) else float("nan")
+
+
+# ---------------------------------------------------------------------------------------------- in words
+
+
+def _accuracy(right: tuple[Float32Side, float], wrong: tuple[AmpSide, float], dtype: str, tolerance: float) -> Accuracy:
+    (in_float32, right_loss), (under_amp, loss) = right, wrong
+    names = Names(under_amp.ops, [one.seen for one in under_amp.found if one.seen is not None])
+    values = sorted(
+        (_value(one, names, under_amp.usual) for one in under_amp.found), key=partial(_rank, tolerance=tolerance)
+    )
+    missing = [f"{_words(key, in_float32.ops.paths())}, in float32 only" for key in under_amp.missing]
+    extra = [f"{_words(key, names.paths)}, under AMP only" for key in under_amp.unpaired]
+    return Accuracy(tuple(values), (*missing, *extra), dtype, tolerance, loss, right_loss)
+
+
+def _value(one: Found, names: Names, usual: float) -> ValueAccuracy:
+    nan = float("nan")
+    total = nan if one.total is None else one.total.relative
+    largest = nan if one.total is None else one.total.largest
+    if one.own is not None:
+        own, largest_own = one.own.relative, one.own.largest
+    else:
+        own = largest_own = max(0.0, total - one.brought) if total == total and np.isfinite(one.brought) else nan
+    times = np.inf if own == np.inf else own / max(one.rounding, usual)
+    numbers = (times, own, largest_own, one.rounding, total, largest, one.own is None, one.brought)
+    if one.seen is None:
+        return ValueAccuracy("sum of gradients", "backward", "result", "", "", 0, "", one.dtype, one.shape, *numbers)
+    op, direction = one.seen.op, "forward" if one.part == RESULT else "backward"
+    return ValueAccuracy(op.function, direction, names.value(one.seen, one.part), names.layer(op), op.line, op.call,
+                         one.seen.place.policy, one.dtype, one.shape, *numbers)  # fmt: skip
+
+
+def _rank(value: ValueAccuracy, tolerance: float) -> tuple[bool, float]:
+    """Suspects first, by how much more they err than rounding; then the others by how much they err."""
+    is_suspect = value.times > tolerance
+    size = value.times if is_suspect else value.own
+    return not is_suspect, np.inf if np.isnan(size) else -size
+
+
+def _words(key: Key, paths: dict[str, str]) -> str:
+    op, part, _ = key
+    where = f" in {paths[op.layer]}" if op.layer else ""
+    what = "result" if part == RESULT else f"gradient {part}"
+    return f"{what} of {op.function}{where} ({op.line}), call {op.call}"
+
+
+def _table(values: Sequence[ValueAccuracy]) -> list[str]:
+    rows = [("x rounding", "own error", "rounding", "all errors", "op", "value", "layer", "line", "dtype")]
+    rows += [
+        (f"{'~' if one.is_estimate else ''}{one.times:.3g}", f"{one.own:.2e}", f"{one.rounding:.2e}",
+         f"{one.total:.2e}", f"{one.direction} {one.function}", one.value, one.module, one.line, one.dtype)
+        for one in values
+    ]  # fmt: skip
+    return aligned(rows, numbers=range(4), indent="")

@@ -1,0 +1,327 @@
+"""``amp.debugging.bisect``: the few functions, or layers, that must run in float32 for a training run to go well."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from math import isfinite
+from typing import Any, TypeVar
+
+import numpy as np
+import wrapt
+
+from clamp import bridge
+from clamp.bridge import Module
+from clamp.casting.policy import CastPolicy, PolicyTable, default_table
+from clamp.casting.regions import Region, casting_region, changed_regions, in_region
+from clamp.debug import process
+from clamp.debug.dry_run import check_step, same_start
+from clamp.debug.identity import Ops
+
+T = TypeVar("T")
+
+FOUND, HOLDS_UNDER_AMP, FAILS_IN_FLOAT32 = "found", "holds under AMP", "fails in float32"
+
+_IN_16_BITS = (CastPolicy.HALF, CastPolicy.PROMOTE, CastPolicy.MATCH)
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What must run in float32. ``print`` it: it is the line to paste.
+
+    Attributes:
+        by: ``"function"`` or ``"module"``.
+        verdict: ``"found"``; ``"holds under AMP"``, nothing has to be in float32; or ``"fails in float32"``, it does
+            not help to compute all of them in float32.
+        culprits: names of functions, or paths of layers.
+        candidates: all that computed in 16 bits.
+        runs: how often the training was run.
+    """
+
+    by: str
+    verdict: str
+    culprits: tuple[str, ...]
+    candidates: tuple[str, ...]
+    runs: int
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The functions that must run in float32, for ``custom_black_list``."""
+        return self.culprits if self.by == "function" else ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The layers that must."""
+        return self.culprits if self.by == "module" else ()
+
+    def __str__(self) -> str:
+        what = "functions" if self.by == "function" else "layers"
+        if self.verdict == HOLDS_UNDER_AMP:
+            return f"The metric holds under AMP: none of {len(self.candidates)} {what} has to run in float32."
+        if self.verdict == FAILS_IN_FLOAT32:
+            other = "by='function' switches what no layer calls" if self.by == "module" else "the cause is another one"
+            return f"The metric does not hold with all {len(self.candidates)} {what} in float32 either: {other}."
+        count = f"# {len(self.culprits)} of {len(self.candidates)} {what}, found in {self.runs} runs"
+        if self.by == "function":
+            names = ", ".join(f'"{name}"' for name in self.culprits)
+            return f"amp.init(custom_black_list=[{names}])  {count}"
+        return f'with amp.autocast(dtype="float32"):  # around the call of {", ".join(self.culprits)}\n    ...  {count}'
+
+    __repr__ = __str__
+
+
+def bisect(
+    step_fn: Callable[[], Any],
+    metric: Callable[[Any], Any] | None = None,
+    *,
+    by: str = "function",
+    tolerance: float = 0.01,
+) -> Bisection:
+    """Finds the few functions, or layers, that must run in float32 for a metric to hold: none can be left out.
+
+    ::
+
+        print(amp.debugging.bisect(train_100_steps, lambda loss: loss < 0.3))
+        # amp.init(custom_black_list=["softmax"])  # 1 of 14 functions, found in 6 runs
+
+    The training is run once as it is, once with all candidates in float32, and then with halves of them. The last of
+    the shortest row of candidates with which the metric holds is needed; it stays in float32, and the rest are searched
+    likewise, until what has been found suffices: binary splitting (F. K. Hwang, "A method for detecting all defective
+    members in a population by group testing", JASA 67, 1972), for what must be all together as in delta debugging
+    (A. Zeller, R. Hildebrandt, "Simplifying and isolating failure-inducing input", IEEE TSE 28, 2002). For k culprits
+    among n that is k * (log2(n) + 1) runs at most, rounded up, besides the first two. Where more float32 can also make
+    the metric fail, what is found is enough, but may have more than it takes. Whatever is found has been tried.
+
+    Args:
+        step_fn: makes model and optimizer anew, trains for some steps, and returns what the metric looks at. It calls
+            ``amp.init`` itself, or runs under the handle or region around. Each run begins with the same random numbers
+            of ``np.random`` and ``random``, and the same loss scale.
+        metric: says of what ``step_fn`` returned whether it holds, as a bool; or gives a number, which holds if it
+            differs from that of float32 by at most ``tolerance`` of it. None: the result is the number. A
+            FloatingPointError of ``step_fn``, as of a step whose loss scale is at its floor, is one that does not.
+        by: ``"function"`` or ``"module"``.
+        tolerance: for a metric that is a number.
+
+    Raises:
+        TypeError: ``step_fn`` is no function, or returns nothing; the metric is neither a bool nor a number.
+        ValueError: ``by`` is neither; or nothing was computed in 16 bits.
+    """
+    check_step(step_fn, "amp.debugging.bisect", "trains for some steps")
+    if by not in ("function", "module"):
+        raise ValueError(f'by must be "function" or "module", got {by!r}')
+    runs: _Runs = _ByFunction(step_fn, metric) if by == "function" else _ByModule(step_fn, metric)
+    process.session.ensure_patched()
+    under_amp = runs.first()
+    if not runs.candidates:
+        raise ValueError(
+            "step_fn computed nothing in 16 bits: call amp.init() in it or before it, or compute in a region of "
+            "amp.autocast()" + (", in layers" if by == "module" else "")
+        )
+    in_float32 = runs.run(runs.candidates)
+    holds = partial(_holds, in_float32=in_float32, tolerance=tolerance)
+    verdict, culprits = FOUND, list[str]()
+    if not holds(in_float32):
+        verdict = FAILS_IN_FLOAT32
+    elif holds(under_amp):
+        verdict = HOLDS_UNDER_AMP
+    else:
+        culprits = find_culprits(runs.candidates, lambda these: holds(runs.run(these)))
+    return Bisection(by, verdict, tuple(map(runs.name, culprits)), tuple(map(runs.name, runs.candidates)), runs.count)
+
+
+def find_culprits(candidates: Sequence[T], holds: Callable[[Sequence[T]], bool]) -> list[T]:
+    """Candidates with which it holds, and of which none can be left out, where it holds with all and not with none.
+
+    Calls ``holds`` at most ``ceil(log2(n)) + 1`` times for each of them.
+    """
+    found: list[T] = []
+    rest = list(candidates)
+    while rest and not (found and holds(found)):
+        fails, suffices = 0, len(rest)  # how many of the rest, beside those found
+        while suffices - fails > 1:
+            middle = (fails + suffices) // 2
+            if holds([*found, *rest[:middle]]):
+                suffices = middle
+            else:
+                fails = middle
+        found.append(rest[fails])
+        rest = rest[:fails]
+    return found
+
+
+def _holds(value: bool | float, in_float32: bool | float, tolerance: float) -> bool:
+    if isinstance(value, bool):
+        return value
+    return isfinite(value) and abs(value - in_float32) <= tolerance * abs(in_float32)
+
+
+# ---------------------------------------------------------------------------------------------- runs
+
+
+class _Runs:
+    """Runs of the training, each from the same start.
+
+    Attributes:
+        candidates: what has computed in 16 bits, in the order of first calls; known after ``first``.
+        count: how many there were.
+    """
+
+    def __init__(self, step_fn: Callable[[], Any], metric: Callable[[Any], Any] | None) -> None:
+        self._step_fn, self._metric = step_fn, metric
+        self.candidates: list[str] = []
+        self.count = 0
+
+    def first(self) -> bool | float:
+        """Runs it as it is; returns the metric."""
+        raise NotImplementedError
+
+    def run(self, in_float32: Sequence[str]) -> bool | float:
+        """Runs it with some of the candidates in float32; returns the metric."""
+        raise NotImplementedError
+
+    def name(self, candidate: str) -> str:
+        """What a candidate is called."""
+        return candidate
+
+    def _measured(self) -> bool | float:
+        self.count += 1
+        before = process.session.active_handle()
+        try:
+            with same_start(*bridge.in_reach(self._step_fn)):
+                return _as_metric(self._step_fn(), self._metric)
+        except FloatingPointError:
+            return float("nan") if self._metric is None else False
+        finally:
+            if process.session.active_handle() is not before:
+                process.session.shutdown()
+            gc.collect()  # the model, and the optimizer, which takes a place of the handle's
+
+
+def _as_metric(result: Any, metric: Callable[[Any], Any] | None) -> bool | float:
+    if result is None and metric is None:
+        raise _nothing_returned()
+    try:
+        found = result if metric is None else metric(result)
+    except TypeError as error:
+        if result is None:
+            raise _nothing_returned() from error
+        raise
+    if isinstance(found, bool | np.bool_):
+        return bool(found)
+    value = getattr(found, "value", found)
+    host = value.to_host() if hasattr(value, "to_host") else value
+    if host is not None:
+        with suppress(TypeError, ValueError):
+            return float(np.asarray(host, np.float64).reshape(()))
+    raise TypeError(
+        f"a metric is a bool or a number, got {type(found).__name__}: pass metric=, a function of what step_fn returns"
+    )
+
+
+def _nothing_returned() -> TypeError:
+    return TypeError(
+        "step_fn returned None, and the metric is formed of what it returns: return the loss of its last step, say"
+    )
+
+
+class _ByFunction(_Runs):
+    def first(self) -> bool | float:
+        regions: list[Region] = []
+
+        def noted(region: Region) -> Region:
+            regions.append(replace(region))  # with a list of its own of functions that are called
+            return regions[-1]
+
+        with changed_regions(noted):
+            result = self._measured()
+        names = (name for region in regions for name in _called_in_16_bits(region))
+        self.candidates = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+        return result
+
+    def run(self, in_float32: Sequence[str]) -> bool | float:
+        tables: dict[PolicyTable, PolicyTable] = {}
+
+        def changed(region: Region) -> Region:
+            policies = tables.get(region.policies) or region.policies.customized((), in_float32)
+            tables[region.policies] = tables[policies] = policies
+            return replace(region, policies=policies)
+
+        with changed_regions(changed):
+            return self._measured()
+
+
+class _ByModule(_Runs):
+    def first(self) -> bool | float:
+        with LayerRegions() as layers:
+            result = self._measured()
+        names = [name for name, region in layers.regions() if any(_called_in_16_bits(region))]
+        self.candidates, self._paths = list(dict.fromkeys(names)), layers.ops.paths()
+        return result
+
+    def run(self, in_float32: Sequence[str]) -> bool | float:
+        with LayerRegions(frozenset(in_float32)):
+            return self._measured()
+
+    def name(self, candidate: str) -> str:
+        return self._paths[candidate]
+
+
+def _called_in_16_bits(region: Region) -> Iterable[str]:
+    """Full names of the functions that have computed in 16 bits in a region."""
+    if region.dtype == "float32":
+        return []
+    table = default_table()
+    return [name for name in region.castings if name in table and region.policies.policy_of(table[name]) in _IN_16_BITS]
+
+
+# ---------------------------------------------------------------------------------------------- layers in float32
+
+
+class LayerRegions:
+    """Inside the ``with``, each call of a layer opens a region: in float32 for some layers, as around for the others.
+
+    So an op is in the region of the innermost layer around it; layers in a layer have their own.
+
+    Args:
+        in_float32: names of layers, as ``Ops.layer`` gives them.
+
+    Attributes:
+        ops: has named the layers that were called.
+    """
+
+    def __init__(self, in_float32: Container[str] = ()) -> None:
+        self.ops = Ops()
+        self._in_float32 = in_float32
+        self._regions: dict[tuple[str, int], Region] = {}  # by the name of a layer, and the region outside of layers
+        self._around: dict[int, Region] = {}  # by the id of a region of a layer, that one
+        self._original: Any = None
+
+    def __enter__(self) -> LayerRegions:
+        self._original = vars(Module)["__call__"]
+        Module.__call__ = wrapt.FunctionWrapper(self._original, self._called)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        Module.__call__ = self._original
+
+    def regions(self) -> Iterator[tuple[str, Region]]:
+        """The names of layers, and a region that was opened for their calls."""
+        return ((name, region) for (name, _), region in self._regions.items())
+
+    def _called(self, wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outer = casting_region()
+        if outer is None:
+            return wrapped(*args, **kwargs)
+        with in_region(self._region(self.ops.layer((module,)), self._around.get(id(outer), outer))):
+            return wrapped(*args, **kwargs)
+
+    def _region(self, name: str, around: Region) -> Region:
+        key = name, id(around)
+        if key not in self._regions:
+            changes: dict[str, Any] = {"dtype": "float32", "allow_banned": True} if name in self._in_float32 else {}
+            self._regions[key] = replace(around, **changes)
+            self._around[id(self._regions[key])] = around
+        return self._regions[key]

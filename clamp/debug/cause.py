@@ -1,0 +1,293 @@
+"""What made a result not finite, and one cure, as code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import log2
+
+import numpy as np
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.casting.asked import Asked
+from clamp.casting.regions import asked, casting_in
+from clamp.debug.identity import INSERTED
+from clamp.debug.in_float32 import is_finite_in_float32, largest_in_float32, rounded_to_zero
+from clamp.debug.origin import Origin
+from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, Trace, Value
+from clamp.opencl.recording import unrecorded
+from clamp.ops.cast import cast
+from clamp.ops.statistics import statistics_of
+from clamp.scaling.loss_scale import DynamicLossScale
+from clamp.scaling.scale_rule import DEFAULT_RULE
+
+LARGEST_FLOAT16 = 65504.0
+_ROUNDS_TO_INF = 65520.0  # and what is larger
+
+_AT_ANY = "the loss is not finite at any loss scale."
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What made a result not finite.
+
+    Attributes:
+        kind: see ``Explanation``.
+        why: in one or two sentences.
+        cure: what to write; empty if nothing has to be done.
+    """
+
+    kind: str
+    why: str
+    cure: str
+
+
+def cause_of(origin: Origin, trace: Trace) -> Cause:
+    """The cause, from what first was not finite.
+
+    Args:
+        trace: whose tensors are held: a backward may be computed again, at other loss scales.
+    """
+    if origin.leaf is not None:
+        return _of_leaf(origin.leaf)
+    if origin.frame.direction == BACKWARD:
+        return _of_backward(origin.frame, trace)
+    return _of_forward(origin.frame, trace)
+
+
+def _of_leaf(leaf: Value) -> Cause:
+    what = count_of(leaf)
+    if leaf.name:
+        why = f"The model's {leaf.name} itself holds {what}: no loss scale helps, and no step will mend it."
+        return Cause("parameter", why, 'amp.load_checkpoint("...", model)  # of before it happened; or set it anew')
+    why = f"What the model is given holds {what} before any op has touched it: no loss scale helps."
+    return Cause("input", why, "assert np.isfinite(x).all(), np.argwhere(~np.isfinite(x))  # x: the batch")
+
+
+def _of_forward(frame: Frame, trace: Trace) -> Cause:
+    out = next(value for value in frame.outputs if not value.is_finite)
+    too_large = [x for x in frame.inputs if x.statistics is not None and x.statistics.largest >= _ROUNDS_TO_INF]
+    if too_large and too_large[0].dtype == "float32" and out.dtype == "float16" and frame.place.policy == "half":
+        read = too_large[0]
+        largest = 0.0 if read.statistics is None else read.statistics.largest
+        why = (
+            f"{read.source} holds numbers up to {largest:.3g}, and {frame.function} reads it in float16, whose largest "
+            f"number is {LARGEST_FLOAT16:.0f}: {_AT_ANY}"
+        )
+        return Cause("cast", why, _in_float32(frame, trace))
+    in_float32 = is_finite_in_float32(frame)
+    if in_float32 is False:
+        return _without_value("forward", frame, f"{frame.function} makes {count_of(out)} of finite numbers", trace)
+    if out.dtype == "float16" and out.statistics is not None and out.statistics.infs:
+        known = "In float32 they are finite." if in_float32 else "(Or they have no value, as x / 0.)"
+        nans = f" ({out.statistics.nans} more are nan)" if out.statistics.nans else ""
+        why = (
+            f"What {frame.function} reads is finite, and {out.statistics.infs} of its results are beyond "
+            f"{LARGEST_FLOAT16:.0f}, the largest number of float16, and so inf{nans}: {_AT_ANY} {known}"
+        )
+    else:
+        why = f"{frame.function} makes {count_of(out)} of finite numbers in {out.dtype}: {_AT_ANY}"
+    return Cause("forward", why, _in_float32(frame, trace))
+
+
+def _of_backward(frame: Frame, trace: Trace) -> Cause:
+    floor = trace.scaler.floor if isinstance(trace.scaler, DynamicLossScale) else DEFAULT_RULE.min_scale
+    lower = finite_from(frame, trace.scale, floor)
+    if lower is None:
+        out = next(value for value in frame.outputs if not value.is_finite)
+        what = f"The gradient of {frame.function} has {count_of(out)}"
+        if is_finite_in_float32(frame) is False:
+            return _without_value("backward", frame, what, trace)
+        why = f"{what}, in {out.dtype}, at loss scales down to {floor:.8g}."
+        return Cause("backward", why, f"{_in_bfloat16()}  # as wide as float32")
+    why = (
+        f"The loss scale of {trace.scale:.8g} was too high: the model is sound, forward is finite, and so is this "
+        f"gradient at {lower:.8g}."
+    )
+    if trace.scaler is None:
+        return Cause(
+            "scale", why, "with handle.scale_loss(loss, optimizer) as scaled_loss:  # by a scale that comes down"
+        )
+    if not trace.scaler.comes_down:
+        return Cause("scale", why, trace.scaler.cure or (asked() or Asked()).changed(loss_scale="dynamic"))
+    why += " A dynamic scale comes down by itself, by half in each skipped step."
+    return Cause("scale", why, "")
+
+
+def _without_value(kind: str, frame: Frame, what: str, trace: Trace) -> Cause:
+    words, cure = without_value(frame)
+    because = f": {words}" if words else ""
+    rounded = rounded_to_zero(frame)
+    if rounded is None:
+        either = "It has no finite value in float32 either, so that no loss scale and no dtype helps."
+        return Cause(kind, f"{what}{because}. {either}", cure)
+    out, at = rounded.outputs[0], f" at {rounded.place.short_line}" if rounded.place.file else ""
+    why = (
+        f"{what}{because}. What it reads became 0 in {out.dtype}: {rounded.function}{at} made it, and in float32 it is "
+        "not 0, and both are finite."
+    )
+    return Cause(kind, why, _in_float32(rounded, trace))
+
+
+def divided_away(made: Frame, divides: Frame, trace: Trace) -> Cause:
+    """The cause of an inf that nobody met, as a division made 0 of it."""
+    out = made.outputs[0]
+    at = f" at {divides.place.short_line}" if divides.place.file else ""
+    why = (
+        f"What {made.function} reads is finite, and {count_of(out)} of its results are beyond {LARGEST_FLOAT16:.0f}, "
+        f"the largest number of float16. {divides.function}{at} divides by them, which gives 0 in place of a number: "
+        "all is finite after it, no step is skipped, and what is trained is wrong at any loss scale."
+    )
+    return Cause("forward", why, _in_float32(made, trace))
+
+
+def _in_float32(frame: Frame, trace: Trace) -> str:
+    """How the op is computed in float32 from now on: wherever it is called, or where others like it do well, here.
+
+    Where its results are too large for what reads them in float16 next, all is computed in bfloat16.
+    """
+    largest = largest_in_float32(frame)
+    if largest is not None and largest >= _ROUNDS_TO_INF and _is_read_in_half(frame, trace):
+        return f"{_in_bfloat16()}  # what reads its results, of up to {largest:.3g}, needs the range of float32, too"
+    if not frame.place.function.startswith("netcl."):
+        return f"@amp.float_function  # above the function that computes {frame.function}"
+    alike = [other for other in trace.frames if other.direction == FORWARD and other.function == frame.function]
+    if len(alike) > 1 and frame.place.file:
+        return f'with amp.autocast(dtype="float32"):  # around {frame.place.short_line}'
+    init = asked()
+    if init is None:
+        return f'with amp.autocast(dtype="float32"):  # around the call of {frame.function}'
+    if init.takes_lists:
+        return f'{init.in_float32([frame.function])}  # or dtype="bfloat16"'
+    module, _, name = frame.place.function.rpartition(".")
+    return f'amp.register_float_function({module}, "{name}")  # before {init.call.rpartition(" ")[2]}(...)'
+
+
+def _is_read_in_half(frame: Frame, trace: Trace) -> bool:
+    """Whether a result goes into a function in half, as it is, or through ones that keep its magnitude."""
+    given = {id(value) for value in frame.outputs}
+    for other in trace.frames[trace.frames.index(frame) + 1 :]:
+        if other.direction == FORWARD and any(id(value) in given for value in other.inputs):
+            if other.place.policy == "half" and other.op not in INSERTED:
+                return True
+            if other.place.policy != "float":
+                given.update(id(value) for value in other.outputs)
+    return False
+
+
+def _in_bfloat16() -> str:
+    init = asked()
+    return 'with amp.autocast(dtype="bfloat16"):' if init is None else init.changed(dtype="bfloat16")
+
+
+def count_of(value: Value) -> str:
+    """``"3 inf and 1 nan"``."""
+    found = value.statistics
+    kinds = [] if found is None else [(found.infs, "inf"), (found.nans, "nan")]
+    return " and ".join(f"{count} {kind}" for count, kind in kinds if count)
+
+
+# ---------------------------------------------------------------------------------------------- where there is no value
+
+#: what keeps numbers from where a function has no value, by their dtype: ``small``, whose reciprocal, and the square of
+#: that, leave float16's gradients room for a loss scale; ``power``, which e is raised to, likewise
+_NUMBERS = {"float16": {"small": 1e-3, "large": 65504.0, "power": 8.0}}
+_NUMBERS_OF_OTHERS = {"small": 1e-6, "large": 3e38, "power": 80.0}
+
+
+@dataclass(frozen=True)
+class _Domain:
+    """Numbers for which a function, or its gradient, has no value.
+
+    Attributes:
+        direction, function: of what.
+        words: what the numbers are.
+        cure: what to write, with names of ``_NUMBERS`` in it; x and y are what the function is called with.
+        holds: whether an op has read such numbers, as far as its statistics tell.
+    """
+
+    direction: str
+    function: str
+    words: str
+    cure: str
+    holds: Callable[[Value], bool] = lambda read: True
+
+
+def _has_zeros(read: Value) -> bool:
+    return read.statistics is not None and read.statistics.zeros > 0
+
+
+def _is_large(read: Value) -> bool:
+    return read.statistics is not None and read.statistics.largest > 88
+
+
+_DOMAINS = (
+    _Domain(FORWARD, "div", "it divides by 0", "ag.div(x, ag.add(y, {small}))", _has_zeros),
+    _Domain(FORWARD, "div", "it divides by 0, or by next to nothing", "ag.div(x, ag.add(y, {small}))"),
+    _Domain(FORWARD, "sqrt", "negative numbers have no root", "ag.sqrt(ag.clamp(x, {small}, {large}))"),
+    _Domain(BACKWARD, "sqrt", "the slope of a root is infinite at 0", "ag.sqrt(ag.add(x, {small}))", _has_zeros),
+    _Domain(FORWARD, "rsqrt", "numbers up to 0 have none", "ag.rsqrt(ag.clamp(x, {small}, {large}))"),
+    _Domain(FORWARD, "log", "numbers up to 0 have no logarithm", "ag.log(ag.clamp(x, {small}, {large}))"),
+    _Domain(FORWARD, "log1p", "numbers up to -1 have none", "ag.log1p(ag.clamp(x, -0.999, {large}))"),
+    _Domain(FORWARD, "pow", "some of what it reads has no such power", "ag.pow(ag.clamp(x, {small}, 1000.0), y)"),
+    _Domain(BACKWARD, "pow", "its slope is infinite at 0", "ag.pow(ag.add(x, {small}), y)", _has_zeros),
+    _Domain(
+        FORWARD, "exp", "of numbers above 88 it is beyond 3.4e38", "ag.exp(ag.clamp(x, -80.0, {power}))", _is_large
+    ),
+)
+
+
+def without_value(frame: Frame) -> tuple[str, str]:
+    """What an op did, in words, whose result or gradient has no finite value in float32 either, and the cure.
+
+    The words are empty where nothing is known of the function.
+    """
+    read = frame.parents if frame.direction == BACKWARD else frame.inputs
+    at = f"  # at {frame.place.short_line}" if frame.place.file else ""
+    for domain in _DOMAINS:
+        if (domain.direction, domain.function) == (frame.direction, frame.function) and read and domain.holds(read[-1]):
+            return domain.words, domain.cure.format(**_NUMBERS.get(read[-1].dtype, _NUMBERS_OF_OTHERS)) + at
+    where = f", at {frame.place.short_line}," if frame.place.file else ""
+    return "", f"# keep what {frame.function} reads{where} from where it has no value"
+
+
+# ---------------------------------------------------------------------------------------------- at other loss scales
+
+
+def finite_from(frame: Frame, scale: float, floor: float) -> float | None:
+    """The largest power-of-two fraction of the loss scale at which a backward gives finite gradients: it is linear in
+    what it is given.
+
+    Args:
+        frame: a backward, whose tensors are held.
+        scale: the loss scale at which it gave inf or nan.
+        floor: the lowest one that is tried.
+
+    Returns:
+        None if it is not finite at any, or cannot be computed again.
+    """
+    grad = frame.inputs[0].tensor
+    if frame.again is None or grad is None:
+        return None
+    wide = cast(grad, "float32").to_host()
+    low, high = 0, max(0, int(log2(scale / floor)))
+    if not _is_finite(frame, grad, wide * np.float32(2.0**-high)):
+        return None
+    while high - low > 1:  # not finite at scale / 2^low, finite at scale / 2^high
+        middle = (low + high) // 2
+        if _is_finite(frame, grad, wide * np.float32(2.0**-middle)):
+            high = middle
+        else:
+            low = middle
+    return scale / 2.0**high
+
+
+def _is_finite(frame: Frame, like: Tensor, values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> bool:
+    assert frame.again is not None
+    wide = bridge.empty(like.queue, like.shape, "float32")
+    bridge.write_bytes(wide, np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+    with casting_in(None), unrecorded():
+        grads = frame.again(cast(wide, bridge.canonical_dtype(like.dtype)))
+        found = statistics_of([x for x in grads if x is not None and x.dtype in bridge.STORAGE], histogram=False)
+    return all(x.is_finite for x in found)

@@ -1,0 +1,251 @@
+"""One step of a user's under AMP and in clamp's float32, turn about: how long each takes, what of it, what memory.
+
+The step is a rehearsal: optimizers do not step in it, so that what is measured is forward, backward and what the loss
+scale takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from time import perf_counter
+from typing import Any, TypeAlias
+
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import HALF_DTYPES, Node, Tensor, TensorLike
+from clamp.casting.asked import Asked
+from clamp.casting.regions import Region, asked, in_region, region_here
+from clamp.casting.results import RESULTS, Observer
+from clamp.debug.dry_run import NothingSeenError, rehearsal
+from clamp.debug.memory_meter import MemoryMeter
+from clamp.debug.op_counter import Casts, Row
+from clamp.debug.stopwatch import Stopwatch, time_ops
+from clamp.opencl.recording import recorder
+from clamp.params.weight_cache import weights
+from clamp.scaling.scaled_loss import SCALE_OP
+
+Step: TypeAlias = Callable[[], Any]
+
+NO_DIFFERENCE = 0.05  # ratios of times nearer to 1 than this are none
+_SECONDS = 2.0  # that the rounds may take, about
+_LEAST, _MOST = 3, 25  # rounds
+_CALM = 1.5  # of a machine with nothing else to do, the median is not more than so many times the least
+_PASSES = 5  # in which ops are timed: the least counts, for what disturbs only adds
+
+
+@dataclass(frozen=True)
+class Side:
+    """A step in one precision.
+
+    Attributes:
+        seconds: the median of its rounds, until the device had finished; where rounds differ much, the least.
+        rows: its ops, their ``seconds`` the least of five passes.
+        casts: what was converted.
+        cast_seconds, after_backward, launches: see `Stopwatch`; the least.
+        activations: bytes kept when forward was over, but for copies of weights.
+        weight_copies: bytes of those.
+        peak: the most bytes of tensors that the step had made and not let go of.
+    """
+
+    seconds: float
+    rows: list[Row]
+    casts: list[Casts]
+    cast_seconds: float
+    after_backward: float
+    launches: int
+    activations: int
+    weight_copies: int
+    peak: int
+
+    @property
+    def op_seconds(self) -> float:
+        """What all of its ops took on the device."""
+        return sum(row.seconds or 0.0 for row in self.rows) + self.after_backward
+
+    @property
+    def computes_in_16_bit(self) -> bool:
+        """Whether an op of it gave 16-bit numbers."""
+        return any(row.dtype in HALF_DTYPES for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A step under AMP and in float32.
+
+    Attributes:
+        dtype: that of AMP.
+        amp, plain: the two; ``plain`` is clamp's float32.
+        rounds: how often each has run to be timed.
+        busy: whether rounds differed so much that something else was running, and the least of them count.
+        alone: whether ops were timed one by one, on a queue that takes no times.
+        modules: the layers of the models that ran; see ``bridge.module_tree``.
+        black_list: functions that are slower in 16 bits than in float32.
+        with_black_list: the step's seconds with those in float32; None if there are none.
+        black_list_pays: whether that is clearly less than without.
+        asked: the call that turned AMP on.
+    """
+
+    dtype: str
+    amp: Side
+    plain: Side
+    rounds: int
+    alone: bool
+    busy: bool = False
+    modules: Sequence[tuple[str, str, int]] = ()
+    black_list: tuple[str, ...] = ()
+    with_black_list: float | None = None
+    black_list_pays: bool = False
+    asked: Asked = field(default_factory=Asked)
+
+
+def try_step(step: Step) -> Trial:
+    """Runs a step some dozens of times, and puts back what it has changed (see `rehearsal`).
+
+    Raises:
+        ValueError: no op of the step could be seen, or none ran on a device.
+    """
+    around = region_here(enabled=True)
+    sides = around, replace(around, dtype="float32")
+    with rehearsal(step):
+        seen = [_look(step, region) for region in sides]  # each builds its kernels, and shows its memory
+        queues = list({id(queue): queue for one in seen for queue in one.queues}.values())
+        _require(all(one.queues for one in seen))
+        alone = not all(queue.properties & cl.command_queue_properties.PROFILING_ENABLE for queue in queues)
+        passes = [[_timed(step, region, queues, alone) for region in sides] for _ in range(_PASSES)]
+        _require(all(rows for one in passes for _, rows in one))
+        amp, plain = (_side(seen[index], [one[index] for one in passes]) for index in range(len(sides)))
+        names = tuple(slower_functions(amp, plain))
+        black = replace(around, policies=around.policies.customized((), names))
+        times = _race(step, (*sides, black) if names else sides, queues)
+    busy = any(median(own) > _CALM * min(own) for own in times)
+    took = [min(own) if busy else median(own) for own in times]
+    trial = Trial(
+        around.dtype,
+        replace(amp, seconds=took[0]),
+        replace(plain, seconds=took[1]),
+        len(times[0]),
+        alone,
+        busy,
+        passes[-1][0][0].modules,
+        asked=asked() or Asked(),
+    )
+    if not names:
+        return trial
+    pays = all(of(times[2]) < (1 - NO_DIFFERENCE) * of(times[0]) for of in (median, min))
+    return replace(trial, black_list=names, with_black_list=took[2], black_list_pays=pays)
+
+
+def _require(seen: bool) -> None:
+    if not seen:
+        raise NothingSeenError
+
+
+def slower_functions(amp: Side, plain: Side) -> list[str]:
+    """Functions that are in half and take longer there, in each pass, than in float32 in any, by what counts."""
+    there = {row.key: row.slowest for row in plain.rows}
+    more: dict[str, float] = {}
+    for row in amp.rows:
+        if row.policy == "half" and row.function.startswith("netcl.") and row.key in there and row.seconds is not None:
+            more[row.name] = more.get(row.name, 0.0) + row.seconds - there[row.key]
+    return [name for name, seconds in more.items() if seconds > 0.02 * amp.op_seconds]
+
+
+def _race(step: Step, regions: Sequence[Region], queues: Iterable[cl.CommandQueue]) -> list[list[float]]:
+    """Seconds of the step in each region, turn about."""
+    for region in regions:
+        _seconds(step, region, queues)  # builds its kernels
+    times: list[list[float]] = [[] for _ in regions]
+    began = perf_counter()
+    while len(times[0]) < _LEAST or (perf_counter() - began < _SECONDS and len(times[0]) < _MOST):
+        for region, own in zip(regions, times, strict=True):
+            own.append(_seconds(step, region, queues))
+    return times
+
+
+def _seconds(step: Step, region: Region, queues: Iterable[cl.CommandQueue]) -> float:
+    weights.clear()
+    _finish(queues)
+    with in_region(region):
+        began = perf_counter()
+        step()
+        _finish(queues)
+        return perf_counter() - began
+
+
+def _timed(step: Step, region: Region, queues: list[cl.CommandQueue], alone: bool) -> tuple[Stopwatch, list[Row]]:
+    weights.clear()
+    _finish(queues)
+    with in_region(region):
+        return time_ops(step, queues, alone)
+
+
+def _finish(queues: Iterable[cl.CommandQueue]) -> None:
+    for queue in queues:
+        queue.finish()
+
+
+def _side(seen: _Look, passes: Sequence[tuple[Stopwatch, list[Row]]]) -> Side:
+    times: dict[tuple[Any, ...], list[float]] = {}
+    for _, rows in passes:
+        for row in rows:
+            times.setdefault(row.identity, []).append(row.seconds or 0.0)
+    watch, rows = passes[-1]
+    return Side(
+        0.0,  # until the race
+        [replace(row, seconds=min(times[row.identity]), most=max(times[row.identity])) for row in rows],
+        watch.casts,
+        min(one.cast_seconds for one, _ in passes),
+        min(one.after_backward for one, _ in passes),
+        watch.launches,
+        seen.activations,
+        seen.weight_copies,
+        seen.peak,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- the first look
+
+
+def _look(step: Step, region: Region) -> _Look:
+    """Runs a step once: which queues it uses, and what memory it takes."""
+    with in_region(region):
+        step()
+        weights.clear()
+        with MemoryMeter() as meter:
+            look = _Look(meter)
+            with RESULTS.attached(look):
+                step()
+            look.peak = meter.peak
+    return look
+
+
+class _Look(Observer):
+    """An observer of one step that asks for memory when forward is over."""
+
+    def __init__(self, meter: MemoryMeter) -> None:
+        self._meter = meter
+        self._is_over = False
+        self.queues: list[cl.CommandQueue] = []
+        self.activations = self.weight_copies = self.peak = 0
+
+    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> bool:
+        _require(recorder() is None)
+        value = made.value
+        if isinstance(value, Tensor) and bridge.on_device(value) and value.queue not in self.queues:
+            self.queues.append(value.queue)
+        if isinstance(made, Node) and made.op_name == SCALE_OP:
+            self._forward_is_over()
+        return True
+
+    def gradients(self, token: Any, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[..., Any]) -> None:
+        if not self._is_over:  # of a loss that nobody has scaled
+            self._forward_is_over()
+        self._is_over = True
+
+    def _forward_is_over(self) -> None:
+        if not self._is_over:  # several losses: what is kept when the last of them is scaled
+            self.weight_copies = weights.nbytes
+            self.activations = max(self.activations, self._meter.activations)

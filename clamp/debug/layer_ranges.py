@@ -1,0 +1,300 @@
+"""The magnitudes of a step layer by layer: what 16 bits would lose of them, at which loss scale, and the picture.
+
+The step that is looked at computes in clamp's float32, where nothing is lost: what has become zero or inf in 16 bits
+already could not be told from what was so before. Its losses are multiplied by the live loss scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast
+
+from clamp import bridge
+from clamp.bridge import HALF_DTYPES, DTypeLike
+from clamp.casting.regions import in_region, region_here
+from clamp.casting.results import RESULTS
+from clamp.debug import ranges
+from clamp.debug.dry_run import NothingSeenError, check_step, rehearsal
+from clamp.debug.journal import Journal
+from clamp.debug.op_counter import Glance
+from clamp.debug.page.schema import Range
+from clamp.debug.ranges import Lost
+from clamp.debug.ranges_picture import Layer, draw
+from clamp.debug.step_graph import FORWARD, Frame, Trace, Value
+from clamp.debug.text_table import aligned
+from clamp.ops.statistics import Statistics
+from clamp.params.gradient_marks import mark_of
+from clamp.scaling.scaled_loss import SCALE_OP
+
+ACTIVATION, GRADIENT, PARAMETER, PARAMETER_GRADIENT = "activation", "gradient", "parameter", "parameter gradient"
+
+Kind: TypeAlias = Literal["activation", "gradient", "parameter", "parameter gradient"]
+
+_SHOWN = 30  # rows
+_GAIN, _GAIN_OF = 1e-3, 0.1  # what another loss scale must save, of all gradients and of those that are lost
+
+
+@dataclass(frozen=True)
+class LayerRange:
+    """The magnitudes of one tensor.
+
+    Attributes:
+        name: of the op that gave it, or of the parameter.
+        module: path of the layer; empty if there is none.
+        kind: ``"activation"``, ``"gradient"``, ``"parameter"`` or ``"parameter gradient"``.
+        dtype: which AMP stores it in, or reads it in where it is a parameter.
+        scale: what it is multiplied by: the loss scale, of a gradient.
+        statistics: with a histogram, of the float32 numbers.
+    """
+
+    name: str
+    module: str
+    kind: str
+    dtype: str
+    scale: float
+    statistics: Statistics
+
+    @property
+    def lost(self) -> Lost:
+        """What of it is lost in the dtype that AMP stores it in; nothing in float32."""
+        return ranges.lost(self.statistics, self.dtype) if self.dtype in HALF_DTYPES else Lost(0.0, 0.0, 0.0)
+
+    def lost_in(self, dtype: DTypeLike, scale: float | None = None) -> Lost:
+        """What of it a cast would lose; see `clamp.debug.ranges.lost`.
+
+        Args:
+            dtype: float16 or bfloat16.
+            scale: a loss scale, of a gradient; the live one if not given.
+        """
+        factor = scale / self.scale if scale is not None and self.kind in (GRADIENT, PARAMETER_GRADIENT) else 1.0
+        return ranges.lost(self.statistics, dtype, factor)
+
+
+@dataclass(frozen=True)
+class LayerRanges:
+    """The magnitudes of one step. ``print`` it.
+
+    Attributes:
+        rows: a row for each tensor, forward's before backward's.
+        scale: the loss scale that the step had.
+        dtype: that of AMP.
+    """
+
+    rows: Sequence[LayerRange]
+    scale: float
+    dtype: str
+
+    @property
+    def suggested_scale(self) -> float | None:
+        """The loss scale for the AMP dtype (of float32: for float16), with headroom; see
+        `clamp.debug.ranges.suggested_scale`. 1.0, which is none, where bfloat16 loses nothing without; None if the
+        step had no gradient."""
+        gradients = [row.statistics for row in self._scaled()]
+        if not gradients:
+            return None
+        if self.dtype == "bfloat16" and not max(self.table("bfloat16")[1.0][:2]):
+            return 1.0
+        return ranges.suggested_scale(gradients, self.scale, self._narrow)
+
+    @property
+    def gain(self) -> tuple[float, str] | None:
+        """A loss scale that is better than the live one, and what it gains, in words; None if none is by much."""
+        suggested, gradients = self.suggested_scale, [row.statistics for row in self._scaled()]
+        if suggested is None or self.dtype == "float32":
+            return None
+        together = ranges.pooled(gradients)
+        now, then = (ranges.lost(together, self.dtype, scale / self.scale) for scale in (self.scale, suggested))
+        for verb, before, after, other in (
+            ("inf", now.overflow, then.overflow, True), ("0", now.underflow, then.underflow, not then.overflow)
+        ):  # fmt: skip
+            if other and before - after >= max(_GAIN, _GAIN_OF * before):
+                return suggested, f"{_percent(after)} in place of {_percent(before)} of the gradients become {verb}"
+        return None
+
+    @property
+    def _narrow(self) -> str:
+        return "float16" if self.dtype == "float32" else self.dtype
+
+    def table(self, dtype: DTypeLike = "float16") -> dict[float, Lost]:
+        """What all gradients together lose at each loss scale that is a power of two, 2^-14 to 2^24."""
+        return ranges.table([row.statistics for row in self._scaled()], self.scale, dtype)
+
+    def _scaled(self) -> Iterator[LayerRange]:
+        """Gradients that AMP stores in 16 bits; where it has none of them, those of all activations."""
+        gradients = [row for row in self.rows if row.kind == GRADIENT and row.statistics.count]
+        narrow = [row for row in gradients if row.dtype in HALF_DTYPES]
+        return iter(narrow or gradients)
+
+    def draw(self, path: str | Path) -> None:
+        """Draws the magnitudes of each op's results and gradients beside what the dtype holds.
+
+        `clamp.debug.ranges_picture.draw` says what is to be seen.
+
+        Args:
+            path: its suffix says of which kind the file is: ``.svg``, ``.png``, ``.pdf``.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+            ValueError: there are no activations and no gradients.
+            OSError: the file cannot be written.
+        """
+        found: dict[str, dict[str, Statistics]] = {}
+        for row in self.rows:
+            if row.kind in (ACTIVATION, GRADIENT) and row.statistics.count:
+                name = f"{row.module} {row.name}".strip()
+                found.setdefault(name, {}).setdefault(row.kind, row.statistics)
+        layers = [Layer(name, kinds.get(ACTIVATION), kinds.get(GRADIENT)) for name, kinds in found.items()]
+        draw(layers, path, scale=self.scale, dtype=self._narrow, suggested=self.suggested_scale)
+
+    def as_json(self) -> list[Range]:
+        """The rows as `clamp.report` has them."""
+        return [_as_json(row) for row in self.rows if row.statistics.count]
+
+    def __str__(self) -> str:
+        head = ("layer", "tensor", "kind", "dtype", "magnitudes", "to 0 %", "to inf %", "subnormal %")
+        # What loses most is first, and of what loses nothing, what comes first.
+        rows = sorted(self.rows, key=lambda row: -max(row.lost.underflow, row.lost.overflow))
+        table = [head, *map(_cells, rows[:_SHOWN])]
+        left = [f"  and {len(rows) - _SHOWN} more, that lose less"] if len(rows) > _SHOWN else []
+        scale, suggested = self.suggested_scale, ""
+        if self.gain is not None:
+            suggested = f"; better for {self._narrow}: {scale:.8g}, at which {self.gain[1]}"
+        elif self.dtype == "float32" and scale is not None:
+            suggested = f"; suggested for {self._narrow}: {scale:.8g}"
+        elif scale == 1 and self.dtype == "bfloat16":
+            suggested = "; bfloat16 needs none, it loses nothing of the gradients"
+        return "\n".join(
+            [
+                f"ranges of one step, computed in float32, and what {self.dtype} loses of them",
+                *aligned(table, numbers=range(5, 8)), *left, f"loss scale: {self.scale:.8g}{suggested}",
+            ]
+        )  # fmt: skip
+
+    __repr__ = __str__
+
+
+def observe_ranges(step: Callable[[], Any], live_scale: Callable[[], float]) -> LayerRanges:
+    """Runs a step twice, as a rehearsal: in float32, to see its magnitudes, and under AMP, to see its dtypes.
+
+    Args:
+        live_scale: reads the loss scale.
+
+    Raises:
+        ValueError: no op of the step was seen.
+    """
+    check_step(step, "handle.ranges")
+    around = region_here(enabled=True)
+    with rehearsal(step):
+        scale = live_scale()
+        with in_region(replace(around, dtype="float32")):
+            trace = _traced(step)
+        with in_region(around):
+            dtypes = _dtypes(step)
+    if not trace.frames:
+        raise NothingSeenError
+    return LayerRanges(list(_rows(trace, scale, dtypes, around.dtype)), scale, around.dtype)
+
+
+def _traced(step: Callable[[], Any]) -> Trace:
+    journal = Journal(histogram=True)
+    with RESULTS.attached(journal):
+        step()
+        trace = journal.trace()
+    trace.name()
+    return trace
+
+
+def _dtypes(step: Callable[[], Any]) -> dict[tuple[str, ...], str]:
+    """The dtypes of results, and of first gradients, under AMP, by op and place."""
+    glance = Glance()
+    with RESULTS.attached(glance):
+        step()
+    return {row.key: row.dtype for row in glance.rows}
+
+
+def _rows(trace: Trace, scale: float, dtypes: Mapping[tuple[str, ...], str], amp_dtype: str) -> Iterator[LayerRange]:
+    seen = set[int]()
+    for frame in trace.frames:
+        stored = dtypes.get((frame.op, frame.direction, frame.place.function, frame.module, frame.place.short_line))
+        for name, kind, value in _tensors(frame):
+            if id(value) in seen or value.statistics is None:
+                continue
+            seen.add(id(value))
+            dtype = stored or value.dtype
+            if kind == PARAMETER:
+                dtype = amp_dtype if frame.place.policy == "half" else value.dtype
+            elif kind == PARAMETER_GRADIENT:
+                dtype = value.dtype
+            # The end of a scaled pass has divided gradients of parameters by the scale, where they lie.
+            mark = mark_of(value.tensor)
+            is_true = mark is not None and mark.scale is None
+            is_scaled = kind in (GRADIENT, PARAMETER_GRADIENT) and not is_true
+            yield LayerRange(name, frame.module, kind, dtype, scale if is_scaled else 1.0, value.statistics)
+
+
+def _tensors(frame: Frame) -> Iterator[tuple[str, str, Value]]:
+    """What an op gave, and the parameters that it read: name, kind, value."""
+    if frame.op == SCALE_OP:
+        return
+    if frame.direction == FORWARD:
+        yield from ((value.name, PARAMETER, value) for value in frame.inputs if _is_trained(value))
+    if not frame.outputs or _is_view(frame):
+        return
+    if frame.direction == FORWARD:
+        yield frame.function, ACTIVATION, frame.outputs[0]
+        return
+    # Parents that want no gradient have none among the outputs.
+    parents = iter([value for value in frame.parents if value.made_by is not None or _is_trained(value)])
+    for value in frame.outputs:
+        parent = next((parent for parent in parents if parent.shape == value.shape), None)
+        is_parameter = parent is not None and parent.made_by is None
+        yield (
+            (parent.name if parent and is_parameter else frame.function),
+            (PARAMETER_GRADIENT if is_parameter else GRADIENT),
+            value,
+        )
+
+
+def _is_trained(value: Value) -> bool:
+    return value.made_by is None and value.tensor is not None and bridge.is_trained(value.tensor)
+
+
+def _is_view(frame: Frame) -> bool:
+    made = frame.outputs[0].tensor
+    return made is not None and any(x.tensor is not None and x.tensor.buffer is made.buffer for x in frame.inputs)
+
+
+# ---------------------------------------------------------------------------------------------- in words
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.3g} %"
+
+
+def _cells(row: LayerRange) -> tuple[str, ...]:
+    found, lost = row.statistics, row.lost
+    span = f"{found.smallest:.3g} to {found.largest:.3g}" if found.largest else "all 0"
+    bad = "".join(f", {count} {kind}" for count, kind in ((found.infs, "inf"), (found.nans, "nan")) if count)
+    return (row.module or "-", row.name, row.kind, row.dtype, span + bad, *(f"{100 * part:.2f}" for part in lost))
+
+
+def _as_json(row: LayerRange) -> Range:
+    found, lost = row.statistics, row.lost
+    return {
+        "name": row.name,
+        "module": row.module,
+        "kind": cast(Kind, row.kind),
+        "dtype": row.dtype,
+        "scale": row.scale,
+        "count": found.count,
+        "zeros": found.zeros,
+        "infs": found.infs,
+        "nans": found.nans,
+        "smallest": found.smallest if found.largest else 0.0,
+        "largest": found.largest,
+        "octaves": found.octaves.tolist(),
+        "underflow": lost.underflow,
+        "overflow": lost.overflow,
+    }

@@ -1,0 +1,331 @@
+"""What a run has done so far, counted as it goes: ops by place and dtype, casts, the loss and the gradients of steps.
+
+Only counts are kept, a row for each place that ops are called at, so that a long run takes no more memory than a short
+one, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from clamp import bridge
+from clamp.bridge import Node, Tensor, TensorLike
+from clamp.casting.results import Observer
+from clamp.debug.callsite import NOWHERE, Place, here
+from clamp.debug.curves import Curves
+from clamp.debug.step_graph import BACKWARD, FORWARD
+from clamp.opencl.recording import host_step, recorder
+from clamp.ops.cast import LISTENERS
+from clamp.params.weight_cache import weights
+from clamp.scaling.scaled_loss import SCALE_OP
+from clamp.scaling.step_guard import are_steps_withheld
+from clamp.scaling.step_report import StepReport
+
+_MOST = 2000  # rows of modules that have no name yet: a program may make its layers anew in each step
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The calls of one op at one place.
+
+    Attributes:
+        op: netcl's name of it.
+        direction: ``"forward"`` or ``"backward"``.
+        function: full name of the function on a list; empty if it is on none.
+        policy: its policy where casts were on; empty elsewhere.
+        module: path of the innermost layer, ``"layers.2"``; empty if there is none, or it has none.
+        line: ``"train.py:31"``, the nearest line of the user's.
+        inputs: dtypes of what it read; of a backward, of the gradient of its result.
+        dtype, shape: of its result; of a backward, of its first gradient. The shape is that of the first call.
+        calls, bytes: how often, and how many bytes it was given and gave in all: 0 of a view.
+        seconds: what its launches took in all, of several passes in the fastest; None where that was not measured.
+        most: in the slowest; None where there was one pass.
+    """
+
+    op: str
+    direction: str
+    function: str
+    policy: str
+    module: str
+    line: str
+    inputs: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    calls: int = 0
+    bytes: int = 0
+    seconds: float | None = None
+    most: float | None = None
+
+    @property
+    def slowest(self) -> float:
+        """Seconds in the slowest pass."""
+        return max(self.seconds or 0.0, self.most or 0.0)
+
+    @property
+    def name(self) -> str:
+        """The function's name as the lists have it, ``"matmul_op"``; that of the op where there is none."""
+        return self.function.rpartition(".")[2] or self.op
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The op and its place, whatever its dtypes: the same under AMP and in float32."""
+        return self.op, self.direction, self.function, self.module, self.line
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What it is of: all but counts and shape."""
+        return (*self.key, self.policy, self.inputs, self.dtype)
+
+
+class Casts(NamedTuple):
+    """Conversions from one dtype to another that were launched: of inputs, results, weights and gradients."""
+
+    source: str
+    target: str
+    calls: int
+    bytes: int
+
+
+class Key(NamedTuple):
+    """What a row is of, while its module has no name."""
+
+    op: str
+    direction: str
+    place: Place  # without its modules
+    module: int  # its id; 0 for none
+    inputs: tuple[str, ...]
+    dtype: str
+
+
+class _Count:
+    __slots__ = ("bytes", "calls", "seconds", "shape")
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape, self.calls, self.bytes = shape, 0, 0
+        self.seconds: float | None = None
+
+
+class _Recording(threading.local):
+    """What each replay of a recording that this thread makes is to add."""
+
+    def __init__(self) -> None:
+        self.adds: list[Callable[[], None]] = []
+
+    def take(self) -> list[Callable[[], None]]:
+        taken, self.adds = self.adds, []
+        return taken
+
+
+class Tally(Observer):
+    """An observer that counts.
+
+    Args:
+        is_own: whether a step is one of the run's, and not of another scaler's in the same process.
+
+    Attributes:
+        curves: loss and gradients of the steps.
+        weight_copies: the most bytes of 16-bit copies of weights that there were when a loss was scaled.
+        sees_rehearsals: whether it counts steps that are only looked at, too.
+    """
+
+    sees_rehearsals = False
+
+    def __init__(self, is_own: Callable[[StepReport], bool] = lambda report: True) -> None:
+        self._is_own = is_own
+        self.curves = Curves()
+        self.weight_copies = 0
+        self._lock = threading.RLock()
+        self._counts: dict[Key, _Count] = {}
+        self._named: dict[tuple[Any, ...], Row] = {}
+        self._casts: dict[tuple[str, str], list[int]] = {}
+        self._modules: dict[int, weakref.ref[Any]] = {}
+        self._models: dict[int, weakref.ref[Any]] = {}
+        self._recording = _Recording()
+        self._listener = self._cast  # the very object that is on the list
+
+    def start(self) -> None:
+        """Casts are counted from now on."""
+        LISTENERS.append(self._listener)
+
+    def stop(self) -> None:
+        """They are not."""
+        if self._listener in LISTENERS:
+            LISTENERS.remove(self._listener)
+
+    # ------------------------------------------------------------------------------------------ what ops tell
+
+    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> tuple[str, Place, int] | None:
+        value = made.value
+        if not isinstance(value, Tensor) or self._rests():
+            return None
+        read = [parent.value for parent in parents if isinstance(parent.value, Tensor)]
+        op = getattr(made, "op_name", None) or ""
+        if op == SCALE_OP and isinstance(made, Node) and bridge.on_device(read[0]):
+            self.scaled(read[0])
+        place = here()
+        module = 0
+        if place.modules:
+            module = self._known(place.modules[0])
+            self._models.setdefault(id(place.modules[-1]), weakref.ref(place.modules[-1]))
+        token = op or place.function.rpartition(".")[2] or "op", place._replace(modules=()), module
+        self._count(token, FORWARD, read, [value])
+        return token
+
+    def gradients(
+        self, token: tuple[str, Place, int], grad: Tensor, grads: Sequence[Tensor | None],
+        again: Callable[[Tensor], Any],
+    ) -> None:  # fmt: skip
+        found = [x for x in grads if x is not None]
+        if found:
+            self._count(token, BACKWARD, [grad], found)
+
+    def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
+        if self._rests():
+            return
+        self._count(("sum of gradients", NOWHERE, 0), BACKWARD, [first, second], [made])
+
+    def backward_ended(self, loss: Node) -> None:
+        if recorder() is not None:
+            host_step(partial(_run_all, self._recording.take()))
+
+    def scaled(self, loss: Tensor) -> None:
+        """A loss is being scaled: forward is over."""
+        self.weight_copies = max(self.weight_copies, weights.nbytes)
+        self.curves.loss(loss)
+
+    def stepping(self, gradients: Sequence[Tensor]) -> None:
+        """See ``RESULTS.stepping``."""
+        self.curves.gradients(gradients)
+
+    def stepped(self, report: StepReport) -> None:
+        self.curves.stepped(report.step if self._is_own(report) else None)
+
+    # ------------------------------------------------------------------------------------------ counting
+
+    def _count(self, token: tuple[str, Place, int], direction: str, read: list[Tensor], gave: list[Tensor]) -> None:
+        op, place, module = token
+        key = Key(op, direction, place, module, tuple([_dtype(x) for x in read]), _dtype(gave[0]))
+        is_view = len(gave) == 1 and any(gave[0].buffer is x.buffer for x in read)
+        size = 0 if is_view else sum(map(bridge.nbytes, read)) + sum(map(bridge.nbytes, gave))
+        self._now_or_in_replays(partial(self._add, key, tuple(gave[0].shape), size))
+        self.counted(key)
+
+    def counted(self, key: Key) -> None:
+        """An op of this key has been counted; for who wants to know more of it."""
+
+    def converted(self, source: Tensor, target: Tensor) -> None:
+        """A cast has been launched; the same."""
+
+    def took(self, key: Key, seconds: float) -> None:
+        """Adds to the seconds of a key."""
+        count = self._counts[key]
+        count.seconds = (count.seconds or 0.0) + seconds
+
+    def _rests(self) -> bool:
+        """Whether this thread runs a step that is only looked at, which is no part of the run."""
+        return are_steps_withheld() and not self.sees_rehearsals
+
+    def _cast(self, source: Tensor, target: Tensor) -> None:
+        if self._rests():
+            return
+        self.converted(source, target)
+        kinds = _dtype(source), _dtype(target)
+        self._now_or_in_replays(partial(self._add_cast, kinds, bridge.nbytes(source) + bridge.nbytes(target)))
+
+    def _now_or_in_replays(self, add: Callable[[], None]) -> None:
+        if recorder() is not None:
+            self._recording.adds.append(add)
+            return
+        _run_all([*self._recording.take(), add])  # of a recording without a backward: counted when it is recorded
+
+    def _add(self, key: Key, shape: tuple[int, ...], size: int) -> None:
+        with self._lock:
+            count = self._counts.get(key)
+            if count is None:
+                count = self._counts[key] = _Count(shape)
+            count.calls += 1
+            count.bytes += size
+        if len(self._counts) > _MOST:
+            self._name()
+
+    def _add_cast(self, kinds: tuple[str, str], size: int) -> None:
+        with self._lock:
+            count = self._casts.setdefault(kinds, [0, 0])
+            count[0] += 1
+            count[1] += size
+
+    def _known(self, module: Any) -> int:
+        known = self._modules.get(id(module))
+        if known is None or known() is not module:
+            if known is not None:  # another had its id
+                self._name()
+            self._modules[id(module)] = weakref.ref(module)
+        return id(module)
+
+    # ------------------------------------------------------------------------------------------ asking
+
+    @property
+    def rows(self) -> list[Row]:
+        """The ops, in the order in which they first ran."""
+        self._name()
+        return list(self._named.values())
+
+    @property
+    def modules(self) -> list[tuple[str, str, int]]:
+        """The layers of the models that have run, and that there still are; see ``bridge.module_tree``."""
+        models = [model for ref in self._models.values() if (model := ref()) is not None]
+        found = (one for model in models for one in bridge.module_tree(model))
+        return list({path: (path, name, size) for path, name, size in found}.values())
+
+    @property
+    def casts(self) -> list[Casts]:
+        """Casts, those of most bytes first."""
+        with self._lock:
+            found = [Casts(source, target, *count) for (source, target), count in self._casts.items()]
+        return sorted(found, key=lambda one: -one.bytes)
+
+    def _name(self) -> None:
+        """Puts names of layers in place of what may be gone soon."""
+        with self._lock:
+            counts, self._counts = self._counts, {}
+            known, self._modules = self._modules, {}
+            self._models = {key: ref for key, ref in self._models.items() if ref() is not None}
+        living = {key: module for key, ref in known.items() if (module := ref()) is not None}
+        models = [model for ref in self._models.values() if (model := ref()) is not None]
+        names = dict(zip(living, bridge.module_names(list(living.values()), models), strict=True))
+        with self._lock:
+            self._modules |= {key: ref for key, ref in known.items() if key in living and key not in self._modules}
+            for key, count in counts.items():
+                place = key.place
+                row = Row(
+                    key.op, key.direction, place.function, place.policy, names.get(key.module, ""), place.short_line,
+                    key.inputs, key.dtype, count.shape,
+                )  # fmt: skip
+                before = self._named.get(row.identity, row)
+                seconds = before.seconds if count.seconds is None else (before.seconds or 0.0) + count.seconds
+                self._named[row.identity] = replace(
+                    before, calls=before.calls + count.calls, bytes=before.bytes + count.bytes, seconds=seconds
+                )
+
+
+class Glance(Tally):
+    """A tally of a step that is only looked at."""
+
+    sees_rehearsals = True
+
+    def scaled(self, loss: Tensor) -> None:
+        """See `Tally`. Nothing is noted: that would be launches of its own."""
+
+
+def _dtype(tensor: Tensor) -> str:
+    return bridge.canonical_dtype(tensor.dtype)
+
+
+def _run_all(adds: Sequence[Callable[[], None]]) -> None:
+    for add in adds:
+        add()

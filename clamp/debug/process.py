@@ -1,0 +1,26 @@
+"""What this room needs of ``clamp.session``, which stands above it, and which `clamp.debugging` hands in."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from clamp.casting.policy import PolicyTable
+
+
+class Session(Protocol):
+    """The AMP of the process."""
+
+    def ensure_patched(self) -> None:
+        """Patches netcl, if it is not."""
+
+    def active_handle(self) -> Any:
+        """Returns the handle of ``amp.init``; None without one."""
+
+    def policies_for(self, level: str) -> PolicyTable:
+        """Returns the lists at a level."""
+
+    def shutdown(self) -> None:
+        """Shuts the active handle down."""
+
+
+session: Session

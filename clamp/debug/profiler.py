@@ -1,0 +1,162 @@
+"""Sees every command that is enqueued while a step runs, and every wait for the device, by wrapping pyopencl.
+
+clamp's kernels and netcl's are both launched by calling a ``cl.Kernel``; copies and fills are functions of pyopencl's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import wrapt
+
+from clamp.debug.timeline import Command, Timeline, Wait
+
+_NANO = 1e-9
+
+
+class Recorder:
+    """Records a step, from ``with`` to the end of it.
+
+    What it wraps calls itself by its wrapped names (`cl.enqueue_fill` calls another, say): only the outermost counts.
+
+    Args:
+        alone: whether each command runs alone, for queues that take no times: its queue is finished before and after
+            it, and what passes between, on the program's clock, is its time.
+    """
+
+    def __init__(self, alone: bool = False) -> None:
+        self._alone = alone
+        self._events: list[tuple[str, str, Any]] = []
+        self._alone_seconds: list[float] = []
+        self._waits: list[Wait] = []
+        self._depth = threading.local()
+        self._stack = ExitStack()
+        self._began = self._ended = 0.0
+
+    def __enter__(self) -> Recorder:
+        for name in (name for name in vars(cl) if name.startswith("enqueue_")):
+            self._wrap(cl, name, self._enqueue)
+        self._wrap(cl.Kernel, "__call__", self._launch)
+        self._wrap(cl.CommandQueue, "finish", self._wait)
+        self._wrap(cl.Event, "wait", self._wait)
+        self._wrap(cl, "wait_for_events", self._wait)
+        self._began = perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended = perf_counter()
+        self._stack.close()
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    @property
+    def names(self) -> list[str]:
+        """What was enqueued so far, in order: kernels by their names, else ``"read"``, ``"write"``, ``"copy"``, ..."""
+        return [name for name, _, _ in self._events]
+
+    @property
+    def seconds(self) -> list[float]:
+        """How long each of these ran, once the queue has finished; 0.0 of a queue without profiling."""
+        return self._alone_seconds if self._alone else [_seconds_of(event) for _, _, event in self._events]
+
+    def timeline(self, seconds: float) -> Timeline:
+        """What was seen, once the queue has finished.
+
+        Args:
+            seconds: of the step, until the device had finished.
+
+        Raises:
+            ValueError: nothing was: nothing was enqueued, or on queues without profiling only.
+        """
+        profiled, unseen = [], 0
+        for name, kind, event in self._events:
+            try:
+                times = event.profile
+                profiled.append((name, kind, times.queued, times.submit, times.start, times.end))
+            except cl.Error:
+                unseen += 1
+        if not profiled:
+            raise ValueError("no command of the step has times: its queue needs PROFILING_ENABLE")
+        zero = min(times[2] for times in profiled)
+        commands = [Command(name, kind, *((time - zero) * _NANO for time in times)) for name, kind, *times in profiled]
+        return Timeline(tuple(sorted(commands, key=lambda one: one.start)), tuple(self._waits), seconds,
+                        self._ended - self._began, unseen)  # fmt: skip
+
+    def _wrap(self, owner: Any, name: str, meet: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        def met(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if getattr(self._depth, "inside", False):
+                return wrapped(*args, **kwargs)
+            self._depth.inside = True
+            try:
+                return meet(name, wrapped, instance, args, kwargs)
+            finally:
+                self._depth.inside = False
+
+        setattr(owner, name, wrapt.FunctionWrapper(original, met))
+        self._stack.callback(setattr, owner, name, original)
+
+    def _launch(self, name: str, wrapped: Any, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._on_its_own(args):
+            event = wrapped(*args, **kwargs)
+        self._events.append((kernel.function_name, "kernel", event))
+        return event
+
+    def _enqueue(self, name: str, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        began = perf_counter()
+        with self._on_its_own(args):
+            result = wrapped(*args, **kwargs)
+        what = _transfer(args) if name == "enqueue_copy" else name.removeprefix("enqueue_")
+        if kwargs.get("is_blocking", True) and (what in ("read", "write") or name == "enqueue_map_buffer"):
+            self._waited(what, began)
+        event = result[1] if isinstance(result, tuple) else result
+        if name == "enqueue_nd_range_kernel":
+            self._events.append((args[1].function_name, "kernel", event))
+        else:
+            self._events.append((what, "transfer", event))
+        return result
+
+    @contextmanager
+    def _on_its_own(self, args: tuple[Any, ...]) -> Iterator[None]:
+        queue = args[0] if self._alone and args and isinstance(args[0], cl.CommandQueue) else None
+        if queue is not None:
+            queue.finish()
+        began = perf_counter()
+        yield
+        if queue is not None:
+            queue.finish()
+        if self._alone:
+            self._alone_seconds.append(perf_counter() - began)
+
+    def _wait(self, name: str, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        began = perf_counter()
+        result = wrapped(*args, **kwargs)
+        self._waited(name, began)
+        return result
+
+    def _waited(self, name: str, began: float) -> None:
+        self._waits.append(Wait(name, began - self._began, perf_counter() - began))
+
+
+def _seconds_of(event: Any) -> float:
+    try:
+        return (event.profile.end - event.profile.start) * _NANO
+    except cl.Error:
+        return 0.0
+
+
+def _transfer(args: tuple[Any, ...]) -> str:
+    """Which way ``enqueue_copy(queue, dest, src)`` copies."""
+    dest, src = (isinstance(side, np.ndarray | np.generic | bytearray | memoryview | bytes) for side in args[1:3])
+    return "read" if dest else "write" if src else "copy"

@@ -1,0 +1,236 @@
+"""Traces of a step in files, before and after a change of the code, say, and where two of them part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from difflib import SequenceMatcher
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clamp import bridge
+from clamp.casting.results import RESULTS
+from clamp.debug import process
+from clamp.debug.dry_run import NothingSeenError, rehearsal
+from clamp.debug.errors import Array, error_of, on_host
+from clamp.debug.watcher import RESULT, Names, Seen, Watcher
+
+_FORMAT = 1
+_HEAD = "trace"  # the array of a .npz file that is no tensor: the JSON text
+
+
+@dataclass(frozen=True)
+class TracedValue:
+    """One result of an op, or one of its gradients, as it was in a run.
+
+    Attributes:
+        function, direction, value, module, line: as of ``ValueAccuracy``.
+        dtype, shape: of the tensor.
+        checksum: of its bytes; equal ones are equal bit for bit.
+        infs, nans: how many elements are inf, and nan.
+        smallest, largest: the least and the greatest magnitude that is finite and not 0; 0 without any.
+    """
+
+    function: str
+    direction: str
+    value: str
+    module: str
+    line: str
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: str
+    infs: int
+    nans: int
+    smallest: float
+    largest: float
+
+    @property
+    def what(self) -> tuple[str, ...]:
+        """What it is, in both runs: a line may have moved."""
+        return self.function, self.direction, self.value, self.module
+
+    def __str__(self) -> str:
+        bad = "".join(f", {count} {kind}" for count, kind in ((self.infs, "inf"), (self.nans, "nan")) if count)
+        return f"{self.dtype} {self.shape}, magnitudes {self.smallest:.4g} to {self.largest:.4g}{bad}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first value in which two traces part.
+
+    Attributes:
+        first, second: the value in the one and the other; None where only one has it.
+        error: the relative error (``ValueAccuracy.own``) of the second by the first; nan where a file has no elements.
+        before: how many values before it are the same.
+    """
+
+    first: TracedValue | None
+    second: TracedValue | None
+    error: float
+    before: int
+
+    def __str__(self) -> str:
+        one = self.first or self.second
+        assert one is not None
+        where = f" in {one.module}" if one.module else ""
+        line = f" ({(self.second or one).line})" if one.line else ""
+        head = f"{one.direction} of {one.function}{where}{line}, {one.value}"
+        if self.first is None or self.second is None:
+            which = "second" if self.first is None else "first"
+            return f"only the {which} trace has: {head}; {self.before} values before it are the same"
+        error = "" if np.isnan(self.error) else f"; relative error {self.error:.3g}"
+        rows = [f"  first   {self.first}", f"  second  {self.second}"]
+        return "\n".join([f"first to differ, after {self.before} values: {head}{error}", *rows])
+
+
+@dataclass(frozen=True)
+class _Trace:
+    values: list[TracedValue]
+    arrays: Mapping[str, Array] = field(default_factory=dict)
+
+
+def save_trace(path: str | Path, step: Callable[[], Any]) -> int:
+    """Runs a step and writes what each op gave, forward and backward, to a file for ``first_difference``.
+
+    The step runs as it would, under AMP where it is on; as with ``compare_accuracy`` nothing is trained, and all is put
+    back.
+
+    Args:
+        path: ``"before.json"``: of each value a checksum, and magnitudes. ``"before.npz"``: all elements as well, so
+            that differences can be measured.
+        step: a function without arguments that does forward and backward.
+
+    Returns:
+        How many values there are.
+
+    Raises:
+        ValueError: the path ends in neither, or the step ran no op that could be looked at.
+        RuntimeError: the step is a recorded one.
+    """
+    path = Path(path)
+    if path.suffix not in (".json", ".npz"):
+        raise ValueError(f"save_trace writes .json (checksums) or .npz (all elements), got {str(path)!r}")
+    process.session.ensure_patched()
+    observer = _Tracer(keeps_elements=path.suffix == ".npz")
+    with rehearsal(step):
+        with RESULTS.attached(observer):
+            step()
+        values = observer.values()
+    if not values:
+        raise NothingSeenError
+    text = json.dumps({"format": _FORMAT, "values": [asdict(value) for value in values]})
+    if path.suffix == ".json":
+        path.write_text(text, encoding="utf-8")
+    else:
+        arrays: dict[str, Any] = {_HEAD: np.array(text), **observer.arrays}
+        np.savez_compressed(path, **arrays)
+    return len(values)
+
+
+def first_difference(first: str | Path, second: str | Path, *, rtol: float = 0.0) -> Difference | None:
+    """The first op, in the order of a step, whose value is not the same in two traces of ``save_trace``.
+
+    Ops are aligned as lines of a text are: by function, layer and what the value is, not by line numbers.
+
+    Args:
+        first, second: files.
+        rtol: the relative error up to which values are the same, of two ``.npz`` files. 0: bit for bit, and in dtype.
+
+    Returns:
+        None if all are the same.
+
+    Raises:
+        ValueError: a file is no trace; or ``rtol`` is given, and a file has no elements.
+    """
+    one, other = _read(Path(first)), _read(Path(second))
+    if rtol and not (one.arrays and other.arrays):
+        raise ValueError("rtol compares elements, which a .json trace does not have: save both traces as .npz")
+    for number, (i, j) in enumerate(_aligned(one.values, other.values)):
+        left, right = None if i is None else one.values[i], None if j is None else other.values[j]
+        if left is None or right is None:
+            return Difference(left, right, float("nan"), number)
+        if left.checksum != right.checksum:
+            error = _error(one.arrays.get(f"value{i}"), other.arrays.get(f"value{j}"))
+            if not error <= rtol or not rtol:
+                return Difference(left, right, error, number)
+    return None
+
+
+def _aligned(first: Sequence[TracedValue], second: Sequence[TracedValue]) -> Iterator[tuple[int | None, int | None]]:
+    """The places of the same value in both, in order; None where only one has it."""
+    pairs = SequenceMatcher(None, [x.what for x in first], [x.what for x in second], autojunk=False)
+    for tag, i, i_end, j, j_end in pairs.get_opcodes():
+        if tag == "equal":
+            yield from zip(range(i, i_end), range(j, j_end), strict=True)
+        else:
+            yield from ((k, None) for k in range(i, i_end))
+            yield from ((None, k) for k in range(j, j_end))
+
+
+def _error(first: Array | None, second: Array | None) -> float:
+    if first is None or second is None or first.size != second.size:
+        return float("nan")
+    return error_of(second, first).relative
+
+
+def _read(path: Path) -> _Trace:
+    arrays: dict[str, Array] = {}
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+            text = str(arrays.pop(_HEAD))
+        else:
+            text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+        if found["format"] != _FORMAT:
+            raise ValueError(f"format {found['format']}")
+        return _Trace([TracedValue(**{**value, "shape": tuple(value["shape"])}) for value in found["values"]], arrays)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no trace that amp.debugging.save_trace has written: {error}") from error
+
+
+class _Tracer(Watcher):
+    """Keeps a checksum of every value.
+
+    Attributes:
+        arrays: the elements, by ``"value0"`` and so on, if they are kept.
+    """
+
+    def __init__(self, keeps_elements: bool) -> None:
+        super().__init__()
+        self._keeps_elements = keeps_elements
+        self._rows: list[tuple[Seen, int, tuple[Any, ...]]] = []
+        self.arrays: dict[str, Array] = {}
+
+    def keep(self, seen: Seen, part: int, tensor: Any) -> None:
+        value = on_host(tensor)
+        if value is None:
+            return
+        dtype = bridge.canonical_dtype(tensor.dtype)
+        checksum = blake2b(dtype.encode() + bridge.read_bytes(tensor).tobytes(), digest_size=16).hexdigest()
+        self._rows.append((seen, part, (dtype, tuple(tensor.shape), checksum, *_magnitudes(value))))
+        if self._keeps_elements:
+            self.arrays[f"value{len(self._rows) - 1}"] = value
+
+    def values(self) -> list[TracedValue]:
+        """All that was seen, with the names that layers have now."""
+        names = Names(self.ops, [seen for seen, _, _ in self._rows])
+        return [
+            TracedValue(
+                seen.op.function, "forward" if part == RESULT else "backward", names.value(seen, part),
+                names.layer(seen.op), seen.op.line, *rest,
+            )
+            for seen, part, rest in self._rows
+        ]  # fmt: skip
+
+
+def _magnitudes(value: Array) -> tuple[int, int, float, float]:
+    magnitudes = np.abs(value[np.isfinite(value)])
+    above = magnitudes[magnitudes > 0]
+    smallest, largest = (float(above.min()), float(above.max())) if above.size else (0.0, 0.0)
+    return int(np.isinf(value).sum()), int(np.isnan(value).sum()), smallest, largest

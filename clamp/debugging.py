@@ -1,0 +1,49 @@
+"""What AMP did: why a step was skipped, what an op errs by, what has to run in float32, how much memory a run takes;
+Paddle's debugging tools."""
+
+from clamp import session
+from clamp.debug import process
+from clamp.debug.accuracy import Accuracy, ValueAccuracy
+from clamp.debug.attribution import explain_step as explain
+from clamp.debug.bisection import Bisection, bisect
+from clamp.debug.checker import DebugMode
+from clamp.debug.compare import compare_accuracy
+from clamp.debug.memory_meter import MemoryMeter
+from clamp.debug.paddle import (
+    TensorCheckerConfig,
+    check_layer_numerics,
+    check_numerics,
+    collect_operator_stats,
+    disable_operator_stats_collection,
+    disable_tensor_checker,
+    enable_operator_stats_collection,
+    enable_tensor_checker,
+)
+from clamp.debug.sampling import Sampling
+from clamp.debug.traces import Difference, TracedValue, first_difference, save_trace
+
+process.session = session
+
+__all__ = [
+    "Accuracy",
+    "Bisection",
+    "DebugMode",
+    "Difference",
+    "MemoryMeter",
+    "Sampling",
+    "TensorCheckerConfig",
+    "TracedValue",
+    "ValueAccuracy",
+    "bisect",
+    "check_layer_numerics",
+    "check_numerics",
+    "collect_operator_stats",
+    "compare_accuracy",
+    "disable_operator_stats_collection",
+    "disable_tensor_checker",
+    "enable_operator_stats_collection",
+    "enable_tensor_checker",
+    "explain",
+    "first_difference",
+    "save_trace",
+]

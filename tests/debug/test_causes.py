@@ -1,0 +1,198 @@
+"""What an explanation says of faults that look like another: the right words, and a cure that cures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.nn.layers import Linear
+from netcl.optim import SGD, Adam
+
+from clamp import amp, session
+from clamp.bridge import Node
+from clamp.debug.explain import Explanation
+from tests.networks import batch, loss_of, mlp
+from tests.reference import to_device
+
+pytestmark = pytest.mark.usefixtures("shut_down")
+
+
+class Small:
+    """A layer, and what a case makes a loss of."""
+
+    def __init__(self, queue: cl.CommandQueue, loss: Callable[[Node], Node], x: float) -> None:
+        np.random.seed(0)
+        self.layer = Linear(queue, 4, 4)
+        weight = np.eye(4, dtype=np.float32)
+        self.layer.weight.write(weight)
+        self.layer.bias.write(np.zeros(4, np.float32))
+        self.optimizer = SGD(self.layer.parameters(), lr=1e-9)
+        self.x, self._loss = to_device(queue, np.full((2, 4), x)), loss
+
+    def step(self, handle: Any) -> Callable[[], None]:
+        def step() -> None:
+            self.optimizer.zero_grad()
+            loss = ag.mean(self._loss(self.layer(ag.tensor(self.x))))
+            with handle.scale_loss(loss, self.optimizer) as scaled_loss:
+                scaled_loss.backward()
+            self.optimizer.step()
+
+        return step
+
+
+def cured(cure: str) -> Any:
+    """The handle of the call that a cure is."""
+    session.shutdown()
+    names: dict[str, Any] = {"amp": amp}
+    exec(cure.partition("  # ")[0], names)
+    return names["handle"]
+
+
+# ---------------------------------------------------------------------------------------------- what became 0
+
+#: of the numbers 1e-5: what float16 makes 0, and another function has no value for
+UNDERFLOWS: dict[str, tuple[Callable[[Node], Node], str, str]] = {
+    "root of a square": (lambda h: ag.sqrt(ag.mul(h, h)), "sqrt", "backward"),
+    "one over a square": (lambda h: ag.div(1e-14, ag.mul(h, h)), "div", "forward"),
+    "logarithm of a square": (lambda h: ag.log(ag.mul(h, h)), "log", "forward"),
+}
+
+
+@pytest.mark.parametrize("case", UNDERFLOWS)
+@pytest.mark.parametrize("armed", [True, False])
+def test_what_float16_made_0_is_told_from_what_has_no_value(queue: cl.CommandQueue, case: str, armed: bool) -> None:
+    loss, function, direction = UNDERFLOWS[case]
+    small = Small(queue, loss, 1e-5)
+    handle = amp.init(debug="attribution" if armed else None, loss_scale=1.0)
+    small.step(handle)()
+    found = handle.explain() if armed else handle.explain(small.step(handle))
+    assert found.first is not None, found
+    assert (found.first.function, found.first.direction) == (function, direction), found
+    assert "became 0 in float16: mul at test_causes.py" in found.why, found
+    assert "float32 either" not in found.why
+    handle = cured(found.cure)
+    for _ in range(2):
+        small.step(handle)()
+        assert handle.last_step.stepped, handle.last_step
+
+
+@pytest.mark.parametrize("case", UNDERFLOWS)
+def test_true_zeros_have_no_value_in_any_dtype(queue: cl.CommandQueue, case: str) -> None:
+    loss, function, _ = UNDERFLOWS[case]
+    small = Small(queue, loss, 0.0)
+    handle = amp.init(debug="attribution", loss_scale=1.0)
+    small.step(handle)()
+    found = handle.explain()
+    assert found.first is not None
+    assert found.first.function == function
+    assert "It has no finite value in float32 either" in found.why, found
+
+
+# ---------------------------------------------------------------------------------------------- what divided away
+
+DIVIDED: dict[str, Callable[[Node], Node]] = {
+    "a quotient": lambda h: ag.div(60000.0, ag.mul(h, h)),
+    "a quotient of nodes": lambda h: ag.div(h, ag.mul(h, h)),
+    "a root below the line": lambda h: ag.rsqrt(ag.mul(h, h)),
+}
+
+
+@pytest.mark.parametrize("case", DIVIDED)
+def test_an_overflow_that_a_division_made_0_is_named(queue: cl.CommandQueue, case: str) -> None:
+    small = Small(queue, DIVIDED[case], 300.0)
+    handle = amp.init(loss_scale=1.0)
+    step = small.step(handle)
+    step()
+    assert handle.last_step is not None
+    assert handle.last_step.stepped
+    found = handle.explain(step)
+    assert (found.kind, found.first and found.first.function) == ("forward", "mul"), found
+    assert "8 inf of its results are beyond 65504" in found.why
+    assert "divides by them, which gives 0" in found.why
+    handle = cured(found.cure)
+    again = handle.explain(small.step(handle))
+    assert (again.kind, again.why) == ("finite", "Every result and every gradient of its ops is finite."), again
+
+
+# ---------------------------------------------------------------------------------------------- another step
+
+
+def test_a_step_that_went_well_is_told_so(queue: cl.CommandQueue) -> None:
+    small = Small(queue, ag.square, 1.0)
+    handle = amp.init(loss_scale=1.0)
+    step = small.step(handle)
+    good, small.x = small.x, to_device(queue, np.full((2, 4), np.nan))
+    step()
+    small.x = good
+    found = handle.explain(step)
+    assert found.kind == "finite"
+    assert found.why.startswith("This step went well"), found
+    assert "step 1 was skipped. Pass the step with the batch that failed" in found.why
+    assert 'debug="attribution"' in found.cure
+
+
+@pytest.mark.parametrize("armed", [True, False])
+def test_what_was_put_into_a_gradient_is_told(queue: cl.CommandQueue, armed: bool) -> None:
+    small = Small(queue, ag.square, 1.0)
+    handle = amp.init(debug="attribution" if armed else None, loss_scale=1.0)
+
+    def step() -> None:
+        small.optimizer.zero_grad()
+        with handle.scale_loss(ag.mean(small.layer(ag.tensor(small.x))), small.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        small.layer.weight.grad.write(np.full((4, 4), np.nan, np.float32))
+        small.optimizer.step()
+
+    step()
+    found = handle.explain() if armed else handle.explain(step)
+    assert found.kind == "finite"
+    assert "has come into the gradients after backward" in found.why, found
+
+
+# ---------------------------------------------------------------------------------------------- a rate too high
+
+
+def losing(queue: cl.CommandQueue, optimizer: str, rate: float) -> tuple[Any, Any, Any]:
+    model, data = mlp(queue, 8, 16, 4), batch(queue, 16, 8, 4)
+    chosen = SGD(model.parameters(), lr=rate) if optimizer == "SGD" else Adam(model.parameters(), lr=rate)
+    return model, data, chosen
+
+
+def one_step(handle: Any, model: Any, data: Any, optimizer: Any) -> float:
+    optimizer.zero_grad()
+    loss = loss_of(model, data)
+    with handle.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    return float(loss.value.to_host().reshape(-1)[0])
+
+
+@pytest.mark.parametrize(("optimizer", "rate"), [("SGD", 30.0), ("Adam", 300.0)])
+@pytest.mark.parametrize("debug", ["attribution", ("attribution", "summary"), None])
+def test_a_rate_that_is_too_high_is_blamed_for_what_grew(
+    queue: cl.CommandQueue, optimizer: str, rate: float, debug: Any
+) -> None:
+    model, data, steps = losing(queue, optimizer, rate)
+    handle = amp.init(debug=debug, loss_scale=8.0)
+    for _ in range(60):
+        one_step(handle, model, data, steps)
+        if not handle.last_step.stepped:
+            break
+    assert not handle.last_step.stepped
+    found: Explanation = handle.explain(None if debug else lambda: one_step(handle, model, data, steps))
+    assert found.kind == "diverged", found
+    assert found.why.startswith(f"The run diverges, in float32 as well, because the learning rate, {rate:g}, is too")
+    assert "the numbers of layers." in found.why
+    assert ("the loss grew from" in found.why) == (debug is not None and "summary" in debug and optimizer == "SGD")
+    handle.shutdown()
+    model, data, steps = losing(queue, optimizer, rate)
+    exec(found.cure.partition("  # ")[0], {"optimizer": steps})
+    assert steps.lr < rate
+    with amp.init(loss_scale=8.0) as handle:
+        losses = [one_step(handle, model, data, steps) for _ in range(30)]
+        assert handle.last_step.stepped
+    assert losses[-1] < losses[0]

@@ -1,0 +1,435 @@
+"""Why a step was skipped: the right op, module and line, for every fault, however the step runs."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.nn.layers import Linear, Module, Sequential
+from netcl.optim import SGD, Adam
+from netcl.trainer.trainer import Trainer
+
+from clamp import amp
+from clamp.bridge import Node, Tensor
+from clamp.casting.results import RESULTS
+from clamp.cli.bench.cases.unscale import counted_launches
+from clamp.debug.attribution import SKIPS_EXPLAINED
+from clamp.debug.explain import Explanation
+from clamp.ops.elementwise import elementwise
+from tests.debug.faults import FAULTS, Training, line_of
+from tests.networks import batch, mlp, step, weights_of
+from tests.reference import to_device
+
+pytestmark = pytest.mark.usefixtures("shut_down")
+
+
+def scale_for(fault: str) -> float:
+    """At which a sound step is done."""
+    return 2.0**24 if fault == "scale" else 8.0
+
+
+def check(found: Explanation, fault: str) -> None:
+    expected = FAULTS[fault]
+    assert found.kind == expected.kind, found
+    assert found.first is not None
+    assert (found.first.function, found.first.direction) == (expected.function, expected.direction), found
+    assert found.first.module == expected.module, found
+    assert found.first.place.file.endswith("faults.py")
+    assert found.first.place.line == line_of(fault), found
+    assert found.report is not None
+    assert not found.report.stepped
+
+
+def eager(queue: cl.CommandQueue, fault: str, **options: Any) -> Explanation:
+    training = Training(queue, fault)
+    with amp.init(debug="attribution", **{"loss_scale": scale_for(fault), **options}) as handle:
+        for _ in range(2):
+            training.step(handle)()
+        return handle.explain()
+
+
+def run_again(queue: cl.CommandQueue, fault: str) -> Explanation:
+    training = Training(queue, fault)
+    handle = amp.init(loss_scale=scale_for(fault))
+    training.step(handle)()
+    return handle.explain(training.step(handle))
+
+
+def recorded(queue: cl.CommandQueue, fault: str) -> Explanation:
+    training = Training(queue, fault)
+    handle = amp.init(debug="attribution", loss_scale=scale_for(fault))
+    replayed = amp.record(training.step(handle))
+    for _ in range(4):
+        replayed()
+    assert replayed.recordings == 1
+    return handle.explain()
+
+
+class Train(amp.Graph):
+    """A step of a training, as a graph."""
+
+    def __init__(self, training: Training, scaler: Any) -> None:
+        super().__init__()
+        self.training = training
+        self.add_optimizer(training.optimizer)
+        self.config.enable_amp(True)
+        self.set_grad_scaler(scaler)
+
+    def build(self, x: Node, y: Node) -> Node:
+        loss = self.training.loss(x.value, y.value)
+        loss.backward()
+        return loss
+
+
+def graph(queue: cl.CommandQueue, fault: str, *, armed: bool = True) -> Explanation:
+    training = Training(queue, fault)
+    handle = amp.init(debug="attribution" if armed else None)
+    train = Train(training, amp.StaticGradScaler(scale_for(fault)))
+    for _ in range(4):
+        train(*training.data)
+    return handle.explain() if armed else train.explain(*training.data)
+
+
+WAYS: dict[str, Callable[[cl.CommandQueue, str], Explanation]] = {
+    "eager": eager,
+    "run again": run_again,
+    "recorded": recorded,
+    "graph": graph,
+    "graph, run again": lambda queue, fault: graph(queue, fault, armed=False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_op_the_module_and_the_line_are_named(queue: cl.CommandQueue, fault: str, way: str) -> None:
+    check(WAYS[way](queue, fault), fault)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_screen_names_the_cause(queue: cl.CommandQueue, fault: str) -> None:
+    text = str(eager(queue, fault))
+    words = {
+        "weight": "The model's layers.1.second.weight itself holds 1 inf",
+        "batch": "What the model is given holds 1 nan",
+        "forward": "of its results are beyond 65504",
+        "backward": "The gradient of sqrt has",
+        "custom": "overflowing",
+        "scale": "The loss scale of 16777216 was too high",
+    }
+    assert words[fault] in text
+    assert text.startswith("step 2 was skipped: ")
+    assert f"faults.py:{line_of(fault)}: {FAULTS[fault].code}" in text
+    assert "\ncure: " in text
+    assert len(text.splitlines()) < 50
+
+
+def test_a_mask_of_minus_inf_is_not_blamed(queue: cl.CommandQueue) -> None:
+    training = Training(queue, "forward")
+    handle = amp.init(debug="attribution", loss_scale=8.0)
+    mask = to_device(queue, np.array([[0.0, -np.inf]] * 4, np.float32))
+    x, y = training.data
+    masked = ag.sum(ag.softmax(ag.add(ag.matmul_op(ag.tensor(x), ag.tensor(to_device(queue, np.ones((8, 2))))), mask)))
+    loss = ag.add(training.loss(x, y), masked)
+    training.optimizer.zero_grad()
+    with handle.scale_loss(loss, training.optimizer) as scaled_loss:
+        scaled_loss.backward()
+    training.optimizer.step()
+    check(handle.explain(), "forward")
+
+
+# ---------------------------------------------------------------------------------------------- without a trace
+
+
+def test_a_healthy_step_launches_nothing_more_when_armed(queue: cl.CommandQueue) -> None:
+    def launches(**options: Any) -> tuple[list[str], list[np.ndarray]]:
+        model, data = mlp(queue, 8, 16, 4), batch(queue, 4, 8, 4)
+        optimizer = Adam(model.parameters(), lr=1e-2)
+        with amp.init(**options) as handle:
+            for _ in range(2):
+                step(handle, model, optimizer, data)
+            with counted_launches() as names:
+                step(handle, model, optimizer, data)
+        return names, weights_of(model)
+
+    plain, armed = launches(), launches(debug="attribution")
+    assert plain[0] == armed[0]
+    assert all(np.array_equal(a, b) for a, b in zip(plain[1], armed[1], strict=True))
+
+
+def test_nobody_observes_when_nothing_is_armed(queue: cl.CommandQueue) -> None:
+    own = RESULTS.own
+    handle = amp.init(debug="attribution")
+    assert RESULTS.own is not own
+    handle.shutdown()
+    assert RESULTS.own is own
+    with amp.init():
+        assert RESULTS.own is own
+
+
+def test_a_step_that_is_looked_at_changes_nothing(queue: cl.CommandQueue) -> None:
+    training = Training(queue, "forward")
+    handle = amp.init()
+    run = training.step(handle)
+    run()
+    params = training.model.parameters()
+    before, grads = [param.to_host() for param in params], [param.grad for param in params]
+    state, history, drawn = amp.state_dict(), list(handle.history), np.random.get_state()[1].tolist()
+    assert handle.explain(run).kind == "forward"
+    assert all(np.array_equal(a, param.to_host()) for a, param in zip(before, params, strict=True))
+    assert all(a is param.grad for a, param in zip(grads, params, strict=True))
+    assert amp.state_dict() == state
+    assert list(handle.history) == history
+    assert np.random.get_state()[1].tolist() == drawn
+
+
+@pytest.mark.parametrize("debug", ["attribution", None])
+def test_another_thread_has_steps_of_its_own(queue: cl.CommandQueue, debug: str | None) -> None:
+    training, sound = Training(queue, "forward"), Training(queue, "none")
+    handle = amp.init(debug=debug, loss_scale=8.0)
+    step = training.step(handle)
+    step()
+
+    def beside() -> None:
+        other = threading.Thread(target=sound.step(handle))
+        other.start()
+        other.join()
+
+    def step_beside() -> None:
+        training.optimizer.zero_grad()
+        loss = training.loss(*training.data)
+        beside()
+        with handle.scale_loss(loss, training.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        beside()
+        training.optimizer.step()
+
+    step_beside()
+    found = handle.explain() if debug else handle.explain(step_beside)
+    assert found.kind == "forward", found
+    assert found.first is not None
+    assert found.first.module == "layers.1"
+
+
+def test_a_step_that_is_looked_at_is_no_part_of_the_run(queue: cl.CommandQueue) -> None:
+    handle = amp.init(debug=("attribution", "summary"), loss_scale=8.0)
+    bad, training = Training(queue, "batch"), Training(queue, "forward")
+    training.step(handle)()
+    calls = sum(row.calls for row in handle.summary().rows)
+    assert handle.explain(bad.step(handle)).kind == "input"
+    assert sum(row.calls for row in handle.summary().rows) == calls
+    training.step(handle)()
+    check(handle.explain(), "forward")
+
+
+def test_two_optimizers_that_skip_are_told_the_same(queue: cl.CommandQueue) -> None:
+    training = Training(queue, "forward")
+    params = training.model.parameters()
+    first, second = SGD(params[:2], lr=1e-4), SGD(params[2:], lr=1e-4)
+    handle = amp.init(debug="attribution", loss_scale=8.0)
+    with handle.scale_loss(training.loss(*training.data), [first, second]) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in (first, second):
+        optimizer.step()
+        check(handle.explain(), "forward")
+
+
+def test_a_scale_that_was_too_high_is_the_one_of_the_step(queue: cl.CommandQueue) -> None:
+    training = Training(queue, "none")
+    handle = amp.init()
+    handle.scalers[0].set_scale(2.0**24)
+    step = training.step(handle)
+    step()
+    found = handle.explain(step)
+    assert (found.kind, found.cure) == ("scale", "")
+    assert f"The loss scale of {2**24} was too high" in found.why
+
+
+def test_an_explanation_of_an_earlier_step_is_not_shown_for_a_later_one(queue: cl.CommandQueue) -> None:
+    training, bad, sound = (Training(queue, fault) for fault in ("forward", "batch", "none"))
+    handle = amp.init(loss_scale=8.0)
+    bad.step(handle)()
+    assert handle.explain(bad.step(handle)).kind == "input"
+    assert handle.explain().kind == "input"
+    sound.step(handle)()
+    assert handle.explain().kind == "input"
+    training.step(handle)()
+    assert handle.explain().kind == "unseen"
+
+
+def test_a_metric_that_nobody_trains_on_is_not_blamed(queue: cl.CommandQueue) -> None:
+    training = Training(queue, "none")
+    handle = amp.init(debug="attribution", loss_scale=8.0)
+    loss = training.loss(*training.data)
+    ag.log(ag.mul(loss, 0.0))  # -inf
+    with handle.scale_loss(loss, training.optimizer) as scaled_loss:
+        scaled_loss.backward()
+    param = training.model.parameters()[0]
+    param.grad = to_device(queue, np.full(param.shape, np.nan))
+    training.optimizer.step()
+    assert handle.explain().kind == "finite"
+
+
+def test_an_error_in_a_step_that_is_looked_at_is_the_users(queue: cl.CommandQueue) -> None:
+    training = Training(queue, "forward")
+    handle = amp.init()
+    training.step(handle)()
+    state, own = amp.state_dict(), RESULTS.own
+
+    def fails() -> None:
+        training.step(handle)()
+        raise KeyError("the user's")
+
+    with pytest.raises(KeyError, match="the user's"):
+        handle.explain(fails)
+    assert amp.state_dict() == state
+    assert RESULTS.own is own
+
+
+# ---------------------------------------------------------------------------------------------- on its own
+
+
+def test_a_graph_looks_by_itself_after_many_skips(queue: cl.CommandQueue) -> None:
+    training = Training(queue, "forward")
+    train = Train(training, amp.GradScaler())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        for _ in range(SKIPS_EXPLAINED + 3):
+            train(*training.data)
+    told = [str(one.message) for one in said if "steps in a row were skipped" in str(one.message)]
+    assert len(told) == 1
+    assert "matmul_op" in told[0]
+    check(train.explain(), "forward")
+
+
+class NotFinite(Module):
+    """A layer whose forward is finite, and whose gradient is not, at any scale."""
+
+    def forward(self, x: Node) -> Node:
+        return ag.add(x, ag.sqrt(ag.mul(x, 0.0)))
+
+    __call__ = forward
+
+
+@pytest.mark.parametrize("mixed_precision", [True, False])
+def test_a_trainer_looks_by_itself_after_many_skips(queue: cl.CommandQueue, mixed_precision: bool) -> None:
+    model = Sequential(Linear(queue, 8, 16), NotFinite(), Linear(queue, 16, 4))
+    data = [(np.random.default_rng(0).standard_normal((4, 8), np.float32), np.arange(4))] * (SKIPS_EXPLAINED + 2)
+    handle = amp.init()
+    trainer = Trainer(model, SGD(model.parameters(), lr=0.1), queue, mixed_precision=mixed_precision)
+    with pytest.warns(UserWarning, match="10 steps in a row were skipped. The gradient of sqrt has"):
+        trainer.fit(data)
+    found = handle.explain()
+    assert found.first is not None
+    assert (found.kind, found.first.function, found.first.module) == ("backward", "sqrt", "layers.1")
+    assert len(handle.history) == len(data)
+
+
+def test_without_a_look_the_way_to_one_is_told(queue: cl.CommandQueue) -> None:
+    training = Training(queue, "forward")
+    handle = amp.init()
+    assert str(handle.explain()).strip() == "why: No step has been skipped."
+    training.step(handle)()
+    found = handle.explain()
+    assert found.kind == "unseen"
+    assert found.report == handle.last_step
+    assert "handle.explain(step)" in str(found)
+
+
+@pytest.mark.parametrize(("share", "kind"), [(0.25, "forward"), (1e-8, "unseen")])
+def test_earlier_passes_are_held_as_far_as_memory_goes(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, share: float, kind: str
+) -> None:
+    monkeypatch.setattr("clamp.debug.overflow_recorder._SHARE", share)
+    training, sound = Training(queue, "forward"), Training(queue, "none")
+    handle = amp.init(debug="attribution", loss_scale=8.0)
+    for one in (training, sound):
+        with handle.scale_loss(one.loss(*one.data), [training.optimizer, sound.optimizer]) as scaled_loss:
+            scaled_loss.backward()
+    training.optimizer.step()
+    assert handle.explain().kind == kind
+
+
+def test_debug_takes_known_words_only() -> None:
+    with pytest.raises(ValueError, match="debug must be"):
+        amp.init(debug="everything")
+
+
+# ---------------------------------------------------------------------------------------------- what is no step
+
+
+@pytest.mark.parametrize("call", ["explain", "summary", "ranges"])
+def test_what_is_no_function_is_refused(call: str) -> None:
+    with amp.init() as handle, pytest.raises(TypeError) as error:
+        getattr(handle, call)(0.5)
+    assert f"{call} takes a function that does what one step of the loop does, got 0.5" in str(error.value)
+    assert f"{call}(step), not what it returns" in str(error.value)
+
+
+@pytest.mark.parametrize("call", ["explain", "summary", "ranges"])
+def test_a_step_of_which_nothing_can_be_seen_is_refused(call: str) -> None:
+    with amp.init() as handle, pytest.raises(ValueError, match="no op of this step was seen"):
+        getattr(handle, call)(lambda: None)
+
+
+# ---------------------------------------------------------------------------------------------- other ends
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_loss_that_is_nan_over_finite_gradients_is_told(queue: cl.CommandQueue, recorded: bool) -> None:
+    training = Training(queue, "none")
+    handle = amp.init(debug="attribution", loss_scale=8.0)
+
+    def step(shift: float) -> None:
+        training.optimizer.zero_grad()
+        loss = training.loss(*training.data)
+        loss = ag.add(loss, ag.log(ag.add(ag.mul(loss, 0.0), shift)))  # its gradient at -1 is finite
+        with handle.scale_loss(loss, training.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        training.optimizer.step()
+
+    run = amp.record(step) if recorded else step
+    for _ in range(4):
+        run(1.0)
+    assert handle.explain().why == "No step has been skipped."
+    for _ in range(4):
+        run(-1.0)
+    found = handle.explain()
+    assert (found.kind, found.first.function if found.first else "") == ("forward", "log"), found
+    assert str(found).startswith("step 8 was done, at a loss scale of 8")
+    run(1.0)
+    assert handle.explain().why == "No step has been skipped."
+
+
+def unnamed(x: Node) -> Node:
+    """A function on a kernel of the user's, in float32, that is beyond it, and is registered nowhere."""
+
+    def compute(x: Tensor) -> Tensor:
+        return elementwise("mul", x.dtype, x, 3e38)
+
+    def gradient(dy: Tensor) -> list[Tensor]:
+        return [dy]
+
+    return ag.apply_op(compute, gradient, x)
+
+
+@pytest.mark.parametrize("armed", [True, False])
+def test_an_op_without_a_name_has_that_of_its_function(queue: cl.CommandQueue, armed: bool) -> None:
+    training = Training(queue, "none")
+    handle = amp.init(debug="attribution" if armed else None, loss_scale=8.0)
+
+    def step() -> None:
+        training.optimizer.zero_grad()
+        loss = ag.sum(unnamed(ag.add(training.model(ag.tensor(training.data[0])), 10.0)))
+        with handle.scale_loss(loss, training.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        training.optimizer.step()
+
+    step()
+    found = handle.explain() if armed else handle.explain(step)
+    assert (found.kind, found.first.function if found.first else "") == ("forward", "unnamed"), found

@@ -1,0 +1,156 @@
+"""Names of layers and what a step may change are found where a program keeps its models, not among all objects."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.amp import GradScaler
+from netcl.nn.batchnorm import BatchNorm2dModule
+from netcl.nn.layers import Linear, Module
+from netcl.optim import SGD
+
+from clamp import amp, bridge
+from tests.debug.faults import FAULTS, Training
+from tests.reference import to_device
+
+pytestmark = pytest.mark.usefixtures("shut_down")
+
+
+class Holder(Module):
+    """Layers that are called one by one: the model itself never is."""
+
+    def __init__(self, queue: cl.CommandQueue) -> None:
+        self.parts = [Linear(queue, 8, 8), Linear(queue, 8, 8)]
+        weight = self.parts[1].weight.to_host()
+        weight[0, 0] = np.inf
+        self.parts[1].weight.write(weight)
+        self.optimizer = SGD(self.parameters(), lr=0.1)
+        self.x = to_device(queue, np.ones((2, 8)))
+
+    def part(self, number: int, x: Any) -> Any:
+        return self.parts[number](x)
+
+
+def train(call: Callable[[int, Any], Any], x: Any, optimizer: SGD, handle: Any) -> None:
+    optimizer.zero_grad()
+    loss = ag.mean(call(1, call(0, ag.tensor(x))))
+    with handle.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+def in_a_closure(model: Holder) -> Callable[[Any], None]:
+    return lambda handle: train(lambda number, x: model.part(number, x), model.x, model.optimizer, handle)
+
+
+def in_an_object(model: Holder) -> Callable[[Any], None]:
+    class Loop:
+        def __init__(self) -> None:
+            self.models = {"first": model}
+
+        def step(self, handle: Any) -> None:
+            train(self.models["first"].part, model.x, model.optimizer, handle)
+
+    return Loop().step
+
+
+def in_a_partial(model: Holder) -> Callable[[Any], None]:
+    return partial(train, model.part, model.x, model.optimizer)
+
+
+def in_a_default(model: Holder) -> Callable[[Any], None]:
+    kept = SimpleNamespace(nets=[model])
+
+    def step(handle: Any, settings: Any = kept) -> None:
+        train(lambda number, x: settings.nets[0].parts[number](x), settings.nets[0].x, model.optimizer, handle)
+
+    return step
+
+
+def as_a_global(model: Holder) -> Callable[[Any], None]:
+    globals()["MODEL"] = model
+    return lambda handle: train(lambda number, x: MODEL.parts[number](x), MODEL.x, MODEL.optimizer, handle)  # noqa: F821
+
+
+KEEPERS = [in_a_closure, in_an_object, in_a_partial, in_a_default, as_a_global]
+
+
+@pytest.fixture
+def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(*_: Any) -> Any:
+        raise AssertionError("all objects of the process are looked at")
+
+    monkeypatch.setattr(gc, "get_referrers", search)
+    monkeypatch.setattr(gc, "get_objects", search)
+
+
+@pytest.mark.usefixtures("no_search")
+@pytest.mark.parametrize("keeper", KEEPERS, ids=lambda keeper: keeper.__name__)
+@pytest.mark.parametrize("armed", [True, False])
+def test_layers_and_weights_have_their_names(queue: cl.CommandQueue, keeper: Any, armed: bool) -> None:
+    step = keeper(Holder(queue))
+    handle = amp.init(debug="attribution" if armed else None, loss_scale=1.0)
+    step(handle)
+    assert handle.last_step is not None
+    assert "parts.0.weight" in handle.last_step.parameters
+    found = handle.explain() if armed else handle.explain(lambda: step(handle))
+    assert found.first is not None
+    assert (found.first.module, found.leaf and found.leaf.name) == ("parts.1", "parts.1.weight"), found
+
+
+@pytest.mark.usefixtures("no_search")
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("armed", [True, False])
+def test_nothing_is_searched_for(
+    queue: cl.CommandQueue, fault: str, armed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clamp.debug.gain._SECONDS", 0.0)
+    monkeypatch.setattr("clamp.debug.gain._PASSES", 1)
+    training = Training(queue, fault)
+    scale = 2.0**24 if fault == "scale" else 8.0
+    handle = amp.init(debug=("attribution", "summary") if armed else None, loss_scale=scale)
+    step = training.step(handle)
+    step()
+    handle.explain(step)
+    handle.report(tmp_path / "run.json", step)
+
+
+class Normed(Module):
+    """With statistics that each forward moves, and a scaler of netcl's beside it."""
+
+    def __init__(self, queue: cl.CommandQueue) -> None:
+        self.norm = BatchNorm2dModule(queue, 2)
+
+
+@pytest.mark.usefixtures("no_search")
+@pytest.mark.parametrize("look", ["explain", "ranges"])
+def test_what_nobody_has_met_before_is_put_back(queue: cl.CommandQueue, look: str) -> None:
+    model, scaler = Normed(queue), GradScaler(init_scale=2.0**15)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    x = to_device(queue, np.random.default_rng(0).standard_normal((2, 2, 4, 4), np.float32))
+    kept = to_device(queue, np.ones(2))
+    for param in model.parameters():
+        param.grad = kept
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scaler.scale_loss(ag.mean(model.norm(ag.tensor(x)))).backward()
+        scaler.step(optimizer, model.parameters())
+        scaler._scale = 3.0
+
+    handle = amp.init()
+    before = {name: tensor.to_host() for name, tensor in bridge.module_tensors(model)}
+    getattr(handle, look)(step)
+    for name, tensor in bridge.module_tensors(model):
+        np.testing.assert_array_equal(tensor.to_host(), before[name], err_msg=name)
+    assert all(param.grad is kept for param in model.parameters())
+    assert scaler.scale == 2.0**15

@@ -1,0 +1,233 @@
+"""The magnitudes of a step by layers: of which tensors, at which scale, and what real casts lose of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.core.tensor import Tensor
+from netcl.optim import SGD
+
+from clamp import amp
+from clamp.bridge import Parameter
+from clamp.casting.results import RESULTS
+from clamp.debug.layer_ranges import LayerRange, LayerRanges
+from clamp.debug.summary import Summary
+from clamp.ops.statistics import statistics_of
+from clamp.report import read_run
+from tests.networks import batch, mlp, step
+from tests.reference import to_device
+
+WIDTHS = (16, 32, 32, 4)
+SCALE = 64.0
+
+
+@pytest.fixture(autouse=True)
+def off() -> Any:
+    yield
+    amp.shutdown()
+    assert RESULTS.own.__name__ == "_own"
+
+
+def run(queue: cl.CommandQueue, **options: Any) -> tuple[Any, Any, Any]:
+    """A network, a handle, and a step of it."""
+    model, data = mlp(queue, *WIDTHS), batch(queue, 8, WIDTHS[0], WIDTHS[-1])
+    optimizer = SGD(model.parameters(), lr=0.01)
+    handle = amp.init(**{"loss_scale": SCALE} | options)
+    return model, handle, lambda: step(handle, model, optimizer, data)
+
+
+def only(ranges: LayerRanges, **wanted: str) -> LayerRange:
+    (found,) = [row for row in ranges.rows if all(getattr(row, name) == value for name, value in wanted.items())]
+    return found
+
+
+def test_each_tensor_has_its_row(queue: cl.CommandQueue) -> None:
+    model, handle, once = run(queue)
+    ranges = handle.ranges(once)
+    assert (ranges.scale, ranges.dtype) == (SCALE, "float16")
+    for index, (rows, columns) in ((0, (16, 32)), (2, (32, 32)), (4, (32, 4))):
+        name = f"layers.{index}.weight"
+        weight = only(ranges, kind="parameter", name=name)
+        assert (weight.module, weight.dtype, weight.scale) == (f"layers.{index}", "float16", 1.0)
+        assert weight.statistics.count == rows * columns
+        assert weight.statistics.largest == np.abs(model.layers[index].weight.to_host()).max()
+        gradient = only(ranges, kind="parameter gradient", name=name)
+        assert (gradient.module, gradient.dtype, gradient.scale) == (f"layers.{index}", "float32", 1.0)
+    hidden = only(ranges, kind="activation", module="layers.2", name="linear_relu")
+    assert (hidden.dtype, hidden.scale, hidden.statistics.count) == ("float16", 1.0, 8 * 32)
+    behind = only(ranges, kind="gradient", module="layers.2", name="linear_relu")
+    assert (behind.dtype, behind.scale, behind.statistics.count) == ("float16", SCALE, 8 * 32)
+    assert {row.name for row in ranges.rows} >= {"mse_loss", "matmul_op"}
+    assert "scale_loss" not in {row.name for row in ranges.rows}
+
+
+def test_gradients_are_those_of_float32_at_the_scale(queue: cl.CommandQueue) -> None:
+    model, handle, once = run(queue)
+    ranges = handle.ranges(once)
+    handle.shutdown()
+    with amp.init(dtype="float32"):
+        x, y = batch(queue, 8, WIDTHS[0], WIDTHS[-1])
+        loss = ag.mul(ag.mse_loss(model(ag.tensor(x)), ag.tensor(y)), 2.0**-10)
+        loss.backward()
+    for index in (0, 2, 4):
+        found = only(ranges, kind="parameter gradient", name=f"layers.{index}.weight").statistics
+        wanted = np.abs(model.layers[index].weight.grad.to_host())
+        assert found.largest == pytest.approx(wanted.max(), rel=1e-5)
+        assert found.smallest == pytest.approx(wanted[wanted > 0].min(), rel=1e-3)
+        assert found.zeros == (wanted == 0).sum()
+
+
+def observed(queue: cl.CommandQueue, gradient: np.ndarray, scale: float) -> LayerRanges:
+    """Ranges of a step in which an activation has this gradient, times the scale."""
+    weight = Parameter.from_host(queue, np.eye(len(gradient), dtype=np.float32))
+    x, factor = to_device(queue, np.ones_like(gradient)), to_device(queue, gradient)
+    optimizer, handle = SGD([weight], lr=0.1), amp.init(loss_scale=scale)
+
+    def once() -> None:
+        loss = ag.sum(ag.mul(ag.matmul_op(ag.tensor(weight), ag.tensor(x)), ag.tensor(factor)))
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    ranges = handle.ranges(once)
+    handle.shutdown()
+    return ranges
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_what_is_lost_is_what_a_real_cast_loses(queue: cl.CommandQueue, scale: float) -> None:
+    rng = np.random.default_rng(0)
+    gradient = np.exp2(rng.uniform(-30, 5, (32, 32))).astype(np.float32)
+    row = only(observed(queue, gradient, scale), kind="gradient", name="mul")
+    assert (row.scale, row.statistics.count) == (scale, gradient.size)
+    for other in (2.0**-10, 1.0, 2.0**10, 2.0**14):
+        with np.errstate(over="ignore"):
+            cast = (gradient * np.float32(other)).astype(np.float16).astype(np.float64)
+        lost = row.lost_in("float16", other)
+        assert lost.underflow == (cast == 0).mean()
+        assert lost.overflow == np.isinf(cast).mean()
+        assert row.lost_in("bfloat16", other) == (0.0, 0.0, 0.0)
+    with np.errstate(over="ignore"):
+        assert row.lost.underflow == ((gradient * np.float32(scale)).astype(np.float16) == 0).mean()
+
+
+def test_the_suggested_scale_fits_and_hardly_a_larger_one(queue: cl.CommandQueue) -> None:
+    gradient = np.linspace(0.5, 3.0, 16, dtype=np.float32).reshape(4, 4)
+    for scale in (1.0, 2.0**21):  # the second overflows in float16, and not where this is observed
+        ranges = observed(queue, gradient, scale)
+        assert ranges.suggested_scale == 2.0**13
+        table = ranges.table()
+        assert table[ranges.suggested_scale].overflow == 0
+        assert table[4 * ranges.suggested_scale].overflow > 0
+
+
+def test_looking_changes_nothing(queue: cl.CommandQueue) -> None:
+    model, handle, once = run(queue, debug="summary", loss_scale="dynamic")
+    once()
+    before = [param.to_host().copy() for param in model.parameters()], handle.loss_scale, handle.summary().rows
+    handle.ranges(once)
+    assert handle.loss_scale == before[1]
+    assert handle.summary().rows == before[2]
+    assert len(handle.history) == 1
+    for param, old in zip(model.parameters(), before[0], strict=True):
+        np.testing.assert_array_equal(param.to_host(), old)
+
+
+def test_ranges_are_printed_drawn_and_reported(
+    queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("clamp.debug.gain._SECONDS", 0.0)
+    _, handle, once = run(queue)
+    ranges = handle.ranges(once)
+    text = str(ranges)
+    assert "layers.2  linear_relu" in text
+    assert text.endswith(f"loss scale: {SCALE:g}")  # nothing is to be gained by another
+    for end in ("svg", "png"):
+        ranges.draw(tmp_path / f"ranges.{end}")
+        assert (tmp_path / f"ranges.{end}").stat().st_size > 5000
+    assert "<!-- layers.2 linear_relu -->" in (tmp_path / "ranges.svg").read_text()
+    handle.report(tmp_path / "run.json", once)
+    content = read_run(tmp_path / "run.json")
+    assert content["suggested_scale"] is None
+    assert [(one["name"], one["kind"]) for one in content["ranges"]] == [(row.name, row.kind) for row in ranges.rows]
+    assert "The loss scale is" not in str(handle.summary(once))
+
+
+#: magnitudes of gradients at a loss scale; the one that is better, and what it gains
+GAINS: dict[str, tuple[list[float], float, tuple[float, str] | None]] = {
+    "nothing is lost": ([1e-3, 1.0, 10.0], 1024.0, None),
+    "a lower one, that only has more headroom": ([1e-8, 1.0, 3e4], 65536.0, None),
+    "half of them become 0": (
+        [1e-9, 1e-8, 1e-4, 1e-2],
+        1.0,
+        (2.0**21, "0 % in place of 50 % of the gradients become 0"),
+    ),
+    "one is inf": ([1.0, 1.0, 1.0, 1e5], 4096.0, (1024.0, "0 % in place of 25 % of the gradients become inf")),
+}
+
+
+@pytest.mark.parametrize("case", GAINS)
+def test_another_scale_is_told_of_only_where_it_gains(queue: cl.CommandQueue, case: str) -> None:
+    numbers, scale, expected = GAINS[case]
+    (statistics,) = statistics_of([to_device(queue, np.array(numbers))])
+    ranges = LayerRanges([LayerRange("mul", "", "gradient", "float16", scale, statistics)], scale, "float16")
+    assert ranges.gain == expected
+    told = "" if expected is None else f"; better for float16: {expected[0]:.8g}, at which {expected[1]}"
+    assert str(ranges).endswith(f"loss scale: {scale:.8g}{told}")
+    summary = str(Summary("float16", 1, 0, [], scale, 0, 0.0, ranges=ranges))
+    assert (f"at {expected[0]:.8g}, {expected[1]}." in summary) if expected else ("The loss scale is" not in summary)
+
+
+@pytest.mark.parametrize(("dtype", "words"), [("float32", "; suggested for float16: "), ("float16", "")])
+def test_in_float32_a_scale_for_float16_is_told(queue: cl.CommandQueue, dtype: str, words: str) -> None:
+    (statistics,) = statistics_of([to_device(queue, np.ones(3))])
+    ranges = LayerRanges([LayerRange("mul", "", "gradient", dtype, 1.0, statistics)], 1.0, dtype)
+    assert ("suggested for float16" in str(ranges)) == bool(words)
+
+
+def test_a_step_without_ops_is_refused(queue: cl.CommandQueue) -> None:
+    _, handle, _ = run(queue)
+    with pytest.raises(ValueError, match="no op of this step was seen"):
+        handle.ranges(lambda: None)
+    with pytest.raises(ValueError, match="there are no rows"):
+        LayerRanges([], 1.0, "float16").draw("x.svg")
+
+
+def test_inputs_that_want_no_gradient_take_no_row_of_a_parameter(queue: cl.CommandQueue) -> None:
+    square = Parameter.from_host(queue, np.full((8, 8), 0.5, np.float32))
+    x = Tensor.from_host(queue, np.ones((8, 8), np.float32))
+    optimizer, handle = SGD([square], lr=0.1), amp.init(loss_scale=SCALE)
+
+    def once() -> None:
+        loss = ag.sum(ag.matmul_op(ag.tensor(x), ag.tensor(square)))
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    rows = [row for row in handle.ranges(once).rows if row.kind == "parameter gradient"]
+    assert [(row.statistics.largest, row.scale) for row in rows] == [(8.0, 1.0)]
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, 1.0), (2.0**-140, 2.0**24)])
+def test_bfloat16_needs_no_scale_as_long_as_it_loses_nothing(
+    queue: cl.CommandQueue, factor: float, expected: float
+) -> None:
+    weight = to_device(queue, np.full((4, 4), 0.5, np.float32))
+    weight.requires_grad = True
+    optimizer, handle = SGD([weight], lr=0.1), amp.init(dtype="bfloat16")
+
+    def step() -> None:
+        loss = ag.sum(ag.mul(ag.matmul_op(to_device(queue, np.ones((4, 4), np.float32)), ag.tensor(weight)), factor))
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    ranges = handle.ranges(step)
+    assert ranges.suggested_scale == expected
+    assert "suggested for float16" not in str(ranges)
+    assert ("loss scale: 1; bfloat16 needs none" in str(ranges)) == (expected == 1)

@@ -1,0 +1,208 @@
+"""What is counted of a run: ops, bytes and casts by place; loss and gradients of each step; nothing when off."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.nn.layers import Linear
+from netcl.optim import SGD
+
+from clamp import amp
+from clamp.bridge import Tensor
+from clamp.casting.results import RESULTS
+from clamp.debug.op_counter import Row, Tally
+from clamp.debug.profiler import Recorder
+from clamp.opencl.device import capabilities
+from clamp.ops.cast import LISTENERS
+from clamp.scaling.step_report import StepReport
+from tests.networks import Task, batch, loss_of, mlp, step
+from tests.reference import to_device
+
+ROWS, WIDTHS = 8, (16, 32, 4)
+
+
+def tally_of(handle: Any) -> Tally:
+    found = handle._record.tally
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def run(queue: cl.CommandQueue) -> Any:
+    """Ten counted steps of a small network."""
+    model, data = mlp(queue, *WIDTHS), batch(queue, ROWS, WIDTHS[0], WIDTHS[-1])
+    optimizer = SGD(model.parameters(), lr=0.01)
+    with amp.init(debug="summary", loss_scale=4.0) as handle:
+        losses = [step(handle, model, optimizer, data) for _ in range(10)]
+        yield handle, losses, model, optimizer, data
+
+
+def only(rows: list[Row], **wanted: object) -> Row:
+    found = [row for row in rows if all(getattr(row, name) == value for name, value in wanted.items())]
+    assert len(found) == 1, (wanted, rows)
+    return found[0]
+
+
+def test_ops_are_counted_by_place_and_dtype(run: Any) -> None:
+    rows = run[0].summary().rows
+    assert {row.calls for row in rows} == {10}
+    forward = only(rows, name="linear_relu", direction="forward")
+    assert (forward.policy, forward.module, forward.dtype, forward.shape) == ("half", "layers.0", "float16", (8, 32))
+    assert forward.inputs == ("float32", "float32", "float32")
+    assert forward.line.startswith("networks.py:")
+    read, gave = 4 * (8 * 16 + 16 * 32 + 32), 2 * 8 * 32
+    assert forward.bytes == 10 * (read + gave)
+    backward = only(rows, name="linear_relu", direction="backward")
+    assert (backward.inputs, backward.module) == (("float16",), "layers.0")
+    loss = only(rows, name="mse_loss", direction="forward")
+    assert (loss.policy, loss.inputs, loss.dtype) == ("float", ("float16", "float32"), "float32")
+
+
+def test_casts_are_counted_with_their_bytes(run: Any, queue: cl.CommandQueue) -> None:
+    (found,) = [one for one in run[0].summary().casts if one.source == "float32"]
+    # Both weights, and the input where no product rounds it as it reads it; four bytes of each six are of the source.
+    sizes = [16 * 32, 32 * 4, *([] if capabilities(queue).is_cpu else [ROWS * 16])]
+    assert (found.target, found.calls, found.bytes) == ("float16", 10 * len(sizes), 10 * 6 * sum(sizes))
+
+
+def test_copies_of_weights_are_those_at_the_end_of_forward(run: Any) -> None:
+    assert run[0].summary().weight_copies >= 2 * (16 * 32 + 32 * 4)
+
+
+def test_losses_and_gradients_are_noted_for_their_steps(run: Any) -> None:
+    handle, losses, model, *_ = run
+    points = tally_of(handle).curves.read()
+    assert [points[number + 1].loss for number in range(10)] == losses
+    last = np.sqrt(sum((param.grad.to_host().astype(np.float64) ** 2).sum() for param in model.parameters()))
+    assert points[10].gradient_norm == pytest.approx(last, rel=1e-5)
+
+
+def test_several_losses_of_a_step_have_their_mean(queue: cl.CommandQueue) -> None:
+    task = Task(queue)
+    with amp.init(debug="summary", loss_scale=2.0) as handle:
+        for size in (1.0, 3.0):
+            task.backward(handle, size)
+        task.optimizer.step()
+        (point,) = tally_of(handle).curves.read().values()
+    assert point == (24.0, pytest.approx(4.0 * np.sqrt(12)))
+
+
+def test_a_skipped_step_has_a_norm_that_is_not_finite(queue: cl.CommandQueue) -> None:
+    task = Task(queue)
+    with amp.init(debug="summary", loss_scale="dynamic") as handle:
+        task.backward(handle, 3e38)
+        task.optimizer.step()
+        (point,) = tally_of(handle).curves.read().values()
+        assert not handle.last_step.stepped
+    assert not np.isfinite(point.gradient_norm)
+
+
+def test_a_step_by_another_scaler_is_noted_once(queue: cl.CommandQueue) -> None:
+    """Its guard stands around the handle's."""
+    task, other = Task(queue), Task(queue)
+    scaler = amp.GradScaler(init_scale=2.0)
+    with amp.init(debug="summary", loss_scale=4.0) as handle:
+        for size in (1.0, 2.0):
+            other.optimizer.zero_grad()
+            scaler.scale(other.loss(5.0)).backward()
+            scaler.step(other.optimizer)
+            scaler.update()
+            task.optimizer.zero_grad()
+            task.backward(handle, size)
+            task.optimizer.step()
+        points = tally_of(handle).curves.read()
+    sizes = [5.0, 1.0, 5.0, 2.0]
+    assert [report.step for report in handle.history] == list(points) == [1, 2, 3, 4]
+    assert [point.gradient_norm for point in points.values()] == [pytest.approx(size * np.sqrt(12)) for size in sizes]
+    assert [point.loss is None for point in points.values()] == [False] * 4
+
+
+def test_steps_of_another_run_are_left_out() -> None:
+    reports = [StepReport(True, "", 1.0, step=number) for number in (1, 1, 2)]
+    tally = Tally(lambda report: report is not reports[1])
+    for report in reports:
+        tally.stepped(report)
+    assert list(tally.curves.read()) == [1, 2]
+
+
+def test_a_replay_counts_as_the_steps_that_it_repeats(queue: cl.CommandQueue) -> None:
+    model, data = mlp(queue, *WIDTHS), batch(queue, ROWS, WIDTHS[0], WIDTHS[-1])
+    optimizer = SGD(model.parameters(), lr=0.01)
+    with amp.init(debug="summary", loss_scale=4.0) as handle:
+
+        @amp.record
+        def one(x: Tensor, y: Tensor) -> Any:
+            optimizer.zero_grad()
+            loss = loss_of(model, (x, y))
+            with handle.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            return loss
+
+        losses = [float(one(*data).value.to_host()[0]) for _ in range(8)]
+        summary, points = handle.summary(), tally_of(handle).curves.read()
+    assert summary.steps == 8
+    assert only(summary.rows, name="linear_relu", direction="forward").calls == 8
+    assert only(summary.rows, name="linear_relu", direction="backward").calls == 8
+    assert [points[number + 1].loss for number in range(8)] == losses
+    norms = [points[number + 1].gradient_norm for number in range(8)]
+    assert norms == sorted(norms, reverse=True)
+    assert len(set(norms)) == 8
+
+
+def test_layers_that_are_made_anew_take_no_more_rows(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clamp.debug.op_counter._MOST", 4)
+    x = ag.tensor(to_device(queue, np.ones((2, 3))))
+    with amp.init(debug="summary") as handle:
+        for _ in range(20):
+            Linear(queue, 3, 2)(x)
+            gc.collect()
+        tally = tally_of(handle)
+        assert len(tally._counts) + len(tally._modules) < 16
+        rows = tally.rows
+    assert sum(row.calls for row in rows if row.name == "matmul_op") == 20
+    assert len(rows) == len({row.name for row in rows})
+
+
+def test_what_is_seen_changes_nothing_and_nothing_is_seen_when_off(queue: cl.CommandQueue) -> None:
+    enqueued = {}
+    for debug in (None, "summary", None):
+        model, data = mlp(queue, *WIDTHS), batch(queue, ROWS, WIDTHS[0], WIDTHS[-1])
+        optimizer = SGD(model.parameters(), lr=0.01)
+        with amp.init(debug=debug, loss_scale=4.0) as handle:
+            for _ in range(3):
+                step(handle, model, optimizer, data)
+            with Recorder() as recorder:
+                step(handle, model, optimizer, data)
+            names = recorder.names
+            enqueued.setdefault(debug, names)
+            assert enqueued[debug] == names
+        assert RESULTS.own.__name__ == "_own"
+        assert RESULTS.stepping.__name__ == "_stepping"
+        assert LISTENERS == []
+    notes = ["note", "squares", "total"]
+    assert [name for name in enqueued["summary"] if name not in notes] == enqueued[None]
+    assert sorted(name for name in enqueued["summary"] if name in notes) == notes
+
+
+def test_what_was_counted_is_there_after_shutdown(queue: cl.CommandQueue) -> None:
+    task = Task(queue)
+    with amp.init(debug=("attribution", "summary")) as handle:
+        task.backward(handle)
+        task.optimizer.step()
+    before = handle.summary().rows
+    ag.sum(ag.tensor(task.weight))
+    assert handle.summary().rows == before
+    assert before
+
+
+@pytest.mark.parametrize("debug", ["summery", ("summary", "all"), ["x"]])
+def test_an_unknown_kind_of_debugging_is_named(debug: Any) -> None:
+    with pytest.raises(ValueError, match=r'debug must be None, "attribution", "summary" or a tuple of both, got'):
+        amp.init(debug=debug)
+    assert amp.init(enabled=False).summary() == "AMP is off: amp.init(enabled=False)"

@@ -1,0 +1,200 @@
+"""A run as JSON: everything that a handle knows is in it, in the form that the page reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl.optim import SGD
+
+from clamp import amp
+from clamp.debug.callsite import NOWHERE
+from clamp.debug.curves import Point
+from clamp.debug.explain import Explanation
+from clamp.debug.run_json import run_of, verdict_of
+from clamp.debug.step_graph import Frame
+from clamp.debug.summary import Summary
+from clamp.report import Run, checked, read_run
+from clamp.scaling.step_report import StepReport
+from tests.debug.test_gain import FAST, SLOW
+from tests.networks import batch, mlp, step
+
+WIDTHS = (16, 32, 4)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clamp.debug.gain._SECONDS", 0.0)
+    monkeypatch.setattr("clamp.debug.gain._PASSES", 1)
+
+
+def trained(queue: cl.CommandQueue, path: Path, *, spoil: bool = False, with_step: bool = True, **options: Any) -> Run:
+    """The run of a small network, whose last weight becomes inf before the last of four steps if it is spoiled."""
+    model, data = mlp(queue, *WIDTHS), batch(queue, 8, WIDTHS[0], WIDTHS[-1])
+    optimizer = SGD(model.parameters(), lr=0.01)
+    with amp.init(loss_scale=8.0, **options) as handle:
+        for number in range(4):
+            if spoil and number == 3:
+                weight = model.layers[2].weight.to_host()
+                weight[0, 0] = np.inf
+                model.layers[2].weight.write(weight)
+            step(handle, model, optimizer, data)
+        handle.report(path, (lambda: step(handle, model, optimizer, data)) if with_step else None)
+    return read_run(path)
+
+
+def test_a_counted_run_is_all_there(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    run = trained(queue, tmp_path / "run.json", debug="summary")
+    assert (run["dtype"], run["level"], run["device"]["name"]) == ("float16", "O1", queue.device.name.strip())
+    assert [one["step"] for one in run["steps"]] == [1, 2, 3, 4]
+    assert all(one["loss"] and one["gradient_norm"] and one["scale"] == 8.0 for one in run["steps"])
+    assert {op["calls"] for op in run["ops"]} == {4}
+    assert all(op["milliseconds"] is not None for op in run["ops"])
+    assert {op["op"] for op in run["ops"]} >= {"linear_relu", "matmul_op", "mse_loss"}
+    assert run["modules"][0] == {"path": "", "class": "Sequential", "parameters": 16 * 32 + 32 + 32 * 4 + 4}
+    assert {"path": "layers.2", "class": "Linear", "parameters": 32 * 4 + 4} in run["modules"]
+    assert {op["module"] for op in run["ops"]} <= {one["path"] for one in run["modules"]}
+    memory = run["memory"]
+    assert 0 < memory["activations"] < memory["float32_activations"]
+    assert 0 < memory["peak"] < memory["float32_peak"]
+    assert memory["weight_copies"] >= 2 * (16 * 32 + 32 * 4)
+    assert run["first_bad"] is None
+    assert run["verdict"]["kind"] in ("healthy", "slow")
+
+
+def test_a_run_that_nobody_counted_has_its_steps(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    run = trained(queue, tmp_path / "run.json", with_step=False)
+    assert len(run["steps"]) == 4
+    assert (run["ops"], run["modules"], run["memory"]["peak"]) == ([], [], None)
+    assert run["device"]["platform"] == queue.device.platform.name.strip()
+    assert run["verdict"] == {
+        "headline": "4 of 4 steps were done, 0 skipped", "details": [], "cure": None, "kind": "healthy"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("debug", ["attribution", None])
+def test_the_first_bad_op_is_named(queue: cl.CommandQueue, tmp_path: Path, debug: str | None) -> None:
+    run = trained(queue, tmp_path / "run.json", spoil=True, debug=debug)
+    found = run["first_bad"]
+    assert (found["op"], found["direction"], found["module"]) == ("matmul_op", "forward", "layers.2")
+    assert (found["what"], found["count"], found["dtype"]) == ("inf", 6, "float16")  # of what it gave
+    assert {one["name"]: one["infs"] for one in found["inputs"]}["layers.2.weight"] == 1
+    assert run["verdict"]["headline"] == "The model's layers.2.weight itself holds 1 inf"
+    assert run["verdict"]["kind"] == "not finite"
+    assert sum(op["op"] == "matmul_op" and op["direction"] == "forward" for op in run["ops"]) == 1
+    assert run["steps"][-1]["parameters"]
+
+
+def test_a_page_is_written_where_the_path_is_no_json(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    model, data = mlp(queue, *WIDTHS), batch(queue, 8, WIDTHS[0], WIDTHS[-1])
+    optimizer = SGD(model.parameters(), lr=0.01)
+    with amp.init(loss_scale=8.0, debug="summary") as handle:
+        step(handle, model, optimizer, data)
+        handle.report(tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert page.lower().startswith("<!doctype html>")
+    assert "linear_relu" in page
+    assert "1 of 1 steps were done" in page
+
+
+# ---------------------------------------------------------------------------------------------- of given numbers
+
+
+def summary_of(history: list[StepReport], **changes: Any) -> Summary:
+    skips = sum(not report.stepped for report in history)
+    return Summary("float16", len(history), skips, history, 8.0, 3, 0.5, **changes)
+
+
+def report(number: int, stepped: bool = True) -> StepReport:
+    return StepReport(stepped, "" if stepped else "inf in 3 elements of the gradients of w", 8.0, step=number)
+
+
+def as_run(summary: Summary, **changes: Any) -> Run:
+    given: dict[str, Any] = {
+        "device": None, "level": "O2", "began": datetime.now(UTC),
+        "points": {}, "losses": None, "modules": (), "ranges": [], "suggested_scale": None,
+    }  # fmt: skip
+    run = run_of(summary, None, **given | changes)
+    return checked(json.loads(json.dumps(run)))
+
+
+def test_losses_of_the_user_take_the_place_of_those_noted() -> None:
+    history = [report(number) for number in (5, 6, 7)]
+    points = {5: Point(1.0, 2.0), 6: Point(None, None), 7: Point(3.0, 4.0)}
+    assert [one["loss"] for one in as_run(summary_of(history), points=points)["steps"]] == [1.0, None, 3.0]
+    assert [one["loss"] for one in as_run(summary_of(history), losses=[8.0, 9.0])["steps"]] == [None, 8.0, 9.0]
+    many = as_run(summary_of(history), losses=[float(number) for number in range(10)])["steps"]
+    assert [one["loss"] for one in many] == [7.0, 8.0, 9.0]
+
+
+def test_milliseconds_are_those_of_all_calls() -> None:
+    (once,) = FAST.amp.rows
+    ops = as_run(summary_of([report(1)], rows=[once], trial=FAST))["ops"]
+    assert [op["milliseconds"] for op in ops] == [pytest.approx(700.0)]
+    counted = [replace(once, calls=5, bytes=320)]
+    ops = as_run(summary_of([report(1)], rows=counted, trial=FAST, counted=True))["ops"]
+    assert [(op["calls"], op["milliseconds"]) for op in ops] == [(5, pytest.approx(3500.0))]
+
+
+def test_verdicts_say_what_matters_most() -> None:
+    fine, bad = [report(1), report(2)], [report(1), report(2, False), report(3, False)]
+    measured = summary_of(fine, trial=FAST)
+    assert verdict_of(measured, None)["kind"] == "healthy"
+    assert verdict_of(measured, None)["headline"].startswith("float16 is 1.42x as fast as float32 here")
+    slow = summary_of(fine, trial=replace(SLOW, amp=replace(SLOW.amp, seconds=2.0)))
+    assert verdict_of(slow, None)["kind"] == "slow"
+    skipping = verdict_of(summary_of(bad, trial=FAST), None)
+    assert skipping["kind"] == "unknown"
+    assert skipping["headline"] == "The last 2 steps were skipped: inf in 3 elements of the gradients of w"
+    assert 'debug="attribution"' in skipping["cure"]
+    unseen = Explanation(bad[-1], "unseen", "Nobody knows.", "")
+    assert verdict_of(summary_of(bad), unseen)["kind"] == "unknown"
+    assert verdict_of(summary_of([]), None)["headline"] == "No step has been done"
+
+
+#: which of the steps of a run are skipped, and what the page says without knowing more
+SKIPS: dict[str, tuple[list[bool], str]] = {
+    "a fourth": ([number % 4 != 0 for number in range(1, 31)], "overflow"),
+    "one batch in sixteen": ([number % 16 != 0 for number in range(1, 34)], "overflow"),
+    "of a short run": ([True, False, True, False, True], "overflow"),
+    "while a scale is looked for": ([False] * 4 + [True] * 10, "healthy"),
+    "now and then": ([number % 40 != 0 for number in range(1, 101)], "healthy"),
+    "a single one": ([True, True, False, True], "healthy"),
+    "the last ones": ([True, True, False, False], "unknown"),
+}
+
+
+@pytest.mark.parametrize("case", SKIPS)
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_run_that_skips_is_not_called_healthy(case: str, measured: bool) -> None:
+    done, kind = SKIPS[case]
+    history = [report(number, stepped) for number, stepped in enumerate(done, start=1)]
+    found = verdict_of(summary_of(history, trial=FAST) if measured else summary_of(history), None)
+    assert found["kind"] == kind, found
+    assert ("steps were skipped: inf in 3 elements" in found["headline"]) == (kind != "healthy")
+    assert any(f"{done.count(False)} of {len(done)} steps were skipped" in line for line in found["details"])
+
+
+def explained(kind: str, cure: str, report: StepReport) -> Explanation:
+    frame = Frame("mul", "forward", NOWHERE, [], [])
+    return Explanation(report, kind, f"Why of {kind}: the rest.", cure, frame)
+
+
+@pytest.mark.parametrize("case", SKIPS)
+def test_what_has_a_cure_is_told_of_any_skip(case: str) -> None:
+    done, kind = SKIPS[case]
+    history = [report(number, stepped) for number, stepped in enumerate(done, start=1)]
+    skipped = next(one for one in reversed(history) if not one.stepped)
+    found = verdict_of(summary_of(history, trial=FAST), explained("forward", "do this", skipped))
+    assert (found["headline"], found["cure"]) == ("Why of forward", "do this")
+    assert found["kind"] != "healthy"
+    scale = verdict_of(summary_of(history, trial=FAST), explained("scale", "", skipped))
+    assert (scale["kind"] == "healthy") == (kind == "healthy")
+    assert "Why of scale" in (scale["headline"] if kind != "healthy" else " ".join(scale["details"]))
