@@ -15,7 +15,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.opencl.device import capabilities
-from clamp.opencl.recording import unrecorded
+from clamp.opencl.host_steps import unrecorded
 
 _NAN_BYTE = np.uint8(0xFF)  # NaN in float32, float16 and bfloat16, where every byte is this
 _GROUPS = 8  # for each core, so that every thread of the driver takes some

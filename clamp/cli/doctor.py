@@ -22,7 +22,7 @@ from clamp import amp, bridge
 from clamp.bridge import Tensor
 from clamp.cli.bench.timing import Effort, interleave, timed
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator
-from clamp.opencl import amx, child_process
+from clamp.opencl import amx, cache_writer
 from clamp.opencl.device import NoDeviceError, capabilities, intel_cpu_runtime, is_in_order, list_devices
 from clamp.opencl.proofs import RIGHT
 from clamp.ops import attention
@@ -142,7 +142,7 @@ def _order(device: cl.Device) -> str:
 
 def _fate_of_a_context(device: cl.Device) -> str:
     """Whether a queue keeps its context alive, tried in a process of its own: a driver may do more than refuse."""
-    place = child_process.place_of(device)
+    place = cache_writer.place_of(device)
     tried = subprocess.run([sys.executable, "-c", _DROPS_ITS_CONTEXT, *map(str, place)], capture_output=True, text=True)
     if tried.returncode == 0:
         return "kept alive by its queues"

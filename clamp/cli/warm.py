@@ -1,7 +1,7 @@
 """``python -m clamp warm``: compiles what training steps need, so that no process of the user's has to.
 
 Each network trains two steps, with a full and a ragged batch, in each dtype, in processes of their own, as many at a
-time as there are cores. What they compile is kept on disk (opencl/binaries).
+time as there are cores. What they compile is kept on disk (opencl/cache).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import wrapt
 from clamp import amp
 from clamp.cli.bench.cases.small_networks import CNN, LM, MLP, SmallNetwork, Trainer
 from clamp.cli.devices import choose_device, describe
-from clamp.opencl import child_process, keeper, program
-from clamp.opencl.child_process import Place
+from clamp.opencl import cache_writer, program
+from clamp.opencl.cache_writer import Place
 from clamp.opencl.program import Built
 from clamp.opencl.progress import PROGRESS
 from clamp.scaling.step_guard import StepGuards
@@ -73,7 +73,7 @@ def run(args: Namespace) -> int:
         print(f"{unknown[0]} is none of {', '.join(NETWORKS)}, and no script", file=sys.stderr)
         return 2
     with _folders(anew=args.list) as environment:
-        with keeper.at_once(), _costs() as probes:
+        with cache_writer.at_once(), _costs() as probes:
             jobs = jobs_on(device, args.model)
         print(f"{describe(device)}: compiling for {', '.join(map(str, jobs))}")
         began = perf_counter()
@@ -96,7 +96,7 @@ def jobs_on(device: cl.Device, models: list[str]) -> list[Job]:
     """The processes to start: one for each network and each of the device's 16-bit types, one for each script."""
     context = cl.Context([device])
     dtypes = amp.get_amp_supported_dtype(cl.CommandQueue(context, device))
-    place = child_process.place_of(device)
+    place = cache_writer.place_of(device)
     return [
         Job(model, dtype, place)
         for model in models
@@ -107,7 +107,7 @@ def jobs_on(device: cl.Device, models: list[str]) -> list[Job]:
 @contextmanager
 def _folders(*, anew: bool) -> Iterator[dict[str, str]]:
     """Where the processes keep what they compile: the user's folders, or, to see what everything takes, empty ones."""
-    environment = child_process.environment()
+    environment = cache_writer.environment()
     if not anew:
         yield environment
         return
@@ -117,7 +117,7 @@ def _folders(*, anew: bool) -> Iterator[dict[str, str]]:
 
 def _in_child(job: Job, environment: dict[str, str]) -> tuple[list[Cost], str]:
     """What a process has compiled, and what went wrong."""
-    command = child_process.command(__name__, "compile_given", [job.model, job.dtype, job.place])
+    command = cache_writer.command(__name__, "compile_given", [job.model, job.dtype, job.place])
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
     costs = [Cost(**json.loads(line)) for line in lines]
@@ -129,10 +129,10 @@ def _in_child(job: Job, environment: dict[str, str]) -> tuple[list[Cost], str]:
 
 def compile_given() -> None:
     """Runs the job that this process was given, and prints each program that it compiled."""
-    model, dtype, place = child_process.given()
-    with keeper.at_once(), _costs() as costs:
+    model, dtype, place = cache_writer.given()
+    with cache_writer.at_once(), _costs() as costs:
         if model in NETWORKS:
-            _train(NETWORKS[model], dtype, child_process.device_at(place))
+            _train(NETWORKS[model], dtype, cache_writer.device_at(place))
         else:
             _run_script(model)
     for cost in costs:

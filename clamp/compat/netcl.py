@@ -23,7 +23,7 @@ from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import casting_region, in_own_region, region_here
 from clamp.compat import trainer
 from clamp.opencl.device import is_float16_supported
-from clamp.opencl.recording import host_step
+from clamp.opencl.host_steps import host_step
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
 from clamp.params.masters import Pair

@@ -25,7 +25,7 @@ from clamp.compat.oneflow_scaler import GradScaler, StaticGradScaler, loss_scale
 from clamp.debug.attribution import Attribution
 from clamp.debug.explain import Explanation
 from clamp.interrupts import uninterrupted
-from clamp.opencl.recording import host_step, recorder, undone_by_error
+from clamp.opencl.host_steps import host_step, recorder, undone_by_error
 from clamp.ops import transfer
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters

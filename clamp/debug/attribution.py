@@ -15,7 +15,7 @@ from clamp.debug.explain import Explanation, explain, not_seen
 from clamp.debug.journal import Journal
 from clamp.debug.overflow_recorder import Vigil
 from clamp.debug.step_graph import Trace
-from clamp.opencl.recording import unrecorded
+from clamp.opencl.host_steps import unrecorded
 from clamp.ops.statistics import is_measurable, statistics_of
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuard

@@ -16,7 +16,7 @@ from clamp.debug.identity import INSERTED
 from clamp.debug.in_float32 import is_finite_in_float32, largest_in_float32, rounded_to_zero
 from clamp.debug.origin import Origin
 from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, Trace, Value
-from clamp.opencl.recording import unrecorded
+from clamp.opencl.host_steps import unrecorded
 from clamp.ops.cast import cast
 from clamp.ops.statistics import statistics_of
 from clamp.scaling.loss_scale import DynamicLossScale

@@ -22,7 +22,7 @@ from clamp.casting.results import Observer
 from clamp.debug.callsite import NOWHERE, Place, here
 from clamp.debug.sampling import SUM, Sampler, Sampling
 from clamp.opencl.device import list_devices
-from clamp.opencl.recording import host_step
+from clamp.opencl.host_steps import host_step
 from clamp.ops.numerics import Numerics, PendingNumerics, can_measure
 
 #: Paddle's names of dtypes

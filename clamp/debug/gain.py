@@ -23,7 +23,7 @@ from clamp.debug.dry_run import NothingSeenError, rehearsal
 from clamp.debug.memory_meter import MemoryMeter
 from clamp.debug.op_counter import Casts, Row
 from clamp.debug.stopwatch import Stopwatch, time_ops
-from clamp.opencl.recording import recorder
+from clamp.opencl.host_steps import recorder
 from clamp.params.weight_cache import weights
 from clamp.scaling.scaled_loss import SCALE_OP
 

@@ -16,7 +16,7 @@ from clamp.casting.results import untold
 from clamp.debug.float32_reference import Call, copy_of
 from clamp.debug.identity import INSERTED
 from clamp.debug.step_graph import BACKWARD, Frame, Value
-from clamp.opencl.recording import unrecorded
+from clamp.opencl.host_steps import unrecorded
 from clamp.ops.cast import cast
 from clamp.ops.statistics import statistics_of
 from clamp.patching.netcl_names import owner_of

@@ -16,7 +16,7 @@ from clamp.casting.results import Observer
 from clamp.debug.callsite import NOWHERE, here
 from clamp.debug.float32_reference import call_now
 from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, Trace, Value
-from clamp.opencl.recording import host_step, recorder, unrecorded
+from clamp.opencl.host_steps import host_step, recorder, unrecorded
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import is_scaled
 

@@ -19,7 +19,7 @@ from clamp.casting.results import Observer
 from clamp.debug.callsite import NOWHERE, Place, here
 from clamp.debug.curves import Curves
 from clamp.debug.step_graph import BACKWARD, FORWARD
-from clamp.opencl.recording import host_step, recorder
+from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops.cast import LISTENERS
 from clamp.params.weight_cache import weights
 from clamp.scaling.scaled_loss import SCALE_OP

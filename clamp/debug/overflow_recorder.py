@@ -22,7 +22,7 @@ from clamp.casting.results import Observer
 from clamp.debug.callsite import NOWHERE, Trail, place_of, trail
 from clamp.debug.float32_reference import call_of
 from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, Trace, Value
-from clamp.opencl.recording import host_step, moved, recorder, unrecorded
+from clamp.opencl.host_steps import host_step, moved, recorder, unrecorded
 from clamp.ops.elementwise import elementwise
 from clamp.ops.statistics import PendingStatistics, is_measurable, statistics_of
 from clamp.scaling.loss_scale import LossScale

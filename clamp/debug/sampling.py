@@ -16,7 +16,7 @@ from typing import Any
 from clamp import bridge
 from clamp.casting.policy import CastPolicy, default_table
 from clamp.debug.callsite import CAST, Place
-from clamp.opencl.recording import recorder
+from clamp.opencl.host_steps import recorder
 from clamp.scaling.scaled_loss import SCALE_OP
 from clamp.scaling.step_report import warn_user
 

@@ -13,7 +13,7 @@ from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.results import Observer
 from clamp.debug.callsite import Place
 from clamp.debug.identity import Op, Ops
-from clamp.opencl.recording import recorder
+from clamp.opencl.host_steps import recorder
 
 Key: TypeAlias = tuple[Op, int, int]  # an op, which of its values, and in which of its backward passes
 

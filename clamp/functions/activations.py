@@ -16,7 +16,7 @@ from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, bound, float_operands
 from clamp.casting.owned import implements
 from clamp.functions.elementwise import apply_unary
-from clamp.opencl.recording import Drawn
+from clamp.opencl.host_steps import Drawn
 from clamp.ops import dropout as ops
 from clamp.ops import elementwise
 from clamp.ops.arguments import number, probability

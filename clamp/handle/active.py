@@ -16,7 +16,7 @@ from clamp.casting.regions import Region, current_region, in_region, set_process
 from clamp.handle.observed import ObservedHandle
 from clamp.handle.optim_wrapper import OptimWrapper
 from clamp.interrupts import from_nothing, uninterrupted
-from clamp.opencl.recording import host_step, recorder, refuse, undone_by_error
+from clamp.opencl.host_steps import host_step, recorder, refuse, undone_by_error
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks
 from clamp.params.weight_cache import weights

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import wrapt
 
 from clamp.bridge import Node
-from clamp.opencl.recording import host_step
+from clamp.opencl.host_steps import host_step
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import scaled_pass
 

@@ -21,9 +21,9 @@ from pathlib import Path
 import pyopencl as cl
 
 from clamp.opencl import amx
+from clamp.opencl.host_steps import unrecorded
 from clamp.opencl.processor import host_cpu_flags, host_cpu_vendor
 from clamp.opencl.program import Kernel, KernelBuildError
-from clamp.opencl.recording import unrecorded
 
 HALF_STORAGE = Kernel("probe.cl", "half_storage")
 DOT_BF16 = Kernel("probe.cl", "dot_bf16")

@@ -14,21 +14,23 @@ is launched often with most of its arguments the same a kernel of its own, which
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import threading
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from importlib.resources import files
 from typing import Any, TypeAlias
 
 import numpy as np
 import pyopencl as cl
 
-from clamp.opencl import binaries, keeper
-from clamp.opencl.binaries import Kept, Signatures
+from clamp.opencl import cache, cache_writer
+from clamp.opencl.cache import Kept, Signatures
 from clamp.opencl.progress import PROGRESS
 
 _COMMON = "common.clh"
@@ -165,7 +167,7 @@ class KernelBuildError(RuntimeError):
     """A kernel of clamp did not compile on a device; the message holds the compiler's log."""
 
 
-@cache
+@functools.cache
 def source(name: str) -> str:
     """Text of ``kernels/<name>``, with the files that it includes in place of its ``#include`` lines.
 
@@ -316,11 +318,11 @@ def build(
     options = [*_OPTIONS, *more_options, *(f"-D{name}={value}" for name, value in macros.items())]
     if all(map(_is_cpu, context.devices)):
         options.append("-DON_CPU")
-    file_kept = binaries.file_of(context, text, options)
+    file_kept = cache.file_of(context, text, options)
     with warnings.catch_warnings():
         # Drivers write progress to the build log of a program that is fine.
         warnings.simplefilter("ignore", cl.CompilerWarning)
-        if file_kept is not None and (kept := binaries.load(file_kept)) is not None:
+        if file_kept is not None and (kept := cache.load(file_kept)) is not None:
             with suppress(cl.Error):  # a binary that the driver refuses, or of another program, is written anew
                 built = Built(
                     cl.Program(context, context.devices, [kept.binary]).build(), kept.signatures, was_kept=True
@@ -338,10 +340,22 @@ def build(
     signatures = {name: _argument_types(cl.Kernel(program, name)) for name in _kernel_names(program)}
     if finish is not None:
         program = _finished(context, program, finish, file)
-    if file_kept is not None and not (binaries.are_costly(context) and keeper.keep_later(context, file, macros)):
+    if file_kept is not None and not (cache.are_costly(context) and cache_writer.keep_later(context, file, macros)):
         made: Any = program.get_info(cl.program_info.BINARIES)
-        binaries.store(file_kept, Kept(made[0], signatures))
+        cache.store(file_kept, Kept(made[0], signatures))
     return Built(program, signatures)
+
+
+def keep_given() -> None:
+    """Builds the programs that this process was given (cache_writer.py), each of which is kept then."""
+    if hasattr(os, "nice"):
+        os.nice(19)
+    place, programs = cache_writer.given()
+    context = cl.Context([cache_writer.device_at(place)])
+    with cache_writer.at_once():
+        for file, macros in programs:
+            with suppress(KernelBuildError):
+                build(context, file, macros)
 
 
 def _compiled(context: cl.Context, file: str, text: str, options: list[str]) -> cl.Program:

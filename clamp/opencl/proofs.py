@@ -2,7 +2,7 @@
 
 A driver may refuse an instruction, compile it to something else, lack the local memory that it promised, or end the
 process. So each such thing has a trial: built, run, compared. Trials run in a process of their own, once for a device,
-a driver and a version of the kernels; verdicts are remembered (``user_cache``). `python -m clamp doctor` prints them,
+a driver and a version of the kernels; verdicts are remembered (``opencl/cache``). `python -m clamp doctor` prints them,
 and tries anew.
 
 What has trials is found by a name, "module:attribute", in both processes.
@@ -18,7 +18,7 @@ from typing import Protocol, TypeAlias
 
 import pyopencl as cl
 
-from clamp.opencl import child_process, user_cache
+from clamp.opencl import cache, cache_writer
 from clamp.opencl.program import release_programs
 
 Trial: TypeAlias = tuple[str, Callable[[cl.CommandQueue], bool]]
@@ -60,7 +60,7 @@ def identity(device: cl.Device) -> list[str]:
 
 def _remembered(device: cl.Device, where: str, anew: bool) -> Mapping[str, str]:
     what: HasTrials = resolve_name(where)
-    file = user_cache.file_for([*identity(device), where, what.trial_key()], ".proof")
+    file = cache.file_for([*identity(device), where, what.trial_key()], ".proof")
     names = [name for name, _ in what.trials()]
 
     def meaning(content: bytes) -> dict[str, str]:
@@ -69,11 +69,11 @@ def _remembered(device: cl.Device, where: str, anew: bool) -> Mapping[str, str]:
             raise ValueError("verdicts of other trials")
         return verdicts
 
-    if file is not None and not anew and (known := user_cache.read(file, meaning)) is not None:
+    if file is not None and not anew and (known := cache.read(file, meaning)) is not None:
         return known
     found = _tried(device, where, names)
     if file is not None and found.keys() == set(names):
-        user_cache.write(file, json.dumps(found).encode())
+        cache.write(file, json.dumps(found).encode())
     return found
 
 
@@ -92,8 +92,8 @@ def _tried(device: cl.Device, where: str, names: list[str]) -> dict[str, str]:
 
 def _run(device: cl.Device, where: str, names: list[str]) -> tuple[str | None, dict[str, str], str]:
     """The trial that a process began last, its verdicts, and how it ended."""
-    environment = child_process.environment()
-    command = child_process.command(__name__, "report", [child_process.place_of(device), where, names])
+    environment = cache_writer.environment()
+    command = cache_writer.command(__name__, "report", [cache_writer.place_of(device), where, names])
     try:
         ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                                timeout=_SECONDS)  # fmt: skip
@@ -116,8 +116,8 @@ def _run(device: cl.Device, where: str, names: list[str]) -> tuple[str | None, d
 
 def report() -> None:
     """Tries what the command line asks for, and prints before each trial its name, and its verdict after."""
-    place, where, names = child_process.given()
-    for name, verdict in tried_here(child_process.device_at(place), resolve_name(where), names):
+    place, where, names = cache_writer.given()
+    for name, verdict in tried_here(cache_writer.device_at(place), resolve_name(where), names):
         print(json.dumps([name, verdict]), flush=True)
 
 

@@ -6,8 +6,8 @@ from functools import partial
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.opencl.host_steps import Drawn, launch_with
 from clamp.opencl.program import Kernel
-from clamp.opencl.recording import Drawn, launch_with
 from clamp.ops.launch import launch, span_for
 
 DROPOUT = Kernel("elementwise_dropout.cl", "dropout")

@@ -17,8 +17,8 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.opencl.host_steps import unrecorded
 from clamp.opencl.program import Kernel, Prepared
-from clamp.opencl.recording import unrecorded
 from clamp.ops.multi_tensor import unscale_
 
 RECORD = Kernel("loss_scale.cl", "record")

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
+from clamp.opencl.host_steps import refuse
 from clamp.opencl.program import Kernel
-from clamp.opencl.recording import refuse
 from clamp.ops import transfer
 from clamp.ops.launch import pieces_for
 from clamp.ops.slots import GROUP_GPU, filled, slots_for, tiles_of

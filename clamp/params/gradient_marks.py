@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeAlias
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.interrupts import among, holding, of_threads
-from clamp.opencl.recording import host_step, recorder, refuse
+from clamp.opencl.host_steps import host_step, recorder, refuse
 from clamp.ops import transfer
 from clamp.ops.elementwise import elementwise
 from clamp.ops.loss_scale import AppliedScale

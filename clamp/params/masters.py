@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
-from clamp.opencl.recording import host_step, recorder
+from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.optimizer_step import Copy
 from clamp.params import gradient_marks

@@ -22,7 +22,7 @@ from clamp.casting.policy import CastPolicy, Entry
 from clamp.casting.regions import called_in, current_region, thread_casts_off
 from clamp.casting.results import RESULTS
 from clamp.opencl.device import require_usable
-from clamp.opencl.recording import host_value, recorder
+from clamp.opencl.host_steps import host_value, recorder
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.notes import Norms
 from clamp.ops.scalars import saturated

@@ -15,7 +15,7 @@ from netcl.optim import clip
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
-from clamp.opencl.recording import host_step
+from clamp.opencl.host_steps import host_step
 from clamp.params import masters, updates
 from clamp.patching.bindings import Bindings
 from clamp.patching.meets import OPTIMIZER_METHODS, meets, meets_in_optimizers

@@ -25,7 +25,7 @@ from clamp.casting.owned import Function
 from clamp.casting.policy import CastPolicy, Entry, netcl_defects
 from clamp.casting.regions import Region, called_in, casting_region, current_region
 from clamp.casting.results import RESULTS
-from clamp.opencl.recording import recorder
+from clamp.opencl.host_steps import recorder
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 

@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.recording import refuse
+from clamp.opencl.host_steps import refuse
 from clamp.ops.concat import Part, assemble, split
 from clamp.ops.host_words import from_words, to_words
 from clamp.params.weight_cache import weights

@@ -12,7 +12,7 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Node, Tensor
 from clamp.casting.containers import with_items
-from clamp.opencl.recording import HostValue
+from clamp.opencl.host_steps import HostValue
 from clamp.patching.recordings.replay import shared_memory
 
 PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))

@@ -18,7 +18,7 @@ from clamp.bridge import Tensor
 from clamp.casting.regions import current_region, process_region
 from clamp.casting.results import RESULTS
 from clamp.interrupts import among, holding, of_threads
-from clamp.opencl.recording import is_host_value, recorder
+from clamp.opencl.host_steps import is_host_value, recorder
 from clamp.params import gradient_marks, masters
 from clamp.patching.recordings import sources
 from clamp.patching.recordings.attempt import Attempt

@@ -9,7 +9,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor
-from clamp.opencl.recording import HostValue, is_host_value, value_now
+from clamp.opencl.host_steps import HostValue, is_host_value, value_now
 from clamp.params import gradient_marks
 from clamp.params.gradient_marks import mark_of, set_mark
 from clamp.params.weight_cache import weights

@@ -22,7 +22,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.interrupts import uninterrupted
-from clamp.opencl.recording import host_step, recorder
+from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
 from clamp.scaling.backward_pass import tokens, unscale_gradients

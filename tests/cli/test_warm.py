@@ -12,7 +12,7 @@ from clamp import amp
 from clamp.cli import main, warm
 from clamp.cli.bench.cases.small_networks import CNN, LM, MLP, README_MLP, SmallNetwork, Trainer
 from clamp.cli.devices import is_simulator
-from clamp.opencl import amx, binaries
+from clamp.opencl import amx, cache
 
 SCRIPT = """
 import sys
@@ -44,7 +44,7 @@ for step in range(10**9):
 @pytest.fixture
 def device(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a device whose programs are kept, in an empty folder."""
-    if binaries.file_of(queue.context, "", []) is None:
+    if cache.file_of(queue.context, "", []) is None:
         pytest.skip("programs of this platform are not kept")
     monkeypatch.setenv("CLAMP_CACHE_DIR", str(tmp_path / "kept"))
     return str(queue.device.platform.name)

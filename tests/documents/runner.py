@@ -25,7 +25,7 @@ import pyopencl as cl
 import pytest
 
 from clamp import session
-from clamp.opencl.recording import recorder
+from clamp.opencl.host_steps import recorder
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyopencl as cl
 import pytest
 
-from clamp.opencl import proofs, user_cache
+from clamp.opencl import cache, proofs
 from tests.opencl import trials
 
 _HERE = "tests.opencl.trials"
@@ -94,7 +94,7 @@ def test_what_cannot_be_trusted_is_tried_again(
     if harm == "content":
         file.write_bytes(content.replace(proofs.RIGHT.encode(), b"WRONG"))
     elif isinstance(harm, bytes):  # with a right check sum
-        user_cache.write(file, harm)
+        cache.write(file, harm)
     else:
         file.chmod(0o666)
     _forget(monkeypatch)

@@ -17,7 +17,7 @@ import pytest
 
 from clamp.cli import main, tune
 from clamp.cli.tune import LAYOUTS
-from clamp.opencl import proofs, user_cache
+from clamp.opencl import cache, proofs
 from clamp.opencl.device import capabilities
 from clamp.ops import proved
 from clamp.ops.gemm import engines, gemm, matrix_units, tiled, tuning
@@ -138,9 +138,9 @@ def test_other_content_with_a_right_check_sum_is_as_if_nothing_was_measured(
     queue: cl.CommandQueue, unit: _Pretended, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
     assert keep(queue, unit, {size_class("NN", *_SHAPE): _LARGE})
-    file = user_cache.file_for(tuning._key(queue.device, unit.where, unit.trial_key), ".tuned")
+    file = cache.file_for(tuning._key(queue.device, unit.where, unit.trial_key), ".tuned")
     assert file is not None
-    user_cache.write(file, content)
+    cache.write(file, content)
     monkeypatch.setattr(tuning, "_known", {})
     assert tuning.tuned(queue.device, unit.where, unit.trial_key) == Tuning()
     assert keep(queue, unit, {size_class("NN", *_SHAPE): _LARGE})

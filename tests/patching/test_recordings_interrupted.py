@@ -21,12 +21,12 @@ from netcl.nn.layers import Linear
 
 from clamp import amp, bridge, session
 from clamp.bridge import Node, Tensor
-from clamp.opencl import recording
+from clamp.opencl import host_steps
 from clamp.patching.recordings import capture
 from clamp.recorded import function
 from tests.reference import to_device
 
-ROOMS = (*(str(Path(str(module.__file__)).parent) for module in (capture, function)), recording.__file__)
+ROOMS = (*(str(Path(str(module.__file__)).parent) for module in (capture, function)), host_steps.__file__)
 ROOMS += (netcl.runtime.capture.__file__, netcl.autograd.graph.__file__)
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)
 
@@ -83,7 +83,7 @@ def patched() -> dict[str, Any]:
     owners |= {cls.__qualname__: cls for cls in bridge.module_classes()}
     found = {f"{name}.{key}": value for name, owner in owners.items() for key, value in vars(owner).items()}
     pools = {f"pool {key}": vars(pool).get("release") for key, pool in memory._PERSISTENT_POOLS.items()}
-    threads = (recording.recorder(), recording._thread.suspended, function._thread.inside, dict(function._waiting))
+    threads = (host_steps.recorder(), host_steps._thread.suspended, function._thread.inside, dict(function._waiting))
     return {**found, **pools, "threads": threads, "free": capture.is_free(), "live": len(capture._live)}
 
 

@@ -20,7 +20,7 @@ import pyopencl as cl
 import clamp
 from clamp.cli.bench.cases.contenders import Case, Contender
 from clamp.cli.bench.timing import Turn
-from clamp.opencl import child_process
+from clamp.opencl import cache_writer
 
 #: by their names in cases/small_networks.py
 NETWORKS = {"MLP": "digits MLP", "CNN": "Fashion-MNIST CNN", "LM": "char_lm decoder"}
@@ -45,8 +45,8 @@ class _Runner:
     def run(self, folder: str, then: str = "leave") -> float:
         """CPU seconds of a process's first step; what drivers and clamp keep, they keep in a folder."""
         kept = {"XDG_CACHE_HOME": folder, "POCL_CACHE_DIR": f"{folder}/pocl", "CLAMP_CACHE_DIR": f"{folder}/clamp"}
-        environment = {**child_process.environment(), **kept}
-        place = map(str, child_process.place_of(self.device))
+        environment = {**cache_writer.environment(), **kept}
+        place = map(str, cache_writer.place_of(self.device))
         what = [str(self.checkout), self.network, self.dtype]
         command = [sys.executable, "-W", "ignore", str(_CHILD), *what, *place, then]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -46,7 +46,7 @@ def main() -> None:
     trainer.step(handle, network.batch - 3).to_host()
     if then == "keep":
         with suppress(ImportError):  # an older clamp keeps what it keeps at once
-            for process in import_module("clamp.opencl.keeper").keep_in_background():
+            for process in import_module("clamp.opencl.cache_writer").keep_in_background():
                 process.wait()
     later = len(builds) - built - first
     print(json.dumps({"seconds": seconds, "programs": first, "later": later, "launches": enqueued}))

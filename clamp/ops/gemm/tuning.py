@@ -1,8 +1,8 @@
 """Which plan of a matrix unit was the fastest on this device, where `python -m clamp tune` has measured that.
 
 Winners are kept for classes of products, by layout and by extents to the nearest power of two, with all times, in a
-file of the user's (``user_cache``), for a device, its driver and a version of the kernels. Where none is kept the rule
-of `plan.best_plan` holds.
+file of the user's (``opencl/cache``), for a device, its driver and a version of the kernels. Where none is kept the
+rule of `plan.best_plan` holds.
 
 Tuning chooses among plans that are proved on the device, each of which sums in float32 and rounds once: it changes the
 order in which a sum is added up, and so a result's last bits, and nothing else.
@@ -17,7 +17,7 @@ from math import log2
 
 import pyopencl as cl
 
-from clamp.opencl import proofs, user_cache
+from clamp.opencl import cache, proofs
 
 _GAIN = 0.97  # of the usual plan's time: what is nearer may be chance
 
@@ -59,8 +59,8 @@ def tuned(device: cl.Device, where: str, trial_key: Callable[[], object]) -> Tun
     """
     key = (device.int_ptr, where)
     if key not in _known:
-        file = user_cache.file_for(_key(device, where, trial_key), ".tuned")
-        _known[key] = (None if file is None else user_cache.read(file, _meaning)) or _NOTHING
+        file = cache.file_for(_key(device, where, trial_key), ".tuned")
+        _known[key] = (None if file is None else cache.read(file, _meaning)) or _NOTHING
     return _known[key]
 
 
@@ -69,11 +69,11 @@ def keep(device: cl.Device, where: str, trial_key: Callable[[], object], tuning:
     before = tuned(device, where, trial_key)
     tuning = Tuning({**before.winners, **tuning.winners}, {**before.seconds, **tuning.seconds})
     _known[device.int_ptr, where] = tuning
-    file = user_cache.file_for(_key(device, where, trial_key), ".tuned")
+    file = cache.file_for(_key(device, where, trial_key), ".tuned")
     if file is None:
         return False
-    user_cache.write(file, json.dumps(asdict(tuning)).encode())
-    return user_cache.read(file, _meaning) is not None
+    cache.write(file, json.dumps(asdict(tuning)).encode())
+    return cache.read(file, _meaning) is not None
 
 
 def _meaning(content: bytes) -> Tuning:

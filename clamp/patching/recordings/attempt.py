@@ -14,7 +14,7 @@ from typing import Any
 from netcl.runtime.capture import KernelCapture
 
 from clamp.bridge import Tensor
-from clamp.opencl.recording import HostValue, value_now
+from clamp.opencl.host_steps import HostValue, value_now
 from clamp.patching.recordings.watch import Watch
 
 

@@ -27,7 +27,7 @@ from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.recording import (
+from clamp.opencl.host_steps import (
     is_host_value,
     recorder,
     refuse,

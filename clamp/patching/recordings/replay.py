@@ -14,8 +14,8 @@ from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.opencl.host_steps import refuse, replaying
 from clamp.opencl.program import Launch, launches_are_watched
-from clamp.opencl.recording import refuse, replaying
 from clamp.params.weight_cache import weights
 from clamp.patching.meets import meets
 from clamp.patching.recordings.capture import recording_of

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import BuiltinMethodType, CodeType, FrameType
 from typing import Any
 
-from clamp.opencl.recording import refuse
+from clamp.opencl.host_steps import refuse
 from clamp.patching.recordings.watch import LIBRARIES
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")

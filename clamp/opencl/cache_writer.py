@@ -1,4 +1,5 @@
-"""Keeps the programs of drivers that have no whole binary of a program when it is built, as PoCL.
+"""Python processes beside this one, on one of its devices: how each is started, and the one that writes programs to the
+cache, of drivers that have no whole binary of a program when it is built.
 
 PoCL compiles a kernel at its first launch, and those that were not launched when somebody asks for the binary: 0.1 s
 each and more, for which nobody should wait. So another process asks, at the lowest priority: some seconds after the
@@ -9,16 +10,19 @@ last program was built, or when this process ends. It builds quickly, from what 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any, TypeAlias
 
 import pyopencl as cl
 
-from clamp.opencl import child_process
-from clamp.opencl.child_process import Place
+#: Numbers of a platform and, there, of a device: what tells another process which one is meant.
+Place: TypeAlias = tuple[int, int]
 
 _SECONDS = 5.0  # without a build: the first step is over
 _MOST = 100  # programs that a process is given on its command line
@@ -27,6 +31,35 @@ _lock = threading.Lock()
 _waiting: dict[Place, list[tuple[str, dict[str, object]]]] = {}
 _timer: threading.Timer | None = None
 _at_once = False
+
+
+def command(module: str, function: str, argument: object) -> list[str]:
+    """The command line of a process that calls a function, which finds its argument by `given`."""
+    script = f"from {module} import {function}; {function}()"
+    return [sys.executable, "-W", "ignore", "-c", script, json.dumps(argument)]
+
+
+def given() -> Any:
+    """What the process was given, as JSON brings it over."""
+    return json.loads(sys.argv[1])
+
+
+def environment() -> dict[str, str]:
+    """This process's, with its way to find modules."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def place_of(device: cl.Device) -> Place:
+    """Where another process finds a device."""
+    platforms = [platform.get_devices() for platform in cl.get_platforms()]
+    return next((number, devices.index(device)) for number, devices in enumerate(platforms) if device in devices)
+
+
+def device_at(place: Place) -> cl.Device:
+    """The device at a place."""
+    platform, number = place
+    device: cl.Device = cl.get_platforms()[platform].get_devices()[number]
+    return device
 
 
 def keep_later(context: cl.Context, file: str, macros: Mapping[str, object]) -> bool:
@@ -45,7 +78,7 @@ def keep_later(context: cl.Context, file: str, macros: Mapping[str, object]) -> 
     if os.environ.get("CLAMP_CACHE_LATER") == "off":
         return True
     with _lock:
-        _waiting.setdefault(child_process.place_of(context.devices[0]), []).append((file, dict(macros)))
+        _waiting.setdefault(place_of(context.devices[0]), []).append((file, dict(macros)))
         if _timer is not None:
             _timer.cancel()
         _timer = threading.Timer(_SECONDS, _keep_and_wait)
@@ -73,15 +106,13 @@ def keep_in_background() -> list[subprocess.Popen[bytes]]:
     started = []
     for place, programs in waiting.items():
         for first in range(0, len(programs), _MOST):
-            command = child_process.command(
-                "clamp.opencl.keep_programs", "keep_given", [place, programs[first : first + _MOST]]
-            )
+            line = command("clamp.opencl.program", "keep_given", [place, programs[first : first + _MOST]])
             with suppress(OSError):
                 nothing = subprocess.DEVNULL
                 started.append(
                     subprocess.Popen(
-                        command, stdin=nothing, stdout=nothing, stderr=nothing,
-                        start_new_session=True, env=child_process.environment(),
+                        line, stdin=nothing, stdout=nothing, stderr=nothing,
+                        start_new_session=True, env=environment(),
                     )
                 )  # fmt: skip
     return started

@@ -12,7 +12,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.opencl import binaries, keeper, program, user_cache
+from clamp.opencl import cache, cache_writer, program
 from clamp.opencl.device import capabilities
 from clamp.ops.cast import cast
 from tests.reference import to_device, to_numpy
@@ -25,7 +25,7 @@ def folder(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """An empty folder for programs of the device under test."""
     capabilities(queue)  # builds programs of its own
     monkeypatch.setenv("CLAMP_CACHE_DIR", str(tmp_path / "programs"))
-    if binaries.file_of(queue.context, "", []) is None:
+    if cache.file_of(queue.context, "", []) is None:
         pytest.skip("programs of this platform are not kept")
     return tmp_path / "programs"
 
@@ -34,7 +34,7 @@ def _halves(queue: cl.CommandQueue) -> None:
     """Casts in a context that has no programs yet, as a new process has none."""
     _CONTEXTS.append(cl.Context([queue.device]))
     x = to_device(cl.CommandQueue(_CONTEXTS[-1]), np.arange(5.0))
-    with keeper.at_once():
+    with cache_writer.at_once():
         assert to_numpy(cast(x, "float16")).tolist() == [0, 1, 2, 3, 4]
 
 
@@ -47,7 +47,7 @@ def file(queue: cl.CommandQueue, folder: Path) -> Path:
 
 
 def _refuse_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(binaries, "store", lambda *_: pytest.fail("a program that was kept was built again"))
+    monkeypatch.setattr(cache, "store", lambda *_: pytest.fail("a program that was kept was built again"))
 
 
 def test_a_kept_program_is_not_built_again(queue: cl.CommandQueue, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,14 +63,14 @@ def test_a_harmed_file_is_written_anew(queue: cl.CommandQueue, file: Path) -> No
     content = file.read_bytes()
     for harmed in (b"", content[:-9], content.replace(b"ulong", b"float")):
         file.write_bytes(harmed)
-        assert binaries.load(file) is None
+        assert cache.load(file) is None
         _halves(queue)
-        assert binaries.load(file) is not None
+        assert cache.load(file) is not None
 
 
 def _say(file: Path, content: bytes) -> None:
     """Writes what clamp would take for its own."""
-    file.write_bytes(user_cache._digest(file, content) + b"\n" + content)
+    file.write_bytes(cache._digest(file, content) + b"\n" + content)
 
 
 def _content(signatures: object, binary: bytes, size: int | None = None) -> bytes:
@@ -99,12 +99,12 @@ OTHER_CONTENTS: dict[str, Callable[[dict[str, list[str]], bytes], bytes]] = {
 
 
 def test_other_content_with_a_right_check_sum_is_written_anew(queue: cl.CommandQueue, file: Path) -> None:
-    kept = binaries.load(file)
+    kept = cache.load(file)
     assert kept is not None
     for name, made in OTHER_CONTENTS.items():
         _say(file, made(kept.signatures, kept.binary))
         _halves(queue)
-        known = binaries.load(file)
+        known = cache.load(file)
         assert known is not None, name
         assert known.signatures == kept.signatures, name
 
@@ -122,7 +122,7 @@ def test_what_is_no_file_of_the_users_is_not_opened(tmp_path: Path, monkeypatch:
     }
     for make in made.values():
         make(file)
-        assert user_cache.read(file, bytes) is None
+        assert cache.read(file, bytes) is None
         if file.is_dir():
             file.rmdir()
         else:
@@ -136,33 +136,33 @@ def test_a_pipe_that_comes_between_is_not_waited_for(tmp_path: Path, monkeypatch
     os.mkfifo(pipe)
     there = os.lstat(file)
     monkeypatch.setattr(os, "lstat", lambda _: there)
-    assert user_cache.read(pipe, bytes) is None
+    assert cache.read(pipe, bytes) is None
 
 
 def test_files_of_another_format_are_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLAMP_CACHE_DIR", str(tmp_path / "cache"))
-    now = user_cache.file_for("key", ".x")
-    monkeypatch.setattr(user_cache, "_FORMAT", user_cache._FORMAT + 1)
-    assert now != user_cache.file_for("key", ".x")
+    now = cache.file_for("key", ".x")
+    monkeypatch.setattr(cache, "_FORMAT", cache._FORMAT + 1)
+    assert now != cache.file_for("key", ".x")
 
 
 def test_a_file_that_others_can_write_to_is_written_anew(queue: cl.CommandQueue, file: Path) -> None:
     file.chmod(0o666)
-    assert binaries.load(file) is None
+    assert cache.load(file) is None
     _halves(queue)
-    assert binaries.load(file) is not None
+    assert cache.load(file) is not None
 
 
 def test_a_program_under_the_name_of_another_is_not_loaded(queue: cl.CommandQueue, file: Path) -> None:
     renamed = file.with_name("0" * len(file.stem) + file.suffix)
     file.rename(renamed)
-    assert binaries.load(renamed) is None
+    assert cache.load(renamed) is None
 
 
 def test_a_binary_that_the_driver_refuses_is_written_anew(queue: cl.CommandQueue, file: Path) -> None:
     _say(file, _content({"cast": []}, b"no binary"))
     _halves(queue)
-    kept = binaries.load(file)
+    kept = cache.load(file)
     assert kept is not None
     assert kept.binary != b"no binary"
 
@@ -196,7 +196,7 @@ def test_without_a_folder_named_it_is_the_users_cache(
 ) -> None:
     monkeypatch.delenv("CLAMP_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    kept = binaries.file_of(queue.context, "", [])
+    kept = cache.file_of(queue.context, "", [])
     assert kept is not None
     assert kept.parent == folder / "clamp" / "programs"
 
@@ -205,16 +205,16 @@ def test_the_name_depends_on_source_options_and_what_drivers_are_told(
     queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs: tuple[tuple[str, list[str]], ...] = (("a", []), ("b", []), ("a", ["-DB"]), ("a", ["-DB=1"]))
-    names = [binaries.file_of(queue.context, *each) for each in programs]
+    names = [cache.file_of(queue.context, *each) for each in programs]
     told = {"PYOPENCL_BUILD_OPTIONS": "-cl-fast-relaxed-math", "CL_CONFIG_CPU_TARGET_ARCH": "core-avx2"}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-        names.append(binaries.file_of(queue.context, "a", []))
+        names.append(cache.file_of(queue.context, "a", []))
     assert len(set(names)) == 6
 
 
 def test_signatures_are_the_same_from_disk(queue: cl.CommandQueue, file: Path) -> None:
-    known = binaries.load(file)
+    known = cache.load(file)
     assert known is not None
     built = program._get_program(_CONTEXTS[-1], "cast.cl", {"X_T": "f32", "Y_T": "f16", "PIECES": 0})
     assert known.signatures == built.signatures == {"cast": ["float*", "half*", "ulong", "uint"]}
