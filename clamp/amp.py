@@ -2,7 +2,7 @@
 
 from clamp import debugging
 from clamp.casting.arguments import cast
-from clamp.casting.policy import CastPolicy, PolicyError
+from clamp.casting.policy_table import CastPolicy, PolicyError
 from clamp.casting.regions import get_autocast_dtype, is_autocast_enabled
 from clamp.checkpoint.file import CheckpointError
 from clamp.checkpoint.run import load_checkpoint, save_checkpoint

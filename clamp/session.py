@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from clamp import bridge
-from clamp.casting.asked import Asked, given_to
-from clamp.casting.policy import CastPolicy, Entry, PolicyTable, default_table, names_in, read_list
+from clamp.casting.init_call import InitCall, given_to
+from clamp.casting.policy_table import CastPolicy, Entry, PolicyTable, default_table, names_in, read_list
 from clamp.casting.regions import Region, check_dtype, thread_region
 from clamp.casting.results import RESULTS
 from clamp.handle import AmpHandle, NoOpHandle
@@ -87,7 +87,7 @@ def init(
     dtype = check_dtype(dtype)
     custom_white_list = names_in("custom_white_list", custom_white_list)
     custom_black_list = names_in("custom_black_list", custom_black_list)
-    asked = Asked(given=given_to(init, locals()))
+    init_call = InitCall(given=given_to(init, locals()))
     kinds = _checked_debug(debug)
     with lock:
         require_none("amp.init()")
@@ -100,7 +100,7 @@ def init(
             allow_banned=allow_banned,
             verbose=verbose,
             level=level,
-            asked=asked,
+            init_call=init_call,
         )
         return start(region, lambda: make_loss_scale(loss_scale, dtype), check_finite=check_finite, debug=kinds)
 

@@ -1,1 +1,1 @@
-"""The cast-policy lists of clamp, read with importlib.resources by clamp.casting.policy."""
+"""The cast-policy lists of clamp, read with importlib.resources by clamp.casting.policy_table."""

@@ -27,8 +27,8 @@ from netcl.optim import clip
 from clamp import amp
 from clamp.bridge import Node, Parameter, Tensor
 from clamp.bridge.netcl_functions import is_redirecting
-from clamp.casting.owned import OWNED
-from clamp.casting.policy import CastPolicy, PolicyTable, default_table, parse_list
+from clamp.casting.policy_table import CastPolicy, PolicyTable, default_table, parse_list
+from clamp.casting.registry import OWNED
 from clamp.patching import patch
 from clamp.patching.netcl_names import netcl_modules
 from tests.reference import to_device, to_numpy

@@ -12,7 +12,7 @@ import pytest
 
 from clamp import amp, bridge, interrupts
 from clamp.casting import regions
-from clamp.casting.policy import default_table
+from clamp.casting.policy_table import default_table
 from clamp.casting.regions import Region, called_in, casting_in, in_own_region, in_region
 from clamp.casting.results import forward_again, untold
 from clamp.handle import AmpHandle

@@ -1,4 +1,4 @@
-"""How a policy turns an op's arguments into what its kernels read, and which dtype its result has.
+"""An op's arguments as its kernels read them, and its result bound into the autograd graph.
 
 A function of clamp is written once, against this interface::
 
@@ -8,8 +8,8 @@ A function of clamp is written once, against this interface::
         out = ops.tanh(x.value, casting.result_dtype(x))
         return bound(out, {x: lambda grad: ops.tanh_backward(grad, x.value, out_dtype=x.grad_dtype)}, "tanh", tape)
 
-and runs under every policy: ``Half`` casts the operands, ``Float`` lets the kernel widen them as it loads,
-``Promote`` and ``Match`` read them as they are.
+and runs under every policy (policies.py): ``Half`` casts the operands, ``Float`` lets the kernel widen them as it
+loads, ``Promote`` and ``Match`` read them as they are.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _LateOperand(Operand):
 _SMALL_COPY = 1 << 14  # bytes
 
 
-class _InputOperand(_LateOperand):
+class InputOperand(_LateOperand):
     """A float32 input that needs no gradient, read in 16 bits.
 
     The user holds the float32 input anyway; keeping its 16-bit copy for backward as well would add to the
@@ -176,76 +176,6 @@ class Casting(Protocol):
         """Dtype of the result."""
 
 
-class _EachOperand:
-    """Arguments become operands one by one; here in the dtype that they have."""
-
-    def operands(self, *xs: TensorLike) -> tuple[Operand, ...]:
-        operands = tuple(self._operand(x) for x in xs)
-        if len(operands) > 1:
-            bridge.require_same_queue("op", *(operand.parent.value for operand in operands))
-        return operands
-
-    def _operand(self, x: TensorLike) -> Operand:
-        return Operand(x, owned_value(x))
-
-
-class Float(_EachOperand):
-    """fp32 result; the kernels widen 16-bit operands as they load them."""
-
-    def result_dtype(self, *operands: Operand) -> str:
-        return "float32"
-
-
-class Promote(_EachOperand):
-    """The widest of the operands' dtypes; float16 and bfloat16 together give float32."""
-
-    def result_dtype(self, *operands: Operand) -> str:
-        return widest(*(operand.value.dtype for operand in operands))
-
-
-class Match(_EachOperand):
-    """The first operand's dtype."""
-
-    def result_dtype(self, *operands: Operand) -> str:
-        return bridge.canonical_dtype(operands[0].value.dtype)
-
-
-class Half(_EachOperand):
-    """Operands in the AMP dtype, result in the AMP dtype.
-
-    A leaf keeps its own node as the parent, so its gradient is written in its own dtype, straight from the
-    kernels' fp32 accumulators; a parameter's 16-bit copy comes from the weight cache. Anything computed is cast
-    by an autograd node.
-    """
-
-    def __init__(self, dtype: str, report: Callable[[str, str], None], use_cache: bool) -> None:
-        self.dtype = dtype
-        self._storage = bridge.STORAGE[dtype]
-        self._report = report
-        self._use_cache = use_cache
-
-    def result_dtype(self, *operands: Operand) -> str:
-        return self.dtype
-
-    def _operand(self, x: TensorLike) -> Operand:
-        value = owned_value(x)
-        storage = bridge.STORAGE.get(value.dtype)
-        if storage is None:
-            return Operand(x, value)
-        weight = value if self._use_cache and bridge.is_leaf(x) and bridge.is_weight(value) else None
-        if storage == self._storage:
-            return Operand(x, value, weight)
-        if not bridge.is_leaf(x):
-            node = cast_node(x, self.dtype, self._report)
-            return Operand(node, node.value)
-        if weight is not None and weights.known(weight, ("cast", self.dtype)) is None:
-            return WeightOperand(x, self.dtype, self._report)
-        if bridge.is_weight(value):
-            return Operand(x, cached_cast(value, self.dtype, self._report, self._use_cache), weight)
-        self._report(value.dtype, self.dtype)
-        return Operand(x, cast(value, self.dtype)) if bridge.needs_grad(x) else _InputOperand(x, self.dtype)
-
-
 def owned_value(x: TensorLike) -> Tensor:
     """The tensor of an argument that clamp's kernels can read: fp32, fp16, bf16 or int32, on an OpenCL device.
 
@@ -281,7 +211,8 @@ def as_is(x: Any) -> Operand:
     Raises:
         NotOwned: it is no tensor of clamp's.
     """
-    return Match().operands(as_node(x))[0]
+    node = as_node(x)
+    return Operand(node, owned_value(node))
 
 
 def float_operands(casting: Casting, *xs: Any) -> tuple[Operand, ...]:

@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from clamp import bridge
-from clamp.casting.asked import Asked
-from clamp.casting.policy import PolicyTable, default_table
+from clamp.casting.init_call import InitCall
+from clamp.casting.policy_table import PolicyTable, default_table
 from clamp.interrupts import of_threads
 from clamp.params.weight_cache import weights
 
@@ -46,7 +46,7 @@ class Region:
         allow_banned: whether banned functions run in fp32 instead of raising.
         verbose: whether each cast prints a line.
         level: of which level the policies are, for people.
-        asked: the user's call that it is of; None of a region that no handle has.
+        init_call: the user's call that it is of; None of a region that no handle has.
         castings: how each function casts here, by name; filled as functions are called.
     """
 
@@ -57,7 +57,7 @@ class Region:
     allow_banned: bool = False
     verbose: bool = False
     level: str = "O1"
-    asked: Asked | None = field(default=None, repr=False, compare=False)
+    init_call: InitCall | None = field(default=None, repr=False, compare=False)
     castings: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
@@ -112,9 +112,9 @@ def process_region() -> Region | None:
     return _process
 
 
-def asked() -> Asked | None:
+def init_call() -> InitCall | None:
     """The user's call that turned AMP on in this process; None without one."""
-    return None if _process is None else _process.asked
+    return None if _process is None else _process.init_call
 
 
 def current_region() -> Region | None:

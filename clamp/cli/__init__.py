@@ -16,7 +16,7 @@ from pathlib import Path
 import pyopencl as cl
 
 import clamp
-from clamp.casting.policy import CastPolicy
+from clamp.casting.policy_table import CastPolicy
 from clamp.cli.devices import UnknownDeviceError, add_device_option
 from clamp.opencl.device import NoDeviceError
 

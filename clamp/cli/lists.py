@@ -25,9 +25,9 @@ from netcl.nn.layers import Module
 from rich.console import Console
 from rich.table import Table
 
-from clamp.casting.meanings import MEANINGS
-from clamp.casting.owned import USES
-from clamp.casting.policy import CastPolicy, Entry, PolicyTable, default_table
+from clamp.casting.policies import POLICIES
+from clamp.casting.policy_table import CastPolicy, Entry, PolicyTable, default_table
+from clamp.casting.registry import USES
 from clamp.cli.console import make_console
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe
 from clamp.functions import OWNED
@@ -91,7 +91,7 @@ def runs_as(entry: Entry, level: str, dtype: str) -> str:
         return "raises"
     if entry.name not in OWNED:
         return "netcl in float32"
-    return f"clamp {MEANINGS[entry.policy].in_words.format(dtype=dtype)}"
+    return f"clamp {POLICIES[entry.policy].in_words.format(dtype=dtype)}"
 
 
 def kernels(entry: Entry) -> str:

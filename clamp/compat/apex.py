@@ -12,7 +12,7 @@ from typing import Any
 
 from clamp import session
 from clamp.bridge import HALF_DTYPES, DTypeLike, Node, canonical_dtype
-from clamp.casting.asked import Asked, given_to
+from clamp.casting.init_call import InitCall, given_to
 from clamp.casting.regions import Region, check_dtype
 from clamp.compat.settings import require_number
 from clamp.handle import NoOpHandle
@@ -139,8 +139,10 @@ def initialize(
     compute = dtype if chosen.patch_netcl else chosen.cast_model_type or "float32"
     policies = session.policies_for("O1")
     given = {name: value for name, value in given_to(initialize, locals()).items() if name != "optimizers"}
-    asked = Asked("model, optimizer = amp.initialize", ("model", "optimizer"), given, takes_lists=False)
-    session.start(Region(chosen.patch_netcl, compute, policies, level=opt_level, asked=asked), make_scaler, num_losses)
+    init_call = InitCall("model, optimizer = amp.initialize", ("model", "optimizer"), given, takes_lists=False)
+    session.start(
+        Region(chosen.patch_netcl, compute, policies, level=opt_level, init_call=init_call), make_scaler, num_losses
+    )
     for model in model_list:
         _prepare(model, optimizer_list, chosen, cast_model_outputs)
     return result

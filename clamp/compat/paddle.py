@@ -8,7 +8,7 @@ from typing import Any
 
 from clamp import session
 from clamp.bridge import DTypeLike
-from clamp.casting.policy import LEVELS, CastPolicy, PolicyTable, names_in
+from clamp.casting.policy_table import LEVELS, CastPolicy, PolicyTable, names_in
 from clamp.casting.regions import check_dtype
 from clamp.compat.paddle_scaler import AmpScaler, GradScaler
 from clamp.compat.regions import ThreadRegion

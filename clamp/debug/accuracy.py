@@ -14,7 +14,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import DTypeLike, Node, Tensor
-from clamp.casting.policy import default_table
+from clamp.casting.policy_table import default_table
 from clamp.casting.regions import Region, changed_regions, check_dtype, current_region, in_own_region
 from clamp.casting.results import RESULTS, Observer
 from clamp.debug import process

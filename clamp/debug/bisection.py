@@ -15,7 +15,7 @@ import wrapt
 
 from clamp import bridge
 from clamp.bridge import Module
-from clamp.casting.policy import CastPolicy, PolicyTable, default_table
+from clamp.casting.policy_table import CastPolicy, PolicyTable, default_table
 from clamp.casting.regions import Region, casting_region, changed_regions, in_region
 from clamp.debug import process
 from clamp.debug.dry_run import check_step, same_start

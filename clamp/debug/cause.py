@@ -10,8 +10,8 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.casting.asked import Asked
-from clamp.casting.regions import asked, casting_in
+from clamp.casting.init_call import InitCall
+from clamp.casting.regions import casting_in, init_call
 from clamp.debug.identity import INSERTED
 from clamp.debug.in_float32 import is_finite_in_float32, largest_in_float32, rounded_to_zero
 from clamp.debug.origin import Origin
@@ -110,7 +110,7 @@ def _of_backward(frame: Frame, trace: Trace) -> Cause:
             "scale", why, "with handle.scale_loss(loss, optimizer) as scaled_loss:  # by a scale that comes down"
         )
     if not trace.scaler.comes_down:
-        return Cause("scale", why, trace.scaler.cure or (asked() or Asked()).changed(loss_scale="dynamic"))
+        return Cause("scale", why, trace.scaler.cure or (init_call() or InitCall()).changed(loss_scale="dynamic"))
     why += " A dynamic scale comes down by itself, by half in each skipped step."
     return Cause("scale", why, "")
 
@@ -155,7 +155,7 @@ def _in_float32(frame: Frame, trace: Trace) -> str:
     alike = [other for other in trace.frames if other.direction == FORWARD and other.function == frame.function]
     if len(alike) > 1 and frame.place.file:
         return f'with amp.autocast(dtype="float32"):  # around {frame.place.short_line}'
-    init = asked()
+    init = init_call()
     if init is None:
         return f'with amp.autocast(dtype="float32"):  # around the call of {frame.function}'
     if init.takes_lists:
@@ -177,7 +177,7 @@ def _is_read_in_half(frame: Frame, trace: Trace) -> bool:
 
 
 def _in_bfloat16() -> str:
-    init = asked()
+    init = init_call()
     return 'with amp.autocast(dtype="bfloat16"):' if init is None else init.changed(dtype="bfloat16")
 
 

@@ -6,8 +6,8 @@ import linecache
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from clamp.casting.asked import Asked
-from clamp.casting.regions import asked
+from clamp.casting.init_call import InitCall
+from clamp.casting.regions import init_call
 from clamp.debug.cause import LARGEST_FLOAT16, Cause, cause_of, divided_away
 from clamp.debug.divergence import Past, divergence
 from clamp.debug.in_float32 import SMALLEST_FLOAT16, is_finite_in_float32
@@ -96,7 +96,7 @@ def explain(
             "This step went well: every result and every gradient is finite, which does not tell why step "
             f"{report.step} was skipped. Pass the step with the batch that failed, or have it explained as it happens."
         )
-        return Explanation(report, "finite", why, look(asked(), again=False))
+        return Explanation(report, "finite", why, look(init_call(), again=False))
     why += " What is not has come into the gradients after backward, or into a parameter before the step."
     return Explanation(report, "finite", why, cure)
 
@@ -109,10 +109,10 @@ def not_seen(report: StepReport | None) -> Explanation:
         "The ops of this step were not looked at. handle.explain(step) runs one more, only to look at it, where step() "
         "is a function that does what one step of the loop does."
     )
-    return Explanation(report, "unseen", why, look(asked()))
+    return Explanation(report, "unseen", why, look(init_call()))
 
 
-def look(init: Asked | None, *, again: bool = True) -> str:
+def look(init: InitCall | None, *, again: bool = True) -> str:
     """What to write to have skipped steps explained, as code.
 
     Args:

@@ -16,8 +16,8 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Node, Tensor, TensorLike
-from clamp.casting.asked import Asked
-from clamp.casting.regions import Region, asked, in_region, region_here
+from clamp.casting.init_call import InitCall
+from clamp.casting.regions import Region, in_region, init_call, region_here
 from clamp.casting.results import RESULTS, Observer
 from clamp.debug.dry_run import NothingSeenError, rehearsal
 from clamp.debug.memory_meter import MemoryMeter
@@ -85,7 +85,7 @@ class Trial:
         black_list: functions that are slower in 16 bits than in float32.
         with_black_list: the step's seconds with those in float32; None if there are none.
         black_list_pays: whether that is clearly less than without.
-        asked: the call that turned AMP on.
+        init_call: the call that turned AMP on.
     """
 
     dtype: str
@@ -98,7 +98,7 @@ class Trial:
     black_list: tuple[str, ...] = ()
     with_black_list: float | None = None
     black_list_pays: bool = False
-    asked: Asked = field(default_factory=Asked)
+    init_call: InitCall = field(default_factory=InitCall)
 
 
 def try_step(step: Step) -> Trial:
@@ -130,7 +130,7 @@ def try_step(step: Step) -> Trial:
         alone,
         busy,
         passes[-1][0][0].modules,
-        asked=asked() or Asked(),
+        init_call=init_call() or InitCall(),
     )
     if not names:
         return trial

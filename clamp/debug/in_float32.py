@@ -10,7 +10,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
-from clamp.casting.policy import default_table
+from clamp.casting.policy_table import default_table
 from clamp.casting.regions import Region, casting_in, current_region
 from clamp.casting.results import untold
 from clamp.debug.float32_reference import Call, copy_of

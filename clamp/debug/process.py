@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from clamp.casting.policy import PolicyTable
+from clamp.casting.policy_table import PolicyTable
 
 
 class Session(Protocol):

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias, cast
 import pyopencl as cl
 
 import clamp
-from clamp.casting.asked import Asked
-from clamp.casting.regions import asked
+from clamp.casting.init_call import InitCall
+from clamp.casting.regions import init_call
 from clamp.debug.curves import Point
 from clamp.debug.explain import Explanation, in_words, look
 from clamp.debug.gain import Side
@@ -77,7 +77,7 @@ def verdict_of(summary: Summary, explanation: Explanation | None) -> Verdict:
     elif is_wrong:
         many = f"The last {skipped}" if skipped > 1 else f"{summary.skips:,} of {summary.steps:,}"
         reason = next(report.reason for report in reversed(summary.history) if not report.stepped)
-        cure = look(asked() or Asked()) if explanation is None or not explanation.cure else explanation.cure
+        cure = look(init_call() or InitCall()) if explanation is None or not explanation.cure else explanation.cure
         return _verdict(
             f"{many} steps were skipped: {reason}", [*why, *details], cure, "unknown" if skipped > 1 else "overflow"
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clamp import bridge
-from clamp.casting.policy import CastPolicy, default_table
+from clamp.casting.policy_table import CastPolicy, default_table
 from clamp.debug.callsite import CAST, Place
 from clamp.opencl.host_steps import recorder
 from clamp.scaling.scaled_loss import SCALE_OP

@@ -130,11 +130,11 @@ def _details(trial: Trial) -> list[str]:
 
 def _cure(trial: Trial) -> str:
     if trial.black_list_pays:
-        return trial.asked.in_float32(trial.black_list)
+        return trial.init_call.in_float32(trial.black_list)
     if _is_small(trial):
         return "@amp.record  # above the function that makes a step: one launch after the other, without Python between"
     if trial.plain.seconds > (1 + NO_DIFFERENCE) * trial.amp.seconds:
         return ""
     if trial.plain.seconds < (1 - NO_DIFFERENCE) * trial.amp.seconds and _kept(trial) > 1 - NO_DIFFERENCE:
-        return f"{trial.asked.changed(dtype='float32')}  # clamp's kernels, and nothing is cast"
+        return f"{trial.init_call.changed(dtype='float32')}  # clamp's kernels, and nothing is cast"
     return ""

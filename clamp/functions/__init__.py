@@ -8,7 +8,7 @@ netcl function whose place it takes; importing this package imports all of them.
 from importlib import import_module
 from pkgutil import iter_modules
 
-from clamp.casting.owned import OWNED
+from clamp.casting.registry import OWNED
 
 __all__ = ["OWNED"]
 

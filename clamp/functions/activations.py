@@ -14,7 +14,7 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, bound, float_operands
-from clamp.casting.owned import implements
+from clamp.casting.registry import implements
 from clamp.functions.elementwise import apply_unary
 from clamp.opencl.host_steps import Drawn
 from clamp.ops import dropout as ops

@@ -11,7 +11,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, float_operands, owned_value
-from clamp.casting.owned import implements
+from clamp.casting.registry import implements
 from clamp.functions.elementwise import PASS, apply_broadcast, apply_unary, as_constant_node, gradients_by, is_scalar
 from clamp.ops.elementwise import elementwise
 from clamp.ops.reduce_to_shape import sum_to_shape

@@ -13,7 +13,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Gradients, Operand, as_is, as_node, bound, require_floating
-from clamp.casting.owned import implements, leave_to_netcl_if
+from clamp.casting.registry import implements, leave_to_netcl_if
 from clamp.ops import conv as ops
 from clamp.ops.arguments import whole_number
 from clamp.ops.conv import Pair, Weights, Window

@@ -8,7 +8,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Casting, Gradients, as_is, as_node, bound, require_floating
-from clamp.casting.owned import implements
+from clamp.casting.registry import implements
 from clamp.functions.conv import bias_gradient
 from clamp.ops import depthwise as ops
 

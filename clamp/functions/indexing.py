@@ -14,8 +14,9 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, Gradients, Match, NotOwned, as_node, bound, float_operands, owned_value
-from clamp.casting.owned import implements
+from clamp.casting.operands import Casting, Gradients, NotOwned, as_node, bound, float_operands, owned_value
+from clamp.casting.policies import Match
+from clamp.casting.registry import implements
 from clamp.ops import indexing as ops
 from clamp.ops import topk as topk_ops
 from clamp.ops.arguments import whole_number

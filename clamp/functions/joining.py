@@ -8,7 +8,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Casting, Operand, as_node, bound, owned_value
-from clamp.casting.owned import implements
+from clamp.casting.registry import implements
 from clamp.ops import concat as ops
 from clamp.ops.axes import axis_of
 

@@ -15,7 +15,7 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound
-from clamp.casting.owned import implements
+from clamp.casting.registry import implements
 from clamp.functions.indexing import host_integers, int32_on_device
 from clamp.ops import loss as ops
 from clamp.ops.loss_elementwise import LOSS_TERMS, loss_gradient, loss_sum, loss_terms

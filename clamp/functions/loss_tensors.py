@@ -8,7 +8,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.casting.operands import Casting, NotOwned, as_is, as_node
-from clamp.casting.owned import implements
+from clamp.casting.registry import implements
 from clamp.functions.loss import IGNORE_INDEX, require_floats
 from clamp.ops import loss as ops
 from clamp.ops.elementwise import elementwise

@@ -12,7 +12,7 @@ from typing import Any
 
 from clamp.bridge import Tape
 from clamp.casting.operands import Casting, Gradients, bound
-from clamp.casting.owned import implements
+from clamp.casting.registry import implements
 from clamp.functions.loss import operands_alike, slope
 from clamp.ops.loss_elementwise import LOSS_TERMS, bce_constants, detection_constants, loss_sum, loss_terms
 

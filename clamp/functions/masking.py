@@ -7,7 +7,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Operand, as_node, bound, float_operands, owned_value
-from clamp.casting.owned import implements
+from clamp.casting.registry import implements
 from clamp.ops import masked_fill as ops
 
 

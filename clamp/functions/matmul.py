@@ -13,7 +13,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Gradients, Operand, WeightOperand, as_is, as_node, bound
-from clamp.casting.owned import implements
+from clamp.casting.registry import implements
 from clamp.ops.elementwise import elementwise
 from clamp.ops.gemm import gemm, is_packed, pack_b, rounds_as_it_reads
 from clamp.ops.reduce_to_shape import sum_to_shape

@@ -14,7 +14,7 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound
-from clamp.casting.owned import implements
+from clamp.casting.registry import implements
 from clamp.functions.indexing import host_integers, int32_on_device
 from clamp.functions.loss import require_floats, require_same_shape
 from clamp.ops import distances, info_nce, triplets

@@ -12,7 +12,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Operand, as_node, bound, float_operands, floats_as_is
-from clamp.casting.owned import implements
+from clamp.casting.registry import implements
 from clamp.ops import norm_planes as planes_ops
 from clamp.ops import norm_planes_backward as planes_backward
 from clamp.ops import norm_rows as rows_ops

@@ -7,7 +7,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.casting.operands import Casting, Operand, float_operands, owned_value
-from clamp.casting.owned import implements, leave_to_netcl_if
+from clamp.casting.registry import implements, leave_to_netcl_if
 from clamp.functions.norm import l2_normalize, last_axis, parameters_of, require_nchw, statistics_of
 from clamp.ops import norm_planes as planes_ops
 from clamp.ops import norm_planes_backward as planes_backward

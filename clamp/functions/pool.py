@@ -10,7 +10,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Casting, bound, float_operands, floats_as_is
-from clamp.casting.owned import implements
+from clamp.casting.registry import implements
 from clamp.ops import pad as pad_ops
 from clamp.ops import pool as ops
 from clamp.ops.arguments import whole_number

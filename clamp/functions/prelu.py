@@ -8,7 +8,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Casting, Operand, as_is, bound, float_operands, floats_as_is
-from clamp.casting.owned import implements
+from clamp.casting.registry import implements
 from clamp.ops import prelu as ops
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Casting, bound, float_operands
-from clamp.casting.owned import implements, leave_to_netcl_if
+from clamp.casting.registry import implements, leave_to_netcl_if
 from clamp.ops import reduce as ops
 from clamp.ops import softmax as softmax_ops
 from clamp.ops.axes import around_axis, axis_of

@@ -9,7 +9,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Casting, NotOwned, as_node, bound
-from clamp.casting.owned import implements, leave_to_netcl_if
+from clamp.casting.registry import implements, leave_to_netcl_if
 from clamp.ops import shape as ops
 from clamp.ops.arguments import whole_number
 from clamp.ops.axes import axis_of

@@ -18,7 +18,7 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, owned_value
-from clamp.casting.owned import implements
+from clamp.casting.registry import implements
 from clamp.functions.joining import moved_dtype, stretches_of
 from clamp.functions.shape import view
 from clamp.ops import concat as ops

@@ -12,8 +12,9 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Float, Operand, bound, float_operands, floats_as_is
-from clamp.casting.owned import implements, leave_to_netcl_if
+from clamp.casting.operands import Casting, Operand, bound, float_operands, floats_as_is
+from clamp.casting.policies import Float
+from clamp.casting.registry import implements, leave_to_netcl_if
 from clamp.ops import grid as grid_ops
 from clamp.ops import upsample as upsample_ops
 from clamp.ops.cast import cast

@@ -6,7 +6,7 @@ from typing import Any
 
 from clamp.bridge import Tensor
 from clamp.casting.operands import Casting, NotOwned, float_operands
-from clamp.casting.owned import implements, leave_to_netcl_if
+from clamp.casting.registry import implements, leave_to_netcl_if
 from clamp.functions import arithmetic
 from clamp.ops.elementwise import elementwise
 from clamp.ops.reduce_to_shape import sum_to_shape

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import wrapt
 
-from clamp.casting.policy import CastPolicy
+from clamp.casting.policy_table import CastPolicy
 from clamp.patching.wrap import user_wrapper
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -18,7 +18,7 @@ from clamp.bridge import HALF_DTYPES, Node, Tape, Tensor
 from clamp.casting.arguments import reporter
 from clamp.casting.containers import tensors_in
 from clamp.casting.operands import cast_node
-from clamp.casting.policy import CastPolicy, Entry
+from clamp.casting.policy_table import CastPolicy, Entry
 from clamp.casting.regions import called_in, current_region, thread_casts_off
 from clamp.casting.results import RESULTS
 from clamp.opencl.device import require_usable

@@ -16,8 +16,8 @@ import wrapt
 from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 
 from clamp.bridge.netcl_functions import function_of, held_in, is_netcls, is_users, warn_of
-from clamp.casting.owned import Function
-from clamp.casting.policy import CastPolicy, Entry, PolicyTable
+from clamp.casting.policy_table import CastPolicy, Entry, PolicyTable
+from clamp.casting.registry import Function
 from clamp.functions import OWNED
 from clamp.patching import collectives, engine, layers, pools, probes  # noqa: F401  (for what they meet)
 from clamp.patching.bindings import Bindings

@@ -19,11 +19,11 @@ import numpy as np
 
 from clamp.bridge import HALF_DTYPES, Node, Parameter, Tensor
 from clamp.casting.arguments import CastArguments, holds_half, reporter
-from clamp.casting.meanings import MEANINGS
-from clamp.casting.operands import Casting, NotOwned, Promote
-from clamp.casting.owned import Function
-from clamp.casting.policy import CastPolicy, Entry, netcl_defects
+from clamp.casting.operands import Casting, NotOwned
+from clamp.casting.policies import POLICIES, Promote
+from clamp.casting.policy_table import CastPolicy, Entry, netcl_defects
 from clamp.casting.regions import Region, called_in, casting_region, current_region
+from clamp.casting.registry import Function
 from clamp.casting.results import RESULTS
 from clamp.opencl.host_steps import recorder
 
@@ -139,8 +139,8 @@ def user_wrapper(name: str, policy: CastPolicy) -> Wrapper:
             return wrapped(*args, **kwargs)
         if policy is CastPolicy.BANNED and not region.allow_banned:
             raise RuntimeError(f"{name} is registered as banned under AMP")
-        kwargs = MEANINGS[policy].keywords(kwargs)
-        target = MEANINGS[policy].target(region, args, kwargs)
+        kwargs = POLICIES[policy].keywords(kwargs)
+        target = POLICIES[policy].target(region, args, kwargs)
         if target is None:
             return called_in(None, wrapped, *args, **kwargs)
         refuse_half_targets(wrapped, args, kwargs)
@@ -157,7 +157,7 @@ def _add_casting(region: Region, entry: Entry) -> Casting:
     policy = region.policies.policy_of(entry)
     if policy is CastPolicy.BANNED and not region.allow_banned:
         raise RuntimeError(banned_message(entry))
-    casting = region.castings[entry.name] = MEANINGS[policy].casting(region, entry.function)
+    casting = region.castings[entry.name] = POLICIES[policy].at_work(region, entry.function)
     return casting
 
 

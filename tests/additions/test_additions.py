@@ -70,21 +70,23 @@ def add_op(tree: Tree) -> None:
 def add_policy(tree: Tree) -> None:
     """wide_range: its name, and what it means."""
     name = '    WIDE_RANGE = "wide_range"  #: inputs used in bfloat16, fp32 accumulation, output in bfloat16\n'
-    meaning = """\
-class _WideRange(Meaning):
+    at_work = """\
+class WideRange(Half):
     in_words = "in bfloat16"
 
-    def casting(self, region: Region, function: str) -> Casting:
-        return Half("bfloat16", reporter(region, function), region.cache_enabled)
+    @classmethod
+    def at_work(cls, region: Region, function: str) -> Casting:
+        return cls("bfloat16", reporter(region, function), region.cache_enabled)
 
-    def target(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    @classmethod
+    def target(cls, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         return "bfloat16"
 
 
 """
-    tree.insert("clamp/casting/policy.py", '    NONE = "none"', name)
-    tree.insert("clamp/casting/meanings.py", "MEANINGS:", meaning)
-    tree.insert("clamp/casting/meanings.py", "    CastPolicy.NONE:", "    CastPolicy.WIDE_RANGE: _WideRange(),\n")
+    tree.insert("clamp/casting/policy_table.py", '    NONE = "none"', name)
+    tree.insert("clamp/casting/policies.py", "POLICIES:", at_work)
+    tree.insert("clamp/casting/policies.py", "    CastPolicy.NONE:", "    CastPolicy.WIDE_RANGE: WideRange,\n")
 
 
 def add_engine(tree: Tree) -> None:
@@ -112,7 +114,7 @@ def add_engine(tree: Tree) -> None:
         (
             "policy",
             add_policy,
-            "clamp/casting/policy.py clamp/casting/meanings.py",
+            "clamp/casting/policy_table.py clamp/casting/policies.py",
             ["netcl.autograd.matmul_op runs as clamp in bfloat16"],
         ),
         (

@@ -12,7 +12,7 @@ from netcl.optim import SGD
 
 from clamp import amp
 from clamp.bridge import Node, Parameter
-from clamp.casting.policy import read_list
+from clamp.casting.policy_table import read_list
 from clamp.cli.lists import runs_as
 from tests.networks import learns, mlp
 from tests.reference import to_device, to_numpy

@@ -16,8 +16,8 @@ from netcl.optim import SGD
 
 from clamp import amp
 from clamp.bridge import Node, Parameter, Tensor
-from clamp.casting.owned import OWNED
-from clamp.casting.policy import default_table, netcl_defects
+from clamp.casting.policy_table import default_table, netcl_defects
+from clamp.casting.registry import OWNED
 from tests.conformance import ops
 from tests.conformance.runner import (
     arrange,

@@ -18,9 +18,9 @@ from netcl.optim import SGD
 
 from clamp import amp, bridge, session
 from clamp.bridge import Node, Parameter
-from clamp.casting.meanings import MEANINGS
-from clamp.casting.owned import OWNED
-from clamp.casting.policy import CastPolicy
+from clamp.casting.policies import POLICIES
+from clamp.casting.policy_table import CastPolicy
+from clamp.casting.registry import OWNED
 from tests.reference import to_device, to_numpy
 
 Pair = namedtuple("Pair", "left right")
@@ -59,7 +59,7 @@ def promoted(*xs: Any, **named: Any) -> list[str]:
 
 
 def test_every_policy_has_a_meaning() -> None:
-    assert set(MEANINGS) == set(CastPolicy)
+    assert set(POLICIES) == set(CastPolicy)
 
 
 def test_decorated_before_init_and_inert_without_it(queue: cl.CommandQueue) -> None:

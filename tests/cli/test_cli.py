@@ -16,8 +16,8 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.casting.owned import OWNED
-from clamp.casting.policy import CastPolicy, default_table
+from clamp.casting.policy_table import CastPolicy, default_table
+from clamp.casting.registry import OWNED
 from clamp.cli import doctor, main
 from clamp.cli.bench import command, first_step
 from clamp.cli.bench.cases import gemm as gemm_bench

@@ -17,7 +17,7 @@ import pytest
 
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import widest
-from clamp.casting.policy import CastPolicy, default_table
+from clamp.casting.policy_table import CastPolicy, default_table
 from tests.conformance.numeric import Gradient, gradient
 from tests.conformance.table import Array, Case, Input, Op
 from tests.reference import NUMPY, SPECIAL, quantize, to_device, to_numpy, ulp

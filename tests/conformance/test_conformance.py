@@ -13,8 +13,8 @@ from netcl import autograd as ag
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.owned import OWNED
-from clamp.casting.policy import CastPolicy
+from clamp.casting.policy_table import CastPolicy
+from clamp.casting.registry import OWNED
 from clamp.cli.lists import reached
 from clamp.opencl.program import Kernel
 from tests.conformance import long_axes, ops, report

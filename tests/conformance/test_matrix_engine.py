@@ -10,7 +10,7 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import empty
-from clamp.casting.owned import OWNED
+from clamp.casting.registry import OWNED
 from clamp.cli.lists import reached
 from clamp.ops import attention
 from clamp.ops.attention.mma import MatrixAttention

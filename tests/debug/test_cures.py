@@ -17,7 +17,7 @@ from netcl.optim import SGD
 
 from clamp import amp, session
 from clamp.bridge import Node
-from clamp.casting.asked import Asked
+from clamp.casting.init_call import InitCall
 from clamp.compat.paddle_scaler import GradScaler as PaddleScaler
 from tests.debug.faults import Training
 from tests.debug.test_explain import Train
@@ -83,7 +83,7 @@ def test_a_black_list_is_told_with_all_that_init_was_given(queue: cl.CommandQueu
     assert or_else == 'dtype="bfloat16"'
     names: dict[str, Any] = {"amp": amp}
     exec(code, names)  # what the user is told to write
-    asked = names["handle"]._region.asked.given
+    asked = names["handle"]._region.init_call.given
     kept = {name: value for name, value in options.items() if name not in ("dtype", "custom_black_list")}
     for name, value in kept.items():
         if name != "custom_white_list":
@@ -96,10 +96,10 @@ def test_a_black_list_is_told_with_all_that_init_was_given(queue: cl.CommandQueu
 
 
 def test_paths_and_names_are_code() -> None:
-    asked = Asked(given={"lists": Path("my lists.toml"), "custom_black_list": ("a",), "dtype": np.float16})
+    init_call = InitCall(given={"lists": Path("my lists.toml"), "custom_black_list": ("a",), "dtype": np.float16})
     expected = 'handle = amp.init(lists="my lists.toml", custom_black_list=["a", "b"], dtype="float16")'
-    assert asked.in_float32(["b"]) == expected
-    assert Asked(given={"debug": "summary"}).explaining() == 'handle = amp.init(debug=["attribution", "summary"])'
+    assert init_call.in_float32(["b"]) == expected
+    assert InitCall(given={"debug": "summary"}).explaining() == 'handle = amp.init(debug=["attribution", "summary"])'
 
 
 def test_a_static_scale_of_init_is_told_with_all_that_it_was_given(queue: cl.CommandQueue) -> None:

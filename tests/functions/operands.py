@@ -7,7 +7,8 @@ from typing import Any
 import pyopencl as cl
 
 from clamp.bridge import Node
-from clamp.casting.operands import Half, say_nothing
+from clamp.casting.operands import say_nothing
+from clamp.casting.policies import Half
 from tests.reference import to_device
 
 

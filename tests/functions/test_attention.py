@@ -15,8 +15,9 @@ from netcl.nn.transformer import CausalSelfAttention, TransformerBlock
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, Match, NotOwned, Promote
-from clamp.casting.owned import OWNED
+from clamp.casting.operands import Casting, NotOwned
+from clamp.casting.policies import Match, Promote
+from clamp.casting.registry import OWNED
 from clamp.functions import attention, masking
 from tests.functions.operands import half
 from tests.reference import STORAGE_DTYPES, assert_close, integers, to_device, to_numpy

@@ -15,8 +15,9 @@ from netcl.nn.layers import _FusedConvReLUTrain
 import clamp.functions.conv  # noqa: F401  (registers)
 from clamp import amp
 from clamp.bridge import Parameter, Tape, Tensor
-from clamp.casting.operands import Float, Half, NotOwned, Promote
-from clamp.casting.owned import OWNED
+from clamp.casting.operands import NotOwned
+from clamp.casting.policies import Float, Half, Promote
+from clamp.casting.registry import OWNED
 from tests.functions.operands import half, leaf
 from tests.ops.conv_reference import Case, forward, input_grad, weight_grad
 from tests.reference import assert_close, quantize, to_device, to_numpy

@@ -10,8 +10,9 @@ from netcl import nn
 
 from clamp import amp
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Float, NotOwned
-from clamp.casting.owned import OWNED
+from clamp.casting.operands import NotOwned
+from clamp.casting.policies import Float
+from clamp.casting.registry import OWNED
 from clamp.functions import depthwise
 from tests.functions.operands import half, leaf
 from tests.ops.test_depthwise import Reference

@@ -17,8 +17,9 @@ import clamp.functions.activations
 import clamp.functions.arithmetic
 import clamp.functions.tensor_level  # noqa: F401  (registers)
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Float, Match, NotOwned, Promote
-from clamp.casting.owned import OWNED
+from clamp.casting.operands import NotOwned
+from clamp.casting.policies import Float, Match, Promote
+from clamp.casting.registry import OWNED
 from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 

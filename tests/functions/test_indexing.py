@@ -13,7 +13,8 @@ from netcl.ops import indexing as netcl_indexing
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Float, Match, NotOwned, Promote
+from clamp.casting.operands import NotOwned
+from clamp.casting.policies import Float, Match, Promote
 from clamp.functions import indexing as F
 from tests.functions.operands import half, leaf
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, integers, to_device, to_numpy

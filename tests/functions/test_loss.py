@@ -11,7 +11,8 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, Float, Half, Match, NotOwned, Promote
+from clamp.casting.operands import Casting, NotOwned
+from clamp.casting.policies import Float, Half, Match, Promote
 from clamp.functions import loss as F
 from clamp.functions import loss_tensors
 from tests.functions.operands import half, leaf

@@ -9,8 +9,8 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Parameter, Tape, Tensor
-from clamp.casting.operands import Float, Half, Promote
-from clamp.casting.owned import OWNED
+from clamp.casting.policies import Float, Half, Promote
+from clamp.casting.registry import OWNED
 from tests.functions.operands import half, leaf
 from tests.reference import assert_close, quantize, to_device, to_numpy
 

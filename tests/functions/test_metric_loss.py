@@ -11,7 +11,8 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, Float, Match, NotOwned, Promote
+from clamp.casting.operands import Casting, NotOwned
+from clamp.casting.policies import Float, Match, Promote
 from clamp.functions import metric_loss as F
 from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, assert_same, to_device, to_numpy

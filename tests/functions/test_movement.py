@@ -16,7 +16,8 @@ from netcl.ops import tensor_ops
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor, view
-from clamp.casting.operands import Match, NotOwned, Promote
+from clamp.casting.operands import NotOwned
+from clamp.casting.policies import Match, Promote
 from clamp.cli.bench.cases.unscale import counted_launches
 from clamp.functions import joining, slicing
 from clamp.ops import concat

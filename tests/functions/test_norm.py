@@ -19,8 +19,9 @@ from netcl.nn.modern import RMSNorm
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, Float, Half, Match, NotOwned
-from clamp.casting.owned import OWNED
+from clamp.casting.operands import Casting, NotOwned
+from clamp.casting.policies import Float, Half, Match
+from clamp.casting.registry import OWNED
 from clamp.functions import norm, norm_tensors
 from tests.functions.operands import half, leaf
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, to_device, to_numpy

@@ -14,7 +14,8 @@ from netcl.nn import padding, pooling
 
 from clamp import amp
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Float, Match, NotOwned
+from clamp.casting.operands import NotOwned
+from clamp.casting.policies import Float, Match
 from clamp.functions import pool
 from tests.functions.operands import leaf
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy

@@ -10,8 +10,9 @@ from netcl.nn.containers import PReLU
 
 from clamp import amp
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Float, Match, NotOwned
-from clamp.casting.owned import OWNED
+from clamp.casting.operands import NotOwned
+from clamp.casting.policies import Float, Match
+from clamp.casting.registry import OWNED
 from clamp.functions import prelu as functions
 from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy

@@ -10,8 +10,9 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, Float, Match, NotOwned
-from clamp.casting.owned import OWNED
+from clamp.casting.operands import Casting, NotOwned
+from clamp.casting.policies import Float, Match
+from clamp.casting.registry import OWNED
 from clamp.functions import loss, reduce
 from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy

@@ -9,8 +9,9 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Match, NotOwned
-from clamp.casting.owned import OWNED
+from clamp.casting.operands import NotOwned
+from clamp.casting.policies import Match
+from clamp.casting.registry import OWNED
 from clamp.functions import shape as F
 from tests.functions.operands import leaf
 from tests.reference import STORAGE_DTYPES, to_device, to_numpy

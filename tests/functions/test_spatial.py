@@ -14,8 +14,9 @@ from netcl.nn.containers import Upsample
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Float, Match, NotOwned
-from clamp.casting.owned import OWNED
+from clamp.casting.operands import NotOwned
+from clamp.casting.policies import Float, Match
+from clamp.casting.registry import OWNED
 from clamp.functions import spatial
 from tests.conformance import spatial as reference
 from tests.functions.operands import half, leaf

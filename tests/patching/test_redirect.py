@@ -35,7 +35,7 @@ from netcl.optim import SGD
 
 from clamp import amp
 from clamp.bridge import Node, Parameter
-from clamp.casting.policy import CastPolicy, Entry, default_table
+from clamp.casting.policy_table import CastPolicy, Entry, default_table
 from clamp.casting.regions import casting_in
 from clamp.patching import bindings, patch
 from clamp.patching.redirect import Redirected

@@ -6,7 +6,7 @@ from typing import Any
 
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, bound, float_operands
-from clamp.casting.owned import implements
+from clamp.casting.registry import implements
 from clamp.ops import softsign as ops
 
 

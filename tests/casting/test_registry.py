@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from clamp.casting.operands import NotOwned, Promote
-from clamp.casting.owned import OWNED, implements
+from clamp.casting.operands import NotOwned
+from clamp.casting.policies import Promote
+from clamp.casting.registry import OWNED, implements
 
 
 @pytest.mark.parametrize("name", sorted(OWNED))

@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Asked:
+class InitCall:
     """A call of ``amp.init``, or of another face's like it.
 
     Attributes:
