@@ -27,6 +27,7 @@ class Call:
 
     Attributes:
         tensors: its tensors, those of leaf nodes too, in their order.
+        passed: what each of them was passed as: itself, or its node.
         arrays: its numpy arrays.
         others: what else there is, by place.
         key: what a recording for this call depends on in the arguments.
@@ -36,6 +37,7 @@ class Call:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
         self.tensors: list[Tensor] = []
+        self.passed: list[Node | Tensor] = []
         self.arrays: list[np.ndarray[Any, Any]] = []
         self.others: dict[str, Any] = {}
         self.trouble = ""
@@ -68,9 +70,9 @@ class Call:
             if not bridge.is_leaf(x):
                 self.trouble = f"{where} was computed outside by ops that backward would go through. {_GIVE_DATA}"
             yield f"{where}, a node", x.requires_grad
-            yield self._tensor(x.value, where)
+            yield self._tensor(x.value, where, x)
         elif isinstance(x, Tensor):
-            yield self._tensor(x, where)
+            yield self._tensor(x, where, x)
         elif isinstance(x, np.ndarray):
             self.arrays.append(x)
             yield where, (x.shape, x.dtype.str)
@@ -79,18 +81,20 @@ class Call:
             for index, item in enumerate(x):
                 yield from self._parts(item, f"{where}[{index}]")
         elif isinstance(x, dict):
-            yield f"the keys of {where}", (type(x), tuple(map(_constant, x)))
-            for key, item in x.items():
+            items = dict(x).items()  # another thread may add to it meanwhile
+            yield f"the keys of {where}", (type(x), tuple(_constant(key) for key, _ in items))
+            for key, item in items:
                 yield from self._parts(item, f"{where}[{key!r}]")
         else:
             self.others[where] = x
             yield where, _constant(x)
 
-    def _tensor(self, x: Tensor, where: str) -> Part:
+    def _tensor(self, x: Tensor, where: str, passed: Node | Tensor) -> Part:
         if not bridge.on_device(x):
             self.trouble = f"{where} is on netcl's numpy backend, which launches nothing. Put it on an OpenCL device."
         trained = _Same(x) if bridge.is_trained(x) else None  # it gets its own gradient
         self.tensors.append(x)
+        self.passed.append(passed)
         return where, (tuple(x.shape), x.dtype, x.queue, trained, trained is None and x.grad is not None)
 
 
@@ -128,14 +132,14 @@ def mapped(x: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(x, list | tuple):
         return with_items(x, [mapped(item, convert) for item in x])
     if isinstance(x, dict):
-        return {key: mapped(item, convert) for key, item in x.items()}
+        return {key: mapped(item, convert) for key, item in dict(x).items()}
     return convert(x)
 
 
 def leaves_of(x: Any) -> Iterator[Any]:
     """What nested lists, tuples and dicts have in the end."""
     if isinstance(x, list | tuple | dict):
-        for item in x.values() if isinstance(x, dict) else x:
+        for item in dict(x).values() if isinstance(x, dict) else x:
             yield from leaves_of(item)
     else:
         yield x

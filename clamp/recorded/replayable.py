@@ -105,10 +105,11 @@ class Replayable(Recorded):
         self._state = {id(x): x for x in state}
         self._call = call
         self._made: dict[int, Made] = {}
-        number = {id(value): index for index, value in enumerate(values)}
-        self._uploads = [(number[id(x.given)], x) for x in attempt.uploads]
+        self._values = values  # held so that their ids stay theirs
+        self._array = {id(value): index for index, value in enumerate(values)}
+        self._uploads = [(self._array[id(x.given)], x) for x in attempt.uploads]
         self._result = mapped(result, self._kept)
-        passed = {id(x) for x in (*call.leaves(), *call.tensors)}
+        passed = {id(x) for x in (*call.passed, *call.tensors)}
         leaves = list(leaves_of(self._result))
         self._gives_back = any(id(x) in passed for x in (*leaves, *[x.value for x in leaves if isinstance(x, Node)]))
         known = {id(tensor) for tensor in gradients.trained}
@@ -297,15 +298,15 @@ class Replayable(Recorded):
         given: dict[int, Any] = {}
         tensors: dict[int, Tensor] = {}
         if self._gives_back:
-            given = {id(leaf): now for leaf, now in zip(self._call.leaves(), call.leaves(), strict=True)}
+            given = {id(old): now for old, now in zip(self._call.passed, call.passed, strict=True)}
             tensors = {id(old): now for old, now in zip(self._call.tensors, call.tensors, strict=True)}
 
         def now(x: Any) -> Any:
             if isinstance(x, Node | Tensor) and id(x) in given:
                 return given[id(x)]
-            if isinstance(x, Node | Tensor):
+            if isinstance(x, Tensor) or (isinstance(x, Node) and isinstance(x.value, Tensor)):
                 value = made.get(id(x.value), tensors.get(id(x.value), x.value))
                 return Node(value=value, op_name=RESULT_OP) if isinstance(x, Node) else value
-            return value_now(x)
+            return call.arrays[self._array[id(x)]] if id(x) in self._array else value_now(x)
 
         return mapped(self._result, now)

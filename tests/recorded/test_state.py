@@ -5,13 +5,16 @@ from __future__ import annotations
 import datetime
 import gc
 import io
+import itertools
 import queue as queues
 import sys
 import time
 import types
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +22,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.nn.layers import ReLU
 from netcl.optim.lr_plateau import CosineAnnealingLR, ReduceLROnPlateau
 
 from clamp import amp, session
@@ -348,6 +352,93 @@ def test_what_gives_another_answer_each_time_is_refused(queue: cl.CommandQueue, 
     graph(x)
     with pytest.raises(RuntimeError, match=r"\(\) was called .* pass the answer"):
         graph(x)
+
+
+# ------------------------------------------------------------------------------- what changes while it is looked at
+
+
+def growing(kind: type) -> Callable[[], Any]:
+    """A container in a closure, and what adds to it."""
+    adds = {list: "append", set: "add", deque: "append", dict: "setdefault"}
+
+    def make() -> tuple[Callable[[], Any], Callable[[int], Any]]:
+        content = kind()
+        return (lambda: content), getattr(content, adds[kind])
+
+    return make
+
+
+def growing_object() -> Any:
+    settings = Settings()
+    return (lambda: settings.k), lambda number: setattr(settings, f"k{number}", number)
+
+
+def growing_class() -> Any:
+    cls = type("Kind", (), {"k": 1.0, "read": lambda self: self.k})
+    return cls().read, lambda number: setattr(cls, f"k{number}", number)
+
+
+def growing_function() -> Any:
+    def helper() -> None: ...
+
+    return helper, lambda number: setattr(helper, f"k{number}", number)
+
+
+def growing_layer() -> Any:
+    layer = ReLU()
+    return (lambda: layer), lambda number: setattr(layer, f"k{number}", number)
+
+
+def growing_globals() -> Any:
+    scope: dict[str, Any] = {"__name__": "of_a_test", "k": 1.0}
+    exec("def read(): return globals()[chr(107)]", scope)
+    return scope["read"], lambda number: scope.setdefault(f"k{number}", number)
+
+
+GROWING: dict[str, Callable[[], Any]] = {kind.__name__: growing(kind) for kind in (list, set, dict, deque)}
+GROWING |= {
+    make.__name__.removeprefix("growing_"): make
+    for make in (growing_object, growing_class, growing_function, growing_layer, growing_globals)
+}
+GROWING["argument"] = growing(dict)
+
+
+@contextmanager
+def adding(add: Callable[[int], Any], every: int) -> Iterator[None]:
+    """Inside the ``with``, each so many lines of Python add one number, up to 2,000: as another thread may."""
+    lines, outer = itertools.count(1), sys.gettrace()
+
+    def trace(frame: types.FrameType, event: str, argument: Any) -> Any:
+        line = next(lines)
+        if line % every == 0 and line < 2000 * every:
+            add(line)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(outer)
+
+
+@pytest.mark.parametrize("every", [7, 40])
+@pytest.mark.parametrize("name", GROWING)
+def test_what_is_added_while_the_state_is_looked_at_ends_no_call(queue: cl.CommandQueue, name: str, every: int) -> None:
+    read, add = GROWING[name]()
+    x = to_device(queue, X)
+
+    def step(x: Node, more: Any = None) -> Node:
+        read()
+        return ag.mul(x, 2.0)
+
+    recorded = amp.record(step)
+    more = (read(),) if name == "argument" else ()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* runs as it is", UserWarning)
+        for _ in range(4):
+            with adding(add, every):
+                made = recorded(Node(value=x), *more)
+            np.testing.assert_array_equal(made.value.to_host(), 2 * X)
 
 
 # ---------------------------------------------------------------------------------------------- what no watch sees

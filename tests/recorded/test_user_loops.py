@@ -357,6 +357,33 @@ def test_arrays_may_be_returned_as_the_tensors_that_they_became(queue: cl.Comman
     assert bring.recordings == 1
 
 
+GIVEN: dict[str, Callable[[cl.CommandQueue, Any], Any]] = {
+    "tensor": to_device,
+    "node": lambda queue, x: ag.tensor(to_device(queue, x)),
+    "array": lambda queue, x: x.copy(),
+}
+
+
+@pytest.mark.parametrize("container", [list, dict])
+@pytest.mark.parametrize("kind", GIVEN)
+def test_an_argument_that_is_returned_is_the_calls_own(queue: cl.CommandQueue, kind: str, container: type) -> None:
+    """Also where the caller has put another one into the container that it was recorded with."""
+
+    @amp.record
+    def pick(xs: Any) -> Any:
+        x = Tensor.from_host(queue, xs[0]) if kind == "array" else xs[0]
+        return xs[0], ag.mul(x if kind == "node" else ag.tensor(x), 2.0)
+
+    xs: Any = {0: None, 1: None} if container is dict else [None, None]
+    for turn in range(10):
+        xs[0], xs[1] = (GIVEN[kind](queue, BATCHES[place]) for place in (0, 1))
+        xs[0], xs[1] = xs[turn % 2], xs[1 - turn % 2]
+        got, doubled = pick(xs)
+        assert got is xs[0], f"call {turn}"
+        np.testing.assert_array_equal(doubled.value.to_host(), 2 * BATCHES[turn % 2], err_msg=f"call {turn}")
+    assert pick.recordings == 1
+
+
 def test_a_function_made_by_exec_is_looked_into(queue: cl.CommandQueue) -> None:
     run = Run(queue)
     scope: dict[str, Any] = {"run": run, "ag": ag, "factor": 1.0}

@@ -73,7 +73,7 @@ def _release(pool: PersistentBufferPool, handle: Any) -> None:
 
 
 def _unwatch() -> None:
-    for pool in () if _live else memory._PERSISTENT_POOLS.values():
+    for pool in () if _live else [*memory._PERSISTENT_POOLS.values()]:
         vars(pool).pop("release", None)
 
 
@@ -107,7 +107,7 @@ class _Recording:
         if not getattr(self._capture(), "compares", False):  # nobody asks what that depends on
             self._before, self._modules = living_tensors(), ModuleNotes()
         _live.add(self)
-        for pool in memory._PERSISTENT_POOLS.values():
+        for pool in [*memory._PERSISTENT_POOLS.values()]:
             _watch(pool)
         record, plain = cl.Kernel.__call__, self._original_call
         self._replace(cl.Kernel, "__call__", lambda _: self._call(record, plain))

@@ -30,7 +30,7 @@ class CodeNames:
 
     def found_class(self, cls: type) -> None:
         """A class, whose methods count if they are named somewhere, or called without a name."""
-        for name, function in vars(cls).items():
+        for name, function in vars(cls).copy().items():
             if isinstance(function, FunctionType):
                 self._in_classes.add(id(function))
                 unnamed = name == "forward" or (name.startswith("__") and name != "__init__")
@@ -82,7 +82,7 @@ def global_names(code: CodeType, scope: Mapping[str, Any]) -> list[str]:
     names = set(_named(code))
     if (names - set(scope)) & _BY_TEXT:
         by_text = texts(code) & set(scope)
-        names |= by_text or {name for name in scope if not name.startswith("__")}
+        names |= by_text or {name for name in [*scope] if not name.startswith("__")}
     return sorted(names & set(scope))
 
 

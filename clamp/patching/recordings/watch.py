@@ -171,8 +171,8 @@ class Watch:
             self.tensors.append(x)
             self._settings.append((x, name, _OF_TENSORS))
         elif issubclass(kind, Node):
-            self._add(lambda: (x.value,), lambda *_: f"{name}.value")
-            self._push(x.value, f"{name}.value")
+            (value,) = self._add(lambda: (x.value,), lambda *_: f"{name}.value")
+            self._push(value, f"{name}.value")
             self._settings.append((x, name, _OF_NODES))
         elif issubclass(kind, (dict, *_ITEMS, np.ndarray, *_PLAIN)):
             self._content_of(x, kind, name)
@@ -223,8 +223,8 @@ class Watch:
                 self._names.found_class(x)
                 self._mapping(vars(x), lambda key: f"{x.__qualname__}.{key}")
         elif bridge.is_optimizer(x):  # its settings and its state are the step's, which every replay makes anew
-            self._add(lambda: tuple(x.params), lambda *_: f"{name}.params")
-            for index, param in enumerate(x.params):
+            params = self._add(lambda: tuple(x.params), lambda *_: f"{name}.params")
+            for index, param in enumerate(params):
                 self._push(param, f"{name}.params[{index}]")
             self.optimizers.append(x)
             self._settings.append((x, name, {"params"}))
@@ -233,9 +233,9 @@ class Watch:
 
     def _look_at_settings(self, own: Mapping[str, Any], name: str, used: Collection[str]) -> None:
         """Attributes that the code names: what it reads may decide, and what it writes would stay."""
-        for key in [key for key in own if key in used]:
-            self._add(partial(_setting, own, key), lambda *_, key=key: f"{name}.{key}")
-            self._push(own[key], f"{name}.{key}")
+        for key in [key for key in list(own) if key in used]:
+            (value,) = self._add(partial(_setting, own, key), lambda *_, key=key: f"{name}.{key}")
+            self._push(value, f"{name}.{key}")
 
     def _through(self, target: Callable[[], Any], name: str) -> None:
         """What a weak reference leads to, without holding it: its attributes are held, not the object."""
@@ -253,7 +253,9 @@ class Watch:
                 self._push(cls, name)
 
     def _object(self, x: Any, kind: type, name: str) -> None:
-        slots = [slot for cls in kind.__mro__ for slot in vars(cls).values() if isinstance(slot, MemberDescriptorType)]
+        slots = [
+            slot for cls in kind.__mro__ for slot in vars(cls).copy().values() if isinstance(slot, MemberDescriptorType)
+        ]
         if not (slots or bridge.own_attributes(x) or not is_library(kind)):
             return
         self._add(lambda: (type(x),), lambda *_: f"the class of {name}")
@@ -272,27 +274,30 @@ class Watch:
             is_layer = is_library(type(x)) and bridge.is_module(x)
             self._mapping(own, lambda key: f"{name}.{key}", unwatched, is_layer)
             return
-        keys = [key for key in own if not self._hidden(x, key)]  # one that comes later has decided nothing
-        self._add(lambda: (*map(own.get, keys),), lambda _, index: f"{name}.{keys[index]}")
-        for key in keys:
-            self._push(own[key], f"{name}.{key}")
+        keys = [key for key in list(own) if not self._hidden(x, key)]  # one that comes later has decided nothing
+        seen = self._add(lambda: (*map(own.get, keys),), lambda _, index: f"{name}.{keys[index]}")
+        for key, value in zip(keys, seen, strict=True):
+            self._push(value, f"{name}.{key}")
 
     def _function(self, function: FunctionType, name: str) -> None:
         """What a function finds outside: the variables around it, the globals that it names, its defaults, its own."""
         cells, scope, own = function.__closure__ or (), function.__globals__, vars(function)
         names = global_names(function.__code__, scope)
-        kept = (*function.__code__.co_freevars, *names, *[f"{name}.{key}" for key in own], *[f"{name}'s code"] * 2)
+        known = (*function.__code__.co_freevars, *names, *[f"{name}'s code"] * 2)
+        kept = (*known, *[f"{name}.{key}" for key in list(own)])
 
         def read() -> Values:
-            found = (*map(content_of, cells), *map(scope.get, names), *own.values())
-            return (*found, function.__defaults__, function.__code__)
+            found = (*map(content_of, cells), *map(scope.get, names))
+            return (*found, function.__defaults__, function.__code__, *own.values())
 
-        self._add(read, lambda values, index: kept[index] if values else f"attributes of {name}")
-        for label, value in zip(kept, read()[:-1], strict=False):
+        def label(values: Values, index: int) -> str:
+            return kept[index] if len(values) == len(kept) else f"attributes of {name}"
+
+        for index, value in enumerate(seen := self._add(read, label)):
             if isinstance(value, ModuleType):
                 self._module_variables(value, function.__code__)
-            elif label != f"{name}.__wrapped__":
-                self._push(value, label)
+            elif label(seen, index) != f"{name}.__wrapped__":
+                self._push(value, label(seen, index))
         self._push(function.__kwdefaults__, name)
         for module in imported(function.__code__, scope):
             self._module_variables(module, function.__code__)
@@ -304,23 +309,25 @@ class Watch:
         self._known_modules.add((module.__name__, code))
         own = vars(module)
         names = [name for name in attributes(code) | texts(code) if name in own]
-        self._add(lambda: tuple(map(own.get, names)), lambda _, index: f"{module.__name__}.{names[index]}")
-        for name in names:
-            if isinstance(own[name], ModuleType):
-                self._module_variables(own[name], code)
+        seen = self._add(lambda: tuple(map(own.get, names)), lambda _, index: f"{module.__name__}.{names[index]}")
+        for name, value in zip(names, seen, strict=True):
+            if isinstance(value, ModuleType):
+                self._module_variables(value, code)
             else:
-                self._push(own[name], f"{module.__name__}.{name}")
+                self._push(value, f"{module.__name__}.{name}")
 
     def _items(self, x: Any, name: str) -> None:
         base = next(base for base in _ITEMS if isinstance(x, base))  # whose methods no class of the user's replaces
         if base.__len__(x) > _LONGEST:
             self._add(lambda: (base.__len__(x),), lambda *_: name)
             return
-        if base not in (tuple, frozenset):
-            self._add(
+        if base in (tuple, frozenset):
+            items = _items_now(base, x)
+        else:
+            items = self._add(
                 lambda: _items_now(base, x), lambda values, index: f"{name}[{index}]" if values else f"len({name})"
             )
-        for index, item in enumerate(_items_now(base, x)):
+        for index, item in enumerate(items):
             self._push(item, f"{name}[{index}]")
 
     def _mapping(
@@ -339,20 +346,28 @@ class Watch:
             return (*base.keys(x), *base.values(x))
 
         def shown() -> Values:
-            kept = {key: value for key, value in base.items(x) if key not in hidden}
+            kept = dict(x)
+            for key in hidden:
+                kept.pop(key, None)
             return (*kept, *kept.values())
 
-        self._add(
+        seen = self._add(
             shown if hidden else read,
-            lambda values, index: label(values[index % (len(values) // 2)]) if values else label("(more or fewer)"),
+            lambda values, index: (
+                label(values[index % (len(values) // 2)]) if len(values) > 1 else label("(more or fewer)")
+            ),
             is_library,
         )
-        for key, value in base.items(x):
-            if key not in hidden and key not in _ABOUT_CODE:
+        count = len(seen) // 2
+        for key, value in zip(seen[:count], seen[count:], strict=False):  # odd if it was changed between the two
+            if key not in _ABOUT_CODE:
                 self._push(value, label(key))
 
-    def _add(self, read: Callable[[], Values], label: Callable[[Values, int], str], is_library: bool = False) -> None:
+    def _add(self, read: Callable[[], Values], label: Callable[[Values, int], str], is_library: bool = False) -> Values:
+        """Notes a place; what is there now. What is pushed is to come from this: another thread, a trace or a
+        collection may change the place meanwhile, and what is seen and what is looked into would be two states."""
         self._parts.append(_Part(read, label, read(), is_library))
+        return self._parts[-1].seen
 
     def _push(self, x: Any, name: str) -> None:
         self._stack.append((x, name, False))
