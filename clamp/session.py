@@ -27,8 +27,9 @@ from clamp.patching.decorators import runs_later
 from clamp.patching.patch import Patches, Registration
 from clamp.scaling.loss_scale import LossScale, make_loss_scale, require_state
 from clamp.scaling.manual import ManualScaling
-from clamp.scaling.step_guard import StepGuards, are_steps_withheld, is_vouched, warn_of_lost_bits
-from clamp.scaling.step_report import StepReport, warn_user
+from clamp.scaling.passes import PassScaling
+from clamp.scaling.step_guard import StepGuards, are_steps_withheld, is_vouched
+from clamp.scaling.step_report import StepReport, warn_of_lost_bits, warn_user
 
 lock = threading.RLock()
 registrations: list[Registration] = []
@@ -138,7 +139,7 @@ def start(
         )
         try:
             _handle = handle
-            handle.start()
+            handle._turn_on()
             return handle
         except BaseException:
             handle.shutdown()
@@ -210,10 +211,16 @@ def active_handle() -> AmpHandle | None:
     return _handle if _handle is not None and _handle.is_active() else None
 
 
+def active_scaling() -> PassScaling | None:
+    """How the active handle scales losses; None where there is none."""
+    handle = active_handle()
+    return None if handle is None else handle._scaling
+
+
 def around_step(scaling: ManualScaling, optimizer: Any) -> AbstractContextManager[None]:
     """Around a step that a ``GradScaler`` decides about: the active handle, if there is one, tells of it as well."""
-    handle = active_handle()
-    return nullcontext() if handle is None else handle.stepped_with(scaling, optimizer)
+    passes = active_scaling()
+    return nullcontext() if passes is None else passes.stepped_with(scaling, optimizer)
 
 
 def require_handle() -> AmpHandle:
@@ -415,7 +422,7 @@ def restore(state: Mapping[str, Any]) -> None:
             if not isinstance(saved, Mapping):
                 raise ValueError(f"{name} must be a dict with loss_scale and unskipped, got {saved!r}")
             scalers[name].load_state_dict(saved)
-        require_handle().scalers_loaded()
+        require_handle()._scaling.guards.forget_heard()
     except BaseException:  # an interrupt, too
         for name, scaler in scalers.items():
             scaler.load_state_dict(before[name])

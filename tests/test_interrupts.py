@@ -16,13 +16,13 @@ from clamp.casting.policy_table import default_table
 from clamp.casting.regions import Region, called_in, casting_in, in_own_region, in_region
 from clamp.casting.results import forward_again, untold
 from clamp.handle import AmpHandle
-from clamp.handle.other_scalers import OtherScalers
 from clamp.opencl.host_steps import replaying, unrecorded
 from clamp.params.gradient_marks import noting_held, noting_reached, waiting_in
 from clamp.params.weight_cache import weights
 from clamp.params.writes import unnoted
 from clamp.patching.custom import CustomBackward, CustomForward
 from clamp.scaling.loss_scale import NoLossScale
+from clamp.scaling.passes import PassScaling
 from clamp.scaling.scaled_loss import open_loss
 from clamp.scaling.step_guard import steps_withheld
 from tests.faults.check import as_python_does
@@ -76,7 +76,7 @@ BOUNDARIES: dict[str, Callable[[], Any]] = {
     "an open loss": _inside(lambda: open_loss(_LOSS)),
     "gradients noted": _inside(noting_reached),
     "gradients held": _inside(noting_held),
-    "a step by a GradScaler": _inside(lambda: OtherScalers.stepped_with(_HANDLE, _SCALING, object())),
+    "a step by a GradScaler": _inside(lambda: PassScaling.stepped_with(_HANDLE, _SCALING, object())),
     "no tape": _inside(bridge.off_tape),
 }
 
@@ -87,14 +87,14 @@ class _Pass:
 
 
 _LOSS: Any = _Pass()
-_SCALING: Any = SimpleNamespace(guards=SimpleNamespace(steps=0, tells=True))
+_SCALING: Any = SimpleNamespace(guards=SimpleNamespace(reports=SimpleNamespace(steps=0, tells=True)))
 _HANDLE: Any = SimpleNamespace(guard=lambda optimizer: SimpleNamespace(last=None))
 
 
 def _state() -> dict[str, Any]:
     """All that is known of this thread, and which regions hold."""
     known = {f"{type(x).__module__}.{name}": value for x in interrupts._states for name, value in _values(x).items()}
-    settings = {"tells": _SCALING.guards.tells, "process": regions.process_region(), "change": regions._change}
+    settings = {"tells": _SCALING.guards.reports.tells, "process": regions.process_region(), "change": regions._change}
     return known | settings
 
 

@@ -32,8 +32,7 @@ from clamp.opencl import cache_writer, program
 from clamp.opencl.cache_writer import Place
 from clamp.opencl.program import Built
 from clamp.opencl.progress import PROGRESS
-from clamp.scaling.step_guard import StepGuards
-from clamp.scaling.step_report import StepReport
+from clamp.scaling.step_report import Reports, StepReport
 
 NETWORKS: dict[str, SmallNetwork] = {"mlp": MLP, "cnn": CNN, "lm": LM}
 _STEPS = 2
@@ -150,13 +149,13 @@ def _train(network: SmallNetwork, dtype: str, device: cl.Device) -> None:
 def _run_script(script: str) -> None:
     """Runs a user's training script until some steps are done."""
 
-    def add(wrapped: Any, guards: StepGuards, args: Any, kwargs: Any) -> StepReport:
+    def add(wrapped: Any, reports: Reports, args: Any, kwargs: Any) -> StepReport:
         added: StepReport = wrapped(*args, **kwargs)
-        if guards.steps == _STEPS:
+        if reports.steps == _STEPS:
             raise _EnoughError
         return added
 
-    wrapt.wrap_function_wrapper(StepGuards, "add", add)
+    wrapt.wrap_function_wrapper(Reports, "add", add)
     sys.argv = [script]
     sys.path.insert(0, str(Path(script).parent))
     with suppress(_EnoughError):

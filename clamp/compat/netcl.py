@@ -154,9 +154,9 @@ def _unscale(scaler: Any, found: list[Pair]) -> bool:
     found_inf = [scale.overflowed(1) for scale in scales]
     if not any(found_inf):
         gradient_marks.mark_checked(master.grad for master, _ in found if master.grad is not None)
-    handle = session.active_handle()
-    if any(found_inf) and handle is not None:
-        handle.met_non_finite([master for master, _ in found])
+    scaling = session.active_scaling()
+    if any(found_inf) and scaling is not None:
+        scaling.met_non_finite([master for master, _ in found])
     return any(found_inf)
 
 
@@ -170,10 +170,10 @@ def step(wrapped: Any, instance: Any, /, optimizer: Any, params: Any = ()) -> An
         return wrapped(optimizer, params)
     known = {id(param) for pair in masters.pairs(optimizer) for param in pair}
     more = [param for param in params if id(param) not in known]
-    handle = session.active_handle()
+    scaling = session.active_scaling()
 
     def run() -> Any:
-        with nullcontext() if handle is None else handle.stepped_by(instance, optimizer):
+        with nullcontext() if scaling is None else scaling.stepped_by(instance, optimizer):
             return wrapped(optimizer, [*optimizer.params, *more])
 
     return masters.step_anew(optimizer, run, more)
@@ -185,13 +185,13 @@ def step(wrapped: Any, instance: Any, /, optimizer: Any, params: Any = ()) -> An
 @meets("netcl.distributed.data_parallel.sync_grads")
 def sync_grads(wrapped: Any, instance: None, /, param_replicas: Any) -> None:
     """The mean of gradients over replicas, after which an overflow of one counts for all."""
-    handle = session.active_handle()
-    if handle is None:
+    scaling = session.active_scaling()
+    if scaling is None:
         collectives.sync_grads(wrapped, param_replicas)
         return
     with unnoted():
         collectives.sync_grads(wrapped, param_replicas)
-    handle.share_overflows(param_replicas)
+    scaling.share_overflows(param_replicas)
 
 
 @meets("netcl.distributed.trainer.data_parallel_step")
@@ -200,14 +200,14 @@ def data_parallel_step(
 ) -> Any:
     """A step on every replica, with scaled losses: netcl's calls ``forward_fn`` once for each replica, in order, and
     then ``tape.backward`` with what that returned."""
-    handle = session.active_handle()
-    if handle is None:
+    scaling = session.active_scaling()
+    if scaling is None:
         return wrapped(forward_fn, params_replicas, optimizers, batch, **hooks)
     order = iter(optimizers)
 
     def forward(*inputs: Any) -> tuple[Any, ScaledTape]:
         loss, tape = forward_fn(*inputs)
-        return loss, ScaledTape(tape, partial(handle.scale_loss_for, next(order)))
+        return loss, ScaledTape(tape, partial(scaling.pass_for, next(order)))
 
     result = wrapped(forward, params_replicas, optimizers, batch, **hooks)
     keep_equal(params_replicas)

@@ -24,10 +24,8 @@ from clamp.compat import pytorch
 from clamp.compat.oneflow_scaler import GradScaler, StaticGradScaler, loss_scale_of
 from clamp.debug.attribution import Attribution
 from clamp.debug.explain import Explanation
-from clamp.interrupts import uninterrupted
-from clamp.opencl.host_steps import host_step, recorder, undone_by_error
+from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops import transfer
-from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
 from clamp.params.weight_cache import weights
 from clamp.patching.recordings import sources
@@ -38,11 +36,12 @@ from clamp.patching.recordings.compiled import Step
 from clamp.patching.recordings.replay import shared_memory
 from clamp.patching.recordings.variants import Recorded, Variants
 from clamp.patching.recordings.watch import Watch
-from clamp.scaling.backward_pass import PassGradients, end_pass, tokens
-from clamp.scaling.history import History
+from clamp.scaling.backward_pass import PassGradients, tokens
 from clamp.scaling.loss_scale import LossScale, NoLossScale
-from clamp.scaling.scaled_loss import check_loss, scaled_node
+from clamp.scaling.passes import scaled_pass
+from clamp.scaling.scaled_loss import check_loss, require_graph
 from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport
+from clamp.scaling.step_report import History
 
 __all__ = ["GradScaler", "Graph", "StaticGradScaler"]
 
@@ -121,7 +120,7 @@ class Graph:
         self._own_scale: LossScale = NoLossScale()
         self._grad_scaler: pytorch.GradScaler | None = None  # whose scale it is, if somebody else has it too
         self._recorded: Variants[_Call] = Variants(type(self).__name__, _what_differs)
-        self._attribution = Attribution(lambda: self._guards.history)
+        self._attribution = Attribution(lambda: self._guards.reports.history)
         self._passes = 0
         self._others: list[weakref.ref[Tensor]] = []  # what gets gradients here and is stepped elsewhere, if at all
         # What a recording does not depend on, or asks for as it is now.
@@ -189,7 +188,7 @@ class Graph:
     @property
     def history(self) -> History:
         """What the last 1000 steps did, the newest last."""
-        return self._guards.history
+        return self._guards.reports.history
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale; parameters and optimizers are yours to save."""
@@ -371,18 +370,10 @@ class Graph:
         if grad is not None:
             raise ValueError("loss.backward(grad) cannot be scaled in a graph: multiply the loss instead")
         check_loss(loss)
-        reached = PassGradients(self._optimizers)
-        with undone_by_error(reached.put_back):
-            with gradient_marks.waiting_in(reached):
-                Tape(retain_grads=False).backward(scaled_node(loss, self._scaler))
-            reached.require_any(self._scaler, ran=True)
-            with scale_lock, uninterrupted():
-                reached.unscale(self._scaler, self._all_guards())
-                host_step(self._passed)
+        require_graph(loss)
+        with scaled_pass(loss, self._optimizers, self._all_guards(), self._scaler) as scaled_loss:
+            Tape(retain_grads=False).backward(scaled_loss)
         self._passes += 1
-
-    def _passed(self) -> None:
-        end_pass(self._all_guards(), self._scaler)
 
     def _all_guards(self) -> list[StepGuard]:
         return [self._guards.of(optimizer) for optimizer in self._optimizers]

@@ -12,9 +12,9 @@ import pyopencl as cl
 from clamp import bridge, session
 from clamp.bridge import Node, Tensor
 from clamp.compat.settings import FaceRule, UncheckedRule, require_number, warn_if_nothing_is_gained
-from clamp.scaling.history import History
 from clamp.scaling.loss_scale import DynamicLossScale, require_state
 from clamp.scaling.manual import ManualScaling
+from clamp.scaling.step_report import History
 
 
 class _AtLeastOne(DynamicLossScale):

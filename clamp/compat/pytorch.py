@@ -17,10 +17,10 @@ from clamp.casting.regions import check_dtype
 from clamp.compat.settings import FaceRule, UncheckedRule, refuse_device
 from clamp.patching.custom import Backward, CustomBackward, CustomForward
 from clamp.patching.decorators import require_function
-from clamp.scaling.history import History
 from clamp.scaling.loss_scale import LossScale, require_state
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.step_guard import StepGuards
+from clamp.scaling.step_report import History
 
 _STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 

@@ -15,9 +15,9 @@ from typing import Any
 import wrapt
 
 from clamp import bridge, session
-from clamp.handle import AmpHandle
 from clamp.patching.meets import meets
 from clamp.patching.wrap import Installed
+from clamp.scaling.passes import PassScaling
 from clamp.scaling.scaled_loss import is_scaled
 
 
@@ -43,9 +43,9 @@ def asks_for_nothing(autocast: Any) -> bool:
 class _ScaledTape(wrapt.ObjectProxy[Any]):
     """The tape of a Trainer's forward, whose backward runs from the loss as the handle scales it."""
 
-    def __init__(self, tape: Any, handle: AmpHandle, optimizer: Any) -> None:
+    def __init__(self, tape: Any, scaling: PassScaling, optimizer: Any) -> None:
         super().__init__(tape)
-        self._self_handle = handle
+        self._self_scaling = scaling
         self._self_optimizer = optimizer
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +53,7 @@ class _ScaledTape(wrapt.ObjectProxy[Any]):
         if any(is_scaled(node) for node in bridge.graph(loss)):
             self.__wrapped__.backward(loss, *args, **kwargs)
             return
-        with self._self_handle.scale_loss_for(self._self_optimizer, loss) as scaled_loss:
+        with self._self_scaling.pass_for(self._self_optimizer, loss) as scaled_loss:
             self.__wrapped__.backward(scaled_loss, *args, **kwargs)
 
 
@@ -64,17 +64,17 @@ def _has_own_scaler(trainer: Any) -> bool:
 @meets("netcl.trainer.trainer.Trainer._forward")
 def forward(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A Trainer's forward, in training and in evaluation."""
-    handle = session.active_handle()
-    if handle is not None:
+    scaling = session.active_scaling()
+    if scaling is not None:
         _batches[instance] = args, kwargs
-    if handle is None or _has_own_scaler(instance):
+    if scaling is None or _has_own_scaler(instance):
         return wrapped(*args, **kwargs)
     _forward.begins = not instance.mixed_precision
     try:
         logits, loss, tape = wrapped(*args, **kwargs)
     finally:
         _forward.begins = False
-    return logits, loss, _ScaledTape(tape, handle, instance.optimizer)
+    return logits, loss, _ScaledTape(tape, scaling, instance.optimizer)
 
 
 @meets("netcl.trainer.trainer.Trainer._scale_loss_node")
@@ -96,9 +96,11 @@ def step(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
     handle = session.active_handle()
     if handle is None:
         return wrapped(*args, **kwargs)
-    with handle.stepped_by(instance.scaler, instance.optimizer) if _has_own_scaler(instance) else nullcontext():
+    with (
+        handle._scaling.stepped_by(instance.scaler, instance.optimizer) if _has_own_scaler(instance) else nullcontext()
+    ):
         result = wrapped(*args, **kwargs)
     if instance in _batches:
         given, named = _batches[instance]
-        handle.look_after_skips(lambda: bridge.forward_and_backward(instance, *given, **named))
+        handle._look_after_skips(lambda: bridge.forward_and_backward(instance, *given, **named))
     return result

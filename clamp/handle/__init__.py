@@ -1,7 +1,6 @@
-"""What ``amp.init`` returns: the handle, its do-nothing twin, and the wrapper for optimizers with several losses."""
+"""What ``amp.init`` returns: the handle, and its do-nothing twin."""
 
 from clamp.handle.active import AmpHandle
 from clamp.handle.no_op import NoOpHandle
-from clamp.handle.optim_wrapper import OptimWrapper
 
-__all__ = ["AmpHandle", "NoOpHandle", "OptimWrapper"]
+__all__ = ["AmpHandle", "NoOpHandle"]

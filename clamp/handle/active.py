@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
-from clamp import bridge
-from clamp.bridge import Node, Tensor
-from clamp.casting.operands import note_numpy_backend
+from clamp.bridge import Node
 from clamp.casting.regions import Region, current_region, in_region, set_process_region
-from clamp.handle.observed import ObservedHandle
-from clamp.handle.optim_wrapper import OptimWrapper
-from clamp.interrupts import from_nothing, uninterrupted
-from clamp.opencl.host_steps import host_step, recorder, refuse, undone_by_error
-from clamp.ops.loss_scale import scale_lock
-from clamp.params import gradient_marks
+from clamp.debug.attribution import Attribution
+from clamp.debug.dry_run import check_step
+from clamp.debug.explain import Explanation
+from clamp.debug.layer_ranges import LayerRanges, observe_ranges
+from clamp.debug.page.page import write_page
+from clamp.debug.page.schema import write_run
+from clamp.debug.run_log import Record
+from clamp.debug.summary import Summary
+from clamp.interrupts import from_nothing
+from clamp.opencl.host_steps import refuse
+from clamp.opencl.progress import PROGRESS
 from clamp.params.weight_cache import weights
 from clamp.patching.patch import Patches, Registration
 from clamp.ranks.mpi import Ranks
-from clamp.scaling.backward_pass import PassGradients, Unnamed, end_pass, tokens
-from clamp.scaling.history import History
 from clamp.scaling.loss_scale import LossScale
-from clamp.scaling.queue_scales import QueueScales, share_overflow
-from clamp.scaling.scaled_loss import check_loss, has_run, open_loss, require_graph, scaled_node, scaled_pass
-from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport
+from clamp.scaling.passes import OptimWrapper, PassScaling
+from clamp.scaling.step_guard import StepGuards
+from clamp.scaling.step_report import History, StepReport
 
 
-class AmpHandle(ObservedHandle):
-    """AMP at work: netcl's functions cast, losses are scaled, from ``start`` until ``shutdown``.
+class AmpHandle:
+    """AMP at work: netcl's functions cast, losses are scaled, from ``amp.init`` until ``shutdown``.
 
-    Made by ``amp.init``. Also a context manager that shuts down at its end::
+    Also a context manager that shuts down at its end::
 
         with amp.init() as handle:
             ...
@@ -65,44 +66,53 @@ class AmpHandle(ObservedHandle):
         check_finite: bool = True,
         debug: Iterable[str] = (),
     ) -> None:
-        super().__init__()
         self._region = region
-        self._make_scaler = make_scaler
-        self._own_scalers = [make_scaler() for _ in range(num_losses)]
-        self._scaler = self._own_scalers[0]
-        self._wrapped_scalers: list[LossScale] = []
-        self._guards = StepGuards(
-            max_skips_at_floor,
-            check_finite=check_finite,
-            wants_scaling=region.dtype == "float16" and self._scaler.scales,
-        )
-        self._on_shutdown = on_shutdown
-        self._scales = QueueScales()
-        self._unnamed = Unnamed()
-        self._ranks: Ranks | None = None
+        guards = StepGuards(max_skips_at_floor, check_finite=check_finite)
+        self._scaling = PassScaling(make_scaler, num_losses, guards, self._wrap_step)
+        guards.wants_scaling = region.dtype == "float16" and self._scaling.first.scales
+        self._patches = Patches(region.policies, registrations, guards.step)
+        self._record = Record(self._steps)
+        self._attribution = Attribution(self._steps, self._record.losses)
         self._debug = debug
-        self._patches = Patches(region.policies, registrations, self._guards.step)
-        self._active = self._ended = self._has_left = False
+        self._ranks: Ranks | None = None
+        self._on_shutdown = on_shutdown
+        self._ended = self._has_left = False
         self._ending = threading.RLock()
 
-    def start(self) -> None:
+    def _turn_on(self) -> None:
         """Patches netcl and turns casts on. Whatever interrupts it, ``shutdown`` takes off what is there."""
         from_nothing()
-        self._observe(self._debug)
+        if "attribution" in self._debug:
+            self._attribution.arm()
+        if "summary" in self._debug:
+            self._record.arm()
         self._patches.install()
         set_process_region(self._region)
-        self._active = True
+        self._scaling.is_active = True
+
+    def _wrap_step(self, optimizer: Any) -> None:
+        self._patches.wrap_step(type(optimizer))
+        self._patches.wrap_own_step(optimizer)
 
     # ------------------------------------------------------------------------------------------ state
 
     def is_active(self) -> bool:
         """Whether netcl is patched by this handle and its casts are on."""
-        return self._active
+        return self._scaling.is_active
 
     @property
     def scalers(self) -> list[LossScale]:
         """The handle's own scalers, then those of wrapped optimizers in the order they were wrapped."""
-        return [*self._own_scalers, *self._wrapped_scalers]
+        return [*self._scaling.own, *self._scaling.wrapped]
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale; waits for the device and reads a few bytes from it.
+
+        After a step by another scaler, a Trainer's or an ``amp.GradScaler``, that one's, until the handle scales a loss
+        again.
+        """
+        return self._scaling.scale
 
     @property
     def last_step(self) -> StepReport | None:
@@ -115,12 +125,15 @@ class AmpHandle(ObservedHandle):
         refuse("handle.last_step or handle.history was read", "Read it after the recorded part.")
         return self._steps()
 
+    def _steps(self) -> History:
+        return self._scaling.history
+
     def __repr__(self) -> str:
-        if not self._active:
+        if not self.is_active():
             return "<AmpHandle, shut down>"
-        steps, skips = self._guards.steps, self._guards.skips
+        steps, skips = self._scaling.guards.reports.steps, self._scaling.guards.reports.skips
         skipped = f", {skips} skipped" + (f" (the last: {self._last_reason()})" if skips else "")
-        scale = f", loss scale {self.loss_scale:g}" if self._scaler.scales else ", no loss scaling"
+        scale = f", loss scale {self.loss_scale:g}" if self._scaling.first.scales else ", no loss scaling"
         return f"<AmpHandle {self._region.dtype}: {steps} step{'s' * (steps != 1)}{skipped}{scale}>"
 
     def _last_reason(self) -> str:
@@ -163,34 +176,7 @@ class AmpHandle(ObservedHandle):
                 has no graph: its tape is gone, or nothing in it is trained. Inside the ``with``: backward is run from
                 the loss itself. At its end: no gradient of the scaled loss has reached a parameter.
         """
-        with self._announced():
-            optimizers = self._named(optimizer)
-            self._check_loss_id(loss_id)
-        return self.scaled(loss, optimizers, self._own_scalers[loss_id])
-
-    def _announced(self) -> AbstractContextManager[None]:
-        """Around checks before a pass: after ``distribute`` the other ranks wait in theirs, and hear of an error."""
-        return nullcontext() if self._ranks is None else self._ranks.checks()
-
-    def _named(self, optimizer: Any) -> list[Any]:
-        """The optimizers that ``scale_loss`` was given."""
-        self._require_active("scale_loss")
-        if self._wrapped_scalers:
-            raise RuntimeError(
-                "handle.scale_loss cannot be used after handle.wrap_optimizer: call optimizer.scale_loss(loss) "
-                "on the wrapped optimizer, for every loss"
-            )
-        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        if not optimizers:
-            raise ValueError("scale_loss got an empty list of optimizers: pass the optimizers that will step")
-        return optimizers
-
-    def _check_loss_id(self, loss_id: int) -> None:
-        if loss_id not in range(len(self._own_scalers)):
-            raise ValueError(
-                f"loss_id must be from 0 to {len(self._own_scalers) - 1}, got {loss_id!r}: "
-                "pass the number of losses to amp.initialize(num_losses=...)"
-            )
+        return self._scaling.pass_of(loss, optimizer, loss_id)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """An optimizer with its own loss scalers, one for each of its ``num_loss`` backward passes a step.
@@ -199,91 +185,7 @@ class AmpHandle(ObservedHandle):
             TypeError: the optimizer has no ``params``.
             ValueError: ``num_loss`` is not a positive integer.
         """
-        self._require_active("wrap_optimizer")
-        if not isinstance(num_loss, int) or isinstance(num_loss, bool) or num_loss < 1:
-            raise ValueError(f"num_loss must be a positive integer, got {num_loss!r}")
-        self.guard(optimizer)
-        scalers = [self._make_scaler() for _ in range(num_loss)]
-        self._wrapped_scalers += scalers
-        return OptimWrapper(optimizer, self, scalers)
-
-    def scaled_next(
-        self, loss: Node, optimizer: Any, scalers: Sequence[LossScale], done: int
-    ) -> AbstractContextManager[Node]:
-        """The next ``scale_loss`` of a wrapped optimizer, after ``done`` of them since its last step.
-
-        Raises:
-            RuntimeError: it has no more scalers than that, or after shutdown.
-        """
-        with self._announced():
-            self._require_active("scale_loss")
-            if done >= len(scalers):
-                raise RuntimeError(
-                    f"scale_loss was called more than num_loss={len(scalers)} times since the last step(): pass the "
-                    "number of backward passes per step to handle.wrap_optimizer(optimizer, num_loss=...)"
-                )
-        return self.scaled(loss, [optimizer], scalers[done])
-
-    @scaled_pass
-    def scaled(self, loss: Node, optimizers: Sequence[Any], scaler: LossScale) -> Generator[Node, None, None]:
-        """One scaled backward pass: the body of every ``scale_loss``."""
-        with nullcontext() if self._ranks is None else self._ranks.one_pass():
-            self._require_active("scale_loss")
-            check_loss(loss)
-            if bridge.on_device(loss.value):
-                with self._scaled_on_device(loss, optimizers, scaler) as scaled_loss:
-                    yield scaled_loss
-                return
-            if self._ranks is not None:
-                raise ValueError("handle.distribute averages gradients of OpenCL devices, not of netcl's numpy backend")
-            note_numpy_backend()
-            yield loss
-
-    @contextmanager
-    def _scaled_on_device(self, loss: Node, optimizers: Sequence[Any], scaler: LossScale) -> Iterator[Node]:
-        guards = [self.guard(optimizer) for optimizer in optimizers]
-        require_graph(loss)
-        self._shown = None
-        scaler = self._scales.on(loss.value.queue, scaler)
-        reached = PassGradients(optimizers)
-        scaled_loss = scaled_node(loss, scaler)
-        with undone_by_error(reached.put_back):
-            with gradient_marks.waiting_in(reached), open_loss(loss) if scaler.scales else nullcontext():
-                yield scaled_loss
-            if not self._active:
-                raise RuntimeError(
-                    "the AMP handle was shut down inside `with handle.scale_loss(...)`, whose end divides gradients: "
-                    "call shutdown() after it. Gradients are as they were before the with"
-                )
-            if self._ranks is not None:
-                reached.average(self._ranks, scaler)
-            reached.require_any(scaler, ran=self._ranks is not None or has_run(scaled_loss))
-            if others := reached.others:
-                self._unnamed.meet(others, self._guards.optimizers)
-            with scale_lock, uninterrupted():
-                try:
-                    reached.unscale(scaler, guards)
-                    if recorder() is None:
-                        end_pass(guards, scaler)
-                    else:
-                        host_step(partial(self._passed, guards, tokens(guards), scaler, reached.delivered()))
-                except BaseException:
-                    scaler.forget_found()
-                    raise
-        weights.clear()
-
-    def _passed(
-        self,
-        guards: Sequence[StepGuard],
-        then: Sequence[object],
-        scaler: LossScale,
-        delivered: Iterable[gradient_marks.Held],
-    ) -> None:
-        """Ends a scaled pass while it is recorded, and each replay of it."""
-        self._require_active("the replay of a scaled backward pass")
-        self._shown = None
-        gradient_marks.restore(delivered, dict(zip(then, tokens(guards), strict=True)))
-        end_pass(guards, scaler)
+        return self._scaling.wrap(optimizer, num_loss)
 
     # ------------------------------------------------------------------------------------------ several devices
 
@@ -316,25 +218,108 @@ class AmpHandle(ObservedHandle):
             ValueError: unknown ``reduce_dtype``.
             RuntimeError: called twice, or after shutdown.
         """
-        self._require_active("distribute")
+        self._scaling.require_active("distribute")
         if self._ranks is not None:
             raise RuntimeError("handle.distribute was called twice: one communicator averages a handle's gradients")
-        self._ranks = Ranks(comm, reduce_dtype)
-        self._guards.require_scaled = True
+        self._scaling.ranks = self._ranks = Ranks(comm, reduce_dtype)
+        self._scaling.guards.require_scaled = True
         return self._ranks
 
-    def scalers_loaded(self) -> None:
-        """The scalers have got new states: what was noted of passes since the last steps is lost."""
-        self._guards.forget_heard()
+    # ------------------------------------------------------------------------------------------ its run
 
-    def tokens(self) -> dict[object, int]:
-        """See ``StepGuards.tokens``."""
-        return self._guards.tokens()
+    def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
+        """Why a step was skipped: the first op whose result stopped being finite, and one cure, as code.
 
-    def share_overflows(self, param_replicas: Iterable[Sequence[Tensor]]) -> None:
-        """An overflow of one replica, whose gradients are part of a mean now, counts for all."""
-        guards = [self._guards.stepping(params) for params in param_replicas]
-        share_overflow([guard for guard in guards if guard is not None])
+        ``print(handle.explain())`` is one screen. Without ``step`` it tells of the last skipped step, whose ops are
+        known after ``amp.init(debug="attribution")``; or of the last step if that was done although its loss was inf or
+        nan (its gradients were finite).
+
+        Args:
+            step: does what one step of the loop does, with the same batch; it is run once, at the loss scale at which
+                the last step was skipped, and optimizers do not step in it. Gradients, loss scales, the statistics of
+                layers and random generators are put back. What it writes besides stays.
+
+        Raises:
+            TypeError: ``step`` is no function.
+            ValueError: no op of the step can be seen.
+        """
+        return self._attribution.explain(step)
+
+    def _look_after_skips(self, step: Callable[[], Any]) -> None:
+        """Explains, after many skips in a row, a step that somebody else than the user can run again."""
+        self._attribution.look_after_skips(step, "handle.explain()")
+
+    def summary(self, step: Callable[[], Any] | None = None) -> Summary:
+        """What the run has done so far: steps and skips, kernels built; ``print`` it, it is one screen.
+
+        After ``amp.init(debug="summary")`` ops, casts and their bytes, too, counted since then.
+
+        Args:
+            step: does what one step of the loop does. It is run some dozens of times, in this dtype and in clamp's
+                float32, turn about, to take its time, that of each op, and its memory; the summary then ends with what
+                AMP gains. As in ``explain``, optimizers do not step in it, and all is put back.
+
+        Raises:
+            TypeError: ``step`` is no function.
+            ValueError: no op of the step can be seen.
+            RuntimeError: with a step, after ``distribute``: ranks would run different numbers of steps.
+        """
+        if step is not None:
+            check_step(step, "handle.summary")
+        if step is not None and self._ranks is not None:
+            raise RuntimeError(
+                "handle.summary(step) was called after handle.distribute: how often the step runs depends on its time, "
+                "and ranks would wait for each other's passes. Measure in one process, without distribute"
+            )
+        first, reports = self._scaling.first, self._scaling.guards.reports
+        return self._record.summary(
+            self._region.dtype,
+            reports.steps,
+            list(self._steps()),
+            reports.skips,
+            self.loss_scale if first.scales else None,
+            step,
+            lambda: first.scale,
+        )
+
+    def ranges(self, step: Callable[[], Any]) -> LayerRanges:
+        """The magnitudes of activations, gradients and parameters of each layer; ``print`` it, or ``.draw(path)`` it.
+
+        It says what float16 and bfloat16 would make zero, or inf, of them at any loss scale, and suggests one.
+
+        Args:
+            step: as for ``summary``; it is run twice, in float32, which loses nothing, and under AMP.
+
+        Raises:
+            TypeError: ``step`` is no function.
+            ValueError: no op of the step can be seen.
+        """
+        with self._record.unwatched():
+            return observe_ranges(step, lambda: self._scaling.first.scale)
+
+    def report(
+        self, path: str | Path, step: Callable[[], Any] | None = None, losses: Sequence[float] | None = None
+    ) -> None:
+        """Writes the run as one page, which needs nothing besides, or where the path ends in ``.json`` as JSON.
+
+        Args:
+            path: where to; ``python -m clamp report run.json`` makes a page of JSON later.
+            step: as for ``summary``, which does not measure again what it has measured since the last step; and if
+                steps were skipped and nobody knows why, as for ``explain``.
+            losses: of the last steps, one for each, the newest last; ``amp.init(debug="summary")`` knows them itself.
+
+        Raises:
+            TypeError: ``step`` is no function.
+            ValueError: no op of the step can be seen.
+            ModuleNotFoundError: matplotlib, which draws a page's pictures, is not installed.
+            OSError: the file cannot be written.
+        """
+        summary = self.summary(step)
+        overflows = summary.ranges is not None and any(row.lost.overflow for row in summary.ranges.rows)
+        explanation = self._attribution.of_run(step, overflows)
+        run = self._record.run(summary, explanation, self._scaling.guards.device, self._region.level, losses)
+        with PROGRESS.busy(f"writing {path}"):
+            (write_run if Path(path).suffix == ".json" else write_page)(run, path)
 
     # ------------------------------------------------------------------------------------------ end
 
@@ -347,8 +332,9 @@ class AmpHandle(ObservedHandle):
         """
         with self._ending:
             if not self._ended:  # all of this can be done twice
-                self._active = False
-                self._observe_no_more()
+                self._scaling.is_active = False
+                self._attribution.disarm()
+                self._record.disarm()
                 set_process_region(None)
                 self._patches.remove()
                 weights.clear()
@@ -364,15 +350,3 @@ class AmpHandle(ObservedHandle):
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
-
-    def _require_active(self, what: str) -> None:
-        if not self._active:
-            raise RuntimeError(f"{what} was called on an AMP handle that is shut down: call amp.init() again")
-
-    # ------------------------------------------------------------------------------------------ netcl's own loops
-
-    def scale_loss_for(self, optimizer: Any, loss: Node) -> AbstractContextManager[Node]:
-        """``scale_loss`` for a loop that is not the user's: by the wrapper if the optimizer is a wrapped one."""
-        if isinstance(optimizer, OptimWrapper):
-            return optimizer.scale_loss(loss)
-        return self.scaled(loss, [optimizer], self._scaler)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Node
 from clamp.debug.explain import Explanation, not_seen
 from clamp.debug.layer_ranges import LayerRanges
-from clamp.handle.optim_wrapper import OptimWrapper
-from clamp.scaling.history import History
 from clamp.scaling.loss_scale import LossScale
-from clamp.scaling.scaled_loss import scaled_pass
-from clamp.scaling.step_report import StepReport
+from clamp.scaling.passes import OptimWrapper
+from clamp.scaling.scaled_loss import as_pass
+from clamp.scaling.step_report import History, StepReport
 
 
 class NoOpHandle:
@@ -47,23 +46,14 @@ class NoOpHandle:
         """None: nothing is cast."""
         return LayerRanges([], 1.0, "float32")
 
-    def look_after_skips(self, step: Callable[[], Any]) -> None:
-        """No step is skipped."""
-
-    @scaled_pass
+    @as_pass
     def scale_loss(self, loss: Node, optimizer: Any, loss_id: int = 0) -> Generator[Node, None, None]:
         """Yields the loss itself, with a ``backward``."""
         yield bridge.with_backward(loss)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """The optimizer with a ``scale_loss`` that does nothing."""
-        return OptimWrapper(optimizer, self, [])
-
-    def scaled_next(
-        self, loss: Node, optimizer: Any, scalers: Sequence[LossScale], done: int
-    ) -> AbstractContextManager[Node]:
-        """``scale_loss`` of a wrapped optimizer."""
-        return self.scale_loss(loss, optimizer)
+        return OptimWrapper(optimizer, [], self.scale_loss)
 
     @contextmanager
     def disable_casts(self) -> Iterator[None]:

@@ -285,5 +285,5 @@ def _is_another(now: Any, last: Any) -> bool:
 
 
 def _tokens() -> Tokens:
-    handle = session.active_handle()
-    return {} if handle is None else handle.tokens()
+    scaling = session.active_scaling()
+    return {} if scaling is None else scaling.guards.tokens()

@@ -1,22 +1,11 @@
-"""One scaled backward pass: the loss times its scale, backward, the gradients divided by the scale.
-
-Everything that scales a loss is made of these steps (``AmpHandle.scaled``, a graph's ``backward``)::
-
-    check_loss(loss)
-    reached = PassGradients(optimizers)
-    with gradient_marks.waiting_in(reached):  # gradients of earlier passes wait
-        ... backward of scaled_node(loss, scaler) ...
-    with scale_lock:
-        reached.unscale(scaler)      # this pass's are divided by the scale, the earlier ones added back
-        end_pass(guards, scaler)     # the scale moves; the optimizers know which scale their step depends on
-"""
+"""The gradients of one backward pass, and how they are divided by the scale that they are multiplied by."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import pyopencl as cl
 
@@ -29,7 +18,6 @@ from clamp.params.gradient_marks import Mark, mark_of
 from clamp.params.masters import Pair
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuard
-from clamp.scaling.step_report import warn_user
 
 ScalerOf = Callable[[cl.CommandQueue], LossScale]
 Found: TypeAlias = tuple[Tensor, Tensor, Tensor]  # master, model, gradient
@@ -37,6 +25,12 @@ Found: TypeAlias = tuple[Tensor, Tensor, Tensor]  # master, model, gradient
 
 class Averaging(Protocol):
     """Processes that train together (``clamp.ranks.mpi.Ranks``)."""
+
+    def one_pass(self) -> AbstractContextManager[None]:
+        """Around a pass: an error inside ends in one on all of them."""
+
+    def checks(self) -> AbstractContextManager[None]:
+        """Around what is checked before a pass."""
 
     def average(
         self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], scaler: LossScale
@@ -174,33 +168,6 @@ class PassGradients:
             masters.share_gradient(slot.master, slot.model)
 
 
-class Unnamed:
-    """What is trained, and was reached by passes that did not name its optimizer."""
-
-    def __init__(self) -> None:
-        self._met: dict[int, weakref.ref[Tensor]] = {}
-        self._warns = True
-
-    def meet(self, tensors: Sequence[Tensor], optimizers: Sequence[Any]) -> None:
-        """Says once if some of these belong to no optimizer, to none of these and none that the program keeps."""
-        new = [x for x in tensors if id(x) not in self._met or self._met[id(x)]() is not x]
-        if not new or not self._warns:
-            return
-        self._met.update((id(x), weakref.ref(x)) for x in new)
-        params = [param for optimizer in (*optimizers, *bridge.optimizers_in_reach()) for param in optimizer.params]
-        held = {id(x) for param in params for x in (param, bridge.model_parameter(param))}
-        alone = [x for x in new if id(x) not in held]
-        if alone:
-            self._warns = False
-            names = bridge.parameter_names(alone)
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            warn_user(
-                f"the loss given to scale_loss(loss, optimizer) reaches what is trained and no optimizer has, "
-                f"{', '.join(names[:3])}{more}: it does not move, and its gradient stays multiplied by the loss scale. "
-                "Give it to an optimizer and name that one as well, or set requires_grad = False on it"
-            )
-
-
 def tokens(guards: Iterable[StepGuard]) -> list[object]:
     """What marks of gradients call these guards, until their next steps."""
     return [guard.token for guard in guards]
@@ -314,11 +281,3 @@ def _require_its_own(entries: Iterable[Found], scaler: LossScale) -> None:
                 "scaler than this one: unscale and step with the scaler whose scale(loss) backward ran from, or leave "
                 "`with handle.scale_loss(...)` first"
             )
-
-
-def end_pass(guards: Sequence[StepGuard], scaler: LossScale) -> None:
-    """Moves the scale, and tells the guards of the optimizers that the pass has reached."""
-    fresh = sum(guard.mask for guard in guards if guard.is_fresh(scaler))
-    scaler.update(sum(guard.mask for guard in guards), fresh)
-    for guard in guards:
-        guard.passed(scaler)

@@ -26,11 +26,11 @@ from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
 from clamp.scaling.backward_pass import tokens, unscale_gradients
-from clamp.scaling.history import History
 from clamp.scaling.loss_scale import DynamicLossScale, LossScale
 from clamp.scaling.scale_rule import ScaleRule
 from clamp.scaling.scaled_loss import scaled_node
-from clamp.scaling.step_guard import StepGuard, StepGuards, warn_of_lost_bits
+from clamp.scaling.step_guard import StepGuard, StepGuards
+from clamp.scaling.step_report import History, Reports, warn_of_lost_bits
 
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)  # its reciprocal is finite, so that a scale down there can recover
@@ -40,12 +40,12 @@ class LateScales:
     """Reports of steps that have to hear what becomes of the scale, which is read when it is read anyway."""
 
     def __init__(self) -> None:
-        self._steps: list[tuple[StepGuards, int]] = []
+        self._steps: list[tuple[Reports, int]] = []
         self.is_due = False  # whether the scale has been updated since them
 
-    def stepped(self, guards: StepGuards) -> None:
-        """The last report of these guards is of a step whose scale may move yet."""
-        self._steps.append((guards, guards.steps))
+    def stepped(self, reports: Reports) -> None:
+        """The last of these reports is of a step whose scale may move yet."""
+        self._steps.append((reports, reports.steps))
 
     def updated(self) -> None:
         """The scale after the steps so far is what it is now."""
@@ -53,8 +53,8 @@ class LateScales:
 
     def came(self, scale: float) -> None:
         """The scale has been read: tells it to those steps."""
-        for guards, step in self._steps if self.is_due else ():
-            guards.scale_came(step, scale)
+        for reports, step in self._steps if self.is_due else ():
+            reports.scale_came(step, scale)
         self.forget()
 
     def forget(self) -> None:
@@ -136,7 +136,7 @@ class ManualScaling:
     def history(self) -> History:
         """What the last steps did, the newest last. Reads the device after an update."""
         self.settle()
-        return self._guards.history
+        return self._guards.reports.history
 
     @property
     def guards(self) -> StepGuards:
@@ -251,15 +251,16 @@ class ManualScaling:
 
     def _step(self, optimizer: Any, run: Callable[[], Any]) -> Any:
         round_ = self._round(optimizer)
-        steps = self._guards.steps
+        reports = self._guards.reports
+        steps = reports.steps
         with self._around_step(self, optimizer):
             try:
                 result = round_.guard.step(run, scale_stays=True)
             finally:
-                if self._guards.steps > steps:
+                if reports.steps > steps:
                     if self.late_scales.is_due:
-                        self.late_scales.came(self._guards.history[-1].scale_before)
-                    self.late_scales.stepped(self._guards)
+                        self.late_scales.came(reports.history[-1].scale_before)
+                    self.late_scales.stepped(reports)
         round_.stage = Stage.STEPPED
         return result
 

@@ -150,7 +150,7 @@ class ScaledPass(_GeneratorContextManager[Node]):
         )
 
 
-def scaled_pass(function: Callable[..., Generator[Node, None, None]]) -> Callable[..., ScaledPass]:
+def as_pass(function: Callable[..., Generator[Node, None, None]]) -> Callable[..., ScaledPass]:
     """``contextlib.contextmanager`` for passes over a scaled loss."""
 
     @wraps(function)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -22,14 +21,20 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.casting.results import RESULTS
 from clamp.interrupts import among, holding, of_threads, uninterrupted
-from clamp.opencl.progress import PROGRESS
 from clamp.ops.loss_scale import DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_
 from clamp.params import gradient_marks, masters, updates
 from clamp.params.masters import pairs
-from clamp.scaling.history import History
 from clamp.scaling.loss_scale import LossScale
-from clamp.scaling.step_report import CLEAR, HISTORY, NonFinite, StepReport, names_among, non_finite, warn_user
+from clamp.scaling.step_report import (
+    CLEAR,
+    NonFinite,
+    Reports,
+    StepReport,
+    names_among,
+    non_finite,
+    warn_of_lost_bits,
+)
 
 __all__ = ["StepGuard", "StepGuards", "StepReport", "steps_withheld"]
 
@@ -127,7 +132,7 @@ class StepGuard(bridge.Listed):
             index = overflowed[-1] if overflowed else len(states) - 1
             bad = self._skip(params, pending[index] if pending else None, states[index] if states else None)
             self._forget()
-            self._guards.warn_of_kept(bad)
+            self._guards.reports.warn_of_kept(bad)
             return None
         absent = self._names_of_absent(params)
         moves = not params or any(not _is_idle(param) for param in params)
@@ -191,11 +196,11 @@ class StepGuard(bridge.Listed):
             stepped: whether the optimizer's ``step`` has been called, and reported.
         """
         if stepped:
-            self.last = self._guards.amend(scale_before=before, scale=scale)
+            self.last = self._guards.reports.amend(scale_before=before, scale=scale)
             return
         bad, absent = self.met or (NonFinite(0, 0, ()), ())
         self._report_skip(str(bad) or "inf or nan in the gradients, which are gone", scale, before, bad, absent)
-        self._guards.warn_of_kept(bad)
+        self._guards.reports.warn_of_kept(bad)
 
     def decided_by(self, report: StepReport, *, stepped: bool) -> None:
         """A scaler that keeps a history of its own has let this optimizer step just now, or has not.
@@ -205,13 +210,13 @@ class StepGuard(bridge.Listed):
             stepped: whether the optimizer's ``step`` has been called, and reported.
         """
         if stepped:
-            self.last = self._guards.amend(scale_before=report.scale_before, scale=report.scale)
+            self.last = self._guards.reports.amend(scale_before=report.scale_before, scale=report.scale)
         else:
             told = {field.name: getattr(report, field.name) for field in fields(report) if field.name != "step"}
-            self.last = self._guards.add(**told)
+            self.last = self._guards.reports.add(**told)
 
     def _report(self, stepped: bool, reason: str, scale: float, **more: Any) -> None:
-        self.last = self._guards.add(stepped, reason, scale, **more)
+        self.last = self._guards.reports.add(stepped, reason, scale, **more)
 
     def _report_skip(self, reason: str, scale: float, before: float, bad: NonFinite, absent: tuple[str, ...]) -> None:
         found = {"infs": bad.infs, "nans": bad.nans, "parameters": bad.names}
@@ -290,27 +295,22 @@ def _mark_plain_tensors(optimizer: Any, params: Sequence[Tensor]) -> None:
 
 
 class StepGuards(bridge.Listed):
-    """The guards of a handle, by optimizer, and the history of their steps.
+    """The guards of a handle, by optimizer, and the reports of their steps.
 
     Args:
         max_skips_at_floor: consecutive steps skipped at the smallest scale after which ``step`` raises.
         check_finite: whether gradients are looked at that no scaled pass has looked at.
-        wants_scaling: whether losses are meant to be scaled, so that a step without is worth a word.
     """
 
-    def __init__(self, max_skips_at_floor: int, *, check_finite: bool = True, wants_scaling: bool = False) -> None:
+    def __init__(self, max_skips_at_floor: int, *, check_finite: bool = True) -> None:
         self._by_id: dict[int, StepGuard] = {}
         self._unscaled: dict[int, StepGuard] = {}  # of optimizers that have had no scaled pass
         self.max_skips_at_floor = max_skips_at_floor
         self._check_finite = check_finite
-        self._wants_scaling = wants_scaling
+        self.wants_scaling = False  # whether losses are meant to be scaled, so that a step without is worth a word
         self._checks: dict[tuple[cl.CommandQueue, int], DeviceState] = {}  # one a thread, which waits for its own
         self._running: dict[object, int] = {}  # ids of optimizers whose step is under way
-        self._reports: deque[StepReport] = deque(maxlen=HISTORY)
-        self.history = History(self._reports)
-        self.steps = self.skips = 0
-        self._told_of_kept = False
-        self.tells = True  # whether observers hear of the steps: not where another's guards tell of them
+        self.reports = Reports()
         self.require_scaled = False  # whether steps are refused whose gradients came by no scaled backward pass
 
     @property
@@ -370,36 +370,6 @@ class StepGuards(bridge.Listed):
             " go that have ended (del optimizer), or give parameters that are stepped together to one optimizer"
         )
 
-    # ------------------------------------------------------------------------------------------ history
-
-    def add(self, stepped: bool, reason: str, scale: float, **more: Any) -> StepReport:
-        """Keeps a numbered report of a step that is over; the arguments are `StepReport`'s."""
-        PROGRESS.end_line()
-        self.steps += 1
-        self.skips += not stepped
-        report = StepReport(stepped, reason, scale, step=self.steps, **more)
-        self._reports.append(report)
-        if self.tells:
-            RESULTS.stepped(report)
-        return report
-
-    def amend(self, **changes: Any) -> StepReport:
-        """Changes the last report."""
-        self._reports[-1] = replace(self._reports[-1], **changes)
-        return self._reports[-1]
-
-    def scale_came(self, step: int, scale: float) -> None:
-        """Changes the scale after a step, by its number, which was not known when it was over."""
-        index = len(self._reports) - 1 - (self.steps - step)
-        if index >= 0 and self._reports[index].scale != scale:
-            self._reports[index] = replace(self._reports[index], scale=scale)
-
-    def warn_of_kept(self, bad: NonFinite) -> None:
-        """Says once that gradients of a step that was skipped were kept."""
-        if bad.kept and not self._told_of_kept:
-            self._told_of_kept = True
-            warn_user(f"step {self.steps} was skipped: {bad}")
-
     def found_in(self, grads: Iterable[Tensor]) -> bool:
         """Whether any of these gradients has an inf or nan; one launch and one read a queue."""
         by_queue: dict[cl.CommandQueue, list[Tensor]] = {}
@@ -439,8 +409,8 @@ class StepGuards(bridge.Listed):
             )
         if guard is None or guard.optimizer is not optimizer:
             guard = self._unscaled_guard(optimizer)
-        if self._wants_scaling and gradient_marks.lost_bits(getattr(optimizer, "params", ())):
-            self._wants_scaling = False  # one warning will do
+        if self.wants_scaling and gradient_marks.lost_bits(getattr(optimizer, "params", ())):
+            self.wants_scaling = False  # one warning will do
             warn_of_lost_bits()
         with among(self._running, id(optimizer)):
             prepare = None if args or kwargs else getattr(wrapped, "prepare", None)
@@ -452,12 +422,3 @@ class StepGuards(bridge.Listed):
             self._unscaled = {key: known for key, known in self._unscaled.items() if known.optimizer is not None}
             guard = self._unscaled[id(optimizer)] = StepGuard(optimizer, 0, self)
         return guard
-
-
-def warn_of_lost_bits() -> None:
-    """Says that a loss should have been scaled."""
-    warn_user(
-        "gradients of a loss that was not scaled came through float16, where those below 6e-8 become zero: run "
-        "backward inside `with handle.scale_loss(loss, optimizer) as scaled_loss`, or from scaler.scale(loss), or use "
-        "bfloat16, which needs no scaling."
-    )

@@ -1,18 +1,24 @@
-"""What one ``optimizer.step()`` did, and why: the words and numbers that a user sees."""
+"""What each ``optimizer.step()`` did, and why: the words and numbers that a user sees, to look at and to hand on."""
 
 from __future__ import annotations
 
+import csv
 import inspect
+import json
 import sys
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import CodeType
+from typing import Any, overload
 
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.bridge.netcl_functions import is_redirecting
+from clamp.casting.results import RESULTS
+from clamp.opencl.progress import PROGRESS
 from clamp.ops.statistics import is_measurable, statistics_of
 from clamp.params import gradient_marks
 
@@ -51,6 +57,95 @@ class StepReport:
     absent: tuple[str, ...] = field(default=(), kw_only=True)
 
 
+class History(Sequence[StepReport]):
+    """What steps did, the newest last: a sequence of `StepReport`, equal to any other of the same reports.
+
+    A slice is a history, too::
+
+        handle.history[-100:].to_csv("steps.csv")
+
+    Args:
+        reports: what is shown. It is not copied: a handle's history grows with its steps.
+    """
+
+    def __init__(self, reports: Sequence[StepReport] = ()) -> None:
+        self._reports = reports
+
+    @overload
+    def __getitem__(self, index: int) -> StepReport: ...
+    @overload
+    def __getitem__(self, index: slice) -> History: ...
+    def __getitem__(self, index: int | slice) -> StepReport | History:
+        if isinstance(index, slice):
+            return History(tuple(self._reports)[index])
+        return self._reports[index]
+
+    def __len__(self) -> int:
+        return len(self._reports)
+
+    def __iter__(self) -> Iterator[StepReport]:
+        return iter(self._reports)
+
+    def __reversed__(self) -> Iterator[StepReport]:
+        return reversed(self._reports)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # it grows
+
+    def __repr__(self) -> str:
+        return f"History({list(self)})"
+
+    def to_csv(self, path: str | Path) -> None:
+        """Writes a line for each step under a line of the names of `StepReport`'s attributes.
+
+        Names of parameters are separated by spaces.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, [column.name for column in fields(StepReport)])
+            writer.writeheader()
+            for report in self:
+                names = {"parameters": " ".join(report.parameters), "absent": " ".join(report.absent)}
+                writer.writerow({**asdict(report), **names})
+
+    def to_json(self, path: str | Path) -> None:
+        """Writes a list with an object for each step, whose keys are the names of `StepReport`'s attributes.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        Path(path).write_text(json.dumps([asdict(report) for report in self], indent=1) + "\n", encoding="utf-8")
+
+    def to_tensorboard(self, folder: str | Path) -> None:
+        """Writes ``amp/loss_scale`` (after the step), ``amp/skipped`` (0 or 1), ``amp/infs`` and ``amp/nans`` of each
+        step to a new file of events in a folder.
+
+        Raises:
+            ModuleNotFoundError: tensorboardX is not installed.
+        """
+        try:
+            from tensorboardX import SummaryWriter
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "history.to_tensorboard writes with tensorboardX, which is not installed: pip install tensorboardX",
+                name=error.name,
+            ) from error
+        with SummaryWriter(str(folder)) as writer:
+            for report in self:
+                scalars = {
+                    "loss_scale": report.scale,
+                    "skipped": not report.stepped,
+                    "infs": report.infs,
+                    "nans": report.nans,
+                }
+                for name, value in scalars.items():
+                    writer.add_scalar(f"amp/{name}", float(value), report.step)
+
+
 @dataclass(frozen=True)
 class NonFinite:
     """What is inf and nan in some gradients.
@@ -76,6 +171,45 @@ class NonFinite:
     @property
     def _counts(self) -> tuple[tuple[str, int], ...]:
         return ("inf", self.infs), ("nan", self.nans)
+
+
+class Reports:
+    """The reports of a handle's or a scaler's steps, numbered; the last ``HISTORY`` are kept."""
+
+    def __init__(self) -> None:
+        self._kept: deque[StepReport] = deque(maxlen=HISTORY)
+        self.history = History(self._kept)
+        self.steps = self.skips = 0
+        self.tells = True  # whether observers hear of the steps: not where another's reports tell of them
+        self._told_of_kept = False
+
+    def add(self, stepped: bool, reason: str, scale: float, **more: Any) -> StepReport:
+        """Keeps a numbered report of a step that is over; the arguments are `StepReport`'s."""
+        PROGRESS.end_line()
+        self.steps += 1
+        self.skips += not stepped
+        report = StepReport(stepped, reason, scale, step=self.steps, **more)
+        self._kept.append(report)
+        if self.tells:
+            RESULTS.stepped(report)
+        return report
+
+    def amend(self, **changes: Any) -> StepReport:
+        """Changes the last report."""
+        self._kept[-1] = replace(self._kept[-1], **changes)
+        return self._kept[-1]
+
+    def scale_came(self, step: int, scale: float) -> None:
+        """Changes the scale after a step, by its number, which was not known when it was over."""
+        index = len(self._kept) - 1 - (self.steps - step)
+        if index >= 0 and self._kept[index].scale != scale:
+            self._kept[index] = replace(self._kept[index], scale=scale)
+
+    def warn_of_kept(self, bad: NonFinite) -> None:
+        """Says once that gradients of a step that was skipped were kept."""
+        if bad.kept and not self._told_of_kept:
+            self._told_of_kept = True
+            warn_user(f"step {self.steps} was skipped: {bad}")
 
 
 CLEAR = "call zero_grad() after a step that was skipped, too, or every backward adds to them"
@@ -127,3 +261,12 @@ def warn_user(message: str) -> None:
 
 def _is_between(code: CodeType) -> bool:
     return code.co_filename.startswith((_OURS, _NETCLS)) or is_redirecting(code)
+
+
+def warn_of_lost_bits() -> None:
+    """Says that a loss should have been scaled."""
+    warn_user(
+        "gradients of a loss that was not scaled came through float16, where those below 6e-8 become zero: run "
+        "backward inside `with handle.scale_loss(loss, optimizer) as scaled_loss`, or from scaler.scale(loss), or use "
+        "bfloat16, which needs no scaling."
+    )

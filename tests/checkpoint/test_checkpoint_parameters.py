@@ -46,7 +46,7 @@ def train(handle: Any, model: Any, optimizers: Any, steps: range, left_out: bool
             scaled_loss.backward()
         for optimizer in listed:
             optimizer.step()
-            assert handle.guard(optimizer).last.stepped
+            assert handle._scaling.guard(optimizer).last.stepped
 
 
 def model_grads_off(model: Any) -> None:

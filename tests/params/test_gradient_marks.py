@@ -652,7 +652,7 @@ def test_threads_with_a_model_each_do_not_mix_up_their_overflows(queue: cl.Comma
             overflows = number == 1 and index % 2 == 0
             task.backward(handle, np.inf if overflows else 1.0)
             task.optimizer.step()
-            stepped[number].append(handle.guard(task.optimizer).last.stepped)
+            stepped[number].append(handle._scaling.guard(task.optimizer).last.stepped)
 
     threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
     for thread in threads:

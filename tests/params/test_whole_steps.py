@@ -192,7 +192,7 @@ def test_a_users_step_is_not_made_again_where_rewriting_parameters_fails(queue: 
         param.grad = Tensor.from_host(queue, np.full(param.shape, 0.5, np.float32))
     before = [master.to_host() for master in optimizer.params]
     with amp.init(check_finite=False) as handle:
-        handle.guard(optimizer)
+        handle._scaling.guard(optimizer)
         with failing(np.inf, 0) as seen:
             optimizer.step()
         for master, value in zip(optimizer.params, before, strict=True):
@@ -220,7 +220,7 @@ def test_a_gradient_of_16_bits_is_read_as_what_it_is(queue: cl.CommandQueue, nam
     with amp.init() as handle:
         for step in range(3):
             for each in (alone, loop):
-                handle.guard(each.optimizer)
+                handle._scaling.guard(each.optimizer)
                 random = np.random.default_rng(step)
                 for index, param in enumerate((each.params, each.optimizer.params)[step % 2]):
                     grad = cast(Tensor.from_host(queue, random.standard_normal(param.shape).astype(np.float32)), dtype)

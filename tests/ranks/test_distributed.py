@@ -103,8 +103,8 @@ def test_an_inf_on_one_replica_skips_the_step_on_all(queues: list[cl.CommandQueu
             unchanged = all(np.array_equal(a, b.to_host()) for a, b in zip(before, replicas[0], strict=True))
             assert unchanged == (step == 1)
             assert same_bits(replicas)
-            stepped.append([handle.guard(optimizer).last.stepped for optimizer in optimizers])
-            scales.append([handle.guard(optimizer).last.scale for optimizer in optimizers])
+            stepped.append([handle._scaling.guard(optimizer).last.stepped for optimizer in optimizers])
+            scales.append([handle._scaling.guard(optimizer).last.scale for optimizer in optimizers])
         assert stepped == [[True, True], [False, False], [True, True], [True, True]]
         assert scales == [[2.0**16] * 2, *[[2.0**15] * 2] * 3]
         assert [optimizer.t for optimizer in optimizers] == [3, 3]
@@ -149,7 +149,7 @@ def test_a_loop_of_ones_own_shares_overflows_through_sync_grads(queues: list[cl.
             sync_grads(replicas)
             for optimizer in wrapped or optimizers:
                 optimizer.step()
-            reports = [handle.guard(optimizer).last for optimizer in optimizers]
+            reports = [handle._scaling.guard(optimizer).last for optimizer in optimizers]
             assert reports[0].scale == reports[1].scale
             assert [report.stepped for report in reports] == [step != 1] * 2
             assert same_bits(replicas)
@@ -163,7 +163,7 @@ def test_a_loaded_scale_reaches_every_queue(queues: list[cl.CommandQueue]) -> No
         data_parallel_step(forward, replicas, optimizers, rows(0))
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**9, "unskipped": 7}})
         data_parallel_step(forward, replicas, optimizers, rows(1))
-        assert [handle.guard(optimizer).last.scale for optimizer in optimizers] == [2.0**9] * 2
+        assert [handle._scaling.guard(optimizer).last.scale for optimizer in optimizers] == [2.0**9] * 2
 
 
 def test_sync_grads_says_which_gradient_is_missing(queues: list[cl.CommandQueue]) -> None:

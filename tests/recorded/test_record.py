@@ -647,14 +647,14 @@ def test_an_exception_leaves_what_it_leaves_without_recording(queue: cl.CommandQ
         step(x, to_device(queue, TARGETS[0][:5]))
     for _ in range(4):
         step(x, y)
-    run.handle.max_skips = run.handle._guards.max_skips_at_floor = 1
+    run.handle.max_skips = run.handle._scaling.guards.max_skips_at_floor = 1
     amp.load_state_dict({key: {**state, "loss_scale": 2.0**-14} for key, state in amp.state_dict().items()})
     with pytest.raises(FloatingPointError, match="steps in a row"):
         step(to_device(queue, poisoned(BATCHES, 0)[0]), y)
     kept = [param.grad for param in run.params]
     values = [grad.to_host().copy() for grad in kept]
     assert not all(np.isfinite(value).all() for value in values)
-    run.handle._guards.max_skips_at_floor = 25
+    run.handle._scaling.guards.max_skips_at_floor = 25
     step(x, y)
     assert_same([grad.to_host() for grad in kept], values)
 

@@ -14,7 +14,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from clamp import amp
 from clamp.amp import StepReport
-from clamp.scaling.history import History
+from clamp.scaling.step_report import History
 
 REPORTS = (
     StepReport(True, "", 65536.0, scale_before=65536.0, step=1, absent=("head.bias",)),

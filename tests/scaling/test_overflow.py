@@ -213,7 +213,7 @@ def test_step_keeps_its_signature_and_refuses_a_closure(queue: cl.CommandQueue, 
 def test_optimizers_that_share_a_parameter_share_its_overflow(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     model, data = mlp(queue, 16, 32, 8), batch(queue, 32, 16, 8)
     first, second = SGD(model.parameters()), SGD(model.parameters()[:1])
-    handle.guard(second)
+    handle._scaling.guard(second)
     before = weights_of(model)
     with handle.scale_loss(loss_of(model, data), first) as scaled_loss:
         scaled_loss.backward()

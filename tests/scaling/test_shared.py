@@ -18,8 +18,9 @@ from clamp.bridge import Tensor
 from clamp.compat import paddle_scaler
 from clamp.ops.loss_scale import DeviceState
 from clamp.params import gradient_marks
-from clamp.scaling.backward_pass import PassGradients, end_pass
+from clamp.scaling.backward_pass import PassGradients
 from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.passes import end_pass
 from clamp.scaling.scale_rule import ScaleRule
 from clamp.scaling.scaled_loss import scaled_node
 from tests.reference import to_device
@@ -64,7 +65,7 @@ def test_an_overflow_skips_only_steps_on_what_overflowed(
     optimizers = {"a": SGD([param], lr=1.0), "b": SGD([param], lr=1.0)}
     handle = amp.init(dtype=dtype)
     for optimizer in optimizers.values():
-        handle.guard(optimizer)
+        handle._scaling.guard(optimizer)
     first, second = (optimizers[name] for name in order.split())
     scaled(handle, summed(param), first, bad=param)
     if clears:
@@ -161,7 +162,7 @@ def test_a_sum_is_finite_only_if_both_parts_are(queue: cl.CommandQueue, finite: 
     param = parameter(queue)
     named, other = SGD([param], lr=1.0), SGD([param], lr=1.0)
     handle = amp.init(loss_scale=1.0)
-    handle.guard(other)
+    handle._scaling.guard(other)
 
     def good() -> None:
         kept, param.grad = param.grad, to_device(queue, np.zeros(2))
@@ -206,7 +207,7 @@ def queues(queue: cl.CommandQueue) -> list[cl.CommandQueue]:
 
 def states(handle: Any, optimizers: list[Any]) -> list[Any]:
     """The state of the loss scale on the queue of each optimizer's parameters."""
-    return [next(iter(handle.guard(optimizer).pending)).read() for optimizer in optimizers]
+    return [next(iter(handle._scaling.guard(optimizer).pending)).read() for optimizer in optimizers]
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -245,7 +246,7 @@ def test_replicas_go_on_with_one_scale_after_an_overflow_of_any(queues: list[cl.
             param.grad = None
             scaled(handle, summed(param), optimizer, bad=param if index == 3 and number in bad else None)
         if index == 3:
-            handle.share_overflows([[param] for param in params])
+            handle._scaling.share_overflows([[param] for param in params])
             one, other = states(handle, optimizers)
             assert one.scale == other.scale == (2.0**15 if bad else 2.0**16)
             assert not bad or one.growth_tracker == other.growth_tracker == one.bad_steps == other.bad_steps == 0
@@ -349,7 +350,7 @@ def test_what_a_rank_had_is_added_to_what_other_ranks_have_found(
         summed(*params).backward()
     for param in params if earlier == "user's" else ():
         param.grad = to_device(queue, np.ones(2))
-    scaler, guard = handle.scalers[0], handle.guard(optimizer)
+    scaler, guard = handle.scalers[0], handle._scaling.guard(optimizer)
     run = PassGradients([optimizer])
     with gradient_marks.waiting_in(run):
         scaled_node(summed(*[params[index] for index in reached]), scaler).backward()

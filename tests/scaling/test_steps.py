@@ -373,7 +373,7 @@ def test_a_step_that_raises_can_be_called_again(training: Training, monkeypatch:
     with pytest.raises(KeyError):
         training.optimizer.step()
     assert handle.last_step is None
-    assert len(handle.guard(training.optimizer).pending) == 1
+    assert len(handle._scaling.guard(training.optimizer).pending) == 1
     training.optimizer.fails = False
     training.optimizer.step()
     assert handle.last_step.stepped
@@ -589,9 +589,9 @@ def test_bits_of_optimizers_that_are_gone_are_given_to_others(training: Training
     handle = amp.init(loss_scale=1.0)
     many = [SGD(training.model.parameters()) for _ in range(step_guard.MAX_OPTIMIZERS)]
     for optimizer in many:
-        handle.guard(optimizer)
+        handle._scaling.guard(optimizer)
     with pytest.raises(RuntimeError, match="more than 32 optimizers"):
-        handle.guard(training.optimizer)
+        handle._scaling.guard(training.optimizer)
     del optimizer
     many.clear()
     gc.collect()

@@ -1,0 +1,400 @@
+"""Scaled backward passes: the loss times its scale, backward, the gradients divided by the scale.
+
+``scaled_pass`` conducts one, for a handle (``PassScaling``) and for a graph's ``backward``. Where the user says when to
+unscale, step and update, it is ``clamp.scaling.manual``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import pyopencl as cl
+import wrapt
+
+from clamp import bridge
+from clamp.bridge import Node, Tensor
+from clamp.casting.operands import note_numpy_backend
+from clamp.interrupts import holding, uninterrupted
+from clamp.opencl.host_steps import host_step, recorder, undone_by_error
+from clamp.ops.loss_scale import scale_lock
+from clamp.params import gradient_marks
+from clamp.params.weight_cache import weights
+from clamp.scaling.backward_pass import Averaging, PassGradients, tokens
+from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.manual import ManualScaling
+from clamp.scaling.scaled_loss import as_pass, check_loss, has_run, open_loss, require_graph, scaled_node
+from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld
+from clamp.scaling.step_report import History, warn_user
+
+
+@contextmanager
+def scaled_pass(
+    loss: Node, optimizers: Sequence[Any], guards: Sequence[StepGuard], scaler: LossScale,
+    scaling: PassScaling | None = None,
+) -> Iterator[Node]:  # fmt: skip
+    """One scaled backward pass, which the body of the ``with`` runs from what this yields.
+
+    At the end of the ``with`` gradients are divided by the scale, the scale moves, and the optimizers know which scale
+    their steps depend on. An error leaves gradients, scale and counters as they were.
+
+    Args:
+        loss: one element, on an OpenCL device, with a graph.
+        optimizers: those whose parameters it is to reach.
+        guards: theirs.
+        scaler: the loss scale on the loss's queue.
+        scaling: of the handle whose pass this is.
+
+    Raises:
+        RuntimeError: at the end: the handle is shut down, or no gradient has come.
+    """
+    ranks = None if scaling is None else scaling.ranks
+    reached = PassGradients(optimizers)
+    scaled_loss = scaled_node(loss, scaler)
+    with undone_by_error(reached.put_back):
+        with gradient_marks.waiting_in(reached), open_loss(loss) if scaler.scales else nullcontext():
+            yield scaled_loss
+        if scaling is not None and not scaling.is_active:
+            raise RuntimeError(
+                "the AMP handle was shut down inside `with handle.scale_loss(...)`, whose end divides gradients: "
+                "call shutdown() after it. Gradients are as they were before the with"
+            )
+        if ranks is not None:
+            reached.average(ranks, scaler)
+        reached.require_any(scaler, ran=ranks is not None or has_run(scaled_loss))
+        if scaling is not None and (others := reached.others):
+            scaling.unnamed.meet(others, scaling.guards.optimizers)
+        with scale_lock, uninterrupted():
+            try:
+                reached.unscale(scaler, guards)
+                if recorder() is None:
+                    end_pass(guards, scaler)
+                else:
+                    host_step(partial(_end_again, guards, tokens(guards), scaler, reached.delivered(), scaling))
+            except BaseException:
+                scaler.forget_found()
+                raise
+    weights.clear()
+
+
+def _end_again(
+    guards: Sequence[StepGuard],
+    then: Sequence[object],
+    scaler: LossScale,
+    delivered: Iterable[gradient_marks.Held],
+    scaling: PassScaling | None,
+) -> None:
+    """Ends a scaled pass while it is recorded, and each replay of it."""
+    if scaling is not None:
+        scaling.begin("the replay of a scaled backward pass")
+    gradient_marks.restore(delivered, dict(zip(then, tokens(guards), strict=True)))
+    end_pass(guards, scaler)
+
+
+def end_pass(guards: Sequence[StepGuard], scaler: LossScale) -> None:
+    """Moves the scale, and tells the guards of the optimizers that the pass has reached."""
+    fresh = sum(guard.mask for guard in guards if guard.is_fresh(scaler))
+    scaler.update(sum(guard.mask for guard in guards), fresh)
+    for guard in guards:
+        guard.passed(scaler)
+
+
+class PassScaling:
+    """The loss scales of a handle, and the passes by them.
+
+    Args:
+        make_scaler: makes a loss scale; one is made for each of ``num_losses``, more for wrapped optimizers.
+        guards: of the optimizers.
+        wrap_step: puts the guards over an optimizer's ``step``.
+
+    Attributes:
+        own: the handle's own loss scales.
+        wrapped: those of wrapped optimizers, in the order in which they were wrapped.
+        ranks: processes that train together, after ``handle.distribute``.
+        is_active: whether the handle is.
+    """
+
+    def __init__(
+        self, make_scaler: Callable[[], LossScale], num_losses: int, guards: StepGuards,
+        wrap_step: Callable[[Any], None],
+    ) -> None:  # fmt: skip
+        self._make_scaler = make_scaler
+        self._wrap_step = wrap_step
+        self.own = [make_scaler() for _ in range(num_losses)]
+        self.wrapped: list[LossScale] = []
+        self.guards = guards
+        self.unnamed = Unnamed()
+        self.ranks: Averaging | None = None
+        self.is_active = False
+        self._on_queues = QueueScales()
+        self._shown: weakref.ref[Any] | None = None  # another scaler, which rules in place of the handle's
+
+    @property
+    def first(self) -> LossScale:
+        """That of the handle's first loss."""
+        return self.own[0]
+
+    def guard(self, optimizer: Any) -> StepGuard:
+        """The guard over this optimizer's ``step``."""
+        guard = self.guards.of(optimizer)
+        self._wrap_step(optimizer)
+        return guard
+
+    def begin(self, what: str) -> None:
+        """The handle's own scales rule from here on. Raises RuntimeError where the handle is shut down."""
+        self.require_active(what)
+        self._shown = None
+
+    def require_active(self, what: str) -> None:
+        """Raises RuntimeError where the handle is shut down."""
+        if not self.is_active:
+            raise RuntimeError(f"{what} was called on an AMP handle that is shut down: call amp.init() again")
+
+    # ------------------------------------------------------------------------------------------ passes
+
+    def pass_of(self, loss: Node, optimizer: Any, loss_id: int) -> AbstractContextManager[Node]:
+        """See ``AmpHandle.scale_loss``."""
+        with self._checks():
+            optimizers = self._named(optimizer)
+            if loss_id not in range(len(self.own)):
+                raise ValueError(
+                    f"loss_id must be from 0 to {len(self.own) - 1}, got {loss_id!r}: "
+                    "pass the number of losses to amp.initialize(num_losses=...)"
+                )
+        return self._pass(loss, optimizers, self.own[loss_id])
+
+    def _checks(self) -> AbstractContextManager[None]:
+        """Around checks before a pass: after ``distribute`` the other ranks wait in theirs, and hear of an error."""
+        return nullcontext() if self.ranks is None else self.ranks.checks()
+
+    def _named(self, optimizer: Any) -> list[Any]:
+        """The optimizers that ``scale_loss`` was given."""
+        self.require_active("scale_loss")
+        if self.wrapped:
+            raise RuntimeError(
+                "handle.scale_loss cannot be used after handle.wrap_optimizer: call optimizer.scale_loss(loss) "
+                "on the wrapped optimizer, for every loss"
+            )
+        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        if not optimizers:
+            raise ValueError("scale_loss got an empty list of optimizers: pass the optimizers that will step")
+        return optimizers
+
+    @as_pass
+    def _pass(self, loss: Node, optimizers: Sequence[Any], scaler: LossScale) -> Generator[Node, None, None]:
+        with nullcontext() if self.ranks is None else self.ranks.one_pass():
+            self.require_active("scale_loss")
+            check_loss(loss)
+            if bridge.on_device(loss.value):
+                guards = [self.guard(optimizer) for optimizer in optimizers]
+                require_graph(loss)
+                self._shown = None
+                scaler = self._on_queues.on(loss.value.queue, scaler)
+                with scaled_pass(loss, optimizers, guards, scaler, self) as scaled_loss:
+                    yield scaled_loss
+                return
+            if self.ranks is not None:
+                raise ValueError("handle.distribute averages gradients of OpenCL devices, not of netcl's numpy backend")
+            note_numpy_backend()
+            yield loss
+
+    def wrap(self, optimizer: Any, num_loss: int) -> OptimWrapper:
+        """See ``AmpHandle.wrap_optimizer``."""
+        self.require_active("wrap_optimizer")
+        if not isinstance(num_loss, int) or isinstance(num_loss, bool) or num_loss < 1:
+            raise ValueError(f"num_loss must be a positive integer, got {num_loss!r}")
+        self.guard(optimizer)
+        scalers = [self._make_scaler() for _ in range(num_loss)]
+        self.wrapped += scalers
+        return OptimWrapper(optimizer, scalers, partial(self._next_pass, scalers))
+
+    def _next_pass(
+        self, scalers: Sequence[LossScale], loss: Node, optimizer: Any, done: int
+    ) -> AbstractContextManager[Node]:
+        with self._checks():
+            self.require_active("scale_loss")
+            if done >= len(scalers):
+                raise RuntimeError(
+                    f"scale_loss was called more than num_loss={len(scalers)} times since the last step(): pass the "
+                    "number of backward passes per step to handle.wrap_optimizer(optimizer, num_loss=...)"
+                )
+        return self._pass(loss, [optimizer], scalers[done])
+
+    def pass_for(self, optimizer: Any, loss: Node) -> AbstractContextManager[Node]:
+        """A pass of a loop that is not the user's: by the wrapper if the optimizer is a wrapped one."""
+        if isinstance(optimizer, OptimWrapper):
+            return optimizer.scale_loss(loss)
+        return self._pass(loss, [optimizer], self.first)
+
+    def share_overflows(self, param_replicas: Iterable[Sequence[Tensor]]) -> None:
+        """An overflow of one replica, whose gradients are part of a mean now, becomes that of all, so that they skip
+        the same step and go on with one scale.
+
+        Args:
+            param_replicas: the parameters of one model's replicas, each on its own queue, after as many passes.
+        """
+        stepping = [self.guards.stepping(params) for params in param_replicas]
+        guards = [guard for guard in stepping if guard is not None]
+        for scalers in zip(*(guard.pending for guard in guards), strict=False):
+            states = [scaler.read() for scaler in scalers]
+            bad = [state for guard, state in zip(guards, states, strict=True) if state.overflow & guard.mask]
+            for guard, scaler in zip(guards, scalers, strict=True) if bad else ():
+                scaler.follow(bad[0], guard.mask)
+
+    # ------------------------------------------------------------------------------------------ other scalers
+
+    @property
+    def scale(self) -> float:
+        """See ``AmpHandle.loss_scale``."""
+        shown = self._shown() if self._shown is not None else None
+        return self.first.scale if shown is None else _scale_of(shown)
+
+    @property
+    def history(self) -> History:
+        """The steps of the handle, those by other scalers as well."""
+        shown = self._shown() if self._shown is not None else None
+        if isinstance(shown, ManualScaling):
+            shown.settle()
+        return self.guards.reports.history
+
+    @contextmanager
+    def stepped_by(self, scaler: Any, optimizer: Any) -> Iterator[None]:
+        """Around one step that a scaler of netcl's decides about: ``last_step`` and ``loss_scale`` tell of it.
+
+        Args:
+            scaler: netcl's ``GradScaler``; its ``scale`` is read after the step.
+            optimizer: whose ``step`` the scaler calls, or not.
+        """
+        if are_steps_withheld():
+            yield
+            return
+        guard = self.guard(optimizer.__wrapped__ if isinstance(optimizer, OptimWrapper) else optimizer)
+        before, last, guard.met = _scale_of(scaler), guard.last, None
+        yield
+        guard.decided_elsewhere(before, _scale_of(scaler), stepped=guard.last is not last)
+        self._shown = weakref.ref(scaler)
+
+    @contextmanager
+    def stepped_with(self, scaling: ManualScaling, optimizer: Any) -> Iterator[None]:
+        """Around one step that a ``GradScaler`` decides about: ``history`` and ``loss_scale`` tell of it."""
+        guard = self.guard(optimizer.__wrapped__ if isinstance(optimizer, OptimWrapper) else optimizer)
+        reports = scaling.guards.reports
+        last, steps = guard.last, reports.steps
+        try:
+            with holding(reports, "tells", False):
+                yield
+        finally:
+            if reports.steps > steps:
+                guard.decided_by(reports.history[-1], stepped=guard.last is not last)
+                scaling.late_scales.stepped(self.guards.reports)
+                self._shown = weakref.ref(scaling)
+
+    def met_non_finite(self, params: Sequence[Tensor]) -> None:
+        """A scaler of netcl's has found inf or nan among these parameters' gradients, and will let no step be."""
+        guard = self.guards.stepping(params)
+        if guard is not None:
+            guard.met_non_finite()
+
+
+def _scale_of(scaler: Any) -> float:
+    """The scale of a scaler that is not the handle's."""
+    if isinstance(scaler, ManualScaling):
+        return float(scaler.state_dict()["loss_scale"])
+    return float(scaler.scale) if scaler.enabled else 1.0
+
+
+class OptimWrapper(wrapt.ObjectProxy[Any]):
+    """An optimizer with ``scale_loss``; everything else is the optimizer's own.
+
+    ``step`` does nothing if any of the losses since the last step overflowed.
+
+    Args:
+        scalers: loss scales, one for each loss of a step.
+        begin: begins a pass: of a loss, an optimizer, after so many since its last step.
+    """
+
+    def __init__(
+        self, optimizer: Any, scalers: list[LossScale], begin: Callable[[Node, Any, int], AbstractContextManager[Node]]
+    ) -> None:
+        super().__init__(optimizer)
+        self._self_scalers = scalers
+        self._self_begin = begin
+        self._self_losses = 0
+
+    @as_pass
+    def scale_loss(self, loss: Node) -> Generator[Node, None, None]:
+        """Scales one loss of this step, as ``AmpHandle.scale_loss`` does. One that ends in an error does not count.
+
+        Raises:
+            RuntimeError: more losses than ``num_loss`` since the last step.
+        """
+        with self._self_begin(loss, self.__wrapped__, self._self_losses) as scaled_loss:
+            yield scaled_loss
+        host_step(self._self_count)
+
+    def _self_count(self) -> None:
+        self._self_losses += 1
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's own step, unless a loss overflowed."""
+        host_step(self._self_count_anew)
+        return self.__wrapped__.step(*args, **kwargs)
+
+    def _self_count_anew(self) -> None:
+        self._self_losses = 0
+
+    @property
+    def loss_scale(self) -> float:
+        """Loss scale of this optimizer's first loss."""
+        return self._self_scalers[0].scale if self._self_scalers else 1.0
+
+
+class QueueScales:
+    """Loss scales on several queues. A state lives on one queue; on each further one a scale gets a copy.
+
+    Copies move alike because replicas meet the same gradients, because an overflow of one is made that of all
+    (``PassScaling.share_overflows``), and because one that somebody has set is copied anew.
+    """
+
+    def __init__(self) -> None:
+        # by id: a scale, the queue that it is on, and its copies, each as of so many changes to it
+        self._known: dict[int, tuple[LossScale, Any, dict[Any, tuple[LossScale, int]]]] = {}
+
+    def on(self, queue: cl.CommandQueue, scaler: LossScale) -> LossScale:
+        """The scaler itself on the first queue it is asked for, on others its copy."""
+        _, home, copies = self._known.setdefault(id(scaler), (scaler, queue, {}))
+        if queue == home:
+            return scaler
+        if queue not in copies or copies[queue][1] != scaler.changes:
+            copies[queue] = scaler.elsewhere(), scaler.changes
+        return copies[queue][0]
+
+
+class Unnamed:
+    """What is trained, and was reached by passes that did not name its optimizer."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, weakref.ref[Tensor]] = {}
+        self._warns = True
+
+    def meet(self, tensors: Sequence[Tensor], optimizers: Sequence[Any]) -> None:
+        """Says once if some of these belong to no optimizer, to none of these and none that the program keeps."""
+        new = [x for x in tensors if id(x) not in self._met or self._met[id(x)]() is not x]
+        if not new or not self._warns:
+            return
+        self._met.update((id(x), weakref.ref(x)) for x in new)
+        params = [param for optimizer in (*optimizers, *bridge.optimizers_in_reach()) for param in optimizer.params]
+        held = {id(x) for param in params for x in (param, bridge.model_parameter(param))}
+        alone = [x for x in new if id(x) not in held]
+        if alone:
+            self._warns = False
+            names = bridge.parameter_names(alone)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            warn_user(
+                f"the loss given to scale_loss(loss, optimizer) reaches what is trained and no optimizer has, "
+                f"{', '.join(names[:3])}{more}: it does not move, and its gradient stays multiplied by the loss scale. "
+                "Give it to an optimizer and name that one as well, or set requires_grad = False on it"
+            )
