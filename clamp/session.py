@@ -18,6 +18,7 @@ from clamp.casting.init_call import InitCall, given_to
 from clamp.casting.policy_table import CastPolicy, Entry, PolicyTable, default_table, names_in, read_list
 from clamp.casting.regions import Region, check_dtype, thread_region
 from clamp.casting.results import RESULTS
+from clamp.debug.memory_meter import stop_counting
 from clamp.handle import AmpHandle, NoOpHandle
 from clamp.opencl.device import list_devices
 from clamp.params import updates
@@ -163,6 +164,7 @@ def shutdown() -> None:
         _handle.shutdown()
     elif not RESULTS.observers:  # who looks at ops goes on looking
         forget_patches()
+        stop_counting()
 
 
 def _end_what_was_interrupted() -> None:

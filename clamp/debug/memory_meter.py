@@ -20,8 +20,8 @@ def max_memory(reset: bool = False) -> int:
 
     Of all devices and queues together, from netcl's memory pools. What netcl allocates outside of them does not count:
     parameters, and inputs that come from the host. Call it with ``reset=True`` before what is to be measured: what is
-    held is counted from the first call on, at a little for each tensor; the first call itself returns all that the
-    pools have taken so far.
+    held is counted from the first call on, at a little for each tensor, until AMP is shut down; the first call itself
+    returns all that the pools have taken so far.
 
     Args:
         reset: begin anew, from what is held now: ``torch.cuda.reset_peak_memory_stats``.
@@ -36,6 +36,11 @@ def max_memory(reset: bool = False) -> int:
         print(f"{amp.max_memory() / 2**20:.1f} MiB")
     """
     return _pool_peak(reset)
+
+
+def stop_counting() -> None:
+    """Leaves netcl's pools as they were before the first ``max_memory``."""
+    _pool_peak.stop()
 
 
 class MemoryMeter:

@@ -15,6 +15,7 @@ from clamp.debug.attribution import Attribution
 from clamp.debug.dry_run import check_step
 from clamp.debug.explain import Explanation
 from clamp.debug.layer_ranges import LayerRanges, observe_ranges
+from clamp.debug.memory_meter import stop_counting
 from clamp.debug.page.page import write_page
 from clamp.debug.page.schema import write_run
 from clamp.debug.run_log import Record
@@ -336,6 +337,7 @@ class AmpHandle:
                 self._attribution.disarm()
                 self._record.disarm()
                 set_process_region(None)
+                stop_counting()
                 self._patches.remove()
                 weights.clear()
                 from_nothing()
