@@ -3,7 +3,6 @@
 from clamp import debugging
 from clamp.casting.arguments import cast
 from clamp.casting.policy_table import CastPolicy, PolicyError
-from clamp.casting.regions import get_autocast_dtype, is_autocast_enabled
 from clamp.checkpoint.file import CheckpointError
 from clamp.checkpoint.run import load_checkpoint, save_checkpoint
 from clamp.compat import netcl as _netcl  # noqa: F401  (registers its wrappers)
@@ -12,7 +11,7 @@ from clamp.compat.oneflow import Graph
 from clamp.compat.oneflow_scaler import StaticGradScaler
 from clamp.compat.paddle import auto_cast, decorate
 from clamp.compat.pytorch import GradScaler, custom_bwd, custom_fwd
-from clamp.compat.regions import autocast
+from clamp.compat.regions import autocast, get_autocast_dtype, is_autocast_enabled
 from clamp.debug.memory_meter import max_memory
 from clamp.handle import AmpHandle, NoOpHandle
 from clamp.opencl.device import get_amp_supported_dtype, is_bfloat16_supported, is_float16_supported, supports_fp16

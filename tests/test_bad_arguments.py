@@ -22,7 +22,7 @@ import clamp
 from clamp import amp, session
 from clamp.bridge import Node
 from clamp.compat.oneflow_scaler import GradScaler as OneFlowScaler
-from clamp.compat.paddle_scaler import GradScaler as PaddleScaler
+from clamp.compat.paddle import GradScaler as PaddleScaler
 from tests.networks import mlp
 from tests.reference import to_device
 
@@ -66,6 +66,7 @@ def calls(queue: cl.CommandQueue, handle: Any, folder: Path) -> dict[str, list[C
                 ),
             ],
             "autocast": keywords(amp.autocast, "enabled", "dtype", "device_type"),
+            "is_autocast_enabled": [amp.is_autocast_enabled, amp.get_autocast_dtype],
             "auto_cast": keywords(amp.auto_cast, "enable", "level", "dtype", *lists),
             "decorate": [
                 lambda junk: amp.decorate(junk),
@@ -177,6 +178,8 @@ def test_what_was_refused_says_what_to_pass(queue: cl.CommandQueue) -> None:
         r"autocast takes no device or device type: .*'cuda'": lambda: amp.autocast(device_type="cuda"),
         r"autocast takes no device or device type: .*'cpu'": lambda: amp.autocast("cpu"),
         r"GradScaler takes no device or device type: .*'cuda'": lambda: amp.GradScaler(device="cuda"),
+        r"is_autocast_enabled takes no device or device type: .*'cuda'": lambda: amp.is_autocast_enabled("cuda"),
+        r"get_autocast_dtype takes no device or device type: .*'cuda'": lambda: amp.get_autocast_dtype("cuda"),
         r"custom_fwd takes no device": lambda: amp.custom_fwd(device_type="cuda", cast_inputs="float16"),
         r"custom_white_list takes a list of names, not one: pass \['relu'\]": lambda: amp.init(
             custom_white_list="relu"

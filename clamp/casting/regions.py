@@ -231,15 +231,3 @@ def in_own_region(region: Region) -> Iterator[None]:
     finally:
         if thread_region() is None:
             weights.clear()
-
-
-def is_autocast_enabled() -> bool:
-    """Whether ops called here cast."""
-    region = current_region()
-    return region is not None and region.enabled
-
-
-def get_autocast_dtype() -> str:
-    """The AMP dtype of the region around, ``"float16"`` outside any."""
-    region = current_region()
-    return region.dtype if region is not None else "float16"

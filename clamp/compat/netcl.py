@@ -1,5 +1,6 @@
-"""netcl's own face: ``netcl.amp`` as netcl's wiki describes it, while clamp's patches are in; and its training on
-several queues, ``netcl.distributed``, in which losses are scaled too.
+"""netcl's own face: ``netcl.amp`` as netcl's wiki describes it, while clamp's patches are in; its training on several
+queues, ``netcl.distributed``, in which losses are scaled too; and its ``Trainer``, which trains in mixed precision,
+whether it was asked for that itself or not.
 
 Methods are wrapped, not classes replaced: scalers made before ``amp.init()`` work too. netcl's scaler keeps its scale
 and growth tracker on the host, in attributes that scripts (and netcl's Trainer) read and set; the device's scale
@@ -16,12 +17,12 @@ from functools import partial
 from typing import Any
 
 import pyopencl as cl
+import wrapt
 
 from clamp import bridge, session
 from clamp.bridge import Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import casting_region, in_own_region, region_here
-from clamp.compat import trainer
 from clamp.opencl.device import is_float16_supported
 from clamp.opencl.host_steps import host_step
 from clamp.ops.loss_scale import scale_lock
@@ -35,17 +36,20 @@ from clamp.patching.wrap import Installed
 from clamp.scaling.backward_pass import unscale_gradients
 from clamp.scaling.loss_scale import StaticLossScale
 from clamp.scaling.manual import LARGEST, SMALLEST
-from clamp.scaling.scaled_loss import scaled_node
+from clamp.scaling.passes import PassScaling
+from clamp.scaling.scaled_loss import is_scaled, scaled_node
 
 # ---------------------------------------------------------------------------------------------- autocast
 
 
-class _Entered(threading.local):
+class _Thread(threading.local):
+    begins = False  # a Trainer that was not asked for mixed precision has yet to enter its own autocast
+
     def __init__(self) -> None:
         self.regions: list[tuple[Any, AbstractContextManager[None]]] = []  # netcl's autocast, clamp's region
 
 
-_entered = _Entered()
+_thread = _Thread()
 
 
 @meets("netcl.amp.autocast.__enter__")
@@ -55,20 +59,20 @@ def enter(wrapped: Any, instance: Any, /) -> Any:
         return wrapped()
     queue = instance.device_queue
     enabled = bool(instance.enabled) and (queue is None or is_float16_supported(queue))
-    if trainer.asks_for_nothing(instance):
+    if _asks_for_nothing(instance):
         enabled = region_here().enabled
     region = in_own_region(region_here(enabled=enabled))
     result = wrapped()
     region.__enter__()
-    _entered.regions.append((instance, region))
+    _thread.regions.append((instance, region))
     return result
 
 
 @meets("netcl.amp.autocast.__exit__")
 def leave(wrapped: Any, instance: Any, /, *exception: Any) -> Any:
     """Ends the region; one that was entered before clamp was active has none."""
-    if _entered.regions and _entered.regions[-1][0] is instance:
-        _entered.regions.pop()[1].__exit__(None, None, None)
+    if _thread.regions and _thread.regions[-1][0] is instance:
+        _thread.regions.pop()[1].__exit__(None, None, None)
     return wrapped(*exception)
 
 
@@ -211,4 +215,90 @@ def data_parallel_step(
 
     result = wrapped(forward, params_replicas, optimizers, batch, **hooks)
     keep_equal(params_replicas)
+    return result
+
+
+# ---------------------------------------------------------------------------------------------- Trainer
+#
+# ``Trainer(mixed_precision=True)`` has a scaler of netcl's, which rules; the handle shows its scale and its steps.
+# Without, ``amp.init()`` is the user's wish: its forward runs in the region around it, and its backward in a
+# ``scale_loss`` of the handle's. Without a handle a Trainer is left as it is.
+
+#: what the last forward of a Trainer was given
+_batches: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], dict[str, Any]]] = weakref.WeakKeyDictionary()
+
+
+def _asks_for_nothing(autocast: Any) -> bool:
+    """Whether this autocast, which is being entered, is a Trainer's own, switched off because nobody switched it on.
+
+    Between the beginning of ``Trainer._forward`` and its ``with autocast(...)`` no code of the user's runs, so the
+    first one entered is the Trainer's; one inside of the model or the loss is the user's, and means what it says.
+    """
+    begins, _thread.begins = _thread.begins, False
+    return begins and not autocast.enabled
+
+
+class _ScaledTape(wrapt.ObjectProxy[Any]):
+    """The tape of a Trainer's forward, whose backward runs from the loss as the handle scales it."""
+
+    def __init__(self, tape: Any, scaling: PassScaling, optimizer: Any) -> None:
+        super().__init__(tape)
+        self._self_scaling = scaling
+        self._self_optimizer = optimizer
+
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        """As ``Tape.backward``; a loss that somebody has scaled already is not scaled again."""
+        if any(is_scaled(node) for node in bridge.graph(loss)):
+            self.__wrapped__.backward(loss, *args, **kwargs)
+            return
+        with self._self_scaling.pass_for(self._self_optimizer, loss) as scaled_loss:
+            self.__wrapped__.backward(scaled_loss, *args, **kwargs)
+
+
+def _has_own_scaler(trainer: Any) -> bool:
+    return bool(trainer.mixed_precision) and trainer.scaler is not None
+
+
+@meets("netcl.trainer.trainer.Trainer._forward")
+def trainer_forward(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A Trainer's forward, in training and in evaluation."""
+    scaling = session.active_scaling()
+    if scaling is not None:
+        _batches[instance] = args, kwargs
+    if scaling is None or _has_own_scaler(instance):
+        return wrapped(*args, **kwargs)
+    _thread.begins = not instance.mixed_precision
+    try:
+        logits, loss, tape = wrapped(*args, **kwargs)
+    finally:
+        _thread.begins = False
+    return logits, loss, _ScaledTape(tape, scaling, instance.optimizer)
+
+
+@meets("netcl.trainer.trainer.Trainer._scale_loss_node")
+def trainer_scale_loss_node(wrapped: Any, instance: Any, /, loss_node: Any, scale: float) -> Any:
+    """The Trainer's product of loss and scale, which would have the scale in a kernel's text, by its scaler.
+
+    What is left of the factor is 1 / accumulation_steps.
+    """
+    scaler = instance.scaler
+    if not Installed.now or not _has_own_scaler(instance):
+        return wrapped(loss_node, scale)
+    factor = scale / float(scaler.scale)
+    return scaler.scale_loss(loss_node if factor == 1 else wrapped(loss_node, factor))
+
+
+@meets("netcl.trainer.trainer.Trainer._step")
+def trainer_step(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A Trainer's step, which the handle hears of also where the Trainer's own scaler decides."""
+    handle = session.active_handle()
+    if handle is None:
+        return wrapped(*args, **kwargs)
+    with (
+        handle._scaling.stepped_by(instance.scaler, instance.optimizer) if _has_own_scaler(instance) else nullcontext()
+    ):
+        result = wrapped(*args, **kwargs)
+    if instance in _batches:
+        given, named = _batches[instance]
+        handle._look_after_skips(lambda: bridge.forward_and_backward(instance, *given, **named))
     return result

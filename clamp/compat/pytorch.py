@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,18 +13,16 @@ from clamp import bridge, session
 from clamp.bridge import DTypeLike, Node, Tensor
 from clamp.casting.containers import mapped, with_items
 from clamp.casting.regions import check_dtype
-from clamp.compat.settings import FaceRule, UncheckedRule, refuse_device
+from clamp.compat.regions import refuse_device
+from clamp.compat.scalers import FaceRule, FaceScaler, setting
 from clamp.patching.custom import Backward, CustomBackward, CustomForward
 from clamp.patching.decorators import require_function
-from clamp.scaling.loss_scale import LossScale, require_state
+from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.step_guard import StepGuards
-from clamp.scaling.step_report import History
-
-_STATE_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
-class GradScaler:
+class GradScaler(FaceScaler):
     """PyTorch's gradient scaler::
 
         scaler = amp.GradScaler()
@@ -55,6 +52,11 @@ class GradScaler:
         TypeError: ``init_scale`` is PyTorch's device type.
     """
 
+    _state_keys = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+    _empty_state = (
+        "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
+    )
+
     def __init__(
         self,
         init_scale: float = 2.0**16,
@@ -66,14 +68,9 @@ class GradScaler:
         device: None = None,
     ) -> None:
         refuse_device("GradScaler", init_scale if isinstance(init_scale, str) else device)
-        self._set_up(enabled, init_scale, growth_factor, backoff_factor, growth_interval)
+        self._set_up(enabled, init_scale, (growth_factor, backoff_factor, growth_interval), ManualScaling)
         if self._enabled:
             session.ensure_patched()  # before the first loss: netcl's own mse_loss ignores the scale in backward
-
-    def _set_up(self, enabled: Any, init_scale: float, *factors: Any) -> None:
-        self._enabled = bool(enabled)
-        start, rule = (init_scale, FaceRule(*factors)) if enabled else (1.0, UncheckedRule(*factors))
-        self._scaling = ManualScaling(start, rule, around_step=session.around_step)
 
     # ------------------------------------------------------------------------------------------ a step
 
@@ -103,16 +100,6 @@ class GradScaler:
         if isinstance(x, Iterable) and not isinstance(x, str | bytes | Mapping | np.ndarray):
             return map(self._scaled, x)
         raise ValueError(f"scale() takes a node, a tensor or an iterable of them, not {x!r}")
-
-    def unscale_(self, optimizer: Any) -> None:
-        """Divides the gradients of the optimizer's parameters by the scale, in place, non-finite ones too.
-
-        Raises:
-            RuntimeError: twice since the last update, after ``step``, or before any ``scale``.
-            ValueError: a 16-bit parameter without fp32 master weights.
-        """
-        if self._enabled:
-            self._scaling.unscale_(optimizer)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(*args, **kwargs)`` if all gradients are finite; unscales them unless that is done.
@@ -156,11 +143,6 @@ class GradScaler:
         """Where optimizers have their bits of this scaler's overflow word."""
         return self._scaling.guards
 
-    @property
-    def history(self) -> History:
-        """What the last 1000 steps did, the newest last; a skipped one says why. Not of a disabled scaler."""
-        return self._scaling.history
-
     # ------------------------------------------------------------------------------------------ settings
 
     def is_enabled(self) -> bool:
@@ -169,31 +151,18 @@ class GradScaler:
 
     def get_scale(self) -> float:
         """The scale; reads the device. 1.0 if disabled."""
-        return float(self._scaling.state_dict()["loss_scale"]) if self._enabled else 1.0
+        return self._scale_now()
 
-    def get_growth_factor(self) -> float:
-        """Factor by which the scale grows."""
-        return self._scaling.rule.growth_factor
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Sets the factor by which the scale grows, above 1."""
-        self._scaling.rule = replace(self._scaling.rule, growth_factor=new_factor)
-
-    def get_backoff_factor(self) -> float:
-        """Factor by which the scale shrinks."""
-        return self._scaling.rule.backoff_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets the factor by which the scale shrinks, between 0 and 1."""
-        self._scaling.rule = replace(self._scaling.rule, backoff_factor=new_factor)
-
-    def get_growth_interval(self) -> int:
-        """Updates without inf or nan after which the scale grows."""
-        return self._scaling.rule.growth_interval
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Sets the number of updates without inf or nan after which the scale grows, at least 1."""
-        self._scaling.rule = replace(self._scaling.rule, growth_interval=new_interval)
+    get_growth_factor, set_growth_factor = setting(
+        "growth_factor", "growth_factor", "new_factor", "factor by which the scale grows", "above 1"
+    )
+    get_backoff_factor, set_backoff_factor = setting(
+        "backoff_factor", "backoff_factor", "new_factor", "factor by which the scale shrinks", "between 0 and 1"
+    )
+    get_growth_interval, set_growth_interval = setting(
+        "growth_interval", "growth_interval", "new_interval",
+        "number of updates without inf or nan after which the scale grows", "at least 1",
+    )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -204,7 +173,7 @@ class GradScaler:
     def _settings(self) -> dict[str, Any]:
         state, rule = self._scaling.state_dict(), self._scaling.rule
         values = (state["loss_scale"], rule.growth_factor, rule.backoff_factor, rule.growth_interval)
-        return dict(zip(_STATE_KEYS, (*values, state["unskipped"]), strict=True))
+        return dict(zip(self._state_keys, (*values, state["unskipped"]), strict=True))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues from a ``state_dict``, PyTorch's too. Does nothing if disabled.
@@ -215,15 +184,8 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        require_state(state_dict, "state_dict()")
-        if not state_dict:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
-            )
-        if missing := [key for key in _STATE_KEYS if key not in state_dict]:
-            raise ValueError(f"a GradScaler's state dict has the keys {', '.join(_STATE_KEYS)}; missing: {missing}")
-        scale, growth_factor, backoff_factor, growth_interval, tracker = (state_dict[key] for key in _STATE_KEYS)
-        rule = FaceRule(growth_factor, backoff_factor, growth_interval)
+        scale, *settings, tracker = self._values_in(state_dict)
+        rule = FaceRule(*settings)
         self._scaling.load_state_dict({"loss_scale": scale, "unskipped": tracker})
         self._scaling.rule = rule
 
@@ -233,8 +195,8 @@ class GradScaler:
         return {"enabled": self._enabled, **self._settings()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        scale, growth_factor, backoff_factor, growth_interval, tracker = (state[key] for key in _STATE_KEYS)
-        self._set_up(state["enabled"], scale, growth_factor, backoff_factor, growth_interval)
+        scale, *settings, tracker = (state[key] for key in self._state_keys)
+        self._set_up(state["enabled"], scale, tuple(settings), ManualScaling)
         self._scaling.load_state_dict({"loss_scale": scale, "unskipped": tracker})
 
 

@@ -6,13 +6,14 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 from clamp import bridge, session
-from clamp.bridge import DTypeLike
-from clamp.casting.regions import AMP_DTYPES, check_dtype, in_own_region, region_here
-from clamp.compat.settings import refuse_device, require_switch
+from clamp.bridge import DTypeLike, Tensor
+from clamp.casting.operands import note_numpy_backend
+from clamp.casting.regions import AMP_DTYPES, check_dtype, current_region, in_own_region, region_here
+from clamp.opencl.device import capabilities
 from clamp.patching.decorators import require_function
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -102,3 +103,63 @@ class autocast(ThreadRegion):
         if cache_enabled is not None:
             changes["cache_enabled"] = cache_enabled
         super().__init__("amp.autocast()", **changes)
+
+
+def is_autocast_enabled(device_type: None = None) -> bool:
+    """Whether ops called here cast.
+
+    Raises:
+        TypeError: it is given PyTorch's device type.
+    """
+    refuse_device("is_autocast_enabled", device_type)
+    region = current_region()
+    return region is not None and region.enabled
+
+
+def get_autocast_dtype(device_type: None = None) -> str:
+    """The AMP dtype of the region around, ``"float16"`` outside any.
+
+    Raises:
+        TypeError: it is given PyTorch's device type.
+    """
+    refuse_device("get_autocast_dtype", device_type)
+    region = current_region()
+    return region.dtype if region is not None else "float16"
+
+
+def require_switch(value: Any, region: str, name: str) -> None:
+    """Raises TypeError for a function or a text where a region takes True or False.
+
+    Args:
+        region: how the region is written, for the message.
+        name: of the argument.
+    """
+    if callable(value):
+        raise TypeError(f"{region} got the function {value!r} as its {name}: write @{region}(), with parentheses")
+    if isinstance(value, str):
+        raise TypeError(f"{region} got {value!r} as its {name}, which is True or False")
+
+
+def refuse_device(call: str, device: Any) -> None:
+    """Raises TypeError for PyTorch's device, which says nothing here. None: none was given."""
+    if device is not None:
+        raise TypeError(
+            f"{call} takes no device or device type: casts and scales follow each tensor's queue. Leave {device!r} out."
+        )
+
+
+def warn_if_nothing_is_gained(tensor: Tensor, dtype: str) -> None:
+    """Warns, once for a device, where the dtype cannot be stored: nothing becomes smaller or faster there."""
+    if not bridge.on_device(tensor):
+        note_numpy_backend()
+    elif dtype == "float16" and not capabilities(tensor.queue).half_storage:
+        _warn_of(tensor.queue.device.name)
+
+
+@cache
+def _warn_of(device: str) -> None:
+    warnings.warn(
+        f"{device} cannot store float16: mixed precision in float16 gains nothing there. Pass dtype='bfloat16'.",
+        UserWarning,
+        stacklevel=4,
+    )

@@ -20,7 +20,7 @@ from netcl.optim import SGD, Adam, AdamW, clip_grad_norm
 from clamp import amp
 from clamp.bridge import Tensor
 from clamp.casting.operands import note_numpy_backend
-from clamp.compat import settings as face_settings
+from clamp.compat import regions
 from clamp.compat.paddle import AmpScaler, GradScaler
 from tests.networks import batch, loss_of, mlp, weights_of
 from tests.reference import assert_same, quantize, to_device, to_numpy
@@ -618,8 +618,8 @@ def test_a_warning_once_where_nothing_is_gained(queue: cl.CommandQueue, monkeypa
     class Incapable:
         half_storage = False
 
-    monkeypatch.setattr(face_settings, "capabilities", lambda queue: Incapable)
-    face_settings._warn_of.cache_clear()
+    monkeypatch.setattr(regions, "capabilities", lambda queue: Incapable)
+    regions._warn_of.cache_clear()
     with pytest.warns(UserWarning, match=r"cannot store float16.*bfloat16"):
         GradScaler().scale(loss_of(mlp(queue, 4, 4), batch(queue, 4, 4, 4)))
     with warnings.catch_warnings():

@@ -11,7 +11,7 @@ from netcl.optim import SGD
 
 from clamp import amp
 from clamp.casting.results import RESULTS, Observer
-from clamp.compat.paddle_scaler import GradScaler as PaddleScaler
+from clamp.compat.paddle import GradScaler as PaddleScaler
 from tests.debug.faults import Training
 
 pytestmark = pytest.mark.usefixtures("shut_down")

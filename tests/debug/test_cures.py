@@ -18,7 +18,7 @@ from netcl.optim import SGD
 from clamp import amp, session
 from clamp.bridge import Node
 from clamp.casting.init_call import InitCall
-from clamp.compat.paddle_scaler import GradScaler as PaddleScaler
+from clamp.compat.paddle import GradScaler as PaddleScaler
 from tests.debug.faults import Training
 from tests.debug.test_explain import Train
 from tests.reference import to_device

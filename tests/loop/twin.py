@@ -24,7 +24,7 @@ from netcl.optim.ema import ModelEMA
 
 from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tensor
-from clamp.compat.paddle_scaler import GradScaler as PaddleScaler
+from clamp.compat.paddle import GradScaler as PaddleScaler
 from clamp.scaling.scale_rule import ScaleRule
 from tests.loop.device import casts, fail_below, loss_of
 

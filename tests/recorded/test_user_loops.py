@@ -22,7 +22,7 @@ from netcl.optim import SGD, Adam, clip_grad_norm
 
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
-from clamp.compat.paddle_scaler import GradScaler as PaddleScaler
+from clamp.compat.paddle import GradScaler as PaddleScaler
 from clamp.patching.recordings import capture, residents
 from tests.networks import loss_of, mlp, weights_of
 from tests.patching.test_compiled import BATCHES, TARGETS, poisoned

@@ -12,7 +12,7 @@ from netcl.amp import GradScaler as NetclScaler
 from netcl.optim import SGD
 
 from clamp import amp
-from clamp.compat import paddle_scaler
+from clamp.compat import paddle
 from tests.networks import batch, loss_of, mlp
 from tests.scaling.test_overflow import plant
 from tests.scaling.test_shared import parameter, scaled, summed
@@ -83,7 +83,7 @@ LOOPS: dict[str, Callable[[], Any]] = {
     "bfloat16": lambda: Handled(dtype="bfloat16"),
     "no scaling": Alone,
     "GradScaler": lambda: ByScaler(amp.GradScaler),
-    "Paddle's": lambda: ByScaler(paddle_scaler.GradScaler),
+    "Paddle's": lambda: ByScaler(paddle.GradScaler),
 }
 TOLD = "were not finite before this pass: call zero_grad"
 

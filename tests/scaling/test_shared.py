@@ -15,7 +15,7 @@ from netcl.optim import SGD, Adam
 
 from clamp import amp
 from clamp.bridge import Tensor
-from clamp.compat import paddle_scaler
+from clamp.compat import paddle
 from clamp.ops.loss_scale import DeviceState
 from clamp.params import gradient_marks
 from clamp.scaling.backward_pass import PassGradients
@@ -280,7 +280,7 @@ def _pytorch(change: Callable[[Any], object]) -> tuple[Any, float]:
 
 
 def _paddle(change: Callable[[Any], object]) -> tuple[Any, float]:
-    scaler = paddle_scaler.GradScaler(init_loss_scaling=1.0, decr_every_n_nan_or_inf=1)
+    scaler = paddle.GradScaler(init_loss_scaling=1.0, decr_every_n_nan_or_inf=1)
     change(scaler)
     return scaler, 1.0  # Paddle's floor
 
