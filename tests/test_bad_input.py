@@ -211,6 +211,16 @@ def test_cast(queue: cl.CommandQueue) -> None:
         amp.cast(Tensor.from_host(queue, np.ones(3, np.int32), dtype="int32"), "float16")
 
 
+@pytest.mark.parametrize("region", [amp.init, amp.autocast, amp.auto_cast])
+def test_banned_functions_are_so_however_amp_is_turned_on(
+    queue: cl.CommandQueue, handle: amp.AmpHandle, region: Any
+) -> None:
+    handle.shutdown()
+    p = ag.tensor(to_device(queue, np.full((2, 2), 0.5)))
+    with region(), pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"):
+        ag.binary_cross_entropy(p, p)
+
+
 def test_banned(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     p, t = (ag.tensor(to_device(queue, np.full((2, 2), 0.5))) for _ in range(2))
     with pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"):

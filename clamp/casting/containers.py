@@ -202,7 +202,8 @@ def _attributes(x: Any) -> dict[str, Any]:
     if type(x) in _BARE:
         return found
     with suppress(AttributeError):
-        found |= object.__getattribute__(x, "__dict__")
+        own = object.__getattribute__(x, "__dict__")
+        found |= {} if own is x else own  # whose attributes are its items
     for name in (slot for cls in type(x).__mro__ for slot in _slots_of(cls)):
         with suppress(AttributeError):
             found[name] = object.__getattribute__(x, name)
@@ -227,7 +228,7 @@ def _copied(x: Any, items: dict[Any, Any], attributes: dict[str, Any]) -> Any:
     elif isinstance(x, dict):
         if isinstance(x, defaultdict):
             defaultdict.__init__(new, x.default_factory)
-        if getattr(x, "__dict__", None) is x:  # its attributes are its items
+        if getattr(x, "__dict__", None) is x:
             object.__setattr__(new, "__dict__", new)
         for key, item in items.items():
             base.__setitem__(new, key, item)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -66,6 +67,12 @@ class Data:
 class Frozen:
     x: Any
     more: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: Any
+    h: Any = 1
 
 
 @dataclass
@@ -296,6 +303,34 @@ def test_iterators_cast_as_they_go(queue: cl.CommandQueue, door: Door) -> None:
         assert next(iterator).dtype == door.before, name  # what was not asked for is still there
 
 
+#: What a call takes away: how, and whether it is there.
+REMOVED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], bool]]] = {
+    "dict": (lambda x: {"x": x, "h": 1}, lambda c: c.pop("h"), lambda c: "h" in c),
+    "the tensor of a dict": (lambda x: {"x": x, "h": 1}, lambda c: c.pop("x"), lambda c: "x" in c),
+    "UserDict": (lambda x: UserDict(x=x, h=1), lambda c: c.pop("h"), lambda c: "h" in c),
+    "derived dict": (lambda x: Batch(x=x, h=1), lambda c: c.pop("h"), lambda c: "h" in c),
+    "attribute of a derived dict": (lambda x: Batch(x=x), lambda c: delattr(c, "notes"), lambda c: "notes" in vars(c)),
+    "bunch": (lambda x: Bunch(x=x, h=1), lambda c: delattr(c, "h"), lambda c: "h" in c),
+    "list": (lambda x: [x, 1], lambda c: c.remove(1), lambda c: 1 in c[-1:]),
+    "deque": (lambda x: deque([1, x]), lambda c: c.popleft(), lambda c: len(c) == 2),
+    "attribute of a list": (lambda x: Named("n", [x]), lambda c: delattr(c, "name"), lambda c: hasattr(c, "name")),
+    "dataclass": (lambda x: Data(x, h=1), lambda c: delattr(c, "more"), lambda c: "more" in vars(c)),
+    "the tensor of a dataclass": (lambda x: Data(x), lambda c: delattr(c, "x"), lambda c: "x" in vars(c)),
+    "slots": (lambda x: Slotted(x), lambda c: delattr(c, "h"), lambda c: hasattr(c, "h")),
+    "SimpleNamespace": (lambda x: SimpleNamespace(x=x, h=1), lambda c: delattr(c, "h"), lambda c: "h" in vars(c)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("door", ["half_function", "O2"], indirect=True)
+def test_what_a_call_removes_is_gone(queue: cl.CommandQueue, door: Door) -> None:
+    call = door.open(queue)
+    for name, (make, remove, is_there) in REMOVED.items():
+        made = make(ones(queue, door.before))
+        assert is_there(made), name
+        call(remove, made)
+        assert not is_there(made), name
+
+
 def test_removed_moved_and_nested_writes_come_back(queue: cl.CommandQueue) -> None:
     x, y = ones(queue), ones(queue)
     cache: Any = OrderedDict(x=x, y=y, old=1)
@@ -323,6 +358,52 @@ def test_removed_moved_and_nested_writes_come_back(queue: cl.CommandQueue) -> No
     assert rows[0] == 7
     assert rows[1] is y
     assert len(rows) == 2
+
+
+def test_a_container_in_itself_is_cast_once(queue: cl.CommandQueue, door: Door) -> None:
+    call = door.open(queue)
+    for name, make in {"list": lambda x: [x], "dict": lambda x: {0: x}, "deque": lambda x: deque([x])}.items():
+        made = make(ones(queue, door.before))
+        if isinstance(made, dict):
+            made["itself"] = made
+        else:
+            made.append(made)
+        seen: list[Any] = []
+        call(lambda c, seen=seen: seen.append(c[0].dtype), made)
+        assert seen == [door.inside], name
+        assert made[0].dtype == door.before, name
+
+
+def test_copies_hold_as_much_and_are_still_iterators(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    """What a container is besides its items: a bound, a default, a place in a file, what is sent to a generator."""
+    given: list[Any] = []
+
+    def batches() -> Iterator[Any]:
+        while True:
+            given.append((yield {"x": ones(queue)}))
+
+    @amp.half_function
+    def use(full: Any, default: Any, lines: Any, generator: Any, iterator: Any) -> None:
+        full.append(2)
+        assert (full.maxlen, full[-1], len(full)) == (3, 2, 3)
+        assert default["missing"] == []
+        assert lines is file
+        assert next(lines) == "a\n"
+        next(generator)
+        sent = generator.send("next")
+        assert sent["x"].dtype == "float16"
+        sent["h"] = 1
+        next(iterator)["h"] = 2
+
+    (tmp_path / "lines").write_text("a\nb\n")
+    first, last = {"x": ones(queue)}, {"x": ones(queue)}
+    full, generator = deque([1, first["x"], 1], maxlen=3), batches()
+    with open(tmp_path / "lines") as file, amp.init():
+        use(full, defaultdict(list, x=first["x"]), file, generator, iter([last]))
+        assert next(file) == "b\n"
+    assert list(full) == [first["x"], 1, 2]
+    assert given == ["next"]
+    assert last["h"] == 2, "written to what an iterator gave last"
 
 
 def test_what_was_written_comes_back_from_a_call_that_raises(queue: cl.CommandQueue) -> None:
