@@ -40,7 +40,7 @@ class CastArguments:
     ``out=`` is a place to write to and is never cast; neither are integers, float64, host arrays. What the call writes
     to a container that it was given a copy of stands in the container itself when the block is left::
 
-        with CastArguments(args, kwargs, "float16", say_nothing) as (args, kwargs):
+        with CastArguments(args, kwargs, "float16", say_nothing, use_cache=True) as (args, kwargs):
             return function(*args, **kwargs)
     """
 
@@ -52,7 +52,7 @@ class CastArguments:
         kwargs: dict[str, Any],
         dtype: str,
         report: Callable[[str, str], None],
-        use_cache: bool = True,
+        use_cache: bool,
     ) -> None:
         self._cast = casts_to(dtype, report, use_cache)
         self._given = args, kwargs
@@ -65,7 +65,7 @@ class CastArguments:
         self._cast.give_back()
 
 
-def casts_to(dtype: str, report: Callable[[str, str], None], use_cache: bool = True) -> Conversion:
+def casts_to(dtype: str, report: Callable[[str, str], None], use_cache: bool) -> Conversion:
     """Casts every floating node and tensor in nested containers."""
 
     def cast_one(x: TensorLike) -> TensorLike:

@@ -250,7 +250,7 @@ def widest(*dtypes: str) -> str:
     return kinds.pop() if len(kinds) == 1 else "float32"
 
 
-def cached_cast(tensor: Tensor, dtype: str, report: Callable[[str, str], None], use_cache: bool = True) -> Tensor:
+def cached_cast(tensor: Tensor, dtype: str, report: Callable[[str, str], None], use_cache: bool) -> Tensor:
     """A parameter's value in another dtype, made once for as long as the parameter is not written."""
 
     if use_cache:

@@ -249,6 +249,29 @@ def test_a_region_without_cache_casts_anew_for_users_functions(queue: cl.Command
         assert first(ag.tensor(weight)) == 2.0
 
 
+#: Ways to read a float32 tensor that is no weight in 16 bits, or the other way round.
+READ: dict[str, Callable[[Any], Any]] = {
+    "a tensor cast": lambda x: amp.cast(x, "float16"),
+    "a leaf cast": lambda x: amp.cast(ag.tensor(x), "float16").value,
+    "a leaf that is trained": lambda x: amp.cast(ag.tensor(x, requires_grad=True), "float16").value,
+    "an argument": lambda x: amp.half_function(lambda node: node.value)(ag.tensor(x)),
+    "an argument beside a float32 one": lambda x: amp.float_function(lambda x: x)(amp.cast(x, "bfloat16")),
+    "an op": lambda x: ag.matmul_op(ag.tensor(x), ag.tensor(Parameter.from_host(x.queue, np.eye(4, dtype="f")))).value,
+}
+
+
+@pytest.mark.parametrize("read", READ.values(), ids=READ)
+def test_what_is_no_weight_is_read_anew_at_every_use(
+    queue: cl.CommandQueue, handle: amp.AmpHandle, read: Callable[[Any], Any]
+) -> None:
+    """By a kernel of the user's, which tells nobody, a batch gets other numbers in the same memory."""
+    x = to_device(queue, np.ones((1, 4)))
+    for value in (1.0, 2.0, 3.0):
+        cl.enqueue_copy(queue, x.buffer, np.full((1, 4), value, np.float32))
+        np.testing.assert_array_equal(to_numpy(read(x)), np.full((1, 4), value))
+    assert not any(weights.known(x, ("cast", dtype)) for dtype in ("float16", "bfloat16", "float32"))
+
+
 @pytest.mark.parametrize("shape", [(8, 2), [8, 2]])
 def test_another_shape_ends_the_entry(queue: cl.CommandQueue, handle: amp.AmpHandle, shape: Any) -> None:
     values = np.arange(16, dtype=np.float32)
