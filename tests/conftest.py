@@ -36,7 +36,7 @@ from clamp import bridge, session
 from clamp.cli.devices import UnknownDeviceError, choose_device
 from clamp.opencl import program
 from clamp.opencl.device import NoDeviceError, capabilities, list_devices
-from clamp.patching.recordings import residents
+from clamp.recordings import memory
 from tests.conformance import report
 from tests.covering import covering
 from tests.launches import forget_prepared_launches
@@ -315,14 +315,14 @@ def old_objects_stay() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(residents, "_count_set_aside", lambda: 0)
+        patch.setattr(memory, "_count_set_aside", lambda: 0)
         yield
 
 
 @pytest.fixture
 def looks_at_objects_set_aside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For a test that sets objects aside itself."""
-    monkeypatch.setattr(residents, "_count_set_aside", gc.get_freeze_count)
+    monkeypatch.setattr(memory, "_count_set_aside", gc.get_freeze_count)
     yield
     gc.collect()
     gc.freeze()
@@ -387,4 +387,4 @@ def no_oclgrind_diagnostics() -> object:
 @pytest.fixture
 def uncompared(monkeypatch: pytest.MonkeyPatch) -> None:
     """No replay is run and compared with its recording: what was run was run or recorded."""
-    monkeypatch.setattr("clamp.patching.recordings.variants.Recorded.is_due", False)
+    monkeypatch.setattr("clamp.recordings.variants.Recorded.is_due", False)

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "clamp"
 TABLE = re.findall(r"^\| `clamp/(\w+)(?:/|\.py)` \|", (ROOT / "docs/architecture.md").read_text("utf-8"), re.M)
-KNOWS_NETCL = ("bridge", "patching")
+KNOWS_NETCL = ("bridge", "patching", "recordings")
 MEASURES_NETCL = ("cli",)  # beside clamp
 ABOVE_ALL = ("clamp", "clamp.__main__")  # the package itself, and the program
 

@@ -28,14 +28,14 @@ from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops import transfer
 from clamp.params import gradient_marks, masters
 from clamp.params.weight_cache import weights
-from clamp.patching.recordings import sources
-from clamp.patching.recordings.attempt import Attempt
-from clamp.patching.recordings.capture import is_free, recording_of
-from clamp.patching.recordings.comparison import allocation_of, difference
-from clamp.patching.recordings.compiled import Step
-from clamp.patching.recordings.replay import shared_memory
-from clamp.patching.recordings.variants import Recorded, Variants
-from clamp.patching.recordings.watch import Watch
+from clamp.recordings import sources
+from clamp.recordings.attempt import Attempt
+from clamp.recordings.capture import is_free, recording_of
+from clamp.recordings.comparison import allocation_of, difference
+from clamp.recordings.compiled import Step
+from clamp.recordings.replay import shared_memory
+from clamp.recordings.variants import Recorded, Variants
+from clamp.recordings.watch import Watch
 from clamp.scaling.backward_pass import PassGradients, tokens
 from clamp.scaling.loss_scale import LossScale, NoLossScale
 from clamp.scaling.passes import scaled_pass

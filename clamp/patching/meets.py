@@ -24,6 +24,8 @@ WRAPPERS: dict[str, Wrapper] = {}
 OPTIMIZER_METHODS: dict[str, Wrapper] = {}
 #: what stands for something of netcl's, by full name; a class is called with what stood there
 REPLACEMENTS: dict[str, Any] = {}
+#: called before what is installed goes
+BEFORE_REMOVAL: list[Callable[[], None]] = []
 
 
 def meets(*names: str) -> Callable[[F], F]:
@@ -47,6 +49,12 @@ def replaces(name: str) -> Callable[[F], F]:
         return replacement
 
     return register
+
+
+def before_removal(run: Callable[[], None]) -> Callable[[], None]:
+    """Registers what is to end before patches go."""
+    BEFORE_REMOVAL.append(run)
+    return run
 
 
 def _registered(wrappers: dict[str, Wrapper], names: tuple[str, ...]) -> Callable[[F], F]:

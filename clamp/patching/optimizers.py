@@ -19,7 +19,6 @@ from clamp.opencl.host_steps import host_step
 from clamp.params import masters, updates
 from clamp.patching.bindings import Bindings
 from clamp.patching.meets import OPTIMIZER_METHODS, meets, meets_in_optimizers
-from clamp.patching.recordings.capture import as_host_step
 from clamp.patching.wrap import Installed, Wrapper
 
 
@@ -37,7 +36,7 @@ class Steps:
 
     def __init__(self, bindings: Bindings, step: Wrapper) -> None:
         self._bindings = bindings
-        self._guarded = as_host_step(_with_own(step))
+        self._guarded = _as_host_step(_with_own(step))
         self._methods: dict[tuple[type, str], Any] = {}  # what stands for methods of optimizers
 
     def wrap(self, optimizer_class: type) -> None:
@@ -75,6 +74,15 @@ class Steps:
             return guarded(wrapped, reference(), args, kwargs) if Installed.now else wrapped(*args, **kwargs)
 
         self._bindings.set(optimizer, "step", _OwnStep(step, call))
+
+
+def _as_host_step(step: Wrapper) -> Wrapper:
+    """``optimizer.step``, which every replay makes anew."""
+
+    def call(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return masters.step_anew(optimizer, lambda: step(wrapped, optimizer, args, kwargs))
+
+    return call
 
 
 def _with_own(step: Wrapper) -> Wrapper:

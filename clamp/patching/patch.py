@@ -21,10 +21,9 @@ from clamp.casting.registry import Function
 from clamp.functions import OWNED
 from clamp.patching import collectives, engine, layers, pools, probes  # noqa: F401  (for what they meet)
 from clamp.patching.bindings import Bindings
-from clamp.patching.meets import REPLACEMENTS, WRAPPERS
+from clamp.patching.meets import BEFORE_REMOVAL, REPLACEMENTS, WRAPPERS
 from clamp.patching.netcl_names import listen, module_of, netcl_modules, owner_of, when_imported
 from clamp.patching.optimizers import Steps
-from clamp.patching.recordings import capture, compiled, replay  # noqa: F401  (for what they meet)
 from clamp.patching.wrap import (
     Installed,
     Wrapper,
@@ -102,7 +101,8 @@ class Patches:
         A call that was interrupted can be made again.
         """
         self.installed = False
-        capture.abandon()
+        for end in BEFORE_REMOVAL:
+            end()
         Installed.now = False
         listen(None)
         self._bindings.restore()

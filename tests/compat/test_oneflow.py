@@ -18,8 +18,8 @@ from clamp.bridge import Node, Tensor
 from clamp.compat.oneflow import GradScaler, Graph, StaticGradScaler
 from clamp.scaling.scale_rule import ScaleRule
 from tests.networks import LOSS_FACTOR, mlp, weights_of
-from tests.patching.test_compiled import BATCHES, OPTIMIZERS, TARGETS, assert_same, poisoned
 from tests.recipes import RECIPES, Made, Recipe, make
+from tests.recordings.test_compiled import BATCHES, OPTIMIZERS, TARGETS, assert_same, poisoned
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
 ROWS = len(BATCHES)

@@ -39,10 +39,8 @@ ROOT = Path(__file__).parents[2]
 HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clamp-mutants"
 TREE, RIGHT = HOME / "tree", HOME / "right"  # where mutants run; its kernels without one
 MAPPED = HOME / "mapped"  # the sources as they were when tests were mapped
-_RECORDINGS = ("clamp/patching/recordings", "clamp/recorded")
 ROOMS = {
-    **{room: (f"clamp/{room}",) for room in ("scaling", "params", "casting", "patching")},
-    "recordings": _RECORDINGS,
+    **{room: (f"clamp/{room}",) for room in ("scaling", "params", "casting", "patching", "recordings")},
     "kernels": ("kernels",),
 }
 # They take long, or look at the tree itself.
@@ -201,7 +199,7 @@ def sampled(room: str, rng: random.Random) -> Iterator[Mutant]:
     """The mutants of a room, or of files whose names begin so, each place once, in an order that the seed decides."""
     files = [f.relative_to(ROOT).as_posix() for name in ("clamp", "kernels") for f in sorted((ROOT / name).rglob("*"))]
     inside = [f for f in files if f.startswith(ROOMS.get(room, (room,))) and f.endswith((".py", ".cl", ".clh"))]
-    mutable = [Places(f, (ROOT / f).read_text()) for f in inside if room != "patching" or not f.startswith(_RECORDINGS)]
+    mutable = [Places(f, (ROOT / f).read_text()) for f in inside]
     places = [(file, place) for file in mutable for place in file]
     rng.shuffle(places)
     yield from filter(None, (file.mutant(place, rng) for file, place in places))

@@ -10,7 +10,7 @@ from netcl.core import memory
 from netcl.core.tensor import Tensor
 
 from clamp import amp, bridge
-from clamp.patching.recordings.capture import address_of
+from clamp.recordings.capture import address_of
 
 SHAPE = (3, 1001)
 _CONTEXTS: list[cl.Context] = []  # Intel's runtime frees a context that only its queues refer to

@@ -17,9 +17,9 @@ from clamp.ops.cast import cast
 from clamp.params import gradient_marks
 from clamp.params.weight_cache import weights
 from clamp.patching.meets import meets
-from clamp.patching.recordings.capture import recording_of
-from clamp.patching.recordings.dependencies import dependencies_of
-from clamp.patching.recordings.replay import Plan
+from clamp.recordings.capture import recording_of
+from clamp.recordings.dependencies import dependencies_of
+from clamp.recordings.replay import Plan
 
 _MODES = ("training", "_training")
 

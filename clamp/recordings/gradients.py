@@ -15,7 +15,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.params import gradient_marks
 from clamp.params.gradient_marks import FINITE, Mark, mark_of, set_mark
-from clamp.patching.recordings.residents import Address, address_of
+from clamp.recordings.memory import Address, address_of
 
 Tokens = Mapping[object, int]  # the guards of steps to come: what marks call them, and the bit of their optimizer
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from clamp.bridge import Tensor
-from clamp.patching.recordings.replay import Plan
-from clamp.patching.recordings.residents import address_of
-from clamp.patching.recordings.watch import Watch
+from clamp.recordings.memory import address_of
+from clamp.recordings.replay import Plan
+from clamp.recordings.watch import Watch
 from clamp.scaling.step_report import warn_user
 
 MOST_KEYS = 32  # remembered; the one that was not used for longest goes first

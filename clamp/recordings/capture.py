@@ -36,14 +36,11 @@ from clamp.opencl.host_steps import (
     value_now,
 )
 from clamp.ops import transfer
-from clamp.params import masters
 from clamp.params.weight_cache import weights
-from clamp.patching.meets import meets
-from clamp.patching.recordings.attempt import Attempt
-from clamp.patching.recordings.dependencies import Dependencies, ModuleNotes, dependencies_of
-from clamp.patching.recordings.own import Launches, Pool
-from clamp.patching.recordings.residents import Address, Seen, address_of, living_tensors
-from clamp.patching.wrap import Wrapper
+from clamp.patching.meets import before_removal, meets
+from clamp.recordings.attempt import Attempt
+from clamp.recordings.dependencies import Dependencies, ModuleNotes, dependencies_of
+from clamp.recordings.memory import Address, Launches, Pool, Seen, address_of, living_tensors
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -404,15 +401,7 @@ def _drop(capture: KernelCapture) -> None:
     _forget(capture)
 
 
-def as_host_step(step: Wrapper) -> Wrapper:
-    """``optimizer.step``, which every replay makes anew."""
-
-    def call(wrapped: Any, optimizer: Any, args: Arguments, kwargs: Keywords) -> Any:
-        return masters.step_anew(optimizer, lambda: step(wrapped, optimizer, args, kwargs))
-
-    return call
-
-
+@before_removal
 def abandon() -> None:
     """Ends a recording that is under way: clamp's patches are about to go."""
     if _running:

@@ -20,14 +20,14 @@ from clamp.casting.results import RESULTS
 from clamp.interrupts import among, holding, of_threads
 from clamp.opencl.host_steps import is_host_value, recorder
 from clamp.params import gradient_marks, masters
-from clamp.patching.recordings import sources
-from clamp.patching.recordings.attempt import Attempt
-from clamp.patching.recordings.capture import is_free, recording_of
-from clamp.patching.recordings.variants import Variants
-from clamp.patching.recordings.watch import Watch, is_same
-from clamp.recorded.arguments import PLAIN, Call, leaves_of, what_differs
-from clamp.recorded.gradients import Entries, Gradients, Known, Tokens
-from clamp.recorded.replayable import CannotReplay, Replayable, detached
+from clamp.recordings import sources
+from clamp.recordings.arguments import PLAIN, Call, leaves_of, what_differs
+from clamp.recordings.attempt import Attempt
+from clamp.recordings.capture import is_free, recording_of
+from clamp.recordings.gradients import Entries, Gradients, Known, Tokens
+from clamp.recordings.replayable import CannotReplay, Replayable, detached
+from clamp.recordings.variants import Variants
+from clamp.recordings.watch import Watch, is_same
 from clamp.scaling.manual import stages
 from clamp.scaling.step_report import warn_user
 

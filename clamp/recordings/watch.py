@@ -3,7 +3,7 @@
 A replay runs no Python, so whatever Python decided by, it decided when the pass was recorded. A :class:`Watch` is a
 photograph of that, taken by walking from some roots (a graph, a model) through attributes, containers, closures and
 the global names that functions use. Tensors are leaves here, told apart by identity; what they hold is read by the
-launches, and whether they have moved is known by ``residents.py``.
+launches, and whether they have moved is known by ``memory.py``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ import wrapt
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor
-from clamp.patching.recordings.code_names import CodeNames, attributes, global_names, imported, texts
-from clamp.patching.recordings.positions import GENERATORS, Values, drawn, position
+from clamp.recordings.code_names import CodeNames, attributes, global_names, imported, texts
+from clamp.recordings.iterator_state import GENERATORS, Values, drawn, position
 
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic)
 _ITEMS = (list, tuple, set, frozenset, deque)

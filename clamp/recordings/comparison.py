@@ -18,10 +18,10 @@ from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor
-from clamp.patching.recordings.capture import recording_of
-from clamp.patching.recordings.replay import Plan
-from clamp.patching.recordings.residents import address_of
-from clamp.patching.recordings.watch import content_of, is_library, is_same
+from clamp.recordings.capture import recording_of
+from clamp.recordings.memory import address_of
+from clamp.recordings.replay import Plan
+from clamp.recordings.watch import content_of, is_library, is_same
 
 
 def difference(plan: Plan, other: KernelCapture, given: Sequence[Tensor], brought: Sequence[Tensor]) -> str:

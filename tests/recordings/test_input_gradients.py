@@ -16,7 +16,7 @@ from netcl.optim import SGD
 
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
-from clamp.recorded.function import RecordedFunction
+from clamp.recordings.function import RecordedFunction
 from tests.reference import to_device
 
 CALLS = 9

@@ -23,10 +23,10 @@ from netcl.optim import SGD, Adam, clip_grad_norm
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
 from clamp.compat.paddle import GradScaler as PaddleScaler
-from clamp.patching.recordings import capture, residents
+from clamp.recordings import capture, memory
 from tests.networks import loss_of, mlp, weights_of
-from tests.patching.test_compiled import BATCHES, TARGETS, poisoned
-from tests.recorded.test_record import Run, Step, assert_same, clean, compare
+from tests.recordings.test_compiled import BATCHES, TARGETS, poisoned
+from tests.recordings.test_record import Run, Step, assert_same, clean, compare
 from tests.reference import to_device
 
 __all__ = ["clean"]  # the fixture, for every test here
@@ -454,7 +454,7 @@ def test_launches_of_other_threads_are_not_recorded(queue: cl.CommandQueue, monk
         return look()
 
     monkeypatch.setattr(capture, "living_tensors", looking)
-    monkeypatch.setattr(residents, "living_tensors", looking)
+    monkeypatch.setattr(memory, "living_tensors", looking)
 
     def infer(x: Tensor) -> Any:
         with ag.no_grad():
@@ -505,7 +505,7 @@ def test_looking_for_tensors_does_not_disturb_threads(queue: cl.CommandQueue) ->
         thread.start()
     kept = to_device(queue, np.zeros(3))
     for _ in range(30):
-        assert any(ref() is kept for ref, _ in residents.living_tensors())
+        assert any(ref() is kept for ref, _ in memory.living_tensors())
     ends.set()
     for thread in threads:
         thread.join()

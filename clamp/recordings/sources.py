@@ -16,7 +16,7 @@ from types import BuiltinMethodType, CodeType, FrameType
 from typing import Any
 
 from clamp.opencl.host_steps import refuse
-from clamp.patching.recordings.watch import LIBRARIES
+from clamp.recordings.watch import LIBRARIES
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 _FUNCTIONS = frozenset(

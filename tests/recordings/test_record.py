@@ -24,7 +24,7 @@ from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tensor
 from clamp.scaling.scale_rule import ScaleRule
 from tests.networks import loss_of, mlp, weights_of
-from tests.patching.test_compiled import BATCHES, TARGETS, poisoned
+from tests.recordings.test_compiled import BATCHES, TARGETS, poisoned
 from tests.reference import to_device
 
 Step = Callable[..., Any]

@@ -15,7 +15,7 @@ from netcl.runtime.capture import KernelCapture
 
 from clamp.bridge import Tensor
 from clamp.opencl.host_steps import HostValue, value_now
-from clamp.patching.recordings.watch import Watch
+from clamp.recordings.watch import Watch
 
 
 @dataclass

@@ -22,8 +22,7 @@ from netcl.nn.layers import Linear
 from clamp import amp, bridge, session
 from clamp.bridge import Node, Tensor
 from clamp.opencl import host_steps
-from clamp.patching.recordings import capture
-from clamp.recorded import function
+from clamp.recordings import capture, function
 from tests.reference import to_device
 
 ROOMS = (*(str(Path(str(module.__file__)).parent) for module in (capture, function)), host_steps.__file__)

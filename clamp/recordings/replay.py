@@ -18,9 +18,9 @@ from clamp.opencl.host_steps import refuse, replaying
 from clamp.opencl.program import Launch, launches_are_watched
 from clamp.params.weight_cache import weights
 from clamp.patching.meets import meets
-from clamp.patching.recordings.capture import recording_of
-from clamp.patching.recordings.dependencies import dependencies_of, require_fit, stale
-from clamp.patching.recordings.residents import Address, Residents, address_of
+from clamp.recordings.capture import recording_of
+from clamp.recordings.dependencies import dependencies_of, require_fit, stale
+from clamp.recordings.memory import Address, Residents, address_of
 
 #: What is called with a queue and the buffers of these numbers; what does the same, if no buffer changes and nobody
 #: watches; and what netcl does after it.

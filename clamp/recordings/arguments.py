@@ -13,7 +13,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tensor
 from clamp.casting.containers import with_items
 from clamp.opencl.host_steps import HostValue
-from clamp.patching.recordings.replay import shared_memory
+from clamp.recordings.replay import shared_memory
 
 PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 _BY_VALUE = (enum.Enum, type, FunctionType, np.dtype, range)

@@ -13,16 +13,16 @@ from clamp.opencl.host_steps import HostValue, is_host_value, value_now
 from clamp.params import gradient_marks
 from clamp.params.gradient_marks import mark_of, set_mark
 from clamp.params.weight_cache import weights
-from clamp.patching.recordings.attempt import Attempt
-from clamp.patching.recordings.capture import recording_of
-from clamp.patching.recordings.comparison import allocation_of, difference
-from clamp.patching.recordings.dependencies import dependencies_of
-from clamp.patching.recordings.replay import Plan
-from clamp.patching.recordings.residents import address_of
-from clamp.patching.recordings.variants import Recorded
-from clamp.patching.recordings.watch import Watch
-from clamp.recorded.arguments import PLAIN, Call, leaves_of, mapped
-from clamp.recorded.gradients import Entries, Gradients, Known
+from clamp.recordings.arguments import PLAIN, Call, leaves_of, mapped
+from clamp.recordings.attempt import Attempt
+from clamp.recordings.capture import recording_of
+from clamp.recordings.comparison import allocation_of, difference
+from clamp.recordings.dependencies import dependencies_of
+from clamp.recordings.gradients import Entries, Gradients, Known
+from clamp.recordings.memory import address_of
+from clamp.recordings.replay import Plan
+from clamp.recordings.variants import Recorded
+from clamp.recordings.watch import Watch
 
 RESULT_OP = "amp.record"  # name of the nodes that stand for results
 

@@ -13,8 +13,8 @@ from netcl.runtime.capture import KernelCapture
 
 from clamp import bridge
 from clamp.casting.regions import process_region
-from clamp.patching.recordings.residents import Address, Residents, Seen
-from clamp.patching.recordings.watch import Watch, is_same
+from clamp.recordings.memory import Address, Residents, Seen
+from clamp.recordings.watch import Watch, is_same
 
 
 class ModuleNotes:

@@ -25,10 +25,10 @@ from netcl.runtime.capture import KernelCapture
 
 from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tensor
-from clamp.patching.recordings import capture
-from clamp.patching.recordings.variants import MOST_KEYS, MOST_RECORDINGS
+from clamp.recordings import capture
+from clamp.recordings.variants import MOST_KEYS, MOST_RECORDINGS
 from tests.networks import LOSS_FACTOR, mlp, weights_of
-from tests.patching.test_compiled import BATCHES, TARGETS, assert_same, poisoned
+from tests.recordings.test_compiled import BATCHES, TARGETS, assert_same, poisoned
 from tests.reference import to_device
 
 

@@ -1,1 +1,0 @@
-"""Recorded steps: netcl's graphs and captures, what they depend on, and their replay."""

@@ -1,1 +1,0 @@
-"""Functions of the user's that are recorded once and replayed."""
