@@ -10,7 +10,7 @@ from clamp.compat.apex import initialize, scale_loss
 from clamp.compat.oneflow import Graph
 from clamp.compat.oneflow_scaler import StaticGradScaler
 from clamp.compat.paddle import auto_cast, decorate
-from clamp.compat.pytorch import GradScaler, custom_bwd, custom_fwd
+from clamp.compat.pytorch import GradScaler, checkpoint, custom_bwd, custom_fwd
 from clamp.compat.regions import autocast, get_autocast_dtype, is_autocast_enabled
 from clamp.debug.memory_meter import max_memory
 from clamp.handle import AmpHandle, NoOpHandle
@@ -45,6 +45,7 @@ __all__ = [
     "auto_cast",
     "autocast",
     "cast",
+    "checkpoint",
     "custom_bwd",
     "custom_fwd",
     "debugging",

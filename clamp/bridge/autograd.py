@@ -13,9 +13,12 @@ from netcl.autograd.engine import Node as Node
 from netcl.autograd.engine import Tape as Tape
 from netcl.autograd.graph import CompiledGraph as CompiledGraph
 
+from clamp.bridge.netcl_functions import own_copy
 from clamp.bridge.tensors import Tensor, has_frozen_mark, is_trained
 
 TensorLike: TypeAlias = Node | Tensor
+
+_engine = own_copy(Tape.backward)  # that no patch meets
 
 
 def value_of(x: TensorLike) -> Any:
@@ -43,6 +46,10 @@ class _Backward(Node):  # type: ignore[misc]
     ) -> None:
         """Runs backward from this node."""
         Tape().backward(self, grad)
+
+
+class OffTape(Node):  # type: ignore[misc]
+    """A node between others that no tape records, because it may be of several iterations."""
 
 
 def with_backward(x: Any) -> Any:
@@ -103,6 +110,53 @@ def off_tape() -> Iterator[None]:
         yield
     finally:
         engine.set_current_tape(tape)
+
+
+@contextmanager
+def recorded_apart(tape: Tape | None = None) -> Iterator[list[Node]]:
+    """Inside the ``with``, computed nodes are recorded, and go into a list in place of the tape around, or of one that
+    ops are given."""
+    around, was_enabled = engine.get_current_tape(), engine.is_grad_enabled()
+    apart = Tape()
+    kept = [(each, each.nodes) for each in {id(x): x for x in (around, tape) if x is not None}.values()]
+    try:
+        for each, _ in kept:
+            each.nodes = apart.nodes
+        engine.set_current_tape(apart)
+        engine.set_grad_enabled(True)
+        yield apart.nodes
+    finally:
+        apart.nodes = []  # a tape that dies cuts its nodes
+        engine.set_current_tape(around)
+        engine.set_grad_enabled(was_enabled)
+        for each, nodes in kept:
+            each.nodes = nodes
+
+
+def cut(nodes: Iterable[Node]) -> None:
+    """Lets go of what computed nodes keep for backward."""
+    for node in nodes:
+        node.grad_fn, node.parents = None, []
+
+
+def gradients_between(outs: Sequence[Node], grads: Sequence[Tensor | None], ends: Sequence[Node]) -> list[Any]:
+    """Gradients of some nodes of a graph by those of others that were computed from them; nothing else changes.
+
+    Args:
+        outs: computed nodes.
+        grads: their gradients, not all None.
+        ends: what is below these is not looked at.
+    """
+    root = Node(value=outs[0].value, grad_fn=lambda _: list(grads), parents=list(outs))
+    kept = [(node, node.grad_fn, node.parents, node.grad, node.value.grad) for node in ends]
+    try:
+        for node in ends:
+            node.grad_fn, node.parents, node.grad, node.value.grad = None, [], None, None
+        _engine(Tape(retain_grads=False), root, next(grad for grad in grads if grad is not None))
+        return [node.grad for node in ends]
+    finally:
+        for node, grad_fn, parents, grad, tensors_grad in kept:
+            node.grad_fn, node.parents, node.grad, node.value.grad = grad_fn, parents, grad, tensors_grad
 
 
 def _only_for_nodes(

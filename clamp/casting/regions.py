@@ -16,7 +16,7 @@ from typing import Any
 from clamp import bridge
 from clamp.casting.init_call import InitCall
 from clamp.casting.policy_table import PolicyTable, default_table
-from clamp.interrupts import of_threads
+from clamp.interrupts import holding, of_threads
 from clamp.params.weight_cache import weights
 
 AMP_DTYPES = ("float16", "bfloat16", "float32")
@@ -153,6 +153,12 @@ def called_in(region: Region | None, function: Callable[..., Any], *args: Any, *
             this_thread.around = outer
     finally:  # once more: an interrupt may be raised right before the line above
         this_thread.around = outer
+
+
+def same_around() -> Callable[[], AbstractContextManager[None]]:
+    """A ``with`` for later, inside of which ops cast as here."""
+    around = Around(current_region(), this_thread.around.in_op, None)
+    return lambda: holding(this_thread, "around", around)
 
 
 def casting_in(region: Region | None) -> AbstractContextManager[None]:

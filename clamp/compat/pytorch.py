@@ -15,8 +15,9 @@ from clamp.casting.containers import mapped, with_items
 from clamp.casting.regions import check_dtype
 from clamp.compat.regions import refuse_device
 from clamp.compat.scalers import FaceRule, FaceScaler, setting
+from clamp.functions.recompute import checkpointed
 from clamp.patching.custom import Backward, CustomBackward, CustomForward
-from clamp.patching.decorators import require_function
+from clamp.patching.decorators import require_function, runs_later
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.step_guard import StepGuards
@@ -246,6 +247,43 @@ def custom_fwd(
         return partial(custom_fwd, cast_inputs=cast_inputs)
     require_function(fwd, "@custom_fwd")
     return CustomForward(fwd, cast_inputs)
+
+
+def checkpoint(
+    function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """``function(*args, **kwargs)``, whose activations are not kept: backward computes them again.
+
+    What a model of many blocks keeps for backward is then one input a block, for one forward more::
+
+        for block in blocks:
+            x = amp.checkpoint(block, x)
+
+    The function runs again as it ran: in the same autocast regions, with the same random numbers and dropout masks;
+    running statistics of batch norms move once. Its gradients have the bits that they have without. It may read
+    parameters and nodes from outside, return nested containers, be checkpointed inside of another, and be recorded.
+
+    Args:
+        function: a function, method or layer that computes the same whenever it is called with the same arguments.
+        args, kwargs: its arguments, nodes or anything else. They are kept until backward.
+        use_reentrant: PyTorch's; has no effect.
+        preserve_rng_state: PyTorch's; random numbers are always those of the forward.
+
+    Returns:
+        What the function returns, in nodes of the same values; under ``no_grad`` just that.
+
+    Raises:
+        TypeError: ``function`` is none that runs when it is called.
+        RuntimeError: in backward, it computes something else than before, or a parameter has been written to meanwhile.
+    """
+    if not callable(function) or runs_later(function):
+        raise TypeError(
+            f"amp.checkpoint takes a function and its arguments, amp.checkpoint(block, x), got {function!r}: pass the "
+            "function itself, not what it returns, and none whose body runs later, a generator or coroutine"
+        )
+    session.ensure_patched()
+    return checkpointed(function, args, kwargs)
 
 
 def custom_bwd(bwd: Backward | None = None, *, device_type: None = None) -> Any:

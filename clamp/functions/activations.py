@@ -16,7 +16,7 @@ from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, bound, float_operands
 from clamp.casting.registry import implements
 from clamp.functions.elementwise import apply_unary
-from clamp.opencl.host_steps import Drawn
+from clamp.functions.recompute import drawn
 from clamp.ops import dropout as ops
 from clamp.ops import elementwise
 from clamp.ops.arguments import number, probability
@@ -111,7 +111,7 @@ def dropout(casting: Casting, x: TensorLike, p: float = 0.5, seed: int | None = 
     if p == 0:
         return x
     (operand,) = float_operands(casting, x)
-    key = Drawn(_draw_seed) if seed is None else int(seed)
+    key = drawn(_draw_seed) if seed is None else int(seed)
 
     def dropped(values: Tensor, dtype: str) -> Tensor:
         if p == 1:

@@ -13,6 +13,7 @@ from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Operand, as_node, bound, float_operands, floats_as_is
 from clamp.casting.registry import implements
+from clamp.functions.recompute import is_recomputing
 from clamp.ops import norm_planes as planes_ops
 from clamp.ops import norm_planes_backward as planes_backward
 from clamp.ops import norm_rows as rows_ops
@@ -91,6 +92,8 @@ def normalized_batch(
     moved: list[Any] = [None, None]
     if has_running or not training:
         moved = statistics_of(name, xo, xo.shape[1], running_mean, running_var)
+    if training and is_recomputing():
+        moved = [None, None]
     dtype, eps = casting.result_dtype(xo), float(eps)
     if training:
         out, mean, var = planes_ops.batch_norm(

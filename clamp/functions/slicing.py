@@ -51,7 +51,7 @@ class _Slices:
         node = None if slices is None else slices.node()
         if slices is None or node is None:
             slices = cls(sliced.shape, sliced.grad_dtype)
-            node = Node(
+            node = bridge.OffTape(
                 value=bridge.view(sliced.parent.value, sliced.shape),
                 grad_fn=slices._gradient,
                 parents=[sliced.parent],

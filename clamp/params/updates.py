@@ -123,6 +123,33 @@ class _Unfinished(NamedTuple):
 _unfinished: dict[int, _Unfinished] = {}  # by id of the optimizer: a user's may have no hash
 
 
+class StepClock:
+    """The time of the last step of each optimizer, on a clock that ticks with every step."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._last: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id, as above
+
+    def tick(self, optimizer: Any) -> None:
+        """The optimizer steps."""
+        self.now += 1
+        key = id(optimizer)
+        known = self._last.get(key)
+        if known is None or known[0]() is not optimizer:
+            known = weakref.ref(optimizer, lambda _: self._last.pop(key, None)), 0
+        self._last[key] = known[0], self.now
+
+    def stepped_since(self, param: Tensor, time: int) -> bool:
+        """Whether an optimizer that has the parameter has stepped after that time."""
+        if self.now == time:
+            return False
+        later = [optimizer() for optimizer, last in self._last.copy().values() if last > time]
+        return any(param is each for x in later if x is not None for pair in masters.pairs(x) for each in pair)
+
+
+step_clock = StepClock()
+
+
 def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) -> Any:
     """Makes a step of an optimizer: ``run()``, and what 16-bit parameters need around it.
 
@@ -142,6 +169,7 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
         if len(left.grads) == len(now) and all(map(is_, left.grads, now)):
             return None
     stepped = [master for master, _ in found]
+    step_clock.tick(optimizer)
     try:
         with masters.stepping(found):
             result = run()

@@ -21,6 +21,7 @@ from clamp.casting.operands import cast_node
 from clamp.casting.policy_table import CastPolicy, Entry
 from clamp.casting.regions import called_in, current_region, thread_casts_off
 from clamp.casting.results import RESULTS
+from clamp.functions import recompute
 from clamp.opencl.device import require_usable
 from clamp.opencl.host_steps import host_value, recorder
 from clamp.ops.cast import cast, cast_into
@@ -99,6 +100,9 @@ def tape_backward(
             in_half = in_half or node.value.dtype in _FLOAT16
             if node.op_name == SCALE_OP:
                 scaled.append(node)
+            elif node.op_name == recompute.OP and isinstance(node.grad_fn, recompute.Backward):
+                node.grad_fn.segment.begin()
+                in_half = in_half or node.grad_fn.segment.in_half
         else:
             leaves.append(node)
     for start in (loss, *(unscaled for node in scaled for unscaled in node.parents)):

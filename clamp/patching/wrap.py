@@ -25,6 +25,7 @@ from clamp.casting.policy_table import CastPolicy, Entry, netcl_defects
 from clamp.casting.regions import Region, called_in, casting_region, current_region
 from clamp.casting.registry import Function
 from clamp.casting.results import RESULTS
+from clamp.functions.recompute import is_checkpointed
 from clamp.opencl.host_steps import recorder
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -38,7 +39,8 @@ class Installed:
     now = False
 
 
-#: a recording of netcl's own would drop out the same in every replay: clamp's draws anew, and is recorded in its place
+#: A recording of netcl's own would drop out the same in every replay, and a forward that is run again something else:
+#: clamp's draws anew there, and drops out the same here.
 _DRAWS = frozenset({"netcl.autograd.dropout", "netcl.ops.elementwise.dropout"})
 
 
@@ -58,7 +60,7 @@ def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
         if region is None:
             # No casts here, but a 16-bit input must still not reach netcl's kernels, nor any a function of netcl's
             # that is wrong: a loss that the user keeps in float32 has to train as well.
-            ours = always or (draws and recorder() is not None)
+            ours = always or (draws and (recorder() is not None or is_checkpointed()))
             if not ours and not holds_half(args, kwargs):
                 return RESULTS.netcls(wrapped(*args, **kwargs), args)
             casting: Casting = _AS_GIVEN

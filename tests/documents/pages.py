@@ -80,6 +80,7 @@ def pytorch(page: Ran, queue: cl.CommandQueue) -> None:
     assert [step.optimizer for step in page.steps] == [page["optimizer"]] * 3 + [page["first"], page["second"]]
     assert "netcl has no second derivatives" in page.output
     assert np.abs(page["constant"].to_host()).max() > 0
+    assert page["blocks"][0].layers[0].weight.grad is not None
 
 
 def loss_scaling(page: Ran, queue: cl.CommandQueue) -> None:

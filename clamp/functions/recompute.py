@@ -1,0 +1,232 @@
+"""Activation checkpointing: what is computed again in backward, in place of being kept from the forward.
+
+Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear memory cost", 2016. A function is run, and what it
+recorded for backward is let go of; its results become one node. In backward it runs once more, in the region of its
+forward, with the random numbers of its forward, and its gradients are those of that graph. Parameters and other nodes
+that it reads from outside are parents of the node, so that whatever holds for gradients (scales, marks, averages over
+ranks) holds for theirs.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from clamp import bridge
+from clamp.bridge import Node, Tape, Tensor
+from clamp.casting.containers import mapped
+from clamp.casting.regions import same_around
+from clamp.interrupts import holding, of_threads
+from clamp.opencl.host_steps import Drawn
+from clamp.params.updates import step_clock
+from clamp.params.writes import writes
+
+OP = "checkpoint"
+
+
+class _Thread(threading.local):
+    draws: tuple[list[Drawn], ...] = ()  # of the forwards that are under way, one in another
+    again: Iterator[Drawn] | None = None  # the draws of the forward that is being run again
+
+
+_thread = of_threads(_Thread())
+
+
+def drawn(draw: Callable[[], int]) -> Drawn:
+    """A random number that every replay draws anew; where a forward is run again, the one that it drew."""
+    if _thread.again is None:
+        made = Drawn(draw)
+    else:
+        draw()  # whoever draws after it from the same generator gets what followed in the forward
+        made = next(_thread.again, None) or _differs("draws more random numbers")
+    for draws in _thread.draws:
+        draws.append(made)
+    return made
+
+
+def is_checkpointed() -> bool:
+    """Whether a forward that is run twice runs here, for the first time or again."""
+    return bool(_thread.draws) or _thread.again is not None
+
+
+def is_recomputing() -> bool:
+    """Whether a forward is run again here: running statistics have moved already."""
+    return _thread.again is not None
+
+
+def checkpointed(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What ``function(*args, **kwargs)`` returns, its computed nodes in nested containers replaced by such that compute
+    it again in backward. Under no_grad, and where nothing needs a gradient, what it returns."""
+    if not bridge.is_grad_enabled():
+        return function(*args, **kwargs)
+    return Segment(function, args, kwargs).result
+
+
+class Segment:
+    """A function's run, of which only arguments and results are kept.
+
+    Attributes:
+        result: what it returned.
+        in_half: whether float16 numbers took part in it.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._call = function, args, kwargs
+        self._tape = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tape)), None)
+        self._generators = np.random.get_state(), random.getstate()
+        self._around = same_around()
+        self._draws: list[Drawn] = []
+        self._times = writes.now, step_clock.now
+        with holding(_thread, "draws", (*_thread.draws, self._draws)):
+            result, nodes = self._run()
+        self._ends = _ends(nodes.copy())
+        outs = _computed(result, nodes) if self._ends else []
+        self.in_half = any(bridge.STORAGE.get(node.value.dtype) == "f16" for node in nodes)
+        self._kinds = [_kind(node) for node in outs]
+        self._grads: dict[int, Tensor] = {}
+        made = {id(out): node for out, node in zip(outs, self._nodes(outs), strict=True)}
+        self.result = mapped(result, lambda x: made.get(id(x), x)) if made else result
+        if made:
+            bridge.cut(nodes)
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+        self._grads.clear()
+
+    def _run(self) -> tuple[Any, list[Node]]:
+        function, args, kwargs = self._call
+        with bridge.recorded_apart(self._tape) as nodes:
+            return function(*args, **kwargs), nodes
+
+    def _nodes(self, outs: Sequence[Node]) -> list[Any]:
+        """The nodes that stand for computed ones. Several have one parent, whose gradients are computed together, when
+        those of all of them are there."""
+        ends = list(self._ends.values())
+        if len(outs) <= 1:
+            return [self._node(out, Backward(self, lambda grad: self._gradients([grad])), ends) for out in outs]
+        value = outs[0].value
+        together = self._node(
+            Node(bridge.view(value, value.shape)), Backward(self, lambda _: self._gradients(self._given())), ends
+        )
+        token = bridge.zeros(value.queue, (1,), "float32")
+
+        def noting(index: int) -> Callable[[Tensor], list[Tensor | None]]:
+            def note(grad: Tensor) -> list[Tensor | None]:
+                self._grads[index] = grad
+                return [token]
+
+            return note
+
+        return [self._node(out, noting(index), [together]) for index, out in enumerate(outs)]
+
+    def _node(self, out: Node, backward: Callable[[Tensor], list[Tensor | None]], parents: Sequence[Node]) -> Any:
+        return bridge.make_node(out.value, backward, parents, OP, self._tape)
+
+    def _given(self) -> list[Tensor | None]:
+        return [self._grads.get(index) for index in range(len(self._kinds))]
+
+    def _gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Runs the function again, and backward through it: gradients of the nodes that it reads from outside."""
+        self._require_unwritten()
+        with self._as_it_was():
+            result, nodes = self._run()
+        outs = _computed(result, nodes)
+        ends = _ends(nodes)
+        if [_kind(out) for out in outs] != self._kinds:
+            _differs(f"returns {_listed(map(_kind, outs))} in place of {_listed(self._kinds)}")
+        if not ends.keys() <= self._ends.keys():
+            _differs("reads other tensors that need a gradient")
+        bridge.merge_leaves([end for end in ends.values() if bridge.is_leaf(end)], nodes)
+        found = dict(zip(ends, bridge.gradients_between(outs, grads, list(ends.values())), strict=True))
+        return [found.get(key) for key in self._ends]
+
+    @contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        """Inside the ``with``, regions and random numbers are those of the forward."""
+        generators = np.random.get_state(), random.getstate()
+        try:
+            np.random.set_state(self._generators[0])
+            random.setstate(self._generators[1])
+            with self._around(), holding(_thread, "again", iter(self._draws)):
+                yield
+        finally:
+            np.random.set_state(generators[0])
+            random.setstate(generators[1])
+
+    def _require_unwritten(self) -> None:
+        written, stepped = self._times
+        for end in self._ends.values():
+            value = end.value
+            if writes.since(value.buffer, written) or step_clock.stepped_since(value, stepped):
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(value.shape)} that a checkpointed function reads was written to between "
+                    "its forward and backward, so that running it again would give the gradients of another forward: "
+                    "run backward before optimizer.step(), or call the function without amp.checkpoint"
+                )
+
+
+class Backward:
+    """Backward of a segment's node.
+
+    Attributes:
+        segment: the segment.
+    """
+
+    def __init__(self, segment: Segment, run: Callable[[Tensor], list[Tensor | None]]) -> None:
+        self.segment, self._run = segment, run
+
+    def __call__(self, grad: Tensor) -> list[Tensor | None]:
+        return self._run(grad)
+
+
+def _ends(nodes: list[Node]) -> dict[Hashable, Node]:
+    """The nodes outside that some were computed from and that need a gradient; of the leaves of one tensor the first.
+
+    Args:
+        nodes: those that were recorded; nodes between them that are on no tape are added.
+    """
+    inside = {id(node) for node in nodes}
+    found: dict[Hashable, Node] = {}
+    for node in nodes:  # grows as it goes
+        for parent in node.parents:
+            if id(parent) in inside or not bridge.needs_grad(parent):
+                continue
+            if isinstance(parent, bridge.OffTape):
+                inside.add(id(parent))
+                nodes.append(parent)
+            else:
+                found.setdefault(("leaf", id(parent.value)) if bridge.is_leaf(parent) else id(parent), parent)
+    return found
+
+
+def _computed(result: Any, nodes: Sequence[Node]) -> list[Node]:
+    """The nodes in nested containers that were computed, each once."""
+    inside, found = {id(node) for node in nodes}, dict[int, Node]()
+
+    def note(x: Any) -> Any:
+        if id(x) in inside:
+            found[id(x)] = x
+        return x
+
+    mapped(result, note)
+    return list(found.values())
+
+
+def _kind(node: Node) -> tuple[str, tuple[int, ...]]:
+    return str(node.value.dtype), tuple(node.value.shape)
+
+
+def _listed(kinds: Any) -> str:
+    return ", ".join(f"{dtype} of shape {shape}" for dtype, shape in kinds) or "nothing"
+
+
+def _differs(what: str) -> Any:
+    raise RuntimeError(
+        f"a checkpointed function, run again in backward, {what}: it must compute the same whenever it is called with "
+        "the same arguments. Take what changes (a counter, a batch drawn inside) out of it and pass it in."
+    )

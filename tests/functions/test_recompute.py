@@ -1,0 +1,442 @@
+"""``amp.checkpoint``: gradients, results, statistics and random numbers have the bits that they have without it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.nn.batchnorm import BatchNorm2dModule
+from netcl.nn.layers import Conv2d, Dropout, Linear, ReLU, Sequential
+from netcl.nn.transformer import TransformerBlock
+from netcl.optim import SGD, Adam
+
+from clamp import amp, bridge
+from clamp.bridge import Node, Parameter, Tape, Tensor
+from tests.networks import batch
+from tests.reference import assert_same, to_device
+
+pytestmark = pytest.mark.usefixtures("shut_down")
+
+Checkpoint = Callable[..., Any]  # amp.checkpoint, or what just calls
+Forward = Callable[[Checkpoint, Node], Node]
+WIDTH = 8
+
+
+def plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In place of ``amp.checkpoint``."""
+    return function(*args, **kwargs)
+
+
+def _blocks(queue: cl.CommandQueue) -> tuple[list[Any], Forward]:
+    blocks = [Sequential(Linear(queue, WIDTH, WIDTH), ReLU(), Dropout(0.3), Linear(queue, WIDTH, WIDTH)) for _ in "123"]
+
+    def forward(checkpoint: Checkpoint, x: Node) -> Node:
+        for block in blocks:
+            x = checkpoint(block, x)
+        return x
+
+    return blocks, forward
+
+
+def _nested(queue: cl.CommandQueue) -> tuple[list[Any], Forward]:
+    blocks, inner = _blocks(queue)
+    last = Linear(queue, WIDTH, WIDTH)
+
+    def outer(checkpoint: Checkpoint, x: Node) -> Node:
+        return ag.dropout(last(inner(checkpoint, ag.dropout(x, 0.2))), 0.4)
+
+    return [*blocks, last], lambda checkpoint, x: checkpoint(outer, checkpoint, x)
+
+
+def _transformer(queue: cl.CommandQueue) -> tuple[list[Any], Forward]:
+    block = TransformerBlock(WIDTH, 2, dropout=0.2, queue=queue)
+    return [block], lambda checkpoint, x: checkpoint(lambda y: block(ag.reshape(y, (1, -1, WIDTH))), x)
+
+
+def _images(queue: cl.CommandQueue) -> tuple[list[Any], Forward]:
+    layers = [Conv2d(queue, 1, 4, 3, pad=1), BatchNorm2dModule(queue, 4), ReLU(), Conv2d(queue, 4, 4, 3, pad=1)]
+    model = Sequential(*layers, BatchNorm2dModule(queue, 4))
+    return [model], lambda checkpoint, x: checkpoint(model, ag.reshape(x, (-1, 1, 2, WIDTH // 2)))
+
+
+def _containers(queue: cl.CommandQueue) -> tuple[list[Any], Forward]:
+    """Two results that are used, one that is not, one that is what was passed, and things that are no tensors."""
+    first, second = Linear(queue, WIDTH, WIDTH), Linear(queue, WIDTH, 3)
+
+    def parts(given: dict[str, Node], factor: float) -> dict[str, Any]:
+        x = given["x"]
+        return {"wide": first(x), "rest": [second(x), (ag.mul(first(x), factor), "text")], "same": x, "none": None}
+
+    def forward(checkpoint: Checkpoint, x: Node) -> Node:
+        found = checkpoint(parts, {"x": x}, factor=2.0)
+        if found["same"] is not x or found["rest"][1][1] != "text" or found["none"] is not None:
+            raise ValueError("other results")  # no assert: pytest's own code would be looked through by a recording
+        return ag.add(ag.sum(found["wide"]), ag.sum(found["rest"][0]))
+
+    return [first, second], forward
+
+
+def _from_outside(queue: cl.CommandQueue) -> tuple[list[Any], Forward]:
+    """Reads a computed node and a parameter that it is not passed; both are used outside as well."""
+    shared, other = Linear(queue, WIDTH, WIDTH), Linear(queue, WIDTH, WIDTH)
+
+    def forward(checkpoint: Checkpoint, x: Node) -> Node:
+        hidden = ag.relu(shared(x))
+        y = checkpoint(lambda z: ag.mul(other(shared(z)), hidden), hidden)
+        return ag.add(other(y), ag.mul(hidden, y))
+
+    return [shared, other], forward
+
+
+def _random(queue: cl.CommandQueue) -> tuple[list[Any], Forward]:
+    """Draws numbers of its own between those of dropout."""
+    layer = Linear(queue, WIDTH, WIDTH)
+
+    def noisy(x: Node) -> Node:
+        y = ag.dropout(ag.mul(layer(x), float(np.random.uniform(1, 2))), 0.5)
+        return ag.dropout(ag.mul(y, random.uniform(1, 2) + np.random.uniform()), 0.25)
+
+    return [layer], lambda checkpoint, x: checkpoint(noisy, x)
+
+
+def _regions(queue: cl.CommandQueue) -> tuple[list[Any], Forward]:
+    """Regions of several dtypes around a checkpoint and in it."""
+    layer = Linear(queue, WIDTH, WIDTH)
+
+    def inside(x: Node) -> Node:
+        with amp.autocast(dtype="bfloat16"):
+            x = layer(x)
+        with amp.autocast(enabled=False):
+            return ag.softmax(layer(amp.cast(x, "float32")))
+
+    def forward(checkpoint: Checkpoint, x: Node) -> Node:
+        with amp.autocast(dtype="float32"):
+            x = checkpoint(layer, x)
+        return ag.mul(checkpoint(inside, x), checkpoint(layer, x))
+
+    return [layer], forward
+
+
+PROGRAMS = {
+    "blocks": _blocks,
+    "nested": _nested,
+    "transformer": _transformer,
+    "images": _images,
+    "containers": _containers,
+    "from outside": _from_outside,
+    "random": _random,
+    "regions": _regions,
+}
+
+
+def _tensors(modules: list[Any]) -> list[Tensor]:
+    return [tensor for module in modules for _, tensor in bridge.module_tensors(module)]
+
+
+def _trained(
+    queue: cl.CommandQueue, name: str, checkpoint: Checkpoint, handle: Any, around: AbstractContextManager[Any],
+    wrap: Callable[[Any], Any] = lambda step: step, every: int = 1,
+) -> list[Any]:  # fmt: skip
+    """Gradients and results of three passes, all tensors after them, and the next random numbers.
+
+    Args:
+        wrap: makes of a step what is called.
+        every: passes for an optimizer's step.
+    """
+    np.random.seed(3)
+    random.seed(4)
+    modules, forward = PROGRAMS[name](queue)
+    params = [tensor for tensor in _tensors(modules) if bridge.is_weight(tensor)]
+    optimizer, found = SGD(params, lr=0.05), list[Any]()
+
+    def run(x: Tensor) -> Tensor:
+        node = Node(x, requires_grad=True)
+        out = forward(checkpoint, node)
+        loss = ag.mul(ag.sum(ag.mul(out, out)), 0.01)
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return out.value
+
+    run = wrap(run)
+    with around:
+        for index in range(3):
+            x = batch(queue, 5, WIDTH, 1, seed=index)[0]
+            found.append(run(x).to_host())
+            found.extend(param.grad.to_host() for param in params)
+            if index % every == every - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [*found, *(tensor.to_host() for tensor in _tensors(modules)), np.random.bytes(8), random.random()]
+
+
+#: what gets several gradients, some of them inside: these are added up in another order
+ADDED_UP = ("from outside", "regions")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_everything_has_the_bits_that_it_has_without(queue: cl.CommandQueue, name: str, dtype: str) -> None:
+    handle = amp.init(dtype=dtype, loss_scale=64.0)
+    plain = _trained(queue, name, plainly, handle, nullcontext())
+    found = _trained(queue, name, amp.checkpoint, handle, nullcontext())
+    if name not in ADDED_UP:
+        assert_same(found, plain)
+        return
+    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}[dtype]
+    for one, other in zip(found[:-2], plain[:-2], strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=32 * unit * np.abs(other).max())
+
+
+@pytest.mark.parametrize("name", ["blocks", "images", "containers"])
+@pytest.mark.parametrize("mode", ["O2", "casts off", "recorded", "accumulated"])
+def test_in_every_mode(queue: cl.CommandQueue, name: str, mode: str) -> None:
+    handle = amp.init(level="O2" if mode == "O2" else "O1", loss_scale=64.0)
+    around = handle.disable_casts if mode == "casts off" else nullcontext
+
+    def run(checkpoint: Checkpoint) -> list[Any]:
+        wrap: Any = amp.record if mode == "recorded" else lambda step: step
+        return _trained(queue, name, checkpoint, handle, around(), wrap, 1 + (mode == "accumulated"))
+
+    if mode == "casts off" and name == "blocks":  # netcl's dropout draws from nowhere, and clamp's stands in for it
+        first, second = run(amp.checkpoint), run(amp.checkpoint)
+        assert_same(second, first)
+    else:
+        assert_same(run(amp.checkpoint), run(plainly))
+
+
+@pytest.mark.parametrize("is_active", [True, False], ids=["AMP", "no AMP"])
+def test_dropout_drops_the_same_in_backward(queue: cl.CommandQueue, is_active: bool) -> None:
+    if is_active:
+        amp.init()
+    x = Node(to_device(queue, np.ones(1000)), requires_grad=True)
+    y = amp.checkpoint(lambda z: ag.dropout(ag.dropout(z, 0.3), 0.3), x)
+    Tape().backward(ag.sum(y))
+    np.testing.assert_array_equal(x.grad.to_host(), y.value.to_host())
+    assert 300 < np.count_nonzero(x.grad.to_host()) < 700
+
+
+def test_statistics_of_netcls_own_batch_norm_move_once(queue: cl.CommandQueue) -> None:
+    x, moved = to_device(queue, np.arange(32).reshape(2, 4, 2, 2)), []
+    for checkpoint in (plainly, amp.checkpoint):
+        layer = BatchNorm2dModule(queue, 4)
+        Tape().backward(ag.sum(checkpoint(layer, Node(x, requires_grad=True))))
+        moved.append(layer.running_mean.to_host())
+    assert_same([moved[1]], [moved[0]])
+
+
+@pytest.mark.parametrize("spelling", ["no tape", "tape around", "tape passed", "tape passed as an argument"])
+def test_whatever_records(queue: cl.CommandQueue, spelling: str) -> None:
+    """What a segment computed is on no tape, with the tape's backward and with the node's."""
+    amp.init(loss_scale=1.0)
+    x, w = (Node(to_device(queue, np.eye(4) + 1), requires_grad=True) for _ in "12")
+
+    def product(y: Node, tape: Tape | None = None) -> Node:
+        return ag.relu(ag.matmul_op(y, w, tape=tape), tape=tape)
+
+    tape = Tape()
+    with tape if spelling == "tape around" else nullcontext():
+        given = {"tape passed": {"tape": tape}}.get(spelling, {})
+        more = (tape,) if spelling == "tape passed as an argument" else ()
+        y = amp.checkpoint(product, x, *more, **given)
+    assert len(tape.nodes) == (spelling != "no tape")
+    tape.backward(ag.sum(y))
+    np.testing.assert_array_equal(x.grad.to_host(), np.full((4, 4), 5.0))
+    np.testing.assert_array_equal(w.grad.to_host(), np.full((4, 4), 5.0))
+    assert len(tape.nodes) == (spelling != "no tape")
+
+
+def test_a_graph_that_is_kept_gives_its_gradients_twice(queue: cl.CommandQueue) -> None:
+    handle = amp.init(loss_scale=8.0)
+    modules, forward = _containers(queue)
+    params = [tensor for tensor in _tensors(modules) if bridge.is_weight(tensor)]
+    optimizer = SGD(params, lr=0.1)
+    loss = ag.sum(forward(amp.checkpoint, Node(batch(queue, 3, WIDTH, 1)[0], requires_grad=True)))
+    found = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        found.append([param.grad.to_host() for param in params])
+    assert_same(found[1], found[0])
+
+
+def test_each_of_several_results_has_its_own_gradients(queue: cl.CommandQueue) -> None:
+    """Whichever of them a backward comes to, and after one that ended in the middle."""
+    amp.init(loss_scale=1.0)
+    x = Node(to_device(queue, [1.0, 2.0]), requires_grad=True)
+    first, second = amp.checkpoint(lambda y: (ag.mul(y, 2.0), ag.mul(y, 3.0)), x)
+
+    def fails(grad: Tensor) -> list[Tensor]:
+        raise ArithmeticError
+
+    def gradient(*losses: Node) -> list[float]:
+        x.grad = x.value.grad = None
+        total = losses[0] if len(losses) == 1 else ag.add(*losses)
+        Tape().backward(ag.sum(total))
+        return [float(value) for value in x.grad.to_host()]
+
+    assert gradient(first) == [2.0, 2.0]
+    assert gradient(second) == [3.0, 3.0]
+    assert gradient(second, first) == [5.0, 5.0]
+    broken = bridge.make_node(second.value, fails, [x], "fails")
+    with pytest.raises(ArithmeticError):
+        gradient(ag.add(broken, ag.mul(first, 0.5)), second)
+    assert gradient(second) == [3.0, 3.0]
+
+
+def test_what_needs_no_gradient_is_just_computed(queue: cl.CommandQueue) -> None:
+    amp.init()
+    x = to_device(queue, np.ones((2, 2)))
+    calls = []
+
+    def double(y: Any) -> Any:
+        calls.append(y)
+        return ag.mul(y, 2.0)
+
+    with ag.no_grad():
+        assert isinstance(amp.checkpoint(double, Node(x, requires_grad=True)), Tensor)
+    plain = amp.checkpoint(double, Node(x))
+    assert plain.grad_fn is None
+    assert amp.checkpoint(lambda: 3) == 3
+    y = amp.checkpoint(double, Node(x, requires_grad=True))
+    assert len(calls) == 3
+    with ag.no_grad():
+        Tape().backward(y)
+    assert len(calls) == 4
+
+
+def test_activations_are_not_kept(queue: cl.CommandQueue) -> None:
+    amp.init()
+    layers = [Sequential(*(ReLU() for _ in range(8))) for _ in range(4)]
+    peaks = []
+    for checkpoint in (plainly, amp.checkpoint):
+        amp.max_memory(reset=True)
+        x = Node(to_device(queue, np.ones((256, 1024))), requires_grad=True)
+        y = ag.mul(x, 1.0)
+        for layer in layers:
+            y = checkpoint(layer, y)
+        Tape().backward(ag.sum(y))
+        peaks.append(amp.max_memory())
+        del x, y
+    assert peaks[1] < 0.6 * peaks[0]
+
+
+class _Changing:
+    """Computes something else at every call."""
+
+    def __init__(self, what: str, weight: Node) -> None:
+        self._what, self._weight, self._calls = what, weight, 0
+
+    def __call__(self, x: Node) -> Any:
+        self._calls += 1
+        again = self._calls > 1
+        if self._what == "shape":
+            return ag.sum(x) if again else ag.mul(x, 2.0)
+        if self._what == "dtype":
+            return amp.cast(ag.mul(x, 2.0), "bfloat16" if again else "float16")
+        if self._what == "number":
+            return [ag.mul(x, factor) for factor in (2.0, 3.0)[: 1 + again]]
+        if self._what == "tensors":
+            return ag.mul(x, self._weight) if again else ag.mul(x, 2.0)
+        return ag.dropout(ag.dropout(x, 0.5), 0.5) if again else ag.dropout(x, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("shape", r"returns float\d\d of shape \(1,\) in place of float\d\d of shape \(2,\)"),
+        ("dtype", r"returns bfloat16 of shape \(2,\) in place of float16 of shape \(2,\)"),
+        ("number", r"returns .*, .* in place of"),
+        ("tensors", "reads other tensors that need a gradient"),
+        ("dropout", "draws more random numbers"),
+    ],
+)
+def test_a_function_that_computes_something_else_in_backward_raises(
+    queue: cl.CommandQueue, what: str, message: str
+) -> None:
+    amp.init()
+    x, weight = (Node(to_device(queue, [1.0, 2.0]), requires_grad=True) for _ in "12")
+    y = amp.checkpoint(_Changing(what, weight), x)
+    y = y[0] if isinstance(y, list) else y
+    np.random.seed(5)
+    with pytest.raises(RuntimeError, match=f"run again in backward, {message}.*compute the same whenever"):
+        Tape().backward(ag.sum(y))
+    after = np.random.bytes(4)
+    np.random.seed(5)
+    assert np.random.bytes(4) == after, "random numbers go on as if nothing had been run"
+    z = Node(to_device(queue, [1.0, 2.0]), requires_grad=True)
+    Tape().backward(ag.sum(amp.checkpoint(lambda x: ag.mul(x, 3.0), z)))
+    assert z.grad.to_host().tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("how", ["step", "netcl's step", "write", "master's step"])
+def test_weights_that_change_before_backward_raise(queue: cl.CommandQueue, how: str) -> None:
+    level = "O2" if how == "master's step" else "O1"
+    handle = amp.init(level=level, loss_scale=1.0, enabled=how != "netcl's step")
+    layer, other = Linear(queue, WIDTH, 4), Linear(queue, WIDTH, 4)
+    optimizer, others = Adam(layer.parameters(), lr=0.1), SGD(other.parameters(), lr=0.1)
+    x = Node(batch(queue, 3, WIDTH, 1)[0])
+    for changes in (False, True):
+        y = ag.sum(amp.checkpoint(layer, x))
+        for param in (*layer.parameters(), *other.parameters()):
+            param.grad = to_device(queue, np.ones(param.shape))
+        others.step()
+        if changes and how == "write":
+            layer.weight.write(np.ones(layer.weight.shape, np.float32))
+        elif changes:
+            optimizer.step()
+        for param in layer.parameters():
+            param.grad = None
+        if changes:
+            with pytest.raises(RuntimeError, match="was written to between its forward and backward"):
+                Tape().backward(y)
+        else:
+            Tape().backward(y)
+    assert handle is not None
+
+
+async def _later(x: Node) -> AsyncIterator[Node]:
+    yield x
+
+
+def _one_by_one(x: Node) -> Iterator[Node]:
+    yield x
+
+
+@pytest.mark.parametrize("function", [5, None, "layer", _later, _one_by_one])
+def test_what_is_no_function_raises(queue: cl.CommandQueue, function: Any) -> None:
+    with pytest.raises(TypeError, match=r"amp\.checkpoint takes a function and its arguments"):
+        amp.checkpoint(function, Node(to_device(queue, [1.0])))
+
+
+def test_an_error_inside_leaves_everything_as_it_was(queue: cl.CommandQueue) -> None:
+    amp.init(loss_scale=1.0)
+    w = Parameter.from_host(queue, np.ones((2, 2), np.float32))
+    x, calls = Node(to_device(queue, np.eye(2)), requires_grad=True), []
+
+    def fails(at: int) -> Callable[[Node], Node]:
+        def function(y: Node) -> Node:
+            calls.append(y)
+            if len(calls) == at:
+                raise ArithmeticError
+            return ag.relu(ag.matmul_op(y, Node(w)))
+
+        return function
+
+    tape = Tape()
+    with tape, pytest.raises(ArithmeticError):
+        amp.checkpoint(fails(1), x)
+    with tape:
+        y = ag.sum(amp.checkpoint(fails(3), x))
+    w.grad = before = to_device(queue, np.full((2, 2), 7.0))
+    with pytest.raises(ArithmeticError):
+        tape.backward(y)
+    assert w.grad is before
+    tape.backward(y)
+    np.testing.assert_array_equal(w.grad.to_host(), np.full((2, 2), 8.0))
