@@ -143,30 +143,34 @@ def test_defaults(gradients: Callable[[bool], Tensor]) -> None:
     assert (scale.scale, scale.growth_tracker) == (2.0**15, 0)
 
 
-def test_it_grows_after_the_interval_up_to_the_maximum(gradients: Callable[[bool], Tensor]) -> None:
-    scale = DynamicLossScale(8.0, ScaleRule(growth_interval=3, max_scale=24.0))
-    seen = []
-    for _ in range(9):
-        run_pass(scale, gradients(False))
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+#: start, rule, passes (X: one that overflows), scale and growth tracker after each
+EXAMPLES: dict[str, tuple[float, ScaleRule, str, list[tuple[float, int]]]] = {
+    "up to the maximum": (
+        8.0, ScaleRule(growth_interval=3, max_scale=24.0), ".........",
+        [(8, 1), (8, 2), (16, 0), (16, 1), (16, 2), (24, 0), (24, 1), (24, 2), (24, 0)],
+    ),
+    "never to infinity": (
+        2.0**126, ScaleRule(growth_interval=1, max_scale=FLOAT32_MAX), "..", [(2.0**127, 0)] * 2
+    ),
+    "down to the floor": (8.0, ScaleRule(min_scale=3.0), "XXX", [(4, 0), (3, 0), (3, 0)]),
+    "overflows in a row": (
+        64.0, ScaleRule(decr_every_n_nan_or_inf=2), "X.XXX", [(64, 0), (64, 1), (64, 0), (32, 0), (32, 0)]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_scale_moves_by_its_rule(gradients: Callable[[bool], Tensor], name: str) -> None:
+    start, rule, passes, expected = EXAMPLES[name]
+    scale, seen = DynamicLossScale(start, rule), []
+    for each in passes:
+        run_pass(scale, gradients(each == "X"))
+        assert scale.overflowed(A) == (each == "X")  # the step is skipped, whether the scale falls or not
         seen.append((scale.scale, scale.growth_tracker))
-    assert seen == [(8, 1), (8, 2), (16, 0), (16, 1), (16, 2), (24, 0), (24, 1), (24, 2), (24, 0)]
-
-
-def test_it_never_grows_to_infinity(gradients: Callable[[bool], Tensor]) -> None:
-    scale = DynamicLossScale(2.0**126, ScaleRule(growth_interval=1, max_scale=float(np.finfo(np.float32).max)))
-    for expected in (2.0**127, 2.0**127):
-        run_pass(scale, gradients(False))
-        assert scale.scale == expected
-
-
-def test_it_falls_to_the_floor_and_no_further(gradients: Callable[[bool], Tensor]) -> None:
-    scale = DynamicLossScale(8.0, ScaleRule(min_scale=3.0))
-    seen = []
-    for _ in range(3):
-        run_pass(scale, gradients(True))
-        seen.append(scale.scale)
-    assert seen == [4.0, 3.0, 3.0]
-    assert scale.floor == 3.0
+    assert seen == expected
+    assert scale.floor == rule.min_scale
 
 
 def test_it_falls_once_for_a_step_of_several_passes(gradients: Callable[[bool], Tensor]) -> None:
@@ -196,16 +200,6 @@ def test_the_highest_bit_is_an_optimizer_too(gradients: Callable[[bool], Tensor]
     run_pass(scale, gradients(True), 1 << 31)
     assert scale.overflowed(1 << 31)
     assert not scale.overflowed((1 << 31) - 1)
-
-
-def test_hysteresis_counts_overflows_in_a_row(gradients: Callable[[bool], Tensor]) -> None:
-    scale = DynamicLossScale(64.0, ScaleRule(decr_every_n_nan_or_inf=2))
-    seen = []
-    for overflow in (True, False, True, True, True):
-        run_pass(scale, gradients(overflow))
-        seen.append(scale.scale)
-        assert scale.overflowed(A) == overflow  # the step is skipped, whether the scale falls or not
-    assert seen == [64, 64, 64, 32, 32]
 
 
 def test_recorded_passes_leave_the_scale_until_it_is_adjusted(gradients: Callable[[bool], Tensor]) -> None:

@@ -210,21 +210,6 @@ def test_step_keeps_its_signature_and_refuses_a_closure(queue: cl.CommandQueue, 
     assert pickle.loads(pickle.dumps(copy.copy(vars(optimizer)["lr"]))) == optimizer.lr
 
 
-def test_optimizers_that_share_a_parameter_share_its_overflow(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
-    model, data = mlp(queue, 16, 32, 8), batch(queue, 32, 16, 8)
-    first, second = SGD(model.parameters()), SGD(model.parameters()[:1])
-    handle._scaling.guard(second)
-    before = weights_of(model)
-    with handle.scale_loss(loss_of(model, data), first) as scaled_loss:
-        scaled_loss.backward()
-        plant(first.params[0])
-    with handle.scale_loss(loss_of(model, data), second) as scaled_loss:
-        scaled_loss.backward()
-    first.step()
-    second.step()
-    assert_same(weights_of(model), before)
-
-
 def test_a_failed_loss_does_not_count(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     model, data = mlp(queue, 16, 32, 8), batch(queue, 32, 16, 8)
     optimizer = handle.wrap_optimizer(SGD(model.parameters(), lr=1e-3))

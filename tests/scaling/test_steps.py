@@ -148,16 +148,6 @@ def test_a_gradient_that_a_user_adds_to_a_scaled_one_is_checked(training: Traini
     assert not handle.last_step.stepped
 
 
-def test_25_steps_on_nan_raise_in_bfloat16_too(training: Training) -> None:
-    handle = amp.init(dtype="bfloat16")
-    for _ in range(24):
-        training.backward(handle, np.nan)
-        training.optimizer.step()
-    training.backward(handle, np.nan)
-    with pytest.raises(FloatingPointError, match=r"25 steps in a row were skipped: .*layers\.2\.weight"):
-        training.optimizer.step()
-
-
 def test_a_static_scale_that_is_too_large_is_called_so(training: Training) -> None:
     handle = amp.init(loss_scale=2.0**15)
     with pytest.raises(FloatingPointError, match=r"at the static loss scale 32768: either the scale is too large"):  # noqa: PT012
@@ -165,7 +155,7 @@ def test_a_static_scale_that_is_too_large_is_called_so(training: Training) -> No
             training.backward(handle, np.inf)
             training.optimizer.step()
     dynamic = amp.GradScaler(2.0**-126)
-    with pytest.raises(FloatingPointError, match="at its floor"):  # noqa: PT012
+    with pytest.raises(FloatingPointError, match=r"at its floor .*layers\.0\.weight"):  # noqa: PT012
         for _ in range(25):
             training.optimizer.zero_grad()
             dynamic.scale(loss_of(training.model, training.data)).backward()
@@ -562,7 +552,7 @@ def test_a_clean_step_ends_a_row_of_skips(training: Training) -> None:
         training.optimizer.step()
         assert handle.last_step.stepped == (bad is None)
     training.backward(handle, np.nan)
-    with pytest.raises(FloatingPointError, match="25 steps in a row"):
+    with pytest.raises(FloatingPointError, match=r"25 steps in a row were skipped: .*layers\.2\.weight"):
         training.optimizer.step()
 
 
@@ -614,17 +604,3 @@ def test_an_own_step_is_guarded_once(training: Training) -> None:
     step()  # kept after shutdown: nothing guards it any more
     assert optimizer.t == before + 1
     assert len(handle.history) == 0
-
-
-def test_code_that_a_user_gives_a_redirected_function_stays() -> None:
-    class Counter:
-        def add(self) -> int:
-            return 1
-
-    mine = (lambda self: 2).__code__
-    redirected = Redirected(Counter.add, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs))
-    redirected.put()
-    Counter.add.__code__ = mine
-    redirected.undo()
-    assert Counter.add.__code__ is mine
-    assert Counter().add() == 2

@@ -1,0 +1,308 @@
+"""The loss scalers of three faces, PyTorch's, Paddle's and netcl's, as one table of transitions: which calls move the
+scale to where, and which are refused."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from typing import Any, ClassVar
+
+import netcl.amp
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl.optim import SGD
+
+from clamp import amp
+from clamp.compat import paddle
+from tests.scaling.test_overflow import plant
+from tests.scaling.test_shared import parameter, summed
+
+pytestmark = pytest.mark.usefixtures("shut_down")
+
+
+class Pytorch:
+    """PyTorch's names: of arguments, of the state's keys, of getters and setters with the setters' arguments."""
+
+    scaler = amp.GradScaler
+    arguments: ClassVar = {
+        "scale": "init_scale",
+        "up": "growth_factor",
+        "down": "backoff_factor",
+        "every": "growth_interval",
+    }
+    enabled = "enabled"
+    keys = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+    tracker = "_growth_tracker"
+    setters: ClassVar = {"up": "new_factor", "down": "new_factor", "every": "new_interval"}
+
+    def __init__(self, **settings: Any) -> None:
+        self.one = self.scaler(**{self.arguments[name]: value for name, value in settings.items()})
+
+    def scale_of(self) -> float:
+        return self.one.get_scale()
+
+    def scale(self, loss: Any) -> Any:
+        return self.one.scale(loss)
+
+    def unscale(self, optimizer: Any) -> None:
+        self.one.unscale_(optimizer)
+
+    def step(self, optimizer: Any) -> None:
+        self.one.step(optimizer)
+
+
+class Paddle(Pytorch):
+    scaler = paddle.GradScaler
+    arguments: ClassVar = {
+        "scale": "init_loss_scaling", "up": "incr_ratio", "down": "decr_ratio", "every": "incr_every_n_steps",
+        "bad": "decr_every_n_nan_or_inf", "dynamic": "use_dynamic_loss_scaling",
+    }  # fmt: skip
+    enabled = "enable"
+    keys = (
+        "scale", "incr_ratio", "decr_ratio", "incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_count",
+        "decr_count", "use_dynamic_loss_scaling",
+    )  # fmt: skip
+    tracker = "incr_count"
+    setters: ClassVar = {name: f"new_{argument}" for name, argument in arguments.items() if name != "dynamic"}
+
+    def scale_of(self) -> float:
+        return self.one.get_loss_scaling()
+
+
+class Netcl(Pytorch):
+    scaler = netcl.amp.GradScaler
+
+    def scale_of(self) -> float:
+        return self.one.scale
+
+    def scale(self, loss: Any) -> Any:
+        return self.one.scale_loss(loss)
+
+    def unscale(self, optimizer: Any) -> None:
+        self.one.unscale_grads(optimizer.params)
+
+    def step(self, optimizer: Any) -> None:
+        self.one.step(optimizer, optimizer.params)
+
+
+FACES: dict[str, type[Pytorch]] = {"pytorch": Pytorch, "paddle": Paddle, "netcl": Netcl}
+OURS = ["pytorch", "paddle"]
+TURNS = {".": "bsU", "X": "bxsU"}  # a clean step, and one whose gradient has an inf
+
+
+class Run:
+    """Calls, a letter each, with a scaler, one parameter and its optimizer.
+
+    ``b`` backward from the scaled loss, after zero_grad; ``p`` from the loss itself; ``x`` ``m`` ``n`` an inf, -inf or
+    nan comes into the gradient; ``z`` zero_grad; ``u`` unscale; ``s`` step; ``U`` update.
+    """
+
+    def __init__(self, queue: cl.CommandQueue, face: str, **settings: Any) -> None:
+        self.param = parameter(queue)
+        self.optimizer = SGD([self.param], lr=2.0**-10)
+        self.scaler = FACES[face](**settings)
+        self.bad = False
+
+    def calls(self, letters: str) -> list[float]:
+        """Makes these calls, in turns; returns the scale after each turn."""
+        return [[self._call(letter) for letter in TURNS.get(turn, turn)] and self.scaler.scale_of()
+                for turn in letters.split()]  # fmt: skip
+
+    def _call(self, letter: str) -> None:
+        if letter in "bpz":
+            self.optimizer.zero_grad()
+            self.bad = False
+        if letter in "bp":
+            loss = summed(self.param)
+            (self.scaler.scale(loss) if letter == "b" else loss).backward()
+        elif letter in "xmn":
+            plant(self.param, {"x": np.inf, "m": -np.inf, "n": np.nan}[letter])
+            self.bad = True
+        elif letter == "u":
+            self.scaler.unscale(self.optimizer)
+        elif letter == "U":
+            self.scaler.one.update()
+        elif letter == "s":
+            before = self.param.to_host()
+            self.scaler.step(self.optimizer)
+            assert np.array_equal(self.param.to_host(), before) == self.bad, "it steps where the gradient is finite"
+
+
+@pytest.fixture(params=["autocast alone", "under a handle"])
+def under(request: pytest.FixtureRequest) -> str:
+    if request.param == "under a handle":
+        amp.init()
+    return request.param
+
+
+# ---------------------------------------------------------------------------------------------- transitions
+
+#: faces, settings, calls, the scale after each turn
+SCALES: dict[str, tuple[str, dict[str, Any], str, list[float]]] = {
+    "it halves, and grows": ("pytorch paddle netcl", {"every": 2}, "X X . . .", [2.0**e for e in (15, 14, 14, 15, 15)]),
+    "nan": ("pytorch paddle netcl", {}, "bnsU", [2.0**15]),
+    "other factors": ("pytorch paddle netcl", {"up": 4.0, "down": 0.25, "every": 1}, ". X", [2.0**18, 2.0**16]),
+    "it stays finite": (
+        "pytorch paddle", {"scale": 2.0**126, "every": 2}, ". . . . . .", [2.0**126, *[2.0**127] * 5]
+    ),
+    "unscaled only": ("pytorch paddle", {}, "bxuU .", [2.0**15] * 2),
+    "inf after unscaling": ("pytorch paddle netcl", {}, "buxsU", [2.0**15]),
+    "-inf after unscaling": ("pytorch paddle netcl", {}, "bumsU", [2.0**15]),
+    "nan after unscaling": ("pytorch paddle netcl", {}, "bunsU", [2.0**15]),
+    "several bad steps in a row": (
+        "paddle", {"scale": 1024.0, "bad": 2, "down": 0.25}, "X . X X", [1024.0, 1024.0, 1024.0, 256.0]
+    ),
+    "not below one": (
+        "paddle", {"scale": 2.0, "every": 3, "up": 4.0}, ". . . X X X X X", [2.0, 2.0, 8.0, 4.0, 2.0, 1.0, 1.0, 1.0]
+    ),
+    "from below one": (
+        "paddle", {"scale": 0.25, "every": 1, "down": 0.75}, ". . . X X", [0.5, 1.0, 2.0, 1.5, 1.125]
+    ),
+    "one that stays": ("paddle", {"scale": 128.0, "every": 1, "dynamic": False}, "X . X", [128.0] * 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "face"), [(name, face) for name, row in SCALES.items() for face in row[0].split()])
+def test_calls_move_the_scale(queue: cl.CommandQueue, under: str, name: str, face: str) -> None:
+    if face == "netcl" and under != "under a handle":
+        amp.init()  # netcl's own scaler without
+    _, settings, calls, scales = SCALES[name]
+    run = Run(queue, face, **settings)
+    assert run.calls(calls) == scales
+    if face in OURS:
+        clean = len(list(itertools.takewhile(lambda turn: turn == ".", reversed(calls.split()))))
+        assert run.scaler.one.state_dict()[run.scaler.tracker] == clean % settings.get("every", 2000)
+
+
+#: calls of which the last raises, what it says, calls that are right after it
+REFUSED: dict[str, tuple[str, str, str]] = {
+    "unscale twice": ("buu", r"unscale_\(\) has already been called on this optimizer since the last update", "s Ubu"),
+    "unscale after step": ("bsu", r"unscale_\(\) is being called after step\(\)", "U ."),
+    "step twice": ("bss", r"step\(\) has already been called since the last update", "U ."),
+    "unscale before scale": ("pu", r"^unscale_\(\) was called before any loss was scaled", "bu"),
+    "step before scale": ("ps", r"^step\(\) was called before any loss was scaled", "."),
+    "unscale before anything": ("u", r"^unscale_\(\) was called before any loss was scaled", "bu"),
+    "step before anything": ("s", r"^step\(\) was called before any loss was scaled", "bu"),
+    "step without gradients": ("bzs", "none of its parameters has a gradient", "U!"),
+    "update before anything": ("U", "no inf checks were recorded prior to update", "."),
+    "update without a step": ("bU", "no inf checks were recorded prior to update", "sU"),
+}
+
+
+@pytest.mark.parametrize("face", OURS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_calls_out_of_order_are_refused(queue: cl.CommandQueue, under: str, name: str, face: str) -> None:
+    calls, message, then = REFUSED[name]
+    run = Run(queue, face)
+    if len(calls) > 1:
+        run.calls(calls[:-1])
+    with pytest.raises(RuntimeError, match=message):
+        run.calls(calls[-1])
+    if then == "U!":  # there is nothing to update by
+        with pytest.raises(RuntimeError, match="no inf checks were recorded prior to update"):
+            run.calls("U")
+    else:
+        run.calls(then)
+
+
+# ---------------------------------------------------------------------------------------------- settings and state
+
+
+@pytest.mark.parametrize("face", OURS)
+def test_settings_can_be_read_and_set(queue: cl.CommandQueue, face: str) -> None:
+    """By the arguments' names, too; they hold from the next update on."""
+    run = Run(queue, face, every=2000)
+    run.calls("b")
+    one = run.scaler.one
+    assert tuple(one.state_dict().values())[1:4] == (2.0, 0.5, 2000)
+    values = {"up": 4.0, "down": 0.25, "every": 1, "bad": 1, "scale": 2.0**10}
+    for name, argument in run.scaler.setters.items():
+        public = run.scaler.arguments[name]
+        getattr(one, f"set_{public}")(**{argument: values[name]})
+        assert getattr(one, f"get_{public}")() == values[name]
+        getattr(one, f"set_{public}")(values[name])
+        with pytest.raises(TypeError):
+            getattr(one, f"set_{public}")(other=1.0)
+    start = run.scaler.scale_of()
+    assert run.calls("bsU X") == [4 * start, start]
+
+
+BAD: list[tuple[str, Any]] = [
+    *(("scale", value) for value in (0.0, -1.0, np.inf, np.nan, 1e39, True)),
+    ("up", 1.0), ("up", "2"), ("down", 1.0), ("down", 0.0), ("every", 0), ("every", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("face", OURS)
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_settings_that_make_no_sense_are_refused(name: str, value: Any, face: str) -> None:
+    names = FACES[face]
+    given = {names.arguments[name]: value}
+    with pytest.raises(ValueError, match="must be"):
+        names.scaler(**given)
+    off = names.scaler(**given, **{names.enabled: False})  # a script that switches AMP off may leave them in
+    public = names.arguments[name]
+    if name in names.setters:
+        assert getattr(off, f"get_{public}")() is value
+        with pytest.raises(ValueError, match=r"."):
+            getattr(names.scaler(), f"set_{public}")(value)
+        getattr(off, f"set_{public}")("anything")
+    state = pickle.loads(pickle.dumps(off)).state_dict() if face == "pytorch" else off.state_dict()
+    assert (getattr(off, "get_scale" if face == "pytorch" else "get_loss_scaling")(), state) == (1.0, {})
+
+
+@pytest.mark.parametrize("face", OURS)
+def test_disabled_it_passes_through(queue: cl.CommandQueue, face: str) -> None:
+    names = FACES[face]
+    run = Run(queue, face)
+    run.scaler.one = off = names.scaler(**{names.enabled: False})
+    loss = summed(run.param)
+    assert off.scale(loss) is loss
+    assert run.calls("b u u s s U U .") == [1.0] * 8
+    if face == "pytorch":
+        off.update(3.0)
+        off.update(True)
+        assert off.scale("anything") == "anything"
+    else:
+        before = run.param.to_host()
+        off.minimize(run.optimizer, loss)
+        assert not np.array_equal(run.param.to_host(), before)
+    off.load_state_dict({})
+    assert off.state_dict() == {}
+    assert not (off.is_enabled if face == "pytorch" else off.is_enable)()
+
+
+@pytest.mark.parametrize("face", OURS)
+def test_a_state_continues_identically(queue: cl.CommandQueue, under: str, face: str) -> None:
+    settings = {"scale": 2.0**10, "up": 3.0, "down": 0.25, "every": 2, **({"bad": 2} if face == "paddle" else {})}
+    run, other = Run(queue, face, **settings), Run(queue, face)
+    run.calls(". X .")
+    assert run.scaler.one.state_dict()[run.scaler.tracker] == 1
+    run.calls("X")
+    state = run.scaler.one.state_dict()
+    assert tuple(state) == run.scaler.keys
+    assert (state[run.scaler.tracker], state.get("decr_count", 1)) == (0, 1)
+    other.scaler.one.load_state_dict(state)
+    assert other.scaler.one.state_dict() == state
+    for turn in [".", "X", "X", ".", "."]:
+        assert other.calls(turn) == run.calls(turn)
+        assert other.scaler.one.state_dict() == run.scaler.one.state_dict()
+
+
+@pytest.mark.parametrize("face", OURS)
+@pytest.mark.parametrize(
+    ("name", "value"), [("scale", 0.0), ("scale", True), ("scale", "x"), ("up", 1.0), ("tracker", -1)]
+)
+def test_a_wrong_state_is_refused_and_changes_nothing(name: str, value: Any, face: str) -> None:
+    names = FACES[face]
+    scaler = names.scaler()
+    state = scaler.state_dict()
+    key = {"scale": "scale", "up": names.arguments["up"], "tracker": names.tracker}[name]
+    with pytest.raises(ValueError, match=r"."):
+        scaler.load_state_dict({**state, "scale": 2.0, key: value})
+    with pytest.raises(ValueError, match="missing"):
+        scaler.load_state_dict({"scale": 1.0})
+    with pytest.raises(RuntimeError, match="state dict is empty"):
+        scaler.load_state_dict({})
+    assert scaler.state_dict() == state
