@@ -26,7 +26,8 @@ import pyopencl as cl
 import wrapt
 
 from clamp import amp
-from clamp.cli.bench.cases.small_networks import CNN, LM, MLP, SmallNetwork, Trainer
+from clamp.cli.bench.networks import EXAMPLES as NETWORKS
+from clamp.cli.bench.networks import Network, Trainer
 from clamp.cli.devices import choose_device, describe
 from clamp.opencl import cache_writer, program
 from clamp.opencl.cache_writer import Place
@@ -34,7 +35,6 @@ from clamp.opencl.program import Built
 from clamp.opencl.progress import PROGRESS
 from clamp.scaling.step_report import Reports, StepReport
 
-NETWORKS: dict[str, SmallNetwork] = {"mlp": MLP, "cnn": CNN, "lm": LM}
 _STEPS = 2
 _WIDTH = 60  # of macros in the list
 
@@ -138,7 +138,7 @@ def compile_given() -> None:
         print("\n" + json.dumps(vars(cost)))
 
 
-def _train(network: SmallNetwork, dtype: str, device: cl.Device) -> None:
+def _train(network: Network, dtype: str, device: cl.Device) -> None:
     context = cl.Context([device])
     trainer = Trainer(cl.CommandQueue(context, device), network)
     with amp.init(dtype=dtype) as handle:

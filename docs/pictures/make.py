@@ -17,7 +17,7 @@ from matplotlib.patches import FancyBboxPatch, Patch
 
 from clamp import amp
 from clamp.bridge import Tensor
-from clamp.cli.bench.cases.small_networks import CNN
+from clamp.cli.bench.networks import CNN
 from clamp.cli.devices import choose_device
 
 HERE = Path(__file__).parent

@@ -19,13 +19,13 @@ import pytest
 from clamp.casting.policy_table import CastPolicy, default_table
 from clamp.casting.registry import OWNED
 from clamp.cli import doctor, main
-from clamp.cli.bench import command, first_step
-from clamp.cli.bench.cases import gemm as gemm_bench
-from clamp.cli.bench.cases.contenders import Case, Contender, random_tensor
-from clamp.cli.bench.cases.unscale import TENSORS, counted_launches, mixed_sizes
+from clamp.cli.bench import command, first_step, products
+from clamp.cli.bench.bandwidth import TENSORS, mixed_sizes
+from clamp.cli.bench.contenders import Case, Contender, random_tensor
+from clamp.cli.bench.networks import MLP
 from clamp.cli.bench.peers import PeerError, PeerProcess, blas_settings, installed_peers
 from clamp.cli.bench.report import rows_of
-from clamp.cli.bench.timing import Effort, Race, Timing, interleave, settle, timed
+from clamp.cli.bench.timing import Effort, Race, Timing, counted_launches, interleave, settle, timed
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator, slug
 from clamp.cli.lists import reached
 from clamp.opencl import proofs
@@ -109,7 +109,7 @@ def test_bench_measures_first_steps(queue: cl.CommandQueue, tmp_path: Path, monk
     if is_simulator(queue.device):
         pytest.skip("too slow to simulate")
     monkeypatch.setenv("CLAMP_CACHE_LATER", "")
-    monkeypatch.setattr(first_step, "NETWORKS", {"MLP": "digits MLP"})
+    monkeypatch.setattr(first_step, "NETWORKS", {"mlp": MLP})
     monkeypatch.setattr(command, "QUICK", Effort(rounds=1, seconds=0.0, least=1, most=1))
     arguments = ["--first-step", "--no-peers", "--against", str(Path(__file__).parents[2])]
     arguments += ["--device", queue.device.platform.name, "--json", str(tmp_path / "first.json")]
@@ -432,10 +432,10 @@ def test_bench_says_how_much_of_a_matrix_units_limit_a_product_reaches(
 ) -> None:
     """Of 100 GFLOP/s, of which float16 may take four for one; where there is no such unit, of none."""
     found = replace(capabilities(queue), amx=True, amx_fp16=False)
-    monkeypatch.setattr(gemm_bench.amx, "limit", lambda queue: 100e9)
+    monkeypatch.setattr(products.amx, "limit", lambda queue: 100e9)
     for device, shares in ((found, {"float16": 0.8, "bfloat16": 0.2}), (replace(found, amx=False), {})):
-        monkeypatch.setattr(gemm_bench, "capabilities", lambda queue, device=device: device)
-        (case,) = gemm_bench.gemm_cases(queue, [8], ["NN"], [])
+        monkeypatch.setattr(products, "capabilities", lambda queue, device=device: device)
+        (case,) = products.gemm_cases(queue, [8], ["NN"], [])
         race = Race({one.name: Timing((2 * 8**3 / 20e9,)) for one in case.contenders}, {})
         reached = {row.contender.split()[-1]: row.extra["of_limit"] for row in rows_of(case, race) if row.extra}
         assert reached == pytest.approx(shares)

@@ -8,14 +8,14 @@ import pyopencl as cl
 import pytest
 
 from clamp import amp
-from clamp.cli.bench.cases.small_networks import CNN, LM, MLP, README_MLP, SmallNetwork, Trainer
+from clamp.cli.bench.networks import CNN, LM, MLP, README_MLP, Network, Trainer
 from clamp.opencl import program
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("network", [README_MLP, MLP, CNN, LM], ids=str)
 def test_nothing_is_compiled_after_the_first_step(
-    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, network: SmallNetwork, dtype: str
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, network: Network, dtype: str
 ) -> None:
     builds: list[str] = []
     original = program.build

@@ -11,9 +11,9 @@ import pytest
 
 from clamp.bridge import Tensor
 from clamp.cli import main
-from clamp.cli.bench.cases.networks import Mlp
-from clamp.cli.bench.cases.step import Variant
-from clamp.cli.bench.cases.unscale import counted_launches
+from clamp.cli.bench.networks import mlp
+from clamp.cli.bench.steps import Variant
+from clamp.cli.bench.timing import counted_launches
 from clamp.debug.profiler import Recorder
 from clamp.debug.timeline import Command, Gap, Timeline, Total, Wait, merged
 from clamp.ops.cast import cast
@@ -53,7 +53,7 @@ def test_a_timeline_shows_every_command_of_a_step(
 
 
 def test_a_recorder_sees_as_many_launches_as_there_are(profiling: cl.CommandQueue) -> None:
-    with Variant(profiling, Mlp(2, 32, 8), "float16").steps() as train:
+    with Variant(profiling, mlp(2, 32, 8), "float16").steps() as train:
         with counted_launches() as launches:
             train()
         with Recorder() as recorder:

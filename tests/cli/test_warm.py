@@ -10,7 +10,7 @@ import pytest
 
 from clamp import amp
 from clamp.cli import main, warm
-from clamp.cli.bench.cases.small_networks import CNN, LM, MLP, README_MLP, SmallNetwork, Trainer
+from clamp.cli.bench.networks import CNN, LM, MLP, README_MLP, Network, Trainer
 from clamp.cli.devices import is_simulator
 from clamp.opencl import amx, cache
 
@@ -109,7 +109,7 @@ def test_networks(device: str, model: str, tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("network", [README_MLP, MLP, CNN, LM], ids=str)
-def test_small_networks_learn(queue: cl.CommandQueue, network: SmallNetwork) -> None:
+def test_small_networks_learn(queue: cl.CommandQueue, network: Network) -> None:
     if is_simulator(queue.device):
         pytest.skip("too slow to simulate")
     trainer = Trainer(queue, network)

@@ -18,7 +18,7 @@ from netcl.trainer.trainer import Trainer
 from clamp import amp
 from clamp.bridge import Node, Tensor
 from clamp.casting.results import RESULTS
-from clamp.cli.bench.cases.unscale import counted_launches
+from clamp.cli.bench.timing import counted_launches
 from clamp.debug.attribution import SKIPS_EXPLAINED
 from clamp.debug.explain import Explanation
 from clamp.ops.elementwise import elementwise

@@ -10,7 +10,7 @@ import pytest
 
 from clamp import amp
 from clamp.bridge import Tensor
-from clamp.cli.bench.cases.small_networks import CNN, LM, MLP, SmallNetwork
+from clamp.cli.bench.networks import CNN, LM, MLP, Network
 
 SCALES = [2.0**exponent for exponent in range(24, 0, -1)]
 
@@ -18,7 +18,7 @@ SCALES = [2.0**exponent for exponent in range(24, 0, -1)]
 class Run:
     """A network, one batch of noise and its optimizer."""
 
-    def __init__(self, queue: cl.CommandQueue, network: SmallNetwork) -> None:
+    def __init__(self, queue: cl.CommandQueue, network: Network) -> None:
         np.random.seed(0)
         random = np.random.default_rng(0)
         self.network, self.model = network, network.model(queue)
@@ -42,7 +42,7 @@ class Run:
 @pytest.mark.parametrize(
     "network", [MLP, pytest.param(CNN, marks=pytest.mark.slow), pytest.param(LM, marks=pytest.mark.slow)], ids=str
 )
-def test_the_suggested_scale_is_within_a_factor_of_four(queue: cl.CommandQueue, network: SmallNetwork) -> None:
+def test_the_suggested_scale_is_within_a_factor_of_four(queue: cl.CommandQueue, network: Network) -> None:
     run = Run(queue, network)
     with amp.init() as handle:
 

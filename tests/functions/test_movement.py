@@ -18,7 +18,7 @@ from clamp import amp
 from clamp.bridge import Node, Tape, Tensor, view
 from clamp.casting.operands import NotOwned
 from clamp.casting.policies import Match, Promote
-from clamp.cli.bench.cases.unscale import counted_launches
+from clamp.cli.bench.timing import counted_launches
 from clamp.functions import joining, slicing
 from clamp.ops import concat
 from tests.functions.operands import half, leaf

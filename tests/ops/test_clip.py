@@ -11,7 +11,7 @@ from netcl.core.parameter import Parameter
 from netcl.optim import clip
 
 from clamp import amp
-from clamp.cli.bench.cases.unscale import counted_launches
+from clamp.cli.bench.timing import counted_launches
 from tests.reference import to_device
 
 CLIPS = [clip.clip_grad_norm, clip.clip_grad_norm_device]

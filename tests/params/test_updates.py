@@ -22,7 +22,7 @@ from netcl.optim.clip import clip_grad_norm_device
 
 from clamp import amp, bridge
 from clamp.bridge import Tensor
-from clamp.cli.bench.cases.unscale import counted_launches
+from clamp.cli.bench.timing import counted_launches
 from clamp.ops.loss_scale import DeviceState
 from clamp.params import masters
 from tests.networks import batch, mlp, step

@@ -11,7 +11,7 @@ from netcl import autograd as ag
 
 from clamp import amp
 from clamp.bridge import Node, Parameter, Tensor
-from clamp.cli.bench.cases.unscale import counted_launches
+from clamp.cli.bench.timing import counted_launches
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import built_programs
 from clamp.params.weight_cache import weights

@@ -19,7 +19,7 @@ from netcl.optim import SGD, Adam, AdamW
 
 from clamp import amp
 from clamp.bridge import Parameter, Tensor
-from clamp.cli.bench.cases.unscale import counted_launches
+from clamp.cli.bench.timing import counted_launches
 from clamp.interrupts import uninterrupted
 from clamp.ops.loss_scale import DeviceState
 from clamp.patching.redirect import Redirected

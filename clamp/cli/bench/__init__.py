@@ -1,1 +1,1 @@
-"""``python -m clamp bench``: the command, what it times (cases/), against whom (peers), how (timing), the report."""
+"""``python -m clamp bench``: the command, what makes its cases, against whom (peers), how (timing), and the report."""

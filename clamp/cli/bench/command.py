@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pyopencl as cl
@@ -20,24 +22,31 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 import clamp
 from clamp.cli import INTERRUPTED, USUAL_WORKS
-from clamp.cli.bench import timeline_report
-from clamp.cli.bench.cases.attention import attention_cases
-from clamp.cli.bench.cases.bandwidth import bandwidth_cases, cast_cases
-from clamp.cli.bench.cases.calls import call_cases
-from clamp.cli.bench.cases.contenders import Case, dtypes_of
-from clamp.cli.bench.cases.conv import SHAPES, conv_cases
-from clamp.cli.bench.cases.gemm import gemm_cases
-from clamp.cli.bench.cases.networks import Cnn, Mlp, ResNet
-from clamp.cli.bench.cases.small import small_cases
-from clamp.cli.bench.cases.small_networks import Network
-from clamp.cli.bench.cases.step import make_variants, step_case
-from clamp.cli.bench.cases.unscale import unscale_cases
+from clamp.cli.bench import networks
+from clamp.cli.bench.bandwidth import bandwidth_cases, cast_cases, unscale_cases
+from clamp.cli.bench.contenders import Case, dtypes_of
 from clamp.cli.bench.first_step import first_step_cases
+from clamp.cli.bench.networks import Network
 from clamp.cli.bench.peers import PeerProcess, installed_peers
-from clamp.cli.bench.report import Row, json_file, memory_rows, print_rows, rows_of, write_json
+from clamp.cli.bench.products import SHAPES, attention_cases, conv_cases, gemm_cases
+from clamp.cli.bench.report import (
+    RATIOS,
+    Row,
+    content_of,
+    json_file,
+    memory_rows,
+    plot,
+    print_rows,
+    print_timeline,
+    rows_of,
+    write_json,
+)
+from clamp.cli.bench.steps import Variant, call_cases, make_variants, small_cases, step_case
 from clamp.cli.bench.timing import NORMAL, QUICK, Effort, interleave
 from clamp.cli.console import make_console
 from clamp.cli.devices import choose_device, describe, slug
+from clamp.debug.profiler import Recorder
+from clamp.debug.timeline import Timeline
 from clamp.opencl.device import capabilities
 from clamp.opencl.processor import host_cpu_flags
 
@@ -62,7 +71,7 @@ def run(args: Namespace) -> int:
     console = make_console()
     if args.timeline:
         only = ("step",) if args.only == USUAL_WORKS else args.only
-        return timeline_report.run(args, device, networks(args, only), file, console)
+        return _show_timeline(args, device, networks_of(args, only), file, console)
     context = cl.Context([device])  # held here: Intel's runtime frees a context that only its queue refers to
     queue = cl.CommandQueue(context, device)
     bench = Bench(queue, args, QUICK if args.quick else NORMAL, began, file)
@@ -133,7 +142,7 @@ class Bench:
     def write(self) -> None:
         """Writes what was measured so far, after each case: a run may be cut off."""
         if self.file is not None:
-            write_json(self.file, self.head(), self.rows)
+            write_json(self.file, {**self.head(), "ratios": RATIOS, "rows": [asdict(row) for row in self.rows]})
 
     def _with_those_asked_for(self, case: Case) -> Case:
         if not self.args.no_netcl:
@@ -176,7 +185,7 @@ class Bench:
         if "small" in args.only:
             yield from small_cases(self.queue, peers)
             yield from call_cases(self.queue)
-        for network in networks(args, args.only):
+        for network in networks_of(args, args.only):
             levels = ("O1", "O2") if network.work == "guide" else ("O1",)
             yield from self._step_cases(network, levels, peers)
 
@@ -226,11 +235,11 @@ class Bench:
         }
 
 
-def networks(args: Namespace, works: Sequence[str]) -> list[Network]:
+def networks_of(args: Namespace, works: Sequence[str]) -> list[Network]:
     """The networks among the works, in the sizes asked for."""
     layers, width, batch = args.step
-    guide = Mlp(layers, width, batch, work="guide", relu=False)
-    known: list[Network] = [Mlp(layers, width, batch), Cnn(args.cnn), guide, ResNet(*args.resnet)]
+    guide = networks.mlp(layers, width, batch, "guide", relu=False)
+    known = [networks.mlp(layers, width, batch), networks.cnn(args.cnn), guide, networks.resnet(*args.resnet)]
     return [network for network in known if network.work in works]
 
 
@@ -248,3 +257,50 @@ def _print_head(console: Console, head: dict[str, Any]) -> None:
     load, cpus = head["machine"]["load_before"], head["machine"]["cpus"]
     if load is not None and cpus and load > _BUSY * cpus:
         console.print(f"[yellow]other programs kept the machine busy (load {load:.1f}): do not trust these figures[/]")
+
+
+def timeline_of(device: cl.Device, network: Network, what: str) -> Timeline:
+    """The timeline of one step, after a few that build kernels and settle the loss scale.
+
+    Args:
+        what: ``"netcl"``, or clamp's dtype, or that and a level: ``"float16-O2"``.
+    """
+    dtype, _, level = what.partition("-")
+    context = cl.Context([device])  # held here: Intel's runtime frees a context that only its queue refers to
+    queue = cl.CommandQueue(context, device, properties=cl.command_queue_properties.PROFILING_ENABLE)
+    variant = Variant(queue, network, None if what == "netcl" else dtype, level or "O1")
+    recorder = Recorder()
+    with variant.steps() as train:
+        queue.finish()
+        began = perf_counter()
+        with recorder:
+            train()
+        queue.finish()
+        seconds = perf_counter() - began
+    return recorder.timeline(seconds)
+
+
+def _show_timeline(
+    args: Namespace, device: cl.Device, found: list[Network], file: Path | None, console: Console
+) -> int:
+    """Records, prints, draws and writes what was asked for; returns the exit status."""
+    if len(found) != 1:
+        print("--timeline is of one network: give --only step, cnn, guide or resnet", file=sys.stderr)
+        return 2
+    if args.plot and not Path(args.plot).absolute().parent.is_dir():
+        print(f"cannot draw {args.plot}: there is no such folder", file=sys.stderr)
+        return 2
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        print("--plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 1
+    timeline = timeline_of(device, found[0], args.timeline)
+    title = f"{found[0]}, {args.timeline}, on {device.name.strip()}"
+    print_timeline(console, timeline, title)
+    if args.plot:
+        plot(timeline, title, Path(args.plot))
+        console.print(f"drawn: {args.plot}", highlight=False, soft_wrap=True)
+    if file is not None:
+        head = {"network": str(found[0]), "what": args.timeline, "device": device.name.strip()}
+        write_json(file, {**head, **content_of(timeline)})
+        console.print(f"written: {file}", highlight=False, soft_wrap=True)
+    return 0

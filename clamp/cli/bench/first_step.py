@@ -1,13 +1,14 @@
 """What the first training step of a process takes, where nothing is compiled yet and after another has compiled it.
 
-Each step is a process of its own (first_step_child.py), because what one has compiled it keeps. Seconds are those that
-its processors worked: they hold on a machine that does other work as well. Reading a step's figures is part of it;
+Each step is a process of its own (`networks.first_step`), because what one has compiled it keeps. Seconds are those
+that its processors worked: they hold on a machine that does other work as well. Reading a step's figures is part of it;
 starting Python, importing and drawing weights is not.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,13 +19,12 @@ from pathlib import Path
 import pyopencl as cl
 
 import clamp
-from clamp.cli.bench.cases.contenders import Case, Contender
+from clamp.cli.bench import networks
+from clamp.cli.bench.contenders import Case, Contender
 from clamp.cli.bench.timing import Turn
 from clamp.opencl import cache_writer
 
-#: by their names in cases/small_networks.py
-NETWORKS = {"MLP": "digits MLP", "CNN": "Fashion-MNIST CNN", "LM": "char_lm decoder"}
-_CHILD = Path(__file__).with_name("first_step_child.py")
+NETWORKS = networks.EXAMPLES
 
 
 @dataclass
@@ -45,11 +45,14 @@ class _Runner:
     def run(self, folder: str, then: str = "leave") -> float:
         """CPU seconds of a process's first step; what drivers and clamp keep, they keep in a folder."""
         kept = {"XDG_CACHE_HOME": folder, "POCL_CACHE_DIR": f"{folder}/pocl", "CLAMP_CACHE_DIR": f"{folder}/clamp"}
-        environment = {**cache_writer.environment(), **kept}
+        environment = cache_writer.environment()
+        path = os.pathsep.join([str(self.checkout), environment["PYTHONPATH"]])
         place = map(str, cache_writer.place_of(self.device))
-        what = [str(self.checkout), self.network, self.dtype]
-        command = [sys.executable, "-W", "ignore", str(_CHILD), *what, *place, then]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        # A file, not a module of a package: that package is of the clamp that is measured.
+        command = [sys.executable, "-W", "ignore", networks.__file__, self.network, self.dtype, *place, then]
+        done = subprocess.run(
+            command, env={**environment, **kept, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             said = done.stderr.strip().splitlines()
             raise RuntimeError(said[-1] if said else f"ended with status {done.returncode}")
@@ -92,12 +95,12 @@ def first_step_cases(device: cl.Device, dtype: str, against: Path | None) -> Ite
     if against is not None:
         checkouts[f"clamp in {against.name}"] = against.resolve()
     with tempfile.TemporaryDirectory() as folder:
-        for network, words in NETWORKS.items():
-            runners = {name: _Runner(device, network, dtype, checkout) for name, checkout in checkouts.items()}
-            turns = {name: (one.cold, one.second(Path(folder, network, name))) for name, one in runners.items()}
+        for key, network in NETWORKS.items():
+            runners = {name: _Runner(device, key, dtype, checkout) for name, checkout in checkouts.items()}
+            turns = {name: (one.cold, one.second(Path(folder, key, name))) for name, one in runners.items()}
             for number, when in enumerate(("cold", "second process")):
                 contenders = [
                     Contender(name, turn[number], is_baseline=name != "clamp", extra=runners[name].last_figures)
                     for name, turn in turns.items()
                 ]
-                yield Case("first-step", f"{words}, {dtype}, {when}", "ms", contenders)
+                yield Case("first-step", f"{network.name}, {dtype}, {when}", "ms", contenders)

@@ -1,20 +1,38 @@
-"""Peers, numpy and torch, each kept in a child process and timed there on request (`clamp.cli.bench.peer_child`)."""
+"""Peers, numpy and torch, each kept in a child process and timed there on request.
+
+They get their own process because BLAS libraries read their settings when they load, and because their idle threads
+must not spin in the process that times OpenCL. It answers lines on standard input with lines on standard output, and
+sleeps on the pipe in between::
+
+    <- {"label": "OpenBLAS", "version": "...", "works": {"gemm": ["float32"]}}
+    -> run gemm float32 NN 1024 5          five calls, timed
+    <- ok 0.0051 0.0049 0.0050 0.0049 0.0052
+    -> run gemm float64 NN 1024 5
+    <- error KeyError: 'float64'
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
-import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib.util import find_spec
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
-from clamp.cli.bench.timing import Turn, settle
+import numpy as np
+
+from clamp.cli.bench.timing import Turn, settle, timed
+from clamp.opencl import cache_writer
 from clamp.opencl.processor import host_cpu_flags
+
+Call = Callable[[], object]
 
 KINDS = ("numpy", "torch")
 _AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
@@ -51,11 +69,11 @@ class PeerProcess:
     def __init__(self, kind: str, threads: int, gpu: bool) -> None:
         self._settings = blas_settings(threads)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "clamp.cli.bench.peer_child", kind, str(threads), "gpu" if gpu else "cpu"],
+            cache_writer.command(__name__, "serve", [kind, threads, gpu]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **self._settings},
+            env={**cache_writer.environment(), **self._settings},
         )
         try:
             hello = json.loads(self._answer())
@@ -122,7 +140,7 @@ def installed_peers(threads: int, gpu: bool) -> Iterator[tuple[list[PeerProcess]
     failures: dict[str, str] = {}
     with ExitStack() as stack:
         for kind in KINDS:
-            if importlib.util.find_spec(kind) is None:
+            if find_spec(kind) is None:
                 continue
             try:
                 peers.append(stack.enter_context(PeerProcess(kind, threads, gpu)))
@@ -141,3 +159,197 @@ def blas_settings(threads: int) -> dict[str, str]:
     if host_cpu_flags() >= _AVX512:
         settings["OPENBLAS_CORETYPE"] = "SKYLAKEX"
     return settings
+
+
+# ---------------------------------------------------------------------------------------------- in the child
+
+
+class NumpyPeer:
+    """numpy's matrix product: whichever BLAS numpy was built with.
+
+    Attributes:
+        label: what the tables call it.
+        version: its version.
+        works: dtypes that it is timed in, by kind of work.
+    """
+
+    def __init__(self) -> None:
+        config: Any = np.show_config(mode="dicts")
+        blas = config["Build Dependencies"]["blas"]
+        self.label = "OpenBLAS" if "openblas" in blas["name"] else blas["name"]
+        self.version = f"{blas['name']} {blas['version']}, numpy {np.__version__}"
+        self.works = {"gemm": ["float32"]}
+
+    def prepare(self, work: str, dtype: str, *args: str) -> Call:
+        """A call that does the work once."""
+        layout, n = args[0], int(args[1])
+        rng = np.random.default_rng(0)
+        a, b = (rng.standard_normal((n, n), dtype=np.float32) for _ in range(2))
+        left, right = _laid(a, layout[0]), _laid(b, layout[1])
+        out = np.empty((n, n), np.float32)
+        return lambda: np.matmul(left, right, out=out)
+
+    def finish(self) -> None:
+        """Waits until the work is done."""
+
+
+def _laid(matrix: Any, flag: str) -> Any:
+    """As a letter of a layout says."""
+    return matrix.T if flag == "T" else matrix
+
+
+class TorchPeer:
+    """torch's products and training steps, on the CPU or, where there is a GPU for it, with CUDA. As numpy's."""
+
+    def __init__(self, threads: int, gpu: bool) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        self._torch.set_num_threads(threads)
+        self._device = "cuda" if gpu and self._torch.cuda.is_available() else "cpu"
+        self.label = "torch"
+        self.version = f"{self._torch.__version__} ({self._device})"
+        # float16 on a CPU has no fast kernels in torch and would take most of the run's time.
+        dtypes = ["float32", "bfloat16", *(["float16"] if self._device == "cuda" else [])]
+        self.works = dict.fromkeys(("gemm", "conv", "attention", "step", "guide", "cnn", "resnet"), dtypes)
+        self.works |= {"readme": ["float32"], "digits": ["float32"]}
+
+    def prepare(self, work: str, dtype: str, *args: str) -> Call:
+        kernels: dict[str, Callable[..., Call]]
+        kernels = {"gemm": self._gemm, "conv": self._conv, "attention": self._attention}
+        make: Callable[..., Call] = kernels.get(work, self._train)  # a network's step, whatever its work is called
+        return make(getattr(self._torch, dtype), *args)
+
+    def finish(self) -> None:
+        if self._device == "cuda":
+            self._torch.cuda.synchronize()
+
+    def _gemm(self, dtype: Any, layout: str, size: str) -> Call:
+        n, torch = int(size), self._torch
+        a, b = (torch.randn(n, n, device=self._device).to(dtype) for _ in range(2))
+        left, right = _laid(a, layout[0]), _laid(b, layout[1])
+        out = torch.empty(n, n, dtype=dtype, device=self._device)
+        return lambda: torch.matmul(left, right, out=out)
+
+    def _conv(self, dtype: Any, direction: str, *numbers: str) -> Call:
+        n, c, h, w, features, kernel, stride, pad = map(int, numbers)
+        torch = self._torch
+        x = self._laid_out(torch.randn(n, c, h, w, device=self._device).to(dtype))
+        weight = self._laid_out(torch.randn(features, c, kernel, kernel, device=self._device).to(dtype))
+        out = torch.nn.functional.conv2d(x, weight, stride=stride, padding=pad)
+        window = ([0], [stride] * 2, [pad] * 2, [1] * 2, False, [0] * 2, 1)
+
+        def backward(wants_x: bool, wants_weight: bool) -> object:
+            mask = [wants_x, wants_weight, False]
+            return torch.ops.aten.convolution_backward(out, x, weight, *window, mask)
+
+        def forward() -> object:
+            return torch.nn.functional.conv2d(x, weight, stride=stride, padding=pad)
+
+        calls: dict[str, Call] = {
+            "forward": forward,
+            "input-gradient": lambda: backward(True, False),
+            "weight-gradient": lambda: backward(False, True),
+            "forward+backward": lambda: (forward(), backward(True, True)),
+        }
+        return calls[direction]
+
+    def _laid_out(self, x: Any) -> Any:
+        """Images, weights or a model as torch's convolutions are fastest with: channels of a position together."""
+        return x.to(memory_format=self._torch.channels_last)
+
+    def _attention(self, dtype: Any, direction: str, *numbers: str) -> Call:
+        torch = self._torch
+        shape = tuple(map(int, numbers))
+        q, k, v = (torch.randn(shape, device=self._device).to(dtype).requires_grad_() for _ in range(3))
+        gradient = torch.randn(shape, device=self._device).to(dtype)
+
+        def forward() -> Any:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return forward if direction == "forward" else lambda: torch.autograd.grad(forward(), (q, k, v), gradient)
+
+    def _train(self, dtype: Any, description: str) -> Call:
+        """A training step of the network that `Network.description` tells of."""
+        torch, device, network = self._torch, self._device, json.loads(description)
+        model = self._laid_out(sequential(torch.nn, network["layers"]).to(device))
+        x = torch.randn(network["batch"], *network["shape"], device=device)
+        x = self._laid_out(x) if x.dim() == 4 else x
+        loss_of, outputs = getattr(torch.nn.functional, network["loss"]), network["outputs"]
+        if network["loss"] == "cross_entropy":
+            y = torch.randint(0, outputs, (len(x),), device=device)
+        else:
+            y = torch.randn(len(x), outputs, device=device)
+        optimizer = getattr(torch.optim, network["optimizer"])(model.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
+
+        def step() -> float:
+            optimizer.zero_grad(set_to_none=True)
+            with nullcontext() if dtype == torch.float32 else torch.autocast(device, dtype=dtype):
+                loss = loss_of(model(x).float(), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return float(loss.item())
+
+        return step
+
+
+def sequential(nn: Any, layers: list[dict[str, Any]]) -> Any:
+    """In torch what netcl's ``build_sequential`` makes of a list of layers."""
+    made = []
+    for layer in layers:
+        args = {"padding" if name == "pad" else name: value for name, value in layer.get("args", {}).items()}
+        made.append(resnet18(nn, **args) if layer["type"] == "ResNet18" else getattr(nn, layer["type"])(**args))
+    return nn.Sequential(*made)
+
+
+def resnet18(nn: Any, num_classes: int, base_channels: int) -> Any:
+    """As netcl's ResNet18 is: a stem of 3x3, four stages of two blocks, a bias in every convolution."""
+
+    def conv(taken: int, given: int, kernel: int, stride: int) -> Any:
+        return nn.Sequential(nn.Conv2d(taken, given, kernel, stride, kernel // 2), nn.BatchNorm2d(given))
+
+    class Block(nn.Module):  # type: ignore[misc]
+        def __init__(self, taken: int, given: int, stride: int) -> None:
+            super().__init__()
+            self.body = nn.Sequential(conv(taken, given, 3, stride), nn.ReLU(), conv(given, given, 3, 1))
+            self.past = nn.Identity() if taken == given else conv(taken, given, 1, stride)
+
+        def forward(self, x: Any) -> Any:
+            return (self.body(x) + self.past(x)).relu()
+
+    stages, taken = [conv(3, base_channels, 3, 1), nn.ReLU()], base_channels
+    for stage in range(4):
+        given = base_channels * 2**stage
+        stages += [Block(taken, given, 1 if taken == given else 2), Block(given, given, 1)]
+        taken = given
+    return nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(taken, num_classes))
+
+
+def serve() -> None:
+    """What the child does: answers lines until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the parent; its end of the pipe ends this process
+    kind, threads, gpu = cache_writer.given()
+    makers: dict[str, Callable[[], NumpyPeer | TorchPeer]]
+    makers = {"numpy": NumpyPeer, "torch": partial(TorchPeer, threads, gpu)}
+    peer = makers[kind]()
+    _say(json.dumps({"label": peer.label, "version": peer.version, "works": peer.works}))
+
+    @lru_cache(maxsize=4)  # of a case's contenders, not of those before it
+    def prepared(*work: str) -> Call:
+        call = peer.prepare(*work)
+        call()
+        return call
+
+    for line in sys.stdin:
+        _, *work, calls = line.split()
+        try:
+            seconds = timed(prepared(*work), peer.finish)(int(calls))
+        except Exception as error:  # reported to the parent, which leaves this contender out
+            _say(f"error {type(error).__name__}: {error}".split("\n", 1)[0])
+        else:
+            settle()
+            _say("ok " + " ".join(f"{value:.9f}" for value in seconds))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

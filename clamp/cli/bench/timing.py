@@ -7,9 +7,14 @@ their ratios stay true even where the figures themselves do not repeat.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median, quantiles
+from typing import Any
+
+import pyopencl as cl
+import wrapt
 
 Turn = Callable[[int], list[float]]
 """One contender's turn: takes the number of calls to time and returns the seconds of each."""
@@ -166,3 +171,20 @@ def settle(limit: float = 1.0) -> None:
         time.sleep(0.005)
         if time.process_time() - busy < 0.2 * (time.perf_counter() - wall):
             return
+
+
+@contextmanager
+def counted_launches() -> Iterator[list[str]]:
+    """Collects the names of the kernels launched inside the ``with``, as netcl's capture does."""
+    names: list[str] = []
+    original = cl.Kernel.__call__
+
+    def count(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names.append(instance.function_name)
+        return wrapped(*args, **kwargs)
+
+    setattr(cl.Kernel, "__call__", wrapt.FunctionWrapper(original, count))  # noqa: B010  (mypy: a method)
+    try:
+        yield names
+    finally:
+        setattr(cl.Kernel, "__call__", original)  # noqa: B010

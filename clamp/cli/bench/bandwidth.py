@@ -1,4 +1,4 @@
-"""What is timed of functions that are bound by memory, and of casts: bytes a second, beside a copy kernel.
+"""What is timed of what memory bounds: functions and casts, beside a copy kernel, and the loss scaler's pass.
 
 A function is credited with the bytes that it must move: every input read and every result written once, and an input
 that is needed twice, because a statistic of all of it comes before the result, read twice. The caches are emptied
@@ -18,12 +18,14 @@ import numpy as np
 import pyopencl as cl
 from netcl import autograd as ag
 
-from clamp import amp, bridge
+from clamp import bridge
 from clamp.bridge import Node, Tensor
-from clamp.cli.bench.cases.contenders import Case, Contender, dtypes_of, random_tensor
-from clamp.cli.bench.timing import Turn, timed
+from clamp.cli.bench.contenders import Case, Contender, amp_in, dtypes_of, random_tensor
+from clamp.cli.bench.timing import counted_launches, timed
 from clamp.ops.cast import cast_into
+from clamp.scaling.loss_scale import DynamicLossScale
 
+TENSORS = 100  # that the scaler's pass is over
 _FLUSHED_BYTES = 2**27  # read, and half as many written, to empty the caches: several times what they hold
 
 
@@ -145,18 +147,12 @@ class _Run:
 
     def turn(self, calls: int) -> list[float]:
         """Times calls."""
-        if self._dtype is None:
-            return self._timed(calls)
-        with amp.init(dtype=self._dtype):
-            return self._timed(calls)
-
-    def _timed(self, calls: int) -> list[float]:
-        if not self._backward:
-            turn: Turn = timed(self._call, self._queue.finish, self._flush)
-            return turn(calls)
-        out = self._call()
-        gradient = random_tensor(self._queue, out.value.shape, out.value.dtype, 1)
-        return timed(partial(out.grad_fn, gradient), self._queue.finish, self._flush)(calls)
+        with amp_in(self._dtype):
+            call: Callable[[], object] = self._call
+            if self._backward:
+                out = self._call()
+                call = partial(out.grad_fn, random_tensor(self._queue, out.value.shape, out.value.dtype, 1))
+            return timed(call, self._queue.finish, self._flush)(calls)
 
     def _call(self) -> Any:
         nodes = [Node(value=tensor, requires_grad=True) for tensor in (self._x, *self._parameters)]
@@ -164,9 +160,53 @@ class _Run:
 
     def _result_like(self) -> float:
         """Bytes of the result."""
-        if self._dtype is None:
-            out = self._call()
-        else:
-            with amp.init(dtype=self._dtype):
-                out = self._call()
-        return float(bridge.nbytes(out.value))
+        with amp_in(self._dtype):
+            return float(bridge.nbytes(self._call().value))
+
+
+# ---------------------------------------------------------------------------------------------- the scaler's pass
+
+
+def unscale_cases(queue: cl.CommandQueue, elements: int) -> Iterator[Case]:
+    """The scaler's pass over the gradients of 100 parameters of mixed sizes, with its read of the result."""
+    sizes = mixed_sizes(elements)
+    holders = [_Holder(random_tensor(queue, (size,), "float32")) for size in sizes]
+    # Scales of 1: gradients that are unscaled again and again must not shrink to subnormals.
+    theirs = netcl.amp.GradScaler(init_scale=1.0)
+    netcls = partial(theirs.unscale_grads, holders)
+    contenders = [
+        Contender("netcl", timed(netcls, queue.finish), is_baseline=True, extra=partial(_count_launches, netcls))
+    ]
+    for dtype in dtypes_of(queue):
+        gradients = [random_tensor(queue, (size,), dtype) for size in sizes]
+        # As scale_loss does it: float32 gradients in place, others into new ones.
+        wide = gradients if dtype == "float32" else [bridge.empty(queue, (size,), "float32") for size in sizes]
+        call = partial(_scaler_pass, DynamicLossScale(1.0), gradients, wide)
+        contenders.append(Contender(f"clamp {dtype}", timed(call, queue.finish), extra=partial(_count_launches, call)))
+    yield Case("unscale", f"{TENSORS} gradients, {sum(sizes)} elements", "ms", contenders)
+
+
+def mixed_sizes(elements: int) -> list[int]:
+    """Sizes of `TENSORS` gradients that spread as those of a network do: few large, many small."""
+    weights = np.random.default_rng(1).pareto(0.8, TENSORS) + 0.01
+    weights = np.minimum(weights, np.sort(weights)[-4])  # no single one outweighs the rest
+    return [max(1, int(share * elements)) for share in weights / weights.sum()]
+
+
+@dataclass
+class _Holder:
+    """What netcl's scaler takes for a parameter."""
+
+    grad: Tensor
+
+
+def _scaler_pass(scaler: DynamicLossScale, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
+    scaler.unscale_(sources, targets)
+    scaler.update(1, 1)
+    return scaler.overflowed(1)
+
+
+def _count_launches(call: Callable[[], object]) -> dict[str, float]:
+    with counted_launches() as launches:
+        call()
+    return {"launches": float(len(launches))}

@@ -1,6 +1,6 @@
-"""A training step of a network, timed: netcl's layers, tape and optimizer.
+"""A training step of a network, timed: netcl's layers, tape and optimizer; and calls that AMP leaves alone.
 
-netcl alone runs it in float32; clamp runs the same script with its two lines more, in each dtype.
+netcl alone runs a step in float32; clamp runs the same script with its two lines more, in each dtype.
 """
 
 from __future__ import annotations
@@ -11,18 +11,32 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyopencl as cl
+from netcl import autograd as ag
 
 from clamp import amp
-from clamp.cli.bench.cases.contenders import Case, Contender, dtypes_of, peer_contenders
-from clamp.cli.bench.cases.small_networks import Network, Trainer
+from clamp.bridge import Tensor
+from clamp.cli.bench.contenders import Case, Contender, amp_in, dtypes_of, peer_contenders
+from clamp.cli.bench.networks import MLP, README_MLP, Network, Trainer
 from clamp.cli.bench.peers import PeerProcess
-from clamp.cli.bench.timing import timed
+from clamp.cli.bench.timing import Turn, counted_launches, timed
 from clamp.debugging import MemoryMeter
 from clamp.handle import AmpHandle, NoOpHandle
 
 _WARM_UP = 3
 _WARM_UP_LIMIT = 40  # a dynamic loss scale of 2^16 needs a few skipped steps to settle
+_SCALE = 1024.0  # from which no step of small networks is skipped
+_CALLS = 200  # timed as one
+_FUNCTIONS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "reshape": lambda x: (x, (2, 8)),
+    "unsqueeze": lambda x: (x, 0),
+    "getitem": lambda x: (x, (slice(None), 2)),
+    "relu": lambda x: (x,),
+    "add": lambda x: (x, x),
+    "sum": lambda x: (x,),
+    "matmul_op": lambda x: (x, x),
+}
 
 
 class Variant:
@@ -102,14 +116,12 @@ class Variant:
     @contextmanager
     def _amp(self) -> Iterator[AmpHandle | NoOpHandle | None]:
         """This variant's AMP, which no other variant may see; its loss scale lives on from turn to turn."""
-        if self._dtype is None:
+        with amp_in(self._dtype, level=self._level) as handle:
             if self._trainer is None:
                 self._build()
-            yield None
-            return
-        with amp.init(dtype=self._dtype, level=self._level) as handle:
-            if self._trainer is None:
-                self._build()
+            if handle is None:
+                yield None
+                return
             if self._scalers is None:
                 self._settle(handle)
             else:
@@ -144,5 +156,65 @@ def step_case(variants: dict[str, Variant], network: Network, peers: Sequence[Pe
         Contender(name, variant.turn, is_baseline=name == "netcl", extra=variant.figures)
         for name, variant in variants.items()
     ]
-    contenders += peer_contenders(peers, network.work, *network.peer_args)
+    contenders += peer_contenders(peers, network.work, network.description)
     return Case(network.work, str(network), "ms", contenders)
+
+
+# ---------------------------------------------------------------------------------------------- small ones
+
+
+def small_cases(queue: cl.CommandQueue, peers: Sequence[PeerProcess]) -> Iterator[Case]:
+    """README's network and that of the digits, eager and recorded: their time is mostly the host's."""
+    halves = dtypes_of(queue)[1:]
+    for network in (README_MLP, MLP):
+        contenders = [_small(queue, network, dtype) for dtype in (None, "float32", *halves)]
+        contenders += [_small(queue, network, dtype, is_recorded=True) for dtype in halves]
+        contenders += peer_contenders(peers, network.work, network.description)
+        yield Case("small", str(network), "ms", contenders)
+
+
+def _small(queue: cl.CommandQueue, network: Network, dtype: str | None, *, is_recorded: bool = False) -> Contender:
+    """The loop of the examples on one batch, as that of peers: until the device has finished, and no loss is read."""
+    trainer = Trainer(queue, network)
+    batch = trainer.batch()
+    figures: dict[str, float] = {}
+
+    def turn(calls: int) -> list[float]:
+        with amp_in(dtype, loss_scale=_SCALE if dtype == "float16" else 1.0) as handle:
+            step = partial(amp.record(trainer.train) if is_recorded else trainer.train, handle, *batch)
+            for _ in range(3 if is_recorded else 1):  # what is recorded runs, is recorded, is replayed
+                step()
+            if not is_recorded:
+                with counted_launches() as launches:
+                    step()
+                figures["launches"] = float(len(launches))
+            return timed(step, queue.finish)(calls)
+
+    name = "netcl" if dtype is None else f"clamp {dtype}{', recorded' if is_recorded else ''}"
+    return Contender(name, turn, is_baseline=dtype in (None, "float32"), extra=lambda: figures)
+
+
+# ---------------------------------------------------------------------------------------------- calls
+
+
+def call_cases(queue: cl.CommandQueue) -> Iterator[Case]:
+    """Functions of netcl's on 16 elements, as they are and inside ``disable_casts()``, which AMP leaves alone."""
+    x = ag.tensor(Tensor.from_host(queue, np.ones((4, 4), np.float32)), requires_grad=True)
+    for name, arguments in _FUNCTIONS.items():
+        alone = timed(partial(_many, name, arguments(x)), queue.finish)
+        contenders = [
+            Contender("netcl", alone, is_baseline=True),
+            Contender("disable_casts()", partial(_without_casts, alone)),
+        ]
+        yield Case("calls", f"{_CALLS} of {name}", "ms", contenders)
+
+
+def _many(name: str, args: tuple[Any, ...]) -> None:
+    function = getattr(ag, name)  # what stands there now
+    for _ in range(_CALLS):
+        function(*args)
+
+
+def _without_casts(turn: Turn, calls: int) -> list[float]:
+    with amp.init() as handle, handle.disable_casts():
+        return turn(calls)

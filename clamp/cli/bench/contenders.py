@@ -1,9 +1,11 @@
-"""What a case is: work that several contenders do; and what the files of cases share."""
+"""What a case is: work that several contenders do; and what the files that make cases share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyopencl as cl
@@ -12,6 +14,7 @@ from clamp import amp
 from clamp.bridge import Tensor
 from clamp.cli.bench.peers import PeerProcess
 from clamp.cli.bench.timing import Turn
+from clamp.handle import AmpHandle, NoOpHandle
 from clamp.ops.cast import cast
 
 Extra = Callable[[], dict[str, float]]
@@ -58,6 +61,21 @@ class Case:
 def dtypes_of(queue: cl.CommandQueue) -> tuple[str, ...]:
     """The dtypes that clamp computes in on a device."""
     return ("float32", *amp.get_amp_supported_dtype(queue))
+
+
+def amp_in(dtype: str | None, **options: Any) -> AbstractContextManager[AmpHandle | NoOpHandle | None]:
+    """`amp.init` with a dtype; with None nothing, for netcl alone."""
+    return nullcontext() if dtype is None else amp.init(dtype=dtype, **options)
+
+
+def under_amp(turn: Turn, dtype: str) -> Turn:
+    """A turn, taken where AMP is on."""
+
+    def taken(calls: int) -> list[float]:
+        with amp_in(dtype):
+            return turn(calls)
+
+    return taken
 
 
 def random_tensor(queue: cl.CommandQueue, shape: Sequence[int], dtype: str, seed: int = 0) -> Tensor:
