@@ -94,8 +94,8 @@ TURNS = {".": "bsU", "X": "bxsU"}  # a clean step, and one whose gradient has an
 class Run:
     """Calls, a letter each, with a scaler, one parameter and its optimizer.
 
-    ``b`` backward from the scaled loss, after zero_grad; ``p`` from the loss itself; ``x`` ``m`` ``n`` an inf, -inf or
-    nan comes into the gradient; ``z`` zero_grad; ``u`` unscale; ``s`` step; ``U`` update.
+    ``b`` backward from the scaled loss, after zero_grad; ``a`` another one; ``p`` from the loss itself; ``x`` ``m``
+    ``n`` an inf, -inf or nan comes into the gradient; ``z`` zero_grad; ``u`` unscale; ``s`` step; ``U`` update.
     """
 
     def __init__(self, queue: cl.CommandQueue, face: str, **settings: Any) -> None:
@@ -113,9 +113,9 @@ class Run:
         if letter in "bpz":
             self.optimizer.zero_grad()
             self.bad = False
-        if letter in "bp":
+        if letter in "bap":
             loss = summed(self.param)
-            (self.scaler.scale(loss) if letter == "b" else loss).backward()
+            (loss if letter == "p" else self.scaler.scale(loss)).backward()
         elif letter in "xmn":
             plant(self.param, {"x": np.inf, "m": -np.inf, "n": np.nan}[letter])
             self.bad = True
@@ -175,6 +175,31 @@ def test_calls_move_the_scale(queue: cl.CommandQueue, under: str, name: str, fac
         assert run.scaler.one.state_dict()[run.scaler.tracker] == clean % settings.get("every", 2000)
 
 
+#: faces, calls, the gradient after them: each backward's is 1, and divided once, in place
+GRADIENTS: dict[str, tuple[str, str, list[float]]] = {
+    "unscaled": ("pytorch paddle netcl", "bu", [1.0, 1.0]),
+    "stepped": ("pytorch paddle netcl", "bs", [1.0, 1.0]),
+    "unscaled and stepped": ("pytorch paddle netcl", "bus", [1.0, 1.0]),
+    "unscaled beside an inf": ("pytorch paddle netcl", "bxu", [1.0, np.inf]),
+    "of two backwards": ("pytorch paddle netcl", "bau", [2.0, 2.0]),
+    "unscaled too early": ("netcl", "buau", [2.0, 2.0]),
+    "unscaled too early, then updated": ("pytorch paddle", "buaUus", [2.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize(("name", "face"), [(name, face) for name, row in GRADIENTS.items() for face in row[0].split()])
+def test_a_gradient_is_divided_once(queue: cl.CommandQueue, name: str, face: str) -> None:
+    amp.init()
+    _, calls, expected = GRADIENTS[name]
+    run = Run(queue, face)
+    run.calls(calls[0])
+    grad = run.param.grad
+    assert grad.dtype == "float32"
+    run.calls(calls[1:])
+    np.testing.assert_array_equal(run.param.grad.to_host(), expected)
+    assert run.param.grad is grad or "a" in calls
+
+
 #: calls of which the last raises, what it says, calls that are right after it
 REFUSED: dict[str, tuple[str, str, str]] = {
     "unscale twice": ("buu", r"unscale_\(\) has already been called on this optimizer since the last update", "s Ubu"),
@@ -184,6 +209,7 @@ REFUSED: dict[str, tuple[str, str, str]] = {
     "step before scale": ("ps", r"^step\(\) was called before any loss was scaled", "."),
     "unscale before anything": ("u", r"^unscale_\(\) was called before any loss was scaled", "bu"),
     "step before anything": ("s", r"^step\(\) was called before any loss was scaled", "bu"),
+    "step after another backward": ("buas", "run every backward before it", "Uus"),
     "step without gradients": ("bzs", "none of its parameters has a gradient", "U!"),
     "update before anything": ("U", "no inf checks were recorded prior to update", "."),
     "update without a step": ("bU", "no inf checks were recorded prior to update", "sU"),
@@ -226,6 +252,30 @@ def test_settings_can_be_read_and_set(queue: cl.CommandQueue, face: str) -> None
             getattr(one, f"set_{public}")(other=1.0)
     start = run.scaler.scale_of()
     assert run.calls("bsU X") == [4 * start, start]
+
+
+#: where the scale begins and an overflow takes it: below the floor of 2^-14 that somebody has set, and Paddle's of 1
+FLOORS = {"pytorch": (2.0**-20, 2.0**-21), "paddle": (1.0, 1.0)}
+CHANGES = {"up": 4.0, "down": 0.5, "every": 7, "bad": 1, "scale": None, "state": None}
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["before the first loss", "after it"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("face", OURS)
+def test_a_setter_leaves_the_floor_of_the_scale_where_it_was(
+    queue: cl.CommandQueue, face: str, change: str, met: bool
+) -> None:
+    start, expected = FLOORS[face]
+    run = Run(queue, face, scale=start)
+    if met:
+        run.scaler.scale(summed(run.param))
+    if change == "state":
+        run.scaler.one.load_state_dict(run.scaler.one.state_dict())
+    elif change in run.scaler.setters:
+        getattr(run.scaler.one, f"set_{run.scaler.arguments[change]}")(CHANGES[change] or start)
+    elif change == "scale":
+        run.scaler.one.update(start)
+    assert run.calls("X") == [expected]
 
 
 BAD: list[tuple[str, Any]] = [

@@ -15,7 +15,6 @@ from netcl.optim import SGD, Adam
 
 from clamp import amp
 from clamp.bridge import Tensor
-from clamp.compat import paddle
 from clamp.ops.loss_scale import DeviceState
 from clamp.params import gradient_marks
 from clamp.scaling.backward_pass import PassGradients
@@ -271,52 +270,6 @@ def test_a_scaler_of_several_queues_grows_and_falls_on_all(queues: list[cl.Comma
         scaler.update()
     assert scaler.get_scale() == (2.0**4 if overflows else 2.0**10)
     assert [scaler.scale(to_device(queue, [1.0])).to_host() for queue in queues] == [scaler.get_scale()] * 2
-
-
-def _pytorch(change: Callable[[Any], object]) -> tuple[Any, float]:
-    scaler = amp.GradScaler(init_scale=2.0**-20)
-    change(scaler)
-    return scaler, 2.0**-21  # a scale that somebody has set below the floor of 2^-14 falls on
-
-
-def _paddle(change: Callable[[Any], object]) -> tuple[Any, float]:
-    scaler = paddle.GradScaler(init_loss_scaling=1.0, decr_every_n_nan_or_inf=1)
-    change(scaler)
-    return scaler, 1.0  # Paddle's floor
-
-
-SETTERS: dict[str, tuple[Callable[..., tuple[Any, float]], Callable[[Any], object]]] = {
-    "growth factor": (_pytorch, lambda scaler: scaler.set_growth_factor(4.0)),
-    "backoff factor": (_pytorch, lambda scaler: scaler.set_backoff_factor(0.5)),
-    "growth interval": (_pytorch, lambda scaler: scaler.set_growth_interval(7)),
-    "state": (_pytorch, lambda scaler: scaler.load_state_dict(scaler.state_dict())),
-    "new scale": (_pytorch, lambda scaler: scaler.update(2.0**-20)),
-    "incr ratio": (_paddle, lambda scaler: scaler.set_incr_ratio(4.0)),
-    "decr ratio": (_paddle, lambda scaler: scaler.set_decr_ratio(0.5)),
-    "incr every": (_paddle, lambda scaler: scaler.set_incr_every_n_steps(7)),
-    "decr every": (_paddle, lambda scaler: scaler.set_decr_every_n_nan_or_inf(1)),
-}
-
-
-@pytest.mark.parametrize("met", [False, True], ids=["before the first loss", "after it"])
-@pytest.mark.parametrize("name", SETTERS)
-def test_a_setter_leaves_the_floor_of_the_scale_where_it_was(queue: cl.CommandQueue, name: str, met: bool) -> None:
-    param = parameter(queue)
-    optimizer = SGD([param])
-    make, change = SETTERS[name]
-    amp.init()
-
-    def begin(scaler: Any) -> None:
-        if met:
-            scaler.scale(summed(param))
-        change(scaler)
-
-    scaler, expected = make(begin)
-    scaler.scale(summed(param)).backward()
-    plant(param)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.scale(to_device(queue, [1.0])).to_host() == expected
 
 
 # ---------------------------------------------------------------------------------------------- several ranks
