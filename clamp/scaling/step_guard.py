@@ -27,12 +27,12 @@ from clamp.params import gradient_marks, masters, updates
 from clamp.params.masters import pairs
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_report import (
-    CLEAR,
     NonFinite,
     Reports,
     StepReport,
     names_among,
     non_finite,
+    skipped_in_vain,
     warn_of_lost_bits,
 )
 
@@ -175,7 +175,7 @@ class StepGuard(bridge.Listed):
         stuck = scaler is None or scale <= scaler.floor or bool(bad.kept)
         self._skips_in_vain = self._skips_in_vain + 1 if stuck else 0
         if self._skips_in_vain >= self._guards.max_skips_at_floor:
-            self._give_up(scaler, scale, bad)
+            raise skipped_in_vain(self._skips_in_vain, scaler, scale, bad)
         return bad
 
     def _non_finite(self, params: Sequence[Tensor]) -> NonFinite:
@@ -230,24 +230,6 @@ class StepGuard(bridge.Listed):
         if ids != self._absent[0]:
             self._absent = ids, tuple(names_among(params, absent))
         return self._absent[1]
-
-    def _give_up(self, scaler: LossScale | None, scale: float, bad: NonFinite) -> None:
-        if bad.kept:
-            floor, why = "", f"gradients were not finite before this pass: {CLEAR}"
-        elif scaler is None or not scaler.scales or scaler.is_dynamic:
-            floor = f" with the loss scale at its floor ({scale:g})" if scaler is not None and scaler.scales else ""
-            why = "the gradients are not finite at any scale, so the model itself computes inf or nan"
-        else:
-            floor = f" at the static loss scale {scale:g}"
-            why = (
-                "either the scale is too large for the gradients, or the model itself computes inf or nan: pass a "
-                'smaller loss_scale, or loss_scale="dynamic", which finds the scale by itself'
-            )
-        raise FloatingPointError(
-            f"{self._skips_in_vain} steps in a row were skipped{floor}: {why}. Non-finite gradients: "
-            f"{', '.join(bad.names) or 'none any more'}. handle.explain(step), or graph.explain(x), runs a step once "
-            "more and names the op where they began."
-        )
 
 
 def steps_withheld() -> AbstractContextManager[None]:

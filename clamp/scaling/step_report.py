@@ -21,6 +21,7 @@ from clamp.casting.results import RESULTS
 from clamp.opencl.progress import PROGRESS
 from clamp.ops.statistics import is_measurable, statistics_of
 from clamp.params import gradient_marks
+from clamp.scaling.loss_scale import LossScale
 
 _OURS = str(Path(__file__).parents[1])
 _NETCLS = str(Path(inspect.getfile(Tensor)).parent)  # where tensors' methods call each other
@@ -233,6 +234,26 @@ def non_finite(params: Sequence[Tensor], last: object, this: object) -> NonFinit
         gradient_marks.note_not_finite(param.grad, this)
     infs, nans = sum(one.infs for one in found), sum(one.nans for one in found)
     return NonFinite(infs, nans, tuple(names_among(params, bad)), tuple(names_among(params, kept)))
+
+
+def skipped_in_vain(skips: int, scaler: LossScale | None, scale: float, bad: NonFinite) -> FloatingPointError:
+    """What is said after so many skips in a row of which no lower scale would have kept any."""
+    if bad.kept:
+        floor, why = "", f"gradients were not finite before this pass: {CLEAR}"
+    elif scaler is None or not scaler.scales or scaler.is_dynamic:
+        floor = f" with the loss scale at its floor ({scale:g})" if scaler is not None and scaler.scales else ""
+        why = "the gradients are not finite at any scale, so the model itself computes inf or nan"
+    else:
+        floor = f" at the static loss scale {scale:g}"
+        why = (
+            "either the scale is too large for the gradients, or the model itself computes inf or nan: pass a "
+            'smaller loss_scale, or loss_scale="dynamic", which finds the scale by itself'
+        )
+    return FloatingPointError(
+        f"{skips} steps in a row were skipped{floor}: {why}. Non-finite gradients: "
+        f"{', '.join(bad.names) or 'none any more'}. handle.explain(step), or graph.explain(x), runs a step once "
+        "more and names the op where they began."
+    )
 
 
 def names_among(params: Sequence[Tensor], chosen: Sequence[Tensor]) -> list[str]:

@@ -97,6 +97,7 @@ def test_as_a_decorator_also_recursively(x: Node, dtype: str) -> None:
         ("custom_bwd", amp.custom_bwd),
         ("custom_bwd", amp.custom_bwd()),
         ("amp.autocast()", amp.autocast()),
+        ("amp.auto_cast()", amp.auto_cast()),
     ],
 )
 @pytest.mark.parametrize("what", [5, "float32", [len]])
@@ -119,7 +120,7 @@ async def _products_later(x: Node) -> AsyncIterator[str]:
 
 @pytest.mark.parametrize("late", [_products, _later, _products_later, partial(_products), staticmethod(_products)])
 def test_what_runs_after_its_call_cannot_be_decorated(late: Any) -> None:
-    decorators = [amp.autocast(), amp.half_function, amp.float_function, amp.promote_function]
+    decorators = [amp.autocast(), amp.auto_cast(), amp.half_function, amp.float_function, amp.promote_function]
     for decorate in (*decorators, amp.custom_fwd, amp.custom_bwd):
         with pytest.raises(TypeError, match=r"cannot decorate .*: the body of a generator or coroutine"):
             decorate(late)
@@ -132,9 +133,12 @@ def test_what_runs_after_its_call_cannot_be_registered(name: str) -> None:
             register(sys.modules[__name__], name)
 
 
-def test_autocast_without_parentheses_raises() -> None:
-    with pytest.raises(TypeError, match=r"write @amp.autocast\(\), with parentheses"):
-        amp.autocast(_products)
+@pytest.mark.parametrize("region", [amp.autocast, amp.auto_cast])
+def test_autocast_without_parentheses_raises(region: Any) -> None:
+    with pytest.raises(TypeError, match=rf"write @amp.{region.__name__}\(\), with parentheses"):
+        region(_products)
+    with pytest.raises(TypeError, match=r"autocast takes no device|got 'O1' as its enable"):
+        region("O1")
 
 
 def test_class_methods_can_be_decorated(x: Node) -> None:
