@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -16,6 +18,7 @@ PACKAGE = ROOT / "clamp"
 TABLE = re.findall(r"^\| `clamp/(\w+)(?:/|\.py)` \|", (ROOT / "docs/architecture.md").read_text("utf-8"), re.M)
 KNOWS_NETCL = ("bridge", "patching", "recordings")
 MEASURES_NETCL = ("cli",)  # beside clamp
+EXTRAS = {"rich": "cli", "matplotlib": "report", "tensorboardX": "test"}  # that packages come with
 ABOVE_ALL = ("clamp", "clamp.__main__")  # the package itself, and the program
 
 
@@ -86,6 +89,24 @@ def test_imports_stand_at_the_top(name: str) -> None:
         for _, node in imports_of(function)
     ]
     assert not inside
+
+
+def test_what_clamp_imports_comes_with_it_or_with_an_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = {extra: " ".join(names) for extra, names in project["optional-dependencies"].items()}
+    imported = {
+        name.partition(".")[0]
+        for file in MODULES.values()
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([str(node.module)] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+    }
+    found = imported - sys.stdlib_module_names - {"clamp"}
+    optional = {name for name in found if not any(line.startswith(name) for line in project["dependencies"])}
+    assert optional == set(EXTRAS)
+    for name, extra in EXTRAS.items():
+        assert name in extras[extra]
+    assert "clamp-amp[cli,report]" in extras["examples"]
 
 
 def names_defined_in(tree: ast.AST) -> set[str]:

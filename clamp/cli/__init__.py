@@ -36,7 +36,7 @@ _MODULES = {
 }
 TIMELINES = ("netcl", "float32", "float16", "bfloat16", "float16-O2", "bfloat16-O2")
 POLICIES = tuple(policy.value for policy in CastPolicy)
-EXTRAS = ("rich",)  # packages of the extra "examples" that commands import
+EXTRAS = ("rich",)  # packages of the extra "cli" that commands import
 
 
 def main(argv: Sequence[str] | None = None) -> int:
