@@ -13,7 +13,7 @@ import pyopencl as cl
 import pytest
 from netcl.optim import SGD
 
-from clamp import amp
+from clamp import amp, session
 from clamp.compat import paddle
 from tests.scaling.test_overflow import plant
 from tests.scaling.test_shared import parameter, summed
@@ -133,6 +133,7 @@ class Run:
 def under(request: pytest.FixtureRequest) -> str:
     if request.param == "under a handle":
         amp.init()
+    session.ensure_patched()  # as autocast does
     return request.param
 
 
