@@ -35,7 +35,7 @@ from clamp.scaling.step_report import StepReport, warn_of_lost_bits, warn_user
 lock = threading.RLock()
 registrations: list[Registration] = []
 _handle: AmpHandle | None = None
-_plain_guards = StepGuards(max_skips_at_floor=25)  # of steps without a handle
+_plain_guards = StepGuards()  # of steps without a handle
 _disabled = False  # the last init was one with enabled=False
 _autocast_patches: Patches | None = None
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from clamp.compat import pytorch
 from clamp.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
-from clamp.scaling.scale_rule import ScaleRule
-
-_LARGEST = float(np.finfo(np.float32).max)
+from clamp.scaling.scale_rule import LARGEST, ScaleRule
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class GradScaler:
         """A loss scale that moves so."""
         lowest = min(1.0, StaticLossScale(self.init_scale).scale)
         rule = ScaleRule(
-            self.growth_factor, self.backoff_factor, self.growth_interval, min_scale=lowest, max_scale=_LARGEST
+            self.growth_factor, self.backoff_factor, self.growth_interval, min_scale=lowest, max_scale=LARGEST
         )
         return DynamicLossScale(self.init_scale, rule)
 

@@ -47,7 +47,6 @@ class AmpHandle:
         region: how ops run; holds in every thread.
         registrations: the user's functions to cast.
         make_scaler: makes a loss scaler; one is made for the handle, more for wrapped optimizers.
-        max_skips_at_floor: consecutive steps skipped at the smallest scale after which ``step`` raises.
         on_shutdown: called when the handle has shut down, again by each further ``shutdown``.
         num_losses: how many scalers the handle has of its own.
         check_finite: whether a step looks at gradients that no scaled pass has looked at, and is skipped if one is
@@ -61,14 +60,13 @@ class AmpHandle:
         region: Region,
         registrations: Sequence[Registration],
         make_scaler: Callable[[], LossScale],
-        max_skips_at_floor: int = 25,
         on_shutdown: Callable[[AmpHandle], None] = lambda _: None,
         num_losses: int = 1,
         check_finite: bool = True,
         debug: Iterable[str] = (),
     ) -> None:
         self._region = region
-        guards = StepGuards(max_skips_at_floor, check_finite=check_finite)
+        guards = StepGuards(check_finite=check_finite)
         self._scaling = PassScaling(make_scaler, num_losses, guards, self._wrap_step)
         guards.wants_scaling = region.dtype == "float16" and self._scaling.first.scales
         self._patches = Patches(region.policies, registrations, guards.step)

@@ -10,7 +10,7 @@ import enum
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,13 +27,10 @@ from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
 from clamp.scaling.backward_pass import tokens, unscale_gradients
 from clamp.scaling.loss_scale import DynamicLossScale, LossScale
-from clamp.scaling.scale_rule import ScaleRule
+from clamp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule
 from clamp.scaling.scaled_loss import scaled_node
 from clamp.scaling.step_guard import StepGuard, StepGuards
 from clamp.scaling.step_report import History, Reports, warn_of_lost_bits
-
-LARGEST = float(np.finfo(np.float32).max)
-SMALLEST = float(np.finfo(np.float32).tiny)  # its reciprocal is finite, so that a scale down there can recover
 
 
 class LateScales:
@@ -96,17 +93,12 @@ def stages() -> Hashable:
     return tuple((scaling, key, round_.stage, round_.checked) for scaling, key, round_ in rounds)
 
 
-def _nothing_around(scaling: ManualScaling, optimizer: Any) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 class ManualScaling:
     """A dynamic loss scale, one copy of it for each queue, and where each optimizer is.
 
     Args:
         init_scale: finite and positive.
         rule: how the scale moves.
-        max_skips_at_floor: consecutive steps skipped at the smallest scale after which ``step`` raises.
         around_step: a context around each step, given this and the optimizer: for who tells of steps besides.
 
     Raises:
@@ -116,14 +108,14 @@ class ManualScaling:
     _scale_class = DynamicLossScale
 
     def __init__(
-        self, init_scale: float, rule: ScaleRule, max_skips_at_floor: int = 25,
-        around_step: Callable[[ManualScaling, Any], AbstractContextManager[None]] = _nothing_around,
+        self, init_scale: float, rule: ScaleRule,
+        around_step: Callable[[ManualScaling, Any], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self._around_step = around_step
         self.late_scales = LateScales()  # of the steps since the last update
         self._scalers: dict[cl.CommandQueue, DynamicLossScale] = {}
         self._lost_bits = False  # whether a word was said about losses that are not scaled
-        self._guards = StepGuards(max_skips_at_floor)
+        self._guards = StepGuards()
         self._rounds: dict[int, _Round] = {}
         self._scaled_any = False  # whether anything was multiplied by the scale
         self._rule = rule

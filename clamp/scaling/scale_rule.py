@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-_LARGEST = float(np.finfo(np.float32).max)
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).tiny)  # its reciprocal is finite, so that a scale down there can recover
 
 
 def positive(name: str, value: Any) -> float:
@@ -18,7 +19,7 @@ def positive(name: str, value: Any) -> float:
             rounded = float(np.float32(value))
     except (TypeError, ValueError):
         rounded = 0.0
-    if isinstance(value, str) or not 0 < rounded <= _LARGEST:
+    if isinstance(value, str) or not 0 < rounded <= LARGEST:
         raise ValueError(f"{name} must be a finite positive number, not {value!r}")
     return rounded
 

@@ -284,7 +284,7 @@ class StepGuards(bridge.Listed):
         check_finite: whether gradients are looked at that no scaled pass has looked at.
     """
 
-    def __init__(self, max_skips_at_floor: int, *, check_finite: bool = True) -> None:
+    def __init__(self, *, max_skips_at_floor: int = 25, check_finite: bool = True) -> None:
         self._by_id: dict[int, StepGuard] = {}
         self._unscaled: dict[int, StepGuard] = {}  # of optimizers that have had no scaled pass
         self.max_skips_at_floor = max_skips_at_floor
