@@ -24,7 +24,7 @@ from clamp.cli.bench.timing import Effort, interleave, timed
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator
 from clamp.opencl import amx, cache_writer
 from clamp.opencl.device import NoDeviceError, capabilities, intel_cpu_runtime, is_in_order, list_devices
-from clamp.opencl.proofs import RIGHT
+from clamp.opencl.trials import RIGHT
 from clamp.ops import attention
 from clamp.ops.cast import cast
 from clamp.ops.conv import engines as convolutions
@@ -151,7 +151,7 @@ def _fate_of_a_context(device: cl.Device) -> str:
 
 
 def _matrix_units(queue: cl.CommandQueue) -> Iterator[tuple[str, str]]:
-    """What became of the engines that must be proved, on a GPU that says what instructions it has."""
+    """What became of the engines that must be verified, on a GPU that says what instructions it has."""
     found = capabilities(queue)
     if not found.instructions:
         return
@@ -162,7 +162,7 @@ def _matrix_units(queue: cl.CommandQueue) -> Iterator[tuple[str, str]]:
         yield "  of others", ", ".join(elsewhere)
     for kind, unit in ((kind, unit) for kind, units in kinds.items() for unit in units if unit.may_work(found)):
         verdicts = unit.verdicts(queue, anew=True)
-        used = "and used" if unit.is_proved(queue) else "but NOT used without the others"
+        used = "and used" if unit.is_verified(queue) else "but NOT used without the others"
         for plan in unit.plans:
             verdict = verdicts.get(str(plan), "could not be tried")
             words = f"right, {used}" if verdict == RIGHT else f"NOT used: {verdict}"

@@ -26,7 +26,7 @@ from clamp.cli.bench.timing import QUICK, interleave
 from clamp.cli.console import make_console, print_fitting
 from clamp.cli.devices import choose_device, describe
 from clamp.debug.profiler import Recorder
-from clamp.opencl import proofs
+from clamp.opencl import trials
 from clamp.ops.gemm import engines, tuning
 from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.plan import Plan
@@ -49,13 +49,13 @@ def run(args: Namespace) -> int:
     device = choose_device(args.device)
     context = cl.Context([device])  # held here: Intel's runtime frees a context that only its queue refers to
     queue = cl.CommandQueue(context, device, properties=cl.command_queue_properties.PROFILING_ENABLE)
-    unit = next((unit for unit in engines.MATRIX_UNITS if unit.proved_plans(queue)), None)
+    unit = next((unit for unit in engines.MATRIX_UNITS if unit.verified_plans(queue)), None)
     if unit is None:
         print(f"{describe(device)}: there is nothing to tune: no matrix units that compute right here")
         return 0
     console = make_console()
     for name, verdict in unit.candidates.verdicts(queue, anew=True).items():
-        if verdict != proofs.RIGHT:
+        if verdict != trials.RIGHT:
             console.print(f"{name} is left out: {verdict}", highlight=False, soft_wrap=True)
     found, status = Tuning(), 0
     try:
@@ -73,7 +73,7 @@ def run(args: Namespace) -> int:
 
 
 def measure(queue: cl.CommandQueue, unit: MatrixUnit, shapes: Sequence[Shape], found: Tuning, show: Show) -> None:
-    """Times every plan that is proved, turn about, on products of (M, N, K) in float16, in each layout, into found."""
+    """Times every verified plan, turn about, on products of (M, N, K) in float16, in each layout, into found."""
     plans = list(unit.measurable_plans(queue))
     for m, n, k in shapes:
         for layout in LAYOUTS:

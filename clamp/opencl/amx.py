@@ -1,7 +1,7 @@
 """Whether kernels may use the matrix unit of x86 processors, AMX (kernels/amx.clh), on an OpenCL device.
 
 The processor must list it, the operating system must grant its registers to this process, and it must have computed
-right (proofs.py): compilers take an instruction that their assembler does not know, drop it, and say nothing.
+right (trials.py): compilers take an instruction that their assembler does not know, drop it, and say nothing.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import pyopencl as cl
 from numpy.typing import NDArray
 
 import clamp
-from clamp.opencl import proofs
+from clamp.opencl import trials
 from clamp.opencl.processor import host_cpu_flags, refusal_of_tiles
 from clamp.opencl.program import Kernel, source
-from clamp.opencl.proofs import Trial
+from clamp.opencl.trials import Trial
 
 Bits: TypeAlias = NDArray[np.uint16]
 
@@ -66,8 +66,8 @@ def why_not(device: cl.Device, dtype: str, *, anew: bool = False) -> str:
         return f"the processor does not list {' and '.join(sorted(FLAGS[dtype]))}"
     if refusal := refusal_of_tiles():
         return refusal
-    verdict = proofs.verdicts(device, f"{__name__}:TRIALS", anew=anew).get(dtype, "it could not be tried")
-    return "" if verdict == proofs.RIGHT else verdict
+    verdict = trials.verdicts(device, f"{__name__}:TRIALS", anew=anew).get(dtype, "it could not be tried")
+    return "" if verdict == trials.RIGHT else verdict
 
 
 def computes_right(dtype: str, queue: cl.CommandQueue, *, emulate: bool = False) -> bool:

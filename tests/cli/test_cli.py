@@ -28,16 +28,14 @@ from clamp.cli.bench.report import rows_of
 from clamp.cli.bench.timing import Effort, Race, Timing, counted_launches, interleave, settle, timed
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator, slug
 from clamp.cli.lists import reached
-from clamp.opencl import proofs
+from clamp.opencl import trials
 from clamp.opencl.device import NoDeviceError, capabilities, list_devices
-from clamp.ops import proved
+from clamp.ops import verified
 from clamp.ops.cast import cast
 from clamp.ops.conv import engines as convolutions
 from clamp.ops.gemm.engines import usual
-from clamp.ops.gemm.matrix_units import MatrixUnit
-from clamp.ops.gemm.mma import MMA
+from clamp.ops.gemm.matrix_units import MMA, WGMMA, MatrixUnit
 from clamp.ops.gemm.plan import Plan
-from clamp.ops.gemm.wgmma import WGMMA
 
 TINY = [
     "bench", "--quick", "--sizes", "32", "--elements", "20000", "--step", "2x32x8", "--images", "1", "--cnn", "2",
@@ -592,7 +590,7 @@ def test_doctors_last_sentence_says_whether_time_is_gained(
 
 def test_doctor_says_what_became_of_matrix_units(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     large, small = Plan(32, 16, 32, 3, (2, 1)), Plan(16, 32, 16, 2, (1, 1))
-    verdicts = {str(large): "RuntimeError: OUT_OF_RESOURCES", str(small): proofs.RIGHT}
+    verdicts = {str(large): "RuntimeError: OUT_OF_RESOURCES", str(small): trials.RIGHT}
 
     @dataclass(frozen=True)
     class InPlainC(MatrixUnit):
@@ -601,7 +599,7 @@ def test_doctor_says_what_became_of_matrix_units(queue: cl.CommandQueue, monkeyp
 
     def lines(number: tuple[int, int]) -> list[tuple[str, str]]:
         device = replace(capabilities(queue), compute_capability=number)
-        for module in (doctor, proved):
+        for module in (doctor, verified):
             monkeypatch.setattr(module, "capabilities", lambda queue: device)
         return list(doctor._matrix_units(queue))
 
@@ -610,7 +608,7 @@ def test_doctor_says_what_became_of_matrix_units(queue: cl.CommandQueue, monkeyp
     monkeypatch.setattr(doctor.convolutions, "MATRIX_UNITS", convolutions.MATRIX_UNITS[1:2])
     monkeypatch.setattr(doctor, "_TIMED", 64)
     tried: list[bool] = []
-    monkeypatch.setattr(proofs, "verdicts", lambda *_, anew=False: tried.append(anew) or verdicts)
+    monkeypatch.setattr(trials, "verdicts", lambda *_, anew=False: tried.append(anew) or verdicts)
     facts, other, refused, used, *others = lines((8, 6))
     assert facts == ("matrix units", "compute capability 8.6")
     assert other == ("  of others", "wgmma")

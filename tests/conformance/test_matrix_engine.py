@@ -13,7 +13,7 @@ from clamp.bridge import empty
 from clamp.casting.registry import OWNED
 from clamp.cli.lists import reached
 from clamp.ops import attention
-from clamp.ops.attention.mma import MatrixAttention
+from clamp.ops.attention.matrix_units import MatrixAttention
 from clamp.ops.conv import engines as conv
 from clamp.ops.conv.matrix_units import MatrixConv
 from clamp.ops.gemm import engines as gemm
@@ -53,7 +53,7 @@ class _Emulated:
         self.pack = getattr(unit, "pack", None)
 
     def fits(self, problem: Any) -> bool:
-        return self._unit.fits(replace(problem, proved=frozenset({self.NAME})))
+        return self._unit.fits(replace(problem, verified=frozenset({self.NAME})))
 
     def run(self, *product: Any) -> None:
         self._compute(self._unit.compute, *product, self._plan)

@@ -21,14 +21,11 @@ import pytest
 
 from clamp.opencl.device import list_devices
 from clamp.ops import attention, conv
-from clamp.ops.attention import mma as attention_mma
+from clamp.ops.attention import matrix_units as attention_units
 from clamp.ops.engine import always
 from clamp.ops.gemm import engines, tiled
-from clamp.ops.gemm.dpas import DPAS_8, DPAS_16
-from clamp.ops.gemm.mma import MMA
+from clamp.ops.gemm.matrix_units import DPAS_8, DPAS_16, MMA, RDNA3, RDNA4, WGMMA
 from clamp.ops.gemm.plan import Plan
-from clamp.ops.gemm.wgmma import WGMMA
-from clamp.ops.gemm.wmma import RDNA3, RDNA4
 from tests.mutants import write_wrong
 from tests.ops import conv_reference, test_attention_matrix_units, test_conv_matrix_units
 from tests.ops.gemm_reference import check, random
@@ -80,7 +77,7 @@ class Attention:
     causal: bool = False
     copies: int = AT_ONCE
     forward_only: bool = False
-    file: str = attention_mma.FORWARD.file
+    file: str = attention_units.FORWARD.file
 
     def check(self, queue: cl.CommandQueue, patch: pytest.MonkeyPatch) -> None:
         plan = ONE_WARP if self.forward_only else SMALL

@@ -6,7 +6,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.opencl import amx, device, proofs
+from clamp.opencl import amx, device, trials
 from clamp.opencl.device import capabilities
 from tests.mutants import write_wrong
 from tests.scripts import run_script
@@ -93,7 +93,7 @@ def _forbid(*args: object, **options: object) -> None:
         ({"amx_tile", "amx_bf16"}, "no tiles today", None, "no tiles today"),
         ({"amx_tile", "amx_bf16"}, "", {"bfloat16": "wrong numbers"}, "wrong numbers"),
         ({"amx_tile", "amx_bf16"}, "", {}, "could not be tried"),
-        ({"amx_tile", "amx_bf16"}, "", {"bfloat16": proofs.RIGHT}, ""),
+        ({"amx_tile", "amx_bf16"}, "", {"bfloat16": trials.RIGHT}, ""),
     ],
 )
 def test_it_is_used_where_listed_granted_and_right(
@@ -103,7 +103,7 @@ def test_it_is_used_where_listed_granted_and_right(
     """None: nobody may ask."""
     monkeypatch.setattr(amx, "host_cpu_flags", lambda: frozenset(flags))
     monkeypatch.setattr(amx, "refusal_of_tiles", _forbid if refusal is None else lambda: refusal)
-    monkeypatch.setattr(proofs, "verdicts", _forbid if verdict is None else lambda *args, **options: verdict)
+    monkeypatch.setattr(trials, "verdicts", _forbid if verdict is None else lambda *args, **options: verdict)
     reason = amx.why_not(queue.device, "bfloat16")
     assert why in reason
     assert bool(why) == bool(reason)

@@ -12,12 +12,12 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Tensor
-from clamp.opencl import proofs
+from clamp.opencl import trials
 from clamp.opencl.device import capabilities
 from clamp.ops import attention as ops
-from clamp.ops import proved
-from clamp.ops.attention import proof
-from clamp.ops.attention.mma import MMA
+from clamp.ops import verified
+from clamp.ops.attention import matrix_units
+from clamp.ops.attention.matrix_units import MMA
 from clamp.ops.attention.problem import Gradients, Problem
 from clamp.ops.engine import always
 from clamp.ops.gemm.plan import Plan
@@ -132,7 +132,7 @@ def test_plans_of_gpus(queue: cl.CommandQueue, simulated: bool, plan: Plan) -> N
     """The trials themselves, in plain C."""
     if simulated:
         pytest.skip("slow to simulate")
-    assert proof.computes_right(Emulated(plan, AT_ONCE), plan, queue, HALF_DTYPES)
+    assert matrix_units.computes_right(Emulated(plan, AT_ONCE), plan, queue, HALF_DTYPES)
 
 
 @pytest.mark.slow
@@ -207,8 +207,8 @@ def test_the_same_input_gives_the_same_bits(
 
 
 def test_what_is_not_of_one_16_bit_type_or_wide_is_left_to_another_engine(queue: cl.CommandQueue) -> None:
-    def fits(storage: tuple[str, ...], width: int = 128, proved: frozenset[str] = frozenset({"mma"})) -> bool:
-        return MMA.fits(Problem(2, 3, width, True, 1.0, storage, capabilities(queue), proved))
+    def fits(storage: tuple[str, ...], width: int = 128, verified: frozenset[str] = frozenset({"mma"})) -> bool:
+        return MMA.fits(Problem(2, 3, width, True, 1.0, storage, capabilities(queue), verified))
 
     assert fits(("f16",) * 3)
     assert fits(("bf16",) * 4)
@@ -216,17 +216,17 @@ def test_what_is_not_of_one_16_bit_type_or_wide_is_left_to_another_engine(queue:
     assert not fits(("f32",) * 3)
     assert not fits(("f16", "f16", "f16", "f32")), "the gradient of a float32 result"
     assert not fits(("f16", "bf16", "f16"))
-    assert not fits(("f16",) * 3, proved=frozenset())
+    assert not fits(("f16",) * 3, verified=frozenset())
 
 
 @pytest.mark.parametrize(("wrong", "used"), [((), True), ((0,), False), ((1,), False)])
 def test_it_is_used_where_each_of_its_plans_is_proved(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, wrong: tuple[int, ...], used: bool
 ) -> None:
-    verdicts = {str(plan): "wrong" if n in wrong else proofs.RIGHT for n, plan in enumerate(MMA.plans)}
+    verdicts = {str(plan): "wrong" if n in wrong else trials.RIGHT for n, plan in enumerate(MMA.plans)}
     device = replace(capabilities(queue), is_cpu=False, compute_capability=(8, 6))
-    monkeypatch.setattr(proved, "capabilities", lambda queue: device)
-    monkeypatch.setattr(proofs, "verdicts", lambda *_, **__: verdicts)
-    assert MMA.is_proved(queue) is used
+    monkeypatch.setattr(verified, "capabilities", lambda queue: device)
+    monkeypatch.setattr(trials, "verdicts", lambda *_, **__: verdicts)
+    assert MMA.is_verified(queue) is used
     assert ("mma.sync" in ops.on_device(queue, "float16")) is used
     assert "mma.sync" not in ops.on_device(queue, "float32")

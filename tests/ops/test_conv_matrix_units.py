@@ -13,7 +13,7 @@ import pytest
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops import conv as ops
-from clamp.ops.conv import engines, proof
+from clamp.ops.conv import engines, matrix_units
 from clamp.ops.conv.engines import MATRIX_UNITS
 from clamp.ops.conv.matrix_units import MMA, MMA_K8, WGMMA, MatrixConv
 from clamp.ops.conv.problem import Problem
@@ -129,7 +129,7 @@ def test_plans_of_gpus(queue: cl.CommandQueue, simulated: bool, unit: MatrixConv
         pytest.skip("slow to simulate")
     for plan in unit.plans:
         if plan.local_memory_bytes <= capabilities(queue).local_memory_bytes:
-            assert proof.computes_right(Emulated(unit, plan, 1, AT_ONCE), plan, queue, HALF_DTYPES), plan
+            assert matrix_units.computes_right(Emulated(unit, plan, 1, AT_ONCE), plan, queue, HALF_DTYPES), plan
 
 
 def test_infinities_and_nan_stay_where_they_are(queue: cl.CommandQueue, emulate: Callable[..., str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clamp.opencl.device import Capabilities
-from clamp.ops import proved
+from clamp.ops import verified
 from clamp.ops.conv import Window
 from clamp.ops.conv import engines as conv
 from clamp.ops.conv.problem import Problem as Convolution
@@ -55,8 +55,8 @@ def test_small_products(rows: int, dtypes: tuple[str, str], on_cpu: str) -> None
 @pytest.mark.parametrize("a_dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("b_dtype", [F32, F16, BF16])
 def test_products_on_matrix_units(a_dtype: str, b_dtype: str) -> None:
-    def chosen(device: Capabilities, *proved: str) -> str:
-        return gemm.choose(Product(a_dtype, b_dtype, 300, 70, device, frozenset(proved))).NAME
+    def chosen(device: Capabilities, *verified: str) -> str:
+        return gemm.choose(Product(a_dtype, b_dtype, 300, 70, device, frozenset(verified))).NAME
 
     assert chosen(SM_80) == chosen(SM_80, "another") == "tiled"
     assert chosen(SM_80, "mma") == ("mma" if a_dtype == b_dtype != F32 else "tiled")
@@ -140,7 +140,7 @@ def test_an_engine_that_is_named_must_fit() -> None:
 def test_the_choice_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def words(module: Any, dtype: str, device: Capabilities) -> str:
         monkeypatch.setattr(module, "capabilities", lambda queue: device)
-        monkeypatch.setattr(proved, "capabilities", lambda queue: device)
+        monkeypatch.setattr(verified, "capabilities", lambda queue: device)
         return str(module.on_device(None, dtype))
 
     assert words(gemm, F16, GPU) == "products of float16: tiled kernel, tiles in local memory"

@@ -1,5 +1,5 @@
 """Plans that were measured on a device are used there, and change no result. No device of the tests has matrix units:
-what the device can do is pretended, and the unit runs in plain C, as in test_gemm_proof.py."""
+what the device can do is pretended, and the unit runs in plain C, as in test_verified.py."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ import pytest
 
 from clamp.cli import main, tune
 from clamp.cli.tune import LAYOUTS
-from clamp.opencl import cache, proofs
+from clamp.opencl import cache, trials
 from clamp.opencl.device import capabilities
-from clamp.ops import proved
+from clamp.ops import verified
 from clamp.ops.gemm import engines, gemm, matrix_units, tiled, tuning
 from clamp.ops.gemm.engines import MATRIX_UNITS
-from clamp.ops.gemm.matrix_units import MatrixUnit
-from clamp.ops.gemm.mma import MMA
+from clamp.ops.gemm.matrix_units import MMA, MatrixUnit, cases, computes_right
 from clamp.ops.gemm.plan import Plan
-from clamp.ops.gemm.proof import cases, computes_right
 from clamp.ops.gemm.tuning import Tuning, size_class, winner_of
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
@@ -51,17 +49,17 @@ class _Pretended(MatrixUnit):
 
 @pytest.fixture
 def unit(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Pretended:
-    """Lets the queue's device pass for a GPU with a matrix unit, which is proved and not tuned."""
+    """Lets the queue's device pass for a GPU with a matrix unit, which is verified and not tuned."""
     device = replace(capabilities(queue), is_cpu=False, dot_bf16=False, compute_capability=(8, 0))
-    for module in (engines, matrix_units, proved):
+    for module in (engines, matrix_units, verified):
         monkeypatch.setattr(module, "capabilities", lambda queue: device)
     unit = _Pretended(**vars(replace(MMA, plans=(_LARGE, _SMALL), more=(_REFUSED, _OTHER))), ran=[])
     monkeypatch.setattr(engines, "ENGINES", (unit, tiled))
     monkeypatch.setattr(engines, "MATRIX_UNITS", (unit,))
-    monkeypatch.setattr(proofs, "_verdicts", {})
+    monkeypatch.setattr(trials, "_verdicts", {})
     monkeypatch.setattr(tuning, "_known", {})
-    monkeypatch.setattr(proofs, "resolve_name", {u.where: u for u in (unit, unit.candidates)}.__getitem__)
-    monkeypatch.setattr(proofs, "_tried", _tried_here)
+    monkeypatch.setattr(trials, "resolve_name", {u.where: u for u in (unit, unit.candidates)}.__getitem__)
+    monkeypatch.setattr(trials, "_tried", _tried_here)
     monkeypatch.setenv("CLAMP_CACHE_DIR", str(tmp_path / "cache"))
     assert list(unit.measurable_plans(queue)) == [_LARGE, _SMALL, _OTHER]
     return unit
@@ -69,7 +67,7 @@ def unit(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @lru_cache
 def _tried(device: cl.Device, where: str, names: tuple[str, ...]) -> dict[str, str]:
-    found = proofs.tried_here(device, proofs.resolve_name(where), names)
+    found = trials.tried_here(device, trials.resolve_name(where), names)
     return {name: verdict for name, verdict in found if verdict is not None}
 
 
@@ -240,5 +238,5 @@ def test_candidates_compute_right_in_plain_c(
         unit.compute(*args, emulate=1)
 
     number = unit.more.index(plan)
-    monkeypatch.setattr("clamp.ops.gemm.proof.cases", lambda *of: [next(cases(*of))])
+    monkeypatch.setattr("clamp.ops.gemm.matrix_units.cases", lambda *of: [next(cases(*of))])
     assert computes_right(compute, plan, number, queue, unit.dtypes)

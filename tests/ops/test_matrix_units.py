@@ -18,13 +18,9 @@ from clamp.opencl.device import capabilities
 from clamp.opencl.program import source
 from clamp.ops.engine import always
 from clamp.ops.gemm import engines, gemm
-from clamp.ops.gemm.dpas import DPAS_8, DPAS_16
 from clamp.ops.gemm.engines import MATRIX_UNITS
-from clamp.ops.gemm.matrix_units import MatrixUnit
-from clamp.ops.gemm.mma import MMA, MMA_K8
+from clamp.ops.gemm.matrix_units import DPAS_8, DPAS_16, MMA, MMA_K8, RDNA3, RDNA4, WGMMA, MatrixUnit
 from clamp.ops.gemm.plan import Plan
-from clamp.ops.gemm.wgmma import WGMMA
-from clamp.ops.gemm.wmma import RDNA3, RDNA4
 from tests.ops.gemm_reference import TRANSPOSES, check, random, stored
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, to_device, to_numpy
 from tests.sweep import sweep

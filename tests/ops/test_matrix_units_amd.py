@@ -18,9 +18,8 @@ import pytest
 
 from clamp.opencl.program import Kernel, source
 from clamp.ops.conv.matrix_units import MatrixConv
-from clamp.ops.gemm.matrix_units import MatrixUnit
+from clamp.ops.gemm.matrix_units import RDNA3, MatrixUnit
 from clamp.ops.gemm.plan import Plan
-from clamp.ops.gemm.wmma import RDNA3
 from tests.ops.test_matrix_units_ptx import allow_registers, convolutions, output_of, products
 from tests.tools import go_without
 

@@ -17,8 +17,7 @@ import pytest
 
 from clamp.opencl.program import Kernel, source
 from clamp.ops.conv.matrix_units import MatrixConv
-from clamp.ops.gemm.dpas import DPAS_8, DPAS_16
-from clamp.ops.gemm.matrix_units import MatrixUnit
+from clamp.ops.gemm.matrix_units import DPAS_8, DPAS_16, MatrixUnit
 from clamp.ops.gemm.plan import Plan
 from tests.ops.test_matrix_units_ptx import convolutions, output_of, products
 from tests.tools import go_without
@@ -105,7 +104,7 @@ def test_a_plan_that_is_too_large_spills(ocloc: Path, tmp_path: Path) -> None:
 
 
 def test_sub_groups_of_another_size(ocloc: Path, tmp_path: Path) -> None:
-    """Why 8 is tried before 16 (clamp/ops/gemm/dpas.py)."""
+    """Why 8 is tried before 16 (clamp/ops/gemm/matrix_units.py)."""
     for unit, device in ((DPAS_8, "pvc"), (DPAS_16, "dg2")):
         macros = next(iter(products([unit.NAME]))).values[3]()
         if unit is DPAS_8:

@@ -28,15 +28,14 @@ import pytest
 from clamp.bridge import STORAGE
 from clamp.opencl.program import Kernel, source
 from clamp.ops import attention
-from clamp.ops.attention.mma import MatrixAttention
+from clamp.ops.attention.matrix_units import MatrixAttention
 from clamp.ops.attention.problem import Problem
 from clamp.ops.conv import engines as conv
 from clamp.ops.conv.matrix_units import MatrixConv
 from clamp.ops.gemm import engines as gemm
-from clamp.ops.gemm.matrix_units import MatrixUnit
+from clamp.ops.gemm.matrix_units import Case, MatrixUnit, cases
 from clamp.ops.gemm.plan import Plan
 from clamp.ops.gemm.problem import Epilogue, operand_a, operand_b
-from clamp.ops.gemm.proof import Case, cases
 from tests.tools import go_without
 
 pytestmark = pytest.mark.slow

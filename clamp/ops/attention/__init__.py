@@ -7,7 +7,7 @@ calculation for softmax" (2018); Dao, Fu, Ermon, Rudra and Re, "FlashAttention" 
 logarithm of the sum of the exponentials.
 
 Scores, weights and sums are fp32 throughout; operands are widened as they are read and results rounded once. (Matrix
-units multiply 16-bit weights: mma.py; or two 16-bit parts of them: amx.py.)
+units multiply 16-bit weights: matrix_units.py; or two 16-bit parts of them: amx.py.)
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.ops.attention import amx, blocked, mma, tiled
+from clamp.ops.attention import amx, blocked, tiled
 from clamp.ops.attention.decode import attention_decode
-from clamp.ops.attention.mma import MatrixAttention
+from clamp.ops.attention.matrix_units import MMA
 from clamp.ops.attention.problem import AttentionEngine, Gradients, Problem, default_scale, problem_of
 from clamp.ops.engine import choose
-from clamp.ops.proved import names_of_proved
+from clamp.ops.verified import names_of_verified
 
 __all__ = ["ENGINES", "Gradients", "attention", "attention_backward", "attention_decode", "default_scale", "on_device"]
 
 #: the first that fits and pays runs
-ENGINES: tuple[AttentionEngine, ...] = (mma.MMA, amx, blocked, tiled)
+ENGINES: tuple[AttentionEngine, ...] = (MMA, amx, blocked, tiled)
 
-#: those of them that must be proved on a device
-MATRIX_UNITS = tuple(engine for engine in ENGINES if isinstance(engine, MatrixAttention))
+#: those of them that must be verified on a device
+MATRIX_UNITS = (MMA,)
 
 
 def attention(
@@ -55,7 +55,7 @@ def attention(
     Raises:
         ValueError: the shapes are not four-dimensional and equal, or there is no such engine.
     """
-    problem = problem_of(q, k, v, causal, scale, names_of_proved(MATRIX_UNITS, q.queue))
+    problem = problem_of(q, k, v, causal, scale, names_of_verified(MATRIX_UNITS, q.queue))
     out = bridge.empty(q.queue, q.shape, out_dtype)
     lse = bridge.empty(q.queue, q.shape[:3], "float32")
     if out.size:
@@ -81,7 +81,7 @@ def attention_backward(
     Raises:
         ValueError: the shapes do not fit, or there is no such engine.
     """
-    problem = problem_of(q, k, v, causal, scale, names_of_proved(MATRIX_UNITS, q.queue), grad=grad)
+    problem = problem_of(q, k, v, causal, scale, names_of_verified(MATRIX_UNITS, q.queue), grad=grad)
     if tuple(grad.shape) != tuple(q.shape) or tuple(lse.shape) != tuple(q.shape[:3]):
         raise ValueError(
             f"attention of {tuple(q.shape)} needs a gradient of that shape and lse of {tuple(q.shape[:3])}, "
@@ -96,7 +96,7 @@ def attention_backward(
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:
     """How attention runs on the queue's device, in words."""
     storage = bridge.STORAGE[dtype]
-    device, proved = capabilities(queue), names_of_proved(MATRIX_UNITS, queue)
-    problem = Problem(8, 256, 64, True, default_scale(64, None), (storage, storage, storage), device, proved)
+    device, verified = capabilities(queue), names_of_verified(MATRIX_UNITS, queue)
+    problem = Problem(8, 256, 64, True, default_scale(64, None), (storage, storage, storage), device, verified)
     chosen = choose("attention", ENGINES, problem)
     return f"attention: {chosen.IN_WORDS}, scores and sums in float32"

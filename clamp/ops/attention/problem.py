@@ -26,7 +26,7 @@ class Problem:
         scale: what q k' is multiplied by.
         storage: storage types of q, k and v, and in backward of the result's gradient.
         device: what the device can do.
-        proved: names of the engines that need a proof on the device, and have it.
+        verified: names of the engines that must be verified on the device, and are.
     """
 
     heads: int
@@ -36,7 +36,7 @@ class Problem:
     scale: float
     storage: tuple[str, ...]
     device: Capabilities = field(repr=False)
-    proved: frozenset[str] = field(default=frozenset(), repr=False)
+    verified: frozenset[str] = field(default=frozenset(), repr=False)
 
 
 class AttentionEngine(Engine[Problem], Protocol):
@@ -52,7 +52,7 @@ class AttentionEngine(Engine[Problem], Protocol):
 
 
 def problem_of(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, proved: frozenset[str] = frozenset(),
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, verified: frozenset[str] = frozenset(),
     *, grad: Tensor | None = None,
 ) -> Problem:  # fmt: skip
     """The problem of q, k and v, and in backward of the result's gradient.
@@ -69,7 +69,7 @@ def problem_of(
         raise ValueError(f"flash_attention takes sequences of up to {_MAX_LENGTH} positions, got {length}")
     storage = tuple(bridge.STORAGE[x.dtype] for x in (q, k, v, grad) if x is not None)
     heads, device = prod(shapes[0][:2]), capabilities(q.queue)
-    return Problem(heads, length, width, bool(causal), default_scale(width, scale), storage, device, proved)
+    return Problem(heads, length, width, bool(causal), default_scale(width, scale), storage, device, verified)
 
 
 def default_scale(head_dim: int, scale: float | None) -> float:

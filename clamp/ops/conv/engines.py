@@ -9,13 +9,12 @@ import pyopencl as cl
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops import engine
-from clamp.ops.conv import amx, dot_bf16, packed, tiled, winograd
+from clamp.ops.conv import amx, dot_bf16, matrix_units, packed, tiled, winograd
 from clamp.ops.conv.geometry import Pair, Window
-from clamp.ops.conv.matrix_units import DPAS_8, DPAS_16, MMA, MMA_K8, RDNA3, RDNA4, WGMMA, MatrixConv
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.weights import Weights
 from clamp.ops.gemm.problem import Epilogue
-from clamp.ops.proved import names_of_proved
+from clamp.ops.verified import names_of_verified
 
 
 class Engine(engine.Engine[Problem], Protocol):
@@ -33,12 +32,10 @@ class Engine(engine.Engine[Problem], Protocol):
 
 
 #: the first that fits and pays runs
-ENGINES: tuple[Engine, ...] = (
-    amx, winograd, dot_bf16, packed, WGMMA, MMA, MMA_K8, RDNA3, RDNA4, DPAS_8, DPAS_16, tiled,
-)  # fmt: skip
+ENGINES: tuple[Engine, ...] = (amx, winograd, dot_bf16, packed, *matrix_units.MATRIX_UNITS, tiled)
 
-#: those of them that must be proved on a device
-MATRIX_UNITS = tuple(engine for engine in ENGINES if isinstance(engine, MatrixConv))
+#: those of them that must be verified on a device
+MATRIX_UNITS = matrix_units.MATRIX_UNITS
 
 
 def choose(problem: Problem, name: str | None = None) -> Engine:
@@ -54,9 +51,9 @@ def problem_on(
     queue: cl.CommandQueue, gradient: str, dtypes: tuple[str, str], out_dtype: str, images: int, image: Pair,
     weights: tuple[int, ...], window: Window,
 ) -> Problem:  # fmt: skip
-    """A convolution on the queue's device, with what this can do, and the engines that are proved there."""
-    proved = names_of_proved(MATRIX_UNITS, queue)
-    return Problem(gradient, dtypes, out_dtype, images, image, weights, window, capabilities(queue), proved)
+    """A convolution on the queue's device, with what this can do, and the engines that are verified there."""
+    verified = names_of_verified(MATRIX_UNITS, queue)
+    return Problem(gradient, dtypes, out_dtype, images, image, weights, window, capabilities(queue), verified)
 
 
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:

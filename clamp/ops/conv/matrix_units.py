@@ -1,47 +1,45 @@
 """Convolutions and their gradients on a GPU's matrix units (kernels/matrix_conv_kernel.clh): what the engines have in
 common. They read images, weights and gradients in place.
 
-As the engines of products (clamp/ops/gemm/matrix_units.py) they are used only by plans that are proved on the device,
+As the engines of products (clamp/ops/gemm/matrix_units.py) they are used only by plans that are verified on the device,
 and run in plain C (``emulate``) on any device, for tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from math import prod
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.conv.geometry import Axis, Correlation
+from clamp.ops.conv.geometry import Axis, Correlation, Pair, Window
 from clamp.ops.conv.problem import Problem
-from clamp.ops.conv.proof import computes_right
 from clamp.ops.conv.weights import Weights
-from clamp.ops.gemm.dpas import DPAS_8 as DPAS_8_PRODUCTS
-from clamp.ops.gemm.dpas import DPAS_16 as DPAS_16_PRODUCTS
+from clamp.ops.gemm import matrix_units as products
 from clamp.ops.gemm.in_tiles import add_slices
 from clamp.ops.gemm.matrix_units import MatrixUnit
-from clamp.ops.gemm.mma import MMA as MMA_PRODUCTS
-from clamp.ops.gemm.mma import MMA_K8 as MMA_K8_PRODUCTS
 from clamp.ops.gemm.plan import Plan, best_plan, slices_of, tiles_of
 from clamp.ops.gemm.problem import Epilogue
-from clamp.ops.gemm.wgmma import WGMMA as WGMMA_PRODUCTS
-from clamp.ops.gemm.wmma import RDNA3 as RDNA3_PRODUCTS
-from clamp.ops.gemm.wmma import RDNA4 as RDNA4_PRODUCTS
-from clamp.ops.proved import Proved
+from clamp.ops.verified import DeviceMatrix, Verified
+
+Array: TypeAlias = npt.NDArray[Any]
 
 _MOST = 2**31 - 2**12  # positions of a batch, and elements of a tap's offset or of the weights: 32 bits in the kernels
 _OUTSIDE = -(2**30)  # a tap that reads nothing
 
 
 @dataclass(frozen=True)
-class MatrixConv(Proved):
+class MatrixConv(Verified):
     """An engine of convolutions by a matrix instruction.
 
     Attributes:
@@ -76,13 +74,15 @@ class MatrixConv(Proved):
         )
 
     def fits(self, problem: Problem) -> bool:
-        """Whether what is multiplied is of one 16-bit type, the engine is proved, and the kernels can count it."""
+        """Whether what is multiplied is of one 16-bit type, the engine is verified, and the kernels can count it."""
         first, second = problem.dtypes
-        return self.NAME in problem.proved and first == second and first in self.unit.dtypes and _is_countable(problem)
+        return (
+            self.NAME in problem.verified and first == second and first in self.unit.dtypes and _is_countable(problem)
+        )
 
     def convolve(self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
         """Writes a convolution or an input gradient over ``out``."""
-        plans, units = self.proved_plans(x.queue), capabilities(x.queue).compute_units
+        plans, units = self.verified_plans(x.queue), capabilities(x.queue).compute_units
         positions = problem.images * problem.correlations[0][0].positions
         plan = best_plan(plans, weights.rows, positions, weights.groups, units)
         self.convolve_by(problem, x, weights, out, epilogue, plan)
@@ -93,7 +93,7 @@ class MatrixConv(Proved):
         """Writes the gradient by the weights over ``out``."""
         units, groups = capabilities(x.queue).compute_units, problem.window.groups
         columns = problem.channels * problem.forward.taps
-        plan = best_plan(self.proved_plans(x.queue), problem.features, columns, groups, units)
+        plan = best_plan(self.verified_plans(x.queue), problem.features, columns, groups, units)
         tiles = tiles_of(plan, problem.features, columns) * groups
         self.sum_gradient(problem, x, grad, out, plan, slices_of(tiles, _positions(problem), units))
         return None
@@ -252,22 +252,86 @@ def _elements(axis: Axis) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return axis.taps.first + np.arange(axis.taps.count) * axis.taps.step
 
 
+class Convolver(Protocol):
+    """What computes by a given plan."""
+
+    def convolve_by(
+        self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue, plan: Plan
+    ) -> None:
+        """Writes a convolution or an input gradient over ``out``."""
+
+    def sum_gradient(self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, plan: Plan) -> None:
+        """Writes the gradient by the weights over ``out``."""
+
+
+def computes_right(engine: Convolver, plan: Plan, queue: cl.CommandQueue, dtypes: Sequence[str]) -> bool:
+    """Whether convolutions and their gradients come out right by a plan, in each type, with a stride and without."""
+    cases = (((9, 8), Window(pad=(1, 1))), ((8, 8), Window((2, 2), (1, 1), groups=2)))
+    return all(
+        _computes(engine, plan, queue, dtype, image, window) for dtype, (image, window) in product(dtypes, cases)
+    )
+
+
+def _computes(engine: Convolver, plan: Plan, queue: cl.CommandQueue, dtype: str, image: Pair, window: Window) -> bool:
+    numbers = np.random.default_rng(0)
+    n, c, f = 3, 24, plan.rows // 2 + 8
+    x = numbers.integers(-1, 2, (n, c * window.groups, *image))
+    w = numbers.integers(-1, 2, (f * window.groups, c, 3, 3))
+    grad = numbers.integers(-1, 2, (n, f * window.groups, *window.output(image, (3, 3))))
+    out, dx, dw = _with_gradients(x, w, grad, window)
+    for gradient, expected in (("", out), ("input", dx), ("weights", dw)):
+        problem = Problem(gradient, (dtype, dtype), "float32", n, image, w.shape, window, capabilities(queue))
+        found: Any = DeviceMatrix.like(queue, np.full(expected.shape, 99), "float32")
+        xs, ws, grads = (DeviceMatrix.like(queue, host, dtype) for host in (x, w, grad))
+        if gradient == "weights":
+            engine.sum_gradient(problem, xs, grads, found, plan)
+        else:
+            weights = Weights(ws, window.groups, gradient == "input")
+            engine.convolve_by(problem, grads if gradient else xs, weights, found, Epilogue("float32"), plan)
+        if not np.array_equal(found.to_host(), expected):
+            return False
+    return True
+
+
+def _with_gradients(x: Array, w: Array, grad: Array, window: Window) -> tuple[Array, Array, Array]:
+    """A 3x3 convolution of integers, and its gradients by both operands, a tap at a time."""
+    (ph, pw), (sh, sw), groups = window.pad, window.stride, window.groups
+    n, rows, columns = x.shape[0], *grad.shape[2:]
+    padded = np.pad(x, ((0, 0), (0, 0), (ph, ph), (pw, pw)))
+    padded = padded.reshape(n, groups, -1, *padded.shape[2:])
+    kernels, slopes = w.reshape(groups, -1, *w.shape[1:]), grad.reshape(n, groups, -1, rows, columns)
+    out, dpadded, dw = np.zeros_like(slopes), np.zeros_like(padded), np.zeros_like(kernels)
+    for i, j in product(range(3), range(3)):
+        window_of_tap = np.s_[:, :, :, i : i + (rows - 1) * sh + 1 : sh, j : j + (columns - 1) * sw + 1 : sw]
+        out += np.einsum("gfc,ngcyx->ngfyx", kernels[..., i, j], padded[window_of_tap])
+        dpadded[window_of_tap] += np.einsum("gfc,ngfyx->ngcyx", kernels[..., i, j], slopes)
+        dw[..., i, j] = np.einsum("ngfyx,ngcyx->gfc", slopes, padded[window_of_tap])
+    inside = dpadded[..., ph : ph + x.shape[2], pw : pw + x.shape[3]]
+    return out.reshape(grad.shape), inside.reshape(x.shape), dw.reshape(w.shape)
+
+
+# ------------------------------------------------------------------------------------------- one entry an instruction
+
+
 def _kernels_like(gemm: Kernel) -> tuple[Kernel, Kernel]:
     """Those for convolutions, in a file of their own, compiled as one for products."""
     file = gemm.file.replace("gemm", "conv")
     return replace(gemm, file=file, name="conv"), replace(gemm, file=file, name="weight_grad")
 
 
-_MMA, _WGMMA = _kernels_like(MMA_PRODUCTS.kernel), _kernels_like(WGMMA_PRODUCTS.kernel)
-_WMMA, _DPAS = _kernels_like(RDNA3_PRODUCTS.kernel), _kernels_like(DPAS_8_PRODUCTS.kernel)
+_MMA, _WGMMA = _kernels_like(products.MMA.kernel), _kernels_like(products.WGMMA.kernel)
+_WMMA, _DPAS = _kernels_like(products.RDNA3.kernel), _kernels_like(products.DPAS_8.kernel)
 # On NVIDIA's GPUs smaller tiles than for products: a table lies in local memory beside them.
 _MMA_PLANS = Plan(128, 128, 32, 2, (2, 4)), Plan(64, 64, 32, 3, (2, 2))
 _WGMMA_PLANS = Plan(128, 128, 64, 3, (8, 1)), Plan(64, 64, 64, 3, (4, 1))
 
-MMA = MatrixConv.by(MMA_PRODUCTS, "MMA", _MMA, _MMA_PLANS)
-MMA_K8 = MatrixConv.by(MMA_K8_PRODUCTS, "MMA_K8", _MMA, _MMA_PLANS)
-WGMMA = MatrixConv.by(WGMMA_PRODUCTS, "WGMMA", _WGMMA, _WGMMA_PLANS)
-RDNA3 = MatrixConv.by(RDNA3_PRODUCTS, "RDNA3", _WMMA)
-RDNA4 = MatrixConv.by(RDNA4_PRODUCTS, "RDNA4", _WMMA)
-DPAS_8 = MatrixConv.by(DPAS_8_PRODUCTS, "DPAS_8", _DPAS)
-DPAS_16 = MatrixConv.by(DPAS_16_PRODUCTS, "DPAS_16", _DPAS)
+MMA = MatrixConv.by(products.MMA, "MMA", _MMA, _MMA_PLANS)
+MMA_K8 = MatrixConv.by(products.MMA_K8, "MMA_K8", _MMA, _MMA_PLANS)
+WGMMA = MatrixConv.by(products.WGMMA, "WGMMA", _WGMMA, _WGMMA_PLANS)
+RDNA3 = MatrixConv.by(products.RDNA3, "RDNA3", _WMMA)
+RDNA4 = MatrixConv.by(products.RDNA4, "RDNA4", _WMMA)
+DPAS_8 = MatrixConv.by(products.DPAS_8, "DPAS_8", _DPAS)
+DPAS_16 = MatrixConv.by(products.DPAS_16, "DPAS_16", _DPAS)
+
+#: in the order in which they are preferred
+MATRIX_UNITS = (WGMMA, MMA, MMA_K8, RDNA3, RDNA4, DPAS_8, DPAS_16)

@@ -21,7 +21,7 @@ class Problem:
         image: (H, W) of the input.
         weights: shape of the weights, (F, C / groups, KH, KW).
         device: what the device can do.
-        proved: names of the engines that need a proof on the device, and have it.
+        verified: names of the engines that must be verified on the device, and are.
     """
 
     gradient: str
@@ -32,7 +32,7 @@ class Problem:
     weights: tuple[int, ...]
     window: Window
     device: Capabilities
-    proved: frozenset[str] = frozenset()
+    verified: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         types, kernel = " by ".join(self.dtypes), " x ".join(map(str, self.extent))

@@ -10,10 +10,9 @@ import pyopencl as cl
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops import engine
-from clamp.ops.gemm import amx, direct, dot_bf16, dpas, mma, packed, tiled, wgmma, wmma
-from clamp.ops.gemm.matrix_units import MatrixUnit
+from clamp.ops.gemm import amx, direct, dot_bf16, matrix_units, packed, tiled
 from clamp.ops.gemm.problem import Epilogue, Operand, Problem
-from clamp.ops.proved import names_of_proved
+from clamp.ops.verified import names_of_verified
 
 
 class Engine(engine.Engine[Problem], Protocol):
@@ -50,13 +49,10 @@ class Binds(Protocol):
 
 
 #: the first that fits and pays runs
-ENGINES: tuple[Engine, ...] = (
-    amx, direct, dot_bf16, packed, wgmma.WGMMA, mma.MMA, mma.MMA_K8, wmma.RDNA3, wmma.RDNA4, dpas.DPAS_8, dpas.DPAS_16,
-    tiled,
-)  # fmt: skip
+ENGINES: tuple[Engine, ...] = (amx, direct, dot_bf16, packed, *matrix_units.MATRIX_UNITS, tiled)
 
-#: those of them that must be proved on a device
-MATRIX_UNITS = tuple(engine for engine in ENGINES if isinstance(engine, MatrixUnit))
+#: those of them that must be verified on a device
+MATRIX_UNITS = matrix_units.MATRIX_UNITS
 
 
 def choose(problem: Problem, name: str | None = None) -> Engine:
@@ -71,13 +67,13 @@ def choose(problem: Problem, name: str | None = None) -> Engine:
 def problem_on(
     queue: cl.CommandQueue, a_dtype: str, b_dtype: str, k: int, columns: int, rows: int | None = None
 ) -> Problem:
-    """A product on the queue's device, with what this can do, and the engines that are proved there."""
-    return Problem(a_dtype, b_dtype, k, columns, capabilities(queue), proved(queue), rows)
+    """A product on the queue's device, with what this can do, and the engines that are verified there."""
+    return Problem(a_dtype, b_dtype, k, columns, capabilities(queue), verified(queue), rows)
 
 
-def proved(queue: cl.CommandQueue) -> frozenset[str]:
-    """Names of the engines that have a plan for any operands which is proved on the queue's device."""
-    return names_of_proved(MATRIX_UNITS, queue)
+def verified(queue: cl.CommandQueue) -> frozenset[str]:
+    """Names of the engines that have a plan for any operands which is verified on the queue's device."""
+    return names_of_verified(MATRIX_UNITS, queue)
 
 
 def usual(queue: cl.CommandQueue, dtype: str) -> Engine:

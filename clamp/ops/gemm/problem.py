@@ -21,7 +21,7 @@ class Problem:
         a_dtype, b_dtype: storage types.
         k, columns: of op(B).
         device: what the device can do.
-        proved: names of the engines that need a proof on the device, and have it.
+        verified: names of the engines that must be verified on the device, and are.
         rows: of op(A), if that is known.
     """
 
@@ -30,7 +30,7 @@ class Problem:
     k: int
     columns: int
     device: Capabilities
-    proved: frozenset[str] = frozenset()
+    verified: frozenset[str] = frozenset()
     rows: int | None = None
 
     def __str__(self) -> str:

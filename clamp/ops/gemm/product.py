@@ -2,7 +2,7 @@
 
 On CPU devices both operands are packed into panels for a register-blocked loop (small ones as they are read),
 which for two bfloat16 operands uses the processor's dot product if it has a fast one; every other device gets tiles in
-local memory, and the matrix units of GPUs where these are proved to compute right (engines.py).
+local memory, and the matrix units of GPUs where these are verified to compute right (engines.py).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Winners are kept for classes of products, by layout and by extents to the neares
 file of the user's (``opencl/cache``), for a device, its driver and a version of the kernels. Where none is kept the
 rule of `plan.best_plan` holds.
 
-Tuning chooses among plans that are proved on the device, each of which sums in float32 and rounds once: it changes the
-order in which a sum is added up, and so a result's last bits, and nothing else.
+Tuning chooses among plans that are verified on the device, each of which sums in float32 and rounds once: it changes
+the order in which a sum is added up, and so a result's last bits, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from math import log2
 
 import pyopencl as cl
 
-from clamp.opencl import cache, proofs
+from clamp.opencl import cache, trials
 
 _GAIN = 0.97  # of the usual plan's time: what is nearer may be chance
 
@@ -54,8 +54,8 @@ def tuned(device: cl.Device, where: str, trial_key: Callable[[], object]) -> Tun
     """What is kept of a unit on a device; nothing, if it was not tuned there.
 
     Args:
-        where: the unit's name, as for its proofs.
-        trial_key: returns what its proofs depend on.
+        where: the unit's name, as for its trials.
+        trial_key: returns what its trials depend on.
     """
     key = (device.int_ptr, where)
     if key not in _known:
@@ -86,4 +86,4 @@ def _meaning(content: bytes) -> Tuning:
 
 
 def _key(device: cl.Device, where: str, trial_key: Callable[[], object]) -> list[object]:
-    return [*proofs.identity(device), where, trial_key()]
+    return [*trials.identity(device), where, trial_key()]

@@ -1,43 +1,50 @@
 """Attention on the matrix units of NVIDIA's GPUs, by mma.sync (kernels/attention_mma.cl).
 
-As every engine of matrix units it is used only where it is proved on the device (clamp/opencl/proofs.py), and runs in
+As every engine of matrix units it is used only where it is verified on the device (clamp/opencl/trials.py), and runs in
 plain C (``emulate``) on any device, for tests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import Any, Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.device import Capabilities
+from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.attention.problem import Gradients, Problem
-from clamp.ops.attention.proof import computes_right
 from clamp.ops.gemm.plan import Plan
-from clamp.ops.proved import Proved
+from clamp.ops.verified import DeviceMatrix, Verified
 
 FORWARD = Kernel("attention_mma.cl", "attention_forward")
 DELTA = Kernel("attention_mma.cl", "attention_delta")
 BACKWARD_Q = Kernel("attention_mma.cl", "attention_backward_q")
 BACKWARD_KV = Kernel("attention_mma.cl", "attention_backward_kv")
 
+Array: TypeAlias = npt.NDArray[Any]
+
 _DTYPES = ("float16", "bfloat16")
+_CLOSE = 2.0**-6  # of the largest: weights of 16 bits are off by 2^-9 of their terms, a wrong index by the terms
 
 
 @dataclass(frozen=True)
-class MatrixAttention(Proved):
+class MatrixAttention(Verified):
     """An engine of attention by a matrix instruction.
 
     Its plans are rows of a work-group, of the other side a step, and the widest heads; the narrowest of these first.
     """
 
     def fits(self, problem: Problem) -> bool:
-        """Whether all that is multiplied is of one 16-bit type, heads are narrow enough, and the engine is proved."""
+        """Whether all that is multiplied is of one 16-bit type, heads are narrow enough, and the engine is verified."""
         is_half = set(problem.storage) in [{bridge.STORAGE[dtype]} for dtype in _DTYPES]
-        return self.NAME in problem.proved and is_half and problem.width <= self.plans[-1].k
+        return self.NAME in problem.verified and is_half and problem.width <= self.plans[-1].k
 
     def plan(self, problem: Problem) -> Plan:
         """The plan of a problem that fits."""
@@ -63,9 +70,9 @@ class MatrixAttention(Proved):
         """Whether the device is of a kind that has the instruction."""
         return device.compute_capability >= (8, 0)
 
-    def is_proved(self, queue: cl.CommandQueue) -> bool:
+    def is_verified(self, queue: cl.CommandQueue) -> bool:
         """Whether every plan is: each is for heads of some width."""
-        return self.proved_plans(queue) == self.plans
+        return self.verified_plans(queue) == self.plans
 
     def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
         """Whether a small attention comes out right by a plan."""
@@ -113,6 +120,61 @@ def _macros(problem: Problem, rows: int, columns: int) -> dict[str, object]:
         "IN_T": problem.storage[0], "ROWS": rows, "COLUMNS": columns, "WIDTH": -(-problem.width // 16) * 16,
         "ALIGNED": int(problem.width % 8 == 0),
     }  # fmt: skip
+
+
+class Attender(Protocol):
+    """What computes by a given plan."""
+
+    def forward_by(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan
+    ) -> None:
+        """Writes the result and the log-sum-exps."""
+
+    def backward_by(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients,
+        delta: Tensor, plan: Plan,
+    ) -> None:  # fmt: skip
+        """Writes the gradients; ``delta`` is for numbers of its own."""
+
+
+def computes_right(engine: Attender, plan: Plan, queue: cl.CommandQueue, dtypes: Sequence[str]) -> bool:
+    """Whether attention and its gradients come out right by a plan, in each type, with a causal mask and without, of
+    rows of whole pieces of 16 bytes and of others."""
+    cases = product(dtypes, ((plan.k, True), (plan.k - 16, False), (plan.k - 3, True)))
+    return all(_computes(engine, plan, queue, dtype, width, causal) for dtype, (width, causal) in cases)
+
+
+def _computes(engine: Attender, plan: Plan, queue: cl.CommandQueue, dtype: str, width: int, causal: bool) -> bool:
+    shape = (2, 2 * plan.rows + 3, width)
+    # Eighths are exact in every type; scores that differ by some ones let few keys count much.
+    numbers = np.random.default_rng(0).integers(-8, 9, (4, *shape)) / 8
+    scale = 8 / width**0.5
+    expected = _attention(numbers, causal, scale)
+    found: list[Any] = [DeviceMatrix.like(queue, np.full(x.shape, 99), "float32") for x in expected]
+    delta: Any = DeviceMatrix.like(queue, np.full(shape[:2], 99), "float32")
+    q, k, v, grad = (DeviceMatrix.like(queue, x, dtype) for x in numbers)
+    storage = (bridge.STORAGE[dtype],) * 4
+    problem = Problem(*shape, causal, scale, storage, capabilities(queue))
+    out, lse, *grads = found
+    engine.forward_by(problem, q, k, v, out, lse, plan)
+    engine.backward_by(problem, q, k, v, lse, grad, tuple(grads), delta, plan)
+    close = (np.abs(x.to_host() - y).max() <= _CLOSE * np.abs(y).max() for x, y in zip(found, expected, strict=True))
+    return all(close)  # a NaN is not
+
+
+def _attention(numbers: Array, causal: bool, scale: float) -> tuple[Array, ...]:
+    """The result, its log-sum-exps, and the gradients by q, k and v."""
+    q, k, v, grad = numbers
+    scores = np.where(np.tri(q.shape[1]) if causal else True, q @ _turned(k) * scale, -np.inf)
+    lse = np.log(np.exp(scores).sum(-1))
+    weights = np.exp(scores - lse[..., None])
+    slopes = grad @ _turned(v)
+    slopes = weights * (slopes - (weights * slopes).sum(-1, keepdims=True)) * scale
+    return weights @ v, lse, slopes @ k, _turned(slopes) @ q, _turned(weights) @ grad
+
+
+def _turned(x: Array) -> Array:
+    return np.swapaxes(x, -1, -2)
 
 
 MMA = MatrixAttention(

@@ -1,4 +1,4 @@
-"""What tests/opencl/test_proofs.py has tried in a process of its own."""
+"""What tests/opencl/test_trials.py has tried in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pyopencl as cl
 
-from clamp.opencl.proofs import Trial
+from clamp.opencl.trials import Trial
 
 
 def _fails(queue: cl.CommandQueue) -> bool:

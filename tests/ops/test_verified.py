@@ -1,5 +1,5 @@
-"""An engine that must be proved is used where its trials passed, and nowhere else: no device of the tests is a GPU, so
-what the device can do is pretended, and the engine runs in plain C, in this process."""
+"""An engine that must be verified is used where its trials passed, and nowhere else: no device of the tests is a GPU,
+so what the device can do is pretended, and the engine runs in plain C, in this process."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.opencl import program, proofs
+from clamp.opencl import program, trials
 from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import KernelBuildError
-from clamp.ops import proved
+from clamp.ops import verified
 from clamp.ops.gemm import engines, gemm, matrix_units, tiled
-from clamp.ops.gemm.dpas import DPAS_8, DPAS_16
 from clamp.ops.gemm.engines import MATRIX_UNITS
-from clamp.ops.gemm.matrix_units import MatrixUnit
-from clamp.ops.gemm.mma import MMA
+from clamp.ops.gemm.matrix_units import DPAS_8, DPAS_16, MMA, RDNA3, RDNA4, WGMMA, MatrixUnit
 from clamp.ops.gemm.plan import Plan, best_plan, slices_of, tiles_of
-from clamp.ops.gemm.wgmma import WGMMA
-from clamp.ops.gemm.wmma import RDNA3, RDNA4
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
 _LARGE, _SMALL = Plan(32, 16, 32, 3, (2, 1)), Plan(16, 32, 16, 2, (1, 1))
@@ -44,24 +40,24 @@ class _Pretended(MatrixUnit):
 def pretend(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MatrixUnit]:
     """Lets the queue's device pass for a GPU with matrix units; what its engine does instead may be given."""
     device = replace(capabilities(queue), is_cpu=False, dot_bf16=False, compute_capability=(8, 0))
-    for module in (engines, matrix_units, proved):
+    for module in (engines, matrix_units, verified):
         monkeypatch.setattr(module, "capabilities", lambda queue: device)
-    monkeypatch.setattr(proofs, "_verdicts", {})
+    monkeypatch.setattr(trials, "_verdicts", {})
     monkeypatch.setenv("CLAMP_CACHE_DIR", "off")
 
     def make(instead: Callable[..., None] | None = None) -> MatrixUnit:
         unit = _Pretended(**vars(replace(MMA, plans=(_LARGE, _SMALL))), instead=instead)
         monkeypatch.setattr(engines, "ENGINES", (unit, tiled))
         monkeypatch.setattr(engines, "MATRIX_UNITS", (unit,))
-        monkeypatch.setattr(proofs, "resolve_name", lambda where: unit)
-        monkeypatch.setattr(proofs, "_tried", _tried_here)
+        monkeypatch.setattr(trials, "resolve_name", lambda where: unit)
+        monkeypatch.setattr(trials, "_tried", _tried_here)
         return unit
 
     return make
 
 
 def _tried_here(device: cl.Device, where: str, names: list[str]) -> dict[str, str]:
-    found = proofs.tried_here(device, proofs.resolve_name(where), names)
+    found = trials.tried_here(device, trials.resolve_name(where), names)
     return {name: verdict for name, verdict in found if verdict is not None}
 
 
@@ -73,15 +69,15 @@ def test_a_gpu_on_which_the_trials_pass_uses_the_engine(
     queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unit, held = pretend(), program.built_programs()
-    assert engines.proved(queue) == {"mma"}
-    assert unit.proved_plans(queue) == (_LARGE, _SMALL)
+    assert engines.verified(queue) == {"mma"}
+    assert unit.verified_plans(queue) == (_LARGE, _SMALL)
     assert program.built_programs() == held, "the programs of the trials are let go"
     for dtype in HALF_DTYPES:
         assert engines.usual(queue, dtype) is unit
         assert "products of " + dtype + ": mma kernel" in engines.on_device(queue, dtype)
         np.testing.assert_array_equal(to_numpy(product(queue, dtype)), np.full((3, 5), 8.0))
     assert engines.usual(queue, "float32") is tiled
-    monkeypatch.setattr(proofs, "_tried", _raise(AssertionError("it is tried once")))
+    monkeypatch.setattr(trials, "_tried", _raise(AssertionError("it is tried once")))
     assert engines.usual(queue, "float16") is unit
 
 
@@ -100,7 +96,7 @@ def _refuse_the_large(left: Any, right: Any, c: Any, epilogue: Any, plan: Plan, 
 def test_a_plan_that_fails_leaves_the_others(queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit]) -> None:
     unit = pretend(_refuse_the_large)
     assert unit.verdicts(queue)[str(_LARGE)] == "RuntimeError: clEnqueueNDRangeKernel failed: OUT_OF_RESOURCES"
-    assert unit.proved_plans(queue) == (_SMALL,)
+    assert unit.verified_plans(queue) == (_SMALL,)
     np.testing.assert_array_equal(to_numpy(product(queue)), np.full((3, 5), 8.0))
 
 
@@ -136,7 +132,7 @@ def test_whatever_goes_wrong_in_the_trials_leaves_the_engine_out(
     queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], instead: Callable[..., None]
 ) -> None:
     pretend(instead)
-    assert engines.proved(queue) == frozenset()
+    assert engines.verified(queue) == frozenset()
     assert engines.usual(queue, "float16") is tiled
     np.testing.assert_array_equal(to_numpy(product(queue)), np.full((3, 5), 8.0))
 
@@ -146,15 +142,15 @@ def test_an_engine_that_writes_nothing_is_left_out(
 ) -> None:
     pretend()
     monkeypatch.setattr(_Pretended, "compute", lambda self, *product: None)
-    assert engines.proved(queue) == frozenset()
+    assert engines.verified(queue) == frozenset()
 
 
 def test_a_context_that_is_not_to_be_had_leaves_the_engine_out(
     queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend()
-    monkeypatch.setattr(proofs.cl, "Context", _raise(cl.MemoryError("clCreateContext failed: OUT_OF_HOST_MEMORY")))
-    assert engines.proved(queue) == frozenset()
+    monkeypatch.setattr(trials.cl, "Context", _raise(cl.MemoryError("clCreateContext failed: OUT_OF_HOST_MEMORY")))
+    assert engines.verified(queue) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -169,16 +165,16 @@ def test_the_instructions_themselves_are_refused_by_other_devices(queue: cl.Comm
     if capabilities(queue).instructions:
         pytest.skip("a GPU with matrix instructions")
     names = [str(plan) for plan in unit.plans[-1:]]
-    found = proofs._tried(queue.device, unit.where, names)
+    found = trials._tried(queue.device, unit.where, names)
     assert found.keys() == set(names)
-    assert proofs.RIGHT not in found.values()
+    assert trials.RIGHT not in found.values()
 
 
 def test_other_devices_prove_nothing(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     if MMA.may_work(capabilities(queue)):
         pytest.skip("a device with matrix units")
-    monkeypatch.setattr(proofs, "verdicts", _raise(AssertionError("tried")))
-    assert engines.proved(queue) == frozenset()
+    monkeypatch.setattr(trials, "verdicts", _raise(AssertionError("tried")))
+    assert engines.verified(queue) == frozenset()
     product(queue)
     with pytest.raises(ValueError, match=r"gemm: the engine mma does not compute float16 by float16.*NVIDIA GPU"):
         gemm(*[to_device(queue, np.ones((4, 4)), "float16")] * 2, out_dtype="float16", engine="mma")

@@ -9,56 +9,56 @@ from pathlib import Path
 import pyopencl as cl
 import pytest
 
-from clamp.opencl import cache, proofs
-from tests.opencl import trials
+from clamp.opencl import cache, trials
+from tests.opencl import some_trials
 
-_HERE = "tests.opencl.trials"
+_HERE = "tests.opencl.some_trials"
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for verdicts, and none in this process."""
-    monkeypatch.setattr(proofs, "_verdicts", {})
+    monkeypatch.setattr(trials, "_verdicts", {})
     monkeypatch.setenv("CLAMP_CACHE_DIR", str(tmp_path / "kept"))
     return tmp_path / "kept"
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
-    monkeypatch.setattr(proofs, "_verdicts", {})
+    monkeypatch.setattr(trials, "_verdicts", {})
 
 
 def test_whatever_a_trial_does_the_others_have_their_verdicts(queue: cl.CommandQueue) -> None:
-    assert proofs.verdicts(queue.device, f"{_HERE}:ALL") == {
-        "prints": proofs.RIGHT,
+    assert trials.verdicts(queue.device, f"{_HERE}:ALL") == {
+        "prints": trials.RIGHT,
         "is wrong": "wrong numbers",
         "fails": "RuntimeError: clBuildProgram failed",
         "crashes": "the process that tried it ended with status -6",
-        "prints again": proofs.RIGHT,
+        "prints again": trials.RIGHT,
     }
 
 
 @pytest.mark.once
 @pytest.mark.slow
 def test_a_trial_that_does_not_end_is_ended(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proofs, "_SECONDS", 15.0)
-    found = proofs.verdicts(queue.device, f"{_HERE}:ENDLESS")
-    assert found == {"prints": proofs.RIGHT, "never ends": "not done after 15 s"}
+    monkeypatch.setattr(trials, "_SECONDS", 15.0)
+    found = trials.verdicts(queue.device, f"{_HERE}:ENDLESS")
+    assert found == {"prints": trials.RIGHT, "never ends": "not done after 15 s"}
 
 
 def test_verdicts_are_remembered_and_tried_anew_on_demand(
     queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = proofs.verdicts(queue.device, f"{_HERE}:ONE")
+    first = trials.verdicts(queue.device, f"{_HERE}:ONE")
     assert len(list(folder.iterdir())) == 1
     ran = []
-    run = proofs._run
-    monkeypatch.setattr(proofs, "_run", lambda *args: ran.append(args) or run(*args))
-    assert proofs.verdicts(queue.device, f"{_HERE}:ONE") is first
+    run = trials._run
+    monkeypatch.setattr(trials, "_run", lambda *args: ran.append(args) or run(*args))
+    assert trials.verdicts(queue.device, f"{_HERE}:ONE") is first
     _forget(monkeypatch)
-    assert proofs.verdicts(queue.device, f"{_HERE}:ONE") == first == {"prints": proofs.RIGHT}
+    assert trials.verdicts(queue.device, f"{_HERE}:ONE") == first == {"prints": trials.RIGHT}
     assert not ran
-    assert proofs.verdicts(queue.device, f"{_HERE}:ONE", anew=True) == first
+    assert trials.verdicts(queue.device, f"{_HERE}:ONE", anew=True) == first
     assert len(ran) == 1
 
 
@@ -66,9 +66,9 @@ def test_other_kernels_are_tried_for_themselves(
     queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key in ("one", "another"):
-        monkeypatch.setattr(trials.ONE, "key", key)
+        monkeypatch.setattr(some_trials.ONE, "key", key)
         _forget(monkeypatch)
-        proofs.verdicts(queue.device, f"{_HERE}:ONE")
+        trials.verdicts(queue.device, f"{_HERE}:ONE")
     assert len(list(folder.iterdir())) == 2
 
 
@@ -88,17 +88,17 @@ OTHER_VERDICTS = (
 def test_what_cannot_be_trusted_is_tried_again(
     queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch, harm: str | bytes
 ) -> None:
-    proofs.verdicts(queue.device, f"{_HERE}:ONE")
+    trials.verdicts(queue.device, f"{_HERE}:ONE")
     (file,) = folder.iterdir()
     content = file.read_bytes()
     if harm == "content":
-        file.write_bytes(content.replace(proofs.RIGHT.encode(), b"WRONG"))
+        file.write_bytes(content.replace(trials.RIGHT.encode(), b"WRONG"))
     elif isinstance(harm, bytes):  # with a right check sum
         cache.write(file, harm)
     else:
         file.chmod(0o666)
     _forget(monkeypatch)
-    assert proofs.verdicts(queue.device, f"{_HERE}:ONE") == {"prints": proofs.RIGHT}
+    assert trials.verdicts(queue.device, f"{_HERE}:ONE") == {"prints": trials.RIGHT}
     assert file.read_bytes() == content
 
 
@@ -106,19 +106,19 @@ def test_without_a_python_to_start_nothing_is_known_nor_remembered(
     queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    assert proofs.verdicts(queue.device, f"{_HERE}:ONE") == {}
+    assert trials.verdicts(queue.device, f"{_HERE}:ONE") == {}
     assert not list(folder.iterdir())
 
 
 def test_nothing_is_kept_where_nothing_shall_be(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLAMP_CACHE_DIR", "off")
-    assert proofs.verdicts(queue.device, f"{_HERE}:ONE") == {"prints": proofs.RIGHT}
+    assert trials.verdicts(queue.device, f"{_HERE}:ONE") == {"prints": trials.RIGHT}
 
 
 def test_each_trial_has_a_context_of_its_own(queue: cl.CommandQueue) -> None:
     contexts = []
-    some = trials.Some(*((name, lambda queue: bool(contexts.append(queue.context)) or True) for name in "ab"))
-    assert [json.dumps(x) for x in proofs.tried_here(queue.device, some, "ab")] == [
+    some = some_trials.Some(*((name, lambda queue: bool(contexts.append(queue.context)) or True) for name in "ab"))
+    assert [json.dumps(x) for x in trials.tried_here(queue.device, some, "ab")] == [
         '["a", null]', '["a", "right"]', '["b", null]', '["b", "right"]',
     ]  # fmt: skip
     assert contexts[0] != contexts[1]

@@ -1,0 +1,111 @@
+"""Engines that are used on a device only by the plans that have computed right there (clamp/opencl/trials.py)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyopencl as cl
+
+import clamp
+from clamp.opencl import trials
+from clamp.opencl.device import Capabilities, capabilities
+from clamp.opencl.program import Kernel, source
+from clamp.opencl.trials import Trial
+from clamp.ops.gemm.plan import Plan
+
+
+@dataclass(frozen=True)
+class Verified(ABC):
+    """What such an engine has beside what it computes.
+
+    Attributes:
+        NAME, TAKES, IN_WORDS: as every engine's.
+        where: where the engine is found, for the process that tries it: "clamp.ops.gemm.matrix_units:MMA".
+        plans: the ways in which it may cut a problem up, the largest tiles first.
+    """
+
+    NAME: str
+    TAKES: str
+    IN_WORDS: str
+    where: str
+    plans: tuple[Plan, ...]
+
+    def pays(self, problem: Any) -> bool:
+        """Wherever it is verified."""
+        return True
+
+    @property
+    @abstractmethod
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What it launches."""
+
+    @abstractmethod
+    def may_work(self, device: Capabilities) -> bool:
+        """Whether the device is of a kind that has its instruction."""
+
+    @abstractmethod
+    def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
+        """Whether small problems come out right by a plan."""
+
+    def verified_plans(self, queue: cl.CommandQueue) -> tuple[Plan, ...]:
+        """The plans by which it computes right on the queue's device."""
+        verdicts = self.verdicts(queue)
+        return tuple(plan for plan in self.plans if verdicts.get(str(plan)) == trials.RIGHT)
+
+    def is_verified(self, queue: cl.CommandQueue) -> bool:
+        """Whether a plan that takes any operands is."""
+        return not all(plan.aligned for plan in self.verified_plans(queue))
+
+    def verdicts(self, queue: cl.CommandQueue, *, anew: bool = False) -> Mapping[str, str]:
+        """What became of each plan on the queue's device; tried where they may work, and once if not ``anew``."""
+        return trials.verdicts(queue.device, self.where, anew=anew) if self.may_work(capabilities(queue)) else {}
+
+    def trials(self) -> Iterator[Trial]:
+        """One for each plan."""
+        for plan in self.plans:
+            yield str(plan), partial(self.computes_right, plan)
+
+    def trial_key(self) -> list[str]:
+        """What verdicts depend on: the kernels' sources, and who launches them."""
+        return [clamp.__version__, source("common.clh"), *(source(kernel.file) for kernel in self.kernels)]
+
+
+def names_of_verified(engines: Iterable[Verified], queue: cl.CommandQueue) -> frozenset[str]:
+    """Names of the engines that are verified on the queue's device. No CPU has a matrix unit."""
+    if capabilities(queue).is_cpu:
+        return frozenset()
+    return frozenset(engine.NAME for engine in engines if engine.is_verified(queue))
+
+
+@dataclass(frozen=True)
+class DeviceMatrix:
+    """As much of a tensor as a launch needs; netcl's pools of memory would keep the context of the trial alive."""
+
+    queue: cl.CommandQueue
+    buffer: cl.Buffer
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def like(cls, queue: cl.CommandQueue, numbers: npt.NDArray[Any], dtype: str) -> DeviceMatrix:
+        """Numbers that the type has, on the device."""
+        host = np.ascontiguousarray(numbers, np.float16 if dtype == "float16" else np.float32)
+        if dtype == "bfloat16":
+            host = (host.view(np.uint32) >> 16).astype(np.uint16)
+        flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
+        return cls(queue, cl.Buffer(queue.context, flags, hostbuf=host), dtype, numbers.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    def to_host(self) -> npt.NDArray[Any]:
+        host = np.empty(self.shape, np.uint16 if self.dtype == "bfloat16" else self.dtype)
+        cl.enqueue_copy(self.queue, host, self.buffer)
+        return (host.astype(np.uint32) << 16).view(np.float32) if self.dtype == "bfloat16" else host
