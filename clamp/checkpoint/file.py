@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.ops.host_words import from_words, to_words
+from clamp.ops.bfloat16 import from_words, to_words
 
 Array: TypeAlias = npt.NDArray[Any]
 Json: TypeAlias = Any

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.host_steps import host_step
-from clamp.ops.notes import Elements, Norms
+from clamp.ops.ring_buffers import Elements, Norms
 from clamp.params.gradient_marks import scale_of
 from clamp.scaling.step_report import HISTORY
 

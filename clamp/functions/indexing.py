@@ -19,8 +19,7 @@ from clamp.casting.policies import Match
 from clamp.casting.registry import implements
 from clamp.ops import indexing as ops
 from clamp.ops import topk as topk_ops
-from clamp.ops.arguments import whole_number
-from clamp.ops.axes import axis_of
+from clamp.ops.arguments import axis_of, whole_number
 from clamp.ops.cast import cast
 
 

@@ -10,7 +10,7 @@ from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Casting, Operand, as_node, bound, owned_value
 from clamp.casting.registry import implements
 from clamp.ops import concat as ops
-from clamp.ops.axes import axis_of
+from clamp.ops.arguments import axis_of
 
 
 def moved_dtype(casting: Casting, name: str, *operands: Operand) -> str:

@@ -8,7 +8,7 @@ from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Operand, as_node, bound, float_operands, owned_value
 from clamp.casting.registry import implements
-from clamp.ops import masked_fill as ops
+from clamp.ops import elementwise as ops
 
 
 def _operands(casting: Casting, x: TensorLike, mask: TensorLike) -> tuple[Operand, Tensor]:

@@ -17,7 +17,7 @@ from clamp.functions.recompute import is_recomputing
 from clamp.ops import norm_planes as planes_ops
 from clamp.ops import norm_planes_backward as planes_backward
 from clamp.ops import norm_rows as rows_ops
-from clamp.ops.axes import axis_of
+from clamp.ops.arguments import axis_of
 from clamp.ops.cast import cast_into
 from clamp.ops.norm_sets import IDENTITY, RELU, Activation
 from clamp.ops.shape import permute

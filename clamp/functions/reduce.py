@@ -9,7 +9,7 @@ from clamp.casting.operands import Casting, bound, float_operands
 from clamp.casting.registry import implements, leave_to_netcl_if
 from clamp.ops import reduce as ops
 from clamp.ops import softmax as softmax_ops
-from clamp.ops.axes import around_axis, axis_of
+from clamp.ops.arguments import around_axis, axis_of
 
 
 def _reduce(casting: Casting, x: Any, axis: int | None, keepdims: bool, take_mean: bool, tape: Tape | None) -> Any:

@@ -11,8 +11,7 @@ from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Casting, NotOwned, as_node, bound
 from clamp.casting.registry import implements, leave_to_netcl_if
 from clamp.ops import shape as ops
-from clamp.ops.arguments import whole_number
-from clamp.ops.axes import axis_of
+from clamp.ops.arguments import axis_of, whole_number
 
 
 def view(casting: Casting, x: Any, shape: Sequence[int], op_name: str, tape: Tape | None) -> Any:

@@ -22,8 +22,7 @@ from clamp.casting.registry import implements
 from clamp.functions.joining import moved_dtype, stretches_of
 from clamp.functions.shape import view
 from clamp.ops import concat as ops
-from clamp.ops.arguments import whole_number
-from clamp.ops.axes import around_axis, axis_of
+from clamp.ops.arguments import around_axis, axis_of, whole_number
 from clamp.ops.concat import Part
 from clamp.ops.elementwise import elementwise
 

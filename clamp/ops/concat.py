@@ -16,7 +16,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.axes import around_axis, axis_of
+from clamp.ops.arguments import around_axis, axis_of
 from clamp.ops.launch import index_type, launch, span_for
 
 MOVE_PARTS = Kernel("concat.cl", "move_parts")

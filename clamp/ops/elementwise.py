@@ -21,8 +21,8 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel, Launch, Prepared
+from clamp.ops.arguments import at_least, at_most, bounds, saturated
 from clamp.ops.launch import index_type, launch, pieces_for, span_for
-from clamp.ops.scalars import at_least, at_most, bounds, saturated
 
 ELEMENTWISE = Kernel("elementwise.cl", "elementwise")
 
@@ -202,3 +202,44 @@ def _collapse(shapes: Sequence[tuple[int, ...]], out_shape: tuple[int, ...]) -> 
 def _constants(context: cl.Context, values: Sequence[Sequence[int]]) -> cl.Buffer:
     flags = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
     return cl.Buffer(context, flags, hostbuf=np.array(values, np.uint64))
+
+
+def masked_fill(x: Tensor, mask: Tensor, fill: float, *, out_dtype: str) -> Tensor:
+    """x with ``fill`` wherever the mask is not zero (NaN is not zero).
+
+    Args:
+        x: float32, float16 or bfloat16, any shape.
+        mask: float32, float16, bfloat16 or int32; repeated over x's leading elements, whatever its own shape.
+        fill: rounded to ``out_dtype``, a finite one to a finite one: -1e9 is -65504 in float16.
+        out_dtype: dtype of the result.
+
+    Raises:
+        ValueError: the mask's size does not divide x's.
+    """
+    repeats = _repeats(x, mask)
+    out = elementwise("where", out_dtype, _row(mask), fill, bridge.view(x, (repeats, mask.size)))
+    return bridge.view(out, x.shape)
+
+
+def masked_fill_backward(grad: Tensor, mask: Tensor, *, out_dtype: str) -> Tensor:
+    """The gradient where the mask is zero, 0 elsewhere, whatever the gradient is there.
+
+    Raises:
+        ValueError: the mask's size does not divide the gradient's.
+    """
+    repeats = _repeats(grad, mask)
+    out = elementwise("where_grad_b", out_dtype, bridge.view(grad, (repeats, mask.size)), _row(mask))
+    return bridge.view(out, grad.shape)
+
+
+def _repeats(x: Tensor, mask: Tensor) -> int:
+    if mask.size == 0 or x.size % mask.size:
+        raise ValueError(
+            f"masked_fill: a mask of shape {tuple(mask.shape)} does not repeat over a tensor of shape "
+            f"{tuple(x.shape)}: {mask.size} elements do not divide {x.size}"
+        )
+    return x.size // mask.size
+
+
+def _row(mask: Tensor) -> Tensor:
+    return bridge.view(mask, (mask.size,))

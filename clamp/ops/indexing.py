@@ -14,7 +14,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.axes import around_axis, axis_of
+from clamp.ops.arguments import around_axis, axis_of
 from clamp.ops.concat import WORDS, overwrite, require_same_but, result_tensor, widest_word
 from clamp.ops.launch import index_type, launch, span_for
 

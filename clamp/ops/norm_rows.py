@@ -10,7 +10,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.axes import around_axis
+from clamp.ops.arguments import around_axis
 from clamp.ops.launch import RowPlan, plan_rows
 from clamp.ops.reduce import reduce_sum
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.axes import around_axis, reduced_shape
+from clamp.ops.arguments import around_axis, reduced_shape
 from clamp.ops.launch import STRIP, column_width, launch, parts_of, pieces_for, plan_rows, span_for
 
 SUM_ROWS = Kernel("reduce.cl", "sum_rows")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.axes import around_axis
+from clamp.ops.arguments import around_axis
 from clamp.ops.launch import column_width, launch, plan_rows
 
 SOFTMAX_KEPT_ROWS = Kernel("softmax.cl", "softmax_kept_rows")

@@ -6,8 +6,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.arguments import whole_number
-from clamp.ops.axes import around_axis, axis_of
+from clamp.ops.arguments import around_axis, axis_of, whole_number
 from clamp.ops.launch import column_width, launch, plan_rows
 
 ARGMAX_ROWS = Kernel("topk.cl", "argmax_rows")

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.ops.bfloat16 import from_words, to_words
 from clamp.ops.concat import Part, assemble, split
-from clamp.ops.host_words import from_words, to_words
 from clamp.params.gradient_marks import scale_of
 from clamp.patching.meets import meets
 

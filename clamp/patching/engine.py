@@ -24,9 +24,9 @@ from clamp.casting.results import RESULTS
 from clamp.functions import recompute
 from clamp.opencl.device import require_usable
 from clamp.opencl.host_steps import host_value, recorder
+from clamp.ops.arguments import saturated
 from clamp.ops.cast import cast, cast_into
-from clamp.ops.notes import Norms
-from clamp.ops.scalars import saturated
+from clamp.ops.ring_buffers import Norms
 from clamp.params import gradient_marks, gradient_penalties, masters
 from clamp.params.weight_cache import weights
 from clamp.params.writes import unnoted

@@ -34,8 +34,8 @@ import numpy.typing as npt
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.host_steps import refuse
+from clamp.ops.bfloat16 import from_words, to_words
 from clamp.ops.concat import Part, assemble, split
-from clamp.ops.host_words import from_words, to_words
 from clamp.params.weight_cache import weights
 from clamp.ranks.parameters import RankParameters, digest, shapes_of
 from clamp.ranks.rendezvous import Kind, Meeting, RankError

@@ -7,7 +7,7 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Tensor
-from clamp.ops.masked_fill import masked_fill, masked_fill_backward
+from clamp.ops.elementwise import masked_fill, masked_fill_backward
 from tests.reference import SPECIAL, STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel

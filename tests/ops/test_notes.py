@@ -6,7 +6,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.ops.notes import Elements, Norms
+from clamp.ops.ring_buffers import Elements, Norms
 from tests.ops.test_multi_tensor import launches
 from tests.reference import STORAGE_DTYPES, quantize, to_device, to_numpy
 
