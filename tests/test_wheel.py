@@ -72,7 +72,7 @@ def test_a_checkout_named_clamp_beside_the_script(tmp_path: Path) -> None:
 def test_an_editable_install_of_a_checkout_named_clamp_beside_the_script(tmp_path: Path) -> None:
     checkout = tmp_path / "clamp"
     checkout.mkdir()
-    for name in ("clamp", "kernels", "lists", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("clamp", "kernels", "lists", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, checkout / name)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)

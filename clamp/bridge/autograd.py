@@ -42,8 +42,11 @@ class _Backward(Node):  # type: ignore[misc]
     """A node with PyTorch's ``backward``, which netcl's have only while patches are installed."""
 
     def backward(
-        self, grad: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False
-    ) -> None:
+        self,
+        grad: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,  # noqa: ARG002
+    ) -> None:  # (netcl's signature, for type checkers)
         """Runs backward from this node."""
         Tape().backward(self, grad)
 

@@ -32,7 +32,7 @@ class Listed:
     _living: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
     _lock: ClassVar[Any] = threading.RLock()
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG004  (they are __init__'s)
         """Notes the instance."""
         made = super().__new__(cls)
         with Listed._lock:

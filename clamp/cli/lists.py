@@ -83,8 +83,8 @@ def _search(name: str | None, table: PolicyTable) -> tuple[str, list[Entry]]:
     return f"Functions with {name!r} in their names", found
 
 
-def runs_as(entry: Entry, level: str, dtype: str) -> str:
-    """Whose kernel runs for a function at a level, and in which dtype it returns."""
+def runs_as(entry: Entry, dtype: str) -> str:
+    """Whose kernel runs for a function, and in which dtype it returns."""
     if entry.policy is CastPolicy.NONE:
         return "netcl, as it is"
     if entry.policy is CastPolicy.BANNED:
@@ -112,7 +112,7 @@ def _print_many(console: Console, entries: list[Entry], args: Namespace) -> None
     names = {entry: "  everything else" if entry.function == "*" else f"  {entry.function}" for entry in entries}
 
     def heading(entry: Entry) -> tuple[str, str, str]:
-        return entry.module, entry.policy.value, runs_as(entry, args.level, args.dtype)
+        return entry.module, entry.policy.value, runs_as(entry, args.dtype)
 
     for (module, policy, how), group in groupby(sorted(entries, key=lambda entry: entry.module), heading):
         console.print(f"\n[bold]{module}[/]  [cyan]{policy}[/]: {how}", highlight=False)
@@ -135,7 +135,7 @@ def _print_one(
     table.add_column(overflow="fold")
     table.add_row("policy", entry.policy.value)
     table.add_row("reason", entry.reason)
-    table.add_row("runs as", runs_as(entry, args.level, args.dtype))
+    table.add_row("runs as", runs_as(entry, args.dtype))
     table.add_row("kernels", kernels(entry))
     callers = [name for name in policies.calls if policies.called_by(name) == entry.name]
     if callers:

@@ -79,7 +79,7 @@ def host_step(run: Callable[[], Any]) -> Any:
         return run()
     with unrecorded(), recording.host_step():
         result = run()
-    recording.add(lambda queue, global_size, local_size: run(), None, (), None)
+    recording.add(lambda *_: run(), None, (), None)
     return result
 
 

@@ -38,7 +38,7 @@ class Engine(Protocol[P]):
 E = TypeVar("E", bound=Engine[Any])
 
 
-def always(problem: object) -> bool:
+def always(problem: object) -> bool:  # noqa: ARG001  (as every engine's)
     """The ``fits`` or ``pays`` of an engine that takes every problem."""
     return True
 

@@ -47,7 +47,7 @@ def reduce_sum(
     return out
 
 
-def _sum_rows(x: Tensor, y: Tensor, outer: int, n: int, inner: int, parts: int, span: int, divisor: float) -> None:
+def _sum_rows(x: Tensor, y: Tensor, outer: int, n: int, _: int, parts: int, span: int, divisor: float) -> None:
     plan = plan_rows(x.queue, outer * parts, min(n, span))
     SUM_ROWS(
         x.queue, plan.global_size, plan.local_size, x, y, outer * parts, n, span, parts, plan.each, divisor,

@@ -36,7 +36,7 @@ class Verified(ABC):
     where: str
     plans: tuple[Plan, ...]
 
-    def pays(self, problem: Any) -> bool:
+    def pays(self, problem: Any) -> bool:  # noqa: ARG002  (as every engine's)
         """Wherever it is verified."""
         return True
 

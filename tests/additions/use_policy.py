@@ -50,4 +50,4 @@ if __name__ == "__main__":
     check_numbers(queue)
     assert learns(queue, mlp(queue, 8, 16, 4), lists="mine.toml")
     (entry,) = read_list("mine.toml")
-    print(f"{entry.name} runs as {runs_as(entry, 'O1', 'float16')}")
+    print(f"{entry.name} runs as {runs_as(entry, 'float16')}")
