@@ -16,7 +16,7 @@ from clamp.debug.memory_meter import max_memory
 from clamp.handle import AmpHandle, NoOpHandle
 from clamp.opencl.device import get_amp_supported_dtype, is_bfloat16_supported, is_float16_supported, supports_fp16
 from clamp.params.masters import master_params
-from clamp.patching.decorators import float_function, half_function, promote_function
+from clamp.patching.user_functions import float_function, half_function, promote_function
 from clamp.recordings.function import record
 from clamp.scaling.passes import OptimWrapper
 from clamp.scaling.step_report import StepReport

@@ -24,8 +24,8 @@ from clamp.opencl.device import list_devices
 from clamp.params import updates
 from clamp.params.gradient_marks import lost_bits, noted_elsewhere
 from clamp.params.masters import gathered
-from clamp.patching.decorators import runs_later
 from clamp.patching.patch import Patches, Registration
+from clamp.patching.user_functions import runs_later
 from clamp.scaling.loss_scale import LossScale, make_loss_scale, require_state
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.passes import PassScaling

@@ -26,7 +26,7 @@ from netcl.nn.resnet import ResNet18
 from netcl.nn.simple import SimpleCNN
 
 from clamp.bridge import Node, Parameter, Tensor
-from clamp.patching.netcl_names import netcl_modules
+from clamp.patching.patch_registry import netcl_modules
 from tests.reference import quantize, to_device
 
 Array = npt.NDArray[Any]

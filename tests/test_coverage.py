@@ -30,7 +30,7 @@ from clamp.bridge.netcl_functions import is_redirecting
 from clamp.casting.policy_table import CastPolicy, PolicyTable, default_table, parse_list
 from clamp.casting.registry import OWNED
 from clamp.patching import patch
-from clamp.patching.netcl_names import netcl_modules
+from clamp.patching.patch_registry import netcl_modules
 from tests.reference import to_device, to_numpy
 
 

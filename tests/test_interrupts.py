@@ -20,7 +20,7 @@ from clamp.opencl.host_steps import replaying, unrecorded
 from clamp.params.gradient_marks import noting_held, noting_reached, waiting_in
 from clamp.params.weight_cache import weights
 from clamp.params.writes import unnoted
-from clamp.patching.custom import CustomBackward, CustomForward
+from clamp.patching.user_functions import CustomBackward, CustomForward
 from clamp.scaling.loss_scale import NoLossScale
 from clamp.scaling.passes import PassScaling
 from clamp.scaling.scaled_loss import open_loss

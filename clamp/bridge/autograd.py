@@ -41,12 +41,7 @@ def needs_grad(x: TensorLike) -> bool:
 class _Backward(Node):  # type: ignore[misc]
     """A node with PyTorch's ``backward``, which netcl's have only while patches are installed."""
 
-    def backward(
-        self,
-        grad: Tensor | None = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,  # noqa: ARG002
-    ) -> None:  # (netcl's signature, for type checkers)
+    def backward(self, grad: Tensor | None = None, *_: Any, **__: Any) -> None:
         """Runs backward from this node."""
         Tape().backward(self, grad)
 

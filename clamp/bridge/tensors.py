@@ -55,7 +55,7 @@ def nbytes(tensor: Tensor) -> int:
     return tensor.size * ITEMSIZE[canonical_dtype(tensor.dtype)]
 
 
-_from_shape = Tensor.from_shape  # netcl's own: a user's goes through clamp/patching/engine.py
+_from_shape = Tensor.from_shape  # netcl's own: a user's goes through clamp/patching/tensors.py
 
 
 _own_init, _own_pool_of, _fill = Tensor.__init__, memory.get_persistent_pool, own_copy(transfer.fill)

@@ -31,7 +31,7 @@ from clamp.params.masters import Pair
 from clamp.params.writes import unnoted
 from clamp.patching import collectives
 from clamp.patching.collectives import ScaledTape, keep_equal
-from clamp.patching.meets import meets
+from clamp.patching.patch_registry import meets
 from clamp.patching.wrap import Installed
 from clamp.scaling.backward_pass import unscale_gradients
 from clamp.scaling.loss_scale import StaticLossScale

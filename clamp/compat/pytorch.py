@@ -16,8 +16,7 @@ from clamp.casting.regions import check_dtype
 from clamp.compat.regions import refuse_device
 from clamp.compat.scalers import FaceRule, FaceScaler, setting
 from clamp.functions.recompute import checkpointed
-from clamp.patching.custom import Backward, CustomBackward, CustomForward
-from clamp.patching.decorators import require_function, runs_later
+from clamp.patching.user_functions import Backward, CustomBackward, CustomForward, require_function, runs_later
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.step_guard import StepGuards

@@ -14,7 +14,7 @@ from clamp.bridge import DTypeLike, Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import AMP_DTYPES, check_dtype, current_region, in_own_region, region_here
 from clamp.opencl.device import capabilities
-from clamp.patching.decorators import require_function
+from clamp.patching.user_functions import require_function
 
 F = TypeVar("F", bound=Callable[..., Any])
 Self = TypeVar("Self", bound="ThreadRegion")

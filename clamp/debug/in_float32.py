@@ -19,7 +19,7 @@ from clamp.debug.step_graph import BACKWARD, Frame, Value
 from clamp.opencl.host_steps import unrecorded
 from clamp.ops.cast import cast
 from clamp.ops.statistics import statistics_of
-from clamp.patching.netcl_names import owner_of
+from clamp.patching.patch_registry import owner_of
 
 SMALLEST_FLOAT16 = 2.0**-24
 

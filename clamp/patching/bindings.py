@@ -10,7 +10,7 @@ import wrapt
 from netcl.autograd import bf16_ops, ops, shape_ops
 
 from clamp.bridge.netcl_functions import is_netcls, own_copy
-from clamp.patching import engine
+from clamp.patching import tensors
 from clamp.patching.redirect import Redirected
 from clamp.patching.wrap import Wrapper, passes_of
 
@@ -50,7 +50,7 @@ class Bindings:
         how = how or ("wrapped" if is_netcls(function) else "open")
         made = _made.get((function, wrapper))
         if made is None or made.code is not function.__code__:
-            noting = engine.noting_writes(function, wrapper) if how in ("wrapped", "more", "open") else wrapper
+            noting = tensors.noting_writes(function, wrapper) if how in ("wrapped", "more", "open") else wrapper
             scope = next((seen for names, seen in _INSIDE if names is function.__globals__), None)
             made = Redirected(function, noting, how, passes=passes_of(function) if passes else None, scope=scope)
             if how in ("wrapped", "more", "plain"):  # a guard goes with its handle, a user's function when it likes

@@ -19,7 +19,7 @@ from clamp.bridge import Tensor
 from clamp.ops.bfloat16 import from_words, to_words
 from clamp.ops.concat import Part, assemble, split
 from clamp.params.gradient_marks import scale_of
-from clamp.patching.meets import meets
+from clamp.patching.patch_registry import meets
 
 Array: TypeAlias = npt.NDArray[Any]
 

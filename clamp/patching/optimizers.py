@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import wrapt
 from netcl.optim import clip
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
-from clamp.opencl.host_steps import host_step
-from clamp.params import masters, updates
+from clamp.opencl.host_steps import host_step, host_value, recorder
+from clamp.ops.ring_buffers import Norms
+from clamp.params import gradient_marks, masters, updates
+from clamp.params.writes import unnoted
 from clamp.patching.bindings import Bindings
-from clamp.patching.meets import OPTIMIZER_METHODS, meets, meets_in_optimizers
+from clamp.patching.patch_registry import OPTIMIZER_METHODS, meets, meets_in_optimizers
+from clamp.patching.tensors import in_place
 from clamp.patching.wrap import Installed, Wrapper
 
 
@@ -161,3 +166,51 @@ def in_masters(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     with masters.showing_masters([*given, *getattr(instance, "_params", ())], load=True):
         return wrapped(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------- clipping
+
+
+@meets("netcl.optim.clip.clip_grad_norm", "netcl.optim.clip.clip_grad_norm_device")
+def clip_gradients(wrapped: Any, instance: None, /, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+    """netcl's clipping by norm: refused while gradients are multiplied by the loss scale, and so their norm.
+
+    Raises:
+        RuntimeError: a gradient is scaled.
+    """
+    params = list({id(param): param for param in params}.values())
+    if Installed.now:
+        gradient_marks.require_unscaled(
+            params,
+            f"{wrapped.__name__}()",
+            "the norm would be that many times too large. Clip after `with handle.scale_loss(...)`, after "
+            "scaler.unscale_(optimizer) or after scaler.unscale_grads(params), before the step.",
+        )
+        gradient_marks.give_each_its_own(params)
+
+    def clip() -> Any:
+        with unnoted():
+            return in_place(partial(_clip, wrapped) if Installed.now else wrapped, instance, (params, *args), kwargs)
+
+    if recorder() is None or wrapped.__name__ != "clip_grad_norm":
+        return clip()
+    # It reads the norm to the host, so that every replay clips anew.
+    return host_value(gradient_marks.on_gradients(params, clip), "The norm that clip_grad_norm returned")
+
+
+def _clip(wrapped: Any, params: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+    """netcl's clipping, by a norm whose square need not fit into float32; what clamp's kernels do not take is netcl's
+    own."""
+    (longest, *more) = [*args, *kwargs.values()] or [None]
+    grads = [param.grad for param in params if param.grad is not None and not bridge.is_frozen(param)]
+    grads = [grad for grad in grads if grad.size]
+    is_ours = all(bridge.on_device(x) and x.dtype == "float32" and x.queue == grads[0].queue for x in grads)
+    if not grads or not is_ours or more or not isinstance(longest, int | float | np.number):
+        return wrapped(params, *args, **kwargs)
+    norms = Norms.of(grads)
+    if wrapped.__name__ == "clip_grad_norm_device":
+        return norms.clip(grads, float(longest))
+    (norm,) = norms.read()
+    if not norm <= longest and norm != 0:
+        norms.clip(grads, float(longest))
+    return norm

@@ -19,11 +19,19 @@ from clamp.bridge.netcl_functions import function_of, held_in, is_netcls, is_use
 from clamp.casting.policy_table import CastPolicy, Entry, PolicyTable
 from clamp.casting.registry import Function
 from clamp.functions import OWNED
-from clamp.patching import collectives, engine, layers, pools, probes  # noqa: F401  (for what they meet)
+from clamp.patching import backward, collectives, netcl_fixes, tensors  # noqa: F401  (for what they meet)
 from clamp.patching.bindings import Bindings
-from clamp.patching.meets import BEFORE_REMOVAL, REPLACEMENTS, WRAPPERS
-from clamp.patching.netcl_names import listen, module_of, netcl_modules, owner_of, when_imported
 from clamp.patching.optimizers import Steps
+from clamp.patching.patch_registry import (
+    BEFORE_REMOVAL,
+    REPLACEMENTS,
+    WRAPPERS,
+    listen,
+    module_of,
+    netcl_modules,
+    owner_of,
+    when_imported,
+)
 from clamp.patching.wrap import (
     Installed,
     Wrapper,
@@ -190,9 +198,9 @@ def _wrapper_of(entry: Entry, ours: Function | None) -> tuple[Wrapper, bool]:
         ours: clamp's function, if it has one.
     """
     if entry.policy is CastPolicy.NONE:
-        return engine.as_it_is, False
+        return tensors.as_it_is, False
     if entry.in_place:
-        return engine.in_place, False
+        return tensors.in_place, False
     if ours is not None:
         return owned_wrapper(entry, ours), passes_without_casts(entry)
     if entry.name.startswith("netcl."):

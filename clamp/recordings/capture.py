@@ -37,7 +37,7 @@ from clamp.opencl.host_steps import (
 )
 from clamp.ops import transfer
 from clamp.params.weight_cache import weights
-from clamp.patching.meets import before_removal, meets
+from clamp.patching.patch_registry import before_removal, meets
 from clamp.recordings.attempt import Attempt
 from clamp.recordings.dependencies import Dependencies, ModuleNotes, dependencies_of
 from clamp.recordings.memory import Address, Launches, Pool, Seen, address_of, living_tensors

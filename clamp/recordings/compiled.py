@@ -16,7 +16,7 @@ from clamp.bridge import Tensor
 from clamp.ops.cast import cast
 from clamp.params import gradient_marks
 from clamp.params.weight_cache import weights
-from clamp.patching.meets import meets
+from clamp.patching.patch_registry import meets
 from clamp.recordings.capture import recording_of
 from clamp.recordings.dependencies import dependencies_of
 from clamp.recordings.replay import Plan

@@ -17,7 +17,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.host_steps import refuse, replaying
 from clamp.opencl.program import Launch, launches_are_watched
 from clamp.params.weight_cache import weights
-from clamp.patching.meets import meets
+from clamp.patching.patch_registry import meets
 from clamp.recordings.capture import recording_of
 from clamp.recordings.dependencies import dependencies_of, require_fit, stale
 from clamp.recordings.memory import Address, Residents, address_of

@@ -190,7 +190,7 @@ class Watch:
         elif issubclass(kind, np.ndarray) and x.nbytes <= _LONGEST and not x.dtype.hasobject:
             self._add(lambda: (np.ndarray.tobytes(x), x.dtype, x.shape), lambda *_: name)
 
-    def _look_at_code(self, x: Any, kind: type, name: str, root: bool) -> None:
+    def _look_at_code(self, x: Any, kind: type, name: str, root: bool) -> None:  # noqa: C901  (a case for each kind)
         """Functions, classes and objects."""
         if issubclass(kind, wrapt.ObjectProxy) or "__wrapped__" in bridge.own_attributes(x):
             self._push(x.__wrapped__, name)  # a function under a policy, or recorded; a wrapped optimizer

@@ -1,0 +1,184 @@
+"""netcl's engine under AMP: seeds and sums of 16-bit gradients, backward without casts, a net under ops that nobody
+patched."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Node, Tape, Tensor
+from clamp.casting.arguments import reporter
+from clamp.casting.operands import cast_node
+from clamp.casting.regions import called_in, current_region, thread_casts_off
+from clamp.casting.results import RESULTS
+from clamp.functions import recompute
+from clamp.ops.cast import cast
+from clamp.params import gradient_marks, gradient_penalties
+from clamp.patching import user_functions
+from clamp.patching.patch_registry import meets, replaces
+from clamp.patching.tensors import is_half, show, shown
+from clamp.patching.wrap import Installed
+from clamp.scaling.scaled_loss import SCALE_OP, is_scaled, require_graph, scaler_of
+
+_FLOAT16 = ("float16", "half")
+
+
+@meets("netcl.autograd.engine.ones_like")
+def ones_like(wrapped: Any, instance: None, /, t: Tensor) -> Tensor:
+    """The engine's seed gradient, for 16-bit losses as well."""
+    if t.dtype not in bridge.STORAGE or not bridge.on_device(t):
+        return wrapped(t)
+    return cast(bridge.ones(t.queue, t.shape), t.dtype)
+
+
+@meets("netcl.autograd.engine.add_inplace", "netcl.autograd.engine.add_out_of_place")
+def add_gradients(wrapped: Any, instance: None, first: Tensor, second: Tensor, /) -> Tensor:
+    """The engine's sum of two gradients of one node, in the first one's dtype."""
+    return RESULTS.add(wrapped, first, second)
+
+
+_serials = itertools.count()
+
+
+@replaces("netcl.autograd.engine._gradient_storage_key")
+def gradient_storage_key(own: Any, tensor: Tensor) -> tuple[Any, ...]:
+    """What the engine knows a gradient by, to see whether it may add to it in place.
+
+    netcl takes the id of the tensor, which a later one of the same pass may have again, so that the same pass adds in
+    place or not as Python's memory has it; a recording would be compared with one of other launches.
+    """
+    if not bridge.on_device(tensor):
+        return own(tensor)
+    while (base := getattr(tensor, "_base", None)) is not None:
+        tensor = base
+    known = vars(tensor)
+    if "_serial" not in known:
+        known["_serial"] = next(_serials)
+    return "cl", known["_serial"]
+
+
+@meets("netcl.autograd.engine.Tape.backward")
+def tape_backward(
+    wrapped: Any, instance: Tape, /, loss: Node, grad: Tensor | None = None, *, create_graph: bool = False
+) -> None:
+    """Backward with all casts off, from a graph without gradients of an earlier backward.
+
+    The engine adds to ``Node.grad`` whatever it finds there: what an earlier backward left in a shared part of
+    the graph would be propagated a second time, and a parameter's node that outlives ``zero_grad`` (which clears
+    only ``Tensor.grad``) would bring its old gradient back.
+
+    Raises:
+        NotImplementedError: the loss was made from a gradient.
+        RuntimeError: the loss has lost its graph, or the gradients would be of several scales. Nothing was changed.
+    """
+    gradient_penalties.refuse(create_graph)
+    computed, leaves, scaled, in_half = [], [], [], False
+    for node in bridge.graph(loss):  # of every node of every step: short
+        node.grad = None
+        if node.parents:
+            node.value.grad = None
+            computed.append(node)
+            in_half = in_half or node.value.dtype in _FLOAT16
+            if node.op_name == SCALE_OP:
+                scaled.append(node)
+            elif node.op_name == recompute.OP and isinstance(node.grad_fn, recompute.Backward):
+                node.grad_fn.segment.begin()
+                in_half = in_half or node.grad_fn.segment.in_half
+        else:
+            leaves.append(node)
+    for start in (loss, *(unscaled for node in scaled for unscaled in node.parents)):
+        if start.requires_grad and bridge.is_cut(start):
+            require_graph(start)
+    gradient_penalties.refuse_in(computed, leaves)
+    scaler = scaler_of(loss, [node for node in scaled if is_scaled(node)])
+    replaced = bridge.merge_leaves(leaves, computed)
+    values = list({id(leaf.value): leaf.value for leaf in leaves}.values())
+    scale = None if scaler is None else scaler.applied()
+    called_in(None, gradient_marks.deliver, partial(RESULTS.backward, wrapped, loss, grad), values, scale, in_half)
+    for leaf in leaves if replaced else ():
+        leaf.grad = leaf.value.grad
+
+
+@replaces("netcl.autograd.engine.Node.backward")
+def node_backward(
+    self: Node, grad: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False
+) -> None:
+    """Runs backward from this node, as ``Tape().backward(node)`` does; only leaves keep their gradients.
+
+    Args:
+        grad: gradient of this node, of its shape; ones if not given.
+        retain_graph: has no effect: netcl keeps a graph as long as its nodes live.
+        create_graph: refused, netcl has no second derivatives.
+
+    Raises:
+        NotImplementedError: ``create_graph``, or the loss was made from a gradient.
+        RuntimeError: the node has no graph, or its gradients would be of several loss scales.
+    """
+    gradient_penalties.refuse(create_graph)
+    require_graph(self)
+    Tape(retain_grads=False).backward(self, grad)
+
+
+@meets("netcl.autograd.engine.apply_op")
+def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *nodes: Any, **kwargs: Any) -> Any:
+    """The net under every recorded op that is neither clamp's nor wrapped: its 16-bit inputs are widened.
+
+    Inside a function that a user declared half, the user's kernels do read 16 bits; there nothing is widened. A
+    forward function may name the dtype that it wants its inputs in (clamp/patching/user_functions.py).
+    """
+    name = kwargs["op_name"] = kwargs.get("op_name") or _name_of(forward)
+    dtype = user_functions.input_dtype(forward) if Installed.now else None
+    if dtype is None and (thread_casts_off() or not Installed.now or not any(is_half(node) for node in nodes)):
+        backward = user_functions.bound(backward, forward, nodes)
+        return RESULTS.foreign(wrapped(forward, backward, *nodes, **kwargs), nodes)
+    region = current_region()
+    report, use_cache = reporter(region, name), region is None or region.cache_enabled
+    cast_one = partial(cast_node, dtype=dtype or "float32", report=report, use_cache=use_cache)
+    widened = [cast_one(x) if is_half(x) or (dtype and _is_floating(x)) else x for x in nodes]
+    swaps = [(node, wide) for node, wide in zip(nodes, widened, strict=True) if node is not wide]
+    backward = user_functions.bound(backward, forward, widened)
+    if backward is not None:
+        backward = _reading_widened(backward, swaps)
+    return RESULTS.foreign(wrapped(forward, backward, *widened, **kwargs), widened)
+
+
+def _name_of(forward: Any) -> str:
+    """The function that a forward is defined in, or else its own name; netcl means to find the caller's, and cannot."""
+    name = getattr(forward, "__qualname__", type(forward).__qualname__)
+    name = name.partition(".<locals>")[0].rpartition(".")[2]
+    return "apply_op" if name == "<lambda>" else str(name)
+
+
+def _reading_widened(
+    backward: Callable[[Tensor], list[Tensor | None]], swaps: list[tuple[Any, Any]]
+) -> Callable[[Tensor], list[Tensor | None]]:
+    """``backward`` with what it closes over, nodes and bare tensors, showing widened values while it runs."""
+
+    def with_swapped_values(grad: Tensor) -> list[Tensor | None]:
+        kept = [(x, shown(x)) for x, _ in swaps]
+        try:
+            for x, wide in swaps:
+                show(x, wide.value)
+            return backward(grad)
+        finally:
+            for x, before in kept:
+                vars(x).update(before)
+
+    return with_swapped_values
+
+
+def _is_floating(x: Any) -> bool:
+    value = getattr(x, "value", None)
+    return isinstance(value, Tensor) and value.dtype in bridge.STORAGE and bridge.on_device(value)
+
+
+@replaces("netcl.autograd.bf16_ops.upcast_args")
+def upcast_args(own: Any, args: tuple[Any, ...], tape: Tape | None, grad_fn: Any) -> Any:
+    """netcl's float32 copies of bfloat16 inputs, which it looks for at each of its ops: in less than half the time."""
+    for x in args:
+        if isinstance(x, Node) and getattr(x.value, "dtype", None) == "bfloat16":
+            return own(args, tape, grad_fn)
+    return args, grad_fn

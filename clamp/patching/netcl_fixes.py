@@ -1,0 +1,182 @@
+"""What netcl does otherwise than it says, or than it could, put right while AMP is on.
+
+docs/netcl-defects.md has the layers, each with a minimal example.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pyopencl as cl
+import wrapt
+from netcl import autograd as ag
+from netcl import ops
+from netcl.core import memory
+from netcl.core import tensor as tensors
+from netcl.core.memory import PersistentBufferPool
+from netcl.nn import layers
+from netcl.ops import elementwise
+
+from clamp.bridge import HALF_DTYPES, Node, TensorLike
+from clamp.casting.policy_table import CastPolicy, Entry
+from clamp.functions.recompute import is_recomputing
+from clamp.opencl.device import capabilities
+from clamp.patching.patch_registry import meets, replaces
+from clamp.patching.wrap import Installed, netcl_wrapper
+
+# --------------------------------------------------------------------------------------------------------------- layers
+
+
+@meets("netcl.nn.layers._FusedConvReLUTrain.forward")
+def fused_conv_relu(wrapped: Any, instance: Any, /, x: Any) -> Any:
+    """Convolution and relu fused by a Sequential that trains: netcl's drops dilation and groups."""
+    conv = instance.conv
+    if conv.dilation == 1 and conv.groups == 1:
+        return wrapped(x)
+    return layers.ReLU()(conv(x))
+
+
+@meets("netcl.nn.containers.GELU.forward")
+def gelu(wrapped: Any, instance: Any, /, x: Any) -> Any:
+    """GELU of a bare tensor: netcl's always takes the approximation by tanh."""
+    if isinstance(x, Node):
+        return wrapped(x)
+    return elementwise.gelu(x, approximate=instance.approximate)
+
+
+@meets("netcl.nn.batchnorm._compute_stats_device")
+def batch_statistics(
+    wrapped: Any, instance: None, /, x: Any, running_mean: Any = None, running_var: Any = None, *args: Any, **more: Any
+) -> Any:
+    """Statistics of a batch, with which running ones move; they have, where a checkpointed forward is run again."""
+    if is_recomputing():
+        running_mean = running_var = None
+    return wrapped(x, running_mean, running_var, *args, **more)
+
+
+# Attention.
+# Scores are stored in 16 bits, and netcl's layers multiply them by 1 / sqrt(d) only then: 131072, to be 32768, would be
+# infinite. The scale goes onto the queries first, as it does in flash_attention.
+
+
+@meets("netcl.nn.layers.MultiheadAttention.forward")
+def multihead_attention(wrapped: Any, instance: Any, /, query: TensorLike, key: TensorLike, value: TensorLike) -> Any:
+    """Attention of bare tensors or nodes of shape (batch, sequence, features)."""
+    on = ag if isinstance(query, Node) else ops
+    reshape = ag.reshape if on is ag else tensors.reshape
+    batch, sequence, features = query.value.shape
+    scale = 1.0 / instance.head_dim**0.5
+
+    def heads(x: Any) -> Any:
+        return on.permute(reshape(x, (batch, sequence, instance.num_heads, instance.head_dim)), (0, 2, 1, 3))
+
+    q, k, v = heads(instance.q_proj(query)), heads(instance.k_proj(key)), heads(instance.v_proj(value))
+    weights = on.softmax(on.bmm(q * scale, on.permute(k, (0, 1, 3, 2))))
+    out = on.permute(on.bmm(weights, v), (0, 2, 1, 3))
+    return instance.out_proj(reshape(out, (batch, sequence, features)))
+
+
+@meets("netcl.nn.transformer.CausalSelfAttention.forward")
+def self_attention(wrapped: Any, instance: Any, /, x: TensorLike) -> Any:
+    """Attention of a node or bare tensor of shape (batch, sequence, features) to itself, with dropout and a mask."""
+    node = x if isinstance(x, Node) else ag.tensor(x)
+    batch, sequence, features = node.value.shape
+    drops = instance.dropout > 0.0 and instance.training
+
+    def heads(x: Any) -> Any:
+        return ag.permute(ag.reshape(x, (batch, sequence, instance.num_heads, instance.head_dim)), (0, 2, 1, 3))
+
+    q, k, v = map(heads, ag.chunk(instance.qkv(node), 3, axis=-1))
+    scores = ag.bmm(ag.mul(q, 1.0 / instance.head_dim**0.5), ag.permute(k, (0, 1, 3, 2)))
+    if instance.causal:
+        scores = ag.masked_fill(scores, instance._mask(sequence), -1e9)
+    weights = ag.softmax(scores)
+    if drops:
+        weights = ag.dropout(weights, p=instance.dropout)
+    out = instance.out_proj(ag.reshape(ag.permute(ag.bmm(weights, v), (0, 2, 1, 3)), (batch, sequence, features)))
+    if drops:
+        out = ag.dropout(out, p=instance.dropout)
+    return out if isinstance(x, Node) else out.value
+
+
+# ---------------------------------------------------------------------------------------- memory: a pool for each queue
+# netcl has one pool for a context. What a tensor of one queue frees while a launch still uses it goes to the next
+# tensor that asks, on whatever queue: launches of one queue wait for each other, those of two do not. So while AMP is
+# on, the queue that asked first keeps netcl's pool, and each further one of its context has a pool of its own. These
+# stay, as netcl's do: tensors go back to them after AMP has ended, and shared virtual memory must not be freed under a
+# launch.
+
+_lock = threading.RLock()
+
+
+@meets("netcl.core.memory.get_persistent_pool")
+def of_queue(wrapped: Any, instance: None, /, queue: Any) -> PersistentBufferPool:
+    """The pool of a queue."""
+    first = wrapped(queue)
+    if first.queue == queue:
+        return first
+    # Beside netcl's, whose keys are positive, so that whoever looks at all pools meets these, too.
+    key = -queue.int_ptr
+    pool = memory._PERSISTENT_POOLS.get(key)
+    if pool is None:
+        with _lock:
+            pool = memory._PERSISTENT_POOLS.setdefault(key, PersistentBufferPool(queue.context, queue))
+    return pool
+
+
+# -------------------------------------------------------------- what is known of a device without running kernels on it
+
+
+@meets("netcl.core.capabilities._probe_min_sync")
+def min_sync(wrapped: Any, instance: None, /, context: cl.Context, queue: cl.CommandQueue, max_wg: int) -> str:
+    """Whether a kernel sees what the one before it wrote. netcl compiles two kernels for that, at the first backward of
+    each process, a twentieth of a cold first step. A processor's cores see what other cores wrote."""
+    if capabilities(queue).is_cpu:
+        return "none"
+    return str(wrapped(context, queue, max_wg))
+
+
+# ---------------------------------------------------------------------------------- netcl's compiler
+
+
+_COMPILED = Entry("netcl.autograd.jit_compile", CastPolicy.FLOAT, "netcl compiles kernels of float.")
+
+
+@meets("netcl.autograd.compiler.jit_compile")
+def jit_compile(wrapped: Any, instance: None, /, *args: Any, **kwargs: Any) -> Any:
+    """netcl's compiler makes kernels that read every input as float: what it compiles gets 16-bit inputs widened."""
+    return wrapt.FunctionWrapper(wrapped(*args, **kwargs), netcl_wrapper(_COMPILED, listed=False))
+
+
+@replaces("netcl.autograd.compiler._COMPILER_CACHE")
+class FloatKernels(dict[Any, Any]):
+    """netcl's cache of compiled kernels, which refuses to be asked about 16-bit inputs.
+
+    A function compiled before ``init`` is a closure that no patch reaches, and would read and write 16-bit
+    buffers as float, beyond their ends. But it looks up its kernels here first, by shapes and dtypes.
+    """
+
+    def __init__(self, kernels: dict[Any, Any]) -> None:
+        super().__init__()
+        self._kernels = kernels
+
+    def __contains__(self, key: object) -> bool:
+        if Installed.now and _names_half(key):
+            raise TypeError(
+                "a function compiled by jit_compile before amp.init() got a 16-bit input, and its kernels read float: "
+                'compile it after amp.init(), or pass amp.cast(x, "float32")'
+            )
+        return key in self._kernels
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._kernels[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._kernels[key] = value
+
+
+def _names_half(key: object) -> bool:
+    if isinstance(key, tuple):
+        return any(_names_half(part) for part in key)
+    return isinstance(key, str) and key in HALF_DTYPES

@@ -1,0 +1,182 @@
+"""netcl's tensors under AMP: values of the host on their way in and out, 16-bit tensors that netcl writes to, and word
+of every write to a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+from netcl.ops.bf16_act import from_bf16_host, to_bf16_host
+
+from clamp import bridge
+from clamp.bridge import HALF_DTYPES, Node, Tensor
+from clamp.casting.containers import tensors_in
+from clamp.casting.regions import called_in
+from clamp.opencl.device import require_usable
+from clamp.ops.arguments import saturated
+from clamp.ops.cast import cast, cast_into
+from clamp.params import gradient_marks, masters
+from clamp.params.weight_cache import weights
+from clamp.patching.patch_registry import meets, replaces
+from clamp.patching.wrap import Installed, Wrapper, written, written_places
+from clamp.scaling.step_report import is_called_by_user, warn_user
+
+Arguments = tuple[Any, ...]
+
+
+Keywords = dict[str, Any]
+
+
+def noting_writes(function: Any, wrapper: Wrapper) -> Wrapper:
+    """``wrapper``, and for functions that write into an argument: what was derived from that one is stale after."""
+    places = written_places(function)
+    if not places:
+        return wrapper
+
+    def call(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+        targets = written(places, args, kwargs)
+        try:
+            return wrapper(wrapped, instance, args, kwargs)
+        finally:
+            for target in targets:
+                if target is not None:
+                    masters.written(getattr(target, "buffer", None))
+
+    return call
+
+
+def in_place(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """A netcl function that writes, in fp32, into tensors that it is given, or into their gradients.
+
+    While it runs its 16-bit tensors show widened content; after, they hold the result in their own dtype.
+    """
+    args = tuple(list(x) if isinstance(x, Iterator) else x for x in args)
+    given = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+    if not Installed.now or not given:
+        return wrapped(*args, **kwargs)
+    given |= {id(tensor.grad): tensor.grad for tensor in list(given.values()) if tensor.grad is not None}
+    narrow = [tensor for tensor in given.values() if is_half(tensor) and bridge.on_device(tensor)]
+    widened = [cast(tensor, "float32") for tensor in narrow]
+    kept = [shown(tensor) for tensor in narrow]
+    try:
+        for tensor, wide in zip(narrow, widened, strict=True):
+            show(tensor, wide)
+        return called_in(None, wrapped, *args, **kwargs)
+    finally:
+        for tensor, before, wide in zip(narrow, kept, widened, strict=True):
+            wide.buffer = tensor.buffer
+            vars(tensor).update(before)
+            cast_into(wide, tensor)
+        for tensor in given.values() if len(weights) else ():
+            weights.drop_buffer(tensor.buffer)
+
+
+def as_it_is(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Changes nothing."""
+    return wrapped(*args, **kwargs)
+
+
+def show(x: Any, value: Tensor) -> None:
+    """Lets a node or tensor show another tensor's content."""
+    vars(x).update({name: value if name == "value" else getattr(value, name) for name in shown(x)})
+
+
+def shown(x: Any) -> dict[str, Any]:
+    """What of a node or tensor ``show`` changes, as it is."""
+    return {name: vars(x)[name] for name in (("value",) if isinstance(x, Node) else ("buffer", "dtype"))}
+
+
+def is_half(x: Any) -> bool:
+    """Whether x is a node or tensor of 16 bits."""
+    return getattr(getattr(x, "value", None), "dtype", None) in HALF_DTYPES
+
+
+@replaces("netcl.amp.maybe_cast_tensor")
+def keep_tensor(own: Any, tensor: Tensor) -> Tensor:
+    """In place of netcl's own autocast, which would hand out 16-bit copies that no gradient reaches: clamp's ops cast
+    what they read."""
+    return tensor
+
+
+@meets("netcl.core.tensor.Tensor.to_host")
+def to_host(wrapped: Any, instance: Tensor, /) -> Any:
+    """A tensor's values on the host; of bfloat16 as float32, not netcl's 16-bit words.
+
+    A script that computes with what it reads, an accuracy say, would take the words for numbers.
+    """
+    _warn_of_scaled(instance, "read")
+    host = wrapped()
+    return from_bf16_host(host) if instance.dtype == "bfloat16" and host.dtype == np.uint16 else host
+
+
+@meets("netcl.core.tensor.Tensor.to_host_async")
+def to_host_async(wrapped: Any, instance: Tensor, /) -> Any:
+    """A tensor's values on the host, when they have come."""
+    _warn_of_scaled(instance, "read")
+    return wrapped()
+
+
+@meets("netcl.core.transfer.write_tensor")
+def write_tensor(wrapped: Any, instance: None, /, tensor: Tensor, data: Any) -> None:
+    """Writes values of the host into a tensor, as ``Tensor.write`` does."""
+    _warn_of_scaled(tensor, "written")
+    wrapped(tensor, data)
+
+
+def _warn_of_scaled(tensor: Tensor, what: str) -> None:
+    """Says once for a loss scale that gradients are not the true ones yet, to a user who reads one to the host, or
+    writes it from there."""
+    scale = gradient_marks.scale_of(tensor)
+    if scale is None or not gradient_marks.is_in_pass():  # who scales by hand knows
+        return
+    if not scale.state.is_told_of and is_called_by_user():
+        scale.state.is_told_of = True
+        warn_user(
+            f"a gradient was {what} on the host while it is still multiplied by the loss scale, as its norm is, and as "
+            "bounds on it would have to be: do that after `with handle.scale_loss(...)`, before the step"
+        )
+
+
+@meets("netcl.core.tensor.Tensor.from_host")
+def from_host(
+    wrapped: Any, instance: None, /, queue: Any, data: Any, dtype: str | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """A tensor of host values; to bfloat16 numbers are rounded, where netcl would cut them to integer words."""
+    if isinstance(queue, cl.CommandQueue):
+        require_usable(queue)
+    if dtype == "bfloat16" and np.asarray(data).dtype != np.uint16:
+        data = to_bf16_host(np.asarray(data).astype(np.float32))
+    return wrapped(queue, data, dtype, *args, **kwargs)
+
+
+@meets("netcl.core.tensor.Tensor.from_shape")
+def from_shape(
+    wrapped: Any, instance: None, /, queue: Any, shape: Any, dtype: str = "float32", pool: Any = None,
+    backend: str | None = None, fill: Any = None,
+) -> Tensor:  # fmt: skip
+    """A new tensor filled with a number: a finite one stays finite, and in bfloat16 it is the number, not a word."""
+    if isinstance(queue, cl.CommandQueue):
+        require_usable(queue)
+        if wrapped.__self__ is Tensor and pool is backend is fill is None and dtype in bridge.ITEMSIZE:
+            return bridge.empty(queue, shape, dtype)
+    if fill is not None and dtype in bridge.STORAGE and not isinstance(fill, np.uint16):
+        fill = saturated(fill, dtype)
+        fill = int(to_bf16_host(np.array([fill], np.float32))[0]) if dtype == "bfloat16" else fill
+    return wrapped(queue, shape, dtype, pool, backend, fill)
+
+
+@meets("netcl.ops.bf16_act.bf16_to_host")
+def bf16_to_host(wrapped: Any, instance: None, /, t: Tensor) -> Any:
+    """netcl's way to read bfloat16 as float32, which is what ``to_host`` gives already."""
+    return t.to_host()
+
+
+@meets("netcl.core.transfer.write", "netcl.core.transfer.copy", "netcl.core.transfer.fill")
+def transfer_write(wrapped: Any, instance: None, /, queue: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
+    """netcl's copies and fills: what was derived from their destination is stale."""
+    try:
+        return wrapped(queue, dst, *args, **kwargs)
+    finally:
+        masters.written(dst)
