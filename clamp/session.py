@@ -214,7 +214,7 @@ def active_handle() -> AmpHandle | None:
 
 
 def active_scaling() -> PassScaling | None:
-    """How the active handle scales losses; None where there is none."""
+    """The loss scales and passes of the active handle; None where there is none."""
     handle = active_handle()
     return None if handle is None else handle._scaling
 

@@ -26,7 +26,7 @@ __all__ = ["initialize", "load_state_dict", "scale_loss", "state_dict"]
 
 @dataclass(frozen=True)
 class Properties:
-    """What an opt_level stands for. Names and values are apex's."""
+    """The properties of an opt_level. Names and values are apex's."""
 
     cast_model_type: str | None
     patch_netcl: bool

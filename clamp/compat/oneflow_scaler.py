@@ -12,7 +12,7 @@ from clamp.scaling.scale_rule import LARGEST, ScaleRule
 
 @dataclass(frozen=True)
 class GradScaler:
-    """How a graph's loss scale moves; OneFlow's arguments. Give it to ``Graph.set_grad_scaler``.
+    """The rule of a graph's loss scale; OneFlow's arguments. Give it to ``Graph.set_grad_scaler``.
 
     Like OneFlow's scale it never falls below 1, or below ``init_scale`` if that is smaller. OneFlow takes no
     ``backoff_factor`` but ``1 / growth_factor``; any one between 0 and 1 does here.

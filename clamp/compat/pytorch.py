@@ -140,7 +140,7 @@ class GradScaler(FaceScaler):
 
     @property
     def guards(self) -> StepGuards:
-        """Where optimizers have their bits of this scaler's overflow word."""
+        """The guards of the optimizers, which have their bits of this scaler's overflow word."""
         return self._scaling.guards
 
     # ------------------------------------------------------------------------------------------ settings

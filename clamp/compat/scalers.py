@@ -90,14 +90,14 @@ class FaceScaler:
 
     @property
     def history(self) -> History:
-        """What the last 1000 steps did, the newest last; a skipped one says why. Not of a disabled scaler."""
+        """Reports of the last 1000 steps, the newest last; a skipped one says why. Not of a disabled scaler."""
         return self._scaling.history
 
     def _scale_now(self) -> float:
         return float(self._scaling.state_dict()["loss_scale"]) if self._enabled else 1.0
 
     def _values_in(self, state: Mapping[str, Any]) -> list[Any]:
-        """What a state dict has, in the order of ``_state_keys``; raises as ``load_state_dict`` does."""
+        """The values of a state dict in the order of ``_state_keys``; raises as ``load_state_dict`` does."""
         require_state(state, "state_dict()")
         if not state:
             raise RuntimeError(self._empty_state)

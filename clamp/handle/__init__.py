@@ -1,4 +1,4 @@
-"""What ``amp.init`` returns: the handle, and its do-nothing twin."""
+"""The handle, which ``amp.init`` returns, and its do-nothing twin."""
 
 from clamp.handle.active import AmpHandle
 from clamp.handle.no_op import NoOpHandle

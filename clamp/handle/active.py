@@ -115,12 +115,12 @@ class AmpHandle:
 
     @property
     def last_step(self) -> StepReport | None:
-        """What the last ``optimizer.step()`` did, of whichever optimizer; None before the first."""
+        """The report of the last ``optimizer.step()``, of whichever optimizer; None before the first."""
         return self.history[-1] if self.history else None
 
     @property
     def history(self) -> History:
-        """What the last 1000 steps did, the newest last."""
+        """Reports of the last 1000 steps, the newest last."""
         refuse("handle.last_step or handle.history was read", "Read it after the recorded part.")
         return self._steps()
 
@@ -249,7 +249,7 @@ class AmpHandle:
         self._attribution.look_after_skips(step, "handle.explain()")
 
     def summary(self, step: Callable[[], Any] | None = None) -> Summary:
-        """What the run has done so far: steps and skips, kernels built; ``print`` it, it is one screen.
+        """Sums up the run so far: steps and skips, kernels built; ``print`` it, it is one screen.
 
         After ``amp.init(debug="summary")`` ops, casts and their bytes, too, counted since then.
 

@@ -32,7 +32,7 @@ class NoOpHandle:
         return "<NoOpHandle: AMP is off>"
 
     def summary(self, step: Callable[[], Any] | None = None) -> str:
-        """That there is nothing to sum up."""
+        """Says that there is nothing to sum up."""
         return "AMP is off: amp.init(enabled=False)"
 
     def report(self, path: Any, step: Callable[[], Any] | None = None, losses: Sequence[float] | None = None) -> None:

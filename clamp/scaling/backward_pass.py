@@ -169,7 +169,7 @@ class PassGradients:
 
 
 def tokens(guards: Iterable[StepGuard]) -> list[object]:
-    """What marks of gradients call these guards, until their next steps."""
+    """The guards' tokens, by which marks of gradients name them until their next steps."""
     return [guard.token for guard in guards]
 
 

@@ -68,7 +68,7 @@ def require_state(state: Any, made_by: str) -> None:
 
 
 class LossScale(bridge.Listed):
-    """What all loss scales can do: this is a scale that stays."""
+    """The interface of all loss scales, and a scale that stays."""
 
     #: Whether the scale moves by itself.
     is_dynamic: bool = False
@@ -209,7 +209,7 @@ class LossScale(bridge.Listed):
         return bool(self.read().overflow & mask)
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` needs to go on identically: apex's two keys and two more."""
+        """A state from which ``load_state_dict`` goes on identically: apex's two keys and two more."""
         scale, growth_tracker, overflow, bad_steps, _ = self.read()
         return {"loss_scale": scale, "unskipped": growth_tracker, "overflow": overflow, "bad_steps": bad_steps}
 
@@ -357,7 +357,7 @@ class DynamicLossScale(StaticLossScale):
 
     @property
     def rule(self) -> ScaleRule:
-        """How the scale moves; may be replaced at any time."""
+        """The rule by which the scale moves; may be replaced at any time."""
         return self._rule[0]
 
     @rule.setter

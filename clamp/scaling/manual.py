@@ -60,7 +60,7 @@ class LateScales:
 
 
 class Stage(enum.Enum):
-    """Where an optimizer is between two updates of the scale."""
+    """An optimizer's stage between two updates of the scale."""
 
     READY = enum.auto()
     UNSCALED = enum.auto()
@@ -83,8 +83,8 @@ _living_lock = threading.RLock()
 
 
 def stages() -> Hashable:
-    """Where optimizers are that some scaler has unscaled or stepped since its last update: what the next call does
-    depends on it."""
+    """The stages of optimizers that some scaler has unscaled or stepped since its last update: what the next call does
+    depends on them."""
     if not _living:
         return ()
     with _living_lock:
@@ -126,13 +126,13 @@ class ManualScaling:
 
     @property
     def history(self) -> History:
-        """What the last steps did, the newest last. Reads the device after an update."""
+        """Reports of the last steps, the newest last. Reads the device after an update."""
         self.settle()
         return self._guards.reports.history
 
     @property
     def guards(self) -> StepGuards:
-        """Where optimizers have their bits of the scales' overflow words."""
+        """The guards of the optimizers, which have their bits of the scales' overflow words."""
         return self._guards
 
     def settle(self) -> None:
@@ -341,7 +341,7 @@ class ManualScaling:
 
     @property
     def rule(self) -> ScaleRule:
-        """How the scale moves; may be replaced at any time."""
+        """The rule by which the scale moves; may be replaced at any time."""
         return self._rule
 
     @rule.setter

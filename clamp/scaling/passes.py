@@ -134,7 +134,7 @@ class PassScaling:
 
     @property
     def first(self) -> LossScale:
-        """That of the handle's first loss."""
+        """The scale of the handle's first loss."""
         return self.own[0]
 
     def guard(self, optimizer: Any) -> StepGuard:
@@ -374,7 +374,7 @@ class QueueScales:
 
 
 class Unnamed:
-    """What is trained, and was reached by passes that did not name its optimizer."""
+    """Tensors that are trained, and were reached by passes that did not name their optimizer."""
 
     def __init__(self) -> None:
         self._met: dict[int, weakref.ref[Tensor]] = {}

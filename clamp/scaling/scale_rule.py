@@ -1,4 +1,4 @@
-"""How a dynamic loss scale moves, and what its numbers may be."""
+"""The rule by which a dynamic loss scale moves, and checks of its numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def count(name: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> int:
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """How a dynamic loss scale moves; ``clamp.scaling.loss_scale.DynamicLossScale`` has the algorithm.
+    """The rule by which a dynamic loss scale moves; ``clamp.scaling.loss_scale.DynamicLossScale`` has the algorithm.
 
     Args:
         growth_factor: above 1.

@@ -141,7 +141,7 @@ def scaler_of(root: Node, scaled: Sequence[Node]) -> LossScale | None:
 
 
 class ScaledPass(_GeneratorContextManager[Node]):
-    """What ``scale_loss`` returns, for a ``with``."""
+    """The result of ``scale_loss``, for a ``with``."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(

@@ -1,4 +1,4 @@
-"""What stands between ``optimizer.step()`` and an overflow: one guard per optimizer.
+"""The guard between ``optimizer.step()`` and an overflow, one per optimizer.
 
 The function ``step`` of an optimizer's class is redirected, so an optimizer keeps its signature, its ``__self__`` and
 its picklability, and whoever holds the bound method, a scheduler, say, sees the same guard.
@@ -179,7 +179,7 @@ class StepGuard(bridge.Listed):
         return bad
 
     def _non_finite(self, params: Sequence[Tensor]) -> NonFinite:
-        """What is inf and nan in the gradients of a step that is to be skipped."""
+        """Counts inf and nan in the gradients of a step that is to be skipped."""
         last, self._last_skip = self._last_skip, object()
         return non_finite(params, last, self._last_skip)
 
@@ -303,7 +303,7 @@ class StepGuards(bridge.Listed):
 
     @property
     def device(self) -> cl.Device | None:
-        """That of the first optimizer's parameters; None if none is known."""
+        """The device of the first optimizer's parameters; None if none is known."""
         params = (param for optimizer in self.optimizers for param in getattr(optimizer, "params", ()))
         return next((x.queue.device for x in params if isinstance(x, Tensor) and bridge.on_device(x)), None)
 
@@ -337,7 +337,7 @@ class StepGuards(bridge.Listed):
         return {guard.token: guard.mask for guard in self._by_id.values()}
 
     def forget_heard(self) -> None:
-        """What scalers have noted for these guards is lost: the next steps look at the gradients again."""
+        """Forgets what scalers have noted for these guards: the next steps look at the gradients again."""
         for guard in self._by_id.values():
             guard.token = object()
 

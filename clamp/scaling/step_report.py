@@ -1,4 +1,4 @@
-"""What each ``optimizer.step()`` did, and why: the words and numbers that a user sees, to look at and to hand on."""
+"""Reports of each ``optimizer.step()``: the words and numbers that a user sees, to look at and to hand on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NAMED = 3  # parameters that a reason names
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one ``optimizer.step()`` did.
+    """The report of one ``optimizer.step()``.
 
     Attributes:
         stepped: whether the parameters were updated; not where none of them had a gradient.
@@ -59,7 +59,7 @@ class StepReport:
 
 
 class History(Sequence[StepReport]):
-    """What steps did, the newest last: a sequence of `StepReport`, equal to any other of the same reports.
+    """Reports of steps, the newest last: a sequence of `StepReport`, equal to any other of the same reports.
 
     A slice is a history, too::
 
@@ -149,7 +149,7 @@ class History(Sequence[StepReport]):
 
 @dataclass(frozen=True)
 class NonFinite:
-    """What is inf and nan in some gradients.
+    """Counts of inf and nan in some gradients.
 
     Attributes:
         infs, nans: how many elements.
@@ -237,7 +237,7 @@ def non_finite(params: Sequence[Tensor], last: object, this: object) -> NonFinit
 
 
 def skipped_in_vain(skips: int, scaler: LossScale | None, scale: float, bad: NonFinite) -> FloatingPointError:
-    """What is said after so many skips in a row of which no lower scale would have kept any."""
+    """The error after so many skips in a row of which no lower scale would have kept any."""
     if bad.kept:
         floor, why = "", f"gradients were not finite before this pass: {CLEAR}"
     elif scaler is None or not scaler.scales or scaler.is_dynamic:
