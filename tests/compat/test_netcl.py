@@ -360,12 +360,20 @@ def fit(queue: cl.CommandQueue, data: Any, **settings: Any) -> tuple[Watched, An
     return trainer, model
 
 
-def test_trainer_trains_in_mixed_precision(queue: cl.CommandQueue, dtype: str) -> None:
-    trainer, _ = fit(queue, batches(12, 16), mixed_precision=True)
+@pytest.mark.parametrize("asked", [True, False], ids=["asked", "not asked"])
+def test_trainer_trains_in_mixed_precision(queue: cl.CommandQueue, dtype: str, asked: bool) -> None:
+    """Also one that nobody asked: amp.init() is the user's wish, in training and in evaluation."""
+    handle = session.active_handle()
+    trainer, _ = fit(queue, batches(12, 16), **({"mixed_precision": True} if asked else {"validate": True}))
     assert trainer.dtypes == {dtype}
     assert np.mean(trainer.losses[-6:]) < 0.7 * np.mean(trainer.losses[:6])
-    assert trainer.scaler.scale == 2.0**12
-    assert trainer.scaler._growth_tracker == 24
+    assert handle.last_step.stepped
+    if asked:
+        assert (trainer.scaler.scale, trainer.scaler._growth_tracker) == (2.0**12, 24)
+    else:
+        assert trainer.scaler is None
+        scale = handle.loss_scale, handle.scalers[0].growth_tracker  # the handle's scaler scales
+        assert scale == ((2.0**16, 24) if dtype == "float16" else (1.0, 0))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -414,18 +422,6 @@ def test_trainer_skips_what_overflows(queue: cl.CommandQueue, half: amp.AmpHandl
     trainer.fit(batches(1, 16))
     assert trainer.scaler.scale == 2.0**39
     assert_same(weights_of(model), before)
-
-
-def test_trainer_that_nobody_asked_trains_mixed_under_init(queue: cl.CommandQueue, dtype: str) -> None:
-    """amp.init() is the user's wish, in training and in evaluation; the handle's scaler scales."""
-    handle = session.active_handle()
-    trainer, _ = fit(queue, batches(12, 16), validate=True)
-    assert trainer.dtypes == {dtype}
-    assert np.mean(trainer.losses[-6:]) < 0.7 * np.mean(trainer.losses[:6])
-    assert trainer.scaler is None
-    assert handle.last_step is not None
-    assert handle.last_step.stepped
-    assert (handle.loss_scale, handle.scalers[0].growth_tracker) == ((2.0**16, 24) if dtype == "float16" else (1.0, 0))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
