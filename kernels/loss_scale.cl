@@ -6,15 +6,15 @@
 //         3 growth_tracker  clean steps since the last overflow or growth
 //         4 overflow        one bit an optimizer: an overflow since its last step
 //         5 bad_steps       overflowed steps in a row, for the hysteresis
-//         6 event           what was recorded since the scale was last adjusted
+//         6 event           what was assigned since the scale was last adjusted
 //         7 nans            as overflow, of those that met a nan
 //
-// A backward pass ends with `record`, which turns found into overflow bits, and `adjust`, which moves the
+// A backward pass ends with `assign`, which turns found into overflow bits, and `adjust`, which moves the
 // scale; `update` is both in one launch. They run as one work-item. Nothing of the state is ever an argument, so
 // a recorded launch replays with the live scale.
 //
 //   X_T, Y_T   with these the program holds `multiply`: storage types of the source and of the product.
-//              Without, it holds record, adjust and update.
+//              Without, it holds assign, adjust and update.
 
 typedef struct {
     float multiplier;
@@ -64,7 +64,7 @@ float reciprocal(float x) {
     return best;
 }
 
-void record_pass(__global loss_scale_state *s, uint mask, uint fresh) {
+void assign_found(__global loss_scale_state *s, uint mask, uint fresh) {
     const uint overflow = s->overflow & ~fresh;
     s->nans &= ~fresh;
     if (s->found & FOUND_NAN) s->nans |= mask;
@@ -103,14 +103,14 @@ void adjust_scale(__global loss_scale_state *s, RULE_PARAMETERS) {
     s->multiplier = reciprocal(s->scale);
 }
 
-__kernel void record(__global loss_scale_state *state, const uint mask, const uint fresh) {
-    record_pass(state, mask, fresh);
+__kernel void assign(__global loss_scale_state *state, const uint mask, const uint fresh) {
+    assign_found(state, mask, fresh);
 }
 
 __kernel void adjust(__global loss_scale_state *state, RULE_PARAMETERS) { adjust_scale(state, RULE); }
 
 __kernel void update(__global loss_scale_state *state, const uint mask, const uint fresh, RULE_PARAMETERS) {
-    record_pass(state, mask, fresh);
+    assign_found(state, mask, fresh);
     adjust_scale(state, RULE);
 }
 

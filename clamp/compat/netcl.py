@@ -154,7 +154,7 @@ def _unscale(scaler: Any, found: list[Pair]) -> bool:
     with scale_lock:
         scales, _ = unscale_gradients(found, lambda queue: _scales.of(scaler, queue))
         for scale in scales:
-            scale.record(1, fresh=1)
+            scale.assign(1, fresh=1)
     found_inf = [scale.overflowed(1) for scale in scales]
     if not any(found_inf):
         gradient_marks.mark_checked(master.grad for master, _ in found if master.grad is not None)

@@ -21,7 +21,7 @@ from clamp.opencl.host_steps import unrecorded
 from clamp.opencl.program import Kernel, Prepared
 from clamp.ops.multi_tensor import unscale_
 
-RECORD = Kernel("loss_scale.cl", "record")
+ASSIGN = Kernel("loss_scale.cl", "assign")
 ADJUST = Kernel("loss_scale.cl", "adjust")
 UPDATE = Kernel("loss_scale.cl", "update")
 MULTIPLY = Kernel("loss_scale.cl", "multiply")
@@ -174,11 +174,11 @@ class DeviceState:
         return _multiply(x, out_dtype, self.buffer(x.queue))
 
     def launch(self, kernel: Kernel, *scalars: float) -> None:
-        """Runs ``RECORD``, ``ADJUST`` or ``UPDATE``. Before any tensor was scaled there is nothing to decide."""
+        """Runs ``ASSIGN``, ``ADJUST`` or ``UPDATE``. Before any tensor was scaled there is nothing to decide."""
         if self._home is not None:
             queue, buffer = self._home
             with scale_lock:
-                if kernel is not RECORD:
+                if kernel is not ASSIGN:
                     self._about_to_move()
                 key = (queue.context.int_ptr, kernel.name, *scalars)
                 launch = _moves.known.get(key)

@@ -26,7 +26,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.ops.cast import cast
-from clamp.ops.loss_scale import ADJUST, RECORD, UPDATE, AppliedScale, DeviceState, ScaleState
+from clamp.ops.loss_scale import ADJUST, ASSIGN, UPDATE, AppliedScale, DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_, unscale_
 from clamp.scaling.scale_rule import DEFAULT_RULE, ScaleRule, count, positive
 
@@ -155,7 +155,7 @@ class LossScale(bridge.Listed):
         """Forgets what ``unscale_`` met since the last pass ended: this one is given up. Waits for the device."""
         self._state.write(found=0)
 
-    def record(self, mask: int, fresh: int) -> None:
+    def assign(self, mask: int, fresh: int) -> None:
         """Ends a backward pass: what ``unscale_`` met since the last one counts for the optimizers in ``mask``.
 
         The scale stays, so that several optimizers' gradients can be unscaled one after the other; ``adjust``
@@ -169,21 +169,21 @@ class LossScale(bridge.Listed):
             ValueError: mask has no bit or more than 32, or fresh has one that mask has not.
         """
         _check_masks(mask, fresh)
-        self._state.launch(RECORD, mask, fresh)
+        self._state.launch(ASSIGN, mask, fresh)
 
     def adjust(self) -> None:
-        """Moves the scale by what was recorded since the last call."""
+        """Moves the scale by what was assigned since the last call."""
 
     def update(self, mask: int, fresh: int) -> None:
-        """``record`` and ``adjust`` in one launch."""
-        self.record(mask, fresh)
+        """``assign`` and ``adjust`` in one launch."""
+        self.assign(mask, fresh)
 
     def read(self) -> ScaleState:
         """The state now, by one small blocking read. Not cached: a replayed graph changes it unseen."""
         return self._state.read()
 
     def set_scale(self, value: float) -> None:
-        """Sets the scale; what was recorded since the last ``adjust`` moves it no more. Waits for the device.
+        """Sets the scale; what was assigned since the last ``adjust`` moves it no more. Waits for the device.
 
         Raises:
             ValueError: the value is not finite and positive as a float32, or beyond the limits of the scale.
@@ -283,7 +283,7 @@ class NoLossScale(LossScale):
     def forget_found(self) -> None:
         pass
 
-    def record(self, mask: int, fresh: int) -> None:
+    def assign(self, mask: int, fresh: int) -> None:
         _check_masks(mask, fresh)
 
     def read(self) -> ScaleState:
@@ -314,7 +314,7 @@ class StaticLossScale(LossScale):
 class DynamicLossScale(StaticLossScale):
     """As large a scale as gradients bear: lowered when they overflow, raised after a while without::
 
-        when a pass ends (record):
+        when a pass ends (assign):
             overflow[fresh] = False                   # their last overflows were answered by skipped steps
             if found:                                 # an inf or a nan
                 first = not any(overflow[mask])       # the first overflow of this step
@@ -336,7 +336,7 @@ class DynamicLossScale(StaticLossScale):
                     if isfinite(scale * growth_factor):
                         scale = min(scale * growth_factor, max_scale)
 
-    Several ``record`` before one ``adjust`` count as one pass: overflowed if any of them was.
+    Several ``assign`` before one ``adjust`` count as one pass: overflowed if any of them was.
 
     Args:
         init_scale: the first scale, within the rule's limits.

@@ -207,7 +207,7 @@ class ManualScaling:
         guard = round_.guard
         gradient_marks.restore(held, dict(zip(then, tokens([guard]), strict=True)))
         for scaler in scalers:
-            scaler.record(guard.mask, fresh=guard.mask)
+            scaler.assign(guard.mask, fresh=guard.mask)
             guard.passed(scaler)
         round_.stage, round_.checked, round_.scalers = Stage.UNSCALED, checked, scalers
 
@@ -269,7 +269,7 @@ class ManualScaling:
             for scaler in round_.scalers:
                 of_queue = [grad for grad in grads if self._scalers.get(grad.queue) is scaler]
                 scaler.check_(of_queue)
-                scaler.record(round_.guard.mask, fresh=0)
+                scaler.assign(round_.guard.mask, fresh=0)
 
     def update(self) -> None:
         """Moves the scale by what the steps since the last update met, and makes every optimizer ready again.
@@ -297,7 +297,7 @@ class ManualScaling:
         if any(scaler.overflowed(round_.guard.mask) for round_ in rounds for scaler in round_.scalers):
             first.note_overflow()
         mask = sum(round_.guard.mask for round_ in rounds)
-        first.record(mask, fresh=mask)
+        first.assign(mask, fresh=mask)
         first.adjust()
         for scaler in others:
             scaler.load_state_dict(first.state_dict())

@@ -125,7 +125,7 @@ def test_the_state_machine_is_the_model(
         if fused:
             scale.update(mask, fresh)
         else:
-            scale.record(mask, fresh)
+            scale.assign(mask, fresh)
             scale.adjust()
         model.update(overflow, mask, fresh)
         assert scale.read() == model.state()
@@ -206,11 +206,11 @@ def test_recorded_passes_leave_the_scale_until_it_is_adjusted(gradients: Callabl
     scale = DynamicLossScale()
     for overflow, optimizer in ((True, A), (False, B)):
         scale.unscale_([gradients(overflow)], [bridge.empty(gradients(False).queue, (2,), "float32")])
-        scale.record(optimizer, optimizer)
+        scale.assign(optimizer, optimizer)
         assert (scale.scale, scale.overflowed(A), scale.overflowed(B)) == (2.0**16, True, False)
     scale.adjust()
     assert (scale.scale, scale.growth_tracker) == (2.0**15, 0)
-    scale.adjust()  # nothing was recorded since
+    scale.adjust()  # nothing was assigned since
     assert (scale.scale, scale.growth_tracker) == (2.0**15, 0)
 
 
@@ -305,7 +305,7 @@ def test_no_scale_leaves_gradients_alone(queue: cl.CommandQueue, monkeypatch: py
     assert scale.scale_loss(loss) is loss
     assert scale.applied().multiply(loss, "float32") is loss
     scale.unscale_([grad], [grad])
-    scale.record(A, A)
+    scale.assign(A, A)
     scale.adjust()
     scale.update(A, A)
     assert not scale.overflowed(A)
@@ -429,15 +429,15 @@ def test_an_overflow_met_after_unscaling_or_elsewhere_counts(
     scale = DynamicLossScale()
     grad = gradients(False)
     scale.unscale_([grad], [grad])
-    scale.record(A, A)
+    scale.assign(A, A)
     scale.check_([grad])
-    scale.record(A, 0)
+    scale.assign(A, 0)
     assert not scale.overflowed(A)
     if how == "check":
         scale.check_([to_device(queue, [np.nan])])
     else:
         scale.note_overflow()
-    scale.record(A, 0)
+    scale.assign(A, 0)
     scale.adjust()
     assert scale.overflowed(A)
     assert scale.scale == 2.0**15
@@ -461,7 +461,7 @@ def test_a_scale_that_was_set_is_not_moved_by_what_came_before(gradients: Callab
     scale = DynamicLossScale()
     grad = gradients(True)
     scale.unscale_([grad], [grad])
-    scale.record(A, A)
+    scale.assign(A, A)
     scale.set_scale(4.0)
     scale.adjust()
     assert scale.scale == 4.0
@@ -532,7 +532,7 @@ def test_choices_are_named() -> None:
 @pytest.mark.parametrize("scale", [DynamicLossScale(), StaticLossScale(2.0), NoLossScale()], ids=type)
 def test_bad_masks_are_refused(scale: LossScale) -> None:
     for mask, fresh in ((0, 0), (-1, 0), (1 << 32, 0), (A, B), (A, A | B)):
-        for end_pass in (scale.record, scale.update):
+        for end_pass in (scale.assign, scale.update):
             with pytest.raises(ValueError, match="mask"):
                 end_pass(mask, fresh)
 
