@@ -11,9 +11,10 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, float_operands, owned_value
-from clamp.casting.registry import implements
+from clamp.casting.registry import implements, leave_to_netcl_if
 from clamp.functions.elementwise import PASS, apply_broadcast, apply_unary, as_constant_node, gradients_by, is_scalar
-from clamp.ops.elementwise import elementwise
+from clamp.ops.elementwise import elementwise, masked_fill_backward
+from clamp.ops.elementwise import masked_fill as fill_masked
 from clamp.ops.reduce_to_shape import sum_to_shape
 
 Argument = TensorLike | float
@@ -149,3 +150,107 @@ def where(casting: Casting, condition: TensorLike, a: Argument, b: Argument, tap
     del branches
     rules = (("where_grad_a", "g", 0), ("where_grad_b", "g", 0))
     return bound(out, {choice: None, **gradients_by(inputs, rules, (choice,))}, "where", tape)
+
+
+def _masked_operands(casting: Casting, x: TensorLike, mask: TensorLike) -> tuple[Operand, Tensor]:
+    (operand,) = float_operands(casting, x)
+    where = owned_value(as_node(mask))
+    bridge.require_same_queue("masked_fill", operand.value, where)
+    return operand, where
+
+
+@implements("netcl.autograd.masked_fill", "netcl.ops.lm_ops.masked_fill", uses=(elementwise,))
+def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float = -1e9, tape: Tape | None = None) -> Any:
+    """x with ``fill`` wherever the mask is not zero; no gradient flows there.
+
+    The mask may have any dtype and any shape whose size divides x's: it repeats over the leading elements.
+
+    Raises:
+        ValueError: it does not divide x's.
+    """
+    operand, where = _masked_operands(casting, x, mask)
+    out = fill_masked(operand.value, where, fill, out_dtype=casting.result_dtype(operand))
+
+    def gradient(grad: Tensor) -> Tensor:
+        return masked_fill_backward(grad, where, out_dtype=operand.grad_dtype)
+
+    return bound(out, {operand: gradient}, "masked_fill", tape)
+
+
+@implements("netcl.ops.lm_ops.masked_fill_backward", uses=(elementwise,))
+def tensor_masked_fill_backward(casting: Casting, grad_out: Tensor, mask: Tensor, pool: Any = None) -> Tensor:
+    """The gradient where the mask is zero, 0 elsewhere."""
+    operand, where = _masked_operands(casting, grad_out, mask)
+    return masked_fill_backward(operand.value, where, out_dtype=casting.result_dtype(operand))
+
+
+@implements("netcl.ops.elementwise_optimized.fused_bias_relu", uses=(elementwise, sum_to_shape))
+def fused_bias_relu(casting: Casting, x: Tensor, bias: Tensor, out: Tensor | None = None, pool: Any = None) -> Any:
+    """relu(x + bias), a bias of shape (N,) on every row of x, of shape (M, N)."""
+    leave_to_netcl_if(out)
+    require_bias_shapes(tuple(x.shape), tuple(bias.shape))
+    return add_relu(casting, x, bias)
+
+
+#: netcl's name -> the function, and whether the number is its first operand
+_SCALAR_OPS = {
+    "ADD": ("add", False),
+    "SUB": ("sub", False),
+    "RSUB": ("sub", True),
+    "MUL": ("mul", False),
+    "DIV": ("div", False),
+    "RDIV": ("div", True),
+}
+
+
+@implements("netcl.ops.elementwise.elementwise_scalar", uses=(elementwise,))
+def elementwise_scalar(
+    casting: Casting, x: Tensor, scalar: float, op: str, out: Tensor | None = None, pool: Any = None
+) -> Tensor:
+    """x with a number added, subtracted (RSUB: x subtracted from it), multiplied or divided by (RDIV: it by x)."""
+    leave_to_netcl_if(out)
+    if op not in _SCALAR_OPS:
+        raise NotOwned  # netcl's error names the ops there are
+    (operand,) = float_operands(casting, x)
+    function, number_first = _SCALAR_OPS[op]
+    operands = (float(scalar), operand.value) if number_first else (operand.value, float(scalar))
+    return elementwise(function, casting.result_dtype(operand), *operands)
+
+
+#: netcl's name -> the function
+_BINARY_OPS = {
+    "ADD": "add",
+    "SUB": "sub",
+    "MUL": "mul",
+    "DIV": "div",
+    "MAX": "maximum",
+    "MIN": "minimum",
+    "LT": "lt",
+    "LE": "le",
+    "GT": "gt",
+    "GE": "ge",
+}
+
+
+@implements("netcl.ops.broadcast.broadcast_binary", uses=(elementwise,))
+def broadcast_binary(
+    casting: Casting, a: Tensor, b: Tensor, op: str, out: Tensor | None = None, pool: Any = None
+) -> Tensor:
+    """A function of two tensors that broadcast, by netcl's name for it."""
+    leave_to_netcl_if(out)
+    if op not in _BINARY_OPS:
+        raise NotOwned
+    operands = float_operands(casting, a, b)
+    return elementwise(_BINARY_OPS[op], casting.result_dtype(*operands), *(x.value for x in operands))
+
+
+@implements("netcl.ops.elementwise.elementwise_binary", uses=(elementwise,))
+def elementwise_binary(
+    casting: Casting, a: Tensor, b: Tensor, expression: str, out: Tensor | None = None, pool: Any = None
+) -> Tensor:
+    """A function of two tensors of one shape, as the operators of tensors write it: ``"ADD(v0, v1)"``."""
+    op = expression.removesuffix("(v0, v1)")
+    if tuple(a.shape) != tuple(b.shape):
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise ValueError(f"elementwise_binary: the shapes {shapes} differ; broadcast_binary takes such tensors")
+    return broadcast_binary(casting, a, b, op, out)

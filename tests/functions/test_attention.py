@@ -18,7 +18,7 @@ from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, NotOwned
 from clamp.casting.policies import Match, Promote
 from clamp.casting.registry import OWNED
-from clamp.functions import attention, masking
+from clamp.functions import arithmetic, attention
 from tests.functions.operands import half
 from tests.reference import STORAGE_DTYPES, assert_close, integers, to_device, to_numpy
 
@@ -104,7 +104,7 @@ def test_no_gradient_for_inputs_that_need_none(queue: cl.CommandQueue) -> None:
     inputs = [leaf(queue, seed, requires_grad=False) for seed in range(3)]
     assert OWNED["netcl.autograd.flash_attention"](half(), *inputs).grad_fn is None
     assert attention.rope(Match(), inputs[0], integers(queue, range(5))).grad_fn is None
-    assert masking.masked_fill(Promote(), inputs[0], to_device(queue, np.ones(8))).grad_fn is None
+    assert arithmetic.masked_fill(Promote(), inputs[0], to_device(queue, np.ones(8))).grad_fn is None
 
 
 def test_bare_tensors(queue: cl.CommandQueue) -> None:
@@ -163,15 +163,15 @@ def test_masked_fill(queue: cl.CommandQueue, dtype: str) -> None:
     x = leaf(queue, 0, dtype)
     mask = np.random.default_rng(2).random((5, 8)) < 0.5
     tape = Tape()
-    out = masking.masked_fill(Promote(), x, to_device(queue, mask), -1e4, tape=tape)
+    out = arithmetic.masked_fill(Promote(), x, to_device(queue, mask), -1e4, tape=tape)
     g = to_device(queue, np.random.default_rng(1).standard_normal(SHAPE), dtype)
     tape.backward(out, g)
     assert out.value.dtype == dtype
     assert_close(out.value, np.where(mask, -1e4, to_numpy(x.value)))
     np.testing.assert_array_equal(to_numpy(x.grad), np.where(mask, 0, to_numpy(g)))
-    bare = masking.masked_fill(Promote(), x.value, to_device(queue, mask, "float16"), -1e4)
+    bare = arithmetic.masked_fill(Promote(), x.value, to_device(queue, mask, "float16"), -1e4)
     np.testing.assert_array_equal(to_numpy(bare), to_numpy(out.value))
-    grad = masking.tensor_masked_fill_backward(Promote(), g, integers(queue, mask))
+    grad = arithmetic.tensor_masked_fill_backward(Promote(), g, integers(queue, mask))
     np.testing.assert_array_equal(to_numpy(grad), to_numpy(x.grad))
     with pytest.raises(NotOwned):
         OWNED["netcl.ops.lm_ops.masked_fill"](Promote(), x.value, x.value, out=g)

@@ -14,8 +14,7 @@ from netcl.ops import elementwise as netcl_elementwise
 from netcl.ops import elementwise_optimized as netcl_optimized
 
 import clamp.functions.activations
-import clamp.functions.arithmetic
-import clamp.functions.tensor_level  # noqa: F401  (registers)
+import clamp.functions.arithmetic  # noqa: F401  (registers)
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import NotOwned
 from clamp.casting.policies import Float, Match, Promote

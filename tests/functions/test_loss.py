@@ -14,7 +14,6 @@ from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, NotOwned
 from clamp.casting.policies import Float, Half, Match, Promote
 from clamp.functions import loss as F
-from clamp.functions import loss_tensors
 from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 
@@ -236,26 +235,26 @@ def test_host_labels_that_are_no_class_raise(queue: cl.CommandQueue) -> None:
 def test_cross_entropy_of_bare_tensors_and_its_backward(queue: cl.CommandQueue, dtype: str) -> None:
     x = to_device(queue, LOGITS, dtype)
     targets = Tensor.from_host(queue, np.array([0, 4, -100, 2, 1, 3], np.int32), dtype="int32")
-    loss, scale = loss_tensors.cross_entropy_indices(Float(), x, targets)
+    loss, scale = F.tensor_cross_entropy_indices(Float(), x, targets)
     kept = [0, 1, 3, 4, 5]
     share = softmax(to_numpy(x))
     assert_close(loss, [-np.log(share[np.arange(6), CLASSES])[kept].mean()], ulps=4)
     assert_close(scale, [0.2])
-    gradient = loss_tensors.cross_entropy_indices_backward(Match(), x, targets, to_device(queue, [8.0]))
+    gradient = F.cross_entropy_indices_backward(Match(), x, targets, to_device(queue, [8.0]))
     expected = (share - ONE_HOT) * 8
     expected[2] = 0
     assert gradient.dtype == dtype
     assert_close(gradient, expected, slack=64 * EPS)
     with pytest.raises(ValueError, match="expected 6 targets, got 1"):
-        loss_tensors.cross_entropy_indices(Float(), x, Tensor.from_host(queue, np.array([1], np.int32), dtype="int32"))
+        F.tensor_cross_entropy_indices(Float(), x, Tensor.from_host(queue, np.array([1], np.int32), dtype="int32"))
 
 
 @pytest.mark.parametrize("axis", [0, -1])
 def test_softmax_backward_of_bare_tensors(queue: cl.CommandQueue, axis: int) -> None:
     y, g = to_device(queue, softmax(LOGITS), "float16"), to_device(queue, LOGITS)
-    result = loss_tensors.softmax_backward(Match(), y, g, axis=axis)
+    result = F.softmax_backward(Match(), y, g, axis=axis)
     out = to_numpy(y)
     assert result.dtype == "float16"
     assert_close(result, out * (to_numpy(g) - (out * to_numpy(g)).sum(axis, keepdims=True)), slack=32 * EPS)
     with pytest.raises(NotOwned):
-        loss_tensors.softmax_backward(Match(), y, g, y)
+        F.softmax_backward(Match(), y, g, y)

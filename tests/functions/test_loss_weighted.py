@@ -14,7 +14,7 @@ import pytest
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, NotOwned
 from clamp.casting.policies import Float, Match, Promote
-from clamp.functions import loss_weighted as F
+from clamp.functions import loss_elementwise as F
 from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 

@@ -19,8 +19,8 @@ from clamp.bridge import Node, Tape, Tensor, view
 from clamp.casting.operands import NotOwned
 from clamp.casting.policies import Match, Promote
 from clamp.cli.bench.timing import counted_launches
-from clamp.functions import joining, slicing
-from clamp.ops import concat
+from clamp.functions import concat, slicing
+from clamp.ops.concat import Part
 from tests.functions.operands import half, leaf
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
@@ -42,7 +42,7 @@ def test_cat_promotes_and_gives_each_input_its_own_dtype_back(queue: cl.CommandQ
     ]
     parts[3].value.requires_grad = False
     tape = Tape()
-    out = joining.cat(Promote(), parts, 1, tape)
+    out = concat.cat(Promote(), parts, 1, tape)
     assert out.value.dtype == "float32"
     np.testing.assert_array_equal(to_numpy(out.value), np.concatenate([to_numpy(x.value) for x in parts], 1))
     grad = np.random.default_rng(1).standard_normal(out.value.shape).astype(np.float32)
@@ -60,7 +60,7 @@ def test_stack_of_one_dtype_stays_in_it(queue: cl.CommandQueue) -> None:
     for axis in (0, 1, -1):
         parts = [leaf(queue, VALUES[k], "float16") for k in range(3)]
         tape = Tape()
-        out = joining.stack(Promote(), parts, axis, tape)
+        out = concat.stack(Promote(), parts, axis, tape)
         assert out.value.dtype == "float16"
         expected = np.stack([to_numpy(x.value) for x in parts], axis)
         np.testing.assert_array_equal(to_numpy(out.value), expected)
@@ -73,7 +73,7 @@ def test_cat_of_eight_is_one_launch_forward_and_one_backward(queue: cl.CommandQu
     parts = [leaf(queue, VALUES[k], "float16") for k in (0, 1, 2, 3, 0, 1, 2, 3)]
     tape = Tape()
     with counted_launches() as launches:
-        out = joining.cat(Promote(), parts, 0, tape)
+        out = concat.cat(Promote(), parts, 0, tape)
     assert len(launches) == 1
     grad = to_device(queue, np.ones((48, 5)), "float16")
     with counted_launches() as launches:
@@ -85,8 +85,8 @@ def test_wrong_joins_are_refused(queue: cl.CommandQueue) -> None:
     x = leaf(queue, np.ones((2, 3)))
     integers = Tensor.from_host(queue, np.ones((2, 3), np.int32), dtype="int32")
     for function, message in (
-        (joining.cat, "cat: .* must agree everywhere but along axis 1"),
-        (joining.stack, r"stack: the tensors must have one shape, got \(2, 3\), \(3, 3\)"),
+        (concat.cat, "cat: .* must agree everywhere but along axis 1"),
+        (concat.stack, r"stack: the tensors must have one shape, got \(2, 3\), \(3, 3\)"),
     ):
         with pytest.raises(ValueError, match=f"{function.__name__} needs at least one tensor"):
             function(Promote(), [])
@@ -94,7 +94,7 @@ def test_wrong_joins_are_refused(queue: cl.CommandQueue) -> None:
             function(Promote(), [x, integers])
         with pytest.raises(ValueError, match=message):
             function(Promote(), [x, leaf(queue, np.ones((3, 3)))], 1)
-    np.testing.assert_array_equal(joining.cat(Promote(), [integers, integers], 1).to_host(), np.ones((2, 6)))
+    np.testing.assert_array_equal(concat.cat(Promote(), [integers, integers], 1).to_host(), np.ones((2, 6)))
 
 
 # ------------------------------------------------------------------------------------------------- slicing
@@ -175,7 +175,7 @@ def test_the_gradient_of_all_chunks_is_one_launch(queue: cl.CommandQueue) -> Non
     with counted_launches() as launches:
         parts = slicing.chunk(Match(), x, 3, axis=1)
     assert len(launches) == 1
-    joined = joining.cat(Promote(), [parts[2], parts[0]], 1)  # the second has no gradient
+    joined = concat.cat(Promote(), [parts[2], parts[0]], 1)  # the second has no gradient
     grad = to_device(queue, np.ones((4, 4, 5)), "float16")
     with counted_launches() as launches:
         Tape().backward(joined, grad)
@@ -186,7 +186,7 @@ def test_the_gradient_of_all_chunks_is_one_launch(queue: cl.CommandQueue) -> Non
 def test_a_loop_over_time_steps_writes_the_gradient_once(queue: cl.CommandQueue) -> None:
     x = leaf(queue, np.arange(16 * 6.0).reshape(2, 16, 3), "float16")
     steps = [slicing.getitem(Match(), x, (slice(None), t)) for t in range(16)]
-    joined = joining.stack(Promote(), steps, 1)
+    joined = concat.stack(Promote(), steps, 1)
     with counted_launches() as launches:
         Tape().backward(joined, x.value)
     assert len(launches) == 4  # two for the steps, two for x
@@ -318,7 +318,7 @@ def test_concat_layer_and_its_inference(queue: cl.CommandQueue, amp_on: None) ->
 def test_what_is_not_clamps_is_left_to_netcl(queue: cl.CommandQueue) -> None:
     wide = Tensor.from_host(queue, np.ones((2, 3)), dtype="float64")
     for call in (
-        lambda: joining.cat(Promote(), [wide]),
+        lambda: concat.cat(Promote(), [wide]),
         lambda: slicing.narrow(Match(), wide, 0, 0, 1),
         lambda: slicing.getitem(Match(), np.ones(3), 0),
         lambda: slicing.chunk(Match(), wide, 2),
@@ -329,6 +329,6 @@ def test_what_is_not_clamps_is_left_to_netcl(queue: cl.CommandQueue) -> None:
 
 def test_many_parts_are_laid_side_by_side(queue: cl.CommandQueue) -> None:
     """Overlapping gradients are added, the others share one tensor."""
-    parts = [(1, concat.Part(start, 2, to_device(queue, [[1.0, 2.0]]))) for start in (4, 0, 1, 2)]
+    parts = [(1, Part(start, 2, to_device(queue, [[1.0, 2.0]]))) for start in (4, 0, 1, 2)]
     out = slicing.gradient_of_slices((6,), "float32", parts)
     np.testing.assert_array_equal(to_numpy(out), [1, 3, 3, 2, 1, 2])

@@ -1,26 +1,23 @@
-"""Norms under autograd (norm_tensors.py has netcl's tensor-level versions).
+"""Batch norm and group norm under autograd, and netcl's tensor-level versions of them.
 
-Backward keeps the input in the dtype it has, and a mean and a variance in fp32 for each channel, row or group; an
+Backward keeps the input in the dtype it has, and a mean and a variance in fp32 for each channel or group; an
 activation's mask is computed again. gamma and beta are read as they are and get their gradient in their own dtype.
 """
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Operand, as_node, bound, float_operands, floats_as_is
-from clamp.casting.registry import implements
+from clamp.casting.operands import Casting, Operand, bound, float_operands, floats_as_is, owned_value
+from clamp.casting.registry import implements, leave_to_netcl_if
 from clamp.functions.recompute import is_recomputing
 from clamp.ops import norm_planes as planes_ops
 from clamp.ops import norm_planes_backward as planes_backward
-from clamp.ops import norm_rows as rows_ops
-from clamp.ops.arguments import axis_of
-from clamp.ops.cast import cast_into
+from clamp.ops.cast import cast, cast_into
+from clamp.ops.elementwise import elementwise
 from clamp.ops.norm_sets import IDENTITY, RELU, Activation
-from clamp.ops.shape import permute
 
 _BATCH = (planes_ops, planes_backward.PLANES_BACKWARD)  # without the sums over samples of group norm
 
@@ -50,12 +47,9 @@ def require_nchw(name: str, x: Operand) -> None:
         raise ValueError(f"{name} takes x of shape (N, C, H, W), got {x.shape}")
 
 
-def _like(grad: Tensor | None, operand: Operand) -> Tensor | None:
+def like(grad: Tensor | None, operand: Operand) -> Tensor | None:
     """A parameter's gradient in the parameter's shape."""
     return None if grad is None else bridge.view(grad, operand.shape)
-
-
-# -------------------------------------------------------------------------------------------- batch norm
 
 
 def statistics_of(name: str, x: Operand, size: int, *statistics: Any) -> list[Tensor]:
@@ -71,6 +65,11 @@ def statistics_of(name: str, x: Operand, size: int, *statistics: Any) -> list[Te
         raise ValueError(f"{name}: statistics of one dtype and {size} elements are needed, got {kinds}")
     bridge.require_same_queue(name, x.value, *values)
     return values
+
+
+def saved_statistics(name: str, x: Operand, size: int, *statistics: Any) -> list[Tensor]:
+    """The statistics of a forward, in fp32: running ones may be kept in 16 bits."""
+    return [cast(statistic, "float32") for statistic in statistics_of(name, x, size, *statistics)]
 
 
 def _copy(statistic: Tensor) -> Tensor:
@@ -170,7 +169,37 @@ def batch_norm2d_leaky_relu(
     )  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------- group and layer norm
+@implements("netcl.nn.batchnorm.batch_norm2d_backward", uses=(planes_backward.PLANES_BACKWARD, elementwise, cast))
+def tensor_batch_norm2d_backward(
+    casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, mean: Tensor, var: Tensor, eps: float = 1e-5,
+    out: Tensor | None = None, leaky_slope: float | None = None, training: bool = True,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of x, gamma and beta. ``out`` is not written: with ``leaky_slope`` it tells where to scale."""
+    (xo,) = float_operands(casting, x)
+    require_nchw("batch_norm2d_backward", xo)
+    (go,) = parameters_of("batch_norm2d_backward", xo, xo.shape[1], gamma)
+    grad = owned_value(grad_out)
+    center, spread = saved_statistics("batch_norm2d_backward", xo, xo.shape[1], mean, var)
+    if out is not None and leaky_slope is not None:
+        grad = elementwise("leaky_relu_grad", grad.dtype, grad, owned_value(out), parameters=(float(leaky_slope),))
+    return planes_backward.batch_norm_backward(
+        xo.value, go.value, go.value, grad, center, spread, eps=float(eps), dx_dtype=xo.grad_dtype, training=training
+    )
+
+
+@implements("netcl.ops.elementwise_optimized.fused_bn_relu", uses=(planes_ops,))
+def fused_bn_relu(
+    casting: Casting, x: Tensor, scale: Tensor, shift: Tensor, out: Tensor | None = None, pool: Any = None
+) -> Tensor:
+    """``relu(x * scale + shift)`` of an (N, C, H, W) tensor, scale and shift of shape (C,)."""
+    leave_to_netcl_if(out)
+    (xo,) = float_operands(casting, x)
+    require_nchw("fused_bn_relu", xo)
+    so, bo = parameters_of("fused_bn_relu", xo, xo.shape[1], scale, shift)
+    zero = bridge.zeros(xo.value.queue, (xo.shape[1],), "float32")  # mean 0, variance 0 + 1
+    return planes_ops.batch_norm_inference(
+        xo.value, so.value, bo.value, zero, zero, eps=1.0, out_dtype=casting.result_dtype(xo), activation=RELU
+    )
 
 
 @implements("netcl.nn.groupnorm.group_norm")
@@ -205,127 +234,23 @@ def group_norm(
             xo.value, go.value, grad, mean, var, groups, eps=eps, dx_dtype=xo.grad_dtype,
             dgamma_dtype=go.wanted_dtype, dbeta_dtype=bo.wanted_dtype,
         )  # fmt: skip
-        return dx, _like(dgamma, go), _like(dbeta, bo)
+        return dx, like(dgamma, go), like(dbeta, bo)
 
     return bound(out, {(xo, go, bo): backward}, "group_norm", tape), mean, var
 
 
-@implements("netcl.nn.layernorm.layer_norm")
-@implements("netcl.autograd.layer_norm", result_only=True, uses=(rows_ops,))
-def layer_norm(
-    casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, eps: float = 1e-5, tape: Tape | None = None
-) -> tuple[Any, Tensor, Tensor]:
-    """``(x - mean) / sqrt(var + eps) * gamma + beta`` over the last axis (Ba, Kiros and Hinton, 2016), or over the
-    last axes where gamma has several.
-
-    Args:
-        x: (..., n), float32, float16 or bfloat16.
-        gamma, beta: n elements each, or of the shape of x's last axes.
-
-    Returns:
-        The result, and the means and variances in float32, of shape (..., 1).
-
-    Errors as for ``batch_norm2d``.
-    """
+@implements("netcl.nn.groupnorm.group_norm_backward", uses=(planes_backward, cast))
+def tensor_group_norm_backward(
+    casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, mean: Tensor, var: Tensor, groups: int,
+    eps: float = 1e-5,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of x, gamma and beta."""
     (xo,) = float_operands(casting, x)
-    eps, shape = float(eps), xo.shape
-    rows = _rows_that_share_statistics(xo, as_node(gamma))
-    go, bo = parameters_of("layer_norm", xo, rows[-1], gamma, beta)
-    out, mean, var = rows_ops.layer_norm(
-        bridge.view(xo.value, rows), go.value, bo.value, eps=eps, out_dtype=casting.result_dtype(xo)
-    )
-
-    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dgamma, dbeta = rows_ops.layer_norm_backward(
-            bridge.view(xo.value, rows), go.value, bridge.view(grad, rows), mean, var, eps=eps, dx_dtype=xo.grad_dtype,
-            dgamma_dtype=go.wanted_dtype, dbeta_dtype=bo.wanted_dtype,
-        )  # fmt: skip
-        return bridge.view(dx, shape), _like(dgamma, go), _like(dbeta, bo)
-
-    return bound(bridge.view(out, shape), {(xo, go, bo): backward}, "layer_norm", tape), mean, var
-
-
-def _rows_that_share_statistics(x: Operand, gamma: TensorLike) -> tuple[int, ...]:
-    """x's shape with the axes that are normalized together as one: the last, or as many as gamma has.
-
-    ``LayerNorm([2, 3])`` means both axes, as in PyTorch; netcl normalizes the last alone and reads the first 3 of
-    gamma's 6 elements for every row.
-    """
-    n = last_axis("layer_norm", x)
-    axes = tuple(gamma.value.shape)
-    if len(axes) > 1 and x.shape[-len(axes) :] == axes:
-        return (*x.shape[: -len(axes)], prod(axes))
-    return (*x.shape[:-1], n)
-
-
-def last_axis(name: str, x: Operand) -> int:
-    """Extent of x's last axis.
-
-    Raises:
-        ValueError: x has no axes.
-    """
-    if not x.shape:
-        raise ValueError(f"{name} takes x of shape (..., n), got a tensor without dimensions")
-    return x.shape[-1]
-
-
-# ------------------------------------------------------------------------------- RMS norm, L2 normalization
-
-
-@implements("netcl.ops.norm_rope.rms_norm")
-@implements("netcl.autograd.rms_norm", result_only=True, uses=(rows_ops,))
-def rms_norm(
-    casting: Casting, x: TensorLike, gamma: TensorLike, eps: float = 1e-6, tape: Tape | None = None
-) -> tuple[Any, Tensor]:
-    """``x / sqrt(mean x^2 + eps) * gamma`` over the last axis (Zhang and Sennrich, 2019).
-
-    Args:
-        x: (..., n), float32, float16 or bfloat16.
-        gamma: n elements.
-
-    Returns:
-        The result, and the reciprocal root mean square of each row in float32.
-
-    Errors as for ``batch_norm2d``.
-    """
-    (xo,) = float_operands(casting, x)
-    (go,) = parameters_of("rms_norm", xo, last_axis("rms_norm", xo), gamma)
-    out, inverse = rows_ops.rms_norm(xo.value, go.value, eps=float(eps), out_dtype=casting.result_dtype(xo))
-
-    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dgamma = rows_ops.rms_norm_backward(
-            xo.value, go.value, grad, inverse, dx_dtype=xo.grad_dtype, dgamma_dtype=go.wanted_dtype
-        )
-        return dx, _like(dgamma, go)
-
-    return bound(out, {(xo, go): backward}, "rms_norm", tape), inverse
-
-
-@implements("netcl.autograd.l2_normalize", uses=(rows_ops, permute))
-def l2_normalize(
-    casting: Casting, X: TensorLike, dim: int = -1, eps: float = 1e-8, tape: Tape | None = None
-) -> Any:  # fmt: skip
-    """``X / (|X| + eps)`` along an axis.
-
-    Args:
-        X: float32, float16 or bfloat16, any shape.
-
-    Raises:
-        ValueError: there is no such axis.
-    """
-    (xo,) = float_operands(casting, X)
-    eps, axis = float(eps), axis_of("l2_normalize", dim, len(xo.shape))
-    # The kernels go along the last axis; another one changes places with it, and back.
-    order = list(range(len(xo.shape)))
-    order[axis], order[-1] = order[-1], order[axis]
-
-    def swapped(tensor: Tensor) -> Tensor:
-        return tensor if axis == len(order) - 1 else permute(tensor, order)
-
-    out, norm = rows_ops.l2_normalize(swapped(xo.value), eps=eps, out_dtype=casting.result_dtype(xo))
-
-    def gradient(grad: Tensor) -> Tensor:
-        x, grad = swapped(xo.value), swapped(grad)
-        return swapped(rows_ops.l2_normalize_backward(x, grad, norm, eps=eps, dx_dtype=xo.grad_dtype))
-
-    return bound(swapped(out), {xo: gradient}, "l2_normalize", tape)
+    require_nchw("group_norm_backward", xo)
+    (go,) = parameters_of("group_norm_backward", xo, xo.shape[1], gamma)
+    groups = int(groups)
+    center, spread = saved_statistics("group_norm_backward", xo, xo.shape[0] * groups, mean, var)
+    return planes_backward.group_norm_backward(
+        xo.value, go.value, owned_value(grad_out), center, spread, groups, eps=float(eps), dx_dtype=xo.grad_dtype,
+        dgamma_dtype=go.grad_dtype, dbeta_dtype=go.grad_dtype,
+    )  # fmt: skip
