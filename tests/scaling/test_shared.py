@@ -18,7 +18,7 @@ from clamp.bridge import Tensor
 from clamp.ops.loss_scale import DeviceState
 from clamp.params import gradient_marks
 from clamp.scaling.backward_pass import PassGradients
-from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.loss_scale import LossScale, StaticLossScale
 from clamp.scaling.passes import end_pass
 from clamp.scaling.scale_rule import ScaleRule
 from clamp.scaling.scaled_loss import scaled_node
@@ -319,29 +319,45 @@ def test_what_a_rank_had_is_added_to_what_other_ranks_have_found(
 # ---------------------------------------------------------------------------------------------- a pass that fails
 
 
-@pytest.mark.parametrize("fails", ["the verdict", "the check"])
+def _fail(*args: Any) -> None:
+    raise ZeroDivisionError
+
+
+class Train(amp.Graph):
+    """Steps a parameter by the input, its gradient."""
+
+    def __init__(self, param: Tensor, optimizer: Any) -> None:
+        super().__init__()
+        self.param = param
+        self.add_optimizer(optimizer)
+        self.set_grad_scaler(amp.StaticGradScaler(1.0))
+
+    def build(self, x: Any) -> Any:
+        loss = ag.sum(ag.mul(ag.tensor(self.param, requires_grad=True), x))
+        loss.backward()
+        return loss
+
+
+@pytest.mark.parametrize("fails", ["a handle's verdict", "a graph's verdict", "the check"])
 def test_an_inf_that_a_failed_call_has_met_skips_no_later_step(
     queue: cl.CommandQueue, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     param = parameter(queue)
     optimizer = SGD([param], lr=1.0)
-    handle = amp.init(loss_scale=1.0)
+    teller: Any = Train(param, optimizer) if fails == "a graph's verdict" else amp.init(loss_scale=1.0)
 
-    def fail(*args: Any) -> None:
-        raise ZeroDivisionError
+    def step(value: float) -> None:
+        if fails == "a graph's verdict":
+            teller(to_device(queue, [value, 1.0]))
+            return
+        param.grad = to_device(queue, [value, 1.0]) if fails == "the check" else None
+        if fails == "a handle's verdict":
+            scaled(teller, summed(param), optimizer, bad=None if value == 1.0 else param)
+        optimizer.step()
 
     with monkeypatch.context() as patch:
-        if fails == "the verdict":
-            patch.setattr(type(handle.scalers[0]), "update", fail)
-            with pytest.raises(ZeroDivisionError):
-                scaled(handle, summed(param), optimizer, bad=param)
-        else:
-            patch.setattr(DeviceState, "take_found", fail)
-            param.grad = to_device(queue, [np.inf, 1.0])
-            with pytest.raises(ZeroDivisionError):
-                optimizer.step()
-    param.grad = to_device(queue, [1.0, 1.0]) if fails == "the check" else None
-    if fails == "the verdict":
-        scaled(handle, summed(param), optimizer)
-    optimizer.step()
-    assert handle.last_step.stepped
+        patch.setattr(*(DeviceState, "take_found") if fails == "the check" else (StaticLossScale, "update"), _fail)
+        with pytest.raises(ZeroDivisionError):
+            step(np.inf)
+    step(1.0)
+    assert teller.last_step.stepped
