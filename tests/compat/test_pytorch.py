@@ -331,37 +331,6 @@ def test_update_refuses_a_tensor_of_several_elements(queue: cl.CommandQueue) -> 
         amp.GradScaler().update(to_device(queue, [1.0, 2.0]))
 
 
-# ---------------------------------------------------------------------------------------------- several queues
-
-
-def test_each_queue_has_the_scale_and_an_overflow_on_one_counts_for_all(
-    queue: cl.CommandQueue, amp_is_on: None
-) -> None:
-    queues = [queue, cl.CommandQueue(queue.context, queue.device)]
-    models = [mlp(q, 8, 4) for q in queues]
-    data = [batch(q, 4, 8, 4) for q in queues]
-    optimizer = OwnOptimizer([param for model in models for param in model.parameters()])
-    scaler = amp.GradScaler(growth_interval=3)
-
-    def iteration(sick: int | None) -> Any:
-        optimizer.zero_grad()
-        with amp.autocast():
-            losses = [loss_of(model, part) for model, part in zip(models, data, strict=True)]
-        for loss in scaler.scale(losses):
-            loss.backward()
-        if sick is not None:
-            plant(models[sick].parameters()[0])
-        result = scaler.step(optimizer)
-        scaler.update()
-        return result
-
-    results = [iteration(sick) for sick in (None, 1, 0, 1, None, None, None)]
-    assert results == ["stepped", None, None, None, "stepped", "stepped", "stepped"]
-    assert scaler.get_scale() == 2.0**14
-    for loss in scaler.scale([ag.tensor(to_device(q, [1.0])) for q in queues]):
-        assert float(to_numpy(loss.value)[0]) == 2.0**14
-
-
 # ---------------------------------------------------------------------------------------------- settings and state
 
 

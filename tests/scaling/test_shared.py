@@ -254,21 +254,33 @@ def test_replicas_go_on_with_one_scale_after_an_overflow_of_any(queues: list[cl.
             assert handle.last_step.stepped == (index < 3 or not bad)
 
 
-@pytest.mark.parametrize("overflows", [[], [0], [1]])
-def test_a_scaler_of_several_queues_grows_and_falls_on_all(queues: list[cl.CommandQueue], overflows: list[int]) -> None:
+@pytest.mark.parametrize("handled", [True, False], ids=["under a handle", "alone"])
+@pytest.mark.parametrize("together", [True, False], ids=["one optimizer", "one a queue"])
+@pytest.mark.parametrize(
+    ("sick", "exponent"), [([None] * 4, 10), ([0] * 4, 4), ([1] * 4, 4), ([None, 1, 0, 1, None, None], 6)]
+)
+def test_a_scaler_of_several_queues_grows_and_falls_on_all(
+    queues: list[cl.CommandQueue], sick: list[int | None], exponent: int, together: bool, handled: bool
+) -> None:
     params = [parameter(queue) for queue in queues]
-    optimizers = [SGD([param], lr=1.0) for param in params]
+    optimizers = [SGD(params, lr=1.0)] if together else [SGD([param], lr=1.0) for param in params]
     scaler = amp.GradScaler(init_scale=2.0**8, growth_interval=2)
-    amp.init()
-    for _ in range(4):
-        for number, (param, optimizer) in enumerate(zip(params, optimizers, strict=True)):
+    if handled:
+        amp.init()
+    for which in sick:
+        before = [param.to_host() for param in params]
+        for param in params:
             param.grad = None
-            scaler.scale(summed(param)).backward()
-            if number in overflows:
-                plant(param)
+        for loss in scaler.scale([summed(param) for param in params]):
+            loss.backward()
+        if which is not None:
+            plant(params[which])
+        for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
-    assert scaler.get_scale() == (2.0**4 if overflows else 2.0**10)
+        moved = [not np.array_equal(param.to_host(), old) for param, old in zip(params, before, strict=True)]
+        assert moved == [which is None or not (together or which == number) for number in range(2)]
+    assert scaler.get_scale() == 2.0**exponent
     assert [scaler.scale(to_device(queue, [1.0])).to_host() for queue in queues] == [scaler.get_scale()] * 2
 
 
