@@ -1,25 +1,20 @@
 """OneFlow's face: ``Graph`` (its ``nn.Graph``), ``GradScaler`` and ``StaticGradScaler``.
 
-The graph is netcl's ``CompiledGraph``; docs/coming-from-oneflow.md has every difference.
+A graph is ``amp.record`` of its ``build``; docs/coming-from-oneflow.md has every difference.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from clamp import bridge, session
-from clamp.bridge import CompiledGraph, DTypeLike, Node, Tape, Tensor
+from clamp.bridge import DTypeLike, Node, Tape, Tensor
 from clamp.casting.containers import mapped
-from clamp.casting.regions import Region, check_dtype, current_region, in_region, region_here
-from clamp.casting.results import RESULTS
+from clamp.casting.regions import check_dtype, current_region, in_region, region_here
 from clamp.compat import pytorch
 from clamp.compat.oneflow_scaler import GradScaler, StaticGradScaler, loss_scale_of
 from clamp.debug.attribution import Attribution
@@ -28,13 +23,12 @@ from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops import transfer
 from clamp.params import gradient_marks, masters
 from clamp.params.weight_cache import weights
-from clamp.recordings import sources
+from clamp.recordings.arguments import Call, what_differs
 from clamp.recordings.attempt import Attempt
-from clamp.recordings.capture import is_free, recording_of
-from clamp.recordings.comparison import allocation_of, difference
-from clamp.recordings.compiled import Step
-from clamp.recordings.replay import shared_memory
-from clamp.recordings.variants import Recorded, Variants
+from clamp.recordings.function import RecordedFunction
+from clamp.recordings.gradients import Known
+from clamp.recordings.replayable import InPlace, Replayable
+from clamp.recordings.variants import Variants
 from clamp.recordings.watch import Watch
 from clamp.scaling.backward_pass import PassGradients, tokens
 from clamp.scaling.loss_scale import LossScale, NoLossScale
@@ -63,22 +57,6 @@ class GraphConfig:
             ValueError: unknown dtype.
         """
         self.amp, self.dtype = bool(mode), check_dtype(dtype)
-
-
-@dataclass
-class _Call(Recorded):
-    """A recorded call of a graph.
-
-    Attributes:
-        outputs: what it returned; each replay writes the tensors in it.
-        places: where they lie, as another recording would name it.
-        keeps: what must live as long, because keys name it.
-    """
-
-    step: Step
-    outputs: Any
-    places: Any
-    keeps: Any
 
 
 class Graph:
@@ -119,10 +97,9 @@ class Graph:
         self._guards = StepGuards(max_skips_at_floor=25)
         self._own_scale: LossScale = NoLossScale()
         self._grad_scaler: pytorch.GradScaler | None = None  # whose scale it is, if somebody else has it too
-        self._recorded: Variants[_Call] = Variants(type(self).__name__, _what_differs)
+        self._recorder = _RecordedBuild(self)
         self._attribution = Attribution(lambda: self._guards.reports.history)
         self._passes = 0
-        self._others: list[weakref.ref[Tensor]] = []  # what gets gradients here and is stepped elsewhere, if at all
         # What a recording does not depend on, or asks for as it is now.
         self._unwatched = frozenset(vars(self)) - earlier | {"_unwatched"}
 
@@ -221,32 +198,13 @@ class Graph:
             ValueError: ``build`` computes nothing from one of the tensors.
         """
         session.ensure_patched()
-        inputs = tuple(x.value if isinstance(x, Node) else x for x in inputs)
-        region = self._region()
-        if recorder() is not None:  # inside another graph, which records this one with it
-            with nullcontext() if region is None else in_region(region):
-                return _tensors_for(self._run(inputs), lambda tensor: tensor)
-        key = self._key(inputs, region)
-        tensors = _tensors(inputs)
-        with nullcontext() if region is None else in_region(region):
-            known = self._recorded.find(key, tensors)
-            if known is not None and known.is_due and is_free():
-                with self._adding_to_others(tensors):
-                    outputs = self._compare(key, inputs, known)
-            elif known is not None:
-                with self._adding_to_others(tensors):
-                    self._zero_grad()  # of parameters, too, that this recording gives no gradient
-                    known.step.launch(tensors)
-                outputs = _tensors_for(known.outputs, _copy)
-            elif (before := self._recorded.may_record(key)) is not None:
-                with self._adding_to_others(tensors):
-                    outputs = self._record(key, inputs, region, before)
-            else:
-                with self._recorded.following(), gradient_marks.noting_reached() as reached:
-                    outputs = _tensors_for(self._run(inputs), lambda tensor: tensor)
-                known_already = {id(ref()) for ref in self._others}
-                self._others += [weakref.ref(x) for key_, x in reached.items() if key_ not in known_already]
-                self._recorded.ran(key, self._watch(inputs))
+        inputs = _given(inputs)
+        for x in inputs:
+            _require_input(x)
+        with self._in_region():
+            if recorder() is not None:  # inside another graph, which records this one with it
+                return self._recorder.__wrapped__(*inputs)
+            outputs = self._recorder(*inputs)
             self._attribution.look_after_skips(lambda: self._run(inputs), "graph.explain()")
         weights.clear()
         return outputs
@@ -258,94 +216,19 @@ class Graph:
         """
         if not inputs:
             return self._attribution.explain()
-        given = tuple(x.value if isinstance(x, Node) else x for x in inputs)
-        region = self._region()
-        with nullcontext() if region is None else in_region(region):
+        given = _given(inputs)
+        with self._in_region():
             return self._attribution.explain(lambda: self._run(given))
 
-    @contextmanager
-    def _adding_to_others(self, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Around a recording, and each replay: what it gives to tensors that are trained, but by none of the graph's
-        optimizers, is added to what they have. A recording would add what was there when it was made, every time."""
-        own = {id(x) for optimizer in self._optimizers for pair in masters.pairs(optimizer) for x in pair}
-        trained = {id(x): x for x in inputs if bridge.is_trained(x)}
-        trained |= {id(x): x for ref in self._others if (x := ref()) is not None}
-        before = [(x, x.grad) for key, x in trained.items() if key not in own]
-        try:
-            for x, _ in before:
-                x.grad = None
-            yield
-        except BaseException:
-            for x, earlier in before:
-                x.grad = earlier
-            raise
-        for x, earlier in before:
-            if x.grad is None:
-                x.grad = earlier
-            else:  # in memory of its own: the next replay overwrites this one's
-                x.grad = (
-                    gradient_marks.copied(x.grad)
-                    if earlier is None
-                    else gradient_marks.added(earlier, x.grad, x.grad.dtype)
-                )
+    @property
+    def _recorded(self) -> Variants[Any]:
+        return self._recorder._variants
 
-    def _region(self) -> Region | None:
-        if self.config.amp is None:
-            return current_region()
-        return region_here(enabled=self.config.amp, dtype=self.config.dtype)
-
-    def _key(self, inputs: Sequence[Any], region: Region | None) -> Any:
-        """What a recording depends on besides the state of the host and the content of tensors."""
-        how = None if region is None else (region.enabled, region.dtype, region.allow_banned, region.policies)
-        registered = tuple((id(x.owner), x.name, x.policy) for x in session.registrations)
-        around = (how, registered, RESULTS.key, bridge.is_grad_enabled(), threading.get_ident())
-        return around, tuple(_signature(x) for x in inputs), shared_memory(_tensors(inputs))
-
-    def _watch(self, inputs: Sequence[Any]) -> Watch:
-        """What ``build`` may read on the host, as it is now."""
-        given = {f"inputs[{index}]": x for index, x in enumerate(inputs) if not isinstance(x, Tensor)}
-        return Watch({"self": self, "the graph's optimizers": self._optimizers, **given})
-
-    def _record(self, key: Any, inputs: Sequence[Any], region: Region | None, before: Watch) -> Any:
-        self._zero_grad()
-        graph = CompiledGraph([param for optimizer in self._optimizers for param in optimizer.params])
-        tensors = _tensors(inputs)
-        try:
-            with self._recorded.following(), graph, sources.refused():
-                outputs = self._outputs_of(inputs)
-        except BaseException:
-            graph.capture.clear()
-            raise
-        step = Step(graph, tensors, before.tensors)
-        places = _places(graph.capture, outputs)
-        made = _Call(step.plan, self._watch(inputs), step, outputs, places, keeps=(graph, region))
-        self._recorded.add(key, made, before)
-        return _tensors_for(outputs, _copy)
-
-    def _compare(self, key: Any, inputs: Sequence[Any], known: _Call) -> Any:
-        """Runs ``build`` in place of a replay, and compares what it launches with that."""
-        attempt = Attempt(known.watch, compares=True)
-        try:
-            with self._recorded.following():
-                attempt.begin()
-                outputs = self._outputs_of(inputs)
-            if attempt.is_recording:
-                attempt.end()
-            why = attempt.why or ("" if recording_of(attempt) else "AMP was shut down in it")
-            why = why or difference(known.step.plan, attempt, _tensors(inputs), ())
-            if not why and _places(attempt, outputs) != known.places:
-                why = "it returns other things"
-        finally:
-            attempt.clear()
-        if why:
-            self._recorded.differs(key, known, why)
-            self._recorded.ran(key, self._watch(inputs))
-        return outputs
-
-    def _outputs_of(self, inputs: Sequence[Any]) -> Any:
-        """What ``build`` returns. A result may be an input, or a view of one: the next call's is another."""
-        given = [x.buffer for x in _tensors(inputs)]
-        return _tensors_for(self._run(inputs), lambda x: _copy(x) if any(x.buffer is b for b in given) else x)
+    def _in_region(self) -> AbstractContextManager[Any]:
+        if self.config.amp is not None:
+            return in_region(region_here(enabled=self.config.amp, dtype=self.config.dtype))
+        region = current_region()
+        return nullcontext() if region is None else in_region(region)
 
     def _run(self, inputs: Sequence[Any]) -> Any:
         self._zero_grad()
@@ -388,46 +271,95 @@ class Graph:
             optimizer.zero_grad()
 
 
-def _tensors(inputs: Sequence[Any]) -> list[Tensor]:
-    return [x for x in inputs if isinstance(x, Tensor)]
+class _RecordedBuild(RecordedFunction):
+    """A graph's ``build``, as ``amp.record`` would have it but for three things. What no replay could do raises; what
+    else it does on the host, in the calls in which it runs, is its own affair. Results and gradients are in the
+    recording's memory. And gradients of what the graph does not step are added to what is there."""
+
+    _kind = InPlace
+    _detached = staticmethod(lambda result: result)  # there is no node in it
+
+    def __init__(self, graph: Graph) -> None:
+        def build(*inputs: Any) -> Any:
+            """Gives tensors. One may be an input, or a view of one: the next call's is another."""
+            given = [x.buffer for x in inputs if isinstance(x, Tensor)]
+            return mapped(
+                graph._run(inputs), lambda x: _copy(x.value) if any(x.value.buffer is b for b in given) else x.value
+            )
+
+        super().__init__(build)
+        self._graph = graph
+        name = type(graph).__name__
+        self._code = f"{name}.build()"
+        self._variants = Variants(name, what_differs)
+
+    def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return Call(args, kwargs, "inputs", of_gradients=False)
+
+    def _roots(self, call: Call) -> dict[str, Any]:
+        return {"self": self._graph, "the graph's optimizers": self._graph._optimizers, **call.others}
+
+    def _attempt(self, roots: dict[str, Any], before: Watch) -> Attempt:
+        return Attempt(before, raises=True)
+
+    def _change(self, attempt: Attempt) -> str:
+        return ""
+
+    def _unlike_others(self, *call: Any) -> str:
+        return ""
+
+    def _replay(self, call: Call, known: Known, recorded: Replayable) -> Any:
+        with self._adding([*recorded.trained, *call.tensors]):
+            self._graph._zero_grad()  # of parameters, too, that this recording gives no gradient
+            return super()._replay(call, known, recorded)
+
+    def _record(self, key: Hashable, call: Call, before: Watch, known: Known, earlier: Replayable | None = None) -> Any:
+        trained = self._trained(call, before) if earlier is None else earlier.trained
+        with self._adding([*trained, *call.tensors]):
+            self._graph._zero_grad()
+            return super()._record(key, call, before, known, earlier)
+
+    @contextmanager
+    def _adding(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Around a recording, and each replay: what it gives to tensors that are trained, but by none of the graph's
+        optimizers, is added to what they have. A recording would add what was there when it was made, every time."""
+        own = {id(x) for optimizer in self._graph._optimizers for pair in masters.pairs(optimizer) for x in pair}
+        before = [(x, x.grad) for x in {id(x): x for x in tensors if id(x) not in own}.values()]
+        try:
+            for x, _ in before:
+                x.grad = None
+            yield
+        except BaseException:
+            for x, earlier in before:
+                x.grad = earlier
+            raise
+        for x, earlier in before:
+            if x.grad is None:
+                x.grad = earlier
+            else:  # in memory of its own: the next replay overwrites this one's
+                x.grad = (
+                    gradient_marks.copied(x.grad)
+                    if earlier is None
+                    else gradient_marks.added(earlier, x.grad, x.grad.dtype)
+                )
 
 
-def _signature(x: Any) -> Any:
-    if not isinstance(x, Tensor):
-        return _constant(x)
-    if not bridge.on_device(x):
-        raise TypeError("a Graph takes tensors on an OpenCL device, not on netcl's numpy backend: call build() there")
-    return tuple(x.shape), x.dtype, x.queue, bridge.is_trained(x)
+def _given(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(x.value if isinstance(x, Node) else x for x in inputs)
 
 
-def _constant(x: Any) -> Hashable:
-    """A constant as it tells calls apart: ``1``, ``1.0`` and ``True`` are three, as ``0.0`` and ``-0.0`` are two, and
-    nan is one."""
-    if isinstance(x, tuple | frozenset):
-        return type(x), type(x)(map(_constant, x)) if type(x) in (tuple, frozenset) else tuple(map(_constant, x))
-    if isinstance(x, int | float | complex | np.generic):
-        return type(x), repr(x)
-    if not isinstance(x, Hashable):
+def _require_input(x: Any) -> None:
+    """Raises TypeError for what is neither a tensor on a device nor a constant."""
+    if isinstance(x, Tensor):
+        if not bridge.on_device(x):
+            raise TypeError(
+                "a Graph takes tensors on an OpenCL device, not on netcl's numpy backend: call build() there"
+            )
+    elif isinstance(x, tuple | frozenset):
+        for item in x:
+            _require_input(item)
+    elif not isinstance(x, Hashable):
         raise TypeError(f"a Graph takes tensors and constants, not a {type(x).__name__}: pass its tensors one by one")
-    return type(x), x
-
-
-def _what_differs(last: Any, now: Any) -> str:
-    """What tells the keys of two calls apart, for a warning."""
-    if last[0] != now[0]:
-        return "the region around the call changes"
-    changed = [index for index, (x, y) in enumerate(zip(last[1], now[1], strict=False)) if x != y]
-    return f"inputs[{changed[0]}] is another constant, or has another shape" if changed else "the inputs change"
-
-
-def _tensors_for(x: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """Nested results with every node or tensor converted to a tensor."""
-    return mapped(x, lambda found: convert(found.value))
-
-
-def _places(capture: Any, outputs: Any) -> Any:
-    allocation = allocation_of(capture)
-    return mapped(outputs, lambda x: (type(x), allocation(x.buffer)))
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -32,9 +32,17 @@ class Call:
         others: what else there is, by place.
         key: what a recording for this call depends on in the arguments.
         trouble: why no recording can be for it; empty if one can.
+
+    Args:
+        name: what messages call its arguments by position.
+        of_gradients: whether a recording is for arguments that are trained themselves, and not for others in their
+            place, and depends on whether others have a gradient.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "args", of_gradients: bool = True
+    ) -> None:
+        self._of_gradients = of_gradients
         self.args, self.kwargs = args, kwargs
         self.tensors: list[Tensor] = []
         self.passed: list[Node | Tensor] = []
@@ -42,8 +50,8 @@ class Call:
         self.others: dict[str, Any] = {}
         self.trouble = ""
         named = sorted(kwargs.items())
-        parts = [part for index, x in enumerate(args) for part in self._parts(x, f"args[{index}]")]
-        parts += [part for name, x in named for part in self._parts(x, name)]
+        parts = [part for index, x in enumerate(args) for part in self._parts(x, f"{name}[{index}]")]
+        parts += [part for key, x in named for part in self._parts(x, key)]
         self.key = (*parts, ("the memory of arguments", shared_memory(self.tensors)))
 
     def leaves(self) -> list[Any]:
@@ -92,10 +100,13 @@ class Call:
     def _tensor(self, x: Tensor, where: str, passed: Node | Tensor) -> Part:
         if not bridge.on_device(x):
             self.trouble = f"{where} is on netcl's numpy backend, which launches nothing. Put it on an OpenCL device."
-        trained = _Same(x) if bridge.is_trained(x) else None  # it gets its own gradient
+        trained: Hashable = bridge.is_trained(x)
+        has_gradient = self._of_gradients and not trained and x.grad is not None
+        if trained and self._of_gradients:
+            trained = _Same(x)  # it gets its own gradient
         self.tensors.append(x)
         self.passed.append(passed)
-        return where, (tuple(x.shape), x.dtype, x.queue, trained, trained is None and x.grad is not None)
+        return where, (tuple(x.shape), x.dtype, x.queue, trained, has_gradient)
 
 
 _GIVE_DATA = "Compute it inside, or pass its value: Node(value=x.value)."

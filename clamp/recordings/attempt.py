@@ -39,15 +39,16 @@ class Attempt(KernelCapture):  # type: ignore[misc]
     Args:
         watch: what the code must not change itself, but in host steps.
         compares: whether it is only to be compared with an earlier one (comparison.py): nobody will replay it.
+        raises: whether what no replay could do is an error, in the user's code, and does not end it.
 
     Attributes:
         why: why it was given up; empty if it was not.
         uploads: in the order in which they were made.
     """
 
-    def __init__(self, watch: Watch, compares: bool = False) -> None:
+    def __init__(self, watch: Watch, compares: bool = False, raises: bool = False) -> None:
         super().__init__()
-        self.compares = compares
+        self.compares, self.raises = compares, raises
         self.why = ""
         self.uploads: list[Upload] = []
         self._watch = watch

@@ -160,7 +160,7 @@ class _Recording:
     def refuse(self, why: str) -> None:
         """Raises RuntimeError; an attempt is given up instead, and what it was to record just runs on."""
         capture = self._capture()
-        if not isinstance(capture, Attempt):
+        if not isinstance(capture, Attempt) or capture.raises:
             raise RuntimeError(why)
         capture.give_up(why)
 

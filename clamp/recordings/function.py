@@ -87,12 +87,15 @@ class RecordedFunction:
     """
 
     __wrapped__: Callable[..., Any]
+    _kind = Replayable
+    _detached = staticmethod(detached)
 
     def __init__(self, function: Callable[..., Any]) -> None:
         if not callable(function):
             raise TypeError(f"amp.record takes a function, not a {type(function).__name__}")
         self._name = getattr(function, "__qualname__", type(function).__name__)
-        self._variants: Variants[Replayable] = Variants(self._name, what_differs, warn_user, f"{self._name}()")
+        self._code = f"{self._name}()"
+        self._variants: Variants[Replayable] = Variants(self._name, what_differs, warn_user, self._code)
         self._lock = threading.RLock()
         self._warned = False
         self._numbers = weakref.WeakKeyDictionary[Watch, tuple[Any, ...]]()  # returned by the run that a state is from
@@ -122,7 +125,10 @@ class RecordedFunction:
             return self.__wrapped__(*args, **kwargs)
         session.ensure_patched()
         with self._lock, holding(_thread, "inside", True):
-            return self._call(Call(args, kwargs))
+            return self._call(self._call_of(args, kwargs))
+
+    def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return Call(args, kwargs)
 
     def _call(self, call: Call) -> Any:
         key, known = self._key(call), Known(_tokens())
@@ -132,13 +138,13 @@ class RecordedFunction:
         else:
             recorded = self._variants.find(key, call.tensors, lambda recorded: recorded.fits(known))
         if recorded is not None and not recorded.is_due:
-            return recorded.replay(call, known)
+            return self._replay(call, known, recorded)
         if call.trouble or self._variants.runs_always(key):
-            return detached(self.__wrapped__(*call.args, **call.kwargs))
+            return self._detached(self.__wrapped__(*call.args, **call.kwargs))
         before = self._variants.may_record(key) if recorded is None else recorded.watch
         with among(_waiting, call):
             if before is None or not (is_free() and [*_waiting.values()].index(call) == 0):
-                return self._run(key, call) if recorded is None else recorded.replay(call, known)
+                return self._run(key, call) if recorded is None else self._replay(call, known, recorded)
             return self._record(key, call, before, known, recorded)
 
     def _key(self, call: Call) -> Hashable:
@@ -157,7 +163,7 @@ class RecordedFunction:
     def _say(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            warn_user(f"{self._name}() runs as it is, which is right and slower than a replay: {why}")
+            warn_user(f"{self._code} runs as it is, which is right and slower than a replay: {why}")
 
     # ------------------------------------------------------------------------------------------ running, recording
 
@@ -167,7 +173,7 @@ class RecordedFunction:
         watch = Watch(self._roots(call))
         self._variants.ran(key, watch)
         self._numbers[watch] = _numbers_in(result)
-        return detached(result)
+        return self._detached(result)
 
     @contextmanager
     def _noting_reached(self) -> Iterator[None]:
@@ -187,13 +193,20 @@ class RecordedFunction:
         wanted = (x for x in found if bridge.is_weight(x) or (id(x) in reached and id(x) not in given))
         return list({id(x): x for x in wanted if bridge.on_device(x)}.values())
 
+    def _attempt(self, roots: dict[str, Any], before: Watch) -> Attempt:
+        return Attempt(Watch({**_GENERATORS, **roots}, generators=True))
+
+    def _change(self, attempt: Attempt) -> str:
+        """What the function has changed itself that no replay would; empty if nothing."""
+        return attempt.change()
+
+    def _replay(self, call: Call, known: Known, recorded: Replayable) -> Any:
+        return recorded.replay(call, known)
+
     def _record(self, key: Hashable, call: Call, before: Watch, known: Known, earlier: Replayable | None = None) -> Any:
         """Runs the function and records it, or, if there is an earlier recording that fits, compares it with that."""
         roots = self._roots(call)
-        if earlier is None:
-            attempt = Attempt(Watch({**_GENERATORS, **roots}, generators=True))
-        else:
-            attempt = Attempt(before, compares=True)
+        attempt = self._attempt(roots, before) if earlier is None else Attempt(before, compares=True)
         leaves = call.leaves()
         args, kwargs, values = call.for_recording()
         trained = self._trained(call, before) if earlier is None else earlier.trained
@@ -209,7 +222,7 @@ class RecordedFunction:
                     result = self.__wrapped__(*args, **kwargs)
                 if attempt.is_recording:
                     attempt.end()
-                changed = attempt.change()
+                changed = self._change(attempt)
         except BaseException:
             attempt.clear()
             raise
@@ -223,23 +236,23 @@ class RecordedFunction:
             if why:
                 self._variants.differs(key, earlier, why)
                 self._variants.ran(key, Watch(roots))
-            return detached(result)
-        last = self._numbers.get(before, ())
-        why = why or self._reaches_others(call, trained, had)
-        if not why and any(map(_is_another, _numbers_in(result), last)):
-            why = "it returns a number that is another one in each call, and would be the same in all replays"
+            return self._detached(result)
+        why = why or self._unlike_others(call, trained, had, result, before)
         if not why:
             watch = Watch(roots)
             try:
                 gradients = Gradients(trained, kinds, entries, exits, held)
-                made = Replayable(attempt, call, values, result, gradients, had, before.tensors, watch)
+                made = self._kind(attempt, call, values, result, gradients, had, before.tensors, watch)
             except CannotReplay as reason:
                 why = str(reason)
+            except BaseException:
+                attempt.clear()
+                raise
         if why:
             attempt.clear()
             self._variants.run_always(key)
             self._say(why)
-            return detached(result)
+            return self._detached(result)
         self._variants.add(key, made, before)
         return made.of_recording()
 
@@ -261,18 +274,25 @@ class RecordedFunction:
             return "it changes its arguments, lists or dicts, and no replay would. Return what it makes"
         return ""
 
-    def _reaches_others(self, call: Call, trained: Sequence[Tensor], had: AbstractSet[int]) -> str:
-        """Why what was recorded cannot be replayed, for what got gradients; empty if it can.
+    def _unlike_others(
+        self, call: Call, trained: Sequence[Tensor], had: AbstractSet[int], result: Any, before: Watch
+    ) -> str:
+        """Why what was recorded cannot be replayed, for what got gradients and what it returns; empty if it can.
 
         Args:
             had: ids of arguments that had a gradient before.
+            before: the state before it.
         """
         known, given = {id(tensor) for tensor in trained}, {id(tensor) for tensor in call.tensors}
         others = [x for ref in self._reached if (x := ref()) is not None and id(x) not in known]
         if any(id(x) in given & had for x in others):
             return "it adds to the gradient that an argument has. Clear that first, or pass another tensor"
         late = any(bridge.is_weight(x) for x in others if id(x) not in given)
-        return "it trains tensors that are new in each call. Make them outside of it" if late else ""
+        if late:
+            return "it trains tensors that are new in each call. Make them outside of it"
+        if any(map(_is_another, _numbers_in(result), self._numbers.get(before, ()))):
+            return "it returns a number that is another one in each call, and would be the same in all replays"
+        return ""
 
 
 def _numbers_in(result: Any) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor
+from clamp.casting import containers
 from clamp.opencl.host_steps import HostValue, is_host_value, value_now
 from clamp.params import gradient_marks
 from clamp.params.gradient_marks import mark_of, set_mark
@@ -87,40 +88,54 @@ class Replayable(Recorded):
         CannotReplay: it reads or returns what no replay has.
     """
 
+    _mapped = staticmethod(mapped)
+
     def __init__(
         self, attempt: Attempt, call: Call, values: Sequence[HostValue], result: Any, gradients: Gradients,
         had: AbstractSet[int], state: Iterable[Tensor], watch: Watch,
     ) -> None:  # fmt: skip
         recording = recording_of(attempt)
         assert recording is not None
-        self._recording, self._attempt = recording, attempt
-        brought = (upload.tensor for upload in attempt.uploads)
-        self._others_memory = dependencies_of(attempt).residents.before | {
-            address_of(x.buffer) for x in (*call.tensors, *brought)
-        }
-        self._gradients, self._aliases = gradients, gradients.aliases
-        self._exits = gradients.touched(recording.addresses)
-        self._outcome = self._outcome_of(attempt, call, result, [x for _, x in self._exits], self._aliases)
-        self._touched = [tensor for tensor, _ in self._exits]
-        self._state = {id(x): x for x in state}
-        self._call = call
-        self._made: dict[int, Made] = {}
+        self._recording, self._call = recording, call
         self._values = values  # held so that their ids stay theirs
         self._array = {id(value): index for index, value in enumerate(values)}
         self._uploads = [(self._array[id(x.given)], x) for x in attempt.uploads]
-        self._result = mapped(result, self._kept)
-        passed = {id(x) for x in (*call.passed, *call.tensors)}
+        others = (*call.tensors, *(upload.tensor for upload in attempt.uploads))
+        self._others_memory = dependencies_of(attempt).residents.before | {address_of(x.buffer) for x in others}
+        self._state = {id(x): x for x in state}
+        self._made: dict[int, Made] = {}
+        self._gradients, self._aliases = gradients, gradients.aliases
+        self._exits = gradients.touched(recording.addresses)
+        self._touched = [tensor for tensor, _ in self._exits]
+        self._outcome = self._outcome_of(attempt, call, result, [grad for _, grad in self._exits], self._aliases)
+        self._note_results(result)
+        self._note_gradients(had)
+        self._note_inputs()
+        self._moving = [made for made in self._made.values() if made.moves]
+        given = [*(call.tensors[index] for index in self._inputs), *(self._aliases[id(x)] for x in self._entered)]
+        moving = [*(upload.tensor for _, upload in self._uploads), *(made.tensor for made in self._moving)]
+        super().__init__(Plan(attempt, given, self._state.values(), moving), watch)
+
+    def _note_results(self, result: Any) -> None:
+        self._result = self._mapped(result, self._kept)
+        passed = {id(x) for x in (*self._call.passed, *self._call.tensors)}
         leaves = list(leaves_of(self._result))
         self._gives_back = any(id(x) in passed for x in (*leaves, *[x.value for x in leaves if isinstance(x, Node)]))
-        known = {id(tensor) for tensor in gradients.trained}
-        self._untrained = [index for index, x in enumerate(call.tensors) if id(x) not in known]
-        others = {index: call.tensors[index].grad for index in self._untrained}
+
+    def _note_gradients(self, had: AbstractSet[int]) -> None:
+        """What it leaves to tensors: to arguments that are not trained, and to those that are, and all others."""
+        tensors, known = self._call.tensors, {id(tensor) for tensor in self._gradients.trained}
+        self._untrained = [index for index, x in enumerate(tensors) if id(x) not in known]
+        others = {index: tensors[index].grad for index in self._untrained}
         self._given = {index: grad for index, grad in others.items() if self._is_made(grad)}
-        self._cleared = [index for index, grad in others.items() if grad is None and id(call.tensors[index]) in had]
+        self._cleared = [index for index, grad in others.items() if grad is None and id(tensors[index]) in had]
         for grad in [*filter(self._is_made, (grad for _, grad in self._exits)), *self._given.values()]:
             self._note_made(grad)
-        read = recording.addresses
-        self._inputs = [index for index, x in enumerate(call.tensors) if address_of(x.buffer) in read]
+
+    def _note_inputs(self) -> None:
+        """The arguments that launches read, and the gradients that they add to."""
+        read = self._recording.addresses
+        self._inputs = [index for index, x in enumerate(self._call.tensors) if address_of(x.buffer) in read]
         entered = [x for x in self._touched if id(x) in self._aliases]
         self._entered = [x for x in entered if address_of(self._aliases[id(x)].buffer) in read]
         if any(gradient_marks.scale_of(self._aliases[id(x)]) is not None for x in self._entered):
@@ -128,10 +143,6 @@ class Replayable(Recorded):
                 "it adds to gradients that are multiplied by a loss scale of before. Clear them first, "
                 "optimizer.zero_grad(), or run the passes that add up in one call"
             )
-        self._moving = [made for made in self._made.values() if made.moves]
-        given = [*(call.tensors[index] for index in self._inputs), *(self._aliases[id(x)] for x in self._entered)]
-        moving = [*(upload.tensor for _, upload in self._uploads), *(made.tensor for made in self._moving)]
-        super().__init__(Plan(attempt, given, self._state.values(), moving), watch)
 
     def of_recording(self) -> Any:
         """What the recorded call itself returns; gradients are given to their tensors."""
@@ -186,7 +197,7 @@ class Replayable(Recorded):
             made = None if owner is not None else allocation(value.buffer)
             return type(x), made, owner, id(value) if bridge.is_weight(value) else None
 
-        return mapped(result, name), [name(x) for x in left]
+        return self._mapped(result, name), [name(x) for x in left]
 
     # ------------------------------------------------------------------------------------------ replays
 
@@ -309,4 +320,40 @@ class Replayable(Recorded):
                 return Node(value=value, op_name=RESULT_OP) if isinstance(x, Node) else value
             return call.arrays[self._array[id(x)]] if id(x) in self._array else value_now(x)
 
-        return mapped(self._result, now)
+        return self._mapped(self._result, now)
+
+
+class InPlace(Replayable):
+    """A recorded call whose replays write where it wrote: of results there is a copy after each, in whatever containers
+    they are, and gradients stay where they are, for the next replay to write over them. Nothing has a gradient when a
+    replay begins.
+
+    Raises:
+        ValueError: no launch reads one of the tensors that it was given.
+    """
+
+    _mapped = staticmethod(containers.mapped)
+
+    def _note_results(self, result: Any) -> None:
+        def kept(x: Node | Tensor) -> Tensor:
+            self._made[id(x.value)] = Made(x.value, 0)
+            return x.value
+
+        self._result, self._gives_back = self._mapped(result, kept), False
+
+    def _note_made(self, tensor: Tensor) -> None: ...
+
+    def _note_inputs(self) -> None:
+        self._inputs, self._entered = list(range(len(self._call.tensors))), []
+
+    def fits(self, known: Known) -> str:
+        return ""  # it finds none
+
+    def _leave(self, call: Call, made: dict[int, Tensor], found: dict[int, Tensor]) -> None:
+        for tensor, grad in self._exits:
+            tensor.grad = grad
+        for index, grad in self._given.items():
+            if call.tensors[index] is self._call.tensors[index]:
+                call.tensors[index].grad = grad
+
+    def _leave_as_is(self, entries: Entries) -> None: ...
