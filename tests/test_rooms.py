@@ -153,6 +153,12 @@ def test_netcls_private_parts_are_touched_only_where_it_is_known() -> None:
         assert not touched, f"{module}: {touched}"
 
 
+def test_one_file_alone_compiles() -> None:
+    """OpenCL programs: its cache, its words on a terminal and its count of them hold for every one."""
+    compiling = {name for name, file in MODULES.items() if re.search(r"\bcl\.Program\(", file.read_text("utf-8"))}
+    assert compiling == {"clamp.opencl.program"}
+
+
 def test_amp_gathers_names_and_does_nothing_else() -> None:
     tree = ast.parse((PACKAGE / "amp.py").read_text("utf-8"))
     docstring, *rest = tree.body

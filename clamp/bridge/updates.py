@@ -16,6 +16,7 @@ from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp, adamw
 from clamp.bridge.masters import model_parameter
 from clamp.bridge.optimizers import HOST_STATE, fused_state, steps_as_one
 from clamp.bridge.tensors import Tensor, canonical_dtype, is_frozen
+from clamp.opencl.program import foreign_kernels
 
 Buffers: TypeAlias = list[Any]
 Piece: TypeAlias = Callable[[], Any]
@@ -200,8 +201,7 @@ class _BuiltWhenUsed:
 
     def __getitem__(self, context: int) -> Any:
         if context not in self._built:
-            program = cl.Program(cl.Context.from_int_ptr(context), adamw._FUSED_CLIP_ADAM_SRC).build()
-            kernels = [cl.Kernel(program, name) for name in self._names]
+            kernels = foreign_kernels(cl.Context.from_int_ptr(context), adamw._FUSED_CLIP_ADAM_SRC, self._names)
             self._built[context] = kernels if len(kernels) > 1 else kernels[0]
         return self._built[context]
 

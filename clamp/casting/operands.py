@@ -24,8 +24,7 @@ from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.regions import current_region
 from clamp.casting.results import RESULTS
 from clamp.ops.cast import cast
-from clamp.params.weight_cache import weights
-from clamp.params.weight_casts import weight_cast
+from clamp.params.weight_cache import weight_cast, weights
 
 
 class NotOwned(Exception):
