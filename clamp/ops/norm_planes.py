@@ -1,6 +1,6 @@
 """Batch norm and group norm of NCHW tensors (kernels/norm_planes_forward.cl; norm_planes.clh has the formulas).
 
-GPUs have kernels of their own (norm_phases.py).
+GPUs have kernels of their own (norm_sets.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops import norm_phases
+from clamp.ops import norm_sets
 from clamp.ops.cast import cast
 from clamp.ops.launch import parts_of, plan_rows
 from clamp.ops.norm_sets import IDENTITY, Activation, Sets, Tensors, result_types, storage_types
@@ -50,8 +50,8 @@ def batch_norm(
     mean, var = (bridge.empty(x.queue, (sets.sets,), "float32") for _ in range(2))
     tensors, statistics = (x, gamma, beta, y, mean, var), (mean, var)
     running = None if running_mean is None or running_var is None else (running_mean, running_var)
-    if norm_phases.in_phases(x.queue):
-        norm_phases.forward(tensors, sets, eps, activation, running, momentum)
+    if norm_sets.in_phases(x.queue):
+        norm_sets.forward(tensors, sets, eps, activation, running, momentum)
         return y, mean, var
     parts, span = parts_of(x.queue, sets.sets, sets.elements)
     if parts == 1:
@@ -78,7 +78,7 @@ def batch_norm_inference(
     y = bridge.empty(x.queue, x.shape, out_dtype)
     if x.size:
         tensors = (x, gamma, beta, y, cast(mean, "float32"), cast(var, "float32"))
-        apply = norm_phases.apply if norm_phases.in_phases(x.queue) else _apply
+        apply = norm_sets.apply if norm_sets.in_phases(x.queue) else _apply
         apply(tensors, Sets.channels_of(x), eps, activation)
     return y
 
@@ -137,6 +137,6 @@ def group_norm(
     y = bridge.empty(x.queue, x.shape, out_dtype)
     mean, var = (bridge.empty(x.queue, (x.shape[0], groups), "float32") for _ in range(2))
     if x.size:
-        forward = norm_phases.forward if norm_phases.in_phases(x.queue) else _forward
+        forward = norm_sets.forward if norm_sets.in_phases(x.queue) else _forward
         forward((x, gamma, beta, y, mean, var), sets, eps, IDENTITY)
     return y, mean, var

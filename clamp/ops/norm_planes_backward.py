@@ -1,6 +1,6 @@
 """Gradients of batch norm and group norm (kernels/norm_planes_backward.cl; norm_planes.clh has the formulas).
 
-GPUs have kernels of their own (norm_phases.py).
+GPUs have kernels of their own (norm_sets.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops import norm_phases
+from clamp.ops import norm_sets
 from clamp.ops.launch import launch, parts_of, plan_rows
 from clamp.ops.norm_sets import IDENTITY, Activation, Inputs, Sets, input_types, storage_types
 from clamp.ops.reduce import reduce_sum
@@ -48,16 +48,16 @@ def batch_norm_backward(
         dgamma, dbeta = (bridge.zeros(p.queue, p.shape, p.dtype) if parameters else None for p in (gamma, beta))
         return dx, dgamma, dbeta
     inputs = (x, grad, gamma, beta, mean, var)
-    phases = norm_phases.in_phases(x.queue)
+    phases = norm_sets.in_phases(x.queue)
     if not parameters and not training:
         if dx is not None and phases:
-            norm_phases.backward(inputs, dx, None, sets, eps, False, activation)
+            norm_sets.backward(inputs, dx, None, sets, eps, False, activation)
         elif dx is not None:
             _backward_apply(inputs, mean, dx, sets, eps, False, activation)  # the sums are not read
         return dx, None, None
     dgamma, dbeta = (bridge.empty(p.queue, p.shape, p.dtype) for p in (gamma, beta))
     if phases:
-        norm_phases.backward(inputs, dx, (dgamma, dbeta), sets, eps, training, activation)
+        norm_sets.backward(inputs, dx, (dgamma, dbeta), sets, eps, training, activation)
         return dx, dgamma if parameters else None, dbeta if parameters else None
     parts, span = parts_of(x.queue, sets.sets, sets.elements)
     if dx is not None and parts == 1:
@@ -85,7 +85,7 @@ def group_norm_backward(
     plane_gamma, plane_beta = (make(x.queue, tuple(x.shape[:2]), "float32") for _ in range(2))
     if x.size:
         inputs = (x, grad, gamma, gamma, mean, var)
-        backward = norm_phases.backward if norm_phases.in_phases(x.queue) else _backward
+        backward = norm_sets.backward if norm_sets.in_phases(x.queue) else _backward
         backward(inputs, dx, (plane_gamma, plane_beta), sets, eps, True, IDENTITY, groups=True)
     dgamma, dbeta = (
         None if dtype is None else reduce_sum(total, 0, out_dtype=dtype)

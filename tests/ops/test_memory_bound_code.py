@@ -23,10 +23,10 @@ from clamp.ops import (
     loss,
     loss_elementwise,
     multi_tensor,
-    norm_phases,
     norm_planes,
     norm_planes_backward,
     norm_rows,
+    norm_sets,
     notes,
     numerics,
 )
@@ -136,14 +136,14 @@ def _gradients_of_gelu(queue: cl.CommandQueue) -> None:
 
 #: what is called, and kernels that it launches
 CASES = [
-    (_batch_norm, norm_phases.PLANES_MOMENTS),
-    (_batch_norm, norm_phases.PLANES_NORMALIZE),
-    (_batch_norm, norm_phases.GRADIENT_SUMS),
-    (_batch_norm, norm_phases.PLANES_GRADIENT),
-    (_group_norm, norm_phases.PLANES_MOMENTS),
-    (_group_norm, norm_phases.PLANES_NORMALIZE),
-    (_group_norm, norm_phases.GRADIENT_SUMS),
-    (_group_norm, norm_phases.PLANES_GRADIENT),
+    (_batch_norm, norm_sets.PLANES_MOMENTS),
+    (_batch_norm, norm_sets.PLANES_NORMALIZE),
+    (_batch_norm, norm_sets.GRADIENT_SUMS),
+    (_batch_norm, norm_sets.PLANES_GRADIENT),
+    (_group_norm, norm_sets.PLANES_MOMENTS),
+    (_group_norm, norm_sets.PLANES_NORMALIZE),
+    (_group_norm, norm_sets.GRADIENT_SUMS),
+    (_group_norm, norm_sets.PLANES_GRADIENT),
     (_rows, norm_rows.ROWS_FORWARD),
     (_rows, norm_rows.ROWS_BACKWARD),
     (_rows, softmax_module.SOFTMAX_ROWS),
@@ -165,7 +165,7 @@ CASES = [
 
 #: kernels that write a few sums
 SUMS = (
-    norm_phases.PLANES_MOMENTS, norm_phases.GRADIENT_SUMS, reduce_module.SUM_ROWS, loss.LABEL_LOSS,
+    norm_sets.PLANES_MOMENTS, norm_sets.GRADIENT_SUMS, reduce_module.SUM_ROWS, loss.LABEL_LOSS,
     loss_elementwise.LOSS_SUM, statistics_module.STATISTICS, numerics.NUMERICS, notes.SQUARES,
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ import pyopencl as cl
 import pytest
 
 from clamp.opencl.device import capabilities
-from clamp.ops import launch, norm_phases, norm_planes, norm_planes_backward, norm_rows
+from clamp.ops import launch, norm_planes, norm_planes_backward, norm_rows, norm_sets
 from clamp.ops.norm_sets import IDENTITY, RELU, Activation, Sets
 from tests.ops.plans import plans_of
 from tests.reference import assert_close, to_device, to_numpy
@@ -31,7 +31,7 @@ MIXTURES = [
 ]
 
 
-plan = plans_of(launch, norm_phases, norm_rows)
+plan = plans_of(launch, norm_sets, norm_rows)
 
 
 def in_parts(monkeypatch: pytest.MonkeyPatch, span: int) -> None:
@@ -39,11 +39,11 @@ def in_parts(monkeypatch: pytest.MonkeyPatch, span: int) -> None:
     for module in (norm_planes, norm_planes_backward):
         monkeypatch.setattr(module, "parts_of", lambda queue, sums, n, wide=1: (-(-n // span), span))
 
-    def plan_of(queue: cl.CommandQueue, sets: Sets) -> norm_phases.Plan:
+    def plan_of(queue: cl.CommandQueue, sets: Sets) -> norm_sets.Plan:
         blocks = -(-span // 16)
-        return norm_phases.Plan(sets.sets, 32, -(-sets.blocks // blocks), blocks, launch.group_macros(queue, 32))
+        return norm_sets.Plan(sets.sets, 32, -(-sets.blocks // blocks), blocks, launch.group_macros(queue, 32))
 
-    monkeypatch.setattr(norm_phases, "plan_of", plan_of)
+    monkeypatch.setattr(norm_sets, "plan_of", plan_of)
 
 
 def normalize(x: Array, axis: int | tuple[int, ...], eps: float) -> Array:
@@ -352,10 +352,10 @@ def test_gradients_of_another_shape_are_refused(queue: cl.CommandQueue) -> None:
 
 def test_few_channels_fill_a_large_gpu(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     large = dataclasses.replace(capabilities(queue), is_cpu=False, compute_units=132, max_work_group=1024)
-    monkeypatch.setattr(norm_phases, "capabilities", lambda queue: large)
+    monkeypatch.setattr(norm_sets, "capabilities", lambda queue: large)
     for channels, hw in ((1, 2**20), (64, 32 * 32), (264, 14 * 14), (2048, 7 * 7)):
         sets = Sets(channels, 128, hw, 1, channels, channels)
-        plan = norm_phases.plan_of(queue, sets)
+        plan = norm_sets.plan_of(queue, sets)
         assert (plan.parts - 1) * plan.span < sets.blocks <= plan.parts * plan.span
         assert channels * plan.parts * plan.group >= 128 * large.compute_units or channels == 1
         assert plan.group * 2 <= plan.span or plan.parts == 1

@@ -16,8 +16,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.conv import winograd
-from clamp.ops.conv.division import PARTIAL_FLOATS, deal
-from clamp.ops.conv.geometry import Correlation
+from clamp.ops.conv.geometry import PARTIAL_FLOATS, Correlation, deal
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.stage import interleave
 from clamp.ops.conv.weights import Weights

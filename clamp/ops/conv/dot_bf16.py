@@ -9,7 +9,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.conv import direct
-from clamp.ops.conv.division import divide
+from clamp.ops.conv.geometry import divide
 from clamp.ops.conv.packed import multiply_panels
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.stage import Source, Target

@@ -11,13 +11,13 @@ from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.conv import direct
-from clamp.ops.conv.division import deal, divide
+from clamp.ops.conv.geometry import deal, divide
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.stage import Source, Target
 from clamp.ops.conv.weights import PanelLayout, Weights
 from clamp.ops.engine import always, on_cpus
+from clamp.ops.gemm.plan import Tile, tile_of
 from clamp.ops.gemm.problem import Epilogue
-from clamp.ops.gemm.register_tile import Tile, tile_of
 
 NAME = "packed"
 TAKES = "every convolution"

@@ -15,13 +15,12 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.ops.conv import dot_bf16, winograd_grad
-from clamp.ops.conv.division import deal
-from clamp.ops.conv.geometry import pair
+from clamp.ops.conv.geometry import deal, pair
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.weights import PanelLayout, Weights
 from clamp.ops.conv.winograd_tiles import PLAIN, STRIDED, STRIDED_GRADIENT, Form, Tiles, slices, stage
+from clamp.ops.gemm.plan import Tile, tile_of
 from clamp.ops.gemm.problem import Epilogue
-from clamp.ops.gemm.register_tile import Tile, tile_of
 
 NAME = "winograd"
 TAKES = "3x3 kernels of stride 1 padded by up to 2, or of stride 2 padded by 1; it reads and stores 16 bits"

@@ -13,8 +13,7 @@ from math import prod
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.ops.conv.division import divide
-from clamp.ops.conv.geometry import pair
+from clamp.ops.conv.geometry import divide, pair
 from clamp.ops.conv.packed import tile_of_gradient
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.winograd_tiles import PLAIN, STRIDED, Form, Tiles, slices, stage

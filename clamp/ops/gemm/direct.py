@@ -12,8 +12,8 @@ from math import prod
 from clamp.bridge import STORAGE, Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
+from clamp.ops.gemm.plan import tile_of
 from clamp.ops.gemm.problem import Epilogue, Operand, Problem
-from clamp.ops.gemm.register_tile import tile_of
 
 NAME = "direct"
 TAKES = "operands of one storage type"

@@ -8,8 +8,8 @@ from clamp.opencl.program import Kernel
 from clamp.ops.engine import always, on_cpus
 from clamp.ops.gemm import panels
 from clamp.ops.gemm.panels import Panels, blocks_of
+from clamp.ops.gemm.plan import tile_of
 from clamp.ops.gemm.problem import Epilogue, Operand
-from clamp.ops.gemm.register_tile import tile_of
 
 NAME = "packed"
 TAKES = "every product"

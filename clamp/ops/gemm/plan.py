@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, TypeVar
 
+import pyopencl as cl
+
+from clamp.opencl.device import capabilities
+
 _LEAST_SLICE = 256  # steps of k, so that adding the slices is little beside summing them (not measured)
 _SLAB = 64  # columns that a warp stores at a time
 
@@ -105,3 +109,20 @@ def best_plan(plans: Sequence[T], rows: int, columns: int, matrices: int, units:
 def slices_of(tiles: int, k: int, units: int) -> int:
     """Into how many slices to cut k: several for a C of few tiles, the gradient of a small weight, say."""
     return max(1, min(units // tiles, k // _LEAST_SLICE))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The part of C held in registers."""
+
+    rows: int
+    columns: int
+
+
+_TILE_AVX512 = Tile(12, 32)  # 24 sums in 32 registers of 16 floats
+_TILE_NARROW = Tile(6, 16)  # 12 sums in 16 registers of 8 floats (AVX2), 24 in 32 of 4 (NEON)
+
+
+def tile_of(queue: cl.CommandQueue) -> Tile:
+    """The register tile for the queue's device."""
+    return _TILE_AVX512 if capabilities(queue).float_vector_width >= 16 else _TILE_NARROW
