@@ -73,7 +73,6 @@ class AmpHandle:
         self._record = Record(self._steps)
         self._attribution = Attribution(self._steps, self._record.losses)
         self._debug = debug
-        self._ranks: Ranks | None = None
         self._on_shutdown = on_shutdown
         self._ended = self._has_left = False
         self._ending = threading.RLock()
@@ -218,11 +217,11 @@ class AmpHandle:
             RuntimeError: called twice, or after shutdown.
         """
         self._scaling.require_active("distribute")
-        if self._ranks is not None:
+        if self._scaling.ranks is not None:
             raise RuntimeError("handle.distribute was called twice: one communicator averages a handle's gradients")
-        self._scaling.ranks = self._ranks = Ranks(comm, reduce_dtype)
+        self._scaling.ranks = ranks = Ranks(comm, reduce_dtype)
         self._scaling.guards.require_scaled = True
-        return self._ranks
+        return ranks
 
     # ------------------------------------------------------------------------------------------ its run
 
@@ -265,7 +264,7 @@ class AmpHandle:
         """
         if step is not None:
             check_step(step, "handle.summary")
-        if step is not None and self._ranks is not None:
+        if step is not None and self._scaling.ranks is not None:
             raise RuntimeError(
                 "handle.summary(step) was called after handle.distribute: how often the step runs depends on its time, "
                 "and ranks would wait for each other's passes. Measure in one process, without distribute"
@@ -341,9 +340,9 @@ class AmpHandle:
                 from_nothing()
                 self._ended = True
         self._on_shutdown(self)
-        if self._ranks is not None and not self._has_left:
+        if self._scaling.ranks is not None and not self._has_left:
             self._has_left = True
-            self._ranks.leave()
+            self._scaling.ranks.leave()
 
     def __enter__(self) -> AmpHandle:
         return self

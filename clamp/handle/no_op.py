@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from clamp import bridge
@@ -55,10 +55,9 @@ class NoOpHandle:
         """The optimizer with a ``scale_loss`` that does nothing."""
         return OptimWrapper(optimizer, [], self.scale_loss)
 
-    @contextmanager
-    def disable_casts(self) -> Iterator[None]:
+    def disable_casts(self) -> AbstractContextManager[None]:
         """Nothing to disable."""
-        yield
+        return nullcontext()
 
     def distribute(self, comm: Any, *, reduce_dtype: str | None = None) -> None:
         """Raises RuntimeError: without patches nothing would average the gradients."""

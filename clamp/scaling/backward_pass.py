@@ -37,6 +37,9 @@ class Averaging(Protocol):
     ) -> list[Tensor | None]:
         """The mean over all of them of each gradient, still multiplied by the loss scale."""
 
+    def leave(self) -> None:
+        """This one has ended its training."""
+
 
 @dataclass(slots=True)
 class _Slot:

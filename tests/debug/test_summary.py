@@ -79,10 +79,10 @@ def test_activations_are_known_of_a_loss_that_nobody_scales(queue: cl.CommandQue
 
 def test_nothing_is_measured_where_ranks_would_wait_for_each_other(queue: cl.CommandQueue) -> None:
     run = Run(queue)
-    run.handle._ranks = object()
+    run.handle._scaling.ranks = object()
     with pytest.raises(RuntimeError, match=r"was called after handle\.distribute"):
         run.handle.summary(run.step)
-    run.handle._ranks = None
+    run.handle._scaling.ranks = None
 
 
 def test_each_op_is_found_in_both_precisions(queue: cl.CommandQueue) -> None:
