@@ -9,15 +9,13 @@ import warnings
 from pathlib import Path
 
 import matplotlib
-import numpy as np
 import pyopencl as cl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch
 
 from clamp import amp
-from clamp.bridge import Tensor
-from clamp.cli.bench.networks import CNN
+from clamp.cli.bench.networks import CNN, Trainer
 from clamp.cli.devices import choose_device
 
 HERE = Path(__file__).parent
@@ -164,18 +162,12 @@ def draw_ranges() -> None:
     """The magnitudes of the Fashion-MNIST network of ``bench``, after five steps on noise."""
     warnings.simplefilter("ignore", cl.CompilerWarning)
     context = cl.Context([choose_device(None)])
-    queue, random = cl.CommandQueue(context), np.random.default_rng(0)
-    np.random.seed(0)
-    model = CNN.model(queue)
-    optimizer = CNN.optimizer(model)
-    x, y = (Tensor.from_host(queue, made(CNN.batch, random)) for made in (CNN.inputs, CNN.targets))
+    trainer = Trainer(cl.CommandQueue(context), CNN)
+    batch = trainer.batch()
     with amp.init() as handle:
 
         def step() -> None:
-            optimizer.zero_grad()
-            with handle.scale_loss(CNN.loss(CNN.forward(model, x), y), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            trainer.train(handle, *batch)
 
         for _ in range(5):
             step()

@@ -9,33 +9,28 @@ import pyopencl as cl
 import pytest
 
 from clamp import amp
-from clamp.bridge import Tensor
-from clamp.cli.bench.networks import CNN, LM, MLP, Network
+from clamp.cli.bench.networks import CNN, LM, MLP, Network, Trainer
 
 SCALES = [2.0**exponent for exponent in range(24, 0, -1)]
 
 
 class Run:
-    """A network, one batch of noise and its optimizer."""
+    """A network's trainer, and one batch of noise."""
 
     def __init__(self, queue: cl.CommandQueue, network: Network) -> None:
-        np.random.seed(0)
-        random = np.random.default_rng(0)
-        self.network, self.model = network, network.model(queue)
-        self.optimizer = network.optimizer(self.model)
-        x, y = network.inputs(network.batch, random), network.targets(network.batch, random)
-        self.data = Tensor.from_host(queue, x), Tensor.from_host(queue, y)
+        self.trainer = Trainer(queue, network)
+        self.data = self.trainer.batch()
 
     def backward(self, handle: Any) -> None:
-        self.optimizer.zero_grad()
-        loss = self.network.loss(self.network.forward(self.model, self.data[0]), self.data[1])
-        with handle.scale_loss(loss, self.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        self.trainer.optimizer.zero_grad()
+        tape, loss = self.trainer.forward(*self.data)
+        with handle.scale_loss(loss, self.trainer.optimizer) as scaled_loss:
+            tape.backward(scaled_loss)
 
     def is_finite_at(self, scale: float) -> bool:
         with amp.init(loss_scale=scale) as handle:
             self.backward(handle)
-        grads = [param.grad.to_host() for param in self.model.parameters() if param.grad is not None]
+        grads = [param.grad.to_host() for param in self.trainer.model.parameters() if param.grad is not None]
         return all(np.isfinite(grad).all() for grad in grads)
 
 
@@ -47,8 +42,7 @@ def test_the_suggested_scale_is_within_a_factor_of_four(queue: cl.CommandQueue, 
     with amp.init() as handle:
 
         def step() -> None:
-            run.backward(handle)
-            run.optimizer.step()
+            run.trainer.train(handle, *run.data)
 
         for _ in range(15):
             step()
