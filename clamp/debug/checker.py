@@ -23,7 +23,7 @@ from clamp.debug.callsite import NOWHERE, Place, here
 from clamp.debug.sampling import SUM, Sampler, Sampling
 from clamp.opencl.device import list_devices
 from clamp.opencl.host_steps import host_step
-from clamp.ops.numerics import Numerics, PendingNumerics, can_measure
+from clamp.ops.statistics import Numerics, PendingNumerics, is_measurable
 
 #: Paddle's names of dtypes
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -101,7 +101,7 @@ class Checker(Observer):
         self._check(Checked(name, here()), tensors)
 
     def _check(self, checked: Checked, made: Sequence[Any]) -> None:
-        tensors = [x for x in made if can_measure(x) and x.size]
+        tensors = [x for x in made if is_measurable(x) and x.size]
         if any(isinstance(x, Tensor) and not bridge.on_device(x) for x in made):
             note_numpy_backend()
         if tensors:

@@ -22,7 +22,7 @@ from clamp.debug.callsite import here
 from clamp.debug.checker import Checker, DebugMode, device_name, line_of
 from clamp.debug.sampling import Sampling
 from clamp.opencl.host_steps import host_step
-from clamp.ops.numerics import numerics_of
+from clamp.ops.statistics import numerics_of
 
 _checker: Checker | None = None
 _stats: OperatorStats | None = None

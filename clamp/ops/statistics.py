@@ -1,6 +1,7 @@
-"""What the elements of many tensors are: inf, nan, zeros, the least and greatest magnitude, a histogram of magnitudes.
+"""What the elements of many tensors are: inf, nan and zeros; and either magnitudes or numbers.
 
-A launch for 100 tensors of a dtype and one read a queue, of which kernels/statistics.cl has the layout.
+`Statistics` have the least and greatest magnitude and a histogram of magnitudes (kernels/statistics.cl), `Numerics`
+what float16 has no room for, signed extremes and the mean (kernels/numerics.cl): a launch for 100 tensors of a dtype.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from clamp.opencl.device import capabilities
 from clamp.opencl.host_steps import refuse
 from clamp.opencl.program import Kernel
 from clamp.ops import transfer
-from clamp.ops.launch import pieces_for
+from clamp.ops.launch import group_macros, pieces_for
 from clamp.ops.slots import GROUP_GPU, filled, slots_for, tiles_of
 
 STATISTICS = Kernel("statistics.cl", "statistics")
+NUMERICS = Kernel("numerics.cl", "numerics")
 
 #: where the bins of an octave begin: at its eighths and where roundings to 16 bits turn (kernels/statistics.cl)
 OCTAVE = np.array([1, 1 + 2**-23, *(1 + np.arange(1, 8) / 8), *(2 - 2.0 ** -np.arange(7, 12))])
@@ -34,19 +36,40 @@ BINS = len(OCTAVE) * (128 - FIRST_EXPONENT)
 OCTAVES = range(-24, 16)
 
 _HEAD = 5  # words before a row's histogram
+_ROW = 10  # words of a tile's numerics
 _OTHER_ARGUMENTS_BYTES = 24  # tile table, results and where its rows begin
+_NUMERICS_ARGUMENTS_BYTES = 16  # tile table and results
+_NAN = float("nan")
 _INF = np.float32(np.inf).view(np.uint32)
 
 Key: TypeAlias = tuple[int, int, str]  # buffer, elements and dtype: what has one row, however often it is asked for
 
 
 @dataclass(frozen=True)
-class Statistics:
-    """What the elements of one tensor are.
+class Counts:
+    """How many elements of one tensor are what.
 
     Attributes:
         count: elements.
         infs, nans, zeros: how many of them are inf, nan and 0, of either sign.
+    """
+
+    count: int
+    infs: int
+    nans: int
+    zeros: int
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether nothing of it is inf or nan."""
+        return not (self.infs or self.nans)
+
+
+@dataclass(frozen=True)
+class Statistics(Counts):
+    """What the magnitudes of one tensor's elements are.
+
+    Attributes:
         smallest: the least magnitude that is neither 0 nor nan, exact; inf if there is none that is finite.
         largest: the greatest finite magnitude, exact; 0.0 if there is none.
         histogram: int64 of shape ``(BINS,)``: how many magnitudes are from ``edges()[i]`` on and below
@@ -54,19 +77,10 @@ class Statistics:
         dtype: what the tensor is stored in.
     """
 
-    count: int
-    infs: int
-    nans: int
-    zeros: int
     smallest: float
     largest: float
     histogram: NDArray[np.int64] | None = None
     dtype: str = "float32"
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether nothing of it is inf or nan."""
-        return not (self.infs or self.nans)
 
     @property
     def octaves(self) -> NDArray[np.int64]:
@@ -141,9 +155,9 @@ class PendingStatistics:
         ]
 
 
-def is_measurable(tensor: Tensor) -> bool:
-    """Whether statistics can be taken of a tensor."""
-    return bridge.on_device(tensor) and tensor.dtype in bridge.STORAGE
+def is_measurable(tensor: object) -> bool:
+    """Whether something is a tensor of which statistics and numerics can be taken: floating, on an OpenCL device."""
+    return isinstance(tensor, Tensor) and tensor.dtype in bridge.STORAGE and bridge.on_device(tensor)
 
 
 def _check(index: int, tensor: Tensor) -> None:
@@ -240,3 +254,106 @@ def _bins(dtype: str, histogram: bool) -> range:
 
 def _macros(queue: cl.CommandQueue) -> dict[str, Any]:
     return {"WG": 1 if capabilities(queue).is_cpu else GROUP_GPU, "PIECES": pieces_for(queue)}
+
+
+# ---------------------------------------------------------------------------------------------------- numerics
+
+
+@dataclass(frozen=True)
+class Numerics(Counts):
+    """What the elements of one tensor are as numbers.
+
+    Attributes:
+        beyond: how many are finite, and larger than 65504 in magnitude.
+        below: how many are not 0, and smaller than 2^-24 in magnitude.
+        greatest, least: of those that are not nan; nan if there is none.
+        mean: of all, of float32 sums; inf and nan where elements are; nan of none.
+    """
+
+    beyond: int
+    below: int
+    greatest: float
+    least: float
+    mean: float
+
+
+_EMPTY = Numerics(0, 0, 0, 0, 0, 0, _NAN, _NAN, _NAN)
+
+
+class PendingNumerics:
+    """Numerics that the device forms meanwhile; each ``read`` gives what the last run, or replay, of them found.
+
+    Does not wait. The tensors may change after that, and are not kept.
+
+    Args:
+        tensors: float32, float16 or bfloat16, any shapes, on any queues.
+
+    Raises:
+        TypeError: a dtype is not one of the above, or a tensor is on netcl's numpy backend.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        kinds: dict[tuple[cl.CommandQueue, str], list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            _check_numerics(tensor)
+            if tensor.size:
+                kinds.setdefault((tensor.queue, bridge.STORAGE[tensor.dtype]), []).append(index)
+        self._counts = [tensor.size for tensor in tensors]
+        self._launches: list[tuple[list[int], Tensor]] = []
+        for (queue, kind), indices in kinds.items():
+            slots = slots_for(queue, len(indices), 1, _NUMERICS_ARGUMENTS_BYTES)
+            for start in range(0, len(indices), slots):
+                these = indices[start : start + slots]
+                self._launches.append(
+                    (these, _launch_numerics(queue, kind, [tensors[index] for index in these], slots))
+                )
+
+    def read(self) -> list[Numerics]:
+        """The numerics of each tensor, in their order. Waits for the device, with one read a launch.
+
+        Raises:
+            RuntimeError: launches are being recorded.
+        """
+        refuse("Numbers were read", "Read them after the recorded part.")
+        found = [_EMPTY] * len(self._counts)
+        for indices, words in self._launches:
+            rows = words.to_host().view(np.uint32).reshape(-1, _ROW)
+            for slot, index in enumerate(indices):
+                found[index] = _numerics_of_rows(self._counts[index], rows[rows[:, 0] == slot])
+        return found
+
+
+def numerics_of(tensor: Tensor) -> Numerics:
+    """The numerics of a tensor. Waits for the device.
+
+    Raises:
+        TypeError, RuntimeError: as ``PendingNumerics`` and its ``read``.
+    """
+    return PendingNumerics([tensor]).read()[0]
+
+
+def _check_numerics(tensor: Tensor) -> None:
+    if tensor.dtype not in bridge.STORAGE:
+        raise TypeError(f"numerics of a tensor of {tensor.dtype}; float32, float16 or bfloat16 is needed")
+    if not bridge.on_device(tensor):
+        raise TypeError("numerics of a tensor on netcl's numpy backend; it must be on an OpenCL device")
+
+
+def _launch_numerics(queue: cl.CommandQueue, kind: str, tensors: Sequence[Tensor], slots: int) -> Tensor:
+    tiles = tiles_of(queue, tuple(tensor.size for tensor in tensors))
+    (items,), (group,) = tiles.grid
+    words = bridge.empty(queue, (_ROW * items // group,), "int32")
+    macros = group_macros(queue, 1 if capabilities(queue).is_cpu else GROUP_GPU)
+    NUMERICS(queue, *tiles.grid, tiles.table, words, *filled(tensors, slots),
+             X_T=kind, DECADES=slots // 10, **macros)  # fmt: skip
+    return words
+
+
+def _numerics_of_rows(count: int, rows: NDArray[np.uint32]) -> Numerics:
+    """The numerics of a tensor from the rows of its tiles."""
+    not_zero, normal, beyond, bad, nans = (int(x) for x in rows[:, 1:6].sum(0, dtype=np.uint64))
+    greatest, least, sums, factors = rows[:, 6:].view(np.float32).astype(np.float64).T
+    extremes = (_NAN, _NAN) if nans == count else (float(greatest.max()), float(least.min()))
+    with np.errstate(invalid="ignore"):  # inf - inf is nan
+        mean = float((sums * factors).sum() / count)
+    return Numerics(count, bad - nans, nans, count - not_zero, beyond - bad, not_zero - normal, *extremes, mean)

@@ -28,7 +28,6 @@ from clamp.ops import (
     norm_rows,
     norm_sets,
     notes,
-    numerics,
 )
 from clamp.ops import reduce as reduce_module
 from clamp.ops import softmax as softmax_module
@@ -119,7 +118,7 @@ def _statistics(queue: cl.CommandQueue) -> None:
 
 
 def _numerics(queue: cl.CommandQueue) -> None:
-    numerics.PendingNumerics([_tensor(queue, 4, 1000)])
+    statistics_module.PendingNumerics([_tensor(queue, 4, 1000)])
 
 
 def _squares(queue: cl.CommandQueue) -> None:
@@ -156,7 +155,7 @@ CASES = [
     (_losses, loss_elementwise.LOSS_GRADIENT),
     (_losses, multi_tensor.UNSCALE),
     (_statistics, statistics_module.STATISTICS),
-    (_numerics, numerics.NUMERICS),
+    (_numerics, statistics_module.NUMERICS),
     (_squares, notes.SQUARES),
     (_rows_of_a_table, ELEMENTWISE),
     (_gradients_of_gelu, ELEMENTWISE),
@@ -166,7 +165,7 @@ CASES = [
 #: kernels that write a few sums
 SUMS = (
     norm_sets.PLANES_MOMENTS, norm_sets.GRADIENT_SUMS, reduce_module.SUM_ROWS, loss.LABEL_LOSS,
-    loss_elementwise.LOSS_SUM, statistics_module.STATISTICS, numerics.NUMERICS, notes.SQUARES,
+    loss_elementwise.LOSS_SUM, statistics_module.STATISTICS, statistics_module.NUMERICS, notes.SQUARES,
 )  # fmt: skip
 
 
