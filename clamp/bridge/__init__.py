@@ -1,4 +1,4 @@
-"""What knows how netcl keeps things: tensors, nodes and tapes, modules, optimizers.
+"""The layout of netcl's objects: tensors, nodes and tapes, modules, optimizers.
 
 A new netcl release is met here, and in ``clamp.patching``, which puts wrappers over netcl: no other room imports netcl
 or touches its private parts (``clamp.cli`` measures it beside clamp). The rest of clamp speaks in these names.

@@ -27,12 +27,12 @@ def value_of(x: TensorLike) -> Any:
 
 
 def is_leaf(x: TensorLike) -> bool:
-    """Whether x was not computed by a recorded op: a bare tensor, a parameter's node, an input's node."""
+    """Returns whether x was not computed by a recorded op: a bare tensor, a parameter's node, an input's node."""
     return not isinstance(x, Node) or (x.grad_fn is None and not x.parents)
 
 
 def needs_grad(x: TensorLike) -> bool:
-    """Whether backward must deliver a gradient to x: a computed node, or a leaf that requires one."""
+    """Returns whether backward must deliver a gradient to x: a computed node, or a leaf that requires one."""
     if not isinstance(x, Node):
         return is_trained(x)
     return x.grad_fn is not None or x.requires_grad or (isinstance(x.value, Tensor) and is_trained(x.value))
@@ -58,7 +58,7 @@ def with_backward(x: Any) -> Any:
 
 
 def is_cut(node: Node) -> bool:
-    """Whether a node was computed by a recorded op whose tape is gone: netcl cuts a tape's graph when it dies.
+    """Returns whether a node was computed by a recorded op whose tape is gone: netcl cuts a tape's graph when it dies.
 
     One that was computed from nothing that is trained looks alike, unless its ``requires_grad`` tells.
     """
@@ -66,7 +66,7 @@ def is_cut(node: Node) -> bool:
 
 
 def is_grad_enabled() -> bool:
-    """Whether ops are recorded for backward here."""
+    """Returns whether ops are recorded for backward here."""
     return bool(engine.is_grad_enabled())
 
 

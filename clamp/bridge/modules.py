@@ -26,7 +26,7 @@ MADE_FROM_LAYERS = frozenset({"_fused_layers", "_fused_train_layers"})
 
 
 def is_module(x: Any) -> bool:
-    """Whether x is a netcl layer or model."""
+    """Returns whether x is a netcl layer or model."""
     return isinstance(x, Module)
 
 

@@ -32,7 +32,7 @@ REDIRECTED = "clamp runs something else here"
 
 
 def is_redirecting(code: types.CodeType) -> bool:
-    """Whether code was given to a function by AMP."""
+    """Returns whether code was given to a function by AMP."""
     return code.co_consts[-1:] == (REDIRECTED,)
 
 
@@ -53,7 +53,7 @@ def is_netcls(function: object) -> bool:
 
 
 def is_users(x: object) -> bool:
-    """Whether something that stands under a name of netcl's may be a user's wrapper."""
+    """Returns whether something that stands under a name of netcl's may be a user's wrapper."""
     if type(x) is FunctionType:  # most are, and AMP asks of hundreds when it begins
         return _package(x) not in ("netcl", "clamp")
     return callable(x) and not inspect.isclass(x) and not isinstance(x, types.BuiltinFunctionType)
@@ -67,7 +67,7 @@ def _package(function: object) -> str:
 
 
 def function_of(full_name: str) -> tuple[Any, Any]:
-    """What stands under a full name of netcl's now, and netcl's own function, which a user's may hide.
+    """Returns what stands under a full name of netcl's now, and netcl's own function, which a user's may hide.
 
     None: what is not there, or not found.
     """
@@ -92,7 +92,7 @@ def held_in(wrapper: Any, name: str | None = None) -> Any:
 
 
 def _parts(x: Any) -> Iterator[Any]:
-    """What an object refers to; of a function's global names those that it uses."""
+    """Returns what an object refers to; of a function's global names those that it uses."""
     scope = x.__globals__ if isinstance(x, FunctionType) else None
     yield from (part for part in gc.get_referents(x) if part is not scope)
     if scope is not None:

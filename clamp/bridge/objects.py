@@ -91,7 +91,7 @@ def _parts(x: Any) -> Iterable[Any]:
 
 
 def own_attributes(x: Any) -> dict[str, Any]:
-    """What an object keeps in its dict; nothing of one without. Runs no code of the object's."""
+    """Returns the dict of an object; an empty one of one without. Runs no code of the object's."""
     try:
         own = object.__getattribute__(x, "__dict__")
     except AttributeError:
@@ -100,7 +100,7 @@ def own_attributes(x: Any) -> dict[str, Any]:
 
 
 def _variables_of(function: FunctionType) -> list[Any]:
-    """What a function's code may name: the variables around it, globals, and its defaults."""
+    """Returns what a function's code may name: the variables around it, globals, and its defaults."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if _has_content(cell)]
     named = _names_in(function.__code__) if _is_users(function.__module__ or "") else ()
     scope = function.__globals__
@@ -122,7 +122,7 @@ def _names_in(code: CodeType) -> frozenset[str]:
 
 @cache
 def _is_users(module: str) -> bool:
-    """Whether a module is none of a library's, but for netcl's, whose layers and trainers hold a user's."""
+    """Returns whether a module is none of a library's, but for netcl's, whose layers and trainers hold a user's."""
     package = module.partition(".")[0]
     if package == "netcl":
         return True

@@ -20,7 +20,7 @@ from clamp.bridge.tensors import Tensor, is_frozen
 
 
 def is_optimizer(x: Any) -> bool:
-    """Whether x steps parameters: it has a list of them, and a ``step()``."""
+    """Returns whether x steps parameters: it has a list of them, and a ``step()``."""
     own, kind = own_attributes(x), type(x)  # and no word from a __getattr__ of the user's
     if is_module(x) or not callable(own.get("step") or getattr(kind, "step", None)):
         return False
@@ -28,7 +28,7 @@ def is_optimizer(x: Any) -> bool:
 
 
 def is_netcl_optimizer(optimizer: Any) -> bool:
-    """Whether an optimizer is netcl's, or derived from one of netcl's."""
+    """Returns whether an optimizer is netcl's, or derived from one of netcl's."""
     kind = type(optimizer)
     return kind.__module__.startswith("netcl.optim.") or any(
         cls.__module__.startswith("netcl.optim.") for cls in kind.__mro__
@@ -62,12 +62,12 @@ _DEVICE_STATE = ("_v_buf", "_m_buf")
 
 
 def is_kernel_store(name: str) -> bool:
-    """Whether an attribute of netcl's optimizers holds compiled kernels, which are no state."""
+    """Returns whether an attribute of netcl's optimizers holds compiled kernels, which are no state."""
     return name.endswith(("_kernel", "_kernels"))
 
 
 def is_state_by_parameter(name: str, value: Any, parameters: Container[int]) -> bool:
-    """Whether an attribute of an optimizer of netcl's is a mapping by ``id`` of the parameter.
+    """Returns whether an attribute of an optimizer of netcl's is a mapping by ``id`` of the parameter.
 
     Args:
         parameters: the ids of the optimizer's parameters. The dict may have more: of such as have left it.
@@ -181,12 +181,12 @@ def build_fused_state(optimizer: Any, params: Sequence[Tensor]) -> dict[str, Any
 
 
 def fused_size(size: int) -> int:
-    """How many elements a parameter of ``size`` takes in the buffers of fused AdamW."""
+    """Returns the number of elements that a parameter of ``size`` takes in the buffers of fused AdamW."""
     return adamw._aligned_size(size, adamw._SUBBUF_ALIGN_FLOATS)
 
 
 def steps_as_one(adamw: Any) -> bool:
-    """Whether netcl's AdamW will step with its fused kernel, which alone of its two knows ``max_norm``."""
+    """Returns whether netcl's AdamW will step with its fused kernel, which alone of its two knows ``max_norm``."""
     params = [param for param in adamw.params if not is_frozen(param) and param.grad is not None]
     return (
         adamw._fused_enabled

@@ -254,7 +254,7 @@ def rounded_to_bfloat16(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def on_device(tensor: Tensor) -> bool:
-    """Whether the tensor lives on an OpenCL device (netcl's "cpu" backend computes in numpy)."""
+    """Returns whether the tensor lives on an OpenCL device (netcl's "cpu" backend computes in numpy)."""
     return bool(tensor.backend == "cl")
 
 
@@ -280,12 +280,12 @@ def _where(tensor: Tensor) -> str:
 
 
 def is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor lives from one iteration to the next: a parameter, or a leaf that is trained."""
+    """Returns whether a tensor lives from one iteration to the next: a parameter, or a leaf that is trained."""
     return isinstance(tensor, Parameter) or is_trained(tensor)
 
 
 def is_trained(tensor: Tensor) -> bool:
-    """Whether a leaf wants a gradient: it requires one, or an optimizer holds it.
+    """Returns whether a leaf wants a gradient: it requires one, or an optimizer holds it.
 
     netcl's engine gives a gradient to every leaf, and netcl's own ResNet trains plain tensors that never said that
     they require one. Its optimizers leave a link on every tensor they are given.
@@ -300,7 +300,7 @@ is_frozen = is_frozen_param
 
 
 def has_frozen_mark(tensor: Tensor) -> bool:
-    """Whether netcl's mark is on a tensor that is not to be trained, whatever its ``requires_grad`` says."""
+    """Returns whether netcl's mark is on a tensor that is not to be trained, whatever its ``requires_grad`` says."""
     return bool(getattr(tensor, "_frozen", False))
 
 

@@ -96,7 +96,7 @@ def require_readable_gradient(optimizer: Any, param: Tensor) -> None:
 
 
 def next_update(optimizer: Any, params: Sequence[Tensor]) -> Update | None:
-    """What an optimizer's next step computes. State that is missing is made; the optimizer does not count the step yet.
+    """Returns the next step of an optimizer. State that is missing is made; the optimizer does not count the step yet.
 
     Args:
         optimizer: one that ``has_rule``.
@@ -144,7 +144,7 @@ def _momentum(optimizer: Momentum, params: Sequence[Tensor]) -> Update | None:
 
 
 def _computes_as_numpy(queue: cl.CommandQueue) -> bool:
-    """Whether a device has the numbers below 2^-126 that numpy has."""
+    """Returns whether a device has the numbers below 2^-126 that numpy has."""
     return bool(queue.device.single_fp_config & cl.device_fp_config.DENORM)
 
 
@@ -323,7 +323,7 @@ class DeviceArrays(MutableMapping[int, Any]):
         self._buffers: dict[int, tuple[cl.Buffer, cl.CommandQueue]] = {}
 
     def fits(self, param: Tensor) -> bool:
-        """Whether the state of a parameter is float32 of its shape."""
+        """Returns whether the state of a parameter is float32 of its shape."""
         array = self._arrays.get(id(param))
         return isinstance(array, np.ndarray) and array.dtype == np.float32 and array.shape == tuple(param.shape)
 

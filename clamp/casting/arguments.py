@@ -80,7 +80,7 @@ _NONE: dict[str, Any] = {}
 
 
 def holds_half(args: tuple[Any, ...] | list[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a 16-bit tensor is among the arguments. On the path of every call: keep it short."""
+    """Returns whether a 16-bit tensor is among the arguments. On the path of every call: keep it short."""
     for x in args:
         if isinstance(x, Node):
             if getattr(x.value, "dtype", None) in HALF_DTYPES:
@@ -94,7 +94,7 @@ def holds_half(args: tuple[Any, ...] | list[Any], kwargs: dict[str, Any]) -> boo
 
 
 def reporter(region: Region | None, function: str) -> Callable[[str, str], None]:
-    """What a real cast calls: prints a line if there is a region and it is verbose."""
+    """Returns a function for a real cast to call: it prints a line if there is a region and it is verbose."""
     return partial(_say, function) if region is not None and region.verbose else say_nothing
 
 

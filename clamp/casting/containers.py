@@ -129,7 +129,7 @@ class Conversion:
                         object.__setattr__(original, name, self._given(value))
 
     def _given(self, x: Any) -> Any:
-        """What was given where x stands; x itself, if the call made it."""
+        """Returns what was given where x stands; x itself, if the call made it."""
         new, original = self._made.get(id(x), (None, None))
         return original if new is x else x
 
@@ -188,7 +188,7 @@ def _is_container(x: Any) -> bool:
 
 
 def _items(x: Any) -> dict[Any, Any]:
-    """What a container holds, by key or by position."""
+    """Returns the items of a container, by key or by position."""
     if type(x) is dict:
         return x.copy()
     if isinstance(x, (dict, MappingProxyType)):
@@ -197,7 +197,7 @@ def _items(x: Any) -> dict[Any, Any]:
 
 
 def _attributes(x: Any) -> dict[str, Any]:
-    """What a container of a class of the user's holds in attributes, however it finds those that it lacks."""
+    """Returns the attributes of a container of a class of the user's, however it finds those that it lacks."""
     found: dict[str, Any] = {}
     if type(x) in _BARE:
         return found
@@ -242,5 +242,5 @@ def _same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
 
 
 def _identical(xs: dict[Any, Any], ys: dict[Any, Any]) -> bool:
-    """Whether two dicts of the same keys have the same objects under them."""
+    """Returns whether two dicts of the same keys have the same objects under them."""
     return all(map(is_, xs.values(), ys.values()))

@@ -259,7 +259,7 @@ def cached_cast(tensor: Tensor, dtype: str, report: Callable[[str, str], None], 
 
 
 def say_nothing(source: str, target: str) -> None:
-    """What a cast that nobody asks about calls."""
+    """Says nothing of a cast that nobody asks about."""
 
 
 def cast_node(

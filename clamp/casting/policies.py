@@ -1,4 +1,4 @@
-"""What each policy does to a function of clamp's and to one of the user's: one class a policy."""
+"""Policies at work on functions of clamp's and of the user's: one class a policy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Policy(ABC):
 
     @classmethod
     def at_work(cls, region: Region, function: str) -> Casting:
-        """What it is to a function of clamp's in a region."""
+        """Returns the policy at work in a function of clamp's, in a region."""
         return cls()
 
     @classmethod

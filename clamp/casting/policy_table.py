@@ -15,7 +15,7 @@ from typing import NoReturn
 
 
 class CastPolicy(enum.Enum):
-    """What AMP does with a function's floating-point inputs and output. PyTorch's names are aliases."""
+    """Policy of AMP for a function's floating-point inputs and output. PyTorch's names are aliases."""
 
     HALF = "half"  #: inputs used in the AMP dtype, fp32 accumulation, output in the AMP dtype
     FLOAT = "float"  #: computed and returned in fp32

@@ -36,7 +36,7 @@ def check_dtype(dtype: bridge.DTypeLike, what: str = "AMP dtype", known: Iterabl
 
 @dataclass(frozen=True)
 class Region:
-    """How ops run inside a region.
+    """Settings of the ops inside a region.
 
     Attributes:
         enabled: whether ops cast at all.
@@ -67,7 +67,7 @@ class Region:
 
 
 class Around:
-    """What is around a point of a thread: never changed, but replaced as a whole by another.
+    """Surroundings of a point of a thread: never changed, but replaced as a whole by another.
 
     Attributes:
         region: set by a region of this thread; None: the process's region holds.
@@ -132,7 +132,7 @@ def casting_region() -> Region | None:
 
 
 def thread_casts_off() -> bool:
-    """Whether this point is inside an op or a backward pass, where nested calls do not cast."""
+    """Returns whether this point is inside an op or a backward pass, where nested calls do not cast."""
     return this_thread.around.in_op
 
 

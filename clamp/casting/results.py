@@ -154,7 +154,7 @@ class _Results:
         self._exchange()
 
     def has(self, observer: Observer) -> bool:
-        """Whether ``observer`` is told."""
+        """Returns whether ``observer`` is told."""
         return observer in self._observers
 
     @contextmanager

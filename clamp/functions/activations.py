@@ -123,7 +123,7 @@ def dropout(casting: Casting, x: TensorLike, p: float = 0.5, seed: int | None = 
 
 
 class LastSeed(threading.local):
-    """What dropout has drawn last in this thread: for whoever computes it again."""
+    """Last seed that dropout has drawn in this thread: for whoever computes it again."""
 
     value: int = 0
 

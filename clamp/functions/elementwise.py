@@ -1,4 +1,4 @@
-"""What every element-by-element function with a gradient is made of: operands, scalars, and its gradients.
+"""Parts of every element-by-element function with a gradient: operands, scalars, and its gradients.
 
 A function is a name in ``clamp.ops.elementwise.OPS``; its gradients are told as data: which function of the
 result's gradient ``g`` and of the forward's operands gives the gradient of each operand. A gradient is one
@@ -28,7 +28,7 @@ _NUMBERS = (int, float, np.floating, np.integer)
 
 
 def is_scalar(x: object) -> bool:
-    """Whether x is a Python or numpy number."""
+    """Returns whether x is a Python or numpy number."""
     return isinstance(x, _NUMBERS)
 
 

@@ -50,12 +50,12 @@ def drawn(draw: Callable[[], int]) -> Drawn:
 
 
 def is_checkpointed() -> bool:
-    """Whether a forward that is run twice runs here, for the first time or again."""
+    """Returns whether a forward that is run twice runs here, for the first time or again."""
     return bool(_thread.draws) or _thread.again is not None
 
 
 def is_recomputing() -> bool:
-    """Whether a forward is run again here: running statistics have moved already."""
+    """Returns whether a forward is run again here: running statistics have moved already."""
     return _thread.again is not None
 
 

@@ -1,1 +1,1 @@
-"""What of OpenCL the rest uses: programs, what a device can do, and what a recorded step must not do."""
+"""OpenCL as the rest uses it: programs, what a device can do, and what a recorded step must not do."""

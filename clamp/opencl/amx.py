@@ -48,7 +48,7 @@ TRIALS = _Trials()
 
 
 def is_listed(dtype: str) -> bool:
-    """Whether the processor says that its matrix unit multiplies bfloat16, or float16 as it is (AMX-FP16)."""
+    """Returns whether the processor says that its matrix unit multiplies bfloat16, or float16 as it is (AMX-FP16)."""
     return FLAGS[dtype] <= host_cpu_flags()
 
 
@@ -71,7 +71,7 @@ def why_not(device: cl.Device, dtype: str, *, anew: bool = False) -> str:
 
 
 def computes_right(dtype: str, queue: cl.CommandQueue, *, emulate: bool = False) -> bool:
-    """Whether products of small integers are right, over memory and registers that held others.
+    """Returns whether products of small integers are right, over memory and registers that held others.
 
     Args:
         emulate: tries the same in plain C, which needs no such processor.

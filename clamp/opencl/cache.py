@@ -104,7 +104,7 @@ def file_for(key: object, suffix: str) -> Path | None:
 
 
 def read(file: Path, meaning: Callable[[bytes], T]) -> T | None:
-    """What was kept in a file; None if there is none, or the file cannot be trusted or understood.
+    """Returns what was kept in a file; None if there is none, or the file cannot be trusted or understood.
 
     Args:
         meaning: makes of the content what it stands for; whatever it raises, the content is none of ours.

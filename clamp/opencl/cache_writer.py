@@ -40,7 +40,7 @@ def command(module: str, function: str, argument: object) -> list[str]:
 
 
 def given() -> Any:
-    """What the process was given, as JSON brings it over."""
+    """Returns what the process was given, as JSON brings it over."""
     return json.loads(sys.argv[1])
 
 

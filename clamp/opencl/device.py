@@ -1,4 +1,4 @@
-"""What an OpenCL device can do, and where to find one.
+"""Capabilities of OpenCL devices, and where to find devices.
 
 Nothing here believes an extension string: NVIDIA's driver computes in half without listing ``cl_khr_fp16``,
 and other drivers list what they cannot compile. A capability is what a probe kernel compiled and computed.
@@ -139,7 +139,7 @@ def require_usable(queue: cl.CommandQueue) -> None:
 
 
 def is_in_order(queue: cl.CommandQueue) -> bool:
-    """Whether a queue runs its commands in the order in which they were given, as netcl's launches need it."""
+    """Returns whether a queue runs its commands in the order in which they were given, as netcl's launches need it."""
     return not queue.properties & cl.command_queue_properties.OUT_OF_ORDER_EXEC_MODE_ENABLE
 
 
@@ -159,7 +159,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What one device can do for clamp, as probed.
+    """Capabilities of one device, as probed.
 
     Attributes:
         is_cpu: kernels that block for caches and vector registers pay off here, local memory does not.
@@ -201,7 +201,7 @@ class Capabilities:
 
     @property
     def instructions(self) -> str:
-        """What instructions a GPU has, in its maker's words; nothing of devices that do not say."""
+        """Instructions that a GPU has, in its maker's words; nothing of devices that do not say."""
         if self.compute_capability != (0, 0):
             return "compute capability {}.{}".format(*self.compute_capability)
         if self.gfx != (0, 0):
@@ -267,7 +267,7 @@ def _exchange(queue: cl.CommandQueue) -> str:
 
 
 def _compute_capability(device: cl.Device) -> tuple[int, int]:
-    """What a device answers to cl_nv_device_attribute_query; an answer says nothing of what its compiler takes."""
+    """The answer of a device to cl_nv_device_attribute_query; it says nothing of what its compiler takes."""
     if "cl_nv_device_attribute_query" not in device.extensions.split():
         return 0, 0
     try:
@@ -277,7 +277,7 @@ def _compute_capability(device: cl.Device) -> tuple[int, int]:
 
 
 def _gfx(device: cl.Device) -> tuple[int, int]:
-    """What the name of an AMD device says, "gfx1100" or "gfx90a:sramecc+"; the last digit tells no instructions."""
+    """The version in an AMD device's name, "gfx1100" or "gfx90a:sramecc+"; the last digit tells no instructions."""
     name = re.match(r"gfx(\d+)([0-9a-f])[0-9a-f]\b", device.name)
     return (int(name[1]), int(name[2], 16)) if name and "AMD" in device.platform.name else (0, 0)
 
@@ -297,7 +297,7 @@ def _probe(queue: cl.CommandQueue, kernel: Kernel, group: int = 1, **macros: obj
 
 
 def is_float16_supported(queue: cl.CommandQueue) -> bool:
-    """Whether clamp can store float16 on the queue's device. It needs no ``cl_khr_fp16``."""
+    """Returns whether clamp can store float16 on the queue's device. It needs no ``cl_khr_fp16``."""
     return hasattr(queue, "device") and capabilities(queue).half_storage
 
 
@@ -305,7 +305,7 @@ supports_fp16 = is_float16_supported
 
 
 def is_bfloat16_supported(queue: cl.CommandQueue) -> bool:
-    """Whether clamp can store bfloat16 on the queue's device: on any OpenCL device."""
+    """Returns whether clamp can store bfloat16 on the queue's device: on any OpenCL device."""
     return hasattr(queue, "device")
 
 

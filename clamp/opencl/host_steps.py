@@ -173,12 +173,12 @@ for _name in _OPERATORS.split():
 
 
 def is_host_value(x: Any) -> bool:
-    """Whether x stands for a value on the host that is another one in every replay."""
+    """Returns whether x stands for a value on the host that is another one in every replay."""
     return type(x) is HostValue
 
 
 def value_now(x: Any) -> Any:
-    """What a HostValue stands for; anything else is itself."""
+    """Returns the value that a HostValue stands for; anything else is itself."""
     return x._now if type(x) is HostValue else x
 
 

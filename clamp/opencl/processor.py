@@ -1,4 +1,4 @@
-"""What the operating system says of the host's processor, and what it must be asked for."""
+"""The host's processor, by the operating system: its instruction sets, and registers that must be asked for."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _arch_prctl(command: int, argument: object) -> int:
 
 @cache
 def _host_cpu(field: str) -> str:
-    """What Linux says of the host's first processor."""
+    """Returns a field of the host's first processor, by Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

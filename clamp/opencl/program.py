@@ -64,7 +64,7 @@ class Built:
     was_kept: bool = False
 
     def fits(self) -> bool:
-        """Whether the signatures are those of the program's kernels, as far as its binary tells."""
+        """Returns whether the signatures are those of the program's kernels, as far as its binary tells."""
         known = all(name.endswith("*") or name in _SCALARS for types in self.signatures.values() for name in types)
         return (
             known
@@ -143,12 +143,12 @@ class Launch:
 
 
 def launches_are_watched() -> bool:
-    """Whether somebody has put something in the place of pyopencl's launches, to see what is launched."""
+    """Returns whether somebody has put something in the place of pyopencl's launches, to see what is launched."""
     return cl.Kernel.__call__ is not _own_call or cl.enqueue_nd_range_kernel is not _own_enqueue
 
 
 class Prepared(threading.local):
-    """What this thread has prepared of its kernels, by everything that it depends on: not more than ``most``, for what
+    """Launches that this thread has prepared, by everything that it depends on: not more than ``most``, for what
     never comes back must not pile up."""
 
     def __init__(self, most: int) -> None:
@@ -264,7 +264,7 @@ def _scalar_type(name: str) -> Any:
 
 
 def built_programs() -> int:
-    """How many programs are held."""
+    """Returns the number of programs that are held."""
     return len(_programs)
 
 
@@ -301,7 +301,7 @@ def _get_program(
 
 
 def _is_cpu(device: cl.Device) -> bool:
-    """Whether the device is a processor; Oclgrind, whose instructions are all its own, is none."""
+    """Returns whether the device is a processor; Oclgrind, whose instructions are all its own, is none."""
     return bool(device.type & cl.device_type.CPU) and device.platform.name != "Oclgrind"
 
 

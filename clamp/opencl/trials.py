@@ -1,4 +1,4 @@
-"""What is used on a device only because it has computed right there.
+"""Trials of what is used on a device only because it has computed right there.
 
 A driver may refuse an instruction, compile it to something else, lack the local memory that it promised, or end the
 process. So each such thing has a trial: built, run, compared. Trials run in a process of their own, once for a device,
@@ -31,17 +31,17 @@ _verdicts: dict[tuple[int, str], Mapping[str, str]] = {}
 
 
 class HasTrials(Protocol):
-    """What must be tried."""
+    """Something that must be tried."""
 
     def trials(self) -> Iterable[Trial]:
         """Names of the trials, and functions of a queue that return whether its device has computed right."""
 
     def trial_key(self) -> object:
-        """What verdicts depend on besides the device: kernels' sources, say. It is written as JSON."""
+        """Returns what verdicts depend on besides the device: kernels' sources, say. It is written as JSON."""
 
 
 def verdicts(device: cl.Device, where: str, *, anew: bool = False) -> Mapping[str, str]:
-    """What became of each trial on a device: ``RIGHT``, or what went wrong.
+    """Returns the verdict of each trial on a device: ``RIGHT``, or what went wrong.
 
     Args:
         where: the name of what has the trials.
@@ -54,7 +54,7 @@ def verdicts(device: cl.Device, where: str, *, anew: bool = False) -> Mapping[st
 
 
 def identity(device: cl.Device) -> list[str]:
-    """What tells a device and its driver from others, for the keys of files."""
+    """Returns names that tell a device and its driver from others, for the keys of files."""
     return [device.platform.name, device.platform.version, device.name, device.driver_version, cl.VERSION_TEXT]
 
 

@@ -1,4 +1,4 @@
-"""What a user passes: arguments checked, axes counted from the front, and numbers where they meet a storage type.
+"""Arguments of a user's calls: checked, axes counted from the front, and numbers where they meet a storage type.
 
 Each error names the function, what was passed and what to pass.
 

@@ -1,4 +1,4 @@
-"""How an operation that can be computed in several ways chooses one.
+"""Engines: the choice among several ways to compute an operation.
 
 An engine is a module, or an object, with the names of `Engine` beside the functions that compute. An operation has one
 ordered list of them; the first that fits and pays runs. Problems are plain values (extents, dtypes, what the device can
@@ -14,7 +14,7 @@ P = TypeVar("P", contravariant=True)
 
 
 class Engine(Protocol[P]):
-    """What a choice asks of an engine; the functions that compute are in each package's own protocol."""
+    """An engine as a choice sees it; the functions that compute are in each package's own protocol."""
 
     @property
     def NAME(self) -> str:
@@ -26,13 +26,13 @@ class Engine(Protocol[P]):
 
     @property
     def IN_WORDS(self) -> str:
-        """How it computes, as `python -m clamp lists` prints it."""
+        """Its way to compute, as `python -m clamp lists` prints it."""
 
     def fits(self, problem: P, /) -> bool:
-        """Whether it can compute a problem at all."""
+        """Returns whether it can compute a problem at all."""
 
     def pays(self, problem: P, /) -> bool:
-        """Whether no engine after it in the list is expected to be faster; asked only where it fits."""
+        """Returns whether no engine after it in the list is expected to be faster; asked only where it fits."""
 
 
 E = TypeVar("E", bound=Engine[Any])
@@ -67,7 +67,7 @@ def choose(function: str, engines: Sequence[E], problem: Any, name: str | None =
 
 
 def all_in_words(chosen: Mapping[str, Engine[Any]]) -> str:
-    """How the problems that the keys name are computed: "these and those by ...; others by ..."."""
+    """Says in words how the problems that the keys name are computed: "these and those by ...; others by ..."."""
     ways: dict[str, list[str]] = {}
     for problem, engine in chosen.items():
         ways.setdefault(engine.IN_WORDS, []).append(problem)

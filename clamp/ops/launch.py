@@ -53,7 +53,7 @@ def span_for(queue: cl.CommandQueue, size: int) -> int:
 
 
 def group_macros(queue: cl.CommandQueue, group: int) -> dict[str, object]:
-    """What kernels of work-groups of so many work-items are built with (kernels/group_sum.clh, kernels/pieces.clh)."""
+    """Returns macros of kernels with work-groups of this size (kernels/group_sum.clh, kernels/pieces.clh)."""
     macros: dict[str, object] = {"WG": group}
     if group > 1:
         macros["EXCHANGE"] = capabilities(queue).exchange
@@ -64,7 +64,7 @@ def group_macros(queue: cl.CommandQueue, group: int) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How rows are dealt to work-groups by a kernel that goes through whole rows.
+    """Division of rows among work-groups by a kernel that goes through whole rows.
 
     Attributes:
         group: work-items of a work-group.

@@ -113,7 +113,7 @@ def _over_elements(
     kernel: Kernel, kind: str, operands: Sequence[Tensor], others: tuple[Tensor, ...], out_dtype: str,
     constants: Sequence[float], **macros: object,
 ) -> Tensor:  # fmt: skip
-    """What a kernel makes of each element of the operands, and of what else it reads before the result."""
+    """Storage types of the operands, and of what else a kernel reads before the result."""
     x = operands[0]
     key = (x.context.int_ptr, kernel.name, kind, *macros, *macros.values())
     key += tuple([(tuple(y.shape), y.dtype) for y in operands])

@@ -1,4 +1,4 @@
-"""What batch norm and group norm normalize together, and how work-groups share it (kernels/norm_planes.clh); on GPUs in
+"""Sets of elements that batch norm and group norm normalize together (kernels/norm_planes.clh), shared on GPUs in
 two phases, forward and backward (kernels/norm_planes_phases.cl)."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RUN = 1024  # elements that are worth a run of their own
 
 @dataclass(frozen=True)
 class Activation:
-    """What follows a batch norm in the same kernel.
+    """Activation after a batch norm, in the same kernel.
 
     Attributes:
         kind: the kernels' number for it: 0 nothing, 1 relu, 2 leaky relu.
@@ -37,7 +37,7 @@ RELU = Activation(1)
 
 @dataclass(frozen=True)
 class Sets:
-    """How planes make sets that are normalized together; the names are those of norm_planes.clh."""
+    """Sets of planes that are normalized together; the names are those of norm_planes.clh."""
 
     sets: int
     planes: int
@@ -135,13 +135,13 @@ _MOST_PARTS = 128  # one work-item of a group adds up what phase 1 left of a set
 
 
 def in_phases(queue: cl.CommandQueue) -> bool:
-    """Whether norms of planes are computed so on the queue's device: on GPUs."""
+    """Returns whether norms of planes are computed so on the queue's device: on GPUs."""
     return not capabilities(queue).is_cpu
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the blocks of each set are dealt to work-groups.
+    """Division of the blocks of each set among work-groups.
 
     Attributes:
         sets: how many there are.

@@ -77,7 +77,7 @@ class MultiUpdate:
                 self._launches.append((members, launch))
 
     def pieces(self, numbers: Sequence[np.generic], grads: Sequence[Tensor]) -> list[Callable[[], None]]:
-        """What enqueues the step, a launch each, for ``in_turn``.
+        """Returns calls that enqueue the step, a launch each, for ``in_turn``.
 
         Args:
             numbers: of the rule, in the order and of the types of the kernel.

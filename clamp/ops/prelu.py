@@ -92,7 +92,7 @@ def _one_pass(grad: Tensor, x: Tensor, slope: Tensor, n: int, dx_dtype: str | No
 
 
 def _row(x: Tensor, slope: Tensor) -> int:
-    """How many neighbouring elements have one slope."""
+    """Returns the number of neighbouring elements that have one slope."""
     return x.size if slope.size == 1 else prod(x.shape[2:])
 
 

@@ -1,4 +1,4 @@
-"""What the elements of many tensors are: inf, nan and zeros; and either magnitudes or numbers.
+"""Statistics of many tensors' elements: inf, nan and zeros; and either magnitudes or numbers.
 
 `Statistics` have the least and greatest magnitude and a histogram of magnitudes (kernels/statistics.cl), `Numerics`
 what float16 has no room for, signed extremes and the mean (kernels/numerics.cl): a launch for 100 tensors of a dtype.
@@ -47,7 +47,7 @@ Key: TypeAlias = tuple[int, int, str]  # buffer, elements and dtype: what has on
 
 @dataclass(frozen=True)
 class Counts:
-    """How many elements of one tensor are what.
+    """Counts of one tensor's elements.
 
     Attributes:
         count: elements.
@@ -67,7 +67,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Statistics(Counts):
-    """What the magnitudes of one tensor's elements are.
+    """Magnitudes of one tensor's elements.
 
     Attributes:
         smallest: the least magnitude that is neither 0 nor nan, exact; inf if there is none that is finite.
@@ -261,7 +261,7 @@ def _macros(queue: cl.CommandQueue) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Numerics(Counts):
-    """What the elements of one tensor are as numbers.
+    """Numbers of one tensor's elements.
 
     Attributes:
         beyond: how many are finite, and larger than 65504 in magnitude.

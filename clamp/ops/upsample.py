@@ -103,7 +103,7 @@ def _run(
 
 
 class _Plan(NamedTuple):
-    """How the planes that a launch writes are cut into units (kernels/upsample.cl)."""
+    """Division of the planes that a launch writes into units (kernels/upsample.cl)."""
 
     strip: int
     strips: int

@@ -22,7 +22,7 @@ from clamp.ops.gemm.plan import Plan
 
 @dataclass(frozen=True)
 class Verified(ABC):
-    """What such an engine has beside what it computes.
+    """An engine that is used only by plans that are verified.
 
     Attributes:
         NAME, TAKES, IN_WORDS: as every engine's.
@@ -43,15 +43,15 @@ class Verified(ABC):
     @property
     @abstractmethod
     def kernels(self) -> tuple[Kernel, ...]:
-        """What it launches."""
+        """Its kernels."""
 
     @abstractmethod
     def may_work(self, device: Capabilities) -> bool:
-        """Whether the device is of a kind that has its instruction."""
+        """Returns whether the device is of a kind that has its instruction."""
 
     @abstractmethod
     def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
-        """Whether small problems come out right by a plan."""
+        """Returns whether small problems come out right by a plan."""
 
     def verified_plans(self, queue: cl.CommandQueue) -> tuple[Plan, ...]:
         """The plans by which it computes right on the queue's device."""
@@ -59,11 +59,11 @@ class Verified(ABC):
         return tuple(plan for plan in self.plans if verdicts.get(str(plan)) == trials.RIGHT)
 
     def is_verified(self, queue: cl.CommandQueue) -> bool:
-        """Whether a plan that takes any operands is."""
+        """Returns whether a plan that takes any operands is."""
         return not all(plan.aligned for plan in self.verified_plans(queue))
 
     def verdicts(self, queue: cl.CommandQueue, *, anew: bool = False) -> Mapping[str, str]:
-        """What became of each plan on the queue's device; tried where they may work, and once if not ``anew``."""
+        """Returns each plan's verdict on the queue's device; tried where they may work, and once if not ``anew``."""
         return trials.verdicts(queue.device, self.where, anew=anew) if self.may_work(capabilities(queue)) else {}
 
     def trials(self) -> Iterator[Trial]:
@@ -72,7 +72,7 @@ class Verified(ABC):
             yield str(plan), partial(self.computes_right, plan)
 
     def trial_key(self) -> list[str]:
-        """What verdicts depend on: the kernels' sources, and who launches them."""
+        """Returns what verdicts depend on: the kernels' sources, and who launches them."""
         return [clamp.__version__, source("common.clh"), *(source(kernel.file) for kernel in self.kernels)]
 
 

@@ -1,1 +1,1 @@
-"""What hangs on a parameter: values derived from it, fp32 masters, and the marks of its gradients."""
+"""State of parameters: values derived from it, fp32 masters, and the marks of its gradients."""

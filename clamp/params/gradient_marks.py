@@ -1,4 +1,4 @@
-"""What a gradient is multiplied by: its mark, set where the gradient is made and looked at wherever it is used.
+"""The mark of a gradient, which says what it is multiplied by: set where it is made, looked at wherever it is used.
 
 Backward leaves a mark on each gradient that it delivers:
 
@@ -37,7 +37,7 @@ from clamp.params.writes import writes
 
 @dataclass(frozen=True)
 class Mark:
-    """What is known of a gradient.
+    """Knowledge of a gradient.
 
     Attributes:
         scale: what it is multiplied by; None if it is the true one.
@@ -95,13 +95,13 @@ def note_shared(master: Tensor, grad: Tensor | None) -> None:
 
 
 def scale_of(grad: Any) -> AppliedScale | None:
-    """What a gradient is multiplied by; None if nothing, as far as is known."""
+    """Returns the scale that a gradient is multiplied by; None if there is none, as far as is known."""
     mark: Mark | None = getattr(grad, "_loss_scaling", None)
     return None if mark is None else mark.scale
 
 
 def is_unscaled(grad: Any) -> bool:
-    """Whether a gradient has been divided by its loss scale already, and checked."""
+    """Returns whether a gradient has been divided by its loss scale already, and checked."""
     mark: Mark | None = getattr(grad, "_loss_scaling", None)
     return mark is not None and mark.is_checked
 
@@ -120,7 +120,7 @@ def checked(heard: frozenset[object]) -> Mark:
 
 
 def lost_bits(params: Iterable[Any]) -> bool:
-    """Whether a parameter's gradient came through float16 from a loss that was not scaled."""
+    """Returns whether a parameter's gradient came through float16 from a loss that was not scaled."""
     return any(_lost_bits(getattr(param, "grad", None)) for param in params)
 
 
@@ -155,7 +155,7 @@ def take_over(grad: Tensor, other: Tensor) -> None:
 
 
 def was_kept(leaf: Tensor, skip: object) -> bool:
-    """Whether a backward has added to a gradient of a leaf's that had made this step be skipped."""
+    """Returns whether a backward has added to a gradient of a leaf's that had made this step be skipped."""
     return getattr(leaf, "_kept", None) is skip
 
 
@@ -196,7 +196,7 @@ class Waiting(Protocol):
 
 @dataclass
 class HeldByReplays:
-    """What host steps go back to in every replay.
+    """State that host steps go back to in every replay.
 
     Attributes:
         tensors: those whose gradients they look at, by id.
@@ -246,19 +246,19 @@ def noting_held() -> Iterator[HeldByReplays]:
 
 
 def is_anothers(tensor: Tensor) -> bool:
-    """Whether another thread, which is alive, has given a tensor the gradient that it has."""
+    """Returns whether another thread, which is alive, has given a tensor the gradient that it has."""
     by = getattr(tensor, "_given_by", None)
     here = tensor.grad is None or by in (None, threading.get_ident())
     return not here and any(thread.ident == by for thread in threading.enumerate())
 
 
 def is_in_pass() -> bool:
-    """Whether a scaled pass of this thread's has begun and not ended."""
+    """Returns whether a scaled pass of this thread's has begun and not ended."""
     return bool(_thread.waiting)
 
 
 def scale_in_backward() -> AppliedScale | None:
-    """What the backward pass that runs in this thread multiplies by."""
+    """Returns the scale that the backward pass of this thread multiplies by."""
     return _thread.scale
 
 
@@ -308,7 +308,7 @@ def deliver(run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScal
 
 
 def _adds_up(earlier: Mark | None, new: Mark) -> bool:
-    """Whether the engine may add a new gradient to an earlier one as they are.
+    """Returns whether the engine may add a new gradient to an earlier one as they are.
 
     A user's is taken for the true one inside a scaled pass, as in PyTorch for scaled by the same scale elsewhere.
     """

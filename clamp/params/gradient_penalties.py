@@ -37,7 +37,7 @@ def refuse_in(computed: Iterable[Node], leaves: Iterable[Node]) -> None:
 
 
 def _is_of_gradients(tensor: Any) -> bool:
-    """Whether a tensor is a gradient, or computed from such."""
+    """Returns whether a tensor is a gradient, or computed from such."""
     return mark_of(tensor) is not None or hasattr(tensor, "_made_from_gradient")
 
 
@@ -58,7 +58,7 @@ def note_result(made: TensorLike, parents: Iterable[TensorLike]) -> None:
 
 
 def _is_penalty(constant: Any, result: Any) -> bool:
-    """Whether a constant is a gradient, or one number computed from gradients that meets another number.
+    """Returns whether a constant is a gradient, or one number computed from gradients that meets another number.
 
     A step by hand (first-order MAML: ``fast = w - lr * w.grad``) makes weights from gradients, and a weight of one
     element is one number too; but it meets a batch.

@@ -126,7 +126,7 @@ def pairs(optimizer: Any) -> list[Pair]:
 
 
 def _master_in_place_of(param: Tensor, owned: bool) -> Tensor:
-    """What an optimizer must step in place of one of its ``params``: mostly that itself."""
+    """Returns what an optimizer must step in place of one of its ``params``: mostly that itself."""
     if param.dtype in HALF_DTYPES:
         known = bridge.master_of(param)
         if known is None and not (owned and bridge.on_device(param)):
@@ -234,7 +234,7 @@ def were_rewritten(stepped: Iterable[Tensor]) -> None:
 
 
 def rewriting(stepped: Sequence[Tensor]) -> list[Callable[[], None]]:
-    """What rewrites the 16-bit parameters of these, whatever ``step`` has made of them, if nobody else does."""
+    """Returns calls that rewrite the 16-bit parameters of these, whatever ``step`` made of them, unless others do."""
     pairs = [(master, _behind.pop(id(master), None)) for master in stepped]
     return [
         partial(write_back, master, model)

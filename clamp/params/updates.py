@@ -80,7 +80,7 @@ class Step:
         _whole(self._optimizer, pieces)
 
     def _pieces(self, params: Sequence[Tensor]) -> list[Callable[[], Any]]:
-        """What steps these parameters and rewrites their 16-bit ones, and what counts that at the end."""
+        """Returns calls that step these parameters and rewrite their 16-bit ones; the last one counts the step."""
         ready = self._ready
         if ready is None or not ready.is_for(params):
             ready = self._found(params)
@@ -97,7 +97,7 @@ class Step:
         return pieces
 
     def _found(self, params: Sequence[Tensor]) -> _Ready | None:
-        """What there is to do for these parameters; None if it is netcl's to do."""
+        """Returns the step that is ready for these parameters; None if it is netcl's to make."""
         if not self._has_rule:
             return None
         prepared = _prepared.get(self._optimizer)
@@ -113,7 +113,7 @@ class Step:
 
 
 class _Unfinished(NamedTuple):
-    """What is left of a step of which the first launches were made and one was not."""
+    """Remainder of a step of which the first launches were made and one was not."""
 
     optimizer: weakref.ref[Any]
     grads: Sequence[Any]
@@ -140,7 +140,7 @@ class StepClock:
         self._last[key] = known[0], self.now
 
     def stepped_since(self, param: Tensor, time: int) -> bool:
-        """Whether an optimizer that has the parameter has stepped after that time."""
+        """Returns whether an optimizer that has the parameter has stepped after that time."""
         if self.now == time:
             return False
         later = [optimizer() for optimizer, last in self._last.copy().values() if last > time]
@@ -228,7 +228,7 @@ def _key_of(update: bridge.Update, copies: Sequence[Copy | None]) -> list[Any]:
 
 
 def _fit(params: Sequence[Tensor], prepared: _Prepared | None) -> bool:
-    """Whether these parameters and their gradients are what the launches take."""
+    """Returns whether these parameters and their gradients are what the launches take."""
     if not params:
         return False
     if prepared is None or prepared.places != _places_of(params):
@@ -253,7 +253,7 @@ def _is_gradient(grad: Any, param: Tensor, written: frozenset[int]) -> bool:
 
 
 def _are_apart(storages: Sequence[Any]) -> bool:
-    """Whether no two of these share memory: netcl's step would update it twice, one after the other."""
+    """Returns whether no two of these share memory: netcl's step would update it twice, one after the other."""
     spans: dict[int, list[tuple[int, int]]] = {}
     try:
         for storage in storages:

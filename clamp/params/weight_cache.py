@@ -31,7 +31,7 @@ class _Entry:
         self.values: dict[Hashable, Any] = {}
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether the entry is this tensor's, as it is now."""
+        """Returns whether the entry is this tensor's, as it is now."""
         owner = self.ref()
         if owner is None or owner is not tensor or self.buffer is not owner.buffer:
             return False
@@ -88,7 +88,7 @@ class WeightCache:
         return make(tensor)
 
     def asked_before(self, tensor: Tensor, kind: Hashable) -> bool:
-        """Whether this has been asked of ``tensor`` and the kind before, so that keeping the value pays off."""
+        """Returns whether this has been asked of ``tensor`` and the kind before, so that keeping the value pays off."""
         with self._lock:
             values = self._entry(tensor).values
             before = ("asked", kind) in values

@@ -38,7 +38,7 @@ class Writes:
         self._last[id(buffer)] = self.now
 
     def since(self, buffer: Any, time: int) -> bool:
-        """Whether a buffer that exists since then has been written to after that time."""
+        """Returns whether a buffer that exists since then has been written to after that time."""
         return self.now > time and max(self._last.get(id(buffer), 0), self._all) > time
 
 

@@ -45,7 +45,7 @@ _serials = itertools.count()
 
 @replaces("netcl.autograd.engine._gradient_storage_key")
 def gradient_storage_key(own: Any, tensor: Tensor) -> tuple[Any, ...]:
-    """What the engine knows a gradient by, to see whether it may add to it in place.
+    """Returns the key by which the engine knows a gradient, to see whether it may add to it in place.
 
     netcl takes the id of the tensor, which a later one of the same pass may have again, so that the same pass adds in
     place or not as Python's memory has it; a recording would be compared with one of other launches.

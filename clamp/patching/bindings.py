@@ -1,4 +1,4 @@
-"""What patches change in netcl, noted, and undone in reverse: functions redirected, names given other objects."""
+"""Changes of patches in netcl, noted, and undone in reverse: functions redirected, names given other objects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _made: dict[tuple[FunctionType, Any], Redirected] = {}
 
 
 class Bindings:
-    """What is bound where while patches are in place."""
+    """Bindings that are in place while patches are."""
 
     def __init__(self) -> None:
         self._redirected: dict[int, Redirected] = {}  # by id of the function

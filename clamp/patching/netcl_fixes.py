@@ -1,4 +1,4 @@
-"""What netcl does otherwise than it says, or than it could, put right while AMP is on.
+"""Faults of netcl's, and detours, put right while AMP is on.
 
 docs/netcl-defects.md has the layers, each with a minimal example.
 """

@@ -192,7 +192,7 @@ _user_wrapper = cache(user_wrapper)
 
 @cache
 def _wrapper_of(entry: Entry, ours: Function | None) -> tuple[Wrapper, bool]:
-    """What a listed function runs, and whether that passes calls on where casts are off; the same for each ``init``.
+    """Returns what a listed function runs, and whether that passes calls on where casts are off: as at each ``init``.
 
     Args:
         ours: clamp's function, if it has one.
@@ -214,7 +214,7 @@ def _unlisted_wrapper(name: str) -> Wrapper:
 
 
 def _stands(entry: Entry) -> Any:
-    """What has the name of an entry now; None if there is nothing."""
+    """Returns what has the name of an entry now; None if there is nothing."""
     return getattr(sys.modules.get(entry.module), entry.function, None)
 
 

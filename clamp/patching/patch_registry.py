@@ -1,4 +1,4 @@
-"""What of netcl's each wrapper of clamp's stands over, said above the wrapper, and what its names mean.
+"""Wrappers of clamp's, registered by what of netcl's they stand over, and what netcl's names mean.
 
 ::
 

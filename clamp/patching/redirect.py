@@ -96,7 +96,7 @@ _OPEN: dict[str, tuple[tuple[str, ...], Shape]] = {
 
 
 def _shape(code: CodeType) -> Shape:
-    """How many arguments a function takes: by position only, in all but by name only, by name only; and whether any."""
+    """Counts a function's arguments: by position only, in all but by name only, by name only; and whether any."""
     return (
         code.co_posonlyargcount, code.co_argcount, code.co_kwonlyargcount,
         bool(code.co_flags & _POSITIONAL), bool(code.co_flags & _KEYWORDS),

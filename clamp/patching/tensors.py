@@ -84,12 +84,12 @@ def show(x: Any, value: Tensor) -> None:
 
 
 def shown(x: Any) -> dict[str, Any]:
-    """What of a node or tensor ``show`` changes, as it is."""
+    """Returns the attributes of a node or tensor that ``show`` changes, as they are."""
     return {name: vars(x)[name] for name in (("value",) if isinstance(x, Node) else ("buffer", "dtype"))}
 
 
 def is_half(x: Any) -> bool:
-    """Whether x is a node or tensor of 16 bits."""
+    """Returns whether x is a node or tensor of 16 bits."""
     return getattr(getattr(x, "value", None), "dtype", None) in HALF_DTYPES
 
 

@@ -66,7 +66,7 @@ def require_function(
 
 
 def runs_later(function: Any) -> bool:
-    """Whether a call of a function only makes what runs its body: a generator or a coroutine."""
+    """Returns whether a call of a function only makes what runs its body: a generator or a coroutine."""
     function = getattr(function, "__func__", function)
     kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
     return any(is_late(function) for is_late in kinds)

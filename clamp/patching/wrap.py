@@ -45,7 +45,7 @@ _DRAWS = frozenset({"netcl.autograd.dropout", "netcl.ops.elementwise.dropout"})
 
 
 def passes_without_casts(entry: Entry) -> bool:
-    """Whether a function that clamp has kernels for runs netcl's where casts are off and no input is 16-bit."""
+    """Returns whether a function that clamp has kernels for runs netcl's where casts are off and no input is 16-bit."""
     return entry.name not in netcl_defects() and entry.name not in _DRAWS
 
 
@@ -164,7 +164,7 @@ def _add_casting(region: Region, entry: Entry) -> Casting:
 
 
 def banned_message(entry: Entry) -> str:
-    """What a user reads who calls a banned function."""
+    """Returns the message for a user who calls a banned function."""
     return (
         f"{entry.function} is banned under AMP: {entry.reason} "
         f"amp.init(allow_banned=True) runs it in fp32 all the same."
@@ -188,7 +188,7 @@ _WRITTEN = ("out", "dst")
 
 
 def writes(function: Any) -> bool:
-    """Whether a function can write into a tensor that it is given: it has a parameter ``out`` or ``dst``."""
+    """Returns whether a function can write into a tensor that it is given: it has a parameter ``out`` or ``dst``."""
     return inspect.isfunction(function) and bool(written_places(function))
 
 

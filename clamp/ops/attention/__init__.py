@@ -94,7 +94,7 @@ def attention_backward(
 
 
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:
-    """How attention runs on the queue's device, in words."""
+    """Says in words by which engine attention runs on the queue's device."""
     storage = bridge.STORAGE[dtype]
     device, verified = capabilities(queue), names_of_verified(MATRIX_UNITS, queue)
     problem = Problem(8, 256, 64, True, default_scale(64, None), (storage, storage, storage), device, verified)

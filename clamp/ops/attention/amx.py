@@ -18,12 +18,12 @@ _SIDE = 32  # of a tile
 
 
 def fits(problem: Problem) -> bool:
-    """Whether everything is bfloat16, and the device has the unit."""
+    """Returns whether everything is bfloat16, and the device has the unit."""
     return set(problem.storage) == {"bf16"} and bool(problem.device.amx)
 
 
 def pays(problem: Problem) -> bool:
-    """Whether heads are so wide, and sequences so long, that products take time beside the exponentials."""
+    """Returns whether heads are so wide, and sequences so long, that products take time beside the exponentials."""
     return min(problem.length, problem.width) > _SIDE
 
 

@@ -26,7 +26,7 @@ _ITEMS_PER_CORE = 4  # work-items, and so workspaces, that a core should get: fe
 
 @dataclass(frozen=True)
 class Plan:
-    """How the heads of one call are dealt to work-items.
+    """Division of the heads of one call among work-items.
 
     Attributes:
         lanes, rows: the register tile.
@@ -75,7 +75,7 @@ def _tile_of(problem: Problem) -> tuple[int, int]:
 
 
 def plan_of(problem: Problem, lanes: int, rows: int) -> Plan:
-    """How the heads of a problem are dealt, for a tile."""
+    """Returns the division of a problem's heads, for a tile."""
     device, heads, length = problem.device, problem.heads, problem.length
     enough = _ITEMS_PER_CORE * device.compute_units
     chunks = max(1, min(-(-enough // heads), -(-length // lanes)))

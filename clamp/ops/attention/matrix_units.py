@@ -63,19 +63,19 @@ class MatrixAttention(Verified):
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """What it launches."""
+        """Its kernels."""
         return (FORWARD,)  # one file
 
     def may_work(self, device: Capabilities) -> bool:
-        """Whether the device is of a kind that has the instruction."""
+        """Returns whether the device is of a kind that has the instruction."""
         return device.compute_capability >= (8, 0)
 
     def is_verified(self, queue: cl.CommandQueue) -> bool:
-        """Whether every plan is: each is for heads of some width."""
+        """Returns whether every plan is: each is for heads of some width."""
         return self.verified_plans(queue) == self.plans
 
     def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
-        """Whether a small attention comes out right by a plan."""
+        """Returns whether a small attention comes out right by a plan."""
         return computes_right(self, plan, queue, _DTYPES)
 
     def forward_by(
@@ -115,7 +115,7 @@ def _extents(problem: Problem) -> tuple[int, int, float, bool]:
 
 
 def _macros(problem: Problem, rows: int, columns: int) -> dict[str, object]:
-    """What all kernels are built with."""
+    """Macros of all kernels."""
     return {
         "IN_T": problem.storage[0], "ROWS": rows, "COLUMNS": columns, "WIDTH": -(-problem.width // 16) * 16,
         "ALIGNED": int(problem.width % 8 == 0),
@@ -123,7 +123,7 @@ def _macros(problem: Problem, rows: int, columns: int) -> dict[str, object]:
 
 
 class Attender(Protocol):
-    """What computes by a given plan."""
+    """An engine that computes by a given plan."""
 
     def forward_by(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan

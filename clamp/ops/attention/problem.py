@@ -1,4 +1,4 @@
-"""What an engine of attention is asked, and what it must have."""
+"""The problem that an engine of attention is chosen by, and its protocol."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 
 
 def fits(problem: Problem) -> bool:
-    """Whether both operands are of a 16-bit type that the matrix unit multiplies, in one part or in two."""
+    """Returns whether both operands are of a 16-bit type that the matrix unit multiplies, in one part or in two."""
     dtype, device = problem.dtypes[0], problem.device
     if problem.dtypes[1] != dtype or dtype == "float32":
         return False
@@ -134,7 +134,7 @@ def _macros(x: Tensor, emulate: bool) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Block:
-    """What a work-item stages at a time.
+    """Block that a work-item stages at a time.
 
     Attributes:
         images: so many whole ones,
@@ -168,7 +168,7 @@ class Block:
         return cls(each, rows, plane, (*shapes[0].source, rows + reach, x.length, *phases))
 
     def taps(self, shape: Correlation) -> npt.NDArray[np.int64]:
-        """How many elements from a position each tap reads."""
+        """Returns the offset from a position, in elements, that each tap reads at."""
         _, _, rows, pitch, _, phases, *_ = self.staging
         return (shape.y.lines(phases * rows * pitch, pitch)[:, None] + shape.x.lines(rows * pitch, 1)).reshape(-1)
 
@@ -201,7 +201,7 @@ def _tables(
 
 @lru_cache(maxsize=_KEPT)
 def _taps(context: cl.Context, shape: Correlation, block: Block) -> cl.Buffer:
-    """How many positions away each tap reads."""
+    """Returns the distance in positions that each tap reads at."""
     return _numbers(context, block.taps(shape))
 
 

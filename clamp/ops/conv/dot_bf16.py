@@ -32,7 +32,7 @@ _CHUNKS_PER_CORE = 4  # of positions, of a weight gradient: they are alike, and 
 
 
 def fits(problem: Problem) -> bool:
-    """Whether the device has the instruction, and both operands are stored for it."""
+    """Returns whether the device has the instruction, and both operands are stored for it."""
     return problem.dtypes == ("bfloat16", "bfloat16") and bool(problem.device.dot_bf16)
 
 

@@ -57,7 +57,7 @@ def problem_on(
 
 
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:
-    """How convolutions of operands and results in one storage type run on the queue's device, in words."""
+    """Says in words by which engines convolutions of one storage type run on the queue's device."""
 
     def engine_for(extent: Pair, window: Window) -> Engine:
         """That of many channels and positions."""

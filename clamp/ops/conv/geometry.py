@@ -29,7 +29,7 @@ def pair(shape: Any) -> Pair:
 
 @dataclass(frozen=True)
 class Window:
-    """How a kernel moves over an image: (vertical, horizontal) stride, padding and dilation; and channel groups."""
+    """Movement of a kernel over an image: (vertical, horizontal) stride, padding and dilation; and channel groups."""
 
     stride: Pair = (1, 1)
     pad: Pair = (0, 0)
@@ -82,7 +82,7 @@ class Axis:
     staged: StagedAxis
 
     def lines(self, phase: int, line: int) -> npt.NDArray[np.int64]:
-        """How far from a position each tap reads, in a staged source whose phases and lines have these distances."""
+        """Returns each tap's offset from a position, in a staged source whose phases and lines have these distances."""
         taps, stride = self.taps, self.staged.stride
         reads = taps.source + np.arange(taps.count, dtype=np.int64) * taps.source_step
         return reads % stride * phase + reads // stride * line
@@ -164,7 +164,7 @@ class Correlation:
         return self.y.taps.count * self.x.taps.count
 
     def offsets(self, channels: int) -> npt.NDArray[np.int64]:
-        """How far from a position each step (channel, tap) reads."""
+        """Returns the offset of each step (channel, tap) from a position."""
         rows, columns = self.staged_shape
         y = self.y.lines(self.x.staged.phases * rows * columns, columns)
         x = self.x.lines(rows * columns, 1)
@@ -200,7 +200,7 @@ PARTIAL_FLOATS = 8 * 2**20  # of partial weight gradients
 def deal(
     queue: cl.CommandQueue, panels_j: int, panels_m: int, groups: int, items_per_core: int
 ) -> tuple[tuple[int, int, int], int]:
-    """How the panels of a convolution are dealt out: into how many shares of positions, of weights and of groups, and
+    """Returns the division of a convolution's panels: into how many shares of positions, of weights and of groups, and
     how many panels of weights are the most in a share. Weights are shared out only where there are too few positions,
     whose panels each work-item makes for itself."""
     items = items_per_core * capabilities(queue).compute_units
@@ -211,7 +211,7 @@ def deal(
 
 @dataclass(frozen=True)
 class Division:
-    """How the positions and the panels of a weight gradient are divided among work-items.
+    """Division of the positions and panels of a weight gradient among work-items.
 
     Attributes:
         each: positions of a chunk, whose sums are kept apart until the end.

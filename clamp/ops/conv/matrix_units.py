@@ -100,15 +100,15 @@ class MatrixConv(Verified):
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """What it launches."""
+        """Its kernels."""
         return self.conv, self.weight_grad
 
     def may_work(self, device: Capabilities) -> bool:
-        """Whether the device is of a kind that has the instruction."""
+        """Returns whether the device is of a kind that has the instruction."""
         return self.unit.may_work(device)
 
     def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
-        """Whether small convolutions and their gradients come out right by a plan."""
+        """Returns whether small convolutions and their gradients come out right by a plan."""
         return computes_right(self, plan, queue, self.unit.dtypes)
 
     def convolve_by(
@@ -195,7 +195,7 @@ def _positions(problem: Problem) -> int:
 
 
 def _is_countable(problem: Problem) -> bool:
-    """Whether 32 bits number all positions of a batch, what a tap may be away from one, and the weights."""
+    """Returns whether 32 bits number all positions of a batch, what a tap may be away from one, and the weights."""
     size, image = problem.size, problem.image
     pixels = max(size[0] * size[1], image[0] * image[1])
     largest = max(problem.images * pixels, max(problem.channels, problem.features) * pixels, prod(problem.weights))
@@ -204,7 +204,7 @@ def _is_countable(problem: Problem) -> bool:
 
 @dataclass(frozen=True)
 class _Weights:
-    """How a kernel finds weights: element (m, k) of a group at m * pitch + k, or + what the table says for k."""
+    """Layout of weights: element (m, k) of a group at m * pitch + k, or + what the table says for k."""
 
     by_table: bool = False
     pitch: int = 0
@@ -253,7 +253,7 @@ def _elements(axis: Axis) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 
 class Convolver(Protocol):
-    """What computes by a given plan."""
+    """An engine that computes by a given plan."""
 
     def convolve_by(
         self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue, plan: Plan

@@ -1,4 +1,4 @@
-"""What a convolution is, by values: its engine is chosen by them."""
+"""A convolution by values: its engine is chosen by them."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Problem:
 
     @property
     def correlations(self) -> tuple[tuple[Correlation, ...], Pair]:
-        """What the convolution or the input gradient consists of: one correlation for each remainder of the position by
-        the stride, row by row; and the remainders in both directions."""
+        """Correlations that the convolution or the input gradient consists of: one for each remainder of the position
+        by the stride, row by row; and the remainders in both directions."""
         if self.gradient == "input":
             return gradient(self.image, self.size, self.extent, self.window)
         return (self.forward,), (1, 1)

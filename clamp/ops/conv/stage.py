@@ -1,4 +1,4 @@
-"""What a convolution does before and after its sums, on every device (kernels/conv_stage.cl)."""
+"""Staging of a convolution's source, and its stores, on every device (kernels/conv_stage.cl)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Source:
         return self.channels * self.shape.plane
 
     def sizes(self, rows: int) -> tuple[int, ...]:
-        """What every kernel is told of the sizes: positions of all images, output channels of a group, steps, positions
+        """Sizes that every kernel is told: positions of all images, output channels of a group, steps, positions
         of an image, a row of them, elements of an image and of a group."""
         image, group = self.groups * self.group_size, self.group_size
         return self.columns, rows, self.offsets.steps, self.shape.positions, *self.shape.row, image, group
@@ -90,7 +90,7 @@ def slices(x: Tensor, shape: Correlation, dtype: str) -> Iterator[tuple[int, int
 
 
 def must_copy(x: Tensor, shape: Correlation, dtype: str) -> bool:
-    """Whether kernels that read ``dtype`` cannot read x in place."""
+    """Returns whether kernels that read ``dtype`` cannot read x in place."""
     return x.size > 0 and (shape.is_staged or bridge.STORAGE[x.dtype] != bridge.STORAGE[dtype])
 
 

@@ -15,7 +15,7 @@ _PACK = Kernel("conv_weights.cl", "pack_weights")
 
 @dataclass(frozen=True)
 class PanelLayout:
-    """How a kernel reads weights: panels of rows, each a matrix [step][row], zero beyond the weights.
+    """Panels of weights as a kernel reads them: panels of rows, each a matrix [step][row], zero beyond the weights.
 
     Attributes:
         width, short: rows of a panel, and of the last ones, where that leaves fewer rows empty (0: of none).
@@ -29,7 +29,7 @@ class PanelLayout:
     pairs: bool = False
 
     def heights(self, rows: int) -> tuple[int, int]:
-        """How many panels of so many rows have ``width`` rows, and how many have ``short``."""
+        """Returns the numbers of panels with ``width`` rows and with ``short``, for so many rows."""
         most = -(-rows // self.width)
         if not self.short:
             return most, 0

@@ -37,7 +37,7 @@ _MIN_CHANNELS, _MIN_POSITIONS, _MIN_POSITIONS_STRIDED = 16, 512, 4096
 
 
 def fits(problem: Problem) -> bool:
-    """Whether a convolution is of the kind, and stored in so few bits that the sums' rounding does not show."""
+    """Returns whether a convolution is of the kind, and stored in so few bits that the sums' rounding does not show."""
     window = problem.window
     if problem.dtypes[0] == "float32" or (problem.out_dtype == "float32" and problem.gradient != "weights"):
         return False
@@ -47,7 +47,7 @@ def fits(problem: Problem) -> bool:
 
 
 def pays(problem: Problem) -> bool:
-    """Whether a CPU is faster so than term by term; with stride 2 the processor's dot product is faster yet."""
+    """Returns whether a CPU is faster so than term by term; with stride 2 the processor's dot product is faster yet."""
     is_strided = problem.window.stride != (1, 1)
     if not problem.device.is_cpu or (is_strided and dot_bf16.fits(problem) and dot_bf16.pays(problem)):
         return False

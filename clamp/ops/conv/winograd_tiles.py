@@ -44,7 +44,7 @@ class Form:
 
     @property
     def macros(self) -> dict[str, int]:
-        """What its kernels are built with."""
+        """Macros of its kernels."""
         return dict(self.options)
 
     def kernel(self, name: str) -> Kernel:

@@ -75,7 +75,7 @@ def _sum_parts(sums: Tensor, dtype: str) -> Tensor:
 
 
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:
-    """How depthwise convolutions with filters of 3 x 3 run on the queue's device, in words."""
+    """Says in words by which engines depthwise convolutions with filters of 3 x 3 run on the queue's device."""
     storage, device = bridge.STORAGE[dtype], capabilities(queue)
     problems = {
         f"stride {stride}": Problem(64, 64, 16, 16, -(-16 // stride), -(-16 // stride), 3, 3, stride, 1, False,

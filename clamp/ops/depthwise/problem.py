@@ -1,4 +1,4 @@
-"""What an engine of depthwise convolution is asked, and what it must have."""
+"""The problem that an engine of depthwise convolution is chosen by, and its protocol."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _WIDTHS = (512, 256, 128, 64, 32, 16)  # columns of a tile where a whole row is 
 
 @dataclass(frozen=True)
 class _Tiles:
-    """How planes are cut into tiles.
+    """Division of planes into tiles.
 
     Attributes:
         band, width: rows and columns of a tile, in outputs or in groups of ``stride`` inputs.

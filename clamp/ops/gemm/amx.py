@@ -38,7 +38,7 @@ _STREAMED = 2**20  # bytes of a float32 result that is written past the caches
 
 @dataclass(frozen=True)
 class Unit:
-    """How the matrix unit multiplies a type: in how many parts, and KC of the kernel."""
+    """The matrix unit's way to multiply a type: number of parts, and KC of the kernel."""
 
     dtype: str
     parts: int
@@ -56,22 +56,22 @@ class Unit:
 
 
 def unit_of(device: Capabilities, dtype: str, *, emulate: bool = False) -> Unit:
-    """How a device multiplies a type. A part of B that is used between two visits fits a first-level cache if it is in
-    one part; of two it is used four times as often."""
+    """Returns the way in which a device multiplies a type. A part of B that is used between two visits fits a
+    first-level cache if it is in one part; of two it is used four times as often."""
     if dtype == "float16" and not device.amx_fp16:
         return Unit(dtype, 2, _SUM_STEPS, emulate)
     return Unit(dtype, 1, 8, emulate)
 
 
 def fits(problem: Problem) -> bool:
-    """Whether both operands are of a 16-bit type that the device's matrix unit multiplies."""
+    """Returns whether both operands are of a 16-bit type that the device's matrix unit multiplies."""
     if problem.a_dtype != problem.b_dtype or problem.a_dtype not in bridge.HALF_DTYPES:
         return False
     return bool(problem.device.amx or (problem.a_dtype == "float16" and problem.device.amx_fp16))
 
 
 def pays(problem: Problem) -> bool:
-    """Whether there is enough to multiply."""
+    """Returns whether there is enough to multiply."""
     return problem.rows is None or problem.rows * problem.columns * problem.k >= _SMALL
 
 
@@ -102,7 +102,7 @@ def bind(
 
 
 def copies(b: Operand) -> bool:
-    """Whether a product can write what it rounds op(B) to: dense, with neighbouring columns together."""
+    """Returns whether a product can write what it rounds op(B) to: dense, with neighbouring columns together."""
     return not b.batch and b.stride_row == 1
 
 
@@ -177,7 +177,7 @@ def packed(b: Operand, unit: Unit) -> Panels:
 
 
 def _lies_as_panels(a: Operand, unit: Unit) -> bool:
-    """Whether tiles of op(A) can be read where they are: whole ones, rows of k together, in one part."""
+    """Returns whether tiles of op(A) can be read where they are: whole ones, rows of k together, in one part."""
     as_it_is = a.tensor.dtype == unit.dtype and unit.parts == 1
     return as_it_is and a.stride_k == 1 and a.rows % _SIDE == 0 and a.k % _K_STEP == 0 and a.k > 0
 

@@ -29,12 +29,12 @@ _SMALL = 2**24  # multiply-adds: 256 cubed is faster so on PoCL and on Intel's r
 
 
 def fits(problem: Problem) -> bool:
-    """Whether one program reads both operands."""
+    """Returns whether one program reads both operands."""
     return problem.a_dtype == problem.b_dtype
 
 
 def pays(problem: Problem) -> bool:
-    """Whether packing launches would take longer than packing some parts twice."""
+    """Returns whether packing launches would take longer than packing some parts twice."""
     if not problem.device.is_cpu or problem.rows is None:
         return False
     return problem.rows * problem.columns * problem.k <= _SMALL
@@ -76,7 +76,7 @@ def bind(
 
 
 def copies(b: Operand) -> bool:
-    """Whether a product can write what it rounds op(B) to: dense, with neighbouring columns together."""
+    """Returns whether a product can write what it rounds op(B) to: dense, with neighbouring columns together."""
     return not b.batch and b.stride_row == 1
 
 

@@ -24,12 +24,12 @@ _KC = 256  # pairs of k between two visits to a tile
 
 
 def fits(problem: Problem) -> bool:
-    """Whether the device has the instruction, and both operands are stored for it."""
+    """Returns whether the device has the instruction, and both operands are stored for it."""
     return problem.a_dtype == problem.b_dtype == "bfloat16" and bool(problem.device.dot_bf16)
 
 
 def pays(problem: Problem) -> bool:
-    """Whether the instruction is also faster than a float's multiply-add."""
+    """Returns whether the instruction is also faster than a float's multiply-add."""
     return problem.device.fast_dot_bf16
 
 

@@ -27,7 +27,7 @@ class Engine(engine.Engine[Problem], Protocol):
 
 @runtime_checkable
 class Binds(Protocol):
-    """What an engine has as well that takes both operands as they lie, and may round them as it reads."""
+    """An engine that takes both operands as they lie as well, and may round them as it reads."""
 
     @property
     def PACKS(self) -> bool:
@@ -45,7 +45,7 @@ class Binds(Protocol):
         """
 
     def copies(self, b: Operand) -> bool:
-        """Whether it can write such a copy."""
+        """Returns whether it can write such a copy."""
 
 
 #: the first that fits and pays runs
@@ -82,6 +82,6 @@ def usual(queue: cl.CommandQueue, dtype: str) -> Engine:
 
 
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:
-    """How products of a storage type run on the queue's device, in words."""
+    """Says in words by which engines products of a storage type run on the queue's device."""
     chosen = usual(queue, dtype)
     return f"products of {dtype}: {chosen.NAME} kernel, {chosen.IN_WORDS}"

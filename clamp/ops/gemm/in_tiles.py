@@ -18,7 +18,7 @@ _PIECE_BYTES = 16  # of a load
 
 @dataclass(frozen=True)
 class Lines:
-    """How an operand lies in memory.
+    """Layout of an operand in memory.
 
     Attributes:
         k_major: in lines that run along k; otherwise along its rows.

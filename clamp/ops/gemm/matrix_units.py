@@ -54,7 +54,7 @@ class MatrixUnit(Verified):
     more: tuple[Plan, ...] = ()
 
     def fits(self, problem: Problem) -> bool:
-        """Whether the operands are of one 16-bit type, and the engine is verified on the device."""
+        """Returns whether the operands are of one 16-bit type, and the engine is verified on the device."""
         return self.NAME in problem.verified and problem.a_dtype == problem.b_dtype and problem.a_dtype in self.dtypes
 
     def pack(self, b: Operand) -> Operand:
@@ -89,11 +89,11 @@ class MatrixUnit(Verified):
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """What it launches."""
+        """Its kernels."""
         return (self.kernel,)
 
     def may_work(self, device: Capabilities) -> bool:
-        """Whether the device is of a kind that has the instruction."""
+        """Returns whether the device is of a kind that has the instruction."""
         return self.is_for(device)
 
     @property
@@ -107,7 +107,7 @@ class MatrixUnit(Verified):
         yield from self.candidates.verified_plans(queue) if self.more else ()
 
     def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
-        """Whether small products come out right by a plan."""
+        """Returns whether small products come out right by a plan."""
         return computes_right(self.compute, plan, self.plans.index(plan), queue, self.dtypes)
 
     def compute(
@@ -127,7 +127,7 @@ class MatrixUnit(Verified):
 
 
 def layout_of(a: Operand, b: Operand) -> str:
-    """How two operands lie, ``"NT"``: T is transposed."""
+    """Returns the layout of two operands, ``"NT"``: T is transposed."""
     return ("N" if a.stride_k == 1 else "T") + ("T" if b.stride_k == 1 else "N")
 
 
@@ -151,7 +151,7 @@ def cases(plan: Plan, number: int, dtypes: Sequence[str]) -> Iterator[Case]:
 def computes_right(
     compute: Callable[..., None], plan: Plan, number: int, queue: cl.CommandQueue, dtypes: Sequence[str]
 ) -> bool:
-    """Whether ``compute(a, b, c, epilogue, plan)`` computes a plan's cases."""
+    """Returns whether ``compute(a, b, c, epilogue, plan)`` computes a plan's cases."""
     return all(_computes(compute, plan, queue, *case) for case in cases(plan, number, dtypes))
 
 

@@ -66,7 +66,7 @@ def pack(x: Operand, width: int, *, pairs: bool = False) -> Panels:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How C is dealt out: a work-item computes the product of ``panels_a`` panels of A with ``panels_b`` of B."""
+    """Blocks of C: a work-item computes the product of ``panels_a`` panels of A with ``panels_b`` of B."""
 
     panels_a: int
     panels_b: int

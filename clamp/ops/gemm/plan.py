@@ -1,4 +1,4 @@
-"""How a product is cut into tiles, for a GPU's matrix units and without."""
+"""Tiles of products: for a GPU's matrix units and without, and in the registers of CPUs (kernels/register_tile.clh)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SLAB = 64  # columns that a warp stores at a time
 
 
 class Tiling(Protocol):
-    """What every way to cut a product up has.
+    """A way to cut a product up.
 
     Attributes:
         rows, columns, k: the tile of C of a work-group, and the steps of k in local memory at a time.
@@ -45,7 +45,7 @@ T = TypeVar("T", bound=Tiling)
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product is cut up for matrix units.
+    """Tiles of a product on matrix units.
 
     Attributes:
         rows, columns, k: the tile of C of a work-group, and the steps of k in local memory at a time.

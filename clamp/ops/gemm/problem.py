@@ -1,4 +1,4 @@
-"""What a product is: by values, for the choice of an engine; and by its operands and its store, for the engine."""
+"""A product: by values, for the choice of an engine; and by its operands and its store, for the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Problem:
-    """What is known of a product when B is packed, whichever A will come.
+    """A product as it is known when B is packed, whichever A will come.
 
     Attributes:
         a_dtype, b_dtype: storage types.
@@ -80,7 +80,7 @@ def operand_b(b: Tensor, transpose: bool) -> Operand:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What the store does with a sum: adds ``bias`` (N,), applies relu, rounds to ``out_dtype``, in this order."""
+    """The store of a sum: adds ``bias`` (N,), applies relu, rounds to ``out_dtype``, in this order."""
 
     out_dtype: str
     bias: Tensor | None = None

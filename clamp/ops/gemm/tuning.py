@@ -24,7 +24,7 @@ _GAIN = 0.97  # of the usual plan's time: what is nearer may be chance
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was measured.
+    """Measured times.
 
     Attributes:
         winners: names of plans by the class of products.
@@ -51,7 +51,7 @@ def winner_of(seconds: Mapping[str, float], usual: str) -> str:
 
 
 def tuned(device: cl.Device, where: str, trial_key: Callable[[], object]) -> Tuning:
-    """What is kept of a unit on a device; nothing, if it was not tuned there.
+    """Returns what is kept of a unit on a device; nothing, if it was not tuned there.
 
     Args:
         where: the unit's name, as for its trials.

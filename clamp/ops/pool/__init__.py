@@ -131,7 +131,7 @@ def _require_grad_shape(name: str, grad: Tensor, shape: tuple[int, ...]) -> None
 
 
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:
-    """How pooling with common windows runs on the queue's device, in words."""
+    """Says in words by which engines pooling with common windows runs on the queue's device."""
     chosen = {}
     for size, stride in ((2, 2), (3, 2)):
         dtypes, device = (dtype, dtype), capabilities(queue)

@@ -1,4 +1,4 @@
-"""What an engine of pooling is asked, and what it must have."""
+"""The problem that an engine of pooling is chosen by, and its protocol."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def scale(self) -> float:
-        """What the sum of a window is multiplied by, or the maximum."""
+        """Factor of the sum of a window, or of the maximum."""
         return 1.0 / self.size**2
 
     @property

@@ -102,5 +102,5 @@ def _maxima_tile(problem: Problem) -> tuple[int, int] | None:
 
 
 def _fits_line(problem: Problem, count: int) -> bool:
-    """Whether the columns of ``count`` windows, split into phases, fit into a line."""
+    """Returns whether the columns of ``count`` windows, split into phases, fit into a line."""
     return problem.stride * (count + problem.margin + 32) + problem.size <= _LINE
