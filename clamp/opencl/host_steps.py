@@ -141,6 +141,8 @@ class HostValue:
     def __init__(self, value: Any, what: str, known: frozenset[str] = frozenset()) -> None:
         self.__dict__.update(_now=value, _what=what, _known=known)
 
+    # isinstance asks the value's class, and so does numpy: code that would take another way for what is no number of
+    # theirs must be recorded on the way that it takes without us. type(x) still tells (is_host_value).
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self._now)

@@ -126,16 +126,16 @@ class MatrixConv(Verified):
         shape, groups, positions = phase.shape, weights.groups, problem.images * phase.shape.positions
         if positions * weights.rows * groups == 0:
             return
-        lies = _Weights.of(weights)
+        layout = _Weights.of(weights)
         k = weights.channels * shape.taps if x.size else 0  # an image without pixels is all padding: sums of nothing
-        table = _taps(x.queue.context, shape, weights.channels, lies)
+        table = _taps(x.queue.context, shape, weights.channels, layout)
         self._kernel(self.conv, emulate)(
             x.queue, (tiles_of(plan, weights.rows, positions) * groups * plan.threads,), (plan.threads,),
             weights.tensor, x if x.size else weights.tensor, table, out, epilogue.bias_or(out),
-            weights.rows, k, positions, lies.pitch, lies.group, weights.channels * shape.source[0] * shape.source[1],
+            weights.rows, k, positions, layout.pitch, layout.group, weights.channels * shape.source[0] * shape.source[1],
             shape.y.positions, shape.x.positions, shape.y.staged.stride, shape.x.staged.stride, *shape.source,
             groups * weights.channels * shape.source[0] * shape.source[1], phase.begin, *phase.target, *epilogue.flags,
-            CONV=1, TABLE=int(lies.by_table), A_ALIGNED=int(k % 8 == 0), IN_T=bridge.STORAGE[weights.tensor.dtype],
+            CONV=1, TABLE=int(layout.by_table), A_ALIGNED=int(k % 8 == 0), IN_T=bridge.STORAGE[weights.tensor.dtype],
             FULL=0, EMULATE=emulate, **plan.macros, **epilogue.macros, **dict(self.unit.options),
         )  # fmt: skip
 
@@ -223,7 +223,7 @@ class _Weights:
 
 
 @lru_cache(maxsize=128)  # of up to some 100 KB
-def _taps(context: cl.Context, shape: Correlation, channels: int, lies: _Weights) -> cl.Buffer:
+def _taps(context: cl.Context, shape: Correlation, channels: int, layout: _Weights) -> cl.Buffer:
     """The table of a correlation: for each step (channel, tap) where its plane lies, how many rows and columns from a
     position it reads, and where its weight lies. As many steps that read nothing follow as the widest tile may need."""
     y, x = _reads(shape.y), _reads(shape.x)
@@ -234,7 +234,7 @@ def _taps(context: cl.Context, shape: Correlation, channels: int, lies: _Weights
         planes * shape.source[0] * shape.source[1],
         y[:, None],
         x,
-        planes * lies.channel + _elements(shape.y)[:, None] * lies.columns + _elements(shape.x),
+        planes * layout.channel + _elements(shape.y)[:, None] * layout.columns + _elements(shape.x),
     )
     extents = (channels, y.size, x.size)
     table[:steps] = np.stack([np.broadcast_to(part, extents).reshape(-1) for part in parts], axis=1)
