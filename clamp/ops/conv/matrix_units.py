@@ -132,7 +132,8 @@ class MatrixConv(Verified):
         self._kernel(self.conv, emulate)(
             x.queue, (tiles_of(plan, weights.rows, positions) * groups * plan.threads,), (plan.threads,),
             weights.tensor, x if x.size else weights.tensor, table, out, epilogue.bias_or(out),
-            weights.rows, k, positions, layout.pitch, layout.group, weights.channels * shape.source[0] * shape.source[1],
+            weights.rows, k, positions, layout.pitch, layout.group,
+            weights.channels * shape.source[0] * shape.source[1],
             shape.y.positions, shape.x.positions, shape.y.staged.stride, shape.x.staged.stride, *shape.source,
             groups * weights.channels * shape.source[0] * shape.source[1], phase.begin, *phase.target, *epilogue.flags,
             CONV=1, TABLE=int(layout.by_table), A_ALIGNED=int(k % 8 == 0), IN_T=bridge.STORAGE[weights.tensor.dtype],
