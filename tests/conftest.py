@@ -294,9 +294,10 @@ def no_patches_left() -> object:
 
 @pytest.fixture
 def shut_down() -> object:
-    """Ends the handle that a test leaves."""
+    """Ends the handle that a test leaves, and what it has registered."""
     yield
     session.shutdown()
+    session.registrations.clear()
 
 
 @pytest.fixture(autouse=True)

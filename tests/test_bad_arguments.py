@@ -6,7 +6,7 @@ from __future__ import annotations
 import linecache
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -31,11 +31,7 @@ JUNK: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    yield
-    amp.shutdown()
-    session.registrations.clear()
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 def parts(queue: cl.CommandQueue) -> tuple[Any, Any]:

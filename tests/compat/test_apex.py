@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,7 @@ from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, weights_of
 from tests.reference import assert_same, quantize, to_device, to_numpy
 from tests.scaling.test_overflow import optimizer_state, plant
 
-
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    yield
-    amp.shutdown()
-    session.registrations.clear()
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 def initialize(models: Any, optimizers: Any = None, **options: Any) -> Any:

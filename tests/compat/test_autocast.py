@@ -18,7 +18,7 @@ from netcl.autograd import apply_op
 from netcl.ops.matmul import matmul as tensor_matmul
 from netcl.optim import SGD
 
-from clamp import amp, session
+from clamp import amp
 from clamp.bridge import Node, Tensor
 from clamp.params.weight_cache import weights
 from tests.networks import batch, loss_of, mlp
@@ -27,10 +27,7 @@ from tests.reference import assert_same, to_device, to_numpy
 DTYPES = ("float16", "bfloat16")
 
 
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    yield
-    session.registrations.clear()
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 @pytest.fixture
