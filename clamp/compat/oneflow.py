@@ -23,7 +23,7 @@ from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops import transfer
 from clamp.params import gradient_marks, masters
 from clamp.params.weight_cache import weights
-from clamp.recordings.arguments import Call, what_differs
+from clamp.recordings.arguments import Call, Key
 from clamp.recordings.attempt import Attempt
 from clamp.recordings.function import RecordedFunction
 from clamp.recordings.gradients import Known
@@ -291,7 +291,7 @@ class _RecordedBuild(RecordedFunction):
         self._graph = graph
         name = type(graph).__name__
         self._code = f"{name}.build()"
-        self._variants = Variants(name, what_differs)
+        self._variants = Variants(name, "build()")
 
     def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         return Call(args, kwargs, "inputs", of_gradients=False)
@@ -313,7 +313,7 @@ class _RecordedBuild(RecordedFunction):
             self._graph._zero_grad()  # of parameters, too, that this recording gives no gradient
             return super()._replay(call, known, recorded)
 
-    def _record(self, key: Hashable, call: Call, before: Watch, known: Known, earlier: Replayable | None = None) -> Any:
+    def _record(self, key: Key, call: Call, before: Watch, known: Known, earlier: Replayable | None = None) -> Any:
         trained = self._trained(call, before) if earlier is None else earlier.trained
         with self._adding([*trained, *call.tensors]):
             self._graph._zero_grad()

@@ -20,6 +20,7 @@ _BY_VALUE = (enum.Enum, type, FunctionType, np.dtype, range)
 _ARRAYS_KNOWN = frozenset({"shape", "dtype", "ndim", "size", "nbytes", "itemsize"})
 
 Part: TypeAlias = tuple[str, Hashable]  # where in the arguments, and what a recording depends on there
+Key: TypeAlias = tuple[Hashable, tuple[Part, ...]]  # of a call: what is around it, and its arguments
 
 
 class Call:
@@ -156,7 +157,7 @@ def leaves_of(x: Any) -> Iterator[Any]:
         yield x
 
 
-def what_differs(last: tuple[Hashable, tuple[Part, ...]], now: tuple[Hashable, tuple[Part, ...]]) -> str:
+def what_differs(last: Key, now: Key) -> str:
     """What tells the keys of two calls apart, for a warning."""
     if last[0] != now[0]:
         return "the region around the call changes"

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from netcl.autograd.graph import CompiledGraph
@@ -76,35 +76,6 @@ def replay_forward(wrapped: Any, instance: Any, /, new_input: Tensor) -> Any:
 # ---------------------------------------------------------------------------------------------- training steps
 
 
-class Step:
-    """A recorded step, and the gradients that it leaves on the graph's parameters.
-
-    Args:
-        graph: it has been recorded.
-        inputs: the tensors whose buffers are replaced in a replay.
-        state: tensors that the step knows besides its inputs. Parameters count without being named.
-
-    Raises:
-        ValueError: an input that no launch reads.
-    """
-
-    def __init__(self, graph: CompiledGraph, inputs: Sequence[Tensor], state: Iterable[Tensor] = ()) -> None:
-        self.plan = Plan(graph.capture, inputs, state)
-        self._held = graph._clamp_gradients
-
-    def run(self, inputs: Sequence[Tensor]) -> None:
-        """Replays with other inputs; raises as ``Plan.run`` does."""
-        self.plan.check(inputs)
-        self.launch(inputs)
-
-    def launch(self, inputs: Sequence[Tensor]) -> None:
-        """Replays with inputs that fit."""
-        gradient_marks.restore(self._held)
-        self.plan.launch(inputs)
-        gradient_marks.restore(self._held)
-        weights.clear()
-
-
 @meets("netcl.autograd.graph.CompiledGraph.__enter__")
 def enter_graph(wrapped: Any, instance: CompiledGraph, /) -> CompiledGraph:
     """Begins to record a step, into a list of launches of the graph's own: netcl has one for all graphs.
@@ -155,7 +126,7 @@ def compile_graph(wrapped: Any, instance: CompiledGraph, /, inputs: Iterable[Ten
     if recording_of(instance.capture) is None:
         wrapped(inputs)
         return
-    instance._clamp_step = Step(instance, inputs)
+    instance._clamp_plan = Plan(instance.capture, inputs)
     instance._replay_steps = [_refuse_without_clamp]
 
 
@@ -173,8 +144,12 @@ def replay_graph(wrapped: Any, instance: CompiledGraph, /, new_inputs: Iterable[
         ValueError: the inputs are not like those recorded.
     """
     inputs = list(new_inputs)
-    if hasattr(instance, "_clamp_step"):
-        instance._clamp_step.run(inputs)
+    if hasattr(instance, "_clamp_plan"):
+        instance._clamp_plan.check(inputs)
+        gradient_marks.restore(instance._clamp_gradients)
+        instance._clamp_plan.launch(inputs)
+        gradient_marks.restore(instance._clamp_gradients)
+        weights.clear()
         return
     if instance.is_compiled and not hasattr(instance, "_replay_steps"):
         raise RuntimeError("call compile(inputs) with the recorded input tensors before replay()")

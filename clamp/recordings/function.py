@@ -6,7 +6,7 @@ import functools
 import random
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
@@ -20,9 +20,8 @@ from clamp.casting.results import RESULTS
 from clamp.interrupts import among, holding, of_threads
 from clamp.opencl.host_steps import is_host_value, recorder
 from clamp.params import gradient_marks, masters
-from clamp.recordings import sources
-from clamp.recordings.arguments import PLAIN, Call, leaves_of, what_differs
-from clamp.recordings.attempt import Attempt
+from clamp.recordings.arguments import PLAIN, Call, Key, leaves_of
+from clamp.recordings.attempt import Attempt, answers_refused
 from clamp.recordings.capture import is_free, recording_of
 from clamp.recordings.gradients import Entries, Gradients, Known, Tokens
 from clamp.recordings.replayable import CannotReplay, Replayable, detached
@@ -95,7 +94,7 @@ class RecordedFunction:
             raise TypeError(f"amp.record takes a function, not a {type(function).__name__}")
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._code = f"{self._name}()"
-        self._variants: Variants[Replayable] = Variants(self._name, what_differs, warn_user, self._code)
+        self._variants: Variants[Replayable] = Variants(self._name, self._code)
         self._lock = threading.RLock()
         self._warned = False
         self._numbers = weakref.WeakKeyDictionary[Watch, tuple[Any, ...]]()  # returned by the run that a state is from
@@ -147,7 +146,7 @@ class RecordedFunction:
                 return self._run(key, call) if recorded is None else self._replay(call, known, recorded)
             return self._record(key, call, before, known, recorded)
 
-    def _key(self, call: Call) -> Hashable:
+    def _key(self, call: Call) -> Key:
         """What a recording depends on besides the state of the host and the content of tensors."""
         region = current_region()
         how = None if region is None else (region.enabled, region.dtype, region.allow_banned, region.policies)
@@ -167,7 +166,7 @@ class RecordedFunction:
 
     # ------------------------------------------------------------------------------------------ running, recording
 
-    def _run(self, key: Hashable, call: Call) -> Any:
+    def _run(self, key: Key, call: Call) -> Any:
         with self._variants.following(), self._noting_reached():
             result = self.__wrapped__(*call.args, **call.kwargs)
         watch = Watch(self._roots(call))
@@ -203,7 +202,7 @@ class RecordedFunction:
     def _replay(self, call: Call, known: Known, recorded: Replayable) -> Any:
         return recorded.replay(call, known)
 
-    def _record(self, key: Hashable, call: Call, before: Watch, known: Known, earlier: Replayable | None = None) -> Any:
+    def _record(self, key: Key, call: Call, before: Watch, known: Known, earlier: Replayable | None = None) -> Any:
         """Runs the function and records it, or, if there is an earlier recording that fits, compares it with that."""
         roots = self._roots(call)
         attempt = self._attempt(roots, before) if earlier is None else Attempt(before, compares=True)
@@ -218,7 +217,7 @@ class RecordedFunction:
         try:
             with self._variants.following(), self._noting_reached(), gradient_marks.noting_held() as held:
                 attempt.begin()
-                with sources.refused():
+                with answers_refused():
                     result = self.__wrapped__(*args, **kwargs)
                 if attempt.is_recording:
                     attempt.end()

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from clamp.bridge import Tensor
+from clamp.recordings.arguments import Key, what_differs
 from clamp.recordings.memory import address_of
 from clamp.recordings.replay import Plan
 from clamp.recordings.watch import Watch
@@ -73,23 +74,12 @@ class Variants(Generic[R]):
 
     Args:
         name: of the graph, for warnings.
-        explain: what tells two keys apart, in words.
-        warn: called with what a user should know, once.
         code: what runs, in the words of the user.
     """
 
-    def __init__(
-        self,
-        name: str,
-        explain: Callable[[Any, Any], str],
-        warn: Callable[[str], None] = warn_user,
-        code: str = "build()",
-    ) -> None:
-        self._name = name
-        self._explain = explain
-        self._warn_user = warn
-        self._code = code
-        self._kinds: OrderedDict[Hashable, _Kind[R]] = OrderedDict()
+    def __init__(self, name: str, code: str) -> None:
+        self._name, self._code = name, code
+        self._kinds: OrderedDict[Key, _Kind[R]] = OrderedDict()
         self._newest: _Kind[R] | None = None  # the last of them: keys are slow to look up
         self._strangers = self._made = self._replays = 0
         self._stopped = False  # nothing is recorded any more; what has been is replayed
@@ -108,7 +98,7 @@ class Variants(Generic[R]):
         """How many there are."""
         return sum(len(kind.kept) for kind in self._kinds.values())
 
-    def find(self, key: Hashable, inputs: Sequence[Tensor], besides: Callable[[R], str] = lambda _: "") -> R | None:
+    def find(self, key: Key, inputs: Sequence[Tensor], besides: Callable[[R], str] = lambda _: "") -> R | None:
         """A recording that gives what running the pass on these inputs gives now; None if there is none.
 
         Args:
@@ -127,7 +117,7 @@ class Variants(Generic[R]):
                 return recorded
         return None
 
-    def may_record(self, key: Hashable) -> Watch | None:
+    def may_record(self, key: Key) -> Watch | None:
         """The state in which the pass has run before, if that is the state now; otherwise None."""
         kind = self._kinds.get(key)
         if self._stopped or self.runs_always(key):
@@ -139,11 +129,11 @@ class Variants(Generic[R]):
             self._stop(kind.ran.change() if kind is not None and kind.ran is not None else self._difference(key))
         return None
 
-    def ran(self, key: Hashable, watch: Watch) -> None:
+    def ran(self, key: Key, watch: Watch) -> None:
         """The pass has run, and was not recorded."""
         self._kind(key).ran = watch
 
-    def add(self, key: Hashable, recorded: R, before: Watch) -> None:
+    def add(self, key: Key, recorded: R, before: Watch) -> None:
         """The pass has been recorded.
 
         Args:
@@ -169,7 +159,7 @@ class Variants(Generic[R]):
             kind.kept = [*kind.kept[1 - _PER_KEY :], recorded]
         self._make_room()
 
-    def differs(self, key: Hashable, recorded: R, why: str) -> None:
+    def differs(self, key: Key, recorded: R, why: str) -> None:
         """The pass, run in place of a replay, did something else than that would have. It is recorded anew, and after
         the second time nothing is any more.
 
@@ -182,18 +172,18 @@ class Variants(Generic[R]):
         self._differed = True
         if self._never:
             self.clear()
-        self._warn_user(
+        warn_user(
             f"{self._name} was replayed in up to {recorded.calls // 2} calls as it does not run any more: {why}. "
             f"Something that {self._code} reads has changed where no replay looks. It "
             f"{'runs as it is from now on' if self._never else 'is recorded anew'}: pass what changes as an argument."
         )
 
-    def runs_always(self, key: Hashable) -> bool:
+    def runs_always(self, key: Key) -> bool:
         """Whether calls of this key run as they are, for good."""
         kind = self._kinds.get(key)
         return self._never or (kind is not None and kind.never) or (self._stopped and not (kind and kind.kept))
 
-    def run_always(self, key: Hashable) -> None:
+    def run_always(self, key: Key) -> None:
         """Calls of this key cannot be recorded: they run as they are from now on."""
         kind = self._kind(key)
         kind.kept.clear()
@@ -209,14 +199,14 @@ class Variants(Generic[R]):
         for watch, before in flags:
             watch.follow(before)
 
-    def _kind(self, key: Hashable) -> _Kind[R]:
+    def _kind(self, key: Key) -> _Kind[R]:
         kind = self._kinds.setdefault(key, _Kind())
         self._make_newest(key, kind)
         while len(self._kinds) > MOST_KEYS:
             self._kinds.popitem(last=False)
         return kind
 
-    def _make_newest(self, key: Hashable, kind: _Kind[R]) -> None:
+    def _make_newest(self, key: Key, kind: _Kind[R]) -> None:
         if kind is not self._newest:
             self._kinds.move_to_end(key)
             self._newest = kind
@@ -236,15 +226,15 @@ class Variants(Generic[R]):
         self._stopped = True
         self._warn(why)
 
-    def _difference(self, key: Hashable) -> str:
+    def _difference(self, key: Key) -> str:
         last = next(reversed(self._kinds), None)
-        return "" if last is None else self._explain(last, key)
+        return "" if last is None else what_differs(last, key)
 
     def _warn(self, why: str) -> None:
         if self._warned:
             return
         self._warned = True
-        self._warn_user(
+        warn_user(
             f"{self._name} does not get to replay what it recorded: {why or 'its inputs'}, call after call. It runs "
             f"{self._code} as it is instead, which is right and slower. Pass what changes as a tensor, and keep what "
             f"{self._code} does not need out of it."
