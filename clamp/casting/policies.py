@@ -8,8 +8,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import TensorLike
-from clamp.casting.arguments import reporter
-from clamp.casting.containers import tensors_in
+from clamp.casting.arguments import reporter, tensors_in
 from clamp.casting.operands import (
     Casting,
     InputOperand,

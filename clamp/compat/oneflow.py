@@ -13,7 +13,7 @@ from typing import Any
 
 from clamp import bridge, session
 from clamp.bridge import DTypeLike, Node, Tape, Tensor
-from clamp.casting.containers import mapped
+from clamp.casting.arguments import mapped
 from clamp.casting.regions import check_dtype, current_region, in_region, region_here
 from clamp.compat import pytorch
 from clamp.compat.oneflow_scaler import GradScaler, StaticGradScaler, loss_scale_of

@@ -11,7 +11,7 @@ import pyopencl as cl
 
 from clamp import bridge, session
 from clamp.bridge import DTypeLike, Node, Tensor
-from clamp.casting.containers import mapped, with_items
+from clamp.casting.arguments import mapped, with_items
 from clamp.casting.regions import check_dtype
 from clamp.compat.regions import refuse_device
 from clamp.compat.scalers import FaceRule, FaceScaler, setting

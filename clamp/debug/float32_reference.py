@@ -16,7 +16,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
-from clamp.casting.containers import mapped
+from clamp.casting.arguments import mapped
 from clamp.casting.policy_table import default_table
 from clamp.casting.regions import Region, called_in, casting_in, current_region
 from clamp.casting.results import forward_again

@@ -15,7 +15,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
-from clamp.casting.containers import tensors_in
+from clamp.casting.arguments import tensors_in
 from clamp.casting.results import RESULTS, Observer
 from clamp.debug import process
 from clamp.debug.callsite import here

@@ -19,7 +19,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.containers import mapped
+from clamp.casting.arguments import mapped
 from clamp.casting.regions import same_around
 from clamp.interrupts import holding, of_threads
 from clamp.opencl.host_steps import Drawn

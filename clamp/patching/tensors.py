@@ -12,7 +12,7 @@ from netcl.ops.bf16_act import from_bf16_host, to_bf16_host
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Node, Tensor
-from clamp.casting.containers import tensors_in
+from clamp.casting.arguments import tensors_in
 from clamp.casting.regions import called_in
 from clamp.opencl.device import require_usable
 from clamp.ops.arguments import saturated

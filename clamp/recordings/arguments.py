@@ -11,7 +11,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor
-from clamp.casting.containers import with_items
+from clamp.casting.arguments import with_items
 from clamp.opencl.host_steps import HostValue
 from clamp.recordings.replay import shared_memory
 

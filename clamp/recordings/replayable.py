@@ -9,7 +9,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor
-from clamp.casting import containers
+from clamp.casting import arguments
 from clamp.opencl.host_steps import HostValue, is_host_value, value_now
 from clamp.params import gradient_marks
 from clamp.params.gradient_marks import mark_of, set_mark
@@ -332,7 +332,7 @@ class InPlace(Replayable):
         ValueError: no launch reads one of the tensors that it was given.
     """
 
-    _mapped = staticmethod(containers.mapped)
+    _mapped = staticmethod(arguments.mapped)
 
     def _note_results(self, result: Any) -> None:
         def kept(x: Node | Tensor) -> Tensor:
