@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -122,29 +122,16 @@ def _macros(problem: Problem, rows: int, columns: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-class Attender(Protocol):
-    """An engine that computes by a given plan."""
-
-    def forward_by(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan
-    ) -> None:
-        """Writes the result and the log-sum-exps."""
-
-    def backward_by(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients,
-        delta: Tensor, plan: Plan,
-    ) -> None:  # fmt: skip
-        """Writes the gradients; ``delta`` is for numbers of its own."""
-
-
-def computes_right(engine: Attender, plan: Plan, queue: cl.CommandQueue, dtypes: Sequence[str]) -> bool:
+def computes_right(engine: MatrixAttention, plan: Plan, queue: cl.CommandQueue, dtypes: Sequence[str]) -> bool:
     """Whether attention and its gradients come out right by a plan, in each type, with a causal mask and without, of
     rows of whole pieces of 16 bytes and of others."""
     cases = product(dtypes, ((plan.k, True), (plan.k - 16, False), (plan.k - 3, True)))
     return all(_computes(engine, plan, queue, dtype, width, causal) for dtype, (width, causal) in cases)
 
 
-def _computes(engine: Attender, plan: Plan, queue: cl.CommandQueue, dtype: str, width: int, causal: bool) -> bool:
+def _computes(
+    engine: MatrixAttention, plan: Plan, queue: cl.CommandQueue, dtype: str, width: int, causal: bool
+) -> bool:
     shape = (2, 2 * plan.rows + 3, width)
     # Eighths are exact in every type; scores that differ by some ones let few keys count much.
     numbers = np.random.default_rng(0).integers(-8, 9, (4, *shape)) / 8

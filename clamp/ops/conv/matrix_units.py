@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -253,19 +253,7 @@ def _elements(axis: Axis) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return axis.taps.first + np.arange(axis.taps.count) * axis.taps.step
 
 
-class Convolver(Protocol):
-    """An engine that computes by a given plan."""
-
-    def convolve_by(
-        self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue, plan: Plan
-    ) -> None:
-        """Writes a convolution or an input gradient over ``out``."""
-
-    def sum_gradient(self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, plan: Plan) -> None:
-        """Writes the gradient by the weights over ``out``."""
-
-
-def computes_right(engine: Convolver, plan: Plan, queue: cl.CommandQueue, dtypes: Sequence[str]) -> bool:
+def computes_right(engine: MatrixConv, plan: Plan, queue: cl.CommandQueue, dtypes: Sequence[str]) -> bool:
     """Whether convolutions and their gradients come out right by a plan, in each type, with a stride and without."""
     cases = (((9, 8), Window(pad=(1, 1))), ((8, 8), Window((2, 2), (1, 1), groups=2)))
     return all(
@@ -273,7 +261,7 @@ def computes_right(engine: Convolver, plan: Plan, queue: cl.CommandQueue, dtypes
     )
 
 
-def _computes(engine: Convolver, plan: Plan, queue: cl.CommandQueue, dtype: str, image: Pair, window: Window) -> bool:
+def _computes(engine: MatrixConv, plan: Plan, queue: cl.CommandQueue, dtype: str, image: Pair, window: Window) -> bool:
     numbers = np.random.default_rng(0)
     n, c, f = 3, 24, plan.rows // 2 + 8
     x = numbers.integers(-1, 2, (n, c * window.groups, *image))
