@@ -27,7 +27,7 @@ from clamp.ops import (
     norm_planes_backward,
     norm_rows,
     norm_sets,
-    notes,
+    ring_buffers,
 )
 from clamp.ops import reduce as reduce_module
 from clamp.ops import softmax as softmax_module
@@ -122,7 +122,7 @@ def _numerics(queue: cl.CommandQueue) -> None:
 
 
 def _squares(queue: cl.CommandQueue) -> None:
-    notes.Norms(queue, 1).note(0, [_tensor(queue, 4, 1000)])
+    ring_buffers.Norms(queue, 1).note(0, [_tensor(queue, 4, 1000)])
 
 
 def _rows_of_a_table(queue: cl.CommandQueue) -> None:
@@ -156,7 +156,7 @@ CASES = [
     (_losses, multi_tensor.UNSCALE),
     (_statistics, statistics_module.STATISTICS),
     (_numerics, statistics_module.NUMERICS),
-    (_squares, notes.SQUARES),
+    (_squares, ring_buffers.SQUARES),
     (_rows_of_a_table, ELEMENTWISE),
     (_gradients_of_gelu, ELEMENTWISE),
 ]
@@ -165,7 +165,7 @@ CASES = [
 #: kernels that write a few sums
 SUMS = (
     norm_sets.PLANES_MOMENTS, norm_sets.GRADIENT_SUMS, reduce_module.SUM_ROWS, loss.LABEL_LOSS,
-    loss_elementwise.LOSS_SUM, statistics_module.STATISTICS, statistics_module.NUMERICS, notes.SQUARES,
+    loss_elementwise.LOSS_SUM, statistics_module.STATISTICS, statistics_module.NUMERICS, ring_buffers.SQUARES,
 )  # fmt: skip
 
 
