@@ -8,10 +8,10 @@ from clamp.checkpoint.run import load_checkpoint, save_checkpoint
 from clamp.compat import netcl as _netcl  # noqa: F401  (registers its wrappers)
 from clamp.compat.apex import initialize, scale_loss
 from clamp.compat.oneflow import Graph
-from clamp.compat.oneflow_scaler import StaticGradScaler
 from clamp.compat.paddle import auto_cast, decorate
 from clamp.compat.pytorch import GradScaler, checkpoint, custom_bwd, custom_fwd
 from clamp.compat.regions import autocast, get_autocast_dtype, is_autocast_enabled
+from clamp.compat.scalers import StaticGradScaler
 from clamp.debug.memory_meter import max_memory
 from clamp.handle import AmpHandle, NoOpHandle
 from clamp.opencl.device import get_amp_supported_dtype, is_bfloat16_supported, is_float16_supported, supports_fp16

@@ -21,8 +21,8 @@ from netcl.optim import SGD
 import clamp
 from clamp import amp, session
 from clamp.bridge import Node
-from clamp.compat.oneflow_scaler import GradScaler as OneFlowScaler
 from clamp.compat.paddle import GradScaler as PaddleScaler
+from clamp.compat.scalers import GradScaler as OneFlowScaler
 from tests.networks import mlp
 from tests.reference import to_device
 

@@ -16,7 +16,7 @@ from clamp.bridge import DTypeLike, Node, Tape, Tensor
 from clamp.casting.arguments import mapped
 from clamp.casting.regions import check_dtype, current_region, in_region, region_here
 from clamp.compat import pytorch
-from clamp.compat.oneflow_scaler import GradScaler, StaticGradScaler, loss_scale_of
+from clamp.compat.scalers import GradScaler, StaticGradScaler
 from clamp.debug.attribution import Attribution
 from clamp.debug.explain import Explanation
 from clamp.opencl.host_steps import host_step, recorder
@@ -94,7 +94,7 @@ class Graph:
         earlier = set(vars(self))
         self.config = GraphConfig()
         self._optimizers: list[Any] = []
-        self._guards = StepGuards(max_skips_at_floor=25)
+        self._guards = StepGuards()
         self._own_scale: LossScale = NoLossScale()
         self._grad_scaler: pytorch.GradScaler | None = None  # whose scale it is, if somebody else has it too
         self._recorder = _RecordedBuild(self)
@@ -131,11 +131,15 @@ class Graph:
             RuntimeError: the graph has run already.
         """
         self._require_not_run("set_grad_scaler")
-        if isinstance(grad_scaler, pytorch.GradScaler) and grad_scaler.is_enabled():
-            self._own_scale, self._grad_scaler, self._guards = NoLossScale(), grad_scaler, grad_scaler.guards
+        if isinstance(grad_scaler, pytorch.GradScaler):
+            self._own_scale = NoLossScale()
+            self._grad_scaler = grad_scaler if grad_scaler.is_enabled() else None
+        elif isinstance(grad_scaler, GradScaler | StaticGradScaler):
+            self._own_scale, self._grad_scaler = grad_scaler.make(), None
         else:
-            self._own_scale, self._grad_scaler = loss_scale_of(grad_scaler), None
-            self._guards = StepGuards(max_skips_at_floor=25)
+            given = type(grad_scaler).__name__
+            raise TypeError(f"set_grad_scaler takes a GradScaler or a StaticGradScaler, got {given}")
+        self._guards = StepGuards() if self._grad_scaler is None else self._grad_scaler._scaling.guards
         for optimizer in self._optimizers:
             self._guards.of(optimizer)
 
@@ -146,7 +150,7 @@ class Graph:
         first = next(params, None)
         if self._grad_scaler is None or first is None:
             return self._own_scale
-        return self._grad_scaler.loss_scale_on(first.queue)
+        return self._grad_scaler._scaling.scale_on(first.queue)
 
     def _require_not_run(self, call: str) -> None:
         if self._recorded:

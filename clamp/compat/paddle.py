@@ -198,8 +198,8 @@ class _Scaling(ManualScaling):
     _scale_class = _AtLeastOne
     moves = True  # whether it is ever updated
 
-    def _scaler(self, queue: cl.CommandQueue) -> DynamicLossScale:
-        scaler = super()._scaler(queue)
+    def scale_on(self, queue: cl.CommandQueue) -> DynamicLossScale:
+        scaler = super().scale_on(queue)
         scaler.comes_down = self.moves
         scaler.cure = "" if self.moves else "scaler = GradScaler(use_dynamic_loss_scaling=True)"
         return scaler

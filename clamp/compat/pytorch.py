@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pyopencl as cl
 
 from clamp import bridge, session
 from clamp.bridge import DTypeLike, Node, Tensor
@@ -17,9 +16,7 @@ from clamp.compat.regions import refuse_device
 from clamp.compat.scalers import FaceRule, FaceScaler, setting
 from clamp.functions.recompute import checkpointed
 from clamp.patching.user_functions import Backward, CustomBackward, CustomForward, require_function, runs_later
-from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.manual import ManualScaling
-from clamp.scaling.step_guard import StepGuards
 
 
 class GradScaler(FaceScaler):
@@ -131,17 +128,6 @@ class GradScaler(FaceScaler):
             self._scaling.update()
         else:
             self._scaling.set_scale(_number(new_scale))
-
-    # ------------------------------------------------------------------------------------------ sharing
-
-    def loss_scale_on(self, queue: cl.CommandQueue) -> LossScale:
-        """The scale that this scaler has for a queue, for a graph that moves it itself."""
-        return self._scaling._scaler(queue)
-
-    @property
-    def guards(self) -> StepGuards:
-        """The guards of the optimizers, which have their bits of this scaler's overflow word."""
-        return self._scaling.guards
 
     # ------------------------------------------------------------------------------------------ settings
 

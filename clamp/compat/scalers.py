@@ -1,18 +1,19 @@
-"""The loss scalers of PyTorch's and Paddle's faces: what both have in common, their settings from a table of names."""
+"""Loss scalers of the faces: what PyTorch's and Paddle's have in common, their settings from a table of names; and
+OneFlow's ``GradScaler`` and ``StaticGradScaler``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import Parameter, Signature
 from typing import Any
 
 import numpy as np
 
 from clamp import session
-from clamp.scaling.loss_scale import require_state
+from clamp.scaling.loss_scale import DynamicLossScale, LossScale, StaticLossScale, require_state
 from clamp.scaling.manual import ManualScaling
-from clamp.scaling.scale_rule import ScaleRule
+from clamp.scaling.scale_rule import LARGEST, ScaleRule
 from clamp.scaling.step_report import History
 
 
@@ -106,3 +107,60 @@ class FaceScaler:
                 f"a GradScaler's state dict has the keys {', '.join(self._state_keys)}; missing: {missing}"
             )
         return [state[key] for key in self._state_keys]
+
+
+# ---------------------------------------------------------------------------------------------- a graph's
+
+
+@dataclass(frozen=True)
+class GradScaler:
+    """The rule of a graph's loss scale; OneFlow's arguments. Give it to ``Graph.set_grad_scaler``.
+
+    Like OneFlow's scale it never falls below 1, or below ``init_scale`` if that is smaller. OneFlow takes no
+    ``backoff_factor`` but ``1 / growth_factor``; any one between 0 and 1 does here.
+
+    Args:
+        init_scale: the first scale.
+        growth_factor: above 1: the scale grows by it after ``growth_interval`` clean steps in a row.
+        backoff_factor: the scale is multiplied by it after a step with inf or nan.
+        growth_interval: at least 1.
+
+    Raises:
+        ValueError: an argument is none of these.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        self.make()
+
+    def make(self) -> LossScale:
+        """A loss scale that moves so."""
+        lowest = min(1.0, StaticLossScale(self.init_scale).scale)
+        rule = ScaleRule(
+            self.growth_factor, self.backoff_factor, self.growth_interval, min_scale=lowest, max_scale=LARGEST
+        )
+        return DynamicLossScale(self.init_scale, rule)
+
+
+@dataclass(frozen=True)
+class StaticGradScaler:
+    """A graph's loss scale that stays as it is. A step with inf or nan is skipped all the same, unlike OneFlow's.
+
+    Raises:
+        ValueError: ``scale_factor`` is not finite and positive.
+    """
+
+    scale_factor: float
+
+    def __post_init__(self) -> None:
+        self.make()
+
+    def make(self) -> LossScale:
+        """A loss scale that stays so."""
+        scale = StaticLossScale(self.scale_factor)
+        scale.cure = "graph.set_grad_scaler(amp.GradScaler())"
+        return scale

@@ -145,8 +145,8 @@ class ManualScaling:
         _load(scaler, state)
         return scaler
 
-    def _scaler(self, queue: cl.CommandQueue) -> DynamicLossScale:
-        """The scaler of a queue; a new one goes on from where the first one is."""
+    def scale_on(self, queue: cl.CommandQueue) -> DynamicLossScale:
+        """The scale on a queue; a new one goes on from where the first one is."""
         if queue not in self._scalers:
             self._scalers[queue] = self._make(self.state_dict())
         return self._scalers[queue]
@@ -163,7 +163,7 @@ class ManualScaling:
         if not isinstance(x.value, Tensor) or not bridge.on_device(x.value):
             note_numpy_backend()
             return x
-        return scaled_node(x, self._scaler(x.value.queue))
+        return scaled_node(x, self.scale_on(x.value.queue))
 
     def unscale_(self, optimizer: Any) -> None:
         """Divides the gradients of an optimizer's parameters by the scale and looks for inf and nan.
@@ -182,7 +182,7 @@ class ManualScaling:
         lost_bits = not self._lost_bits and gradient_marks.lost_bits(model for _, model in found)
         with scale_lock, uninterrupted():
             heard = tokens([round_.guard])
-            scalers, checked = unscale_gradients(found, self._scaler, frozenset(heard))
+            scalers, checked = unscale_gradients(found, self.scale_on, frozenset(heard))
             held = gradient_marks.snapshot(x for pair in found for x in pair) if recorder() is not None else []
             host_step(partial(self._unscaled, optimizer, scalers, checked, held, heard))
         if lost_bits:
