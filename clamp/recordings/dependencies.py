@@ -14,7 +14,8 @@ from netcl.runtime.capture import KernelCapture
 from clamp import bridge
 from clamp.casting.regions import process_region
 from clamp.recordings.memory import Address, Residents, Seen
-from clamp.recordings.watch import Watch, is_same
+from clamp.recordings.watch import Watch
+from clamp.recordings.watched_state import is_same
 
 
 class ModuleNotes:

@@ -26,7 +26,8 @@ from clamp.recordings.capture import is_free, recording_of
 from clamp.recordings.gradients import Entries, Gradients, Known, Tokens
 from clamp.recordings.replayable import CannotReplay, Replayable, detached
 from clamp.recordings.variants import Variants
-from clamp.recordings.watch import Watch, is_same
+from clamp.recordings.watch import Watch
+from clamp.recordings.watched_state import is_same
 from clamp.scaling.manual import stages
 from clamp.scaling.step_report import warn_user
 

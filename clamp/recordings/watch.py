@@ -9,14 +9,11 @@ launches, and whether they have moved is known by ``memory.py``.
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from functools import partial
-from operator import is_
 from types import (
     BuiltinMethodType,
     CodeType,
@@ -34,14 +31,20 @@ import wrapt
 from clamp import bridge
 from clamp.bridge import Node, Tensor
 from clamp.recordings.code_names import CodeNames, attributes, global_names, imported, texts
-from clamp.recordings.iterator_state import GENERATORS, Values, drawn, position
+from clamp.recordings.watched_state import (
+    GENERATORS,
+    LIBRARIES,
+    PLAIN,
+    Part,
+    Values,
+    content_of,
+    drawn,
+    is_library,
+    position,
+)
 
-_PLAIN = (bool, int, float, complex, str, bytes, np.generic)
 _ITEMS = (list, tuple, set, frozenset, deque)
 _LONGEST = 4096  # items of a container, or bytes of an array, that are looked at one by one
-#: Packages whose classes and functions are taken for unchanging. Their objects may be settings: a scheduler of netcl's,
-#: a namespace, a queue of Python's.
-LIBRARIES = frozenset({"clamp", "netcl", "numpy", "pyopencl", "wrapt", *sys.stdlib_module_names})
 #: Modules of theirs whose objects are none: they hold what is decided anew in every replay, or what nobody sets.
 _OPAQUE = frozenset({"builtins", "clamp", "netcl.amp", "netcl.optim.amp", "numpy", "pyopencl", "wrapt"})
 _OPAQUE |= {"abc", "ctypes", "importlib", "inspect", "logging", "re", "typing"}
@@ -50,46 +53,6 @@ _ABOUT_CODE = frozenset(
 )
 _OF_TENSORS = frozenset(Tensor.__init__.__code__.co_names) | {"_backend"}
 _OF_NODES = frozenset(Node.__init__.__code__.co_names)
-
-
-@dataclass(slots=True)
-class _Part:
-    """One place where values are kept.
-
-    Attributes:
-        read: the values there now.
-        label: how a user would write the value with this number, among these values.
-        seen: the values that were there.
-        is_library: whether it is a library's code that keeps them for itself: netcl's layers, in their attributes.
-    """
-
-    read: Callable[[], Values]
-    label: Callable[[Values, int], str]
-    seen: Values
-    is_library: bool = False
-
-    def agrees(self) -> bool:
-        now, seen = self.read(), self.seen
-        return len(now) == len(seen) and (all(map(is_, now, seen)) or all(map(is_same, now, seen)))
-
-    def flags(self) -> list[bool] | None:
-        """Value by value, whether it is as it was; None if there are more or fewer."""
-        now = self.read()
-        return list(map(is_same, now, self.seen)) if len(now) == len(self.seen) else None
-
-    def first_change(self) -> str:
-        flags = self.flags()
-        if flags is None:
-            return self.label((), 0)
-        return self.label(self.seen, flags.index(False))
-
-    def follow(self, flags: list[bool] | None) -> None:
-        """Takes over the values that agreed before, as ``flags`` says, and do not any more."""
-        now = self.read()
-        if flags is not None and len(now) == len(self.seen):
-            self.seen = tuple(new if agreed else old for new, old, agreed in zip(now, self.seen, flags, strict=True))
-        elif flags is not None and all(flags):
-            self.seen = now
 
 
 class Watch:
@@ -119,7 +82,7 @@ class Watch:
         self._settings: list[tuple[Any, str, AbstractSet[str]]] = []  # of which only those count that the code names
         self._names = CodeNames()
         self._generators = generators
-        self._parts: list[_Part] = []
+        self._parts: list[Part] = []
         self._hidden, self._inside = hidden, inside
         self._known: dict[int, Any] = {}  # what was looked at, held so that ids stay unique
         self._known_modules: set[tuple[str, CodeType]] = set()
@@ -164,7 +127,7 @@ class Watch:
 
     def _look_at(self, x: Any, name: str, root: bool = False) -> None:
         kind = type(x)  # not isinstance: a proxy may answer for something that it would have to import first
-        if x is None or id(x) in self._known or (issubclass(kind, _PLAIN) and is_library(kind)):
+        if x is None or id(x) in self._known or (issubclass(kind, PLAIN) and is_library(kind)):
             return
         self._known[id(x)] = x
         if issubclass(kind, Tensor):
@@ -174,7 +137,7 @@ class Watch:
             (value,) = self._add(lambda: (x.value,), lambda *_: f"{name}.value")
             self._push(value, f"{name}.value")
             self._settings.append((x, name, _OF_NODES))
-        elif issubclass(kind, (dict, *_ITEMS, np.ndarray, *_PLAIN)):
+        elif issubclass(kind, (dict, *_ITEMS, np.ndarray, *PLAIN)):
             self._content_of(x, kind, name)
             if not is_library(kind):
                 self._object(x, kind, name)
@@ -366,7 +329,7 @@ class Watch:
     def _add(self, read: Callable[[], Values], label: Callable[[Values, int], str], is_library: bool = False) -> Values:
         """Notes a place; what is there now. What is pushed is to come from this: another thread, a trace or a
         collection may change the place meanwhile, and what is seen and what is looked into would be two states."""
-        self._parts.append(_Part(read, label, read(), is_library))
+        self._parts.append(Part(read, label, read(), is_library))
         return self._parts[-1].seen
 
     def _push(self, x: Any, name: str) -> None:
@@ -404,39 +367,11 @@ def _behind(proxy: Any) -> Any:
         return None
 
 
-def is_same(now: Any, seen: Any) -> bool:
-    """Whether a value is what it was: the same object, or an equal number or text of the same type, nan included."""
-    if now is seen:
-        return True
-    if type(now) is not type(seen):
-        return False
-    if isinstance(now, tuple):
-        return len(now) == len(seen) and all(map(is_same, now, seen))
-    if isinstance(now, MethodType):  # made anew whenever it is asked for
-        return bool(now == seen)
-    if not (isinstance(now, _PLAIN) and is_library(type(now))):
-        return False
-    return (bool(now == seen) or now != now) and repr(now) == repr(seen)  # -0.0, nan
-
-
-def is_library(x: Any) -> bool:
-    """Whether a class or function is none of the user's."""
-    return str(getattr(x, "__module__", None) or "builtins").partition(".")[0] in LIBRARIES
-
-
 def _has_settings(x: Any) -> bool:
     """Whether an object's attributes may decide what a pass computes."""
     module = type(x).__module__
     is_opaque = module in _OPAQUE or module.partition(".")[0] in _OPAQUE
     return not is_opaque or "_unwatched" in bridge.own_attributes(x)
-
-
-def content_of(cell: Any) -> Any:
-    """What a closure's cell holds; None if nothing has been assigned yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
 
 
 def _items_now(base: Any, x: Any) -> tuple[Any, ...]:

@@ -1,0 +1,133 @@
+"""What is watched of the host: a place where values are kept, whether they are what they were, and what random
+generators and iterators have come to, on which all that is drawn from them later depends."""
+
+from __future__ import annotations
+
+import gc
+import io
+import itertools
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import is_, length_hint
+from types import GeneratorType, MethodType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Values: TypeAlias = tuple[Any, ...]
+
+PLAIN = (bool, int, float, complex, str, bytes, np.generic)
+#: Packages whose classes and functions are taken for unchanging. Their objects may be settings: a scheduler of netcl's,
+#: a namespace, a queue of Python's.
+LIBRARIES = frozenset({"clamp", "netcl", "numpy", "pyopencl", "wrapt", *sys.stdlib_module_names})
+
+
+@dataclass(slots=True)
+class Part:
+    """One place where values are kept.
+
+    Attributes:
+        read: the values there now.
+        label: how a user would write the value with this number, among these values.
+        seen: the values that were there.
+        is_library: whether it is a library's code that keeps them for itself: netcl's layers, in their attributes.
+    """
+
+    read: Callable[[], Values]
+    label: Callable[[Values, int], str]
+    seen: Values
+    is_library: bool = False
+
+    def agrees(self) -> bool:
+        now, seen = self.read(), self.seen
+        return len(now) == len(seen) and (all(map(is_, now, seen)) or all(map(is_same, now, seen)))
+
+    def flags(self) -> list[bool] | None:
+        """Value by value, whether it is as it was; None if there are more or fewer."""
+        now = self.read()
+        return list(map(is_same, now, self.seen)) if len(now) == len(self.seen) else None
+
+    def first_change(self) -> str:
+        flags = self.flags()
+        if flags is None:
+            return self.label((), 0)
+        return self.label(self.seen, flags.index(False))
+
+    def follow(self, flags: list[bool] | None) -> None:
+        """Takes over the values that agreed before, as ``flags`` says, and do not any more."""
+        now = self.read()
+        if flags is not None and len(now) == len(self.seen):
+            self.seen = tuple(new if agreed else old for new, old, agreed in zip(now, self.seen, flags, strict=True))
+        elif flags is not None and all(flags):
+            self.seen = now
+
+
+def is_same(now: Any, seen: Any) -> bool:
+    """Whether a value is what it was: the same object, or an equal number or text of the same type, nan included."""
+    if now is seen:
+        return True
+    if type(now) is not type(seen):
+        return False
+    if isinstance(now, tuple):
+        return len(now) == len(seen) and all(map(is_same, now, seen))
+    if isinstance(now, MethodType):  # made anew whenever it is asked for
+        return bool(now == seen)
+    if not (isinstance(now, PLAIN) and is_library(type(now))):
+        return False
+    return (bool(now == seen) or now != now) and repr(now) == repr(seen)  # -0.0, nan
+
+
+def is_library(x: Any) -> bool:
+    """Whether a class or function is none of the user's."""
+    return str(getattr(x, "__module__", None) or "builtins").partition(".")[0] in LIBRARIES
+
+
+def content_of(cell: Any) -> Any:
+    """What a closure's cell holds; None if nothing has been assigned yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+# ---------------------------------------------------------------------------------------------- generators, iterators
+
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+
+
+def drawn(generator: Any) -> str:
+    """The state of a random generator, told apart from others by its text."""
+    if isinstance(generator, random.Random):
+        return repr(generator.getstate())
+    is_old = isinstance(generator, np.random.RandomState)
+    return repr(_without_arrays(generator.get_state(legacy=False) if is_old else generator.bit_generator.state))
+
+
+def _without_arrays(state: Any) -> Any:
+    """A state with the bytes of its arrays, whose text is long in the making, and is cut short if they are long."""
+    if isinstance(state, dict):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+#: These stand where what they go through stands; a file's place does not show once it is iterated.
+_LEAN = (
+    zip, map, filter, enumerate, itertools.islice, itertools.chain, itertools.starmap, itertools.repeat,
+    itertools.takewhile, itertools.dropwhile, itertools.filterfalse, itertools.compress, itertools.zip_longest,
+    type(iter(int, 1)), io.IOBase,
+)  # fmt: skip
+
+
+def position(iterator: Any) -> Values:
+    """What an iterator of Python's own has come to; where that does not show, another place each time."""
+    frame = getattr(iterator, "gi_frame", None)
+    if frame is not None:
+        return frame.f_lasti, *gc.get_referents(iterator)  # f_locals would stay, and hold what was there
+    if isinstance(iterator, itertools.count):
+        return (repr(iterator),)
+    left = length_hint(iterator, -1)
+    if left < 0 and not isinstance(iterator, (GeneratorType, *_LEAN)):
+        return (object(),)
+    return left, isinstance(iterator, GeneratorType)
