@@ -78,10 +78,11 @@ void assign_found(__global loss_scale_state *s, uint mask, uint fresh) {
     s->found = 0;
 }
 
+// A scale that somebody has set below min_scale stays; a negative min_scale lifts it to that size.
 void back_off(__global loss_scale_state *s, float backoff_factor, int decr_every, float min_scale) {
     if (++s->bad_steps < decr_every) return;
     s->bad_steps = 0;
-    s->scale = fmax(s->scale * backoff_factor, fmin(s->scale, min_scale));
+    s->scale = fmax(s->scale * backoff_factor, min_scale < 0 ? -min_scale : fmin(s->scale, min_scale));
 }
 
 void grow(__global loss_scale_state *s, float growth_factor, int growth_interval, float max_scale) {

@@ -172,24 +172,9 @@ def _policies(
 
 
 class _AtLeastOne(DynamicLossScale):
-    """Paddle's scale: an overflow makes it ``max(scale * decr_ratio, 1)``, so one that was set below 1 becomes 1.
+    """Paddle's scale: an overflow makes it ``max(scale * decr_ratio, 1)``, so one that was set below 1 becomes 1."""
 
-    A scale may be set below 1, and then the rule's ``min_scale`` is below 1 until an overflow ends that.
-    """
-
-    def adjust(self) -> None:
-        before = self.read() if self.rule.min_scale < 1 else None  # reads the device where the scale may be below 1
-        self.rule = replace(self.rule, min_scale=1.0)
-        super().adjust()
-        if before is None:
-            return
-        after = self.read()
-        # The kernel never raises a scale that overflowed. A clean step counts in the tracker, or grows the scale.
-        lowered = before.overflow and after[:2] == (before.scale, 0) and after.bad_steps == 0
-        if after.scale < 1 and lowered:
-            self.set_scale(1.0)
-        elif after.scale < 1:
-            self.rule = replace(self.rule, min_scale=after.scale)
+    lifts = True
 
 
 class _Scaling(ManualScaling):
@@ -206,7 +191,7 @@ class _Scaling(ManualScaling):
 
     def _make(self, state: Mapping[str, Any]) -> DynamicLossScale:
         scaler = super()._make(state)
-        scaler.rule = replace(scaler.rule, min_scale=min(1.0, float(state["loss_scale"])))
+        scaler.rule = replace(scaler.rule, min_scale=1.0)
         return scaler
 
 

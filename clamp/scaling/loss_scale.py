@@ -350,6 +350,8 @@ class DynamicLossScale(StaticLossScale):
     """
 
     is_dynamic = comes_down = True
+    #: Whether an overflow lifts a scale that somebody has set below the rule's ``min_scale`` to it.
+    lifts = False
 
     def __init__(self, init_scale: float = 2.0**16, rule: ScaleRule = DEFAULT_RULE) -> None:
         self._rule = [rule]  # which copies on other queues have as well
@@ -368,16 +370,24 @@ class DynamicLossScale(StaticLossScale):
     def floor(self) -> float:
         return self.rule.min_scale
 
+    @property
+    def _arguments(self) -> tuple[float, ...]:
+        """The rule's numbers, as kernels take them."""
+        if not self.lifts:
+            return self.rule.arguments
+        *others, min_scale, max_scale = self.rule.arguments
+        return (*others, -min_scale, max_scale)
+
     def adjust(self) -> None:
-        self._state.launch(ADJUST, *self.rule.arguments)
+        self._state.launch(ADJUST, *self._arguments)
 
     def update(self, mask: int, fresh: int) -> None:
         _check_masks(mask, fresh)
-        self._state.launch(UPDATE, mask, fresh, *self.rule.arguments)
+        self._state.launch(UPDATE, mask, fresh, *self._arguments)
 
     def _check_scale(self, value: float) -> float:
         value = positive("the loss scale", value)
-        if not self.rule.min_scale <= value <= self.rule.max_scale:
+        if not (self.lifts or self.rule.min_scale <= value) or value > self.rule.max_scale:
             raise ValueError(
                 f"the loss scale {value!r} is not between min_scale {self.rule.min_scale!r} "
                 f"and max_scale {self.rule.max_scale!r}"

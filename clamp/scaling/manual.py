@@ -378,5 +378,5 @@ def _load(scaler: DynamicLossScale, state: Mapping[str, Any]) -> None:
 
 def _allow(scaler: DynamicLossScale, scale: Any) -> None:
     """Lets a scale below the floor, if somebody wants one, be: overflows lower no further."""
-    if isinstance(scale, int | float) and 0 < scale < scaler.rule.min_scale:
+    if not scaler.lifts and isinstance(scale, int | float) and 0 < scale < scaler.rule.min_scale:
         scaler.rule = replace(scaler.rule, min_scale=scale)
