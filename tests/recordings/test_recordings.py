@@ -942,16 +942,33 @@ def test_gradients_of_what_the_graph_does_not_step_add_up(queue: cl.CommandQueue
     np.testing.assert_array_equal(kept.to_host(), np.full(4, 6.0 * total))
 
 
-def test_a_gradient_of_an_input_is_no_later_calls(queue: cl.CommandQueue) -> None:
-    """netcl's engine leaves one on every leaf. A replay leaves none on the input of the call that was recorded."""
-    model = mlp(queue, 10, 16, 3)
-    graph, xs = Train(model, SGD(model.parameters(), lr=1e-30)), [x_of(queue, index) for index in range(4)]
-    kept = []
-    for x in xs:
-        graph(x, to_device(queue, TARGETS[0]))
-        kept.append(None if x.grad is None else x.grad.to_host())
-    for x, grad in zip(xs, kept, strict=True):
-        np.testing.assert_array_equal(None if x.grad is None else x.grad.to_host(), grad)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_gradient_of_an_input_is_no_later_calls(queue: cl.CommandQueue, scaled: bool) -> None:
+    """netcl's add leaves one on every leaf. A replay leaves none on the input of the call that was recorded; and an
+    input may come back with one of another loss scale."""
+    shift = Parameter.from_host(queue, np.ones(10, np.float32))
+
+    class Shifts(amp.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_optimizer(SGD([shift], lr=1e-3))
+            if scaled:
+                self.set_grad_scaler(amp.GradScaler(init_scale=2.0**4, growth_interval=1))
+
+        def build(self, x: Any) -> Any:
+            loss = ag.sum(ag.square(ag.add(x, ag.tensor(shift))))
+            loss.backward()
+            return loss
+
+    graph, xs = Shifts(), [x_of(queue, index) for index in range(3)]
+    kept: list[Any] = [None] * 3
+    for turn in range(12):
+        for x, grad in zip(xs, kept, strict=True):
+            np.testing.assert_array_equal(None if x.grad is None else x.grad.to_host(), grad)
+        graph(xs[turn % 3])
+        kept[turn % 3] = None if xs[turn % 3].grad is None else xs[turn % 3].grad.to_host()
+    assert all(grad is not None for grad in kept)
+    assert graph._recorded.recordings == 1
 
 
 def test_no_gradient_is_taken_for_one_that_was_freed(queue: cl.CommandQueue) -> None:
