@@ -26,7 +26,8 @@ from clamp.params.gradient_marks import lost_bits, noted_elsewhere
 from clamp.params.masters import gathered
 from clamp.patching.patch import Patches, Registration
 from clamp.patching.user_functions import runs_later
-from clamp.scaling.loss_scale import LossScale, make_loss_scale, require_state
+from clamp.scaling.dynamic_scale import make_loss_scale
+from clamp.scaling.loss_scale import LossScale, require_state
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.passes import PassScaling
 from clamp.scaling.step_guard import StepGuards, are_steps_withheld, is_vouched

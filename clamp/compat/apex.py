@@ -17,8 +17,8 @@ from clamp.casting.regions import Region, check_dtype
 from clamp.compat.scalers import require_number
 from clamp.handle import NoOpHandle
 from clamp.models import as_list, cast_calls, to_16_bit
-from clamp.scaling.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
-from clamp.scaling.scale_rule import ScaleRule
+from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
+from clamp.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
 from clamp.session import load_state_dict, state_dict
 
 __all__ = ["initialize", "load_state_dict", "scale_loss", "state_dict"]

@@ -34,9 +34,8 @@ from clamp.patching.collectives import ScaledTape, keep_equal
 from clamp.patching.patch_registry import meets
 from clamp.patching.wrap import Installed
 from clamp.scaling.backward_pass import unscale_gradients
-from clamp.scaling.loss_scale import StaticLossScale
+from clamp.scaling.loss_scale import LARGEST, SMALLEST, StaticLossScale
 from clamp.scaling.passes import PassScaling
-from clamp.scaling.scale_rule import LARGEST, SMALLEST
 from clamp.scaling.scaled_loss import is_scaled, scaled_node
 
 # ---------------------------------------------------------------------------------------------- autocast

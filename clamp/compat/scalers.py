@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from clamp import session
-from clamp.scaling.loss_scale import DynamicLossScale, LossScale, StaticLossScale, require_state
+from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
+from clamp.scaling.loss_scale import LARGEST, LossScale, StaticLossScale, require_state
 from clamp.scaling.manual import ManualScaling
-from clamp.scaling.scale_rule import LARGEST, ScaleRule
 from clamp.scaling.step_report import History
 
 

@@ -19,8 +19,7 @@ from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, Trace, Value
 from clamp.opencl.host_steps import unrecorded
 from clamp.ops.cast import cast
 from clamp.ops.statistics import statistics_of
-from clamp.scaling.loss_scale import DynamicLossScale
-from clamp.scaling.scale_rule import DEFAULT_RULE
+from clamp.scaling.dynamic_scale import DEFAULT_RULE, DynamicLossScale
 
 LARGEST_FLOAT16 = 65504.0
 _ROUNDS_TO_INF = 65520.0  # and what is larger

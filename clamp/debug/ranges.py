@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from clamp import bridge
 from clamp.bridge import DTypeLike
 from clamp.ops.statistics import OCTAVE, Statistics, edges
-from clamp.scaling.scale_rule import DEFAULT_RULE, positive
+from clamp.scaling.dynamic_scale import DEFAULT_RULE
+from clamp.scaling.loss_scale import positive
 
 #: Between the largest gradient seen, at the suggested scale, and the largest number of the dtype. The next batch's
 #: gradients may be larger; at the largest scale that just fits, by nothing.

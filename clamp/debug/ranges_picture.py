@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from clamp.bridge import DTypeLike, dtype_name
 from clamp.debug.ranges import histogram_of, limits_of, lost, suggested_scale
 from clamp.ops.statistics import FIRST_EXPONENT, OCTAVE, Statistics
-from clamp.scaling.scale_rule import positive
+from clamp.scaling.loss_scale import positive
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,6 +1,7 @@
 """Loss scales: keep 16-bit gradients away from zero and infinity by scaling the loss.
 
-Three classes with one interface, so that nobody asks which one it holds (after jmp's loss scales):
+Three classes with one interface, so that nobody asks which one it holds (after jmp's loss scales); the one that moves,
+and ``make_loss_scale``, are in ``dynamic_scale``:
 
     scale = make_loss_scale("auto", "float16")
     scaled = scale.scale_loss(loss)                 # backward starts here
@@ -20,17 +21,44 @@ An optimizer is a bit, chosen by the caller: ``mask`` has the bits of the optimi
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.ops.cast import cast
-from clamp.ops.loss_scale import ADJUST, ASSIGN, UPDATE, AppliedScale, DeviceState, ScaleState
+from clamp.ops.loss_scale import ASSIGN, AppliedScale, DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_, unscale_
-from clamp.scaling.scale_rule import DEFAULT_RULE, ScaleRule, count, positive
 
 _OPTIMIZERS = 32  # bits of a mask
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).tiny)  # its reciprocal is finite, so that a scale down there can recover
+
+
+def positive(name: str, value: Any) -> float:
+    """The value rounded to float32, which the device computes with."""
+    try:
+        with np.errstate(over="ignore"):
+            rounded = float(np.float32(value))
+    except (TypeError, ValueError):
+        rounded = 0.0
+    if isinstance(value, str) or not 0 < rounded <= LARGEST:
+        raise ValueError(f"{name} must be a finite positive number, not {value!r}")
+    return rounded
+
+
+def count(name: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> int:
+    """The value as an integer of the device's."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if not least <= number <= most:
+        raise ValueError(f"{name} must be an integer from {least} to {most}, not {value!r}")
+    return number
 
 
 def _check_dtype(dtype: str) -> None:
@@ -38,7 +66,8 @@ def _check_dtype(dtype: str) -> None:
         raise TypeError(f"scale_loss: {dtype} cannot be scaled; float32, float16 or bfloat16 is needed")
 
 
-def _check_masks(mask: int, fresh: int) -> None:
+def check_masks(mask: int, fresh: int) -> None:
+    """Raises ValueError where mask has no bit or more than 32, or fresh has one that mask has not."""
     if not 0 < mask < 1 << _OPTIMIZERS:
         raise ValueError(f"mask must have between 1 and {_OPTIMIZERS} bits, not {mask:#b}")
     if fresh & ~mask:
@@ -168,7 +197,7 @@ class LossScale(bridge.Listed):
         Raises:
             ValueError: mask has no bit or more than 32, or fresh has one that mask has not.
         """
-        _check_masks(mask, fresh)
+        check_masks(mask, fresh)
         self._state.launch(ASSIGN, mask, fresh)
 
     def adjust(self) -> None:
@@ -284,7 +313,7 @@ class NoLossScale(LossScale):
         pass
 
     def assign(self, mask: int, fresh: int) -> None:
-        _check_masks(mask, fresh)
+        check_masks(mask, fresh)
 
     def read(self) -> ScaleState:
         return ScaleState(1.0, 0, 0, 0)
@@ -309,108 +338,3 @@ class StaticLossScale(LossScale):
 
     def __init__(self, scale: float) -> None:
         super().__init__(positive("the loss scale", scale))
-
-
-class DynamicLossScale(StaticLossScale):
-    """As large a scale as gradients bear: lowered when they overflow, raised after a while without::
-
-        when a pass ends (assign):
-            overflow[fresh] = False                   # their last overflows were answered by skipped steps
-            if found:                                 # an inf or a nan
-                first = not any(overflow[mask])       # the first overflow of this step
-                overflow[mask] = True
-
-        then (adjust):
-            if found:
-                growth_tracker = 0
-                if first:                             # once a step, however many of its passes overflow
-                    bad_steps += 1
-                    if bad_steps == decr_every_n_nan_or_inf:
-                        bad_steps = 0
-                        scale = max(scale * backoff_factor, min_scale)
-            elif fresh == mask:                       # the first pass of a step
-                bad_steps = 0
-                growth_tracker += 1
-                if growth_tracker == growth_interval:
-                    growth_tracker = 0
-                    if isfinite(scale * growth_factor):
-                        scale = min(scale * growth_factor, max_scale)
-
-    Several ``assign`` before one ``adjust`` count as one pass: overflowed if any of them was.
-
-    Args:
-        init_scale: the first scale, within the rule's limits.
-        rule: factors, interval and limits; may be replaced at any time.
-
-    Raises:
-        ValueError: init_scale is not a finite positive number within the limits.
-
-    Example:
-        >>> scale = DynamicLossScale(2.0**10, ScaleRule(growth_interval=500))
-    """
-
-    is_dynamic = comes_down = True
-    #: Whether an overflow lifts a scale that somebody has set below the rule's ``min_scale`` to it.
-    lifts = False
-
-    def __init__(self, init_scale: float = 2.0**16, rule: ScaleRule = DEFAULT_RULE) -> None:
-        self._rule = [rule]  # which copies on other queues have as well
-        super().__init__(self._check_scale(init_scale))
-
-    @property
-    def rule(self) -> ScaleRule:
-        """The rule by which the scale moves; may be replaced at any time."""
-        return self._rule[0]
-
-    @rule.setter
-    def rule(self, rule: ScaleRule) -> None:
-        self._rule[0] = rule
-
-    @property
-    def floor(self) -> float:
-        return self.rule.min_scale
-
-    @property
-    def _arguments(self) -> tuple[float, ...]:
-        """The rule's numbers, as kernels take them."""
-        if not self.lifts:
-            return self.rule.arguments
-        *others, min_scale, max_scale = self.rule.arguments
-        return (*others, -min_scale, max_scale)
-
-    def adjust(self) -> None:
-        self._state.launch(ADJUST, *self._arguments)
-
-    def update(self, mask: int, fresh: int) -> None:
-        _check_masks(mask, fresh)
-        self._state.launch(UPDATE, mask, fresh, *self._arguments)
-
-    def _check_scale(self, value: float) -> float:
-        value = positive("the loss scale", value)
-        if not (self.lifts or self.rule.min_scale <= value) or value > self.rule.max_scale:
-            raise ValueError(
-                f"the loss scale {value!r} is not between min_scale {self.rule.min_scale!r} "
-                f"and max_scale {self.rule.max_scale!r}"
-            )
-        return value
-
-
-def make_loss_scale(loss_scale: str | float, dtype: str) -> LossScale:
-    """The loss scale for an AMP dtype.
-
-    Args:
-        loss_scale: ``"auto"`` (dynamic for float16, off otherwise), ``"dynamic"``, or a number: a static scale.
-        dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``.
-
-    Raises:
-        ValueError: neither argument is any of these, or the number is not finite and positive.
-    """
-    if dtype not in ("float16", "bfloat16", "float32"):
-        raise ValueError(f"dtype must be 'float16', 'bfloat16' or 'float32', not {dtype!r}")
-    if loss_scale == "auto":
-        return DynamicLossScale() if dtype == "float16" else NoLossScale()
-    if loss_scale == "dynamic":
-        return DynamicLossScale()
-    if isinstance(loss_scale, str | bool):
-        raise ValueError(f"loss_scale must be 'auto', 'dynamic' or a positive number, not {loss_scale!r}")
-    return StaticLossScale(loss_scale)

@@ -26,8 +26,8 @@ from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
 from clamp.scaling.backward_pass import tokens, unscale_gradients
-from clamp.scaling.loss_scale import DynamicLossScale, LossScale
-from clamp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule
+from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
+from clamp.scaling.loss_scale import LARGEST, SMALLEST, LossScale
 from clamp.scaling.scaled_loss import scaled_node
 from clamp.scaling.step_guard import StepGuard, StepGuards
 from clamp.scaling.step_report import History, Reports, warn_of_lost_bits

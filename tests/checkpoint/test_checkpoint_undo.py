@@ -13,7 +13,7 @@ from netcl.optim import Adam, AdamW, Momentum
 
 from clamp import amp, bridge
 from clamp.bridge import Tensor
-from clamp.scaling.loss_scale import DynamicLossScale
+from clamp.scaling.dynamic_scale import DynamicLossScale
 from tests.checkpoint.test_checkpoint_parameters import SQUARE, fused, same_bits, train
 from tests.networks import mlp, weights_of
 

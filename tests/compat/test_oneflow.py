@@ -16,7 +16,7 @@ from netcl.optim import SGD
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
 from clamp.compat.oneflow import GradScaler, Graph, StaticGradScaler
-from clamp.scaling.scale_rule import ScaleRule
+from clamp.scaling.dynamic_scale import ScaleRule
 from tests.networks import LOSS_FACTOR, mlp, weights_of
 from tests.recipes import RECIPES, Made, Recipe, make
 from tests.recordings.test_compiled import BATCHES, OPTIMIZERS, TARGETS, assert_same, poisoned

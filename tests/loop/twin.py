@@ -25,7 +25,7 @@ from netcl.optim.ema import ModelEMA
 from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tensor
 from clamp.compat.paddle import GradScaler as PaddleScaler
-from clamp.scaling.scale_rule import ScaleRule
+from clamp.scaling.dynamic_scale import ScaleRule
 from tests.loop.device import casts, fail_below, loss_of
 
 Part = tuple[Any, ...]  # name of a method of Twin's, and its arguments

@@ -18,8 +18,8 @@ from clamp.bridge import Parameter, Tensor
 from clamp.compat import paddle
 from clamp.ops.loss_scale import AppliedScale
 from clamp.params import gradient_marks
-from clamp.scaling.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
-from clamp.scaling.scale_rule import ScaleRule
+from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
+from clamp.scaling.loss_scale import NoLossScale, StaticLossScale
 from tests.networks import LR, Task
 from tests.reference import to_device
 

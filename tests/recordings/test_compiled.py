@@ -21,7 +21,7 @@ from netcl.runtime.capture import KernelCapture
 from clamp import amp, bridge
 from clamp.bridge import Parameter, Tensor
 from clamp.ops.gemm import gemm
-from clamp.scaling.scale_rule import ScaleRule
+from clamp.scaling.dynamic_scale import ScaleRule
 from tests.networks import loss_of, mlp, weights_of
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 

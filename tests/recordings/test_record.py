@@ -22,7 +22,7 @@ from netcl.optim.ema import ModelEMA
 
 from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tensor
-from clamp.scaling.scale_rule import ScaleRule
+from clamp.scaling.dynamic_scale import ScaleRule
 from tests.networks import loss_of, mlp, weights_of
 from tests.recordings.test_compiled import BATCHES, TARGETS, poisoned
 from tests.reference import to_device

@@ -22,14 +22,8 @@ from clamp.opencl import program
 from clamp.ops import slots
 from clamp.ops.loss_scale import ScaleState, scale_lock
 from clamp.scaling.backward_pass import unscale_all
-from clamp.scaling.loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    NoLossScale,
-    StaticLossScale,
-    make_loss_scale,
-)
-from clamp.scaling.scale_rule import ScaleRule
+from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule, make_loss_scale
+from clamp.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, quantize, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel

@@ -18,9 +18,9 @@ from clamp.bridge import Tensor
 from clamp.ops.loss_scale import DeviceState
 from clamp.params import gradient_marks
 from clamp.scaling.backward_pass import PassGradients
+from clamp.scaling.dynamic_scale import ScaleRule
 from clamp.scaling.loss_scale import LossScale, StaticLossScale
 from clamp.scaling.passes import end_pass
-from clamp.scaling.scale_rule import ScaleRule
 from clamp.scaling.scaled_loss import scaled_node
 from tests.reference import to_device
 from tests.scaling.test_overflow import plant

@@ -23,7 +23,7 @@ from clamp.bridge import Node, Tensor
 from clamp.cli.bench.contenders import Case, Contender, amp_in, dtypes_of, random_tensor
 from clamp.cli.bench.timing import counted_launches, timed
 from clamp.ops.cast import cast_into
-from clamp.scaling.loss_scale import DynamicLossScale
+from clamp.scaling.dynamic_scale import DynamicLossScale
 
 TENSORS = 100  # that the scaler's pass is over
 _FLUSHED_BYTES = 2**27  # read, and half as many written, to empty the caches: several times what they hold
