@@ -364,65 +364,8 @@ def test_settings_of_a_batch_norm_are_seen(queue: cl.CommandQueue) -> None:
     assert_as_fresh(graph, x)
 
 
-OUTSIDE = SimpleNamespace(factor=2.0)
-FACTORS = {"x": [2.0]}
-
-
 def outside(x: Any) -> Any:
-    return ag.mul(ag.mul(x, OUTSIDE.factor), FACTORS["x"][0])
-
-
-def test_values_that_build_reads_elsewhere_are_seen(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attributes of the graph, its class, objects in it; closures, globals, arrays, functions that it calls."""
-    monkeypatch.setattr(OUTSIDE, "factor", 2.0)
-    monkeypatch.setitem(FACTORS, "x", [2.0])
-    local, weights = 2.0, np.ones(3)
-    scale = to_device(queue, np.full((12, 10), 3.0))
-
-    class Reads(amp.Graph):
-        on_class = 2.0
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.own = 2.0
-            self.inner = SimpleNamespace(value=2.0)
-            self.function: Callable[[Any], Any] = lambda x: ag.mul(x, local)
-
-        def factor(self) -> float:
-            return self.own * self.on_class * self.inner.value * float(weights.sum())
-
-        def build(self, x: Any) -> Any:
-            return outside(self.function(ag.mul(ag.mul(x, ag.tensor(scale)), self.factor())))
-
-    graph: Any = recorded(Reads(), x_of(queue))
-
-    def change_array() -> None:
-        weights[0] = 5.0
-
-    def change_local() -> None:
-        nonlocal local
-        local = 4.0
-
-    def change_tensor() -> None:
-        nonlocal scale
-        scale = to_device(queue, np.full((12, 10), 4.0))
-
-    changes: list[Callable[[], Any]] = [
-        lambda: setattr(graph, "own", 3.0),
-        lambda: setattr(Reads, "on_class", 3.0),
-        lambda: setattr(graph.inner, "value", 5.0),
-        lambda: setattr(OUTSIDE, "factor", 3.0),
-        lambda: FACTORS["x"].__setitem__(0, 4.0),
-        change_local,
-        lambda: setattr(graph, "function", lambda x: ag.mul(x, 7.0)),
-        change_array,
-        change_tensor,
-    ]
-    for number, change in enumerate(changes):
-        before = graph(x_of(queue)).to_host()
-        change()
-        assert (graph(x_of(queue)).to_host() != before).all(), number
-        assert_as_fresh(graph, x_of(queue))
+    return ag.mul(x, 4.0)
 
 
 @pytest.mark.parametrize("how", ["requires_grad", "freeze", "mark alone"])

@@ -32,6 +32,7 @@ from tests.reference import to_device
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 Case = tuple[Callable[[], float], Callable[[float], Any]]  # what the function reads, and what sets it
 factor = 1.0
+FACTORS: dict[str, list[float]] = {}
 CASES: dict[str, Callable[[], Case]] = {}
 
 
@@ -90,6 +91,42 @@ def of_a_class_that_a_list_has() -> Case:
 
     layers = Layers()
     return (lambda: layers.k), partial(setattr, Layers, "k")
+
+
+@case
+def of_a_class() -> Case:
+    kind = type("Kind", (), {"k": 1.0, "read": lambda self: self.k})
+    return kind().read, partial(setattr, kind, "k")
+
+
+@case
+def of_a_closure() -> Case:
+    k = 1.0
+
+    def change(value: float) -> None:
+        nonlocal k
+        k = value
+
+    return (lambda: k), change
+
+
+@case
+def in_an_array() -> Case:
+    weights = np.ones(3)
+    return (lambda: float(weights.sum())), partial(weights.__setitem__, 0)
+
+
+@case
+def in_a_list_in_a_dict_of_this_module() -> Case:
+    FACTORS["x"] = [1.0]
+    return (lambda: FACTORS["x"][0]), partial(FACTORS["x"].__setitem__, 0)
+
+
+@case
+def of_a_function_that_is_replaced() -> Case:
+    settings = Settings()
+    settings.k = lambda: 1.0  # type: ignore[assignment]
+    return (lambda: settings.k()), lambda value: setattr(settings, "k", lambda: value)  # type: ignore[operator]
 
 
 @case
@@ -230,14 +267,19 @@ def behind_a_weak_proxy() -> Case:
     return (lambda: proxy.k), attribute(settings)[1]
 
 
+@pytest.mark.parametrize("what", ["attribute", "another tensor"])
 @pytest.mark.parametrize("how", ["record", "graph"])
-def test_attributes_of_parameters_are_seen(queue: cl.CommandQueue, how: str) -> None:
+def test_attributes_of_parameters_are_seen(queue: cl.CommandQueue, how: str, what: str) -> None:
     x = to_device(queue, X)
 
-    def made() -> Case:
+    def made() -> Any:
         weight: Any = Parameter.from_host(queue, X)
-        weight.factor = 1.0
-        return (lambda: weight.factor), partial(setattr, weight, "factor")
+        if what == "attribute":
+            weight.factor = 1.0
+            return (lambda: weight.factor), partial(setattr, weight, "factor")
+        settings = Settings()
+        settings.k = weight
+        return (lambda: settings.k), lambda value: setattr(settings, "k", to_device(queue, X + value))
 
     for one, other in zip(run(made(), x, how), run(made(), x, "eager"), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -267,7 +309,8 @@ def run(case: Case, x: Tensor, how: str) -> list[np.ndarray[Any, Any]]:
     read, change = case
 
     def step(x: Node) -> Node:
-        return ag.mul(x, float(read()))
+        factor: Any = read()
+        return ag.mul(x, ag.tensor(factor) if isinstance(factor, Tensor) else float(factor))
 
     class Graph(amp.Graph):
         def build(self, x: Node) -> Node:
