@@ -18,7 +18,7 @@ from clamp.compat.scalers import require_number
 from clamp.handle import NoOpHandle
 from clamp.models import as_list, cast_calls, to_16_bit
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
-from clamp.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
+from clamp.scaling.loss_scale import LossScale, NoLossScale
 from clamp.session import load_state_dict, state_dict
 
 __all__ = ["initialize", "load_state_dict", "scale_loss", "state_dict"]
@@ -222,8 +222,8 @@ def _scaler_maker(loss_scale: str | float, smallest: float | None, largest: floa
         scale = float(loss_scale)
     except (TypeError, ValueError):
         raise ValueError(f"loss_scale must be 'dynamic' or a number, got {loss_scale!r}") from None
-    StaticLossScale(scale)  # raises for a number that is no scale
-    return lambda: StaticLossScale(scale)
+    LossScale(scale)  # raises for a number that is no scale
+    return lambda: LossScale(scale)
 
 
 def _require_float32(model: Any) -> None:

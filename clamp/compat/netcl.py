@@ -34,7 +34,7 @@ from clamp.patching.collectives import ScaledTape, keep_equal
 from clamp.patching.patch_registry import meets
 from clamp.patching.wrap import Installed
 from clamp.scaling.backward_pass import unscale_gradients
-from clamp.scaling.loss_scale import LARGEST, SMALLEST, StaticLossScale
+from clamp.scaling.loss_scale import LARGEST, SMALLEST, LossScale
 from clamp.scaling.passes import PassScaling
 from clamp.scaling.scaled_loss import is_scaled, scaled_node
 
@@ -95,9 +95,9 @@ class _Scales:
 
     def __init__(self) -> None:
         # netcl's scalers compare by value, and cannot be keys.
-        self._of: dict[int, tuple[weakref.ref[Any], dict[cl.CommandQueue, tuple[float, StaticLossScale]]]] = {}
+        self._of: dict[int, tuple[weakref.ref[Any], dict[cl.CommandQueue, tuple[float, LossScale]]]] = {}
 
-    def of(self, scaler: Any, queue: cl.CommandQueue) -> StaticLossScale:
+    def of(self, scaler: Any, queue: cl.CommandQueue) -> LossScale:
         """The loss scale of a scaler on a queue, set to the scaler's own."""
         key = id(scaler)
         known = self._of.get(key)
@@ -105,7 +105,7 @@ class _Scales:
             known = self._of[key] = weakref.ref(scaler, lambda _: self._of.pop(key, None)), {}
         value = min(max(float(scaler.scale), SMALLEST), LARGEST)
         bridge.set_host_scale(scaler, value)
-        last, scale = known[1].get(queue) or (value, StaticLossScale(value))
+        last, scale = known[1].get(queue) or (value, LossScale(value))
         scale.comes_down = True  # netcl's scaler lowers it
         if last != value:
             scale.set_scale(value)

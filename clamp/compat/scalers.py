@@ -12,7 +12,7 @@ import numpy as np
 
 from clamp import session
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
-from clamp.scaling.loss_scale import LARGEST, LossScale, StaticLossScale, require_state
+from clamp.scaling.loss_scale import LARGEST, LossScale, require_state
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.step_report import History
 
@@ -139,7 +139,7 @@ class GradScaler:
 
     def make(self) -> LossScale:
         """A loss scale that moves so."""
-        lowest = min(1.0, StaticLossScale(self.init_scale).scale)
+        lowest = min(1.0, LossScale(self.init_scale).scale)
         rule = ScaleRule(
             self.growth_factor, self.backoff_factor, self.growth_interval, min_scale=lowest, max_scale=LARGEST
         )
@@ -161,6 +161,6 @@ class StaticGradScaler:
 
     def make(self) -> LossScale:
         """A loss scale that stays so."""
-        scale = StaticLossScale(self.scale_factor)
+        scale = LossScale(self.scale_factor)
         scale.cure = "graph.set_grad_scaler(amp.GradScaler())"
         return scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from clamp.ops.loss_scale import ADJUST, UPDATE
-from clamp.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale, check_masks, count, positive
+from clamp.scaling.loss_scale import LossScale, NoLossScale, check_masks, count, positive
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ScaleRule:
 DEFAULT_RULE = ScaleRule()
 
 
-class DynamicLossScale(StaticLossScale):
+class DynamicLossScale(LossScale):
     """As large a scale as gradients bear: lowered when they overflow, raised after a while without::
 
         when a pass ends (assign):
@@ -151,4 +151,4 @@ def make_loss_scale(loss_scale: str | float, dtype: str) -> LossScale:
         return DynamicLossScale()
     if isinstance(loss_scale, str | bool):
         raise ValueError(f"loss_scale must be 'auto', 'dynamic' or a positive number, not {loss_scale!r}")
-    return StaticLossScale(loss_scale)
+    return LossScale(loss_scale)

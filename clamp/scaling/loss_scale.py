@@ -97,7 +97,15 @@ def require_state(state: Any, made_by: str) -> None:
 
 
 class LossScale(bridge.Listed):
-    """The interface of all loss scales, and a scale that stays."""
+    """The interface of all loss scales, and one that never changes by itself. Overflows are noticed all the same,
+    so that their steps are skipped.
+
+    Args:
+        scale: finite and positive.
+
+    Raises:
+        ValueError: it is not.
+    """
 
     #: Whether the scale moves by itself.
     is_dynamic: bool = False
@@ -109,7 +117,7 @@ class LossScale(bridge.Listed):
     cure: str = ""
 
     def __init__(self, scale: float) -> None:
-        self._state = DeviceState(scale)
+        self._state = DeviceState(positive("the loss scale", scale))
         self.changes = 0  # how often somebody has set the scale, or loaded a state
 
     def elsewhere(self) -> LossScale:
@@ -173,16 +181,18 @@ class LossScale(bridge.Listed):
 
     def check_(self, gradients: Sequence[Tensor]) -> None:
         """Remembers whether any unscaled gradient is inf or nan, as ``unscale_`` does, and changes none."""
-        if gradients:
+        if gradients and self.scales:
             check_(gradients, self._state.buffer(gradients[0].queue))
 
     def note_overflow(self) -> None:
         """Remembers an inf or nan that was met elsewhere: on another queue or machine. Waits for the device."""
-        self._state.write(found=1)
+        if self.scales:
+            self._state.write(found=1)
 
     def forget_found(self) -> None:
         """Forgets what ``unscale_`` met since the last pass ended: this one is given up. Waits for the device."""
-        self._state.write(found=0)
+        if self.scales:
+            self._state.write(found=0)
 
     def assign(self, mask: int, fresh: int) -> None:
         """Ends a backward pass: what ``unscale_`` met since the last one counts for the optimizers in ``mask``.
@@ -198,7 +208,8 @@ class LossScale(bridge.Listed):
             ValueError: mask has no bit or more than 32, or fresh has one that mask has not.
         """
         check_masks(mask, fresh)
-        self._state.launch(ASSIGN, mask, fresh)
+        if self.scales:
+            self._state.launch(ASSIGN, mask, fresh)
 
     def adjust(self) -> None:
         """Moves the scale by what was assigned since the last call."""
@@ -303,18 +314,6 @@ class NoLossScale(LossScale):
             widened, wide = zip(*pairs, strict=True)
             unscale_(widened, wide, self._state.buffer(widened[0].queue))
 
-    def check_(self, gradients: Sequence[Tensor]) -> None:
-        pass
-
-    def note_overflow(self) -> None:
-        pass
-
-    def forget_found(self) -> None:
-        pass
-
-    def assign(self, mask: int, fresh: int) -> None:
-        check_masks(mask, fresh)
-
     def read(self) -> ScaleState:
         return ScaleState(1.0, 0, 0, 0)
 
@@ -324,17 +323,3 @@ class NoLossScale(LossScale):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         _parse_state(state)  # a float16 run's, continued in bfloat16, is as good as any
-
-
-class StaticLossScale(LossScale):
-    """A scale that never changes by itself. Overflows are noticed all the same, so that their steps are skipped.
-
-    Args:
-        scale: finite and positive.
-
-    Raises:
-        ValueError: it is not.
-    """
-
-    def __init__(self, scale: float) -> None:
-        super().__init__(positive("the loss scale", scale))

@@ -66,7 +66,7 @@ def scaled_pass(
             reached.average(ranks, scaler)
         reached.require_any(scaler, ran=ranks is not None or has_run(scaled_loss))
         if scaling is not None and (others := reached.others):
-            scaling.unnamed.meet(others, scaling.guards.optimizers)
+            scaling.warn_of_unnamed(others)
         with scale_lock, uninterrupted():
             try:
                 reached.unscale(scaler, guards)
@@ -126,10 +126,12 @@ class PassScaling:
         self.own = [make_scaler() for _ in range(num_losses)]
         self.wrapped: list[LossScale] = []
         self.guards = guards
-        self.unnamed = Unnamed()
         self.ranks: Averaging | None = None
         self.is_active = False
-        self._on_queues = QueueScales()
+        # by id: a scale, the queue that it is on, and its copies on others, each as of so many changes to it
+        self._on_queues: dict[int, tuple[LossScale, Any, dict[Any, tuple[LossScale, int]]]] = {}
+        self._unnamed: dict[int, weakref.ref[Tensor]] = {}  # what passes have reached that did not name its optimizer
+        self._warns_of_unnamed = True
         self._shown: weakref.ref[Any] | None = None  # another scaler, which rules in place of the handle's
 
     @property
@@ -192,7 +194,7 @@ class PassScaling:
                 guards = [self.guard(optimizer) for optimizer in optimizers]
                 require_graph(loss)
                 self._shown = None
-                scaler = self._on_queues.on(loss.value.queue, scaler)
+                scaler = self._on(loss.value.queue, scaler)
                 with scaled_pass(loss, optimizers, guards, scaler, self) as scaled_loss:
                     yield scaled_loss
                 return
@@ -200,6 +202,39 @@ class PassScaling:
                 raise ValueError("handle.distribute averages gradients of OpenCL devices, not of netcl's numpy backend")
             note_numpy_backend()
             yield loss
+
+    def _on(self, queue: cl.CommandQueue, scaler: LossScale) -> LossScale:
+        """The scale on a queue. Its state lives on the first queue it is asked for; on each further one it gets a copy.
+
+        Copies move alike because replicas meet the same gradients, because an overflow of one is made that of all
+        (``share_overflows``), and because one that somebody has set is copied anew.
+        """
+        _, home, copies = self._on_queues.setdefault(id(scaler), (scaler, queue, {}))
+        if queue == home:
+            return scaler
+        if queue not in copies or copies[queue][1] != scaler.changes:
+            copies[queue] = scaler.elsewhere(), scaler.changes
+        return copies[queue][0]
+
+    def warn_of_unnamed(self, tensors: Sequence[Tensor]) -> None:
+        """Says once if some of these, which are trained, belong to no optimizer of the handle's or the program's."""
+        new = [x for x in tensors if id(x) not in self._unnamed or self._unnamed[id(x)]() is not x]
+        if not new or not self._warns_of_unnamed:
+            return
+        self._unnamed.update((id(x), weakref.ref(x)) for x in new)
+        optimizers = (*self.guards.optimizers, *bridge.optimizers_in_reach())
+        params = [param for optimizer in optimizers for param in optimizer.params]
+        held = {id(x) for param in params for x in (param, bridge.model_parameter(param))}
+        alone = [x for x in new if id(x) not in held]
+        if alone:
+            self._warns_of_unnamed = False
+            names = bridge.parameter_names(alone)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            warn_user(
+                f"the loss given to scale_loss(loss, optimizer) reaches what is trained and no optimizer has, "
+                f"{', '.join(names[:3])}{more}: it does not move, and its gradient stays multiplied by the loss scale. "
+                "Give it to an optimizer and name that one as well, or set requires_grad = False on it"
+            )
 
     def wrap(self, optimizer: Any, num_loss: int) -> OptimWrapper:
         """See ``AmpHandle.wrap_optimizer``."""
@@ -350,51 +385,3 @@ class OptimWrapper(wrapt.ObjectProxy[Any]):
     def loss_scale(self) -> float:
         """Loss scale of this optimizer's first loss."""
         return self._self_scalers[0].scale if self._self_scalers else 1.0
-
-
-class QueueScales:
-    """Loss scales on several queues. A state lives on one queue; on each further one a scale gets a copy.
-
-    Copies move alike because replicas meet the same gradients, because an overflow of one is made that of all
-    (``PassScaling.share_overflows``), and because one that somebody has set is copied anew.
-    """
-
-    def __init__(self) -> None:
-        # by id: a scale, the queue that it is on, and its copies, each as of so many changes to it
-        self._known: dict[int, tuple[LossScale, Any, dict[Any, tuple[LossScale, int]]]] = {}
-
-    def on(self, queue: cl.CommandQueue, scaler: LossScale) -> LossScale:
-        """The scaler itself on the first queue it is asked for, on others its copy."""
-        _, home, copies = self._known.setdefault(id(scaler), (scaler, queue, {}))
-        if queue == home:
-            return scaler
-        if queue not in copies or copies[queue][1] != scaler.changes:
-            copies[queue] = scaler.elsewhere(), scaler.changes
-        return copies[queue][0]
-
-
-class Unnamed:
-    """Tensors that are trained, and were reached by passes that did not name their optimizer."""
-
-    def __init__(self) -> None:
-        self._met: dict[int, weakref.ref[Tensor]] = {}
-        self._warns = True
-
-    def meet(self, tensors: Sequence[Tensor], optimizers: Sequence[Any]) -> None:
-        """Says once if some of these belong to no optimizer, to none of these and none that the program keeps."""
-        new = [x for x in tensors if id(x) not in self._met or self._met[id(x)]() is not x]
-        if not new or not self._warns:
-            return
-        self._met.update((id(x), weakref.ref(x)) for x in new)
-        params = [param for optimizer in (*optimizers, *bridge.optimizers_in_reach()) for param in optimizer.params]
-        held = {id(x) for param in params for x in (param, bridge.model_parameter(param))}
-        alone = [x for x in new if id(x) not in held]
-        if alone:
-            self._warns = False
-            names = bridge.parameter_names(alone)
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            warn_user(
-                f"the loss given to scale_loss(loss, optimizer) reaches what is trained and no optimizer has, "
-                f"{', '.join(names[:3])}{more}: it does not move, and its gradient stays multiplied by the loss scale. "
-                "Give it to an optimizer and name that one as well, or set requires_grad = False on it"
-            )

@@ -19,7 +19,7 @@ from clamp.compat import paddle
 from clamp.ops.loss_scale import AppliedScale
 from clamp.params import gradient_marks
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
-from clamp.scaling.loss_scale import NoLossScale, StaticLossScale
+from clamp.scaling.loss_scale import LossScale, NoLossScale
 from tests.networks import LR, Task
 from tests.reference import to_device
 
@@ -598,7 +598,7 @@ def test_a_scale_that_moves_is_kept_for_whoever_holds_it(queue: cl.CommandQueue)
         assert scale.made(applied)
         np.testing.assert_array_equal(applied.multiply(x, "float32").to_host(), [expected, 3 * expected])
         np.testing.assert_allclose(applied.divide(x).to_host() * expected, [1, 3], rtol=1e-6)
-        assert not StaticLossScale(8.0).made(applied)
+        assert not LossScale(8.0).made(applied)
     assert not scale.overflowed(1)
     one = NoLossScale().applied()
     assert one.multiply(x, "float32") is x

@@ -23,7 +23,7 @@ from clamp.ops import slots
 from clamp.ops.loss_scale import ScaleState, scale_lock
 from clamp.scaling.backward_pass import unscale_all
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule, make_loss_scale
-from clamp.scaling.loss_scale import LossScale, NoLossScale, StaticLossScale
+from clamp.scaling.loss_scale import LossScale, NoLossScale
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, quantize, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -238,7 +238,7 @@ def test_the_reciprocal_is_correctly_rounded(queue: cl.CommandQueue, simulated: 
 
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
 @pytest.mark.parametrize(
-    "make_scale", [DynamicLossScale, lambda: StaticLossScale(1000.0), NoLossScale], ids=["dynamic", "static", "none"]
+    "make_scale", [DynamicLossScale, lambda: LossScale(1000.0), NoLossScale], ids=["dynamic", "static", "none"]
 )
 def test_losses_are_scaled_in_float32(queue: cl.CommandQueue, make_scale: Callable[[], LossScale], dtype: str) -> None:
     scale = make_scale()
@@ -252,7 +252,7 @@ def test_losses_are_scaled_in_float32(queue: cl.CommandQueue, make_scale: Callab
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
 def test_gradients_of_the_product_are_scaled_in_the_losss_dtype(queue: cl.CommandQueue, dtype: str) -> None:
     grad = to_device(queue, [0.1])
-    scaled = StaticLossScale(1000.0).applied().multiply(grad, dtype)
+    scaled = LossScale(1000.0).applied().multiply(grad, dtype)
     assert scaled.dtype == dtype
     np.testing.assert_array_equal(to_numpy(scaled), quantize(np.float32(0.1) * np.float32(1000), dtype).astype(float))
     np.testing.assert_array_equal(
@@ -262,7 +262,7 @@ def test_gradients_of_the_product_are_scaled_in_the_losss_dtype(queue: cl.Comman
 
 def test_other_dtypes_are_refused(queue: cl.CommandQueue) -> None:
     integers = Tensor.from_host(queue, np.arange(3, dtype=np.int32), dtype="int32")
-    for scale in (DynamicLossScale(), StaticLossScale(2.0), NoLossScale()):
+    for scale in (DynamicLossScale(), LossScale(2.0), NoLossScale()):
         with pytest.raises(TypeError, match="int32"):
             scale.scale_loss(integers)
 
@@ -283,7 +283,7 @@ def test_a_scale_stays_on_its_queue(queue: cl.CommandQueue) -> None:
 
 
 def test_a_static_scale_stays_and_notices_overflows(gradients: Callable[[bool], Tensor]) -> None:
-    scale = StaticLossScale(128)
+    scale = LossScale(128)
     for overflow in (False, True, True, False):
         run_pass(scale, gradients(overflow))
         assert scale.overflowed(A) == overflow
@@ -320,7 +320,7 @@ def test_auto_is_dynamic_for_float16_only() -> None:
     assert isinstance(make_loss_scale("auto", "float32"), NoLossScale)
     assert isinstance(make_loss_scale("dynamic", "bfloat16"), DynamicLossScale)
     static = make_loss_scale(128, "float16")
-    assert type(static) is StaticLossScale
+    assert type(static) is LossScale
     assert static.scale == 128.0
 
 
@@ -378,7 +378,7 @@ def test_apexs_state_dict_will_do() -> None:
     assert scale.state_dict() == {"loss_scale": 1024.0, "unskipped": 7, "overflow": 0, "bad_steps": 0}
 
 
-@pytest.mark.parametrize("scale", [DynamicLossScale(), StaticLossScale(2.0), NoLossScale()], ids=type)
+@pytest.mark.parametrize("scale", [DynamicLossScale(), LossScale(2.0), NoLossScale()], ids=type)
 @pytest.mark.parametrize(
     "change",
     [
@@ -523,7 +523,7 @@ def test_choices_are_named() -> None:
         DynamicLossScale(2.0**-15)
 
 
-@pytest.mark.parametrize("scale", [DynamicLossScale(), StaticLossScale(2.0), NoLossScale()], ids=type)
+@pytest.mark.parametrize("scale", [DynamicLossScale(), LossScale(2.0), NoLossScale()], ids=type)
 def test_bad_masks_are_refused(scale: LossScale) -> None:
     for mask, fresh in ((0, 0), (-1, 0), (1 << 32, 0), (A, B), (A, A | B)):
         for end_pass in (scale.assign, scale.update):

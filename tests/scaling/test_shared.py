@@ -19,7 +19,7 @@ from clamp.ops.loss_scale import DeviceState
 from clamp.params import gradient_marks
 from clamp.scaling.backward_pass import PassGradients
 from clamp.scaling.dynamic_scale import ScaleRule
-from clamp.scaling.loss_scale import LossScale, StaticLossScale
+from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.passes import end_pass
 from clamp.scaling.scaled_loss import scaled_node
 from tests.reference import to_device
@@ -368,7 +368,7 @@ def test_an_inf_that_a_failed_call_has_met_skips_no_later_step(
         optimizer.step()
 
     with monkeypatch.context() as patch:
-        patch.setattr(*(DeviceState, "take_found") if fails == "the check" else (StaticLossScale, "update"), _fail)
+        patch.setattr(*(DeviceState, "take_found") if fails == "the check" else (LossScale, "update"), _fail)
         with pytest.raises(ZeroDivisionError):
             step(np.inf)
     step(1.0)
