@@ -54,6 +54,9 @@ ENGINES: tuple[Engine, ...] = (amx, direct, dot_bf16, packed, *matrix_units.MATR
 #: those of them that must be verified on a device
 MATRIX_UNITS = matrix_units.MATRIX_UNITS
 
+#: of these: `python -m clamp lists` finds kernels among a module's names, and here only products pass
+KERNELS = tuple(unit.kernel for unit in MATRIX_UNITS)
+
 
 def choose(problem: Problem, name: str | None = None) -> Engine:
     """The engine of a product; the named one, if there is a name.
