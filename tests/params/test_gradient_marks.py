@@ -11,6 +11,7 @@ import pyopencl as cl
 import pytest
 from netcl import amp as netcl_amp
 from netcl import autograd as ag
+from netcl.autograd.engine import apply_op
 from netcl.optim import SGD, Adam, clip
 
 from clamp import amp
@@ -499,6 +500,66 @@ def test_a_users_gradient_is_legal(task: Task, handle: amp.AmpHandle) -> None:
     task.set_gradient(3.0 * SCALE)
     scaler.step(task.optimizer)
     assert task.moved == 6, "a GradScaler divides it, as PyTorch's does"
+
+
+def test_a_scale_that_moves_while_backward_runs_is_not_this_passes(queue: cl.CommandQueue) -> None:
+    """A node above the scaled loss, or another thread, may set it: the gradient is what its mark says."""
+    weight = Parameter.from_host(queue, np.ones(2, np.float32))
+    optimizer = SGD([weight], lr=0.5)
+    with amp.init(loss_scale=64.0) as handle:
+        (scaler,) = handle.scalers
+
+        def moves(grad: Tensor) -> list[Tensor]:
+            scaler.set_scale(scaler.scale * 4)
+            return [grad]
+
+        for expected in (1.0, 2.0):
+            with handle.scale_loss(ag.sum(ag.tensor(weight, requires_grad=True)), optimizer) as scaled_loss:
+                apply_op(lambda x: x, moves, scaled_loss).backward()
+            np.testing.assert_array_equal(weight.grad.to_host(), np.full(2, expected))
+
+
+#: What may be known of a gradient.
+KNOWN: dict[str, gradient_marks.Mark | None] = {
+    "a user's": None,
+    "plain": gradient_marks.PLAIN,
+    "through float16": gradient_marks.PLAIN_HALF,
+    "checked": gradient_marks.checked(frozenset({"a guard"})),
+    "checked for two": gradient_marks.checked(frozenset({"a guard", "another"})),
+    "finite": gradient_marks.checked(frozenset({gradient_marks.FINITE})),
+}
+
+
+@pytest.mark.parametrize("first", [*KNOWN, "scaled"])
+@pytest.mark.parametrize("second", [*KNOWN, "scaled"])
+def test_a_sum_is_known_of_as_far_as_both_are(queue: cl.CommandQueue, first: str, second: str) -> None:
+    scale = LossScale(4.0).applied()
+    marks = [gradient_marks.Mark(scale) if name == "scaled" else KNOWN[name] for name in (first, second)]
+    grads = [to_device(queue, np.full(2, value)) for value in (8.0, 16.0)]
+    for grad, mark in zip(grads, marks, strict=True):
+        gradient_marks.set_mark(grad, mark)
+    total = gradient_marks.added(*grads)
+    mark = gradient_marks.mark_of(total)
+    if "scaled" in (first, second):  # a user's counts as of that scale
+        assert mark is not None
+        assert mark.scale is scale
+        times = [1 if name in ("a user's", "scaled") else 4 for name in (first, second)]
+        np.testing.assert_array_equal(total.to_host(), np.full(2, 8.0 * times[0] + 16.0 * times[1]))
+        return
+    np.testing.assert_array_equal(total.to_host(), np.full(2, 24.0))
+    if first == second == "a user's":
+        assert mark is None
+        return
+    assert mark is not None
+    assert not mark.is_scaled
+    known = {name: mark.heard for name, mark in KNOWN.items() if mark is not None and mark.is_checked}
+    if first in known and second in known:
+        heard = known[second] if first == "finite" else known[first] if second == "finite" else {"a guard"}
+        assert mark.is_checked
+        assert mark.heard == (known[first] if first == second else heard)
+    else:
+        assert not mark.is_checked
+        assert mark.lost_bits == ("through float16" in (first, second))
 
 
 def test_bits_that_a_gradient_lost_are_lost_in_a_sum_with_it(task: Task) -> None:

@@ -181,6 +181,22 @@ def test_one_gradient_on_model_and_master(queue: cl.CommandQueue) -> None:
     np.testing.assert_allclose(master.to_host(), np.full((4, 3), 1 - 2.0**-6), rtol=1e-6)
 
 
+@pytest.mark.parametrize("where", ["model", "master", "both", "one on each"])
+def test_a_scaler_divides_a_gradient_wherever_it_is(queue: cl.CommandQueue, where: str) -> None:
+    weight, _ = weight_and_input(queue)
+    optimizer, scaler = SGD([weight], lr=1.0), amp.GradScaler(init_scale=4.0)
+    with amp.init():
+        (master,) = amp.master_params(optimizer)
+        scaler.scale(to_device(queue, np.ones(1)))
+        ours, theirs = (to_device(queue, np.full((4, 3), value)) for value in (8.0, 16.0))
+        master.grad = None if where == "model" else ours
+        weight.grad = {"master": None, "both": ours}.get(where, theirs)
+        scaler.unscale_(optimizer)
+        expected = {"model": 4.0, "master": 2.0, "both": 2.0, "one on each": 6.0}[where]
+        np.testing.assert_array_equal(master.grad.to_host(), np.full((4, 3), expected))
+        assert weight.grad is master.grad
+
+
 def test_an_exception_leaves_both_gradients(queue: cl.CommandQueue) -> None:
     weight, x = weight_and_input(queue)
     handle = amp.init(loss_scale=64.0)

@@ -171,6 +171,22 @@ def test_what_is_left_of_a_step_is_made_before_the_next_one(queue: cl.CommandQue
     assert state_of(loop) == state_of(alone)
 
 
+@pytest.mark.parametrize("name", STEPPED_BY)
+def test_nothing_is_left_of_a_step_of_which_nothing_was_made(queue: cl.CommandQueue, name: str) -> None:
+    """The gradients of the next one are others."""
+    alone, loop = (Loop(queue, STEPPED_BY[name], FEW) for _ in range(2))
+    with amp.init(level="O1", check_finite=False):
+        for fails in (False, True, False):
+            alone.draw(absent=False)
+            loop.draw(absent=False)
+            if not fails:
+                alone.optimizer.step()
+            with failing(0, 1000 * fails), pytest.raises(Fault) if fails else nullcontext():
+                loop.optimizer.step()
+    assert values_of(loop) == values_of(alone)
+    assert state_of(loop) == state_of(alone)
+
+
 class Own:
     """An optimizer of the user's."""
 
