@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -283,6 +284,32 @@ def test_norms_of_the_last_axis(
     dx = norm_rows.l2_normalize_backward(tensor, grad_tensor, norm, eps=0.5, dx_dtype=x)
     projection = (g * values).sum(-1, keepdims=True)
     assert_close(dx, g * r - values * projection * r * r / length, slack=2 * slack_of(n, g * r) * n)
+
+
+@pytest.mark.parametrize("n", [4096 + 33, 3 * 4096])
+def test_rows_of_several_pieces(queue: cl.CommandQueue, simulated: bool, n: int) -> None:
+    """Whose sums are of one sign, so that a piece that is missing shows."""
+    if simulated:
+        pytest.skip("slow to simulate")
+    values = np.random.default_rng(5).standard_normal((2, n)).astype(np.float32) + 1
+    tensor, gamma, beta = to_device(queue, values), to_device(queue, np.ones(n)), to_device(queue, np.zeros(n))
+    dtypes = {"dx_dtype": "float32", "dgamma_dtype": "float32"}
+    y, mean, var = norm_rows.layer_norm(tensor, gamma, beta, eps=1e-3, out_dtype="float32")
+    near: Any = {"rtol": 1e-3, "atol": 1e-3}
+    np.testing.assert_allclose(to_numpy(y), normalize(values, -1, 1e-3), **near)
+    dx, _, _ = norm_rows.layer_norm_backward(
+        tensor, gamma, tensor, mean, var, eps=1e-3, dbeta_dtype="float32", **dtypes
+    )
+    np.testing.assert_allclose(to_numpy(dx), norm_gradient(values, values, -1, 1e-3), **near)
+    y, inverse = norm_rows.rms_norm(tensor, gamma, eps=1e-3, out_dtype="float32")
+    np.testing.assert_allclose(to_numpy(y), values / np.sqrt((values**2).mean(-1, keepdims=True) + 1e-3), **near)
+    dx, _ = norm_rows.rms_norm_backward(tensor, gamma, tensor, inverse, **dtypes)
+    np.testing.assert_allclose(to_numpy(dx), norm_gradient(values, values, -1, 1e-3, center=False), **near)
+    y, norm = norm_rows.l2_normalize(tensor, eps=0.5, out_dtype="float32")
+    length = np.linalg.norm(values, axis=-1, keepdims=True)
+    np.testing.assert_allclose(to_numpy(y), values / (length + 0.5), **near)
+    dx = norm_rows.l2_normalize_backward(tensor, tensor, norm, eps=0.5, dx_dtype="float32")
+    np.testing.assert_allclose(to_numpy(dx) * n, 0.5 * n * values / (length + 0.5) ** 2, **near)
 
 
 def test_a_row_of_zeros_has_a_gradient(queue: cl.CommandQueue) -> None:
