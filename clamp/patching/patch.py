@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import wrapt
 from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 
 from clamp.bridge.netcl_functions import function_of, held_in, is_netcls, is_users, warn_of
@@ -180,11 +179,8 @@ class Patches:
             self._bindings.redirect(function, wrapper, passes, how)
 
     def _wrap_registered(self, registration: Registration) -> None:
-        owner, name = registration.owner, registration.name
-        wrapper = _user_wrapper(name, registration.policy)
-        if not isinstance(owner, types.ModuleType):
-            owner, name = wrapt.resolve_path(owner, name)[:2]
-        self._bindings.wrap(owner, name, wrapper)
+        name = registration.name
+        self._bindings.wrap(registration.owner, name, _user_wrapper(name, registration.policy))
 
 
 _user_wrapper = cache(user_wrapper)

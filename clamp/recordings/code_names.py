@@ -105,8 +105,9 @@ def _imports(code: CodeType) -> frozenset[tuple[str, int]]:
     found: set[tuple[str, int]] = set()
     for x in dis.get_instructions(code):
         if x.opname == "IMPORT_NAME":
-            found.add((str(x.argval), before[-2] if isinstance(before[-2], int) else 0))
-        before.append(x.argval)
+            found.add((str(x.argval), before[-2]))
+        if x.opname != "EXTENDED_ARG":  # of the 257th name, which would stand where the other two are looked for
+            before.append(x.argval)
     return frozenset(found.union(*map(_imports, _inner(code))))
 
 

@@ -26,7 +26,8 @@ from netcl.runtime.capture import KernelCapture
 from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tensor
 from clamp.recordings import capture
-from clamp.recordings.variants import MOST_KEYS, MOST_RECORDINGS
+from clamp.recordings.code_names import imported
+from clamp.recordings.variants import MOST_KEYS, MOST_RECORDINGS, Recorded
 from tests.networks import LOSS_FACTOR, mlp, weights_of
 from tests.recordings.test_compiled import BATCHES, TARGETS, assert_same, poisoned
 from tests.reference import to_device
@@ -106,6 +107,20 @@ class Train(amp.Graph):
 def wide(queue: cl.CommandQueue, seed: int = 0) -> Sequential:
     """Enough parameters for fused AdamW, which moves them into one buffer at its first real step."""
     return mlp(queue, 10, 96, 96, 96, 3, seed=seed)
+
+
+@pytest.mark.parametrize("names", [1, 300])
+def test_a_relative_import_is_found_in_a_function_of_any_size(names: int) -> None:
+    lines = [f"    a{n}" for n in range(names)]
+    code = compile("\n".join(["def f():", *lines, "    from ..ops import cast"]), "", "exec").co_consts[0]
+    assert sys.modules["clamp.ops"] in imported(code, {"__package__": "clamp.casting"})
+
+
+def test_which_calls_are_run_and_compared() -> None:
+    recorded, due = Recorded(None, None), []  # type: ignore[arg-type]
+    for recorded.calls in range(3001):
+        due += [recorded.calls] * recorded.is_due
+    assert due == [2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 1024, 2000, 2048, 3000]
 
 
 @pytest.mark.parametrize("skipped", [0, 1, 3], ids=["never", "unrecorded call", "until a replay"])
