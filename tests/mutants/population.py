@@ -125,8 +125,10 @@ def _of_python(text: str) -> Iterator[tuple[Place, Callable[[], str | None]]]:
 
 
 def _annotations(text: str) -> Iterator[tuple[Any, Any]]:
-    """From where to where annotations stand, which nothing evaluates."""
+    """From where to where annotations stand, which nothing evaluates, and variables of types, which only mypy reads."""
     for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "TypeVar":
+            yield (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
         for part in (getattr(node, "annotation", None), getattr(node, "returns", None)):
             if isinstance(part, ast.expr):
                 yield (part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset)
