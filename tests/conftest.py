@@ -41,7 +41,7 @@ from tests.conformance import report
 from tests.covering import covering
 from tests.launches import forget_prepared_launches
 from tests.loop import SWEEP
-from tests.poison import poisoned_empty
+from tests.poison import Poison
 
 _SIMULATOR = "oclgrind"
 _PLATFORMS = {"Portable Computing Language": "pocl", "Intel(R) OpenCL": "intel", "Oclgrind": _SIMULATOR}
@@ -273,10 +273,13 @@ def build_options(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets tests of kernels find NaN in memory that nobody has written to."""
+def poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets tests of kernels find NaN in memory that nobody has written to; none may write behind a tensor's end."""
+    poison = Poison()
     if request.node.get_closest_marker("kernel"):
-        monkeypatch.setattr(bridge, "empty", poisoned_empty)
+        monkeypatch.setattr(bridge, "empty", poison.empty)
+    yield
+    poison.require_nothing_beyond()
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from clamp.opencl.device import capabilities
 from clamp.ops.topk import topk
 from tests.ops import conv_reference, gemm_reference, test_attention
 from tests.ops.gemm_reference import random
-from tests.poison import poisoned_empty
+from tests.poison import Poison
 from tests.reference import to_device
 
 pytestmark = pytest.mark.kernel
@@ -28,12 +28,13 @@ class Watched:
     """What is allocated, and how many work-groups each launch that is given it has."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._poison = Poison()
         self._made: list[Tensor] = []
         self._launches: list[tuple[int, Sequence[Any]]] = []
         call = cl.Kernel.__call__
 
         def allocate(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
-            self._made.append(poisoned_empty(queue, shape, dtype))
+            self._made.append(self._poison.empty(queue, shape, dtype))
             return self._made[-1]
 
         def launch(
