@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ from netcl.runtime.capture import KernelCapture
 
 from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tensor
-from clamp.recordings import capture
+from clamp.recordings import capture, comparison
 from clamp.recordings.code_names import imported
 from clamp.recordings.variants import MOST_KEYS, MOST_RECORDINGS, Recorded
 from tests.networks import LOSS_FACTOR, mlp, weights_of
@@ -114,6 +115,30 @@ def test_a_relative_import_is_found_in_a_function_of_any_size(names: int) -> Non
     lines = [f"    a{n}" for n in range(names)]
     code = compile("\n".join(["def f():", *lines, "    from ..ops import cast"]), "", "exec").co_consts[0]
     assert sys.modules["clamp.ops"] in imported(code, {"__package__": "clamp.casting"})
+
+
+def _closing_over(value: Any, default: Any = 0) -> Callable[..., Any]:
+    return lambda x=default: (x, value)
+
+
+#: What launches or decisions of the host were made with, then and now, and whether they decide the same.
+DECIDED_BY: list[tuple[Any, Any, bool]] = [
+    (1, 1, True), (1, 2, False), (1, 1.0, False), (0.0, -0.0, False), (float("nan"), float("nan"), True),
+    (True, 1, False), ("a", "b", False), (np.float32(1), np.float32(1), True), (np.float32(1), np.float32(2), False),
+    ((1, 2), (1, 2), True), ((1, 2), (1, 3), False), ((1, 2), (1, 2, 3), False), ((1, 2, 3), (1, 2), False),
+    ((), (1,), False), ([1], (1,), False), ([[1, (2,)]], [[1, (2,)]], True), ([[1, (2,)]], [[1, (3,)]], False),
+    ({"a": 1}, {"a": 1}, True), ({"a": 1}, {"a": 2}, False), ({"a": 1}, {"a": 1, "b": 2}, False),
+    (partial(max, 1), partial(max, 1), True), (partial(max, 1), partial(max, 2), False),
+    (partial(max, key=1), partial(max, key=2), False),
+    (_closing_over(1), _closing_over(1), True), (_closing_over(1), _closing_over(2), False),
+    (_closing_over(1, 2), _closing_over(1, 3), False), (_closing_over(1), max, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("then", "now", "same"), DECIDED_BY)
+def test_what_decides_the_same_is_alike(then: Any, now: Any, same: bool) -> None:
+    assert bool(comparison._alike(then, now)) == same
+    assert bool(comparison._alike(now, then)) == same
 
 
 def test_which_calls_are_run_and_compared() -> None:
