@@ -316,3 +316,19 @@ def test_incremental_decoding(queue: cl.CommandQueue, name: str, dtype: str, tol
             pieces.append(to_numpy(module.forward(part, cache=cache)))
             cache.advance(end - begin)
     close(np.concatenate(pieces, 1), plain, tolerance)
+
+
+def test_causal_attention_drops_weights_and_results_in_training_only(queue: cl.CommandQueue) -> None:
+    def run(p: float, training: bool) -> np.ndarray:
+        np.random.seed(0)
+        module = CausalSelfAttention(E, 2, dropout=p, queue=queue)
+        module.training = training
+        with amp.init():
+            return to_numpy(module.forward(data(queue)))
+
+    whole = run(0.0, True)
+    np.testing.assert_array_equal(run(0.5, False), whole)
+    dropped = run(0.5, True)
+    kept = dropped != 0
+    assert 0.2 < kept.mean() < 0.8, "results are dropped"
+    assert not np.allclose(dropped[kept], 2 * whole[kept], rtol=1e-2), "and weights before them"
