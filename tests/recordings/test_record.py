@@ -25,7 +25,7 @@ from clamp.bridge import Node, Parameter, Tensor
 from clamp.scaling.dynamic_scale import ScaleRule
 from tests.networks import loss_of, mlp, weights_of
 from tests.recordings.test_compiled import BATCHES, TARGETS, poisoned
-from tests.reference import to_device
+from tests.reference import to_device, to_numpy
 
 Step = Callable[..., Any]
 
@@ -844,3 +844,22 @@ def test_what_is_not_worth_recording_is_recorded_no_more(queue: cl.CommandQueue,
     assert ["does not get to replay" in str(one.message) for one in said] == [True]
     assert len(made) > 200
     assert made[0] == made[-1] < 100
+
+
+def test_results_have_no_graph_whether_they_are_run_recorded_or_replayed(queue: cl.CommandQueue) -> None:
+    weight = Parameter.from_host(queue, np.ones((2, 2), np.float32))
+
+    @amp.record
+    def call(x: Tensor) -> Any:
+        product = ag.matmul_op(ag.tensor(x), ag.tensor(weight, requires_grad=True))
+        return [product, {"again": product, "number": 3, "leaf": ag.tensor(x)}]
+
+    with amp.init():
+        for _ in range(4):
+            product, rest = call(to_device(queue, np.ones((2, 2))))
+            for node in (product, rest["again"]):
+                assert not node.parents
+                with pytest.raises(RuntimeError, match="graph"):
+                    ag.sum(node).backward()
+            np.testing.assert_array_equal(to_numpy(product.value), np.full((2, 2), 2.0))
+            assert rest["number"] == 3
