@@ -7,7 +7,9 @@ import importlib
 import sys
 import textwrap
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import netcl
 import netcl.nn
@@ -210,3 +212,18 @@ def test_importing_clamp_changes_no_netcl_attribute(tmp_path: Path) -> None:
         assert all(after[key] == value for key, value in before.items())
     """)
     subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("begin", [amp.init, lambda: amp.autocast().__enter__()], ids=["init", "autocast"])
+def test_what_fails_while_patches_are_put_leaves_netcl_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, begin: Callable[[], Any]
+) -> None:
+    codes = ag.relu.__code__, SGD.step, ag.Tape.backward
+    with monkeypatch.context() as patch:
+        patch.setattr("clamp.patching.bindings.Bindings.show_inside", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            begin()
+    assert (ag.relu.__code__, SGD.step, ag.Tape.backward) == codes
+    with amp.init():
+        assert ag.relu.__code__ is not codes[0]
+    assert ag.relu.__code__ is codes[0]
