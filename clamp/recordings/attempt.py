@@ -25,8 +25,8 @@ from netcl.runtime.capture import KernelCapture
 
 from clamp.bridge import Tensor
 from clamp.opencl.host_steps import HostValue, refuse, value_now
+from clamp.recordings.libraries import LIBRARIES
 from clamp.recordings.watch import Watch
-from clamp.recordings.watched_state import LIBRARIES
 
 
 @dataclass

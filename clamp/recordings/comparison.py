@@ -19,9 +19,10 @@ from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 from clamp import bridge
 from clamp.bridge import Node, Tensor
 from clamp.recordings.capture import recording_of
+from clamp.recordings.libraries import is_library
 from clamp.recordings.memory import address_of
 from clamp.recordings.replay import Plan
-from clamp.recordings.watched_state import content_of, is_library, is_same
+from clamp.recordings.watched_state import content_of, is_same
 
 
 def difference(plan: Plan, other: KernelCapture, given: Sequence[Tensor], brought: Sequence[Tensor]) -> str:

@@ -31,21 +31,20 @@ import wrapt
 from clamp import bridge
 from clamp.bridge import Node, Tensor
 from clamp.recordings.code_names import CodeNames, attributes, global_names, imported, texts
+from clamp.recordings.libraries import is_library, is_of_library
 from clamp.recordings.watched_state import (
     GENERATORS,
-    LIBRARIES,
     PLAIN,
     Part,
     Values,
     content_of,
     drawn,
-    is_library,
     position,
 )
 
 _ITEMS = (list, tuple, set, frozenset, deque)
 _LONGEST = 4096  # items of a container, or bytes of an array, that are looked at one by one
-#: Modules of theirs whose objects are none: they hold what is decided anew in every replay, or what nobody sets.
+#: Modules of libraries whose objects are none: they hold what is decided anew in every replay, or what nobody sets.
 _OPAQUE = frozenset({"builtins", "clamp", "netcl.amp", "netcl.optim.amp", "numpy", "pyopencl", "wrapt"})
 _OPAQUE |= {"abc", "ctypes", "importlib", "inspect", "logging", "re", "typing"}
 _ABOUT_CODE = frozenset(
@@ -267,7 +266,7 @@ class Watch:
 
     def _module_variables(self, module: ModuleType, code: CodeType) -> None:
         """What a function may read from a module of the user's: its variables that the function names."""
-        if module.__name__.partition(".")[0] in LIBRARIES or (module.__name__, code) in self._known_modules:
+        if is_of_library(module.__name__) or (module.__name__, code) in self._known_modules:
             return
         self._known_modules.add((module.__name__, code))
         own = vars(module)

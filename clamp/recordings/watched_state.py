@@ -7,7 +7,6 @@ import gc
 import io
 import itertools
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import is_, length_hint
@@ -16,12 +15,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from clamp.recordings.libraries import is_library
+
 Values: TypeAlias = tuple[Any, ...]
 
 PLAIN = (bool, int, float, complex, str, bytes, np.generic)
-#: Packages whose classes and functions are taken for unchanging. Their objects may be settings: a scheduler of netcl's,
-#: a namespace, a queue of Python's.
-LIBRARIES = frozenset({"clamp", "netcl", "numpy", "pyopencl", "wrapt", *sys.stdlib_module_names})
 
 
 @dataclass(slots=True)
@@ -77,11 +75,6 @@ def is_same(now: Any, seen: Any) -> bool:
     if not (isinstance(now, PLAIN) and is_library(type(now))):
         return False
     return (bool(now == seen) or now != now) and repr(now) == repr(seen)  # -0.0, nan
-
-
-def is_library(x: Any) -> bool:
-    """Whether a class or function is none of the user's."""
-    return str(getattr(x, "__module__", None) or "builtins").partition(".")[0] in LIBRARIES
 
 
 def content_of(cell: Any) -> Any:
