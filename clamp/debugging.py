@@ -4,10 +4,10 @@ Paddle's debugging tools."""
 from clamp import session
 from clamp.debug import process
 from clamp.debug.accuracy import Accuracy, ValueAccuracy
-from clamp.debug.attribution import explain_step as explain
 from clamp.debug.bisection import Bisection, bisect
 from clamp.debug.checker import DebugMode
-from clamp.debug.compare import compare_accuracy
+from clamp.debug.dumps import compare_accuracy
+from clamp.debug.explain import explain_step as explain
 from clamp.debug.memory_meter import MemoryMeter
 from clamp.debug.paddle import (
     TensorCheckerConfig,

@@ -43,8 +43,12 @@ class Observer:
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
         """Backward has added two gradients of one result."""
 
-    def backward_ended(self, loss: Node) -> None:
-        """A whole backward from a node is over; its gradients have not been unscaled."""
+    def backward_ended(self, loss: Node, grad: Tensor | None) -> None:
+        """A whole backward from a node is over, which began with ``grad``, or with ones; its gradients have not been
+        unscaled."""
+
+    def stepping(self, gradients: Sequence[Tensor]) -> None:
+        """An ``optimizer.step()`` begins, or would if it were not skipped: with these gradients."""
 
     def stepped(self, report: Any) -> None:
         """An ``optimizer.step()`` is over, done or skipped: its ``StepReport``."""
@@ -121,8 +125,7 @@ class _Results:
         backward: ``backward(run, loss, grad)`` runs netcl's engine.
         add: ``add(add, first, second)`` adds two gradients of one node, in the first one's dtype; netcl's ``add`` may
             write to the first.
-        stepping: ``stepping(params)`` is told before each step, even one that will be skipped. Observers with a method
-            ``stepping(gradients)`` are given the gradients that there are.
+        stepping: ``stepping(params)`` is told before each step, even one that will be skipped.
         stepped: ``stepped(report)`` is told of each step.
     """
 
@@ -214,7 +217,7 @@ class _Results:
         with _backward_is(True):
             run(loss, grad)
         for observer in self._observers:
-            observer.backward_ended(loss)
+            observer.backward_ended(loss, grad)
 
     def _add_seen(self, add: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor) -> Tensor:
         if first.dtype not in bridge.STORAGE or not bridge.on_device(first):
@@ -229,7 +232,7 @@ class _Results:
     def _before_step(self, params: Sequence[Tensor]) -> None:
         gradients = [param.grad for param in params if isinstance(param.grad, Tensor)]
         for observer in filter(_looks_before, self._observers):
-            observer.stepping(gradients)  # type: ignore[attr-defined]
+            observer.stepping(gradients)
 
     def _step_seen(self, report: Any) -> None:
         for observer in self._observers:
@@ -237,7 +240,7 @@ class _Results:
 
 
 def _looks_before(observer: Observer) -> bool:
-    return hasattr(observer, "stepping")
+    return type(observer).stepping is not Observer.stepping
 
 
 def _seen_gradients(run: Callable[[Tensor], Any], told: Sequence[tuple[Observer, Any]]) -> Callable[[Tensor], Any]:

@@ -25,7 +25,7 @@ from clamp.cli.bench.contenders import random_tensor
 from clamp.cli.bench.timing import QUICK, interleave
 from clamp.cli.console import make_console, print_fitting
 from clamp.cli.devices import choose_device, describe
-from clamp.debug.profiler import Recorder
+from clamp.debug.profiler import Profiler
 from clamp.opencl import trials
 from clamp.ops.gemm import engines, tuning
 from clamp.ops.gemm.matrix_units import MatrixUnit
@@ -109,7 +109,7 @@ def _seconds(
 
 
 def _device_seconds(queue: cl.CommandQueue, call: Callable[[], None]) -> float:
-    with Recorder() as recorder:
+    with Profiler() as recorder:
         call()
     queue.finish()
     return sum(total.seconds for total in recorder.timeline(0.0).totals)

@@ -17,8 +17,7 @@ from clamp.casting.arguments import mapped
 from clamp.casting.regions import check_dtype, current_region, in_region, region_here
 from clamp.compat import pytorch
 from clamp.compat.scalers import GradScaler, StaticGradScaler
-from clamp.debug.attribution import Attribution
-from clamp.debug.explain import Explanation
+from clamp.debug.explain import Attribution, Explanation
 from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops import transfer
 from clamp.params import gradient_marks, masters

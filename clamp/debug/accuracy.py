@@ -18,11 +18,10 @@ from clamp.casting.policy_table import default_table
 from clamp.casting.regions import Region, changed_regions, check_dtype, current_region, in_own_region
 from clamp.casting.results import RESULTS, Observer
 from clamp.debug import process
-from clamp.debug.dry_run import NothingSeenError, rehearsal
-from clamp.debug.errors import UNIT_ROUNDOFF
-from clamp.debug.text_table import aligned
-from clamp.debug.two_runs import AmpSide, Float32Side, Found
-from clamp.debug.watcher import RESULT, Key, Names
+from clamp.debug.dry_run import NothingSeenError, dry_run
+from clamp.debug.float32_reference import UNIT_ROUNDOFF
+from clamp.debug.page.markup import aligned
+from clamp.debug.watcher import RESULT, AmpSide, Float32Side, Found, Key, Names
 from clamp.ops.cast import cast
 
 _SHOWN = 30  # rows of a table
@@ -242,14 +241,14 @@ def _amp_region(
 
 def _step_of(
     step: Any, batch: Sequence[Any], loss: Callable[..., Any] | None, amp: Region, scale: float | None
-) -> _Step:
+) -> _ScaledStep:
     if not bridge.is_module(step):
         if not callable(step) or len(batch) or loss is not None or scale is not None:
             raise TypeError(
                 "compare_accuracy takes a netcl model with a batch and a loss, or a function without arguments that "
                 f"does forward and backward, alone; got {type(step).__name__}"
             )
-        return _Step(lambda scale: step(), 1.0, 1.0)
+        return _ScaledStep(lambda scale: step(), 1.0, 1.0)
     if not len(batch):
         raise TypeError(f"compare_accuracy needs a batch for a model: compare_accuracy({type(step).__name__}(...), "
                         "(x, y), loss=F.cross_entropy)")  # fmt: skip
@@ -265,14 +264,14 @@ def _step_of(
 
     handle = process.session.active_handle()
     if scale is not None:
-        return _Step(forward_and_backward, scale, scale)
+        return _ScaledStep(forward_and_backward, scale, scale)
     if handle is not None and amp.dtype == "float16":
-        return _Step(forward_and_backward, handle.loss_scale, 1.0)
-    return _Step(forward_and_backward, _HIGHEST if amp.dtype == "float16" else 1.0, 1.0)
+        return _ScaledStep(forward_and_backward, handle.loss_scale, 1.0)
+    return _ScaledStep(forward_and_backward, _HIGHEST if amp.dtype == "float16" else 1.0, 1.0)
 
 
 @dataclass(frozen=True)
-class _Step:
+class _ScaledStep:
     """A step to be run.
 
     Attributes:
@@ -300,7 +299,9 @@ def _input(x: Any, queue: Any) -> Any:
 # ---------------------------------------------------------------------------------------------- both runs
 
 
-def _both_runs(step: _Step, amp: Region, tolerance: float) -> tuple[tuple[Float32Side, float], tuple[AmpSide, float]]:
+def _both_runs(
+    step: _ScaledStep, amp: Region, tolerance: float
+) -> tuple[tuple[Float32Side, float], tuple[AmpSide, float]]:
     """What was seen of the step in float32 and under AMP, each with the loss."""
     right = Float32Side()
     with changed_regions(_in_float32):
@@ -320,8 +321,8 @@ def _in_float32(region: Region) -> Region:
     return region.in_float32 if region.enabled else region
 
 
-def _run(step: _Step, scale: float, region: Region, observer: Observer) -> float:
-    with rehearsal(step.run), in_own_region(region):
+def _run(step: _ScaledStep, scale: float, region: Region, observer: Observer) -> float:
+    with dry_run(step.run), in_own_region(region):
         with RESULTS.attached(observer):
             loss = step.run(scale)
         loss = loss if isinstance(loss, float) else getattr(loss, "value", None)

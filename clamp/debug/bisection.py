@@ -18,8 +18,8 @@ from clamp.bridge import Module
 from clamp.casting.policy_table import CastPolicy, PolicyTable, default_table
 from clamp.casting.regions import Region, casting_region, changed_regions, in_region
 from clamp.debug import process
+from clamp.debug.callsite import OpNames
 from clamp.debug.dry_run import check_step, same_start
-from clamp.debug.identity import Ops
 
 T = TypeVar("T")
 
@@ -286,14 +286,14 @@ class LayerRegions:
     So an op is in the region of the innermost layer around it; layers in a layer have their own.
 
     Args:
-        in_float32: names of layers, as ``Ops.layer`` gives them.
+        in_float32: names of layers, as ``OpNames.layer`` gives them.
 
     Attributes:
         ops: has named the layers that were called.
     """
 
     def __init__(self, in_float32: Container[str] = ()) -> None:
-        self.ops = Ops()
+        self.ops = OpNames()
         self._in_float32 = in_float32
         self._regions: dict[tuple[str, int], Region] = {}  # by the name of a layer, and the region outside of layers
         self._around: dict[int, Region] = {}  # by the id of a region of a layer, that one

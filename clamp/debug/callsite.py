@@ -1,5 +1,5 @@
 """Where in a program an op is called: in which function of netcl's, under which policy, in which modules, on which line
-of the user's.
+of the user's; and which op of another run of the step it is.
 
 Read from Python's stack when somebody observes, so that calls carry nothing of it when nobody does.
 """
@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import sys
 import types
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -15,7 +19,12 @@ from typing import Any, NamedTuple
 import wrapt
 
 from clamp import bridge
+from clamp.bridge import Tape, TensorLike
 from clamp.bridge.netcl_functions import is_redirecting
+from clamp.casting.arguments import mapped
+from clamp.casting.policy_table import default_table
+from clamp.casting.regions import Region, current_region
+from clamp.functions.activations import LAST_SEED
 from clamp.patching.wrap import netcl_wrapper, owned_wrapper, user_wrapper
 
 _LIBRARIES = bridge.NETCLS_FOLDER, str(Path(str(wrapt.__file__)).parent)
@@ -153,3 +162,117 @@ def _find_kind(code: CodeType) -> str:
     if is_standard or file.startswith(_OURS):
         return "library"
     return "user method" if is_method else "user"
+
+
+# ---------------------------------------------------------------------------------------------- the call
+
+
+_SEED = 2  # where dropout takes its seed
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of a function, which can be made again.
+
+    Attributes:
+        run: calls it, behind its wrapper.
+        args, kwargs: what it has got.
+        region: the one around it, in float32.
+    """
+
+    run: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    region: Region
+
+    def copied(self, copy: Callable[[TensorLike], TensorLike]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``args`` and ``kwargs`` with copies of their tensors: what ``run`` is given inside of
+        ``casting_in(call.region)``."""
+        return mapped(self.args, copy), mapped(self.kwargs, copy)
+
+
+def call_now() -> Call | None:
+    """The call of a function on a list around this point, which makes what an observer is told of; None if it cannot
+    be made again."""
+    frame = call_here()
+    return None if frame is None else call_of(frame.f_locals)
+
+
+def call_of(names: Mapping[str, Any]) -> Call | None:
+    """The call that a wrapper's variables are of; None of a function that writes into its arguments."""
+    entry, args, kwargs = names.get("entry"), names["args"], names["kwargs"]
+    if entry is None:
+        wrapper = user_wrapper(names["name"], names["policy"])
+    elif entry.in_place:
+        return None
+    else:
+        wrapper = (
+            owned_wrapper(entry, names["function"]) if "function" in names else netcl_wrapper(entry, names["listed"])
+        )
+    args = tuple(None if isinstance(x, Tape) else x for x in args)
+    kwargs = {name: None if isinstance(x, Tape) else x for name, x in kwargs.items()}
+    if entry is not None and entry.function == "dropout" and args[_SEED] is None:
+        args = (*args[:_SEED], LAST_SEED.value, *args[_SEED + 1 :])
+    region = current_region() or Region(True, "float32", default_table())
+    return Call(partial(wrapper, names["wrapped"], names["instance"]), args, kwargs, region.in_float32)
+
+
+# ---------------------------------------------------------------------------------------------- another run's ops
+
+
+#: names of nodes that clamp inserts: casts, and the one that gathers the gradients of slices
+INSERTED = frozenset({"cast", "slices"})
+
+
+@dataclass(frozen=True, slots=True)
+class OpName:
+    """One op of a step; the same op of another run is equal to it.
+
+    Attributes:
+        function: netcl's name of it, ``"matmul_op"``; that of its node, where no list has it.
+        layer: the innermost layer around it, by class and the order of first calls, ``"Linear 2"``; empty if none is.
+        line: the nearest line of the user's, ``"train.py:31"``.
+        call: the number of the call, among those alike.
+    """
+
+    function: str
+    layer: str
+    line: str
+    call: int
+
+
+class OpNames:
+    """Names the ops of one run, in their order."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, tuple[Any, str]] = {}  # the layers are held, or another one could get a number
+        self._of_class = Counter[str]()
+        self._calls = Counter[tuple[str, str, str]]()
+
+    def of(self, made: TensorLike) -> tuple[OpName, Place] | None:
+        """The op that has made this just now; None of what clamp has inserted, which other runs need not have."""
+        name = getattr(made, "op_name", None) or "op"
+        if name in INSERTED:
+            return None
+        place = here()
+        kind = place.function.rpartition(".")[2] or name, self.layer(place.modules), place.short_line
+        self._calls[kind] += 1
+        return OpName(*kind, self._calls[kind]), place
+
+    def layer(self, modules: tuple[Any, ...]) -> str:
+        """The name, in every run, of the first of some modules; empty without any."""
+        if not modules:
+            return ""
+        module = modules[0]
+        if id(module) not in self._layers:
+            kind = type(module).__name__
+            self._of_class[kind] += 1
+            self._layers[id(module)] = module, f"{kind} {self._of_class[kind]}"
+        return self._layers[id(module)][1]
+
+    def paths(self) -> dict[str, str]:
+        """Where each layer is in its model, ``{"Linear 2": "layers.2"}``; its name here, where it is in none."""
+        modules = [module for module, _ in self._layers.values()]
+        found = dict(zip((name for _, name in self._layers.values()), bridge.module_names(modules), strict=True))
+        twice = {path for path, count in Counter(found.values()).items() if count > 1}  # in two models
+        return {name: f"{path} ({name})" if path in twice and path else path or name for name, path in found.items()}

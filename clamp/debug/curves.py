@@ -19,7 +19,7 @@ from clamp.params.gradient_marks import scale_of
 from clamp.scaling.step_report import HISTORY
 
 N = TypeVar("N", Elements, Norms)
-_Place: TypeAlias = tuple[cl.CommandQueue, int]  # and the how-manieth number there
+_Slot: TypeAlias = tuple[cl.CommandQueue, int]  # and the how-manieth number there
 
 _ROWS = 4096  # losses, and norms, that are kept: several of a step
 
@@ -47,7 +47,7 @@ class _Book(Generic[N]):
         self._counts[queue] += 1
         return self._notes[queue], self._counts[queue] - 1
 
-    def read(self) -> dict[_Place, float]:
+    def read(self) -> dict[_Slot, float]:
         """All that is still there, with one read a queue."""
         return {
             (queue, number): float(values[number % _ROWS])
@@ -64,8 +64,8 @@ class Curves:
 
     def __init__(self) -> None:
         self._losses, self._norms = _Book[Elements](Elements), _Book[Norms](Norms)
-        self._since: tuple[list[_Place], list[_Place]] = [], []  # noted since the last step: losses, and norms
-        self._steps: deque[tuple[int, list[_Place], list[_Place]]] = deque(maxlen=HISTORY)
+        self._since: tuple[list[_Slot], list[_Slot]] = [], []  # noted since the last step: losses, and norms
+        self._steps: deque[tuple[int, list[_Slot], list[_Slot]]] = deque(maxlen=HISTORY)
 
     def loss(self, loss: Tensor) -> None:
         """Notes a loss of one element, on a device."""

@@ -62,7 +62,7 @@ def same_start(*reached: Any) -> Iterator[None]:
 
 
 @contextmanager
-def rehearsal(step: Any, scale_now: float | None = None, scale: float | None = None) -> Iterator[None]:
+def dry_run(step: Any, scale_now: float | None = None, scale: float | None = None) -> Iterator[None]:
     """Inside the ``with``, optimizers do not step in this thread; at its end gradients, loss scales, what belongs to
     the next step, the statistics of layers (a batch norm's) and random generators are what they were.
 

@@ -1,58 +1,36 @@
 """An op computed once more, in float32, from the very numbers that it was given: what it would have been without AMP.
 
-What differs from it is the op's own error, whatever errors its inputs have brought along.
+What differs from it is the op's own error, whatever errors its inputs have brought along; and where it is finite, and
+the op is not, the dtype is to blame.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from clamp import bridge
-from clamp.bridge import Node, Tape, Tensor, TensorLike
-from clamp.casting.arguments import mapped
+from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.policy_table import default_table
 from clamp.casting.regions import Region, called_in, casting_in, current_region
-from clamp.casting.results import forward_again
-from clamp.debug.callsite import call_here
-from clamp.debug.errors import with_digits_of
-from clamp.debug.identity import INSERTED
-from clamp.functions.activations import LAST_SEED
+from clamp.casting.results import forward_again, untold
+from clamp.debug.callsite import INSERTED, Call, call_here, call_of
+from clamp.debug.step_graph import BACKWARD, Frame, Value
+from clamp.opencl.host_steps import unrecorded
 from clamp.ops.cast import cast, cast_into
-from clamp.patching.wrap import netcl_wrapper, owned_wrapper, user_wrapper
-
-_SEED = 2  # where dropout takes its seed
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A call of a function, which can be made again.
-
-    Attributes:
-        run: calls it, behind its wrapper.
-        args, kwargs: what it has got.
-        region: the one around it, in float32.
-    """
-
-    run: Callable[[tuple[Any, ...], dict[str, Any]], Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    region: Region
-
-    def copied(self, copy: Callable[[TensorLike], TensorLike] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What ``run`` is to be given, inside ``casting_in(call.region)``: ``args`` and ``kwargs`` with their tensors
-        copied, by default to float32."""
-        return mapped(self.args, copy or copy_of), mapped(self.kwargs, copy or copy_of)
+from clamp.ops.statistics import statistics_of
+from clamp.patching.patch_registry import owner_of
 
 
 @dataclass(frozen=True, eq=False)
-class Twin:
+class Reference:
     """The float32 counterpart of a result.
 
     Attributes:
@@ -66,7 +44,7 @@ class Twin:
     number: int
 
 
-class Twins:
+class Float32Reference:
     """The float32 counterparts of results, made as an observer is told of these.
 
     A function is called again with the arguments that it has got, copied, widened and cut from the graph, so that it
@@ -74,7 +52,7 @@ class Twins:
     """
 
     def __init__(self) -> None:
-        self._open: list[tuple[FrameType, Iterator[Twin]]] = []  # calls that have not ended, innermost last
+        self._open: list[tuple[FrameType, Iterator[Reference]]] = []  # calls that have not ended, innermost last
         self._calling: FrameType | None = None
         self._found: list[TensorLike] = []
 
@@ -88,7 +66,7 @@ class Twins:
             self._found.append(made)
         return True
 
-    def of_result(self) -> Twin | None:
+    def of_result(self) -> Reference | None:
         """The counterpart of what has been made just now; None if the function cannot be called again."""
         frame = call_here()
         self._open = [(one, rest) for one, rest in self._open if _is_running(one)]
@@ -99,11 +77,11 @@ class Twins:
                 return next(rest, None)
         call = call_of(frame.f_locals)
         made = self._compute(call, copy_of) if call is not None else []
-        twins = iter([Twin(one, call, number) for number, one in enumerate(made)] if call is not None else [])
+        twins = iter([Reference(one, call, number) for number, one in enumerate(made)] if call is not None else [])
         self._open.append((frame, twins))
         return next(twins, None)
 
-    def of_rounded(self, twin: Twin, dtype: str) -> TensorLike | None:
+    def of_rounded(self, twin: Reference, dtype: str) -> TensorLike | None:
         """What would be a result's counterpart, had the function's float32 arguments as few digits as a dtype has."""
         made = self._compute(twin.call, partial(copy_of, dtype=dtype))
         return made[twin.number] if len(made) > twin.number else None
@@ -131,32 +109,6 @@ class Twins:
         return self._found
 
 
-def call_now() -> Call | None:
-    """The call of a function on a list around this point, which makes what an observer is told of; None if it cannot
-    be made again."""
-    frame = call_here()
-    return None if frame is None else call_of(frame.f_locals)
-
-
-def call_of(names: Mapping[str, Any]) -> Call | None:
-    """The call that a wrapper's variables are of; None of a function that writes into its arguments."""
-    entry, args, kwargs = names.get("entry"), names["args"], names["kwargs"]
-    if entry is None:
-        wrapper = user_wrapper(names["name"], names["policy"])
-    elif entry.in_place:
-        return None
-    else:
-        wrapper = (
-            owned_wrapper(entry, names["function"]) if "function" in names else netcl_wrapper(entry, names["listed"])
-        )
-    args = tuple(None if isinstance(x, Tape) else x for x in args)
-    kwargs = {name: None if isinstance(x, Tape) else x for name, x in kwargs.items()}
-    if entry is not None and entry.function == "dropout" and args[_SEED] is None:
-        args = (*args[:_SEED], LAST_SEED.value, *args[_SEED + 1 :])
-    region = current_region() or Region(True, "float32", default_table())
-    return Call(partial(wrapper, names["wrapped"], names["instance"]), args, kwargs, region.in_float32)
-
-
 def _is_running(frame: FrameType) -> bool:
     around: FrameType | None = sys._getframe(1)
     while around is not None and around is not frame:
@@ -175,3 +127,226 @@ def copy_of(x: TensorLike, dtype: str = "float32") -> TensorLike:
         bridge.write_bytes(copy, with_digits_of(dtype, copy.to_host()).reshape(-1).view(np.uint8))
     copy.requires_grad = bridge.needs_grad(x)
     return Node(value=copy, requires_grad=copy.requires_grad) if isinstance(x, Node) else copy
+
+
+# ---------------------------------------------------------------------------------------------- whether it is finite
+
+
+SMALLEST_FLOAT16 = 2.0**-24
+
+_CLOSE = 0.02  # of the largest magnitude: what 16 bits may make of a number
+_BEFORE = 8  # ops in a row that are computed again in float32
+
+Wide: TypeAlias = dict[int, Tensor]  # by the id of a tensor, what it would be in float32
+
+
+def is_finite_in_float32(frame: Frame) -> bool | None:
+    """Whether an op, or its gradient, that is not finite would be in float32; None where it cannot be computed again.
+
+    Args:
+        frame: whose tensors are held.
+    """
+    if all(value.dtype != "float16" for value in frame.outputs if not value.is_finite):
+        return False  # it has the range of float32 already
+    if frame.op in INSERTED:
+        return True  # a cast
+    return _is_finite(frame, {})
+
+
+def largest_in_float32(frame: Frame) -> float | None:
+    """The largest magnitude that a forward op would give in float32; None where it cannot be computed again."""
+    made = _made(frame, {})
+    if not made:
+        return None
+    return max(one.largest for one in statistics_of([x.value for x in made], histogram=False))
+
+
+def rounded_to_zero(frame: Frame) -> Frame | None:
+    """The op before one whose results 16 bits made 0, so that this one is not finite: in float32, both are.
+
+    Args:
+        frame: not finite, and not in float32 either from the numbers that it read; its tensors are held.
+    """
+    forward = _forward_of(frame)
+    if forward is None:
+        return None
+    wide: Wide = {}
+    before = [found for value in forward.inputs for found in _widen(value, wide, _BEFORE)]
+    blamed = next((one for one in before if _gave_more_zeros(one, wide)), None)
+    return blamed if blamed is not None and _is_finite(frame, wide) else None
+
+
+def _forward_of(frame: Frame) -> Frame | None:
+    return frame.forward if frame.direction == BACKWARD else frame
+
+
+def _is_finite(frame: Frame, wide: Mapping[int, Tensor]) -> bool | None:
+    """Whether an op, or its gradient, is finite in float32, where some of what it reads is what it would be there."""
+    forward = _forward_of(frame)
+    made = None if forward is None else _made(forward, wide)
+    if made is None:
+        return None
+    if frame.direction != BACKWARD:
+        return _are_finite([x.value for x in made])
+    grad = frame.inputs[0].tensor
+    ends = [x for x in made if isinstance(x, Node) and x.grad_fn is not None]
+    if grad is None or len(ends) != 1 or ends[0].shape != grad.shape:
+        return None
+    with casting_in(None), unrecorded(), untold():
+        return _are_finite([x for x in ends[0].grad_fn(cast(grad, "float32")) if x is not None])
+
+
+def _widen(value: Value, wide: Wide, most: int) -> list[Frame]:
+    """Notes what a value would be in float32, and what it is made of, and returns the ops that give them, the last
+    first; of what cannot be computed again, nothing."""
+    maker, tensor = value.made_by, value.tensor
+    if maker is None or tensor is None or maker.direction == BACKWARD or not most:
+        return []
+    if id(tensor) in wide:
+        return []
+    before = [frame for one in maker.inputs for frame in _widen(one, wide, most - 1)]
+    if maker.op in INSERTED and len(maker.inputs) == 1 and maker.inputs[0].tensor is not None:
+        source = maker.inputs[0].tensor
+        wide[id(tensor)] = wide[id(source)] if id(source) in wide else cast(source, "float32")
+        return before
+    made = _made(maker, wide)
+    if made is None or len(made) != 1:
+        return before
+    wide[id(tensor)] = made[0].value
+    return [maker, *before]
+
+
+def _gave_more_zeros(frame: Frame, wide: Wide) -> bool:
+    out = frame.outputs[0]
+    if out.statistics is None or out.tensor is None or out.dtype not in bridge.HALF_DTYPES:
+        return False
+    return out.statistics.zeros > statistics_of([wide[id(out.tensor)]], histogram=False)[0].zeros
+
+
+def _made(frame: Frame, wide: Mapping[int, Tensor]) -> list[TensorLike] | None:
+    """What a forward op gives in float32; None where it cannot be computed again."""
+    call = frame.call or _called_with_what_it_read(frame)
+    made = None if call is None else _run(call, {})
+    if call is None or made is None or (len(made) == 1 and not _is_the_same(frame, made)):
+        return None
+    return _run(call, wide) if wide else made
+
+
+def _run(call: Call, wide: Mapping[int, Tensor]) -> list[TensorLike] | None:
+    def copy(x: TensorLike) -> TensorLike:
+        other = wide.get(id(x.value))
+        if other is None:
+            return copy_of(x)
+        return copy_of(Node(value=other, requires_grad=True) if isinstance(x, Node) else other)
+
+    try:
+        with unrecorded(), untold(), bridge.off_tape(), casting_in(call.region):
+            return _tensors(call.run(*call.copied(copy)))
+    except Exception:  # a function that takes more than tensors, a user's kernel that reads 16 bits only
+        return None
+
+
+def _called_with_what_it_read(frame: Frame) -> Call | None:
+    """A call of netcl's function with the tensors that the op has read and nothing else, as most are."""
+    name, tensors = frame.place.function, [value.tensor for value in frame.inputs]
+    if not name.startswith("netcl.") or not tensors:
+        return None
+    nodes = tuple(Node(value=tensor, requires_grad=True) for tensor in tensors if tensor is not None)
+    if len(nodes) != len(tensors):
+        return None
+    region = current_region() or Region(True, "float32", default_table())
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        owner, attribute = owner_of(name)
+        return getattr(owner, attribute)(*args, **kwargs)
+
+    return Call(run, nodes, {}, region.in_float32)
+
+
+def _is_the_same(frame: Frame, made: Sequence[TensorLike]) -> bool:
+    """Whether that was the call: where both are finite, it has made what the op gave."""
+    gave = frame.outputs[0].tensor
+    if gave is None or tuple(made[0].shape) != tuple(gave.shape):
+        return False
+    ours, theirs = (cast(x, "float32").to_host() for x in (made[0].value, gave))
+    both = np.isfinite(ours) & np.isfinite(theirs)
+    near = max(_CLOSE * np.abs(ours[both]).max(initial=0.0), SMALLEST_FLOAT16)
+    return np.allclose(ours[both], theirs[both], rtol=_CLOSE, atol=near)
+
+
+def _tensors(made: Any) -> list[TensorLike]:
+    """The floating results among what a function has returned."""
+    results = made if isinstance(made, list | tuple) else (made,)
+    return [x for x in results if isinstance(x, Node | Tensor) and x.value.dtype in bridge.STORAGE]
+
+
+def _are_finite(tensors: Sequence[Tensor]) -> bool:
+    return all(x.is_finite for x in statistics_of(tensors, histogram=False))
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+Array: TypeAlias = NDArray[np.float32]
+
+#: half the distance between 1 and the next number
+UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
+
+LARGEST = {"float16": 65504.0, "bfloat16": float.fromhex("0x1.fep127"), "float32": np.inf}
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far a tensor is from another one.
+
+    Attributes:
+        relative: the norm of the difference by the norm of the right one; inf where only one of both is inf or nan.
+        largest: the largest difference by the largest magnitude of the right one; likewise.
+    """
+
+    relative: float
+    largest: float
+
+
+def on_host(tensor: Any) -> Array | None:
+    """The numbers of a float32, float16 or bfloat16 tensor on a device, as float32; None of any other."""
+    if not isinstance(tensor, Tensor) or tensor.dtype not in bridge.STORAGE or not bridge.on_device(tensor):
+        return None
+    found: Array = cast(tensor, "float32").to_host()
+    return found
+
+
+def error_of(actual: Array, right: Array, largest: float = np.inf) -> Error:
+    """The error of numbers, which are as many as the right ones; nan in both is none.
+
+    Args:
+        largest: what is beyond it and came out as this, as the -1e9 of a mask does in float16, is left out.
+    """
+    actual, right = actual.ravel(), right.ravel()
+    if (saturated := (np.abs(right) > largest) & (actual == np.copysign(largest, right))).any():
+        actual, right = actual[~saturated], right[~saturated]
+    differs = ~((actual == right) | (np.isnan(actual) & np.isnan(right)))
+    finite = np.isfinite(actual) & np.isfinite(right)
+    if (differs & ~finite).any():
+        return Error(np.inf, np.inf)
+    wanted = right[finite].astype(np.float64)
+    difference = actual[finite] - wanted
+    if not difference.any():
+        return Error(0.0, 0.0)
+    return Error(_quotient(np.linalg.norm(difference), np.linalg.norm(wanted)),
+                 _quotient(np.abs(difference).max(), np.abs(wanted).max()))  # fmt: skip
+
+
+def rounding_of(right: Array, dtype: str) -> float:
+    """The relative error (``Error.relative``) of the right numbers once they have as many digits as a dtype."""
+    return error_of(with_digits_of(dtype, right), right).relative
+
+
+def with_digits_of(dtype: str, numbers: Array) -> Array:
+    """float32 numbers rounded to as many digits as a dtype has, whatever its range, to nearest even."""
+    significand, exponent = np.frexp(numbers)
+    return np.ldexp(np.rint(significand / UNIT_ROUNDOFF[dtype]) * UNIT_ROUNDOFF[dtype], exponent).astype(np.float32)
+
+
+def _quotient(error: Any, size: Any) -> float:
+    return float(error / size) if size else np.inf

@@ -1,6 +1,6 @@
 """One step of a user's under AMP and in clamp's float32, turn about: how long each takes, what of it, what memory.
 
-The step is a rehearsal: optimizers do not step in it, so that what is measured is forward, backward and what the loss
+The step is a dry run: optimizers do not step in it, so that what is measured is forward, backward and what the loss
 scale takes.
 """
 
@@ -19,15 +19,75 @@ from clamp.bridge import HALF_DTYPES, Node, Tensor, TensorLike
 from clamp.casting.init_call import InitCall
 from clamp.casting.regions import Region, in_region, init_call, region_here
 from clamp.casting.results import RESULTS, Observer
-from clamp.debug.dry_run import NothingSeenError, rehearsal
+from clamp.debug.dry_run import NothingSeenError, dry_run
 from clamp.debug.memory_meter import MemoryMeter
-from clamp.debug.op_counter import Casts, Row
-from clamp.debug.stopwatch import Stopwatch, time_ops
+from clamp.debug.op_counter import Casts, Key, OpCounter, OpRow
+from clamp.debug.profiler import Profiler
 from clamp.opencl.host_steps import recorder
+from clamp.ops.cast import CAST
+from clamp.ops.optimizer_step import COPY
 from clamp.params.weight_cache import weights
 from clamp.scaling.scaled_loss import SCALE_OP
 
 Step: TypeAlias = Callable[[], Any]
+
+_CASTS = frozenset((CAST.name, COPY.name))  # what only converts; a product that does as well is the op's own
+
+
+class OpTimer(OpCounter):
+    """A glance at one step that knows what each op launched: all since the op before was done.
+
+    Args:
+        alone: see `Profiler`: for queues that take no times.
+
+    Attributes:
+        cast_seconds: of launches that only convert; a part of what the ops that wanted them take.
+        after_backward: seconds of what came after the last op: gradients divided by the loss scale, and looked at.
+        launches: how many commands were enqueued.
+    """
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__(of_dry_run=True)
+        self._recorder = Profiler(alone)
+        self._launched: dict[Key, list[range]] = {}
+        self._cast_launches: set[int] = set()
+        self._seen = 0
+        self.cast_seconds = self.after_backward = 0.0
+        self.launches = 0
+
+    def time(self, step: Step, queues: Sequence[cl.CommandQueue]) -> list[OpRow]:
+        """Runs a step on these queues; returns its ops with their seconds."""
+        self.start()
+        try:
+            with self._recorder:
+                step()
+                _finish(queues)
+        finally:
+            self.stop()
+        seconds = self._recorder.seconds
+        self.launches = len(seconds)
+        self.cast_seconds = sum(seconds[index] for index in self._cast_launches)
+        self.after_backward = sum(seconds[self._seen :])
+        for key, ranges in self._launched.items():
+            self.took(key, sum(seconds[index] for indices in ranges for index in indices))
+        return self.rows
+
+    def counted(self, key: Key) -> None:
+        """See `OpCounter`."""
+        now = len(self._recorder)
+        self._launched.setdefault(key, []).append(range(self._seen, now))
+        self._seen = now
+
+    def converted(self, source: Tensor, target: Tensor) -> None:
+        """See `OpCounter`. Of several weights that are cast together all launches are told of when they have run."""
+        names = self._recorder.names
+        last = len(names) - 1
+        while last >= self._seen and names[last] == names[-1] and names[last] in _CASTS:
+            self._cast_launches.add(last)
+            last -= 1
+
+
+# ---------------------------------------------------------------------------------------------- in both precisions
 
 NO_DIFFERENCE = 0.05  # ratios of times nearer to 1 than this are none
 _SECONDS = 2.0  # that the rounds may take, about
@@ -44,14 +104,14 @@ class Side:
         seconds: the median of its rounds, until the device had finished; where rounds differ much, the least.
         rows: its ops, their ``seconds`` the least of five passes.
         casts: what was converted.
-        cast_seconds, after_backward, launches: see `Stopwatch`; the least.
+        cast_seconds, after_backward, launches: see `OpTimer`; the least.
         activations: bytes kept when forward was over, but for copies of weights.
         weight_copies: bytes of those.
         peak: the most bytes of tensors that the step had made and not let go of.
     """
 
     seconds: float
-    rows: list[Row]
+    rows: list[OpRow]
     casts: list[Casts]
     cast_seconds: float
     after_backward: float
@@ -102,14 +162,14 @@ class Trial:
 
 
 def try_step(step: Step) -> Trial:
-    """Runs a step some dozens of times, and puts back what it has changed (see `rehearsal`).
+    """Runs a step some dozens of times, and puts back what it has changed (see `dry_run`).
 
     Raises:
         ValueError: no op of the step could be seen, or none ran on a device.
     """
     around = region_here(enabled=True)
     sides = around, replace(around, dtype="float32")
-    with rehearsal(step):
+    with dry_run(step):
         seen = [_look(step, region) for region in sides]  # each builds its kernels, and shows its memory
         queues = list({id(queue): queue for one in seen for queue in one.queues}.values())
         _require(all(one.queues for one in seen))
@@ -175,11 +235,12 @@ def _seconds(step: Step, region: Region, queues: Iterable[cl.CommandQueue]) -> f
         return perf_counter() - began
 
 
-def _timed(step: Step, region: Region, queues: list[cl.CommandQueue], alone: bool) -> tuple[Stopwatch, list[Row]]:
+def _timed(step: Step, region: Region, queues: list[cl.CommandQueue], alone: bool) -> tuple[OpTimer, list[OpRow]]:
     weights.clear()
     _finish(queues)
+    timer = OpTimer(alone)
     with in_region(region):
-        return time_ops(step, queues, alone)
+        return timer, timer.time(step, queues)
 
 
 def _finish(queues: Iterable[cl.CommandQueue]) -> None:
@@ -187,7 +248,7 @@ def _finish(queues: Iterable[cl.CommandQueue]) -> None:
         queue.finish()
 
 
-def _side(seen: _Look, passes: Sequence[tuple[Stopwatch, list[Row]]]) -> Side:
+def _side(seen: _Look, passes: Sequence[tuple[OpTimer, list[OpRow]]]) -> Side:
     times: dict[tuple[Any, ...], list[float]] = {}
     for _, rows in passes:
         for row in rows:

@@ -16,14 +16,14 @@ from clamp.bridge import HALF_DTYPES, DTypeLike
 from clamp.casting.regions import in_region, region_here
 from clamp.casting.results import RESULTS
 from clamp.debug import ranges
-from clamp.debug.dry_run import NothingSeenError, check_step, rehearsal
-from clamp.debug.journal import Journal
-from clamp.debug.op_counter import Glance
+from clamp.debug.dry_run import NothingSeenError, check_step, dry_run
+from clamp.debug.op_counter import OpCounter
+from clamp.debug.page.markup import aligned
+from clamp.debug.page.ranges import save_ranges
 from clamp.debug.page.schema import Range
 from clamp.debug.ranges import Lost
-from clamp.debug.ranges_picture import Layer, draw
 from clamp.debug.step_graph import FORWARD, Frame, Trace, Value
-from clamp.debug.text_table import aligned
+from clamp.debug.step_recorder import StepRecorder
 from clamp.ops.statistics import Statistics
 from clamp.params.gradient_marks import mark_of
 from clamp.scaling.scaled_loss import SCALE_OP
@@ -128,9 +128,8 @@ class LayerRanges:
         return iter(narrow or gradients)
 
     def draw(self, path: str | Path) -> None:
-        """Draws the magnitudes of each op's results and gradients beside what the dtype holds.
-
-        `clamp.debug.ranges_picture.draw` says what is to be seen.
+        """Draws the magnitudes of each layer's activations, parameters and gradients beside float16's range, as the
+        page of a run does.
 
         Args:
             path: its suffix says of which kind the file is: ``.svg``, ``.png``, ``.pdf``.
@@ -140,13 +139,9 @@ class LayerRanges:
             ValueError: there are no activations and no gradients.
             OSError: the file cannot be written.
         """
-        found: dict[str, dict[str, Statistics]] = {}
-        for row in self.rows:
-            if row.kind in (ACTIVATION, GRADIENT) and row.statistics.count:
-                name = f"{row.module} {row.name}".strip()
-                found.setdefault(name, {}).setdefault(row.kind, row.statistics)
-        layers = [Layer(name, kinds.get(ACTIVATION), kinds.get(GRADIENT)) for name, kinds in found.items()]
-        draw(layers, path, scale=self.scale, dtype=self._narrow, suggested=self.suggested_scale)
+        if not any(row.kind in (ACTIVATION, GRADIENT) and row.statistics.count for row in self.rows):
+            raise ValueError("draw: there are no rows; each is a layer's statistics")
+        save_ranges(path, self.as_json(), self.suggested_scale)
 
     def as_json(self) -> list[Range]:
         """The rows as `clamp.report` has them."""
@@ -176,7 +171,7 @@ class LayerRanges:
 
 
 def observe_ranges(step: Callable[[], Any], live_scale: Callable[[], float]) -> LayerRanges:
-    """Runs a step twice, as a rehearsal: in float32, to see its magnitudes, and under AMP, to see its dtypes.
+    """Runs a step twice, as a dry run: in float32, to see its magnitudes, and under AMP, to see its dtypes.
 
     Args:
         live_scale: reads the loss scale.
@@ -186,7 +181,7 @@ def observe_ranges(step: Callable[[], Any], live_scale: Callable[[], float]) -> 
     """
     check_step(step, "handle.ranges")
     around = region_here(enabled=True)
-    with rehearsal(step):
+    with dry_run(step):
         scale = live_scale()
         with in_region(replace(around, dtype="float32")):
             trace = _traced(step)
@@ -198,20 +193,20 @@ def observe_ranges(step: Callable[[], Any], live_scale: Callable[[], float]) -> 
 
 
 def _traced(step: Callable[[], Any]) -> Trace:
-    journal = Journal(histogram=True)
-    with RESULTS.attached(journal):
+    seen = StepRecorder(histogram=True)
+    with RESULTS.attached(seen):
         step()
-        trace = journal.trace()
+        trace = seen.trace()
     trace.name()
     return trace
 
 
 def _dtypes(step: Callable[[], Any]) -> dict[tuple[str, ...], str]:
     """The dtypes of results, and of first gradients, under AMP, by op and place."""
-    glance = Glance()
-    with RESULTS.attached(glance):
+    counter = OpCounter(of_dry_run=True)
+    with RESULTS.attached(counter):
         step()
-    return {row.key: row.dtype for row in glance.rows}
+    return {row.key: row.dtype for row in counter.rows}
 
 
 def _rows(trace: Trace, scale: float, dtypes: Mapping[tuple[str, ...], str], amp_dtype: str) -> Iterator[LayerRange]:

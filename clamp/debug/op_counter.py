@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
-from clamp.casting.results import Observer
+from clamp.casting.results import RESULTS, Observer
 from clamp.debug.callsite import NOWHERE, Place, here
 from clamp.debug.curves import Curves
 from clamp.debug.step_graph import BACKWARD, FORWARD
@@ -30,7 +30,7 @@ _MOST = 2000  # rows of modules that have no name yet: a program may make its la
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OpRow:
     """The calls of one op at one place.
 
     Attributes:
@@ -110,7 +110,7 @@ class _Count:
         self.seconds: float | None = None
 
 
-class _Recording(threading.local):
+class _Replayed(threading.local):
     """What each replay of a recording that this thread makes is to add."""
 
     def __init__(self) -> None:
@@ -121,39 +121,40 @@ class _Recording(threading.local):
         return taken
 
 
-class Tally(Observer):
+class OpCounter(Observer):
     """An observer that counts.
 
     Args:
         is_own: whether a step is one of the run's, and not of another scaler's in the same process.
+        of_dry_run: whether it counts a step that is only looked at: nothing of it is noted on the device then, which
+            would be launches of its own.
 
     Attributes:
         curves: loss and gradients of the steps.
         weight_copies: the most bytes of 16-bit copies of weights that there were when a loss was scaled.
-        sees_rehearsals: whether it counts steps that are only looked at, too.
     """
 
-    sees_rehearsals = False
-
-    def __init__(self, is_own: Callable[[StepReport], bool] = lambda report: True) -> None:
-        self._is_own = is_own
+    def __init__(self, is_own: Callable[[StepReport], bool] = lambda report: True, *, of_dry_run: bool = False) -> None:
+        self._is_own, self._of_dry_run = is_own, of_dry_run
         self.curves = Curves()
         self.weight_copies = 0
         self._lock = threading.RLock()
         self._counts: dict[Key, _Count] = {}
-        self._named: dict[tuple[Any, ...], Row] = {}
+        self._named: dict[tuple[Any, ...], OpRow] = {}
         self._casts: dict[tuple[str, str], list[int]] = {}
         self._modules: dict[int, weakref.ref[Any]] = {}
         self._models: dict[int, weakref.ref[Any]] = {}
-        self._recording = _Recording()
+        self._recording = _Replayed()
         self._listener = self._cast  # the very object that is on the list
 
     def start(self) -> None:
-        """Casts are counted from now on."""
+        """Ops and casts are counted from now on."""
         LISTENERS.append(self._listener)
+        RESULTS.attach(self)
 
     def stop(self) -> None:
         """They are not."""
+        RESULTS.detach(self)
         if self._listener in LISTENERS:
             LISTENERS.remove(self._listener)
 
@@ -165,8 +166,9 @@ class Tally(Observer):
             return None
         read = [parent.value for parent in parents if isinstance(parent.value, Tensor)]
         op = getattr(made, "op_name", None) or ""
-        if op == SCALE_OP and isinstance(made, Node) and bridge.on_device(read[0]):
-            self.scaled(read[0])
+        if op == SCALE_OP and isinstance(made, Node) and bridge.on_device(read[0]) and not self._of_dry_run:
+            self.weight_copies = max(self.weight_copies, weights.nbytes)
+            self.curves.loss(read[0])
         place = here()
         module = 0
         if place.modules:
@@ -189,17 +191,11 @@ class Tally(Observer):
             return
         self._count(("sum of gradients", NOWHERE, 0), BACKWARD, [first, second], [made])
 
-    def backward_ended(self, loss: Node) -> None:
+    def backward_ended(self, loss: Node, grad: Tensor | None) -> None:
         if recorder() is not None:
             host_step(partial(_run_all, self._recording.take()))
 
-    def scaled(self, loss: Tensor) -> None:
-        """A loss is being scaled: forward is over."""
-        self.weight_copies = max(self.weight_copies, weights.nbytes)
-        self.curves.loss(loss)
-
     def stepping(self, gradients: Sequence[Tensor]) -> None:
-        """See ``RESULTS.stepping``."""
         self.curves.gradients(gradients)
 
     def stepped(self, report: StepReport) -> None:
@@ -228,7 +224,7 @@ class Tally(Observer):
 
     def _rests(self) -> bool:
         """Whether this thread runs a step that is only looked at, which is no part of the run."""
-        return are_steps_withheld() and not self.sees_rehearsals
+        return are_steps_withheld() and not self._of_dry_run
 
     def _cast(self, source: Tensor, target: Tensor) -> None:
         if self._rests():
@@ -270,7 +266,7 @@ class Tally(Observer):
     # ------------------------------------------------------------------------------------------ asking
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[OpRow]:
         """The ops, in the order in which they first ran."""
         self._name()
         return list(self._named.values())
@@ -302,7 +298,7 @@ class Tally(Observer):
             self._modules |= {key: ref for key, ref in known.items() if key in living and key not in self._modules}
             for key, count in counts.items():
                 place = key.place
-                row = Row(
+                row = OpRow(
                     key.op, key.direction, place.function, place.policy, names.get(key.module, ""), place.short_line,
                     key.inputs, key.dtype, count.shape,
                 )  # fmt: skip
@@ -311,15 +307,6 @@ class Tally(Observer):
                 self._named[row.identity] = replace(
                     before, calls=before.calls + count.calls, bytes=before.bytes + count.bytes, seconds=seconds
                 )
-
-
-class Glance(Tally):
-    """A tally of a step that is only looked at."""
-
-    sees_rehearsals = True
-
-    def scaled(self, loss: Tensor) -> None:
-        """See `Tally`. Nothing is noted: that would be launches of its own."""
 
 
 def _dtype(tensor: Tensor) -> str:

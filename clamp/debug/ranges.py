@@ -146,17 +146,6 @@ def pooled(statistics: Iterable[Statistics]) -> Statistics:
     )
 
 
-def limits_of(dtype: DTypeLike) -> tuple[int, int, int]:
-    """The exponents of a dtype's least subnormal and least normal number, and of the least power of two beyond it.
-
-    Raises:
-        ValueError: it is not float16 or bfloat16.
-    """
-    name = _format_name(dtype)
-    bits, least = _GRIDS[name]
-    return least - bits, least, math.frexp(_FORMATS[name].largest)[1]
-
-
 def _power_of_two(x: float) -> float:
     """The largest that is not above x."""
     return 2.0 ** (math.frexp(x)[1] - 1)

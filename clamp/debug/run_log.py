@@ -1,28 +1,33 @@
-"""What a handle remembers of its run, and what it can measure of it."""
+"""What a handle remembers of its run, and what it can measure of it; as JSON, and as the page of that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal, TypeAlias, cast
 
 import pyopencl as cl
 
+import clamp
+from clamp.casting.init_call import InitCall
+from clamp.casting.regions import init_call
 from clamp.casting.results import RESULTS
-from clamp.debug.explain import Explanation
-from clamp.debug.gain import Trial, try_step
+from clamp.debug.curves import Point
+from clamp.debug.explain import Explanation, in_words, look
+from clamp.debug.gain import Side, Trial, try_step
 from clamp.debug.layer_ranges import LayerRanges, observe_ranges
-from clamp.debug.op_counter import Tally
-from clamp.debug.page.schema import Run
-from clamp.debug.run_json import run_of
-from clamp.debug.summary import Summary, with_times
+from clamp.debug.op_counter import OpCounter, OpRow
+from clamp.debug.page.schema import VERSION, Device, Direction, FirstBad, Input, Memory, Op, Range, Run, Step, Verdict
+from clamp.debug.step_graph import Value
+from clamp.debug.summary import Summary, notes, with_times
 from clamp.opencl.progress import PROGRESS
 from clamp.scaling.step_report import StepReport
 
 
-class Record:
+class RunLog:
     """The run of a handle from its beginning.
 
     Args:
@@ -30,21 +35,20 @@ class Record:
 
     Attributes:
         began: when, in UTC.
-        tally: what is counted; None until ``arm``.
+        counter: what is counted; None until ``arm``.
     """
 
     def __init__(self, history: Callable[[], Sequence[StepReport]]) -> None:
         self._history = history
         self.began = datetime.now(UTC)
-        self.tally: Tally | None = None
+        self.counter: OpCounter | None = None
         self._measured: tuple[Callable[[], Any], int, Trial, LayerRanges] | None = None  # of a step, after so many
         self._built = PROGRESS.programs, PROGRESS.seconds
 
     def arm(self) -> None:
         """From now on ops, casts, losses and gradients are counted and noted."""
-        self.tally = Tally(self._is_own)
-        self.tally.start()
-        RESULTS.attach(self.tally)
+        self.counter = OpCounter(self._is_own)
+        self.counter.start()
 
     def _is_own(self, report: StepReport) -> bool:
         history = self._history()
@@ -52,13 +56,12 @@ class Record:
 
     def disarm(self) -> None:
         """They are not; what was counted stays."""
-        if self.tally is not None:
-            RESULTS.detach(self.tally)
-            self.tally.stop()
+        if self.counter is not None:
+            self.counter.stop()
 
     def losses(self) -> dict[int, float]:
         """Those that were noted, by steps. Waits for the device."""
-        points = {} if self.tally is None else self.tally.curves.read()
+        points = {} if self.counter is None else self.counter.curves.read()
         return {step: point.loss for step, point in points.items() if point.loss is not None}
 
     def summary(
@@ -69,10 +72,10 @@ class Record:
         programs, seconds = PROGRESS.programs - self._built[0], PROGRESS.seconds - self._built[1]
         known = Summary(dtype, steps, skips, history, loss_scale, programs, seconds)
         trial, ranges = self._tried(step, steps, live_scale)
-        if self.tally is not None:
-            rows, copies = self.tally.rows, self.tally.weight_copies
+        if self.counter is not None:
+            rows, copies = self.counter.rows, self.counter.weight_copies
             rows = rows if trial is None else with_times(rows, trial.amp)
-            known = replace(known, rows=rows, casts=self.tally.casts, weight_copies=copies, counted=True)
+            known = replace(known, rows=rows, casts=self.counter.casts, weight_copies=copies, counted=True)
         elif trial is not None:
             known = replace(known, rows=trial.amp.rows, casts=trial.amp.casts, weight_copies=trial.amp.weight_copies)
         return replace(known, trial=trial, ranges=ranges)
@@ -89,9 +92,9 @@ class Record:
             device=device,
             level=level,
             began=self.began,
-            points={} if self.tally is None else self.tally.curves.read(),
+            points={} if self.counter is None else self.counter.curves.read(),
             losses=losses,
-            modules=of_trial if self.tally is None else self.tally.modules,
+            modules=of_trial if self.counter is None else self.counter.modules,
             ranges=[] if summary.ranges is None else summary.ranges.as_json(),
             suggested_scale=None if summary.ranges is None or summary.ranges.gain is None else summary.ranges.gain[0],
         )
@@ -108,12 +111,224 @@ class Record:
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """Inside the ``with`` nothing is counted: what is only looked at is not a part of the run."""
-        is_armed = self.tally is not None and RESULTS.has(self.tally)
+        is_armed = self.counter is not None and RESULTS.has(self.counter)
         if is_armed:
             self.disarm()
         try:
             yield
         finally:
-            if is_armed and self.tally is not None:
-                self.tally.start()
-                RESULTS.attach(self.tally)
+            if is_armed and self.counter is not None:
+                self.counter.start()
+
+
+# ---------------------------------------------------------------------------------------------- as JSON
+
+
+_Kind: TypeAlias = Literal["healthy", "overflow", "not finite", "slow", "unknown"]
+_RECENT, _OFTEN = 100, 0.05  # steps, and the part of them that skips do not exceed where all is well
+
+
+def run_of(
+    summary: Summary, explanation: Explanation | None, *, device: cl.Device | None, level: str, began: datetime,
+    points: Mapping[int, Point], losses: Sequence[float] | None, modules: Sequence[tuple[str, str, int]],
+    ranges: list[Range], suggested_scale: float | None,
+) -> Run:  # fmt: skip
+    """The run.
+
+    Args:
+        summary: with or without a step that was measured.
+        explanation: of what is wrong with its steps, where somebody has looked.
+        points: loss and norm of gradients by steps.
+        losses: the user's own, of the last steps, in place of those.
+        modules: see ``bridge.module_tree``.
+    """
+    now = datetime.now(UTC)
+    return {
+        "version": VERSION,
+        "clamp": clamp.__version__,
+        "device": _device(device),
+        "dtype": summary.dtype,
+        "level": level,
+        "date": now.isoformat(timespec="seconds"),
+        "seconds": (now - began).total_seconds(),
+        "verdict": verdict_of(summary, explanation),
+        "steps": _steps(summary.history, points, losses),
+        "ops": _ops(summary),
+        "ranges": ranges,
+        "suggested_scale": suggested_scale,
+        "memory": _memory(summary),
+        "modules": [{"path": path, "class": name, "parameters": count} for path, name, count in modules],
+        "first_bad": None if explanation is None else _first_bad(explanation),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- the answer
+
+
+def verdict_of(summary: Summary, explanation: Explanation | None) -> Verdict:
+    """What is wrong, if something is; else what AMP gains, if that is known."""
+    details, measured = _of_skips(summary), summary.verdict
+    skipped = _skipped_at_the_end(summary.history)
+    is_wrong = skipped > 1 or _share_skipped(summary.history) >= _OFTEN
+    why = [] if explanation is None or not details else [explanation.why]
+    if explanation is not None and explanation.first is not None:
+        if explanation.cure or is_wrong or skipped:
+            headline, _, rest = explanation.why.partition(": ")
+            details = [*([rest[:1].upper() + rest[1:]] if rest else []), *details]
+            return _verdict(headline, details, explanation.cure, _kind(explanation))
+    elif is_wrong:
+        many = f"The last {skipped}" if skipped > 1 else f"{summary.skips:,} of {summary.steps:,}"
+        reason = next(report.reason for report in reversed(summary.history) if not report.stepped)
+        cure = look(init_call() or InitCall()) if explanation is None or not explanation.cure else explanation.cure
+        return _verdict(
+            f"{many} steps were skipped: {reason}", [*why, *details], cure, "unknown" if skipped > 1 else "overflow"
+        )
+    if measured is not None:
+        sentence = measured.sentence
+        if not sentence.startswith(summary.dtype):
+            sentence = sentence[:1].upper() + sentence[1:]
+        kind: _Kind = "slow" if measured.is_slower else "healthy"
+        return _verdict(sentence, [*measured.details, *why, *details], measured.cure, kind)
+    if not summary.steps:
+        return _verdict("No step has been done", [], "", "unknown")
+    headline = f"{summary.steps - summary.skips:,} of {summary.steps:,} steps were done, {summary.skips:,} skipped"
+    return _verdict(headline, [*why, *details], "", "healthy")
+
+
+def _verdict(headline: str, details: Sequence[str], cure: str, kind: _Kind) -> Verdict:
+    return {"headline": headline, "details": list(details), "cure": cure or None, "kind": kind}
+
+
+def _kind(explanation: Explanation) -> _Kind:
+    bad = _bad_value(explanation)
+    is_inf = bad is not None and bad.statistics is not None and bad.statistics.infs > 0
+    return "overflow" if is_inf and explanation.leaf is None else "not finite"
+
+
+def _skipped_at_the_end(history: Sequence[StepReport]) -> int:
+    """How many steps in a row were skipped last."""
+    return next((index for index, report in enumerate(reversed(history)) if report.stepped), len(history))
+
+
+def _share_skipped(history: Sequence[StepReport]) -> float:
+    """The part of the last steps that were skipped, since the first that was done: before it, a scale is looked for."""
+    since = itertools.dropwhile(lambda report: not report.stepped, history)
+    recent = [report.stepped for report in since][-_RECENT:]
+    skipped = recent.count(False)
+    return skipped / len(recent) if skipped > 1 else 0.0
+
+
+def _of_skips(summary: Summary) -> list[str]:
+    skipped = [report for report in summary.history if not report.stepped]
+    if not skipped:
+        return []
+    scale = "" if summary.loss_scale is None else f" The loss scale is {summary.loss_scale:.8g} now."
+    return [f"{summary.skips:,} of {summary.steps:,} steps were skipped, the last was step {skipped[-1].step}.{scale}"]
+
+
+# ---------------------------------------------------------------------------------------------- the first bad op
+
+
+def _bad_value(explanation: Explanation) -> Value | None:
+    if explanation.leaf is not None or explanation.first is None:
+        return explanation.leaf
+    return next((value for value in explanation.first.outputs if not value.is_finite), None)
+
+
+def _first_bad(explanation: Explanation) -> FirstBad | None:
+    frame = explanation.first
+    bad = None if frame is None else next((value for value in frame.outputs if not value.is_finite), explanation.leaf)
+    if frame is None or bad is None or bad.statistics is None:
+        return None
+    infs, nans = bad.statistics.infs, bad.statistics.nans
+    return {
+        "op": frame.function,
+        "direction": cast(Direction, frame.direction),
+        "module": frame.module,
+        "line": frame.place.short_line,
+        "dtype": bad.dtype,
+        "what": "inf" if infs else "nan",
+        "count": infs or nans,
+        "inputs": [one for value in (*frame.inputs, *frame.parents) if (one := _input(value)) is not None],
+        "frames": in_words(explanation.before),
+    }
+
+
+def _input(value: Value) -> Input | None:
+    found = value.statistics
+    if found is None:
+        return None
+    smallest = found.smallest if found.largest else 0.0
+    return {
+        "name": value.source, "dtype": value.dtype, "smallest": smallest, "largest": found.largest,
+        "infs": found.infs, "nans": found.nans,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- what was gathered
+
+
+def _device(device: cl.Device | None) -> Device:
+    if device is None:
+        return {"name": "unknown", "driver": "unknown", "platform": "unknown"}
+    return {
+        "name": device.name.strip(), "driver": device.driver_version.strip(), "platform": device.platform.name.strip()
+    }  # fmt: skip
+
+
+def _steps(history: Sequence[StepReport], points: Mapping[int, Point], losses: Sequence[float] | None) -> list[Step]:
+    own: dict[int, float] = {}
+    if losses is not None:
+        if len(losses) > len(history):
+            losses = losses[-len(history) :]
+        own = {report.step: float(loss) for report, loss in zip(list(history)[-len(losses) :], losses, strict=False)}
+    unknown = Point(None, None)
+    return [
+        {
+            "step": report.step, "stepped": report.stepped, "reason": report.reason,
+            "loss": own.get(report.step, points.get(report.step, unknown).loss), "scale": report.scale,
+            "scale_before": report.scale_before,
+            "gradient_norm": points.get(report.step, unknown).gradient_norm, "infs": report.infs, "nans": report.nans,
+            "parameters": list(report.parameters),
+        }
+        for report in history
+    ]  # fmt: skip
+
+
+def _ops(summary: Summary) -> list[Op]:
+    marked = {} if summary.trial is None else notes(summary.trial)
+    return [
+        {
+            "op": row.name, "function": row.function or None, "policy": row.policy or "none",
+            "direction": cast(Direction, row.direction),
+            "module": row.module, "line": row.line, "inputs": list(dict.fromkeys(row.inputs)), "dtype": row.dtype,
+            "shape": list(row.shape), "calls": row.calls,
+            "milliseconds": None if row.seconds is None else 1e3 * row.seconds * _steps_in(row, summary),
+            "bytes": row.bytes, "note": marked.get(row.key, ""),
+        }
+        for row in summary.rows
+    ]  # fmt: skip
+
+
+def _steps_in(row: OpRow, summary: Summary) -> float:
+    """How often the calls of a row are those that a step was timed with."""
+    if summary.trial is None or not summary.counted:
+        return 1.0
+    calls = sum(other.calls for other in summary.trial.amp.rows if other.identity == row.identity)
+    return row.calls / calls if calls else 1.0
+
+
+def _memory(summary: Summary) -> Memory:
+    trial = summary.trial
+
+    def of(side: Side | None, name: str) -> Any:
+        return None if side is None else getattr(side, name)
+
+    amp, plain = (None, None) if trial is None else (trial.amp, trial.plain)
+    return {
+        "activations": of(amp, "activations"),
+        "weight_copies": summary.weight_copies,
+        "peak": of(amp, "peak"),
+        "float32_activations": of(plain, "activations"),
+        "float32_peak": of(plain, "peak"),
+    }

@@ -15,8 +15,8 @@ import numpy as np
 from clamp import bridge
 from clamp.casting.results import RESULTS
 from clamp.debug import process
-from clamp.debug.dry_run import NothingSeenError, rehearsal
-from clamp.debug.errors import Array, error_of, on_host
+from clamp.debug.dry_run import NothingSeenError, dry_run
+from clamp.debug.float32_reference import Array, error_of, on_host
 from clamp.debug.watcher import RESULT, Names, Seen, Watcher
 
 _FORMAT = 1
@@ -88,7 +88,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class _Trace:
+class _Saved:
     values: list[TracedValue]
     arrays: Mapping[str, Array] = field(default_factory=dict)
 
@@ -116,7 +116,7 @@ def save_trace(path: str | Path, step: Callable[[], Any]) -> int:
         raise ValueError(f"save_trace writes .json (checksums) or .npz (all elements), got {str(path)!r}")
     process.session.ensure_patched()
     observer = _Tracer(keeps_elements=path.suffix == ".npz")
-    with rehearsal(step):
+    with dry_run(step):
         with RESULTS.attached(observer):
             step()
         values = observer.values()
@@ -134,7 +134,7 @@ def save_trace(path: str | Path, step: Callable[[], Any]) -> int:
 def first_difference(first: str | Path, second: str | Path, *, rtol: float = 0.0) -> Difference | None:
     """The first op, in the order of a step, whose value is not the same in two traces of ``save_trace``.
 
-    Ops are aligned as lines of a text are: by function, layer and what the value is, not by line numbers.
+    OpNames are aligned as lines of a text are: by function, layer and what the value is, not by line numbers.
 
     Args:
         first, second: files.
@@ -177,7 +177,7 @@ def _error(first: Array | None, second: Array | None) -> float:
     return error_of(second, first).relative
 
 
-def _read(path: Path) -> _Trace:
+def _read(path: Path) -> _Saved:
     arrays: dict[str, Array] = {}
     try:
         if path.suffix == ".npz":
@@ -189,7 +189,7 @@ def _read(path: Path) -> _Trace:
         found = json.loads(text)
         if found["format"] != _FORMAT:
             raise ValueError(f"format {found['format']}")
-        return _Trace([TracedValue(**{**value, "shape": tuple(value["shape"])}) for value in found["values"]], arrays)
+        return _Saved([TracedValue(**{**value, "shape": tuple(value["shape"])}) for value in found["values"]], arrays)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no trace that amp.debugging.save_trace has written: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Who looks at a step op by op, and at the values themselves, while it runs."""
+"""Looks at the values of a step, op by op, while it runs: once, or in float32 and again under AMP."""
 
 from __future__ import annotations
 
@@ -6,16 +6,30 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from math import inf
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.results import Observer
-from clamp.debug.callsite import Place
-from clamp.debug.identity import Op, Ops
+from clamp.debug.callsite import OpName, OpNames, Place
+from clamp.debug.float32_reference import (
+    LARGEST,
+    UNIT_ROUNDOFF,
+    Array,
+    Error,
+    Float32Reference,
+    Reference,
+    error_of,
+    on_host,
+    rounding_of,
+)
 from clamp.opencl.host_steps import recorder
 
-Key: TypeAlias = tuple[Op, int, int]  # an op, which of its values, and in which of its backward passes
+Key: TypeAlias = tuple[OpName, int, int]  # an op, which of its values, and in which of its backward passes
 
 RESULT = -1  # where a gradient has its number, which is that of the parent that it is of
 
@@ -29,7 +43,7 @@ class Seen:
         trained: by the number of a gradient, the parameter that it is of.
     """
 
-    op: Op
+    op: OpName
     place: Place
     trained: dict[int, Tensor] = field(default_factory=dict)
 
@@ -42,9 +56,9 @@ class Watcher(Observer):
     """
 
     def __init__(self) -> None:
-        self.ops = Ops()
+        self.ops = OpNames()
         self._thread = threading.get_ident()
-        self._times = Counter[tuple[Op, int]]()
+        self._times = Counter[tuple[OpName, int]]()
 
     def is_mine(self) -> bool:
         """Whether what is told of here belongs to the step.
@@ -98,12 +112,12 @@ class Names:
         seen: what was seen in it.
     """
 
-    def __init__(self, ops: Ops, seen: Iterable[Seen]) -> None:
+    def __init__(self, ops: OpNames, seen: Iterable[Seen]) -> None:
         self.paths = ops.paths()
         trained = {id(x): x for one in seen for x in one.trained.values()}
         self._parameters = dict(zip(trained, bridge.parameter_names(list(trained.values())), strict=True))
 
-    def layer(self, op: Op) -> str:
+    def layer(self, op: OpName) -> str:
         """Path of the layer that an op is in; empty if it is in none."""
         return self.paths.get(op.layer, "")
 
@@ -113,3 +127,180 @@ class Names:
             return "result"
         name = self._parameters.get(id(seen.trained.get(part)), "")
         return f"gradient of {name if name and not name.startswith('params[') else f'input {part}'}"
+
+
+# ---------------------------------------------------------------------------------------------- in both precisions
+
+
+@dataclass(eq=False)
+class Found:
+    """The errors of a value of the AMP run.
+
+    Attributes:
+        seen: the op; None of a sum of gradients.
+        part: ``RESULT``, or the number of the parent whose gradient it is.
+        dtype, shape: of the value.
+        own: against the op's counterpart in float32, which read the same; None if it has none.
+        rounding: what rounding the right value once to the digits of the AMP dtype would make; where that does not
+            account for ``own``, what rounding the op's inputs would, if that is more.
+        total: against the float32 run; None if that has no such op.
+        brought: the worst ``total`` of what the op read.
+    """
+
+    seen: Seen | None
+    part: int
+    dtype: str
+    shape: tuple[int, ...]
+    own: Error | None
+    rounding: float
+    total: Error | None
+    brought: float
+
+
+class Float32Side(Watcher):
+    """Keeps on the host what every op gave.
+
+    Attributes:
+        values: by ``key``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[Key, Array] = {}
+
+    def keep(self, seen: Seen, part: int, tensor: Any) -> None:
+        value = on_host(tensor)
+        if value is not None:
+            self.values[self.key(seen, part)] = value
+
+
+@dataclass(eq=False)
+class _Compared(Seen):
+    """An op of the AMP run.
+
+    Attributes:
+        twin: its float32 counterpart.
+        brought: the worst error, against the float32 run, of what it read.
+    """
+
+    twin: Reference | None = None
+    brought: float = 0.0
+
+
+class AmpSide(Watcher):
+    """Compares what every op gives with what it would give in float32, and with what it gave in the other run.
+
+    Args:
+        right: the other run's values.
+        dtype: the AMP dtype.
+        scale: by what the gradients of this run are larger than those of the other.
+        tolerance: of an error that is so many times that of rounding its result, it is asked what rounding its inputs
+            makes of it. (Rounding can take a number to the other side of 0, where the slope of a relu is another one.)
+
+    Attributes:
+        usual: what rounding costs at the least: numbers that need none are no measure.
+        found: what it found, in the order of the run.
+        unpaired: what the other run did not have.
+    """
+
+    def __init__(self, right: dict[Key, Array], dtype: str, scale: float, tolerance: float) -> None:
+        super().__init__()
+        self.usual = UNIT_ROUNDOFF[dtype] / 4
+        self.found: list[Found] = []
+        self.unpaired: list[Key] = []
+        self._right, self._dtype, self._scale, self._tolerance = right, dtype, scale, tolerance
+        self._paired = set[Key]()
+        self._twins = Float32Reference()
+        self._totals: dict[int, tuple[Tensor, float]] = {}  # by id; the tensors are held, or others could get it
+
+    # ------------------------------------------------------------------------------------------ what ops tell
+
+    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> _Compared | None:
+        if not self.is_mine() or self._twins.takes(made):
+            return None
+        brought = max((self._total(parent.value) for parent in parents), default=0.0)
+        known = self.ops.of(made)
+        if known is None:  # a cast: its error is that of what reads it
+            self._totals[id(made.value)] = made.value, brought
+            return None
+        seen = _Compared(*known, trained_parents(made), self._twins.of_result(), brought)
+        alone = None if seen.twin is None else seen.twin.made.value
+        self._compare(seen, RESULT, made.value, alone, brought, lambda: getattr(self._rounded(seen), "value", None))
+        return seen
+
+    def gradients(
+        self, token: _Compared, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
+    ) -> None:
+        brought = max(token.brought, self._total(grad))
+        twins = self._gradients(token.twin and token.twin.made, grad, len(grads))
+        for part, one in enumerate(grads):
+            if one is not None:
+                rounded = partial(self._rounded_gradient, token, grad, len(grads), part)
+                self._compare(token, part, one, twins[part], brought, rounded)
+
+    def _gradients(self, made: TensorLike | None, grad: Tensor, count: int) -> list[Tensor | None]:
+        found = [] if made is None else self._twins.gradients_of(made, grad)
+        return found if len(found) == count else [None] * count
+
+    def _rounded(self, seen: _Compared) -> TensorLike | None:
+        """The counterpart of the result, of rounded inputs; None where AMP rounds none."""
+        if seen.twin is None or seen.place.policy != "half":
+            return None
+        return self._twins.of_rounded(seen.twin, self._dtype)
+
+    def _rounded_gradient(self, seen: _Compared, grad: Tensor, count: int, part: int) -> Tensor | None:
+        return self._gradients(self._rounded(seen), grad, count)[part]
+
+    def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
+        actual, one, other = on_host(made), on_host(first), on_host(second)
+        if not self.is_mine() or actual is None or one is None or other is None:
+            return
+        right, brought = one + other, max(self._total(first), self._total(second))
+        self._totals[id(made)] = made, brought
+        own, rounding = error_of(actual, right), rounding_of(right, self._dtype)
+        self.found.append(Found(None, RESULT, made.dtype, tuple(made.shape), own, rounding, None, brought))
+
+    # ------------------------------------------------------------------------------------------ comparing
+
+    @property
+    def missing(self) -> list[Key]:
+        """What only the other run had."""
+        return [key for key in self._right if key not in self._paired]
+
+    @property
+    def overflowed_in_backward(self) -> bool:
+        """Whether all results were finite where they should be, and some gradients were not."""
+        bad = [one.part for one in self.found if one.total is not None and one.total.relative == inf]
+        return bool(bad) and RESULT not in bad
+
+    def _compare(
+        self, seen: Seen, part: int, tensor: Any, twin: Any, brought: float, rounded: Callable[[], Any]
+    ) -> None:
+        actual = on_host(tensor)
+        if actual is None:
+            return
+        key = self.key(seen, part)
+        self._paired.add(key)
+        right, alone = self._right.get(key), on_host(twin)
+        true = actual if part == RESULT else actual / np.float32(self._scale)
+        total, own = _error_if_known(true, right, tensor.dtype), _error_if_known(actual, alone, tensor.dtype)
+        if total is None:
+            self.unpaired.append(key)
+        self._totals[id(tensor)] = tensor, brought if total is None else total.relative
+        nearest = actual if right is None or total is None else right
+        nearest = nearest if alone is None or own is None else alone
+        rounding = rounding_of(nearest, self._dtype)
+        if own is not None and own.relative > self._tolerance * max(rounding, self.usual):
+            of_inputs = _error_if_known(nearest, on_host(rounded()), "float32")
+            rounding = max(rounding, 0.0 if of_inputs is None else of_inputs.relative)
+        self.found.append(Found(seen, part, tensor.dtype, tuple(tensor.shape), own, rounding, total, brought))
+
+    def _total(self, tensor: Any) -> float:
+        return self._totals.get(id(tensor), (None, 0.0))[1]
+
+
+def _error_if_known(actual: Array, right: Array | None, dtype: str) -> Error | None:
+    """The error of a value of some dtype; None if there is nothing to compare it with."""
+    if right is None or right.size != actual.size:
+        return None
+    return error_of(actual, right, LARGEST[bridge.canonical_dtype(dtype)])

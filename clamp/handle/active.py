@@ -11,14 +11,13 @@ from typing import Any
 
 from clamp.bridge import Node
 from clamp.casting.regions import Region, current_region, in_region, set_process_region
-from clamp.debug.attribution import Attribution
 from clamp.debug.dry_run import check_step
-from clamp.debug.explain import Explanation
+from clamp.debug.explain import Attribution, Explanation
 from clamp.debug.layer_ranges import LayerRanges, observe_ranges
 from clamp.debug.memory_meter import stop_counting
-from clamp.debug.page.page import write_page
 from clamp.debug.page.schema import write_run
-from clamp.debug.run_log import Record
+from clamp.debug.page.sections import write_page
+from clamp.debug.run_log import RunLog
 from clamp.debug.summary import Summary
 from clamp.interrupts import from_nothing
 from clamp.opencl.host_steps import refuse
@@ -70,8 +69,8 @@ class AmpHandle:
         self._scaling = PassScaling(make_scaler, num_losses, guards, self._wrap_step)
         guards.wants_scaling = region.dtype == "float16" and self._scaling.first.scales
         self._patches = Patches(region.policies, registrations, guards.step)
-        self._record = Record(self._steps)
-        self._attribution = Attribution(self._steps, self._record.losses)
+        self._log = RunLog(self._steps)
+        self._attribution = Attribution(self._steps, self._log.losses)
         self._debug = debug
         self._on_shutdown = on_shutdown
         self._ended = self._has_left = False
@@ -83,7 +82,7 @@ class AmpHandle:
         if "attribution" in self._debug:
             self._attribution.arm()
         if "summary" in self._debug:
-            self._record.arm()
+            self._log.arm()
         self._patches.install()
         set_process_region(self._region)
         self._scaling.is_active = True
@@ -270,7 +269,7 @@ class AmpHandle:
                 "and ranks would wait for each other's passes. Measure in one process, without distribute"
             )
         first, reports = self._scaling.first, self._scaling.guards.reports
-        return self._record.summary(
+        return self._log.summary(
             self._region.dtype,
             reports.steps,
             list(self._steps()),
@@ -292,7 +291,7 @@ class AmpHandle:
             TypeError: ``step`` is no function.
             ValueError: no op of the step can be seen.
         """
-        with self._record.unwatched():
+        with self._log.unwatched():
             return observe_ranges(step, lambda: self._scaling.first.scale)
 
     def report(
@@ -315,7 +314,7 @@ class AmpHandle:
         summary = self.summary(step)
         overflows = summary.ranges is not None and any(row.lost.overflow for row in summary.ranges.rows)
         explanation = self._attribution.of_run(step, overflows)
-        run = self._record.run(summary, explanation, self._scaling.guards.device, self._region.level, losses)
+        run = self._log.run(summary, explanation, self._scaling.guards.device, self._region.level, losses)
         with PROGRESS.busy(f"writing {path}"):
             (write_run if Path(path).suffix == ".json" else write_page)(run, path)
 
@@ -332,7 +331,7 @@ class AmpHandle:
             if not self._ended:  # all of this can be done twice
                 self._scaling.is_active = False
                 self._attribution.disarm()
-                self._record.disarm()
+                self._log.disarm()
                 set_process_region(None)
                 stop_counting()
                 self._patches.remove()

@@ -14,12 +14,12 @@ from netcl.optim import Adam
 
 from clamp import amp
 from clamp.bridge import Parameter, Tensor
-from clamp.casting.results import RESULTS
+from clamp.casting.results import RESULTS, Observer
 from tests.networks import batch, loss_of, mlp, weights_of
 from tests.reference import to_device
 
 
-class Notes:
+class Notes(Observer):
     """An observer that writes down what it is told."""
 
     def __init__(self, *, gradients: bool = True) -> None:
@@ -42,7 +42,7 @@ class Notes:
         assert np.array_equal(made.to_host(), first.to_host() + second.to_host())
         self.sums += 1
 
-    def backward_ended(self, loss: Node) -> None:
+    def backward_ended(self, loss: Node, grad: Tensor | None) -> None:
         self.backwards += 1
 
     def stepped(self, report: Any) -> None:

@@ -14,8 +14,7 @@ from clamp.cli import main
 from clamp.cli.bench.networks import mlp
 from clamp.cli.bench.steps import Variant
 from clamp.cli.bench.timing import counted_launches
-from clamp.debug.profiler import Recorder
-from clamp.debug.timeline import Command, Gap, Timeline, Total, Wait, merged
+from clamp.debug.profiler import Command, Gap, Profiler, Timeline, Total, Wait, merged
 from clamp.ops.cast import cast
 
 STEP = ["bench", "--timeline", "--step", "2x32x8"]
@@ -56,7 +55,7 @@ def test_a_recorder_sees_as_many_launches_as_there_are(profiling: cl.CommandQueu
     with Variant(profiling, mlp(2, 32, 8), "float16").steps() as train:
         with counted_launches() as launches:
             train()
-        with Recorder() as recorder:
+        with Profiler() as recorder:
             train()
         profiling.finish()
     found = [one.name for one in recorder.timeline(1.0).commands if one.kind == "kernel"]
@@ -67,7 +66,7 @@ def test_a_recorder_tells_launches_from_transfers_and_counts_waits(profiling: cl
     buffer, host = cl.Buffer(profiling.context, cl.mem_flags.READ_WRITE, 64), np.zeros(16, np.float32)
     x = Tensor.from_host(profiling, host)
     cast(x, "float16")
-    with Recorder() as recorder:
+    with Profiler() as recorder:
         cl.enqueue_fill_buffer(profiling, buffer, np.float32(1), 0, 64)
         cast(x, "float16").queue.finish()
         cl.enqueue_copy(profiling, host, buffer)
@@ -86,7 +85,7 @@ def test_a_recorder_takes_off_what_it_has_put_on() -> None:
         return {f"{owner.__name__}.{name}": id(value) for owner in owners for name, value in vars(owner).items()}
 
     def interrupted() -> None:
-        with Recorder():
+        with Profiler():
             assert names() != before
             raise KeyboardInterrupt
 
@@ -98,7 +97,7 @@ def test_a_recorder_takes_off_what_it_has_put_on() -> None:
 
 def test_a_queue_without_times_is_an_error(queue: cl.CommandQueue) -> None:
     x = Tensor.from_host(queue, np.zeros(16, np.float32))
-    with Recorder() as recorder:
+    with Profiler() as recorder:
         cast(x, "float16")
     queue.finish()
     with pytest.raises(ValueError, match="PROFILING_ENABLE"):

@@ -19,7 +19,7 @@ from netcl.optim import SGD
 
 from clamp import amp, bridge, session
 from clamp.bridge import HALF_DTYPES, BatchNorm2d, Node, Tensor
-from clamp.debug.errors import error_of, rounding_of, with_digits_of
+from clamp.debug.float32_reference import error_of, rounding_of, with_digits_of
 from clamp.debugging import Accuracy, ValueAccuracy, compare_accuracy
 from clamp.functions import elementwise as bound_elementwise
 from clamp.functions import matmul as bound_matmul

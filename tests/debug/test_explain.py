@@ -19,8 +19,7 @@ from clamp import amp
 from clamp.bridge import Node, Tensor
 from clamp.casting.results import RESULTS
 from clamp.cli.bench.timing import counted_launches
-from clamp.debug.attribution import SKIPS_EXPLAINED
-from clamp.debug.explain import Explanation
+from clamp.debug.explain import SKIPS_EXPLAINED, Explanation
 from clamp.ops.elementwise import elementwise
 from tests.debug.faults import FAULTS, Training, line_of
 from tests.networks import batch, mlp, step, weights_of
@@ -345,7 +344,7 @@ def test_without_a_look_the_way_to_one_is_told(queue: cl.CommandQueue) -> None:
 def test_earlier_passes_are_held_as_far_as_memory_goes(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, share: float, kind: str
 ) -> None:
-    monkeypatch.setattr("clamp.debug.overflow_recorder._SHARE", share)
+    monkeypatch.setattr("clamp.debug.step_recorder._SHARE", share)
     training, sound = Training(queue, "forward"), Training(queue, "none")
     handle = amp.init(debug="attribution", loss_scale=8.0)
     for one in (training, sound):
@@ -375,6 +374,43 @@ def test_what_is_no_function_is_refused(call: str) -> None:
 def test_a_step_of_which_nothing_can_be_seen_is_refused(call: str) -> None:
     with amp.init() as handle, pytest.raises(ValueError, match="no op of this step was seen"):
         getattr(handle, call)(lambda: None)
+
+
+# ---------------------------------------------------------------------------------------------- other beginnings
+
+#: gradients that a backward begins with, and what is said of them
+SEEDS: dict[str, tuple[float, str]] = {
+    "too large at this scale": (1e6, "scale"),
+    "too large at any": (1e30, "backward"),
+    "not finite": (np.nan, "input"),
+}
+
+
+@pytest.mark.parametrize("way", ["armed", "recorded", "run again"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_backward_is_explained_from_the_gradient_that_it_began_with(
+    queue: cl.CommandQueue, seed: str, way: str
+) -> None:
+    number, kind = SEEDS[seed]
+    training = Training(queue, "none")
+    handle = amp.init(debug=None if way == "run again" else "attribution", loss_scale=8.0)
+
+    def step(grad: Tensor) -> None:
+        training.optimizer.zero_grad()
+        with handle.scale_loss(training.loss(*training.data), training.optimizer) as scaled_loss:
+            scaled_loss.backward(grad)
+        training.optimizer.step()
+
+    run = amp.record(step) if way == "recorded" else step
+    one, bad = (to_device(queue, np.array([x], np.float32)) for x in (1.0, number))
+    for _ in range(4):
+        run(one)
+    run(bad)
+    assert not handle.last_step.stepped
+    found = handle.explain(lambda: step(bad)) if way == "run again" else handle.explain()
+    assert found.kind == kind, found
+    assert found.first is not None
+    assert found.first.direction == "backward"
 
 
 # ---------------------------------------------------------------------------------------------- other ends

@@ -7,16 +7,18 @@ from dataclasses import replace
 import pytest
 
 from clamp.debug.gain import Side, Trial, slower_functions
-from clamp.debug.op_counter import Row
-from clamp.debug.verdict import judge, notes
+from clamp.debug.op_counter import OpRow
+from clamp.debug.summary import judge, notes
 
 
-def row(name: str, seconds: float, dtype: str = "float16", policy: str = "half", direction: str = "forward") -> Row:
-    return Row(name, direction, f"netcl.autograd.{name}", policy, "layers.0", "train.py:3", (dtype,), dtype, (4, 4), 1,
-               64, seconds)  # fmt: skip
+def row(name: str, seconds: float, dtype: str = "float16", policy: str = "half", direction: str = "forward") -> OpRow:
+    function = f"netcl.autograd.{name}"
+    return OpRow(
+        name, direction, function, policy, "layers.0", "train.py:3", (dtype,), dtype, (4, 4), 1, 64, seconds
+    )  # fmt: skip
 
 
-def side(seconds: float, *rows: Row, casts: float = 0.0, activations: int = 100, launches: int = 10) -> Side:
+def side(seconds: float, *rows: OpRow, casts: float = 0.0, activations: int = 100, launches: int = 10) -> Side:
     return Side(seconds, list(rows), [], casts, 0.0, launches, activations, 0, 2 * activations)
 
 

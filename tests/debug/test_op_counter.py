@@ -15,8 +15,8 @@ from netcl.optim import SGD
 from clamp import amp
 from clamp.bridge import Tensor
 from clamp.casting.results import RESULTS
-from clamp.debug.op_counter import Row, Tally
-from clamp.debug.profiler import Recorder
+from clamp.debug.op_counter import OpCounter, OpRow
+from clamp.debug.profiler import Profiler
 from clamp.opencl.device import capabilities
 from clamp.ops.cast import LISTENERS
 from clamp.scaling.step_report import StepReport
@@ -26,8 +26,8 @@ from tests.reference import to_device
 ROWS, WIDTHS = 8, (16, 32, 4)
 
 
-def tally_of(handle: Any) -> Tally:
-    found = handle._record.tally
+def counter_of(handle: Any) -> OpCounter:
+    found = handle._log.counter
     assert found is not None
     return found
 
@@ -42,7 +42,7 @@ def run(queue: cl.CommandQueue) -> Any:
         yield handle, losses, model, optimizer, data
 
 
-def only(rows: list[Row], **wanted: object) -> Row:
+def only(rows: list[OpRow], **wanted: object) -> OpRow:
     found = [row for row in rows if all(getattr(row, name) == value for name, value in wanted.items())]
     assert len(found) == 1, (wanted, rows)
     return found[0]
@@ -76,7 +76,7 @@ def test_copies_of_weights_are_those_at_the_end_of_forward(run: Any) -> None:
 
 def test_losses_and_gradients_are_noted_for_their_steps(run: Any) -> None:
     handle, losses, model, *_ = run
-    points = tally_of(handle).curves.read()
+    points = counter_of(handle).curves.read()
     assert [points[number + 1].loss for number in range(10)] == losses
     last = np.sqrt(sum((param.grad.to_host().astype(np.float64) ** 2).sum() for param in model.parameters()))
     assert points[10].gradient_norm == pytest.approx(last, rel=1e-5)
@@ -88,7 +88,7 @@ def test_several_losses_of_a_step_have_their_mean(queue: cl.CommandQueue) -> Non
         for size in (1.0, 3.0):
             task.backward(handle, size)
         task.optimizer.step()
-        (point,) = tally_of(handle).curves.read().values()
+        (point,) = counter_of(handle).curves.read().values()
     assert point == (24.0, pytest.approx(4.0 * np.sqrt(12)))
 
 
@@ -97,7 +97,7 @@ def test_a_skipped_step_has_a_norm_that_is_not_finite(queue: cl.CommandQueue) ->
     with amp.init(debug="summary", loss_scale="dynamic") as handle:
         task.backward(handle, 3e38)
         task.optimizer.step()
-        (point,) = tally_of(handle).curves.read().values()
+        (point,) = counter_of(handle).curves.read().values()
         assert not handle.last_step.stepped
     assert not np.isfinite(point.gradient_norm)
 
@@ -115,7 +115,7 @@ def test_a_step_by_another_scaler_is_noted_once(queue: cl.CommandQueue) -> None:
             task.optimizer.zero_grad()
             task.backward(handle, size)
             task.optimizer.step()
-        points = tally_of(handle).curves.read()
+        points = counter_of(handle).curves.read()
     sizes = [5.0, 1.0, 5.0, 2.0]
     assert [report.step for report in handle.history] == list(points) == [1, 2, 3, 4]
     assert [point.gradient_norm for point in points.values()] == [pytest.approx(size * np.sqrt(12)) for size in sizes]
@@ -124,10 +124,10 @@ def test_a_step_by_another_scaler_is_noted_once(queue: cl.CommandQueue) -> None:
 
 def test_steps_of_another_run_are_left_out() -> None:
     reports = [StepReport(True, "", 1.0, step=number) for number in (1, 1, 2)]
-    tally = Tally(lambda report: report is not reports[1])
+    counter = OpCounter(lambda report: report is not reports[1])
     for report in reports:
-        tally.stepped(report)
-    assert list(tally.curves.read()) == [1, 2]
+        counter.stepped(report)
+    assert list(counter.curves.read()) == [1, 2]
 
 
 def test_a_replay_counts_as_the_steps_that_it_repeats(queue: cl.CommandQueue) -> None:
@@ -145,7 +145,7 @@ def test_a_replay_counts_as_the_steps_that_it_repeats(queue: cl.CommandQueue) ->
             return loss
 
         losses = [float(one(*data).value.to_host()[0]) for _ in range(8)]
-        summary, points = handle.summary(), tally_of(handle).curves.read()
+        summary, points = handle.summary(), counter_of(handle).curves.read()
     assert summary.steps == 8
     assert only(summary.rows, name="linear_relu", direction="forward").calls == 8
     assert only(summary.rows, name="linear_relu", direction="backward").calls == 8
@@ -162,9 +162,9 @@ def test_layers_that_are_made_anew_take_no_more_rows(queue: cl.CommandQueue, mon
         for _ in range(20):
             Linear(queue, 3, 2)(x)
             gc.collect()
-        tally = tally_of(handle)
-        assert len(tally._counts) + len(tally._modules) < 16
-        rows = tally.rows
+        counter = counter_of(handle)
+        assert len(counter._counts) + len(counter._modules) < 16
+        rows = counter.rows
     assert sum(row.calls for row in rows if row.name == "matmul_op") == 20
     assert len(rows) == len({row.name for row in rows})
 
@@ -177,7 +177,7 @@ def test_what_is_seen_changes_nothing_and_nothing_is_seen_when_off(queue: cl.Com
         with amp.init(debug=debug, loss_scale=4.0) as handle:
             for _ in range(3):
                 step(handle, model, optimizer, data)
-            with Recorder() as recorder:
+            with Profiler() as recorder:
                 step(handle, model, optimizer, data)
             names = recorder.names
             enqueued.setdefault(debug, names)

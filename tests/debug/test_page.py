@@ -16,10 +16,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from clamp.cli import main
-from clamp.debug.page.markup import Markup, prose, tag
+from clamp.debug.page.markup import Markup, duration, number, percent, prose, size, tag
 from clamp.debug.page.ranges import shifted
 from clamp.debug.page.schema import BINS
-from clamp.debug.page.tables import duration, number, percent, size
 from clamp.report import Run, page_of, write_page, write_run
 from tests.debug.sample import BROKEN, empty_run, hostile_run, large_run, sample_run
 

@@ -8,15 +8,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
-from clamp.debug.ranges_picture import Layer, draw
-from clamp.ops.statistics import FIRST_EXPONENT
+from clamp.debug.layer_ranges import LayerRange, LayerRanges
+from clamp.debug.page.figures import COLOUR
 from tests.ops.test_statistics import expected
 
 
-def layer(name: str, activations: Any, gradients: Any) -> Layer:
-    return Layer(name, *(None if x is None else expected(np.asarray(x, np.float32)) for x in (activations, gradients)))
+def rows(name: str, activations: Any, gradients: Any, scale: float = 1.0) -> list[LayerRange]:
+    kinds = (("activation", 1.0, activations), ("gradient", scale, gradients))
+    return [
+        LayerRange("op", name, kind, "float16", factor, expected(np.asarray(x, np.float32)))
+        for kind, factor, x in kinds
+        if x is not None
+    ]
+
+
+def drawn(found: list[LayerRange], monkeypatch: pytest.MonkeyPatch, scale: float = 1.0) -> list[Any]:
+    """The two halves of the picture: of activations, and of gradients."""
+    figure = Figure()
+    monkeypatch.setattr("clamp.debug.page.ranges.save_picture", lambda path, draw, height: draw(figure, COLOUR))
+    LayerRanges(found, scale, "float16").draw("of nobody.svg")
+    return list(figure.axes)
 
 
 def outlines(axes: Any) -> list[tuple[float, float, float]]:
@@ -34,55 +48,58 @@ def words(axes: Any) -> list[str]:
     return [text.get_text() for text in axes.texts]
 
 
-def test_bars_stand_at_their_exponents_and_the_ghost_at_the_suggested_scale() -> None:
-    rows = [layer("first", [1.5, 1.5, 0.1], [2.0**-5, 1.2 * 2.0**-5, 0.0]), layer("second", [100.0], [2.0**-30] * 3)]
-    activations, gradients = draw(rows, scale=2.0**10).axes
-    assert outlines(activations) == [(1, 0, 1), (2, 6, 7)]
+def test_bars_stand_at_their_exponents_and_the_ghost_at_the_suggested_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        *rows("first", [1.5, 1.5, 0.1], [2.0**-5, 1.2 * 2.0**-5, 0.0], 2.0**10),
+        *rows("second", [100.0], [2.0**-20] * 3, 2.0**10),
+    ]
+    activations, gradients = drawn(found, monkeypatch, 2.0**10)
+    assert outlines(activations) == [(0, 0, 1), (1, 6, 7)]
     # All of it would fit at larger scales, but none is above 2^24: 14 octaves on.
-    assert outlines(gradients) == [(1, -5, -4), (1, 9, 10), (2, -30, -29), (2, -16, -15)]
-    assert "times $2^{10}$; outlined: times $2^{24}$" in gradients.get_title()
+    assert outlines(gradients) == [(0, -5, -4), (0, 9, 10), (1, -20, -19), (1, -6, -5)]
+    assert "times the loss scale" in gradients.get_title(loc="left")
     assert [label.get_text() for label in activations.get_yticklabels()] == ["first", "second"]
-    assert "100 % to 0 → nothing" in words(gradients)
-    assert words(activations).count("nothing") == 2
 
 
-def test_float16_is_shaded_and_zeros_and_infs_stand_apart() -> None:
-    axes = draw([layer("one", [0.0, 0.0, 1.0, np.inf, 70000.0], None)], dtype=np.float16).axes[0]
-    assert {"float16", "subnormal"} <= set(words(axes))
+def test_float16_is_shaded_and_zeros_and_infs_stand_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    axes, of_gradients = drawn(rows("one", [0.0, 0.0, 1.0, np.inf, 70000.0], [2.0**-30, 1.0]), monkeypatch)
+    assert {"float16's normal numbers", "subnormal"} <= set(words(axes))
     spans = {(patch.get_x(), patch.get_width()) for patch in axes.patches if not isinstance(patch, StepPatch)}
     assert {(-14, 30), (-24, 10)} <= spans
-    bars = [bar.patches[0] for bar in axes.containers]
-    assert [bar.get_height() / 0.85 for bar in bars] == pytest.approx([-0.4, -0.2])
-    low, high = axes.get_xlim()
-    assert low < bars[0].get_x() < -25
-    assert 17 < bars[1].get_x() < high
-    assert "20 % to inf" in words(axes)
+    assert "20 %" in words(axes)  # 70000
+    assert "50 %" in words(of_gradients)
+    low, high = (next(text for text in one.texts if "%" in text.get_text()) for one in (of_gradients, axes))
+    assert low.get_position()[0] < -25
+    assert high.get_position()[0] > 17
 
 
-def test_what_is_missing_or_empty_leaves_its_row_empty() -> None:
-    rows = [layer("none", None, None), layer("empty", [], []), layer("zeros", [0.0], [0.0])]
-    for axes in draw(rows).axes:
-        assert [(base, begin) for base, begin, _ in outlines(axes)] == [(3, FIRST_EXPONENT)]
+def test_what_is_missing_or_empty_leaves_its_row_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [*rows("empty", [], []), *rows("zeros", [0.0], [0.0])]
+    for axes in drawn(found, monkeypatch):
+        assert outlines(axes) == []
 
 
 @pytest.mark.parametrize("count", [1, 3, 60])
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_pictures_are_written(tmp_path: Path, count: int, suffix: str) -> None:
     rng = np.random.default_rng(0)
-    rows = [layer(f"layers.{n}", rng.standard_normal(50), rng.standard_normal(50) * 1e-7) for n in range(count)]
+    numbers = ((f"layers.{n}", rng.standard_normal(50), rng.standard_normal(50) * 1e-7) for n in range(count))
+    found = [row for one in numbers for row in rows(*one)]
     file = tmp_path / f"ranges.{suffix}"
-    figure = draw(rows, file, dtype="bfloat16" if count == 3 else np.float16)
-    assert len(figure.axes[0].get_yticks()) == count
+    LayerRanges(found, 1.0, "bfloat16" if count == 3 else "float16").draw(file)
     assert file.read_bytes()[:5] == {"png": b"\x89PNG\r", "svg": b"<?xml"}[suffix]
+    if suffix == "svg":
+        text = file.read_text("utf-8")
+        assert all(f">layers.{n}<" in text for n in range(count))
+        assert "#0101" not in text  # colours that stand for those of the page
 
 
 def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no rows"):
-        draw([])
+        LayerRanges([], 1.0, "float16").draw("x.svg")
+    without = expected(np.ones(3, np.float32), histogram=False)
     with pytest.raises(ValueError, match="histogram=True"):
-        draw([Layer("one", expected(np.ones(3, np.float32), histogram=False))])
-    with pytest.raises(ValueError, match="int8"):
-        draw([layer("one", [1.0], None)], dtype="int8")
+        LayerRanges([LayerRange("op", "one", "activation", "float32", 1.0, without)], 1.0, "float16").draw("x.svg")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
-        draw([layer("one", [1.0], None)])
+    with pytest.raises(ModuleNotFoundError, match="draw needs matplotlib: pip install matplotlib"):
+        LayerRanges(rows("one", [1.0], None), 1.0, "float16").draw("x.svg")

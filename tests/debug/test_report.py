@@ -17,7 +17,7 @@ from clamp import amp
 from clamp.debug.callsite import NOWHERE
 from clamp.debug.curves import Point
 from clamp.debug.explain import Explanation
-from clamp.debug.run_json import run_of, verdict_of
+from clamp.debug.run_log import run_of, verdict_of
 from clamp.debug.step_graph import Frame
 from clamp.debug.summary import Summary
 from clamp.report import Run, checked, read_run

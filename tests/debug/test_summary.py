@@ -13,7 +13,7 @@ from netcl.optim import SGD
 from clamp import amp
 from clamp.bridge import HALF_DTYPES
 from clamp.casting.results import RESULTS
-from clamp.debug.op_counter import Tally
+from clamp.debug.op_counter import OpCounter
 from clamp.opencl.device import capabilities
 from clamp.ops.cast import LISTENERS
 from clamp.report import read_run
@@ -209,6 +209,6 @@ def test_a_step_that_fails_leaves_nothing_behind(queue: cl.CommandQueue) -> None
     with pytest.raises(KeyError):
         run.handle.summary(fails)
     assert run.handle.loss_scale == scale
-    assert isinstance(run.handle._record.tally, Tally)
-    assert RESULTS.has(run.handle._record.tally)
+    assert isinstance(run.handle._log.counter, OpCounter)
+    assert RESULTS.has(run.handle._log.counter)
     assert len(LISTENERS) == 1

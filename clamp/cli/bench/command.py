@@ -45,8 +45,7 @@ from clamp.cli.bench.steps import Variant, call_cases, make_variants, small_case
 from clamp.cli.bench.timing import NORMAL, QUICK, Effort, interleave
 from clamp.cli.console import make_console
 from clamp.cli.devices import choose_device, describe, slug
-from clamp.debug.profiler import Recorder
-from clamp.debug.timeline import Timeline
+from clamp.debug.profiler import Profiler, Timeline
 from clamp.opencl.device import capabilities
 from clamp.opencl.processor import host_cpu_flags
 
@@ -269,7 +268,7 @@ def timeline_of(device: cl.Device, network: Network, what: str) -> Timeline:
     context = cl.Context([device])  # held here: Intel's runtime frees a context that only its queue refers to
     queue = cl.CommandQueue(context, device, properties=cl.command_queue_properties.PROFILING_ENABLE)
     variant = Variant(queue, network, None if what == "netcl" else dtype, level or "O1")
-    recorder = Recorder()
+    recorder = Profiler()
     with variant.steps() as train:
         queue.finish()
         began = perf_counter()

@@ -16,7 +16,7 @@ from rich.table import Table
 from clamp.cli.bench.contenders import Case
 from clamp.cli.bench.timing import Race
 from clamp.cli.console import print_fitting
-from clamp.debug.timeline import Timeline
+from clamp.debug.profiler import Timeline
 
 _GAPS = 8  # as many are printed
 _COLOURED = 9  # names with a colour of their own in the picture

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clamp.debug.page.drawing import COLOUR, picture, plain_axes, power, shortened
-from clamp.debug.page.markup import Markup, joined, tag
+from clamp.debug.page.figures import COLOUR, picture, plain_axes, power, save_picture, shortened
+from clamp.debug.page.markup import Cells, Column, Markup, joined, number, percent, table, tag
 from clamp.debug.page.schema import END, LOWEST, FirstBad, Range
-from clamp.debug.page.tables import Column, Row, number, percent, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,21 +46,42 @@ def ranges(found: Sequence[Range], suggested: float | None, first_bad: FirstBad 
     bad = first_bad["module"] or first_bad["op"] if first_bad else None
 
     def draw(figure: Figure, narrow: bool) -> None:
-        for place, axes in enumerate(figure.subplots(*((2, 1) if narrow else (1, 2)))):
-            title, kinds = _PANELS[place]
-            panel = _Panel(axes, narrow)
-            panel.frame(title, len(rows))
-            for height, of in enumerate(rows.values()):
-                panel.row(height, [one for one in of if one["kind"] in kinds], suggested)
-            if narrow or not place:
-                panel.name_rows(list(rows), bad)
-
-    def height(narrow: bool) -> int:
-        return (len(rows) * _ROW[narrow] + 90) * (2 if narrow else 1)
+        _draw(figure, narrow, COLOUR, rows, suggested, bad)
 
     label = f"Histograms of the magnitudes in {len(rows)} modules, activations and gradients, beside float16's range"
-    drawn = picture("ranges", label, draw, height)
+    drawn = picture("ranges", label, draw, lambda narrow: _height(len(rows), narrow))
     return joined([tag("figure", drawn, _legend(suggested, len(modules) - len(rows))), _table(found)])
+
+
+def save_ranges(path: str | Path, found: Sequence[Range], suggested: float | None) -> None:
+    """Writes the picture to a file, of all modules.
+
+    Raises:
+        ModuleNotFoundError, OSError: see `save_picture`.
+    """
+    rows = _modules(found)
+
+    def draw(figure: Figure, colour: Mapping[str, str]) -> None:
+        _draw(figure, False, colour, rows, suggested, None)
+
+    save_picture(path, draw, _height(len(rows), False))
+
+
+def _draw(
+    figure: Figure, narrow: bool, colour: Mapping[str, str], rows: Rows, suggested: float | None, bad: str | None
+) -> None:
+    for place, axes in enumerate(figure.subplots(*((2, 1) if narrow else (1, 2)))):
+        title, kinds = _PANELS[place]
+        panel = _Panel(axes, narrow, colour)
+        panel.frame(title, len(rows))
+        for height, of in enumerate(rows.values()):
+            panel.row(height, [one for one in of if one["kind"] in kinds], suggested)
+        if narrow or not place:
+            panel.name_rows(list(rows), bad)
+
+
+def _height(rows: int, narrow: bool) -> int:
+    return (rows * _ROW[narrow] + 90) * (2 if narrow else 1)
 
 
 def shifted(octaves: Sequence[int], by: int) -> list[int]:
@@ -95,6 +116,7 @@ class _Panel:
 
     axes: Axes
     narrow: bool
+    colour: Mapping[str, str]
 
     def frame(self, title: str, rows: int) -> None:
         """Float16's range, and what it is called."""
@@ -109,21 +131,21 @@ class _Panel:
             (LOWEST, _NORMAL, "subnormal", "subnormal"),
             (_NORMAL, END, "normal", "float16's normal numbers"),
         ):
-            axes.axvspan(start, end, color=COLOUR[colour], linewidth=0)
-            axes.text((start + end) / 2, 1.005, words, ha="center", va="bottom", fontsize=11, color=COLOUR["muted"],
-                      transform=axes.get_xaxis_transform())  # fmt: skip
+            axes.axvspan(start, end, color=self.colour[colour], linewidth=0)
+            axes.text((start + end) / 2, 1.005, words, ha="center", va="bottom", fontsize=11,
+                      color=self.colour["muted"], transform=axes.get_xaxis_transform())  # fmt: skip
 
     def row(self, height: int, of: Sequence[Range], suggested: float | None) -> None:
         """The histograms of a module's tensors, and what they lose in words."""
-        self.axes.axhline(height, color=COLOUR["line"], linewidth=0.8)
+        self.axes.axhline(height, color=self.colour["line"], linewidth=0.8)
         for one in of:
-            colour, octaves = COLOUR[_COLOURS[one["kind"]]], one["octaves"]
+            colour, octaves = self.colour[_COLOURS[one["kind"]]], one["octaves"]
             if one["kind"].startswith("parameter"):
                 self._histogram(height, octaves, edgecolor=colour, linewidth=1.2)
                 continue
             self._histogram(height, octaves, edgecolor=colour, facecolor=(colour, 0.35), linewidth=1.4)
             for end in (slice(1), slice(-1, None)):
-                self._histogram(height, octaves, end, facecolor=COLOUR["bad"])
+                self._histogram(height, octaves, end, facecolor=self.colour["bad"])
             if one["kind"] == "gradient" and suggested is not None and (by := _octaves_to(suggested, one["scale"])):
                 ghost = shifted(octaves, by)
                 self._histogram(height, ghost, edgecolor=colour, linewidth=1.3, linestyle=(0, (2.5, 1.8)))
@@ -134,7 +156,7 @@ class _Panel:
             worst = max(lost, default=0.0)
             if worst >= _WORTH_A_WORD:
                 words = f"{100 * worst:.2g} %"
-                self.axes.text(place, height - 0.12, words, ha=side, fontsize=11, color=COLOUR["bad"])
+                self.axes.text(place, height - 0.12, words, ha=side, fontsize=11, color=self.colour["bad"])
 
     def name_rows(self, names: Sequence[str], bad: str | None) -> None:
         """Writes the modules' names beside the rows or, where there is no room, into them."""
@@ -147,7 +169,7 @@ class _Panel:
                 if self.narrow
                 else self.axes.get_yticklabels()[height]
             )
-            label.set(color=COLOUR["bad" if name == bad else "ink"], weight="bold" if name == bad else "normal")
+            label.set(color=self.colour["bad" if name == bad else "ink"], weight="bold" if name == bad else "normal")
 
     def _histogram(self, height: int, octaves: Sequence[int], part: slice = slice(None), **style: Any) -> None:
         """A histogram, or a part of it, on a row's line; octaves without a number at its ends are left out."""
@@ -182,7 +204,7 @@ def _legend(suggested: float | None, left_out: int) -> Markup:
 def _table(found: Sequence[Range]) -> Markup:
     names = ("Elements", "Zeros", "inf", "nan", "Smallest", "Largest", "Underflow", "Overflow", "Scale")
     columns = [*map(Column, ("Tensor", "Module", "Kind", "Dtype")), *(Column(name, numeric=True) for name in names)]
-    rows: list[Row] = []
+    rows: list[Cells] = []
     for one in found:
         texts = one["name"], one["module"], one["kind"], one["dtype"]
         counts = one["count"], one["zeros"], one["infs"], one["nans"], one["smallest"], one["largest"]

@@ -1,7 +1,5 @@
-"""A watch that costs a healthy step next to nothing: what ops read and gave in forward is held until the step is done,
-and only of one that was skipped backward is run again, and everything measured.
-
-What is held lives as long anyway: the loss keeps its graph until the loop has another loss.
+"""Records the ops of a step: of one that is run only to be looked at, each as it really went; or of each step of a run,
+at next to no cost, what forward read and gave, so that backward can be run again if the step was skipped.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.regions import casting_in
 from clamp.casting.results import Observer
-from clamp.debug.callsite import NOWHERE, Trail, place_of, trail
-from clamp.debug.float32_reference import call_of
+from clamp.debug.callsite import NOWHERE, Trail, call_now, call_of, here, place_of, trail
 from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, Trace, Value
 from clamp.opencl.host_steps import host_step, moved, recorder, unrecorded
 from clamp.ops.elementwise import elementwise
@@ -57,11 +54,13 @@ class _Pass(NamedTuple):
     Attributes:
         ops: how many ops came before it.
         loss: where it began.
+        grad: with which gradient; None: with ones.
         scaler: whose scale multiplied it; None where nobody's did.
     """
 
     ops: int
     loss: Tensor
+    grad: Tensor | None
     scaler: LossScale | None
 
 
@@ -86,7 +85,7 @@ class _Step(threading.local):
         self.report: StepReport | None = None
 
 
-class Vigil(Observer):
+class OverflowRecorder(Observer):
     """An observer that hands on the trace of each skipped step.
 
     Args:
@@ -114,14 +113,14 @@ class Vigil(Observer):
         if not len(ops) % _OFTEN:
             self._keep_within_limit()
 
-    def backward_ended(self, loss: Node) -> None:
+    def backward_ended(self, loss: Node, grad: Tensor | None) -> None:
         if are_steps_withheld():
             return
         step = self._step
         if self._first is None:
             self._look_at_weights()
         scaled = loss if is_scaled(loss) else next((node for node in bridge.graph(loss) if is_scaled(node)), None)
-        step.passes.append(_Pass(len(step.ops), loss.value, None if scaled is None else scaled.loss_scale))
+        step.passes.append(_Pass(len(step.ops), loss.value, grad, None if scaled is None else scaled.loss_scale))
         if recorder() is not None:
             ops, passes = step.ops, step.passes
             step.forget()
@@ -225,7 +224,8 @@ class Vigil(Observer):
         with casting_in(None), unrecorded():
             for one in self._step.passes if backward else ():
                 trace.scaler = one.scaler
-                trace.frames = [*trace.frames, *gradients_of(forward[: one.ops], value(one.loss), scale)]
+                grad = _ones(one.loss) if one.grad is None else one.grad
+                trace.frames = [*trace.frames, *gradients_of(forward[: one.ops], value(one.loss), value(grad), scale)]
             trace.measuring()()
         return trace
 
@@ -233,39 +233,38 @@ class Vigil(Observer):
 # ---------------------------------------------------------------------------------------------- backward, run once more
 
 
-def gradients_of(forward: Sequence[Frame], loss: Value, scale: float) -> list[Frame]:
+def gradients_of(forward: Sequence[Frame], loss: Value, grad: Value, scale: float) -> list[Frame]:
     """The ops of a backward, run now; what they leave behind is in these frames alone.
 
     Args:
         forward: ops with ``again``, each after those whose results it read, and with what ``again`` gives gradients for
             in ``parents``.
-        loss: where backward begins, with a gradient of ones.
+        loss, grad: where backward begins, and with which gradient.
         scale: the loss scale that held; the one on the device has moved on.
     """
     frames: list[Frame] = []
-    grads: dict[int, Value] = {}
-    assert loss.tensor is not None
-    grads[id(loss)] = Value.of(_filled(loss.tensor, 1.0))
+    grads = {id(loss): grad}
     for frame in reversed(forward):
-        grad = grads.get(id(frame.outputs[0]))
-        if frame.again is None or grad is None or grad.tensor is None:
+        read = grads.get(id(frame.outputs[0]))
+        if frame.again is None or read is None or read.tensor is None:
             continue
-        found = [_filled(grad.tensor, scale)] if frame.op == SCALE_OP else frame.again(grad.tensor)
-        backward = Frame(frame.op, BACKWARD, frame.place, [grad], [], frame.inputs, frame, again=frame.again)
+        is_scaling = frame.op == SCALE_OP
+        found = [elementwise("mul", "float32", read.tensor, scale)] if is_scaling else frame.again(read.tensor)
+        backward = Frame(frame.op, BACKWARD, frame.place, [read], [], frame.inputs, frame, again=frame.again)
         frames.append(backward)
         for parent, tensor in zip(frame.parents, found, strict=True):
             if tensor is None:
                 continue
-            given = grad if tensor is grad.tensor else Value.of(tensor, backward)
+            given = read if tensor is read.tensor else Value.of(tensor, backward)
             backward.outputs.append(given)
             earlier = grads.get(id(parent))
             grads[id(parent)] = given if earlier is None else _added(earlier, given, frames)
     return frames
 
 
-def _filled(like: Tensor, number: float) -> Tensor:
+def _ones(like: Tensor) -> Tensor:
     wide = bridge.empty(like.queue, like.shape, "float32")
-    bridge.write_bytes(wide, np.full(like.size, number, np.float32).view(np.uint8))
+    bridge.write_bytes(wide, np.ones(like.size, np.float32).view(np.uint8))
     return wide
 
 
@@ -277,3 +276,119 @@ def _added(first: Value, second: Value, frames: list[Frame]) -> Value:
     frame.outputs.append(made)
     frames.append(frame)
     return made
+
+
+# ---------------------------------------------------------------------------------------------- a dry run
+
+
+class StepRecorder(Observer):
+    """An observer that keeps the ops of a dry run (`clamp.debug.dry_run`), of the thread that makes it.
+
+    Beyond a quarter of the device's memory, tensors are measured, and let go, before the step is over.
+
+    Args:
+        only_training: whether ops without a graph, of a validation, say, are left out.
+        histogram: whether histograms are measured, too.
+        at_backward: whether a step is measured when a backward ends, before anybody writes to its gradients.
+        calls: whether the calls are kept, too, with all arguments, so that they can be made again.
+    """
+
+    def __init__(
+        self, *, only_training: bool = True, histogram: bool = False, at_backward: bool = False, calls: bool = False
+    ) -> None:
+        self._only_training, self._histogram = only_training, histogram
+        self._at_backward, self._calls = at_backward, calls
+        self._thread = threading.get_ident()
+        self._frames: list[Frame] = []
+        self._values: dict[int, tuple[weakref.ref[Tensor], Value]] = {}  # by the id of a tensor
+        self._held = 0
+        self._scaler: LossScale | None = None
+        self._measured: list[Callable[[], None]] = []  # in recordings: reads what has been measured
+
+    def trace(self) -> Trace:
+        """What has been recorded, measured; waits for the device."""
+        for read in self._measured:
+            read()
+        if not self._measured:
+            self._measure()
+        return Trace(self._frames, scaler=self._scaler)
+
+    # ------------------------------------------------------------------------------------------ what ops tell
+
+    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Frame | None:
+        if not self._is_ours() or (self._only_training and (not isinstance(made, Node) or bridge.is_leaf(made))):
+            return None
+        read = [self._value(parent.value) for parent in parents if isinstance(parent.value, Tensor)]
+        op = getattr(made, "op_name", None) or "op"
+        frame = Frame(op, FORWARD, here(), read, [], call=call_now() if self._calls else None)
+        self._give(frame, [made.value])
+        self._keep_within_limit(made.value)
+        return frame
+
+    def gradients(
+        self, token: Frame, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
+    ) -> None:
+        frame = Frame(token.op, BACKWARD, token.place, [self._value(grad)], [], token.inputs, token, again=again)
+        self._give(frame, [x for x in grads if x is not None])
+        self._keep_within_limit(grad)
+
+    def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
+        if self._is_ours():
+            read = [self._value(first), self._value(second)]
+            self._give(Frame("sum of gradients", BACKWARD, NOWHERE, read, []), [made])
+
+    def backward_ended(self, loss: Node, grad: Tensor | None) -> None:
+        if not self._is_ours():
+            return
+        scaled = next((node for node in bridge.graph(loss) if is_scaled(node)), None)
+        self._scaler = self._scaler if scaled is None else scaled.loss_scale
+        if recorder() is not None:
+            self._measure_in_every_replay()
+        elif self._at_backward:
+            self._measure()
+
+    # ------------------------------------------------------------------------------------------ keeping
+
+    def _is_ours(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def _value(self, tensor: Tensor) -> Value:
+        ref, value = self._values.get(id(tensor), (None, None))
+        if ref is None or value is None or ref() is not tensor:
+            value = Value.of(tensor)
+            self._values[id(tensor)] = weakref.ref(tensor), value
+            self._held += bridge.nbytes(tensor)
+        return value
+
+    def _give(self, frame: Frame, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            value = self._value(tensor)
+            if value.made_by is None:  # netcl's add hands on the gradient that it was given
+                value.made_by = frame
+            frame.outputs.append(value)
+        self._frames.append(frame)
+
+    def _keep_within_limit(self, tensor: Tensor) -> None:
+        if recorder() is not None or not bridge.on_device(tensor):
+            return
+        if self._held > _SHARE * tensor.queue.device.global_mem_size:
+            self._measure()
+            self._held = 0
+            Trace(self._frames).let_go()
+
+    # ------------------------------------------------------------------------------------------ measuring
+
+    def _measure(self) -> None:
+        with unrecorded():
+            Trace(self._frames).measuring(histogram=self._histogram)()
+
+    def _measure_in_every_replay(self) -> None:
+        read, scaler = Trace(self._frames).measuring(histogram=self._histogram), self._scaler
+        frames, self._frames = self._frames, []
+
+        def replayed() -> None:
+            self._scaler = scaler
+            self._frames = [*self._frames, *frames]
+            self._measured = [*self._measured, read]
+
+        host_step(replayed)

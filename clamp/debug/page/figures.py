@@ -1,0 +1,373 @@
+"""The figures of a page: matplotlib's SVG, in the page's colours and type, for people who listen, too."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+from clamp.debug.page.markup import Cells, Column, Markup, joined, number, size, table, tag
+from clamp.debug.page.schema import Memory, Step
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+WIDTHS = {"wide": 1080, "narrow": 340}  # CSS pixels that a picture is drawn for; page.css shows one of them
+
+_NAMES = (
+    *("ink", "muted", "line", "bad", "loss", "scale", "norm", "activation", "gradient", "parameter"),
+    *("normal", "subnormal", "amp", "float32"),
+)
+COLOUR = {name: f"#0101{place:02x}" for place, name in enumerate(_NAMES)}  # stands for --name of page.css
+_NAME = {colour: name for name, colour in COLOUR.items()}
+_SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+Draw = Callable[["Figure", bool], None]
+Marks = Mapping[str, Sequence[str]]
+
+
+def picture(name: str, label: str, draw: Draw, height: Callable[[bool], int], marks: Marks | None = None) -> Markup:
+    """A picture, once for wide and once for narrow windows.
+
+    Args:
+        name: begins the ids of its parts, and its class in page.css.
+        label: what is to be seen, for people who do not see it.
+        draw: takes an empty figure, and whether it is narrow, and draws in colours of ``COLOUR``.
+        height: of a narrow one, or not, in CSS pixels.
+        marks: by the gid of a scatter, a sentence for each of its points, which then takes the keyboard's focus.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    versions = []
+    missing = "the page of a run is drawn with matplotlib, which is not installed: pip install matplotlib"
+    for form, width in WIDTHS.items():
+        with _figure(width, height(form == "narrow"), COLOUR, missing) as figure:
+            draw(figure, form == "narrow")
+            drawn = io.StringIO()
+            figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        versions.append(_inlined(drawn.getvalue(), f"{name}-{form}", label, marks or {}))
+    return tag("div", *versions, class_=f"picture {name}")
+
+
+def save_picture(path: str | Path, draw: Callable[[Figure, Mapping[str, str]], None], height: int) -> None:
+    """Writes a picture, for wide windows, to a file of the kind that its suffix names, in the page's light colours.
+
+    Args:
+        draw: takes an empty figure, and the colours.
+        height: in CSS pixels.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    css = (files("clamp.debug.page") / "page.css").read_text(encoding="utf-8")
+    light = dict(reversed(re.findall(r"--(\w+): (#\w{6});", css)))  # the first of each name; dark ones follow
+    with _figure(WIDTHS["wide"], height, light, "draw needs matplotlib: pip install matplotlib") as figure:
+        draw(figure, light)
+        figure.savefig(path, dpi=130)
+
+
+def plain_axes(axes: Axes) -> None:
+    """Takes away what is not needed: the frame, and marks on the axes."""
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0)
+    axes.set_axisbelow(True)
+
+
+def power(base: int, exponent: float) -> str:
+    """``power(2, -14)`` is "2⁻¹⁴"."""
+    return f"{base}{f'{exponent:g}'.translate(_SUPERSCRIPTS)}"
+
+
+def shortened(text: str, length: int) -> str:
+    """The end of a long name: what is before it tells least."""
+    return text if len(text) <= length else f"…{text[1 - length :]}"
+
+
+@contextmanager
+def _figure(width: int, height: int, colour: Mapping[str, str], missing: str) -> Iterator[Figure]:
+    """A figure of so many pixels, with settings under which names are drawn as they are.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed; says what is ``missing``.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(missing, name=error.name) from error
+    settings: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "clamp",  # the same bytes in every run
+        "text.parse_math": False,
+        "font.family": "sans-serif",
+        "font.sans-serif": ["DejaVu Sans"],
+        "font.size": 12,
+        "text.color": colour["ink"],
+        "axes.labelcolor": colour["ink"],
+        "axes.edgecolor": colour["line"],
+        "xtick.color": colour["muted"],
+        "ytick.color": colour["muted"],
+        "grid.color": colour["line"],
+        "grid.linewidth": 1,
+        "lines.linewidth": 1.6,
+    }  # fmt: skip
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        matplotlib.rcdefaults()  # whatever style the user's own pictures have
+        matplotlib.rcParams.update(settings)
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # only measured in it; the reader's has them
+        yield Figure(figsize=(width / 72, height / 72), layout="constrained")
+
+
+def _inlined(drawn: str, name: str, label: str, marks: Marks) -> Markup:
+    """The SVG as an element of the page."""
+    root = ElementTree.fromstring(drawn)
+    groups = {part.get("id"): part for part in root.iter(f"{_SVG}g")}
+    parents = {part: parent for parent in root.iter() for part in parent}
+    for part, parent in parents.items():
+        if part.tag in (f"{_SVG}metadata", f"{_SVG}style"):  # styles would be those of the whole page
+            parent.remove(part)
+    for part in root.findall(f"{_SVG}g"):
+        part.set("aria-hidden", "true")
+    for gid, sentences in marks.items():
+        parents[groups[gid]].remove(groups[gid])
+        root.append(_focusable(groups[gid], sentences))
+    used = set[str | None](re.findall(r'(?:url\(#|href="#)([\w-]+)', drawn))
+    for part in root.iter():
+        _adapt(part, name, used)
+    form = name.rpartition("-")[2]
+    root.attrib = {"viewBox": root.attrib["viewBox"], "class": form, "aria-label": label}
+    root.set("role", "group" if marks else "img")
+    return Markup(ElementTree.tostring(root, encoding="unicode"))
+
+
+def _focusable(group: ElementTree.Element, sentences: Sequence[str]) -> ElementTree.Element:
+    """A scatter as what assistive technology reads and the keyboard reaches; arrows move in it (page.js)."""
+    group.attrib |= {"class": "marks", "role": "group", "aria-label": "marks"}
+    for index, (point, sentence) in enumerate(zip(group.iter(f"{_SVG}use"), sentences, strict=True)):
+        group.set("style", point.attrib.pop("style"))
+        point.attrib |= {"tabindex": "-1" if index else "0", "role": "img"}
+        ElementTree.SubElement(point, f"{_SVG}title").text = sentence
+    return group
+
+
+def _adapt(part: ElementTree.Element, name: str, used: Container[str | None]) -> None:
+    """Makes ids the picture's own, colours and type the page's, and numbers short."""
+    if (own := part.attrib.pop("id", None)) in used:
+        part.set("id", f"{name}-{own}")
+    if reference := part.attrib.pop(_LINK, None):
+        part.set("href", f"#{name}-{reference[1:]}")
+    if "clip-path" in part.attrib:
+        part.set("clip-path", part.attrib["clip-path"].replace("url(#", f"url(#{name}-"))
+    for key in {"d", "x", "y", "transform"} & part.attrib.keys():
+        part.set(key, re.sub(r"-?\d+\.\d+", lambda number: f"{round(float(number[0]), 1):g}", part.attrib[key]))
+    if style := part.get("style"):
+        style = re.sub(r"#0101\w\w", lambda colour: f"var(--{_NAME[colour[0]]})", style)
+        part.set("style", re.sub("'DejaVu Sans'[^;]*", "var(--type)", re.sub("font-family: [^;]*; ?", "", style)))
+    if part.get("transform", "").startswith("rotate(-0 "):
+        del part.attrib["transform"]
+    part.tag = part.tag.removeprefix(_SVG)
+    if part.tag not in ("text", "title"):
+        part.text = None
+    part.tail = None
+
+
+# ---------------------------------------------------------------------------------------------- the steps
+
+
+_STEEP = 50.0  # a loss that changes by more than this factor is drawn on a logarithmic axis
+_MARKS = "skipped"
+_TICKS = 6  # at most, on a logarithmic axis
+
+
+def timeline(steps: Sequence[Step]) -> Markup:
+    """The picture, what is pointed at in it, and the skipped steps as a table."""
+    if not steps:
+        return tag("p", "No step was recorded.", class_="empty")
+    steps = sorted(steps, key=lambda step: step["step"])
+    skipped = [step for step in steps if not step["stepped"]]
+    label = (
+        f"Loss, loss scale and gradient norm of steps {steps[0]['step']} to {steps[-1]['step']}; {len(skipped)} skipped"
+    )
+
+    def draw(figure: Figure, narrow: bool) -> None:
+        _draw(figure, steps, skipped)
+
+    marks = {_MARKS: [f"step {step['step']} skipped: {step['reason']}{_move(step)}" for step in skipped]}
+    drawn = picture("timeline", label, draw, lambda narrow: 430 if narrow else 470, marks if skipped else None)
+    if not skipped:
+        return tag("figure", drawn, tag("figcaption", "No step was skipped."))
+    hint = "Point at a mark, or reach it with Tab and move with the arrow keys, to read why a step was skipped."
+    caption = tag("figcaption", tag("output", hint, class_="pointed", aria_live="polite"))
+    return joined([tag("figure", drawn, caption), _table(skipped)])
+
+
+def _move(step: Step) -> str:
+    before, after = step["scale_before"], step["scale"]
+    return "" if before == after else f"; loss scale {before:g} → {after:g}"
+
+
+def _table(skipped: Sequence[Step]) -> Markup:
+    columns = (
+        Column("Step", numeric=True),
+        Column("Scale before", numeric=True),
+        Column("Scale after", numeric=True),
+        Column("inf", numeric=True),
+        Column("nan", numeric=True),
+        Column("Why"),
+    )
+    rows: list[Cells] = [
+        [*(number(step[key]) for key in ("step", "scale_before", "scale", "infs", "nans")), step["reason"]]
+        for step in skipped
+    ]
+    listed = table("Skipped steps", columns, rows)
+    return tag("details", tag("summary", f"{len(skipped)} skipped steps as a table"), listed)
+
+
+def _draw(figure: Figure, steps: Sequence[Step], skipped: Sequence[Step]) -> None:
+    loss, scale, norm = figure.subplots(3, 1, sharex=True, height_ratios=(5, 4, 4))
+    numbers = [step["step"] for step in steps]
+    for axes in (loss, scale, norm):
+        plain_axes(axes)
+        axes.grid(axis="y")
+    if skipped:
+        behind = figure.add_subplot(loss.get_gridspec()[:, 0], sharex=loss, zorder=-1, ylim=(0, 1))
+        behind.axis("off")
+        behind.fill_between(*_bands(skipped), step="post", color=COLOUR["bad"], alpha=0.16, linewidth=0)
+    _curve(loss, numbers, [step["loss"] for step in steps], "loss", steep=_STEEP)
+    _curve(norm, numbers, [step["gradient_norm"] for step in steps], "norm", steep=1)
+    _scales(scale, numbers, [step["scale"] for step in steps])
+    for axes, title in ((loss, "Loss"), (scale, "Loss scale"), (norm, "Gradient norm")):
+        axes.set_title(title, loc="left", fontsize=12.5, weight="bold", pad=10)
+    if skipped:
+        top = scale.get_ylim()[1]
+        scale.scatter(
+            [step["step"] for step in skipped], [top] * len(skipped), marker="v", s=60, color=COLOUR["bad"],
+            clip_on=False, gid=_MARKS,
+        )  # fmt: skip
+        scale.set_ylim(top=top)
+    norm.set_xlabel("step")
+    norm.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
+    norm.locator_params("x", integer=True, nbins=6)
+
+
+def _bands(skipped: Sequence[Step]) -> tuple[list[float], list[int]]:
+    """Where bands over the skipped steps begin, with a 1, and end, with a 0: one shape for a thousand of them."""
+    edges: dict[float, int] = {}
+    for step in skipped:
+        edges |= {step["step"] - 0.5: 1, step["step"] + 0.5: 0}
+    return list(edges), list(edges.values())
+
+
+def _curve(axes: Axes, numbers: Sequence[int], values: Sequence[float | None], colour: str, *, steep: float) -> None:
+    """A curve with gaps where nothing is known, and crosses on top where the value was inf or nan.
+
+    The axis is logarithmic if all are positive and differ by more than a factor of ``steep``.
+    """
+    known = [math.nan if value is None or not math.isfinite(value) else value for value in values]
+    lost = [n for n, value in zip(numbers, values, strict=True) if value is not None and not math.isfinite(value)]
+    finite = [value for value in known if not math.isnan(value)]
+    axes.plot(numbers, known, color=COLOUR[colour], marker="o" if len(numbers) < 40 else "", markersize=3)
+    ticks = _log_ticks(min(finite), max(finite)) if finite and 0 < steep * min(finite) < max(finite) else []
+    if len(ticks) > 1:
+        axes.set_yscale("log")
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+    elif finite:
+        axes.locator_params("y", nbins=5)
+    inside: Any = {"transform": axes.get_xaxis_transform(), "color": COLOUR["bad"]}
+    if lost:
+        axes.plot(lost, [0.94] * len(lost), "x", **inside)
+        axes.text(numbers[-1] + 0.5, 1.03, "x: inf or nan", fontsize=11, ha="right", va="bottom", **inside)
+    if not finite:
+        axes.set(yticks=[], ylim=(0, 1))
+        words = "never finite" if lost else "not recorded"
+        axes.text(0.5, 0.5, words, color=COLOUR["muted"], ha="center", va="center", transform=axes.transAxes)
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten that lie between, or, of many, some of the powers."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = [factor * 10.0**decade for decade in decades for factor in (1, 2, 5)]
+    ticks = [tick for tick in every if low <= tick <= high]
+    if len(ticks) <= _TICKS:
+        return ticks
+    powers = [10.0**decade for decade in decades if low <= 10.0**decade <= high]
+    return powers[:: math.ceil(len(powers) / _TICKS)]
+
+
+def _scales(axes: Axes, numbers: Sequence[int], scales: Sequence[float]) -> None:
+    """Powers of two, mostly: on the axis are their exponents."""
+    exponents = [math.log2(scale) if math.isfinite(scale) and scale > 0 else math.nan for scale in scales]
+    axes.step(numbers, exponents, where="mid", color=COLOUR["scale"])
+    finite = [exponent for exponent in exponents if not math.isnan(exponent)] or [0.0]
+    axes.set_ylim(min(finite) - 0.7, max(finite) + 1.3)
+    axes.locator_params("y", integer=True, nbins=5)
+    axes.yaxis.set_major_formatter(lambda exponent, _: power(2, exponent))
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+_BAR = 30  # pixels
+
+
+def memory(found: Memory, dtype: str) -> Markup:
+    """Bars, of what was measured."""
+    bars = [
+        (name, colour, value)
+        for name, colour, value in (
+            ("Activations, AMP", "amp", found["activations"]),
+            ("Activations, float32", "float32", found["float32_activations"]),
+            (f"Weights' copies in {shortened(dtype, 12)}", "amp", found["weight_copies"]),
+            ("Peak, AMP", "amp", found["peak"]),
+            ("Peak, float32", "float32", found["float32_peak"]),
+        )
+        if value is not None
+    ]
+    if not bars:
+        return tag("p", "Memory was not measured.", class_="empty")
+
+    def draw(figure: Figure, narrow: bool) -> None:
+        axes = figure.subplots()
+        plain_axes(axes)
+        axes.spines[:].set_visible(False)
+        longest = max(value for _, _, value in bars) or 1
+        for place, (name, colour, value) in enumerate(bars):
+            axes.barh(place, value, color=COLOUR[colour], height=0.42 if narrow else 0.62)
+            axes.text(value + longest / 80, place, size(value), va="center", color=COLOUR["ink"])
+            if narrow:
+                axes.text(0, place - 0.38, name, va="center", color=COLOUR["muted"], fontsize=11)
+        names = [] if narrow else [name for name, _, _ in bars]
+        axes.set_yticks(range(len(names)), names)
+        axes.set(xticks=[], xlim=(0, longest * (1.3 if narrow else 1.12)), ylim=(len(bars) - 0.5, -0.7))
+
+    def height(narrow: bool) -> int:
+        return len(bars) * (_BAR + 14 if narrow else _BAR) + 12
+
+    label = "Device memory: " + "; ".join(f"{name} {size(value)}" for name, _, value in bars)
+    return tag("figure", picture("memory", label, draw, height), tag("figcaption", _saving(found)))
+
+
+def _saving(found: Memory) -> str:
+    parts = [
+        f"{name} {100 * (1 - mine / theirs):.0f} % less than in float32" if mine <= theirs else
+        f"{name} {100 * (mine / theirs - 1):.0f} % more than in float32"
+        for name, mine, theirs in (
+            ("activations take", found["activations"], found["float32_activations"]),
+            ("the peak is", found["peak"], found["float32_peak"]),
+        )
+        if mine is not None and theirs
+    ]  # fmt: skip
+    return (" and ".join(parts) + ".").capitalize() if parts else "Float32 was not measured beside it."
