@@ -116,25 +116,37 @@ def recorded_apart(tape: Tape | None = None) -> Iterator[list[Node]]:
     ops are given."""
     around, was_enabled = engine.get_current_tape(), engine.is_grad_enabled()
     apart = Tape()
+    recorded = apart.nodes
     kept = [(each, each.nodes) for each in {id(x): x for x in (around, tape) if x is not None}.values()]
-    try:
-        for each, _ in kept:
-            each.nodes = apart.nodes
-        engine.set_current_tape(apart)
-        engine.set_grad_enabled(True)
-        yield apart.nodes
-    finally:
+
+    def put_back() -> None:
         apart.nodes = []  # a tape that dies cuts its nodes
         engine.set_current_tape(around)
         engine.set_grad_enabled(was_enabled)
         for each, nodes in kept:
             each.nodes = nodes
 
+    try:
+        try:
+            for each, _ in kept:
+                each.nodes = recorded
+            engine.set_current_tape(apart)
+            engine.set_grad_enabled(True)
+            yield recorded
+        finally:
+            put_back()
+    finally:  # once more: an interrupt may be raised in the middle of it
+        put_back()
 
-def cut(nodes: Iterable[Node]) -> None:
-    """Lets go of what computed nodes keep for backward."""
+
+def cut(nodes: Iterable[Node], backward: Callable[[Tensor], list[Tensor | None]]) -> None:
+    """Lets go of what computed nodes keep for backward.
+
+    Args:
+        backward: called with the gradient of a node that a backward comes to all the same.
+    """
     for node in nodes:
-        node.grad_fn, node.parents = None, []
+        node.grad_fn, node.parents = backward, []
 
 
 def gradients_between(outs: Sequence[Node], grads: Sequence[Tensor | None], ends: Sequence[Node]) -> list[Any]:

@@ -92,7 +92,7 @@ class Segment:
         made = {id(out): node for out, node in zip(outs, self._nodes(outs), strict=True)}
         self.result = mapped(result, lambda x: made.get(id(x), x)) if made else result
         if made:
-            bridge.cut(nodes)
+            bridge.cut(nodes, _not_returned)
 
     def begin(self) -> None:
         """A backward pass begins."""
@@ -223,6 +223,14 @@ def _kind(node: Node) -> tuple[str, tuple[int, ...]]:
 
 def _listed(kinds: Any) -> str:
     return ", ".join(f"{dtype} of shape {shape}" for dtype, shape in kinds) or "nothing"
+
+
+def _not_returned(grad: Tensor) -> list[Tensor | None]:
+    raise RuntimeError(
+        f"backward has come to a node of shape {tuple(grad.shape)} that a checkpointed function computed and did not "
+        "return, but kept (in an attribute, a list, an object): what it was computed from is gone. Return it with the "
+        "others, in a tuple, dict or dataclass."
+    )
 
 
 def _differs(what: str) -> Any:

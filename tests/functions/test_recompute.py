@@ -20,7 +20,7 @@ from netcl.optim import SGD, Adam
 from clamp import amp, bridge
 from clamp.bridge import Node, Parameter, Tape, Tensor
 from tests.networks import batch
-from tests.reference import assert_same, to_device
+from tests.reference import assert_same, to_device, to_numpy
 
 pytestmark = pytest.mark.usefixtures("shut_down")
 
@@ -310,6 +310,37 @@ def test_what_needs_no_gradient_is_just_computed(queue: cl.CommandQueue) -> None
     with ag.no_grad():
         Tape().backward(y)
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("spelling", ["alone", "with what was returned"])
+@pytest.mark.parametrize("how", ["list", "attribute", "object", "iterator"])
+def test_what_is_kept_and_not_returned_raises(queue: cl.CommandQueue, how: str, spelling: str) -> None:
+    """A loss of balance, say, that a layer puts aside: without its graph its weights would not be trained."""
+    amp.init(loss_scale=1.0)
+    x, kept = Node(to_device(queue, [1.0, 2.0]), requires_grad=True), list[Node]()
+
+    class Layer:
+        penalty: Node
+
+        def __call__(self, y: Node) -> Any:
+            self.penalty = ag.mul(y, 2.0)
+            if how == "list":
+                kept.append(self.penalty)
+            out = ag.mul(self.penalty, 3.0)
+            return {"object": (out, self), "iterator": (out, iter([self.penalty]))}.get(how, (out,))
+
+    layer = Layer()
+    out, *rest = amp.checkpoint(layer, x)
+    penalty = {"list": lambda: kept[0], "object": lambda: rest[0].penalty, "iterator": lambda: next(rest[0])}
+    aside = penalty.get(how, lambda: layer.penalty)()
+    assert to_numpy(aside.value).tolist() == [2.0, 4.0]
+    loss = ag.sum(aside if spelling == "alone" else ag.add(aside, out))
+    x.value.grad = before = to_device(queue, [7.0, 7.0])
+    with pytest.raises(RuntimeError, match=r"a node of shape \(2,\) .* did not return.*Return it with the others"):
+        Tape().backward(loss)
+    assert x.value.grad is before
+    Tape().backward(ag.sum(out))
+    assert x.value.grad.to_host().tolist() == [13.0, 13.0]
 
 
 def test_activations_are_not_kept(queue: cl.CommandQueue) -> None:
