@@ -12,13 +12,18 @@ from clamp.casting.operands import Casting, NotOwned, as_node, bound
 from clamp.casting.registry import implements, leave_to_netcl_if
 from clamp.ops import shape as ops
 from clamp.ops.arguments import axis_of, whole_number
+from clamp.ops.cast import cast
 
 
 def view(casting: Casting, x: Any, shape: Sequence[int], op_name: str, tape: Tape | None) -> Any:
     """x under another shape, in its own memory."""
     (operand,) = casting.operands(as_node(x))
     before = operand.shape
-    return bound(bridge.view(operand.value, shape), {operand: lambda grad: bridge.view(grad, before)}, op_name, tape)
+
+    def gradient(grad: Tensor) -> Tensor:
+        return bridge.view(cast(grad, operand.grad_dtype), before)
+
+    return bound(bridge.view(operand.value, shape), {operand: gradient}, op_name, tape)
 
 
 def _shape_of(x: Any) -> tuple[int, ...]:
@@ -102,7 +107,7 @@ def permute(casting: Casting, x: Any, dims: Sequence[int], tape: Tape | None = N
     (operand,) = casting.operands(as_node(x))
     out = ops.permute(operand.value, dims)
     inverse = sorted(range(len(dims)), key=lambda axis: dims[axis])
-    return bound(out, {operand: lambda grad: ops.permute(grad, inverse)}, "permute", tape)
+    return bound(out, {operand: lambda grad: ops.permute(cast(grad, operand.grad_dtype), inverse)}, "permute", tape)
 
 
 # ------------------------------------------------------------------------------------------ tensor level

@@ -9,8 +9,8 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import NotOwned
-from clamp.casting.policies import Match
+from clamp.casting.operands import NotOwned, say_nothing
+from clamp.casting.policies import Half, Match
 from clamp.casting.registry import OWNED
 from clamp.functions import shape as F
 from tests.functions.operands import leaf
@@ -55,6 +55,21 @@ def test_permute(queue: cl.CommandQueue, dtype: str) -> None:
         tape.backward(out, to_device(queue, values.transpose(dims) * 2, dtype))
         np.testing.assert_array_equal(to_numpy(x.grad), values * 2)
         assert x.grad.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"), [*((f, given) for f, given, _ in VIEWS), (F.permute, {"dims": (3, 0, 1, 2)})]
+)
+def test_a_leaf_that_is_read_in_16_bits_gets_a_float32_gradient(
+    queue: cl.CommandQueue, function: Any, arguments: Any
+) -> None:
+    """Where a custom list puts one of these under half."""
+    x, tape = leaf(queue, np.arange(24.0).reshape(2, 3, 1, 4), "float32"), Tape()
+    out = function(Half("float16", say_nothing, use_cache=False), x, **arguments, tape=tape)
+    assert out.value.dtype == "float16"
+    tape.backward(out, to_device(queue, np.full(out.value.shape, 3.0), "float16"))
+    assert x.grad.dtype == "float32"
+    np.testing.assert_array_equal(to_numpy(x.grad), np.full((2, 3, 1, 4), 3.0))
 
 
 def test_integers_are_moved_too(queue: cl.CommandQueue) -> None:
