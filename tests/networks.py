@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -40,14 +41,23 @@ def loss_of(model: Sequential, data: tuple[Tensor, Tensor]) -> Node:
     return ag.mul(ag.mse_loss(model(ag.tensor(x)), ag.tensor(y)), LOSS_FACTOR)
 
 
+def stepping(handle: Any, model: Sequential, optimizer: Any) -> Callable[[Tensor, Tensor], Node]:
+    """A training step with the two lines, of inputs and targets; it returns the loss, and can be recorded."""
+
+    def train(x: Tensor, y: Tensor) -> Node:
+        optimizer.zero_grad()
+        loss = loss_of(model, (x, y))
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        return loss
+
+    return train
+
+
 def step(handle: Any, model: Sequential, optimizer: Any, data: tuple[Tensor, Tensor]) -> float:
-    """One training step with the two lines; returns the loss."""
-    optimizer.zero_grad()
-    loss = loss_of(model, data)
-    with handle.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    return float(loss.value.to_host()[0])
+    """One such step; returns the loss."""
+    return float(stepping(handle, model, optimizer)(*data).value.to_host()[0])
 
 
 def learns(queue: cl.CommandQueue, model: Sequential, **amp_options: Any) -> bool:

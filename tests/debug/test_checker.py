@@ -20,7 +20,7 @@ from clamp import amp, bridge
 from clamp.bridge import Node, Tensor
 from clamp.casting.results import RESULTS
 from clamp.debugging import DebugMode, Sampling, TensorCheckerConfig
-from tests.networks import batch, loss_of, mlp, step
+from tests.networks import batch, loss_of, mlp, step, stepping
 from tests.ops.test_multi_tensor import launches
 from tests.reference import STORAGE_DTYPES, integers, quantize, to_device
 
@@ -336,16 +336,7 @@ def test_recorded_steps(queue: cl.CommandQueue, lines: Lines) -> None:
     optimizer = SGD(model.parameters(), lr=1e-3)
     check(sampling=Sampling(every=2, ops=["mse_loss"]))
     with amp.init() as handle:
-
-        @amp.record
-        def train(x: Tensor, y: Tensor) -> Node:
-            optimizer.zero_grad()
-            loss = loss_of(model, (x, y))
-            with handle.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            return loss
-
+        train = amp.record(stepping(handle, model, optimizer))
         counts = []
         for _ in range(6):
             loss = train(*data)

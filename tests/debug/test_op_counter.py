@@ -13,14 +13,13 @@ from netcl.nn.layers import Linear
 from netcl.optim import SGD
 
 from clamp import amp
-from clamp.bridge import Tensor
 from clamp.casting.results import RESULTS
 from clamp.debug.op_counter import OpCounter, OpRow
 from clamp.debug.profiler import Profiler
 from clamp.opencl.device import capabilities
 from clamp.ops.cast import LISTENERS
 from clamp.scaling.step_report import StepReport
-from tests.networks import Task, batch, loss_of, mlp, step
+from tests.networks import Task, batch, mlp, step, stepping
 from tests.reference import to_device
 
 ROWS, WIDTHS = 8, (16, 32, 4)
@@ -134,16 +133,7 @@ def test_a_replay_counts_as_the_steps_that_it_repeats(queue: cl.CommandQueue) ->
     model, data = mlp(queue, *WIDTHS), batch(queue, ROWS, WIDTHS[0], WIDTHS[-1])
     optimizer = SGD(model.parameters(), lr=0.01)
     with amp.init(debug="summary", loss_scale=4.0) as handle:
-
-        @amp.record
-        def one(x: Tensor, y: Tensor) -> Any:
-            optimizer.zero_grad()
-            loss = loss_of(model, (x, y))
-            with handle.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            return loss
-
+        one = amp.record(stepping(handle, model, optimizer))
         losses = [float(one(*data).value.to_host()[0]) for _ in range(8)]
         summary, points = handle.summary(), counter_of(handle).curves.read()
     assert summary.steps == 8

@@ -24,7 +24,7 @@ from clamp import amp, session
 from clamp.bridge import Node, Tensor
 from clamp.compat.paddle import GradScaler as PaddleScaler
 from clamp.recordings import capture, memory
-from tests.networks import loss_of, mlp, weights_of
+from tests.networks import loss_of, mlp, stepping, weights_of
 from tests.recordings.test_compiled import BATCHES, TARGETS, poisoned
 from tests.recordings.test_record import Run, Step, assert_same, clean, compare
 from tests.reference import to_device
@@ -421,15 +421,7 @@ def test_threads_train_with_functions_of_their_own(queue: cl.CommandQueue) -> No
 
 def _train(queue: cl.CommandQueue, handle: Any, model: Any, losses: list[Any], recorded: bool) -> None:
     optimizer = SGD(list(model.parameters()), lr=0.05)
-
-    def step(x: Tensor, y: Tensor) -> Node:
-        optimizer.zero_grad()
-        loss = loss_of(model, (x, y))
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        return loss
-
+    step = stepping(handle, model, optimizer)
     call = amp.record(step) if recorded else step
     for index in range(16):
         data = to_device(queue, BATCHES[index % 12]), to_device(queue, TARGETS[index % 12])
