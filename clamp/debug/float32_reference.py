@@ -77,14 +77,14 @@ class Float32Reference:
                 return next(rest, None)
         call = call_of(frame.f_locals)
         made = self._compute(call, copy_of) if call is not None else []
-        twins = iter([Reference(one, call, number) for number, one in enumerate(made)] if call is not None else [])
-        self._open.append((frame, twins))
-        return next(twins, None)
+        references = iter([Reference(one, call, number) for number, one in enumerate(made)] if call is not None else [])
+        self._open.append((frame, references))
+        return next(references, None)
 
-    def of_rounded(self, twin: Reference, dtype: str) -> TensorLike | None:
+    def of_rounded(self, reference: Reference, dtype: str) -> TensorLike | None:
         """What would be a result's counterpart, had the function's float32 arguments as few digits as a dtype has."""
-        made = self._compute(twin.call, partial(copy_of, dtype=dtype))
-        return made[twin.number] if len(made) > twin.number else None
+        made = self._compute(reference.call, partial(copy_of, dtype=dtype))
+        return made[reference.number] if len(made) > reference.number else None
 
     def gradients_of(self, made: TensorLike, grad: Tensor) -> list[Tensor | None]:
         """What a counterpart gives for the gradient that its op was given; nothing if it has no graph."""

@@ -179,11 +179,11 @@ class _Compared(Seen):
     """An op of the AMP run.
 
     Attributes:
-        twin: its float32 counterpart.
+        reference: its float32 counterpart.
         brought: the worst error, against the float32 run, of what it read.
     """
 
-    twin: Reference | None = None
+    reference: Reference | None = None
     brought: float = 0.0
 
 
@@ -210,21 +210,21 @@ class AmpSide(Watcher):
         self.unpaired: list[Key] = []
         self._right, self._dtype, self._scale, self._tolerance = right, dtype, scale, tolerance
         self._paired = set[Key]()
-        self._twins = Float32Reference()
+        self._references = Float32Reference()
         self._totals: dict[int, tuple[Tensor, float]] = {}  # by id; the tensors are held, or others could get it
 
     # ------------------------------------------------------------------------------------------ what ops tell
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> _Compared | None:
-        if not self.is_mine() or self._twins.takes(made):
+        if not self.is_mine() or self._references.takes(made):
             return None
         brought = max((self._total(parent.value) for parent in parents), default=0.0)
         known = self.ops.of(made)
         if known is None:  # a cast: its error is that of what reads it
             self._totals[id(made.value)] = made.value, brought
             return None
-        seen = _Compared(*known, trained_parents(made), self._twins.of_result(), brought)
-        alone = None if seen.twin is None else seen.twin.made.value
+        seen = _Compared(*known, trained_parents(made), self._references.of_result(), brought)
+        alone = None if seen.reference is None else seen.reference.made.value
         self._compare(seen, RESULT, made.value, alone, brought, lambda: getattr(self._rounded(seen), "value", None))
         return seen
 
@@ -232,21 +232,21 @@ class AmpSide(Watcher):
         self, token: _Compared, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
     ) -> None:
         brought = max(token.brought, self._total(grad))
-        twins = self._gradients(token.twin and token.twin.made, grad, len(grads))
+        references = self._gradients(token.reference and token.reference.made, grad, len(grads))
         for part, one in enumerate(grads):
             if one is not None:
                 rounded = partial(self._rounded_gradient, token, grad, len(grads), part)
-                self._compare(token, part, one, twins[part], brought, rounded)
+                self._compare(token, part, one, references[part], brought, rounded)
 
     def _gradients(self, made: TensorLike | None, grad: Tensor, count: int) -> list[Tensor | None]:
-        found = [] if made is None else self._twins.gradients_of(made, grad)
+        found = [] if made is None else self._references.gradients_of(made, grad)
         return found if len(found) == count else [None] * count
 
     def _rounded(self, seen: _Compared) -> TensorLike | None:
         """The counterpart of the result, of rounded inputs; None where AMP rounds none."""
-        if seen.twin is None or seen.place.policy != "half":
+        if seen.reference is None or seen.place.policy != "half":
             return None
-        return self._twins.of_rounded(seen.twin, self._dtype)
+        return self._references.of_rounded(seen.reference, self._dtype)
 
     def _rounded_gradient(self, seen: _Compared, grad: Tensor, count: int, part: int) -> Tensor | None:
         return self._gradients(self._rounded(seen), grad, count)[part]
@@ -274,14 +274,14 @@ class AmpSide(Watcher):
         return bool(bad) and RESULT not in bad
 
     def _compare(
-        self, seen: Seen, part: int, tensor: Any, twin: Any, brought: float, rounded: Callable[[], Any]
+        self, seen: Seen, part: int, tensor: Any, reference: Any, brought: float, rounded: Callable[[], Any]
     ) -> None:
         actual = on_host(tensor)
         if actual is None:
             return
         key = self.key(seen, part)
         self._paired.add(key)
-        right, alone = self._right.get(key), on_host(twin)
+        right, alone = self._right.get(key), on_host(reference)
         true = actual if part == RESULT else actual / np.float32(self._scale)
         total, own = _error_if_known(true, right, tensor.dtype), _error_if_known(actual, alone, tensor.dtype)
         if total is None:

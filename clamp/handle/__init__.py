@@ -1,4 +1,4 @@
-"""The handle, which ``amp.init`` returns, and its do-nothing twin."""
+"""The handle, which ``amp.init`` returns, and its counterpart that does nothing."""
 
 from clamp.handle.active import AmpHandle
 from clamp.handle.no_op import NoOpHandle

@@ -1,4 +1,4 @@
-"""The handle's twin that does nothing."""
+"""The handle that does nothing."""
 
 from __future__ import annotations
 
