@@ -32,7 +32,7 @@ from clamp.recordings.watch import Watch
 from clamp.scaling.backward_pass import PassGradients, tokens
 from clamp.scaling.loss_scale import LossScale, NoLossScale
 from clamp.scaling.passes import scaled_pass
-from clamp.scaling.scaled_loss import check_loss, require_graph
+from clamp.scaling.scaled_loss import ScaledLoss, check_loss, require_graph
 from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport
 from clamp.scaling.step_report import History
 
@@ -257,7 +257,7 @@ class Graph:
             raise ValueError("loss.backward(grad) cannot be scaled in a graph: multiply the loss instead")
         check_loss(loss)
         require_graph(loss)
-        with scaled_pass(loss, self._optimizers, self._all_guards(), self._scaler) as scaled_loss:
+        with scaled_pass(ScaledLoss(loss, self._scaler), self._optimizers, self._all_guards()) as scaled_loss:
             Tape(retain_grads=False).backward(scaled_loss)
         self._passes += 1
 

@@ -26,37 +26,34 @@ from clamp.params.weight_cache import weights
 from clamp.scaling.backward_pass import Averaging, PassGradients, tokens
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.manual import ManualScaling
-from clamp.scaling.scaled_loss import as_pass, check_loss, has_run, open_loss, require_graph, scaled_node
+from clamp.scaling.scaled_loss import ScaledLoss, as_pass, check_loss, require_graph
 from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld
 from clamp.scaling.step_report import History, warn_user
 
 
 @contextmanager
 def scaled_pass(
-    loss: Node, optimizers: Sequence[Any], guards: Sequence[StepGuard], scaler: LossScale,
-    scaling: PassScaling | None = None,
-) -> Iterator[Node]:  # fmt: skip
+    loss: ScaledLoss, optimizers: Sequence[Any], guards: Sequence[StepGuard], scaling: PassScaling | None = None
+) -> Iterator[Node]:
     """One scaled backward pass, which the body of the ``with`` runs from what this yields.
 
     At the end of the ``with`` gradients are divided by the scale, the scale moves, and the optimizers know which scale
     their steps depend on. An error leaves gradients, scale and counters as they were.
 
     Args:
-        loss: one element, on an OpenCL device, with a graph.
+        loss: with the scale on its queue.
         optimizers: those whose parameters it is to reach.
         guards: theirs.
-        scaler: the loss scale on the loss's queue.
         scaling: of the handle whose pass this is.
 
     Raises:
         RuntimeError: at the end: the handle is shut down, or no gradient has come.
     """
-    ranks = None if scaling is None else scaling.ranks
+    ranks, scaler = None if scaling is None else scaling.ranks, loss.scaler
     reached = PassGradients(optimizers)
-    scaled_loss = scaled_node(loss, scaler)
     with undone_by_error(reached.put_back):
-        with gradient_marks.waiting_in(reached), open_loss(loss) if scaler.scales else nullcontext():
-            yield scaled_loss
+        with gradient_marks.waiting_in(reached), loss.open():
+            yield loss.node()
         if scaling is not None and not scaling.is_active:
             raise RuntimeError(
                 "the AMP handle was shut down inside `with handle.scale_loss(...)`, whose end divides gradients: "
@@ -64,7 +61,7 @@ def scaled_pass(
             )
         if ranks is not None:
             reached.average(ranks, scaler)
-        reached.require_any(scaler, ran=ranks is not None or has_run(scaled_loss))
+        reached.require_any(scaler, ran=ranks is not None or loss.has_run)
         if scaling is not None and (others := reached.others):
             scaling.warn_of_unnamed(others)
         with scale_lock, uninterrupted():
@@ -194,8 +191,8 @@ class PassScaling:
                 guards = [self.guard(optimizer) for optimizer in optimizers]
                 require_graph(loss)
                 self._shown = None
-                scaler = self._on(loss.value.queue, scaler)
-                with scaled_pass(loss, optimizers, guards, scaler, self) as scaled_loss:
+                scaled = ScaledLoss(loss, self._on(loss.value.queue, scaler))
+                with scaled_pass(scaled, optimizers, guards, self) as scaled_loss:
                     yield scaled_loss
                 return
             if self.ranks is not None:

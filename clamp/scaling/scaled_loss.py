@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, _GeneratorContextManager
+from contextlib import AbstractContextManager, _GeneratorContextManager, nullcontext
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -55,39 +55,57 @@ def require_graph(loss: Node) -> None:
     )
 
 
-def scaled_node(loss: TensorLike, scaler: LossScale) -> Any:
+def scaled_node(loss: TensorLike, scaler: LossScale, on_run: Callable[[], None] = lambda: None) -> Any:
     """loss * scale in float32, of a bare tensor as a bare tensor.
 
     Its gradient stays float32, because 2^16 does not fit into half.
+
+    Args:
+        on_run: called when a backward runs through the node.
 
     Raises:
         RuntimeError: the loss has lost its graph.
     """
     if isinstance(loss, Node) and loss.requires_grad:
         require_graph(loss)
-    operand, run = Operand(loss, loss.value), _Run()
+    operand = Operand(loss, loss.value)
 
     def gradient(grad: Tensor) -> Tensor:
-        run.begun = True
+        on_run()
         scale = gradient_marks.scale_in_backward() or scaler.applied()
         return scale.multiply(grad, "float32")
 
     made = bound(scaler.scale_loss(loss.value), {operand: gradient}, SCALE_OP)
     if isinstance(made, Node):
-        made.loss_scale, made.run = scaler, run
+        made.loss_scale = scaler
     return made
 
 
-class _Run:
-    """Whether backward has run through a node; beside it, since what refers to its node is freed late."""
+class ScaledLoss:
+    """The loss of a pass, with the scale that it is multiplied by. It holds no node: what refers to one is freed late.
 
-    begun = False
+    Attributes:
+        scaler: that scale.
+        has_run: whether a backward has run from the scaled node.
 
+    Args:
+        loss: one element, on an OpenCL device, with a graph.
+    """
 
-def has_run(scaled_loss: Node) -> bool:
-    """Whether a backward has run from a scaled loss."""
-    run: _Run = scaled_loss.run
-    return run.begun
+    def __init__(self, loss: Node, scaler: LossScale) -> None:
+        self._loss, self.scaler, self.has_run = loss, scaler, False
+
+    def node(self) -> Node:
+        """The loss times its scale, from which backward is to run."""
+        made: Node = scaled_node(self._loss, self.scaler, self._on_run)
+        return made
+
+    def _on_run(self) -> None:
+        self.has_run = True
+
+    def open(self) -> AbstractContextManager[None]:
+        """Inside the ``with``, backward from the loss, and not from the scaled node, is refused in this thread."""
+        return among(_open.losses, self._loss) if self.scaler.scales else nullcontext()
 
 
 # ---------------------------------------------------------------------------------------------- where backward starts
@@ -166,11 +184,6 @@ class _Open(threading.local):
 
 
 _open = of_threads(_Open())
-
-
-def open_loss(loss: Node) -> AbstractContextManager[None]:
-    """Inside the ``with``, backward from this loss, and not from what it is scaled to, is refused in this thread."""
-    return among(_open.losses, loss)
 
 
 def _refuse_open(root: Node) -> None:
