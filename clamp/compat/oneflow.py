@@ -348,7 +348,7 @@ class _RecordedBuild(RecordedFunction):
 
 
 def _given(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(x.value if isinstance(x, Node) else x for x in inputs)
+    return tuple([x.value if isinstance(x, Node) else x for x in inputs])
 
 
 def _require_input(x: Any) -> None:

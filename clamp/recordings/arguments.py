@@ -127,7 +127,8 @@ class _Same:
 
 
 def _constant(x: Any) -> Hashable:
-    """What tells constants apart: ``1``, ``1.0`` and ``True`` are three, ``0.0`` and ``-0.0`` two, and nan is one."""
+    """Tells constants apart: ``1``, ``1.0`` and ``True`` are three, ``0.0`` and ``-0.0`` two, and nan is one. An object of
+    a user's class is itself alone: its ``==`` may leave out what the function reads."""
     if isinstance(x, PLAIN):
         return type(x), repr(x)
     if isinstance(x, slice):

@@ -131,7 +131,8 @@ class RecordedFunction:
         return Call(args, kwargs)
 
     def _call(self, call: Call) -> Any:
-        key, known = self._key(call), Known(_tokens())
+        tokens = _tokens()
+        key, known = self._key(call, tokens), Known(tokens)
         recorded = None
         if call.trouble:
             self._say(call.trouble)
@@ -147,14 +148,13 @@ class RecordedFunction:
                 return self._run(key, call) if recorded is None else self._replay(call, known, recorded)
             return self._record(key, call, before, known, recorded)
 
-    def _key(self, call: Call) -> Key:
+    def _key(self, call: Call, tokens: Tokens) -> Key:
         """What a recording depends on besides the state of the host and the content of tensors."""
         region = current_region()
         how = None if region is None else (region.enabled, region.dtype, region.allow_banned, region.policies)
-        registered = tuple((id(x.owner), x.name, x.policy) for x in session.registrations)
-        guards = tuple(_tokens().values())
+        registered = tuple([(id(x.owner), x.name, x.policy) for x in session.registrations])
         host = (bridge.is_grad_enabled(), threading.get_ident(), stages())
-        return (how, id(process_region()), guards, registered, RESULTS.key, *host), call.key
+        return (how, id(process_region()), tuple(tokens.values()), registered, RESULTS.key, *host), call.key
 
     def _roots(self, call: Call) -> dict[str, Any]:
         """Where what the function may read on the host begins."""

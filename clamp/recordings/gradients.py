@@ -124,7 +124,7 @@ class Entries:
     def put_back(self, tensors: Iterable[Tensor]) -> None:
         """Gives tensors that have an alias what it stands for, with what is known of it now."""
         by_alias = {id(entry.alias): entry for entry in self._entries}
-        for tensor in tensors:
+        for tensor in tensors if by_alias else ():
             shared = by_alias.get(id(gradient_marks.last_shared(tensor)))
             if shared is not None:
                 gradient_marks.note_shared(tensor, shared.found)

@@ -112,7 +112,7 @@ class Plan:
         for index, tensor in self._trained:
             if inputs[index] is not tensor:
                 return f"inputs[{index}] was recorded as a tensor that is trained, and gets its gradient as that one"
-        pairs = ((x.buffer, inputs[first].buffer) for x, first in zip(inputs, self._together, strict=True))
+        pairs = [(x.buffer, inputs[first].buffer) for x, first in zip(inputs, self._together, strict=True)]
         if any(address_of(one) != address_of(other) for one, other in pairs if one is not other):
             return "inputs were recorded that share memory, and these do not"
         return self._dependencies.residents.change()
@@ -169,7 +169,7 @@ class Plan:
 def shared_memory(inputs: Sequence[Tensor]) -> tuple[int, ...]:
     """Which inputs share memory: for each, the number of the first one that lies where it does."""
     first: dict[Any, int] = {}
-    return tuple(first.setdefault(address_of(x.buffer), index) for index, x in enumerate(inputs))
+    return tuple([first.setdefault(address_of(x.buffer), index) for index, x in enumerate(inputs)])
 
 
 def _fixed(inputs: Sequence[Tensor], residents: Residents, state: Sequence[Tensor]) -> dict[int, Tensor]:

@@ -207,7 +207,7 @@ class Replayable(Recorded):
 
     def misfit(self, inputs: Sequence[Tensor]) -> str:
         """Why a call with these tensors cannot replay it; empty if it can."""
-        given = [*(inputs[index] for index in self._inputs), *(x.grad for x in self._entered)]
+        given = [*[inputs[index] for index in self._inputs], *[x.grad for x in self._entered]]
         return self.plan.misfit(given) if self.watch.holds() else self.watch.change()
 
     def replay(self, call: Call, known: Known) -> Any:
@@ -222,7 +222,7 @@ class Replayable(Recorded):
         theirs = [x.grad for x in others]
         self._gradients.held.forget_skips()
         entries = Entries(self._touched, known, self._aliases)
-        given = [*(call.tensors[index] for index in self._inputs), *entries.found(self._entered)]
+        given = [*[call.tensors[index] for index in self._inputs], *entries.found(self._entered)]
         try:
             self.plan.launch(given, [*uploaded.values(), *fresh.values()])
         except BaseException:

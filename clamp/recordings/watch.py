@@ -94,7 +94,7 @@ class Watch:
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
-        return all(part.agrees() for part in self._parts)
+        return all(map(Part.agrees, self._parts))
 
     def change(self, libraries: bool = True) -> str:
         """What has changed first, as a user would write it; empty if nothing has.

@@ -89,8 +89,8 @@ def stages() -> Hashable:
         return ()
     with _living_lock:
         living = list(_living)
-    rounds = ((id(scaling), key, round_) for scaling in living for key, round_ in list(scaling._rounds.items()))
-    return tuple((scaling, key, round_.stage, round_.checked) for scaling, key, round_ in rounds)
+    rounds = [(id(scaling), key, round_) for scaling in living for key, round_ in list(scaling._rounds.items())]
+    return tuple([(scaling, key, round_.stage, round_.checked) for scaling, key, round_ in rounds])
 
 
 class ManualScaling:
