@@ -72,8 +72,15 @@ def among(items: dict[object, Any], item: Any) -> Iterator[None]:
 _states: list[threading.local] = []
 
 
+class Flag(threading.local):
+    """Whether something is so in a thread: ``holding(flag, "on", True)``."""
+
+    on = False
+
+
 def of_threads(state: State) -> State:
-    """Lets ``from_nothing`` know of a state that each thread has one of."""
+    """Lets ``from_nothing`` know of a state that each thread has one of. What a thread knows is declared in the room
+    that asks for it, whose own classes are the fields' types, and all of it is listed here, to be forgotten at once."""
     _states.append(state)
     return state
 

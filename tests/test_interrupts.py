@@ -93,7 +93,8 @@ _HANDLE: Any = SimpleNamespace(guard=lambda optimizer: SimpleNamespace(last=None
 
 def _state() -> dict[str, Any]:
     """All that is known of this thread, and which regions hold."""
-    known = {f"{type(x).__module__}.{name}": value for x in interrupts._states for name, value in _values(x).items()}
+    states = enumerate(interrupts._states)
+    known = {f"{type(x).__name__} {i}.{name}": value for i, x in states for name, value in _values(x).items()}
     settings = {"tells": _SCALING.guards.reports.tells, "process": regions.process_region(), "change": regions._change}
     return known | settings
 

@@ -91,11 +91,11 @@ class Around:
             this_thread.around = self.outer
 
 
-class _Thread(threading.local):
+class _RegionState(threading.local):
     around = Around(None, False, None)
 
 
-this_thread = of_threads(_Thread())
+this_thread = of_threads(_RegionState())
 _process: Region | None = None
 _process_as_set: Region | None = None
 _change: Callable[[Region], Region] | None = None  # what becomes of every region, for now

@@ -6,7 +6,6 @@ functions that do what has to be done anyway; with one, others stand in their pl
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
-from clamp.interrupts import holding, of_threads
+from clamp.interrupts import Flag, holding, of_threads
 from clamp.ops.elementwise import elementwise
 from clamp.params import gradient_penalties
 
@@ -86,17 +85,13 @@ def _nothing() -> None:
     pass
 
 
-class _Thread(threading.local):
-    in_backward: bool = False  # of netcl's engine, while somebody looks
-
-
-_thread = of_threads(_Thread())
+_in_backward = of_threads(Flag())  # of netcl's engine, while somebody looks
 
 
 def _backward_is(under_way: bool) -> AbstractContextManager[None]:
     """Inside the ``with``, what this thread computes is a step of a gradient, and nobody is told of it; or it is not,
     as what an observer computes."""
-    return holding(_thread, "in_backward", under_way)
+    return holding(_in_backward, "on", under_way)
 
 
 def _stepping(params: Sequence[Tensor]) -> None:
@@ -184,7 +179,7 @@ class _Results:
         return self._seen(_own(made, parents), parents)
 
     def _seen(self, made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
-        if _thread.in_backward or not isinstance(getattr(made, "value", None), Tensor):
+        if _in_backward.on or not isinstance(getattr(made, "value", None), Tensor):
             return made  # a step of a gradient; a compiler's node, or nothing that netcl made
         told = []
         for observer in self._observers:

@@ -41,14 +41,14 @@ from clamp.scaling.scaled_loss import is_scaled, scaled_node
 # ---------------------------------------------------------------------------------------------- autocast
 
 
-class _Thread(threading.local):
+class _AutocastState(threading.local):
     begins = False  # a Trainer that was not asked for mixed precision has yet to enter its own autocast
 
     def __init__(self) -> None:
         self.regions: list[tuple[Any, AbstractContextManager[None]]] = []  # netcl's autocast, clamp's region
 
 
-_thread = _Thread()
+_thread = _AutocastState()
 
 
 @meets("netcl.amp.autocast.__enter__")

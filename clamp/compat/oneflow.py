@@ -22,7 +22,7 @@ from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops import transfer
 from clamp.params import gradient_marks, masters
 from clamp.params.weight_cache import weights
-from clamp.recordings.arguments import Call, Key
+from clamp.recordings.arguments import Arguments, Key
 from clamp.recordings.attempt import Attempt
 from clamp.recordings.function import RecordedFunction
 from clamp.recordings.gradients import Known
@@ -296,10 +296,10 @@ class _RecordedBuild(RecordedFunction):
         self._code = f"{name}.build()"
         self._variants = Variants(name, "build()")
 
-    def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return Call(args, kwargs, "inputs", of_gradients=False)
+    def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        return Arguments(args, kwargs, "inputs", of_gradients=False)
 
-    def _roots(self, call: Call) -> dict[str, Any]:
+    def _roots(self, call: Arguments) -> dict[str, Any]:
         return {"self": self._graph, "the graph's optimizers": self._graph._optimizers, **call.others}
 
     def _attempt(self, roots: dict[str, Any], before: Watch) -> Attempt:
@@ -311,12 +311,12 @@ class _RecordedBuild(RecordedFunction):
     def _unlike_others(self, *call: Any) -> str:
         return ""
 
-    def _replay(self, call: Call, known: Known, recorded: Replayable) -> Any:
+    def _replay(self, call: Arguments, known: Known, recorded: Replayable) -> Any:
         with self._adding([*recorded.trained, *call.tensors]):
             self._graph._zero_grad()  # of parameters, too, that this recording gives no gradient
             return super()._replay(call, known, recorded)
 
-    def _record(self, key: Key, call: Call, before: Watch, known: Known, earlier: Replayable | None = None) -> Any:
+    def _record(self, key: Key, call: Arguments, before: Watch, known: Known, earlier: Replayable | None = None) -> Any:
         trained = self._trained(call, before) if earlier is None else earlier.trained
         with self._adding([*trained, *call.tensors]):
             self._graph._zero_grad()

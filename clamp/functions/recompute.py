@@ -29,12 +29,12 @@ from clamp.params.writes import writes
 OP = "checkpoint"
 
 
-class _Thread(threading.local):
+class _RecomputeState(threading.local):
     draws: tuple[list[Drawn], ...] = ()  # of the forwards that are under way, one in another
     again: Iterator[Drawn] | None = None  # the draws of the forward that is being run again
 
 
-_thread = of_threads(_Thread())
+_thread = of_threads(_RecomputeState())
 
 
 def drawn(draw: Callable[[], int]) -> Drawn:

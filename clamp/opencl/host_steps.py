@@ -32,7 +32,7 @@ class Recorder(Protocol):
         """Around the run of a host step."""
 
 
-class _Thread(threading.local):
+class _RecordingState(threading.local):
     recorder: Recorder | None = None
     suspended: bool = False
 
@@ -41,7 +41,7 @@ class _Thread(threading.local):
         self.moved: tuple[Sequence[Any], Sequence[Any]] = (), ()  # of the replay that is under way: see moved()
 
 
-_thread = of_threads(_Thread())
+_thread = of_threads(_RecordingState())
 
 
 def recorder() -> Recorder | None:

@@ -62,7 +62,7 @@ _HOLD: dict[str, Callable[[float, str], float]] = {"where": saturated, "maximum"
 _INPUT_STORAGE = bridge.STORAGE | {"int32": "i32", "int": "i32"}
 
 
-class _Plan(NamedTuple):
+class _LaunchPlan(NamedTuple):
     """A launch, prepared."""
 
     shape: tuple[int, ...]  # of the result
@@ -130,13 +130,13 @@ def elementwise(
 def _make_plan(
     key: tuple[Any, ...], queue: cl.CommandQueue, op: str, out_dtype: str, operands: Sequence[Tensor | float],
     parameter_count: int,
-) -> _Plan:  # fmt: skip
+) -> _LaunchPlan:  # fmt: skip
     if OPS.get(op) != (len(operands), parameter_count):
         raise ValueError(f"no function {op!r} of {len(operands)} operands and {parameter_count} parameters")
     shapes = [tuple(x.shape) if isinstance(x, Tensor) else () for x in operands]
     shape = broadcast_shape(op, *(shapes[k] for k, x in enumerate(operands) if isinstance(x, Tensor)))
     size = math.prod(shape)
-    plan = _Plan(shape)
+    plan = _LaunchPlan(shape)
     if size:
         dims = _collapse(shapes, shape)
         macros: dict[str, object] = {"OP": f"op_{op}", "ARITY": len(operands), "PARAMETERS": parameter_count}
@@ -153,10 +153,10 @@ def _make_plan(
             layout += (len(dims), _constants(queue.context, dims))
         sizes = launch(queue, items)
         if parameter_count or len(operands) > sum(isinstance(x, Tensor) for x in operands):
-            plan = _Plan(shape, None, ELEMENTWISE.on(queue, **macros), sizes, layout)
+            plan = _LaunchPlan(shape, None, ELEMENTWISE.on(queue, **macros), sizes, layout)
         else:
             open_places = [...] * (len(operands) + 1)
-            plan = _Plan(shape, ELEMENTWISE.bind(queue, *sizes, *open_places, *layout, **macros))
+            plan = _LaunchPlan(shape, ELEMENTWISE.bind(queue, *sizes, *open_places, *layout, **macros))
     _plans.keep(key, plan)
     return plan
 

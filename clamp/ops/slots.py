@@ -25,7 +25,7 @@ _TILE = np.dtype([("begin", np.uint64), ("tensor", np.uint32), ("count", np.uint
 
 
 @dataclass(frozen=True)
-class Tiles:
+class TensorTiles:
     """The tiles of tensors of some sizes.
 
     Attributes:
@@ -61,7 +61,7 @@ def filled(tensors: Sequence[T], slots: int) -> list[T]:
     return [*tensors, *list(tensors[:1]) * (slots - len(tensors))]
 
 
-def open_slots(count: int, slots: int, tiles: Tiles) -> list[Any]:
+def open_slots(count: int, slots: int, tiles: TensorTiles) -> list[Any]:
     """Arguments of a launch that is bound: ``...`` for so many tensors, and any buffer for the slots left over, which
     have no tiles."""
     return [*[...] * count, *[tiles.table] * (slots - count)]
@@ -85,11 +85,11 @@ def in_turn(pieces: list[Callable[[], Any]]) -> None:
         has_begun = True
 
 
-def tiles_of(queue: cl.CommandQueue, sizes: tuple[int, ...]) -> Tiles:
+def tiles_of(queue: cl.CommandQueue, sizes: tuple[int, ...]) -> TensorTiles:
     """The tiles of tensors of these sizes, one of which is not 0."""
     table, tiles = _tile_table(queue.context, _tile_elements(queue, sum(sizes)), sizes)
     group = 1 if capabilities(queue).is_cpu else GROUP_GPU
-    return Tiles(table, ((tiles * group,), (group,)))
+    return TensorTiles(table, ((tiles * group,), (group,)))
 
 
 def _tile_elements(queue: cl.CommandQueue, total: int) -> int:

@@ -138,7 +138,7 @@ class PendingStatistics:
         for tensor in tensors:
             if tensor.size:
                 queues.setdefault(tensor.queue, {}).setdefault(_key(tensor), tensor)
-        self._results = {queue: _Results(queue, rows, histogram) for queue, rows in queues.items()}
+        self._results = {queue: _QueueStatistics(queue, rows, histogram) for queue, rows in queues.items()}
 
     def read(self) -> list[Statistics]:
         """The statistics of each tensor, in their order. Waits for the device, with one read a queue.
@@ -185,7 +185,7 @@ class _Row:
     bins: range  # which of those of float32 its dtype can fill; none without a histogram
 
 
-class _Results:
+class _QueueStatistics:
     """The statistics of one queue's tensors on its device.
 
     Args:

@@ -102,7 +102,7 @@ def _run(
     )  # fmt: skip
 
 
-class _Plan(NamedTuple):
+class _UpsamplePlan(NamedTuple):
     """Division of the planes that a launch writes into units (kernels/upsample.cl)."""
 
     strip: int
@@ -113,7 +113,7 @@ class _Plan(NamedTuple):
     units: int
 
 
-def _plan(queue: cl.CommandQueue, planes: int, rows: int, columns: int) -> _Plan:
+def _plan(queue: cl.CommandQueue, planes: int, rows: int, columns: int) -> _UpsamplePlan:
     device = capabilities(queue)
     strip, target = (_STRIP_CPU, 4) if device.is_cpu else (_STRIP_GPU, 256)
     target *= device.compute_units
@@ -126,7 +126,7 @@ def _plan(queue: cl.CommandQueue, planes: int, rows: int, columns: int) -> _Plan
     if device.is_cpu:
         worth = -(-_WORTH_CPU // (band * min(strip, columns)))
         each = max(1, min(worth, units // target))
-    return _Plan(strip, strips, band, bands, each, units)
+    return _UpsamplePlan(strip, strips, band, bands, each, units)
 
 
 def _table(context: cl.Context, inputs: int, outputs: int, mode: str, align_corners: bool) -> cl.Buffer:

@@ -212,7 +212,7 @@ class HeldByReplays:
             vars(grad).pop("_not_finite", None)
 
 
-class _Thread(threading.local):
+class _BackwardState(threading.local):
     scale: AppliedScale | None = None  # of the backward pass that is running
 
     def __init__(self) -> None:
@@ -221,7 +221,7 @@ class _Thread(threading.local):
         self.held: HeldByReplays | None = None  # if asked for
 
 
-_thread = of_threads(_Thread())
+_thread = of_threads(_BackwardState())
 
 
 def waiting_in(scaled_pass: Waiting) -> AbstractContextManager[None]:

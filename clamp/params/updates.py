@@ -44,7 +44,7 @@ class _Prepared:
 _prepared: weakref.WeakKeyDictionary[Any, _Prepared] = weakref.WeakKeyDictionary()
 
 
-class Step:
+class OptimizerStep:
     """A step of an optimizer of netcl's; called, it is made, all of it or nothing.
 
     Args:

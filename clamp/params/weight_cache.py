@@ -170,12 +170,12 @@ _Asked: TypeAlias = list[weakref.ref[Tensor]]  # weights of an iteration, in the
 _MOST = 64  # weights that were the first to be asked for
 
 
-class _Thread(threading.local):
+class _Iterations(threading.local):
     def __init__(self) -> None:
         self.iterations: dict[str, tuple[int, _Asked]] = {}  # this one, by dtype, and how often the cache was cleared
 
 
-_thread = _Thread()
+_thread = _Iterations()
 _followers: dict[tuple[int, str], _Asked] = {}  # by id of the weight that was asked for first, and dtype
 
 

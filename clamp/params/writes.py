@@ -6,11 +6,10 @@ Kernels of a user's own, and pyopencl's copies, tell nobody.
 from __future__ import annotations
 
 import itertools
-import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
-from clamp.interrupts import holding, of_threads
+from clamp.interrupts import Flag, holding, of_threads
 
 _MOST = 10_000  # buffers that are remembered
 
@@ -29,7 +28,7 @@ class Writes:
 
     def note(self, buffer: Any) -> None:
         """This buffer is being written to."""
-        if _thread.silent:
+        if _silent.on:
             return
         self.now = next(self._clock)
         if len(self._last) >= _MOST:
@@ -42,16 +41,12 @@ class Writes:
         return self.now > time and max(self._last.get(id(buffer), 0), self._all) > time
 
 
-class _Thread(threading.local):
-    silent = False
-
-
-_thread = of_threads(_Thread())
+_silent = of_threads(Flag())
 
 
 def unnoted() -> AbstractContextManager[None]:
     """Inside the ``with``, this thread's writes keep finite numbers finite (clipping does), and do not count."""
-    return holding(_thread, "silent", True)
+    return holding(_silent, "on", True)
 
 
 #: Those of the process.

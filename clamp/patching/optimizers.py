@@ -100,7 +100,7 @@ def _with_own(step: Wrapper) -> Wrapper:
     def call(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own: Any = partial(_with_wide_gradients, wrapped, optimizer)
         if bridge.is_netcls_step(wrapped):
-            own = updates.Step(wrapped, optimizer)
+            own = updates.OptimizerStep(wrapped, optimizer)
         is_adamws = (wrapped.__module__, wrapped.__qualname__) == ("netcl.optim.adamw", "AdamW.step")
         if is_adamws and (args or kwargs):
             own = partial(_clipped, own, optimizer)

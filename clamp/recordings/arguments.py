@@ -19,12 +19,12 @@ PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 _BY_VALUE = (enum.Enum, type, FunctionType, np.dtype, range)
 _ARRAYS_KNOWN = frozenset({"shape", "dtype", "ndim", "size", "nbytes", "itemsize"})
 
-Part: TypeAlias = tuple[str, Hashable]  # where in the arguments, and what a recording depends on there
-Key: TypeAlias = tuple[Hashable, tuple[Part, ...]]  # of a call: what is around it, and its arguments
+KeyPart: TypeAlias = tuple[str, Hashable]  # where in the arguments, and what a recording depends on there
+Key: TypeAlias = tuple[Hashable, tuple[KeyPart, ...]]  # of a call: what is around it, and its arguments
 
 
-class Call:
-    """One call.
+class Arguments:
+    """Those of one call.
 
     Attributes:
         tensors: its tensors, those of leaf nodes too, in their order.
@@ -74,7 +74,7 @@ class Call:
         named = dict(sorted(self.kwargs.items()))
         return mapped(self.args, stand_in), mapped(named, stand_in), values
 
-    def _parts(self, x: Any, where: str) -> Iterator[Part]:
+    def _parts(self, x: Any, where: str) -> Iterator[KeyPart]:
         if isinstance(x, Node) and isinstance(x.value, Tensor):
             if not bridge.is_leaf(x):
                 self.trouble = f"{where} was computed outside by ops that backward would go through. {_GIVE_DATA}"
@@ -98,7 +98,7 @@ class Call:
             self.others[where] = x
             yield where, _constant(x)
 
-    def _tensor(self, x: Tensor, where: str, passed: Node | Tensor) -> Part:
+    def _tensor(self, x: Tensor, where: str, passed: Node | Tensor) -> KeyPart:
         if not bridge.on_device(x):
             self.trouble = f"{where} is on netcl's numpy backend, which launches nothing. Put it on an OpenCL device."
         trained: Hashable = bridge.is_trained(x)
@@ -127,8 +127,8 @@ class _Same:
 
 
 def _constant(x: Any) -> Hashable:
-    """Tells constants apart: ``1``, ``1.0`` and ``True`` are three, ``0.0`` and ``-0.0`` two, and nan is one. An object of
-    a user's class is itself alone: its ``==`` may leave out what the function reads."""
+    """Tells constants apart: ``1``, ``1.0`` and ``True`` are three, ``0.0`` and ``-0.0`` two, and nan is one. An object
+    of a user's class is itself alone: its ``==`` may leave out what the function reads."""
     if isinstance(x, PLAIN):
         return type(x), repr(x)
     if isinstance(x, slice):

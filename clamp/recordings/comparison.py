@@ -21,11 +21,11 @@ from clamp.bridge import Node, Tensor
 from clamp.recordings.capture import recording_of
 from clamp.recordings.libraries import is_library
 from clamp.recordings.memory import address_of
-from clamp.recordings.replay import Plan
+from clamp.recordings.replay import ReplayPlan
 from clamp.recordings.watched_state import content_of, is_same
 
 
-def difference(plan: Plan, other: KernelCapture, given: Sequence[Tensor], brought: Sequence[Tensor]) -> str:
+def difference(plan: ReplayPlan, other: KernelCapture, given: Sequence[Tensor], brought: Sequence[Tensor]) -> str:
     """What a pass launches otherwise than its recording, in words; empty if it launches the same.
 
     Args:

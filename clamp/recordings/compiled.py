@@ -19,7 +19,7 @@ from clamp.params.weight_cache import weights
 from clamp.patching.patch_registry import meets
 from clamp.recordings.capture import recording_of
 from clamp.recordings.dependencies import dependencies_of
-from clamp.recordings.replay import Plan
+from clamp.recordings.replay import ReplayPlan
 
 _MODES = ("training", "_training")
 
@@ -53,7 +53,7 @@ def compile_forward(wrapped: Any, instance: Any, /, model: Any, sample_input: Te
         # It is a pass in eval mode, whatever the model is used for besides.
         dependencies_of(compiled._capture).ignore(*_MODES)
         compiled._clamp_dtype = dtype
-        compiled._clamp_plan = Plan(compiled._capture, [sample_input])
+        compiled._clamp_plan = ReplayPlan(compiled._capture, [sample_input])
     return compiled
 
 
@@ -126,7 +126,7 @@ def compile_graph(wrapped: Any, instance: CompiledGraph, /, inputs: Iterable[Ten
     if recording_of(instance.capture) is None:
         wrapped(inputs)
         return
-    instance._clamp_plan = Plan(instance.capture, inputs)
+    instance._clamp_plan = ReplayPlan(instance.capture, inputs)
     instance._replay_steps = [_refuse_without_clamp]
 
 

@@ -17,10 +17,10 @@ from clamp import bridge, session
 from clamp.bridge import Tensor
 from clamp.casting.regions import current_region, process_region
 from clamp.casting.results import RESULTS
-from clamp.interrupts import among, holding, of_threads
+from clamp.interrupts import Flag, among, holding, of_threads
 from clamp.opencl.host_steps import is_host_value, recorder
 from clamp.params import gradient_marks, masters
-from clamp.recordings.arguments import PLAIN, Call, Key, leaves_of
+from clamp.recordings.arguments import PLAIN, Arguments, Key, leaves_of
 from clamp.recordings.attempt import Attempt, answers_refused
 from clamp.recordings.capture import is_free, recording_of
 from clamp.recordings.gradients import Entries, Gradients, Known, Tokens
@@ -32,14 +32,8 @@ from clamp.scaling.manual import stages
 from clamp.scaling.step_report import warn_user
 
 _GENERATORS = {"numpy.random": np.random.get_state.__self__, "random": random.getstate.__self__}  # type: ignore[attr-defined]
-_waiting: dict[object, Call] = {}  # the calls that would record; the first may: netcl records for one thread at a time
-
-
-class _Thread(threading.local):
-    inside = False  # a recorded function
-
-
-_thread = of_threads(_Thread())
+_waiting: dict[object, Arguments] = {}  # of calls that would record; the first may: netcl records one thread at a time
+_inside = of_threads(Flag())  # a recorded function
 
 
 def record(function: Callable[..., Any]) -> RecordedFunction:
@@ -121,16 +115,16 @@ class RecordedFunction:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Runs, records or replays the function; see ``amp.record``."""
-        if _thread.inside or recorder() is not None:  # it is a part of what records it
+        if _inside.on or recorder() is not None:  # it is a part of what records it
             return self.__wrapped__(*args, **kwargs)
         session.ensure_patched()
-        with self._lock, holding(_thread, "inside", True):
+        with self._lock, holding(_inside, "on", True):
             return self._call(self._call_of(args, kwargs))
 
-    def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return Call(args, kwargs)
+    def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        return Arguments(args, kwargs)
 
-    def _call(self, call: Call) -> Any:
+    def _call(self, call: Arguments) -> Any:
         tokens = _tokens()
         key, known = self._key(call, tokens), Known(tokens)
         recorded = None
@@ -148,7 +142,7 @@ class RecordedFunction:
                 return self._run(key, call) if recorded is None else self._replay(call, known, recorded)
             return self._record(key, call, before, known, recorded)
 
-    def _key(self, call: Call, tokens: Tokens) -> Key:
+    def _key(self, call: Arguments, tokens: Tokens) -> Key:
         """What a recording depends on besides the state of the host and the content of tensors."""
         region = current_region()
         how = None if region is None else (region.enabled, region.dtype, region.allow_banned, region.policies)
@@ -156,7 +150,7 @@ class RecordedFunction:
         host = (bridge.is_grad_enabled(), threading.get_ident(), stages())
         return (how, id(process_region()), tuple(tokens.values()), registered, RESULTS.key, *host), call.key
 
-    def _roots(self, call: Call) -> dict[str, Any]:
+    def _roots(self, call: Arguments) -> dict[str, Any]:
         """Where what the function may read on the host begins."""
         return {self._name: self.__wrapped__, **call.others}
 
@@ -167,7 +161,7 @@ class RecordedFunction:
 
     # ------------------------------------------------------------------------------------------ running, recording
 
-    def _run(self, key: Key, call: Call) -> Any:
+    def _run(self, key: Key, call: Arguments) -> Any:
         with self._variants.following(), self._noting_reached():
             result = self.__wrapped__(*call.args, **call.kwargs)
         watch = Watch(self._roots(call))
@@ -183,7 +177,7 @@ class RecordedFunction:
         known = {id(ref()) for ref in self._reached}
         self._reached += [weakref.ref(x) for key, x in reached.items() if key not in known]
 
-    def _trained(self, call: Call, watch: Watch) -> list[Tensor]:
+    def _trained(self, call: Arguments, watch: Watch) -> list[Tensor]:
         """The tensors outside of the arguments, and trained ones among these, whose gradients the function may meet or
         leave."""
         reached = {id(ref()) for ref in self._reached}
@@ -200,10 +194,10 @@ class RecordedFunction:
         """What the function has changed itself that no replay would; empty if nothing."""
         return attempt.change()
 
-    def _replay(self, call: Call, known: Known, recorded: Replayable) -> Any:
+    def _replay(self, call: Arguments, known: Known, recorded: Replayable) -> Any:
         return recorded.replay(call, known)
 
-    def _record(self, key: Key, call: Call, before: Watch, known: Known, earlier: Replayable | None = None) -> Any:
+    def _record(self, key: Key, call: Arguments, before: Watch, known: Known, earlier: Replayable | None = None) -> Any:
         """Runs the function and records it, or, if there is an earlier recording that fits, compares it with that."""
         roots = self._roots(call)
         attempt = self._attempt(roots, before) if earlier is None else Attempt(before, compares=True)
@@ -256,7 +250,7 @@ class RecordedFunction:
         self._variants.add(key, made, before)
         return made.of_recording()
 
-    def _obstacle(self, attempt: Attempt, change: str, call: Call, leaves: Sequence[Any]) -> str:
+    def _obstacle(self, attempt: Attempt, change: str, call: Arguments, leaves: Sequence[Any]) -> str:
         """Why what was recorded cannot be replayed, for what it did; empty if it can.
 
         Args:
@@ -275,7 +269,7 @@ class RecordedFunction:
         return ""
 
     def _unlike_others(
-        self, call: Call, trained: Sequence[Tensor], had: AbstractSet[int], result: Any, before: Watch
+        self, call: Arguments, trained: Sequence[Tensor], had: AbstractSet[int], result: Any, before: Watch
     ) -> str:
         """Why what was recorded cannot be replayed, for what got gradients and what it returns; empty if it can.
 

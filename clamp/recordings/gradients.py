@@ -21,7 +21,7 @@ Tokens = Mapping[object, int]  # the guards of steps to come: what marks call th
 
 
 @dataclass(slots=True)
-class Entry:
+class GradientEntry:
     """A gradient that is there when the function begins.
 
     Attributes:
@@ -90,7 +90,7 @@ class Entries:
     """
 
     def __init__(self, tensors: Iterable[Tensor], known: Known, aliases: Mapping[int, Tensor] | None = None) -> None:
-        self._entries: list[Entry] = []
+        self._entries: list[GradientEntry] = []
         shared: dict[int, Tensor] = {}
         for tensor in tensors:
             if tensor.grad is None:
@@ -101,7 +101,7 @@ class Entries:
             alias.buffer = found.buffer
             set_mark(alias, mark)
             gradient_marks.take_over(alias, found)
-            self._entries.append(Entry(tensor, found, alias, mark))
+            self._entries.append(GradientEntry(tensor, found, alias, mark))
             tensor.grad = alias
             if gradient_marks.last_shared(tensor) is found:
                 gradient_marks.note_shared(tensor, alias)

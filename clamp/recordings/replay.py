@@ -27,7 +27,7 @@ from clamp.recordings.memory import Address, Residents, address_of
 _Step: TypeAlias = tuple[Callable[..., Any], Any, tuple[int, ...], Callable[[], Any] | None, Callable[[], Any] | None]
 
 
-class Plan:
+class ReplayPlan:
     """A recording's launches, with the places where input tensors are read.
 
     An input whose memory the pass also knows by another name (it is a parameter's, a batch norm's statistics) stays

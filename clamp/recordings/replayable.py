@@ -14,14 +14,14 @@ from clamp.opencl.host_steps import HostValue, is_host_value, value_now
 from clamp.params import gradient_marks
 from clamp.params.gradient_marks import mark_of, set_mark
 from clamp.params.weight_cache import weights
-from clamp.recordings.arguments import PLAIN, Call, leaves_of, mapped
+from clamp.recordings.arguments import PLAIN, Arguments, leaves_of, mapped
 from clamp.recordings.attempt import Attempt
 from clamp.recordings.capture import recording_of
 from clamp.recordings.comparison import allocation_of, difference
 from clamp.recordings.dependencies import dependencies_of
 from clamp.recordings.gradients import Entries, Gradients, Known
 from clamp.recordings.memory import address_of
-from clamp.recordings.replay import Plan
+from clamp.recordings.replay import ReplayPlan
 from clamp.recordings.variants import Recorded
 from clamp.recordings.watch import Watch
 
@@ -91,7 +91,7 @@ class Replayable(Recorded):
     _mapped = staticmethod(mapped)
 
     def __init__(
-        self, attempt: Attempt, call: Call, values: Sequence[HostValue], result: Any, gradients: Gradients,
+        self, attempt: Attempt, call: Arguments, values: Sequence[HostValue], result: Any, gradients: Gradients,
         had: AbstractSet[int], state: Iterable[Tensor], watch: Watch,
     ) -> None:  # fmt: skip
         recording = recording_of(attempt)
@@ -114,7 +114,7 @@ class Replayable(Recorded):
         self._moving = [made for made in self._made.values() if made.moves]
         given = [*(call.tensors[index] for index in self._inputs), *(self._aliases[id(x)] for x in self._entered)]
         moving = [*(upload.tensor for _, upload in self._uploads), *(made.tensor for made in self._moving)]
-        super().__init__(Plan(attempt, given, self._state.values(), moving), watch)
+        super().__init__(ReplayPlan(attempt, given, self._state.values(), moving), watch)
 
     def _note_results(self, result: Any) -> None:
         self._result = self._mapped(result, self._kept)
@@ -158,7 +158,7 @@ class Replayable(Recorded):
         return self._gradients.trained
 
     def difference(
-        self, attempt: Attempt, call: Call, result: Any, exits: Sequence[Tensor | None], entries: Entries
+        self, attempt: Attempt, call: Arguments, result: Any, exits: Sequence[Tensor | None], entries: Entries
     ) -> str:
         """What a call, run and not replayed, has done otherwise than this recording, in words; empty if nothing.
 
@@ -178,7 +178,12 @@ class Replayable(Recorded):
         return why
 
     def _outcome_of(
-        self, attempt: Attempt, call: Call, result: Any, left: Sequence[Tensor | None], aliases: Mapping[int, Tensor]
+        self,
+        attempt: Attempt,
+        call: Arguments,
+        result: Any,
+        left: Sequence[Tensor | None],
+        aliases: Mapping[int, Tensor],
     ) -> Any:
         """What a call returns and leaves, in words that are the same whenever it does the same."""
         owners = {id(alias): owner for owner, alias in aliases.items()}
@@ -210,7 +215,7 @@ class Replayable(Recorded):
         given = [*[inputs[index] for index in self._inputs], *[x.grad for x in self._entered]]
         return self.plan.misfit(given) if self.watch.holds() else self.watch.change()
 
-    def replay(self, call: Call, known: Known) -> Any:
+    def replay(self, call: Arguments, known: Known) -> Any:
         """Does what the function does, and returns what it returns."""
         uploaded = {id(upload.tensor): upload.again(call.arrays[index]) for index, upload in self._uploads}
         fresh = {id(made.tensor): made.anew() for made in self._moving}
@@ -239,7 +244,7 @@ class Replayable(Recorded):
         weights.clear()
         return self._results(call, {**uploaded, **fresh})
 
-    def _leave(self, call: Call, made: dict[int, Tensor], found: dict[int, Tensor]) -> None:
+    def _leave(self, call: Arguments, made: dict[int, Tensor], found: dict[int, Tensor]) -> None:
         """Gives tensors the gradients that they have after the function."""
         for index in self._cleared:
             call.tensors[index].grad = None
@@ -305,7 +310,7 @@ class Replayable(Recorded):
             others = [x.tensor for x in self._made.values() if address_of(x.tensor.buffer) == where]
             self._made[id(tensor)] = Made(tensor, size or 0, others[0] if others else None)
 
-    def _results(self, call: Call, made: dict[int, Tensor]) -> Any:
+    def _results(self, call: Arguments, made: dict[int, Tensor]) -> Any:
         given: dict[int, Any] = {}
         tensors: dict[int, Tensor] = {}
         if self._gives_back:
@@ -349,7 +354,7 @@ class InPlace(Replayable):
     def fits(self, known: Known) -> str:
         return ""  # it finds none
 
-    def _leave(self, call: Call, made: dict[int, Tensor], found: dict[int, Tensor]) -> None:
+    def _leave(self, call: Arguments, made: dict[int, Tensor], found: dict[int, Tensor]) -> None:
         for tensor, grad in self._exits:
             tensor.grad = grad
         for index, grad in self._given.items():

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from clamp.bridge import Tensor
 from clamp.recordings.arguments import Key, what_differs
 from clamp.recordings.memory import address_of
-from clamp.recordings.replay import Plan
+from clamp.recordings.replay import ReplayPlan
 from clamp.recordings.watch import Watch
 from clamp.scaling.step_report import warn_user
 
@@ -39,7 +39,7 @@ class Recorded:
         calls: how many it could be replayed for.
     """
 
-    plan: Plan
+    plan: ReplayPlan
     watch: Watch
     calls: int = field(default=0, init=False)
 
@@ -54,7 +54,7 @@ class Recorded:
 
 
 R = TypeVar("R", bound=Recorded)
-Strangers = Sequence["weakref.ref[Tensor]"]  # as Plan.strangers
+Strangers = Sequence["weakref.ref[Tensor]"]  # as ReplayPlan.strangers
 
 
 @dataclass

@@ -35,8 +35,8 @@ from clamp.recordings.libraries import is_library, is_of_library
 from clamp.recordings.watched_state import (
     GENERATORS,
     PLAIN,
-    Part,
     Values,
+    WatchedPart,
     content_of,
     drawn,
     position,
@@ -81,7 +81,7 @@ class Watch:
         self._settings: list[tuple[Any, str, AbstractSet[str]]] = []  # of which only those count that the code names
         self._names = CodeNames()
         self._generators = generators
-        self._parts: list[Part] = []
+        self._parts: list[WatchedPart] = []
         self._hidden, self._inside = hidden, inside
         self._known: dict[int, Any] = {}  # what was looked at, held so that ids stay unique
         self._known_modules: set[tuple[str, CodeType]] = set()
@@ -94,7 +94,7 @@ class Watch:
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
-        return all(map(Part.agrees, self._parts))
+        return all(map(WatchedPart.agrees, self._parts))
 
     def change(self, libraries: bool = True) -> str:
         """What has changed first, as a user would write it; empty if nothing has.
@@ -328,7 +328,7 @@ class Watch:
     def _add(self, read: Callable[[], Values], label: Callable[[Values, int], str], is_library: bool = False) -> Values:
         """Notes a place; what is there now. What is pushed is to come from this: another thread, a trace or a
         collection may change the place meanwhile, and what is seen and what is looked into would be two states."""
-        self._parts.append(Part(read, label, read(), is_library))
+        self._parts.append(WatchedPart(read, label, read(), is_library))
         return self._parts[-1].seen
 
     def _push(self, x: Any, name: str) -> None:

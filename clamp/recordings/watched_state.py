@@ -23,7 +23,7 @@ PLAIN = (bool, int, float, complex, str, bytes, np.generic)
 
 
 @dataclass(slots=True)
-class Part:
+class WatchedPart:
     """One place where values are kept.
 
     Attributes:

@@ -20,7 +20,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.casting.results import RESULTS
-from clamp.interrupts import among, holding, of_threads, uninterrupted
+from clamp.interrupts import Flag, among, holding, of_threads, uninterrupted
 from clamp.ops.loss_scale import DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_
 from clamp.params import gradient_marks, masters, updates
@@ -39,14 +39,7 @@ from clamp.scaling.step_report import (
 __all__ = ["StepGuard", "StepGuards", "StepReport", "steps_withheld"]
 
 _vouched = set[int]()  # optimizers whose gradients an outer guard, a GradScaler's or a graph's, has found finite
-
-
-class _Thread(threading.local):
-    withheld = False  # whether optimizers do not step here
-
-
-_thread = of_threads(_Thread())
-
+_withheld = of_threads(Flag())  # whether optimizers do not step here
 MAX_OPTIMIZERS = 32  # one bit each in a scaler's overflow word
 
 
@@ -235,12 +228,12 @@ class StepGuard(bridge.Listed):
 def steps_withheld() -> AbstractContextManager[None]:
     """Inside the ``with``, ``step()`` of every optimizer that is guarded does nothing in this thread, and reports
     nothing."""
-    return holding(_thread, "withheld", True)
+    return holding(_withheld, "on", True)
 
 
 def are_steps_withheld() -> bool:
     """Whether this point is inside of ``steps_withheld``."""
-    return _thread.withheld
+    return _withheld.on
 
 
 def is_vouched(optimizer: Any) -> bool:

@@ -82,7 +82,7 @@ def patched() -> dict[str, Any]:
     owners |= {cls.__qualname__: cls for cls in bridge.module_classes()}
     found = {f"{name}.{key}": value for name, owner in owners.items() for key, value in vars(owner).items()}
     pools = {f"pool {key}": vars(pool).get("release") for key, pool in memory._PERSISTENT_POOLS.items()}
-    threads = (host_steps.recorder(), host_steps._thread.suspended, function._thread.inside, dict(function._waiting))
+    threads = (host_steps.recorder(), host_steps._thread.suspended, function._inside.on, dict(function._waiting))
     return {**found, **pools, "threads": threads, "free": capture.is_free(), "live": len(capture._live)}
 
 

@@ -71,7 +71,7 @@ def convolve(
     blocks_k, panels = -(-channels // _SIDE), -(-rows // _SIDE)
     fair = -(-images // (_ITEMS_PER_CORE * capabilities(queue).compute_units))
     parts = _parts(x)
-    block = Block.of(shapes, fair, _STAGED_WORDS // max(1, parts * blocks_k * _SIDE // 2))
+    block = StagedBlock.of(shapes, fair, _STAGED_WORDS // max(1, parts * blocks_k * _SIDE // 2))
     bands = -(-max(shape.y.positions for shape in shapes) // block.rows)
     grid, _ = deal(queue, bands * -(-images // block.images), panels, groups, _ITEMS_PER_CORE)
     staged = block.images * block.plane * blocks_k + _SIDE  # rows: a run reads beyond them
@@ -102,7 +102,7 @@ def weight_gradient(
     shares = max(1, min(blocks_k, items // (groups * chunks)))
     # A position takes a word for each of 32 input channels, and half a word for each output channel.
     parts = _parts(x)
-    block = Block.of([shape], each, _STAGED_WORDS // (parts * (_SIDE + panels * _SIDE // 2)), multiple=_SIDE)
+    block = StagedBlock.of([shape], each, _STAGED_WORDS // (parts * (_SIDE + panels * _SIDE // 2)), multiple=_SIDE)
     steps = block.images * -(-((block.rows - 1) * block.line(shape) + shape.x.positions) // _SIDE)
     staged = (block.images * block.plane + _SIDE) * _SIDE + steps * _SIDE**2
     words = 2 * -(-2 * steps // 8) * 8 + (block.plane + _SIDE) * _SIDE // 2  # offsets, lines
@@ -133,7 +133,7 @@ def _macros(x: Tensor, emulate: bool) -> dict[str, object]:
 
 
 @dataclass(frozen=True)
-class Block:
+class StagedBlock:
     """Block that a work-item stages at a time.
 
     Attributes:
@@ -150,7 +150,7 @@ class Block:
     staging: tuple[int, ...]
 
     @classmethod
-    def of(cls, shapes: Sequence[Correlation], images: int, positions: int, multiple: int = 16) -> Block:
+    def of(cls, shapes: Sequence[Correlation], images: int, positions: int, multiple: int = 16) -> StagedBlock:
         """A block of up to ``images`` images for correlations that read the same.
 
         Args:
@@ -182,7 +182,7 @@ _KEPT = 128  # of up to some 50 KB
 
 @lru_cache(maxsize=_KEPT)
 def _tables(
-    context: cl.Context, shapes: tuple[Correlation, ...], block: Block, groups: int, rows: int, blocks_k: int,
+    context: cl.Context, shapes: tuple[Correlation, ...], block: StagedBlock, groups: int, rows: int, blocks_k: int,
     images: int, parts: int,
 ) -> tuple[cl.Buffer, cl.Buffer]:  # fmt: skip
     """Rows of the table of correlations, and how many bytes from a position each of their steps reads."""
@@ -200,7 +200,7 @@ def _tables(
 
 
 @lru_cache(maxsize=_KEPT)
-def _taps(context: cl.Context, shape: Correlation, block: Block) -> cl.Buffer:
+def _taps(context: cl.Context, shape: Correlation, block: StagedBlock) -> cl.Buffer:
     """Returns the distance in positions that each tap reads at."""
     return _numbers(context, block.taps(shape))
 

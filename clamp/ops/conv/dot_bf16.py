@@ -49,7 +49,7 @@ def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogu
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
     """Writes the gradient by the weights over ``out``."""
-    direct.weight_gradient(partial(_Sum, out=out), problem, x, grad, "bfloat16")
+    direct.weight_gradient(partial(_Bf16Sum, out=out), problem, x, grad, "bfloat16")
     return None
 
 
@@ -57,7 +57,7 @@ def _correlate(source: Source, weights: Weights, target: Target) -> None:
     multiply_panels(_CONV, _COLUMNS, _LAYOUT, source, weights, target)
 
 
-class _Sum:
+class _Bf16Sum:
     """A weight gradient as it adds up, slice by slice of the batch."""
 
     def __init__(self, first: Source, out: Tensor) -> None:

@@ -17,7 +17,7 @@ from clamp.ops.gemm.problem import Epilogue
 from clamp.ops.verified import names_of_verified
 
 
-class Engine(engine.Engine[Problem], Protocol):
+class ConvEngine(engine.Engine[Problem], Protocol):
     """A way to compute convolutions."""
 
     def convolve(self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
@@ -32,13 +32,13 @@ class Engine(engine.Engine[Problem], Protocol):
 
 
 #: the first that fits and pays runs
-ENGINES: tuple[Engine, ...] = (amx, winograd, dot_bf16, packed, *matrix_units.MATRIX_UNITS, tiled)
+ENGINES: tuple[ConvEngine, ...] = (amx, winograd, dot_bf16, packed, *matrix_units.MATRIX_UNITS, tiled)
 
 #: those of them that must be verified on a device
 MATRIX_UNITS = matrix_units.MATRIX_UNITS
 
 
-def choose(problem: Problem, name: str | None = None) -> Engine:
+def choose(problem: Problem, name: str | None = None) -> ConvEngine:
     """The engine of a convolution or a gradient; the named one, if there is a name.
 
     Raises:
@@ -59,7 +59,7 @@ def problem_on(
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:
     """Says in words by which engines convolutions of one storage type run on the queue's device."""
 
-    def engine_for(extent: Pair, window: Window) -> Engine:
+    def engine_for(extent: Pair, window: Window) -> ConvEngine:
         """That of many channels and positions."""
         return choose(problem_on(queue, "", (dtype, dtype), dtype, 64, (16, 16), (16, 16, *extent), window))
 

@@ -74,7 +74,7 @@ class StagedAxis:
 
 
 @dataclass(frozen=True)
-class Axis:
+class TapAxis:
     """One axis of a correlation: its positions, its taps and the source they read."""
 
     positions: int
@@ -88,15 +88,15 @@ class Axis:
         return reads % stride * phase + reads // stride * line
 
 
-def forward_axis(positions: int, kernel: int, stride: int, pad: int, dilation: int) -> Axis:
+def forward_axis(positions: int, kernel: int, stride: int, pad: int, dilation: int) -> TapAxis:
     """One axis of a convolution."""
     reach = (kernel - 1) * dilation + 1
     length = -(-((positions - 1) * stride + reach) // stride)
     staged = StagedAxis(stride, pad, length, min(stride, reach))
-    return Axis(positions, Taps(kernel, source_step=dilation), staged)
+    return TapAxis(positions, Taps(kernel, source_step=dilation), staged)
 
 
-def gradient_axes(image: int, positions: int, kernel: int, stride: int, pad: int, dilation: int) -> list[Axis]:
+def gradient_axes(image: int, positions: int, kernel: int, stride: int, pad: int, dilation: int) -> list[TapAxis]:
     """One axis of an input gradient: for each remainder of the input position, a correlation over the gradient's
     ``positions``. All read one staged gradient."""
     step = stride // gcd(stride, dilation)
@@ -109,7 +109,7 @@ def gradient_axes(image: int, positions: int, kernel: int, stride: int, pad: int
     length = before + max([positions, *(inputs + read for inputs, _, reads in phases for read in reads)])
     staged = StagedAxis(1, before, length, 1)
     return [
-        Axis(inputs, Taps(len(reads), first, step, before + (reads or [0])[0], -(step * dilation // stride)), staged)
+        TapAxis(inputs, Taps(len(reads), first, step, before + (reads or [0])[0], -(step * dilation // stride)), staged)
         for inputs, first, reads in phases
     ]
 
@@ -123,8 +123,8 @@ class Correlation:
         source: rows and columns of the source.
     """
 
-    y: Axis
-    x: Axis
+    y: TapAxis
+    x: TapAxis
     source: Pair
 
     @cached_property

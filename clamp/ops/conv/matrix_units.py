@@ -22,7 +22,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.conv.geometry import Axis, Correlation, Pair, Window
+from clamp.ops.conv.geometry import Correlation, Pair, TapAxis, Window
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.weights import Weights
 from clamp.ops.gemm import matrix_units as products
@@ -242,13 +242,13 @@ def _taps(context: cl.Context, shape: Correlation, channels: int, layout: _Weigh
     return cl.Buffer(context, cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR, hostbuf=table)
 
 
-def _reads(axis: Axis) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _reads(axis: TapAxis) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Where each tap of the first position reads; negative before the source."""
     taps = axis.taps
     return taps.source + np.arange(taps.count) * taps.source_step - axis.staged.pad
 
 
-def _elements(axis: Axis) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _elements(axis: TapAxis) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """The kernel element of each tap."""
     return axis.taps.first + np.arange(axis.taps.count) * axis.taps.step
 

@@ -42,7 +42,7 @@ def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias
     """Writes the gradient by the weights over ``out``; returns the bias's, if its dtype is given."""
     bias = None if bias_dtype is None else bridge.empty(x.queue, (grad.shape[1],), bias_dtype)
     # Source elements are taken one by one, which floats are fastest for.
-    direct.weight_gradient(partial(_Sum, out=out, bias=bias), problem, x, grad, "float32")
+    direct.weight_gradient(partial(_PackedSum, out=out, bias=bias), problem, x, grad, "float32")
     return bias
 
 
@@ -90,7 +90,7 @@ def multiply_panels(
     )  # fmt: skip
 
 
-class _Sum:
+class _PackedSum:
     """A weight gradient as it adds up, slice by slice of the batch; and the bias's, from the same panels."""
 
     def __init__(self, first: Source, out: Tensor, bias: Tensor | None) -> None:

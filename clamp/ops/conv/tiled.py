@@ -42,7 +42,7 @@ def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogu
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
     """Writes the gradient by the weights over ``out``."""
-    direct.weight_gradient(partial(_Sum, out=out), problem, x, grad, x.dtype, by_rows=False)
+    direct.weight_gradient(partial(_TiledSum, out=out), problem, x, grad, x.dtype, by_rows=False)
     return None
 
 
@@ -79,7 +79,7 @@ def _correlate(source: Source, weights: Weights, target: Target) -> None:
     )  # fmt: skip
 
 
-class _Sum:
+class _TiledSum:
     """A weight gradient as it adds up, slice by slice of the batch."""
 
     def __init__(self, first: Source, out: Tensor) -> None:

@@ -38,17 +38,17 @@ def pays(problem: Problem) -> bool:
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
     """Writes the gradient by the weights over ``out`` (F, C / groups, 3, 3)."""
     tiles = Tiles.of(PLAIN if problem.window.stride == (1, 1) else STRIDED, pair(grad.shape[2:]))
-    total: _Sum | None = None
+    total: _WinogradSum | None = None
     for first, images in slices(x, tiles):
         staged = stage(x, tiles, first, images, problem.window.pad)
-        total = total or _Sum(out, tiles.form, images * tiles.count, problem.window.groups)
+        total = total or _WinogradSum(out, tiles.form, images * tiles.count, problem.window.groups)
         total.add(staged, tiles, images, grad, first * (grad.size // grad.shape[0]))
     if total is not None:
         total.finish()
     return None
 
 
-class _Sum:
+class _WinogradSum:
     """A weight gradient as it adds up, slice by slice of the batch."""
 
     def __init__(self, out: Tensor, form: Form, columns: int, groups: int) -> None:

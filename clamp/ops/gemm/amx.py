@@ -16,7 +16,7 @@ from clamp.bridge import STORAGE, Tensor
 from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import Kernel, Prepared
 from clamp.ops.gemm.panels import Panels
-from clamp.ops.gemm.problem import Epilogue, Operand, Problem
+from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 
 NAME = "amx"
 TAKES = "float16 by float16 or bfloat16 by bfloat16, on an x86 processor whose matrix unit (AMX) computes right"
@@ -75,12 +75,12 @@ def pays(problem: Problem) -> bool:
     return problem.rows is None or problem.rows * problem.columns * problem.k >= _SMALL
 
 
-def pack(b: Operand) -> Panels:
+def pack(b: Matrix) -> Panels:
     """op(B) in panels."""
     return packed(b, unit_of(capabilities(b.tensor.queue), b.tensor.dtype))
 
 
-def run(a: Operand, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
+def run(a: Matrix, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
     """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
     bias_dtype = None if epilogue.bias is None else epilogue.bias.dtype
     key = (
@@ -95,13 +95,13 @@ def run(a: Operand, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
 
 
 def bind(
-    a: Operand, b: Operand, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
+    a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
 ) -> Callable[..., None]:
     """`run` for operands that lie as these do; see `clamp.ops.gemm.engines.Binds`."""
     return Product(a, b, c, epilogue, unit_of(capabilities(c.queue), reads or a.tensor.dtype), copies)
 
 
-def copies(b: Operand) -> bool:
+def copies(b: Matrix) -> bool:
     """Returns whether a product can write what it rounds op(B) to: dense, with neighbouring columns together."""
     return not b.batch and b.stride_row == 1
 
@@ -115,7 +115,7 @@ class Product:
     """
 
     def __init__(
-        self, a: Operand, b: Operand | Panels, c: Tensor, epilogue: Epilogue, unit: Unit, copies: bool = False
+        self, a: Matrix, b: Matrix | Panels, c: Tensor, epilogue: Epilogue, unit: Unit, copies: bool = False
     ) -> None:
         panels_a, panels_b, steps = -(-a.rows // _SIDE), -(-b.rows // _SIDE), max(-(-a.k // _K_STEP), 1)
         panel_bytes = steps * unit.step_bytes
@@ -149,7 +149,7 @@ class Product:
 class _Packing:
     """Copies operands that lie as this one does into panels."""
 
-    def __init__(self, x: Operand, unit: Unit, copies: bool = False, *, is_b: bool = False) -> None:
+    def __init__(self, x: Matrix, unit: Unit, copies: bool = False, *, is_b: bool = False) -> None:
         queue = x.tensor.queue
         panels, steps, batches = -(-x.rows // _SIDE), max(-(-x.k // _K_STEP), 1), prod(x.batch)
         self._shape = (batches * panels * steps * unit.step_bytes // 4,)
@@ -170,13 +170,13 @@ class _Packing:
         return panels
 
 
-def packed(b: Operand, unit: Unit) -> Panels:
+def packed(b: Matrix, unit: Unit) -> Panels:
     """op(B) in panels."""
     panels = _Packing(b, unit, is_b=True)(b.tensor, b.tensor)
     return Panels(panels, b.batch, b.rows, b.k, max(-(-b.k // _K_STEP), 1) * _PAIRS, _SIDE)
 
 
-def _lies_as_panels(a: Operand, unit: Unit) -> bool:
+def _lies_as_panels(a: Matrix, unit: Unit) -> bool:
     """Returns whether tiles of op(A) can be read where they are: whole ones, rows of k together, in one part."""
     as_it_is = a.tensor.dtype == unit.dtype and unit.parts == 1
     return as_it_is and a.stride_k == 1 and a.rows % _SIDE == 0 and a.k % _K_STEP == 0 and a.k > 0

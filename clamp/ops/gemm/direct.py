@@ -13,7 +13,7 @@ from clamp.bridge import STORAGE, Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.gemm.plan import tile_of
-from clamp.ops.gemm.problem import Epilogue, Operand, Problem
+from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 
 NAME = "direct"
 TAKES = "operands of one storage type"
@@ -40,18 +40,18 @@ def pays(problem: Problem) -> bool:
     return problem.rows * problem.columns * problem.k <= _SMALL
 
 
-def pack(b: Operand) -> Operand:
+def pack(b: Matrix) -> Matrix:
     """op(B) as it is: it is read in place."""
     return b
 
 
-def run(a: Operand, b: Operand, c: Tensor, epilogue: Epilogue) -> None:
+def run(a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:
     """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
     bind(a, b, c, epilogue)(a.tensor, b.tensor, c, epilogue.bias_or(c), c)
 
 
 def bind(
-    a: Operand, b: Operand, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
+    a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
 ) -> Callable[..., None]:
     """`run` for operands that lie as these do; see `clamp.ops.gemm.engines.Binds`."""
     tile, swapped = tile_of(c.queue), b.rows == 1 < a.rows and epilogue.bias is None
@@ -75,12 +75,12 @@ def bind(
     return run
 
 
-def copies(b: Operand) -> bool:
+def copies(b: Matrix) -> bool:
     """Returns whether a product can write what it rounds op(B) to: dense, with neighbouring columns together."""
     return not b.batch and b.stride_row == 1
 
 
-def _blocks(a: Operand, b: Operand, c: Tensor) -> tuple[int, int, tuple[int, int, int]]:
+def _blocks(a: Matrix, b: Matrix, c: Tensor) -> tuple[int, int, tuple[int, int, int]]:
     """Tiles of a block by rows and columns, and the blocks: large ones, but so many that every core has some."""
     tile, batches = tile_of(c.queue), c.size // (a.rows * b.rows)
     tiles_a, tiles_b = -(-a.rows // tile.rows), -(-b.rows // tile.columns)

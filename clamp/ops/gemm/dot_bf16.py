@@ -9,7 +9,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.gemm import panels
 from clamp.ops.gemm.panels import Panels, blocks_of
-from clamp.ops.gemm.problem import Epilogue, Operand, Problem
+from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 
 NAME = "dot_bf16"
 TAKES = (
@@ -33,12 +33,12 @@ def pays(problem: Problem) -> bool:
     return problem.device.fast_dot_bf16
 
 
-def pack(b: Operand) -> Panels:
+def pack(b: Matrix) -> Panels:
     """op(B) in panels of pairs."""
     return panels.pack(b, _COLUMNS, pairs=True)
 
 
-def run(a_operand: Operand, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
+def run(a_operand: Matrix, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
     """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
     queue = c.queue
     a = panels.pack(a_operand, _ROWS, pairs=True)

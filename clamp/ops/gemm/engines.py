@@ -11,17 +11,17 @@ from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops import engine
 from clamp.ops.gemm import amx, direct, dot_bf16, matrix_units, packed, tiled
-from clamp.ops.gemm.problem import Epilogue, Operand, Problem
+from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 from clamp.ops.verified import names_of_verified
 
 
-class Engine(engine.Engine[Problem], Protocol):
+class GemmEngine(engine.Engine[Problem], Protocol):
     """A way to compute a product."""
 
-    def pack(self, b: Operand) -> Any:
+    def pack(self, b: Matrix) -> Any:
         """op(B) as `run` takes it: its panels, or B itself if it is read in place."""
 
-    def run(self, a: Operand, b: Any, c: Tensor, epilogue: Epilogue) -> None:
+    def run(self, a: Matrix, b: Any, c: Tensor, epilogue: Epilogue) -> None:
         """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
 
 
@@ -34,7 +34,7 @@ class Binds(Protocol):
         """Whether `pack` copies op(B) nevertheless, so that it pays to do that once for several products."""
 
     def bind(
-        self, a: Operand, b: Operand, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
+        self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
     ) -> Callable[..., None]:
         """`run` for all operands that lie as these do, this thread's: called with the tensors a, b, c, bias, which is c
         where there is none, and b's copy, likewise.
@@ -44,12 +44,12 @@ class Binds(Protocol):
             copies: whether what b is rounded to is written to the copy.
         """
 
-    def copies(self, b: Operand) -> bool:
+    def copies(self, b: Matrix) -> bool:
         """Returns whether it can write such a copy."""
 
 
 #: the first that fits and pays runs
-ENGINES: tuple[Engine, ...] = (amx, direct, dot_bf16, packed, *matrix_units.MATRIX_UNITS, tiled)
+ENGINES: tuple[GemmEngine, ...] = (amx, direct, dot_bf16, packed, *matrix_units.MATRIX_UNITS, tiled)
 
 #: those of them that must be verified on a device
 MATRIX_UNITS = matrix_units.MATRIX_UNITS
@@ -58,7 +58,7 @@ MATRIX_UNITS = matrix_units.MATRIX_UNITS
 KERNELS = tuple(unit.kernel for unit in MATRIX_UNITS)
 
 
-def choose(problem: Problem, name: str | None = None) -> Engine:
+def choose(problem: Problem, name: str | None = None) -> GemmEngine:
     """The engine of a product; the named one, if there is a name.
 
     Raises:
@@ -79,7 +79,7 @@ def verified(queue: cl.CommandQueue) -> frozenset[str]:
     return names_of_verified(MATRIX_UNITS, queue)
 
 
-def usual(queue: cl.CommandQueue, dtype: str) -> Engine:
+def usual(queue: cl.CommandQueue, dtype: str) -> GemmEngine:
     """The engine of large products of one storage type on the queue's device."""
     return choose(problem_on(queue, dtype, dtype, 1024, 1024))
 

@@ -9,7 +9,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.gemm.plan import Tiling, tiles_of
-from clamp.ops.gemm.problem import Epilogue, Operand
+from clamp.ops.gemm.problem import Epilogue, Matrix
 
 _ADD_SLICES = Kernel("gemm_slices.cl", "add_slices")
 _ADDERS = 256  # work-items of a group that adds slices
@@ -31,7 +31,7 @@ class Lines:
     aligned: bool
 
     @classmethod
-    def of(cls, x: Operand) -> Lines:
+    def of(cls, x: Matrix) -> Lines:
         """Those of an operand."""
         k_major = x.stride_k == 1
         pitch = x.stride_row if k_major else x.stride_k
@@ -40,7 +40,7 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Launch:
+class TileRun:
     """A launch of a kernel that computes in tiles.
 
     Attributes:
@@ -50,8 +50,8 @@ class Launch:
         slices: how many such there are; c has a matrix for each.
     """
 
-    a: Operand
-    b: Operand
+    a: Matrix
+    b: Matrix
     c: Tensor
     epilogue: Epilogue
     plan: Tiling
@@ -79,16 +79,16 @@ class Launch:
 
 
 def compute(
-    launch: Callable[[Launch], None], a: Operand, b: Operand, c: Tensor, epilogue: Epilogue, plan: Tiling, slices: int
+    launch: Callable[[TileRun], None], a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, plan: Tiling, slices: int
 ) -> None:
     """Computes a product by one launch; by one for sums of at most ``slices`` parts of k, and one that adds these."""
     slice_k = max(-(-a.k // (slices * plan.k)), 1) * plan.k
     slices = max(-(-a.k // slice_k), 1)
     if slices == 1:
-        launch(Launch(a, b, c, epilogue, plan, slice_k, slices))
+        launch(TileRun(a, b, c, epilogue, plan, slice_k, slices))
         return
     partial_sums = bridge.empty(c.queue, (slices * c.size,), "float32")
-    launch(Launch(a, b, partial_sums, Epilogue("float32"), plan, slice_k, slices))
+    launch(TileRun(a, b, partial_sums, Epilogue("float32"), plan, slice_k, slices))
     add_slices(partial_sums, c, a.rows * b.rows, b.rows, slices, epilogue)
 
 

@@ -22,9 +22,9 @@ from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import Kernel
 from clamp.opencl.ptx import with_marked_instructions
 from clamp.ops.gemm import in_tiles, tuning
-from clamp.ops.gemm.in_tiles import Launch, Lines
+from clamp.ops.gemm.in_tiles import Lines, TileRun
 from clamp.ops.gemm.plan import Plan, best_plan, slices_of, tiles_of
-from clamp.ops.gemm.problem import Epilogue, Operand, Problem, operand_a, operand_b
+from clamp.ops.gemm.problem import Epilogue, Matrix, Problem, operand_a, operand_b
 from clamp.ops.verified import DeviceMatrix, Verified
 
 DTYPES = ("float16", "bfloat16")
@@ -57,22 +57,22 @@ class MatrixUnit(Verified):
         """Returns whether the operands are of one 16-bit type, and the engine is verified on the device."""
         return self.NAME in problem.verified and problem.a_dtype == problem.b_dtype and problem.a_dtype in self.dtypes
 
-    def pack(self, b: Operand) -> Operand:
+    def pack(self, b: Matrix) -> Matrix:
         """op(B) as it is: it is read in place."""
         return b
 
-    def run(self, a: Operand, b: Operand, c: Tensor, epilogue: Epilogue) -> None:
+    def run(self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:
         """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
         plan = self.tuned_plan(a, b, c) or self.usual_plan(a, b, c)
         self.compute(a, b, c, epilogue, plan, self.slices(plan, a, b, c))
 
-    def usual_plan(self, a: Operand, b: Operand, c: Tensor) -> Plan:
+    def usual_plan(self, a: Matrix, b: Matrix, c: Tensor) -> Plan:
         """The plan of a product by its extents."""
         units = capabilities(c.queue).compute_units
         plans = _taking(self.verified_plans(c.queue), a, b)
         return best_plan(plans, a.rows, b.rows, c.size // (a.rows * b.rows), units)
 
-    def tuned_plan(self, a: Operand, b: Operand, c: Tensor) -> Plan | None:
+    def tuned_plan(self, a: Matrix, b: Matrix, c: Tensor) -> Plan | None:
         """The plan that was the fastest for such products, where that was measured (tuning.py); of one matrix only."""
         winners = tuning.tuned(c.queue.device, self.where, self.trial_key).winners
         if not winners or c.size != a.rows * b.rows:
@@ -82,7 +82,7 @@ class MatrixUnit(Verified):
             return None
         return next((plan for plan in _taking(self.measurable_plans(c.queue), a, b) if str(plan) == name), None)
 
-    def slices(self, plan: Plan, a: Operand, b: Operand, c: Tensor) -> int:
+    def slices(self, plan: Plan, a: Matrix, b: Matrix, c: Tensor) -> int:
         """Into how many slices a plan cuts the k of a product."""
         tiles = tiles_of(plan, a.rows, b.rows) * (c.size // (a.rows * b.rows))
         return slices_of(tiles, a.k, capabilities(c.queue).compute_units)
@@ -111,7 +111,7 @@ class MatrixUnit(Verified):
         return computes_right(self.compute, plan, self.plans.index(plan), queue, self.dtypes)
 
     def compute(
-        self, a: Operand, b: Operand, c: Tensor, epilogue: Epilogue, plan: Plan, slices: int = 1, *, emulate: int = 0
+        self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, plan: Plan, slices: int = 1, *, emulate: int = 0
     ) -> None:
         """As `run`, by a given plan.
 
@@ -121,17 +121,17 @@ class MatrixUnit(Verified):
         """
         in_tiles.compute(partial(self._launch, emulate), a, b, c, epilogue, plan, slices)
 
-    def _launch(self, emulate: int, launch: Launch) -> None:
+    def _launch(self, emulate: int, launch: TileRun) -> None:
         kernel = self.kernel.in_plain_c if emulate else self.kernel
         launch(kernel, IN_T=launch.a.storage, FULL=int(launch.is_full), EMULATE=emulate, **dict(self.options))
 
 
-def layout_of(a: Operand, b: Operand) -> str:
+def layout_of(a: Matrix, b: Matrix) -> str:
     """Returns the layout of two operands, ``"NT"``: T is transposed."""
     return ("N" if a.stride_k == 1 else "T") + ("T" if b.stride_k == 1 else "N")
 
 
-def _taking(plans: Iterable[Plan], a: Operand, b: Operand) -> list[Plan]:
+def _taking(plans: Iterable[Plan], a: Matrix, b: Matrix) -> list[Plan]:
     """Those of some plans that take two operands as they lie."""
     aligned = Lines.of(a).aligned and Lines.of(b).aligned
     return [plan for plan in plans if aligned or not plan.aligned]

@@ -9,7 +9,7 @@ from clamp.ops.engine import always, on_cpus
 from clamp.ops.gemm import panels
 from clamp.ops.gemm.panels import Panels, blocks_of
 from clamp.ops.gemm.plan import tile_of
-from clamp.ops.gemm.problem import Epilogue, Operand
+from clamp.ops.gemm.problem import Epilogue, Matrix
 
 NAME = "packed"
 TAKES = "every product"
@@ -20,12 +20,12 @@ _GEMM = Kernel("gemm_packed.cl", "gemm")
 _KC = 256  # steps between two visits to a tile: a panel of B, KC x 32 floats, fits a first-level cache
 
 
-def pack(b: Operand) -> Panels:
+def pack(b: Matrix) -> Panels:
     """op(B) in panels of floats."""
     return panels.pack(b, tile_of(b.tensor.queue).columns)
 
 
-def run(a_operand: Operand, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
+def run(a_operand: Matrix, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
     """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
     queue = c.queue
     a = panels.pack(a_operand, tile_of(queue).rows)

@@ -9,7 +9,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.gemm.problem import Operand
+from clamp.ops.gemm.problem import Matrix
 
 _PACK = Kernel("gemm_pack.cl", "pack")
 
@@ -47,7 +47,7 @@ class Panels:
         return self.count * self.width * self.steps if self.batch else 0
 
 
-def pack(x: Operand, width: int, *, pairs: bool = False) -> Panels:
+def pack(x: Matrix, width: int, *, pairs: bool = False) -> Panels:
     """Copies an operand into panels: as floats, or (a bfloat16 operand only) as pairs of bfloat16."""
     queue = x.tensor.queue
     count, batches = -(-x.rows // width), prod(x.batch)

@@ -38,7 +38,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Operand:
+class Matrix:
     """op(A) or op(B) in a tensor: for each of ``batch`` matrices, ``rows`` vectors of length ``k``.
 
     For A a row is a row of op(A); for B it is a column of op(B): both are walked along k. Strides are in elements.
@@ -61,19 +61,19 @@ class Operand:
         """Elements from one matrix to the next; 0 where one matrix serves a whole batch."""
         return self.rows * self.k if self.batch else 0
 
-    def as_one_matrix(self) -> Operand:
+    def as_one_matrix(self) -> Matrix:
         """The rows of the whole batch below one another. Rows must be contiguous."""
-        return Operand(self.tensor, (), prod(self.batch) * self.rows, self.k, self.k, 1)
+        return Matrix(self.tensor, (), prod(self.batch) * self.rows, self.k, self.k, 1)
 
 
-def operand_a(a: Tensor, transpose: bool) -> Operand:
+def operand_a(a: Tensor, transpose: bool) -> Matrix:
     """``a`` (…, M, K), or (…, K, M) if transposed, by rows of op(A)."""
     *batch, first, second = a.shape
     rows, k, strides = (second, first, (1, second)) if transpose else (first, second, (second, 1))
-    return Operand(a, tuple(batch), rows, k, *strides)
+    return Matrix(a, tuple(batch), rows, k, *strides)
 
 
-def operand_b(b: Tensor, transpose: bool) -> Operand:
+def operand_b(b: Tensor, transpose: bool) -> Matrix:
     """``b`` (…, K, N), or (…, N, K) if transposed, by columns of op(B)."""
     return operand_a(b, not transpose)
 

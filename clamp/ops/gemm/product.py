@@ -16,9 +16,9 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Prepared
 from clamp.ops.cast import cast_into, tell
-from clamp.ops.gemm.engines import Binds, Engine, choose, problem_on
+from clamp.ops.gemm.engines import Binds, GemmEngine, choose, problem_on
 from clamp.ops.gemm.panels import Panels
-from clamp.ops.gemm.problem import DTYPES, Epilogue, Operand, Problem, operand_a, operand_b
+from clamp.ops.gemm.problem import DTYPES, Epilogue, Matrix, Problem, operand_a, operand_b
 
 #: by all that a product depends on besides the content of its operands: the result's shape, and the launch
 _bound = Prepared(1024)
@@ -34,8 +34,8 @@ class PackedB:
     """
 
     problem: Problem
-    engine: Engine
-    matrix: Panels | Operand
+    engine: GemmEngine
+    matrix: Panels | Matrix
 
     @property
     def nbytes(self) -> int:
@@ -177,24 +177,24 @@ def rounds_as_it_reads(
 
 
 def _packed(
-    right: Operand, a_dtype: str, rows: int | None, engine: str | None, reads: str | None = None
+    right: Matrix, a_dtype: str, rows: int | None, engine: str | None, reads: str | None = None
 ) -> PackedB:  # fmt: skip
     problem = _problem(right, a_dtype, rows, reads)
     chosen = choose(problem, engine)
     return PackedB(problem, chosen, chosen.pack(right))
 
 
-def _problem(right: Operand, a_dtype: str, rows: int | None, reads: str | None) -> Problem:
+def _problem(right: Matrix, a_dtype: str, rows: int | None, reads: str | None) -> Problem:
     a_dtype, b_dtype = (reads if reads and x == "float32" else x for x in (a_dtype, right.tensor.dtype))
     return problem_on(right.tensor.queue, a_dtype, b_dtype, right.k, right.rows, rows)
 
 
-def _in_place(matrix: Panels | Operand) -> Operand:
-    assert isinstance(matrix, Operand)
+def _in_place(matrix: Panels | Matrix) -> Matrix:
+    assert isinstance(matrix, Matrix)
     return matrix
 
 
-def _matrix(function: str, name: str, x: Tensor, transpose: bool, view: Callable[[Tensor, bool], Operand]) -> Operand:
+def _matrix(function: str, name: str, x: Tensor, transpose: bool, view: Callable[[Tensor, bool], Matrix]) -> Matrix:
     if len(x.shape) < 2:
         raise ValueError(f"{function}: {name} has shape {x.shape}, but a matrix needs two dimensions; reshape it")
     if x.dtype not in bridge.STORAGE:
@@ -202,7 +202,7 @@ def _matrix(function: str, name: str, x: Tensor, transpose: bool, view: Callable
     return view(x, transpose)
 
 
-def _check(left: Operand, right: Operand | Panels, out_dtype: str, bias: Tensor | None) -> None:
+def _check(left: Matrix, right: Matrix | Panels, out_dtype: str, bias: Tensor | None) -> None:
     shapes = f"op(a) {(*left.batch, left.rows, left.k)} @ op(b) {(*right.batch, right.k, right.rows)}"
     if left.k != right.k:
         raise ValueError(

@@ -9,9 +9,9 @@ from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.engine import always
 from clamp.ops.gemm import in_tiles
-from clamp.ops.gemm.in_tiles import Launch
+from clamp.ops.gemm.in_tiles import TileRun
 from clamp.ops.gemm.plan import best_plan, slices_of, tiles_of
-from clamp.ops.gemm.problem import Epilogue, Operand
+from clamp.ops.gemm.problem import Epilogue, Matrix
 
 NAME = "tiled"
 TAKES = "every product"
@@ -68,12 +68,12 @@ PLANS = (
 )  # fmt: skip
 
 
-def pack(b: Operand) -> Operand:
+def pack(b: Matrix) -> Matrix:
     """op(B) as it is: it is read in place."""
     return b
 
 
-def run(a: Operand, b: Operand, c: Tensor, epilogue: Epilogue) -> None:
+def run(a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:
     """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
     device = capabilities(c.queue)
     matrices = c.size // (a.rows * b.rows)
@@ -91,11 +91,11 @@ def _takes(device: Capabilities, plan: SquarePlan) -> bool:
     return plan.threads <= device.max_work_group and plan.local_memory_bytes <= device.local_memory_bytes
 
 
-def compute(a: Operand, b: Operand, c: Tensor, epilogue: Epilogue, plan: SquarePlan, slices: int = 1) -> None:
+def compute(a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, plan: SquarePlan, slices: int = 1) -> None:
     """As `run`, by a given plan; at most so many slices of k are summed by themselves."""
     in_tiles.compute(_launch, a, b, c, epilogue, plan, slices)
 
 
-def _launch(launch: Launch) -> None:
+def _launch(launch: TileRun) -> None:
     unrolled = int(not capabilities(launch.c.queue).is_cpu)
     launch(GEMM, A_T=launch.a.storage, B_T=launch.b.storage, UNROLLED=unrolled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.engine import always
-from clamp.ops.gemm.problem import Epilogue, Operand, Problem
+from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 
 NAME = "plain"
 TAKES = "float16 by float16"
@@ -20,12 +20,12 @@ def fits(problem: Problem) -> bool:
     return problem.a_dtype == problem.b_dtype == "float16"
 
 
-def pack(b: Operand) -> Operand:
+def pack(b: Matrix) -> Matrix:
     """op(B) as it is: it is read in place."""
     return b
 
 
-def run(a: Operand, b: Operand, c: Tensor, epilogue: Epilogue) -> None:
+def run(a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:
     """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
     _GEMM(
         c.queue, (b.rows, a.rows, c.size // (a.rows * b.rows)), (1, 1, 1), a.tensor, b.tensor, c, epilogue.bias_or(c),
