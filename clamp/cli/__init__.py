@@ -23,7 +23,7 @@ from clamp.opencl.device import NoDeviceError
 INTERRUPTED = 130  # the exit status after Ctrl-C, as shells have it
 USUAL_WORKS = ("gemm", "conv", "attention", "bandwidth", "cast", "unscale", "step", "cnn")
 SMALL_WORKS = ("first-step", "small")  # mostly Python's
-WORKS = (*USUAL_WORKS, "guide", "resnet", *SMALL_WORKS)  # guide and resnet: minutes of netcl on a CPU
+WORKS = (*USUAL_WORKS, "decoder", "guide", "resnet", *SMALL_WORKS)  # guide and resnet: minutes of netcl on a CPU
 LAYOUTS = ("NN", "NT", "TN", "TT")
 CONVS = ("few", "resnet18", "one")
 _MODULES = {
@@ -172,6 +172,10 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resnet", type=_numbers("CxB"), default=(64, 128), metavar="CxB",
         help="first channels and batch size of ResNet-18's step (64x128)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--decoder", type=_numbers("BxTxD"), default=(8, 256, 256), metavar="BxTxD",
+        help="batch, length and width of a decoder block's step (8x256x256)",
     )  # fmt: skip
     parser.add_argument("--images", type=positive, metavar="N", help="images that convolutions and pools take (32)")
     parser.add_argument(

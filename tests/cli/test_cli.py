@@ -39,7 +39,7 @@ from clamp.ops.gemm.plan import Plan
 
 TINY = [
     "bench", "--quick", "--sizes", "32", "--elements", "20000", "--step", "2x32x8", "--images", "1", "--cnn", "2",
-    "--convs", "one", "--attention", "1x2x16x8", "--resnet", "4x2",
+    "--convs", "one", "--attention", "1x2x16x8", "--decoder", "2x8x32", "--resnet", "4x2",
 ]  # fmt: skip
 
 
@@ -193,12 +193,15 @@ def test_bench_compares_the_levels_in_the_network_of_paddles_guide(
 
 @pytest.mark.once
 @pytest.mark.slow
-def test_bench_times_a_resnet(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("network", ["resnet", "decoder"])
+def test_bench_times_modules_of_netcl(
+    queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: str
+) -> None:
     monkeypatch.setattr(command, "QUICK", Effort(rounds=2, seconds=0.0, least=1, most=1))
     file = tmp_path / "result.json"
     arguments = ["--no-netcl", "--no-peers", "--device", queue.device.platform.name, "--json", str(file)]
-    assert main([*TINY, "--only", "resnet", *arguments]) == 0
-    rows = [row for row in json.loads(file.read_text())["rows"] if row["work"] == "resnet"]
+    assert main([*TINY, "--only", network, *arguments]) == 0
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["work"] == network]
     assert [row["contender"] for row in rows] == ["clamp float32", "clamp float16", "clamp bfloat16"]
 
 

@@ -238,7 +238,8 @@ def networks_of(args: Namespace, works: Sequence[str]) -> list[Network]:
     """The networks among the works, in the sizes asked for."""
     layers, width, batch = args.step
     guide = networks.mlp(layers, width, batch, "guide", relu=False)
-    known = [networks.mlp(layers, width, batch), networks.cnn(args.cnn), guide, networks.resnet(*args.resnet)]
+    known = [networks.mlp(layers, width, batch), networks.cnn(args.cnn), networks.decoder(*args.decoder), guide]
+    known.append(networks.resnet(*args.resnet))
     return [network for network in known if network.work in works]
 
 
@@ -284,7 +285,7 @@ def _show_timeline(
 ) -> int:
     """Records, prints, draws and writes what was asked for; returns the exit status."""
     if len(found) != 1:
-        print("--timeline is of one network: give --only step, cnn, guide or resnet", file=sys.stderr)
+        print("--timeline is of one network: give --only step, cnn, decoder, guide or resnet", file=sys.stderr)
         return 2
     if args.plot and not Path(args.plot).absolute().parent.is_dir():
         print(f"cannot draw {args.plot}: there is no such folder", file=sys.stderr)

@@ -162,6 +162,16 @@ class _Decoder(Module):  # type: ignore[misc]
         return [parameter for layer in layers for parameter in layer.parameters()]
 
 
+class _DecoderBlock(Network):
+    """netcl's pre-norm block with rotary attention and a gated MLP, and a target for each of its outputs."""
+
+    def model(self, queue: cl.CommandQueue) -> Any:
+        return DecoderBlock(**self.layers[0]["args"], queue=queue)
+
+    def targets(self, batch: int, random: np.random.Generator) -> Host:
+        return _normal(random, (batch, *self.shape))
+
+
 def mlp(layers: int, width: int, batch: int, work: str = "step", *, relu: bool = True) -> Network:
     """A stack of ``Linear(width) + ReLU`` with a squared error.
 
@@ -189,6 +199,16 @@ def resnet(channels: int, batch: int) -> Network:
     """netcl's ResNet-18 with a cross entropy."""
     layer = {"type": "ResNet18", "args": {"num_classes": CLASSES, "base_channels": channels}}
     return _ResNet(f"ResNet-18 of {channels} channels, 3x32x32", "resnet", batch, (3, 32, 32), [layer])
+
+
+def decoder(batch: int, length: int, width: int) -> Network:
+    """A decoder block of four heads with a squared error."""
+    hidden = -(-8 * width // (3 * 64)) * 64  # of the gated MLP, as netcl chooses it
+    layer = {"type": "DecoderBlock", "args": {"dim": width, "n_head": 4, "hidden": hidden}}
+    lr = 1e-3 / (batch * length * width)
+    return _DecoderBlock(
+        f"decoder block {length} x {width}", "decoder", batch, (length, width), [layer], loss="mse_loss", lr=lr
+    )
 
 
 #: Those of README and of examples/, small as they are there: what a user's first step meets.

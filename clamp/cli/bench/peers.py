@@ -209,7 +209,7 @@ class TorchPeer:
         self.version = f"{self._torch.__version__} ({self._device})"
         # float16 on a CPU has no fast kernels in torch and would take most of the run's time.
         dtypes = ["float32", "bfloat16", *(["float16"] if self._device == "cuda" else [])]
-        self.works = dict.fromkeys(("gemm", "conv", "attention", "step", "guide", "cnn", "resnet"), dtypes)
+        self.works = dict.fromkeys(("gemm", "conv", "attention", "step", "guide", "cnn", "decoder", "resnet"), dtypes)
         self.works |= {"readme": ["float32"], "digits": ["float32"]}
 
     def prepare(self, work: str, dtype: str, *args: str) -> Call:
@@ -273,11 +273,11 @@ class TorchPeer:
         model = self._laid_out(sequential(torch.nn, network["layers"]).to(device))
         x = torch.randn(network["batch"], *network["shape"], device=device)
         x = self._laid_out(x) if x.dim() == 4 else x
-        loss_of, outputs = getattr(torch.nn.functional, network["loss"]), network["outputs"]
+        loss_of = getattr(torch.nn.functional, network["loss"])
         if network["loss"] == "cross_entropy":
-            y = torch.randint(0, outputs, (len(x),), device=device)
+            y = torch.randint(0, network["outputs"], (len(x),), device=device)
         else:
-            y = torch.randn(len(x), outputs, device=device)
+            y = torch.randn_like(model(x))
         optimizer = getattr(torch.optim, network["optimizer"])(model.parameters(), lr=1e-3)
         scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
 
@@ -298,8 +298,42 @@ def sequential(nn: Any, layers: list[dict[str, Any]]) -> Any:
     made = []
     for layer in layers:
         args = {"padding" if name == "pad" else name: value for name, value in layer.get("args", {}).items()}
-        made.append(resnet18(nn, **args) if layer["type"] == "ResNet18" else getattr(nn, layer["type"])(**args))
+        own: Callable[..., Any] | None = {"ResNet18": resnet18, "DecoderBlock": decoder_block}.get(layer["type"])
+        made.append(own(nn, **args) if own else getattr(nn, layer["type"])(**args))
     return nn.Sequential(*made)
+
+
+def decoder_block(nn: Any, dim: int, n_head: int, hidden: int) -> Any:
+    """As netcl's DecoderBlock is: rotary attention with normalized queries and keys, and a gated MLP."""
+    torch: Any = importlib.import_module("torch")
+    F = torch.nn.functional
+    size = dim // n_head
+
+    def rotated(x: Any) -> Any:
+        angles = torch.outer(torch.arange(x.shape[-2]), 10000.0 ** (-torch.arange(0, size, 2) / size))
+        cos, sin = angles.cos().to(x), angles.sin().to(x)
+        left, right = x.chunk(2, -1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+
+    class Block(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.RMSNorm(width) for width in (dim, dim, size, size))
+            self.qkv, self.proj = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+            self.gate, self.up = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
+            self.down = nn.Linear(hidden, dim, bias=False)
+
+        def forward(self, x: Any) -> Any:
+            before_attention, before_mlp, of_queries, of_keys = self.norms
+            heads = self.qkv(before_attention(x)).unflatten(-1, (3, n_head, size)).transpose(1, 3)
+            q, k, v = heads.unbind(2)
+            q, k = rotated(of_queries(q)).to(v), rotated(of_keys(k)).to(v)
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.proj(attended.transpose(1, 2).flatten(2))
+            h = before_mlp(x)
+            return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+    return Block()
 
 
 def resnet18(nn: Any, num_classes: int, base_channels: int) -> Any:
