@@ -13,6 +13,7 @@
 //   IN_T, SRC_T   of pack: what is multiplied, f16 or bf16; storage type of the matrix: IN_T, or f32, rounded to IN_T
 //   KC        steps between two visits to a tile of sums
 //   SUM_STEPS   steps of a block of sums: a multiple of KC; KC where PARTS is 2
+//   TRANSPOSED   1: C is (op(A) op(B)) transposed, N x M, and bias is of M; 0 (default)
 //   BLOCK_A   the most panels of A of a work-item that visits a tile more than once
 
 #include "amx.clh"
@@ -41,9 +42,34 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void pack(matrix src, __global uint *panels,
 #if SUM_STEPS % KC || (PARTS == 2 && SUM_STEPS != KC)
 #error "SUM_STEPS must be a multiple of KC, and KC where PARTS is 2"
 #endif
+#ifndef TRANSPOSED
+#define TRANSPOSED 0
+#endif
 #define MR SIDE
 #define NR SIDE
 #include "store_tile.clh"
+
+#if TRANSPOSED
+#include "transpose_16.clh"
+
+// A tile of sums, transposed where it lies: two quarters change places.
+APART void transpose_sums(float *sums) {
+    for (size_t quarter = 0; quarter < 3; quarter++) {
+        const size_t at = quarter / 2 * (16 * SIDE + 16) + quarter % 2 * 16, to = quarter == 1 ? 16 * SIDE : at;
+        float16 upper[16], lower[16];
+        for (size_t i = 0; i < 16; i++) {
+            upper[i] = LOAD_PRIVATE(float16, sums + at + i * SIDE);
+            lower[i] = LOAD_PRIVATE(float16, sums + to + i * SIDE);
+        }
+        transpose_16(upper);
+        transpose_16(lower);
+        for (size_t i = 0; i < 16; i++) {
+            STORE_PRIVATE(float16, upper[i], sums + to + i * SIDE);
+            STORE_PRIVATE(float16, lower[i], sums + at + i * SIDE);
+        }
+    }
+}
+#endif
 
 #if PARTS == 2
 // What numbers that are not finite make of a sum, their upper parts tell; lower ones are NaN. A sum of finite halves is
@@ -107,9 +133,15 @@ gemm(__global const uchar *A, __global const uchar *B, __global void *C, __globa
                     for (size_t i = 0; i < SUMS; i++) sum[i] = sums[i] + total[i];
                 else if (end < steps)
                     for (size_t i = 0; i < SUMS; i++) total[i] = sums[i];
-                if (end == steps)
-                    store(sums, C, batch * M * N, p * SIDE, q * SIDE, M, N, bias, streamed, out_type, bias_type,
-                          has_bias, relu);
+                if (end < steps) continue;
+#if TRANSPOSED
+                transpose_sums(sums);
+                store(sums, C, batch * M * N, q * SIDE, p * SIDE, N, M, bias, streamed, out_type, bias_type, has_bias,
+                      relu);
+#else
+                store(sums, C, batch * M * N, p * SIDE, q * SIDE, M, N, bias, streamed, out_type, bias_type, has_bias,
+                      relu);
+#endif
             }
         }
     end_tiles();

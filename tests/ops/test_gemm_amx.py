@@ -37,14 +37,17 @@ SHAPES = {
     "whole tiles": ((64, 64), (64, 96)),
     "odd edges": ((37, 45), (45, 70)),
     "one element": ((1, 1), (1, 1)),
+    "few rows of a": ((3, 64), (64, 96)),
     "a batch": ((2, 33, 20), (2, 20, 40)),
+    "a batch of whole tiles": ((2, 32, 32), (2, 32, 64)),
+    "one a for a batch of whole tiles": ((32, 64), (2, 64, 32)),
     "one b for a batch": ((2, 3, 40), (40, 33)),
     "one a for a batch": ((33, 40), (2, 40, 17)),
     "no k": ((5, 0), (0, 7)),
     "more rows than a block has": ((300, 40), (40, 33)),
     "long sums": ((33, 1100), (1100, 40)),
 }
-_SLOW_TO_SIMULATE = {"more rows than a block has", "long sums", "whole tiles"}
+_SLOW_TO_SIMULATE = {"more rows than a block has", "long sums", "whole tiles", "one a for a batch of whole tiles"}
 
 
 @pytest.fixture
@@ -75,14 +78,16 @@ def test_products_are_right(
     check(queue, a, b, (dtype, dtype, "float32"), engine="amx", **transposes)
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["NN", "NT"])
 @pytest.mark.parametrize("out_dtype", [F16, BF16, "float32"])
 @DTYPES
 def test_epilogues_and_packed_operands(
-    queue: cl.CommandQueue, in_plain_c: Callable[..., None], dtype: str, out_dtype: str
+    queue: cl.CommandQueue, in_plain_c: Callable[..., None], dtype: str, out_dtype: str, transposed: bool
 ) -> None:
     in_plain_c()
-    a, b, bias = random(37, 45), random(45, 70, seed=1), random(70, seed=2)
-    options = {"bias": (bias, F16), "relu": True, "engine": "amx"}
+    k, n = (32, 64) if transposed else (45, 70)
+    a, b, bias = random(37, k), random(k, n, seed=1), random(n, seed=2)
+    options = {"bias": (bias, F16), "relu": True, "engine": "amx", "transpose_b": transposed}
     plain = check(queue, a, b, (dtype, dtype, out_dtype), **options)
     packed = pack_b(to_device(queue, b, dtype), engine="amx")
     again = gemm(to_device(queue, a, dtype), packed, out_dtype=out_dtype, bias=to_device(queue, bias, F16), relu=True)
@@ -212,7 +217,7 @@ class Case:
 _WHOLE, _ODD, _TURNED = (
     Case(SHAPES["whole tiles"]),
     Case(SHAPES["odd edges"]),
-    Case(SHAPES["whole tiles"], BF16, True, True),
+    Case(SHAPES["odd edges"], BF16, True, True),
 )
 _HALVES, _LONG = Case(SHAPES["whole tiles"], F16, transpose_b=True), Case(SHAPES["long sums"])
 
@@ -230,6 +235,10 @@ MUTANTS = [
      Case(((33, 40), (40, 17)), F16, special=True)),
     ("the second block of k is forgotten", "sum[i] = sums[i] + total[i]", "sum[i] = sums[i]", _LONG),
     ("all of a batch have the first b", "B += batch * b_batch;", "B += 0;", Case(SHAPES["a batch"])),
+    ("a tile of columns by rows is not turned", "                transpose_sums(sums);", "",
+     Case(SHAPES["few rows of a"], transpose_b=True)),
+    ("quarters of it stay where they are", "quarter == 1 ? 16 * SIDE : at", "at",
+     Case(SHAPES["few rows of a"], transpose_b=True)),
     ("the second panel of b is the first", "B + (q * steps + t)", "B + (first_b * steps + t)", _WHOLE),
 ]  # fmt: skip
 

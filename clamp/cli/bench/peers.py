@@ -295,11 +295,11 @@ class TorchPeer:
 
 def sequential(nn: Any, layers: list[dict[str, Any]]) -> Any:
     """In torch what netcl's ``build_sequential`` makes of a list of layers."""
+    own: dict[str, Callable[..., Any]] = {"ResNet18": partial(resnet18, nn), "DecoderBlock": partial(decoder_block, nn)}
     made = []
     for layer in layers:
         args = {"padding" if name == "pad" else name: value for name, value in layer.get("args", {}).items()}
-        own: Callable[..., Any] | None = {"ResNet18": resnet18, "DecoderBlock": decoder_block}.get(layer["type"])
-        made.append(own(nn, **args) if own else getattr(nn, layer["type"])(**args))
+        made.append((own.get(layer["type"]) or getattr(nn, layer["type"]))(**args))
     return nn.Sequential(*made)
 
 

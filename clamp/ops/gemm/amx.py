@@ -109,6 +109,9 @@ def copies(b: Matrix) -> bool:
 class Product:
     """Products whose operands lie as these do: one launch, and one for each operand that must be packed before.
 
+    Tiles are of rows of op(A) by columns of op(B); or, where that leaves less to pack, of columns by rows, each
+    transposed in the store.
+
     Args:
         b: packed, or as it lies.
         copies: whether what b, float32, is rounded to is written to its copy.
@@ -117,33 +120,40 @@ class Product:
     def __init__(
         self, a: Matrix, b: Matrix | Panels, c: Tensor, epilogue: Epilogue, unit: Unit, copies: bool = False
     ) -> None:
+        self._swaps = isinstance(b, Operand) and _is_packed_rather(a, b, unit)
+        rows, columns = (b, a) if self._swaps else (a, b)  # of the tiles
+        assert isinstance(rows, Operand)
         panels_a, panels_b, steps = -(-a.rows // _SIDE), -(-b.rows // _SIDE), max(-(-a.k // _K_STEP), 1)
         panel_bytes = steps * unit.step_bytes
-        self._pack_b = None if isinstance(b, Panels) else _Packing(b, unit, copies, is_b=True)
-        if _lies_as_panels(a, unit):
-            self._pack_a = None
-            lines = 2 * a.stride_row, 2 * _K_STEP, 2 * _SIDE * a.stride_row, 2 * a.stride_batch
+        self._pack_columns = None if isinstance(columns, Panels) else _Packing(columns, unit, copies, is_b=True)
+        if _lies_as_panels(rows, unit):
+            self._pack_rows = None
+            lines = 2 * rows.stride_row, 2 * _K_STEP, 2 * _SIDE * rows.stride_row, 2 * rows.stride_batch
         else:
-            self._pack_a = _Packing(a, unit)
+            self._pack_rows = _Packing(rows, unit)
             lines = 2 * _K_STEP, unit.step_bytes, panel_bytes, panels_a * panel_bytes if a.batch else 0
         batches = c.size // (a.rows * b.rows)
+        if self._swaps:
+            panels_a, panels_b = panels_b, panels_a
         # All panels of A by one of B, if all of k is one visit.
         most_a = _BLOCK_A // unit.parts if steps > unit.kc else panels_a
         block_a, block_b = _blocks(panels_a, panels_b, batches, capabilities(c.queue).compute_units, most_a)
         streamed = epilogue.out_dtype == "float32" and bridge.nbytes(c) >= _STREAMED and not any(epilogue.flags)
         grid = -(-panels_a // block_a), -(-panels_b // block_b), batches
         self._gemm = _GEMM.bind(
-            c.queue, grid, (1, 1, 1), ..., ..., ..., ..., a.rows, b.rows, a.k, *lines,
-            panels_b * panel_bytes if b.batch else 0, block_a, block_b, streamed, *epilogue.types, *epilogue.flags,
-            GEMM=1, KC=unit.kc, SUM_STEPS=_SUM_STEPS, BLOCK_A=_BLOCK_A, **unit.macros,
+            c.queue, grid, (1, 1, 1), ..., ..., ..., ..., rows.rows, columns.rows, a.k, *lines,
+            panels_b * panel_bytes if columns.batch else 0, block_a, block_b, streamed, *epilogue.types,
+            *epilogue.flags, GEMM=1, KC=unit.kc, SUM_STEPS=_SUM_STEPS, BLOCK_A=_BLOCK_A, TRANSPOSED=int(self._swaps),
+            **unit.macros,
         )  # fmt: skip
 
     def __call__(self, a: Tensor, b: Tensor, c: Tensor, bias: Tensor, copy: Tensor) -> None:
-        if self._pack_a is not None:
-            a = self._pack_a(a, c)
-        if self._pack_b is not None:
-            b = self._pack_b(b, copy)
-        self._gemm(c.queue, a.buffer, b.buffer, c.buffer, bias.buffer)
+        rows, columns = (b, a) if self._swaps else (a, b)
+        if self._pack_rows is not None:
+            rows = self._pack_rows(rows, c)
+        if self._pack_columns is not None:
+            columns = self._pack_columns(columns, copy)
+        self._gemm(c.queue, rows.buffer, columns.buffer, c.buffer, bias.buffer)
 
 
 class _Packing:
@@ -180,6 +190,13 @@ def _lies_as_panels(a: Matrix, unit: Unit) -> bool:
     """Returns whether tiles of op(A) can be read where they are: whole ones, rows of k together, in one part."""
     as_it_is = a.tensor.dtype == unit.dtype and unit.parts == 1
     return as_it_is and a.stride_k == 1 and a.rows % _SIDE == 0 and a.k % _K_STEP == 0 and a.k > 0
+
+
+def _is_packed_rather(a: Operand, b: Operand, unit: Unit) -> bool:
+    """Returns whether op(A) is packed, and op(B) read where it is."""
+    if not _lies_as_panels(b, unit):
+        return False
+    return not _lies_as_panels(a, unit) or prod(a.batch) * a.rows < prod(b.batch) * b.rows
 
 
 def _blocks(panels_a: int, panels_b: int, batches: int, cores: int, most_a: int) -> tuple[int, int]:
