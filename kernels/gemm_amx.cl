@@ -13,7 +13,6 @@
 //   IN_T, SRC_T   of pack: what is multiplied, f16 or bf16; storage type of the matrix: IN_T, or f32, rounded to IN_T
 //   KC        steps between two visits to a tile of sums
 //   SUM_STEPS   steps of a block of sums: a multiple of KC; KC where PARTS is 2
-//   TRANSPOSED   1: C is (op(A) op(B)) transposed, N x M, and bias is of M; 0 (default)
 //   BLOCK_A   the most panels of A of a work-item that visits a tile more than once
 
 #include "amx.clh"
@@ -42,14 +41,9 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void pack(matrix src, __global uint *panels,
 #if SUM_STEPS % KC || (PARTS == 2 && SUM_STEPS != KC)
 #error "SUM_STEPS must be a multiple of KC, and KC where PARTS is 2"
 #endif
-#ifndef TRANSPOSED
-#define TRANSPOSED 0
-#endif
 #define MR SIDE
 #define NR SIDE
 #include "store_tile.clh"
-
-#if TRANSPOSED
 #include "transpose_16.clh"
 
 // A tile of sums, transposed where it lies: two quarters change places.
@@ -69,7 +63,6 @@ APART void transpose_sums(float *sums) {
         }
     }
 }
-#endif
 
 #if PARTS == 2
 // What numbers that are not finite make of a sum, their upper parts tell; lower ones are NaN. A sum of finite halves is
@@ -101,12 +94,12 @@ static inline void store(const float *sums, __global void *C, size_t begin, size
 
 // Work-item (block of rows, block of columns, batch): block_a x block_b tiles of C. Rows of a panel of A are a_row bytes
 // apart, its steps a_step, panels a_panel, and matrices a_batch: panels, or 16-bit A itself. C of float32 without bias
-// and relu may be `streamed`.
+// and relu may be `streamed`. `transposed`, C is N x M, and bias is of M.
 __kernel ONE_WORK_ITEM WIDE_VECTORS void
 gemm(__global const uchar *A, __global const uchar *B, __global void *C, __global const void *bias, const ulong M,
      const ulong N, const ulong K, const ulong a_row, const ulong a_step, const ulong a_panel, const ulong a_batch,
-     const ulong b_batch, const uint block_a, const uint block_b, const int streamed, const int out_type,
-     const int bias_type, const int has_bias, const int relu) {
+     const ulong b_batch, const uint block_a, const uint block_b, const int transposed, const int streamed,
+     const int out_type, const int bias_type, const int has_bias, const int relu) {
     const size_t steps = max((K + K_STEP - 1) / K_STEP, (ulong)1), batch = get_global_id(2);
     const size_t panels_a = (M + SIDE - 1) / SIDE, panels_b = (N + SIDE - 1) / SIDE;
     const size_t first_a = get_global_id(0) * block_a, end_a = min(first_a + block_a, panels_a);
@@ -134,14 +127,9 @@ gemm(__global const uchar *A, __global const uchar *B, __global void *C, __globa
                 else if (end < steps)
                     for (size_t i = 0; i < SUMS; i++) total[i] = sums[i];
                 if (end < steps) continue;
-#if TRANSPOSED
-                transpose_sums(sums);
-                store(sums, C, batch * M * N, q * SIDE, p * SIDE, N, M, bias, streamed, out_type, bias_type, has_bias,
-                      relu);
-#else
-                store(sums, C, batch * M * N, p * SIDE, q * SIDE, M, N, bias, streamed, out_type, bias_type, has_bias,
-                      relu);
-#endif
+                if (transposed) transpose_sums(sums);
+                store(sums, C, batch * M * N, (transposed ? q : p) * SIDE, (transposed ? p : q) * SIDE,
+                      transposed ? N : M, transposed ? M : N, bias, streamed, out_type, bias_type, has_bias, relu);
             }
         }
     end_tiles();

@@ -235,7 +235,7 @@ MUTANTS = [
      Case(((33, 40), (40, 17)), F16, special=True)),
     ("the second block of k is forgotten", "sum[i] = sums[i] + total[i]", "sum[i] = sums[i]", _LONG),
     ("all of a batch have the first b", "B += batch * b_batch;", "B += 0;", Case(SHAPES["a batch"])),
-    ("a tile of columns by rows is not turned", "                transpose_sums(sums);", "",
+    ("a tile of columns by rows is not turned", "if (transposed) transpose_sums(sums);", "",
      Case(SHAPES["few rows of a"], transpose_b=True)),
     ("quarters of it stay where they are", "quarter == 1 ? 16 * SIDE : at", "at",
      Case(SHAPES["few rows of a"], transpose_b=True)),

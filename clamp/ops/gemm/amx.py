@@ -142,9 +142,8 @@ class Product:
         grid = -(-panels_a // block_a), -(-panels_b // block_b), batches
         self._gemm = _GEMM.bind(
             c.queue, grid, (1, 1, 1), ..., ..., ..., ..., rows.rows, columns.rows, a.k, *lines,
-            panels_b * panel_bytes if columns.batch else 0, block_a, block_b, streamed, *epilogue.types,
-            *epilogue.flags, GEMM=1, KC=unit.kc, SUM_STEPS=_SUM_STEPS, BLOCK_A=_BLOCK_A, TRANSPOSED=int(self._swaps),
-            **unit.macros,
+            panels_b * panel_bytes if columns.batch else 0, block_a, block_b, self._swaps, streamed,
+            *epilogue.types, *epilogue.flags, GEMM=1, KC=unit.kc, SUM_STEPS=_SUM_STEPS, BLOCK_A=_BLOCK_A, **unit.macros,
         )  # fmt: skip
 
     def __call__(self, a: Tensor, b: Tensor, c: Tensor, bias: Tensor, copy: Tensor) -> None:
