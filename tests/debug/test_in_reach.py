@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -105,6 +106,51 @@ def test_layers_and_weights_have_their_names(queue: cl.CommandQueue, keeper: Any
     found = handle.explain() if armed else handle.explain(lambda: step(handle))
     assert found.first is not None
     assert (found.first.module, found.leaf and found.leaf.name) == ("parts.1", "parts.1.weight"), found
+
+
+class Chained:
+    """One of many objects that are reached one by one."""
+
+    def __init__(self, after: Any) -> None:
+        self.after = after
+
+
+def _chain(length: int) -> Any:
+    last = None
+    for _ in range(length):
+        last = Chained(last)
+    return last
+
+
+MUCH: dict[str, Callable[[], Any]] = {
+    "lists in a list": lambda: [[{"text": [n]} for n in range(100)] for _ in range(1000)],
+    "objects in a list": lambda: [Chained([[]]) for _ in range(60_000)],
+    "objects in a dict": lambda: {n: Chained({}) for n in range(60_000)},
+    "a long chain": lambda: _chain(60_000),
+    "numbers": lambda: list(range(300_000)),
+}
+
+
+class Searched:
+    """What a program keeps somewhere."""
+
+
+NAMES: dict[str, Callable[..., Any]] = {"Namespace": Namespace, "SimpleNamespace": SimpleNamespace, "class": Chained}
+
+
+def _program(much: Any, where: str, kind: str) -> list[Any]:
+    searched = NAMES[kind](after=NAMES[kind](after=Searched()))
+    if where == "around":
+        return [Chained([much, searched])]
+    return [much, Chained([searched])] if where == "before" else [Chained([searched]), much]
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("much", MUCH)
+@pytest.mark.parametrize("where", ["before", "behind", "around"])
+def test_no_amount_of_data_hides_what_lies_few_names_away(much: str, where: str, kind: str) -> None:
+    found = bridge.in_reach(*_program(MUCH[much](), where, kind))
+    assert any(isinstance(x, Searched) for x in found)
 
 
 @pytest.mark.usefixtures("no_search")
