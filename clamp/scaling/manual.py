@@ -296,9 +296,7 @@ class ManualScaling:
         first, *others = self._scalers.values()
         if any(scaler.overflowed(round_.guard.mask) for round_ in rounds for scaler in round_.scalers):
             first.note_overflow()
-        mask = sum(round_.guard.mask for round_ in rounds)
-        first.assign(mask, fresh=mask)
-        first.adjust()
+        first.update(1, fresh=1)  # any bit: an optimizer's own is set anew when its gradients are looked at next
         for scaler in others:
             scaler.load_state_dict(first.state_dict())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pyopencl as cl
 import pytest
 from netcl.optim import SGD
@@ -13,6 +14,8 @@ from clamp import amp
 from clamp.casting.results import RESULTS, Observer
 from clamp.compat.paddle import GradScaler as PaddleScaler
 from tests.debug.faults import Training
+from tests.reference import to_device
+from tests.scaling.test_overflow import plant
 
 pytestmark = pytest.mark.usefixtures("shut_down")
 
@@ -55,6 +58,46 @@ def test_the_scale_after_a_step_is_told_once_it_is_updated(queue: cl.CommandQueu
     training, scaler = Training(queue, "none"), make(kind, TOO_HIGH)
     pytorch_step(training, scaler)
     assert [(report.scale_before, report.scale) for report in scaler.history] == [(TOO_HIGH, TOO_HIGH / 2)]
+
+
+@pytest.mark.parametrize("under", ["a handle", "no handle"])
+@pytest.mark.parametrize("kind", ["pytorch", "paddle", "static"])
+def test_a_scale_that_is_set_later_is_not_told_of_earlier_steps(queue: cl.CommandQueue, kind: str, under: str) -> None:
+    if under == "a handle":
+        amp.init()
+    training, first, set_later = Training(queue, "none"), 2.0**4, 2.0**5
+    scaler = (
+        PaddleScaler(init_loss_scaling=first, use_dynamic_loss_scaling=False) if kind == "static" else make(kind, first)
+    )
+    set_scale = scaler.update if kind == "pytorch" else scaler.set_init_loss_scaling
+    for before, after in ((first, first), (set_later, set_later)):
+        pytorch_step(training, scaler)
+        told = scaler.history[-1]
+        assert (told.scale_before, told.scale) == (before, after)
+        set_scale(set_later)
+        assert scaler.history[-1] == told
+
+
+@pytest.mark.parametrize("how", ["written", "replaced", "cleared"])
+@pytest.mark.parametrize("kind", ["pytorch", "paddle"])
+def test_what_was_inf_when_it_was_unscaled_skips_the_step(queue: cl.CommandQueue, kind: str, how: str) -> None:
+    """As in PyTorch: the verdict is that of unscale_, whatever is made of the gradient after it."""
+    training, scaler = Training(queue, "none"), make(kind, 2.0**4)
+    scaler.scale(training.loss(*training.data)).backward()
+    param = training.optimizer.params[0]
+    plant(param)
+    scaler.unscale_(training.optimizer)
+    zeros = np.zeros(param.shape, np.float32)
+    if how == "written":
+        param.grad.write(zeros)
+    else:
+        param.grad = to_device(queue, zeros) if how == "replaced" else None
+    before = param.to_host()
+    scaler.step(training.optimizer)
+    scaler.update()
+    assert not scaler.history[-1].stepped
+    assert scaler.history[-1].scale == 2.0**3
+    np.testing.assert_array_equal(param.to_host(), before)
 
 
 def test_each_step_is_told_once(queue: cl.CommandQueue) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -22,6 +23,7 @@ from clamp.scaling.dynamic_scale import ScaleRule
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.passes import end_pass
 from clamp.scaling.scaled_loss import scaled_node
+from clamp.scaling.step_guard import StepGuard
 from tests.reference import to_device
 from tests.scaling.test_overflow import plant
 
@@ -150,6 +152,34 @@ def test_a_pass_says_once_that_it_reaches_what_no_optimizer_has(queue: cl.Comman
     assert len(others) == (held == "by a netcl optimizer")
 
 
+@pytest.mark.parametrize("known", ["by a pass", "by a plain step", "by a word"])
+def test_who_comes_where_another_was_is_not_taken_for_it(queue: cl.CommandQueue, known: str) -> None:
+    """Optimizers and tensors are known by their addresses, which memory that comes again has again."""
+    named, other = parameter(queue), _plain(queue)
+    other.requires_grad = True
+    optimizer, gone = SGD([named], lr=1.0), SGD([parameter(queue)])
+    handle = amp.init()
+    guards, left = handle._scaling.guards, weakref.ref(gone)
+    guard = StepGuard(gone, 2, guards)
+    del gone
+    assert left() is guard.optimizer is None
+    if known == "by a word":
+        handle._scaling._unnamed[id(other)] = left
+        with pytest.warns(UserWarning, match="reaches what is trained and no optimizer has"):
+            scaled(handle, summed(named, other), optimizer)
+        return
+    of_whom = "_by_id" if known == "by a pass" else "_unscaled"
+    getattr(guards, of_whom)[id(optimizer)] = guard
+    if known == "by a pass":
+        scaled(handle, summed(named), optimizer)
+    else:
+        named.grad = to_device(queue, np.ones(2))
+    optimizer.step()
+    assert handle.last_step.stepped
+    np.testing.assert_array_equal(named.to_host(), [0.0, 1.0])
+    assert getattr(guards, of_whom)[id(optimizer)].optimizer is optimizer
+
+
 # ---------------------------------------------------------------------------------------------- a verdict's holders
 
 
@@ -256,11 +286,12 @@ def test_replicas_go_on_with_one_scale_after_an_overflow_of_any(queues: list[cl.
 
 @pytest.mark.parametrize("handled", [True, False], ids=["under a handle", "alone"])
 @pytest.mark.parametrize("together", [True, False], ids=["one optimizer", "one a queue"])
+@pytest.mark.parametrize("planted", ["before unscale_", "after unscale_", "before step"])
 @pytest.mark.parametrize(
     ("sick", "exponent"), [([None] * 4, 10), ([0] * 4, 4), ([1] * 4, 4), ([None, 1, 0, 1, None, None], 6)]
 )
 def test_a_scaler_of_several_queues_grows_and_falls_on_all(
-    queues: list[cl.CommandQueue], sick: list[int | None], exponent: int, together: bool, handled: bool
+    queues: list[cl.CommandQueue], sick: list[int | None], exponent: int, planted: str, together: bool, handled: bool
 ) -> None:
     params = [parameter(queue) for queue in queues]
     optimizers = [SGD(params, lr=1.0)] if together else [SGD([param], lr=1.0) for param in params]
@@ -273,8 +304,11 @@ def test_a_scaler_of_several_queues_grows_and_falls_on_all(
             param.grad = None
         for loss in scaler.scale([summed(param) for param in params]):
             loss.backward()
-        if which is not None:
-            plant(params[which])
+        for when in ("before unscale_", "after unscale_", "before step"):
+            if which is not None and when == planted:
+                plant(params[which])
+            for optimizer in optimizers if when == "before unscale_" and planted != "before step" else ():
+                scaler.unscale_(optimizer)
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()

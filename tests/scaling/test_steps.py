@@ -575,6 +575,24 @@ def test_a_skip_reports_the_scale_of_the_last_loss_that_overflowed(training: Tra
     assert handle.last_step.scale == 2.0**15  # of the second loss; the first one's has been halved twice
 
 
+@pytest.mark.parametrize("read", [True, False], ids=["read between", "not read"])
+@pytest.mark.parametrize("bad", [0, 1, None])
+def test_a_report_has_the_scale_before_the_first_pass_of_its_step(
+    training: Training, bad: int | None, read: bool
+) -> None:
+    handle = amp.init()
+    for number in range(2):
+        with handle.scale_loss(loss_of(training.model, training.data), training.optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if bad == number:
+                plant(training.optimizer.params[2])
+        if read:
+            assert handle.loss_scale == (2.0**16 if bad is None or bad > number else 2.0**15)
+    training.optimizer.step()
+    after = 2.0**16 if bad is None else 2.0**15
+    assert (handle.last_step.scale_before, handle.last_step.scale) == (2.0**16, after)
+
+
 def test_bits_of_optimizers_that_are_gone_are_given_to_others(training: Training) -> None:
     handle = amp.init(loss_scale=1.0)
     many = [SGD(training.model.parameters()) for _ in range(step_guard.MAX_OPTIMIZERS)]
