@@ -6,7 +6,6 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from clamp.debug.checker import Checker, DebugMode, device_name, line_of
 from clamp.debug.sampling import Sampling
 from clamp.opencl.host_steps import host_step
 from clamp.ops.statistics import numerics_of
+from clamp.patching.user_functions import decorating
 
 _checker: Checker | None = None
 _stats: OperatorStats | None = None
@@ -262,7 +262,7 @@ def disable_operator_stats_collection() -> None:
         _stats = None
 
 
-@contextmanager
+@decorating
 def collect_operator_stats() -> Iterator[None]:
     """Counts the ops inside the ``with``, and prints the table at its end."""
     enable_operator_stats_collection()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from clamp.opencl.host_steps import refuse
 from clamp.opencl.progress import PROGRESS
 from clamp.params.weight_cache import weights
 from clamp.patching.patch import Patches, Registration
+from clamp.patching.user_functions import decorating
 from clamp.ranks.mpi import Ranks
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.passes import OptimWrapper, PassScaling
@@ -142,13 +143,15 @@ class AmpHandle:
 
     _clear_cache = clear_cache
 
-    def disable_casts(self) -> AbstractContextManager[None]:
+    @decorating
+    def disable_casts(self) -> Iterator[None]:
         """Inside the ``with``, this thread's ops run in the dtypes they are given, most of them by netcl's kernels.
 
         Those are shared by all threads and race: launched from two at a time, one may get the other's arguments, with
         AMP and without. Let one thread at a time be inside, or compute there by ``amp.autocast(dtype="float32")``.
         """
-        return in_region(replace(current_region() or self._region, enabled=False))
+        with in_region(replace(current_region() or self._region, enabled=False)):
+            yield
 
     # ------------------------------------------------------------------------------------------ loss scaling
 

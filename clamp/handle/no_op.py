@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Node
 from clamp.debug.explain import Explanation, not_seen
 from clamp.debug.layer_ranges import LayerRanges
+from clamp.patching.user_functions import decorating
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.passes import OptimWrapper
 from clamp.scaling.scaled_loss import as_pass
@@ -55,9 +55,10 @@ class NoOpHandle:
         """The optimizer with a ``scale_loss`` that does nothing."""
         return OptimWrapper(optimizer, [], self.scale_loss)
 
-    def disable_casts(self) -> AbstractContextManager[None]:
+    @decorating
+    def disable_casts(self) -> Iterator[None]:
         """Nothing to disable."""
-        return nullcontext()
+        yield
 
     def distribute(self, comm: Any, *, reduce_dtype: str | None = None) -> None:
         """Raises RuntimeError: without patches nothing would average the gradients."""

@@ -8,9 +8,11 @@ to backward in their context. netcl's pairs of functions have no context: ``appl
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, _GeneratorContextManager
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import wrapt
 
@@ -22,6 +24,7 @@ from clamp.ops.cast import cast
 from clamp.patching.wrap import user_wrapper
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
 
 
 def half_function(function: F) -> F:
@@ -67,9 +70,27 @@ def require_function(
 
 def runs_later(function: Any) -> bool:
     """Returns whether a call of a function only makes what runs its body: a generator or a coroutine."""
-    function = getattr(function, "__func__", function)
+    bodies = getattr(function, "__func__", function), type(function).__call__
     kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    return any(is_late(function) for is_late in kinds)
+    return any(is_late(body) for is_late in kinds for body in bodies)
+
+
+class _Decorating(_GeneratorContextManager[None]):
+    def __call__(self, function: F) -> F:
+        late = "outside of the `with`. Write the `with` inside it, around what is meant."
+        require_function(function, f"@{self.func.__name__}()", late)
+        return super().__call__(function)
+
+
+def decorating(function: Callable[P, Iterator[None]]) -> Callable[P, AbstractContextManager[None]]:
+    """``contextlib.contextmanager`` for what users may write above a function, each call of which is then inside a
+    ``with`` of its own; a function whose body runs after its call is refused."""
+
+    @wraps(function)
+    def begin(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[None]:
+        return _Decorating(function, args, kwargs)  # type: ignore[arg-type]
+
+    return begin
 
 
 Backward = Callable[[Tensor], Sequence[Tensor | None]]

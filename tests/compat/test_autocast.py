@@ -7,6 +7,7 @@ import sys
 import threading
 import types
 from collections.abc import AsyncIterator, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -115,12 +116,37 @@ async def _products_later(x: Node) -> AsyncIterator[str]:
     yield product(x)
 
 
-@pytest.mark.parametrize("late", [_products, _later, _products_later, partial(_products), staticmethod(_products)])
+class _Late:
+    def __call__(self, x: Node) -> Iterator[str]:
+        yield product(x)
+
+
+LATE = [_products, _later, _products_later, partial(_products), staticmethod(_products), _Late(), _Late().__call__]
+
+
+@pytest.mark.parametrize("late", LATE)
 def test_what_runs_after_its_call_cannot_be_decorated(late: Any) -> None:
     decorators = [amp.autocast(), amp.auto_cast(), amp.half_function, amp.float_function, amp.promote_function]
-    for decorate in (*decorators, amp.custom_fwd, amp.custom_bwd):
+    contexts = [amp.init().disable_casts(), amp.NoOpHandle().disable_casts(), amp.debugging.collect_operator_stats()]
+    for decorate in (*decorators, *contexts, amp.custom_fwd, amp.custom_bwd):
         with pytest.raises(TypeError, match=r"cannot decorate .*: the body of a generator or coroutine"):
             decorate(late)
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["alone", "under autocast"])
+def test_a_decorated_function_is_inside_of_a_with_of_its_own(inner: bool) -> None:
+    """Its casts are those around its call, not those around its decorator."""
+    handle = amp.init()
+
+    @handle.disable_casts()
+    def of_a_call(depth: int) -> list[tuple[bool, str]]:
+        here = amp.is_autocast_enabled(), amp.get_autocast_dtype()
+        return [here, *(of_a_call(depth - 1) if depth else ())]
+
+    with amp.autocast(dtype="bfloat16") if inner else nullcontext():
+        assert of_a_call(2) == [(False, "bfloat16" if inner else "float16")] * 3
+        assert amp.is_autocast_enabled()
+    assert amp.NoOpHandle().disable_casts()(lambda: 3)() == 3
 
 
 @pytest.mark.parametrize("name", ["_products", "_later", "_products_later"])
