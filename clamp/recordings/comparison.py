@@ -7,9 +7,10 @@ then a call is not replayed but run, and what it launches is compared with what 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from enum import Enum
 from functools import partial
 from itertools import zip_longest
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -109,9 +110,12 @@ def _differs(one: CapturedKernelLaunch, other: CapturedKernelLaunch) -> str:
         return f"{_name_of(other)}, where {_name_of(one)} was recorded"
     if len(one.args) != len(other.args):
         return f"{_name_of(other)} with {len(other.args)} arguments, where {len(one.args)} were recorded"
-    sizes = (one.global_size, one.local_size), (other.global_size, other.local_size)
-    if sizes[0] != sizes[1] or one.queue != other.queue:
-        return f"{_name_of(other)} of size {sizes[1][0]}, where {sizes[0][0]} was recorded"
+    if one.queue != other.queue:
+        return f"{_name_of(other)} on another queue than it was recorded on"
+    if one.global_size != other.global_size:
+        return f"{_name_of(other)} of size {other.global_size}, where {one.global_size} was recorded"
+    if one.local_size != other.local_size:
+        return f"{_name_of(other)} in groups of {other.local_size}, where {one.local_size} was recorded"
     return ""
 
 
@@ -130,6 +134,15 @@ def _shown(x: Any) -> str:
     return f"{x}" if isinstance(x, int | float | np.generic) else f"another {type(x).__name__}"
 
 
+#: What decides in a value of a kind. A dict's keys are compared where they are names: others may be addresses.
+_PARTS: dict[type, Callable[[Any], Any]] = {
+    MethodType: lambda x: (x.__func__, x.__self__),
+    partial: lambda x: (x.func, x.args, x.keywords),
+    dict: lambda x: ([key for key in x if isinstance(key, str)], [*x.values()]),
+    Node: lambda x: x.value,
+}
+
+
 def _alike(one: Any, other: Any) -> bool:
     """Whether two values that launches or the host's decisions were made with decide the same. What a pass makes for
     itself is another object each time; weights and optimizers are not. What only observes may have seen others."""
@@ -142,21 +155,24 @@ def _alike(one: Any, other: Any) -> bool:
         return _observes(other)
     if kind is FunctionType:
         return _is_same_function(one, other) and _alike(_cells(one), _cells(other))
-    if kind is MethodType:
-        return _alike(one.__func__, other.__func__) and _alike(one.__self__, other.__self__)
-    if kind is partial:
-        return _alike((one.func, one.args, one.keywords), (other.func, other.args, other.keywords))
+    if kind in _PARTS:
+        return _alike(_PARTS[kind](one), _PARTS[kind](other))
     if issubclass(kind, list | tuple):
         return len(one) == len(other) and all(map(_alike, one, other))
-    if kind is dict:
-        return _alike(list(one.values()), list(other.values()))
-    if kind is Node:
-        return _alike(one.value, other.value)
     if issubclass(kind, Tensor):
         return not bridge.is_weight(one) and (one.shape, one.dtype) == (other.shape, other.dtype)
     if issubclass(kind, bool | int | float | str | np.generic):
         return is_same(one, other)
+    if issubclass(kind, ModuleType | Enum):  # there is one of each
+        return False
+    if callable(one) and is_library(kind):  # functions of C, classes
+        return _named(one) == _named(other) and _alike(*(getattr(x, "__self__", None) for x in (one, other)))
     return not bridge.is_optimizer(one)
+
+
+def _named(x: Any) -> tuple[str, str]:
+    name = getattr(x, "__qualname__", None) or getattr(x, "__name__", None) or repr(x)
+    return str(getattr(x, "__module__", "")), str(name)
 
 
 def _observes(x: Any) -> bool:

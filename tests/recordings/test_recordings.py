@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import cmath
+import enum
 import gc
+import math
 import sys
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter, itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +27,7 @@ from netcl.nn.batchnorm import BatchNorm2dModule
 from netcl.nn.layers import Dropout, LeakyReLU, Linear, Module, Sequential
 from netcl.ops import elementwise
 from netcl.optim import SGD, AdamW
-from netcl.runtime.capture import KernelCapture
+from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 
 from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tensor
@@ -121,6 +126,11 @@ def _closing_over(value: Any, default: Any = 0) -> Callable[..., Any]:
     return lambda x=default: (x, value)
 
 
+class Kind(enum.Enum):
+    ONE = 1
+    OTHER = 2
+
+
 #: What launches or decisions of the host were made with, then and now, and whether they decide the same.
 DECIDED_BY: list[tuple[Any, Any, bool]] = [
     (1, 1, True), (1, 2, False), (1, 1.0, False), (0.0, -0.0, False), (float("nan"), float("nan"), True),
@@ -132,6 +142,18 @@ DECIDED_BY: list[tuple[Any, Any, bool]] = [
     (partial(max, key=1), partial(max, key=2), False),
     (_closing_over(1), _closing_over(1), True), (_closing_over(1), _closing_over(2), False),
     (_closing_over(1, 2), _closing_over(1, 3), False), (_closing_over(1), max, False),
+    ({"a": 1}, {"b": 1}, False), ({1: 2}, {3: 2}, True), (partial(max, key=1), partial(max, default=1), False),
+    # Functions of C are told apart by their names, and by what they are bound to; some are made anew for each use.
+    (max, min, False), (math.sin, math.cos, False), (math.sqrt, cmath.sqrt, False), (np.add, np.multiply, False),
+    (np.sum, np.prod, False), (str.upper, str.lower, False), (int.__add__, int.__sub__, False),
+    ((1).__add__, (1).__add__, True), ((1).__add__, (2).__add__, False), ("a".join, "a".join, True),
+    ("a".join, "b".join, False), ("a".join, "a".split, False), ([1].count, [1].count, True),
+    ([1].count, [2].count, False), (itemgetter(1), itemgetter(1), True), (itemgetter(1), itemgetter(2), False),
+    (attrgetter("a"), attrgetter("b"), False), (partial(map, max), partial(map, min), False),
+    (_closing_over(max), _closing_over(min), False),
+    # So are classes, modules and members of enumerations.
+    (int, float, False), (dict, SGD, False), (math, cmath, False), (Kind.ONE, Kind.ONE, True),
+    (Kind.ONE, Kind.OTHER, False), (dict.fromkeys, OrderedDict.fromkeys, False),
 ]  # fmt: skip
 
 
@@ -139,6 +161,25 @@ DECIDED_BY: list[tuple[Any, Any, bool]] = [
 def test_what_decides_the_same_is_alike(then: Any, now: Any, same: bool) -> None:
     assert bool(comparison._alike(then, now)) == same
     assert bool(comparison._alike(now, then)) == same
+
+
+HOST = "a decision of the host"
+OTHER_LAUNCHES: list[tuple[dict[str, Any], str]] = [
+    ({}, ""),
+    ({"kernel": min}, f"{HOST}, where {HOST} was recorded"),
+    ({"args": (1, 2)}, f"{HOST} with 2 arguments, where 1 were recorded"),
+    ({"queue": "another"}, f"{HOST} on another queue than it was recorded on"),
+    ({"global_size": (16,)}, f"{HOST} of size (16,), where (8,) was recorded"),
+    ({"local_size": (2,)}, f"{HOST} in groups of (2,), where (4,) was recorded"),
+    ({"local_size": None}, f"{HOST} in groups of None, where (4,) was recorded"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), OTHER_LAUNCHES)
+def test_it_is_told_what_another_launch_is(changes: dict[str, Any], words: str) -> None:
+    launch = {"kernel": max, "queue": "one", "global_size": (8,), "local_size": (4,), "args": (1,)}
+    then, now = CapturedKernelLaunch(**launch), CapturedKernelLaunch(**{**launch, **changes})
+    assert comparison._differs(then, now) == words
 
 
 def test_which_calls_are_run_and_compared() -> None:
