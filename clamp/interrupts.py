@@ -10,13 +10,18 @@ from __future__ import annotations
 
 # What is beneath signal, which looks every number and handler up in its enumerations.
 import _signal  # type: ignore[import-not-found]
+import contextlib
+import inspect
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 State = TypeVar("State", bound=threading.local)
+_OURS = str(Path(__file__).parent)
 
 
 class uninterrupted:
@@ -67,6 +72,36 @@ def among(items: dict[object, Any], item: Any) -> Iterator[None]:
             items.pop(key, None)
     finally:
         items.pop(key, None)
+
+
+class With:
+    """A ``with`` of a running function's: whether it was left is asked of the stack, as an interrupt may come between
+    its last line and its ``__exit__``, where nothing can catch it."""
+
+    def __init__(self, frame: FrameType) -> None:
+        self._frame, self._code, self._at = id(frame), frame.f_code, frame.f_lasti
+        self._thread = threading.get_ident()
+
+    @classmethod
+    def here(cls, *between: str) -> With | None:
+        """The one whose ``__enter__`` is running; None where a generator has it, which need not be on the stack.
+
+        Args:
+            between: folders of code that may stand between.
+        """
+        between, frame = (_OURS, contextlib.__file__, *between), sys._getframe(1)
+        while frame.f_back is not None and (
+            frame.f_code.co_name == "__enter__" or frame.f_code.co_filename.startswith(between)
+        ):
+            frame = frame.f_back
+        return None if frame.f_code.co_flags & inspect.CO_GENERATOR else cls(frame)
+
+    def is_left(self) -> bool:
+        """Whether it is over: its function has ended, or stands before it."""
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and not (id(frame) == self._frame and frame.f_code is self._code):
+            frame = frame.f_back
+        return frame is None or frame.f_lasti <= self._at
 
 
 _states: list[threading.local] = []

@@ -27,6 +27,7 @@ from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.interrupts import With
 from clamp.opencl.host_steps import (
     is_host_value,
     recorder,
@@ -95,6 +96,7 @@ class _Recording:
         self._before: list[Seen] = []  # the tensors that there were when it began
         self._modules: ModuleNotes | None = None  # while it is under way
         self.thread = threading.get_ident()
+        self.begun_by: With | None = None
 
     def start(self, begin: Callable[[], None]) -> None:
         """Begins as netcl does, and puts the recorder's own versions over what netcl and pyopencl do to memory."""
@@ -161,8 +163,20 @@ class _Recording:
         """Raises RuntimeError; an attempt is given up instead, and what it was to record just runs on."""
         capture = self._capture()
         if not isinstance(capture, Attempt) or capture.raises:
-            raise RuntimeError(why)
-        capture.give_up(why)
+            if not self.end_if_left():
+                raise RuntimeError(why)
+        else:
+            capture.give_up(why)
+
+    def end_if_left(self) -> bool:
+        """Whether the ``with`` that it was begun by was left without its end, as by an interrupt right before that;
+        drops it then. (Should its end come yet, it raises.)"""
+        capture = self._capture()
+        if capture is None or self.begun_by is None or not self.begun_by.is_left():
+            return False
+        capture.clear()
+        capture._clamp_left = True
+        return True
 
     def host_step(self) -> AbstractContextManager[None]:
         """Around the run of a host step."""
@@ -336,10 +350,10 @@ def begin(wrapped: Any, instance: KernelCapture, /) -> None:
     Raises:
         RuntimeError: another one is under way.
     """
-    if _running:
+    if _running and not _running[0][1].end_if_left():
         raise RuntimeError("a recording is under way already: end it before you begin another")
     _forget(instance)
-    instance._launches = Launches()
+    instance._launches, instance._clamp_left = Launches(), False
     recording = _Recording(instance)
     weakref.finalize(instance, recording.close).atexit = False
     try:
@@ -353,9 +367,13 @@ def begin(wrapped: Any, instance: KernelCapture, /) -> None:
 @meets("netcl.runtime.capture.KernelCapture.end")
 def end(wrapped: Any, instance: KernelCapture, /) -> int:
     """Ends a recording; from now on it can be replayed."""
-    if not _is_running(instance):
+    recording = running_of(instance)
+    if recording is None:
+        if getattr(instance, "_clamp_left", False):
+            raise RuntimeError(
+                "this recording was dropped where another began, or the host read: it was taken for left"
+            )
         return wrapped()
-    recording = _running[0][1]
     try:
         recording.stop()
         launches = wrapped()
@@ -367,8 +385,15 @@ def end(wrapped: Any, instance: KernelCapture, /) -> int:
     return launches
 
 
-def _is_running(capture: KernelCapture) -> bool:
-    return bool(_running) and _running[0][0] is capture
+def running_of(capture: KernelCapture) -> _Recording | None:
+    """The recording of a capture's that is under way."""
+    return _running[0][1] if _running and _running[0][0] is capture else None
+
+
+def drop_if_running(capture: KernelCapture) -> None:
+    """Ends a recording that is under way, where whoever it was for is gone."""
+    if running_of(capture) is not None:
+        capture.clear()
 
 
 def is_free() -> bool:
@@ -392,8 +417,8 @@ def clear(wrapped: Any, instance: KernelCapture, /) -> None:
 
 
 def _drop(capture: KernelCapture) -> None:
-    if _is_running(capture):
-        recording = _running[0][1]
+    recording = running_of(capture)
+    if recording is not None:
         recording.put_back()
         weights.clear()
         recording.close()

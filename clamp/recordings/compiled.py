@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,11 +14,12 @@ from netcl.runtime.capture import KernelCapture
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.interrupts import With
 from clamp.ops.cast import cast
 from clamp.params import gradient_marks
 from clamp.params.weight_cache import weights
 from clamp.patching.patch_registry import meets
-from clamp.recordings.capture import recording_of
+from clamp.recordings.capture import drop_if_running, recording_of, running_of
 from clamp.recordings.dependencies import dependencies_of
 from clamp.recordings.replay import ReplayPlan
 
@@ -91,7 +93,11 @@ def enter_graph(wrapped: Any, instance: CompiledGraph, /) -> CompiledGraph:
                 "call optimizer.zero_grad() before the graph is recorded"
             )
         instance.capture = KernelCapture()
-    return wrapped()
+        weakref.finalize(instance, drop_if_running, instance.capture).atexit = False
+    entered = wrapped()
+    if (recording := running_of(instance.capture)) is not None:
+        recording.begun_by = With.here(bridge.NETCLS_FOLDER)
+    return entered
 
 
 @meets("netcl.autograd.graph.CompiledGraph.__exit__")

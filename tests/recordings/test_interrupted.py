@@ -6,6 +6,7 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -140,3 +141,120 @@ def test_an_interrupt_leaves_nothing_over_netcl(queue: cl.CommandQueue, make: An
     assert tried > 5
     for _ in range(3):
         np.testing.assert_array_equal(call(x).to_host(), want)
+
+
+class Cut(CompiledGraph):
+    """A recording in whose end an interrupt comes before its first line, where nothing can catch it."""
+
+    left = 1
+
+    def __exit__(self, *exception: Any) -> bool:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return bool(super().__exit__(*exception))
+
+
+def _cut(made: CompiledGraph, layer: Linear, x: Tensor) -> BaseException:
+    try:
+        with made:
+            layer(bridge.Node(value=x))
+    except KeyboardInterrupt as error:
+        return error
+    raise AssertionError("no interrupt came")
+
+
+def _compiled_in(made: CompiledGraph, layer: Linear, x: Tensor) -> Any:
+    with made:
+        out = layer(bridge.Node(value=x)).value
+    made.compile([x])
+    made.replay([x])
+    return out
+
+
+def _recorded_in(made: CompiledGraph, layer: Linear, x: Tensor) -> Any:
+    call = recorded(layer)
+    return [call(x) for _ in range(3)][-1]
+
+
+NEXT: dict[str, Callable[..., Any]] = {
+    "nothing": lambda made, layer, x: layer(bridge.Node(value=x)).value,
+    "the same graph": _compiled_in,
+    "another graph": lambda made, layer, x: _compiled_in(CompiledGraph([]), layer, x),
+    "a function": _recorded_in,
+}
+
+
+@pytest.mark.parametrize("kept", ["graph", "traceback", "nothing"])
+@pytest.mark.parametrize("after", NEXT)
+def test_a_recording_that_never_ended_is_over(queue: cl.CommandQueue, after: str, kept: str) -> None:
+    layer, x = Linear(queue, 6, 5), to_device(queue, X)
+    compiled(layer)(x)
+    before = patched()
+    made: Any = Cut([])
+    held = made if kept == "graph" else None
+    error: Any = _cut(made, layer, x)
+    if kept != "traceback":
+        error = None
+    if after != "the same graph" and held is None:
+        made = None
+    out = NEXT[after](made, layer, x)
+    np.testing.assert_array_equal(out.to_host(), layer(bridge.Node(value=x)).value.to_host())
+    del made, held, error
+    now = patched()
+    assert {key for key in {*before, *now} if before.get(key) is not now.get(key) != before.get(key)} == set()
+
+
+@contextmanager
+def _under(made: CompiledGraph) -> Iterator[None]:
+    with made:
+        yield
+
+
+class _Holder:
+    def __init__(self, made: CompiledGraph) -> None:
+        self._made = made
+
+    def __enter__(self) -> None:
+        self._made.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._made.__exit__(*exception)
+
+
+@pytest.mark.parametrize("opened", [lambda made: made, _under, _Holder], ids=["with", "generator", "another's"])
+def test_a_with_that_is_under_way_is_not_taken_for_left(queue: cl.CommandQueue, opened: Any) -> None:
+    layer, x = Linear(queue, 6, 5), to_device(queue, X)
+    made = CompiledGraph([])
+    with opened(made):
+        out = layer(bridge.Node(value=x)).value
+        with pytest.raises(RuntimeError, match="under way already"), CompiledGraph([]):
+            pass
+        with pytest.raises(RuntimeError, match="to_host was called"):
+            x.to_host()
+    made.compile([x])
+    made.replay([to_device(queue, 2 * X)])
+    np.testing.assert_array_equal(out.to_host(), layer(bridge.Node(value=to_device(queue, 2 * X))).value.to_host())
+
+
+def test_one_that_was_taken_for_left_says_so_at_its_end(queue: cl.CommandQueue) -> None:
+    layer, x = Linear(queue, 6, 5), to_device(queue, X)
+    made = CompiledGraph([])
+
+    def enter() -> None:
+        made.__enter__()
+
+    enter()
+    _compiled_in(CompiledGraph([]), layer, x)
+    with pytest.raises(RuntimeError, match="dropped where another began"):
+        made.__exit__(None, None, None)
+    assert capture.is_free()
+
+
+def test_the_same_with_may_come_again(queue: cl.CommandQueue) -> None:
+    layer, x, made = Linear(queue, 6, 5), to_device(queue, X), Cut([])
+    for _ in range(2):
+        with suppress(KeyboardInterrupt), made:
+            layer(bridge.Node(value=x))
+        assert capture.is_free() == made.is_compiled
+    assert made.is_compiled
