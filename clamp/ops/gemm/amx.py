@@ -120,9 +120,9 @@ class Product:
     def __init__(
         self, a: Matrix, b: Matrix | Panels, c: Tensor, epilogue: Epilogue, unit: Unit, copies: bool = False
     ) -> None:
-        self._swaps = isinstance(b, Operand) and _is_packed_rather(a, b, unit)
+        self._swaps = isinstance(b, Matrix) and _is_packed_rather(a, b, unit)
         rows, columns = (b, a) if self._swaps else (a, b)  # of the tiles
-        assert isinstance(rows, Operand)
+        assert isinstance(rows, Matrix)
         panels_a, panels_b, steps = -(-a.rows // _SIDE), -(-b.rows // _SIDE), max(-(-a.k // _K_STEP), 1)
         panel_bytes = steps * unit.step_bytes
         self._pack_columns = None if isinstance(columns, Panels) else _Packing(columns, unit, copies, is_b=True)
@@ -191,7 +191,7 @@ def _lies_as_panels(a: Matrix, unit: Unit) -> bool:
     return as_it_is and a.stride_k == 1 and a.rows % _SIDE == 0 and a.k % _K_STEP == 0 and a.k > 0
 
 
-def _is_packed_rather(a: Operand, b: Operand, unit: Unit) -> bool:
+def _is_packed_rather(a: Matrix, b: Matrix, unit: Unit) -> bool:
     """Returns whether op(A) is packed, and op(B) read where it is."""
     if not _lies_as_panels(b, unit):
         return False
