@@ -57,8 +57,9 @@ def to_16_bit(
     *,
     keep_batch_norm: bool = True,
     excluded: Sequence[Any] = (),
-    keep_master: bool = True,
+    keep_master: bool | str = True,
     gradient_dtype: str | None = None,
+    seed: int = 0,
 ) -> None:
     """Makes a model's parameters 16-bit, with fp32 masters, and lets its state dict save fp32.
 
@@ -70,11 +71,11 @@ def to_16_bit(
         optimizers: those that step some of the parameters; updated in place.
         keep_batch_norm: whether batch norms keep theirs in fp32. (Their statistics always stay.)
         excluded: layers, or classes of layers, whose parameters stay fp32.
-        keep_master, gradient_dtype: see :func:`clamp.params.masters.narrow`.
+        keep_master, gradient_dtype, seed: see :func:`clamp.params.masters.narrow`.
     """
     kept = {id(param) for _, param in _kept(model, keep_batch_norm, excluded)}
     params = [param for param in model.parameters() if id(param) not in kept]
-    narrow(params, dtype, optimizers, keep_master=keep_master, gradient_dtype=gradient_dtype)
+    narrow(params, dtype, optimizers, keep_master=keep_master, gradient_dtype=gradient_dtype, seed=seed)
     bridge.invalidate_derived(model)
     save_as(model, "float32")
 

@@ -1,18 +1,25 @@
 // optimizer_step.cl: an optimizer's step over many parameters in one launch, and their 16-bit copies.
 //
-//   slot k     p_k  parameter, float32     rewritten by the rule
+//   slot k     p_k  parameter, float32     rewritten by the rule; not there where h_k, or h_k with r_k, is the parameter
 //              g_k  its gradient, float32
 //              s_k, t_k  its state         velocity; first and second moment
 //              h_k  16-bit copy of p_k     written, if there are copies
+//              r_k  16 bits more of it     rewritten, where it is kept in two parts
 //   tiles      as in multi_tensor.cl: one work-group a tile, in a shuffled order
 //
 // The rules are those of netcl's optimizers, operation by operation, and give the same bits: SGD, Adam and AdamW are
 // kernels there (netcl/optim/*.py), whose expressions stand here as they stand there, so that a compiler contracts the
 // same multiplications and additions. Momentum is computed by numpy there, which contracts none.
 //
-//   RULE      sgd, sgd_momentum, momentum, adam, adamw; none: the parameters are only copied, and have no gradients here
+//   RULE      sgd, sgd_momentum, momentum, adam, adamw; without gradients: none, p_k is copied, or split into parts; and
+//             join, p_k is put together of its parts
 //   COPY_T    storage type of the copies: f16 or bf16; f32: there are none
-//   ROUNDED   1: a parameter becomes what its copy holds; 0, the default: it keeps its precision
+//   KEEPS     how a parameter with a copy is kept, from step to step:
+//               kept_copy         in float32; the default
+//               kept_rounded      in float32, which becomes what the copy holds
+//               kept_stochastic   in the copy, rounded up or down by chance
+//               kept_kahan        in the copy and, in bfloat16, what rounding it left over
+//               kept_remainder    in the copy and 16 bits, which are all of float32
 //   DECADES   of slots.clh: SLOTS = 10, 20 ... 100
 //   PIECES    of pieces.clh
 //
@@ -27,12 +34,27 @@
 #define COPIES_bf16 1
 #define COPIES CAT(COPIES_, COPY_T)
 
+#ifndef KEEPS
+#define KEEPS kept_copy
+#endif
+#define PARTS_kept_copy 0
+#define PARTS_kept_rounded 0
+#define PARTS_kept_stochastic 1
+#define PARTS_kept_kahan 2
+#define PARTS_kept_remainder 2
+#define PARTS CAT(PARTS_, KEEPS) // of which a parameter consists; 0: it is whole
+
 // Of each rule: how many tensors of state it has (-1: not even a gradient), its numbers, what it does to `value` and to
 // the state, `first` and `second`, by `grad`, all of type V, float or float16; and whether that may be contracted.
 #define CONTRACTS_none 1
 #define STATES_none -1
 #define NUMBERS_none
 #define UPDATE_none(V)
+
+#define CONTRACTS_join 1
+#define STATES_join -2
+#define NUMBERS_join
+#define UPDATE_join(V)
 
 #define CONTRACTS_sgd 1
 #define STATES_sgd 0
@@ -86,8 +108,127 @@
 #define STATES CAT(STATES_, RULE)
 #define UPDATE CAT(UPDATE_, RULE)
 
+// ------------------------------------------------------------------------------------------------ 16-bit parameters
+
+// What the types of 1 and of 16 elements are called.
+#define UINT_float uint
+#define UINT_float16 uint16
+#define AS_UINT_float as_uint
+#define AS_UINT_float16 as_uint16
+#define AS_FLOAT_float as_float
+#define AS_FLOAT_float16 as_float16
+#define AS_INT_float as_int
+#define AS_INT_float16 as_int16
+#define TO_FLOAT_float convert_float
+#define TO_FLOAT_float16 convert_float16
+#define TO_INT_float convert_int
+#define TO_INT_float16 convert_int16
+#define INDEX_float(i) (uint)(i)
+#define INDEX_float16(i) (uint)(i) + (uint16)(LANE_NUMBERS)
+#define UINT(V) CAT(UINT_, V)
+#define AS_UINT(V, v) CAT(AS_UINT_, V)(v)
+#define AS_FLOAT(V, v) CAT(AS_FLOAT_, V)(v)
+
+// The words of r: loaded as signed numbers, as bfloat16 shifted back, and stored of 32 bits, the upper 16 of them lost.
+#define LOAD_WORDS(V, LD, i) (CAT(AS_INT_, V)(LD(bf16, r, i)) >> 16)
+#define STORE_WORDS(V, words, i) CAT(STORE_WORDS_, V)(words, i)
+#define STORE_WORDS_float(words, i) r[i] = convert_ushort((words) & 0xffffu);
+#define STORE_WORDS_float16(words, i) STORE_ANY(ushort16, convert_ushort16((words) & 0xffffu), r + (i));
+
+#define EXPONENT 0x7f800000u // of a float's bits
+#define SIGN 0x80000000u
+#define POWER(e) ((127u + (e)) << 23) // the bits of 2^e
+
+// What rounding to hi left over; nothing of inf and nan.
+#define REST(V, of, hi) (fabs(hi) < INFINITY ? (of) - (hi) : (V)(0.0f))
+
+// The remainder of bfloat16: the lower half of a float's bits, as a signed number. The upper half goes up by one where
+// it is negative, which is rounding to nearest, ties away from zero: 32 bits have no room for where ties went to even.
+#define JOIN_remainder_bf16(V, LD, i) \
+    AS_FLOAT(V, AS_UINT(V, LD(bf16, h, i)) + AS_UINT(V, LOAD_WORDS(V, LD, i)))
+#define SPLIT_remainder_bf16(V, LD, ST, i)                                                 \
+    const UINT(V) bits = isnan(value) ? (UINT(V))(0x7fc00000u) : AS_UINT(V, value);        \
+    ST(bf16, AS_FLOAT(V, (bits + 0x8000u) & 0xffff0000u), h, i);                           \
+    STORE_WORDS(V, bits, i)
+
+// The remainder of float16: what is left over in units of 2^-24 times its power of two, of which a float is a multiple;
+// not finer than 2^-40. Below 2^-14, where that takes all 16 bits, ties go up, so that they are from -2^15 to 2^15 - 1.
+#define UNIT_BITS(V, hi) (max(AS_UINT(V, hi) & EXPONENT, (UINT(V))(POWER(-16))) - (24u << 23))
+#define JOIN_remainder_f16(V, LD, i) \
+    LD(f16, h, i) + CAT(TO_FLOAT_, V)(LOAD_WORDS(V, LD, i)) * AS_FLOAT(V, UNIT_BITS(V, LD(f16, h, i)))
+#define SPLIT_remainder_f16(V, LD, ST, i)                                                              \
+    const V up = floor(value * 0x1p24f + 0.5f) * 0x1p-24f;                                             \
+    ST(f16, fabs(value) < 0x1p-14f ? up : value, h, i);                                                \
+    const V hi = LD(f16, h, i);                                                                        \
+    const V units = REST(V, value, hi) * AS_FLOAT(V, POWER(127) - UNIT_BITS(V, hi));                   \
+    const V whole = rint(clamp(units, (V)(-32768.0f), (V)(32767.0f)));                                 \
+    STORE_WORDS(V, AS_UINT(V, CAT(TO_INT_, V)(whole)), i)
+#define JOIN_kept_remainder(V, LD, i) CAT(JOIN_remainder_, COPY_T)(V, LD, i)
+#define SPLIT_kept_remainder(V, LD, ST, i) CAT(SPLIT_remainder_, COPY_T)(V, LD, ST, i)
+
+// What rounding left over, in bfloat16: float16 would lose it where parameters are small. With it rounded, the sum may
+// have another neighbour that is the nearest: both are taken of the sum, whose parts are the same whenever it is split.
+#define JOIN_kept_kahan(V, LD, i) LD(COPY_T, h, i) + LD(bf16, r, i)
+#define SPLIT_kept_kahan(V, LD, ST, i)                      \
+    ST(COPY_T, value, h, i);                           \
+    const V first_hi = LD(COPY_T, h, i);               \
+    ST(bf16, REST(V, value, first_hi), r, i);          \
+    const V sum = first_hi + LD(bf16, r, i);           \
+    ST(COPY_T, sum, h, i);                             \
+    const V hi = LD(COPY_T, h, i);                     \
+    ST(bf16, REST(V, sum, hi), r, i);
+
+// Up or down, with the probability of how near that is. What would become inf by chance is rounded to nearest.
+#define JOIN_kept_stochastic(V, LD, i) LD(COPY_T, h, i)
+#define BY_CHANCE (PARTS == 1 && STATES >= 0)
+#if BY_CHANCE
+#define SPLIT_kept_stochastic(V, LD, ST, i)                                                              \
+    const UINT(V) random = CAT(random_, V)(CAT(INDEX_, V)(i), key + (uint)((ulong)(i) >> 32), turn); \
+    ST(COPY_T, CAT(CAT(by_chance_, COPY_T), CAT(_, V))(value, random), h, i);
+#else
+#define SPLIT_kept_stochastic(V, LD, ST, i) ST(COPY_T, value, h, i);
+#endif
+
+// 32 bits of each element, step (turn) and parameter (key): the integer hash triple32 of Chris Wellons, a bijection
+// whose output bits depend on each bit of what goes in.
+#define DEFINE_CHANCE(V)                                                                            \
+    static inline UINT(V) random_##V(UINT(V) x, uint key, uint turn) {                              \
+        x += key;                                                                                   \
+        x ^= x >> 17;                                                                               \
+        x *= 0xed5ad4bbu;                                                                           \
+        x ^= x >> 11;                                                                               \
+        x ^= turn;                                                                                  \
+        x *= 0xac4c1b51u;                                                                           \
+        x ^= x >> 15;                                                                               \
+        x *= 0x31848babu;                                                                           \
+        return x ^ (x >> 14);                                                                       \
+    }                                                                                               \
+    static inline V by_chance_bf16_##V(V value, UINT(V) random) {                                   \
+        const UINT(V) bits = AS_UINT(V, value) + (random >> 16);                                    \
+        const V up = AS_FLOAT(V, bits & 0xffff0000u);                                               \
+        return fabs(up) < INFINITY ? up : value;                                                    \
+    }                                                                                               \
+    static inline V by_chance_f16_##V(V value, UINT(V) random) {                                    \
+        const UINT(V) ulp = max(AS_UINT(V, value) & EXPONENT, (UINT(V))(POWER(-14))) - (10u << 23); \
+        const V ulps = fabs(value) * AS_FLOAT(V, POWER(127) - ulp), below = floor(ulps);            \
+        const V chance = CAT(TO_FLOAT_, V)(random >> 8) * 0x1p-24f;                                 \
+        const V up = (chance < ulps - below ? below + 1.0f : below) * AS_FLOAT(V, ulp);             \
+        return up <= 65504.0f ? AS_FLOAT(V, AS_UINT(V, up) | (AS_UINT(V, value) & SIGN)) : value;   \
+    }
+#if BY_CHANCE
+DEFINE_CHANCE(float)
+DEFINE_CHANCE(float16)
+#endif
+
+// ------------------------------------------------------------------------------------------------ the kernel
+
+#if PARTS && STATES >= 0
+#define P_PARAMETER(k)
+#define SLOT_P(k)
+#else
 #define P_PARAMETER(k) , __global float *p##k
 #define SLOT_P(k) p = p##k;
+#endif
 #if STATES >= 0
 #define G_PARAMETER(k) , __global const float *g##k
 #define SLOT_G(k) g = g##k;
@@ -116,7 +257,21 @@
 #define H_PARAMETER(k)
 #define SLOT_H(k)
 #endif
-#define SLOT_CASE(k) case k: SLOT_P(k) SLOT_G(k) SLOT_S(k) SLOT_T(k) SLOT_H(k) break;
+#if PARTS == 2
+#define R_PARAMETER(k) , __global ushort *r##k
+#define SLOT_R(k) r = r##k;
+#else
+#define R_PARAMETER(k)
+#define SLOT_R(k)
+#endif
+#define SLOT_CASE(k) case k: SLOT_P(k) SLOT_G(k) SLOT_S(k) SLOT_T(k) SLOT_H(k) SLOT_R(k) break;
+#if BY_CHANCE
+#define CHANCE_PARAMETERS , __global const uint *keys, const uint turn
+#define KEY const uint key = keys[of.tensor];
+#else
+#define CHANCE_PARAMETERS
+#define KEY
+#endif
 
 #if STATES >= 2
 #define LOAD_STATE(V, LD, i) V first = LD(f32, s, i), second = LD(f32, t, i);
@@ -128,46 +283,62 @@
 #define LOAD_STATE(V, LD, i)
 #define STORE_STATE(ST, i)
 #endif
-#ifndef ROUNDED
-#define ROUNDED 0
-#endif
-#if COPIES && ROUNDED
-#define STORE_COPY(LD, ST, i) ST(COPY_T, value, h, i); ST(f32, LD(COPY_T, h, i), p, i);
-#elif COPIES
-#define STORE_COPY(LD, ST, i) ST(COPY_T, value, h, i);
+
+#define STORE_kept_copy(V, LD, ST, i) ST(COPY_T, value, h, i);
+#define STORE_kept_rounded(V, LD, ST, i) ST(COPY_T, value, h, i); ST(f32, LD(COPY_T, h, i), p, i);
+#define STORE_kept_stochastic SPLIT_kept_stochastic
+#define STORE_kept_kahan SPLIT_kept_kahan
+#define STORE_kept_remainder SPLIT_kept_remainder
+#if PARTS
+#define LOAD_VALUE(V, LD, i) CAT(JOIN_, KEEPS)(V, LD, i)
+#define STORE_WHOLE(ST, i)
 #else
-#define STORE_COPY(LD, ST, i)
+#define LOAD_VALUE(V, LD, i) LD(f32, p, i)
+#define STORE_WHOLE(ST, i) ST(f32, value, p, i);
+#endif
+#if COPIES
+#define STORE_COPY(V, LD, ST, i) CAT(STORE_, KEEPS)(V, LD, ST, i)
+#else
+#define STORE_COPY(V, LD, ST, i)
 #endif
 
 // Element i and, if V is float16, the 15 after it.
 #if STATES >= 0
 #define NAME update
-#define STEP(V, LD, ST, i)        \
-    V value = LD(f32, p, i);      \
-    V grad = LD(f32, g, i);       \
-    LOAD_STATE(V, LD, i)          \
-    UPDATE(V)                     \
-    ST(f32, value, p, i);         \
-    STORE_STATE(ST, i)            \
-    STORE_COPY(LD, ST, i)
-#else
+#define STEP(V, LD, ST, i)          \
+    V value = LOAD_VALUE(V, LD, i); \
+    V grad = LD(f32, g, i);         \
+    LOAD_STATE(V, LD, i)            \
+    UPDATE(V)                       \
+    STORE_WHOLE(ST, i)              \
+    STORE_STATE(ST, i)              \
+    STORE_COPY(V, LD, ST, i)
+#elif STATES == -1
 #define NAME copy
-#define STEP(V, LD, ST, i)             \
-    const V value = LD(f32, p, i);     \
-    STORE_COPY(LD, ST, i)
+#define STEP(V, LD, ST, i)         \
+    const V value = LD(f32, p, i); \
+    STORE_COPY(V, LD, ST, i)
+#else
+#define NAME join
+#define STEP(V, LD, ST, i)                \
+    const V value = LOAD_VALUE(V, LD, i); \
+    ST(f32, value, p, i);
 #endif
 
-__kernel void NAME(__global const tile *restrict tiles CAT(NUMBERS_, RULE) EACH_SLOT(P_PARAMETER)
-                       EACH_SLOT(G_PARAMETER) EACH_SLOT(S_PARAMETER) EACH_SLOT(T_PARAMETER) EACH_SLOT(H_PARAMETER)) {
+__kernel void NAME(__global const tile *restrict tiles CHANCE_PARAMETERS CAT(NUMBERS_, RULE) EACH_SLOT(P_PARAMETER)
+                       EACH_SLOT(G_PARAMETER) EACH_SLOT(S_PARAMETER) EACH_SLOT(T_PARAMETER) EACH_SLOT(H_PARAMETER)
+                           EACH_SLOT(R_PARAMETER)) {
     const tile of = tiles[get_group_id(0)];
     __global float *p;
     __global const float *g;
     __global float *s, *t;
     __global STORAGE(COPY_T) *h;
+    __global ushort *r;
     switch (of.tensor) {
         EACH_SLOT(SLOT_CASE)
         default: return;
     }
+    KEY
     const size_t end = of.begin + of.count, last = end - of.count % 16;
     for (size_t i = of.begin + 16 * get_local_id(0); i < last; i += 16 * get_local_size(0)) {
         STEP(float16, LOAD16, STORE16, i)

@@ -185,7 +185,7 @@ def test_what_was_refused_says_what_to_pass(queue: cl.CommandQueue) -> None:
         r"lists takes the path of a list file, got 3": lambda: amp.init(lists=3),
         r"debug must be None, .* got 3": lambda: amp.init(debug=3),
         r"pass the module or class that has the function": lambda: amp.register_half_function(None, "relu"),
-        r"master_weight is True or False, got 3": lambda: amp.decorate(model, master_weight=3),
+        r"master_weight is True or False, or one of .*, got 3": lambda: amp.decorate(model, master_weight=3),
         r"an iterable of them, not \[\], which has none": lambda: amp.GradScaler().scale([]),
         r"load_state_dict takes the dict that .* returned, got 3": lambda: amp.GradScaler().load_state_dict(3),
         r"got the class SGD: make one of it": lambda: amp.decorate(model, SGD),

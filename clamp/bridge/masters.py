@@ -32,6 +32,11 @@ def master_of(model: Tensor) -> Tensor | None:
     return getattr(model, "_master", None)
 
 
+def is_in_parts(master: Tensor) -> bool:
+    """Whether a master consists of 16-bit parts, the parameter among them, and has no memory of its own."""
+    return getattr(type(master), "is_in_parts", False)
+
+
 def freeze_like(master: Tensor, model: Tensor) -> None:
     """Puts netcl's mark on a master, or takes it off, as its 16-bit parameter is frozen or not."""
     master._frozen = is_frozen(model)

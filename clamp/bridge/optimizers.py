@@ -13,7 +13,7 @@ import pyopencl as cl
 from netcl.amp import GradScaler
 from netcl.optim import adamw
 
-from clamp.bridge.masters import model_parameter
+from clamp.bridge.masters import is_in_parts, model_parameter
 from clamp.bridge.modules import is_module
 from clamp.bridge.objects import in_reach, own_attributes
 from clamp.bridge.tensors import Tensor, is_frozen
@@ -140,8 +140,8 @@ def add_missing_state(optimizer: Any) -> None:
     """Gives parameters that were added to ``optimizer.params`` the state of new ones.
 
     netcl's optimizers make it at construction only, and fused AdamW forgets all moments when it meets another list of
-    parameters (one more or less, frozen, or in another order): it goes on parameter by parameter instead, with the
-    moments that it has.
+    parameters (one more or less, frozen, or in another order), and knows none that consist of parts: it goes on
+    parameter by parameter instead, with the moments that it has.
     """
     forget_the_gone(optimizer)
     params = optimizer.params
@@ -154,7 +154,9 @@ def add_missing_state(optimizer: Any) -> None:
                 if id(param) not in state:
                     state[id(param)] = np.zeros(param.shape, np.float32)
     fused = fused_state(optimizer)
-    if fused is not None and [id(param) for param, _, _ in fused["offsets"]] != _stepped_ids(params):
+    if fused is None:
+        return
+    if any(map(is_in_parts, params)) or [id(param) for param, _, _ in fused["offsets"]] != _stepped_ids(params):
         for param, offset, size in fused["offsets"]:
             optimizer._m_buf[id(param)] = fused["m_flat"].get_sub_region(offset * 4, size * 4)
             optimizer._v_buf[id(param)] = fused["v_flat"].get_sub_region(offset * 4, size * 4)
@@ -167,6 +169,20 @@ def _stepped_ids(params: Sequence[Tensor]) -> list[int]:
 
 #: what AdamW's moments are kept in besides: of parameters that are stepped as one, and loaded for the next step
 MOMENTS_APART = ("_fused_state", "_pending_moments")
+
+
+#: where an optimizer counts the steps in which parameters were rounded by chance, once there was one
+ROUNDINGS = "_roundings"
+
+
+def roundings(optimizer: Any) -> int:
+    """How many steps of an optimizer have rounded parameters by chance."""
+    return int(getattr(optimizer, ROUNDINGS, 0))
+
+
+def set_roundings(optimizer: Any, count: int) -> None:
+    """Says how many steps of an optimizer have rounded parameters by chance."""
+    setattr(optimizer, ROUNDINGS, count)
 
 
 def fused_state(optimizer: Any) -> dict[str, Any] | None:
@@ -194,6 +210,7 @@ def steps_as_one(adamw: Any) -> bool:
         and sum(param.size for param in params) >= adamw._fused_min_elems
         and params[0].context is not None
         and all(param.context == params[0].context for param in params)
+        and not any(map(is_in_parts, params))
     )
 
 

@@ -286,6 +286,7 @@ def _netcl_write(
 
     def apply() -> None:
         with reading(decoder.path, where):
+            vars(optimizer).pop(bridge.ROUNDINGS, None)  # a run that has rounded nothing by chance has none
             vars(optimizer).update(attributes)
             for name, items in by_parameter.items():
                 moments = {id(params[index]): _placed(params[index], *items[index]) for index in sorted(items)}
@@ -303,7 +304,7 @@ def _value_of(item: Json, decoder: Decoder) -> Any:
 def _check_attributes(
     optimizer: Any, attributes: Mapping[str, Any], by_parameter: Collection[str], order: Sequence[int], where: str
 ) -> None:
-    unknown = sorted((attributes.keys() | set(by_parameter)) - vars(optimizer).keys())
+    unknown = sorted((attributes.keys() | set(by_parameter)) - vars(optimizer).keys() - {bridge.ROUNDINGS})
     if unknown:
         raise CheckpointError(f"{where} has no {', '.join(unknown)} here")
     for name, value in attributes.items():

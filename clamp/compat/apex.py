@@ -17,6 +17,7 @@ from clamp.casting.regions import Region, check_dtype
 from clamp.compat.scalers import require_number
 from clamp.handle import NoOpHandle
 from clamp.models import as_list, cast_calls, to_16_bit
+from clamp.params.masters import require_kept, require_steppable
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
 from clamp.scaling.loss_scale import LossScale, NoLossScale
 from clamp.session import load_state_dict, state_dict
@@ -31,7 +32,7 @@ class Properties:
     cast_model_type: str | None
     patch_netcl: bool
     keep_batchnorm_fp32: bool | None
-    master_weights: bool | None
+    master_weights: bool | str | None
     loss_scale: str | float
 
 
@@ -60,7 +61,7 @@ def initialize(
     cast_model_type: DTypeLike | None = None,
     patch_netcl_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
+    master_weights: bool | str | None = None,
     loss_scale: float | str | None = None,
     cast_model_outputs: DTypeLike | None = None,
     num_losses: int = 1,
@@ -70,6 +71,7 @@ def initialize(
     *,
     dtype: DTypeLike = "float16",
     patch_torch_functions: bool | None = None,
+    rounding_seed: int = 0,
 ) -> Any:
     """Turns on mixed precision at one of apex's opt_levels, for these models and optimizers, until ``amp.shutdown()``.
 
@@ -93,7 +95,8 @@ def initialize(
         cast_model_type: ``"float16"``, ``"bfloat16"`` or ``"float32"``.
         patch_netcl_functions: apex's ``patch_torch_functions`` (which is accepted too): cast in netcl's functions.
         keep_batchnorm_fp32: whether batch norm's parameters stay fp32. Its statistics always do.
-        master_weights: whether the fp32 masters keep precision from one step to the next.
+        master_weights: whether the fp32 masters keep precision from one step to the next; or ``"remainder"``,
+            ``"kahan"`` or ``"stochastic"``, which train 16-bit parameters without fp32 masters (see ``amp.decorate``).
         loss_scale: a number, or ``"dynamic"``.
         cast_model_outputs: dtype of the models' outputs.
         num_losses: how many losses have a scale of their own; ``scale_loss`` picks it with ``loss_id``.
@@ -101,13 +104,14 @@ def initialize(
         min_loss_scale: limit of a dynamic scale; 2**-14 if not given.
         max_loss_scale: limit of a dynamic scale.
         dtype: the 16-bit dtype; with bfloat16 losses are not scaled unless ``loss_scale`` is given.
+        rounding_seed: of ``master_weights="stochastic"``.
 
     Returns:
         The models, or (models, optimizers), in the form in which they were passed.
 
     Raises:
         RuntimeError: called a second time, an unknown level, or properties that contradict it.
-        TypeError: something is no model, or no optimizer.
+        TypeError: something is no model, or no optimizer, or an optimizer cannot step parameters without fp32 masters.
         ValueError: a model is 16-bit already, or an unknown dtype, number of losses or loss scale.
     """
     result = models if optimizers is None else (models, optimizers)
@@ -134,6 +138,7 @@ def initialize(
     make_scaler = _scaler_maker(chosen.loss_scale, min_loss_scale, max_loss_scale)
     for model in model_list:
         _require_float32(model)
+    require_steppable(optimizer_list, require_kept(chosen.master_weights, "master_weights"))
     if verbosity:
         _print(opt_level, chosen)
     compute = dtype if chosen.patch_netcl else chosen.cast_model_type or "float32"
@@ -144,11 +149,11 @@ def initialize(
         Region(chosen.patch_netcl, compute, policies, level=opt_level, init_call=init_call), make_scaler, num_losses
     )
     for model in model_list:
-        _prepare(model, optimizer_list, chosen, cast_model_outputs)
+        _prepare(model, optimizer_list, chosen, cast_model_outputs, rounding_seed)
     return result
 
 
-def _prepare(model: Any, optimizers: list[Any], chosen: Properties, outputs: str | None) -> None:
+def _prepare(model: Any, optimizers: list[Any], chosen: Properties, outputs: str | None, seed: int) -> None:
     if chosen.cast_model_type is None:
         if outputs is not None:
             cast_calls(model, None, outputs)
@@ -160,7 +165,8 @@ def _prepare(model: Any, optimizers: list[Any], chosen: Properties, outputs: str
             chosen.cast_model_type,
             optimizers,
             keep_batch_norm=bool(chosen.keep_batchnorm_fp32),
-            keep_master=bool(chosen.master_weights),
+            keep_master=chosen.master_weights or False,
+            seed=seed,
         )
 
 

@@ -17,6 +17,7 @@ from clamp.casting.regions import check_dtype
 from clamp.compat.regions import ThreadRegion, require_switch, warn_if_nothing_is_gained
 from clamp.compat.scalers import FaceRule, FaceScaler, require_number, setting
 from clamp.models import SAVE_DTYPES, as_list, require_convertible, save_as, to_16_bit
+from clamp.params.masters import require_kept, require_steppable
 from clamp.patching.patch import Registration
 from clamp.scaling.dynamic_scale import DynamicLossScale
 from clamp.scaling.manual import ManualScaling
@@ -33,11 +34,12 @@ def decorate(
     optimizers: Any = None,
     level: str = "O2",
     dtype: DTypeLike = "float16",
-    master_weight: bool | None = None,
+    master_weight: bool | str | None = None,
     *,
     save_dtype: DTypeLike | None = None,
     master_grad: bool = False,
     excluded_layers: Any = None,
+    rounding_seed: int = 0,
 ) -> Any:
     """Makes models ready for a level: at O2 their parameters become 16-bit, in place, with fp32 masters.
 
@@ -53,12 +55,15 @@ def decorate(
         optimizers: an optimizer built before, a list of them, or None. They keep the state that they have.
         level: ``"O0"``, ``"OD"`` and ``"O1"`` change nothing; ``"O2"``.
         dtype: ``"float16"`` or ``"bfloat16"``.
-        master_weight: None or True: masters; False: no precision is kept from one step to the next, and one warning
-            says that small updates are lost.
+        master_weight: None or True: fp32 masters; False: no precision is kept from one step to the next, and one
+            warning says that small updates are lost. Without fp32 masters, by netcl's SGD, Momentum, Adam and AdamW:
+            ``"remainder"``: 16 bits more, which with the parameter's are the fp32 master; ``"kahan"``: 16 bits more,
+            what rounding left over; ``"stochastic"``: nothing more, but rounded up or down by chance.
         save_dtype: dtype of what ``state_dict`` saves, float32 if not given. (numpy has no bfloat16: numbers rounded
             to it are saved as float32.)
         master_grad: gradients of 16-bit parameters come from backward in float32.
         excluded_layers: layers, or classes of layers, or a list of them, whose parameters stay fp32.
+        rounding_seed: of ``"stochastic"``: the same seed, step, parameter and element are rounded the same way.
 
     Returns:
         The models, or (models, optimizers), in the form in which they were passed.
@@ -66,16 +71,19 @@ def decorate(
     Raises:
         ValueError: an unknown level or dtype; or an earlier ``decorate`` (or ``amp.initialize``) made parameters 16-bit
             that are excluded now, or a model that is to be float32. Nothing was changed.
-        TypeError: something is no model, no optimizer, no layer, or no switch.
+        TypeError: something is no model, no optimizer, no layer, or no switch; or an optimizer cannot step parameters
+            that have no fp32 masters.
     """
     result = models if optimizers is None else (models, optimizers)
     _check("level", level, LEVELS)
     dtype = check_dtype(dtype, "dtype")
     if save_dtype is not None:
         save_dtype = check_dtype(save_dtype, "save_dtype", SAVE_DTYPES)
-    for name, switch in (("master_weight", master_weight), ("master_grad", master_grad)):
-        if not isinstance(switch, bool | None):
-            raise TypeError(f"{name} is True or False, got {switch!r}")
+    if not isinstance(master_grad, bool | None):
+        raise TypeError(f"master_grad is True or False, got {master_grad!r}")
+    keeps = require_kept(master_weight, "master_weight")
+    if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, int | np.integer):
+        raise TypeError(f"rounding_seed is an integer, got {rounding_seed!r}")
     model_list = as_list(models, "a model", "parameters")
     optimizer_list = [] if optimizers is None else as_list(optimizers, "an optimizer", "step")
     excluded = [] if excluded_layers is None else _layers(excluded_layers)
@@ -84,6 +92,7 @@ def decorate(
             require_convertible(model, dtype, excluded)
     if level != "O2" or dtype == "float32":
         return result
+    require_steppable(optimizer_list, keeps)
     if master_weight is False:
         warn_user(
             f"amp.decorate(master_weight=False): after each step parameters are rounded to {dtype}, so that updates of "
@@ -99,8 +108,9 @@ def decorate(
             dtype,
             optimizer_list,
             excluded=excluded,
-            keep_master=master_weight is not False,
+            keep_master=keeps,
             gradient_dtype="float32" if master_grad else None,
+            seed=int(rounding_seed),
         )
         if save_dtype is not None:
             save_as(model, save_dtype)

@@ -5,7 +5,7 @@ kernels/optimizer_step.cl has the rules: those of netcl's optimizers, with the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,20 +21,29 @@ from clamp.ops.slots import filled, open_slots, slots_for, tiles_of
 
 UPDATE = Kernel("optimizer_step.cl", "update")
 COPY = Kernel("optimizer_step.cl", "copy")  # of the rule that is none
+JOIN = Kernel("optimizer_step.cl", "join")
 
-_OTHER_ARGUMENTS_BYTES = 40  # tile table, and numbers of a rule
+#: of how many 16-bit tensors a parameter consists, by how it is kept (KEEPS); 0: of one in float32
+PARTS = {"copy": 0, "rounded": 0, "stochastic": 1, "kahan": 2, "remainder": 2}
+
+_WITHOUT_GRADIENTS = {"none": COPY, "join": JOIN}
+_OTHER_ARGUMENTS_BYTES = 56  # tile table, keys, and numbers of a rule
 
 
 class Copy(NamedTuple):
-    """A 16-bit copy of a parameter that is written with it.
+    """A 16-bit copy of a parameter that is written with it, or the parts of which it consists.
 
     Attributes:
         tensor: float16 or bfloat16, of as many elements.
-        rounds: whether the parameter becomes what the copy holds.
+        keeps: one of ``PARTS``: how the parameter itself is kept.
+        rest: where that is in two parts, the other one, of 16-bit words.
+        key: what chance depends on besides the step and the place of an element, from 0 to 2^32 - 1.
     """
 
     tensor: Tensor
-    rounds: bool = False
+    keeps: str = "copy"
+    rest: Tensor | None = None
+    key: int = 0
 
 
 class MultiUpdate:
@@ -43,9 +52,14 @@ class MultiUpdate:
     Args:
         rule: a RULE of kernels/optimizer_step.cl.
         numbers: how many it has.
-        params: float32, one of them not empty, on one queue; no two share memory.
+        params: float32, one of them not empty, on one queue; no two share memory. The memory of those that consist of
+            parts is not asked for, unless the rule is one without gradients.
         states: for each tensor of state that the rule has, one buffer of as many float32 for each parameter.
-        copies: for each parameter its copy, or None.
+        copies: for each parameter its copy, or its parts, or None.
+
+    Attributes:
+        has_parts: whether some parameters consist of parts.
+        by_chance: whether some are rounded by chance.
     """
 
     def __init__(
@@ -53,40 +67,82 @@ class MultiUpdate:
         copies: Sequence[Copy | None],
     ) -> None:  # fmt: skip
         self._queue: cl.CommandQueue = params[0].queue
-        self._launches: list[tuple[list[int], Launch]] = []  # numbers of parameters, and what steps these
-        kinds: dict[tuple[str, bool], list[int]] = {}
+        self._launches: list[tuple[list[int], Launch, bool]] = []  # numbers of parameters, what steps these, and how
+        self._has_gradients = rule not in _WITHOUT_GRADIENTS
+        kinds: dict[tuple[str, str], list[int]] = {}
         for index, (param, copy) in enumerate(zip(params, copies, strict=True)):
             if param.size:
-                key = ("f32", False) if copy is None else (bridge.STORAGE[copy.tensor.dtype], copy.rounds)
+                key = ("f32", "copy") if copy is None else (bridge.STORAGE[copy.tensor.dtype], copy.keeps)
                 kinds.setdefault(key, []).append(index)
-        written = [copy and copy.tensor.buffer for copy in copies]
-        for (kind, rounds), of_kind in kinds.items():
-            columns = list(states) if kind == "f32" else [*states, written]
-            slots = slots_for(self._queue, len(of_kind), 2 + len(columns), _OTHER_ARGUMENTS_BYTES)
-            macros = {"RULE": rule, "COPY_T": kind, "ROUNDED": int(rounds), "DECADES": slots // 10}
-            for start in range(0, len(of_kind), slots):
-                members = of_kind[start : start + slots]
-                tiles = tiles_of(self._queue, tuple([params[index].size for index in members]))
-                slotted = filled(members, slots)
-                launch = UPDATE.bind(
-                    self._queue, *tiles.grid, tiles.table, *[...] * numbers,
-                    *[params[index].buffer for index in slotted], *open_slots(len(members), slots, tiles),
-                    *[column[index] for column in columns for index in slotted],
-                    PIECES=pieces_for(self._queue), **macros,
-                )  # fmt: skip
-                self._launches.append((members, launch))
+        parts = {PARTS[keeps] for _, keeps in kinds}
+        self.has_parts, self.by_chance = parts != {0}, 1 in parts and self._has_gradients
+        for (kind, keeps), of_kind in kinds.items():
+            self._bind(rule, numbers, params, states, copies, kind, keeps, of_kind)
 
-    def pieces(self, numbers: Sequence[np.generic], grads: Sequence[Tensor]) -> list[Callable[[], None]]:
+    def _bind(
+        self, rule: str, numbers: int, params: Sequence[Tensor], states: Sequence[Sequence[Any]],
+        copies: Sequence[Copy | None], kind: str, keeps: str, of_kind: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Binds the launches of those parameters that have copies of one kind, or none."""
+        has_gradients, parts = self._has_gradients, PARTS[keeps]
+        by_chance = parts == 1 and has_gradients
+        first: list[dict[int, Any]] = [] if parts and has_gradients else [{i: params[i].buffer for i in of_kind}]
+        last: list[dict[int, Any]] = [{i: column[i] for i in of_kind} for column in states]
+        found = {i: copy for i in of_kind if (copy := copies[i]) is not None}
+        if found:
+            last.append({i: copy.tensor.buffer for i, copy in found.items()})
+        if parts == 2:
+            last.append({i: copy.rest.buffer for i, copy in found.items() if copy.rest is not None})
+        pointers = len(first) + len(last) + int(has_gradients)
+        slots = slots_for(self._queue, len(of_kind), pointers, _OTHER_ARGUMENTS_BYTES)
+        macros = {"RULE": rule, "COPY_T": kind, "KEEPS": f"kept_{keeps}", "DECADES": slots // 10}
+        for start in range(0, len(of_kind), slots):
+            members = list(of_kind[start : start + slots])
+            tiles = tiles_of(self._queue, tuple([params[index].size for index in members]))
+            slotted = filled(members, slots)
+            chance: list[Any] = [self._keys(found, members), ...] if by_chance else []
+            launch = _WITHOUT_GRADIENTS.get(rule, UPDATE).bind(
+                self._queue, *tiles.grid, tiles.table, *chance, *[...] * numbers,
+                *[column[index] for column in first for index in slotted],
+                *(open_slots(len(members), slots, tiles) if has_gradients else ()),
+                *[column[index] for column in last for index in slotted],
+                PIECES=pieces_for(self._queue), **macros,
+            )  # fmt: skip
+            self._launches.append((members, launch, by_chance))
+
+    def _keys(self, copies: Mapping[int, Copy], members: Sequence[int]) -> cl.Buffer:
+        keys = np.array([copies[index].key for index in members], np.uint32)
+        flags = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
+        return cl.Buffer(self._queue.context, flags, hostbuf=keys)
+
+    def pieces(
+        self, numbers: Sequence[np.generic] = (), grads: Sequence[Tensor] = (), turn: int = 0
+    ) -> list[Callable[[], None]]:
         """Returns calls that enqueue the step, a launch each, for ``in_turn``.
 
         Args:
             numbers: of the rule, in the order and of the types of the kernel.
-            grads: float32, one for each parameter, of as many elements.
+            grads: float32, one for each parameter, of as many elements; none of a rule without gradients.
+            turn: another one in each step, from 0 to 2^32 - 1: what chance depends on.
         """
         return [
-            partial(launch, self._queue, *numbers, *[grads[index].buffer for index in members])
-            for members, launch in self._launches
-        ]
+            partial(
+                launch, self._queue, *((np.uint32(turn),) if by_chance else ()), *numbers,
+                *([grads[index].buffer for index in members] if self._has_gradients else ()),
+            )
+            for members, launch, by_chance in self._launches
+        ]  # fmt: skip
+
+
+def mixed(*numbers: int) -> int:
+    """32 bits that depend on each bit of some numbers: splitmix64, of one after the other."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 32
 
 
 _CAST_SLOTS = 10
@@ -121,7 +177,8 @@ def _bind_casts(key: tuple[Any, ...], queue: cl.CommandQueue, dtype: str, sizes:
     slots = open_slots(len(sizes), _CAST_SLOTS, tiles)
     bound = COPY.bind(
         queue, *tiles.grid, tiles.table, *slots, *slots,
-        RULE="none", COPY_T=bridge.STORAGE[dtype], ROUNDED=0, DECADES=_CAST_SLOTS // 10, PIECES=pieces_for(queue),
+        RULE="none", COPY_T=bridge.STORAGE[dtype], KEEPS="kept_copy", DECADES=_CAST_SLOTS // 10,
+        PIECES=pieces_for(queue),
     )  # fmt: skip
     _casts.keep(key, bound)
     return bound

@@ -2,7 +2,7 @@
 
 The model's parameter (the *model*) is 16-bit: forward reads it without a cast. The tensor in ``optimizer.params`` (the
 *master*) is float32: ``step()`` updates it, and the model is rewritten from it on the device. netcl makes such masters
-too, for float16 parameters, but never gives them a gradient.
+too, for float16 parameters, but never gives them a gradient. Some masters have no memory of their own (parts.py).
 
 After every scaled pass, and before every step, a model and its master hold one and the same float32 gradient, so that
 clipping finds it on either, and a gradient cleared or replaced on either counts.
@@ -20,8 +20,9 @@ from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops.cast import cast, cast_into
-from clamp.ops.optimizer_step import Copy
+from clamp.ops.optimizer_step import PARTS, Copy, mixed
 from clamp.params import gradient_marks
+from clamp.params.parts import KEEPS, MasterInParts, make_whole, put_in_parts
 from clamp.params.weight_cache import weights
 from clamp.params.writes import writes
 
@@ -36,8 +37,9 @@ def narrow(
     dtype: str,
     optimizers: Sequence[Any] = (),
     *,
-    keep_master: bool = True,
+    keep_master: bool | str = True,
     gradient_dtype: str | None = None,
+    seed: int = 0,
 ) -> None:
     """Turns float32 parameters into 16-bit ones in place; their old storage becomes the masters'.
 
@@ -49,10 +51,12 @@ def narrow(
         params: the model's parameters.
         dtype: ``"float16"`` or ``"bfloat16"``.
         optimizers: built before, they step the masters from now on, with the state that they have.
-        keep_master: False keeps no precision between steps: the master is rounded to ``dtype`` after each.
+        keep_master: how parameters are kept from step to step, one of ``KEEPS``. False keeps no precision: the master
+            is rounded to ``dtype`` after each step.
         gradient_dtype: dtype of the parameters' gradients from backward; their own if not given.
+        seed: of what ``"stochastic"`` rounds by, together with a parameter's place among these.
     """
-    for param in params:
+    for place, param in enumerate(params):
         now = bridge.canonical_dtype(param.dtype)
         if now not in ("float32", *HALF_DTYPES) or not bridge.on_device(param):
             continue
@@ -62,11 +66,12 @@ def narrow(
             _share_gradient(master, param, param.grad)
         else:
             master = master_for(param)
-            if now != dtype:
-                bridge.take_storage(param)  # and gives it back
         if now != dtype:
-            bridge.give_storage(param, cast(master, dtype))
-        _link(master, param, keep_master)
+            narrowed = cast(master, dtype)  # before the parameter's storage, a part of some masters, is given back
+            if now != "float32":
+                bridge.take_storage(param)
+            bridge.give_storage(param, narrowed)
+        _link(master, param, KEEPS[keep_master], mixed(seed, place))
         bridge.set_gradient_dtype(param, gradient_dtype)
         weights.drop(param)
         for optimizer in optimizers:
@@ -79,19 +84,58 @@ def master_for(model: Tensor) -> Tensor:
     if master is None:
         master = cast(model, "float32")
         master.requires_grad = model.requires_grad
-        _link(master, model, keep_master=True)
+        _link(master, model)
     return master
+
+
+def require_kept(given: object, name: str) -> bool | str:
+    """How parameters are to be kept from step to step, one of ``KEEPS``; with fp32 masters if nothing was given.
+
+    Args:
+        name: of what was given, for the message.
+
+    Raises:
+        TypeError: it is neither a switch nor a text.
+        ValueError: an unknown text.
+    """
+    if given is None or isinstance(given, bool):
+        return given is not False
+    names = ", ".join(repr(x) for x in KEEPS if isinstance(x, str))
+    if not isinstance(given, str):
+        raise TypeError(f"{name} is True or False, or one of {names}, got {given!r}")
+    if given not in KEEPS:
+        raise ValueError(f"{name} is True or False, or one of {names}, got {given!r}")
+    return given
+
+
+def require_steppable(optimizers: Iterable[Any], keeps: bool | str) -> None:
+    """Raises where an optimizer cannot step parameters that are kept so.
+
+    Raises:
+        TypeError: its steps are not made in one launch over all parameters, and these are to be in parts.
+    """
+    for optimizer in optimizers if PARTS[KEEPS[keeps]] else ():
+        if not bridge.has_rule(optimizer):
+            raise TypeError(
+                f"{type(optimizer).__name__} cannot step 16-bit parameters with master_weight={keeps!r}: netcl's own "
+                "SGD, Momentum, Adam and AdamW can, classes derived from them cannot. Use one of these, or fp32 "
+                "masters: master_weight=True"
+            )
 
 
 #: 16-bit parameters with a master, by id of their storage
 _models: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
-def _link(master: Tensor, model: Tensor, keep_master: bool) -> None:
+def _link(master: Tensor, model: Tensor, keeps: str = "copy", key: int = 0) -> None:
     bridge.link_master(master, model)
     _models[id(model.buffer)] = model
-    master._keeps_precision = keep_master
-    if not keep_master:
+    if PARTS[keeps]:
+        put_in_parts(master, model, keeps, key)
+        return
+    make_whole(master)
+    master._keeps = keeps
+    if keeps == "rounded":
         cast_into(model, master)
 
 
@@ -137,7 +181,7 @@ def _master_in_place_of(param: Tensor, owned: bool) -> Tensor:
         return param
     known = bridge.master_of(model)
     if known is None:  # netcl made this master before clamp was there
-        _link(param, model, keep_master=True)
+        _link(param, model)
     return known or param
 
 
@@ -224,7 +268,12 @@ def copies_of(stepped: Sequence[Tensor]) -> list[Copy | None]:
     if not _behind:
         return [None] * len(stepped)
     models = [(param, _behind.get(id(param))) for param in stepped]
-    return [None if model is None else Copy(model, not _keeps_precision(param)) for param, model in models]
+    return [
+        None if model is None
+        else param.parts if isinstance(param, MasterInParts)
+        else Copy(model, getattr(param, "_keeps", "copy"))
+        for param, model in models
+    ]  # fmt: skip
 
 
 def were_rewritten(stepped: Iterable[Tensor]) -> None:
@@ -234,7 +283,8 @@ def were_rewritten(stepped: Iterable[Tensor]) -> None:
 
 
 def rewriting(stepped: Sequence[Tensor]) -> list[Callable[[], None]]:
-    """Returns calls that rewrite the 16-bit parameters of these, whatever ``step`` made of them, unless others do."""
+    """Returns calls that rewrite the 16-bit parameters of these, whatever ``step`` made of them, unless others do, or
+    nobody has stepped them."""
     pairs = [(master, _behind.pop(id(master), None)) for master in stepped]
     return [
         partial(write_back, master, model)
@@ -245,13 +295,12 @@ def rewriting(stepped: Sequence[Tensor]) -> list[Callable[[], None]]:
 
 def write_back(master: Tensor, model: Tensor) -> None:
     """Rewrites a 16-bit parameter from its master."""
+    if isinstance(master, MasterInParts):
+        master.split()
+        return
     cast_into(master, model)
-    if not _keeps_precision(master):
+    if getattr(master, "_keeps", "copy") == "rounded":
         cast_into(model, master)
-
-
-def _keeps_precision(master: Tensor) -> bool:
-    return getattr(master, "_keeps_precision", True)
 
 
 def written(buffer: Any) -> None:

@@ -19,9 +19,10 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.ops.optimizer_step import Copy, MultiUpdate
+from clamp.ops.optimizer_step import Copy, MultiUpdate, mixed
 from clamp.ops.slots import in_turn
 from clamp.params import masters
+from clamp.params.parts import MasterInParts, buffers_of, memory_of, splitting
 from clamp.params.weight_cache import weights
 
 
@@ -36,12 +37,20 @@ class _Prepared:
 
     def __init__(self, update: bridge.Update, params: Sequence[Tensor], copies: Sequence[Copy | None]) -> None:
         self.places, self.key = _places_of(params), _key_of(update, copies)
-        self.written = frozenset([id(param.buffer) for param in params])
-        self._held = list(params), [param.buffer for param in params], update.kept, copies  # so that ids stay unique
+        buffers = [buffer for param in params for buffer in buffers_of(param)]
+        self.written = frozenset(map(id, buffers))
+        self._held = list(params), buffers, update.kept, copies  # so that ids stay unique
         self.launches = MultiUpdate(update.rule, len(update.numbers), params, update.states(), copies)
 
 
 _prepared: weakref.WeakKeyDictionary[Any, _Prepared] = weakref.WeakKeyDictionary()
+
+
+_NOT_IN_ONE_LAUNCH = (
+    "{0}.step() is not one that clamp makes in a launch over all parameters, and netcl's own would lose what "
+    "master_weight={1!r} keeps: the numbers of the optimizer are to be Python's (float(lr), not numpy.float64), and "
+    "parameters and their float32 gradients on one queue, each in memory of its own"
+)
 
 
 class OptimizerStep:
@@ -70,7 +79,8 @@ class OptimizerStep:
         """Steps the optimizer.
 
         Raises:
-            TypeError, ValueError: a gradient is none that netcl's step could read. Nothing was changed.
+            TypeError, ValueError: a gradient is none that netcl's step could read, or the step is netcl's to make and
+                parameters consist of parts. Nothing was changed.
         """
         params = bridge.stepped(self._optimizer)
         try:
@@ -87,14 +97,24 @@ class OptimizerStep:
         if ready is None and masters.widen_gradients(params):
             ready = self._found(params)
         if ready is not None:
-            pieces = ready.launches.pieces(ready.update.numbers, ready.grads)
-            return [*pieces, partial(bridge.count_step, self._optimizer, ready.update)]
+            return self._launches_of(ready)
         for param in params:
             bridge.require_readable_gradient(self._optimizer, param)
+            if isinstance(param, MasterInParts):
+                raise TypeError(_NOT_IN_ONE_LAUNCH.format(type(self._optimizer).__name__, param.parts.keeps))
         pieces = []
         for stepped, piece in bridge.own_pieces(self._own, self._optimizer, params):
             pieces += [piece, *masters.rewriting(stepped)]
         return pieces
+
+    def _launches_of(self, ready: _Ready) -> list[Callable[[], Any]]:
+        optimizer, launches, turn = self._optimizer, ready.launches, 0
+        counts: list[Callable[[], Any]] = [partial(bridge.count_step, optimizer, ready.update)]
+        if launches.by_chance:
+            turn = bridge.roundings(optimizer) + 1
+            counts.append(partial(bridge.set_roundings, optimizer, turn))
+        splits = splitting(ready.params) if launches.has_parts else []
+        return [*splits, *launches.pieces(ready.update.numbers, ready.grads, mixed(turn)), *counts]
 
     def _found(self, params: Sequence[Tensor]) -> _Ready | None:
         """Returns the step that is ready for these parameters; None if it is netcl's to make."""
@@ -158,7 +178,13 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
 
     Args:
         found: what ``masters.gathered`` returned.
+
+    Raises:
+        TypeError: as ``masters.require_steppable``.
     """
+    for master, _ in found:
+        if isinstance(master, MasterInParts):
+            masters.require_steppable([optimizer], master.parts.keeps)
     left = _unfinished.get(id(optimizer))
     if left is not None and left.optimizer() is optimizer:
         with bridge.without_write_back([master for master, _ in found]):
@@ -219,11 +245,11 @@ class _Ready(NamedTuple):
 
 
 def _places_of(params: Sequence[Tensor]) -> list[int]:
-    return [id(x) for param in params for x in (param, param.buffer, param.queue)]
+    return [id(x) for param in params for x in (param, memory_of(param), param.queue)]
 
 
 def _key_of(update: bridge.Update, copies: Sequence[Copy | None]) -> list[Any]:
-    written = [copy and (id(copy.tensor), id(copy.tensor.buffer), copy.tensor.dtype, copy.rounds) for copy in copies]
+    written = [copy and (id(copy.tensor), id(copy.tensor.buffer), copy.tensor.dtype, copy.keeps) for copy in copies]
     return [update.rule, *map(id, update.kept), *written]
 
 
@@ -234,9 +260,10 @@ def _fit(params: Sequence[Tensor], prepared: _Prepared | None) -> bool:
     if prepared is None or prepared.places != _places_of(params):
         if not (all(map(bridge.can_update, params)) and all(param.queue is params[0].queue for param in params)):
             return False
-        if not _are_apart([param.buffer for param in params]):
+        buffers = [buffer for param in params for buffer in buffers_of(param)]
+        if not _are_apart(buffers):
             return False
-        written = frozenset([id(param.buffer) for param in params])
+        written = frozenset(map(id, buffers))
     else:
         written = prepared.written
     return all(_is_gradient(param.grad, param, written) for param in params)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -134,12 +134,28 @@ def zero_grad(wrapped: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any
     return result
 
 
-@meets_in_optimizers("state_dict", "load_state_dict")
-def with_new_parameters(wrapped: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """An optimizer's ``state_dict`` or ``load_state_dict``, which knows no state of parameters added later."""
+@meets_in_optimizers("state_dict")
+def state_dict(wrapped: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """An optimizer's ``state_dict``, which knows no state of parameters added later, and does not count roundings."""
     if hasattr(optimizer, "params"):
         masters.pairs(optimizer)
-    return wrapped(*args, **kwargs)
+    state, count = wrapped(*args, **kwargs), bridge.roundings(optimizer)
+    return {**state, _ROUNDINGS: count} if count else state
+
+
+@meets_in_optimizers("load_state_dict")
+def load_state_dict(wrapped: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """An optimizer's ``load_state_dict``, which takes back what ``state_dict`` gives."""
+    if hasattr(optimizer, "params"):
+        masters.pairs(optimizer)
+    result, state = wrapped(*args, **kwargs), next(iter((*args, *kwargs.values())), None)
+    count = state.get(_ROUNDINGS, 0) if isinstance(state, Mapping) else 0
+    if count != bridge.roundings(optimizer):
+        bridge.set_roundings(optimizer, int(count))
+    return result
+
+
+_ROUNDINGS = "roundings"  # in a state_dict; of the steps in which parameters were rounded by chance
 
 
 @meets("netcl.amp.master_param")

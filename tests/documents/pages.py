@@ -131,6 +131,11 @@ def debugging(page: Ran, queue: cl.CommandQueue) -> None:
     assert page.output.splitlines()[-1] == f"loss scale: {steps[-1]['scale']:.8g}"
 
 
+def weights_in_16_bits(page: Ran, queue: cl.CommandQueue) -> None:
+    assert len(page.steps) == 5
+    assert {param.dtype for param in page["model"].parameters()} == {"bfloat16"}
+
+
 def several_devices(page: Ran, queue: cl.CommandQueue) -> None:
     assert [step.optimizer for step in page.steps] == page["optimizers"]
 
@@ -138,6 +143,7 @@ def several_devices(page: Ran, queue: cl.CommandQueue) -> None:
 #: what is checked at the end of each page, and how many comments on it say what is shown there
 PAGES: dict[str, tuple[Callable[[Ran, cl.CommandQueue], None], int]] = {
     "README.md": (readme, 1),
+    "docs/16-bit-weights.md": (weights_in_16_bits, 1),
     "docs/checkpoints.md": (checkpoints, 0),
     "docs/coming-from-apex.md": (apex, 2),
     "docs/coming-from-netcl.md": (netcl, 2),

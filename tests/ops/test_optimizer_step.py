@@ -104,7 +104,7 @@ def test_copies_have_the_bits_of_a_cast(queue: cl.CommandQueue, dtype: str) -> N
     plain = on_device(queue, hosts[0])
     dtypes = [(dtype, None, other)[index % 3] for index in range(len(SIZES))]
     copies = [
-        kind and Copy(to_device(queue, np.ones(size), kind), rounds=size % 2 == 0)
+        kind and Copy(to_device(queue, np.ones(size), kind), ("copy", "rounded")[size % 2 == 0])
         for kind, size in zip(dtypes, SIZES, strict=True)
     ]
     in_turn(MultiUpdate("sgd", 2, plain, [], [None] * len(SIZES)).pieces(typed(LR, DECAY), grads))
@@ -112,7 +112,7 @@ def test_copies_have_the_bits_of_a_cast(queue: cl.CommandQueue, dtype: str) -> N
     for param, same, copy in zip(params, plain, copies, strict=True):
         if copy is not None:
             np.testing.assert_array_equal(to_numpy(copy.tensor), to_numpy(cast(same, str(copy.tensor.dtype))))
-        expected = copy.tensor if copy is not None and copy.rounds else same
+        expected = copy.tensor if copy is not None and copy.keeps == "rounded" else same
         np.testing.assert_array_equal(to_numpy(param), to_numpy(expected))
 
 

@@ -1,0 +1,105 @@
+"""Masters without memory of their own: a 16-bit parameter that is kept from step to step in 16 or 32 bits.
+
+``optimizer.params`` has a float32 tensor in either case, the master. One in parts has no memory while nobody looks:
+the launch that steps it reads and writes its parts, the model's parameter and what is left over of it. Whoever asks for
+its memory (a checkpoint, a user who reads or writes it, netcl after AMP has ended) gets it whole, in float32; from then
+on that counts, until the next step splits it again. Splitting what was put together gives the same parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.ops.optimizer_step import PARTS, Copy, MultiUpdate
+from clamp.ops.slots import in_turn
+
+#: how a 16-bit parameter is kept from step to step, by the user's word for it
+KEEPS: dict[bool | str, str] = {True: "copy", False: "rounded", **{name: name for name, n in PARTS.items() if n}}
+
+
+class MasterInParts(Tensor):  # type: ignore[misc]  # netcl has no types
+    """A master that consists of a 16-bit parameter and, where it is kept in two parts, 16 bits more."""
+
+    is_in_parts: ClassVar[bool] = True
+    parts: Copy
+    _whole: Tensor | None
+
+    @property
+    def buffer(self) -> Any:
+        """Its memory, in float32, which is made of the parts; what it holds counts from now on."""
+        if self._whole is None and 0 not in self.shape:
+            whole = bridge.empty(self.queue, self.shape, "float32")
+            in_turn(MultiUpdate("join", 0, [whole], [], [self.parts]).pieces())
+            self._whole = whole
+        return self._whole and self._whole.buffer
+
+    @buffer.setter
+    def buffer(self, buffer: Any) -> None:
+        if self._whole is None or buffer is not self._whole.buffer:
+            self._whole = Tensor(buffer, self.shape, "float32", self.context, self.queue, backend=self._backend)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether somebody has asked for its memory since its last step."""
+        return self._whole is not None
+
+    def split(self) -> None:
+        """Writes what its memory holds to the parts, and lets go of it."""
+        if self._whole is not None and 0 not in self.shape:
+            in_turn(MultiUpdate("none", 0, [self._whole], [], [self.parts]).pieces())
+        self._whole = None
+
+
+def put_in_parts(master: Tensor, model: Tensor, keeps: str, key: int) -> None:
+    """Lets a master consist of a 16-bit parameter and what that leaves over.
+
+    Args:
+        keeps: one of ``PARTS``, of one or two.
+        key: as of ``Copy``.
+    """
+    rest = bridge.empty(model.queue, model.shape, "bfloat16") if PARTS[keeps] == 2 else None
+    if isinstance(master, MasterInParts):
+        master.buffer  # noqa: B018  (puts together the parts that it had)
+        whole = master._whole
+    else:
+        whole = bridge.take_storage(master)
+        del vars(master)["buffer"]
+        master.__class__ = MasterInParts
+    assert isinstance(master, MasterInParts)
+    master.parts, master._whole = Copy(model, keeps, rest, key), whole
+    master.split()
+
+
+def make_whole(master: Tensor) -> None:
+    """Gives a master in parts memory of its own, for good."""
+    if not isinstance(master, MasterInParts):
+        return
+    master.buffer  # noqa: B018
+    attributes, whole = master.__dict__, master._whole
+    master.__class__ = Tensor
+    attributes.update(buffer=None)
+    if whole is not None:
+        attributes.update(buffer=whole.buffer, pool_handle=whole.pool_handle)
+        whole.pool_handle = None
+    del attributes["parts"], attributes["_whole"]
+
+
+def memory_of(param: Tensor) -> Any:
+    """What a step writes to step a parameter: its buffer, or its parts."""
+    return param.parts if type(param) is MasterInParts else param.buffer
+
+
+def buffers_of(param: Tensor) -> list[Any]:
+    """The buffers that a step writes to step a parameter."""
+    if type(param) is not MasterInParts:
+        return [param.buffer]
+    return [part.buffer for part in (param.parts.tensor, param.parts.rest) if part is not None]
+
+
+def splitting(params: Sequence[Tensor]) -> list[Callable[[], None]]:
+    """Returns calls that split those of these masters in parts that are whole."""
+    return [partial(param.split) for param in params if type(param) is MasterInParts and param.is_whole]
