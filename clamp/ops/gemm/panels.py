@@ -24,7 +24,7 @@ class Panels:
 
     Attributes:
         tensor: the panels, matrix after matrix.
-        batch, rows, k: as in `Operand`.
+        batch, rows, k: as in `Matrix`.
         steps: elements of a row: k floats, or half as many pairs of bfloat16.
         width: rows of a panel.
     """
