@@ -84,7 +84,7 @@ def assert_close(actual: Tensor, expected: npt.ArrayLike, *, ulps: float = 1.0, 
     with np.errstate(over="ignore", invalid="ignore"):
         rounded = quantize(want, actual.dtype).astype(np.float64)
         same = (got == rounded) | (np.isnan(got) & np.isnan(want))
-        near_limit = np.isfinite(want) & (np.abs(np.abs(want) - largest) <= allowed + ulp(largest, actual.dtype))
+        near_limit = np.isfinite(want) & (np.abs(np.abs(want) - largest) <= allowed + ulp(largest, actual.dtype))  # type: ignore[operator]
         clipped = np.where(np.isinf(got) & near_limit, np.sign(got) * largest, got)
         close = np.isfinite(want) & np.isfinite(clipped) & (np.abs(clipped - want) <= allowed + (near_limit * allowed))
     bad = ~(same | close)

@@ -44,6 +44,6 @@ if __name__ == "__main__":
     check_numbers(queue)
     assert learns(queue, mlp(queue, 8, 16, 4))
     assert main(["lists", "matmul_op", "--device", context.devices[0].name]) == 0
-    clamp.cli.doctor.list_devices = lambda: context.devices
+    clamp.cli.doctor.list_devices = lambda: context.devices  # type: ignore[return-value]
     assert main(["doctor"]) == 0
     sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/opencl/test_macros.py", "-k", "simple_kernel"]))

@@ -371,7 +371,7 @@ def test_a_container_in_itself_is_cast_once(queue: cl.CommandQueue, door: Door) 
         seen: list[Any] = []
         call(lambda c, seen=seen: seen.append(c[0].dtype), made)
         assert seen == [door.inside], name
-        assert made[0].dtype == door.before, name
+        assert made[0].dtype == door.before, name  # type: ignore[index]
 
 
 def test_copies_hold_as_much_and_are_still_iterators(queue: cl.CommandQueue, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_what_runs_after_its_call_cannot_be_decorated(late: Any) -> None:
     contexts = [amp.init().disable_casts(), amp.NoOpHandle().disable_casts(), amp.debugging.collect_operator_stats()]
     for decorate in (*decorators, *contexts, amp.custom_fwd, amp.custom_bwd):
         with pytest.raises(TypeError, match=r"cannot decorate .*: the body of a generator or coroutine"):
-            decorate(late)
+            decorate(late)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["alone", "under autocast"])
@@ -138,7 +138,7 @@ def test_a_decorated_function_is_inside_of_a_with_of_its_own(inner: bool) -> Non
     """Its casts are those around its call, not those around its decorator."""
     handle = amp.init()
 
-    @handle.disable_casts()
+    @handle.disable_casts()  # type: ignore[operator]
     def of_a_call(depth: int) -> list[tuple[bool, str]]:
         here = amp.is_autocast_enabled(), amp.get_autocast_dtype()
         return [here, *(of_a_call(depth - 1) if depth else ())]
@@ -146,7 +146,7 @@ def test_a_decorated_function_is_inside_of_a_with_of_its_own(inner: bool) -> Non
     with amp.autocast(dtype="bfloat16") if inner else nullcontext():
         assert of_a_call(2) == [(False, "bfloat16" if inner else "float16")] * 3
         assert amp.is_autocast_enabled()
-    assert amp.NoOpHandle().disable_casts()(lambda: 3)() == 3
+    assert amp.NoOpHandle().disable_casts()(lambda: 3)() == 3  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("name", ["_products", "_later", "_products_later"])

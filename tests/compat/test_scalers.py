@@ -74,7 +74,7 @@ class Netcl(Pytorch):
     scaler = netcl.amp.GradScaler
 
     def scale_of(self) -> float:
-        return self.one.scale
+        return self.one.scale  # type: ignore[return-value]
 
     def scale(self, loss: Any) -> Any:
         return self.one.scale_loss(loss)

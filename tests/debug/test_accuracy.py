@@ -239,7 +239,7 @@ def test_nothing_is_disturbed(queue: cl.CommandQueue, has_handle: bool) -> None:
     def state() -> list[Any]:
         tensors = [*model.parameters(), norm.running_mean, norm.running_var, *(p.grad for p in model.parameters())]
         scale = session.state_dict() if has_handle else None
-        return [[x.to_host().tobytes() for x in tensors], scale, np.random.get_state()[1].tobytes()]
+        return [[x.to_host().tobytes() for x in tensors], scale, np.random.get_state()[1].tobytes()]  # type: ignore[index]
 
     with handle:
         step()

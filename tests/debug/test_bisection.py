@@ -73,7 +73,7 @@ def most(n: int, culprits: int) -> int:
 @pytest.mark.parametrize("culprits", [("matmul_op",), ("bmm",), ("bmm", "matmul_op")])
 def test_finds_the_functions_that_need_float32(queue: cl.CommandQueue, metric: Any, culprits: tuple[str, ...]) -> None:
     training = Training(queue, *culprits)
-    state = np.random.get_state()[1].tobytes(), random.getstate()
+    state = np.random.get_state()[1].tobytes(), random.getstate()  # type: ignore[index]
     found = bisect(training, metric, tolerance=0.05)
     assert found.verdict == "found"
     assert set(found.functions) == set(culprits)
@@ -81,7 +81,7 @@ def test_finds_the_functions_that_need_float32(queue: cl.CommandQueue, metric: A
     assert len(found.candidates) >= 8
     assert found.runs == training.runs <= most(len(found.candidates), len(culprits))
     assert len(set(training.draws)) == 1  # each run from the same start
-    assert (np.random.get_state()[1].tobytes(), random.getstate()) == state
+    assert (np.random.get_state()[1].tobytes(), random.getstate()) == state  # type: ignore[index]
     assert str(found).startswith(
         f"amp.init(custom_black_list=[{', '.join(map(repr, found.functions))}])".replace("'", '"')
     )

@@ -178,13 +178,13 @@ def test_a_step_that_is_looked_at_changes_nothing(queue: cl.CommandQueue) -> Non
     run()
     params = training.model.parameters()
     before, grads = [param.to_host() for param in params], [param.grad for param in params]
-    state, history, drawn = amp.state_dict(), list(handle.history), np.random.get_state()[1].tolist()
+    state, history, drawn = amp.state_dict(), list(handle.history), np.random.get_state()[1].tolist()  # type: ignore[index]
     assert handle.explain(run).kind == "forward"
     assert all(np.array_equal(a, param.to_host()) for a, param in zip(before, params, strict=True))
     assert all(a is param.grad for a, param in zip(grads, params, strict=True))
     assert amp.state_dict() == state
     assert list(handle.history) == history
-    assert np.random.get_state()[1].tolist() == drawn
+    assert np.random.get_state()[1].tolist() == drawn  # type: ignore[index]
 
 
 @pytest.mark.parametrize("debug", ["attribution", None])

@@ -79,7 +79,7 @@ def in_a_default(model: Holder) -> Callable[[Any], None]:
 
 def as_a_global(model: Holder) -> Callable[[Any], None]:
     globals()["MODEL"] = model
-    return lambda handle: train(lambda number, x: MODEL.parts[number](x), MODEL.x, MODEL.optimizer, handle)  # noqa: F821
+    return lambda handle: train(lambda number, x: MODEL.parts[number](x), MODEL.x, MODEL.optimizer, handle)  # type: ignore[name-defined]  # noqa: F821
 
 
 KEEPERS = [in_a_closure, in_an_object, in_a_partial, in_a_default, as_a_global]

@@ -108,7 +108,7 @@ def test_the_style_of_other_pictures_is_their_own(sample: str) -> None:
     style = {"axes.grid": True, "lines.linewidth": 9.0, "text.usetex": True, "figure.facecolor": "red"}
     with matplotlib.rc_context(style):
         assert page_of(sample_run()) == sample
-        assert {name: matplotlib.rcParams[name] for name in style} == style
+        assert {name: matplotlib.rcParams[name] for name in style} == style  # type: ignore[index]
 
 
 def test_nothing_of_a_run_is_taken_for_markup() -> None:

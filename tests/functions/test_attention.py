@@ -73,7 +73,7 @@ def test_attention(
     g = to_device(queue, np.random.default_rng(9).standard_normal(SHAPE), result)
     tape.backward(out, g)
     values = [to_numpy(x.value if read is None else to_device(queue, to_numpy(x.value), read)) for x in leaves]
-    want, *grads = reference(*values, to_numpy(g), causal, 8**-0.5 if scale is None else scale)
+    want, *grads = reference(*values, to_numpy(g), causal, 8**-0.5 if scale is None else scale)  # type: ignore[call-arg]
     assert out.value.dtype == result
     assert_close(out.value, want, slack=256 * EPS)
     for x, grad, dtype in zip(leaves, grads, dtypes, strict=True):
@@ -113,7 +113,7 @@ def test_bare_tensors(queue: cl.CommandQueue) -> None:
     out, lse = attention.flash_attention(half(), q, k, v, causal=False, scale=0.5)
     g = to_device(queue, np.random.default_rng(5).standard_normal(SHAPE), "float16")
     grads = attention.tensor_flash_attention_backward(half(), q, k, v, out, lse, g, causal=False, scale=0.5)
-    want = reference(*(to_numpy(x) for x in (q, k, v, g)), False, 0.5)
+    want = reference(*(to_numpy(x) for x in (q, k, v, g)), False, 0.5)  # type: ignore[call-arg]
     for got, expected in zip((out, *grads), want, strict=True):
         assert got.dtype == "float16"
         assert_close(got, expected, slack=1024 * EPS)

@@ -65,7 +65,7 @@ def rounded(dtype: str) -> type[Reference]:
 
     class Rounded(Reference):
         def __init__(self, q: Any, k: Any, v: Any, causal: bool, scale: float) -> None:
-            super().__init__(*(x.astype(np.float64) for x in (q, k, v)), causal, scale)
+            super().__init__(*(x.astype(np.float64) for x in (q, k, v)), causal, scale)  # type: ignore[call-arg]
             self.out_slack = self.out_slack + _ULP[dtype] * (self.p @ np.abs(self.v))
 
         def gradients(self, g: Any) -> list[tuple[Any, Any]]:
@@ -156,7 +156,7 @@ def test_special_values(queue: cl.CommandQueue, emulate: Callable[..., None], dt
     _, lse = ops.attention(*tensors[:3], True, None, out_dtype=dtype)
     dq, dk, dv = (
         to_numpy(x)[0, 0, :, 0]
-        for x in ops.attention_backward(*tensors[:3], lse, tensors[3], True, None, out_dtypes=(dtype,) * 3)
+        for x in ops.attention_backward(*tensors[:3], lse, tensors[3], True, None, out_dtypes=(dtype,) * 3)  # type: ignore[call-arg]
     )
     np.testing.assert_array_equal(np.isnan(dq), np.arange(40) == 35)
     np.testing.assert_array_equal(np.isnan(dv), np.arange(40) <= 35)
@@ -193,7 +193,7 @@ def test_infinite_slopes_are_not_hidden(queue: cl.CommandQueue, emulate: Callabl
     g[0, 0, 7, 3] = np.inf
     tensors = [to_device(queue, x, "float16") for x in (q, k, v, g)]
     _, lse = ops.attention(*tensors[:3], False, None, out_dtype="float16")
-    dq, dk, dv = ops.attention_backward(*tensors[:3], lse, tensors[3], False, None, out_dtypes=("float16",) * 3)
+    dq, dk, dv = ops.attention_backward(*tensors[:3], lse, tensors[3], False, None, out_dtypes=("float16",) * 3)  # type: ignore[call-arg]
     np.testing.assert_array_equal(np.isfinite(to_numpy(dq)).all(-1)[0, 0], np.arange(40) != 7)
     assert not np.isfinite(to_numpy(dk)).any()
     np.testing.assert_array_equal(np.isfinite(to_numpy(dv)).all((0, 1, 2)), np.arange(16) != 3)

@@ -163,7 +163,7 @@ def infinities_and_nan_stay_where_they_are(queue: cl.CommandQueue, engine: str, 
     tensors = to_device(queue, x, dtype), to_device(queue, w, dtype)
     y = ops.conv2d(*tensors, case.window, out_dtype="float16", relu=True, engine=engine)
     with np.errstate(invalid="ignore"):
-        expected = forward(*(quantize(a, dtype).astype(np.float64) for a in (x, w)), case)
+        expected = forward(*(quantize(a, dtype).astype(np.float64) for a in (x, w)), case)  # type: ignore[call-arg]
         expected = np.where(np.isnan(expected), np.nan, np.maximum(expected, 0))
     assert_close(y, expected, slack=1e-3)
     assert np.isnan(to_numpy(y)).sum() == 6

@@ -140,7 +140,7 @@ def test_infinities_and_nan_stay_where_they_are(queue: cl.CommandQueue, emulate:
     tensors = to_device(queue, x, "bfloat16"), to_device(queue, w, "bfloat16")
     y = ops.conv2d(*tensors, case.window, out_dtype="float16", relu=True, engine=emulate())
     with np.errstate(invalid="ignore"):
-        expected = forward(*(quantize(a, "bfloat16").astype(np.float64) for a in (x, w)), case)
+        expected = forward(*(quantize(a, "bfloat16").astype(np.float64) for a in (x, w)), case)  # type: ignore[call-arg]
         expected = np.where(np.isnan(expected), np.nan, np.maximum(expected, 0))
     assert_close(y, expected, slack=1e-3)
     assert np.isnan(to_numpy(y)).sum() == 6

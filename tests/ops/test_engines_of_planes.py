@@ -28,7 +28,7 @@ def test_attention(heads: int, length: int, width: int, causal: bool) -> None:
 
 def depthwise_problem(shape: tuple[int, ...], kernel: tuple[int, int], stride: int, pad: int) -> of_depthwise.Problem:
     out = ((extent + 2 * pad - size) // stride + 1 for extent, size in zip(shape[2:], kernel, strict=True))
-    return of_depthwise.Problem(*shape, *out, *kernel, stride, pad, False, ("f16", "f32"), CPU)
+    return of_depthwise.Problem(*shape, *out, *kernel, stride, pad, False, ("f16", "f32"), CPU)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def task(queue: cl.CommandQueue) -> Task:
 
 @pytest.fixture
 def handle() -> amp.AmpHandle:
-    return amp.init(loss_scale=SCALE)
+    return amp.init(loss_scale=SCALE)  # type: ignore[return-value]
 
 
 # ---------------------------------------------------------------------------------------------- inside the with
@@ -368,7 +368,7 @@ def netcl_step(scaler: netcl_amp.GradScaler, task: Task) -> None:
 @pytest.fixture
 def fp32() -> amp.AmpHandle:
     """AMP without casts: what is wrong here is wrong by a scale, not by rounding."""
-    return amp.init(dtype="float32")
+    return amp.init(dtype="float32")  # type: ignore[return-value]
 
 
 def test_an_unscaled_backward_is_not_divided(task: Task, fp32: amp.AmpHandle) -> None:
@@ -532,7 +532,7 @@ HEARD = {
 }
 
 
-def mark_named(name: str, scale: gradient_marks.AppliedScale) -> gradient_marks.Mark | None:
+def mark_named(name: str, scale: AppliedScale) -> gradient_marks.Mark | None:
     """Made now: what was checked is known as long as nothing has been written there since."""
     if name in HEARD:
         return gradient_marks.checked(HEARD[name])

@@ -321,7 +321,7 @@ def run(case: Case, x: Tensor, how: str) -> list[np.ndarray[Any, Any]]:
     for number in range(10):
         if number in (3, 7):  # after replays, if it is replayed
             change(1.0 + number / 10)
-        made = wanted(Node(value=x))
+        made = wanted(Node(value=x))  # type: ignore[operator]
         got.append((made if isinstance(made, Tensor) else made.value).to_host().copy())
     return got
 
@@ -406,7 +406,7 @@ def growing(kind: type) -> Callable[[], Any]:
 
     def make() -> tuple[Callable[[], Any], Callable[[int], Any]]:
         content = kind()
-        return (lambda: content), getattr(content, adds[kind])
+        return (lambda: content), getattr(content, adds[kind])  # type: ignore[index]
 
     return make
 

@@ -28,7 +28,7 @@ TOO_LARGE = 1e6  # overflows in float16
 
 @pytest.fixture
 def handle(queue: cl.CommandQueue) -> amp.AmpHandle:
-    return amp.init(loss_scale=256.0)
+    return amp.init(loss_scale=256.0)  # type: ignore[return-value]
 
 
 @pytest.fixture
