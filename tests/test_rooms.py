@@ -22,7 +22,7 @@ NAMED_BY_FILE = (
 )  # fmt: skip
 KNOWS_NETCL = ("bridge", "patching", "recordings")
 MEASURES_NETCL = ("cli",)  # beside clamp
-EXTRAS = {"rich": "cli", "matplotlib": "report", "tensorboardX": "test"}  # that packages come with
+EXTRAS = {"rich": "cli", "matplotlib": "report", "jinja2": "report", "tensorboardX": "test"}  # that packages come with
 ABOVE_ALL = ("clamp", "clamp.__main__")  # the package itself, and the program
 
 

@@ -20,8 +20,8 @@ from clamp.casting.results import RESULTS, Observer
 from clamp.debug import process
 from clamp.debug.dry_run import NothingSeenError, dry_run
 from clamp.debug.float32_reference import UNIT_ROUNDOFF
-from clamp.debug.page.markup import aligned
 from clamp.debug.watcher import RESULT, AmpSide, Float32Side, Found, Key, Names
+from clamp.debug.words import aligned
 from clamp.ops.cast import cast
 
 _SHOWN = 30  # rows of a table

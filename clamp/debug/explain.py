@@ -15,9 +15,9 @@ from clamp.casting.results import RESULTS
 from clamp.debug.cause import LARGEST_FLOAT16, Cause, Past, cause_of, divergence, divided_away
 from clamp.debug.dry_run import NothingSeenError, check_step, dry_run
 from clamp.debug.float32_reference import SMALLEST_FLOAT16, is_finite_in_float32
-from clamp.debug.page.markup import aligned
 from clamp.debug.step_graph import Frame, Trace, Value, distinct, find_divided, find_origin, frames_before
 from clamp.debug.step_recorder import OverflowRecorder, StepRecorder
+from clamp.debug.words import aligned
 from clamp.opencl.host_steps import unrecorded
 from clamp.ops.statistics import is_measurable, statistics_of
 from clamp.scaling.loss_scale import LossScale

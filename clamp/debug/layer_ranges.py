@@ -18,12 +18,12 @@ from clamp.casting.results import RESULTS
 from clamp.debug import ranges
 from clamp.debug.dry_run import NothingSeenError, check_step, dry_run
 from clamp.debug.op_counter import OpCounter
-from clamp.debug.page.markup import aligned
 from clamp.debug.page.ranges import save_ranges
 from clamp.debug.page.schema import Range
 from clamp.debug.ranges import Lost
 from clamp.debug.step_graph import FORWARD, Frame, Trace, Value
 from clamp.debug.step_recorder import StepRecorder
+from clamp.debug.words import aligned
 from clamp.ops.statistics import Statistics
 from clamp.params.gradient_marks import mark_of
 from clamp.scaling.scaled_loss import SCALE_OP

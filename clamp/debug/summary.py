@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from clamp.debug.gain import NO_DIFFERENCE, Side, Trial
 from clamp.debug.layer_ranges import LayerRanges
 from clamp.debug.op_counter import Casts, OpRow
-from clamp.debug.page.markup import aligned, duration
+from clamp.debug.words import aligned, duration
 from clamp.scaling.step_report import StepReport
 
 _SMALL = 100e-6  # seconds a launch, of which most is the launching

@@ -311,7 +311,7 @@ class AmpHandle:
         Raises:
             TypeError: ``step`` is no function.
             ValueError: no op of the step can be seen.
-            ModuleNotFoundError: matplotlib, which draws a page's pictures, is not installed.
+            ModuleNotFoundError: jinja2 or matplotlib, which make the page, is not installed.
             OSError: the file cannot be written.
         """
         summary = self.summary(step)

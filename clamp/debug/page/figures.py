@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from clamp.debug.page.markup import Cells, Column, Markup, joined, number, size, table, tag
 from clamp.debug.page.schema import Memory, Step
+from clamp.debug.words import size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,8 +36,8 @@ Draw = Callable[["Figure", bool], None]
 Marks = Mapping[str, Sequence[str]]
 
 
-def picture(name: str, label: str, draw: Draw, height: Callable[[bool], int], marks: Marks | None = None) -> Markup:
-    """A picture, once for wide and once for narrow windows.
+def picture(name: str, label: str, draw: Draw, height: Callable[[bool], int], marks: Marks | None = None) -> str:
+    """A picture as an element of HTML, once for wide and once for narrow windows.
 
     Args:
         name: begins the ids of its parts, and its class in page.css.
@@ -57,7 +57,7 @@ def picture(name: str, label: str, draw: Draw, height: Callable[[bool], int], ma
             drawn = io.StringIO()
             figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         versions.append(_inlined(drawn.getvalue(), f"{name}-{form}", label, marks or {}))
-    return tag("div", *versions, class_=f"picture {name}")
+    return f'<div class="picture {name}">{"".join(versions)}</div>'
 
 
 def save_picture(path: str | Path, draw: Callable[[Figure, Mapping[str, str]], None], height: int) -> None:
@@ -130,7 +130,7 @@ def _figure(width: int, height: int, colour: Mapping[str, str], missing: str) ->
         yield Figure(figsize=(width / 72, height / 72), layout="constrained")
 
 
-def _inlined(drawn: str, name: str, label: str, marks: Marks) -> Markup:
+def _inlined(drawn: str, name: str, label: str, marks: Marks) -> str:
     """The SVG as an element of the page."""
     root = ElementTree.fromstring(drawn)
     groups = {part.get("id"): part for part in root.iter(f"{_SVG}g")}
@@ -149,7 +149,7 @@ def _inlined(drawn: str, name: str, label: str, marks: Marks) -> Markup:
     form = name.rpartition("-")[2]
     root.attrib = {"viewBox": root.attrib["viewBox"], "class": form, "aria-label": label}
     root.set("role", "group" if marks else "img")
-    return Markup(ElementTree.tostring(root, encoding="unicode"))
+    return ElementTree.tostring(root, encoding="unicode")
 
 
 def _focusable(group: ElementTree.Element, sentences: Sequence[str]) -> ElementTree.Element:
@@ -191,12 +191,11 @@ _MARKS = "skipped"
 _TICKS = 6  # at most, on a logarithmic axis
 
 
-def timeline(steps: Sequence[Step]) -> Markup:
-    """The picture, what is pointed at in it, and the skipped steps as a table."""
+def timeline(steps: Sequence[Step], skipped: Sequence[Step]) -> str:
+    """The picture, with marks at the skipped ones that can be pointed at; empty without steps."""
     if not steps:
-        return tag("p", "No step was recorded.", class_="empty")
+        return ""
     steps = sorted(steps, key=lambda step: step["step"])
-    skipped = [step for step in steps if not step["stepped"]]
     label = (
         f"Loss, loss scale and gradient norm of steps {steps[0]['step']} to {steps[-1]['step']}; {len(skipped)} skipped"
     )
@@ -205,34 +204,12 @@ def timeline(steps: Sequence[Step]) -> Markup:
         _draw(figure, steps, skipped)
 
     marks = {_MARKS: [f"step {step['step']} skipped: {step['reason']}{_move(step)}" for step in skipped]}
-    drawn = picture("timeline", label, draw, lambda narrow: 430 if narrow else 470, marks if skipped else None)
-    if not skipped:
-        return tag("figure", drawn, tag("figcaption", "No step was skipped."))
-    hint = "Point at a mark, or reach it with Tab and move with the arrow keys, to read why a step was skipped."
-    caption = tag("figcaption", tag("output", hint, class_="pointed", aria_live="polite"))
-    return joined([tag("figure", drawn, caption), _table(skipped)])
+    return picture("timeline", label, draw, lambda narrow: 430 if narrow else 470, marks if skipped else None)
 
 
 def _move(step: Step) -> str:
     before, after = step["scale_before"], step["scale"]
     return "" if before == after else f"; loss scale {before:g} → {after:g}"
-
-
-def _table(skipped: Sequence[Step]) -> Markup:
-    columns = (
-        Column("Step", numeric=True),
-        Column("Scale before", numeric=True),
-        Column("Scale after", numeric=True),
-        Column("inf", numeric=True),
-        Column("nan", numeric=True),
-        Column("Why"),
-    )
-    rows: list[Cells] = [
-        [*(number(step[key]) for key in ("step", "scale_before", "scale", "infs", "nans")), step["reason"]]
-        for step in skipped
-    ]
-    listed = table("Skipped steps", columns, rows)
-    return tag("details", tag("summary", f"{len(skipped)} skipped steps as a table"), listed)
 
 
 def _draw(figure: Figure, steps: Sequence[Step], skipped: Sequence[Step]) -> None:
@@ -323,8 +300,8 @@ def _scales(axes: Axes, numbers: Sequence[int], scales: Sequence[float]) -> None
 _BAR = 30  # pixels
 
 
-def memory(found: Memory, dtype: str) -> Markup:
-    """Bars, of what was measured."""
+def memory(found: Memory, dtype: str) -> str:
+    """The picture: bars, of what was measured; empty where nothing was."""
     bars = [
         (name, colour, value)
         for name, colour, value in (
@@ -337,7 +314,7 @@ def memory(found: Memory, dtype: str) -> Markup:
         if value is not None
     ]
     if not bars:
-        return tag("p", "Memory was not measured.", class_="empty")
+        return ""
 
     def draw(figure: Figure, narrow: bool) -> None:
         axes = figure.subplots()
@@ -357,10 +334,11 @@ def memory(found: Memory, dtype: str) -> Markup:
         return len(bars) * (_BAR + 14 if narrow else _BAR) + 12
 
     label = "Device memory: " + "; ".join(f"{name} {size(value)}" for name, _, value in bars)
-    return tag("figure", picture("memory", label, draw, height), tag("figcaption", _saving(found)))
+    return picture("memory", label, draw, height)
 
 
-def _saving(found: Memory) -> str:
+def saving(found: Memory) -> str:
+    """What AMP saves, in words."""
     parts = [
         f"{name} {100 * (1 - mine / theirs):.0f} % less than in float32" if mine <= theirs else
         f"{name} {100 * (mine / theirs - 1):.0f} % more than in float32"

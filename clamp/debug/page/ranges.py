@@ -10,10 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clamp.debug.page.figures import COLOUR, picture, plain_axes, power, save_picture, shortened
-from clamp.debug.page.markup import Cells, Column, Markup, joined, number, percent, table, tag
 from clamp.debug.page.schema import END, LOWEST, FirstBad, Range
 
 if TYPE_CHECKING:
@@ -37,10 +36,17 @@ _COLOURS = {
 Rows = Mapping[str, Sequence[Range]]
 
 
-def ranges(found: Sequence[Range], suggested: float | None, first_bad: FirstBad | None) -> Markup:
-    """The picture, its legend, and the figures as a table."""
+class Drawn(NamedTuple):
+    """A picture as HTML, and how many modules it has no room for."""
+
+    drawn: str
+    left_out: int
+
+
+def ranges(found: Sequence[Range], suggested: float | None, first_bad: FirstBad | None) -> Drawn:
+    """The picture of the modules that lose most; empty without ranges."""
     if not found:
-        return tag("p", "No ranges were collected.", class_="empty")
+        return Drawn("", 0)
     modules = _modules(found)
     rows = {name: modules[name] for name in _chosen(modules)}
     bad = first_bad["module"] or first_bad["op"] if first_bad else None
@@ -50,7 +56,7 @@ def ranges(found: Sequence[Range], suggested: float | None, first_bad: FirstBad 
 
     label = f"Histograms of the magnitudes in {len(rows)} modules, activations and gradients, beside float16's range"
     drawn = picture("ranges", label, draw, lambda narrow: _height(len(rows), narrow))
-    return joined([tag("figure", drawn, _legend(suggested, len(modules) - len(rows))), _table(found)])
+    return Drawn(drawn, len(modules) - len(rows))
 
 
 def save_ranges(path: str | Path, found: Sequence[Range], suggested: float | None) -> None:
@@ -187,28 +193,3 @@ def _octaves_to(suggested: float, scale: float) -> int:
     if not (0 < scale < math.inf and 0 < suggested < math.inf):
         return 0
     return round(math.log2(suggested) - math.log2(scale))
-
-
-def _legend(suggested: float | None, left_out: int) -> Markup:
-    keys = [("activation", "activations"), ("gradient", "gradients"), ("parameter", "parameters and their gradients")]
-    parts = [tag("span", tag("i", class_=f"key {colour}"), words) for colour, words in keys]
-    if suggested is not None:
-        words = f"gradients at the suggested loss scale, {suggested:,.10g}"
-        parts.append(tag("span", tag("i", class_="key ghost"), words))
-    shares = "In red: what float16 makes zero, on the left, and inf, on the right."
-    if left_out:
-        shares += f" {left_out} more modules, which lose less, are in the table."
-    return tag("figcaption", tag("span", *parts, class_="legend"), shares)
-
-
-def _table(found: Sequence[Range]) -> Markup:
-    names = ("Elements", "Zeros", "inf", "nan", "Smallest", "Largest", "Underflow", "Overflow", "Scale")
-    columns = [*map(Column, ("Tensor", "Module", "Kind", "Dtype")), *(Column(name, numeric=True) for name in names)]
-    rows: list[Cells] = []
-    for one in found:
-        texts = one["name"], one["module"], one["kind"], one["dtype"]
-        counts = one["count"], one["zeros"], one["infs"], one["nans"], one["smallest"], one["largest"]
-        lost = percent(one["underflow"]), percent(one["overflow"])
-        rows.append([*texts, *map(number, counts), *lost, number(one["scale"])])
-    listed = table("Ranges of tensors", columns, rows)
-    return tag("details", tag("summary", f"All {len(found)} tensors as a table"), listed)
