@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -96,7 +97,21 @@ def make_node(
     tape = tape or engine.get_current_tape()
     if tape is not None:
         tape.record(node)
+    note_child(node)
     return node
+
+
+def note_child(node: Node) -> None:
+    """Lets the computed nodes that a new one was computed from know of it, as long as it lives."""
+    child = weakref.ref(node)
+    for parent in node.parents:
+        if parent.parents:
+            vars(parent).setdefault("children", []).append(child)
+
+
+def children(node: Node) -> list[Node]:
+    """The nodes that were computed from this one, as ``note_child`` was told, and live."""
+    return [child for x in vars(node).get("children", ()) if (child := x()) is not None]
 
 
 @contextmanager
@@ -217,7 +232,7 @@ def merge_leaves(leaves: Sequence[Node], nodes: Iterable[Node]) -> dict[int, Nod
     one parameter, each visited in turn, one would lose what came to the other.
 
     Args:
-        leaves: the leaf nodes.
+        leaves: the nodes without parents; those that have a backward all the same (``cut``) stay.
         nodes: all nodes with parents; those that have one of several leaves get the first in its place.
 
     Returns:
@@ -227,7 +242,9 @@ def merge_leaves(leaves: Sequence[Node], nodes: Iterable[Node]) -> dict[int, Nod
     replaced = {
         id(leaf): kept
         for leaf in leaves
-        if not has_frozen_mark(leaf) and (kept := first.setdefault(id(leaf.value), leaf)) is not leaf
+        if leaf.grad_fn is None
+        and not has_frozen_mark(leaf)
+        and (kept := first.setdefault(id(leaf.value), leaf)) is not leaf
     }
     if replaced:
         for node in nodes:

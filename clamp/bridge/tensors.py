@@ -292,8 +292,12 @@ def is_trained(tensor: Tensor) -> bool:
     """
     if tensor.requires_grad:
         return True
-    held = not isinstance(tensor, Parameter) and "_model_param" in vars(tensor)
-    return held and not has_frozen_mark(tensor)
+    return not isinstance(tensor, Parameter) and is_linked(tensor) and not has_frozen_mark(tensor)
+
+
+def is_linked(tensor: Tensor) -> bool:
+    """Returns whether an optimizer of netcl's has been given a tensor, or its master."""
+    return "_model_param" in vars(tensor)
 
 
 is_frozen = is_frozen_param

@@ -262,8 +262,8 @@ def scale_in_backward() -> AppliedScale | None:
     return _thread.scale
 
 
-def deliver(run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScale | None, in_half: bool) -> None:
-    """Runs a backward pass, and marks the gradients that it gives to the leaves of its graph.
+def deliver(run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScale | None, in_half: bool) -> list[Any]:
+    """Runs a backward pass, and marks the gradients that it gives to the leaves of its graph; returns those leaves.
 
     An exception leaves all of them with the gradients from before.
 
@@ -305,6 +305,7 @@ def deliver(run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScal
         _thread.scale = outer
     if recorder() is not None:
         host_step(partial(restore, snapshot(leaves)))
+    return reached
 
 
 def _adds_up(earlier: Mark | None, new: Mark) -> bool:

@@ -4,6 +4,7 @@ patched."""
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from clamp.casting.regions import called_in, current_region, thread_casts_off
 from clamp.casting.results import RESULTS
 from clamp.functions import recompute
 from clamp.ops.cast import cast
-from clamp.params import gradient_marks, gradient_penalties
+from clamp.params import gradient_marks, gradient_penalties, graphs
 from clamp.patching import user_functions
 from clamp.patching.patch_registry import meets, replaces
 from clamp.patching.tensors import is_half, show, shown
@@ -60,11 +61,42 @@ def gradient_storage_key(own: Any, tensor: Tensor) -> tuple[Any, ...]:
     return "cl", known["_serial"]
 
 
+@meets("netcl.autograd.engine.Tape.__init__")
+def make_tape(wrapped: Any, instance: Tape, /, retain_grads: bool = False) -> None:
+    """A tape whose ``backward`` keeps the gradients of computed nodes only if told so, as that of a node does."""
+    wrapped(retain_grads)
+
+
+@replaces("netcl.autograd.engine.Node.grad")
+class NotRetained:
+    """What is found of the gradient of a computed node that backward has not kept: a word, and None.
+
+    It is no data descriptor: what a node has itself comes first.
+    """
+
+    def __init__(self, own: None) -> None:
+        self._own = own
+
+    def __get__(self, node: Node | None, owner: type[Node]) -> None:
+        if node is not None:
+            warnings.warn(
+                "backward keeps the gradients of leaves: that of a computed node is gone as soon as it has been used. "
+                "Where it is looked at, run backward on a tape that keeps them, ag.Tape(retain_grads=True)",
+                UserWarning,
+                stacklevel=2,
+            )
+        return self._own
+
+
 @meets("netcl.autograd.engine.Tape.backward")
 def tape_backward(
-    wrapped: Any, instance: Tape, /, loss: Node, grad: Tensor | None = None, *, create_graph: bool = False
-) -> None:
+    wrapped: Any, instance: Tape, /, loss: Node, grad: Tensor | None = None, *,
+    retain_graph: bool | None = None, create_graph: bool = False,
+) -> None:  # fmt: skip
     """Backward with all casts off, from a graph without gradients of an earlier backward.
+
+    The graph is let go when the optimizers of what has got gradients have stepped (params/graphs.py), unless
+    ``retain_graph`` is true.
 
     The engine adds to ``Node.grad`` whatever it finds there: what an earlier backward left in a shared part of
     the graph would be propagated a second time, and a parameter's node that outlives ``zero_grad`` (which clears
@@ -97,9 +129,14 @@ def tape_backward(
     replaced = bridge.merge_leaves(leaves, computed)
     values = list({id(leaf.value): leaf.value for leaf in leaves}.values())
     scale = None if scaler is None else scaler.applied()
-    called_in(None, gradient_marks.deliver, partial(RESULTS.backward, wrapped, loss, grad), values, scale, in_half)
+    run = partial(RESULTS.backward, wrapped, loss, grad)
+    reached = called_in(None, gradient_marks.deliver, run, values, scale, in_half)
     for leaf in leaves if replaced else ():
         leaf.grad = leaf.value.grad
+    graphs.ran(computed, reached, bool(retain_graph))
+    for node in () if instance.retain_grads else computed:
+        if node is not loss:
+            del node.grad
 
 
 @replaces("netcl.autograd.engine.Node.backward")
@@ -110,7 +147,8 @@ def node_backward(
 
     Args:
         grad: gradient of this node, of its shape; ones if not given.
-        retain_graph: has no effect: netcl keeps a graph as long as its nodes live.
+        retain_graph: whether the graph stays when the optimizers of what gets gradients have stepped. Before their
+            steps, backward may run through it as often as wanted in any case.
         create_graph: refused, netcl has no second derivatives.
 
     Raises:
@@ -119,7 +157,7 @@ def node_backward(
     """
     gradient_penalties.refuse(create_graph)
     require_graph(self)
-    Tape(retain_grads=False).backward(self, grad)
+    Tape(retain_grads=False).backward(self, grad, retain_graph=retain_graph)
 
 
 @meets("netcl.autograd.engine.apply_op")
@@ -133,7 +171,7 @@ def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *node
     dtype = user_functions.input_dtype(forward) if Installed.now else None
     if dtype is None and (thread_casts_off() or not Installed.now or not any(is_half(node) for node in nodes)):
         backward = user_functions.bound(backward, forward, nodes)
-        return RESULTS.foreign(wrapped(forward, backward, *nodes, **kwargs), nodes)
+        return RESULTS.foreign(_known_to_parents(wrapped(forward, backward, *nodes, **kwargs)), nodes)
     region = current_region()
     report, use_cache = reporter(region, name), region is None or region.cache_enabled
     cast_one = partial(cast_node, dtype=dtype or "float32", report=report, use_cache=use_cache)
@@ -142,7 +180,13 @@ def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *node
     backward = user_functions.bound(backward, forward, widened)
     if backward is not None:
         backward = _reading_widened(backward, swaps)
-    return RESULTS.foreign(wrapped(forward, backward, *widened, **kwargs), widened)
+    return RESULTS.foreign(_known_to_parents(wrapped(forward, backward, *widened, **kwargs)), widened)
+
+
+def _known_to_parents(made: Any) -> Any:
+    if isinstance(made, Node):
+        bridge.note_child(made)
+    return made
 
 
 def _name_of(forward: Any) -> str:

@@ -23,7 +23,7 @@ from clamp.casting.results import RESULTS
 from clamp.interrupts import Flag, among, holding, of_threads, uninterrupted
 from clamp.ops.loss_scale import DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_
-from clamp.params import gradient_marks, masters, updates
+from clamp.params import gradient_marks, graphs, masters, updates
 from clamp.params.masters import pairs
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_report import (
@@ -125,6 +125,7 @@ class StepGuard(bridge.Listed):
             index = overflowed[-1] if overflowed else len(states) - 1
             bad = self._skip(params, pending[index] if pending else None, states[index] if states else None)
             self._forget()
+            graphs.stepped(params)
             self._guards.reports.warn_of_kept(bad)
             return None
         absent = self._names_of_absent(params)
@@ -137,6 +138,7 @@ class StepGuard(bridge.Listed):
             scale = states[-1].scale if states else 1.0
             reason = "" if moves else "no parameter had a gradient"
             self._report(moves, reason, scale, scale_before=before, absent=absent)
+            graphs.stepped(params)
         return result
 
     def _unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:

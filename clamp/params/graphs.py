@@ -1,0 +1,106 @@
+"""Graphs that backward has run through, let go of by the step that uses their gradients.
+
+netcl keeps a graph, and with it all activations, as long as somebody holds one of its nodes: a loop that has last
+step's loss or prediction at hand when it runs the next forward holds two steps. Here a pass is over when optimizers
+have stepped each parameter of theirs that it gave a gradient to; what nobody needs of its graph goes then, and the
+values of nodes that are held stay. A program needs a graph for longer where
+
+- backward was told so: ``retain_graph=True``;
+- another backward has run through it since, whose gradients no step has used: a second one, a GAN's;
+- something that is still there was computed from it, and no backward has run from that: another optimizer's loss.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from clamp import bridge
+from clamp.bridge import Node, Tensor
+
+
+class _Pass:
+    """A backward that has run: its nodes, as long as they live, and the leaves that have got its gradients and have not
+    been stepped since, by id."""
+
+    __slots__ = ("__weakref__", "nodes", "waiting")
+
+    def __init__(self, computed: Iterable[Node], reached: Sequence[Tensor]) -> None:
+        self.nodes = [*map(weakref.ref, computed)]
+        self.waiting = dict(zip(map(id, reached), reached, strict=True))
+
+
+_passes: dict[int, weakref.ref[_Pass]] = {}  # a pass lives as long as a node that it was the last to run through
+_RETAINED = object()  # in the place of the last pass through a node
+
+
+def ran(computed: Iterable[Node], reached: Sequence[Tensor], retain_graph: bool) -> None:
+    """Notes a backward, the last through its nodes.
+
+    Args:
+        computed: the nodes of its graph with parents.
+        reached: the leaves that it gave gradients to.
+        retain_graph: whether the graph is to stay whoever steps.
+    """
+    last: Any = _RETAINED
+    if not retain_graph:
+        last = _Pass(computed, reached)
+        key = id(last)
+        _passes[key] = weakref.ref(last, lambda _: _passes.pop(key, None))
+    for node in computed:
+        node.last_pass = last
+
+
+def stepped(params: Sequence[Tensor]) -> None:
+    """An optimizer has made its step, or skipped it: lets go of what nobody needs any more.
+
+    Args:
+        params: the optimizer's.
+    """
+    if not _passes:
+        return
+    stepped_ids = {id(x) for param in params for x in (param, bridge.model_parameter(param))}
+    for reference in list(_passes.values()):
+        over = reference()
+        if over is None or stepped_ids.isdisjoint(over.waiting):
+            continue
+        for key in stepped_ids & over.waiting.keys():
+            del over.waiting[key]
+        if not any(map(_is_stepped_by_others, over.waiting.values())):
+            over.waiting.clear()  # a node that is held would hold them
+            _let_go(over)
+
+
+def _is_stepped_by_others(leaf: Tensor) -> bool:
+    """Whether a leaf that a pass has reached, and no step since, is some optimizer's: an input that is trained is not,
+    nor what is left out where a model is fine-tuned."""
+    if bridge.is_frozen(leaf):
+        return False
+    if bridge.is_linked(leaf) or not isinstance(leaf, bridge.Parameter):
+        return bridge.is_linked(leaf)
+    if not hasattr(leaf, "_has_optimizer"):  # the user's own leave no link: looked for once
+        held = {id(bridge.model_parameter(x)) for each in bridge.optimizers_in_reach() for x in each.params}
+        leaf._has_optimizer = id(leaf) in held
+    return bool(leaf._has_optimizer)
+
+
+def _let_go(over: _Pass) -> None:
+    nodes = [node for x in over.nodes if (node := x()) is not None and getattr(node, "last_pass", None) is over]
+    needed = {
+        id(below)
+        for node in nodes
+        for child in bridge.children(node)
+        if not hasattr(child, "last_pass")
+        for below in bridge.graph(child)
+    }
+    bridge.cut([node for node in nodes if id(node) not in needed], _gone)
+
+
+def _gone(grad: Tensor) -> list[Tensor | None]:
+    raise RuntimeError(
+        f"backward has come to a node of shape {tuple(grad.shape)} whose graph was let go: an optimizer has stepped "
+        "with the gradients of an earlier backward through it. Where a graph is used again after the step, write "
+        "loss.backward(retain_graph=True) or tape.backward(loss, retain_graph=True) at the backward before it; else "
+        "compute the loss anew, or go on from a value: ag.tensor(node.value)"
+    )
