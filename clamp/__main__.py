@@ -10,7 +10,7 @@ from clamp.cli import SMALL_WORKS, arguments, main
 
 
 def _bench_environment(works: Sequence[str]) -> dict[str, str]:
-    """What must stand in the environment before numpy and the OpenCL driver load, for timings to mean anything.
+    """Returns what must stand in the environment before numpy and the OpenCL driver load, for timings to mean anything.
 
     Idle BLAS threads of this process would spin beside the device's; and without affinity PoCL's threads wander
     between cores, which makes timings of its kernels bimodal. Steps of small networks are timed as users have them:

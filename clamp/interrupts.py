@@ -1,4 +1,4 @@
-"""What Ctrl-C must not cut in two, and what has to be as it was wherever it falls.
+"""Guards against Ctrl-C: what it must not cut in two, and what has to be as it was wherever it falls.
 
 Python raises KeyboardInterrupt wherever the main thread is: in the first line of a function, after a call. What belongs
 together, a step and the note that it was made, is done in ``uninterrupted``. What is changed for a while is one value,
@@ -97,7 +97,7 @@ class With:
         return None if frame.f_code.co_flags & inspect.CO_GENERATOR else cls(frame)
 
     def is_left(self) -> bool:
-        """Whether it is over: its function has ended, or stands before it."""
+        """Returns whether it is over: its function has ended, or stands before it."""
         frame = sys._current_frames().get(self._thread)
         while frame is not None and not (id(frame) == self._frame and frame.f_code is self._code):
             frame = frame.f_back
@@ -108,7 +108,7 @@ _states: list[threading.local] = []
 
 
 class Flag(threading.local):
-    """Whether something is so in a thread: ``holding(flag, "on", True)``."""
+    """Something that is so in a thread, or not: ``holding(flag, "on", True)``."""
 
     on = False
 

@@ -183,7 +183,7 @@ def disable() -> NoOpHandle:
 
 
 def is_disabled() -> bool:
-    """Whether AMP was asked for with ``enabled=False``, and not again since."""
+    """Returns whether AMP was asked for with ``enabled=False``, and not again since."""
     return _disabled
 
 

@@ -33,7 +33,7 @@ def master_of(model: Tensor) -> Tensor | None:
 
 
 def is_in_parts(master: Tensor) -> bool:
-    """Whether a master consists of 16-bit parts, the parameter among them, and has no memory of its own."""
+    """Returns whether a master consists of 16-bit parts, the parameter among them, and has no memory of its own."""
     return getattr(type(master), "is_in_parts", False)
 
 

@@ -176,7 +176,7 @@ ROUNDINGS = "_roundings"
 
 
 def roundings(optimizer: Any) -> int:
-    """How many steps of an optimizer have rounded parameters by chance."""
+    """Returns how many steps of an optimizer have rounded parameters by chance."""
     return int(getattr(optimizer, ROUNDINGS, 0))
 
 

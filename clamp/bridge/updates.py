@@ -328,7 +328,7 @@ class DeviceArrays(MutableMapping[int, Any]):
         return isinstance(array, np.ndarray) and array.dtype == np.float32 and array.shape == tuple(param.shape)
 
     def buffer_of(self, param: Tensor) -> cl.Buffer:
-        """Where the state of a parameter lies on the device, from now on until it is read."""
+        """Returns where the state of a parameter lies on the device, from now on until it is read."""
         if id(param) not in self._buffers:
             array = np.ascontiguousarray(self._arrays[id(param)])
             flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR

@@ -1,1 +1,1 @@
-"""Which function runs in which precision, where AMP is on, and what a policy does to a call's arguments."""
+"""The precision that each function runs in, where AMP is on, and what a policy does to a call's arguments."""

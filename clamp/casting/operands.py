@@ -60,7 +60,7 @@ class Operand:
 
     @property
     def needs_grad(self) -> bool:
-        """Whether backward must compute a gradient for the parent."""
+        """Returns whether backward must compute a gradient for the parent."""
         return bridge.needs_grad(self.parent)
 
     @property

@@ -1,4 +1,4 @@
-"""Which function is computed in which precision: the policies, and the table read from ``lists/``."""
+"""The precision that each function is computed in: the policies, and the table read from ``lists/``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where AMP is on: the state of the process, of this thread, and of the op that is running.
+"""Regions where AMP is on: the state of the process, of this thread, and of the op that is running.
 
 ``init`` sets the region of the process. ``autocast`` and ``disable_casts`` set one for the calling thread
 alone and nest. Inside an op, and during backward, nested calls do not cast again.

@@ -1,4 +1,4 @@
-"""Where every result of an op passes, and every gradient: what ``clamp.debug`` looks at.
+"""The hub that every result of an op passes, and every gradient: what ``clamp.debug`` looks at.
 
 Nobody asks at each op whether somebody looks. Without an observer, ``RESULTS.own``, ``.foreign`` and the others are
 functions that do what has to be done anyway; with one, others stand in their place.
@@ -19,7 +19,7 @@ from clamp.params import gradient_penalties
 
 
 class Observer:
-    """Who looks at results: overrides what it wants to be told. Called in the thread that computes, between launches;
+    """Looks at results: overrides what it wants to be told. Called in the thread that computes, between launches;
     may launch, too."""
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Any:
@@ -137,7 +137,7 @@ class _Results:
 
     @property
     def observers(self) -> tuple[Observer, ...]:
-        """Who is told."""
+        """Returns who is told."""
         return self._observers
 
     @property

@@ -225,7 +225,7 @@ class Encoder:
 
 
 def _is_plain(array: Array | np.generic) -> bool:
-    """Whether an array is numbers and nothing else: a masked one would lose its mask."""
+    """Returns whether an array is numbers and nothing else: a masked one would lose its mask."""
     return array.dtype.kind in "biufc" and not isinstance(array, np.ma.MaskedArray)
 
 

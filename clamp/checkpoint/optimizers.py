@@ -1,4 +1,4 @@
-"""What a checkpoint holds of an optimizer: whose state it is, by the names of the model's parameters, and the state.
+"""Optimizers in a checkpoint: whose state it is, by the names of the model's parameters, and the state.
 
 Optimizers are saved by their attributes, because netcl's Adam, Momentum and RMSProp have no ``state_dict``::
 
@@ -138,7 +138,7 @@ def _fused(optimizer: Any, positions: Mapping[int, int], writer: Encoder) -> Jso
 def writes_to(
     optimizer: Any, state: Json, names: Names, decoder: Decoder, undo: Undo, where: str
 ) -> tuple[list[Tensor], list[Write]]:
-    """How an optimizer gets its state back: the tensors that will be written, and the writes.
+    """Returns how an optimizer gets its state back: the tensors that will be written, and the writes.
 
     Everything is decoded and checked here; the writes only assign, except for what ``load_state_dict`` of an optimizer
     of the user's does.
@@ -209,7 +209,7 @@ def _unnamed(state: Json) -> list[Json]:
 
 
 def _matched(saved: Sequence[Name | None], here: Sequence[Name | None], where: str) -> list[int]:
-    """Where each saved parameter is now: by its name, and those without one in their order."""
+    """Returns where each saved parameter is now: by its name, and those without one in their order."""
     places: defaultdict[Name | None, deque[int]] = defaultdict(deque)
     for index, name in enumerate(here):
         places[name].append(index)
@@ -268,7 +268,7 @@ def _warn_of_order(here: Sequence[Name | None], params: Sequence[Tensor], names:
 def _netcl_write(
     optimizer: Any, params: Sequence[Tensor], state: Json, order: Sequence[int], decoder: Decoder, where: str
 ) -> Write:
-    """What gives one of netcl's optimizers its state; ``order`` says where each saved parameter is now."""
+    """Returns what gives one of netcl's optimizers its state; ``order`` says where each saved parameter is now."""
     where = f"{decoder.path}: {where}, {type(optimizer).__name__},"
     attributes = {name: decoder.value(value) for name, value in state["attributes"].items()}
     by_parameter = {

@@ -198,7 +198,7 @@ def _optimizers(x: Any) -> list[Any]:
 
 
 def _names(models: Sequence[Mapping[str, Tensor]]) -> Names:
-    """What each tensor is called in the first of the models that it is in."""
+    """Returns what each tensor is called in the first of the models that it is in."""
     names: dict[int, tuple[int, str]] = {}
     for number, named in enumerate(models):
         for name, tensor in named.items():

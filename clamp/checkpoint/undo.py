@@ -1,4 +1,4 @@
-"""What a load is about to change, kept so that a load that fails changes nothing."""
+"""The state that a load is about to change, kept so that a load that fails changes nothing."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def positive(text: str) -> int:
 
 
 def _some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """What reads names of ``known``, with commas."""
+    """Returns what reads names of ``known``, with commas."""
 
     def read(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))
@@ -225,7 +225,7 @@ def _shapes(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _numbers(form: str) -> Callable[[str], tuple[int, ...]]:
-    """What reads as many numbers as a form has, ``"LxWxB"``, say."""
+    """Returns what reads as many numbers as a form has, ``"LxWxB"``, say."""
 
     def read(text: str) -> tuple[int, ...]:
         numbers = tuple(positive(part) for part in text.split("x"))

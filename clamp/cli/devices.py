@@ -17,7 +17,7 @@ class UnknownDeviceError(ValueError):
 
 
 def is_simulator(device: cl.Device) -> bool:
-    """Whether the device simulates one: right but slow, and never what a user means by "the device"."""
+    """Returns whether the device simulates one: right but slow, and never what a user means by "the device"."""
     return device.platform.name in _SIMULATORS
 
 

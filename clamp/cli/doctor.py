@@ -79,7 +79,7 @@ def run(args: Namespace) -> int:
 
 
 def _vendors() -> str:
-    """Where the OpenCL loader looks for drivers, and who told it so."""
+    """Returns where the OpenCL loader looks for drivers, and who told it so."""
     folder = os.environ.get("OCL_ICD_VENDORS")
     if folder is None:
         note = "" if intel_cpu_runtime() is None else " (Intel's CPU runtime is registered there)"
@@ -132,7 +132,7 @@ cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 4)
 
 
 def _order(device: cl.Device) -> str:
-    """Which queues of a device can be used, and whether netcl's own is one of them."""
+    """Returns which queues of a device can be used, and whether netcl's own is one of them."""
     default = manager.default()
     if default is not None and default.queue.device == device and not is_in_order(default.queue):
         return "netcl's own runs OUT OF ORDER, which gives wrong results: pass queues made by cl.CommandQueue(context)"
@@ -151,7 +151,7 @@ def _fate_of_a_context(device: cl.Device) -> str:
 
 
 def _matrix_units(queue: cl.CommandQueue) -> Iterator[tuple[str, str]]:
-    """What became of the engines that must be verified, on a GPU that says what instructions it has."""
+    """Returns what became of the engines that must be verified, on a GPU that says what instructions it has."""
     found = capabilities(queue)
     if not found.instructions:
         return
@@ -220,7 +220,7 @@ def _check_dtype(queue: cl.CommandQueue, dtype: str, epsilon: float) -> str:
 
 
 def gains_of(device: cl.Device, seconds: float) -> Gains:
-    """How many times as fast as in float32 16 bits are.
+    """Returns how many times as fast as in float32 16 bits are.
 
     Args:
         device: no simulator.
@@ -255,7 +255,7 @@ def gains_of(device: cl.Device, seconds: float) -> Gains:
 
 
 def sentence(device: cl.Device, seconds: float) -> str:
-    """What AMP gains on a device, or why that is not known."""
+    """Returns what AMP gains on a device, or why that is not known."""
     if is_simulator(device):
         return f"{describe(device)}: a simulator, on which nothing is gained."
     try:

@@ -66,7 +66,7 @@ def run(args: Namespace) -> int:
 
 
 def _search(name: str | None, table: PolicyTable) -> tuple[str, list[Entry]]:
-    """What entries a name stands for, in words (none for a function's name), and these entries.
+    """Returns what entries a name stands for, in words (none for a function's name), and these entries.
 
     First come functions of this name, then what the layers call whose name it is or begins, then names it is a part of.
     """
@@ -95,7 +95,7 @@ def runs_as(entry: Entry, dtype: str) -> str:
 
 
 def kernels(entry: Entry) -> str:
-    """Which function of clamp takes a function's place, and the kernel files it may launch."""
+    """Returns which function of clamp takes a function's place, and the kernel files it may launch."""
     if entry.policy is CastPolicy.NONE:
         return "netcl's own, if any"
     if entry.name not in OWNED:
@@ -146,7 +146,7 @@ def _print_one(
 
 
 def _here(entry: Entry, dtype: str, queue: cl.CommandQueue | None) -> list[str]:
-    """What happens on a device; the numpy backend is the one that needs none."""
+    """Returns what happens on a device; the numpy backend is the one that needs none."""
     if entry.policy is CastPolicy.NONE:
         return []
     if queue is None:

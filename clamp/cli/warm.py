@@ -115,7 +115,7 @@ def _folders(*, anew: bool) -> Iterator[dict[str, str]]:
 
 
 def _in_child(job: Job, environment: dict[str, str]) -> tuple[list[Cost], str]:
-    """What a process has compiled, and what went wrong."""
+    """Returns what a process has compiled, and what went wrong."""
     command = cache_writer.command(__name__, "compile_given", [job.model, job.dtype, job.place])
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]

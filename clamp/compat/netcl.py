@@ -77,13 +77,13 @@ def leave(wrapped: Any, instance: Any, /, *exception: Any) -> Any:
 
 @meets("netcl.amp.is_autocast_enabled")
 def is_autocast_enabled(wrapped: Any, instance: None, /) -> bool:
-    """Whether ops called here cast; netcl's flag is one for all threads."""
+    """Returns whether ops called here cast; netcl's flag is one for all threads."""
     return casting_region() is not None if Installed.now else wrapped()
 
 
 @meets("netcl.amp.supports_fp16")
 def supports_fp16(wrapped: Any, instance: None, /, queue: Any) -> bool:
-    """Whether clamp can store halves on the queue's device, which needs no ``cl_khr_fp16``."""
+    """Returns whether clamp can store halves on the queue's device, which needs no ``cl_khr_fp16``."""
     return is_float16_supported(queue) if Installed.now else wrapped(queue)
 
 

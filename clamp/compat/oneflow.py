@@ -103,7 +103,7 @@ class Graph:
         self._unwatched = frozenset(vars(self)) - earlier | {"_unwatched"}
 
     def build(self, *inputs: Any) -> Any:
-        """What the graph computes; override it."""
+        """Returns what the graph computes; override it."""
         raise NotImplementedError(f"{type(self).__name__} needs a method build(self, ...): what the graph computes")
 
     # ------------------------------------------------------------------------------------------ setting up
@@ -162,12 +162,12 @@ class Graph:
 
     @property
     def last_step(self) -> StepReport | None:
-        """What the last call's optimizer step did; None before the first."""
+        """Returns what the last call's optimizer step did; None before the first."""
         return self.history[-1] if self.history else None
 
     @property
     def history(self) -> History:
-        """What the last 1000 steps did, the newest last."""
+        """Returns what the last 1000 steps did, the newest last."""
         return self._guards.reports.history
 
     def state_dict(self) -> dict[str, Any]:

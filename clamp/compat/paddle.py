@@ -326,11 +326,11 @@ class GradScaler(FaceScaler):
     # ------------------------------------------------------------------------------------------ settings
 
     def is_enable(self) -> bool:
-        """Whether this scaler does anything."""
+        """Returns whether this scaler does anything."""
         return self._enabled
 
     def is_use_dynamic_loss_scaling(self) -> bool:
-        """Whether the scale moves."""
+        """Returns whether the scale moves."""
         return self._dynamic
 
     def get_loss_scaling(self) -> float:

@@ -132,7 +132,7 @@ class GradScaler(FaceScaler):
     # ------------------------------------------------------------------------------------------ settings
 
     def is_enabled(self) -> bool:
-        """Whether this scaler does anything."""
+        """Returns whether this scaler does anything."""
         return self._enabled
 
     def get_scale(self) -> float:

@@ -106,7 +106,7 @@ class autocast(ThreadRegion):
 
 
 def is_autocast_enabled(device_type: None = None) -> bool:
-    """Whether ops called here cast.
+    """Returns whether ops called here cast.
 
     Raises:
         TypeError: it is given PyTorch's device type.

@@ -286,7 +286,7 @@ class _ScaledStep:
 
 
 def _input(x: Any, queue: Any) -> Any:
-    """What a model, or a loss, is called with: a node of what is floating, or else the tensor."""
+    """Returns what a model, or a loss, is called with: a node of what is floating, or else the tensor."""
     if isinstance(x, Node):
         return x
     if not isinstance(x, Tensor):
@@ -302,7 +302,7 @@ def _input(x: Any, queue: Any) -> Any:
 def _both_runs(
     step: _ScaledStep, amp: Region, tolerance: float
 ) -> tuple[tuple[Float32Side, float], tuple[AmpSide, float]]:
-    """What was seen of the step in float32 and under AMP, each with the loss."""
+    """Returns what was seen of the step in float32 and under AMP, each with the loss."""
     right = Float32Side()
     with changed_regions(_in_float32):
         right_loss = _run(step, 1.0, amp, right)

@@ -183,7 +183,7 @@ class _Runs:
         raise NotImplementedError
 
     def name(self, candidate: str) -> str:
-        """What a candidate is called."""
+        """Returns what a candidate is called."""
         return candidate
 
     def _measured(self) -> bool | float:

@@ -117,7 +117,7 @@ def trail() -> Trail:
 
 
 def place_of(seen: Trail) -> Place:
-    """What a trail says."""
+    """Returns what a trail says."""
     called, modules, code, line = seen
     function = policy = ""
     if called is not None and "entry" in called:

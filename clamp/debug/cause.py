@@ -166,7 +166,7 @@ def _in_float32(frame: Frame, trace: Trace) -> str:
 
 
 def _is_read_in_half(frame: Frame, trace: Trace) -> bool:
-    """Whether a result goes into a function in half, as it is, or through ones that keep its magnitude."""
+    """Returns whether a result goes into a function in half, as it is, or through ones that keep its magnitude."""
     given = {id(value) for value in frame.outputs}
     for other in trace.frames[trace.frames.index(frame) + 1 :]:
         if other.direction == FORWARD and any(id(value) in given for value in other.inputs):
@@ -240,7 +240,7 @@ _DOMAINS = (
 
 
 def without_value(frame: Frame) -> tuple[str, str]:
-    """What an op did, in words, whose result or gradient has no finite value in float32 either, and the cure.
+    """Returns what an op did, in words, whose result or gradient has no finite value in float32 either, and the cure.
 
     The words are empty where nothing is known of the function.
     """
@@ -323,7 +323,7 @@ class Past:
 
 
 def divergence(trace: Trace, past: Past) -> tuple[str, str] | None:
-    """What grew, in a sentence, and the cure; None if nothing did.
+    """Returns what grew, in a sentence, and the cure; None if nothing did.
 
     Args:
         trace: named, with its tensors held.

@@ -40,13 +40,13 @@ class DebugMode(enum.Enum):
     CHECK_ALL = 3  #: a line for every tensor
 
     def wants(self, dtype: str, found: Numerics) -> bool:
-        """Whether a tensor is worth a line."""
+        """Returns whether a tensor is worth a line."""
         if self is DebugMode.CHECK_ALL or not found.is_finite:
             return True
         return self is DebugMode.CHECK_ALL_FOR_OVERFLOW and dtype == "float32" and bool(found.beyond or found.below)
 
     def aborts(self, found: Numerics) -> bool:
-        """Whether a tensor ends the program."""
+        """Returns whether a tensor ends the program."""
         return self is DebugMode.CHECK_NAN_INF_AND_ABORT and not found.is_finite
 
 
@@ -145,7 +145,7 @@ class Checked:
         return linecache.getline(self.place.file, self.place.line).strip() if self.place.file else ""
 
     def error(self, paths: Sequence[str], dtype: str, shape: tuple[int, ...], found: Numerics) -> str:
-        """What a user reads whose program this ends."""
+        """Returns what a user reads whose program this ends."""
         where = f" in {', '.join(paths)}" if any(paths) else ""
         if self.place.modules:
             where += f" ({type(self.place.modules[0]).__name__})"
@@ -157,7 +157,7 @@ class Checked:
 
 
 def line_of(device: str, op: str, tensor: str, dtype: str, found: Numerics, at: str = "") -> str:
-    """What Paddle prints of a tensor, how much of it float16 does not hold, and the line of the program."""
+    """Returns what Paddle prints of a tensor, how much of it float16 does not hold, and the line of the program."""
     error = "" if found.is_finite else "[ERROR] "
     lost = f", num_over_fp16={found.beyond}, num_under_fp16={found.below}" if dtype == "float32" else ""
     return (

@@ -45,7 +45,7 @@ class Dumped:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What two runs have in common."""
+        """Returns what two runs have in common."""
         return self.op_type, self.tensor_name, self.numel
 
 

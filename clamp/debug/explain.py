@@ -64,7 +64,7 @@ class Explanation:
 def explain(
     trace: Trace, report: StepReport | None, past: Past | None = None, *, leaves_finite: bool | None = None
 ) -> Explanation:
-    """Why a step whose ops are known was skipped.
+    """Returns why a step whose ops are known was skipped.
 
     Args:
         trace: named, with its tensors held.
@@ -110,7 +110,7 @@ def explain(
 
 
 def not_seen(report: StepReport | None) -> Explanation:
-    """What is known of a step whose ops nobody has looked at."""
+    """Returns what is known of a step whose ops nobody has looked at."""
     if report is None:
         return Explanation(None, "unseen", "No step has been skipped.", "")
     why = (
@@ -121,7 +121,7 @@ def not_seen(report: StepReport | None) -> Explanation:
 
 
 def look(init: InitCall | None, *, again: bool = True) -> str:
-    """What to write to have skipped steps explained, as code.
+    """Returns what to write to have skipped steps explained, as code.
 
     Args:
         init: the call that turned AMP on, if one did.
@@ -235,7 +235,7 @@ class Attribution:
 
     @property
     def is_armed(self) -> bool:
-        """Whether the ops of each step are kept until it is done."""
+        """Returns whether the ops of each step are kept until it is done."""
         return self._recorder is not None
 
     def arm(self) -> None:
@@ -328,7 +328,7 @@ class Attribution:
 
 
 def _is_same(one: StepReport | None, other: StepReport | None) -> bool:
-    """Whether two reports are of the same step."""
+    """Returns whether two reports are of the same step."""
     return one is not None and other is not None and replace(one, scale=other.scale) == other
 
 

@@ -57,7 +57,7 @@ class Float32Reference:
         self._found: list[TensorLike] = []
 
     def takes(self, made: TensorLike) -> bool:
-        """Whether a result is that of a counterpart being computed: of nobody's interest."""
+        """Returns whether a result is that of a counterpart being computed: of nobody's interest."""
         if self._calling is None:
             return False
         frame = call_here()
@@ -87,7 +87,7 @@ class Float32Reference:
         return made[reference.number] if len(made) > reference.number else None
 
     def gradients_of(self, made: TensorLike, grad: Tensor) -> list[Tensor | None]:
-        """What a counterpart gives for the gradient that its op was given; nothing if it has no graph."""
+        """Returns what a counterpart gives for the gradient that its op was given; nothing if it has no graph."""
         if not isinstance(made, Node) or made.grad_fn is None:
             return []
         self._calling = sys._getframe()
@@ -224,7 +224,7 @@ def _gave_more_zeros(frame: Frame, wide: Wide) -> bool:
 
 
 def _made(frame: Frame, wide: Mapping[int, Tensor]) -> list[TensorLike] | None:
-    """What a forward op gives in float32; None where it cannot be computed again."""
+    """Returns what a forward op gives in float32; None where it cannot be computed again."""
     call = frame.call or _called_with_what_it_read(frame)
     made = None if call is None else _run(call, {})
     if call is None or made is None or (len(made) == 1 and not _is_the_same(frame, made)):
@@ -264,7 +264,7 @@ def _called_with_what_it_read(frame: Frame) -> Call | None:
 
 
 def _is_the_same(frame: Frame, made: Sequence[TensorLike]) -> bool:
-    """Whether that was the call: where both are finite, it has made what the op gave."""
+    """Returns whether that was the call: where both are finite, it has made what the op gave."""
     gave = frame.outputs[0].tensor
     if gave is None or tuple(made[0].shape) != tuple(gave.shape):
         return False

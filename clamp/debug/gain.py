@@ -122,12 +122,12 @@ class Side:
 
     @property
     def op_seconds(self) -> float:
-        """What all of its ops took on the device."""
+        """Returns what all of its ops took on the device."""
         return sum(row.seconds or 0.0 for row in self.rows) + self.after_backward
 
     @property
     def computes_in_16_bit(self) -> bool:
-        """Whether an op of it gave 16-bit numbers."""
+        """Returns whether an op of it gave 16-bit numbers."""
         return any(row.dtype in HALF_DTYPES for row in self.rows)
 
 

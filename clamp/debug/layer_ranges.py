@@ -58,11 +58,11 @@ class LayerRange:
 
     @property
     def lost(self) -> Lost:
-        """What of it is lost in the dtype that AMP stores it in; nothing in float32."""
+        """Returns what of it is lost in the dtype that AMP stores it in; nothing in float32."""
         return ranges.lost(self.statistics, self.dtype) if self.dtype in HALF_DTYPES else Lost(0.0, 0.0, 0.0)
 
     def lost_in(self, dtype: DTypeLike, scale: float | None = None) -> Lost:
-        """What of it a cast would lose; see `clamp.debug.ranges.lost`.
+        """Returns what of it a cast would lose; see `clamp.debug.ranges.lost`.
 
         Args:
             dtype: float16 or bfloat16.
@@ -118,7 +118,7 @@ class LayerRanges:
         return "float16" if self.dtype == "float32" else self.dtype
 
     def table(self, dtype: DTypeLike = "float16") -> dict[float, Lost]:
-        """What all gradients together lose at each loss scale that is a power of two, 2^-14 to 2^24."""
+        """Returns what all gradients together lose at each loss scale that is a power of two, 2^-14 to 2^24."""
         return ranges.table([row.statistics for row in self._scaled()], self.scale, dtype)
 
     def _scaled(self) -> Iterator[LayerRange]:
@@ -230,7 +230,7 @@ def _rows(trace: Trace, scale: float, dtypes: Mapping[tuple[str, ...], str], amp
 
 
 def _tensors(frame: Frame) -> Iterator[tuple[str, str, Value]]:
-    """What an op gave, and the parameters that it read: name, kind, value."""
+    """Returns what an op gave, and the parameters that it read: name, kind, value."""
     if frame.op == SCALE_OP:
         return
     if frame.direction == FORWARD:

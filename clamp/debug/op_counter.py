@@ -78,7 +78,7 @@ class OpRow:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What it is of: all but counts and shape."""
+        """Returns what it is of: all but counts and shape."""
         return (*self.key, self.policy, self.inputs, self.dtype)
 
 
@@ -223,7 +223,7 @@ class OpCounter(Observer):
         count.seconds = (count.seconds or 0.0) + seconds
 
     def _rests(self) -> bool:
-        """Whether this thread runs a step that is only looked at, which is no part of the run."""
+        """Returns whether this thread runs a step that is only looked at, which is no part of the run."""
         return are_steps_withheld() and not self._of_dry_run
 
     def _cast(self, source: Tensor, target: Tensor) -> None:

@@ -157,7 +157,7 @@ class Timeline:
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """What intervals cover together, in order and without overlaps."""
+    """Returns what intervals cover together, in order and without overlaps."""
     covered: list[Interval] = []
     for begin, end in sorted(intervals):
         if covered and begin <= covered[-1][1]:
@@ -222,11 +222,11 @@ class Profiler:
 
     @property
     def seconds(self) -> list[float]:
-        """How long each of these ran, once the queue has finished; 0.0 of a queue without profiling."""
+        """Returns how long each of these ran, once the queue has finished; 0.0 of a queue without profiling."""
         return self._alone_seconds if self._alone else [_seconds_of(event) for _, _, event in self._events]
 
     def timeline(self, seconds: float) -> Timeline:
-        """What was seen, once the queue has finished.
+        """Returns what was seen, once the queue has finished.
 
         Args:
             seconds: of the step, until the device had finished.
@@ -313,6 +313,6 @@ def _seconds_of(event: Any) -> float:
 
 
 def _transfer(args: tuple[Any, ...]) -> str:
-    """Which way ``enqueue_copy(queue, dest, src)`` copies."""
+    """Returns which way ``enqueue_copy(queue, dest, src)`` copies."""
     dest, src = (isinstance(side, np.ndarray | np.generic | bytearray | memoryview | bytes) for side in args[1:3])
     return "read" if dest else "write" if src else "copy"

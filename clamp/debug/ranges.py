@@ -64,7 +64,7 @@ class Lost(NamedTuple):
 
 
 def lost(statistics: Statistics, dtype: DTypeLike, factor: float = 1.0) -> Lost:
-    """What a cast of ``factor * x`` to ``dtype`` loses: the product in float32, rounded to nearest even.
+    """Returns what a cast of ``factor * x`` to ``dtype`` loses: the product in float32, rounded to nearest even.
 
     Exact where ``factor`` is a power of two (but for products below 2^-126, which float32 itself rounds) and where the
     extremes decide alone. At another factor within 0.1 % of the elements, if these are smoothly distributed and 100 000
@@ -112,7 +112,7 @@ def suggested_scale(gradients: Iterable[Statistics], scale: float, dtype: DTypeL
 
 
 def table(gradients: Iterable[Statistics], scale: float, dtype: DTypeLike = "float16") -> dict[float, Lost]:
-    """What all gradients together lose at each loss scale that is a power of two, 2^-14 to 2^24; exact.
+    """Returns what all gradients together lose at each loss scale that is a power of two, 2^-14 to 2^24; exact.
 
     Args:
         gradients, scale, dtype: as for ``suggested_scale``; with histograms.
@@ -170,7 +170,7 @@ def histogram_of(statistics: Statistics) -> NDArray[np.int64]:
 
 
 def _finite(statistics: Statistics) -> int:
-    """How many elements are finite and not zero."""
+    """Returns how many elements are finite and not zero."""
     return statistics.count - statistics.infs - statistics.nans - statistics.zeros
 
 
@@ -191,7 +191,7 @@ def _turns(dtype: str, factor: float) -> tuple[float, float, float]:
 
 
 def _below(statistics: Statistics, limit: float) -> float:
-    """How many of the elements that are finite and not zero have magnitudes below the limit."""
+    """Returns how many of the elements that are finite and not zero have magnitudes below the limit."""
     if limit <= statistics.smallest:
         return 0.0
     if limit > statistics.largest:
@@ -203,7 +203,7 @@ def _below(statistics: Statistics, limit: float) -> float:
 
 
 def _share(statistics: Statistics, within: int, limit: float) -> float:
-    """Which part of a bin's elements have magnitudes below the limit, a number in the bin."""
+    """Returns which part of a bin's elements have magnitudes below the limit, a number in the bin."""
     begin = max(_EDGES[within], statistics.smallest)
     end = min(_EDGES[within + 1], np.nextafter(statistics.largest, np.inf))
     begin, end, limit = _up(np.array([begin, end, limit]), statistics.dtype)
@@ -219,7 +219,7 @@ def _up(x: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
 
 
 def _tilt(statistics: Statistics, within: int, begin: float, end: float) -> float:
-    """How much the density of magnitudes differs from its mean at a bin's end, in parts of it: -1 to 1."""
+    """Returns how much the density of magnitudes differs from its mean at a bin's end, in parts of it: -1 to 1."""
     octave, place = divmod(within, len(OCTAVE))
     if not 1 <= place <= 8:  # one of the narrow ones
         return 0.0

@@ -68,7 +68,7 @@ class RunLog:
         self, dtype: str, steps: int, history: Sequence[StepReport], skips: int, loss_scale: float | None,
         step: Callable[[], Any] | None, live_scale: Callable[[], float],
     ) -> Summary:  # fmt: skip
-        """What is known, and with a step, what can be measured of it; see ``AmpHandle.summary``."""
+        """Returns what is known, and with a step, what can be measured of it; see ``AmpHandle.summary``."""
         programs, seconds = PROGRESS.programs - self._built[0], PROGRESS.seconds - self._built[1]
         known = Summary(dtype, steps, skips, history, loss_scale, programs, seconds)
         trial, ranges = self._tried(step, steps, live_scale)
@@ -166,7 +166,7 @@ def run_of(
 
 
 def verdict_of(summary: Summary, explanation: Explanation | None) -> Verdict:
-    """What is wrong, if something is; else what AMP gains, if that is known."""
+    """Returns what is wrong, if something is; else what AMP gains, if that is known."""
     details, measured = _of_skips(summary), summary.verdict
     skipped = _skipped_at_the_end(summary.history)
     is_wrong = skipped > 1 or _share_skipped(summary.history) >= _OFTEN
@@ -206,7 +206,7 @@ def _kind(explanation: Explanation) -> _Kind:
 
 
 def _skipped_at_the_end(history: Sequence[StepReport]) -> int:
-    """How many steps in a row were skipped last."""
+    """Returns how many steps in a row were skipped last."""
     return next((index for index, report in enumerate(reversed(history)) if report.stepped), len(history))
 
 
@@ -311,7 +311,7 @@ def _ops(summary: Summary) -> list[Op]:
 
 
 def _steps_in(row: OpRow, summary: Summary) -> float:
-    """How often the calls of a row are those that a step was timed with."""
+    """Returns how often the calls of a row are those that a step was timed with."""
     if summary.trial is None or not summary.counted:
         return 1.0
     calls = sum(other.calls for other in summary.trial.amp.rows if other.identity == row.identity)

@@ -86,12 +86,12 @@ class Sampling:
             raise ValueError(f"{path}: {error}") from error
 
     def takes_step(self, number: int) -> bool:
-        """Whether ops of the step of this number, from 1, are looked at."""
+        """Returns whether ops of the step of this number, from 1, are looked at."""
         first, last = self.steps or (1, number)
         return first <= number <= last and (number - first) % self.every == 0
 
     def takes_op(self, op: str, place: Place) -> bool:
-        """Whether ops of this name, called at this place, are looked at, whatever the module."""
+        """Returns whether ops of this name, called at this place, are looked at, whatever the module."""
         if not (self.ops or self.skip_ops):
             return True
         names = {op, place.name_of(op)}
@@ -127,7 +127,7 @@ class Sampler:
         self._unmet = set(sampling.modules)  # patterns that no module has had
 
     def looks(self) -> bool:
-        """Whether this step is looked at. To be asked at each op, first.
+        """Returns whether this step is looked at. To be asked at each op, first.
 
         While launches are being recorded it is: what is recorded runs in many steps.
         """
@@ -135,7 +135,7 @@ class Sampler:
         return recorder() is not None or self._sampling.takes_step(self.step)
 
     def takes(self, op: str, place: Place) -> bool:
-        """Whether an op at a place is looked at, in a step that is."""
+        """Returns whether an op at a place is looked at, in a step that is."""
         return self._sampling.takes_op(op, place) and (not self._sampling.modules or self._is_inside(place.modules))
 
     def end_step(self) -> None:

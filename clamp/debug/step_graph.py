@@ -42,12 +42,12 @@ class Value:
 
     @property
     def is_finite(self) -> bool:
-        """Whether nothing of it is inf or nan, as far as it has been measured."""
+        """Returns whether nothing of it is inf or nan, as far as it has been measured."""
         return self.statistics is None or self.statistics.is_finite
 
     @property
     def source(self) -> str:
-        """What it is, in words: a parameter's name, the op that made it, or "input"."""
+        """Returns what it is, in words: a parameter's name, the op that made it, or "input"."""
         if self.name:
             return self.name
         if self.made_by is None:
@@ -91,7 +91,7 @@ class Frame:
 
     @property
     def is_finite(self) -> bool:
-        """Whether nothing that it gave is inf or nan."""
+        """Returns whether nothing that it gave is inf or nan."""
         return all(value.is_finite for value in self.outputs)
 
     def __str__(self) -> str:

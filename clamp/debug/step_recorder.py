@@ -306,7 +306,7 @@ class StepRecorder(Observer):
         self._measured: list[Callable[[], None]] = []  # in recordings: reads what has been measured
 
     def trace(self) -> Trace:
-        """What has been recorded, measured; waits for the device."""
+        """Returns what has been recorded, measured; waits for the device."""
         for read in self._measured:
             read()
         if not self._measured:

@@ -73,7 +73,7 @@ def _kept(trial: Trial) -> float:
 
 
 def _reasons(trial: Trial) -> list[str]:
-    """Why 16 bits do not make the step faster."""
+    """Returns why 16 bits do not make the step faster."""
     reasons = []
     total = trial.amp.op_seconds
     if total and trial.amp.cast_seconds >= 0.05 * total:
@@ -90,7 +90,7 @@ def _reasons(trial: Trial) -> list[str]:
 
 
 def _half_ratio(trial: Trial) -> float | None:
-    """How much faster the functions in half are in 16 bits, without their casts; None if there are none."""
+    """Returns how much faster the functions in half are in 16 bits, without their casts; None if there are none."""
     plain = {row.key: row.seconds or 0.0 for row in trial.plain.rows}
     pairs = [
         (row.seconds or 0.0, plain[row.key]) for row in trial.amp.rows if row.policy == "half" and row.key in plain
@@ -100,7 +100,7 @@ def _half_ratio(trial: Trial) -> float | None:
 
 
 def _is_small(trial: Trial) -> bool:
-    """Whether launches, and Python between them, bound a step: the device waits for most of it."""
+    """Returns whether launches, and Python between them, bound a step: the device waits for most of it."""
     if not trial.amp.launches:
         return False
     waits = not trial.alone and trial.amp.op_seconds < _IDLE * trial.amp.seconds
@@ -186,7 +186,7 @@ class Summary:
 
     @property
     def verdict(self) -> Gain | None:
-        """What AMP gains; None if nothing was measured."""
+        """Returns what AMP gains; None if nothing was measured."""
         return None if self.trial is None else judge(self.trial)
 
     def __str__(self) -> str:

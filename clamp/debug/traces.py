@@ -50,7 +50,7 @@ class TracedValue:
 
     @property
     def what(self) -> tuple[str, ...]:
-        """What it is, in both runs: a line may have moved."""
+        """Returns what it is, in both runs: a line may have moved."""
         return self.function, self.direction, self.value, self.module
 
     def __str__(self) -> str:

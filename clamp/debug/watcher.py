@@ -61,7 +61,7 @@ class Watcher(Observer):
         self._times = Counter[tuple[OpName, int]]()
 
     def is_mine(self) -> bool:
-        """Whether what is told of here belongs to the step.
+        """Returns whether what is told of here belongs to the step.
 
         Raises:
             RuntimeError: it is being recorded.
@@ -93,7 +93,7 @@ class Watcher(Observer):
         """Called with every result and gradient of the step; ``part`` as in `Key`. A gradient may be None."""
 
     def key(self, seen: Seen, part: int) -> Key:
-        """What this value is in every run; to be asked once for each."""
+        """Returns what this value is in every run; to be asked once for each."""
         self._times[seen.op, part] += 1
         return seen.op, part, self._times[seen.op, part]
 
@@ -264,12 +264,12 @@ class AmpSide(Watcher):
 
     @property
     def missing(self) -> list[Key]:
-        """What only the other run had."""
+        """Returns what only the other run had."""
         return [key for key in self._right if key not in self._paired]
 
     @property
     def overflowed_in_backward(self) -> bool:
-        """Whether all results were finite where they should be, and some gradients were not."""
+        """Returns whether all results were finite where they should be, and some gradients were not."""
         bad = [one.part for one in self.found if one.total is not None and one.total.relative == inf]
         return bool(bad) and RESULT not in bad
 

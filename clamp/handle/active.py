@@ -95,7 +95,7 @@ class AmpHandle:
     # ------------------------------------------------------------------------------------------ state
 
     def is_active(self) -> bool:
-        """Whether netcl is patched by this handle and its casts are on."""
+        """Returns whether netcl is patched by this handle and its casts are on."""
         return self._scaling.is_active
 
     @property
@@ -228,7 +228,7 @@ class AmpHandle:
     # ------------------------------------------------------------------------------------------ its run
 
     def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
-        """Why a step was skipped: the first op whose result stopped being finite, and one cure, as code.
+        """Returns why a step was skipped: the first op whose result stopped being finite, and one cure, as code.
 
         ``print(handle.explain())`` is one screen. Without ``step`` it tells of the last skipped step, whose ops are
         known after ``amp.init(debug="attribution")``; or of the last step if that was done although its loss was inf or

@@ -1,4 +1,4 @@
-"""Whether kernels may use the matrix unit of x86 processors, AMX (kernels/amx.clh), on an OpenCL device.
+"""Permission to use the matrix unit of x86 processors, AMX (kernels/amx.clh), on an OpenCL device.
 
 The processor must list it, the operating system must grant its registers to this process, and it must have computed
 right (trials.py): compilers take an instruction that their assembler does not know, drop it, and say nothing.
@@ -53,7 +53,7 @@ def is_listed(dtype: str) -> bool:
 
 
 def why_not(device: cl.Device, dtype: str, *, anew: bool = False) -> str:
-    """Why a CPU device's kernels must not use the matrix unit, or nothing.
+    """Returns why a CPU device's kernels must not use the matrix unit, or nothing.
 
     Asks for the registers, and has the instruction tried where that is not remembered. A process that never multiplies
     16-bit matrices should not ask: it may want small signal stacks.

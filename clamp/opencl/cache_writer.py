@@ -50,7 +50,7 @@ def environment() -> dict[str, str]:
 
 
 def place_of(device: cl.Device) -> Place:
-    """Where another process finds a device."""
+    """Returns where another process finds a device."""
     platforms = [platform.get_devices() for platform in cl.get_platforms()]
     return next((number, devices.index(device)) for number, devices in enumerate(platforms) if device in devices)
 

@@ -1,4 +1,4 @@
-"""Whether this thread's launches are being recorded for replay, and what of a step a replay must run on the host.
+"""The recorder of this thread's launches, if there is one, and what of a step a replay must run on the host.
 
 netcl records launches (``netcl.runtime.capture``), and a replay repeats them with the arguments they had. What a
 step decides on the host, whether an optimizer steps, say, is none of a launch's arguments: it is recorded as a host
@@ -19,7 +19,7 @@ Launch = Callable[..., Any]
 
 
 class Recorder(Protocol):
-    """Who records: takes launches and host steps in the order in which they run."""
+    """Takes launches and host steps in the order in which they run."""
 
     def add(self, launch: Launch, queue: Any, global_size: Any, local_size: Any, *args: Any) -> None:
         """Appends a launch that has run just now."""
@@ -45,7 +45,7 @@ _thread = of_threads(_RecordingState())
 
 
 def recorder() -> Recorder | None:
-    """Who records this thread's launches here; None where nobody does."""
+    """Returns who records this thread's launches here; None where nobody does."""
     return None if _thread.suspended else _thread.recorder
 
 

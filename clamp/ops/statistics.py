@@ -61,7 +61,7 @@ class Counts:
 
     @property
     def is_finite(self) -> bool:
-        """Whether nothing of it is inf or nan."""
+        """Returns whether nothing of it is inf or nan."""
         return not (self.infs or self.nans)
 
 
@@ -97,7 +97,7 @@ class Statistics(Counts):
 
 
 def edges() -> NDArray[np.float64]:
-    """Where the bins of a histogram begin, and where the last one ends: ``BINS + 1`` magnitudes."""
+    """Returns where the bins of a histogram begin, and where the last one ends: ``BINS + 1`` magnitudes."""
     begins = np.ldexp(OCTAVE, np.arange(FIRST_EXPONENT, 128)[:, None]).ravel()
     return np.append(begins, 2.0**128)
 
@@ -178,7 +178,7 @@ def _key(tensor: Tensor) -> Key:
 
 @dataclass(frozen=True)
 class _Row:
-    """Where a tensor's statistics are, in words of its queue's results."""
+    """Place of a tensor's statistics, in words of its queue's results."""
 
     count: int
     begin: int
@@ -244,7 +244,7 @@ class _QueueStatistics:
 
 
 def _bins(dtype: str, histogram: bool) -> range:
-    """Which bins the magnitudes of a dtype fall into."""
+    """Returns which bins the magnitudes of a dtype fall into."""
     if not histogram:
         return range(0)
     if dtype != "float16":

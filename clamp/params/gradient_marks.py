@@ -57,7 +57,7 @@ class Mark:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the gradient is multiplied by a scale."""
+        """Returns whether the gradient is multiplied by a scale."""
         return self.scale is not None
 
 
@@ -174,7 +174,7 @@ def is_known_to(token: object, grad: Any) -> bool:
 
 
 def _heard(grad: Tensor) -> frozenset[object]:
-    """Who knows, or will hear, whether a gradient is finite as it is now."""
+    """Returns who knows, or will hear, whether a gradient is finite as it is now."""
     mark = mark_of(grad)
     if mark is None or not mark.is_checked or writes.since(grad.buffer, mark.since):
         return frozenset()
@@ -185,7 +185,7 @@ def _heard(grad: Tensor) -> frozenset[object]:
 
 
 class Waiting(Protocol):
-    """Who keeps gradients of other scales until a scaled pass ends."""
+    """Keeps gradients of other scales until a scaled pass ends."""
 
     def keep(self, leaf: Tensor, grad: Tensor) -> bool:
         """Takes what was on a leaf before backward; False if the leaf is none of the pass's."""

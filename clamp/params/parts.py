@@ -44,7 +44,7 @@ class MasterInParts(Tensor):  # type: ignore[misc]  # netcl has no types
 
     @property
     def is_whole(self) -> bool:
-        """Whether somebody has asked for its memory since its last step."""
+        """Returns whether somebody has asked for its memory since its last step."""
         return self._whole is not None
 
     def split(self) -> None:
@@ -89,7 +89,7 @@ def make_whole(master: Tensor) -> None:
 
 
 def memory_of(param: Tensor) -> Any:
-    """What a step writes to step a parameter: its buffer, or its parts."""
+    """Returns what a step writes to step a parameter: its buffer, or its parts."""
     return param.parts if type(param) is MasterInParts else param.buffer
 
 

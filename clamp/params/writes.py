@@ -1,4 +1,4 @@
-"""When device memory was last written to by netcl's functions: what was known of its content then no longer holds.
+"""Clock of netcl's writes to device memory: what was known of its content then no longer holds.
 
 Kernels of a user's own, and pyopencl's copies, tell nobody.
 """

@@ -34,7 +34,7 @@ _AS_GIVEN = Promote()
 
 
 class Installed:
-    """Whether the patches are in place. A wrapper that somebody kept after shutdown passes straight through."""
+    """Says whether the patches are in place. A wrapper that somebody kept after shutdown passes straight through."""
 
     now = False
 

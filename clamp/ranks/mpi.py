@@ -50,7 +50,7 @@ REDUCE_DTYPES = ("float32", "float16", "bfloat16")
 
 @runtime_checkable
 class Communicator(Protocol):
-    """What is used of an mpi4py communicator."""
+    """The part of an mpi4py communicator that is used."""
 
     rank: int
     size: int
@@ -97,7 +97,7 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many processes train together."""
+        """Returns how many processes train together."""
         return int(self._comm.size)
 
     # ------------------------------------------------------------------------------------------ parameters

@@ -1,4 +1,4 @@
-"""Whether the ranks still train the same parameters: what the header of every pass says of them.
+"""Comparison of the parameters that ranks train: what the header of every pass says of them.
 
 Ranks that have begun with the same bits keep them, because all see the same gradients and skip the same steps. What
 parts them is a difference in the script: a layer frozen on one rank, another learning rate, a step too many, a write.
@@ -94,7 +94,7 @@ class RankParameters:
                 )
 
     def _parted(self, params: Sequence[Tensor], headers: Array, compared: int) -> str:
-        """What differs, for which all ranks compare all parameters one by one."""
+        """Returns what differs, for which all ranks compare all parameters one by one."""
         everyones = self._gathered(np.array([_bits([param]) for param in params], np.uint64))
         odd = np.flatnonzero((everyones != everyones[0]).any(axis=0))
         ranks = np.flatnonzero((everyones != everyones[0]).any(axis=1))
@@ -158,7 +158,7 @@ def _flags(params: Sequence[Tensor]) -> Array:
 
 
 def _device(params: Sequence[Tensor]) -> bytes:
-    """What rounds as this device does."""
+    """Returns what rounds as this device does."""
     if not params or not bridge.on_device(params[0]):
         return b""
     device = params[0].queue.device

@@ -1,4 +1,4 @@
-"""How the ranks of a training find each other: whatever a rank does next with the others begins with a header.
+"""Rendezvous of the ranks of a training: whatever a rank does next with the others begins with a header.
 
     header    [0] [1] [2]  ->  [0 1 2] everywhere    is everybody well, and at the same point?
 
@@ -31,7 +31,7 @@ class RankError(RuntimeError):
 
 
 class Kind(IntEnum):
-    """What a rank is about to do with the others."""
+    """Next act of a rank with the others."""
 
     PASS = 1
     FAILED = 2
@@ -111,7 +111,7 @@ class Meeting:
         return self._open[-1]
 
     def is_open(self, begun: Pass) -> bool:
-        """Whether this pass's header has not been exchanged yet."""
+        """Returns whether this pass's header has not been exchanged yet."""
         return any(one is begun for one in self._open)
 
     def exchange(self, kind: Kind, patience: float | None = None, text: str = "", **fields: Any) -> Array:
@@ -243,7 +243,7 @@ class Meeting:
 
 
 def _done(request: Any, seconds: float) -> bool:
-    """Whether an exchange completes in time."""
+    """Returns whether an exchange completes in time."""
     deadline = time.monotonic() + seconds
     while not request.Test():
         if time.monotonic() > deadline:

@@ -56,7 +56,7 @@ class Arguments:
         self.key = (*parts, ("the memory of arguments", shared_memory(self.tensors)))
 
     def leaves(self) -> list[Any]:
-        """What nested arguments have in the end."""
+        """Returns what nested arguments have in the end."""
         return [*leaves_of(self.args), *leaves_of(self.kwargs)]
 
     def for_recording(self) -> tuple[tuple[Any, ...], dict[str, Any], list[HostValue]]:
@@ -150,7 +150,7 @@ def mapped(x: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def leaves_of(x: Any) -> Iterator[Any]:
-    """What nested lists, tuples and dicts have in the end."""
+    """Returns what nested lists, tuples and dicts have in the end."""
     if isinstance(x, list | tuple | dict):
         for item in dict(x).values() if isinstance(x, dict) else x:
             yield from leaves_of(item)
@@ -159,7 +159,7 @@ def leaves_of(x: Any) -> Iterator[Any]:
 
 
 def what_differs(last: Key, now: Key) -> str:
-    """What tells the keys of two calls apart, for a warning."""
+    """Returns what tells the keys of two calls apart, for a warning."""
     if last[0] != now[0]:
         return "the region around the call changes"
     changed = [new[0] for old, new in zip(last[1], now[1], strict=False) if old != new]

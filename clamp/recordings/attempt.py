@@ -70,7 +70,7 @@ class Attempt(KernelCapture):  # type: ignore[misc]
         self.clear()
 
     def change(self) -> str:
-        """What the code has changed itself; empty if nothing."""
+        """Returns what the code has changed itself; empty if nothing."""
         return self._watch.change(libraries=False)
 
     @contextmanager
@@ -146,7 +146,7 @@ def _is_users(frame: FrameType) -> bool:
 
 
 def _is_collecting(frame: FrameType | None) -> bool:
-    """Whether Python came here by itself, to collect garbage: no part of what is recorded."""
+    """Returns whether Python came here by itself, to collect garbage: no part of what is recorded."""
     told = {getattr(callback, "__code__", None) for callback in gc.callbacks}
     while frame is not None and frame.f_code not in told and frame.f_code.co_name != "__del__":
         frame = frame.f_back
@@ -159,7 +159,7 @@ def _is_waiting(frame: FrameType) -> bool:
 
 
 def _name_of(called: Any) -> str:
-    """What was called, if it gives another answer each time; empty if not."""
+    """Returns what was called, if it gives another answer each time; empty if not."""
     if not isinstance(called, BuiltinMethodType):
         return ""
     owner, name = called.__self__, called.__name__

@@ -189,7 +189,7 @@ class _Recording:
         return frozenset(self._addresses or ())
 
     def size_of(self, storage: Any) -> int | None:
-        """How many bytes launches may use of memory of the recording's own; None for other memory."""
+        """Returns how many bytes launches may use of memory of the recording's own; None for other memory."""
         where = address_of(storage)
         return next((pool.given[where] for pool in self._pools.values() if where in pool.given), None)
 
@@ -397,7 +397,7 @@ def drop_if_running(capture: KernelCapture) -> None:
 
 
 def is_free() -> bool:
-    """Whether a recording may begin: netcl records for one thread at a time."""
+    """Returns whether a recording may begin: netcl records for one thread at a time."""
     return not _running
 
 

@@ -1,4 +1,4 @@
-"""What code names: attributes that it reads or writes, globals and modules that it reads; of a function, of what it
+"""Names in code: attributes that it reads or writes, globals and modules that it reads; of a function, of what it
 calls, of methods that it may call."""
 
 from __future__ import annotations

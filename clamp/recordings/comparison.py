@@ -1,4 +1,4 @@
-"""Whether a pass that is run once more launches what its recording holds.
+"""Compares what a pass that is run once more launches with what its recording holds.
 
 What Python read when it was recorded is watched (watch.py), as far as it can be named. This is the net below: now and
 then a call is not replayed but run, and what it launches is compared with what the replay would have.
@@ -27,7 +27,7 @@ from clamp.recordings.watched_state import content_of, is_same
 
 
 def difference(plan: ReplayPlan, other: KernelCapture, given: Sequence[Tensor], brought: Sequence[Tensor]) -> str:
-    """What a pass launches otherwise than its recording, in words; empty if it launches the same.
+    """Returns what a pass launches otherwise than its recording, in words; empty if it launches the same.
 
     Args:
         plan: of the recording.
@@ -92,7 +92,7 @@ class _Sides:
 
 
 def _is_same_place(then: Any, now: Any, residents: Collection[Any], pairs: dict[Any, Any]) -> bool:
-    """Whether memory that is no input's is what a replay would use.
+    """Returns whether memory that is no input's is what a replay would use.
 
     Args:
         then, now: the numbers of the allocations that gave it, or addresses of what no recording has given.

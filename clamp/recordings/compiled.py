@@ -37,7 +37,7 @@ def _dtype_of(compiled: Any) -> str:
 
 
 def _is_stale(compiled: Any) -> bool:
-    """Whether a compiled pass cannot be replayed any more."""
+    """Returns whether a compiled pass cannot be replayed any more."""
     ours = recording_of(compiled._capture) is not None
     return ours and bool(dependencies_of(compiled._capture).change())
 

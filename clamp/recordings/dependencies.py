@@ -1,4 +1,4 @@
-"""What a recording depends on: the memory of tensors, and the modules whose code ran.
+"""Dependencies of a recording: the memory of tensors, and the modules whose code ran.
 
 Kept on the capture, not with what gives its memory back: it leads to modules, and through host steps back to the
 capture itself, so that only the garbage collector can tell when nobody needs it any more.
@@ -57,7 +57,7 @@ class ModuleNotes:
 
 
 class Dependencies:
-    """What one recording depends on.
+    """Dependencies of one recording.
 
     Args:
         capture: the recording has ended.
@@ -86,7 +86,7 @@ class Dependencies:
 
 
 def dependencies_of(capture: KernelCapture) -> Dependencies:
-    """What a recording that was made under AMP depends on."""
+    """Returns what a recording that was made under AMP depends on."""
     found: Dependencies = capture._clamp_dependencies
     return found
 

@@ -74,7 +74,7 @@ def record(function: Callable[..., Any]) -> RecordedFunction:
 
 
 class RecordedFunction:
-    """What ``amp.record`` makes of a function.
+    """A function as ``amp.record`` makes it.
 
     Attributes:
         recordings: how many there are.
@@ -110,7 +110,7 @@ class RecordedFunction:
 
     @property
     def recordings(self) -> int:
-        """How many there are, each with the memory that its launches use."""
+        """Returns how many there are, each with the memory that its launches use."""
         return self._variants.recordings
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ class RecordedFunction:
             return self._record(key, call, before, known, recorded)
 
     def _key(self, call: Arguments, tokens: Tokens) -> Key:
-        """What a recording depends on besides the state of the host and the content of tensors."""
+        """Returns what a recording depends on besides the state of the host and the content of tensors."""
         region = current_region()
         how = None if region is None else (region.enabled, region.dtype, region.allow_banned, region.policies)
         registered = tuple([(id(x.owner), x.name, x.policy) for x in session.registrations])
@@ -151,7 +151,7 @@ class RecordedFunction:
         return (how, id(process_region()), tuple(tokens.values()), registered, RESULTS.key, *host), call.key
 
     def _roots(self, call: Arguments) -> dict[str, Any]:
-        """Where what the function may read on the host begins."""
+        """Returns where what the function may read on the host begins."""
         return {self._name: self.__wrapped__, **call.others}
 
     def _say(self, why: str) -> None:
@@ -191,7 +191,7 @@ class RecordedFunction:
         return Attempt(Watch({**_GENERATORS, **roots}, generators=True))
 
     def _change(self, attempt: Attempt) -> str:
-        """What the function has changed itself that no replay would; empty if nothing."""
+        """Returns what the function has changed itself that no replay would; empty if nothing."""
         return attempt.change()
 
     def _replay(self, call: Arguments, known: Known, recorded: Replayable) -> Any:
@@ -251,7 +251,7 @@ class RecordedFunction:
         return made.of_recording()
 
     def _obstacle(self, attempt: Attempt, change: str, call: Arguments, leaves: Sequence[Any]) -> str:
-        """Why what was recorded cannot be replayed, for what it did; empty if it can.
+        """Returns why what was recorded cannot be replayed, for what it did; empty if it can.
 
         Args:
             change: what it has changed itself.
@@ -294,7 +294,7 @@ def _numbers_in(result: Any) -> tuple[Any, ...]:
 
 
 def _is_another(now: Any, last: Any) -> bool:
-    """Whether a number that is no other in replays is another than it was in the last call."""
+    """Returns whether a number that is no other in replays is another than it was in the last call."""
     return not is_host_value(now) and not is_same(now, last)
 
 

@@ -38,7 +38,7 @@ class GradientEntry:
 
 
 class Known:
-    """What is known of gradients, as far as it counts here. Those of one pass have one mark, which is looked at once.
+    """Knowledge of gradients, as far as it counts here. Those of one pass have one mark, which is looked at once.
 
     Args:
         tokens: of the guards: only these have heard of a gradient; others look at it again.
@@ -108,7 +108,7 @@ class Entries:
 
     @property
     def by_alias(self) -> dict[int, Tensor]:
-        """What is there, by ids of aliases."""
+        """Returns what is there, by ids of aliases."""
         return {id(entry.alias): entry.found for entry in self._entries}
 
     @property
@@ -117,7 +117,7 @@ class Entries:
         return {id(entry.tensor): entry.alias for entry in self._entries}
 
     def found(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What is there for these tensors, which have entries."""
+        """Returns what is there for these tensors, which have entries."""
         by_tensor = {id(entry.tensor): entry.found for entry in self._entries}
         return [by_tensor[id(tensor)] for tensor in tensors]
 
@@ -137,7 +137,7 @@ class Entries:
 
 
 class Gradients:
-    """What one call has done to gradients.
+    """Changes of one call to gradients.
 
     Args:
         trained: the tensors whose gradients it may have met or left.
@@ -159,7 +159,7 @@ class Gradients:
         self._kinds, self._exits, self.held = kinds, exits, held
 
     def change(self, known: Known) -> str:
-        """What of the gradients that are there is not as it was when it began; empty if it is all as it was."""
+        """Returns what of the gradients that are there is not as it was when it began; empty if it is all as it was."""
         for tensor, kind in zip(self.trained, self._kinds, strict=True):
             if (tensor.grad is not None or kind is not None) and known.kind(tensor) != kind:
                 return f"the gradient of a parameter of shape {tuple(tensor.shape)} is there or not, or of another kind"

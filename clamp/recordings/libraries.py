@@ -1,4 +1,4 @@
-"""Which code is the user's, and may change from call to call, and which is a library's."""
+"""Tells code of the user's, which may change from call to call, from a library's."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _INSTALLED = tuple({sysconfig.get_path(scheme) for scheme in ("purelib", "platli
 
 
 def is_library(x: Any) -> bool:
-    """Whether a class or function is none of the user's."""
+    """Returns whether a class or function is none of the user's."""
     return is_of_library(str(getattr(x, "__module__", None) or "builtins"))
 
 
 def is_of_library(module: str) -> bool:
-    """Whether a module is none of the user's, by its full name."""
+    """Returns whether a module is none of the user's, by its full name."""
     package = module.partition(".")[0]
     return package in LIBRARIES or _is_installed_beside(package, len(sys.modules))
 

@@ -26,7 +26,7 @@ Place: TypeAlias = tuple[CapturedKernelLaunch, int]  # a launch, and the number 
 
 
 def address_of(storage: Any) -> Address | None:
-    """Where memory lies, the same for every object that stands for it; None for what is no memory."""
+    """Returns where memory lies, the same for every object that stands for it; None for what is no memory."""
     if isinstance(storage, cl.Buffer):
         return "buffer", storage.int_ptr
     if isinstance(storage, cl.SVM):
@@ -73,7 +73,7 @@ class _Resident:
 
 
 def _state(tensor: Tensor) -> tuple[Any, ...]:
-    """What the host looks at in a tensor when it decides what to launch."""
+    """Returns what the host looks at in a tensor when it decides what to launch."""
     own = vars(tensor)
     return (own["shape"], own["dtype"], own["requires_grad"], bool(own.get("_frozen")), "_model_param" in own)
 
@@ -113,12 +113,12 @@ class Residents:
 
     @property
     def addresses(self) -> set[Address]:
-        """Where the launches find the tensors, as they were recorded."""
+        """Returns where the launches find the tensors, as they were recorded."""
         return set(self._places)
 
     @property
     def now(self) -> set[Address | None]:
-        """Where the tensors are that were there before, and still live."""
+        """Returns where the tensors are that were there before, and still live."""
         return {address_of(x.buffer) for x in self._residents if x.was_there and x.ref() is not None}
 
     @property
@@ -141,7 +141,7 @@ class Residents:
         self._residents = [resident for resident in self._residents if resident.address != address]
 
     def change(self) -> str:
-        """Why the recording cannot be replayed any more, in words; empty if it can, after ``follow``."""
+        """Returns why the recording cannot be replayed any more, in words; empty if it can, after ``follow``."""
         moved = False
         for resident in self._residents:
             tensor = resident.ref()

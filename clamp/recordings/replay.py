@@ -167,7 +167,7 @@ class ReplayPlan:
 
 
 def shared_memory(inputs: Sequence[Tensor]) -> tuple[int, ...]:
-    """Which inputs share memory: for each, the number of the first one that lies where it does."""
+    """Returns which inputs share memory: for each, the number of the first one that lies where it does."""
     first: dict[Any, int] = {}
     return tuple([first.setdefault(address_of(x.buffer), index) for index, x in enumerate(inputs)])
 
@@ -207,7 +207,7 @@ def _call(launch: CapturedKernelLaunch, places: Sequence[int], queue: Any, *buff
 
 
 def _sync_of(queue: Any) -> Callable[[], Any] | None:
-    """What netcl does after each node on this device, because the driver needs it."""
+    """Returns what netcl does after each node on this device, because the driver needs it."""
     mode = "none" if queue is None else get_device_capabilities(queue).inter_kernel_sync
     return {"flush": getattr(queue, "flush", None), "finish": getattr(queue, "finish", None)}.get(mode)
 

@@ -29,7 +29,7 @@ RESULT_OP = "amp.record"  # name of the nodes that stand for results
 
 
 class CannotReplay(Exception):
-    """What was recorded cannot be replayed; the message says why."""
+    """A recording cannot be replayed; the message says why."""
 
 
 def detached(result: Any) -> Any:
@@ -145,7 +145,7 @@ class Replayable(Recorded):
             )
 
     def of_recording(self) -> Any:
-        """What the recorded call itself returns; gradients are given to their tensors."""
+        """Returns what the recorded call itself returns; gradients are given to their tensors."""
         owned = {key: made.taken() for key, made in self._made.items()}
         self._leave(self._call, owned, {})
         return self._results(self._call, owned)
@@ -185,7 +185,7 @@ class Replayable(Recorded):
         left: Sequence[Tensor | None],
         aliases: Mapping[int, Tensor],
     ) -> Any:
-        """What a call returns and leaves, in words that are the same whenever it does the same."""
+        """Returns what a call returns and leaves, in words that are the same whenever it does the same."""
         owners = {id(alias): owner for owner, alias in aliases.items()}
         allocation = allocation_of(attempt)
         leaves, tensors = [id(x) for x in call.leaves()], [id(x) for x in call.tensors]
@@ -207,11 +207,11 @@ class Replayable(Recorded):
     # ------------------------------------------------------------------------------------------ replays
 
     def fits(self, known: Known) -> str:
-        """What of the gradients that are there is not as it was; empty if it is all as it was."""
+        """Returns what of the gradients that are there is not as it was; empty if it is all as it was."""
         return self._gradients.change(known)
 
     def misfit(self, inputs: Sequence[Tensor]) -> str:
-        """Why a call with these tensors cannot replay it; empty if it can."""
+        """Returns why a call with these tensors cannot replay it; empty if it can."""
         given = [*[inputs[index] for index in self._inputs], *[x.grad for x in self._entered]]
         return self.plan.misfit(given) if self.watch.holds() else self.watch.change()
 
@@ -272,7 +272,7 @@ class Replayable(Recorded):
                     gradient_marks.note_shared(tensor, tensor.grad)
 
     def _is_made(self, x: Tensor | None) -> bool:
-        """Whether a tensor is one that the function made."""
+        """Returns whether a tensor is one that the function made."""
         if x is None or id(x) in self._made or self._recording.size_of(x.buffer) is not None:
             return x is not None
         where = address_of(x.buffer)

@@ -49,7 +49,7 @@ class Recorded:
         return self.calls > 1 and (self.calls & (self.calls - 1) == 0 or self.calls % 1000 == 0)
 
     def misfit(self, inputs: Sequence[Tensor]) -> str:
-        """Why a call with these inputs cannot replay it; empty if it can."""
+        """Returns why a call with these inputs cannot replay it; empty if it can."""
         return self.plan.misfit(inputs) if self.watch.holds() else self.watch.change()
 
 
@@ -70,7 +70,7 @@ class _Kind(Generic[R]):
 
 
 class Variants(Generic[R]):
-    """What one graph has recorded.
+    """Recordings of one graph.
 
     Args:
         name: of the graph, for warnings.
@@ -95,7 +95,7 @@ class Variants(Generic[R]):
 
     @property
     def recordings(self) -> int:
-        """How many there are."""
+        """Returns how many there are."""
         return sum(len(kind.kept) for kind in self._kinds.values())
 
     def find(self, key: Key, inputs: Sequence[Tensor], besides: Callable[[R], str] = lambda _: "") -> R | None:
@@ -179,7 +179,7 @@ class Variants(Generic[R]):
         )
 
     def runs_always(self, key: Key) -> bool:
-        """Whether calls of this key run as they are, for good."""
+        """Returns whether calls of this key run as they are, for good."""
         kind = self._kinds.get(key)
         return self._never or (kind is not None and kind.never) or (self._stopped and not (kind and kind.kept))
 
@@ -250,7 +250,7 @@ def _parted(strangers: Strangers, doubted: Recorded | None) -> tuple[list[Tensor
 
 
 def _took_others(strangers: Strangers, doubted: Recorded | None) -> bool:
-    """Whether a recording uses such a tensor in the place of another one."""
+    """Returns whether a recording uses such a tensor in the place of another one."""
     new, old = _parted(strangers, doubted)
     return any(x is None or y is None or (x.shape, x.dtype) == (y.shape, y.dtype) for x in new for y in old)
 
@@ -260,7 +260,7 @@ def _are_the_same(strangers: Strangers, doubted: Recorded | None) -> bool:
 
 
 def _replaced(before: Watch, recorded: Recorded) -> bool:
-    """Whether a pass reads a tensor that is another one after it: the next run would read that."""
+    """Returns whether a pass reads a tensor that is another one after it: the next run would read that."""
     still = {id(tensor) for tensor in recorded.watch.tensors}
     used = recorded.plan.addresses
     return any(address_of(x.buffer) in used for x in before.tensors if id(x) not in still)

@@ -1,4 +1,4 @@
-"""What the code of a recorded pass reads on the host: modules and their settings, values, functions' variables.
+"""Watches what the code of a recorded pass reads on the host: modules and their settings, values, functions' variables.
 
 A replay runs no Python, so whatever Python decided by, it decided when the pass was recorded. A :class:`Watch` is a
 photograph of that, taken by walking from some roots (a graph, a model) through attributes, containers, closures and
@@ -93,11 +93,11 @@ class Watch:
         self._walk()
 
     def holds(self) -> bool:
-        """Whether everything is as it was."""
+        """Returns whether everything is as it was."""
         return all(map(WatchedPart.agrees, self._parts))
 
     def change(self, libraries: bool = True) -> str:
-        """What has changed first, as a user would write it; empty if nothing has.
+        """Returns what has changed first, as a user would write it; empty if nothing has.
 
         Args:
             libraries: whether what a library's code keeps for itself counts.
@@ -106,7 +106,7 @@ class Watch:
         return next((part.first_change() for part in parts if not part.agrees()), "")
 
     def flags(self) -> list[list[bool] | None]:
-        """What is as it was: for ``follow``."""
+        """Returns what is as it was: for ``follow``."""
         return [part.flags() for part in self._parts]
 
     def follow(self, flags: list[list[bool] | None]) -> None:
@@ -367,7 +367,7 @@ def _behind(proxy: Any) -> Any:
 
 
 def _has_settings(x: Any) -> bool:
-    """Whether an object's attributes may decide what a pass computes."""
+    """Returns whether an object's attributes may decide what a pass computes."""
     module = type(x).__module__
     is_opaque = module in _OPAQUE or module.partition(".")[0] in _OPAQUE
     return not is_opaque or "_unwatched" in bridge.own_attributes(x)

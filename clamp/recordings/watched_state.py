@@ -1,4 +1,4 @@
-"""What is watched of the host: a place where values are kept, whether they are what they were, and what random
+"""State that is watched on the host: a place where values are kept, whether they are what they were, and what random
 generators and iterators have come to, on which all that is drawn from them later depends."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def is_same(now: Any, seen: Any) -> bool:
 
 
 def content_of(cell: Any) -> Any:
-    """What a closure's cell holds; None if nothing has been assigned yet."""
+    """Returns what a closure's cell holds; None if nothing has been assigned yet."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -114,7 +114,7 @@ _LEAN = (
 
 
 def position(iterator: Any) -> Values:
-    """What an iterator of Python's own has come to; where that does not show, another place each time."""
+    """Returns what an iterator of Python's own has come to; where that does not show, another place each time."""
     frame = getattr(iterator, "gi_frame", None)
     if frame is not None:
         return frame.f_lasti, *gc.get_referents(iterator)  # f_locals would stay, and hold what was there

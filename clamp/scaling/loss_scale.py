@@ -143,7 +143,7 @@ class LossScale(bridge.Listed):
         return self._state.applied()
 
     def made(self, scale: AppliedScale) -> bool:
-        """Whether a scale is this one's, now or earlier."""
+        """Returns whether a scale is this one's, now or earlier."""
         return scale.state is self._state
 
     @property

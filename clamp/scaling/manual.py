@@ -334,7 +334,7 @@ class ManualScaling:
 
     @property
     def between_updates(self) -> bool:
-        """Whether an optimizer is unscaled or stepped and the scale not updated yet."""
+        """Returns whether an optimizer is unscaled or stepped and the scale not updated yet."""
         return bool(self._rounds)
 
     @property

@@ -112,7 +112,7 @@ class ScaledLoss:
 
 
 def is_scaled(node: Node) -> bool:
-    """Whether a node multiplies a loss by a scale."""
+    """Returns whether a node multiplies a loss by a scale."""
     return node.op_name == SCALE_OP and hasattr(node, "loss_scale")
 
 

@@ -71,7 +71,7 @@ class StepGuard(bridge.Listed):
         return self._optimizer()
 
     def is_fresh(self, scaler: LossScale) -> bool:
-        """Whether this scaler has had no pass for this optimizer since its last step."""
+        """Returns whether this scaler has had no pass for this optimizer since its last step."""
         return scaler not in self._pending
 
     def passed(self, scaler: LossScale) -> None:
@@ -234,22 +234,22 @@ def steps_withheld() -> AbstractContextManager[None]:
 
 
 def are_steps_withheld() -> bool:
-    """Whether this point is inside of ``steps_withheld``."""
+    """Returns whether this point is inside of ``steps_withheld``."""
     return _withheld.on
 
 
 def is_vouched(optimizer: Any) -> bool:
-    """Whether an optimizer steps inside of a step that a GradScaler or a graph has decided about."""
+    """Returns whether an optimizer steps inside of a step that a GradScaler or a graph has decided about."""
     return id(optimizer) in _vouched
 
 
 def _is_idle(param: Tensor) -> bool:
-    """Whether a step leaves a parameter as it is."""
+    """Returns whether a step leaves a parameter as it is."""
     return param.grad is None or bridge.is_frozen(bridge.model_parameter(param))
 
 
 def _is_of_one_rank(param: Tensor) -> bool:
-    """Whether a parameter has a gradient that no scaled pass has averaged."""
+    """Returns whether a parameter has a gradient that no scaled pass has averaged."""
     return param.grad is not None and not gradient_marks.is_unscaled(param.grad)
 
 
@@ -348,7 +348,7 @@ class StepGuards(bridge.Listed):
         )
 
     def found_in(self, grads: Iterable[Tensor]) -> bool:
-        """Whether any of these gradients has an inf or nan; one launch and one read a queue."""
+        """Returns whether any of these gradients has an inf or nan; one launch and one read a queue."""
         by_queue: dict[cl.CommandQueue, list[Tensor]] = {}
         for grad in grads if self._check_finite else ():
             if bridge.on_device(grad) and grad.dtype in bridge.STORAGE:

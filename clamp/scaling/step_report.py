@@ -265,7 +265,7 @@ def names_among(params: Sequence[Tensor], chosen: Sequence[Tensor]) -> list[str]
 
 
 def is_called_by_user() -> bool:
-    """Whether the call of netcl's that clamp's wrapper stands over was not made by clamp itself."""
+    """Returns whether the call of netcl's that clamp's wrapper stands over was not made by clamp itself."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back

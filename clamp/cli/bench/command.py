@@ -198,7 +198,7 @@ class Bench:
         )
 
     def head(self) -> dict[str, Any]:
-        """What one must know to read the figures: device, versions, settings."""
+        """Returns what one must know to read the figures: device, versions, settings."""
         device = self.queue.device
         return {
             "date": self.began.isoformat(timespec="seconds"),

@@ -94,7 +94,7 @@ class Network:
 
     @property
     def description(self) -> str:
-        """What a peer must know to train the same, in one word."""
+        """Returns what a peer must know to train the same, in one word."""
         names = ("batch", "shape", "layers", "outputs", "loss", "optimizer")
         return json.dumps({name: getattr(self, name) for name in names}, separators=(",", ":"))
 
@@ -103,11 +103,11 @@ class Network:
         return build_sequential(queue, list(self.layers))
 
     def inputs(self, batch: int, random: np.random.Generator) -> Host:
-        """What the model takes."""
+        """Returns what the model takes."""
         return self.draw(random, (batch, *self.shape))
 
     def targets(self, batch: int, random: np.random.Generator) -> Host:
-        """What the loss compares the output with."""
+        """Returns what the loss compares the output with."""
         if self.loss == "mse_loss":
             return _normal(random, (batch, self.outputs))
         return np.eye(self.outputs, dtype=np.float32)[random.integers(0, self.outputs, batch)]

@@ -38,7 +38,7 @@ class Effort:
     patience: float = 12.0
 
     def calls(self, seconds_per_call: float) -> int:
-        """How many calls to time in all."""
+        """Returns how many calls to time in all."""
         seconds_per_call = max(seconds_per_call, 1e-9)
         least = max(1, min(self.least, int(self.patience / seconds_per_call)))
         return max(least, min(self.most, int(self.seconds / seconds_per_call)))

@@ -338,7 +338,7 @@ def memory(found: Memory, dtype: str) -> str:
 
 
 def saving(found: Memory) -> str:
-    """What AMP saves, in words."""
+    """Returns what AMP saves, in words."""
     parts = [
         f"{name} {100 * (1 - mine / theirs):.0f} % less than in float32" if mine <= theirs else
         f"{name} {100 * (mine / theirs - 1):.0f} % more than in float32"

@@ -82,7 +82,7 @@ def _text(name: str) -> str:
 
 
 def _facts(run: Run) -> dict[str, str]:
-    """What ran, on what."""
+    """Returns what ran, on what."""
     skipped = sum(not step["stepped"] for step in run["steps"])
     suggested = run["suggested_scale"]
     return {
@@ -176,7 +176,7 @@ class _Branch:
     children: dict[str, _Branch] = field(default_factory=dict)
 
     def holds(self, path: str) -> bool:
-        """Whether a module is it, or in it."""
+        """Returns whether a module is it, or in it."""
         return self.path == path or any(child.holds(path) for child in self.children.values())
 
 

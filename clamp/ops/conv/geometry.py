@@ -1,4 +1,4 @@
-"""Where a convolution reads and writes: the arithmetic of stride, padding and dilation, one axis at a time.
+"""Places that a convolution reads and writes: the arithmetic of stride, padding and dilation, one axis at a time.
 
 Every convolution of clamp is a correlation over *positions* (what is computed), *taps* (which kernel elements take
 part) and a staged source in which each tap is a constant distance away from each position (kernels/conv_stage.cl).
@@ -129,7 +129,7 @@ class Correlation:
 
     @cached_property
     def is_staged(self) -> bool:
-        """Whether the source must be copied; without padding and stride it is read in place."""
+        """Returns whether the source must be copied; without padding and stride it is read in place."""
         in_place = all(
             axis.staged.stride == 1 and axis.staged.pad == 0 and axis.staged.length <= extent
             for axis, extent in zip((self.y, self.x), self.source, strict=True)

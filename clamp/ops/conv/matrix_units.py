@@ -243,7 +243,7 @@ def _taps(context: cl.Context, shape: Correlation, channels: int, layout: _Weigh
 
 
 def _reads(axis: TapAxis) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Where each tap of the first position reads; negative before the source."""
+    """Returns where each tap of the first position reads; negative before the source."""
     taps = axis.taps
     return taps.source + np.arange(taps.count) * taps.source_step - axis.staged.pad
 

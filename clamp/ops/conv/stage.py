@@ -63,7 +63,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Target:
-    """Where the results of a correlation go.
+    """Destination of the results of a correlation.
 
     Attributes:
         out: the tensor.

@@ -31,7 +31,7 @@ class Binds(Protocol):
 
     @property
     def PACKS(self) -> bool:
-        """Whether `pack` copies op(B) nevertheless, so that it pays to do that once for several products."""
+        """Returns whether `pack` copies op(B) nevertheless, so that it pays to do that once for several products."""
 
     def bind(
         self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False

@@ -60,7 +60,7 @@ class TileRun:
 
     @property
     def is_full(self) -> bool:
-        """Whether every tile lies inside of the matrices, at every step."""
+        """Returns whether every tile lies inside of the matrices, at every step."""
         a, b, plan = self.a, self.b, self.plan
         return a.k > 0 and a.rows % plan.rows == b.rows % plan.columns == a.k % self.slice_k == 0
 

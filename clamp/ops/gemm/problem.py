@@ -100,7 +100,7 @@ class Epilogue:
 
     @property
     def flags(self) -> tuple[bool, bool]:
-        """Whether there is a bias, and a relu."""
+        """Returns whether there is a bias, and a relu."""
         return self.bias is not None, self.relu
 
     def bias_or(self, other: Tensor) -> Tensor:

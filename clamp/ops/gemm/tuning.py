@@ -1,4 +1,4 @@
-"""Which plan of a matrix unit was the fastest on this device, where `python -m clamp tune` has measured that.
+"""Fastest plans of matrix units on this device, where `python -m clamp tune` has measured that.
 
 Winners are kept for classes of products, by layout and by extents to the nearest power of two, with all times, in a
 file of the user's (``opencl/cache``), for a device, its driver and a version of the kernels. Where none is kept the
