@@ -33,10 +33,10 @@ from rich.console import Console
 
 import clamp  # noqa: F401  (makes Intel's pip-installed runtime visible)
 from clamp import bridge, session
+from clamp.bridge import device_memory
 from clamp.cli.devices import UnknownDeviceError, choose_device
 from clamp.opencl import program
 from clamp.opencl.device import NoDeviceError, capabilities, list_devices
-from clamp.recordings import memory
 from tests.conformance import report
 from tests.covering import covering
 from tests.launches import forget_prepared_launches
@@ -319,14 +319,14 @@ def old_objects_stay() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "_count_set_aside", lambda: 0)
+        patch.setattr(device_memory, "_count_set_aside", lambda: 0)
         yield
 
 
 @pytest.fixture
 def looks_at_objects_set_aside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For a test that sets objects aside itself."""
-    monkeypatch.setattr(memory, "_count_set_aside", gc.get_freeze_count)
+    monkeypatch.setattr(device_memory, "_count_set_aside", gc.get_freeze_count)
     yield
     gc.collect()
     gc.freeze()

@@ -5,6 +5,7 @@ or touches its private parts (``clamp.cli`` measures it beside clamp). The rest 
 """
 
 from clamp.bridge.autograd import *
+from clamp.bridge.device_memory import *
 from clamp.bridge.masters import *
 from clamp.bridge.modules import *
 from clamp.bridge.objects import *

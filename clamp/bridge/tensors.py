@@ -161,55 +161,6 @@ def _same(tensor: Tensor, buffer: Any, handle: Any) -> Tensor:
     )
 
 
-class PoolPeak:
-    """The most bytes that tensors have held of netcl's pools at a time. Counting begins with a question, and ends with
-    ``stop``, which leaves netcl's pools as they were."""
-
-    def __init__(self) -> None:
-        self._original: tuple[Any, Any] | None = None  # while it counts, netcl's own functions
-        self._sizes: dict[int, int] = {}  # by the id of a handle
-        self._held = 0
-        self._peak: int | None = None  # None: nobody has asked yet
-
-    def __call__(self, reset: bool) -> int:
-        """The most since the last reset. Before the first question nobody counted: all that pools have taken."""
-        if self._original is None:
-            self._count()
-        assert self._peak is not None
-        peak = self._peak
-        if reset:
-            self._peak = self._held
-        return peak
-
-    def _count(self) -> None:
-        pools, kind = memory._PERSISTENT_POOLS.values(), memory.PersistentBufferPool
-        taken = sum(pool.stats.bytes_allocated for pool in pools)
-        self._held = taken - sum(pool.stats.bytes_cached for pool in pools)
-        self._peak = taken if self._peak is None else max(self._peak, self._held)
-        allocate, release = kind.allocate, kind.release
-
-        def counted(pool: Any, nbytes: int, flags: int | None = None) -> Any:
-            handle = allocate(pool, nbytes, flags)
-            self._sizes[id(handle)] = nbytes
-            self._held += nbytes
-            self._peak = max(self._peak or 0, self._held)
-            return handle
-
-        def released(pool: Any, handle: Any) -> None:
-            self._held -= self._sizes.pop(id(handle), handle.bucket_size)
-            release(pool, handle)
-
-        self._original = allocate, release
-        kind.allocate, kind.release = counted, released
-
-    def stop(self) -> None:
-        """Ends the counting. The next question is told what was counted until now, and counts on."""
-        if self._original is not None:
-            memory.PersistentBufferPool.allocate, memory.PersistentBufferPool.release = self._original
-            self._original = None
-            self._sizes.clear()
-
-
 def view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """The same buffer under another shape of as many elements.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -285,17 +285,22 @@ class OpCounter(Observer):
             found = [Casts(source, target, *count) for (source, target), count in self._casts.items()]
         return sorted(found, key=lambda one: -one.bytes)
 
+    def paths_of(self, known: Mapping[int, weakref.ref[Any]] | None = None) -> dict[int, str]:
+        """The paths of layers that have been met, and that there still are, by their ids."""
+        refs = self._modules if known is None else known
+        living = {key: module for key, ref in refs.items() if (module := ref()) is not None}
+        models = [model for ref in self._models.values() if (model := ref()) is not None]
+        return dict(zip(living, bridge.module_names(list(living.values()), models), strict=True))
+
     def _name(self) -> None:
         """Puts names of layers in place of what may be gone soon."""
         with self._lock:
             counts, self._counts = self._counts, {}
             known, self._modules = self._modules, {}
             self._models = {key: ref for key, ref in self._models.items() if ref() is not None}
-        living = {key: module for key, ref in known.items() if (module := ref()) is not None}
-        models = [model for ref in self._models.values() if (model := ref()) is not None]
-        names = dict(zip(living, bridge.module_names(list(living.values()), models), strict=True))
+        names = self.paths_of(known)
         with self._lock:
-            self._modules |= {key: ref for key, ref in known.items() if key in living and key not in self._modules}
+            self._modules |= {key: ref for key, ref in known.items() if key in names and key not in self._modules}
             for key, count in counts.items():
                 place = key.place
                 row = OpRow(

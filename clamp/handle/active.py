@@ -15,6 +15,7 @@ from clamp.debug.dry_run import check_step
 from clamp.debug.explain import Attribution, Explanation
 from clamp.debug.layer_ranges import LayerRanges, observe_ranges
 from clamp.debug.memory_meter import stop_counting
+from clamp.debug.memory_report import MemoryReport, memory_now, memory_of_step
 from clamp.debug.page.schema import write_run
 from clamp.debug.page.sections import write_page
 from clamp.debug.run_log import RunLog
@@ -296,6 +297,23 @@ class AmpHandle:
         """
         with self._log.unwatched():
             return observe_ranges(step, lambda: self._scaling.first.scale)
+
+    def memory(self, step: Callable[[], Any] | None = None) -> MemoryReport:
+        """Device memory by what it is held for: activations, weights, their copies, gradients, ...; ``print`` it.
+
+        Without a step what is held now, which takes some milliseconds; all kinds together are what pyopencl holds.
+
+        Args:
+            step: as for ``summary``; it is run twice, to find the moment when most is held, and by which ops.
+
+        Raises:
+            TypeError: ``step`` is no function.
+            ValueError: no op of the step can be seen.
+        """
+        if step is None:
+            return memory_now()
+        with self._log.unwatched():
+            return memory_of_step(step)
 
     def report(
         self, path: str | Path, step: Callable[[], Any] | None = None, losses: Sequence[float] | None = None

@@ -9,6 +9,7 @@ from clamp import bridge
 from clamp.bridge import Node
 from clamp.debug.explain import Explanation, not_seen
 from clamp.debug.layer_ranges import LayerRanges
+from clamp.debug.memory_report import MemoryReport, memory_now
 from clamp.patching.user_functions import decorating
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.passes import OptimWrapper
@@ -45,6 +46,10 @@ class NoOpHandle:
     def ranges(self, step: Callable[[], Any]) -> LayerRanges:
         """None: nothing is cast."""
         return LayerRanges([], 1.0, "float32")
+
+    def memory(self, step: Callable[[], Any] | None = None) -> MemoryReport:
+        """What device memory is held for now."""
+        return memory_now()
 
     @as_pass
     def scale_loss(self, loss: Node, optimizer: Any, loss_id: int = 0) -> Generator[Node, None, None]:

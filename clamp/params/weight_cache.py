@@ -130,10 +130,15 @@ class WeightCache:
             self._entries.clear()
 
     @property
+    def values(self) -> list[Any]:
+        """All that is kept."""
+        with self._lock:
+            return [value for entry in self._entries.copy().values() for value in entry.values.copy().values()]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of device memory held: of tensors, and of values that say their ``nbytes``."""
-        with self._lock:
-            values = [value for entry in self._entries.copy().values() for value in entry.values.copy().values()]
+        values = self.values
         return sum(nbytes(value) if isinstance(value, Tensor) else getattr(value, "nbytes", 0) for value in values)
 
     def __len__(self) -> int:

@@ -26,7 +26,7 @@ from netcl.core.memory import PersistentBufferPool
 from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 
 from clamp import bridge
-from clamp.bridge import Tensor
+from clamp.bridge import Address, Seen, Tensor, address_of, living_tensors
 from clamp.interrupts import With
 from clamp.opencl.host_steps import (
     is_host_value,
@@ -41,7 +41,7 @@ from clamp.params.weight_cache import weights
 from clamp.patching.patch_registry import before_removal, meets
 from clamp.recordings.attempt import Attempt
 from clamp.recordings.dependencies import Dependencies, ModuleNotes, dependencies_of
-from clamp.recordings.memory import Address, Launches, Pool, Seen, address_of, living_tensors
+from clamp.recordings.memory import Launches, Pool
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]

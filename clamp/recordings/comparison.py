@@ -18,10 +18,9 @@ import pyopencl as cl
 from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 
 from clamp import bridge
-from clamp.bridge import Node, Tensor
+from clamp.bridge import Node, Tensor, address_of
 from clamp.recordings.capture import recording_of
 from clamp.recordings.libraries import is_library
-from clamp.recordings.memory import address_of
 from clamp.recordings.replay import ReplayPlan
 from clamp.recordings.watched_state import content_of, is_same
 

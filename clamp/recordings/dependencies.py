@@ -12,8 +12,9 @@ from typing import Any
 from netcl.runtime.capture import KernelCapture
 
 from clamp import bridge
+from clamp.bridge import Address, Seen
 from clamp.casting.regions import process_region
-from clamp.recordings.memory import Address, Residents, Seen
+from clamp.recordings.memory import Residents
 from clamp.recordings.watch import Watch
 from clamp.recordings.watched_state import is_same
 

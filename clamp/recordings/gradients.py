@@ -12,10 +12,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from clamp import bridge
-from clamp.bridge import Tensor
+from clamp.bridge import Address, Tensor, address_of
 from clamp.params import gradient_marks
 from clamp.params.gradient_marks import FINITE, Mark, mark_of, set_mark
-from clamp.recordings.memory import Address, address_of
 
 Tokens = Mapping[object, int]  # the guards of steps to come: what marks call them, and the bit of their optimizer
 

@@ -14,51 +14,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import pyopencl as cl
 from netcl.core.memory import PersistentBufferPool, SVMBufferHandle
 from netcl.runtime.capture import CapturedKernelLaunch
 
 from clamp import bridge
-from clamp.bridge import Tensor
+from clamp.bridge import Address, Seen, Tensor, address_of, living_tensors
 
-Address: TypeAlias = tuple[str, int]
 Place: TypeAlias = tuple[CapturedKernelLaunch, int]  # a launch, and the number of one of its arguments
-
-
-def address_of(storage: Any) -> Address | None:
-    """Returns where memory lies, the same for every object that stands for it; None for what is no memory."""
-    if isinstance(storage, cl.Buffer):
-        return "buffer", storage.int_ptr
-    if isinstance(storage, cl.SVM):
-        return "svm", storage.svm_ptr
-    return None
-
-
-_count_set_aside = gc.get_freeze_count
-
-Seen: TypeAlias = tuple[weakref.ref[Tensor], Any]  # a tensor and its memory
-
-
-def living_tensors() -> list[Seen]:
-    """All tensors of the process that lie in device memory. Takes milliseconds: it looks at every object there is.
-
-    What ``gc.freeze()`` has set aside shows in no list of objects, so it is brought back first, as ``gc.unfreeze()``
-    does: later collections take as long as they did before the freeze. Freezing again would set aside what is young
-    now, too, and its memory would never be freed.
-
-    Nobody asks for all objects: among them are tuples that other threads are making just now, and Python raises
-    SystemError there if somebody else holds one. What refers to a class is its instances, and little besides.
-    """
-    if _count_set_aside():
-        gc.unfreeze()
-    # Not isinstance: it asks x.__class__, and proxies run code of their own at that.
-    found = [x for x in gc.get_referrers(*_with_subclasses(Tensor)) if issubclass(type(x), Tensor)]
-    seen = [(weakref.ref(x), vars(x).get("buffer")) for x in found]
-    return [(ref, buffer) for ref, buffer in seen if buffer is not None]
-
-
-def _with_subclasses(kind: type) -> set[type]:
-    return {kind}.union(*map(_with_subclasses, type.__subclasses__(kind)))
 
 
 @dataclass(slots=True)
@@ -239,6 +201,7 @@ class Pool(PersistentBufferPool):  # type: ignore[misc]
         with self._lock, self._main._lock:
             self._main._owned_bytes += self._owned_bytes
             self._main.stats.bytes_cached += self.stats.bytes_cached
+            self._main.stats.bytes_allocated += self.stats.bytes_allocated
             for bucket, handles in vars(self)["_free"].items():
                 for handle in handles:
                     handle.pool = self._main

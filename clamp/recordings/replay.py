@@ -13,14 +13,14 @@ from netcl.core.capabilities import get_device_capabilities
 from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 
 from clamp import bridge
-from clamp.bridge import Tensor
+from clamp.bridge import Address, Tensor, address_of
 from clamp.opencl.host_steps import refuse, replaying
 from clamp.opencl.program import Launch, launches_are_watched
 from clamp.params.weight_cache import weights
 from clamp.patching.patch_registry import meets
 from clamp.recordings.capture import recording_of
 from clamp.recordings.dependencies import dependencies_of, require_fit, stale
-from clamp.recordings.memory import Address, Residents, address_of
+from clamp.recordings.memory import Residents
 
 #: What is called with a queue and the buffers of these numbers; what does the same, if no buffer changes and nobody
 #: watches; and what netcl does after it.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clamp import bridge
-from clamp.bridge import Node, Tensor
+from clamp.bridge import Node, Tensor, address_of
 from clamp.casting import arguments
 from clamp.opencl.host_steps import HostValue, is_host_value, value_now
 from clamp.params import gradient_marks
@@ -20,7 +20,6 @@ from clamp.recordings.capture import recording_of
 from clamp.recordings.comparison import allocation_of, difference
 from clamp.recordings.dependencies import dependencies_of
 from clamp.recordings.gradients import Entries, Gradients, Known
-from clamp.recordings.memory import address_of
 from clamp.recordings.replay import ReplayPlan
 from clamp.recordings.variants import Recorded
 from clamp.recordings.watch import Watch

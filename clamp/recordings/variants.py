@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from clamp.bridge import Tensor
+from clamp.bridge import Tensor, address_of
 from clamp.recordings.arguments import Key, what_differs
-from clamp.recordings.memory import address_of
 from clamp.recordings.replay import ReplayPlan
 from clamp.recordings.watch import Watch
 from clamp.scaling.step_report import warn_user

@@ -128,7 +128,8 @@ def debugging(page: Ran, queue: cl.CommandQueue) -> None:
     steps = read_run("run.json")["steps"]
     assert len(steps) == 20
     # A healthy run: no other scale is suggested.
-    assert page.output.splitlines()[-1] == f"loss scale: {steps[-1]['scale']:.8g}"
+    assert f"loss scale: {steps[-1]['scale']:.8g}" in page.output.splitlines()
+    assert f"the peak is in {page['found'].peak.where}" in page.output
 
 
 def weights_in_16_bits(page: Ran, queue: cl.CommandQueue) -> None:

@@ -1,0 +1,280 @@
+"""Device memory: all that pyopencl holds in this process, what of it netcl's pools keep free, and word of what these
+hand out and take back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import FunctionType, MemberDescriptorType, MethodType
+from typing import Any, Protocol, TypeAlias
+
+import pyopencl as cl
+import wrapt
+from netcl import optim
+from netcl.core.memory import _PERSISTENT_POOLS, PersistentBufferPool
+
+from clamp.bridge.autograd import Node, Tape
+from clamp.bridge.modules import Module
+from clamp.bridge.objects import _has_content, own_attributes
+from clamp.bridge.optimizers import is_optimizer
+from clamp.bridge.tensors import Tensor
+
+Address: TypeAlias = tuple[str, int]
+Seen: TypeAlias = tuple[weakref.ref[Tensor], Any]  # a tensor and its memory
+
+
+def address_of(storage: Any) -> Address | None:
+    """Returns where memory lies, the same for every object that stands for it; None for what is no memory."""
+    if isinstance(storage, cl.Buffer):
+        return "buffer", storage.int_ptr
+    if isinstance(storage, cl.SVM | cl.SVMAllocation):
+        return "svm", storage.svm_ptr
+    return None
+
+
+def whole_of(storage: Any) -> Any:
+    """The memory that some is a part of; itself, if it is none."""
+    try:
+        return getattr(storage, "associated_memobject", None) or storage
+    except cl.LogicError:  # Intel's runtime does not name the whole any more once its owner has let go of it
+        return storage
+
+
+_count_set_aside = gc.get_freeze_count
+
+
+def instances_of(*kinds: type) -> list[Any]:
+    """All objects of some classes, and of those derived from them. Takes milliseconds: it looks at every object there
+    is.
+
+    What ``gc.freeze()`` has set aside shows in no list of objects, so it is brought back first, as ``gc.unfreeze()``
+    does: later collections take as long as they did before the freeze. Freezing again would set aside what is young
+    now, too, and its memory would never be freed.
+
+    Nobody asks for all objects: among them are tuples that other threads are making just now, and Python raises
+    SystemError there if somebody else holds one. What refers to a class is its instances, and little besides.
+    """
+    if _count_set_aside():
+        gc.unfreeze()
+    classes = set[type]().union(*map(_with_subclasses, kinds))
+    # Not isinstance: it asks x.__class__, and proxies run code of their own at that.
+    return [x for x in gc.get_referrers(*classes) if type(x) in classes]
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, type.__subclasses__(kind)))
+
+
+def living_tensors() -> list[Seen]:
+    """All tensors of the process that lie in device memory."""
+    seen = [(weakref.ref(x), vars(x).get("buffer")) for x in instances_of(Tensor)]
+    return [(ref, buffer) for ref, buffer in seen if buffer is not None]
+
+
+def held_memory() -> dict[Address, int]:
+    """All device memory that pyopencl holds, with its bytes; a part of a buffer counts with the whole."""
+    found: dict[Address, int] = {}
+    for one in instances_of(cl.MemoryObjectHolder, cl.SVMAllocation):
+        with suppress(cl.Error):  # it was released by hand
+            whole = whole_of(one)
+            address = address_of(whole)
+            if address is not None:
+                found[address] = whole.size
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- netcl's pools
+
+
+def free_memory() -> dict[Address, tuple[int, bool]]:
+    """What pools keep for whoever asks next: its bytes, and whether the pool is netcl's; else it is a recording's,
+    whose launches use it in each replay."""
+    found: dict[Address, tuple[int, bool]] = {}
+    netcls = list(_PERSISTENT_POOLS.values())
+    others = [pool for pool in instances_of(PersistentBufferPool) if all(pool is not one for one in netcls)]
+    for pool in (*netcls, *others):
+        is_netcls = any(pool is one for one in netcls)
+        with pool._lock:
+            kept = [handle.buffer for handles in pool._free.values() for handle in handles]
+            kept += [array.base for arrays in (*pool._svm_free.values(), pool._svm_deferred) for array in arrays]
+        found |= {where: (storage.size, is_netcls) for storage in kept if (where := address_of(storage)) is not None}
+    return found
+
+
+def free_bytes() -> int:
+    """How much netcl's pools keep for whoever asks next."""
+    return sum(
+        pool.stats.bytes_cached + sum(array.nbytes for array in pool._svm_deferred)
+        for pool in list(_PERSISTENT_POOLS.values())
+    )
+
+
+def living_optimizers() -> list[Any]:
+    """All optimizers of netcl's classes, and of those derived from them."""
+    classes = [x for x in vars(optim).values() if isinstance(x, type) and callable(getattr(x, "step", None))]
+    return [x for x in instances_of(*classes) if is_optimizer(x)]
+
+
+def tensors_of_layers() -> list[Tensor]:
+    """The tensors that all layers hold: parameters, and statistics."""
+    return [x for layer in instances_of(Module) for x in vars(layer).values() if isinstance(x, Tensor)]
+
+
+def memory_of_graphs() -> list[Any]:
+    """The memory that the nodes of all graphs keep for backward: that of their values, and what gradients are computed
+    from."""
+    computed = [node for node in instances_of(Node) if vars(node).get("parents")]
+    return memory_in([x for node in computed for x in (node.value, node.grad_fn)])
+
+
+def memory_in(x: Any) -> list[Any]:
+    """The memory that an object leads to, by what netcl and clamp keep tensors in; not beyond a node or layer."""
+    return list(_memory_in(x, set()))
+
+
+def _memory_in(x: Any, seen: set[int]) -> Iterator[Any]:
+    if id(x) in seen or isinstance(x, Node):
+        return
+    seen.add(id(x))
+    kind = type(x)
+    if isinstance(x, Tensor):
+        if x.buffer is not None:
+            yield x.buffer
+        parts: Iterable[Any] = ()
+    elif isinstance(x, cl.Buffer | cl.SVM):
+        yield x
+        return
+    elif kind is dict:
+        parts = list(x.values())
+    elif kind in (list, tuple, set, frozenset):
+        parts = list(x)
+    elif kind is partial:
+        parts = (x.func, x.args, x.keywords)
+    elif kind is MethodType:
+        parts = (x.__self__,)
+    elif kind is FunctionType:
+        parts = [cell.cell_contents for cell in x.__closure__ or () if _has_content(cell)]
+    elif kind.__module__.startswith(("netcl.", "clamp.")) and not isinstance(x, type | Module | Tape):
+        parts = [*own_attributes(x).values(), *_in_slots(x)]
+    else:
+        parts = ()
+    for part in parts:
+        yield from _memory_in(part, seen)
+
+
+def _in_slots(x: Any) -> Iterator[Any]:
+    """What an object holds in slots. No property is asked: some compute what they are asked for."""
+    for cls in type(x).__mro__:
+        for slot in vars(cls).values():
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(AttributeError):  # not assigned yet
+                    yield slot.__get__(x)
+
+
+class PoolListener(Protocol):
+    """Who is told of what pools do."""
+
+    def taken(self, handle: Any, nbytes: int) -> None:
+        """Somebody has asked for so many bytes, and got a handle."""
+
+    def given_back(self, handle: Any) -> None:
+        """A handle is about to go back."""
+
+
+_listeners: list[PoolListener] = []
+_own: dict[str, Any] = {}  # netcl's functions, while somebody listens
+
+
+def listen_to_pools(listener: PoolListener) -> None:
+    """From now on ``listener`` is told of all pools, until ``hear_no_pools``."""
+    _listeners.append(listener)
+    if isinstance(vars(PersistentBufferPool)["allocate"], wrapt.FunctionWrapper):
+        return
+    for name, told in (("allocate", _allocate), ("release", _release)):
+        _own[name] = vars(PersistentBufferPool)[name]
+        setattr(PersistentBufferPool, name, wrapt.FunctionWrapper(_own[name], told))
+
+
+def hear_no_pools(listener: PoolListener) -> None:
+    """``listener`` is told no more; when nobody is, netcl's pools are as they were."""
+    if listener in _listeners:
+        _listeners.remove(listener)
+    while not _listeners and _own:
+        setattr(PersistentBufferPool, *_own.popitem())
+
+
+def _allocate(wrapped: Any, _pool: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handle = wrapped(*args, **kwargs)
+    for listener in _listeners:
+        listener.taken(handle, args[0] if args else kwargs["nbytes"])
+    return handle
+
+
+def _release(wrapped: Any, _pool: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for listener in _listeners:
+        listener.given_back(*args, **kwargs)
+    wrapped(*args, **kwargs)
+
+
+@contextmanager
+def told_of_tensors(made: Any) -> Iterator[None]:
+    """Inside the ``with``, ``made(tensor)`` is called with every tensor that is made."""
+    original = vars(Tensor)["__init__"]
+
+    def init(wrapped: Any, tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        wrapped(*args, **kwargs)
+        made(tensor)
+
+    Tensor.__init__ = wrapt.FunctionWrapper(original, init)
+    try:
+        yield
+    finally:
+        Tensor.__init__ = original
+
+
+class PoolPeak:
+    """The most bytes that tensors have held of netcl's pools at a time. Counting begins with a question, and ends with
+    ``stop``, which leaves netcl's pools as they were."""
+
+    def __init__(self) -> None:
+        self._counts = False
+        self._sizes: dict[int, int] = {}  # by the id of a handle
+        self._held = 0
+        self._peak: int | None = None  # None: nobody has asked yet
+
+    def __call__(self, reset: bool) -> int:
+        """The most since the last reset. Before the first question nobody counted: all that pools have taken."""
+        if not self._counts:
+            self._count()
+        assert self._peak is not None
+        peak = self._peak
+        if reset:
+            self._peak = self._held
+        return peak
+
+    def _count(self) -> None:
+        pools = _PERSISTENT_POOLS.values()
+        taken = sum(pool.stats.bytes_allocated for pool in pools)
+        self._held = taken - sum(pool.stats.bytes_cached for pool in pools)
+        self._peak = taken if self._peak is None else max(self._peak, self._held)
+        self._counts = True
+        listen_to_pools(self)
+
+    def taken(self, handle: Any, nbytes: int) -> None:
+        """See `PoolListener`."""
+        self._sizes[id(handle)] = nbytes
+        self._held += nbytes
+        self._peak = max(self._peak or 0, self._held)
+
+    def given_back(self, handle: Any) -> None:
+        """See `PoolListener`."""
+        self._held -= self._sizes.pop(id(handle), handle.bucket_size)
+
+    def stop(self) -> None:
+        """Ends the counting. The next question is told what was counted until now, and counts on."""
+        hear_no_pools(self)
+        self._counts = False
+        self._sizes.clear()

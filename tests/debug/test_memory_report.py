@@ -1,0 +1,198 @@
+"""What device memory is held for: every byte, now and at the peak, by kind and by op."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.core.memory import PersistentBufferPool
+from netcl.nn.layers import Conv2d, Flatten, Linear, ReLU, Sequential
+from netcl.nn.modern import DecoderBlock
+from netcl.optim import SGD, Adam, AdamW
+
+from clamp import amp, bridge
+from clamp.bridge import Tensor
+from clamp.debug.memory_report import MemoryReport
+from clamp.params.weight_cache import weights
+from tests.networks import mlp, stepping
+from tests.reference import to_device
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small network, and how it is trained."""
+
+    network: str
+    dtype: str
+    level: str = "O1"
+    recorded: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.network}-{self.dtype}-{self.level}{'-recorded' * self.recorded}"
+
+
+CASES = [
+    Case("mlp", "float16"),
+    Case("mlp", "bfloat16", "O2"),
+    Case("mlp", "float16", recorded=True),
+    Case("cnn", "float16"),
+    Case("cnn", "bfloat16", "O2", recorded=True),
+    Case("decoder", "bfloat16"),
+]
+
+
+class Training:
+    """A network that learns; ``step()`` trains it once."""
+
+    def __init__(self, queue: cl.CommandQueue, case: Case) -> None:
+        rng = np.random.default_rng(1)
+        shape, outputs = (8, 8), (8, 4)
+        if case.network == "mlp":
+            self.model: Any = mlp(queue, 8, 16, 4)
+        elif case.network == "cnn":
+            layers = [Conv2d(queue, 2, 4, 3, pad=1), ReLU(), Conv2d(queue, 4, 4, 3, pad=1), ReLU(), Flatten()]
+            self.model, shape = Sequential(*layers, Linear(queue, 4 * 16, 4)), (8, 2, 4, 4)
+        else:
+            self.model = DecoderBlock(8, 2, hidden=6, queue=queue)
+            shape = outputs = (2, 4, 8)
+        make = {
+            "mlp": partial(Adam, lr=0.01),
+            "cnn": partial(SGD, lr=0.05, momentum=0.9),
+            "decoder": partial(AdamW, lr=0.01),
+        }
+        self.optimizer: Any = make[case.network](self.model.parameters())
+        self.data = tuple(to_device(queue, rng.standard_normal(x).astype(np.float32)) for x in (shape, outputs))
+        if case.level == "O2":
+            amp.decorate(self.model, self.optimizer, level="O2", dtype=case.dtype)
+        self.handle = amp.init(dtype=case.dtype, level=case.level, loss_scale=2.0**10)
+        train = stepping(self.handle, self.model, self.optimizer)
+        self._train = amp.record(train) if case.recorded else train
+
+    def step(self) -> None:
+        self._train(*self.data)
+
+
+def sizes(tensors: list[Tensor]) -> int:
+    """Bytes of tensors, each counted once."""
+    return sum(bridge.nbytes(x) for x in {id(x): x for x in tensors}.values())
+
+
+def taken() -> int:
+    """What all pools have made, by their own count, netcl's and those of recordings."""
+    pools = bridge.instances_of(PersistentBufferPool)
+    return sum(pool.stats.bytes_allocated if pool._use_svm else pool._owned_bytes for pool in pools)
+
+
+def more(after: MemoryReport, before: MemoryReport) -> dict[str, int]:
+    return {kind: after.now[kind] - before.now[kind] for kind in after.now}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_byte_is_held_for_something(queue: cl.CommandQueue, looks_at_objects_set_aside: None, case: Case) -> None:
+    gc.unfreeze()  # what earlier tests have left among it is garbage now
+    gc.collect()
+    made, start = taken(), amp.init(enabled=False).memory()
+    train = Training(queue, case)
+    try:
+        for _ in range(4 if case.recorded else 2):  # what is recorded runs, is recorded, is replayed
+            train.step()
+        with ag.Tape() as tape:  # a forward that has not been back
+            graph = train.model(ag.tensor(train.data[0]))
+        gc.collect()
+        found, held, made = more(train.handle.memory(), start), bridge.held_memory(), taken() - made
+        assert sum(found.values()) == sum(held.values()) - sum(start.now.values())
+        trained = list(train.optimizer.params)
+        params = list(train.model.parameters())
+        assert found["weights"] + found["masters"] == sizes([*params, *trained])
+        assert found["masters"] == sizes([x for x in trained if all(x is not y for y in params)])
+        assert found["gradients"] == sizes([x.grad for x in (*params, *trained) if x.grad is not None])
+        moments = 1 if case.network == "cnn" else 2  # momentum's velocity; Adam's
+        assert found["optimizer state"] >= moments * sum(4 * x.size for x in trained)
+        assert found["activations"] >= bridge.nbytes(graph.value)
+        assert found["copies"] >= sizes([x for x in weights.values if isinstance(x, Tensor)])
+        assert (found["recordings"] > 0) == case.recorded
+        # All of it together is what pools have made, and what lies outside: parameters, state, inputs and tables.
+        outside = [x for x in bridge.instances_of(Tensor) if x.buffer is not None and x.pool_handle is None]
+        assert sum(found.values()) - made <= sizes(outside) + found["optimizer state"] + 4096
+        del graph, tape
+    finally:
+        train.handle.shutdown()
+
+
+class _Pools:
+    """The bytes of pools that are in use, counted beside clamp, and the most."""
+
+    def __init__(self) -> None:
+        self.held = self.most = 0
+
+    def taken(self, handle: Any, nbytes: int) -> None:
+        self.held += handle.bucket_size
+        self.most = max(self.most, self.held)
+
+    def given_back(self, handle: Any) -> None:
+        self.held -= handle.bucket_size
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.recorded], ids=str)
+def test_the_peak_is_the_most_that_pools_had_given_out(
+    queue: cl.CommandQueue, looks_at_objects_set_aside: None, case: Case
+) -> None:
+    gc.unfreeze()
+    gc.collect()
+    train, pools = Training(queue, case), _Pools()
+    try:
+        train.step()
+        train.optimizer.zero_grad()
+        gc.collect()
+
+        def step() -> None:
+            pools.most = pools.held
+            train.step()
+
+        bridge.listen_to_pools(pools)
+        before = train.handle.memory()
+        found = train.handle.memory(step)
+        assert found.peak is not None
+        assert found.peak.held - before.held == pools.most
+        assert sum(holder.bytes for holder in found.holders) == found.peak.held
+        assert max(moment.held for moment in found.timeline) == found.peak.held
+        assert found.peak.bytes["activations"] > 0
+        assert found.now == before.now, "the step was put back"
+        assert [x for x in train.model.parameters() if x.grad is not None] == []
+    finally:
+        bridge.hear_no_pools(pools)
+        train.handle.shutdown()
+    assert not hasattr(PersistentBufferPool.allocate, "__wrapped__")
+
+
+def test_who_holds_the_peak_is_named_by_op_layer_and_line(queue: cl.CommandQueue) -> None:
+    train = Training(queue, CASES[0])
+    try:
+        found = train.handle.memory(lambda: train.step())
+        held = {(x.kind, x.op, x.module) for x in found.holders}
+        assert {("activations", "linear_relu", "layers.0"), ("copies", "linear_relu", "layers.0")} <= held
+        assert ("weights", "before the step", "") in held
+        assert all(x.line.startswith("networks.py:") for x in found.holders if x.op != "before the step")
+        said = str(found)
+        assert f"the peak is in {found.peak.where}" in said  # type: ignore[union-attr]
+        assert "activations kept for backward" in said
+        for wrong in ("step", train.step()):
+            with pytest.raises(TypeError, match="takes a function"):
+                train.handle.memory(wrong or 3)
+        with pytest.raises(ValueError, match="no op of this step"):
+            train.handle.memory(lambda: None)
+    finally:
+        train.handle.shutdown()
+
+
+def test_a_handle_that_does_nothing_counts_as_well(queue: cl.CommandQueue) -> None:
+    handle = amp.init(enabled=False)
+    before = handle.memory(lambda: None)
+    kept = to_device(queue, np.ones((1 << 10, 1 << 8), np.float32))
+    assert more(handle.memory(), before)["other tensors"] == bridge.nbytes(kept) == 2**20
