@@ -3,7 +3,7 @@ Paddle's debugging tools."""
 
 from clamp import session
 from clamp.debug import process
-from clamp.debug.accuracy import Accuracy, ValueAccuracy
+from clamp.debug.accuracy import Accuracy
 from clamp.debug.bisection import Bisection, bisect
 from clamp.debug.checker import DebugMode
 from clamp.debug.dumps import compare_accuracy
@@ -21,6 +21,7 @@ from clamp.debug.paddle import (
 )
 from clamp.debug.sampling import Sampling
 from clamp.debug.traces import Difference, TracedValue, first_difference, save_trace
+from clamp.debug.watcher import ValueAccuracy
 
 process.session = session
 

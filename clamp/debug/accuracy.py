@@ -20,70 +20,13 @@ from clamp.casting.results import RESULTS, Observer
 from clamp.debug import process
 from clamp.debug.dry_run import NothingSeenError, dry_run
 from clamp.debug.float32_reference import UNIT_ROUNDOFF
-from clamp.debug.watcher import RESULT, AmpSide, Float32Side, Found, Key, Names
-from clamp.debug.words import aligned
+from clamp.debug.watcher import RESULT, AmpSide, Float32Side, Key, ValueAccuracy
+from clamp.debug.words import aligned, placed
 from clamp.ops.cast import cast
 
 _SHOWN = 30  # rows of a table
 _FAR_OFF, _AMPLIFIED = 0.02, 20.0  # a result, relatively, and how many times as far as what it was made of
 _HIGHEST, _LOWER = 2.0**16, 16.0  # loss scales: the first that is tried, and by how much the next is lower
-
-
-@dataclass(frozen=True)
-class ValueAccuracy:
-    """How accurate one result of an op, or one of its gradients, is under AMP.
-
-    Errors are relative: the norm of the difference by the norm of the right value; ``largest_`` ones, the largest
-    difference by the largest magnitude. They are inf where AMP gave inf or nan and float32 did not. Gradients are
-    compared without the loss scale.
-
-    Attributes:
-        function: netcl's name of the op, ``"matmul_op"``.
-        direction: ``"forward"`` or ``"backward"``.
-        value: ``"result"``, ``"gradient of layers.0.weight"``, ``"gradient of input 0"``.
-        module: path of the innermost layer, ``"layers.0"``; empty if there is none.
-        line: the nearest line of the user's, ``"train.py:31"``.
-        call: of calls alike in function, layer and line, which.
-        policy: of the function, ``"half"``; empty for what is on no list.
-        dtype, shape: of the value under AMP.
-        times: how many times as large ``own`` is as the error that rounding to the AMP dtype makes in any case.
-        own: what the op itself has added, whatever was wrong with its inputs: against the same function in float32 of
-            the same inputs.
-        largest_own: likewise.
-        rounding: the error that the right value has once it is rounded to as many digits as the AMP dtype has. (What is
-            beyond its range, inf or 0 there, is an error of the op's own.) Where that does not account for ``own``: the
-            error that the function in float32 makes of inputs that are so rounded, if it is larger.
-        total: against the float32 run, with all that was brought along; nan of an op that it did not have.
-        largest_total: likewise.
-        is_estimate: whether the function could not be called again, a user's own, say; ``own`` is then by how much
-            ``total`` is larger than those of its inputs.
-        brought: the largest ``total`` of what the op has read.
-    """
-
-    function: str
-    direction: str
-    value: str
-    module: str
-    line: str
-    call: int
-    policy: str
-    dtype: str
-    shape: tuple[int, ...]
-    times: float
-    own: float
-    largest_own: float
-    rounding: float
-    total: float
-    largest_total: float
-    is_estimate: bool = False
-    brought: float = 0.0
-
-    def __str__(self) -> str:
-        where = f" in {self.module}" if self.module else ""
-        line = f" ({self.line})" if self.line else ""
-        about = "about " if self.is_estimate else ""
-        error = f"{about}{self.times:.3g}x rounding" if np.isfinite(self.times) else "inf or nan, and finite in float32"
-        return f"{self.direction} of {self.function}{where}{line}, {self.value}: {error}"
 
 
 @dataclass(frozen=True)
@@ -157,12 +100,11 @@ class Accuracy(Sequence[ValueAccuracy]):
         worst = self.amplified
         if worst is None:
             return []
-        where = f" in {worst.module}" if worst.module else ""
-        line = f" ({worst.line})" if worst.line else ""
         made, read = (f"{100 * x:.2g} %" for x in (worst.total, max(worst.brought, UNIT_ROUNDOFF[self.dtype])))
+        result = placed(worst.function, worst.module, worst.line)
         return [
-            f"Each op is right, and yet the result of {worst.function}{where}{line} is off by {made}: what it reads is "
-            f"off by {read}, as {self.dtype} is, and nearly cancels in it. Compute what it reads in float32, too: "
+            f"Each op is right, and yet the result of {result} is off by {made}: what it reads is off by {read}, as "
+            f"{self.dtype} is, and nearly cancels in it. Compute what it reads in float32, too: "
             'with amp.autocast(dtype="float32"): around both.'
         ]
 
@@ -336,30 +278,10 @@ def _run(step: _ScaledStep, scale: float, region: Region, observer: Observer) ->
 
 def _accuracy(right: tuple[Float32Side, float], wrong: tuple[AmpSide, float], dtype: str, tolerance: float) -> Accuracy:
     (in_float32, right_loss), (under_amp, loss) = right, wrong
-    names = Names(under_amp.ops, [one.seen for one in under_amp.found if one.seen is not None])
-    values = sorted(
-        (_value(one, names, under_amp.usual) for one in under_amp.found), key=partial(_rank, tolerance=tolerance)
-    )
+    values = sorted(under_amp.values(), key=partial(_rank, tolerance=tolerance))
     missing = [f"{_words(key, in_float32.ops.paths())}, in float32 only" for key in under_amp.missing]
-    extra = [f"{_words(key, names.paths)}, under AMP only" for key in under_amp.unpaired]
+    extra = [f"{_words(key, under_amp.ops.paths())}, under AMP only" for key in under_amp.unpaired]
     return Accuracy(tuple(values), (*missing, *extra), dtype, tolerance, loss, right_loss)
-
-
-def _value(one: Found, names: Names, usual: float) -> ValueAccuracy:
-    nan = float("nan")
-    total = nan if one.total is None else one.total.relative
-    largest = nan if one.total is None else one.total.largest
-    if one.own is not None:
-        own, largest_own = one.own.relative, one.own.largest
-    else:
-        own = largest_own = max(0.0, total - one.brought) if total == total and np.isfinite(one.brought) else nan
-    times = np.inf if own == np.inf else own / max(one.rounding, usual)
-    numbers = (times, own, largest_own, one.rounding, total, largest, one.own is None, one.brought)
-    if one.seen is None:
-        return ValueAccuracy("sum of gradients", "backward", "result", "", "", 0, "", one.dtype, one.shape, *numbers)
-    op, direction = one.seen.op, "forward" if one.part == RESULT else "backward"
-    return ValueAccuracy(op.function, direction, names.value(one.seen, one.part), names.layer(op), op.line, op.call,
-                         one.seen.place.policy, one.dtype, one.shape, *numbers)  # fmt: skip
 
 
 def _rank(value: ValueAccuracy, tolerance: float) -> tuple[bool, float]:
@@ -371,9 +293,8 @@ def _rank(value: ValueAccuracy, tolerance: float) -> tuple[bool, float]:
 
 def _words(key: Key, paths: dict[str, str]) -> str:
     op, part, _ = key
-    where = f" in {paths[op.layer]}" if op.layer else ""
     what = "result" if part == RESULT else f"gradient {part}"
-    return f"{what} of {op.function}{where} ({op.line}), call {op.call}"
+    return f"{what} of {placed(op.function, paths.get(op.layer, ''))} ({op.line}), call {op.call}"
 
 
 def _table(values: Sequence[ValueAccuracy]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -112,15 +112,17 @@ def bisect(
     check_step(step_fn, "amp.debugging.bisect", "trains for some steps")
     if by not in ("function", "module"):
         raise ValueError(f'by must be "function" or "module", got {by!r}')
-    runs: _Runs = _ByFunction(step_fn, metric) if by == "function" else _ByModule(step_fn, metric)
+    regions: type[FunctionRegions] | type[LayerRegions] = FunctionRegions if by == "function" else LayerRegions
+    training, seen = _Training(step_fn, metric), regions()
     process.session.ensure_patched()
-    under_amp = runs.first()
-    if not runs.candidates:
+    under_amp = training.run(seen)
+    names = seen.candidates()
+    if not names:
         raise ValueError(
             "step_fn computed nothing in 16 bits: call amp.init() in it or before it, or compute in a region of "
             "amp.autocast()" + (", in layers" if by == "module" else "")
         )
-    in_float32 = runs.run(runs.candidates)
+    in_float32 = training.run(regions(names))
     holds = partial(_holds, in_float32=in_float32, tolerance=tolerance)
     verdict, culprits = FOUND, list[str]()
     if not holds(in_float32):
@@ -128,8 +130,8 @@ def bisect(
     elif holds(under_amp):
         verdict = HOLDS_UNDER_AMP
     else:
-        culprits = find_culprits(runs.candidates, lambda these: holds(runs.run(these)))
-    return Bisection(by, verdict, tuple(map(runs.name, culprits)), tuple(map(runs.name, runs.candidates)), runs.count)
+        culprits = find_culprits(list(names), lambda these: holds(training.run(regions(these))))
+    return Bisection(by, verdict, tuple(names[one] for one in culprits), tuple(names.values()), training.count)
 
 
 def find_culprits(candidates: Sequence[T], holds: Callable[[Sequence[T]], bool]) -> list[T]:
@@ -161,43 +163,31 @@ def _holds(value: bool | float, in_float32: bool | float, tolerance: float) -> b
 # ---------------------------------------------------------------------------------------------- runs
 
 
-class _Runs:
+class _Training:
     """Runs of the training, each from the same start.
 
     Attributes:
-        candidates: what has computed in 16 bits, in the order of first calls; known after ``first``.
         count: how many there were.
     """
 
     def __init__(self, step_fn: Callable[[], Any], metric: Callable[[Any], Any] | None) -> None:
         self._step_fn, self._metric = step_fn, metric
-        self.candidates: list[str] = []
         self.count = 0
 
-    def first(self) -> bool | float:
-        """Runs it as it is; returns the metric."""
-        raise NotImplementedError
-
-    def run(self, in_float32: Sequence[str]) -> bool | float:
-        """Runs it with some of the candidates in float32; returns the metric."""
-        raise NotImplementedError
-
-    def name(self, candidate: str) -> str:
-        """Returns what a candidate is called."""
-        return candidate
-
-    def _measured(self) -> bool | float:
+    def run(self, regions: FunctionRegions | LayerRegions) -> bool | float:
+        """Runs it in these regions; returns the metric."""
         self.count += 1
-        before = process.session.active_handle()
-        try:
-            with same_start(*bridge.in_reach(self._step_fn)):
-                return _as_metric(self._step_fn(), self._metric)
-        except FloatingPointError:
-            return float("nan") if self._metric is None else False
-        finally:
-            if process.session.active_handle() is not before:
-                process.session.shutdown()
-            gc.collect()  # the model, and the optimizer, which takes a place of the handle's
+        with regions:
+            before = process.session.active_handle()
+            try:
+                with same_start(*bridge.in_reach(self._step_fn)):
+                    return _as_metric(self._step_fn(), self._metric)
+            except FloatingPointError:
+                return float("nan") if self._metric is None else False
+            finally:
+                if process.session.active_handle() is not before:
+                    process.session.shutdown()
+                gc.collect()  # the model, and the optimizer, which takes a place of the handle's
 
 
 def _as_metric(result: Any, metric: Callable[[Any], Any] | None) -> bool | float:
@@ -227,46 +217,7 @@ def _nothing_returned() -> TypeError:
     )
 
 
-class _ByFunction(_Runs):
-    def first(self) -> bool | float:
-        regions: list[Region] = []
-
-        def noted(region: Region) -> Region:
-            regions.append(replace(region))  # with a list of its own of functions that are called
-            return regions[-1]
-
-        with changed_regions(noted):
-            result = self._measured()
-        names = (name for region in regions for name in _called_in_16_bits(region))
-        self.candidates = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-        return result
-
-    def run(self, in_float32: Sequence[str]) -> bool | float:
-        tables: dict[PolicyTable, PolicyTable] = {}
-
-        def changed(region: Region) -> Region:
-            policies = tables.get(region.policies) or region.policies.customized((), in_float32)
-            tables[region.policies] = tables[policies] = policies
-            return replace(region, policies=policies)
-
-        with changed_regions(changed):
-            return self._measured()
-
-
-class _ByModule(_Runs):
-    def first(self) -> bool | float:
-        with LayerRegions() as layers:
-            result = self._measured()
-        names = [name for name, region in layers.regions() if any(_called_in_16_bits(region))]
-        self.candidates, self._paths = list(dict.fromkeys(names)), layers.ops.paths()
-        return result
-
-    def run(self, in_float32: Sequence[str]) -> bool | float:
-        with LayerRegions(frozenset(in_float32)):
-            return self._measured()
-
-    def name(self, candidate: str) -> str:
-        return self._paths[candidate]
+# ---------------------------------------------------------------------------------------------- parts in float32
 
 
 def _called_in_16_bits(region: Region) -> Iterable[str]:
@@ -277,7 +228,35 @@ def _called_in_16_bits(region: Region) -> Iterable[str]:
     return [name for name in region.castings if name in table and region.policies.policy_of(table[name]) in _IN_16_BITS]
 
 
-# ---------------------------------------------------------------------------------------------- layers in float32
+class FunctionRegions:
+    """Inside the ``with``, some functions compute in float32, whatever the region.
+
+    Args:
+        in_float32: their names.
+    """
+
+    def __init__(self, in_float32: Iterable[str] = ()) -> None:
+        self._in_float32 = tuple(in_float32)
+        self._regions: list[Region] = []
+        self._tables: dict[PolicyTable, PolicyTable] = {}
+        self._changing = changed_regions(self._changed)
+
+    def __enter__(self) -> None:
+        self._changing.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._changing.__exit__(*exception)
+
+    def candidates(self) -> dict[str, str]:
+        """The functions that have computed in 16 bits, in the order of first calls, each as it is called."""
+        names = (name.rpartition(".")[2] for region in self._regions for name in _called_in_16_bits(region))
+        return {name: name for name in names}
+
+    def _changed(self, region: Region) -> Region:
+        policies = self._tables.get(region.policies) or region.policies.customized((), self._in_float32)
+        self._tables[region.policies] = self._tables[policies] = policies
+        self._regions.append(replace(region, policies=policies))  # with a list of its own of functions that are called
+        return self._regions[-1]
 
 
 class LayerRegions:
@@ -287,35 +266,32 @@ class LayerRegions:
 
     Args:
         in_float32: names of layers, as ``OpNames.layer`` gives them.
-
-    Attributes:
-        ops: has named the layers that were called.
     """
 
-    def __init__(self, in_float32: Container[str] = ()) -> None:
-        self.ops = OpNames()
-        self._in_float32 = in_float32
+    def __init__(self, in_float32: Iterable[str] = ()) -> None:
+        self._ops = OpNames()
+        self._in_float32 = frozenset(in_float32)
         self._regions: dict[tuple[str, int], Region] = {}  # by the name of a layer, and the region outside of layers
         self._around: dict[int, Region] = {}  # by the id of a region of a layer, that one
         self._original: Any = None
 
-    def __enter__(self) -> LayerRegions:
+    def __enter__(self) -> None:
         self._original = vars(Module)["__call__"]
         Module.__call__ = wrapt.FunctionWrapper(self._original, self._called)
-        return self
 
     def __exit__(self, *exception: object) -> None:
         Module.__call__ = self._original
 
-    def regions(self) -> Iterator[tuple[str, Region]]:
-        """The names of layers, and a region that was opened for their calls."""
-        return ((name, region) for (name, _), region in self._regions.items())
+    def candidates(self) -> dict[str, str]:
+        """The layers that have computed in 16 bits, in the order of first calls, with their paths."""
+        paths = self._ops.paths()
+        return {name: paths[name] for (name, _), region in self._regions.items() if any(_called_in_16_bits(region))}
 
     def _called(self, wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outer = casting_region()
         if outer is None:
             return wrapped(*args, **kwargs)
-        with in_region(self._region(self.ops.layer((module,)), self._around.get(id(outer), outer))):
+        with in_region(self._region(self._ops.layer((module,)), self._around.get(id(outer), outer))):
             return wrapped(*args, **kwargs)
 
     def _region(self, name: str, around: Region) -> Region:

@@ -17,6 +17,7 @@ from clamp.casting.regions import casting_in, init_call
 from clamp.debug.callsite import INSERTED
 from clamp.debug.float32_reference import is_finite_in_float32, largest_in_float32, rounded_to_zero
 from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, Origin, Trace, Value
+from clamp.debug.words import bad_counts
 from clamp.opencl.host_steps import unrecorded
 from clamp.ops.cast import cast
 from clamp.ops.statistics import statistics_of
@@ -185,8 +186,7 @@ def _in_bfloat16() -> str:
 def count_of(value: Value) -> str:
     """``"3 inf and 1 nan"``."""
     found = value.statistics
-    kinds = [] if found is None else [(found.infs, "inf"), (found.nans, "nan")]
-    return " and ".join(f"{count} {kind}" for count, kind in kinds if count)
+    return "" if found is None else " and ".join(bad_counts(found.infs, found.nans))
 
 
 # ---------------------------------------------------------------------------------------------- where there is no value

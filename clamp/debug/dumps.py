@@ -49,25 +49,6 @@ class Dumped:
         return self.op_type, self.tensor_name, self.numel
 
 
-def compare_dumps(first: str | Path, second: str | Path, output: str | Path, loss_scale: float = 1) -> None:
-    """See ``clamp.debugging.compare_accuracy``."""
-    if Path(output).suffix != ".csv":
-        raise ValueError(f"output_filename must end in .csv, which every spreadsheet opens, got {str(output)!r}")
-    rows, infinite = [], list[str]()
-    for fp32_log, fp16_log in _logs(Path(first), Path(second)):
-        for fp32, fp16 in _pairs(_read(fp32_log), _read(fp16_log)):
-            row = _row(fp16_log.name, fp32, fp16, loss_scale)
-            rows.append(row)
-            if row["infinite"] and row["op_type"] not in infinite:
-                infinite.append(row["op_type"])
-    with Path(output).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    print(f"-- OP Types produce infinite outputs: {infinite}")
-    print(f"-- Write to {output}")
-
-
 def _logs(first: Path, second: Path) -> list[tuple[Path, Path]]:
     """The logs of two folders that belong together: by their names, or one and one."""
     logs = [sorted(folder.glob("worker_*")) for folder in (first, second)]
@@ -173,7 +154,23 @@ def compare_dumped(
     """
     if dump_all_tensors:
         raise NotImplementedError("dump_all_tensors=True: the checker writes what tensors are like, not their elements")
-    compare_dumps(dump_path, another_dump_path, output_filename, loss_scale)
+    if Path(output_filename).suffix != ".csv":
+        raise ValueError(
+            f"output_filename must end in .csv, which every spreadsheet opens, got {str(output_filename)!r}"
+        )
+    rows, infinite = [], list[str]()
+    for fp32_log, fp16_log in _logs(Path(dump_path), Path(another_dump_path)):
+        for fp32, fp16 in _pairs(_read(fp32_log), _read(fp16_log)):
+            row = _row(fp16_log.name, fp32, fp16, loss_scale)
+            rows.append(row)
+            if row["infinite"] and row["op_type"] not in infinite:
+                infinite.append(row["op_type"])
+    with Path(output_filename).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"-- OP Types produce infinite outputs: {infinite}")
+    print(f"-- Write to {output_filename}")
 
 
 def compare_accuracy(*args: Any, **kwargs: Any) -> Accuracy | None:

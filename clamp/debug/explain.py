@@ -17,7 +17,7 @@ from clamp.debug.dry_run import NothingSeenError, check_step, dry_run
 from clamp.debug.float32_reference import SMALLEST_FLOAT16, is_finite_in_float32
 from clamp.debug.step_graph import Frame, Trace, Value, distinct, find_divided, find_origin, frames_before
 from clamp.debug.step_recorder import OverflowRecorder, StepRecorder
-from clamp.debug.words import aligned
+from clamp.debug.words import aligned, bad_counts
 from clamp.opencl.host_steps import unrecorded
 from clamp.ops.statistics import is_measurable, statistics_of
 from clamp.scaling.loss_scale import LossScale
@@ -202,7 +202,7 @@ def _range(value: Value) -> str:
     found = value.statistics
     if found is None:
         return "not measured"
-    counts = [f"{count} {kind}" for count, kind in ((found.infs, "inf"), (found.nans, "nan")) if count]
+    counts = bad_counts(found.infs, found.nans)
     if not found.largest:
         return ", ".join(counts) or ("all 0" if found.count else "empty")
     marks = [" (beyond 65504)"] if found.largest > LARGEST_FLOAT16 else []

@@ -23,7 +23,7 @@ from clamp.debug.page.schema import Range
 from clamp.debug.ranges import Lost
 from clamp.debug.step_graph import FORWARD, Frame, Trace, Value
 from clamp.debug.step_recorder import StepRecorder
-from clamp.debug.words import aligned
+from clamp.debug.words import aligned, bad_counts
 from clamp.ops.statistics import Statistics
 from clamp.params.gradient_marks import mark_of
 from clamp.scaling.scaled_loss import SCALE_OP
@@ -271,8 +271,8 @@ def _percent(part: float) -> str:
 def _cells(row: LayerRange) -> tuple[str, ...]:
     found, lost = row.statistics, row.lost
     span = f"{found.smallest:.3g} to {found.largest:.3g}" if found.largest else "all 0"
-    bad = "".join(f", {count} {kind}" for count, kind in ((found.infs, "inf"), (found.nans, "nan")) if count)
-    return (row.module or "-", row.name, row.kind, row.dtype, span + bad, *(f"{100 * part:.2f}" for part in lost))
+    magnitudes = ", ".join([span, *bad_counts(found.infs, found.nans)])
+    return (row.module or "-", row.name, row.kind, row.dtype, magnitudes, *(f"{100 * part:.2f}" for part in lost))
 
 
 def _as_json(row: LayerRange) -> Range:

@@ -10,6 +10,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.debug.callsite import INSERTED, Call, Place
+from clamp.debug.words import placed
 from clamp.ops.statistics import PendingStatistics, Statistics, is_measurable
 from clamp.scaling.loss_scale import LossScale
 
@@ -52,8 +53,8 @@ class Value:
             return self.name
         if self.made_by is None:
             return "input"
-        where = f" in {self.made_by.module}" if self.made_by.module else ""
-        return f"{'gradient from ' if self.made_by.direction == BACKWARD else ''}{self.made_by.op}{where}"
+        made = placed(self.made_by.op, self.made_by.module)
+        return f"gradient from {made}" if self.made_by.direction == BACKWARD else made
 
 
 @dataclass(eq=False, slots=True)
@@ -96,8 +97,7 @@ class Frame:
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{value.dtype} {value.shape}" for value in self.outputs) or "nothing"
-        where = f" in {self.module}" if self.module else ""
-        return f"{self.direction} of {self.function}{where}: {shapes}"
+        return f"{self.direction} of {placed(self.function, self.module)}: {shapes}"
 
 
 @dataclass(eq=False)

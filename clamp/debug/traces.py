@@ -18,6 +18,7 @@ from clamp.debug import process
 from clamp.debug.dry_run import NothingSeenError, dry_run
 from clamp.debug.float32_reference import Array, error_of, on_host
 from clamp.debug.watcher import RESULT, Names, Seen, Watcher
+from clamp.debug.words import bad_counts, placed
 
 _FORMAT = 1
 _HEAD = "trace"  # the array of a .npz file that is no tensor: the JSON text
@@ -54,8 +55,8 @@ class TracedValue:
         return self.function, self.direction, self.value, self.module
 
     def __str__(self) -> str:
-        bad = "".join(f", {count} {kind}" for count, kind in ((self.infs, "inf"), (self.nans, "nan")) if count)
-        return f"{self.dtype} {self.shape}, magnitudes {self.smallest:.4g} to {self.largest:.4g}{bad}"
+        magnitudes = f"magnitudes {self.smallest:.4g} to {self.largest:.4g}"
+        return ", ".join([f"{self.dtype} {self.shape}", magnitudes, *bad_counts(self.infs, self.nans)])
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,8 @@ class Difference:
     def __str__(self) -> str:
         one = self.first or self.second
         assert one is not None
-        where = f" in {one.module}" if one.module else ""
-        line = f" ({(self.second or one).line})" if one.line else ""
-        head = f"{one.direction} of {one.function}{where}{line}, {one.value}"
+        line = (self.second or one).line
+        head = f"{one.direction} of {placed(one.function, one.module, line)}, {one.value}"
         if self.first is None or self.second is None:
             which = "second" if self.first is None else "first"
             return f"only the {which} trace has: {head}; {self.before} values before it are the same"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
+from math import inf, isfinite, nan
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,6 +27,7 @@ from clamp.debug.float32_reference import (
     on_host,
     rounding_of,
 )
+from clamp.debug.words import placed
 from clamp.opencl.host_steps import recorder
 
 Key: TypeAlias = tuple[OpName, int, int]  # an op, which of its values, and in which of its backward passes
@@ -132,29 +133,63 @@ class Names:
 # ---------------------------------------------------------------------------------------------- in both precisions
 
 
-@dataclass(eq=False)
-class Found:
-    """The errors of a value of the AMP run.
+@dataclass(frozen=True)
+class ValueAccuracy:
+    """How accurate one result of an op, or one of its gradients, is under AMP.
+
+    Errors are relative: the norm of the difference by the norm of the right value; ``largest_`` ones, the largest
+    difference by the largest magnitude. They are inf where AMP gave inf or nan and float32 did not. Gradients are
+    compared without the loss scale.
 
     Attributes:
-        seen: the op; None of a sum of gradients.
-        part: ``RESULT``, or the number of the parent whose gradient it is.
-        dtype, shape: of the value.
-        own: against the op's counterpart in float32, which read the same; None if it has none.
-        rounding: what rounding the right value once to the digits of the AMP dtype would make; where that does not
-            account for ``own``, what rounding the op's inputs would, if that is more.
-        total: against the float32 run; None if that has no such op.
-        brought: the worst ``total`` of what the op read.
+        function: netcl's name of the op, ``"matmul_op"``.
+        direction: ``"forward"`` or ``"backward"``.
+        value: ``"result"``, ``"gradient of layers.0.weight"``, ``"gradient of input 0"``.
+        module: path of the innermost layer, ``"layers.0"``; empty if there is none.
+        line: the nearest line of the user's, ``"train.py:31"``.
+        call: of calls alike in function, layer and line, which.
+        policy: of the function, ``"half"``; empty for what is on no list.
+        dtype, shape: of the value under AMP.
+        times: how many times as large ``own`` is as the error that rounding to the AMP dtype makes in any case.
+        own: what the op itself has added, whatever was wrong with its inputs: against the same function in float32 of
+            the same inputs.
+        largest_own: likewise.
+        rounding: the error that the right value has once it is rounded to as many digits as the AMP dtype has. (What is
+            beyond its range, inf or 0 there, is an error of the op's own.) Where that does not account for ``own``: the
+            error that the function in float32 makes of inputs that are so rounded, if it is larger.
+        total: against the float32 run, with all that was brought along; nan of an op that it did not have.
+        largest_total: likewise.
+        is_estimate: whether the function could not be called again, a user's own, say; ``own`` is then by how much
+            ``total`` is larger than those of its inputs.
+        brought: the largest ``total`` of what the op has read.
     """
 
-    seen: Seen | None
-    part: int
+    function: str
+    direction: str
+    value: str
+    module: str
+    line: str
+    call: int
+    policy: str
     dtype: str
     shape: tuple[int, ...]
-    own: Error | None
+    times: float
+    own: float
+    largest_own: float
     rounding: float
-    total: Error | None
-    brought: float
+    total: float
+    largest_total: float
+    is_estimate: bool = False
+    brought: float = 0.0
+
+    def __str__(self) -> str:
+        about = "about " if self.is_estimate else ""
+        error = f"{about}{self.times:.3g}x rounding" if np.isfinite(self.times) else "inf or nan, and finite in float32"
+        return f"{self.direction} of {placed(self.function, self.module, self.line)}, {self.value}: {error}"
+
+
+_UNKNOWN = Error(nan, nan)
+_SUM = OpName("sum of gradients", "", "", 0)
 
 
 class Float32Side(Watcher):
@@ -199,14 +234,15 @@ class AmpSide(Watcher):
 
     Attributes:
         usual: what rounding costs at the least: numbers that need none are no measure.
-        found: what it found, in the order of the run.
+        found: how accurate its values are, in the order of the run, without the names that layers have after it; with
+            the op, None of a sum of gradients, and which of its values.
         unpaired: what the other run did not have.
     """
 
     def __init__(self, right: dict[Key, Array], dtype: str, scale: float, tolerance: float) -> None:
         super().__init__()
         self.usual = UNIT_ROUNDOFF[dtype] / 4
-        self.found: list[Found] = []
+        self.found: list[tuple[Seen | None, int, ValueAccuracy]] = []
         self.unpaired: list[Key] = []
         self._right, self._dtype, self._scale, self._tolerance = right, dtype, scale, tolerance
         self._paired = set[Key]()
@@ -258,7 +294,7 @@ class AmpSide(Watcher):
         right, brought = one + other, max(self._total(first), self._total(second))
         self._totals[id(made)] = made, brought
         own, rounding = error_of(actual, right), rounding_of(right, self._dtype)
-        self.found.append(Found(None, RESULT, made.dtype, tuple(made.shape), own, rounding, None, brought))
+        self._note(None, RESULT, made, own, rounding, None, brought)
 
     # ------------------------------------------------------------------------------------------ comparing
 
@@ -270,7 +306,7 @@ class AmpSide(Watcher):
     @property
     def overflowed_in_backward(self) -> bool:
         """Returns whether all results were finite where they should be, and some gradients were not."""
-        bad = [one.part for one in self.found if one.total is not None and one.total.relative == inf]
+        bad = [part for _, part, one in self.found if one.total == inf]
         return bool(bad) and RESULT not in bad
 
     def _compare(
@@ -293,7 +329,35 @@ class AmpSide(Watcher):
         if own is not None and own.relative > self._tolerance * max(rounding, self.usual):
             of_inputs = _error_if_known(nearest, on_host(rounded()), "float32")
             rounding = max(rounding, 0.0 if of_inputs is None else of_inputs.relative)
-        self.found.append(Found(seen, part, tensor.dtype, tuple(tensor.shape), own, rounding, total, brought))
+        self._note(seen, part, tensor, own, rounding, total, brought)
+
+    def _note(
+        self, seen: Seen | None, part: int, tensor: Any, own: Error | None, rounding: float, total: Error | None,
+        brought: float,
+    ) -> None:  # fmt: skip
+        of_all = total or _UNKNOWN
+        if own is None:
+            grown = max(0.0, of_all.relative - brought) if total is not None and isfinite(brought) else nan
+            own_errors = Error(grown, grown)
+        else:
+            own_errors = own
+        times = inf if own_errors.relative == inf else own_errors.relative / max(rounding, self.usual)
+        op = _SUM if seen is None else seen.op
+        direction = "forward" if seen is not None and part == RESULT else "backward"
+        value = ValueAccuracy(
+            op.function, direction, "", "", op.line, op.call, "" if seen is None else seen.place.policy, tensor.dtype,
+            tuple(tensor.shape), times, own_errors.relative, own_errors.largest, rounding, of_all.relative,
+            of_all.largest, own is None, brought,
+        )  # fmt: skip
+        self.found.append((seen, part, value))
+
+    def values(self) -> list[ValueAccuracy]:
+        """What it found, with the names that layers have now."""
+        names = Names(self.ops, [seen for seen, _, _ in self.found if seen is not None])
+        return [
+            replace(one, value=names.value(seen, part), module="" if seen is None else names.layer(seen.op))
+            for seen, part, one in self.found
+        ]
 
     def _total(self, tensor: Any) -> float:
         return self._totals.get(id(tensor), (None, 0.0))[1]

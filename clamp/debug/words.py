@@ -36,6 +36,16 @@ def size(count: float | None) -> str:
     return f"{digits(count)} GiB"
 
 
+def bad_counts(infs: int, nans: int) -> list[str]:
+    """How many elements are inf, and nan, of what there are: ``["3 inf", "1 nan"]``."""
+    return [f"{count} {kind}" for count, kind in ((infs, "inf"), (nans, "nan")) if count]
+
+
+def placed(op: str, module: str, line: str = "") -> str:
+    """An op, and where it is, as far as that is known: "matmul_op in layers.2 (train.py:31)"."""
+    return op + (f" in {module}" if module else "") + (f" ({line})" if line else "")
+
+
 def aligned(table: Sequence[Sequence[str]], numbers: range = range(0), indent: str = "  ") -> list[str]:
     """The rows of a table in columns as wide as they must be; those of numbers end at one place."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
