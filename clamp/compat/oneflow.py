@@ -280,6 +280,7 @@ class _RecordedBuild(RecordedFunction):
     recording's memory. And gradients of what the graph does not step are added to what is there."""
 
     _kind = InPlace
+    _positional, _of_gradients = "inputs", False
     _detached = staticmethod(lambda result: result)  # there is no node in it
 
     def __init__(self, graph: Graph) -> None:
@@ -295,9 +296,6 @@ class _RecordedBuild(RecordedFunction):
         name = type(graph).__name__
         self._code = f"{name}.build()"
         self._variants = Variants(name, "build()")
-
-    def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        return Arguments(args, kwargs, "inputs", of_gradients=False)
 
     def _roots(self, call: Arguments) -> dict[str, Any]:
         return {"self": self._graph, "the graph's optimizers": self._graph._optimizers, **call.others}

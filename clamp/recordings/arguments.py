@@ -40,9 +40,7 @@ class Arguments:
             place, and depends on whether others have a gradient.
     """
 
-    def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "args", of_gradients: bool = True
-    ) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, of_gradients: bool) -> None:
         self._of_gradients = of_gradients
         self.args, self.kwargs = args, kwargs
         self.tensors: list[Tensor] = []

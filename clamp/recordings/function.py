@@ -82,6 +82,7 @@ class RecordedFunction:
 
     __wrapped__: Callable[..., Any]
     _kind = Replayable
+    _positional, _of_gradients = "args", True  # as Arguments has them
     _detached = staticmethod(detached)
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -119,10 +120,7 @@ class RecordedFunction:
             return self.__wrapped__(*args, **kwargs)
         session.ensure_patched()
         with self._lock, holding(_inside, "on", True):
-            return self._call(self._call_of(args, kwargs))
-
-    def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        return Arguments(args, kwargs)
+            return self._call(Arguments(args, kwargs, self._positional, self._of_gradients))
 
     def _call(self, call: Arguments) -> Any:
         tokens = _tokens()
