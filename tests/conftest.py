@@ -51,6 +51,9 @@ _PLATFORMS = {"Portable Computing Language": "pocl", "Intel(R) OpenCL": "intel",
 # Intel's runtime, without optimisation.
 _TURNS = {"intel": 3}
 
+# Whose tests are of Python: the kernels that they launch have tests of their own, on each device.
+_ROOMS_ON_ANY_CPU = {"casting", "checkpoint", "compat", "debug", "params", "patching", "scaling"}
+
 _CONTEXTS: list[cl.Context] = []  # Intel's runtime frees a context that only its queue refers to
 
 
@@ -137,12 +140,16 @@ def _is_long(item: pytest.Item) -> bool:
 
 
 def _is_unoptimised(item: pytest.Item) -> bool:
-    """Whether kernels are built without optimisation for a test, in a third of the time on Intel's runtime: in the
-    sweep for permutations of what has been built optimised, in an everyday run for all, if PoCL optimises there.
-    (PoCL 3.1 saves less by it, and computes a batched product of netcl's wrongly.)"""
+    """Whether kernels are built without optimisation for a test, in a third of the time on Intel's runtime: in an
+    everyday run for all, in the sweep for permutations of what has been built optimised and for what is asked of
+    neither kernels nor drivers, if PoCL optimises there. (PoCL 3.1 saves less by it, and computes a batched product of
+    netcl's wrongly.)"""
     if _device(item) != "intel" or len(_QUEUES.keys() - {_SIMULATOR}) == 1:
         return False
-    return not _is_sweep(item.config) or (item.get_closest_marker("slow") is not None and not _is_long(item))
+    if not _is_sweep(item.config):
+        return True
+    is_slow = item.get_closest_marker("slow") is not None
+    return not _is_long(item) and (is_slow or not (_is_of_kernels(item) or _is_of_drivers(item)))
 
 
 def _device(item: pytest.Item) -> str | None:
@@ -155,7 +162,7 @@ def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
     In the sweep any three parameters meet. Where drivers are tested, or the kernels that each compiles for itself, the
     device is one of them; elsewhere it meets each value, and three others meet on some device. On the simulator any
     two meet. In an everyday run any two meet on some device: each case is run on one, as are, in the sweep, parts of
-    the random loops and what is marked ``any_cpu``. What is marked ``once`` has its device.
+    the random loops, what is marked ``any_cpu`` and the rooms of Python. What is marked ``once`` has its device.
     """
     tests = defaultdict[tuple[str, bool], list[pytest.Item]](list)
     for item in items:
@@ -169,7 +176,7 @@ def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
             kept |= _covering(cases, 2)
         elif cases[0].get_closest_marker("once"):
             kept |= _covering([case for case in cases if _device(case) in chosen], 3 if is_sweep else 2)
-        elif is_sweep and cases[0].get_closest_marker("any_cpu"):
+        elif is_sweep and _is_for_any_cpu(cases[0]):
             kept |= _dealt_out(cases, turns, strength=3)
         elif is_sweep and not _is_random_loop(cases[0]):
             kept |= _covering(cases, 3, apart=None if _is_of_drivers(cases[0]) or _is_of_kernels(cases[0]) else "queue")
@@ -186,6 +193,11 @@ def _quickest_cpu_and_gpus() -> set[str]:
 
 def _is_of_drivers(item: pytest.Item) -> bool:
     return item.path.parent.name == "opencl"
+
+
+def _is_for_any_cpu(item: pytest.Item) -> bool:
+    is_of_python = item.path.parent.name in _ROOMS_ON_ANY_CPU and not _is_of_kernels(item)
+    return is_of_python or item.get_closest_marker("any_cpu") is not None
 
 
 def _is_of_kernels(item: pytest.Item) -> bool:

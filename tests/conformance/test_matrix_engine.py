@@ -76,13 +76,15 @@ class _Emulated:
         partial(compute, emulate=_LATE)(*args)
 
 
+_ALL_CALLS = test_conformance._calls()
+_FILES = {name: reached(OWNED[name]).files for name in {call.values[1].name for call in _ALL_CALLS}}
 _CALLS = [
     pytest.param(*call.values, kind, number, marks=call.marks, id=f"{call.id}-{unit.NAME}")
     for kind, units in (("gemm", gemm.MATRIX_UNITS), ("conv", conv.MATRIX_UNITS), ("attention", attention.MATRIX_UNITS))
     for number, unit in enumerate(units)
     if unit.NAME in _PLANS
-    for call in test_conformance._calls()
-    if f"{kind}_mma.cl" in reached(OWNED[call.values[1].name]).files
+    for call in _ALL_CALLS
+    if f"{kind}_mma.cl" in _FILES[call.values[1].name]
 ]
 
 
