@@ -47,7 +47,7 @@ ROOMS = {
 _LEFT_OUT = ("tests/additions", "tests/documents", "tests/mutants", "tests/test_examples.py", "tests/test_wheel.py")
 _ENVIRONMENT = {**os.environ, "XDG_CACHE_HOME": str(HOME / "cache")}
 _PYTEST = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "tests.mutants.plugin")
-_MOST = 400  # tests for a mutant
+_NEAREST, _MOST = 40, 400  # tests for a mutant: at first, and at most
 
 
 def copy_tree() -> None:
@@ -173,7 +173,7 @@ def run(tests: list[str], seconds: float) -> str:
         child.wait()
         log.seek(0)
         said = log.read()
-    if code is None or code == -signal.SIGXCPU:
+    if code in (None, -signal.SIGXCPU, -signal.SIGKILL):
         return "killed by its time"
     if missing := set(re.findall(r"^ERROR: not found: \S*?(tests/.*)$", said, re.MULTILINE)):
         return run([test for test in tests if test.partition("[")[0] not in missing], seconds)
@@ -189,7 +189,12 @@ def tried(mutant: Mutant, tests_of: Map, seconds: float) -> str:
     path.write_text(mutant.after)
     try:
         tests = tests_of.tests(mutant)
-        return f"{run(tests[:_MOST], seconds)} ({len(tests)} tests)" if tests else "nothing builds it here"
+        result = "nothing builds it here"
+        for some in filter(None, (tests[:_NEAREST], tests[_NEAREST:_MOST])):  # most are killed by the nearest
+            result = f"{run(some, seconds)} ({len(tests)} tests)"
+            if not result.startswith("survived"):
+                break
+        return result
     finally:
         path.write_text(mutant.before)
         Path(cache_from_source(str(path))).unlink(missing_ok=True)  # two edits of one second may be as long

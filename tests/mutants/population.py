@@ -125,8 +125,11 @@ def _of_python(text: str) -> Iterator[tuple[Place, Callable[[], str | None]]]:
 
 
 def _annotations(text: str) -> Iterator[tuple[Any, Any]]:
-    """From where to where annotations stand, which nothing evaluates, and variables of types, which only mypy reads."""
+    """From where to where annotations stand, which nothing evaluates, variables of types, which only mypy reads, and
+    ``strict=`` of zip, which nothing that is right comes to."""
     for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            yield (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "TypeVar":
             yield (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
         for part in (getattr(node, "annotation", None), getattr(node, "returns", None)):
@@ -138,6 +141,8 @@ def _of_kernel(text: str) -> Iterator[tuple[Place, Callable[[], str | None]]]:
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
         code = line.partition("//")[0].rstrip()
+        if re.search(r"PREFETCH|FETCH_AHEAD|\bahead_", code):  # from where memory is fetched early: no number's concern
+            continue
         if code.startswith("#") and not code.startswith("#define"):
             continue
         for pattern, new in _EDITS:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops.cast import cast
@@ -232,6 +233,40 @@ def test_batches(queue: cl.CommandQueue, batches: str, transpose_a: bool, transp
 
 def test_batch_crosses_k_blocks(queue: cl.CommandQueue) -> None:
     check(queue, random(3, 13, 300), random(3, 300, 33, seed=1), engine="packed")
+
+
+@ENGINES
+@pytest.mark.parametrize("n", [33, 96], ids=["edge", "whole tiles"])
+@pytest.mark.parametrize("batches", ["both", "a", "b"])
+def test_all_scratch_memory_is_written(
+    queue: cl.CommandQueue, batches: str, n: int, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrices of a batch that rested in one another's place would leave their own unwritten; the sums come out wrong
+    only where they are computed at the same time."""
+    made: list[Tensor] = []
+    empty = bridge.empty
+    monkeypatch.setattr(bridge, "empty", lambda *args: [made.append(empty(*args)), made[-1]][1])
+    a, b = random(*[3] * (batches != "b"), 13, 300), random(*[3] * (batches != "a"), 300, n, seed=1)
+    check(queue, a, b, engine=engine)
+    assert made
+    for tensor in made:
+        assert not np.isnan(to_numpy(tensor)).any()
+
+
+@TRANSPOSES
+@pytest.mark.parametrize("batches", ["both", "a", "b"])
+@pytest.mark.parametrize("reads", STORAGE_DTYPES[1:])
+def test_a_batch_is_rounded_as_it_is_read(
+    queue: cl.CommandQueue, reads: str, batches: str, transpose_a: bool, transpose_b: bool
+) -> None:
+    left, right = random(*[3] * (batches != "b"), 13, 10), random(*[3] * (batches != "a"), 10, 35, seed=1)
+    a, b = (to_device(queue, swap(*x)) for x in ((left, transpose_a), (right, transpose_b)))
+    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    narrow_a, narrow_b = cast(a, reads), cast(b, reads)
+    expected = to_numpy(gemm(narrow_a, narrow_b, out_dtype="float32", engine="direct", **transposes))
+    for x, y in ((a, b), (a, narrow_b), (narrow_a, b)):
+        result = gemm(x, y, out_dtype="float32", engine="direct", reads=reads, **transposes)
+        np.testing.assert_array_equal(to_numpy(result), expected)
 
 
 @ENGINES

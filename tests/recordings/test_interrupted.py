@@ -211,6 +211,15 @@ def _under(made: CompiledGraph) -> Iterator[None]:
         yield
 
 
+def test_a_graph_that_is_gone_ends_its_recording(queue: cl.CommandQueue) -> None:
+    layer, x = Linear(queue, 6, 5), to_device(queue, X)
+    compiled(layer)(x)
+    before = patched()
+    _cut(Cut([]), layer, x)
+    now = patched()
+    assert {key for key in {*before, *now} if before.get(key) is not now.get(key) != before.get(key)} == set()
+
+
 class _Holder:
     def __init__(self, made: CompiledGraph) -> None:
         self._made = made

@@ -516,6 +516,29 @@ def test_a_wrapper_kept_after_shutdown_says_so_on_entry(training: Training) -> N
         pytest.fail("the error comes on entry")
 
 
+AFTER_SHUTDOWN: dict[str, Callable[[Any, Any, Any], object]] = {
+    "scale_loss": lambda handle, optimizer, loss: handle.scale_loss(loss, optimizer),
+    "scale_loss of no optimizer": lambda handle, optimizer, loss: handle.scale_loss(loss, []),
+    "scale_loss of no loss there is": lambda handle, optimizer, loss: handle.scale_loss(loss, optimizer, 9),
+    "wrap_optimizer": lambda handle, optimizer, loss: handle.wrap_optimizer(optimizer),
+    "wrap_optimizer for no loss": lambda handle, optimizer, loss: handle.wrap_optimizer(optimizer, 0),
+}
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("call", AFTER_SHUTDOWN)
+def test_a_handle_kept_after_shutdown_says_so_whatever_else_is_wrong(
+    training: Training, call: str, wrapped: bool
+) -> None:
+    handle = amp.init()
+    if wrapped:
+        handle.wrap_optimizer(training.optimizer)
+    loss = loss_of(training.model, training.data)
+    handle.shutdown()
+    with pytest.raises(RuntimeError, match=r"on an AMP handle that is shut down: call amp\.init"):
+        AFTER_SHUTDOWN[call](handle, training.optimizer, loss)
+
+
 def test_a_skipped_step_is_over_with(training: Training) -> None:
     handle = amp.init(loss_scale=1.0)
     training.backward(handle, np.inf)
