@@ -17,7 +17,8 @@ from clamp.casting.regions import Region, called_in, casting_in, in_own_region, 
 from clamp.casting.results import forward_again, untold
 from clamp.handle import AmpHandle
 from clamp.opencl.host_steps import replaying, unrecorded
-from clamp.params.gradient_marks import noting_held, noting_reached, waiting_in
+from clamp.params.delivery import noting_reached, waiting_in
+from clamp.params.gradient_marks import noting_held
 from clamp.params.weight_cache import weights
 from clamp.params.writes import unnoted
 from clamp.patching.user_functions import CustomBackward, CustomForward

@@ -17,7 +17,7 @@ from clamp.casting.regions import called_in, current_region, thread_casts_off
 from clamp.casting.results import RESULTS
 from clamp.functions import recompute
 from clamp.ops.cast import cast
-from clamp.params import gradient_marks, gradient_penalties, graphs
+from clamp.params import delivery, gradient_penalties, graphs
 from clamp.patching import user_functions
 from clamp.patching.patch_registry import meets, replaces
 from clamp.patching.tensors import is_half, show, shown
@@ -130,7 +130,7 @@ def tape_backward(
     values = list({id(leaf.value): leaf.value for leaf in leaves}.values())
     scale = None if scaler is None else scaler.applied()
     run = partial(RESULTS.backward, wrapped, loss, grad)
-    reached = called_in(None, gradient_marks.deliver, run, values, scale, in_half)
+    reached = called_in(None, delivery.deliver, run, values, scale, in_half)
     for leaf in leaves if replaced else ():
         leaf.grad = leaf.value.grad
     graphs.ran(computed, reached, bool(retain_graph))

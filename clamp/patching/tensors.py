@@ -17,7 +17,7 @@ from clamp.casting.regions import called_in
 from clamp.opencl.device import require_usable
 from clamp.ops.arguments import saturated
 from clamp.ops.cast import cast, cast_into
-from clamp.params import gradient_marks, masters
+from clamp.params import delivery, gradient_marks, masters
 from clamp.params.weight_cache import weights
 from clamp.patching.patch_registry import meets, replaces
 from clamp.patching.wrap import Installed, Wrapper, written, written_places
@@ -129,7 +129,7 @@ def _warn_of_scaled(tensor: Tensor, what: str) -> None:
     """Says once for a loss scale that gradients are not the true ones yet, to a user who reads one to the host, or
     writes it from there."""
     scale = gradient_marks.scale_of(tensor)
-    if scale is None or not gradient_marks.is_in_pass():  # who scales by hand knows
+    if scale is None or not delivery.is_in_pass():  # who scales by hand knows
         return
     if not scale.state.is_told_of and is_called_by_user():
         scale.state.is_told_of = True

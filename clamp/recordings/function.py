@@ -19,7 +19,7 @@ from clamp.casting.regions import current_region, process_region
 from clamp.casting.results import RESULTS
 from clamp.interrupts import Flag, among, holding, of_threads
 from clamp.opencl.host_steps import is_host_value, recorder
-from clamp.params import gradient_marks, masters
+from clamp.params import delivery, gradient_marks, masters
 from clamp.recordings.arguments import PLAIN, Arguments, Key, leaves_of
 from clamp.recordings.attempt import Attempt, answers_refused
 from clamp.recordings.capture import is_free, recording_of
@@ -169,7 +169,7 @@ class RecordedFunction:
 
     @contextmanager
     def _noting_reached(self) -> Iterator[None]:
-        with gradient_marks.noting_reached() as reached:
+        with delivery.noting_reached() as reached:
             yield
         self._reached = [ref for ref in self._reached if ref() is not None]
         known = {id(ref()) for ref in self._reached}
@@ -203,7 +203,7 @@ class RecordedFunction:
         args, kwargs, values = call.for_recording()
         trained = self._trained(call, before) if earlier is None else earlier.trained
         kinds = [known.kind(tensor) for tensor in trained]
-        if any(map(gradient_marks.is_anothers, trained)):  # it may be at work on them
+        if any(map(delivery.is_anothers, trained)):  # it may be at work on them
             return self._run(key, call)
         had = {id(tensor) for tensor in call.tensors if tensor.grad is not None}
         entries = Entries(trained, known)

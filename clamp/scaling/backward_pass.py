@@ -83,7 +83,7 @@ class PassGradients:
         self._ran: list[tuple[Sequence[Tensor], Mapping[int, Tensor]]] = []  # backwards, as ``ran`` says
 
     def keep(self, leaf: Tensor, grad: Tensor) -> bool:
-        """See :class:`clamp.params.gradient_marks.Waiting`."""
+        """See :class:`clamp.params.delivery.Waiting`."""
         slot = self._by_model.get(id(leaf))
         if slot is None:
             return False
@@ -91,7 +91,7 @@ class PassGradients:
         return True
 
     def ran(self, reached: Sequence[Tensor], before: Mapping[int, Tensor]) -> None:
-        """See :class:`clamp.params.gradient_marks.Waiting`."""
+        """See :class:`clamp.params.delivery.Waiting`."""
         self._ran.append((reached, before))
 
     @property

@@ -21,7 +21,7 @@ from clamp.casting.operands import note_numpy_backend
 from clamp.interrupts import holding, uninterrupted
 from clamp.opencl.host_steps import host_step, recorder, undone_by_error
 from clamp.ops.loss_scale import scale_lock
-from clamp.params import gradient_marks
+from clamp.params import delivery, gradient_marks
 from clamp.params.weight_cache import weights
 from clamp.scaling.backward_pass import Averaging, PassGradients, tokens
 from clamp.scaling.loss_scale import LossScale
@@ -52,7 +52,7 @@ def scaled_pass(
     ranks, scaler = None if scaling is None else scaling.ranks, loss.scaler
     reached = PassGradients(optimizers)
     with undone_by_error(reached.put_back):
-        with gradient_marks.waiting_in(reached), loss.open():
+        with delivery.waiting_in(reached), loss.open():
             yield loss.node()
         if scaling is not None and not scaling.is_active:
             raise RuntimeError(

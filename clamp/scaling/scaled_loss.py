@@ -16,7 +16,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.operands import Operand, bound
 from clamp.interrupts import among, of_threads
-from clamp.params import gradient_marks
+from clamp.params import delivery
 from clamp.scaling.loss_scale import LossScale
 
 SCALE_OP = "scale_loss"  # name of the node that multiplies a loss by a scale
@@ -72,7 +72,7 @@ def scaled_node(loss: TensorLike, scaler: LossScale, on_run: Callable[[], None] 
 
     def gradient(grad: Tensor) -> Tensor:
         on_run()
-        scale = gradient_marks.scale_in_backward() or scaler.applied()
+        scale = delivery.scale_in_backward() or scaler.applied()
         return scale.multiply(grad, "float32")
 
     made = bound(scaler.scale_loss(loss.value), {operand: gradient}, SCALE_OP)

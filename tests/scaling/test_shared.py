@@ -17,7 +17,7 @@ from netcl.optim import SGD, Adam
 from clamp import amp
 from clamp.bridge import Tensor
 from clamp.ops.loss_scale import DeviceState
-from clamp.params import gradient_marks
+from clamp.params import delivery, gradient_marks
 from clamp.scaling.backward_pass import PassGradients
 from clamp.scaling.dynamic_scale import ScaleRule
 from clamp.scaling.loss_scale import LossScale
@@ -351,7 +351,7 @@ def test_what_a_rank_had_is_added_to_what_other_ranks_have_found(
         param.grad = to_device(queue, np.ones(2))
     scaler, guard = handle.scalers[0], handle._scaling.guard(optimizer)
     run = PassGradients([optimizer])
-    with gradient_marks.waiting_in(run):
+    with delivery.waiting_in(run):
         scaled_node(summed(*[params[index] for index in reached]), scaler).backward()
     theirs = [None if index in reached else to_device(queue, np.full(2, 7.0)) for index in range(2)]
     run.average(Ranks(theirs), scaler)

@@ -1,0 +1,141 @@
+"""Gradients as a backward pass delivers them: marked, and those of other scales kept apart from it.
+
+A backward adds to the gradients that are there. Those of other scales are taken off before it. Inside of `with
+handle.scale_loss(...)` they wait for its end, where this pass's gradients have been divided; elsewhere they are added
+after backward, each multiplied or divided so that the sum has one scale. So no gradient is ever divided by a scale that
+is not its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from clamp.bridge import Tensor
+from clamp.interrupts import among, holding, of_threads
+from clamp.opencl.host_steps import host_step, recorder
+from clamp.ops.loss_scale import AppliedScale
+from clamp.params.gradient_marks import PLAIN, PLAIN_HALF, Mark, added, adding_to, mark_of, restore, set_mark, snapshot
+
+
+class Waiting(Protocol):
+    """Keeps gradients of other scales until a scaled pass ends."""
+
+    def keep(self, leaf: Tensor, grad: Tensor) -> bool:
+        """Takes what was on a leaf before backward; False if the leaf is none of the pass's."""
+
+    def ran(self, reached: Sequence[Tensor], before: Mapping[int, Tensor]) -> None:
+        """A backward has given these leaves gradients; what some of them had before, by id of the leaf."""
+
+
+class _BackwardState(threading.local):
+    scale: AppliedScale | None = None  # of the backward pass that is running
+
+    def __init__(self) -> None:
+        self.waiting: dict[object, Waiting] = {}  # the scaled passes around this point, the innermost last
+        self.reached: dict[int, Tensor] | None = None  # tensors that backward has given a gradient to, if asked for
+
+
+_thread = of_threads(_BackwardState())
+
+
+def waiting_in(scaled_pass: Waiting) -> AbstractContextManager[None]:
+    """Inside the ``with``, gradients of other scales wait for the end of this thread's scaled pass."""
+    return among(_thread.waiting, scaled_pass)
+
+
+@contextmanager
+def noting_reached() -> Iterator[dict[int, Tensor]]:
+    """Inside the ``with``, collects the tensors that this thread's backward passes give gradients to, by id."""
+    reached = dict[int, Tensor]()
+    with holding(_thread, "reached", reached):
+        yield reached
+
+
+def is_anothers(tensor: Tensor) -> bool:
+    """Returns whether another thread, which is alive, has given a tensor the gradient that it has."""
+    by = getattr(tensor, "_given_by", None)
+    here = tensor.grad is None or by in (None, threading.get_ident())
+    return not here and any(thread.ident == by for thread in threading.enumerate())
+
+
+def is_in_pass() -> bool:
+    """Returns whether a scaled pass of this thread's has begun and not ended."""
+    return bool(_thread.waiting)
+
+
+def scale_in_backward() -> AppliedScale | None:
+    """Returns the scale that the backward pass of this thread multiplies by."""
+    return _thread.scale
+
+
+def deliver(run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScale | None, in_half: bool) -> list[Any]:
+    """Runs a backward pass, and marks the gradients that it gives to the leaves of its graph; returns those leaves.
+
+    An exception leaves all of them with the gradients from before.
+
+    Args:
+        run: runs the pass.
+        leaves: values of the leaf nodes, each once.
+        scale: what the pass multiplies by; None if nothing.
+        in_half: whether float16 numbers take part in it.
+    """
+    mark = Mark(scale) if scale is not None else PLAIN_HALF if in_half else PLAIN
+    before = [(leaf, grad) for leaf in leaves if (grad := getattr(leaf, "grad", None)) is not None]
+    aside = [(leaf, grad) for leaf, grad in before if not _adds_up(mark_of(grad), mark)]
+    outer = _thread.scale
+    try:
+        _thread.scale = scale
+        for leaf, _ in aside:
+            leaf.grad = None
+        run()
+        earlier = {id(leaf): grad for leaf, grad in before}
+        if before:
+            adding_to(before)
+        reached = _mark_all(leaves, earlier, mark)
+        if _thread.waiting:
+            next(reversed(_thread.waiting.values())).ran(reached, earlier)
+        for leaf, grad in aside:
+            if leaf.grad is None:
+                leaf.grad = grad
+            elif scale is None or not any(x.keep(leaf, grad) for x in reversed(_thread.waiting.values())):
+                leaf.grad = added(grad, leaf.grad, leaf.grad.dtype)
+    except BaseException:
+        for leaf in leaves:
+            leaf.grad = None
+        for leaf, grad in before:
+            leaf.grad = grad
+        raise
+    finally:
+        _thread.scale = outer
+    if recorder() is not None:
+        host_step(partial(restore, snapshot(leaves)))
+    return reached
+
+
+def _adds_up(earlier: Mark | None, new: Mark) -> bool:
+    """Returns whether the engine may add a new gradient to an earlier one as they are.
+
+    A user's is taken for the true one inside a scaled pass, as in PyTorch for scaled by the same scale elsewhere.
+    """
+    if earlier is None:
+        return not new.is_scaled or not _thread.waiting
+    return earlier.scale is new.scale
+
+
+def _mark_all(leaves: Iterable[Any], earlier: Mapping[int, Tensor], mark: Mark) -> list[Any]:
+    """Marks the gradients that have come; the leaves that have got one."""
+    reached = []
+    for leaf in leaves:
+        grad, last = getattr(leaf, "grad", None), earlier.get(id(leaf))
+        if grad is not None and grad is not last:
+            lost_bits = mark.lost_bits or ((known := mark_of(last)) is not None and known.lost_bits)
+            set_mark(grad, mark if mark.is_scaled else PLAIN_HALF if lost_bits else PLAIN)
+            leaf._given_by = threading.get_ident()
+            reached.append(leaf)
+    if _thread.reached is not None:
+        _thread.reached.update((id(leaf), leaf) for leaf in reached)
+    return reached
