@@ -5,7 +5,7 @@ from clamp import session
 from clamp.debug import process
 from clamp.debug.accuracy import Accuracy
 from clamp.debug.bisection import Bisection, bisect
-from clamp.debug.checker import DebugMode
+from clamp.debug.checker import DebugMode, Sampling
 from clamp.debug.dumps import compare_accuracy
 from clamp.debug.explain import explain_step as explain
 from clamp.debug.memory_meter import MemoryMeter
@@ -19,7 +19,6 @@ from clamp.debug.paddle import (
     enable_operator_stats_collection,
     enable_tensor_checker,
 )
-from clamp.debug.sampling import Sampling
 from clamp.debug.traces import Difference, TracedValue, first_difference, save_trace
 from clamp.debug.watcher import ValueAccuracy
 

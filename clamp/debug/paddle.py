@@ -18,8 +18,7 @@ from clamp.casting.arguments import tensors_in
 from clamp.casting.results import RESULTS, Observer
 from clamp.debug import process
 from clamp.debug.callsite import here
-from clamp.debug.checker import Checker, DebugMode, device_name, line_of
-from clamp.debug.sampling import Sampling
+from clamp.debug.checker import Checker, DebugMode, Sampling, device_name, line_of
 from clamp.opencl.host_steps import host_step
 from clamp.ops.statistics import numerics_of
 from clamp.patching.user_functions import decorating

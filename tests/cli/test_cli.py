@@ -19,7 +19,7 @@ import pytest
 from clamp.casting.policy_table import CastPolicy, default_table
 from clamp.casting.registry import OWNED
 from clamp.cli import doctor, main
-from clamp.cli.bench import command, first_step, products
+from clamp.cli.bench import command, products, steps
 from clamp.cli.bench.bandwidth import TENSORS, mixed_sizes
 from clamp.cli.bench.contenders import Case, Contender, random_tensor
 from clamp.cli.bench.networks import MLP
@@ -107,7 +107,7 @@ def test_bench_measures_first_steps(queue: cl.CommandQueue, tmp_path: Path, monk
     if is_simulator(queue.device):
         pytest.skip("too slow to simulate")
     monkeypatch.setenv("CLAMP_CACHE_LATER", "")
-    monkeypatch.setattr(first_step, "NETWORKS", {"mlp": MLP})
+    monkeypatch.setattr(steps, "NETWORKS", {"mlp": MLP})
     monkeypatch.setattr(command, "QUICK", Effort(rounds=1, seconds=0.0, least=1, most=1))
     arguments = ["--first-step", "--no-peers", "--against", str(Path(__file__).parents[2])]
     arguments += ["--device", queue.device.platform.name, "--json", str(tmp_path / "first.json")]

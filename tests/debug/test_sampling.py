@@ -19,8 +19,7 @@ from netcl.optim import SGD
 from clamp import amp, bridge, session
 from clamp.bridge import Node, Tensor
 from clamp.casting.results import RESULTS, Observer
-from clamp.debug.checker import Checker, DebugMode
-from clamp.debug.sampling import Sampling
+from clamp.debug.checker import Checker, DebugMode, Sampling
 from clamp.scaling.step_report import StepReport
 from tests.networks import batch, loss_of, mlp, step
 from tests.reference import to_device

@@ -25,7 +25,6 @@ from clamp.cli import INTERRUPTED, USUAL_WORKS
 from clamp.cli.bench import networks
 from clamp.cli.bench.bandwidth import bandwidth_cases, cast_cases, unscale_cases
 from clamp.cli.bench.contenders import Case, dtypes_of
-from clamp.cli.bench.first_step import first_step_cases
 from clamp.cli.bench.networks import Network
 from clamp.cli.bench.peers import PeerProcess, installed_peers
 from clamp.cli.bench.products import SHAPES, attention_cases, conv_cases, gemm_cases
@@ -41,7 +40,7 @@ from clamp.cli.bench.report import (
     rows_of,
     write_json,
 )
-from clamp.cli.bench.steps import Variant, call_cases, make_variants, small_cases, step_case
+from clamp.cli.bench.steps import Variant, call_cases, first_step_cases, make_variants, small_cases, step_case
 from clamp.cli.bench.timing import NORMAL, QUICK, Effort, interleave
 from clamp.cli.console import make_console
 from clamp.cli.devices import choose_device, describe, slug

@@ -1,6 +1,6 @@
 """The networks whose training steps are timed, and what trains them: netcl's layers, tape and optimizers.
 
-Run as a program, by first_step.py, it trains one of them for the first time and says what that took. What is measured
+Run as a program, by steps.py, it trains one of them for the first time and says what that took. What is measured
 may be another checkout: of clamp this file uses what every version has.
 """
 
