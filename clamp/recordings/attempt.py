@@ -25,7 +25,7 @@ from netcl.runtime.capture import KernelCapture
 
 from clamp.bridge import Tensor
 from clamp.opencl.host_steps import HostValue, refuse, value_now
-from clamp.recordings.libraries import LIBRARIES
+from clamp.recordings.code_names import LIBRARIES
 from clamp.recordings.watch import Watch
 
 

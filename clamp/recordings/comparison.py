@@ -20,7 +20,7 @@ from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 from clamp import bridge
 from clamp.bridge import Node, Tensor, address_of
 from clamp.recordings.capture import recording_of
-from clamp.recordings.libraries import is_library
+from clamp.recordings.code_names import is_library
 from clamp.recordings.replay import ReplayPlan
 from clamp.recordings.watched_state import content_of, is_same
 

@@ -30,8 +30,7 @@ import wrapt
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor
-from clamp.recordings.code_names import CodeNames, attributes, global_names, imported, texts
-from clamp.recordings.libraries import is_library, is_of_library
+from clamp.recordings.code_names import CodeNames, attributes, global_names, imported, is_library, is_of_library, texts
 from clamp.recordings.watched_state import (
     GENERATORS,
     PLAIN,

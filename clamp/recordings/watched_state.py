@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from clamp.recordings.libraries import is_library
+from clamp.recordings.code_names import is_library
 
 Values: TypeAlias = tuple[Any, ...]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, _GeneratorContextManager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NoReturn
 
 from clamp import bridge
@@ -97,11 +97,7 @@ class ScaledLoss:
 
     def node(self) -> Node:
         """The loss times its scale, from which backward is to run."""
-        made: Node = scaled_node(self._loss, self.scaler, self._on_run)
-        return made
-
-    def _on_run(self) -> None:
-        self.has_run = True
+        return scaled_node(self._loss, self.scaler, partial(setattr, self, "has_run", True))
 
     def open(self) -> AbstractContextManager[None]:
         """Inside the ``with``, backward from the loss, and not from the scaled node, is refused in this thread."""

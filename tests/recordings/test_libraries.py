@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clamp.recordings import libraries
+from clamp.recordings import code_names
 from clamp.recordings.watch import Watch
 
 _STATE = """
@@ -62,7 +62,7 @@ def test_what_counts_as_the_users(
     package: Any = importlib.import_module(name)
     importlib.import_module(f"{name}.inner")
     if is_installed:
-        monkeypatch.setattr(libraries, "_INSTALLED", (str(place),))
+        monkeypatch.setattr(code_names, "_INSTALLED", (str(place),))
     rate = package.rate
 
     def by_function() -> Any:
