@@ -33,8 +33,8 @@ from clamp.scaling.backward_pass import PassGradients, tokens
 from clamp.scaling.loss_scale import LossScale, NoLossScale
 from clamp.scaling.passes import scaled_pass
 from clamp.scaling.scaled_loss import ScaledLoss, check_loss, require_graph
-from clamp.scaling.step_guard import StepGuard, StepGuards, StepReport
-from clamp.scaling.step_report import History
+from clamp.scaling.step_guard import StepGuard, StepGuards
+from clamp.scaling.step_report import History, StepReport
 
 __all__ = ["GradScaler", "Graph", "StaticGradScaler"]
 

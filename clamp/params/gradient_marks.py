@@ -339,9 +339,6 @@ def on_gradients(tensors: Iterable[Any], run: Callable[[], Any]) -> Callable[[],
     return call
 
 
-# ---------------------------------------------------------------------------------------------- checks
-
-
 def require_unscaled(params: Iterable[Any], call: str, remedy: str) -> None:
     """Raises RuntimeError where a parameter's gradient is still multiplied by a loss scale.
 

@@ -36,8 +36,6 @@ from clamp.scaling.step_report import (
     warn_of_lost_bits,
 )
 
-__all__ = ["StepGuard", "StepGuards", "StepReport", "steps_withheld"]
-
 _vouched = set[int]()  # optimizers whose gradients an outer guard, a GradScaler's or a graph's, has found finite
 _withheld = of_threads(Flag())  # whether optimizers do not step here
 MAX_OPTIMIZERS = 32  # one bit each in a scaler's overflow word
