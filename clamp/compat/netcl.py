@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import pyopencl as cl
-import wrapt
 
 from clamp import bridge, session
 from clamp.bridge import Tensor
@@ -237,21 +236,11 @@ def _asks_for_nothing(autocast: Any) -> bool:
     return begins and not autocast.enabled
 
 
-class _ScaledTape(wrapt.ObjectProxy[Any]):
-    """The tape of a Trainer's forward, whose backward runs from the loss as the handle scales it."""
-
-    def __init__(self, tape: Any, scaling: PassScaling, optimizer: Any) -> None:
-        super().__init__(tape)
-        self._self_scaling = scaling
-        self._self_optimizer = optimizer
-
-    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        """As ``Tape.backward``; a loss that somebody has scaled already is not scaled again."""
-        if any(is_scaled(node) for node in bridge.graph(loss)):
-            self.__wrapped__.backward(loss, *args, **kwargs)
-            return
-        with self._self_scaling.pass_for(self._self_optimizer, loss) as scaled_loss:
-            self.__wrapped__.backward(scaled_loss, *args, **kwargs)
+def _scaled_once(scaling: PassScaling, optimizer: Any, loss: Any) -> AbstractContextManager[Any]:
+    """A pass of the handle's over a loss; a loss that somebody has scaled already is not scaled again."""
+    if any(is_scaled(node) for node in bridge.graph(loss)):
+        return nullcontext(loss)
+    return scaling.pass_for(optimizer, loss)
 
 
 def _has_own_scaler(trainer: Any) -> bool:
@@ -271,7 +260,7 @@ def trainer_forward(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -
         logits, loss, tape = wrapped(*args, **kwargs)
     finally:
         _thread.begins = False
-    return logits, loss, _ScaledTape(tape, scaling, instance.optimizer)
+    return logits, loss, ScaledTape(tape, partial(_scaled_once, scaling, instance.optimizer))
 
 
 @meets("netcl.trainer.trainer.Trainer._scale_loss_node")

@@ -9,7 +9,6 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import pyopencl as cl
-from numpy.typing import NDArray
 
 from clamp import bridge
 from clamp.bridge import Tensor
@@ -49,14 +48,12 @@ class _Book(Generic[N]):
 
     def read(self) -> dict[_Slot, float]:
         """All that is still there, with one read a queue."""
+        found = [(queue, notes.read()) for queue, notes in self._notes.items()]
         return {
             (queue, number): float(values[number % _ROWS])
-            for queue, values in self._all()
+            for queue, values in found
             for number in range(max(0, self._counts[queue] - _ROWS), self._counts[queue])
         }
-
-    def _all(self) -> list[tuple[cl.CommandQueue, NDArray[np.float64]]]:
-        return [(queue, notes.read()) for queue, notes in self._notes.items()]
 
 
 class Curves:

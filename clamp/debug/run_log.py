@@ -20,7 +20,7 @@ from clamp.debug.explain import Explanation, in_words, look
 from clamp.debug.gain import Side, Trial, try_step
 from clamp.debug.layer_ranges import LayerRanges, observe_ranges
 from clamp.debug.op_counter import OpCounter, OpRow
-from clamp.debug.page.schema import VERSION, Device, Direction, FirstBad, Input, Memory, Op, Range, Run, Step, Verdict
+from clamp.debug.page.schema import VERSION, Device, Direction, FirstBad, Input, Memory, Op, Run, Step, Verdict
 from clamp.debug.step_graph import Value
 from clamp.debug.summary import Summary, notes, with_times
 from clamp.opencl.progress import PROGRESS
@@ -95,8 +95,6 @@ class RunLog:
             points={} if self.counter is None else self.counter.curves.read(),
             losses=losses,
             modules=of_trial if self.counter is None else self.counter.modules,
-            ranges=[] if summary.ranges is None else summary.ranges.as_json(),
-            suggested_scale=None if summary.ranges is None or summary.ranges.gain is None else summary.ranges.gain[0],
         )
 
     def _tried(
@@ -131,7 +129,6 @@ _RECENT, _OFTEN = 100, 0.05  # steps, and the part of them that skips do not exc
 def run_of(
     summary: Summary, explanation: Explanation | None, *, device: cl.Device | None, level: str, began: datetime,
     points: Mapping[int, Point], losses: Sequence[float] | None, modules: Sequence[tuple[str, str, int]],
-    ranges: list[Range], suggested_scale: float | None,
 ) -> Run:  # fmt: skip
     """The run.
 
@@ -142,7 +139,7 @@ def run_of(
         losses: the user's own, of the last steps, in place of those.
         modules: see ``bridge.module_tree``.
     """
-    now = datetime.now(UTC)
+    now, ranges = datetime.now(UTC), summary.ranges
     return {
         "version": VERSION,
         "clamp": clamp.__version__,
@@ -154,8 +151,8 @@ def run_of(
         "verdict": verdict_of(summary, explanation),
         "steps": _steps(summary.history, points, losses),
         "ops": _ops(summary),
-        "ranges": ranges,
-        "suggested_scale": suggested_scale,
+        "ranges": [] if ranges is None else ranges.as_json(),
+        "suggested_scale": None if ranges is None or ranges.gain is None else ranges.gain[0],
         "memory": _memory(summary),
         "modules": [{"path": path, "class": name, "parameters": count} for path, name, count in modules],
         "first_bad": None if explanation is None else _first_bad(explanation),

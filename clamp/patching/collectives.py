@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import wrapt
 
 from clamp import bridge
 from clamp.bridge import Tensor
@@ -153,7 +154,7 @@ def _write_all(tensors: Sequence[Tensor], numbers: Array) -> None:
 # ---------------------------------------------------------------------------------------------- replicas
 
 
-class ScaledTape:
+class ScaledTape(wrapt.ObjectProxy[Any]):
     """A tape whose backward runs from the scaled loss.
 
     Args:
@@ -162,13 +163,13 @@ class ScaledTape:
     """
 
     def __init__(self, tape: Any, scale: Callable[[Any], AbstractContextManager[Any]]) -> None:
-        self._tape = tape
-        self._scale = scale
+        super().__init__(tape)
+        self._self_scale = scale
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
         """As ``Tape.backward``."""
-        with self._scale(loss) as scaled_loss:
-            self._tape.backward(scaled_loss, *args, **kwargs)
+        with self._self_scale(loss) as scaled_loss:
+            self.__wrapped__.backward(scaled_loss, *args, **kwargs)
 
 
 def keep_equal(param_replicas: Sequence[Sequence[Tensor]]) -> None:

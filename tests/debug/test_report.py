@@ -118,8 +118,7 @@ def report(number: int, stepped: bool = True) -> StepReport:
 
 def as_run(summary: Summary, **changes: Any) -> Run:
     given: dict[str, Any] = {
-        "device": None, "level": "O2", "began": datetime.now(UTC),
-        "points": {}, "losses": None, "modules": (), "ranges": [], "suggested_scale": None,
+        "device": None, "level": "O2", "began": datetime.now(UTC), "points": {}, "losses": None, "modules": ()
     }  # fmt: skip
     run = run_of(summary, None, **given | changes)
     return checked(json.loads(json.dumps(run)))
