@@ -16,7 +16,7 @@ from typing import Any
 from clamp import bridge
 from clamp.casting.init_call import InitCall, given_to
 from clamp.casting.policy_table import CastPolicy, Entry, PolicyTable, default_table, names_in, read_list
-from clamp.casting.regions import Region, check_dtype, thread_region
+from clamp.casting.regions import Caching, Region, check_caching, check_dtype, thread_region
 from clamp.casting.results import RESULTS
 from clamp.debug.memory_meter import stop_counting
 from clamp.handle import AmpHandle, NoOpHandle
@@ -43,7 +43,7 @@ _autocast_patches: Patches | None = None
 
 def init(
     enabled: bool = True,
-    enable_caching: bool = True,
+    enable_caching: Caching = True,
     verbose: bool = False,
     allow_banned: bool = False,
     *,
@@ -60,7 +60,8 @@ def init(
 
     Args:
         enabled: False patches nothing and returns a handle whose methods pass through.
-        enable_caching: keep 16-bit copies of parameters until they change.
+        enable_caching: keep 16-bit copies of parameters until they change. ``"last_use"``: of each only until the
+            last op that has read it has run backward, so that copies and gradients are not there at once.
         verbose: print a line for every cast: ``Float->Half (matmul_op)``.
         allow_banned: run banned functions in fp32 instead of raising.
         dtype: ``"float16"``, ``"bfloat16"``, or ``"float32"``: clamp's kernels without casting. numpy's types and
@@ -81,7 +82,7 @@ def init(
 
     Raises:
         RuntimeError: a handle is active already: call its ``shutdown()`` first.
-        ValueError: an unknown dtype, level, loss scale or function name, a malformed list file.
+        ValueError: an unknown dtype, level, loss scale, ``enable_caching`` or function name, a malformed list file.
         TypeError: a custom list is no list of names, ``lists`` no path, ``debug`` no text.
         NoDeviceError: there is no OpenCL device.
     """
@@ -99,7 +100,7 @@ def init(
             enabled=True,
             dtype="float32" if level == "O0" else dtype,
             policies=policies_for(level, custom_white_list, custom_black_list, lists),
-            cache_enabled=enable_caching,
+            cache_enabled=check_caching("enable_caching", enable_caching),
             allow_banned=allow_banned,
             verbose=verbose,
             level=level,

@@ -23,7 +23,7 @@ import wrapt
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, DTypeLike, Node, Tensor, TensorLike
 from clamp.casting.operands import cast_node, say_nothing
-from clamp.casting.regions import Region, check_dtype
+from clamp.casting.regions import Caching, Region, check_dtype
 
 _PLAIN = (int, float, complex, str, bytes, type(None), np.ndarray, np.generic, type)
 #: What a container of a class of the user's is underneath, and is made and filled as, whatever its class does when one
@@ -293,7 +293,7 @@ class CastArguments:
         kwargs: dict[str, Any],
         dtype: str,
         report: Callable[[str, str], None],
-        use_cache: bool,
+        use_cache: Caching,
     ) -> None:
         self._cast = casts_to(dtype, report, use_cache)
         self._given = args, kwargs
@@ -306,7 +306,7 @@ class CastArguments:
         self._cast.give_back()
 
 
-def casts_to(dtype: str, report: Callable[[str, str], None], use_cache: bool) -> Conversion:
+def casts_to(dtype: str, report: Callable[[str, str], None], use_cache: Caching) -> Conversion:
     """Casts every floating node and tensor in nested containers."""
 
     def cast_one(x: TensorLike) -> TensorLike:

@@ -15,16 +15,17 @@ loads, ``Promote`` and ``Match`` read them as they are.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any, Protocol, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
-from clamp.casting.regions import current_region
+from clamp.casting.regions import LAST_USE, Caching, current_region
 from clamp.casting.results import RESULTS
 from clamp.ops.cast import cast
-from clamp.params.weight_cache import weight_cast, weights
+from clamp.params.updates import changed_since, moment
+from clamp.params.weight_cache import Value, weight_cast, weights
 
 
 class NotOwned(Exception):
@@ -78,6 +79,11 @@ class Operand:
         """The value; in place of one that is still to be made what it is made from, for kernels that round as they
         read."""
         return self.value
+
+    def derived(self, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
+        """What is derived from the weight, packed panels say: the kept one, or ``make(weight)``."""
+        assert self.weight is not None
+        return weights.get(self.weight, kind, make)
 
     def forward_done(self) -> None:
         """Called when the op's result stands and only backward may still read the value."""
@@ -158,6 +164,47 @@ class WeightOperand(_LateOperand):
         self._report("float32", self._dtype)
         self._value = copy
         weights.put(self.weight, ("cast", self._dtype), copy)
+
+
+class LastUseOperand(WeightOperand):
+    """A float32 parameter whose 16-bit copy, and what is made of it, goes when backward has read it, unless other ops
+    have yet to.
+
+    Another backward through the op makes it again from the parameter, which must be what it was.
+    """
+
+    __slots__ = ("_derived", "_made")
+
+    def __init__(self, parent: TensorLike, dtype: str, report: Callable[[str, str], None]) -> None:
+        super().__init__(parent, dtype, report)
+        self._made = moment()
+        self._derived: dict[Hashable, Any] = {}
+
+    @property
+    def value(self) -> Tensor:
+        if self._value is None:
+            if changed_since(self.weight, self._made):
+                raise RuntimeError(
+                    f"backward runs a second time through an op of a parameter of shape {self.shape} whose 16-bit copy "
+                    'was dropped after its first use (enable_caching="last_use"), and the parameter was written to '
+                    "since: run both backwards before the step, or pass enable_caching=True"
+                )
+            self._value = weight_cast(self.weight, self._dtype, self._report, weakly=True)
+        return self._value
+
+    def was_made(self, copy: Tensor) -> None:
+        self._report("float32", self._dtype)
+        self._value = copy
+        weights.put(self.weight, ("cast", self._dtype), copy, weakly=True)
+
+    def derived(self, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
+        value = self._derived[kind] = weights.get(self.weight, kind, make, weakly=True)
+        return value
+
+    def drop(self) -> None:
+        """Called when only another backward may still read the value."""
+        self._value = None
+        self._derived.clear()
 
 
 class Casting(Protocol):
@@ -249,11 +296,11 @@ def widest(*dtypes: str) -> str:
     return kinds.pop() if len(kinds) == 1 else "float32"
 
 
-def cached_cast(tensor: Tensor, dtype: str, report: Callable[[str, str], None], use_cache: bool) -> Tensor:
+def cached_cast(tensor: Tensor, dtype: str, report: Callable[[str, str], None], use_cache: Caching) -> Tensor:
     """A parameter's value in another dtype, made once for as long as the parameter is not written."""
 
     if use_cache:
-        return weight_cast(tensor, dtype, report)
+        return weight_cast(tensor, dtype, report, weakly=use_cache == LAST_USE)
     report(tensor.dtype, dtype)
     return cast(tensor, dtype)
 
@@ -263,7 +310,7 @@ def say_nothing(source: str, target: str) -> None:
 
 
 def cast_node(
-    x: TensorLike, dtype: str, report: Callable[[str, str], None] = say_nothing, use_cache: bool = True
+    x: TensorLike, dtype: str, report: Callable[[str, str], None] = say_nothing, use_cache: Caching = True
 ) -> TensorLike:
     """x in another dtype, by an autograd node whose backward casts the gradient back; x itself if nothing changes."""
     value = bridge.value_of(x)
@@ -303,6 +350,10 @@ def bound(
     operands = [operand for key in gradients for operand in _each(key)]
     for operand in operands:
         operand.forward_done()
+    dropped = [operand for operand in operands if type(operand) is LastUseOperand]
+    if dropped and all(bridge.is_leaf(operand.parent) for operand in operands):
+        for operand in dropped:  # a first layer's, which is read for the gradient of no input
+            operand.drop()
 
     def backward(grad: Tensor) -> list[Tensor | None]:
         wanted = [operand for operand in operands if operand.needs_grad]
@@ -318,6 +369,8 @@ def bound(
             elif any(operand in wanted for operand in key):
                 together = zip(key, gradient(grad), strict=True)
                 found.update((operand, result) for operand, result in together if operand in wanted)
+        for operand in dropped:
+            operand.drop()
         return [found.get(operand) for operand in operands]
 
     parents = [operand.parent for operand in operands]

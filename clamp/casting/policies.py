@@ -12,6 +12,7 @@ from clamp.casting.arguments import reporter, tensors_in
 from clamp.casting.operands import (
     Casting,
     InputOperand,
+    LastUseOperand,
     Operand,
     WeightOperand,
     cached_cast,
@@ -20,7 +21,7 @@ from clamp.casting.operands import (
     widest,
 )  # fmt: skip
 from clamp.casting.policy_table import CastPolicy
-from clamp.casting.regions import Region
+from clamp.casting.regions import LAST_USE, Caching, Region
 from clamp.ops.cast import cast
 from clamp.params.weight_cache import weights
 
@@ -142,7 +143,7 @@ class Half(Policy):
     def target(cls, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         return region.dtype
 
-    def __init__(self, dtype: str, report: Callable[[str, str], None], use_cache: bool) -> None:
+    def __init__(self, dtype: str, report: Callable[[str, str], None], use_cache: Caching) -> None:
         self.dtype = dtype
         self._storage = bridge.STORAGE[dtype]
         self._report = report
@@ -162,6 +163,8 @@ class Half(Policy):
         if not bridge.is_leaf(x):
             node = cast_node(x, self.dtype, self._report)
             return Operand(node, node.value)
+        if weight is not None and self._use_cache == LAST_USE:
+            return LastUseOperand(x, self.dtype, self._report)
         if weight is not None and weights.known(weight, ("cast", self.dtype)) is None:
             return WeightOperand(x, self.dtype, self._report)
         if bridge.is_weight(value):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from clamp import bridge
 from clamp.casting.init_call import InitCall
@@ -20,6 +20,8 @@ from clamp.interrupts import holding, of_threads
 from clamp.params.weight_cache import weights
 
 AMP_DTYPES = ("float16", "bfloat16", "float32")
+LAST_USE = "last_use"
+Caching: TypeAlias = bool | str  # whether 16-bit copies of weights are kept: True, False or LAST_USE
 
 
 def check_dtype(dtype: bridge.DTypeLike, what: str = "AMP dtype", known: Iterable[str] = AMP_DTYPES) -> str:
@@ -34,6 +36,17 @@ def check_dtype(dtype: bridge.DTypeLike, what: str = "AMP dtype", known: Iterabl
     return name
 
 
+def check_caching(name: str, caching: Caching) -> Caching:
+    """What an argument of this name says of the copies of weights.
+
+    Raises:
+        ValueError: it is a text other than ``"last_use"``.
+    """
+    if isinstance(caching, str) and caching != LAST_USE:
+        raise ValueError(f"{name} must be True, False or {LAST_USE!r}, got {caching!r}")
+    return caching
+
+
 @dataclass(frozen=True)
 class Region:
     """Settings of the ops inside a region.
@@ -42,7 +55,7 @@ class Region:
         enabled: whether ops cast at all.
         dtype: the AMP dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"`` (clamp's kernels, no casting gain).
         policies: which function runs in which precision.
-        cache_enabled: whether 16-bit copies of weights are kept.
+        cache_enabled: whether 16-bit copies of weights are kept; ``LAST_USE``: until backward has read them.
         allow_banned: whether banned functions run in fp32 instead of raising.
         verbose: whether each cast prints a line.
         level: of which level the policies are, for people.
@@ -53,7 +66,7 @@ class Region:
     enabled: bool
     dtype: str
     policies: PolicyTable
-    cache_enabled: bool = True
+    cache_enabled: Caching = True
     allow_banned: bool = False
     verbose: bool = False
     level: str = "O1"

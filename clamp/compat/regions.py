@@ -12,7 +12,15 @@ from typing import Any, TypeVar
 from clamp import bridge, session
 from clamp.bridge import DTypeLike, Tensor
 from clamp.casting.operands import note_numpy_backend
-from clamp.casting.regions import AMP_DTYPES, check_dtype, current_region, in_own_region, region_here
+from clamp.casting.regions import (
+    AMP_DTYPES,
+    Caching,
+    check_caching,
+    check_dtype,
+    current_region,
+    in_own_region,
+    region_here,
+)  # fmt: skip
 from clamp.opencl.device import capabilities
 from clamp.patching.user_functions import require_function
 
@@ -68,12 +76,13 @@ class autocast(ThreadRegion):
     Args:
         enabled: whether ops cast inside.
         dtype: the AMP dtype; that of the region around, or float16, if not given.
-        cache_enabled: whether 16-bit copies of weights are kept; as around, if not given.
+        cache_enabled: whether 16-bit copies of weights are kept, or ``"last_use"`` (see ``amp.init``); as around, if
+            not given.
         device_type: refused; casts follow each tensor's queue.
 
     Raises:
-        ValueError: there is no such dtype. For one that netcl has and AMP has not a warning is given, as in PyTorch,
-            and nothing is cast inside.
+        ValueError: there is no such dtype, or ``cache_enabled`` is another text. For a dtype that netcl has and AMP has
+            not a warning is given, as in PyTorch, and nothing is cast inside.
         TypeError: ``enabled`` is PyTorch's device type, or a function (``@amp.autocast`` without parentheses); or what
             the region decorates is no function, or a generator or coroutine, whose body would run after it.
     """
@@ -83,7 +92,7 @@ class autocast(ThreadRegion):
         enabled: bool = True,
         *,
         dtype: DTypeLike | None = None,
-        cache_enabled: bool | None = None,
+        cache_enabled: Caching | None = None,
         device_type: None = None,
     ) -> None:
         refuse_device("autocast", enabled if isinstance(enabled, str) else device_type)
@@ -101,7 +110,7 @@ class autocast(ThreadRegion):
             else:
                 changes["dtype"] = check_dtype(dtype)
         if cache_enabled is not None:
-            changes["cache_enabled"] = cache_enabled
+            changes["cache_enabled"] = check_caching("cache_enabled", cache_enabled)
         super().__init__("amp.autocast()", **changes)
 
 

@@ -129,10 +129,10 @@ def _convolve(
 def _weights(w: Operand, window: Window, *, transposed: bool) -> Weights:
     """The weights for the kernels. What is convolved with again and again, as in inference, is packed once."""
     value = w.value
-    if w.weight is None:
-        return ops.pack_weights(value, window.groups, transposed=transposed)
     kind = ("convolution", transposed, window.groups, value.dtype)
-    return weights.get_reused(w.weight, kind, lambda _: ops.pack_weights(value, window.groups, transposed=transposed))
+    if w.weight is None or not weights.asked_before(w.weight, kind):
+        return ops.pack_weights(value, window.groups, transposed=transposed)
+    return w.derived(kind, lambda _: ops.pack_weights(value, window.groups, transposed=transposed))
 
 
 def _parameter_grads(

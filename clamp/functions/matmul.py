@@ -112,7 +112,7 @@ def _times(a: Tensor, w: Operand, *, transpose: bool = False, **epilogue: Any) -
     kind = ("panels", transpose, value.dtype, a.dtype, rows)
     if not weights.asked_before(w.weight, kind):  # an engine may pack what it reads better than a launch of its own
         return gemm(a, value, transpose_b=transpose, **epilogue)
-    packed = weights.get(w.weight, kind, lambda _: pack_b(value, transpose=transpose, a_dtype=a.dtype, rows=rows))
+    packed = w.derived(kind, lambda _: pack_b(value, transpose=transpose, a_dtype=a.dtype, rows=rows))
     return gemm(a, packed, **epilogue)
 
 

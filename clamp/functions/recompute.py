@@ -23,8 +23,7 @@ from clamp.casting.arguments import mapped
 from clamp.casting.regions import same_around
 from clamp.interrupts import holding, of_threads
 from clamp.opencl.host_steps import Drawn
-from clamp.params.updates import step_clock
-from clamp.params.writes import writes
+from clamp.params.updates import changed_since, moment
 
 OP = "checkpoint"
 
@@ -81,7 +80,7 @@ class Segment:
         self._generators = np.random.get_state(), random.getstate()
         self._around = same_around()
         self._draws: list[Drawn] = []
-        self._times = writes.now, step_clock.now
+        self._began = moment()
         with holding(_thread, "draws", (*_thread.draws, self._draws)):
             result, nodes = self._run()
         self._ends = _ends(nodes.copy())
@@ -159,10 +158,9 @@ class Segment:
             random.setstate(generators[1])
 
     def _require_unwritten(self) -> None:
-        written, stepped = self._times
         for end in self._ends.values():
             value = end.value
-            if writes.since(value.buffer, written) or step_clock.stepped_since(value, stepped):
+            if changed_since(value, self._began):
                 raise RuntimeError(
                     f"a tensor of shape {tuple(value.shape)} that a checkpointed function reads was written to between "
                     "its forward and backward, so that running it again would give the gradients of another forward: "

@@ -24,6 +24,7 @@ from clamp.ops.slots import in_turn
 from clamp.params import masters
 from clamp.params.parts import MasterInParts, buffers_of, memory_of, splitting
 from clamp.params.weight_cache import weights
+from clamp.params.writes import writes
 
 
 class _Prepared:
@@ -168,6 +169,16 @@ class StepClock:
 
 
 step_clock = StepClock()
+
+
+def moment() -> tuple[int, int]:
+    """Now, for ``changed_since``."""
+    return writes.now, step_clock.now
+
+
+def changed_since(tensor: Tensor, then: tuple[int, int]) -> bool:
+    """Returns whether a tensor was written to since a moment, or stepped by an optimizer."""
+    return writes.since(tensor.buffer, then[0]) or step_clock.stepped_since(tensor, then[1])
 
 
 def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) -> Any:

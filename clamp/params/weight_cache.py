@@ -30,6 +30,11 @@ class _Entry:
         self.dtype = str(tensor.dtype)
         self.values: dict[Hashable, Any] = {}
 
+    def value(self, kind: Hashable) -> Any:
+        """The value of a kind, if it is there and lives."""
+        value = self.values.get(kind)
+        return value() if isinstance(value, weakref.ref) else value
+
     def is_of(self, tensor: Tensor) -> bool:
         """Returns whether the entry is this tensor's, as it is now."""
         owner = self.ref()
@@ -52,43 +57,46 @@ class WeightCache:
         self._entries: dict[int, _Entry] = {}
         self._lock = threading.RLock()  # a collection inside the lock may run a weak reference's callback
 
-    def get(self, tensor: Tensor, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
-        """The value of this kind derived from ``tensor``: the kept one, or ``make(tensor)``, kept from now on."""
+    def get(self, tensor: Tensor, kind: Hashable, make: Callable[[Tensor], Value], *, weakly: bool = False) -> Value:
+        """The value of this kind derived from ``tensor``: the kept one, or ``make(tensor)``, kept from now on.
+
+        Args:
+            weakly: as for ``put``.
+        """
         with self._lock:
             entry = self._entry(tensor)
-            if kind not in entry.values:
-                entry.values[kind] = make(tensor)
-            value: Value = entry.values[kind]
+            value: Value | None = entry.value(kind)
+            if value is None:
+                value = make(tensor)
+                entry.values[kind] = weakref.ref(value) if weakly else value
             return value
 
-    def put(self, tensor: Tensor, kind: Hashable, value: object) -> None:
-        """Keeps a value that was derived from ``tensor`` just now."""
+    def put(self, tensor: Tensor, kind: Hashable, value: object, *, weakly: bool = False) -> None:
+        """Keeps a value that was derived from ``tensor`` just now.
+
+        Args:
+            weakly: only as long as somebody else holds it.
+        """
         with self._lock:
-            self._entry(tensor).values[kind] = value
+            self._entry(tensor).values[kind] = weakref.ref(value) if weakly else value
 
     def known(self, tensor: Tensor, kind: Hashable) -> Any:
         """The value of this kind, if it is there."""
         with self._lock:
             entry = self._entries.get(id(tensor))
-            return entry.values.get(kind) if entry is not None and entry.is_of(tensor) else None
+            return entry.value(kind) if entry is not None and entry.is_of(tensor) else None
 
     def take(self, tensor: Tensor, kind: Hashable) -> Any:
         """The value of this kind, which is kept no longer; None if there is none."""
         with self._lock:
             return self._entry(tensor).values.pop(kind, None)
 
-    def get_reused(self, tensor: Tensor, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
-        """As ``get``, but a value is kept only from the second time it is asked for.
-
-        For what is large and pays off only if it is used again, such as the packed panels of a weight in a loop.
-        """
-        with self._lock:
-            if self.asked_before(tensor, kind):
-                return self.get(tensor, kind, make)
-        return make(tensor)
-
     def asked_before(self, tensor: Tensor, kind: Hashable) -> bool:
-        """Returns whether this has been asked of ``tensor`` and the kind before, so that keeping the value pays off."""
+        """Returns whether this has been asked of ``tensor`` and the kind before.
+
+        For what is large and pays off only if it is used again, such as the packed panels of a weight in a loop: it is
+        kept from the second time on.
+        """
         with self._lock:
             values = self._entry(tensor).values
             before = ("asked", kind) in values
@@ -133,7 +141,7 @@ class WeightCache:
     def values(self) -> list[Any]:
         """All that is kept."""
         with self._lock:
-            return [value for entry in self._entries.copy().values() for value in entry.values.copy().values()]
+            return [entry.value(kind) for entry in self._entries.copy().values() for kind in entry.values.copy()]
 
     @property
     def nbytes(self) -> int:
@@ -184,18 +192,19 @@ _thread = _Iterations()
 _followers: dict[tuple[int, str], _Asked] = {}  # by id of the weight that was asked for first, and dtype
 
 
-def weight_cast(weight: Tensor, dtype: str, report: Callable[[str, str], None]) -> Tensor:
+def weight_cast(weight: Tensor, dtype: str, report: Callable[[str, str], None], *, weakly: bool = False) -> Tensor:
     """A weight's value in another dtype, made once for as long as the weight is not written.
 
     Args:
         report: called with the two dtypes at the first use of a copy.
+        weakly: whether it is kept only as long as somebody holds it.
     """
 
     def make(source: Tensor) -> Tensor:
         report(source.dtype, dtype)
         return _copy_of(source, dtype) if source.dtype == "float32" else cast(source, dtype)
 
-    return weights.get(weight, ("cast", dtype), make)
+    return weights.get(weight, ("cast", dtype), make, weakly=weakly)
 
 
 def _copy_of(weight: Tensor, dtype: str) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.optim import SGD
 
 from clamp import amp
 from clamp.bridge import Node, Parameter, Tensor
@@ -177,3 +179,41 @@ def test_a_cast_is_reported_where_a_copy_is_used(queue: cl.CommandQueue, capsys:
         products(queue, params[:2])
         lines: list[Any] = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "bmm" in line].count("Float->Half (bmm)") >= 2
+
+
+# ---------------------------------------------------------------------------------------------- dropped
+
+
+@pytest.mark.parametrize("rows", [4, 300], ids=["by a product", "by a cast"])  # that makes the copies
+@pytest.mark.parametrize("spelled", ["init", "autocast"])
+def test_copies_go_as_soon_as_backward_has_read_them(queue: cl.CommandQueue, spelled: str, rows: int) -> None:
+    """Those of a first layer with the forward; none is made twice. Two layers share a weight."""
+    first, shared, last = (Parameter.from_host(queue, np.eye(64, dtype=np.float32)) for _ in range(3))
+    x = ag.tensor(to_device(queue, np.ones((rows, 64))))
+    chain = [first, shared, shared, last]
+    copy, seen = 64 * 64 * 2, []
+
+    def noting(node: Node) -> Node:
+        def note(grad: Tensor) -> list[Tensor]:
+            seen.append(weights.nbytes)
+            return [grad]
+
+        return Node(node.value, note, [node])
+
+    handle = amp.init(enable_caching="last_use" if spelled == "init" else True)
+    with handle, amp.autocast(cache_enabled="last_use" if spelled == "autocast" else None), counted_launches() as names:
+        made = x
+        for weight in chain:
+            made = noting(ag.matmul_op(made, ag.tensor(weight)))
+        loss = ag.sum(made)
+        assert weights.nbytes == 2 * copy
+        with handle.scale_loss(loss, SGD([first, shared, last], lr=0.5)) as scaled_loss:
+            scaled_loss.backward()
+    assert seen == [2 * copy, copy, copy, 0]
+    assert names.count("copy") <= 3
+
+
+@pytest.mark.parametrize("on", [lambda: amp.init(enable_caching="last"), lambda: amp.autocast(cache_enabled="always")])
+def test_a_word_that_is_none_is_refused(on: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=r"^(enable_caching|cache_enabled) must be True, False or 'last_use', got '"):
+        on()

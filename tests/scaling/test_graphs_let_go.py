@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("shut_down")
 
 ROWS, WIDTH = 64, 32
 STEPS = 3
+_SGD = partial(SGD, lr=0.5)
 WORD = re.escape("loss.backward(retain_graph=True) or tape.backward(loss, retain_graph=True)")
 
 
@@ -48,11 +49,9 @@ class Setting:
     """Two models, one after the other or side by side, with their optimizers, a third one without, and a batch; what
     it trains is told by ``numbers``."""
 
-    def __init__(
-        self, queue: cl.CommandQueue, optimizer: Callable[..., Any] = lambda params: SGD(params, lr=0.5)
-    ) -> None:
+    def __init__(self, queue: cl.CommandQueue, optimizer: Callable[..., Any] = _SGD, **amp_options: Any) -> None:
         self.queue = queue
-        self.handle = amp.init(loss_scale=16.0)
+        self.handle = amp.init(loss_scale=16.0, **amp_options)
         self.first, self.second, self.third = (mlp(queue, WIDTH, WIDTH, WIDTH, seed=seed) for seed in range(3))
         self.one, self.other = optimizer(self.first.parameters()), optimizer(self.second.parameters())
         self.both = optimizer([*self.first.parameters(), *self.second.parameters()])
@@ -258,6 +257,8 @@ RUN = (
     line_search, summed_for_logging, retained, frozen_later,
 )  # fmt: skip
 
+MOVED = (gan_generator_first, graph_of_another_optimizer, one_optimizer_for_two_losses_in_turn, line_search, retained)
+
 
 @pytest.mark.parametrize("loop", RUN)
 def test_a_loop_runs_as_where_graphs_are_kept(
@@ -273,6 +274,22 @@ def test_a_loop_runs_as_where_graphs_are_kept(
             assert loop is line_search or setting.handle.history[-1].stepped
             numbers.append(setting.numbers())
             setting.handle.shutdown()
+    assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize("loop", RUN)
+def test_copies_of_weights_that_go_after_their_last_use_change_no_bit(queue: cl.CommandQueue, loop: Loop) -> None:
+    """A graph of which a part was run and whose weights have moved since raises: its copies are gone."""
+    numbers = []
+    for caching in (True, "last_use"):
+        setting = Setting(queue, enable_caching=caching)
+        if caching == "last_use" and loop in MOVED:
+            with pytest.raises(RuntimeError, match=r"the parameter was written to since.*pass enable_caching=True"):
+                loop(setting)
+            return
+        loop(setting)
+        numbers.append(setting.numbers())
+        setting.handle.shutdown()
     assert numbers[0] == numbers[1]
 
 
