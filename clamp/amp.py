@@ -15,6 +15,7 @@ from clamp.compat.scalers import StaticGradScaler
 from clamp.debug.memory_meter import max_memory
 from clamp.handle import AmpHandle, NoOpHandle
 from clamp.opencl.device import get_amp_supported_dtype, is_bfloat16_supported, is_float16_supported, supports_fp16
+from clamp.params import optim
 from clamp.params.masters import master_params
 from clamp.patching.user_functions import float_function, half_function, promote_function
 from clamp.recordings.function import record
@@ -63,6 +64,7 @@ __all__ = [
     "load_state_dict",
     "master_params",
     "max_memory",
+    "optim",
     "promote_function",
     "record",
     "register",

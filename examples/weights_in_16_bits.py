@@ -1,9 +1,9 @@
-"""Digits with weights that are kept in 16 bits, in each of the ways that ``master_weight`` names.
+"""Digits with weights that are kept in 16 bits, in each of the ways that ``master_weight`` names, and 8-bit moments.
 
     python examples/weights_in_16_bits.py
     python examples/weights_in_16_bits.py --dtype float16 --seeds 1
 
-Nothing but weights differs from way to way: the MLP and the data are those of digits.py, and its small learning rate
+Nothing but these differs from way to way: the MLP and the data are those of digits.py, and its small learning rate
 is what makes most updates smaller than bfloat16 can add to a weight.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -33,23 +34,29 @@ WAYS: dict[str, dict[str, Any]] = {
     "remainder": {"master_weight": "remainder"},
     "kahan": {"master_weight": "kahan"},
     "stochastic": {"master_weight": "stochastic"},
+    "8-bit moments": {"master_weight": True, "optimizer": amp.optim.Adam8bit},
+    "remainder, 8-bit": {"master_weight": "remainder", "optimizer": amp.optim.Adam8bit},
 }
 
 
-def train(queue: cl.CommandQueue, digits: Images, way: dict[str, Any], dtype: str, steps: int, seed: int) -> float:
+def train(
+    queue: cl.CommandQueue, digits: Images, dtype: str, steps: int, seed: int, *, master_weight: bool | str,
+    optimizer: Callable[..., Any] = Adam,
+) -> float:  # fmt: skip
     """One training run; returns its test accuracy in percent."""
     np.random.seed(seed)  # netcl draws its weights from numpy's global generator
     model = make_model(queue)
-    optimizer = Adam(model.parameters(), lr=1e-4)
-    model, optimizer = amp.decorate(model, optimizer, level="O2", dtype=dtype, rounding_seed=seed, **way)
+    model, adam = amp.decorate(
+        model, optimizer(model.parameters(), lr=1e-4), dtype=dtype, master_weight=master_weight, rounding_seed=seed
+    )
     with amp.init(dtype=dtype, level="O2") as handle:
         model.train()
         for x, y in islice(batches(queue, digits, 64, np.random.default_rng(seed)), steps):
-            optimizer.zero_grad()
+            adam.zero_grad()
             loss = F.cross_entropy(model(ag.tensor(x)), ag.tensor(y))
-            with handle.scale_loss(loss, optimizer) as scaled_loss:
+            with handle.scale_loss(loss, adam) as scaled_loss:
                 scaled_loss.backward()
-            optimizer.step()
+            adam.step()
         return accuracy(model, queue, digits)
 
 
@@ -65,7 +72,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=r"amp.decorate\(master_weight=False\)")  # which is what is shown here
     print(f"{describe(queue)}, {options.dtype}, {options.steps} steps; test accuracy in percent, by seed, and mean")
     for name, way in WAYS.items():
-        found = [train(queue, digits, way, options.dtype, options.steps, seed) for seed in range(options.seeds)]
+        found = [train(queue, digits, options.dtype, options.steps, seed, **way) for seed in range(options.seeds)]
         print(f"{name:18}" + "".join(f"{score:8.2f}" for score in found) + f"{np.mean(found):10.2f}", flush=True)
 
 

@@ -2,7 +2,7 @@
 //
 //   slot k     p_k  parameter, float32     rewritten by the rule; not there where h_k, or h_k with r_k, is the parameter
 //              g_k  its gradient, float32
-//              s_k, t_k  its state         velocity; first and second moment
+//              s_k, t_k  its state         velocity; first and second moment; or s_k alone, both in 8 bits (below)
 //              h_k  16-bit copy of p_k     written, if there are copies
 //              r_k  16 bits more of it     rewritten, where it is kept in two parts
 //   tiles      as in multi_tensor.cl: one work-group a tile, in a shuffled order
@@ -11,8 +11,9 @@
 // kernels there (netcl/optim/*.py), whose expressions stand here as they stand there, so that a compiler contracts the
 // same multiplications and additions. Momentum is computed by numpy there, which contracts none.
 //
-//   RULE      sgd, sgd_momentum, momentum, adam, adamw; without gradients: none, p_k is copied, or split into parts; and
-//             join, p_k is put together of its parts
+//   RULE      sgd, sgd_momentum, momentum, adam, adamw, adam_8bit, adamw_8bit; without gradients: none, p_k is copied,
+//             or split into parts; and join, p_k is put together of its parts
+//   GROUP     of the rules of 8 bits: work-items of a work-group, 1 or a multiple of 16
 //   COPY_T    storage type of the copies: f16 or bf16; f32: there are none
 //   KEEPS     how a parameter with a copy is kept, from step to step:
 //               kept_copy         in float32; the default
@@ -20,6 +21,7 @@
 //               kept_stochastic   in the copy, rounded up or down by chance
 //               kept_kahan        in the copy and, in bfloat16, what rounding it left over
 //               kept_remainder    in the copy and 16 bits, which are all of float32
+//   TURNS     1: what is kept by chance is rounded so; 0: to nearest, the default without gradients
 //   DECADES   of slots.clh: SLOTS = 10, 20 ... 100
 //   PIECES    of pieces.clh
 //
@@ -102,6 +104,16 @@
     if (weight_decay != 0.0f) value -= lr * weight_decay * value; \
     value -= lr * upd;
 
+#define CONTRACTS_adam_8bit 1
+#define STATES_adam_8bit 3
+#define NUMBERS_adam_8bit NUMBERS_adam
+#define UPDATE_adam_8bit UPDATE_adam
+
+#define CONTRACTS_adamw_8bit 1
+#define STATES_adamw_8bit 3
+#define NUMBERS_adamw_8bit NUMBERS_adam
+#define UPDATE_adamw_8bit UPDATE_adamw
+
 #if !CAT(CONTRACTS_, RULE)
 #pragma OPENCL FP_CONTRACT OFF
 #endif
@@ -180,7 +192,10 @@
 
 // Up or down, with the probability of how near that is. What would become inf by chance is rounded to nearest.
 #define JOIN_kept_stochastic(V, LD, i) LD(COPY_T, h, i)
-#define BY_CHANCE (PARTS == 1 && STATES >= 0)
+#ifndef TURNS
+#define TURNS (STATES >= 0)
+#endif
+#define BY_CHANCE (PARTS == 1 && TURNS)
 #if BY_CHANCE
 #define SPLIT_kept_stochastic(V, LD, ST, i)                                                              \
     const UINT(V) random = CAT(random_, V)(CAT(INDEX_, V)(i), key + (uint)((ulong)(i) >> 32), turn); \
@@ -236,14 +251,17 @@ DEFINE_CHANCE(float16)
 #define G_PARAMETER(k)
 #define SLOT_G(k)
 #endif
-#if STATES >= 1
+#if STATES == 3
+#define S_PARAMETER(k) , __global uchar *s##k
+#define SLOT_S(k) s = s##k;
+#elif STATES >= 1
 #define S_PARAMETER(k) , __global float *s##k
 #define SLOT_S(k) s = s##k;
 #else
 #define S_PARAMETER(k)
 #define SLOT_S(k)
 #endif
-#if STATES >= 2
+#if STATES == 2
 #define T_PARAMETER(k) , __global float *t##k
 #define SLOT_T(k) t = t##k;
 #else
@@ -273,7 +291,14 @@ DEFINE_CHANCE(float16)
 #define KEY
 #endif
 
-#if STATES >= 2
+#if STATES == 3
+#define LOAD_STATE(V, LD, i) V first = CAT(LOAD_OWN_, V)(m, (i) - mine), second = CAT(LOAD_OWN_, V)(v, (i) - mine);
+#define STORE_STATE(ST, i) CAT(ST, _OWN)(first, m, (i) - mine); CAT(ST, _OWN)(second, v, (i) - mine);
+#define LOAD_OWN_float(p, i) (p)[i]
+#define LOAD_OWN_float16(p, i) LOAD_PRIVATE(float16, (p) + (i))
+#define STORE_OWN(value, p, i) (p)[i] = (value)
+#define STORE16_OWN(value, p, i) STORE_PRIVATE(float16, value, (p) + (i))
+#elif STATES == 2
 #define LOAD_STATE(V, LD, i) V first = LD(f32, s, i), second = LD(f32, t, i);
 #define STORE_STATE(ST, i) ST(f32, first, s, i); ST(f32, second, t, i);
 #elif STATES >= 1
@@ -325,13 +350,73 @@ DEFINE_CHANCE(float16)
     ST(f32, value, p, i);
 #endif
 
+#if STATES == 3
+// MOMENTS OF 8 BITS. 256 neighbouring elements are a block, quantised by what is greatest among them:
+//
+//   block of 520 bytes   | greatest m, float | greatest v, float | 256 codes of m | 256 codes of v |
+//
+// A code is the number of a fraction of the greatest, in their order (dynamic quantisation: Dettmers, Lewis, Shleifer,
+// Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022). There are 0 and 1 and, in each of seven
+// decades from 1e-7 to 1, the middles of n cells of equal width; n doubles from decade to decade. m has them of either
+// sign, v, which is never negative, twice as many:
+//
+//   decade 10^(i-7) .. 10^(i-6)       cells n = C 2^i        C   1 for m, 2 for v
+//   codes n - C + 1 .. 2 n - C        0 is 0, the last one 1
+//
+// A moment gets the nearest one, but v never 0 that is not: m / sqrt(v) would leave all bounds.
+#define BLOCK 256
+#define BLOCK_BYTES (8 + 2 * BLOCK)
+#define SHARERS (GROUP < 16 ? 1 : 16) // work-items that share a block
+#define OWN (BLOCK / SHARERS) // elements of it that are a work-item's own
+
+#define DECADE_OF_FRACTIONS(POWER10) decade = n >= at ? (float16)(POWER10) : decade, at *= 2;
+APART float16 fraction_of(float16 code, float C) {
+    const float16 place = code + (C - 1);
+    const uint16 bits = as_uint16(place) & EXPONENT;
+    const float16 n = as_float16(bits);
+    float16 decade = 1e-6f;
+    float at = 2 * C;
+    DECADE_OF_FRACTIONS(1e-5f)
+    DECADE_OF_FRACTIONS(1e-4f)
+    DECADE_OF_FRACTIONS(1e-3f)
+    DECADE_OF_FRACTIONS(1e-2f)
+    DECADE_OF_FRACTIONS(1e-1f)
+    DECADE_OF_FRACTIONS(1.0f)
+    const float16 middle = decade * (0.1f + 0.9f * (place - n + 0.5f) * as_float16(POWER(127) - bits));
+    return code == 0 ? (float16)(0.0f) : n >= at ? (float16)(1.0f) : middle;
+}
+
+// The number of the nearest fraction. x from 0 to 1; nan is 0. In the decade of n cells, place is n at its beginning and
+// 2 n at its end; it begins half-way between its first middle and the one before.
+#define DECADE_OF_CODES(POWER10, FACTOR)                                                       \
+    place = select(place, clamp(floor(n * (8.0f / 9.0f) + x * (n * (FACTOR))), n, 2 * n - 1),  \
+                   as_uint16(x >= 0.5f * (last + (POWER10) * (0.1f + 0.45f / n))));            \
+    last = (POWER10) * (1.0f - 0.45f / n), n *= 2;
+APART float16 code_of(float16 x, float C) {
+    float16 place = C - 1, last = 0.0f, n = C;
+    DECADE_OF_CODES(1e-6f, 1e6f / 0.9f)
+    DECADE_OF_CODES(1e-5f, 1e5f / 0.9f)
+    DECADE_OF_CODES(1e-4f, 1e4f / 0.9f)
+    DECADE_OF_CODES(1e-3f, 1e3f / 0.9f)
+    DECADE_OF_CODES(1e-2f, 1e2f / 0.9f)
+    DECADE_OF_CODES(1e-1f, 1e1f / 0.9f)
+    DECADE_OF_CODES(1.0f, 1.0f / 0.9f)
+    return select(place, n, as_uint16(x >= 0.5f * (last + 1.0f))) - (C - 1);
+}
+#endif
+
 __kernel void NAME(__global const tile *restrict tiles CHANCE_PARAMETERS CAT(NUMBERS_, RULE) EACH_SLOT(P_PARAMETER)
                        EACH_SLOT(G_PARAMETER) EACH_SLOT(S_PARAMETER) EACH_SLOT(T_PARAMETER) EACH_SLOT(H_PARAMETER)
                            EACH_SLOT(R_PARAMETER)) {
     const tile of = tiles[get_group_id(0)];
     __global float *p;
     __global const float *g;
+#if STATES == 3
+    __global uchar *s;
+    __local float maxima[2 * GROUP];
+#else
     __global float *s, *t;
+#endif
     __global STORAGE(COPY_T) *h;
     __global ushort *r;
     switch (of.tensor) {
@@ -339,11 +424,70 @@ __kernel void NAME(__global const tile *restrict tiles CHANCE_PARAMETERS CAT(NUM
         default: return;
     }
     KEY
-    const size_t end = of.begin + of.count, last = end - of.count % 16;
+    const size_t end = of.begin + of.count;
+#if STATES == 3
+    const uint item = get_local_id(0), place = item % SHARERS;
+    // All of a group go through as many blocks, for they wait for each other.
+    for (size_t done = 0; done < of.count; done += BLOCK * (GROUP / SHARERS)) {
+        const size_t block = of.begin + done + BLOCK * (item / SHARERS), mine = block + OWN * place;
+        const size_t own_end = clamp(end, mine, mine + OWN), last = own_end - (own_end - mine) % 16;
+        __global uchar *const codes = s + block / BLOCK * BLOCK_BYTES;
+        __global float *const greatest = (__global float *)codes;
+        float m[OWN], v[OWN], most_m = 0, most_v = 0;
+        for (uint k = 0; k < OWN; k++) m[k] = v[k] = 0;
+        for (uint k = 0; k < own_end - mine; k++) {
+            m[k] = (float)codes[8 + OWN * place + k] - 127.0f;
+            v[k] = (float)codes[8 + BLOCK + OWN * place + k];
+        }
+        for (uint k = 0; k < own_end - mine; k += 16) {
+            const float16 code_m = LOAD_PRIVATE(float16, m + k), code_v = LOAD_PRIVATE(float16, v + k);
+            const float16 fraction = fraction_of(fabs(code_m), 1);
+            STORE_PRIVATE(float16, greatest[0] * (code_m < 0 ? -fraction : fraction), m + k);
+            STORE_PRIVATE(float16, greatest[1] * fraction_of(code_v, 2), v + k);
+        }
+        for (size_t i = mine; i < last; i += 16) {
+            STEP(float16, LOAD16, STORE16, i)
+        }
+        for (size_t i = last; i < own_end; i++) {
+            STEP(float, LOAD, STORE, i)
+        }
+        for (uint k = 0; k < OWN; k += 16) {
+            most_m = fmax(most_m, max16(fabs(LOAD_PRIVATE(float16, m + k))));
+            most_v = fmax(most_v, max16(LOAD_PRIVATE(float16, v + k)));
+        }
+#if GROUP > 1
+        maxima[2 * item] = most_m, maxima[2 * item + 1] = most_v;
+        barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE); // all have read what is greatest
+        for (uint other = item - place; other < item - place + SHARERS; other++) {
+            most_m = fmax(most_m, maxima[2 * other]), most_v = fmax(most_v, maxima[2 * other + 1]);
+        }
+        barrier(CLK_LOCAL_MEM_FENCE); // before another block's
+#endif
+        const float per_m = most_m > 0 ? 1 / most_m : 0, per_v = most_v > 0 ? 1 / most_v : 0;
+        for (uint k = 0; k < own_end - mine; k += 16) {
+            const float16 of_m = LOAD_PRIVATE(float16, m + k), of_v = LOAD_PRIVATE(float16, v + k);
+            const float16 magnitude = code_of(fmin(fabs(of_m) * per_m, 1.0f), 1);
+            // The codes of what is negative are below 127, that of -1 is not there.
+            const int16 code_m = 127 + convert_int16(select(magnitude, -fmin(magnitude, 127.0f), as_uint16(of_m < 0)));
+            const float16 least_v = select((float16)(0), (float16)(1), as_uint16(of_v > 0));
+            const int16 code_v = convert_int16(fmax(code_of(fmin(of_v * per_v, 1.0f), 2), least_v));
+            int words_m[16], words_v[16];
+            vstore16(code_m, 0, words_m);
+            vstore16(code_v, 0, words_v);
+            for (uint lane = 0; lane < 16 && k + lane < own_end - mine; lane++) {
+                codes[8 + OWN * place + k + lane] = words_m[lane];
+                codes[8 + BLOCK + OWN * place + k + lane] = words_v[lane];
+            }
+        }
+        if (place == 0 && block < end) greatest[0] = most_m, greatest[1] = most_v;
+    }
+#else
+    const size_t last = end - of.count % 16;
     for (size_t i = of.begin + 16 * get_local_id(0); i < last; i += 16 * get_local_size(0)) {
         STEP(float16, LOAD16, STORE16, i)
     }
     for (size_t i = last + get_local_id(0); i < end; i += get_local_size(0)) {
         STEP(float, LOAD, STORE, i)
     }
+#endif
 }

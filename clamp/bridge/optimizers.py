@@ -171,6 +171,8 @@ def _stepped_ids(params: Sequence[Tensor]) -> list[int]:
 MOMENTS_APART = ("_fused_state", "_pending_moments")
 
 
+#: where an optimizer of clamp's own keeps moments of 8 bits, by id of the parameter
+MOMENTS_8BIT = "_moments_8bit"
 #: where an optimizer counts the steps in which parameters were rounded by chance, once there was one
 ROUNDINGS = "_roundings"
 

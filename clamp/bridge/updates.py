@@ -11,7 +11,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyopencl as cl
 from netcl.core import transfer
-from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp, adamw
+from netcl.optim import SGD, Momentum, RMSProp, adamw
+from netcl.optim import Adam as Adam
+from netcl.optim import AdamW as AdamW
+from netcl.optim import clip as clip
 
 from clamp.bridge.masters import model_parameter
 from clamp.bridge.optimizers import HOST_STATE, fused_state, steps_as_one
@@ -152,7 +155,7 @@ def _adam(optimizer: Adam, params: Sequence[Tensor]) -> Update:
     for param in params:
         if id(param) not in optimizer._m_buf or id(param) not in optimizer._v_buf:
             optimizer._m_buf[id(param)], optimizer._v_buf[id(param)] = _zeros(param), _zeros(param)
-    return _adams("adam", optimizer, *_moments(optimizer, params))
+    return adams("adam", optimizer, *_moments(optimizer, params))
 
 
 def _adamw(optimizer: AdamW, params: Sequence[Tensor]) -> Update:
@@ -164,9 +167,9 @@ def _adamw(optimizer: AdamW, params: Sequence[Tensor]) -> Update:
             optimizer._fused_state = fused = optimizer._build_fused_state(list(params))
         _place_loaded(optimizer)
         kept = [fused["m_flat"], fused["v_flat"]]
-        return _adams("adamw", optimizer, kept, lambda: [_parts(flat, fused) for flat in kept])
+        return adams("adamw", optimizer, kept, lambda: [_parts(flat, fused) for flat in kept])
     _make_moments(optimizer, params)
-    return _adams("adamw", optimizer, *_moments(optimizer, params))
+    return adams("adamw", optimizer, *_moments(optimizer, params))
 
 
 def _make_moments(optimizer: AdamW, params: Sequence[Tensor]) -> None:
@@ -218,7 +221,8 @@ def _parts(flat: cl.Buffer, fused: Mapping[str, Any]) -> Buffers:
     return [flat.get_sub_region(offset * 4, size * 4) for _, offset, size in fused["offsets"]]
 
 
-def _adams(rule: str, optimizer: Adam | AdamW, kept: Buffers, states: Callable[[], list[Buffers]]) -> Update:
+def adams(rule: str, optimizer: Adam | AdamW, kept: Buffers, states: Callable[[], list[Buffers]]) -> Update:
+    """The next step of Adam or AdamW, by a rule that has their numbers."""
     beta1, beta2, t = optimizer.beta1, optimizer.beta2, optimizer.t + 1
     chosen = optimizer.lr, optimizer.weight_decay, beta1, beta2, optimizer.eps, 1.0 - beta1**t, 1.0 - beta2**t
     return Update(rule, (*map(np.float32, chosen),), kept, states, t)
@@ -253,6 +257,20 @@ def _code_of_step(cls: type) -> Any:
 
 
 _STEPS = {id(code): code for cls in (*_UPDATES, RMSProp) if (code := _code_of_step(cls))}  # before any patch of clamp's
+_OWN_RULES: set[type] = set()
+
+
+def add_rule(cls: type, update: Callable[[Any, Sequence[Tensor]], Update | None]) -> None:
+    """Lets ``next_update`` know what an optimizer of clamp's own computes, as launches of clamp's alone do."""
+    _UPDATES[cls] = update
+    _OWN_RULES.add(cls)
+    code = vars(cls)["step"].__code__
+    _STEPS[id(code)] = code
+
+
+def has_own_rule(optimizer: Any) -> bool:
+    """Whether an optimizer is one of clamp's own, or derived from one: netcl cannot make its steps."""
+    return isinstance(optimizer, tuple(_OWN_RULES))
 
 
 # ---------------------------------------------------------------------------------------------- steps of netcl's own

@@ -26,6 +26,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.checkpoint.file import Array, CheckpointError, Decoder, Encoder, Json, differences, reading
 from clamp.checkpoint.undo import Undo
+from clamp.ops.optimizer_step import moments_bytes
 
 Write: TypeAlias = Callable[[], Any]
 Name: TypeAlias = tuple[int, str]  # the number of a model, and the name of a tensor in it
@@ -63,7 +64,7 @@ def state_of(optimizer: Any, names: Names, writer: Encoder) -> Json:
         if bridge.is_state_by_parameter(name, value, positions):
             # A parameter that has left the optimizer leaves its state behind: only that of those there is saved.
             by_parameter[name] = {
-                str(positions[key]): _moment(item, params[positions[key]], f"{kind}.{name}", writer)
+                str(positions[key]): _moment(item, params[positions[key]], name, kind, writer)
                 for key, item in value.items()
                 if key in positions
             }
@@ -88,11 +89,16 @@ def _parameter(param: Tensor, names: Names, writer: Encoder) -> Json:
     }
 
 
-def _moment(value: Any, param: Tensor, where: str, writer: Encoder) -> Json:
+def _moment(value: Any, param: Tensor, name: str, kind: str, writer: Encoder) -> Json:
+    where = f"{kind}.{name}"
     if isinstance(value, np.ndarray):
         return {**writer.array(value, "numpy"), "place": "host"}
     if not isinstance(value, cl.Buffer):
         return {"value": writer.value(value, where), "place": "value"}
+    if name == bridge.MOMENTS_8BIT:
+        host = np.empty(value.size, np.uint8)
+        cl.enqueue_copy(param.queue, host, value)
+        return {**writer.array(host, "numpy"), "place": "bytes"}
     if value.size != param.size * 4:
         raise TypeError(f"{where} holds a buffer of {value.size} bytes for a parameter of {param.size} elements")
     return {**writer.array(_buffer_to_host(value, param.queue, param.size), "float32"), "place": "device"}
@@ -329,12 +335,12 @@ def _check_sizes(
     ]
     arrays += [("fused moment", index, value) for index, moments in fused.items() for value in moments]
     for name, index, value in arrays:
-        if value.dtype.kind != "f":
+        in_8_bits, size = name == bridge.MOMENTS_8BIT, params[index].size
+        if value.dtype.kind != "u" if in_8_bits else value.dtype.kind != "f":
             raise CheckpointError(f"{where} {name} of parameter {index} is of {value.dtype}")
-        if value.size != params[index].size:
-            raise CheckpointError(
-                f"{where} {name} of parameter {index} has {value.size} elements instead of {params[index].size}"
-            )
+        wanted = moments_bytes(max(1, size)) if in_8_bits else size
+        if value.size != wanted:
+            raise CheckpointError(f"{where} {name} of parameter {index} has {value.size} elements instead of {wanted}")
 
 
 def _check_pending(params: Sequence[Tensor], pending: Sequence[Any], where: str) -> None:
@@ -378,5 +384,5 @@ def _placed(param: Tensor, value: Any, place: str) -> Any:
         return value
     if place == "host":
         return value.copy()
-    flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
-    return cl.Buffer(param.context, flags, hostbuf=np.ascontiguousarray(value, np.float32).reshape(-1))
+    flags, kind = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR, np.uint8 if place == "bytes" else np.float32
+    return cl.Buffer(param.context, flags, hostbuf=np.ascontiguousarray(value, kind).reshape(-1))

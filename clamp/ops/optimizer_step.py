@@ -26,6 +26,11 @@ JOIN = Kernel("optimizer_step.cl", "join")
 #: of how many 16-bit tensors a parameter consists, by how it is kept (KEEPS); 0: of one in float32
 PARTS = {"copy": 0, "rounded": 0, "stochastic": 1, "kahan": 2, "remainder": 2}
 
+#: rules whose moments are of 8 bits
+OF_8_BITS = ("adam_8bit", "adamw_8bit")
+#: elements that are quantised together, and bytes of their moments
+BLOCK, BLOCK_BYTES = 256, 520
+
 _WITHOUT_GRADIENTS = {"none": COPY, "join": JOIN}
 _OTHER_ARGUMENTS_BYTES = 56  # tile table, keys, and numbers of a rule
 
@@ -54,8 +59,10 @@ class MultiUpdate:
         numbers: how many it has.
         params: float32, one of them not empty, on one queue; no two share memory. The memory of those that consist of
             parts is not asked for, unless the rule is one without gradients.
-        states: for each tensor of state that the rule has, one buffer of as many float32 for each parameter.
+        states: for each tensor of state that the rule has, one buffer of as many float32 for each parameter; of a rule
+            ``OF_8_BITS``, one buffer of ``moments_bytes`` for each.
         copies: for each parameter its copy, or its parts, or None.
+        turns: whether what is kept by chance is rounded so by a rule without gradients as well, not to nearest.
 
     Attributes:
         has_parts: whether some parameters consist of parts.
@@ -64,18 +71,19 @@ class MultiUpdate:
 
     def __init__(
         self, rule: str, numbers: int, params: Sequence[Tensor], states: Sequence[Sequence[Any]],
-        copies: Sequence[Copy | None],
+        copies: Sequence[Copy | None], *, turns: bool = False,
     ) -> None:  # fmt: skip
         self._queue: cl.CommandQueue = params[0].queue
         self._launches: list[tuple[list[int], Launch, bool]] = []  # numbers of parameters, what steps these, and how
         self._has_gradients = rule not in _WITHOUT_GRADIENTS
+        self._turns = turns or self._has_gradients
         kinds: dict[tuple[str, str], list[int]] = {}
         for index, (param, copy) in enumerate(zip(params, copies, strict=True)):
             if param.size:
                 key = ("f32", "copy") if copy is None else (bridge.STORAGE[copy.tensor.dtype], copy.keeps)
                 kinds.setdefault(key, []).append(index)
         parts = {PARTS[keeps] for _, keeps in kinds}
-        self.has_parts, self.by_chance = parts != {0}, 1 in parts and self._has_gradients
+        self.has_parts, self.by_chance = parts != {0}, 1 in parts and self._turns
         for (kind, keeps), of_kind in kinds.items():
             self._bind(rule, numbers, params, states, copies, kind, keeps, of_kind)
 
@@ -85,7 +93,7 @@ class MultiUpdate:
     ) -> None:  # fmt: skip
         """Binds the launches of those parameters that have copies of one kind, or none."""
         has_gradients, parts = self._has_gradients, PARTS[keeps]
-        by_chance = parts == 1 and has_gradients
+        by_chance = parts == 1 and self._turns
         first: list[dict[int, Any]] = [] if parts and has_gradients else [{i: params[i].buffer for i in of_kind}]
         last: list[dict[int, Any]] = [{i: column[i] for i in of_kind} for column in states]
         found = {i: copy for i in of_kind if (copy := copies[i]) is not None}
@@ -95,12 +103,20 @@ class MultiUpdate:
             last.append({i: copy.rest.buffer for i, copy in found.items() if copy.rest is not None})
         pointers = len(first) + len(last) + int(has_gradients)
         slots = slots_for(self._queue, len(of_kind), pointers, _OTHER_ARGUMENTS_BYTES)
-        macros = {"RULE": rule, "COPY_T": kind, "KEEPS": f"kept_{keeps}", "DECADES": slots // 10}
+        macros: dict[str, Any] = {
+            "RULE": rule,
+            "COPY_T": kind,
+            "KEEPS": f"kept_{keeps}",
+            "DECADES": slots // 10,
+            "TURNS": int(self._turns),
+        }
         for start in range(0, len(of_kind), slots):
             members = list(of_kind[start : start + slots])
             tiles = tiles_of(self._queue, tuple([params[index].size for index in members]))
             slotted = filled(members, slots)
             chance: list[Any] = [self._keys(found, members), ...] if by_chance else []
+            if rule in OF_8_BITS:
+                macros["GROUP"] = tiles.grid[1][0]
             launch = _WITHOUT_GRADIENTS.get(rule, UPDATE).bind(
                 self._queue, *tiles.grid, tiles.table, *chance, *[...] * numbers,
                 *[column[index] for column in first for index in slotted],
@@ -132,6 +148,11 @@ class MultiUpdate:
             )
             for members, launch, by_chance in self._launches
         ]  # fmt: skip
+
+
+def moments_bytes(size: int) -> int:
+    """Bytes of the moments of 8 bits of a parameter of so many elements."""
+    return -(-size // BLOCK) * BLOCK_BYTES
 
 
 def mixed(*numbers: int) -> int:
@@ -177,7 +198,7 @@ def _bind_casts(key: tuple[Any, ...], queue: cl.CommandQueue, dtype: str, sizes:
     slots = open_slots(len(sizes), _CAST_SLOTS, tiles)
     bound = COPY.bind(
         queue, *tiles.grid, tiles.table, *slots, *slots,
-        RULE="none", COPY_T=bridge.STORAGE[dtype], KEEPS="kept_copy", DECADES=_CAST_SLOTS // 10,
+        RULE="none", COPY_T=bridge.STORAGE[dtype], KEEPS="kept_copy", TURNS=0, DECADES=_CAST_SLOTS // 10,
         PIECES=pieces_for(queue),
     )  # fmt: skip
     _casts.keep(key, bound)

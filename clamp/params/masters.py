@@ -282,21 +282,30 @@ def were_rewritten(stepped: Iterable[Tensor]) -> None:
         _behind.pop(id(master), None)
 
 
-def rewriting(stepped: Sequence[Tensor]) -> list[Callable[[], None]]:
-    """Returns calls that rewrite the 16-bit parameters of these, whatever ``step`` made of them, unless others do, or
-    nobody has stepped them."""
+def rewriting(stepped: Sequence[Tensor], optimizer: Any) -> list[Callable[[], None]]:
+    """Returns calls that rewrite the 16-bit parameters of these, whatever the optimizer's ``step`` made of them, unless
+    others do."""
     pairs = [(master, _behind.pop(id(master), None)) for master in stepped]
-    return [
-        partial(write_back, master, model)
+    turn = bridge.roundings(optimizer) + 1
+    found = [
+        (master, model)
         for master, model in pairs
         if model is not None and master.grad is not None and not bridge.has_frozen_mark(master)
     ]
+    calls: list[Callable[[], None]] = [partial(write_back, master, model, turn) for master, model in found]
+    if any(isinstance(master, MasterInParts) and master.parts.keeps == "stochastic" for master, _ in found):
+        calls.append(partial(bridge.set_roundings, optimizer, turn))
+    return calls
 
 
-def write_back(master: Tensor, model: Tensor) -> None:
-    """Rewrites a 16-bit parameter from its master."""
+def write_back(master: Tensor, model: Tensor, turn: int | None = None) -> None:
+    """Rewrites a 16-bit parameter from its master.
+
+    Args:
+        turn: as of ``MasterInParts.split``.
+    """
     if isinstance(master, MasterInParts):
-        master.split()
+        master.split(turn)
         return
     cast_into(master, model)
     if getattr(master, "_keeps", "copy") == "rounded":

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.ops.optimizer_step import PARTS, Copy, MultiUpdate
+from clamp.ops.optimizer_step import PARTS, Copy, MultiUpdate, mixed
 from clamp.ops.slots import in_turn
 
 #: how a 16-bit parameter is kept from step to step, by the user's word for it
@@ -47,10 +47,15 @@ class MasterInParts(Tensor):  # type: ignore[misc]  # netcl has no types
         """Returns whether somebody has asked for its memory since its last step."""
         return self._whole is not None
 
-    def split(self) -> None:
-        """Writes what its memory holds to the parts, and lets go of it."""
+    def split(self, turn: int | None = None) -> None:
+        """Writes what its memory holds to the parts, and lets go of it.
+
+        Args:
+            turn: of a step that it has made: what is kept by chance is rounded so, and to nearest without.
+        """
         if self._whole is not None and 0 not in self.shape:
-            in_turn(MultiUpdate("none", 0, [self._whole], [], [self.parts]).pieces())
+            launches = MultiUpdate("none", 0, [self._whole], [], [self.parts], turns=turn is not None)
+            in_turn(launches.pieces(turn=mixed(turn or 0)))
         self._whole = None
 
 

@@ -48,9 +48,9 @@ _prepared: weakref.WeakKeyDictionary[Any, _Prepared] = weakref.WeakKeyDictionary
 
 
 _NOT_IN_ONE_LAUNCH = (
-    "{0}.step() is not one that clamp makes in a launch over all parameters, and netcl's own would lose what "
-    "master_weight={1!r} keeps: the numbers of the optimizer are to be Python's (float(lr), not numpy.float64), and "
-    "parameters and their float32 gradients on one queue, each in memory of its own"
+    "{0}.step() is not one that clamp makes in a launch over all parameters, and netcl's own knows nothing of {1}: the "
+    "numbers of the optimizer are to be Python's (float(lr), not numpy.float64), and parameters and their float32 "
+    "gradients on one queue, each in memory of its own"
 )
 
 
@@ -58,11 +58,11 @@ class OptimizerStep:
     """A step of an optimizer of netcl's; called, it is made, all of it or nothing.
 
     Args:
-        own: netcl's step, ``bridge.is_netcls_step``.
+        own: netcl's step, ``bridge.is_netcls_step``; None of an optimizer of clamp's own.
         optimizer: whose it is.
     """
 
-    def __init__(self, own: Callable[..., Any], optimizer: Any) -> None:
+    def __init__(self, own: Callable[..., Any] | None, optimizer: Any) -> None:
         self._own, self._optimizer, self._has_rule = own, optimizer, bridge.has_rule(optimizer)
         self._ready: _Ready | None = None
 
@@ -101,11 +101,14 @@ class OptimizerStep:
             return self._launches_of(ready)
         for param in params:
             bridge.require_readable_gradient(self._optimizer, param)
+            unknown = "moments of 8 bits" if bridge.has_own_rule(self._optimizer) else ""
             if isinstance(param, MasterInParts):
-                raise TypeError(_NOT_IN_ONE_LAUNCH.format(type(self._optimizer).__name__, param.parts.keeps))
-        pieces = []
-        for stepped, piece in bridge.own_pieces(self._own, self._optimizer, params):
-            pieces += [piece, *masters.rewriting(stepped)]
+                unknown = f"master_weight={param.parts.keeps!r}"
+            if unknown:
+                raise TypeError(_NOT_IN_ONE_LAUNCH.format(type(self._optimizer).__name__, unknown))
+        pieces: list[Callable[[], Any]] = []
+        for stepped, piece in bridge.own_pieces(self._own or self._optimizer.step, self._optimizer, params):
+            pieces += [piece, *masters.rewriting(stepped, self._optimizer)]
         return pieces
 
     def _launches_of(self, ready: _Ready) -> list[Callable[[], Any]]:
@@ -211,11 +214,11 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
         with masters.stepping(found):
             result = run()
     except BaseException:
-        in_turn(masters.rewriting(stepped))
+        in_turn(masters.rewriting(stepped, optimizer))
         raise
     finally:
         weights.clear()
-    _whole(optimizer, masters.rewriting(stepped), has_begun=True)
+    _whole(optimizer, masters.rewriting(stepped, optimizer), has_begun=True)
     return result
 
 

@@ -101,12 +101,14 @@ def _with_own(step: Wrapper) -> Wrapper:
         own: Any = partial(_with_wide_gradients, wrapped, optimizer)
         if bridge.is_netcls_step(wrapped):
             own = updates.OptimizerStep(wrapped, optimizer)
-        is_adamws = (wrapped.__module__, wrapped.__qualname__) == ("netcl.optim.adamw", "AdamW.step")
-        if is_adamws and (args or kwargs):
+        if (wrapped.__module__, wrapped.__qualname__) in _ADAMWS and (args or kwargs):
             own = partial(_clipped, own, optimizer)
         return step(own, optimizer, args, kwargs)
 
     return call
+
+
+_ADAMWS = {("netcl.optim.adamw", "AdamW.step"), ("clamp.params.optim", "AdamW8bit.step")}
 
 
 def _with_wide_gradients(own: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

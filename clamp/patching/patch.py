@@ -18,6 +18,7 @@ from clamp.bridge.netcl_functions import function_of, held_in, is_netcls, is_use
 from clamp.casting.policy_table import CastPolicy, Entry, PolicyTable
 from clamp.casting.registry import Function
 from clamp.functions import OWNED
+from clamp.params.optim import Adam8bit, AdamW8bit
 from clamp.patching import backward, collectives, netcl_fixes, tensors  # noqa: F401  (for what they meet)
 from clamp.patching.bindings import Bindings
 from clamp.patching.optimizers import Steps
@@ -82,7 +83,7 @@ class Patches:
         """Wraps everything; on an error nothing stays wrapped."""
         try:
             self._wrap_met(sys.modules)
-            for optimizer_class in (SGD, Momentum, Adam, AdamW, RMSProp):
+            for optimizer_class in (SGD, Momentum, Adam, AdamW, RMSProp, Adam8bit, AdamW8bit):
                 self.wrap_step(optimizer_class)
             for entry in self._policies:
                 if entry.module in sys.modules:

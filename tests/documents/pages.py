@@ -133,7 +133,8 @@ def debugging(page: Ran, queue: cl.CommandQueue) -> None:
 
 
 def weights_in_16_bits(page: Ran, queue: cl.CommandQueue) -> None:
-    assert len(page.steps) == 5
+    assert [type(step.optimizer).__name__ for step in page.steps] == ["AdamW"] * 5
+    assert page["optimizer"].t == 5
     assert {param.dtype for param in page["model"].parameters()} == {"bfloat16"}
 
 

@@ -61,10 +61,15 @@ def trained(handle: Any, model: Any, optimizer: Any, steps: range) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("keeps", [True, False, *IN_PARTS])
-def test_small_steps_add_up(queue: cl.CommandQueue, keeps: bool | str, dtype: str) -> None:
-    """200 steps of 2.5e-4 from 1, which bfloat16 loses, and float16 takes for twice as long."""
-    size, moved = 1000, np.float32(1)
+def test_small_steps_add_up(
+    queue: cl.CommandQueue, keeps: bool | str, dtype: str, wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 steps of 2.5e-4 from 1, which bfloat16 loses and float16 doubles; also by a step that a user has wrapped."""
+    size, moved, own = 1000, np.float32(1), SGD.step
+    if wrapped:
+        monkeypatch.setattr(SGD, "step", lambda self: own(self))
     for _ in range(200):
         moved = np.float32(moved - np.float32(2.5e-4))
     weight = Parameter.from_host(queue, np.ones(size, np.float32))
@@ -76,6 +81,7 @@ def test_small_steps_add_up(queue: cl.CommandQueue, keeps: bool | str, dtype: st
         weight.grad = grad
         optimizer.step()
     assert keeps in (True, False) or have_no_memory(optimizer)
+    assert bridge.roundings(optimizer) == (200 if keeps == "stochastic" else 0)
     got, master = to_numpy(weight), amp.master_params(optimizer)[0].to_host()
     unit = float(np.spacing(np.array(0.95, NUMPY[dtype])))
     if keeps is False:
