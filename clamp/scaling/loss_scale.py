@@ -121,11 +121,11 @@ class LossScale(bridge.Listed):
         self.changes = 0  # how often somebody has set the scale, or loaded a state
 
     def elsewhere(self) -> LossScale:
-        """A loss scale for another queue that goes on from where this one is, without its overflows, and moves by its
-        rule, also by one that it is given later."""
+        """A loss scale for another queue that goes on from where this one is, and moves by its rule, also by one that
+        it is given later. Overflows that it takes along end with each optimizer's first pass there."""
         other = copy.copy(self)
         other._state = DeviceState(1.0)
-        other.load_state_dict({**self.state_dict(), "overflow": 0})
+        other.load_state_dict(self.state_dict())
         return other
 
     def follow(self, state: ScaleState, mask: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from clamp.bridge import Node, Parameter, Tensor
 from clamp.cli.bench.timing import counted_launches
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import built_programs
+from clamp.params import weight_cache
 from clamp.params.weight_cache import weights
 from tests.networks import batch, mlp, step
 from tests.reference import quantize, to_device, to_numpy
@@ -67,6 +69,21 @@ def test_a_weight_that_is_passed_over_does_not_come_along_again(queue: cl.Comman
         assert launched_casts(queue, params[:2]) == 1
         assert weights.nbytes == held - 2 * 32
         assert launched_casts(queue, params) == 3
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["its address comes again", "it is there"])
+def test_only_what_followed_this_weight_comes_along(queue: cl.CommandQueue, again: bool) -> None:
+    first, second = params = parameters(queue, 2)
+    with amp.init():
+        launched_casts(queue, params)
+        launched_casts(queue, params)
+        assert weights.nbytes == 2 * 32  # a copy that came along is kept once
+        if again:
+            gone = weakref.ref(parameters(queue, 1)[0])
+            assert gone() is None
+            weight_cache._followers[id(first), "float16"] = [gone, weakref.ref(second)]
+        launched_casts(queue, [first])
+        assert weights.nbytes == (1 if again else 2) * 32
 
 
 def test_a_weight_that_changes_after_it_came_along_is_cast_anew(queue: cl.CommandQueue) -> None:

@@ -318,6 +318,25 @@ def test_a_scaler_of_several_queues_grows_and_falls_on_all(
     assert [scaler.scale(to_device(queue, [1.0])).to_host() for queue in queues] == [scaler.get_scale()] * 2
 
 
+@pytest.mark.parametrize("sick", [False, True])
+@pytest.mark.parametrize("reached", [(0,), (1,), (0, 1)])
+def test_a_scale_moves_by_whichever_queues_are_reached(
+    queues: list[cl.CommandQueue], reached: tuple[int, ...], sick: bool
+) -> None:
+    params = [parameter(queue) for queue in queues]
+    scaler, optimizer = amp.GradScaler(init_scale=2.0**8, growth_interval=2), SGD(params)
+    for _ in range(4):
+        optimizer.zero_grad()
+        losses = scaler.scale([summed(param) for param in params])
+        for index in reached:
+            losses[index].backward()
+        if sick:
+            plant(params[reached[-1]])
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0 ** (4 if sick else 10)
+
+
 # ---------------------------------------------------------------------------------------------- several ranks
 
 
