@@ -133,7 +133,7 @@ def cures(found: Mapping[str, int]) -> list[tuple[str, int]]:
          found["activations"]),
         ("half the batch, and two backward passes a step", passing // 2),
         ('amp.decorate(model, optimizer, level="O2"): 16-bit weights, whose gradients are, too', halves),
-        ("enable_caching=False: 16-bit copies of weights go when an op is done", found["copies"]),
+        ('enable_caching="last_use": 16-bit copies of weights go when backward has read them', found["copies"]),
         ("netcl's pool keeps it for tensors of other sizes: get_persistent_pool(queue).clear()", found["free"]),
     ]  # fmt: skip
     return sorted(((what, saved) for what, saved in every if saved > least), key=lambda cure: -cure[1])
