@@ -26,7 +26,7 @@ from clamp.params.gradient_marks import lost_bits, noted_elsewhere
 from clamp.params.masters import gathered
 from clamp.patching.patch import Patches, Registration
 from clamp.patching.user_functions import runs_later
-from clamp.scaling.dynamic_scale import make_loss_scale
+from clamp.scaling.dynamic_scale import ScaleRule, make_loss_scale
 from clamp.scaling.loss_scale import LossScale, require_state
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.passes import PassScaling
@@ -49,7 +49,8 @@ def init(
     *,
     dtype: bridge.DTypeLike = "float16",
     level: str = "O1",
-    loss_scale: str | float = "auto",
+    loss_scale: str | float | ScaleRule = "auto",
+    on_overflow: str = "repeat",
     custom_white_list: Iterable[str] = (),
     custom_black_list: Iterable[str] = (),
     lists: str | Path | None = None,
@@ -70,7 +71,11 @@ def init(
         level: ``"O0"`` everything in fp32, 16-bit inputs too (losses are still scaled); ``"OD"`` only
             the half list in half; ``"O1"`` the lists;
             ``"O2"`` everything in half but what the lists keep in fp32.
-        loss_scale: ``"auto"`` (dynamic for float16, otherwise off), ``"dynamic"``, or a number.
+        loss_scale: ``"auto"`` (dynamic for float16, otherwise off), ``"dynamic"``, an ``amp.ScaleRule`` by which it
+            moves, or a number.
+        on_overflow: ``"repeat"``: where gradients overflow, ``scale_loss`` runs backward again at its end, from the
+            same graph, at the largest scale that lets it pass, and no batch is lost; ``"skip"``: the step is skipped,
+            and the scale goes down once. A number does not move, and skips.
         custom_white_list: names of functions to run in half.
         custom_black_list: names of functions to run in fp32.
         lists: a list file whose entries go over the shipped lists.
@@ -82,7 +87,8 @@ def init(
 
     Raises:
         RuntimeError: a handle is active already: call its ``shutdown()`` first.
-        ValueError: an unknown dtype, level, loss scale, ``enable_caching`` or function name, a malformed list file.
+        ValueError: an unknown dtype, level, loss scale, ``on_overflow``, ``enable_caching`` or function name, or a
+            malformed list file.
         TypeError: a custom list is no list of names, ``lists`` no path, ``debug`` no text.
         NoDeviceError: there is no OpenCL device.
     """
@@ -93,6 +99,8 @@ def init(
     custom_black_list = names_in("custom_black_list", custom_black_list)
     init_call = InitCall(given=given_to(init, locals()))
     kinds = _checked_debug(debug)
+    if on_overflow not in ("repeat", "skip"):
+        raise ValueError(f'on_overflow must be "repeat" or "skip", got {on_overflow!r}')
     with lock:
         require_none("amp.init()")
         make_loss_scale(loss_scale, dtype)  # raises before anything is patched
@@ -106,12 +114,15 @@ def init(
             level=level,
             init_call=init_call,
         )
-        return start(region, lambda: make_loss_scale(loss_scale, dtype), check_finite=check_finite, debug=kinds)
+        return start(
+            region, lambda: make_loss_scale(loss_scale, dtype), check_finite=check_finite, debug=kinds,
+            on_overflow=on_overflow,
+        )  # fmt: skip
 
 
 def start(
     region: Region, make_scaler: Callable[[], LossScale], num_losses: int = 1, check_finite: bool = True,
-    debug: Iterable[str] = (),
+    debug: Iterable[str] = (), on_overflow: str = "skip",
 ) -> AmpHandle:  # fmt: skip
     """Patches netcl and makes this region the process's.
 
@@ -119,7 +130,7 @@ def start(
         region: how ops run.
         make_scaler: makes a loss scaler.
         num_losses: how many scalers the handle has of its own.
-        check_finite, debug: see ``init``.
+        check_finite, debug, on_overflow: see ``init``.
 
     Raises:
         RuntimeError: a handle is active already.
@@ -139,6 +150,7 @@ def start(
             num_losses=num_losses,
             check_finite=check_finite,
             debug=debug,
+            on_overflow=on_overflow,
         )
         try:
             _handle = handle

@@ -84,7 +84,7 @@ def main() -> None:
         losses = [step() for _ in range(20)]
         print(f"losses {losses[0]:g} ... {losses[-1]:g}\n{handle}\n\n2. print(handle.explain(step))")
         print(handle.explain(step))
-    print("\n3. The cure, and 20 steps with it (the first are skipped until the loss scale has come down to its place)")
+    print("\n3. The cure, and 20 steps with it")
     with amp.init() as handle:
         step = make_step(handle, queue, CuredClassifier)
         losses = [step() for _ in range(20)]

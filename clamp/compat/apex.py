@@ -219,10 +219,10 @@ def _scaler_maker(loss_scale: str | float, smallest: float | None, largest: floa
     if loss_scale == "off":
         return NoLossScale
     if loss_scale == "dynamic":
-        rule = ScaleRule(max_scale=largest)
+        rule = ScaleRule(max=largest)
         if smallest is not None:
-            rule = replace(rule, min_scale=smallest)
-        return lambda: DynamicLossScale(max(rule.min_scale, min(2.0**16, rule.max_scale)), rule)
+            rule = replace(rule, min=smallest)
+        return lambda: DynamicLossScale(max(rule.min, min(2.0**16, rule.max)), rule)
     require_number("loss_scale", loss_scale)
     try:
         scale = float(loss_scale)

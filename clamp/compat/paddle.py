@@ -201,7 +201,7 @@ class _Scaling(ManualScaling):
 
     def _make(self, state: Mapping[str, Any]) -> DynamicLossScale:
         scaler = super()._make(state)
-        scaler.rule = replace(scaler.rule, min_scale=1.0)
+        scaler.rule = replace(scaler.rule, min=1.0)
         return scaler
 
 
@@ -348,17 +348,17 @@ class GradScaler(FaceScaler):
         self._init_scale = new_init_loss_scaling
 
     get_incr_ratio, set_incr_ratio = setting(
-        "incr_ratio", "growth_factor", "new_incr_ratio", "factor by which the scale grows", "above 1"
+        "incr_ratio", "growth", "new_incr_ratio", "factor by which the scale grows", "above 1"
     )
     get_decr_ratio, set_decr_ratio = setting(
-        "decr_ratio", "backoff_factor", "new_decr_ratio", "factor by which the scale shrinks", "between 0 and 1"
+        "decr_ratio", "backoff", "new_decr_ratio", "factor by which the scale shrinks", "between 0 and 1"
     )
     get_incr_every_n_steps, set_incr_every_n_steps = setting(
-        "incr_every_n_steps", "growth_interval", "new_incr_every_n_steps",
+        "incr_every_n_steps", "interval", "new_incr_every_n_steps",
         "number of steps without inf or nan after which the scale grows",
     )  # fmt: skip
     get_decr_every_n_nan_or_inf, set_decr_every_n_nan_or_inf = setting(
-        "decr_every_n_nan_or_inf", "decr_every_n_nan_or_inf", "new_decr_every_n_nan_or_inf",
+        "decr_every_n_nan_or_inf", "hysteresis", "new_decr_every_n_nan_or_inf",
         "number of steps in a row with inf or nan after which the scale shrinks",
     )  # fmt: skip
 
@@ -370,7 +370,7 @@ class GradScaler(FaceScaler):
             return {}
         state, rule = self._scaling.state_dict(), self._scaling.rule
         scale = np.array([state["loss_scale"]], np.float32)
-        settings = (rule.growth_factor, rule.backoff_factor, rule.growth_interval, rule.decr_every_n_nan_or_inf)
+        settings = (rule.growth, rule.backoff, rule.interval, rule.hysteresis)
         counts = (state["unskipped"], state.get("bad_steps", 0))
         return dict(zip(self._state_keys, (scale, *settings, *counts, self._dynamic), strict=True))
 
@@ -390,7 +390,7 @@ class GradScaler(FaceScaler):
         scale = np.asarray(scale, np.float64)
         if scale.size != 1:
             raise ValueError(f"the scale must be one number, got an array of shape {scale.shape}")
-        rule = FaceRule(*settings)
+        rule = FaceRule.of(settings)
         self._scaling.load_state_dict({"loss_scale": scale.item(), "unskipped": good, "bad_steps": bad})
         self._scaling.rule = rule
         self._scaling.set_scale(scale.item())  # what a static scale's steps have left moves it no more

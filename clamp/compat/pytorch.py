@@ -140,13 +140,13 @@ class GradScaler(FaceScaler):
         return self._scale_now()
 
     get_growth_factor, set_growth_factor = setting(
-        "growth_factor", "growth_factor", "new_factor", "factor by which the scale grows", "above 1"
+        "growth_factor", "growth", "new_factor", "factor by which the scale grows", "above 1"
     )
     get_backoff_factor, set_backoff_factor = setting(
-        "backoff_factor", "backoff_factor", "new_factor", "factor by which the scale shrinks", "between 0 and 1"
+        "backoff_factor", "backoff", "new_factor", "factor by which the scale shrinks", "between 0 and 1"
     )
     get_growth_interval, set_growth_interval = setting(
-        "growth_interval", "growth_interval", "new_interval",
+        "growth_interval", "interval", "new_interval",
         "number of updates without inf or nan after which the scale grows", "at least 1",
     )  # fmt: skip
 
@@ -158,7 +158,7 @@ class GradScaler(FaceScaler):
 
     def _settings(self) -> dict[str, Any]:
         state, rule = self._scaling.state_dict(), self._scaling.rule
-        values = (state["loss_scale"], rule.growth_factor, rule.backoff_factor, rule.growth_interval)
+        values = (state["loss_scale"], rule.growth, rule.backoff, rule.interval)
         return dict(zip(self._state_keys, (*values, state["unskipped"]), strict=True))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -171,7 +171,7 @@ class GradScaler(FaceScaler):
         if not self._enabled:
             return
         scale, *settings, tracker = self._values_in(state_dict)
-        rule = FaceRule(*settings)
+        rule = FaceRule.of(settings)
         self._scaling.load_state_dict({"loss_scale": scale, "unskipped": tracker})
         self._scaling.rule = rule
 

@@ -3,10 +3,10 @@ OneFlow's ``GradScaler`` and ``StaticGradScaler``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from inspect import Parameter, Signature
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -23,16 +23,38 @@ def require_number(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a number, not {value!r}")
 
 
-class FaceRule(ScaleRule):
+#: PyTorch's and Paddle's names of a rule's fields, in the order of their arguments.
+_CALLED = {
+    "growth": "growth_factor",
+    "backoff": "backoff_factor",
+    "interval": "growth_interval",
+    "hysteresis": "decr_every_n_nan_or_inf",
+    "min": "min_scale",
+    "max": "max_scale",
+}
+
+
+class _NamedRule(ScaleRule):
+    """A rule of which messages speak in the faces' names."""
+
+    called = _CALLED
+
+    @classmethod
+    def of(cls, settings: Iterable[Any], **more: Any) -> Self:
+        """Returns the rule of as many settings of a scaler's, in the order of its arguments."""
+        return cls(**dict(zip(_CALLED, settings, strict=False)), **more)
+
+
+class FaceRule(_NamedRule):
     """A rule in which True and False are no numbers."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            require_number(name, value)
+            require_number(self.called.get(name, name), value)
         super().__post_init__()
 
 
-class UncheckedRule(ScaleRule):
+class UncheckedRule(_NamedRule):
     """The settings of a scaler that is not enabled: kept for those who ask for them, and used by nobody."""
 
     def __post_init__(self) -> None:
@@ -75,7 +97,7 @@ class FaceScaler:
 
     def _set_up(self, enabled: Any, scale: float, settings: tuple[Any, ...], kind: type[ManualScaling]) -> None:
         self._enabled = bool(enabled)
-        start, rule = (scale, FaceRule(*settings)) if enabled else (1.0, UncheckedRule(*settings))
+        start, rule = (scale, FaceRule.of(settings)) if enabled else (1.0, UncheckedRule.of(settings))
         self._scaling = kind(start, rule, around_step=session.around_step)
 
     def unscale_(self, optimizer: Any) -> None:
@@ -140,9 +162,8 @@ class GradScaler:
     def make(self) -> LossScale:
         """A loss scale that moves so."""
         lowest = min(1.0, LossScale(self.init_scale).scale)
-        rule = ScaleRule(
-            self.growth_factor, self.backoff_factor, self.growth_interval, min_scale=lowest, max_scale=LARGEST
-        )
+        settings = self.growth_factor, self.backoff_factor, self.growth_interval
+        rule = _NamedRule.of(settings, min=lowest, max=LARGEST)
         return DynamicLossScale(self.init_scale, rule)
 
 

@@ -94,7 +94,7 @@ def _of_forward(frame: Frame, trace: Trace) -> Cause:
 
 
 def _of_backward(frame: Frame, trace: Trace) -> Cause:
-    floor = trace.scaler.floor if isinstance(trace.scaler, DynamicLossScale) else DEFAULT_RULE.min_scale
+    floor = trace.scaler.floor if isinstance(trace.scaler, DynamicLossScale) else DEFAULT_RULE.min
     lower = finite_from(frame, trace.scale, floor)
     if lower is None:
         out = next(value for value in frame.outputs if not value.is_finite)

@@ -102,13 +102,13 @@ def suggested_scale(gradients: Iterable[Statistics], scale: float, dtype: DTypeL
     """
     largest_number = _FORMATS[_format_name(dtype)].largest
     scale = positive("scale", scale)
-    suggested = DEFAULT_RULE.max_scale
+    suggested = DEFAULT_RULE.max
     for one in gradients:
         if one.largest:
             suggested = min(suggested, _power_of_two(largest_number / HEADROOM / one.largest * scale))
         if one.infs or one.nans:
             suggested = min(suggested, _power_of_two(scale / 2))
-    return max(suggested, DEFAULT_RULE.min_scale)
+    return max(suggested, DEFAULT_RULE.min)
 
 
 def table(gradients: Iterable[Statistics], scale: float, dtype: DTypeLike = "float16") -> dict[float, Lost]:
@@ -121,7 +121,7 @@ def table(gradients: Iterable[Statistics], scale: float, dtype: DTypeLike = "flo
         ValueError: as ``suggested_scale``, or there is no histogram.
     """
     together = pooled(gradients)
-    first, last = (int(math.log2(limit)) for limit in (DEFAULT_RULE.min_scale, DEFAULT_RULE.max_scale))
+    first, last = (int(math.log2(limit)) for limit in (DEFAULT_RULE.min, DEFAULT_RULE.max))
     scale = positive("scale", scale)
     return {2.0**k: lost(together, dtype, 2.0**k / scale) for k in range(first, last + 1)}
 

@@ -54,6 +54,7 @@ class AmpHandle:
             inf or nan.
         debug: ``"attribution"``: the ops of each step are kept until it is done, so that ``explain`` knows them;
             ``"summary"``: they are counted; or both.
+        on_overflow: ``"repeat"`` or ``"skip"``, as in ``amp.init``.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class AmpHandle:
         num_losses: int = 1,
         check_finite: bool = True,
         debug: Iterable[str] = (),
+        on_overflow: str = "skip",
     ) -> None:
         self._region = region
         guards = StepGuards(check_finite=check_finite)
-        self._scaling = PassScaling(make_scaler, num_losses, guards, self._wrap_step)
+        self._scaling = PassScaling(make_scaler, num_losses, guards, self._wrap_step, on_overflow)
         guards.wants_scaling = region.dtype == "float16" and self._scaling.first.scales
         self._patches = Patches(region.policies, registrations, guards.step)
         self._log = RunLog(self._steps)
@@ -130,8 +132,10 @@ class AmpHandle:
     def __repr__(self) -> str:
         if not self.is_active():
             return "<AmpHandle, shut down>"
-        steps, skips = self._scaling.guards.reports.steps, self._scaling.guards.reports.skips
+        reports = self._scaling.guards.reports
+        steps, skips = reports.steps, reports.skips
         skipped = f", {skips} skipped" + (f" (the last: {self._last_reason()})" if skips else "")
+        skipped += f", {reports.repeated} repeated" if reports.repeated else ""
         scale = f", loss scale {self.loss_scale:g}" if self._scaling.first.scales else ", no loss scaling"
         return f"<AmpHandle {self._region.dtype}: {steps} step{'s' * (steps != 1)}{skipped}{scale}>"
 
@@ -167,8 +171,10 @@ class AmpHandle:
         Yields:
             The scaled loss, a float32 node; run ``scaled_loss.backward()`` or ``tape.backward(scaled_loss)``.
 
-        An inf or nan in a gradient makes exactly the next ``step()`` of these optimizers do nothing. An
-        exception inside the ``with`` leaves gradients, scale and counters as they were before it.
+        Where a gradient has overflowed, backward is run again, at the end of the ``with``, at a scale that lets it be
+        (``amp.init(on_overflow="skip")``: is not). An inf or nan that stays makes exactly the next ``step()`` of these
+        optimizers do nothing. An exception inside the ``with`` leaves gradients, scale and counters as they were before
+        it.
 
         Raises:
             TypeError: the loss is no node or not floating, or an optimizer has no ``params``.

@@ -31,6 +31,12 @@ class Recorder(Protocol):
     def host_step(self) -> AbstractContextManager[None]:
         """Around the run of a host step."""
 
+    def position(self) -> int:
+        """Returns how many launches and host steps there are so far."""
+
+    def repeat(self, begin: int, end: int) -> None:
+        """Runs those from one position to another once more."""
+
 
 class _RecordingState(threading.local):
     recorder: Recorder | None = None
@@ -38,6 +44,7 @@ class _RecordingState(threading.local):
 
     def __init__(self) -> None:
         self.undo: list[Callable[[], Any]] = []  # what an error in the replay that is under way calls
+        self.repeat: Callable[[int, int], None] | None = None  # of the replay that is under way, as a recorder's
         self.moved: tuple[Sequence[Any], Sequence[Any]] = (), ()  # of the replay that is under way: see moved()
 
 
@@ -105,14 +112,30 @@ def undone_by_error(undo: Callable[[], Any]) -> Iterator[None]:
 
 
 @contextmanager
-def replaying(recorded: Sequence[Any], now: Sequence[Any]) -> Iterator[None]:
+def noting_launches(segments: list[Callable[[], object]]) -> Iterator[None]:
+    """Inside the ``with``, what is recorded becomes a call that repeats it, which is added to a list: in the replay
+    that is under way when it is called, or where it is being recorded. Nothing is added where nothing is recorded."""
+    recording = recorder()
+    begin = 0 if recording is None else recording.position()
+    yield
+    if recording is not None:
+        end = recording.position()
+        segments.append(lambda: (_thread.repeat or recording.repeat)(begin, end))
+
+
+@contextmanager
+def replaying(
+    recorded: Sequence[Any], now: Sequence[Any], repeat: Callable[[int, int], None] | None = None
+) -> Iterator[None]:
     """Around a replay.
 
     Args:
         recorded, now: tensors that it was recorded with, and those whose memory it uses in place of theirs.
+        repeat: runs its launches and host steps from one position to another once more.
     """
     undos: list[Callable[[], Any]] = []
-    with holding(_thread, "undo", undos), holding(_thread, "moved", (recorded, now)):
+    moved = recorded, now
+    with holding(_thread, "undo", undos), holding(_thread, "moved", moved), holding(_thread, "repeat", repeat):
         try:
             yield
         except BaseException:

@@ -127,6 +127,7 @@ class DeviceState:
         self._home: tuple[cl.CommandQueue, cl.Buffer] | None = None
         self._applied: weakref.ref[AppliedScale] | None = None
         self.seen = float(self._initial["scale"][0])  # the scale when it was last read or set
+        self.fresh: ScaleState | None = None  # what was read, as long as nothing moves it
         self.is_told_of = False  # whether a user has been told that gradients are multiplied by it
 
     def buffer(self, queue: cl.CommandQueue) -> cl.Buffer:
@@ -178,6 +179,7 @@ class DeviceState:
         if self._home is not None:
             queue, buffer = self._home
             with scale_lock:
+                self.fresh = None
                 if kernel is not ASSIGN:
                     self._about_to_move()
                 key = (queue.context.int_ptr, kernel.name, *scalars)
@@ -190,7 +192,8 @@ class DeviceState:
     def read(self) -> ScaleState:
         """The state now: a blocking read of 32 bytes."""
         _, _, self.seen, growth_tracker, overflow, bad_steps, _, nans = self._words()[0].item()
-        return ScaleState(self.seen, growth_tracker, overflow, bad_steps, nans)
+        self.fresh = ScaleState(self.seen, growth_tracker, overflow, bad_steps, nans)
+        return self.fresh
 
     def take_found(self) -> bool:
         """Whether ``unscale_`` or ``check_`` have met an inf or nan since the last call. Waits for the device."""
@@ -202,6 +205,7 @@ class DeviceState:
     def write(self, **fields: float) -> None:
         """Sets some fields of the state, and what follows from them. Waits for the device."""
         with scale_lock:
+            self.fresh = None
             words = self._words()
             _assign(words, fields)
             self.seen = float(words["scale"][0])

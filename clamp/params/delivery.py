@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from clamp.bridge import Tensor
+from clamp.bridge import Node, Tensor
 from clamp.interrupts import among, holding, of_threads
-from clamp.opencl.host_steps import host_step, recorder
+from clamp.opencl.host_steps import host_step, noting_launches, recorder
 from clamp.ops.loss_scale import AppliedScale
 from clamp.params.gradient_marks import PLAIN, PLAIN_HALF, Mark, added, adding_to, mark_of, restore, set_mark, snapshot
 
@@ -27,8 +27,16 @@ class Waiting(Protocol):
     def keep(self, leaf: Tensor, grad: Tensor) -> bool:
         """Takes what was on a leaf before backward; False if the leaf is none of the pass's."""
 
-    def ran(self, reached: Sequence[Tensor], before: Mapping[int, Tensor]) -> None:
-        """A backward has given these leaves gradients; what some of them had before, by id of the leaf."""
+    def ran(
+        self, reached: Sequence[Tensor], before: Mapping[int, Tensor], root: Node, again: Callable[[], object]
+    ) -> None:
+        """A backward has given these leaves gradients.
+
+        Args:
+            before: what some of them had before, by id of the leaf.
+            root: from which it ran.
+            again: runs it once more.
+        """
 
 
 class _BackwardState(threading.local):
@@ -62,9 +70,9 @@ def is_anothers(tensor: Tensor) -> bool:
     return not here and any(thread.ident == by for thread in threading.enumerate())
 
 
-def is_in_pass() -> bool:
-    """Returns whether a scaled pass of this thread's has begun and not ended."""
-    return bool(_thread.waiting)
+def passes_around() -> list[Waiting]:
+    """Returns the scaled passes of this thread's that have begun and not ended, the innermost last."""
+    return list(_thread.waiting.values())
 
 
 def scale_in_backward() -> AppliedScale | None:
@@ -72,7 +80,10 @@ def scale_in_backward() -> AppliedScale | None:
     return _thread.scale
 
 
-def deliver(run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScale | None, in_half: bool) -> list[Any]:
+def deliver(
+    run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScale | None, in_half: bool,
+    root: Node, again: Callable[[], object],
+) -> list[Any]:  # fmt: skip
     """Runs a backward pass, and marks the gradients that it gives to the leaves of its graph; returns those leaves.
 
     An exception leaves all of them with the gradients from before.
@@ -82,6 +93,8 @@ def deliver(run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScal
         leaves: values of the leaf nodes, each once.
         scale: what the pass multiplies by; None if nothing.
         in_half: whether float16 numbers take part in it.
+        root: from which it runs.
+        again: does once more, later, all that this call is a part of.
     """
     mark = Mark(scale) if scale is not None else PLAIN_HALF if in_half else PLAIN
     before = [(leaf, grad) for leaf in leaves if (grad := getattr(leaf, "grad", None)) is not None]
@@ -91,13 +104,15 @@ def deliver(run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScal
         _thread.scale = scale
         for leaf, _ in aside:
             leaf.grad = None
-        run()
+        launches: list[Callable[[], object]] = []
+        with noting_launches(launches):
+            run()
         earlier = {id(leaf): grad for leaf, grad in before}
         if before:
             adding_to(before)
         reached = _mark_all(leaves, earlier, mark)
         if _thread.waiting:
-            next(reversed(_thread.waiting.values())).ran(reached, earlier)
+            next(reversed(_thread.waiting.values())).ran(reached, earlier, root, *launches or [again])
         for leaf, grad in aside:
             if leaf.grad is None:
                 leaf.grad = grad

@@ -130,7 +130,8 @@ def tape_backward(
     values = list({id(leaf.value): leaf.value for leaf in leaves}.values())
     scale = None if scaler is None else scaler.applied()
     run = partial(RESULTS.backward, wrapped, loss, grad)
-    reached = called_in(None, delivery.deliver, run, values, scale, in_half)
+    again = partial(tape_backward, wrapped, instance, loss, grad, retain_graph=retain_graph)
+    reached = called_in(None, delivery.deliver, run, values, scale, in_half, loss, again)
     for leaf in leaves if replaced else ():
         leaf.grad = leaf.value.grad
     graphs.ran(computed, reached, bool(retain_graph))

@@ -25,6 +25,7 @@ from clamp.patching.bindings import Bindings
 from clamp.patching.patch_registry import OPTIMIZER_METHODS, meets, meets_in_optimizers
 from clamp.patching.tensors import in_place
 from clamp.patching.wrap import Installed, Wrapper
+from clamp.scaling.dynamic_scale import settle_late
 
 
 class _OwnStep(wrapt.FunctionWrapper):  # type: ignore[type-arg]
@@ -198,6 +199,7 @@ def clip_gradients(wrapped: Any, instance: None, /, params: Iterable[Tensor], *a
     """
     params = list({id(param): param for param in params}.values())
     if Installed.now:
+        host_step(settle_late)
         gradient_marks.require_unscaled(
             params,
             f"{wrapped.__name__}()",

@@ -21,6 +21,7 @@ from clamp.params import delivery, gradient_marks, masters
 from clamp.params.weight_cache import weights
 from clamp.patching.patch_registry import meets, replaces
 from clamp.patching.wrap import Installed, Wrapper, written, written_places
+from clamp.scaling.dynamic_scale import settle_late
 from clamp.scaling.step_report import is_called_by_user, warn_user
 
 Arguments = tuple[Any, ...]
@@ -128,8 +129,10 @@ def write_tensor(wrapped: Any, instance: None, /, tensor: Tensor, data: Any) -> 
 def _warn_of_scaled(tensor: Tensor, what: str) -> None:
     """Says once for a loss scale that gradients are not the true ones yet, to a user who reads one to the host, or
     writes it from there."""
+    if gradient_marks.is_unscaled(tensor):
+        settle_late()
     scale = gradient_marks.scale_of(tensor)
-    if scale is None or not delivery.is_in_pass():  # who scales by hand knows
+    if scale is None or not delivery.passes_around():  # who scales by hand knows
         return
     if not scale.state.is_told_of and is_called_by_user():
         scale.state.is_told_of = True

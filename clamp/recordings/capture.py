@@ -42,6 +42,7 @@ from clamp.patching.patch_registry import before_removal, meets
 from clamp.recordings.attempt import Attempt
 from clamp.recordings.dependencies import Dependencies, ModuleNotes, dependencies_of
 from clamp.recordings.memory import Launches, Pool
+from clamp.scaling.dynamic_scale import forget_late, settle_late
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -182,6 +183,19 @@ class _Recording:
         """Around the run of a host step."""
         capture = self._capture()
         return capture.in_host_step() if isinstance(capture, Attempt) else nullcontext()
+
+    def position(self) -> int:
+        """Returns how many launches and host steps there are so far."""
+        capture = self._capture()
+        return 0 if capture is None else len(capture._launches)
+
+    def repeat(self, begin: int, end: int) -> None:
+        """Runs those from one position to another once more."""
+        capture = self._capture()
+        if capture is None or len(capture._launches) < end:
+            raise RuntimeError("a part of a recording was to be repeated that is gone")
+        for launch in capture._launches[begin:end]:
+            launch.kernel(launch.queue, launch.global_size, launch.local_size, *launch.args)
 
     @property
     def addresses(self) -> frozenset[Address]:
@@ -375,6 +389,8 @@ def end(wrapped: Any, instance: KernelCapture, /) -> int:
             )
         return wrapped()
     try:
+        with unrecorded():
+            settle_late()
         recording.stop()
         launches = wrapped()
         _recordings[instance] = recording
@@ -419,6 +435,7 @@ def clear(wrapped: Any, instance: KernelCapture, /) -> None:
 def _drop(capture: KernelCapture) -> None:
     recording = running_of(capture)
     if recording is not None:
+        forget_late()  # there is nothing to repeat any more
         recording.put_back()
         weights.clear()
         recording.close()

@@ -21,6 +21,7 @@ from clamp.patching.patch_registry import meets
 from clamp.recordings.capture import recording_of
 from clamp.recordings.dependencies import dependencies_of, require_fit, stale
 from clamp.recordings.memory import Residents
+from clamp.scaling.dynamic_scale import forget_late, settle_late
 
 #: What is called with a queue and the buffers of these numbers; what does the same, if no buffer changes and nobody
 #: watches; and what netcl does after it.
@@ -144,14 +145,23 @@ class ReplayPlan:
             self._moves = moves
         now = [*inputs, *moved]
         buffers, watched = [x.buffer for x in now], launches_are_watched()
-        with replaying(self._recorded, now):
-            for run, queue, indices, unchanged, sync in self._steps:
+
+        def run_all(steps: Sequence[_Step]) -> None:
+            for run, queue, indices, unchanged, sync in steps:
                 if unchanged is None or watched:
                     run(queue, *[buffers[index] for index in indices])
                 else:
                     unchanged()
                 if sync is not None:
                     sync()
+
+        try:
+            with replaying(self._recorded, now, lambda begin, end: run_all(self._steps[begin:end])):
+                run_all(self._steps)
+                settle_late()
+        except BaseException:
+            forget_late()  # later there is nothing to repeat
+            raise
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
         if threading.get_ident() != self._thread:
@@ -225,6 +235,7 @@ def replay(wrapped: Any, instance: KernelCapture, /, rebind: Any = None) -> None
         )
     _follow(instance)
     wrapped()
+    settle_late()
     weights.clear()
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import pyopencl as cl
 
 from clamp import bridge
-from clamp.bridge import HALF_DTYPES, Tensor
+from clamp.bridge import HALF_DTYPES, Node, Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.ops.loss_scale import AppliedScale
-from clamp.params import gradient_marks, masters
+from clamp.params import delivery, gradient_marks, masters
 from clamp.params.gradient_marks import Mark, mark_of
 from clamp.params.masters import Pair
+from clamp.params.writes import writes
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuard
 
@@ -63,6 +64,22 @@ class _Slot:
         return self.model.grad if self.model.grad is not self.before else None
 
 
+class _Run(NamedTuple):
+    """A backward of the pass: see ``PassGradients.ran``.
+
+    Attributes:
+        gave: the gradients that it has left to what it reached.
+        since: when that was, on the clock of ``clamp.params.writes``.
+    """
+
+    reached: Sequence[Tensor]
+    before: Mapping[int, Tensor]
+    root: Node | None
+    again: Callable[[], object] | None
+    gave: Sequence[Tensor]
+    since: int
+
+
 class PassGradients:
     """The gradients that one backward pass delivers to some optimizers' parameters.
 
@@ -80,7 +97,13 @@ class PassGradients:
                     slots[id(master)] = _Slot(master, model, master.grad)
         self._slots = list(slots.values())
         self._by_model = {id(slot.model): slot for slot in self._slots}
-        self._ran: list[tuple[Sequence[Tensor], Mapping[int, Tensor]]] = []  # backwards, as ``ran`` says
+        self._ran: list[_Run] = []
+        self._came: Sequence[Tensor | None] | None = None  # all that was there at its end
+        self._is_alone = True  # no pass is inside of another
+        for outer in delivery.passes_around():
+            self._is_alone = False
+            if isinstance(outer, PassGradients):
+                outer._is_alone = False
 
     def keep(self, leaf: Tensor, grad: Tensor) -> bool:
         """See :class:`clamp.params.delivery.Waiting`."""
@@ -90,19 +113,44 @@ class PassGradients:
         slot.earlier = grad if slot.earlier is None else gradient_marks.added(slot.earlier, grad)
         return True
 
-    def ran(self, reached: Sequence[Tensor], before: Mapping[int, Tensor]) -> None:
+    def ran(
+        self, reached: Sequence[Tensor], before: Mapping[int, Tensor], root: Node, again: Callable[[], object]
+    ) -> None:
         """See :class:`clamp.params.delivery.Waiting`."""
-        self._ran.append((reached, before))
+        self._ran.append(_Run(reached, before, root, again, [leaf.grad for leaf in reached], writes.now))
+
+    @property
+    def backwards(self) -> list[Callable[[], object]]:
+        """Calls that run its backwards once more, after ``put_back``; none where gradients are not what they gave (the
+        user has cleared or changed some, or passes are inside of each other) or a graph is gone."""
+        expected = {id(slot.model): slot.before for slot in self._slots}
+        for run in self._ran:
+            if any(id(x) in expected and expected[id(x)] is not run.before.get(id(x)) for x in run.reached):
+                return []
+            expected.update((id(x), grad) for x, grad in zip(run.reached, run.gave, strict=True))
+        came = zip(self._slots, self._came or (), strict=True)
+        as_given = self._is_alone and all(expected[id(slot.model)] is grad for slot, grad in came)
+        written = any(writes.since(grad.buffer, run.since) for run in self._ran for grad in run.gave)
+        nodes = (node for run in self._ran if run.root is not None for node in bridge.graph(run.root))
+        gone = any(node.requires_grad and bridge.is_cut(node) for node in nodes)
+        if not as_given or written or gone:
+            return []
+        return [run.again for run in self._ran if run.again is not None]
+
+    def forget_graphs(self) -> None:
+        """Lets go of what ``backwards`` needs, and ``put_back`` does not: a recording keeps this for its replays."""
+        self._ran = [run._replace(root=None, again=None, gave=()) for run in self._ran]
 
     @property
     def others(self) -> list[Tensor]:
         """Tensors that are trained, and that none of the pass's optimizers has, but have got a gradient."""
         known = self._by_model
-        found = [leaf for reached, _ in self._ran for leaf in reached if id(leaf) not in known]
+        found = [leaf for run in self._ran for leaf in run.reached if id(leaf) not in known]
         return [leaf for leaf in found if bridge.is_trained(leaf) and not bridge.is_frozen(leaf)]
 
     def average(self, ranks: Averaging, scaler: LossScale) -> None:
         """Replaces this pass's gradients, still multiplied by the scale, by their means over the ranks."""
+        self._came = [slot.model.grad for slot in self._slots]
         scale = scaler.applied()
         grads = [None if slot.reached is None else gradient_marks.at_scale(slot.reached, scale) for slot in self._slots]
         averages = ranks.average([slot.model for slot in self._slots], grads, scaler)
@@ -116,12 +164,17 @@ class PassGradients:
 
     def put_back(self) -> None:
         """Gives all that this pass has reached, and the parameters, the gradients they had before it."""
-        for reached, before in reversed(self._ran):
-            for leaf in reached:
-                leaf.grad = before.get(id(leaf))
+        for run in reversed(self._ran):
+            for leaf in run.reached:
+                leaf.grad = run.before.get(id(leaf))
         for slot in self._slots:
             slot.master.grad = slot.before
             masters.share_gradient(slot.master, slot.model)
+
+    @property
+    def left(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Parameters, and masters, each with the gradient that it has now, if any."""
+        return [(tensor, tensor.grad) for slot in self._slots for tensor in (slot.master, slot.model)]
 
     def delivered(self) -> list[gradient_marks.Held]:
         """Parameters, and masters, with the gradients they have now."""
@@ -158,6 +211,8 @@ class PassGradients:
         Args:
             guards: of the optimizers that hear of an inf or nan in this pass.
         """
+        if self._came is None:
+            self._came = [slot.model.grad for slot in self._slots]
         reached = [slot.reached for slot in self._slots]
         # What no backward has come to is as it was, unless the user has cleared it meanwhile.
         others = [x.model.grad if grad is None else x.earlier for x, grad in zip(self._slots, reached, strict=True)]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
-from clamp.ops.loss_scale import ADJUST, UPDATE
+from clamp.interrupts import of_threads
+from clamp.ops.loss_scale import ADJUST, UPDATE, ScaleState
 from clamp.scaling.loss_scale import LossScale, NoLossScale, check_masks, count, positive
 
 
@@ -13,37 +17,44 @@ class ScaleRule:
     """The rule by which a dynamic loss scale moves; ``DynamicLossScale`` has the algorithm.
 
     Args:
-        growth_factor: above 1.
-        backoff_factor: between 0 and 1.
-        growth_interval: clean steps, at least 1.
-        decr_every_n_nan_or_inf: overflowed steps in a row that lower the scale once, at least 1.
-        min_scale, max_scale: finite, positive, in this order.
+        initial: the first scale, from ``min`` to ``max``.
+        growth: the scale is multiplied by it after ``interval`` clean steps; above 1.
+        backoff: the scale is multiplied by it after an overflow; between 0 and 1.
+        interval: clean steps, at least 1.
+        min, max: the smallest and the largest scale; finite, positive, in this order.
+        hysteresis: overflowed steps in a row that lower the scale once, at least 1.
 
     Raises:
         ValueError: a value is none of these, as a float32.
     """
 
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    decr_every_n_nan_or_inf: int = 1
-    min_scale: float = 2.0**-14
-    max_scale: float = 2.0**24
+    initial: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    min: float = 2.0**-14
+    max: float = 2.0**24
+    hysteresis: int = 1
+
+    #: What messages call a field, where its user has given it another name.
+    called: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
-        if not positive("growth_factor", self.growth_factor) > 1:
-            raise ValueError(f"growth_factor must be above 1, not {self.growth_factor!r}")
-        if not positive("backoff_factor", self.backoff_factor) < 1:
-            raise ValueError(f"backoff_factor must be between 0 and 1, not {self.backoff_factor!r}")
-        count("growth_interval", self.growth_interval, least=1)
-        count("decr_every_n_nan_or_inf", self.decr_every_n_nan_or_inf, least=1)
-        if positive("min_scale", self.min_scale) > positive("max_scale", self.max_scale):
-            raise ValueError(f"min_scale {self.min_scale!r} is above max_scale {self.max_scale!r}")
+        name = {field.name: self.called.get(field.name, field.name) for field in fields(self)}
+        positive(name["initial"], self.initial)
+        if not positive(name["growth"], self.growth) > 1:
+            raise ValueError(f"{name['growth']} must be above 1, not {self.growth!r}")
+        if not positive(name["backoff"], self.backoff) < 1:
+            raise ValueError(f"{name['backoff']} must be between 0 and 1, not {self.backoff!r}")
+        count(name["interval"], self.interval, least=1)
+        count(name["hysteresis"], self.hysteresis, least=1)
+        if positive(name["min"], self.min) > positive(name["max"], self.max):
+            raise ValueError(f"{name['min']} {self.min!r} is above {name['max']} {self.max!r}")
 
     @property
     def arguments(self) -> tuple[float, ...]:
         """Its numbers, in the order of the kernels."""
-        return tuple(vars(self).values())
+        return self.growth, self.backoff, self.interval, self.hysteresis, self.min, self.max
 
 
 DEFAULT_RULE = ScaleRule()
@@ -63,37 +74,37 @@ class DynamicLossScale(LossScale):
                 growth_tracker = 0
                 if first:                             # once a step, however many of its passes overflow
                     bad_steps += 1
-                    if bad_steps == decr_every_n_nan_or_inf:
+                    if bad_steps == hysteresis:
                         bad_steps = 0
-                        scale = max(scale * backoff_factor, min_scale)
+                        scale = max(scale * backoff, min)
             elif fresh == mask:                       # the first pass of a step
                 bad_steps = 0
                 growth_tracker += 1
-                if growth_tracker == growth_interval:
+                if growth_tracker == interval:
                     growth_tracker = 0
-                    if isfinite(scale * growth_factor):
-                        scale = min(scale * growth_factor, max_scale)
+                    if isfinite(scale * growth):
+                        scale = min(scale * growth, max)
 
     Several ``assign`` before one ``adjust`` count as one pass: overflowed if any of them was.
 
     Args:
-        init_scale: the first scale, within the rule's limits.
+        init_scale: the first scale, within the rule's limits; the rule's if None.
         rule: factors, interval and limits; may be replaced at any time.
 
     Raises:
         ValueError: init_scale is not a finite positive number within the limits.
 
     Example:
-        >>> scale = DynamicLossScale(2.0**10, ScaleRule(growth_interval=500))
+        >>> scale = DynamicLossScale(2.0**10, ScaleRule(interval=500))
     """
 
     is_dynamic = comes_down = True
-    #: Whether an overflow lifts a scale that somebody has set below the rule's ``min_scale`` to it.
+    #: Whether an overflow lifts a scale that somebody has set below the rule's ``min`` to it.
     lifts = False
 
-    def __init__(self, init_scale: float = 2.0**16, rule: ScaleRule = DEFAULT_RULE) -> None:
+    def __init__(self, init_scale: float | None = None, rule: ScaleRule = DEFAULT_RULE) -> None:
         self._rule = [rule]  # which copies on other queues have as well
-        super().__init__(self._check_scale(init_scale))
+        super().__init__(self._check_scale(rule.initial if init_scale is None else init_scale))
 
     @property
     def rule(self) -> ScaleRule:
@@ -106,7 +117,7 @@ class DynamicLossScale(LossScale):
 
     @property
     def floor(self) -> float:
-        return self.rule.min_scale
+        return self.rule.min
 
     @property
     def _arguments(self) -> tuple[float, ...]:
@@ -123,21 +134,57 @@ class DynamicLossScale(LossScale):
         check_masks(mask, fresh)
         self._state.launch(UPDATE, mask, fresh, *self._arguments)
 
+    def rewind(self, state: ScaleState, found: int = 0) -> None:
+        """Makes the state what it was, or would be; what was assigned since the last ``adjust`` is forgotten. Waits for
+        the device.
+
+        Args:
+            found: what a pass that has not ended has met: 0 nothing, 1 an inf, 2 a nan.
+        """
+        self._state.write(**state._asdict(), event=0, found=found)
+
     def _check_scale(self, value: float) -> float:
         value = positive("the loss scale", value)
-        if not (self.lifts or self.rule.min_scale <= value) or value > self.rule.max_scale:
+        if not (self.lifts or self.rule.min <= value) or value > self.rule.max:
+            called = self.rule.called
             raise ValueError(
-                f"the loss scale {value!r} is not between min_scale {self.rule.min_scale!r} "
-                f"and max_scale {self.rule.max_scale!r}"
+                f"the loss scale {value!r} is not between {called.get('min', 'min')} {self.rule.min!r} "
+                f"and {called.get('max', 'max')} {self.rule.max!r}"
             )
         return value
 
 
-def make_loss_scale(loss_scale: str | float, dtype: str) -> LossScale:
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.late: list[Callable[[], object]] = []
+
+
+_thread = of_threads(_Thread())
+
+
+def settle_later(settle: Callable[[], object]) -> None:
+    """Lets this thread call ``settle()``, which waits for what has become of a pass, when somebody needs to know."""
+    _thread.late.append(settle)
+
+
+def settle_late() -> None:
+    """Hears what has become of this thread's passes, before their gradients are used."""
+    while _thread.late:
+        _thread.late[0]()
+        _thread.late.pop(0)
+
+
+def forget_late() -> None:
+    """Nobody will hear any more what has become of this thread's passes."""
+    _thread.late.clear()
+
+
+def make_loss_scale(loss_scale: str | float | ScaleRule, dtype: str) -> LossScale:
     """The loss scale for an AMP dtype.
 
     Args:
-        loss_scale: ``"auto"`` (dynamic for float16, off otherwise), ``"dynamic"``, or a number: a static scale.
+        loss_scale: ``"auto"`` (dynamic for float16, off otherwise), ``"dynamic"``, a rule for one that moves by it, or
+            a number: a static scale.
         dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``.
 
     Raises:
@@ -149,6 +196,8 @@ def make_loss_scale(loss_scale: str | float, dtype: str) -> LossScale:
         return DynamicLossScale() if dtype == "float16" else NoLossScale()
     if loss_scale == "dynamic":
         return DynamicLossScale()
+    if isinstance(loss_scale, ScaleRule):
+        return DynamicLossScale(rule=loss_scale)
     if isinstance(loss_scale, str | bool):
-        raise ValueError(f"loss_scale must be 'auto', 'dynamic' or a positive number, not {loss_scale!r}")
+        raise ValueError(f"loss_scale must be 'auto', 'dynamic', a ScaleRule or a positive number, not {loss_scale!r}")
     return LossScale(loss_scale)

@@ -222,6 +222,13 @@ class LossScale(bridge.Listed):
         """The state now, by one small blocking read. Not cached: a replayed graph changes it unseen."""
         return self._state.read()
 
+    def verdict(self) -> ScaleState:
+        """Returns the state, read only if something that moves it has been launched or written since it was read.
+
+        A pass whose end has read it leaves nothing to read to the steps. Passes end on the host in replays, too.
+        """
+        return self._state.fresh or self.read()
+
     def set_scale(self, value: float) -> None:
         """Sets the scale; what was assigned since the last ``adjust`` moves it no more. Waits for the device.
 

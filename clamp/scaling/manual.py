@@ -141,7 +141,7 @@ class ManualScaling:
             self.late_scales.came(float(self.state_dict()["loss_scale"]))
 
     def _make(self, state: Mapping[str, Any]) -> DynamicLossScale:
-        scaler = self._scale_class(rule=replace(self._rule, min_scale=SMALLEST, max_scale=LARGEST))
+        scaler = self._scale_class(rule=replace(self._rule, min=SMALLEST, max=LARGEST))
         _load(scaler, state)
         return scaler
 
@@ -346,7 +346,7 @@ class ManualScaling:
     def rule(self, rule: ScaleRule) -> None:
         self._rule = rule
         for scaler in self._scalers.values():
-            scaler.rule = replace(rule, min_scale=scaler.rule.min_scale, max_scale=LARGEST)
+            scaler.rule = replace(rule, min=scaler.rule.min, max=LARGEST)
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and its growth tracker as apex names them; reads the device."""
@@ -376,5 +376,5 @@ def _load(scaler: DynamicLossScale, state: Mapping[str, Any]) -> None:
 
 def _allow(scaler: DynamicLossScale, scale: Any) -> None:
     """Lets a scale below the floor, if somebody wants one, be: overflows lower no further."""
-    if not scaler.lifts and isinstance(scale, int | float) and 0 < scale < scaler.rule.min_scale:
-        scaler.rule = replace(scaler.rule, min_scale=scale)
+    if not scaler.lifts and isinstance(scale, int | float) and 0 < scale < scaler.rule.min:
+        scaler.rule = replace(scaler.rule, min=scale)

@@ -19,13 +19,15 @@ from clamp import bridge
 from clamp.bridge import Node, Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.interrupts import holding, uninterrupted
-from clamp.opencl.host_steps import host_step, recorder, undone_by_error
+from clamp.opencl.host_steps import host_step, noting_launches, recorder, undone_by_error
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import delivery, gradient_marks
 from clamp.params.weight_cache import weights
 from clamp.scaling.backward_pass import Averaging, PassGradients, tokens
+from clamp.scaling.dynamic_scale import DynamicLossScale, settle_late
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.manual import ManualScaling
+from clamp.scaling.repeats import Repeat, Repeats, backward_again, in_turn
 from clamp.scaling.scaled_loss import ScaledLoss, as_pass, check_loss, require_graph
 from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld
 from clamp.scaling.step_report import History, warn_user
@@ -50,6 +52,7 @@ def scaled_pass(
         RuntimeError: at the end: the handle is shut down, or no gradient has come.
     """
     ranks, scaler = None if scaling is None else scaling.ranks, loss.scaler
+    repeats: Repeats | None = None
     reached = PassGradients(optimizers)
     with undone_by_error(reached.put_back):
         with delivery.waiting_in(reached), loss.open():
@@ -64,31 +67,52 @@ def scaled_pass(
         reached.require_any(scaler, ran=ranks is not None or loss.has_run)
         if scaling is not None and (others := reached.others):
             scaling.warn_of_unnamed(others)
+        launches: list[Callable[[], object]] = []
         with scale_lock, uninterrupted():
             try:
-                reached.unscale(scaler, guards)
+                with noting_launches(launches):
+                    reached.unscale(scaler, guards)
                 if recorder() is None:
+                    find = partial(backward_again, reached, optimizers, scaler, guards, ranks)
+                    repeats = None if scaling is None else scaling.repeats(loss.value, scaler, guards, find)
                     end_pass(guards, scaler)
                 else:
-                    host_step(partial(_end_again, guards, tokens(guards), scaler, reached.delivered(), scaling))
+                    backwards = reached.backwards
+                    repeat = partial(in_turn, [*backwards, *launches]) if backwards else None
+                    reached.forget_graphs()
+                    delivered = reached.delivered()
+                    then = tokens(guards)
+                    host_step(partial(_end_again, loss.value, guards, then, scaler, delivered, repeat, scaling))
             except BaseException:
                 scaler.forget_found()
                 raise
+        if repeats is not None:
+            repeats.settle(partial(end_pass, guards, scaler), lambda: reached.left)
     weights.clear()
 
 
 def _end_again(
+    loss: Tensor,
     guards: Sequence[StepGuard],
     then: Sequence[object],
     scaler: LossScale,
     delivered: Iterable[gradient_marks.Held],
+    again: Callable[[], object] | None,
     scaling: PassScaling | None,
 ) -> None:
     """Ends a scaled pass while it is recorded, and each replay of it."""
+
+    def end() -> None:
+        gradient_marks.restore(delivered, dict(zip(then, tokens(guards), strict=True)))
+        end_pass(guards, scaler)
+
+    repeats = None
     if scaling is not None:
         scaling.begin("the replay of a scaled backward pass")
-    gradient_marks.restore(delivered, dict(zip(then, tokens(guards), strict=True)))
-    end_pass(guards, scaler)
+        repeats = scaling.repeats(loss, scaler, guards, lambda: again)
+    end()
+    if repeats is not None:
+        repeats.settle(end, lambda: [(tensor, grad) for tensor, grad, *_ in delivered])
 
 
 def end_pass(guards: Sequence[StepGuard], scaler: LossScale) -> None:
@@ -106,6 +130,7 @@ class PassScaling:
         make_scaler: makes a loss scale; one is made for each of ``num_losses``, more for wrapped optimizers.
         guards: of the optimizers.
         wrap_step: puts the guards over an optimizer's ``step``.
+        on_overflow: ``"repeat"`` or ``"skip"``, as in ``amp.init``.
 
     Attributes:
         own: the handle's own loss scales.
@@ -116,10 +141,11 @@ class PassScaling:
 
     def __init__(
         self, make_scaler: Callable[[], LossScale], num_losses: int, guards: StepGuards,
-        wrap_step: Callable[[Any], None],
+        wrap_step: Callable[[Any], None], on_overflow: str = "skip",
     ) -> None:  # fmt: skip
         self._make_scaler = make_scaler
         self._wrap_step = wrap_step
+        self._repeats = on_overflow == "repeat"
         self.own = [make_scaler() for _ in range(num_losses)]
         self.wrapped: list[LossScale] = []
         self.guards = guards
@@ -191,6 +217,7 @@ class PassScaling:
                 guards = [self.guard(optimizer) for optimizer in optimizers]
                 require_graph(loss)
                 self._shown = None
+                host_step(settle_late)
                 scaled = ScaledLoss(loss, self._on(loss.value.queue, scaler))
                 with scaled_pass(scaled, optimizers, guards, self) as scaled_loss:
                     yield scaled_loss
@@ -212,6 +239,20 @@ class PassScaling:
         if queue not in copies or copies[queue][1] != scaler.changes:
             copies[queue] = scaler.elsewhere(), scaler.changes
         return copies[queue][0]
+
+    def repeats(
+        self, loss: Tensor, scaler: LossScale, guards: Sequence[StepGuard], find: Callable[[], Repeat | None]
+    ) -> Repeats | None:
+        """Returns the repeats of a pass that is about to end; None if there are none.
+
+        Not of replicas on several queues, whose copies of the scale move alike, and of which none waits for its device
+        before the next one's pass.
+        """
+        if not self._repeats or not isinstance(scaler, DynamicLossScale) or id(scaler) not in self._on_queues:
+            return None
+        if self._on_queues[id(scaler)][2]:
+            return None
+        return Repeats(None if self.ranks is not None else loss, scaler, guards, find)
 
     def warn_of_unnamed(self, tensors: Sequence[Tensor]) -> None:
         """Says once if some of these, which are trained, belong to no optimizer of the handle's or the program's."""

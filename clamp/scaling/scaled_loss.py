@@ -95,6 +95,12 @@ class ScaledLoss:
     def __init__(self, loss: Node, scaler: LossScale) -> None:
         self._loss, self.scaler, self.has_run = loss, scaler, False
 
+    @property
+    def value(self) -> Tensor:
+        """The loss's value."""
+        value: Tensor = self._loss.value
+        return value
+
     def node(self) -> Node:
         """The loss times its scale, from which backward is to run."""
         return scaled_node(self._loss, self.scaler, partial(setattr, self, "has_run", True))

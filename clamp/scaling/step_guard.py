@@ -25,6 +25,7 @@ from clamp.ops.loss_scale import DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_
 from clamp.params import gradient_marks, graphs, masters, updates
 from clamp.params.masters import pairs
+from clamp.scaling.dynamic_scale import settle_late
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_report import (
     NonFinite,
@@ -56,6 +57,8 @@ class StepGuard(bridge.Listed):
         self._guards = guards
         self._pending: dict[LossScale, float] = {}  # scalers with a pass since the last step, and their scales then
         self.token = object()  # stands in the marks of gradients for this guard, as long as what it heard counts
+        self.passes = self.passes_before = 0  # since the last step, and between the two before
+        self.repeats = 0  # of backwards since the last step, at lower scales than they began with
         self._skips_in_vain = 0  # in a row, of which no lower scale would have kept any
         self._last_skip = object()
         self._absent: tuple[tuple[int, ...], tuple[str, ...]] = (), ()  # parameters without a gradient, their names
@@ -76,6 +79,7 @@ class StepGuard(bridge.Listed):
         """A scaled backward pass has reached this optimizer's parameters."""
         # The host's last word of the scale: another optimizer's step, which reads it, may come before this one's.
         self._pending.setdefault(scaler, scaler.last_seen)
+        self.passes += 1
 
     def put_back(self, pending: Mapping[LossScale, float]) -> None:
         """Sets what ``pending`` was before, after passes that are not to count."""
@@ -111,7 +115,8 @@ class StepGuard(bridge.Listed):
         params = [param for param in getattr(optimizer, "params", ()) if isinstance(param, Tensor)]
         if prepare is not None and pending and not found:  # masters get their gradients only if the step is made
             prepare()
-        states = [scaler.read() for scaler in pending]  # the one read of the device in a step: waits for backward
+        settle_late()
+        states = [scaler.verdict() for scaler in pending]  # the one read of the device in a step: waits for backward
         if scale_stays:
             self._pending = {scaler: state.scale for scaler, state in zip(pending, states, strict=True)}
         overflowed = [index for index, state in enumerate(states) if state.overflow & self.mask]
@@ -157,6 +162,7 @@ class StepGuard(bridge.Listed):
 
     def _forget(self) -> None:
         self._pending = {}
+        self.passes_before, self.passes = self.passes, 0
         self.token = object()
 
     def _skip(self, params: Sequence[Tensor], scaler: LossScale | None, state: ScaleState | None) -> NonFinite:
@@ -209,7 +215,8 @@ class StepGuard(bridge.Listed):
             self.last = self._guards.reports.add(**told)
 
     def _report(self, stepped: bool, reason: str, scale: float, **more: Any) -> None:
-        self.last = self._guards.reports.add(stepped, reason, scale, **more)
+        self.last = self._guards.reports.add(stepped, reason, scale, repeats=self.repeats, **more)
+        self.repeats = 0
 
     def _report_skip(self, reason: str, scale: float, before: float, bad: NonFinite, absent: tuple[str, ...]) -> None:
         found = {"infs": bad.infs, "nans": bad.nans, "parameters": bad.names}

@@ -45,6 +45,7 @@ class StepReport:
         infs, nans: how many elements of the gradients were inf and nan.
         parameters: the names of the parameters whose gradients they were in, ``"layers.2.weight"``.
         absent: the names of the parameters that are trained and had no gradient.
+        repeats: how many backwards were run again for it, at lower scales, because the first had overflowed.
     """
 
     stepped: bool
@@ -56,6 +57,7 @@ class StepReport:
     nans: int = field(default=0, kw_only=True)
     parameters: tuple[str, ...] = field(default=(), kw_only=True)
     absent: tuple[str, ...] = field(default=(), kw_only=True)
+    repeats: int = field(default=0, kw_only=True)
 
 
 class History(Sequence[StepReport]):
@@ -180,7 +182,7 @@ class Reports:
     def __init__(self) -> None:
         self._kept: deque[StepReport] = deque(maxlen=HISTORY)
         self.history = History(self._kept)
-        self.steps = self.skips = 0
+        self.steps = self.skips = self.repeated = 0
         self.tells = True  # whether observers hear of the steps: not where another's reports tell of them
         self._told_of_kept = False
 
@@ -189,6 +191,7 @@ class Reports:
         PROGRESS.end_line()
         self.steps += 1
         self.skips += not stepped
+        self.repeated += bool(more.get("repeats"))
         report = StepReport(stepped, reason, scale, step=self.steps, **more)
         self._kept.append(report)
         if self.tells:

@@ -67,7 +67,7 @@ def trained(queue: cl.CommandQueue, model: Any, graph: Any, batches: list[np.nda
 def eager(queue: cl.CommandQueue, dtype: str, name: str, batches: list[np.ndarray]) -> list[list[Any]]:
     results = []
     with amp.init(dtype=dtype, loss_scale="dynamic") as handle:
-        handle.scalers[0].rule = ScaleRule(growth_interval=3)
+        handle.scalers[0].rule = ScaleRule(interval=3)
         model = mlp(queue, 10, 16, 3)
         optimizer = OPTIMIZERS[name](model.parameters())
         for x, y in zip(batches, TARGETS, strict=True):

@@ -31,7 +31,7 @@ from tests.loop.device import casts, fail_below, loss_of
 Part = tuple[Any, ...]  # name of a method of Twin's, and its arguments
 
 INPUTS, OUTPUTS = 4, 3
-GROWTH = ScaleRule(growth_interval=3)
+GROWTH = ScaleRule(interval=3)
 
 
 @dataclass(frozen=True)

@@ -653,7 +653,7 @@ def test_a_bad_gradient_repaired_after_unscale_is_skipped_all_the_same(task: Tas
 
 
 def test_a_scale_that_moves_is_kept_for_whoever_holds_it(queue: cl.CommandQueue) -> None:
-    scale = DynamicLossScale(8.0, ScaleRule(growth_interval=1))
+    scale = DynamicLossScale(8.0, ScaleRule(interval=1))
     x = to_device(queue, [1.0, 3.0])
     scale.scale_loss(x)
     first = scale.applied()

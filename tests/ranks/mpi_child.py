@@ -146,6 +146,34 @@ def overflow_on_one_rank(queue: cl.CommandQueue) -> None:
 
 
 @mode
+def repeats_together(queue: cl.CommandQueue) -> None:
+    """A loss that overflows on one rank is repeated on all, at one scale; no batch is lost."""
+    for reduce_dtype in (None, "float16"):
+        weights, start = [], 2.0**16
+        for repeats in (True, False):
+            model = mlp(queue, *WIDTHS)
+            optimizer = SGD(model.parameters(), lr=1e-7, momentum=0.9)
+            with amp.init(loss_scale=amp.ScaleRule(initial=start)) as handle:
+                handle.distribute(COMM, reduce_dtype=reduce_dtype)
+                for step in range(4):
+                    optimizer.zero_grad()
+                    x, y = part(queue, step)
+                    loss = mean_loss(model, (x, y)) * (2.0**12 if step == 0 and RANK == SIZE - 1 else 1.0)
+                    with handle.scale_loss(loss, optimizer) as scaled_loss:
+                        scaled_loss.backward()
+                    optimizer.step()
+                    assert handle.last_step.stepped, handle.last_step
+                    assert bool(handle.last_step.repeats) == (step == 0 and repeats)
+                start = handle.loss_scale
+                assert COMM.allgather(start) == [start] * SIZE
+                assert start < 2.0**14
+            weights.append(weights_of(model))
+            assert same_everywhere(weights[-1])
+        for got, want in zip(*weights, strict=True):
+            assert np.array_equal(got, want)
+
+
+@mode
 def accumulates_and_wraps(queue: cl.CommandQueue) -> None:
     """Two passes a step add up to the mean over both global batches; through wrap_optimizer, and with num_loss."""
     for wrap in (False, True):

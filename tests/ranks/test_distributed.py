@@ -262,7 +262,7 @@ def run_ranks(launcher: list[str], ranks: int, *command: str, platform: str | No
 @pytest.mark.any_cpu
 def test_ranks_train_as_one_process_does(launcher: list[str], queue: cl.CommandQueue) -> None:
     checks = (
-        "equals_single_process,overflow_on_one_rank,accumulates_and_wraps,gradient_on_one_rank_only,"
+        "equals_single_process,overflow_on_one_rank,repeats_together,accumulates_and_wraps,gradient_on_one_rank_only,"
         "refuses_a_step_without_averages"
     )
     status, output = run_ranks(launcher, 2, "-m", "tests.ranks.mpi_child", checks, platform=queue.device.platform.name)

@@ -38,7 +38,7 @@ TARGETS = [np.random.default_rng(seed + 50).standard_normal((12, 3)).astype(np.f
 
 def init(dtype: str = "float16") -> Any:
     handle = amp.init(dtype=dtype, loss_scale="dynamic")
-    handle.scalers[0].rule = ScaleRule(growth_interval=3)
+    handle.scalers[0].rule = ScaleRule(interval=3)
     return handle
 
 

@@ -56,7 +56,7 @@ class Run:
         self.params = list(self.model.parameters())
         self.optimizer = (optimizer or (lambda params: SGD(params, lr=0.05, momentum=0.9)))(self.params)
         self.handle = amp.init(dtype=dtype, loss_scale="dynamic")
-        self.handle.scalers[0].rule = ScaleRule(growth_interval=3)
+        self.handle.scalers[0].rule = ScaleRule(interval=3)
 
     def backward(self, x: Tensor, y: Tensor) -> Node:
         loss = loss_of(self.model, (x, y))

@@ -109,20 +109,21 @@ def test_a_skipped_step_changes_no_bit(queue: cl.CommandQueue, handle: amp.AmpHa
     assert all(changed[: len(optimizer.params)]), "the next step works"
 
 
-def test_a_real_overflow_is_found(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
+def test_a_real_overflow_is_found(queue: cl.CommandQueue) -> None:
     model, (x, y) = mlp(queue, 16, 32, 8), batch(queue, 32, 16, 8)
     y.write(y.to_host() * 1e4)  # 2 (p - y) / 1024 * 2^16 leaves half's range in the backward pass
     optimizer = SGD(model.parameters(), lr=1e-9)
-    before = weights_of(model)
-    step(handle, model, optimizer, (x, y))
-    assert not handle.last_step.stepped
-    assert_same(weights_of(model), before)
-    skips = 1
-    while not handle.last_step.stepped and skips < 30:
+    with amp.init(on_overflow="skip") as handle:
+        before = weights_of(model)
         step(handle, model, optimizer, (x, y))
-        skips += 1
-    assert handle.last_step.stepped, "the scale comes down to where the gradients fit"
-    assert handle.loss_scale == 2.0 ** (16 - (skips - 1))
+        assert not handle.last_step.stepped
+        assert_same(weights_of(model), before)
+        skips = 1
+        while not handle.last_step.stepped and skips < 30:
+            step(handle, model, optimizer, (x, y))
+            skips += 1
+        assert handle.last_step.stepped, "the scale comes down to where the gradients fit"
+        assert handle.loss_scale == 2.0 ** (16 - (skips - 1))
 
 
 def test_any_overflow_since_the_last_step_skips_it_and_halves_once(

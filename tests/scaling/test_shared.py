@@ -240,7 +240,7 @@ def states(handle: Any, optimizers: list[Any]) -> list[Any]:
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
-    "rule": lambda scaler: setattr(scaler, "rule", ScaleRule(growth_interval=2, growth_factor=8.0)),
+    "rule": lambda scaler: setattr(scaler, "rule", ScaleRule(interval=2, growth=8.0)),
     "set_scale": lambda scaler: scaler.set_scale(2.0**9),
     "load_state_dict": lambda scaler: scaler.load_state_dict({"loss_scale": 2.0**7, "unskipped": 1999}),
 }

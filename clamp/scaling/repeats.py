@@ -1,0 +1,210 @@
+"""A backward that has overflowed is run again, from the graph that it ran from, at a scale that its gradients bear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from clamp import bridge
+from clamp.bridge import Tensor
+from clamp.interrupts import uninterrupted
+from clamp.ops import transfer
+from clamp.ops.loss_scale import ScaleState, scale_lock
+from clamp.params import delivery, gradient_marks
+from clamp.scaling.backward_pass import Averaging, PassGradients
+from clamp.scaling.dynamic_scale import DynamicLossScale, settle_later
+from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.step_guard import StepGuard, are_steps_withheld
+
+Repeat: TypeAlias = Callable[[], object]  # does once more what was done
+
+
+class Repeats:
+    """The repeats of one pass, made before it ends, when its gradients have been divided.
+
+    Args:
+        loss: that of the pass: one that is inf or nan itself has no gradients at any scale. None where other
+            ranks, which do not know it, must decide the same.
+        scaler: its scale.
+        guards: of the pass's optimizers.
+        find: finds what runs backward again, from the gradients of before the pass, and divides what comes; None where
+            nothing does.
+    """
+
+    def __init__(
+        self, loss: Tensor | None, scaler: DynamicLossScale, guards: Sequence[StepGuard],
+        find: Callable[[], Repeat | None],
+    ) -> None:  # fmt: skip
+        self._loss, self._scaler, self._guards, self._find = loss, scaler, guards, find
+        self._before = scaler.verdict()
+        self._pending = [(guard.pending, guard.passes) for guard in guards]
+        self._mask = sum(guard.mask for guard in guards)
+        fresh = sum(guard.mask for guard in guards if guard.is_fresh(scaler))
+        self._is_skipped = bool(self._before.overflow & self._mask & ~fresh)  # the step, whatever this pass finds
+        self._tried = 0
+        self._left: list[tuple[Tensor, Tensor | None]] | None = None
+
+    def settle(self, end: Repeat, left: Callable[[], list[tuple[Tensor, Tensor | None]]]) -> None:
+        """Repeats, after the end of the pass, its backward if it has overflowed, now, or when its gradients are used.
+
+        Later is as before there were repeats: the host goes on, and waits with the step. So it is where the scale has
+        let a step pass since it last moved, in loops with one pass a step: a graph cannot be kept while the next pass's
+        is made. Where the user has changed gradients meanwhile, the step is skipped.
+
+        Args:
+            end: ends the pass, once more.
+            left: tensors, with the gradients that it has left to them.
+        """
+        if self._is_skipped or are_steps_withheld():
+            return
+        one_by_one = all(guard.passes == guard.passes_before == 1 for guard in self._guards)
+        if self._loss is None or not (one_by_one and self._before.growth_tracker):
+            try:
+                self._settle(end)
+            except BaseException:  # an interrupt, too: the pass is given up
+                self._rewind(self._before)
+                raise
+            return
+        self._left, heard = left(), [guard.token for guard in self._guards]
+        changes = self._scaler.changes
+
+        def late() -> None:
+            if changes == self._scaler.changes and heard == [guard.token for guard in self._guards]:
+                self._settle(end)
+
+        settle_later(late)
+
+    def _settle(self, end: Repeat) -> None:
+        """Reads what has become of the pass, and repeats its backward if it has overflowed.
+
+        It is repeated at the largest scale that lets it pass, of those that so many overflows would lead to: the next
+        one is tried, then those twice as far down until one does, and back up by halves. Where none does, not the
+        smallest either, all is as it is without repeats: the scale goes down once, and the step will be skipped.
+
+        From a scale that has let passes be since it last moved, one such batch is no reason to go as far down for all
+        that follow: it goes down once. One that has let none be stays where it was found.
+        """
+        if not (first := self._overflow()):
+            return
+        try:
+            self._repeat(first, end)
+        except BaseException:
+            for tensor, grad in self._left or ():  # as they were, with the inf
+                tensor.grad = grad
+            self._rewind(self._before, first)
+            end()
+            raise
+
+    def _repeat(self, first: int, end: Repeat) -> None:
+        rule, scales = self._scaler.rule, [self._before.scale]
+        while scales[-1] > rule.min:
+            scales.append(max(scales[-1] * rule.backoff, rule.min))
+        is_hopeless = self._loss is not None and not np.isfinite(self._loss.to_host()).all()
+        again = None if is_hopeless or len(scales) < 2 else self._find()
+        if again is None:
+            return
+        found = self._found(scales, again, end) if self._is_as_left(again, end) else None
+        if found is None:
+            self._rewind(self._before, first)
+            end()
+            return
+        for guard in self._guards:
+            guard.repeats += self._tried
+        for tensor, grad in self._left or ():  # whoever holds one by now
+            if grad is not None and tensor.grad is not grad:
+                transfer.copy(grad.queue, grad.buffer, tensor.grad.buffer, bridge.nbytes(grad))
+                gradient_marks.set_mark(grad, gradient_marks.mark_of(tensor.grad))
+                tensor.grad = grad
+        now, bad_steps = self._scaler.verdict(), self._before.bad_steps + 1
+        scale = scales[1] if self._before.growth_tracker else scales[found]
+        if bad_steps < rule.hysteresis:
+            scale = self._before.scale
+        self._scaler.rewind(now._replace(scale=scale, growth_tracker=0, bad_steps=bad_steps % rule.hysteresis))
+
+    def _found(self, scales: Sequence[float], again: Repeat, end: Repeat) -> int | None:
+        """Returns which of these falling scales is the largest that lets the pass be, as it then is."""
+
+        def passes(number: int) -> bool:
+            self._tried += 1
+            self._run(scales[number], again, end)
+            return not self._overflow()
+
+        bad, good, step = 0, 1, 1
+        while not passes(good):
+            if good == len(scales) - 1:
+                return None
+            step *= 2
+            bad, good = good, min(good + step, len(scales) - 1)
+        last = good
+        while good - bad > 1:
+            last = (good + bad) // 2
+            bad, good = (bad, last) if passes(last) else (last, good)
+        if last != good:
+            passes(good)
+        return good
+
+    def _is_as_left(self, again: Repeat, end: Repeat) -> bool:
+        """Returns whether the gradients are still those of the pass, to the bit; others stay as they are.
+
+        Only another backward at the same scale tells: what kernels of a user's write goes unnoticed.
+        """
+        if self._left is None:
+            return True
+        if any(tensor.grad is not grad for tensor, grad in self._left):
+            return False
+        grads = [(tensor, grad) for tensor, grad in self._left if grad is not None]
+        then = [bridge.read_bytes(grad) for _, grad in grads]
+        self._run(self._before.scale, again, end)
+        if all(np.array_equal(bridge.read_bytes(x.grad), host) for (x, _), host in zip(grads, then, strict=True)):
+            return True
+        for (tensor, grad), host in zip(grads, then, strict=True):
+            tensor.grad = grad
+            bridge.write_bytes(grad, host)
+        return False
+
+    def _run(self, scale: float, again: Repeat, end: Repeat) -> None:
+        self._rewind(self._before._replace(scale=scale, growth_tracker=0))
+        again()
+        end()
+
+    def _overflow(self) -> int:
+        """Returns what the pass has met: 0 nothing, 1 an inf, 2 a nan."""
+        state = self._scaler.verdict()
+        return 0 if not state.overflow & self._mask else 2 if state.nans & self._mask else 1
+
+    def _rewind(self, state: ScaleState, found: int = 0) -> None:
+        self._scaler.rewind(state, found)
+        for guard, (pending, passes) in zip(self._guards, self._pending, strict=True):
+            guard.put_back(pending)
+            guard.passes = passes
+
+
+def backward_again(
+    reached: PassGradients, optimizers: Sequence[Any], scaler: LossScale, guards: Sequence[StepGuard],
+    ranks: Averaging | None,
+) -> Repeat | None:  # fmt: skip
+    """Returns what runs the backward of a pass again, from the gradients of before it, and divides what comes; None
+    where nothing does."""
+    backwards = reached.backwards
+
+    def again() -> None:
+        reached.put_back()
+        with nullcontext() if ranks is None else ranks.one_pass():
+            came = PassGradients(optimizers)
+            with delivery.waiting_in(came):
+                in_turn(backwards)
+            if ranks is not None:
+                came.average(ranks, scaler)
+            with scale_lock, uninterrupted():
+                came.unscale(scaler, guards)
+
+    return again if backwards else None
+
+
+def in_turn(calls: Iterable[Repeat]) -> None:
+    """Makes these calls."""
+    for call in calls:
+        call()

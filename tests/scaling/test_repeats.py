@@ -1,0 +1,438 @@
+"""A backward that overflows is run again, from the same graph, at a scale that its gradients bear: no batch is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.nn.batchnorm import BatchNorm2dModule
+from netcl.nn.layers import Conv2d, Dropout, ReLU, Sequential
+from netcl.optim import SGD, Adam
+from netcl.optim.clip import clip_grad_norm
+
+from clamp import amp, bridge
+from clamp.bridge import Node, Tensor
+from clamp.cli.bench.timing import counted_launches
+from clamp.ops.loss_scale import DeviceState
+from tests.networks import Task, batch, mlp, weights_of
+from tests.reference import assert_same, to_device
+
+SPIKE = 4.0  # a loss so large overflows at the first scale, 2^16
+STEPS = [SPIKE, 1.0, SPIKE, SPIKE, 1.0]  # enough for a run, a recording, a comparison and replays
+
+
+class Loop:
+    """A training, and one step of it.
+
+    Args:
+        handle: of AMP, which is on.
+    """
+
+    def __init__(self, queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
+        np.random.seed(3)
+        self.queue, self.handle = queue, handle
+        self.model = self.make(queue)
+        self.x, self.y = batch(queue, 16, 8, 4)
+        self.half = to_device(queue, [0.5])
+        self.optimizers = self.made_optimizers()
+
+    def make(self, queue: cl.CommandQueue) -> Sequential:
+        """The model."""
+        return mlp(queue, 8, 16, 4)
+
+    def made_optimizers(self) -> list[Any]:
+        """Its optimizers."""
+        return [Adam(self.model.parameters(), lr=1e-3)]
+
+    def loss(self, size: Any) -> Node:
+        """The loss of the batch, so many times."""
+        return ag.mul(ag.mse_loss(self.model(ag.tensor(self.x)), ag.tensor(self.y)), ag.tensor(size))
+
+    def step(self, size: Tensor) -> None:
+        """One step."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.passes(size)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def passes(self, size: Tensor) -> None:
+        """Its scaled passes."""
+        with self.handle.scale_loss(self.loss(size), self.optimizers) as scaled_loss:
+            scaled_loss.backward()
+
+    def run(self, sizes: list[float], recorded: bool) -> list[np.ndarray]:
+        """Steps with losses so large; the weights after them."""
+        step = amp.record(self.step) if recorded else self.step
+        for size in sizes:
+            step(to_device(self.queue, [size]))
+        return weights_of(self.model)
+
+
+class Taped(Loop):
+    """On a tape."""
+
+    def passes(self, size: Tensor) -> None:
+        with ag.Tape() as tape:
+            loss = self.loss(size)
+        with self.handle.scale_loss(loss, self.optimizers) as scaled_loss:
+            tape.backward(scaled_loss)
+
+
+class Accumulated(Loop):
+    """Of which later passes add to the first one's gradients."""
+
+    def passes(self, size: Tensor) -> None:
+        for _ in range(3):
+            super().passes(size)
+
+
+class Twice(Loop):
+    """With two backwards in one pass."""
+
+    def passes(self, size: Tensor) -> None:
+        with self.handle.scale_loss(self.loss(size), self.optimizers) as scaled_loss:
+            scaled_loss.backward()
+            scaled_loss.backward(self.half)
+
+
+class TwoOptimizers(Loop):
+    """With an optimizer for each layer."""
+
+    def made_optimizers(self) -> list[Any]:
+        first, _, last = self.model.layers
+        return [Adam(first.parameters(), lr=1e-3), SGD(last.parameters(), lr=1e-6)]
+
+
+class Wrapped(Loop):
+    """With a scale for each of two losses."""
+
+    def made_optimizers(self) -> list[Any]:
+        return [self.handle.wrap_optimizer(*super().made_optimizers(), num_loss=2)]
+
+    def passes(self, size: Tensor) -> None:
+        (optimizer,) = self.optimizers
+        for _ in range(2):
+            with optimizer.scale_loss(self.loss(size)) as scaled_loss:
+                scaled_loss.backward()
+
+
+class Regularized(Loop):
+    """With masks that the repeat must not draw anew, and statistics that it must not move."""
+
+    def make(self, queue: cl.CommandQueue) -> Sequential:
+        self.norm = BatchNorm2dModule(queue, 4)
+        return Sequential(Conv2d(queue, 1, 4, 3, pad=1), self.norm, ReLU(), Dropout(0.5))
+
+    def loss(self, size: Any) -> Node:
+        images = ag.reshape(ag.tensor(self.x), (8, 1, 4, 4))
+        return ag.mul(ag.sum(self.model(images)), ag.tensor(size))
+
+    def run(self, sizes: list[float], recorded: bool) -> list[np.ndarray]:
+        weights = super().run(sizes, recorded)
+        return [*weights, self.norm.running_mean.to_host(), self.norm.running_var.to_host()]
+
+
+class Checkpointed(Loop):
+    """Of which backward computes a block again."""
+
+    def loss(self, size: Any) -> Node:
+        first, *others = self.model.layers
+        inner = amp.checkpoint(lambda x: Sequential(*others)(x), first(ag.tensor(self.x)))
+        return ag.mul(ag.mse_loss(inner, ag.tensor(self.y)), ag.tensor(size))
+
+
+class Decorated(Loop):
+    """With 16-bit parameters, and masters."""
+
+    def made_optimizers(self) -> list[Any]:
+        self.model, optimizer = amp.decorate(self.model, *super().made_optimizers(), level="O2")
+        return [optimizer]
+
+    def run(self, sizes: list[float], recorded: bool) -> list[np.ndarray]:
+        super().run(sizes, recorded)
+        return [x.to_host() for x in amp.master_params(self.optimizers[0])]
+
+
+class Clipped(Loop):
+    """With a norm that is taken between the pass and the step."""
+
+    def passes(self, size: Tensor) -> None:
+        super().passes(size)
+        clip_grad_norm(self.model.parameters(), 0.5)
+
+
+LOOPS = {
+    kind.__name__: kind
+    for kind in (Loop, Taped, Accumulated, Twice, TwoOptimizers, Wrapped, Regularized, Checkpointed, Decorated, Clipped)
+}
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_it_is_a_run_that_began_at_that_scale(queue: cl.CommandQueue, name: str, recorded: bool) -> None:
+    with amp.init() as handle:
+        weights = LOOPS[name](queue, handle).run(STEPS, recorded)
+        history, scales = list(handle.history), [scaler.scale for scaler in handle.scalers]
+    assert [report.reason for report in history if not report.stepped] == []
+    assert [bool(report.repeats) for report in history][:2] == [True, name == "TwoOptimizers"]
+    assert 2.0**4 < scales[-1] < 2.0**15
+    with amp.init(loss_scale=amp.ScaleRule(initial=scales[-1]), on_overflow="skip") as handle:
+        others = LOOPS[name](queue, handle).run(STEPS, recorded)
+        assert all(report.stepped for report in handle.history)
+    assert_same(weights, others)
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("name", ["Loop", "Taped", "TwoOptimizers", "Regularized", "Decorated", "Clipped"])
+def test_one_batch_that_overflows_later_lowers_the_scale_once(
+    queue: cl.CommandQueue, name: str, recorded: bool
+) -> None:
+    sizes, start = [1.0, 1.0, 1.0, 1.0, 1.0, 2.0**8, 1.0, 1.0], amp.ScaleRule(initial=2.0**10)
+    with amp.init(loss_scale=start) as handle:
+        loop = LOOPS[name](queue, handle)
+        weights = loop.run(sizes, recorded)
+        history = list(handle.history)[:: len(loop.optimizers)]
+    assert all(report.stepped for report in history)
+    assert [bool(report.repeats) for report in history] == [number == 5 for number in range(8)]
+    assert [report.scale for report in history] == [2.0**10] * 5 + [2.0**9] * 3
+    assert history[5].scale_before < 2.0**9
+    with amp.init(loss_scale=start) as handle:
+        loop = LOOPS[name](queue, handle)
+        for size, report in zip(sizes, history, strict=True):
+            handle.scalers[0].set_scale(report.scale_before)
+            others = loop.run([size], recorded=False)
+        assert not any(report.repeats for report in handle.history)
+    assert_same(weights, others)
+
+
+def reads_it(task: Task) -> None:
+    """Whoever reads a gradient reads the true one."""
+    grad = task.weight.grad
+    assert (grad.to_host() == 2.0**20).all()
+    assert task.gradient == 2.0**20
+
+
+def scales_it(task: Task) -> None:
+    """A gradient of the user's."""
+    task.weight.grad = ag.mul(ag.tensor(task.weight.grad), 0.5).value
+
+
+def writes_it(task: Task) -> None:
+    """By netcl's means."""
+    task.weight.grad.write(np.full(task.weight.shape, 3, np.float32))
+
+
+def writes_it_unseen(task: Task) -> None:
+    """By means of which nobody hears."""
+    bridge.write_bytes(task.weight.grad, np.full(task.weight.shape, 3, np.float32).view(np.uint8).reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("between", "moved"), [(reads_it, 2.0**20), (scales_it, 0), (writes_it, 3), (writes_it_unseen, 0)]
+)
+def test_what_is_between_a_pass_and_its_step_counts(
+    queue: cl.CommandQueue, between: Callable[[Task], None], moved: float
+) -> None:
+    """A step whose gradients have been changed before anybody knew of the overflow is skipped."""
+    task = Task(queue)
+    with amp.init() as handle:
+        for _ in range(2):
+            task.optimizer.zero_grad()
+            task.backward(handle, 2.0**-4)
+            task.optimizer.step()
+        task.optimizer.zero_grad()
+        task.backward(handle, 2.0**20)
+        before = task.moved
+        between(task)
+        task.optimizer.step()
+        assert handle.last_step.stepped == bool(moved)
+        assert task.moved - before == moved
+        assert handle.loss_scale == 2.0**15
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3, 4])
+def test_a_step_that_is_interrupted_in_a_repeat_can_be_called_again(
+    queue: cl.CommandQueue, fails: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Task(queue)
+    with amp.init() as handle:
+        for _ in range(2):
+            task.optimizer.zero_grad()
+            task.backward(handle, 2.0**-4)
+            task.optimizer.step()
+        task.optimizer.zero_grad()
+        task.backward(handle, 2.0**20)
+        moved, reads, read = task.moved, iter(range(1, 100)), DeviceState.read
+
+        def failing(self: DeviceState) -> Any:
+            if next(reads) == fails:
+                raise KeyboardInterrupt
+            return read(self)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(DeviceState, "read", failing)
+            with pytest.raises(KeyboardInterrupt):
+                task.optimizer.step()
+        task.optimizer.step()
+        assert handle.last_step.stepped
+        assert task.moved - moved == 2.0**20
+
+
+@pytest.mark.parametrize("big", range(3))
+def test_each_pass_of_an_accumulation_is_repeated_by_itself(queue: cl.CommandQueue, big: int) -> None:
+    sizes = [1.0] * 3
+    sizes[big] = 2.0**20
+    task = Task(queue)
+    with amp.init() as handle:
+        for size in sizes:
+            task.backward(handle, size)
+        assert task.gradient == sum(sizes)
+        task.optimizer.step()
+        assert (handle.last_step.stepped, handle.last_step.repeats > 0) == (True, True)
+        assert handle.loss_scale == (2.0**15 if big else 2.0**-4)
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_hysteresis_counts_steps_that_were_repeated(queue: cl.CommandQueue, hysteresis: int) -> None:
+    task = Task(queue)
+    with amp.init(loss_scale=amp.ScaleRule(initial=64.0, hysteresis=hysteresis)) as handle:
+        for number in range(1, 4):
+            task.optimizer.zero_grad()
+            task.backward(handle, 2.0**12)
+            assert task.gradient == 2.0**12
+            task.optimizer.step()
+            assert handle.last_step.stepped
+            assert handle.loss_scale == (64.0 if number < hysteresis else 16.0)
+
+
+def writes(task: Task, handle: amp.AmpHandle) -> None:
+    """Changes a gradient before it is divided."""
+    with handle.scale_loss(task.loss(2.0**20), task.optimizer) as scaled_loss:
+        scaled_loss.backward()
+        task.set_gradient(np.inf)
+
+
+def clears(task: Task, handle: amp.AmpHandle) -> None:
+    """Clears what was there, between the ``with`` and its backward."""
+    task.backward(handle)
+    with handle.scale_loss(task.loss(2.0**20), task.optimizer) as scaled_loss:
+        task.optimizer.zero_grad()
+        scaled_loss.backward()
+
+
+def nests(task: Task, handle: amp.AmpHandle) -> None:
+    """A pass inside of another."""
+    with handle.scale_loss(task.loss(2.0**20), task.optimizer) as scaled_loss:
+        task.backward(handle)
+        scaled_loss.backward()
+
+
+def loses_its_graph(task: Task, handle: amp.AmpHandle) -> None:
+    """The tape dies inside of the ``with``."""
+    with ag.Tape() as tape:
+        loss = task.loss(2.0**20)
+    with handle.scale_loss(loss, task.optimizer) as scaled_loss:
+        scaled_loss.backward()
+        del tape
+
+
+def is_inf_itself(task: Task, handle: amp.AmpHandle) -> None:
+    """A loss that no scale helps."""
+    task.backward(handle, np.inf)
+
+
+def has_gradients_of_no_number(task: Task, handle: amp.AmpHandle) -> None:
+    """A loss that is a number, and its gradient is none at any scale."""
+    x = ag.tensor(task.weight)
+    loss = ag.sum(ag.sqrt(ag.sub(x, x)))
+    with handle.scale_loss(loss, task.optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def is_withheld(task: Task, handle: amp.AmpHandle) -> None:
+    """Somebody looks on."""
+    handle.explain(lambda: task.backward(handle, 2.0**20))
+    task.backward(handle, np.inf)
+
+
+@pytest.mark.parametrize(
+    "passes", [writes, clears, nests, loses_its_graph, is_inf_itself, has_gradients_of_no_number, is_withheld],
+    ids=lambda function: function.__name__,
+)  # fmt: skip
+def test_what_cannot_be_repeated_is_skipped_as_ever(queue: cl.CommandQueue, passes: Callable[..., None]) -> None:
+    task = Task(queue)
+    with amp.init() as handle:
+        passes(task, handle)
+        task.optimizer.step()
+        assert (handle.last_step.stepped, handle.last_step.repeats) == (False, 0)
+        assert handle.last_step.reason
+        assert handle.loss_scale == 2.0**15
+        assert task.moved == 0
+        task.optimizer.zero_grad()
+        task.backward(handle)
+        task.optimizer.step()
+        assert task.moved == 1
+
+
+@pytest.mark.parametrize("options", [{"on_overflow": "skip"}, {"loss_scale": 2.0**16}], ids=str)
+def test_whoever_wants_none_has_none(queue: cl.CommandQueue, options: dict[str, Any]) -> None:
+    task = Task(queue)
+    with amp.init(**options) as handle:
+        task.backward(handle, 2.0**20)
+        task.optimizer.step()
+        assert (handle.last_step.stepped, handle.last_step.repeats, task.moved) == (False, 0, 0)
+    with pytest.raises(ValueError, match='on_overflow must be "repeat" or "skip", got \'retry\''):
+        amp.init(on_overflow="retry")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("number", range(1, 5))
+def test_an_error_in_a_repeat_leaves_all_as_it_was(
+    queue: cl.CommandQueue, number: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Task(queue)
+    with amp.init() as handle:
+        task.backward(handle)
+        before = handle.scalers[0].state_dict()
+        reads = iter(range(1, 100))
+        read = DeviceState.read
+
+        def failing(self: DeviceState) -> Any:
+            if next(reads) == number:
+                raise error
+            return read(self)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(DeviceState, "read", failing)
+            with pytest.raises(error):
+                task.backward(handle, 2.0**20)
+        assert handle.scalers[0].state_dict() == before
+        assert task.gradient == 1
+        task.backward(handle, 2.0**20)
+        task.optimizer.step()
+        assert task.gradient == 2.0**20 + 1
+        assert handle.last_step.stepped
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
+def test_a_healthy_step_reads_and_launches_what_it_did(
+    queue: cl.CommandQueue, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, copy = {}, cl.enqueue_copy
+    for on_overflow in ("skip", "repeat"):
+        with amp.init(loss_scale=amp.ScaleRule(initial=8.0), on_overflow=on_overflow) as handle:
+            loop = Loop(queue, handle)
+            step, size, reads = amp.record(loop.step) if recorded else loop.step, to_device(queue, [1.0]), []
+            for _ in range(4):
+                step(size)
+            with monkeypatch.context() as patched, counted_launches() as launches:
+                patched.setattr(cl, "enqueue_copy", lambda *args, to=reads, **kw: [to.append(1), copy(*args, **kw)][1])
+                step(size)
+            counts[on_overflow] = len(reads), launches
+    assert counts["skip"] == counts["repeat"]
+    assert counts["repeat"][0] == (2 if recorded else 1)
