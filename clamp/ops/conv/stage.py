@@ -94,15 +94,12 @@ def must_copy(x: Tensor, shape: Correlation, dtype: str) -> bool:
     return x.size > 0 and (shape.is_staged or bridge.STORAGE[x.dtype] != bridge.STORAGE[dtype])
 
 
-def stage(
-    x: Tensor, shape: Correlation, first: int, images: int, dtype: str, *, by_rows: bool, slack: int = 0
-) -> Tensor:
+def stage(x: Tensor, shape: Correlation, first: int, images: int, dtype: str, *, by_rows: bool) -> Tensor:
     """Images ``first`` and following of x (N, C, H, W), laid out for a correlation; x itself if it already is.
 
     Args:
         dtype: storage type of the copy.
         by_rows: whether a work-item copies rows, as suits a CPU, or one element.
-        slack: undefined elements behind the copy.
     """
     if not must_copy(x, shape, dtype):
         return x
@@ -110,7 +107,7 @@ def stage(
     source = shape.source if shape.is_staged else (1, shape.plane)  # what only changes its type is one row a plane
     rows_phase, columns_phase = shape.staged_shape if shape.is_staged else source
     planes = images * x.shape[1]
-    out = bridge.empty(x.queue, (planes * shape.plane + slack,), dtype)
+    out = bridge.empty(x.queue, (planes * shape.plane,), dtype)
     rows = planes * shape.plane // columns_phase
     types = _moved(x.dtype, dtype)
     first_plane = first * x.shape[1]

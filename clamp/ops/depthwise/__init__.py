@@ -45,14 +45,14 @@ def depthwise_conv2d(
 
 def gradients(
     x: Tensor, w: Tensor, grad: Tensor, stride: int = 1, pad: int = 0, *,
-    dx_dtype: str | None = None, dw_dtype: str | None = None, engine: str | None = None,
+    dx_dtype: str | None = None, dw_dtype: str | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients by x and w in these dtypes, None for what is not wanted; summed in fp32, rounded once.
 
     On CPU devices both come from one pass over x and grad.
 
     Raises:
-        ValueError: shapes that do not fit, or an engine that does not.
+        ValueError: shapes that do not fit.
     """
     problem = problem_of(x, w, stride, pad, is_gradient=True)
     if tuple(grad.shape) != problem.out_shape:
@@ -62,7 +62,7 @@ def gradients(
     dx = None if dx_dtype is None else bridge.empty(x.queue, x.shape, dx_dtype)
     if x.size == 0 or (dx_dtype is None and dw_dtype is None):
         return dx, None if dw_dtype is None else bridge.zeros(x.queue, w.shape, dw_dtype)
-    sums = choose("depthwise_conv2d", ENGINES, problem, engine).backward(problem, x, w, grad, dx, dw_dtype is not None)
+    sums = choose("depthwise_conv2d", ENGINES, problem).backward(problem, x, w, grad, dx, dw_dtype is not None)
     return dx, None if sums is None or dw_dtype is None else bridge.view(_sum_parts(sums, dw_dtype), w.shape)
 
 

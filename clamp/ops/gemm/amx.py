@@ -55,12 +55,12 @@ class Unit:
         return _PART_BYTES * self.parts
 
 
-def unit_of(device: Capabilities, dtype: str, *, emulate: bool = False) -> Unit:
+def unit_of(device: Capabilities, dtype: str) -> Unit:
     """Returns the way in which a device multiplies a type. A part of B that is used between two visits fits a
     first-level cache if it is in one part; of two it is used four times as often."""
     if dtype == "float16" and not device.amx_fp16:
-        return Unit(dtype, 2, _SUM_STEPS, emulate)
-    return Unit(dtype, 1, 8, emulate)
+        return Unit(dtype, 2, _SUM_STEPS)
+    return Unit(dtype, 1, 8)
 
 
 def fits(problem: Problem) -> bool:

@@ -142,7 +142,10 @@ def pack_b(
     Raises:
         ValueError: fewer than two dimensions, an unknown dtype, or an engine that does not fit.
     """
-    return _packed(_matrix("pack_b", "b", b, transpose, operand_b), a_dtype or b.dtype, rows, engine)
+    right = _matrix("pack_b", "b", b, transpose, operand_b)
+    problem = _problem(right, a_dtype or b.dtype, rows, None)
+    chosen = choose(problem, engine)
+    return PackedB(problem, chosen, chosen.pack(right))
 
 
 def is_packed(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> bool:
@@ -174,14 +177,6 @@ def rounds_as_it_reads(
         known = isinstance(chosen, Binds) and (transpose_b or chosen.copies(right))
         _are_rounded.keep(key, known)
     return known
-
-
-def _packed(
-    right: Matrix, a_dtype: str, rows: int | None, engine: str | None, reads: str | None = None
-) -> PackedB:  # fmt: skip
-    problem = _problem(right, a_dtype, rows, reads)
-    chosen = choose(problem, engine)
-    return PackedB(problem, chosen, chosen.pack(right))
 
 
 def _problem(right: Matrix, a_dtype: str, rows: int | None, reads: str | None) -> Problem:

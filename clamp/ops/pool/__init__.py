@@ -80,12 +80,15 @@ def avg_pool2d(x: Tensor, kernel_size: int, stride: int, *, out_dtype: str, engi
 
 
 def avg_pool2d_backward(
-    shape: tuple[int, ...], grad: Tensor, kernel_size: int, stride: int, *, out_dtype: str, engine: str | None = None
+    shape: tuple[int, ...], grad: Tensor, kernel_size: int, stride: int, *, out_dtype: str
 ) -> Tensor:
     """Gradient of ``avg_pool2d``: every element gets its share from all windows it is in, summed in fp32.
 
     Args:
-        shape: that of the forward's input. Everything else, and the errors, as for ``max_pool2d_backward``.
+        shape: that of the forward's input. Everything else as for ``max_pool2d_backward``.
+
+    Raises:
+        ValueError: the gradient's shape is not that of the result.
     """
     problem, out_shape = problem_of(
         shape, kernel_size, stride, (grad.dtype, out_dtype), capabilities(grad.queue), is_max=False, is_gradient=True
@@ -93,7 +96,7 @@ def avg_pool2d_backward(
     _require_grad_shape("avg_pool2d", grad, out_shape)
     dx = bridge.empty(grad.queue, shape, out_dtype)
     if dx.size:
-        choose("pool2d", ENGINES, problem, engine).avg_backward(problem, grad, dx)
+        choose("pool2d", ENGINES, problem).avg_backward(problem, grad, dx)
     return dx
 
 
