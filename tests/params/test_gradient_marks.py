@@ -767,3 +767,44 @@ def test_a_gradient_penalty_is_refused(task: Task, fp32: amp.AmpHandle) -> None:
         ag.add(task.loss(), norm)
     with pytest.raises(NotImplementedError, match="second derivatives"):
         ag.sum(ag.mul(ag.tensor(task.weight), ag.tensor(task.weight.grad))).backward()
+
+
+# ---------------------------------------------------------------------------------------------- in replays
+
+THEN, NOW, BY_ANOTHER = object(), object(), object()
+#: What was known of a gradient when it was recorded, and who hears of an inf or nan in it in a replay.
+IN_REPLAYS: list[tuple[Any, set[object]]] = [
+    (gradient_marks.checked(frozenset((THEN,))), {NOW}),
+    (gradient_marks.checked(frozenset((THEN, BY_ANOTHER))), {NOW, BY_ANOTHER}),
+    (gradient_marks.checked(frozenset((gradient_marks.FINITE,))), set()),
+    (gradient_marks.checked(frozenset((gradient_marks.FINITE, THEN))), {NOW}),
+    (gradient_marks.PLAIN, set()),
+    (None, set()),
+]
+
+
+@pytest.mark.parametrize(("mark", "hears"), IN_REPLAYS)
+def test_a_replay_knows_of_a_gradient_what_is_known_now(queue: cl.CommandQueue, mark: Any, hears: set[object]) -> None:
+    """That it was finite when it was recorded says nothing of what the replay has written there."""
+    param = Parameter.from_host(queue, np.ones(2, np.float32))
+    param.grad = grad = to_device(queue, np.ones(2))
+    gradient_marks.set_mark(grad, mark)
+    held = gradient_marks.snapshot([param])
+    param.grad = None
+    gradient_marks.set_mark(grad, None)
+    gradient_marks.restore(held, {THEN: NOW})
+    assert param.grad is grad
+    assert {token for token in (THEN, NOW, BY_ANOTHER) if gradient_marks.is_known_to(token, grad)} == hears
+    assert (gradient_marks.mark_of(grad) is None) == (mark is None)
+
+
+def test_a_replay_multiplies_by_the_scale_of_the_day(queue: cl.CommandQueue) -> None:
+    param, scale = Parameter.from_host(queue, np.ones(2, np.float32)), LossScale(4.0)
+    param.grad = grad = scale.scale_loss(to_device(queue, np.ones(2)))
+    gradient_marks.set_mark(grad, gradient_marks.Mark(scale.applied()))
+    held = gradient_marks.snapshot([param])
+    scale.set_scale(16.0)
+    gradient_marks.restore(held)
+    found = gradient_marks.scale_of(grad)
+    assert found is not None
+    np.testing.assert_array_equal(found.multiply(to_device(queue, np.ones(2)), "float32").to_host(), 16.0)
