@@ -18,7 +18,6 @@ from clamp.ops.elementwise import elementwise
 from clamp.ops.gemm import gemm, is_packed, pack_b, rounds_as_it_reads
 from clamp.ops.reduce_to_shape import sum_to_shape
 from clamp.ops.shape import permute
-from clamp.params.weight_cache import weights
 
 Shape = tuple[int, ...]
 Rows = tuple[int, int]
@@ -110,9 +109,9 @@ def _times(a: Tensor, w: Operand, *, transpose: bool = False, **epilogue: Any) -
     if w.weight is None or len(w.shape) != 2 or not is_packed(a, value, transpose_b=transpose):
         return gemm(a, value, transpose_b=transpose, **epilogue)
     kind = ("panels", transpose, value.dtype, a.dtype, rows)
-    if not weights.asked_before(w.weight, kind):  # an engine may pack what it reads better than a launch of its own
+    packed = w.derived_again(kind, lambda _: pack_b(value, transpose=transpose, a_dtype=a.dtype, rows=rows))
+    if packed is None:  # an engine may pack what it reads better than a launch of its own
         return gemm(a, value, transpose_b=transpose, **epilogue)
-    packed = w.derived(kind, lambda _: pack_b(value, transpose=transpose, a_dtype=a.dtype, rows=rows))
     return gemm(a, packed, **epilogue)
 
 

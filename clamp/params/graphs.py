@@ -20,7 +20,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tensor
 
 
-class _Pass:
+class _Backward:
     """A backward that has run: its nodes, as long as they live, and the leaves that have got its gradients and have not
     been stepped since, by id."""
 
@@ -31,7 +31,7 @@ class _Pass:
         self.waiting = dict(zip(map(id, reached), reached, strict=True))
 
 
-_passes: dict[int, weakref.ref[_Pass]] = {}  # a pass lives as long as a node that it was the last to run through
+_passes: dict[int, weakref.ref[_Backward]] = {}  # a pass lives as long as a node that it was the last to run through
 _RETAINED = object()  # in the place of the last pass through a node
 
 
@@ -45,7 +45,7 @@ def ran(computed: Iterable[Node], reached: Sequence[Tensor], retain_graph: bool)
     """
     last: Any = _RETAINED
     if not retain_graph:
-        last = _Pass(computed, reached)
+        last = _Backward(computed, reached)
         key = id(last)
         _passes[key] = weakref.ref(last, lambda _: _passes.pop(key, None))
     for node in computed:
@@ -85,7 +85,7 @@ def _is_stepped_by_others(leaf: Tensor) -> bool:
     return bool(leaf._has_optimizer)
 
 
-def _let_go(over: _Pass) -> None:
+def _let_go(over: _Backward) -> None:
     nodes = [node for x in over.nodes if (node := x()) is not None and getattr(node, "last_pass", None) is over]
     needed = {
         id(below)

@@ -315,7 +315,7 @@ def decoder_block(nn: Any, dim: int, n_head: int, hidden: int) -> Any:
         left, right = x.chunk(2, -1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
 
-    class Block(nn.Module):  # type: ignore[misc]
+    class DecoderBlock(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.norms = nn.ModuleList(nn.RMSNorm(width) for width in (dim, dim, size, size))
@@ -333,7 +333,7 @@ def decoder_block(nn: Any, dim: int, n_head: int, hidden: int) -> Any:
             h = before_mlp(x)
             return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
-    return Block()
+    return DecoderBlock()
 
 
 def resnet18(nn: Any, num_classes: int, base_channels: int) -> Any:

@@ -36,17 +36,17 @@ _COLOURS = {
 Rows = Mapping[str, Sequence[Range]]
 
 
-class Drawn(NamedTuple):
+class RangesDrawn(NamedTuple):
     """A picture as HTML, and how many modules it has no room for."""
 
     drawn: str
     left_out: int
 
 
-def ranges(found: Sequence[Range], suggested: float | None, first_bad: FirstBad | None) -> Drawn:
+def ranges(found: Sequence[Range], suggested: float | None, first_bad: FirstBad | None) -> RangesDrawn:
     """The picture of the modules that lose most; empty without ranges."""
     if not found:
-        return Drawn("", 0)
+        return RangesDrawn("", 0)
     modules = _modules(found)
     rows = {name: modules[name] for name in _chosen(modules)}
     bad = first_bad["module"] or first_bad["op"] if first_bad else None
@@ -56,7 +56,7 @@ def ranges(found: Sequence[Range], suggested: float | None, first_bad: FirstBad 
 
     label = f"Histograms of the magnitudes in {len(rows)} modules, activations and gradients, beside float16's range"
     drawn = picture("ranges", label, draw, lambda narrow: _height(len(rows), narrow))
-    return Drawn(drawn, len(modules) - len(rows))
+    return RangesDrawn(drawn, len(modules) - len(rows))
 
 
 def save_ranges(path: str | Path, found: Sequence[Range], suggested: float | None) -> None:
