@@ -15,6 +15,7 @@ from clamp.compat.scalers import StaticGradScaler
 from clamp.debug.memory_meter import max_memory
 from clamp.handle import AmpHandle, NoOpHandle
 from clamp.opencl.device import get_amp_supported_dtype, is_bfloat16_supported, is_float16_supported, supports_fp16
+from clamp.opencl.shortage import OutOfMemoryError
 from clamp.params import optim
 from clamp.params.masters import master_params
 from clamp.patching.user_functions import float_function, half_function, promote_function
@@ -41,6 +42,7 @@ __all__ = [
     "Graph",
     "NoOpHandle",
     "OptimWrapper",
+    "OutOfMemoryError",
     "PolicyError",
     "ScaleRule",
     "StaticGradScaler",

@@ -18,6 +18,7 @@ from clamp.debug.dry_run import NothingSeenError, check_step, dry_run
 from clamp.debug.memory_meter import KINDS, Piece, by_kind, gradients_now, pieces_now
 from clamp.debug.op_counter import Key, OpCounter
 from clamp.debug.words import aligned, size
+from clamp.opencl.shortage import SAYS_WHAT_HOLDS_MEMORY
 from clamp.params.weight_cache import weights
 
 _SHOWN = 12  # holders
@@ -74,12 +75,14 @@ class MemoryReport:
         peak: the moment of a step when most was held; None without a step.
         holders: who held it, those of most bytes first.
         timeline: of each op of the step, in order, the moment when most was held.
+        is_short: whether it is of an error, for want of memory.
     """
 
     now: Mapping[str, int]
     peak: Moment | None = None
     holders: Sequence[Holder] = ()
     timeline: Sequence[Moment] = field(default=(), repr=False)
+    is_short: bool = False
 
     @property
     def held(self) -> int:
@@ -101,6 +104,8 @@ class MemoryReport:
     __repr__ = __str__
 
     def _at_the_peak(self) -> list[str]:
+        if self.peak is None and self.is_short:
+            return []
         if self.peak is None:
             return ["", "handle.memory(step), of a function that does what one step of the loop does, finds the peak."]
         table = [("what", "of which op", "layer", "line", "pieces", "MiB")]
@@ -114,6 +119,14 @@ class MemoryReport:
     def _cures(self) -> list[str]:
         found = cures(self.now if self.peak is None else self.peak.bytes)
         return ["", "what would save memory", *(f"  {size(saved)}: {what}" for what, saved in found)] if found else []
+
+
+def _short() -> str:
+    """What to say of now where memory is short."""
+    return f"What held device memory then:\n{MemoryReport(memory_now().now, is_short=True)}"
+
+
+SAYS_WHAT_HOLDS_MEMORY.append(_short)
 
 
 def _held(found: Mapping[str, int]) -> int:
@@ -132,8 +145,10 @@ def cures(found: Mapping[str, int]) -> list[tuple[str, int]]:
         ("amp.checkpoint(block, x) in place of block(x), of each block: up to so much, for a second forward",
          found["activations"]),
         ("half the batch, and two backward passes a step", passing // 2),
-        ('amp.decorate(model, optimizer, level="O2"): 16-bit weights, whose gradients are, too', halves),
+        ('amp.decorate(model, optimizer, level="O2", master_weight="stochastic"): 16-bit weights without fp32 masters',
+         halves),
         ('enable_caching="last_use": 16-bit copies of weights go when backward has read them', found["copies"]),
+        ("amp.optim.Adam8bit or AdamW8bit, in place of netcl's Adam or AdamW", found["optimizer state"] * 3 // 4),
         ("netcl's pool keeps it for tensors of other sizes: get_persistent_pool(queue).clear()", found["free"]),
     ]  # fmt: skip
     return sorted(((what, saved) for what, saved in every if saved > least), key=lambda cure: -cure[1])

@@ -32,6 +32,7 @@ import pyopencl as cl
 from clamp.opencl import cache, cache_writer
 from clamp.opencl.cache import Kept, Signatures
 from clamp.opencl.progress import PROGRESS
+from clamp.opencl.shortage import explain_shortage
 
 _COMMON = "common.clh"
 # Scalars by their names in OpenCL C. A program is built with -cl-kernel-arg-info, so that its kernels know them.
@@ -126,14 +127,18 @@ class Launch:
             raise TypeError(
                 f"a launch of {self._known_as.function_name} leaves {len(self._set)} open, got {len(given)}"
             )
-        if cl.Kernel.__call__ is not _own_call:
-            changing = iter(given)
-            args = [next(changing) if arg is ... else arg for arg in self._args]
-            self._known_as(queue, self._global_size, self._local_size, *args)
-            return
-        for set_arg, arg in zip(self._set, given):  # noqa: B905  (a keyword takes as long as the launch)
-            set_arg(arg)
-        cl.enqueue_nd_range_kernel(queue, self._kernel, self._global_size, self._local_size)
+        try:
+            if cl.Kernel.__call__ is not _own_call:
+                changing = iter(given)
+                args = [next(changing) if arg is ... else arg for arg in self._args]
+                self._known_as(queue, self._global_size, self._local_size, *args)
+                return
+            for set_arg, arg in zip(self._set, given):  # noqa: B905  (a keyword takes as long as the launch)
+                set_arg(arg)
+            cl.enqueue_nd_range_kernel(queue, self._kernel, self._global_size, self._local_size)
+        except cl.Error as error:
+            explain_shortage(error, f"launching {self._known_as.function_name}")
+            raise
 
     def unchanged(self, queue: cl.CommandQueue) -> Callable[[], Any] | None:
         """The launch without anything of Python's around it, for when nobody watches; None if arguments change."""
@@ -209,9 +214,12 @@ class Kernel:
             KernelBuildError: the device's compiler rejected the program.
         """
         kernel = self.on(queue, **macros)
-        event: cl.Event = kernel(
-            queue, global_size, local_size, *[x if type(x) in _ARGUMENTS else getattr(x, "buffer", x) for x in args]
-        )
+        buffers = [x if type(x) in _ARGUMENTS else getattr(x, "buffer", x) for x in args]
+        try:
+            event: cl.Event = kernel(queue, global_size, local_size, *buffers)
+        except cl.Error as error:  # drivers may allocate as late as here
+            explain_shortage(error, f"launching {self.name}")
+            raise
         return event
 
     @property

@@ -6,6 +6,7 @@ docs/netcl-defects.md has the layers, each with a minimal example.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pyopencl as cl
@@ -22,6 +23,7 @@ from clamp.bridge import HALF_DTYPES, Node, TensorLike
 from clamp.casting.policy_table import CastPolicy, Entry
 from clamp.functions.recompute import is_recomputing
 from clamp.opencl.device import capabilities
+from clamp.opencl.shortage import explain_shortage
 from clamp.patching.patch_registry import meets, replaces
 from clamp.patching.wrap import Installed, netcl_wrapper
 
@@ -123,6 +125,33 @@ def of_queue(wrapped: Any, instance: None, /, queue: Any) -> PersistentBufferPoo
         with _lock:
             pool = memory._PERSISTENT_POOLS.setdefault(key, PersistentBufferPool(queue.context, queue))
     return pool
+
+
+@replaces("netcl.core.memory.cl")
+class _Allocating:
+    """pyopencl as netcl's pools see it: where memory is short, the error says what holds it."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        self.SVM = own.SVM  # of every tensor: at hand
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def Buffer(self, *args: Any, **kwargs: Any) -> Any:
+        """A buffer."""
+        return self._made(self._own.Buffer, *args, **kwargs)
+
+    def fsvm_empty(self, context: cl.Context, shape: int, dtype: Any) -> Any:
+        """Shared virtual memory, in an array."""
+        return self._made(self._own.fsvm_empty, context, shape, dtype)
+
+    def _made(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return make(*args, **kwargs)
+        except cl.Error as error:
+            explain_shortage(error, "allocating for a tensor")
+            raise
 
 
 # -------------------------------------------------------------- what is known of a device without running kernels on it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.core import memory
 from netcl.core.memory import PersistentBufferPool
 from netcl.nn.layers import Conv2d, Flatten, Linear, ReLU, Sequential
 from netcl.nn.modern import DecoderBlock
@@ -19,6 +21,7 @@ from netcl.optim import SGD, Adam, AdamW
 from clamp import amp, bridge
 from clamp.bridge import Tensor
 from clamp.debug.memory_report import MemoryReport
+from clamp.ops.cast import cast
 from clamp.params.weight_cache import weights
 from tests.networks import mlp, stepping
 from tests.reference import to_device
@@ -196,3 +199,64 @@ def test_a_handle_that_does_nothing_counts_as_well(queue: cl.CommandQueue) -> No
     before = handle.memory(lambda: None)
     kept = to_device(queue, np.ones((1 << 10, 1 << 8), np.float32))
     assert more(handle.memory(), before)["other tensors"] == bridge.nbytes(kept) == 2**20
+
+
+# ---------------------------------------------------------------------------------------------- where it is short
+
+
+def allocation(queue: cl.CommandQueue) -> None:
+    """More than any device has."""
+    bridge.empty(queue, (1 << 42,), "float32")
+
+
+def netcls_allocation(queue: cl.CommandQueue) -> None:
+    Tensor.from_shape(queue, (1 << 42,))
+
+
+def launch(queue: cl.CommandQueue) -> None:
+    """As on devices whose drivers take memory when a kernel first uses it."""
+
+    def fail(*args: Any) -> None:
+        raise cl.MemoryError(cl._cl._ErrorRecord("full", cl.status_code.MEM_OBJECT_ALLOCATION_FAILURE, "enqueue"))
+
+    x = to_device(queue, np.ones((2, 3), np.float32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cl.Kernel, "__call__", fail)
+        cast(x, "bfloat16")
+
+
+@pytest.mark.parametrize("fails", [allocation, netcls_allocation, launch])
+def test_where_memory_is_short_the_error_says_what_holds_it(
+    queue: cl.CommandQueue, fails: Callable[[cl.CommandQueue], None]
+) -> None:
+    train = Training(queue, Case("mlp", "float16"))
+    try:
+        with ag.Tape():
+            kept = train.model(ag.tensor(train.data[0]))
+            with pytest.raises(amp.OutOfMemoryError) as raised:
+                fails(queue)
+        assert kept.value.dtype == "float16"
+    finally:
+        train.handle.shutdown()
+    error = raised.value
+    assert isinstance(error, cl.MemoryError)
+    assert isinstance(error, cl.RuntimeError)
+    assert isinstance(error.__cause__, cl.Error)
+    assert str(error).startswith(str(error.__cause__))
+    assert error.code == error.__cause__.code < 0
+    for words in ("activations kept for backward", "16-bit copies", "amp.checkpoint(block, x)", "enable_caching="):
+        assert words in str(error)
+    assert "handle.memory(step)" not in str(error)
+    assert memory.cl is cl
+
+
+def test_other_errors_of_drivers_stay_what_they_are(queue: cl.CommandQueue) -> None:
+    def fail(*args: Any) -> None:
+        raise cl.LogicError(cl._cl._ErrorRecord("no", cl.status_code.INVALID_KERNEL_ARGS, "enqueue"))
+
+    x = to_device(queue, np.ones((2, 3), np.float32))
+    with amp.init(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cl.Kernel, "__call__", fail)
+        with pytest.raises(cl.LogicError) as raised:
+            cast(x, "bfloat16")
+    assert type(raised.value) is cl.LogicError
