@@ -23,7 +23,14 @@ from clamp.opencl.device import NoDeviceError
 INTERRUPTED = 130  # the exit status after Ctrl-C, as shells have it
 USUAL_WORKS = ("gemm", "conv", "attention", "bandwidth", "cast", "unscale", "step", "cnn")
 SMALL_WORKS = ("first-step", "small")  # mostly Python's
-WORKS = (*USUAL_WORKS, "decoder", "guide", "resnet", *SMALL_WORKS)  # guide and resnet: minutes of netcl on a CPU
+WORKS = (
+    *USUAL_WORKS,
+    "decoder",
+    "guide",
+    "resnet",
+    "memory",
+    *SMALL_WORKS,
+)  # guide and resnet: minutes of netcl on a CPU
 LAYOUTS = ("NN", "NT", "TN", "TT")
 CONVS = ("few", "resnet18", "one")
 _MODULES = {
@@ -148,6 +155,10 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{work}", action="append_const", dest="works", const=work, help=f"time the {what}, and nothing else"
         )
+    parser.add_argument(
+        "--memory", action="append_const", dest="works", const="memory",
+        help="measure the memory of training loops and the time that checkpointing takes, and nothing else",
+    )  # fmt: skip
     parser.add_argument(
         "--against", type=Path, metavar="CHECKOUT", help="compare first steps with those of another checkout of clamp"
     )

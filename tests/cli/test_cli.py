@@ -102,6 +102,26 @@ def test_bench_times_small_steps(queue: cl.CommandQueue, tmp_path: Path, monkeyp
 
 @pytest.mark.once
 @pytest.mark.slow
+def test_bench_measures_the_memory_of_loops(
+    queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "QUICK", Effort(rounds=2, seconds=0.0, least=1, most=1))
+    sizes = ["--step", "7x32x8", "--cnn", "2", "--decoder", "2x8x32"]
+    arguments = ["--memory", "--no-netcl", *sizes, "--device", queue.device.platform.name]
+    assert main(["bench", "--quick", *arguments, "--json", str(tmp_path / "memory.json")]) == 0
+    rows = json.loads((tmp_path / "memory.json").read_text())["rows"]
+    assert len({row["case"] for row in rows if row["work"] == "checkpoint"}) == 3
+    bytes_of = {(row["case"], row["contender"]): row["median"] for row in rows if row["work"] == "memory"}
+    for (case, name), found in bytes_of.items():
+        if case.startswith("peak, loss.backward()"):
+            other = case.replace("loss.backward()", "tape.backward(loss)")
+            assert found == bytes_of[other, name], "both ways to run backward hold one step"
+        if case.startswith("activations") and name.endswith(", checkpoint"):
+            assert found < 0.5 * bytes_of[case, name.removesuffix(", checkpoint")]
+
+
+@pytest.mark.once
+@pytest.mark.slow
 def test_bench_measures_first_steps(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This checkout beside itself: what was compiled, and that a second process finds it."""
     if is_simulator(queue.device):

@@ -227,7 +227,7 @@ def launch(queue: cl.CommandQueue) -> None:
 
 @pytest.mark.parametrize("fails", [allocation, netcls_allocation, launch])
 def test_where_memory_is_short_the_error_says_what_holds_it(
-    queue: cl.CommandQueue, fails: Callable[[cl.CommandQueue], None]
+    queue: cl.CommandQueue, looks_at_objects_set_aside: None, fails: Callable[[cl.CommandQueue], None]
 ) -> None:
     train = Training(queue, Case("mlp", "float16"))
     try:

@@ -25,6 +25,7 @@ from clamp.cli import INTERRUPTED, USUAL_WORKS
 from clamp.cli.bench import networks
 from clamp.cli.bench.bandwidth import bandwidth_cases, cast_cases, unscale_cases
 from clamp.cli.bench.contenders import Case, dtypes_of
+from clamp.cli.bench.memory import checkpoint_case, memory_of
 from clamp.cli.bench.networks import Network
 from clamp.cli.bench.peers import PeerProcess, installed_peers
 from clamp.cli.bench.products import SHAPES, attention_cases, conv_cases, gemm_cases
@@ -183,6 +184,10 @@ class Bench:
         if "small" in args.only:
             yield from small_cases(self.queue, peers)
             yield from call_cases(self.queue)
+        for network in memory_networks(args) if "memory" in args.only else ():
+            self.rows += memory_of(self.queue, network, ("netcl",) if args.no_netcl else ())
+            self.write()
+            yield checkpoint_case(self.queue, network)
         for network in networks_of(args, args.only):
             levels = ("O1", "O2") if network.work == "guide" else ("O1",)
             yield from self._step_cases(network, levels, peers)
@@ -240,6 +245,13 @@ def networks_of(args: Namespace, works: Sequence[str]) -> list[Network]:
     known = [networks.mlp(layers, width, batch), networks.cnn(args.cnn), networks.decoder(*args.decoder), guide]
     known.append(networks.resnet(*args.resnet))
     return [network for network in known if network.work in works]
+
+
+def memory_networks(args: Namespace) -> list[Network]:
+    """Returns the networks whose memory is measured, in the sizes asked for."""
+    batch, length, _ = args.decoder
+    decoder = replace(networks.LM, batch=batch, shape=(length,))
+    return [networks.mlp(*args.step), networks.cnn(args.cnn), decoder]
 
 
 def _print_head(console: Console, head: dict[str, Any]) -> None:

@@ -276,8 +276,13 @@ class Trainer:
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tape, Node]:
         """The loss of a batch, with what backward is run by."""
         with ag.Tape() as tape:
-            loss = getattr(F, self._network.loss)(self._network.forward(self.model, x), ag.tensor(y))
+            loss = self.loss(x, y)
         return tape, loss
+
+    def loss(self, x: Tensor, y: Tensor) -> Node:
+        """Returns the loss of a batch."""
+        loss: Node = getattr(F, self._network.loss)(self._network.forward(self.model, x), ag.tensor(y))
+        return loss
 
 
 def first_step() -> None:
