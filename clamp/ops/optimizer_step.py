@@ -141,13 +141,17 @@ class MultiUpdate:
             grads: float32, one for each parameter, of as many elements; none of a rule without gradients.
             turn: another one in each step, from 0 to 2^32 - 1: what chance depends on.
         """
+        if not self._has_gradients:
+            grads_of: list[list[Any]] = [[] for _ in self._launches]
+        else:
+            grads_of = [[grads[index].buffer for index in members] for members, _, _ in self._launches]
+        of_turn = (np.uint32(turn),)
         return [
-            partial(
-                launch, self._queue, *((np.uint32(turn),) if by_chance else ()), *numbers,
-                *([grads[index].buffer for index in members] if self._has_gradients else ()),
-            )
-            for members, launch, by_chance in self._launches
-        ]  # fmt: skip
+            partial(launch, self._queue, *of_turn, *numbers, *buffers)
+            if by_chance
+            else partial(launch, self._queue, *numbers, *buffers)
+            for (_, launch, by_chance), buffers in zip(self._launches, grads_of, strict=True)
+        ]
 
 
 def moments_bytes(size: int) -> int:

@@ -285,6 +285,8 @@ def were_rewritten(stepped: Iterable[Tensor]) -> None:
 def rewriting(stepped: Sequence[Tensor], optimizer: Any) -> list[Callable[[], None]]:
     """Returns calls that rewrite the 16-bit parameters of these, whatever the optimizer's ``step`` made of them, unless
     others do."""
+    if not _behind:
+        return []
     pairs = [(master, _behind.pop(id(master), None)) for master in stepped]
     turn = bridge.roundings(optimizer) + 1
     found = [

@@ -25,6 +25,7 @@ class MasterInParts(Tensor):  # type: ignore[misc]  # netcl has no types
     """A master that consists of a 16-bit parameter and, where it is kept in two parts, 16 bits more."""
 
     is_in_parts: ClassVar[bool] = True
+    exist: ClassVar[bool] = False  # whether there was ever one: steps of others need not ask each parameter
     parts: Copy
     _whole: Tensor | None
 
@@ -75,6 +76,7 @@ def put_in_parts(master: Tensor, model: Tensor, keeps: str, key: int) -> None:
         del vars(master)["buffer"]
         master.__class__ = MasterInParts
     assert isinstance(master, MasterInParts)
+    MasterInParts.exist = True
     master.parts, master._whole = Copy(model, keeps, rest, key), whole
     master.split()
 
@@ -91,11 +93,6 @@ def make_whole(master: Tensor) -> None:
         attributes.update(buffer=whole.buffer, pool_handle=whole.pool_handle)
         whole.pool_handle = None
     del attributes["parts"], attributes["_whole"]
-
-
-def memory_of(param: Tensor) -> Any:
-    """Returns what a step writes to step a parameter: its buffer, or its parts."""
-    return param.parts if type(param) is MasterInParts else param.buffer
 
 
 def buffers_of(param: Tensor) -> list[Any]:

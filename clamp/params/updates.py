@@ -22,7 +22,7 @@ from clamp.bridge import Tensor
 from clamp.ops.optimizer_step import Copy, MultiUpdate, mixed
 from clamp.ops.slots import in_turn
 from clamp.params import masters
-from clamp.params.parts import MasterInParts, buffers_of, memory_of, splitting
+from clamp.params.parts import MasterInParts, buffers_of, splitting
 from clamp.params.weight_cache import weights
 from clamp.params.writes import writes
 
@@ -112,13 +112,14 @@ class OptimizerStep:
         return pieces
 
     def _launches_of(self, ready: _Ready) -> list[Callable[[], Any]]:
-        optimizer, launches, turn = self._optimizer, ready.launches, 0
-        counts: list[Callable[[], Any]] = [partial(bridge.count_step, optimizer, ready.update)]
-        if launches.by_chance:
-            turn = bridge.roundings(optimizer) + 1
-            counts.append(partial(bridge.set_roundings, optimizer, turn))
-        splits = splitting(ready.params) if launches.has_parts else []
-        return [*splits, *launches.pieces(ready.update.numbers, ready.grads, mixed(turn)), *counts]
+        optimizer, launches = self._optimizer, ready.launches
+        count = partial(bridge.count_step, optimizer, ready.update)
+        if not launches.has_parts:
+            return [*launches.pieces(ready.update.numbers, ready.grads), count]
+        turn = bridge.roundings(optimizer) + 1
+        counts = [count, partial(bridge.set_roundings, optimizer, turn)] if launches.by_chance else [count]
+        pieces = launches.pieces(ready.update.numbers, ready.grads, mixed(turn))
+        return [*splitting(ready.params), *pieces, *counts]
 
     def _found(self, params: Sequence[Tensor]) -> _Ready | None:
         """Returns the step that is ready for these parameters; None if it is netcl's to make."""
@@ -259,7 +260,13 @@ class _Ready(NamedTuple):
 
 
 def _places_of(params: Sequence[Tensor]) -> list[int]:
-    return [id(x) for param in params for x in (param, memory_of(param), param.queue)]
+    if not MasterInParts.exist:
+        return [id(x) for param in params for x in (param, param.buffer, param.queue)]
+    return [
+        id(x)
+        for param in params
+        for x in (param, param.parts if type(param) is MasterInParts else param.buffer, param.queue)
+    ]
 
 
 def _key_of(update: bridge.Update, copies: Sequence[Copy | None]) -> list[Any]:
