@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from clamp import bridge
@@ -47,7 +48,8 @@ def ran(computed: Iterable[Node], reached: Sequence[Tensor], retain_graph: bool)
     if not retain_graph:
         last = _Backward(computed, reached)
         key = id(last)
-        _passes[key] = weakref.ref(last, lambda _: _passes.pop(key, None))
+        # of C alone, so that no interrupt is raised, and lost, in it: pop(key, the reference)
+        _passes[key] = weakref.ref(last, partial(_passes.pop, key))
     for node in computed:
         node.last_pass = last
 
