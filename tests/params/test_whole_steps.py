@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import pytest
-from netcl.optim import RMSProp
+from netcl.optim import SGD, RMSProp
 
 from clamp import amp, bridge
-from clamp.bridge import Tensor
+from clamp.bridge import Parameter, Tensor
 from clamp.ops.cast import cast
-from clamp.params import masters
+from clamp.params import masters, updates
 from tests.params.test_updates import MAKE, Loop, Make
+from tests.reference import to_device
 
 STEPPED_BY: dict[str, Make] = {
     **{name: MAKE[name] for name in ("sgd", "sgd, momentum", "nesterov", "adam", "adamw")},
@@ -270,3 +272,17 @@ def test_a_gradient_that_no_step_can_read_is_refused_before_any_parameter_moves(
         loop.params[1].grad = None
         loop.optimizer.step()
     assert values_of(loop)[0] != before[0]
+
+
+def test_what_a_gone_optimizer_left_is_nobody_elses(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizers are known by their addresses, which memory that comes again has again."""
+    param = Parameter.from_host(queue, np.ones(2, np.float32))
+    optimizer, gone = SGD([param], lr=1.0), SGD([param], lr=1.0)
+    left = updates._Unfinished(weakref.ref(gone), [], [lambda: pytest.fail("another's launches are made")])
+    del gone
+    assert left.optimizer() is None
+    monkeypatch.setitem(updates._unfinished, id(optimizer), left)
+    with amp.init():
+        param.grad = to_device(queue, np.ones(2))
+        optimizer.step()
+    np.testing.assert_array_equal(param.to_host(), 0.0)
