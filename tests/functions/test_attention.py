@@ -15,16 +15,15 @@ from netcl.nn.transformer import CausalSelfAttention, TransformerBlock
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, NotOwned
+from clamp.casting.operands import NotOwned
 from clamp.casting.policies import Match, Promote
 from clamp.casting.registry import OWNED
 from clamp.functions import arithmetic, attention
 from tests.functions.operands import half
-from tests.reference import STORAGE_DTYPES, assert_close, integers, to_device, to_numpy
+from tests.reference import STORAGE_DTYPES, assert_close, assert_same, integers, to_device, to_numpy
 
 pytestmark = pytest.mark.usefixtures("shut_down")
 
-EPS = 2.0**-24
 SHAPE = (2, 3, 5, 8)
 
 
@@ -34,89 +33,18 @@ def leaf(queue: cl.CommandQueue, seed: int, dtype: str = "float32", requires_gra
     return Node(value=tensor)
 
 
-def swapped(x: np.ndarray) -> np.ndarray:
-    return np.swapaxes(x, -1, -2)
-
-
-def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray, causal: bool, scale: float) -> list[Any]:
-    """The result and the gradients of q, k and v."""
-    scores = q @ swapped(k) * scale
-    if causal:
-        scores = np.where(np.tri(q.shape[2], dtype=bool), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    slopes = g @ swapped(v)
-    ds = weights * (slopes - (weights * slopes).sum(-1, keepdims=True)) * scale
-    return [weights @ v, ds @ k, swapped(ds) @ q, swapped(weights) @ g]
-
-
 # ------------------------------------------------------------------------------------------------ attention
 
 
-@pytest.mark.parametrize(("causal", "scale"), [(True, None), (False, 0.7)])
-@pytest.mark.parametrize(
-    ("casting", "dtypes", "result", "read"),
-    [
-        (half(), ("float32", "float32", "float32"), "float16", "float16"),
-        (half("bfloat16"), ("bfloat16", "float32", "float16"), "bfloat16", "bfloat16"),
-        (Promote(), ("float16", "float32", "float16"), "float32", None),
-        (Match(), ("float32", "float32", "float32"), "float32", None),
-    ],
-)
-def test_attention(
-    queue: cl.CommandQueue, casting: Casting, dtypes: tuple[str, ...], result: str, read: str | None, causal: bool,
-    scale: float | None,
-) -> None:  # fmt: skip
-    leaves = [leaf(queue, seed, dtype) for seed, dtype in enumerate(dtypes)]
-    tape = Tape()
-    out = OWNED["netcl.autograd.flash_attention"](casting, *leaves, causal=causal, scale=scale, tape=tape)
-    g = to_device(queue, np.random.default_rng(9).standard_normal(SHAPE), result)
-    tape.backward(out, g)
-    values = [to_numpy(x.value if read is None else to_device(queue, to_numpy(x.value), read)) for x in leaves]
-    want, *grads = reference(*values, to_numpy(g), causal, 8**-0.5 if scale is None else scale)  # type: ignore[call-arg]
-    assert out.value.dtype == result
-    assert_close(out.value, want, slack=256 * EPS)
-    for x, grad, dtype in zip(leaves, grads, dtypes, strict=True):
-        assert x.grad.dtype == dtype
-        assert_close(x.grad, grad, slack=1024 * EPS)
-
-
-@pytest.mark.parametrize("scale", [2.0**-10, 2.0**6])
-def test_scaled_gradients(queue: cl.CommandQueue, scale: float) -> None:
-    results = []
-    for factor in (1.0, scale):
-        leaves = [leaf(queue, seed) for seed in range(3)]
-        tape = Tape()
-        out = OWNED["netcl.autograd.flash_attention"](half("bfloat16"), *leaves, tape=tape)
-        tape.backward(out, to_device(queue, factor * np.random.default_rng(3).standard_normal(SHAPE), "bfloat16"))
-        results.append([to_numpy(x.grad) / factor for x in leaves])
-    for first, second in zip(*results, strict=True):
-        np.testing.assert_array_equal(first, second)
-
-
-def test_no_gradient_for_inputs_that_need_none(queue: cl.CommandQueue) -> None:
-    q, k, v = (leaf(queue, seed, "float16", requires_grad=seed == 1) for seed in range(3))
-    tape = Tape()
-    out = OWNED["netcl.autograd.flash_attention"](half(), q, k, v, tape=tape)
-    tape.backward(out, to_device(queue, np.ones(SHAPE), "float16"))
-    assert (q.grad, v.grad) == (None, None)
-    assert k.grad is not None
-    inputs = [leaf(queue, seed, requires_grad=False) for seed in range(3)]
-    assert OWNED["netcl.autograd.flash_attention"](half(), *inputs).grad_fn is None
-    assert attention.rope(Match(), inputs[0], integers(queue, range(5))).grad_fn is None
-    assert arithmetic.masked_fill(Promote(), inputs[0], to_device(queue, np.ones(8))).grad_fn is None
-
-
 def test_bare_tensors(queue: cl.CommandQueue) -> None:
-    q, k, v = (leaf(queue, seed, "float16").value for seed in range(3))
-    assert isinstance(OWNED["netcl.autograd.flash_attention"](half(), q, k, v), Tensor)
+    leaves = [leaf(queue, seed, "float16") for seed in range(3)]
+    q, k, v = (x.value for x in leaves)
+    recorded = OWNED["netcl.autograd.flash_attention"](half(), *leaves, causal=False, scale=0.5)
     out, lse = attention.flash_attention(half(), q, k, v, causal=False, scale=0.5)
     g = to_device(queue, np.random.default_rng(5).standard_normal(SHAPE), "float16")
     grads = attention.tensor_flash_attention_backward(half(), q, k, v, out, lse, g, causal=False, scale=0.5)
-    want = reference(*(to_numpy(x) for x in (q, k, v, g)), False, 0.5)  # type: ignore[call-arg]
-    for got, expected in zip((out, *grads), want, strict=True):
-        assert got.dtype == "float16"
-        assert_close(got, expected, slack=1024 * EPS)
+    assert_same(map(to_numpy, (out, *grads)), map(to_numpy, (recorded.value, *recorded.grad_fn(g))))
+    assert {x.dtype for x in (out, *grads)} == {"float16"}
     # The last query of a causal attention is what decoding computes.
     out, _ = attention.flash_attention(Match(), q, k, v)
     last = to_device(queue, to_numpy(q)[:, :, -1:], "float16")
@@ -137,22 +65,11 @@ def test_what_attention_does_not_take(queue: cl.CommandQueue) -> None:
 
 
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
-def test_rope(queue: cl.CommandQueue, dtype: str) -> None:
-    x = leaf(queue, 0, dtype)
-    places = np.array([0, 3, 17, 100_000, 2])
-    theta = (500.0 ** (-np.arange(4) / 4)).astype(np.float32)
-    turns = np.exp(1j * (places.astype(np.float32)[:, None] * theta).astype(np.float64))
-    tape = Tape()
-    out = attention.rope(Match(), x, integers(queue, places), base=500.0, tape=tape)
-    g = to_device(queue, np.random.default_rng(1).standard_normal(SHAPE), dtype)
-    tape.backward(out, g)
-    for got, source, factor in ((out.value, x.value, turns), (x.grad, g, turns.conj())):
-        want = to_numpy(source).view(np.complex128) * factor
-        assert got.dtype == dtype
-        assert_close(got, want.view(np.float64), slack=8 * EPS)
-    back = attention.rope(Match(), out.value, integers(queue, places), 500.0, inverse=True)
+def test_rope_is_turned_back(queue: cl.CommandQueue, dtype: str) -> None:
+    x, places = leaf(queue, 0, dtype).value, integers(queue, [0, 3, 17, 100_000, 2])
+    back = attention.rope(Match(), attention.rope(Match(), x, places, base=500.0), places, 500.0, inverse=True)
     assert back.dtype == dtype
-    np.testing.assert_allclose(to_numpy(back), to_numpy(x.value), atol=3e-2 if dtype == "bfloat16" else 4e-3)
+    np.testing.assert_allclose(to_numpy(back), to_numpy(x), atol=3e-2 if dtype == "bfloat16" else 4e-3)
 
 
 # ------------------------------------------------------------------------------------------------------ masks
@@ -162,19 +79,12 @@ def test_rope(queue: cl.CommandQueue, dtype: str) -> None:
 def test_masked_fill(queue: cl.CommandQueue, dtype: str) -> None:
     x = leaf(queue, 0, dtype)
     mask = np.random.default_rng(2).random((5, 8)) < 0.5
-    tape = Tape()
-    out = arithmetic.masked_fill(Promote(), x, to_device(queue, mask), -1e4, tape=tape)
-    g = to_device(queue, np.random.default_rng(1).standard_normal(SHAPE), dtype)
-    tape.backward(out, g)
-    assert out.value.dtype == dtype
-    assert_close(out.value, np.where(mask, -1e4, to_numpy(x.value)))
-    np.testing.assert_array_equal(to_numpy(x.grad), np.where(mask, 0, to_numpy(g)))
     bare = arithmetic.masked_fill(Promote(), x.value, to_device(queue, mask, "float16"), -1e4)
-    np.testing.assert_array_equal(to_numpy(bare), to_numpy(out.value))
-    grad = arithmetic.tensor_masked_fill_backward(Promote(), g, integers(queue, mask))
-    np.testing.assert_array_equal(to_numpy(grad), to_numpy(x.grad))
+    assert_close(bare, np.where(mask, -1e4, to_numpy(x.value)))
+    grad = arithmetic.tensor_masked_fill_backward(Promote(), x.value, integers(queue, mask))
+    np.testing.assert_array_equal(to_numpy(grad), np.where(mask, 0, to_numpy(x.value)))
     with pytest.raises(NotOwned):
-        OWNED["netcl.ops.lm_ops.masked_fill"](Promote(), x.value, x.value, out=g)
+        OWNED["netcl.ops.lm_ops.masked_fill"](Promote(), x.value, x.value, out=x.value)
 
 
 # ---------------------------------------------------------------------------------------------------- modules
@@ -225,27 +135,19 @@ def close(got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
     assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 4e-3), ("bfloat16", 3e-2), ("float32", 1e-5)])
 @pytest.mark.parametrize("name", MODULES)
-def test_modules_train_and_infer(queue: cl.CommandQueue, name: str, dtype: str, tolerance: float) -> None:
+def test_modules_compute_what_netcl_computes(queue: cl.CommandQueue, name: str) -> None:
+    """In float32; tests of all models compare 16 bits with that."""
     plain, plain_grads = trained(queue, name)
-    if name == "DecoderBlock":  # netcl's gradient of swish is wrong; the next test checks clamp's float32
-        with amp.init(dtype="float32"):
-            _, plain_grads = trained(queue, name)
-    with amp.init(dtype=dtype):
+    with amp.init(dtype="float32"):
         out, grads = trained(queue, name)
-        module = build(name, queue)
-        with ag.no_grad():
-            inferred = apply(module, ag.tensor(data(queue)))
-        bare = apply(module, data(queue))
-    close(out, plain, tolerance)
+    close(out, plain, 1e-5)
+    if name == "DecoderBlock":  # netcl's gradient of swish is wrong; differences of the loss check clamp's
+        return
     # A key's bias shifts all scores of a query alike: its gradient is nothing but rounding.
     largest = max(np.abs(grad).max() for grad in plain_grads)
     for got, want in zip(grads, plain_grads, strict=True):
-        assert np.abs(got - want).max() <= 4 * tolerance * max(np.abs(want).max(), 0.1 * largest)
-    for other in (inferred, bare):
-        assert not isinstance(other, Node)
-        close(to_numpy(other), out, tolerance)
+        assert np.abs(got - want).max() <= 4e-5 * max(np.abs(want).max(), 0.1 * largest)
 
 
 #: with one head

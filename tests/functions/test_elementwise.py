@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import netcl.autograd as ag
 import numpy as np
 import pyopencl as cl
 import pytest
-from netcl.ops import elementwise as netcl_elementwise
-from netcl.ops import elementwise_optimized as netcl_optimized
 
 import clamp.functions.activations
 import clamp.functions.arithmetic  # noqa: F401  (registers)
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import NotOwned
-from clamp.casting.policies import Float, Match, Promote
+from clamp.casting.policies import Match, Promote
 from clamp.casting.registry import OWNED
 from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
@@ -38,141 +34,16 @@ def backward(out: Node, grad: Any) -> None:
     Tape().backward(out, to_device(out.value.queue, grad, out.value.dtype))
 
 
-def numeric(f: Callable[..., Array], args: list[Array], k: int, g: Array) -> Array:
-    """d sum(g * f) / d args[k] in float64, by central differences of an element-wise f."""
-    step = 1e-6 * np.maximum(1.0, np.abs(args[k]))
-    up, down = (f(*[np.asarray(a + sign * step if j == k else a) for j, a in enumerate(args)]) for sign in (1.0, -1.0))
-    terms = g * (up - down) / (2 * np.broadcast_to(step, up.shape))
-    return reduce_to(terms, args[k].shape)
-
-
-def reduce_to(terms: Array, shape: tuple[int, ...]) -> Array:
-    padded = (1,) * (terms.ndim - len(shape)) + shape
-    axes = tuple(k for k, (s, t) in enumerate(zip(terms.shape, padded, strict=True)) if t == 1 and s != 1)
-    return terms.sum(axis=axes, keepdims=True).reshape(shape)
-
-
 def sigmoid(x: Array) -> Array:
     return 1 / (1 + np.exp(-x))
 
 
-def hard_sigmoid(x: Array) -> Array:
-    return np.clip(0.2 * x + 0.5, 0, 1)
-
-
-#: name -> arguments after the tensor, reference
-UNARY: dict[str, tuple[tuple[Any, ...], Callable[[Array], Array]]] = {
-    "relu": ((), lambda x: np.maximum(x, 0)),
-    "leaky_relu": ((0.125,), lambda x: np.where(x > 0, x, 0.125 * x)),
-    "sigmoid": ((), sigmoid),
-    "tanh": ((), np.tanh),
-    "gelu": ((True,), lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))),
-    "swish": ((), lambda x: x * sigmoid(x)),
-    "elu": ((1.5,), lambda x: np.where(x > 0, x, 1.5 * np.expm1(np.minimum(x, 0)))),
-    "softplus": ((), lambda x: np.logaddexp(x, 0)),
-    "hard_sigmoid": ((), hard_sigmoid),
-    "hard_swish": ((), lambda x: x * hard_sigmoid(x)),
-    "hard_tanh": ((-0.75, 1.25), lambda x: np.clip(x, -0.75, 1.25)),
-    "clamp": ((-0.75, 1.25), lambda x: np.clip(x, -0.75, 1.25)),
-    "clip": ((-0.75, 1.25), lambda x: np.clip(x, -0.75, 1.25)),
-    "abs": ((), np.abs),
-    "square": ((), np.square),
-    "exp": ((), np.exp),
-    "log": ((), np.log),
-    "log1p": ((), np.log1p),
-    "sqrt": ((), np.sqrt),
-    "rsqrt": ((), lambda x: 1 / np.sqrt(x)),
-    "pow": ((3,), lambda x: x**3),
-}
-POSITIVE = {"log", "log1p", "sqrt", "rsqrt"}
-BINARY: dict[str, Callable[[Array, Array], Array]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "maximum": np.maximum,
-    "minimum": np.minimum,
-    "add_relu": lambda a, b: np.maximum(a + b, 0),
-}
-
-
-def points(name: str = "", shape: tuple[int, ...] = (5, 7), seed: int = 0) -> Array:
+def points(shape: tuple[int, ...] = (5, 7), seed: int = 0) -> Array:
     x = np.random.default_rng([seed, len(shape)]).uniform(0.25, 3.0, shape)
-    if name not in POSITIVE:
-        x *= np.where(np.random.default_rng([seed, 1]).random(shape) < 0.5, -1, 1)
-    return x
+    return x * np.where(np.random.default_rng([seed, 1]).random(shape) < 0.5, -1, 1)
 
 
-def tolerance(dtype: str, expected: Array) -> Array:
-    # numeric differences are good to 1e-8; what is stored in 16 bits between forward and backward costs an ulp
-    relative = {"float32": 2e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
-    return 1e-7 + relative * (np.abs(expected) + 0.1)
-
-
-# ------------------------------------------------------------------------------------------ values, gradients
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    ["float16", pytest.param("float32", marks=pytest.mark.slow), pytest.param("bfloat16", marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize("name", sorted(UNARY))
-def test_unary(queue: cl.CommandQueue, name: str, dtype: str) -> None:
-    arguments, f = UNARY[name]
-    x = leaf(queue, points(name), dtype)
-    out = run(name, Match(), x, *arguments)
-    assert out.value.dtype == dtype
-    assert_close(out.value, f(stored(x)), ulps=2, slack=4 * 2.0**-24 * np.abs(f(stored(x))))
-    g = quantize(points(seed=3), dtype).astype(np.float64)
-    backward(out, g)
-    expected = numeric(f, [stored(x)], 0, g)
-    assert x.grad.dtype == dtype
-    assert_close(x.grad, expected, slack=tolerance(dtype, expected))
-
-
-SAME, BIAS, BOTH = ((5, 7), (5, 7)), ((5, 7), (7,)), ((4, 1, 3), (5, 1))
-#: Each way to broadcast and each mixture of dtypes once; all of them together are the slow sweep.
-EVERYDAY = [(SAME, ("float16", "float16")), (BIAS, ("float16", "float32")), (BOTH, ("float32", "float32"))]
-PAIRS = [("float32", "float32"), ("float16", "float16"), ("float16", "float32"), ("bfloat16", "float16")]
-SWEEP = [(shapes, dtypes) for shapes in (SAME, BIAS, BOTH) for dtypes in PAIRS if (shapes, dtypes) not in EVERYDAY]
-
-
-@pytest.mark.parametrize(
-    ("shapes", "dtypes"), EVERYDAY + [pytest.param(*case, marks=pytest.mark.slow) for case in SWEEP]
-)
-@pytest.mark.parametrize("name", sorted(BINARY))
-def test_binary(
-    queue: cl.CommandQueue, name: str, shapes: tuple[tuple[int, ...], tuple[int, ...]], dtypes: tuple[str, str]
-) -> None:
-    f = BINARY[name]
-    a, b = (leaf(queue, points(shape=s, seed=k), t) for k, (s, t) in enumerate(zip(shapes, dtypes, strict=True)))
-    out = run(name, Promote(), a, b)
-    assert out.value.dtype == (dtypes[0] if dtypes[0] == dtypes[1] else "float32")
-    values = [stored(a), stored(b)]
-    assert_close(out.value, f(*values), slack=2.0**-24 * np.abs(f(*values)))
-    g = quantize(points(shape=out.value.shape, seed=3), out.value.dtype).astype(np.float64)
-    backward(out, g)
-    for k, operand in enumerate((a, b)):
-        expected = numeric(f, values, k, g)
-        assert operand.grad.dtype == dtypes[k]
-        assert operand.grad.shape == operand.value.shape
-        assert_close(operand.grad, expected, slack=tolerance(dtypes[k], expected))
-
-
-@pytest.mark.parametrize("name", ["add", "sub", "mul", "div", "maximum", "minimum"])
-@pytest.mark.parametrize("number", [2, -1.5, np.float32(0.75), np.int64(3)])
-def test_numbers_on_either_side(queue: cl.CommandQueue, name: str, number: Any) -> None:
-    f = BINARY[name]
-    for left in (False, True):
-        x = leaf(queue, points(), "float16")
-        out = run(name, Promote(), *((number, x) if left else (x, number)))
-        assert out.value.dtype == "float16"
-        value, constant = stored(x), np.asarray(float(number))
-        whole = (lambda v, c=constant: f(c, v)) if left else (lambda v, c=constant: f(v, c))
-        assert_close(out.value, whole(value))
-        backward(out, np.ones((5, 7)))
-        expected = numeric(whole, [value], 0, np.ones((5, 7)))
-        assert_close(x.grad, expected, slack=tolerance("float16", expected))
+# ------------------------------------------------------------------------------------------ edges
 
 
 def test_ties_of_maximum(queue: cl.CommandQueue) -> None:
@@ -183,22 +54,6 @@ def test_ties_of_maximum(queue: cl.CommandQueue) -> None:
         x.grad = x.value.grad = None
         backward(run("maximum", Promote(), *arguments), [5.0, 5.0])
         assert to_numpy(x.grad).tolist() == [5, 0]
-
-
-@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float16", "float32"), ("bfloat16", "bfloat16")])
-def test_where(queue: cl.CommandQueue, dtypes: tuple[str, str]) -> None:
-    condition = Node(value=to_device(queue, (points(shape=(5, 1)) > 0) * 1e-10))  # not zero, though half says so
-    a, b = leaf(queue, points(shape=(7,)), dtypes[0]), leaf(queue, points(shape=(5, 7), seed=1), dtypes[1])
-    c = stored(condition)
-    for casting in (Promote(), HALF):
-        a.grad = a.value.grad = b.grad = b.value.grad = None
-        out = run("where", casting, condition, a, b)
-        assert_close(out.value, np.where(c != 0, stored(a), stored(b)), slack=2.0**-11 * 3)
-        g = quantize(points(seed=4), out.value.dtype).astype(np.float64)
-        backward(out, g)
-        assert_close(a.grad, reduce_to(np.where(c != 0, g, 0), (7,)), slack=1e-6)
-        assert_close(b.grad, np.where(c != 0, 0, g))
-        assert condition.grad is None
 
 
 def test_where_with_numbers(queue: cl.CommandQueue) -> None:
@@ -229,90 +84,7 @@ def test_comparisons_are_constant_nodes(queue: cl.CommandQueue, name: str) -> No
 # ------------------------------------------------------------------------------------------------- policies
 
 
-def test_result_and_gradient_dtypes(queue: cl.CommandQueue) -> None:
-    for casting, dtype, expected in (
-        (Float(), "float16", "float32"),
-        (Match(), "bfloat16", "bfloat16"),
-        (HALF, "float32", "float16"),
-    ):
-        x = leaf(queue, points(), dtype)
-        out = run("tanh", casting, x)
-        assert out.value.dtype == expected
-        backward(out, np.ones((5, 7)))
-        assert x.grad.dtype == dtype
-
-
-def test_no_gradient_for_inputs(queue: cl.CommandQueue) -> None:
-    x, w = Node(value=to_device(queue, points(), "float16")), leaf(queue, points(shape=(7,)), "float16")
-    out = run("mul", Promote(), x, w)
-    (gx, gw) = out.grad_fn(to_device(queue, np.ones((5, 7)), "float16"))
-    assert gx is None
-    assert gw.shape == (7,)
-    out = run("add_relu", Promote(), x, w)
-    assert out.grad_fn(to_device(queue, np.ones((5, 7)), "float16"))[0] is None
-    assert run("relu", Match(), x).grad_fn is None
-
-
-def test_bare_tensors_give_bare_tensors(queue: cl.CommandQueue) -> None:
-    x = to_device(queue, points(), "float16")
-    assert isinstance(run("relu", Match(), x), Tensor)
-    assert isinstance(run("add", Promote(), x, 1.0), Tensor)
-    with ag.no_grad():
-        assert isinstance(run("mul", Promote(), leaf(queue, points()), x), Tensor)
-
-
-def test_a_tensor_beside_a_node(queue: cl.CommandQueue) -> None:
-    w = leaf(queue, points())
-    backward(run("div", Promote(), to_device(queue, points(seed=1)), w), np.ones((5, 7)))
-    assert_close(w.grad, -stored_f32(points(seed=1)) / stored(w) ** 2, ulps=4)
-
-
-def stored_f32(values: Array) -> Array:
-    return quantize(values, "float32").astype(np.float64)
-
-
-def test_what_is_not_clamps_is_refused(queue: cl.CommandQueue) -> None:
-    double = Tensor.from_host(queue, np.ones(3), dtype="float64")
-    integers = Tensor.from_host(queue, np.ones(3, np.int32), dtype="int32")
-    for x in (double, integers):
-        with pytest.raises(NotOwned):
-            run("relu", Match(), Node(value=x))
-        with pytest.raises(NotOwned):
-            run("add", Promote(), Node(value=x), to_device(queue, np.ones(3)))
-    with pytest.raises(NotOwned):
-        run("add", Promote(), 1.0, 2.0)
-
-
-@pytest.mark.parametrize("name", sorted([*UNARY, *BINARY, "where", "lt", "le", "gt", "ge", "dropout", "bias_add"]))
-def test_signatures_are_netcls(name: str) -> None:
-    ours = list(inspect.signature(OWNED[f"netcl.autograd.{name}"]).parameters.values())[1:]
-    theirs = list(inspect.signature(getattr(ag, name)).parameters.values())
-    assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in theirs]
-
-
-@pytest.mark.parametrize("full_name", sorted(name for name in OWNED if name.startswith("netcl.ops.elementwise")))
-def test_tensor_level_signatures_are_netcls(full_name: str) -> None:
-    module = netcl_optimized if "optimized" in full_name else netcl_elementwise
-    theirs = inspect.signature(getattr(module, full_name.rsplit(".", 1)[1])).parameters.values()
-    ours = list(inspect.signature(OWNED[full_name]).parameters.values())[1:]
-    expected = [(p.name, p.default) for p in theirs]
-    assert [(p.name, p.default) for p in ours][: len(expected)] == expected
-
-
 # -------------------------------------------------------------------------------------- scaling and summing
-
-
-@pytest.mark.parametrize("exponent", [-10, 0, 8, 16])
-@pytest.mark.parametrize("name", ["sigmoid", "gelu", "swish", "relu", "square", "hard_swish"])
-def test_scaled_gradients_scale(queue: cl.CommandQueue, name: str, exponent: int) -> None:
-    scale = 2.0**exponent
-    g = np.full((5, 7), 2.0**-3 if exponent > 0 else 1.0)  # all half gradients stay in [2^-14, 65504]
-    grads = []
-    for seed in (g, g * scale):
-        x = leaf(queue, points(), "float16")
-        backward(run(name, Match(), x), seed)
-        grads.append(to_numpy(x.grad))
-    np.testing.assert_allclose(grads[1] / scale, grads[0], rtol=2.0**-9, atol=2.0**-14)
 
 
 def test_broadcast_gradients_do_not_overflow_in_half(queue: cl.CommandQueue) -> None:
@@ -331,14 +103,8 @@ def test_fan_out_adds_up(queue: cl.CommandQueue) -> None:
     assert_close(x.grad, (2 * t + 1) * (1 - t * t), slack=1e-6)
 
 
-def test_bias_add(queue: cl.CommandQueue) -> None:
+def test_shapes_that_bias_add_refuses(queue: cl.CommandQueue) -> None:
     x, bias = leaf(queue, points(), "float16"), leaf(queue, points(shape=(7,)))
-    out = run("bias_add", Match(), x, bias)
-    assert out.value.dtype == "float16"
-    assert_close(out.value, stored(x) + stored(bias))
-    backward(out, np.ones((5, 7)))
-    assert to_numpy(bias.grad).tolist() == [5.0] * 7
-    assert (x.grad.dtype, bias.grad.dtype) == ("float16", "float32")
     with pytest.raises(ValueError, match="bias dimension mismatch"):
         run("bias_add", Match(), x, leaf(queue, np.ones(5)))
     with pytest.raises(ValueError, match="expects x of shape"):

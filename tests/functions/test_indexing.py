@@ -17,34 +17,16 @@ from clamp.casting.operands import NotOwned
 from clamp.casting.policies import Float, Match, Promote
 from clamp.functions import indexing as F
 from tests.functions.operands import half, leaf
-from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, integers, to_device, to_numpy
+from tests.reference import HALF_DTYPES, STORAGE_DTYPES, integers, to_device, to_numpy
 
 RNG = np.random.default_rng(0)
 VALUES = RNG.standard_normal((4, 6, 5))
-EPS = 2.0**-24
 
 
 @pytest.fixture
 def amp_on() -> Iterator[None]:
     with amp.init():
         yield
-
-
-@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_index_select_and_its_gradient(queue: cl.CommandQueue, axis: int, dtype: str) -> None:
-    index = np.array([3, 0, -1, 3, 3])
-    for function in (F.index_select, F.gather):
-        x = leaf(queue, VALUES, dtype)
-        out = function(Match(), x, axis, integers(queue, index))
-        assert out.value.dtype == dtype
-        np.testing.assert_array_equal(to_numpy(out.value), to_numpy(x.value).take(index, axis))
-        grad = to_device(queue, RNG.standard_normal(out.value.shape), dtype)
-        Tape().backward(out, grad)
-        expected = np.zeros(VALUES.shape)
-        np.add.at(np.moveaxis(expected, axis, 0), index, np.moveaxis(to_numpy(grad), axis, 0))
-        assert x.grad.dtype == dtype
-        assert_close(x.grad, expected, ulps=0.51, slack=16 * EPS * 5)
 
 
 def test_indices_come_in_many_forms(queue: cl.CommandQueue) -> None:
@@ -112,46 +94,12 @@ def test_positions_and_tied_projections(queue: cl.CommandQueue, amp_on: None) ->
     np.testing.assert_allclose(to_numpy(table.weight.grad), expected, rtol=5e-3, atol=5e-3)
 
 
-@pytest.mark.parametrize("scale", [2.0**-10, 2.0**16])
-def test_scaled_losses_give_scaled_gradients(queue: cl.CommandQueue, scale: float) -> None:
-    gradients = []
-    for seed in (1.0, scale):
-        x = leaf(queue, VALUES)
-        out = F.index_add(
-            Promote(), F.index_select(Match(), x, 1, [0, 0, 2]), 1, [1, 1], F.gather(Match(), x, 1, [3, 4])
-        )
-        Tape().backward(out, to_device(queue, np.full(out.value.shape, seed)))
-        gradients.append(to_numpy(x.grad) / seed)
-    np.testing.assert_array_equal(gradients[0], gradients[1])
-
-
-@pytest.mark.parametrize("dtypes", [("float16", "float16"), ("float16", "float32"), ("float32", "bfloat16")])
-def test_index_add_promotes(queue: cl.CommandQueue, dtypes: tuple[str, str]) -> None:
-    to, source = leaf(queue, VALUES, dtypes[0]), leaf(queue, RNG.standard_normal((4, 3, 5)), dtypes[1])
-    index = integers(queue, [5, -1, 99])  # the last adds nothing
-    out = F.index_add(Promote(), to, 1, index, source)
-    assert out.value.dtype == (dtypes[0] if dtypes[0] == dtypes[1] else "float32")
-    expected = to_numpy(to.value)
-    before = expected.copy()
-    expected[:, 5] += to_numpy(source.value)[:, :2].sum(1)
-    assert_close(out.value, expected, ulps=0.51, slack=1e-6)
-    np.testing.assert_array_equal(to_numpy(to.value), before)
-    grad = to_device(queue, RNG.standard_normal(VALUES.shape), out.value.dtype)
-    Tape().backward(out, grad)
-    assert (to.grad.dtype, source.grad.dtype) == dtypes
-    assert_close(to.grad, to_numpy(grad), ulps=0.51)
-    picked = to_numpy(grad)[:, [5, 5, 0]]
-    picked[:, 2] = 0
-    assert_close(source.grad, picked, ulps=0.51)
-
-
-def test_leaves_without_gradient_get_none(queue: cl.CommandQueue) -> None:
-    to, source = leaf(queue, VALUES, requires_grad=False), leaf(queue, VALUES[:, :1])
-    assert F.index_select(Match(), to, 0, [0]).grad_fn is None
-    out = F.index_add(Promote(), to, 1, [2], source)
+def test_what_is_added_beyond_the_end(queue: cl.CommandQueue) -> None:
+    to, source = leaf(queue, VALUES), leaf(queue, VALUES[:, :1])
+    out = F.index_add(Promote(), to, 1, integers(queue, [99]), source)
+    np.testing.assert_array_equal(to_numpy(out.value), to_numpy(to.value))
     Tape().backward(out, to_device(queue, VALUES))
-    assert to.grad is None
-    assert_close(source.grad, VALUES[:, 2:3])
+    np.testing.assert_array_equal(to_numpy(source.grad), 0)
 
 
 def test_argmax_and_topk(queue: cl.CommandQueue) -> None:

@@ -13,7 +13,6 @@ from netcl import autograd as ag
 from netcl.nn.layers import Linear
 from netcl.nn.margin import MarginHead, apply_margin
 from netcl.nn.modules import Sequential
-from netcl.nn.simple import SimpleCNN
 from netcl.ssl import losses, views
 from netcl.ssl.heads import MomentumEncoder
 
@@ -215,19 +214,3 @@ def test_a_momentum_encoder_follows(queue: cl.CommandQueue) -> None:
                 parameter.write(np.ones(parameter.shape, np.float32))
             encoder.update()
             np.testing.assert_allclose(to_numpy(encoder(x)), (before + 4) / 2, rtol=5e-3)
-
-
-@pytest.mark.parametrize("dtype", HALF_DTYPES)
-def test_the_ready_made_network_trains_and_infers(queue: cl.CommandQueue, dtype: str) -> None:
-    with amp.init(dtype=dtype, loss_scale=1.0):
-        network = SimpleCNN(in_channels=1, num_classes=3, c1=2, c2=2, hidden=4, queue=queue)
-        x = to_device(queue, np.random.default_rng(6).standard_normal((2, 1, 32, 32)))
-        out = network(Node(value=x))
-        loss = ag.cross_entropy_indices(out, Tensor.from_host(queue, CLASSES[2:4], dtype="int32"))
-        Tape().backward(loss)
-        for parameter in network.layers.parameters():
-            assert parameter.grad.dtype == "float32"
-            assert np.isfinite(to_numpy(parameter.grad)).all()
-        with ag.no_grad():
-            found = to_numpy(network(x))
-        np.testing.assert_allclose(found, to_numpy(out.value), atol=0.05)

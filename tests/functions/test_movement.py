@@ -5,24 +5,21 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
-from netcl import nn
 from netcl.ops import tensor_ops
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor, view
-from clamp.casting.operands import NotOwned
 from clamp.casting.policies import Match, Promote
 from clamp.cli.bench.timing import counted_launches
 from clamp.functions import concat, slicing
 from clamp.ops.concat import Part
-from tests.functions.operands import half, leaf
-from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
+from tests.functions.operands import leaf
+from tests.reference import HALF_DTYPES, assert_close, to_device, to_numpy
 
 VALUES = np.random.default_rng(0).standard_normal((4, 6, 5))
 
@@ -34,39 +31,6 @@ def amp_on() -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------- joining
-
-
-def test_cat_promotes_and_gives_each_input_its_own_dtype_back(queue: cl.CommandQueue) -> None:
-    parts = [
-        leaf(queue, VALUES[:, :n], dtype) for n, dtype in zip((1, 2, 3, 2), (*STORAGE_DTYPES, "float16"), strict=True)
-    ]
-    parts[3].value.requires_grad = False
-    tape = Tape()
-    out = concat.cat(Promote(), parts, 1, tape)
-    assert out.value.dtype == "float32"
-    np.testing.assert_array_equal(to_numpy(out.value), np.concatenate([to_numpy(x.value) for x in parts], 1))
-    grad = np.random.default_rng(1).standard_normal(out.value.shape).astype(np.float32)
-    tape.backward(out, to_device(queue, grad))
-    start = 0
-    for x in parts[:3]:
-        n = x.value.shape[1]
-        assert x.grad.dtype == x.value.dtype
-        np.testing.assert_array_equal(to_numpy(x.grad), quantize(grad[:, start : start + n], x.grad.dtype))
-        start += n
-    assert parts[3].grad is None
-
-
-def test_stack_of_one_dtype_stays_in_it(queue: cl.CommandQueue) -> None:
-    for axis in (0, 1, -1):
-        parts = [leaf(queue, VALUES[k], "float16") for k in range(3)]
-        tape = Tape()
-        out = concat.stack(Promote(), parts, axis, tape)
-        assert out.value.dtype == "float16"
-        expected = np.stack([to_numpy(x.value) for x in parts], axis)
-        np.testing.assert_array_equal(to_numpy(out.value), expected)
-        tape.backward(out, to_device(queue, expected, "float16"))
-        for x in parts:
-            np.testing.assert_array_equal(to_numpy(x.grad), to_numpy(x.value))
 
 
 def test_cat_of_eight_is_one_launch_forward_and_one_backward(queue: cl.CommandQueue) -> None:
@@ -98,27 +62,6 @@ def test_wrong_joins_are_refused(queue: cl.CommandQueue) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- slicing
-
-KEYS: list[Any] = [
-    0, -1, slice(1, 3), (slice(None), 2), (1, 2), (1, 2, 3), (..., 1), (0, ..., slice(1, 3)), np.int64(2),
-    slice(-2, None),
-    (slice(1, 3), slice(2, 5), slice(0, 2)), (slice(None), slice(1, 4), 2), (slice(None), slice(None), slice(4, 5)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
-def test_every_form_of_index(queue: cl.CommandQueue, dtype: str) -> None:
-    for key in KEYS:
-        x = leaf(queue, VALUES, dtype)
-        out = slicing.getitem(Match(), x, key)
-        expected = np.atleast_1d(to_numpy(x.value)[key])
-        assert out.value.dtype == dtype
-        np.testing.assert_array_equal(to_numpy(out.value), expected, err_msg=str(key))
-        Tape().backward(out, to_device(queue, expected, dtype))
-        gradient = np.zeros(VALUES.shape)
-        gradient[key] = to_numpy(x.value)[key]
-        np.testing.assert_array_equal(to_numpy(x.grad), gradient, err_msg=str(key))
-        assert x.grad.dtype == dtype
 
 
 def test_an_index_that_cuts_nothing_off(queue: cl.CommandQueue) -> None:
@@ -259,25 +202,6 @@ def test_split_and_chunk_cut_as_netcl_does(queue: cl.CommandQueue) -> None:
             call()
 
 
-def test_no_gradient_no_node_between(queue: cl.CommandQueue) -> None:
-    x = leaf(queue, VALUES, requires_grad=False)
-    out = slicing.narrow(Match(), x, 0, 1, 2)
-    assert out.grad_fn is None
-    bare = to_device(queue, VALUES, "float16")
-    assert all(isinstance(piece, Tensor) for piece in slicing.chunk(Match(), bare, 2))
-    with ag.no_grad():
-        assert isinstance(slicing.getitem(Match(), leaf(queue, VALUES), 0), Tensor)
-
-
-def test_under_another_policy_slices_are_cast(queue: cl.CommandQueue) -> None:
-    x = leaf(queue, VALUES)
-    out = slicing.narrow(half(), x, 0, 1, 1)
-    assert out.value.dtype == "float16"
-    Tape().backward(out, to_device(queue, np.ones((1, 6, 5)), "float16"))
-    assert x.grad.dtype == "float32"
-    assert to_numpy(x.grad).sum() == 30
-
-
 # -------------------------------------------------------------------------------------------- tensor level
 
 
@@ -305,26 +229,6 @@ def test_write_into_keeps_to_its_target(queue: cl.CommandQueue) -> None:
             slicing.tensor_write_into(Match(), x, to_device(queue, source), axis, start)
     with pytest.raises(TypeError, match="do not go together"):
         slicing.tensor_write_into(Match(), x, Tensor.from_host(queue, np.ones((2, 1), np.int32), dtype="int32"), 1, 0)
-
-
-def test_concat_layer_and_its_inference(queue: cl.CommandQueue, amp_on: None) -> None:
-    layer = nn.Concat(axis=1)
-    a, b = to_device(queue, VALUES, "float16"), to_device(queue, VALUES[:, :2])
-    for result in (layer(a, b), layer(Node(value=a), Node(value=b)).value):
-        assert result.dtype == "float32"
-        np.testing.assert_array_equal(to_numpy(result), np.concatenate([to_numpy(a), to_numpy(b)], 1))
-
-
-def test_what_is_not_clamps_is_left_to_netcl(queue: cl.CommandQueue) -> None:
-    wide = Tensor.from_host(queue, np.ones((2, 3)), dtype="float64")
-    for call in (
-        lambda: concat.cat(Promote(), [wide]),
-        lambda: slicing.narrow(Match(), wide, 0, 0, 1),
-        lambda: slicing.getitem(Match(), np.ones(3), 0),
-        lambda: slicing.chunk(Match(), wide, 2),
-    ):
-        with pytest.raises(NotOwned):
-            call()
 
 
 def test_many_parts_are_laid_side_by_side(queue: cl.CommandQueue) -> None:

@@ -80,12 +80,6 @@ def test_integers_are_moved_too(queue: cl.CommandQueue) -> None:
     np.testing.assert_array_equal(F.tensor_transpose2d(Match(), x).to_host(), host.T)
 
 
-def test_leaves_without_gradient_get_none(queue: cl.CommandQueue) -> None:
-    x = leaf(queue, np.ones((2, 3)), requires_grad=False)
-    assert F.permute(Match(), x, (1, 0)).grad_fn is None
-    assert F.reshape(Match(), x, (6,)).grad_fn is None
-
-
 @pytest.mark.parametrize("shape", [(5,), (-1, -1), (-1, 4), (2, -2), (-1, 0)])
 def test_impossible_shapes_are_refused(queue: cl.CommandQueue, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"reshape: (cannot reshape \(2, 3\) into|only one|an extent of shape)"):
