@@ -43,6 +43,7 @@ def undisturbed(
         for number in range(training.steps):
             training.step(number)
             weights.append(training.weights())
+        assert training.recordings == case.recorded, "one recording, which the last steps replay"
         training.shutdown()
     return weights
 
@@ -112,6 +113,7 @@ def check_call(queue: cl.CommandQueue, case: Case, number: int) -> str:
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}"
     training.shutdown()
+    del training  # while there are recordings, netcl's pools ask them
     return _said(f"{case}: call {number}, {calls.failed}", wrong, changed(before))
 
 
@@ -134,6 +136,7 @@ def check_event(queue: cl.CommandQueue, case: Case, phase: str, number: int, uni
         wrong = f"{type(error).__name__}: {error}"
         events.phase = ""
         amp.shutdown()
+    del training
     return _said(f"{case}: {phase}, {unit} {number}, {events.where}", wrong, changed(before))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import types
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from tests.networks import LOSS_FACTOR, mlp
 from tests.reference import to_device
 
 _BATCH = 8
+_KINDS = ("first run", "run", "record", "replay", "replay")  # of the steps of a recorded training
 _STORES: dict[type, dict[str, Any]] = {}  # netcl's optimizers build their kernels anew for each object
 
 
@@ -57,15 +59,15 @@ class Training:
     """A network, its optimizer and its batches, the same ones each time.
 
     Attributes:
-        steps: how many make a run: an eager one needs two, a recorded one runs, records and replays.
+        steps: how many make a run: an eager one needs two, a recorded one runs (twice, as its first step makes the
+            scale), records and replays.
         phase: told of what comes next, by a word.
     """
 
-    _unwatched = frozenset({"phase", "_number"})  # a recording is none of theirs
-
     def __init__(self, queue: cl.CommandQueue, case: Case, phase: Callable[[str], None] = lambda _: None) -> None:
         self._case, self.phase = case, phase
-        self.steps = 4 if case.recorded else 2
+        self._unwatched = frozenset({"phase", "_number", "_batches"})  # a recording is none of theirs
+        self.steps = len(_KINDS) if case.recorded else 2
         rng = np.random.default_rng(1)
         if case.network == "mlp":
             self.model, shape = mlp(queue, 8, 16, 4), (_BATCH, 8)
@@ -105,7 +107,7 @@ class Training:
             self.phase("")
 
     def _kind(self) -> str:
-        return ("run", "record", "replay", "replay")[self._number] if self._case.recorded else "eager"
+        return _KINDS[self._number] if self._case.recorded else "eager"
 
     def _run(self, x: Tensor, y: Tensor) -> Any:
         kind = self._kind()
@@ -121,6 +123,11 @@ class Training:
         self.phase(f"{kind} end")
         return loss
 
+    @property
+    def recordings(self) -> int:
+        """How many recordings of its step there are."""
+        return self._step.recordings if self._case.recorded else 0
+
     def shutdown(self) -> None:
         """Turns AMP off."""
         self.phase("shutdown")
@@ -135,6 +142,7 @@ class Training:
 
 def netcl_now() -> dict[tuple[str, str], object]:
     """Every attribute of netcl's modules and classes and of pyopencl, and the code of every function among them."""
+    gc.collect()  # recordings that nobody holds
     owners: dict[str, Any] = {
         name: module
         for name, module in list(sys.modules.items())
