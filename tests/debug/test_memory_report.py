@@ -20,7 +20,7 @@ from netcl.optim import SGD, Adam, AdamW
 
 from clamp import amp, bridge
 from clamp.bridge import Tensor
-from clamp.debug.memory_report import MemoryReport
+from clamp.debug.memory_report import MemoryReport, cures
 from clamp.ops.cast import cast
 from clamp.params.weight_cache import weights
 from tests.networks import mlp, stepping
@@ -162,7 +162,7 @@ def test_the_peak_is_the_most_that_pools_had_given_out(
         before = train.handle.memory()
         found = train.handle.memory(step)
         assert found.peak is not None
-        assert found.peak.held - before.held == pools.most
+        assert 0 <= found.peak.held - before.held - pools.most <= 64  # a scale's own buffers are of no pool
         assert sum(holder.bytes for holder in found.holders) == found.peak.held
         assert max(moment.held for moment in found.timeline) == found.peak.held
         assert found.peak.bytes["activations"] > 0
@@ -244,10 +244,18 @@ def test_where_memory_is_short_the_error_says_what_holds_it(
     assert isinstance(error.__cause__, cl.Error)
     assert str(error).startswith(str(error.__cause__))
     assert error.code == error.__cause__.code < 0
-    for words in ("activations kept for backward", "16-bit copies", "amp.checkpoint(block, x)", "enable_caching="):
+    for words in ("activations kept for backward", "16-bit copies"):
         assert words in str(error)
     assert "handle.memory(step)" not in str(error)
     assert memory.cl is cl
+
+
+def test_what_to_switch_on_is_said_where_it_saves_much() -> None:
+    kinds = ("activations", "workspaces", "copies", "weights", "gradients", "optimizer state", "free")
+    said = " ".join(what for what, _ in cures(dict.fromkeys(kinds, 1000)))
+    for words in ("amp.checkpoint(block, x)", "enable_caching=", "amp.optim.Adam8bit", "get_persistent_pool"):
+        assert words in said
+    assert cures({**dict.fromkeys(kinds, 0), "activations": 1, "gradients": 1000}) == []
 
 
 def test_other_errors_of_drivers_stay_what_they_are(queue: cl.CommandQueue) -> None:
