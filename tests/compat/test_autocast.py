@@ -19,7 +19,7 @@ from netcl.autograd import apply_op
 from netcl.ops.matmul import matmul as tensor_matmul
 from netcl.optim import SGD
 
-from clamp import amp
+from clamp import amp, session
 from clamp.bridge import Node, Tensor
 from clamp.params.weight_cache import weights
 from tests.networks import batch, loss_of, mlp
@@ -204,11 +204,11 @@ def test_it_is_of_one_thread(x: Node) -> None:
         seen["after"] = product(x)
         looked.set()
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=other, daemon=True)
     thread.start()
     with region:
         inside.set()
-        looked.wait()
+        assert looked.wait(60), f"it waits for {session.lock}"
         assert product(x) == "float16"
     thread.join()
     assert seen == {"without": "float32", "within": "float16", "after": "float32"}
