@@ -158,16 +158,16 @@ def test_the_peak_is_the_most_that_pools_had_given_out(
             pools.most = pools.held
             train.step()
 
+        train.handle.memory(step)  # makes what a scale keeps on its queue, of no pool
         bridge.listen_to_pools(pools)
         before = train.handle.memory()
         found = train.handle.memory(step)
         assert found.peak is not None
-        assert 0 <= found.peak.held - before.held - pools.most <= 64  # a scale's own buffers are of no pool
+        assert found.peak.held - before.held == pools.most
         assert sum(holder.bytes for holder in found.holders) == found.peak.held
         assert max(moment.held for moment in found.timeline) == found.peak.held
         assert found.peak.bytes["activations"] > 0
-        other = sum(abs(found.now[kind] - before.now[kind]) for kind in found.now)
-        assert other <= 64, "the step was put back"
+        assert found.now == before.now, "the step was put back"
         assert [x for x in train.model.parameters() if x.grad is not None] == []
     finally:
         bridge.hear_no_pools(pools)
