@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clamp import amp, bridge, interrupts
+from clamp import amp, bridge, interrupts, session
 from clamp.casting import regions
 from clamp.casting.policy_table import default_table
 from clamp.casting.regions import Region, called_in, casting_in, in_own_region, in_region
@@ -110,10 +110,11 @@ def _content(value: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def lock_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock for each test: what is stricter than Python interrupts before a lock is released, and other threads of
+def locks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks for each test: what is stricter than Python interrupts before a lock is released, and other threads of
     later tests would wait for it."""
     monkeypatch.setattr(weights, "_lock", threading.RLock())
+    monkeypatch.setattr(session, "lock", threading.RLock())
 
 
 @pytest.mark.parametrize("around", ["nothing", "a region", "an op"])
