@@ -24,6 +24,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 _PATIENCE = 10.0  # seconds for the others to hear of a rank's error
 _LAST_PATIENCE = 30.0  # further seconds at the end of the process
+_LAST_WORDS = 5.0  # seconds for the others to end with an error, too
 
 
 class RankError(RuntimeError):
@@ -90,6 +91,7 @@ class Meeting:
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
+        self._ending = comm.Dup()  # on which nothing but the last call of a rank is waited for
         self._passes = 0
         self._open: list[Pass] = []  # passes whose header has not been exchanged, the innermost last
         self._parted: str = ""  # why the ranks cannot go on together
@@ -229,6 +231,8 @@ class Meeting:
             sys.stdout.flush()
             sys.stderr.write(f"clamp: rank {self._comm.rank} ends with an error, and the job with it\n")
             sys.stderr.flush()
+            # Whoever calls Abort first silences the others, one of which may be about to say why.
+            _done(self._ending.Ibarrier(), _LAST_WORDS)
             self._comm.Abort(1)
 
     def _at_exit(self) -> None:
