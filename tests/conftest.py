@@ -1,9 +1,9 @@
 """Devices for the tests: every OpenCL device found, or those that CLAMP_TEST_DEVICES names.
 
-A test that takes the fixture ``queue`` runs on each device: in the full sweep every case does, in an everyday run
-the cases of a test are dealt out among the devices. Oclgrind simulates a device slowly and
-watches every access: only tests marked ``kernel`` run on it, at small sizes (fixture ``sizes``), and a data
-race or an invalid access that it reports fails the test.
+A test that takes the fixture ``queue`` runs on each device: in the full sweep the cases of kernels do; in an everyday
+run, and of other tests, the cases are dealt out among the devices. Oclgrind simulates a device slowly and watches every
+access: only tests marked ``kernel`` run on it, at small sizes (fixture ``sizes``), and a data race or an invalid access
+that it reports fails the test.
 """
 
 from __future__ import annotations
@@ -51,9 +51,6 @@ _PLATFORMS = {"Portable Computing Language": "pocl", "Intel(R) OpenCL": "intel",
 # Intel's runtime, without optimisation.
 _TURNS = {"intel": 3}
 
-# Whose tests are of Python: the kernels that they launch have tests of their own, on each device.
-_ROOMS_ON_ANY_CPU = {"casting", "checkpoint", "compat", "debug", "params", "patching", "scaling"}
-
 _CONTEXTS: list[cl.Context] = []  # Intel's runtime frees a context that only its queue refers to
 
 
@@ -86,9 +83,8 @@ def pytest_terminal_summary(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernel: tests kernels; runs on the Oclgrind simulator as well")
     config.addinivalue_line(
-        "markers", "any_cpu: tests what is the same on every CPU, a kernel for GPUs, say; a case runs on one"
+        "markers", "once: tests what is the same on every CPU, a GPU's kernels, say: on that which compiles fastest"
     )
-    config.addinivalue_line("markers", "once: likewise, on that whose driver compiles fastest; a GPU's kernels, say")
     config.addinivalue_line("markers", "slow: part of the full sweep, which runs where CLAMP_TEST_SLOW is set (CI)")
     wanted = [_test_name(name) for name in os.environ.get("CLAMP_TEST_DEVICES", "").split(",") if name]
     missing = [name for name in wanted if name not in _QUEUES]
@@ -159,27 +155,26 @@ def _device(item: pytest.Item) -> str | None:
 def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
     """Of tests with many parameters, the cases in which nothing meets that does not meet elsewhere.
 
-    In the sweep any three parameters meet. Where drivers are tested, or the kernels that each compiles for itself, the
-    device is one of them; elsewhere it meets each value, and three others meet on some device. On the simulator any
-    two meet. In an everyday run any two meet on some device: each case is run on one, as are, in the sweep, parts of
-    the random loops, what is marked ``any_cpu`` and the rooms of Python. What is marked ``once`` has its device.
+    Any two parameters meet, or any three of kernels where CLAMP_TEST_SLOW is 3. Where drivers are tested, or the
+    kernels that each compiles for itself, the device is one of them in the sweep; elsewhere, and in an everyday run,
+    two meet on some device: each case is run on one, as are parts of the random loops. What is marked ``once`` has its
+    device.
     """
+    strength = 3 if os.environ.get("CLAMP_TEST_SLOW") == "3" else 2
     tests = defaultdict[tuple[str, bool], list[pytest.Item]](list)
     for item in items:
-        if (device := _device(item)) is not None:
-            tests[item.nodeid.partition("[")[0], device == _SIMULATOR].append(item)
+        if hasattr(item, "callspec"):
+            tests[item.nodeid.partition("[")[0], _device(item) == _SIMULATOR].append(item)
     kept = set[pytest.Item]()
     turns = cycle(name for name in _QUEUES if name != _SIMULATOR for _ in range(_TURNS.get(name, 1)))
     chosen = _quickest_cpu_and_gpus()
     for (_, is_simulated), cases in tests.items():
-        if is_simulated:
+        if is_simulated or _device(cases[0]) is None:
             kept |= _covering(cases, 2)
         elif cases[0].get_closest_marker("once"):
-            kept |= _covering([case for case in cases if _device(case) in chosen], 3 if is_sweep else 2)
-        elif is_sweep and _is_for_any_cpu(cases[0]):
-            kept |= _dealt_out(cases, turns, strength=3)
-        elif is_sweep and not _is_random_loop(cases[0]):
-            kept |= _covering(cases, 3, apart=None if _is_of_drivers(cases[0]) or _is_of_kernels(cases[0]) else "queue")
+            kept |= _covering([case for case in cases if _device(case) in chosen], 2)
+        elif is_sweep and (_is_of_kernels(cases[0]) or _is_of_drivers(cases[0])):
+            kept |= _covering(cases, strength)
         else:
             kept |= _dealt_out(cases, turns)
     return {case for cases in tests.values() for case in cases} - kept
@@ -195,22 +190,17 @@ def _is_of_drivers(item: pytest.Item) -> bool:
     return item.path.parent.name == "opencl"
 
 
-def _is_for_any_cpu(item: pytest.Item) -> bool:
-    is_of_python = item.path.parent.name in _ROOMS_ON_ANY_CPU and not _is_of_kernels(item)
-    return is_of_python or item.get_closest_marker("any_cpu") is not None
-
-
 def _is_of_kernels(item: pytest.Item) -> bool:
     return item.get_closest_marker("kernel") is not None
 
 
-def _covering(items: list[pytest.Item], strength: int, apart: str | None = None) -> set[pytest.Item]:
+def _covering(items: list[pytest.Item], strength: int) -> set[pytest.Item]:
     items = items.copy()
     random.Random(0).shuffle(items)  # or most would be on the first of the devices
-    return {items[number] for number in covering([_values(item) for item in items], strength, apart)}
+    return {items[number] for number in covering([_values(item) for item in items], strength)}
 
 
-def _dealt_out(items: list[pytest.Item], turns: Iterator[str], strength: int = 2) -> set[pytest.Item]:
+def _dealt_out(items: list[pytest.Item], turns: Iterator[str]) -> set[pytest.Item]:
     if _is_of_drivers(items[0]):  # what differs from device to device
         return set(items)
     cases = defaultdict[frozenset[tuple[str, int]], dict[str | None, pytest.Item]](dict)
@@ -218,7 +208,7 @@ def _dealt_out(items: list[pytest.Item], turns: Iterator[str], strength: int = 2
         device = _device(item)
         cases[frozenset(_values(item).items() - {("queue", id(device))})][device] = item
     on_each = list(cases.values())
-    chosen = [on_each[number] for number in covering([dict(case) for case in cases], strength)]
+    chosen = [on_each[number] for number in covering([dict(case) for case in cases], 2)]
     random.Random(0).shuffle(chosen)  # or the first of two dtypes would always be on the first of two devices
     return {devices.get(device) or next(iter(devices.values())) for devices, device in zip(chosen, turns, strict=False)}
 

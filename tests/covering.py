@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
 
 
-def covering(cases: Sequence[Mapping[str, Hashable]], strength: int, apart: str | None = None) -> list[int]:
+def covering(cases: Sequence[Mapping[str, Hashable]], strength: int) -> list[int]:
     """Numbers of cases, in order, in which all values (parameter, value) meet that meet in any case.
 
     Greedy: those that bring most that is new come first, so the result is not the smallest there is.
@@ -18,10 +18,8 @@ def covering(cases: Sequence[Mapping[str, Hashable]], strength: int, apart: str 
     Args:
         cases: value of each parameter.
         strength: how many values meet: 1 for each value once, 2 for all pairs.
-        apart: a parameter that does not count: each of its values meets each other one, and all else that meets does so
-            with one of them.
     """
-    meetings = [_meetings(case, strength, apart) for case in cases]
+    meetings = [_meetings(case, strength) for case in cases]
     chosen: set[int] = set()
     covered: set[tuple[tuple[str, Hashable], ...]] = set()
     for least in range(max(map(len, meetings), default=0), 0, -1):
@@ -32,8 +30,6 @@ def covering(cases: Sequence[Mapping[str, Hashable]], strength: int, apart: str 
     return sorted(chosen)
 
 
-def _meetings(case: Mapping[str, Hashable], strength: int, apart: str | None) -> set[tuple[tuple[str, Hashable], ...]]:
+def _meetings(case: Mapping[str, Hashable], strength: int) -> set[tuple[tuple[str, Hashable], ...]]:
     values = sorted(case.items())
-    together = [value for value in values if value[0] != apart]
-    met = set(combinations(together, min(strength, len(together))))
-    return met | {pair for pair in combinations(values, min(2, len(values))) if apart in dict(pair)}
+    return set(combinations(values, min(strength, len(values))))

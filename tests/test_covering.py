@@ -28,19 +28,5 @@ def test_most_of_a_large_product_is_left_out(strength: int, most: int) -> None:
     assert len(covering([{str(name): value for name, value in case.items()} for case in cases], strength)) <= most
 
 
-def test_a_parameter_apart_meets_each_value_and_doubles_nothing() -> None:
-    sizes = (range(3), range(3), range(3), ("one", "other"))
-    cases = [dict(zip("abcd", values, strict=True)) for values in product(*sizes)]
-    chosen = [cases[number] for number in covering(cases, 3, apart="d")]
-    assert {(case["a"], case["b"], case["c"]) for case in chosen} == set(product(range(3), repeat=3))
-    for name in "abc":
-        assert {(case[name], case["d"]) for case in chosen} == set(product(range(3), ("one", "other")))
-    assert len(chosen) <= 27 + 6
-
-
-def test_a_parameter_apart_that_is_alone_keeps_its_values() -> None:
-    assert covering([{"d": "one"}, {"d": "other"}], 3, apart="d") == [0, 1]
-
-
 def test_nothing_is_left_of_nothing() -> None:
     assert covering([], 2) == []

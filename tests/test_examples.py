@@ -66,7 +66,6 @@ def small_fashion(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.any_cpu
 @pytest.mark.slow
 def test_fashion_mnist_compares_three_runs(queue: cl.CommandQueue, small_fashion: Path) -> None:
     picture = small_fashion / "fashion.png"
@@ -86,7 +85,6 @@ def test_fashion_mnist_says_where_its_data_is_to_be_had(tmp_path: Path) -> None:
     assert "apt install dataset-fashion-mnist" in done.stderr
 
 
-@pytest.mark.any_cpu
 @pytest.mark.slow
 def test_char_lm_compares_three_runs(queue: cl.CommandQueue, tmp_path: Path) -> None:
     picture = tmp_path / "char_lm.png"
@@ -490,7 +488,6 @@ def three_seeds(queue: cl.CommandQueue, digits: ModuleType, amp_options: dict[st
 # Whole runs, of three seeds each, have their figures in docs/benchmarks.md; these short ones notice changes.
 
 
-@pytest.mark.any_cpu
 @pytest.mark.slow
 def test_fashion_mnist_learns_as_well_as_in_fp32(queue: cl.CommandQueue, example: Callable[[str], ModuleType]) -> None:
     fashion = example("fashion_mnist")
@@ -505,7 +502,6 @@ def test_fashion_mnist_learns_as_well_as_in_fp32(queue: cl.CommandQueue, example
         assert set(runs[dtype].weights) == {"float32"}
 
 
-@pytest.mark.any_cpu
 @pytest.mark.slow
 def test_char_lm_learns_as_well_as_in_fp32(queue: cl.CommandQueue, example: Callable[[str], ModuleType]) -> None:
     char_lm = example("char_lm")

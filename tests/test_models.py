@@ -83,13 +83,11 @@ def test_every_class_has_a_recipe() -> None:
     assert not made - classes(), "this release of netcl has no such class"
 
 
-@pytest.mark.any_cpu
 @pytest.mark.parametrize("name", params("float16"))
 def test_trains_in_float16(queue: cl.CommandQueue, name: str) -> None:
     check(RECIPES[name], queue, "float16", reference(name, queue))
 
 
-@pytest.mark.any_cpu
 @pytest.mark.parametrize("name", params("bfloat16"))
 def test_trains_in_bfloat16(queue: cl.CommandQueue, name: str) -> None:
     check(RECIPES[name], queue, "bfloat16", reference(name, queue))

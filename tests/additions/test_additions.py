@@ -96,7 +96,6 @@ def add_engine(tree: Tree) -> None:
     tree.insert("clamp/ops/gemm/engines.py", "amx, direct, dot_bf16, packed,", "plain, ")
 
 
-@pytest.mark.any_cpu
 @pytest.mark.parametrize(
     ("kind", "add", "touched", "shown"),
     [

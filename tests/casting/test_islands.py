@@ -97,7 +97,6 @@ def netcls_own(op: Op, want: Any) -> Any:
     return _COARSE[0] * np.abs(want) + _COARSE[1] * np.abs(want).max(initial=1.0)
 
 
-@pytest.mark.any_cpu
 @pytest.mark.parametrize(("op", "case", "island"), CALLS)
 def test_every_function_is_right_in_a_float32_island(
     queue: cl.CommandQueue, handle: amp.AmpHandle, op: Op, case: Case, island: str

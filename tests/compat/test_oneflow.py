@@ -307,7 +307,6 @@ class Recorded(Graph):
         return out
 
 
-@pytest.mark.any_cpu
 @pytest.mark.slow
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.result != "none"])

@@ -248,7 +248,6 @@ def _assert_summed_well(actual: Tensor, expected: Array | tuple[Array, Array], s
     assert error <= slack * 1e-5, f"off by {error:.2g} of the largest element"
 
 
-@pytest.mark.any_cpu
 @pytest.mark.parametrize("amp_dtype", ["float32"], indirect=True)
 @pytest.mark.parametrize(
     "long",

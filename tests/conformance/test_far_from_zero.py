@@ -133,7 +133,6 @@ def _assert_near(actual: Tensor, expected: Any, slack: float) -> None:
     assert np.abs(got - want).max() <= bound
 
 
-@pytest.mark.any_cpu
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("middle", [-200, 200])
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -200,7 +200,7 @@ def test_without_matplotlib_it_says_what_to_install(library: str, monkeypatch: p
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None, phases=[Phase.generate])
+@settings(max_examples=20, deadline=None, phases=[Phase.generate])
 @given(st.data())
 def test_whatever_a_run_holds_the_page_is_whole(data: st.DataObject) -> None:
     basic = {str: st.text(max_size=40), int: st.integers(0, 2**50), float: st.floats(width=32)}

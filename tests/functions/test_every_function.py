@@ -170,7 +170,6 @@ def _bounds(op: Op, policy: CastPolicy) -> Op:
     )  # fmt: skip
 
 
-@pytest.mark.any_cpu  # of kernels the conformance table asks on each device
 @pytest.mark.parametrize(("op", "case", "policy", "amp_dtype", "storage"), _calls())
 def test_values_and_gradients_under_every_policy(
     queue: cl.CommandQueue, op: Op, case: Case, policy: CastPolicy, amp_dtype: str, storage: str,

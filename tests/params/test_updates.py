@@ -143,7 +143,6 @@ def test_adamw_steps_many_parameters_with_the_bits_of_its_own_fused_step(queue: 
     compare(queue, MAKE[name], 40, FUSED_SIZES, absent=False)
 
 
-@pytest.mark.any_cpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MAKE)
 def test_a_thousand_steps_have_the_bits_of_netcls(queue: cl.CommandQueue, name: str) -> None:

@@ -259,7 +259,6 @@ def run_ranks(launcher: list[str], ranks: int, *command: str, platform: str | No
     return job.returncode, output
 
 
-@pytest.mark.any_cpu
 def test_ranks_train_as_one_process_does(launcher: list[str], queue: cl.CommandQueue) -> None:
     checks = (
         "equals_single_process,overflow_on_one_rank,repeats_together,accumulates_and_wraps,gradient_on_one_rank_only,"
@@ -270,7 +269,6 @@ def test_ranks_train_as_one_process_does(launcher: list[str], queue: cl.CommandQ
     assert "all well" in output
 
 
-@pytest.mark.any_cpu
 def test_ranks_notice_errors_and_differences(launcher: list[str], queue: cl.CommandQueue) -> None:
     """One job, because starting one takes as long as all of these checks."""
     checks = (
