@@ -77,6 +77,7 @@ def open_browser(profile: Path) -> Iterator[Browser]:
         options.add_argument(f"--{option}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     window = Chrome(options=options, service=Service(driver))
+    window.set_script_timeout(600)  # seconds: a test has a limit of its own
     try:
         yield Browser(window)
     finally:

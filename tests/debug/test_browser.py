@@ -223,7 +223,8 @@ def test_axe_finds_nothing_that_keeps_anybody_out(
     browser.driver.execute_cdp_cmd("Page.setBypassCSP", {"enabled": False})
     browser.run("document.querySelectorAll('details').forEach(part => { part.open = true; })")
     browser.run((files("axe_core_python") / "axe.min.js").read_text(encoding="utf-8"))
-    found = browser.driver.execute_async_script("axe.run().then(arguments[arguments.length - 1])")
+    quick = "{resultTypes: ['violations']}"  # of rules that pass, one element each
+    found = browser.driver.execute_async_script(f"axe.run({quick}).then(arguments[arguments.length - 1])")
     assert len(found["passes"]) > 20
     assert [f"{one['id']}: {one['nodes'][0]['html']}" for one in found["violations"]] == []
 
