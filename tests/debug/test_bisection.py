@@ -138,7 +138,17 @@ def test_finds_the_layers_that_need_float32(queue: cl.CommandQueue, culprits: tu
     assert found.functions == ()
     assert {"layers.0", "layers.2", "layers.2.inner"} <= set(found.candidates)
     assert found.runs <= most(len(found.candidates), len(culprits))
-    assert 'autocast(dtype="float32")' in str(found)
+    wide = {f"layers.{2 + 3 * number}" for number in culprits}
+    assert found.rules == dict.fromkeys(found.modules, "float32") | {f"{name}.inner": "float16" for name in wide}
+    rules = ", ".join(f'"{path}": "{dtype}"' for path, dtype in found.rules.items())
+    assert str(found).startswith(f"amp.init(modules={{{rules}}})")
+    for passed, holds in [
+        (found.rules, True),
+        ({}, False),
+        *[({one: found.rules[one]}, len(wide) == 1) for one in wide],
+    ]:
+        with amp.init(modules=passed):  # the line does what it says, and less does not
+            assert np.isfinite(step_fn().value.to_host()).all() == holds
 
 
 def test_handle_that_a_run_leaves_is_shut_down(queue: cl.CommandQueue) -> None:
