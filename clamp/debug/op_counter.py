@@ -312,7 +312,7 @@ class OpCounter(Observer):
                 place = key.place
                 row = OpRow(
                     key.op, key.direction, place.function, place.policy, names.get(key.module, ""), place.short_line,
-                    key.inputs, key.dtype, count.shape, rule=place.rule,
+                    key.inputs, key.dtype, count.shape, rule=str(place.rule or ""),
                 )  # fmt: skip
                 before = self._named.get(row.identity, row)
                 seconds = before.seconds if count.seconds is None else (before.seconds or 0.0) + count.seconds

@@ -159,6 +159,8 @@ class Patches:
         call = vars(module_class).get("__call__")
         if type(call) is types.FunctionType:
             self._bindings.redirect(call, in_module, how="bound")
+        elif call is not None:  # a wrapper of the user's
+            self._bindings.wrap(module_class, "__call__", in_module)
 
     def _replace(self, modules: Container[str]) -> None:
         for name, new in REPLACEMENTS.items():
