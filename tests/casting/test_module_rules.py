@@ -129,6 +129,8 @@ def test_the_first_rule_decides(patterns: list[str], expected: dict[str, int | N
         ({"modules": {"head.inner": np.float32, "*": "bf16"}}, ["bfloat16"] * 3 + ["float32"]),
         ({"modules": MIXED, "dtype": "float32"}, ["bfloat16", "bfloat16", "float32", "float32"]),
         ({"modules": MIXED, "level": "O2"}, ["bfloat16", "bfloat16", "float16", "float32"]),
+        # pytorch#117832: an operator of one's choice in float32
+        ({"custom_black_list": ["tanh"]}, ["float16", "float32", "float16", "float16"]),
         ({"modules": MIXED, "custom_black_list": ["tanh"]}, ["bfloat16", "float32", "float16", "float32"]),
         ({"modules": {"layers.0": "float32"}, "custom_white_list": ["exp"]}, ["float32", "float32"] + ["float16"] * 2),
         ({"modules": {"head": "float32"}, "level": "O0"}, ["float32"] * 4),
@@ -280,6 +282,8 @@ def gradients(queue: cl.CommandQueue, forward: Callable[[Net, Any], Any] | None 
     optimizer = SGD(net.parameters(), lr=0.1)
     x, y = batch(queue, 16, 6, 4)
     with amp.init(**options) as handle:
+        if options.get("level") == "O2":
+            amp.decorate(net, optimizer)
         out = net(ag.tensor(x)) if forward is None else forward(net, ag.tensor(x))
         loss = ag.mul(ag.mse_loss(out, ag.tensor(y)), LOSS_FACTOR)
         with handle.scale_loss(loss, optimizer) as scaled_loss:
@@ -289,13 +293,14 @@ def gradients(queue: cl.CommandQueue, forward: Callable[[Net, Any], Any] | None 
         return [*(to_numpy(param.grad) for param in net.parameters()), to_numpy(loss.value)]
 
 
-@pytest.mark.parametrize("loss_scale", [1.0, 65536.0])
+@pytest.mark.parametrize(("level", "loss_scale"), [("O1", 1.0), ("O1", 65536.0), ("O2", 4096.0)])
 @pytest.mark.parametrize("rules", [MIXED, {"layers.*": "bfloat16"}, {"head": "bfloat16"}], ids=str)
 def test_gradients_of_several_dtypes_under_one_scale(
-    queue: cl.CommandQueue, rules: dict[str, str], loss_scale: float
+    queue: cl.CommandQueue, rules: dict[str, str], level: str, loss_scale: float
 ) -> None:
     expected = gradients(queue, dtype="float32", loss_scale=loss_scale)
-    for found, right in zip(gradients(queue, modules=rules, loss_scale=loss_scale), expected, strict=True):
+    mixed = gradients(queue, modules=rules, loss_scale=loss_scale, level=level)
+    for found, right in zip(mixed, expected, strict=True):
         assert np.abs(found - right).max() <= 0.03 * np.abs(right).max() + 1e-7
         assert np.abs(found - right).max() > 0  # something is in 16 bits
 
