@@ -40,13 +40,16 @@ class ModuleRules:
 
     Args:
         rules: in their order, of which the first that matches counts.
+
+    Attributes:
+        is_judged: whether users have been told of rules that decide about no module, or are about to be.
     """
 
     def __init__(self, rules: Sequence[ModuleRule]) -> None:
         self.rules = tuple(rules)
         self._paths = bridge.ModulePaths()
         self._decided: dict[str, ModuleRule | None] = {}
-        self._is_judged = False
+        self.is_judged = False
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.rules))
@@ -71,13 +74,13 @@ class ModuleRules:
         """The paths of the modules that have been met, by the rules that decide about them."""
         return self._by_rule(self._paths.known)
 
-    def judged_here(self) -> bool:
-        """Returns whether the call that begins here is the first of a module, after whose end rules are judged."""
-        is_first, self._is_judged = not self._is_judged, True
+    def begin_judging(self) -> bool:
+        """Returns whether the call that begins here is the first of a module: by its end a model has all layers."""
+        is_first, self.is_judged = not self.is_judged, True
         return is_first
 
     def idle(self) -> str:
-        """What is to be said of rules that decide about no module there is; empty if there are none."""
+        """What is to be said of rules that decide about no module; empty if there are none."""
         known = self._paths.known
         if all(self._by_rule(known).values()):
             return ""

@@ -6,6 +6,8 @@ Three kinds of function are wrapped:
 * netcl's own, without a kernel of clamp's: its 16-bit inputs are widened and it runs in fp32, forward and
   backward, because netcl's 16-bit kernels are wrong or missing;
 * the user's: its arguments are cast as the policy says, and it runs as it is.
+
+And calls of modules, where rules say in which dtypes these compute.
 """
 
 from __future__ import annotations
@@ -192,10 +194,16 @@ def in_module(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str
     region = casting_region()
     if not Installed.now or region is None:
         return wrapped(*args, **kwargs)
-    inner, is_first = region.inside(module), region.modules is not None and region.modules.judged_here()
-    with nullcontext() if inner is region else in_region(inner):
-        result = wrapped(*args, **kwargs)
-    if is_first and region.modules is not None and (idle := region.modules.idle()):
+    inner, rules = region.inside(module), region.modules
+    is_first = rules is not None and rules.begin_judging()
+    try:
+        with nullcontext() if inner is region else in_region(inner):
+            result = wrapped(*args, **kwargs)
+    except BaseException:
+        if is_first and rules is not None:
+            rules.is_judged = False  # not all layers may have been made
+        raise
+    if is_first and rules is not None and (idle := rules.idle()):
         warn_user(f"amp.init(modules=...): {idle}.")
     return result
 

@@ -521,6 +521,27 @@ def test_a_rule_for_no_module_is_warned_of_once(queue: cl.CommandQueue, rules: d
         warnings.warn_explicit(warning.message, warning.category, warning.filename, 1)
 
 
+def test_a_rule_is_judged_when_a_call_has_ended_well(queue: cl.CommandQueue) -> None:
+    class Lazy(Module):
+        fails = True
+
+        def forward(self, x: Any) -> Any:
+            if self.fails:
+                raise KeyError("the data of a first batch")
+            self.late = Linear(queue, 6, 4)
+            return self.late(x)
+
+    net, x = Lazy(), ag.tensor(to_device(queue, np.ones((2, 6))))
+    for pattern, warns in (("late", False), ("later", True)):
+        net.fails = True
+        with amp.init(modules={pattern: "float32"}):
+            with pytest.raises(KeyError):
+                net(x)
+            net.fails = False
+            with pytest.warns(UserWarning, match="near: late") if warns else nullcontext():
+                assert net(x).value.dtype == ("float16" if warns else "float32")
+
+
 def test_rules_for_another_model_are_not_warned_of(queue: cl.CommandQueue) -> None:
     net, other = Net(queue), mlp(queue, 6, 6)
     with amp.init(modules={"head": "float32"}):
@@ -587,7 +608,7 @@ def test_bfloat16_is_no_error_of_an_op(queue: cl.CommandQueue) -> None:
 def test_the_rule_that_decided_is_shown(queue: cl.CommandQueue, tmp_path: Path) -> None:
     net = Net(queue)
     optimizer = SGD(net.parameters(), lr=0.1)
-    with amp.init(modules=MIXED, debug=("attribution", "summary"), loss_scale=2.0**20, on_overflow="skip") as handle:
+    with amp.init(modules=MIXED, debug="summary") as handle:
         train = stepping(handle, net, optimizer)  # type: ignore[arg-type]
         train(*batch(queue, 16, 6, 4))
         summary = handle.summary()
@@ -604,3 +625,8 @@ def test_the_rule_that_decided_is_shown(queue: cl.CommandQueue, tmp_path: Path) 
         page = (tmp_path / "run.html").read_text()
         assert "level O1; head.*: float32; layers.[0-1]: bfloat16" in page
         assert "<td>half (layers.[0-1]: bfloat16)</td>" in page
+    with amp.init(modules={"head.*": "bfloat16"}, debug="attribution", loss_scale=2.0**30) as handle:
+        stepping(handle, net, optimizer)(*batch(queue, 16, 6, 4))  # type: ignore[arg-type]
+        explained = str(handle.explain())
+        assert "backward of cast, for matmul_op in head.inner (Linear), policy half (head.*: bfloat16)\n" in explained
+        assert 'modules={"head.*": "bfloat16"}' in explained  # in the cure, which loses nothing else
