@@ -12,6 +12,7 @@ from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.casting.arguments import CastArguments, casts_to
 from clamp.casting.operands import say_nothing
+from clamp.casting.regions import ModuleRules
 from clamp.params.masters import narrow, showing_masters
 
 SAVE_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -60,6 +61,7 @@ def to_16_bit(
     keep_master: bool | str = True,
     gradient_dtype: str | None = None,
     seed: int = 0,
+    rules: ModuleRules | None = None,
 ) -> None:
     """Makes a model's parameters 16-bit, with fp32 masters, and lets its state dict save fp32.
 
@@ -67,34 +69,53 @@ def to_16_bit(
 
     Args:
         model: anything with ``parameters()``.
-        dtype: ``"float16"`` or ``"bfloat16"``.
+        dtype: ``"float16"`` or ``"bfloat16"``; ``"float32"`` where only modules with rules become 16-bit.
         optimizers: those that step some of the parameters; updated in place.
         keep_batch_norm: whether batch norms keep theirs in fp32. (Their statistics always stay.)
         excluded: layers, or classes of layers, whose parameters stay fp32.
         keep_master, gradient_dtype, seed: see :func:`clamp.params.masters.narrow`.
+        rules: of modules, whose parameters get their rule's dtype; a batch norm's only if its name ends the pattern.
     """
-    kept = {id(param) for _, param in _kept(model, keep_batch_norm, excluded)}
-    params = [param for param in model.parameters() if id(param) not in kept]
-    narrow(params, dtype, optimizers, keep_master=keep_master, gradient_dtype=gradient_dtype, seed=seed)
+    dtypes = dtypes_of(model, dtype, keep_batch_norm=keep_batch_norm, excluded=excluded, rules=rules)
+    params = [(param, found) for _, param, found in dtypes if found in HALF_DTYPES]
+    narrow(
+        [param for param, _ in params], [found for _, found in params], optimizers, keep_master=keep_master,
+        gradient_dtype=gradient_dtype, seed=seed,
+    )  # fmt: skip
     bridge.invalidate_derived(model)
     save_as(model, "float32")
 
 
-def require_convertible(model: Any, dtype: str, excluded: Sequence[Any] = ()) -> None:
+def dtypes_of(
+    model: Any, dtype: str, *, keep_batch_norm: bool = True, excluded: Sequence[Any] = (),
+    rules: ModuleRules | None = None,
+) -> list[tuple[Any, Tensor, str]]:  # fmt: skip
+    """The dtype that ``to_16_bit`` gives to each parameter of a model, after what says so, the model or a layer.
+
+    Args:
+        model, dtype, keep_batch_norm, excluded, rules: as for ``to_16_bit``.
+    """
+    found: dict[int, tuple[Any, str]] = {}
+    layers = [layer for layer in modules(model) if bridge.is_module(layer)] if rules is not None else []
+    for layer in layers:
+        if rules is not None and (rule := rules.rule_of(layer)) is not None:
+            found.update((id(param), (layer, rule.dtype)) for param in bridge.own_parameters(layer))
+    named = [layer for layer in layers if rules is not None and rules.names(layer)]
+    found.update((id(param), (owner, "float32")) for owner, param in _kept(model, keep_batch_norm, excluded, named))
+    return [(owner, param, of) for param in model.parameters() for owner, of in [found.get(id(param), (model, dtype))]]
+
+
+def require_convertible(model: Any, dtype: str, excluded: Sequence[Any] = (), rules: ModuleRules | None = None) -> None:
     """Raises ValueError for a model that ``to_16_bit`` made 16-bit earlier, where this dtype or list cannot be had.
 
     Args:
         model: anything with ``parameters()``.
         dtype: the dtype to come, ``"float32"`` too.
-        excluded: as for ``to_16_bit``.
+        excluded, rules: as for ``to_16_bit``.
     """
     remedy = "Build the model anew, load its state_dict(), which is float32, and convert it once."
-    if dtype == "float32":
-        must_be_wide = [(model, param) for param in model.parameters()]
-    else:
-        must_be_wide = list(_kept(model, True, excluded))
-    for owner, param in must_be_wide:
-        if bridge.master_of(param) is not None and param.dtype in HALF_DTYPES:
+    for owner, param, wanted in dtypes_of(model, dtype, excluded=excluded, rules=rules):
+        if wanted == "float32" and bridge.master_of(param) is not None and param.dtype in HALF_DTYPES:
             raise ValueError(
                 f"a parameter of {type(owner).__name__}, of shape {tuple(param.shape)}, was made {param.dtype} earlier "
                 f"and cannot become float32 again. {remedy}"
@@ -107,27 +128,34 @@ def require_convertible(model: Any, dtype: str, excluded: Sequence[Any] = ()) ->
         )
 
 
-def _kept(model: Any, keep_batch_norm: bool, excluded: Sequence[Any]) -> Iterator[tuple[Any, Tensor]]:
-    """The tensors of a model that stay fp32, each with the layer that says so."""
+def _kept(
+    model: Any, keep_batch_norm: bool, excluded: Sequence[Any], named: Sequence[Any]
+) -> Iterator[tuple[Any, Tensor]]:
+    """The tensors of a model that stay fp32, each with the layer that says so.
+
+    Args:
+        named: layers that do not although they are batch norms.
+    """
     for layer in modules(model):
         if _is_excluded(layer, excluded):
             yield from ((layer, param) for param in layer.parameters())
-    for tensors in _batch_norms(model):
-        yield from ((model, tensor) for tensor in (tensors if keep_batch_norm else tensors[2:]))
+    for owner, tensors in _batch_norms(model):
+        is_kept = keep_batch_norm and all(owner is not layer for layer in named)
+        yield from ((model, tensor) for tensor in (tensors if is_kept else tensors[2:]))
 
 
 def _is_excluded(layer: Any, excluded: Sequence[Any]) -> bool:
     return any(isinstance(layer, item) if isinstance(item, type) else layer is item for item in excluded)
 
 
-def _batch_norms(model: Any) -> Iterator[tuple[Tensor, ...]]:
-    """Scale, shift, mean and variance of every batch norm. netcl's ResNet keeps them as bare tuples of tensors."""
+def _batch_norms(model: Any) -> Iterator[tuple[Any, tuple[Tensor, ...]]]:
+    """The layer, and scale, shift, mean and variance of every batch norm. netcl's ResNet keeps them as bare tuples."""
     for layer in modules(model):
         if isinstance(layer, bridge.BatchNorm2d):
-            yield layer.gamma, layer.beta, layer.running_mean, layer.running_var
+            yield layer, (layer.gamma, layer.beta, layer.running_mean, layer.running_var)
         for value in _tuples(vars(layer).values()):
             if len(value) == 4 and all(isinstance(x, Tensor) and x.shape == value[0].shape for x in value):
-                yield value
+                yield layer, value
 
 
 def _tuples(values: Iterable[Any]) -> Iterator[tuple[Any, ...]]:

@@ -15,8 +15,17 @@ from typing import Any
 
 from clamp import bridge
 from clamp.casting.init_call import InitCall, given_to
-from clamp.casting.policy_table import CastPolicy, Entry, PolicyTable, default_table, names_in, read_list
-from clamp.casting.regions import Caching, Region, check_caching, check_dtype, thread_region
+from clamp.casting.policy_table import (
+    CastPolicy,
+    Entry,
+    PolicyTable,
+    check_dtype,
+    default_table,
+    names_in,
+    read_list,
+    rules_for,
+)
+from clamp.casting.regions import Caching, ModuleRules, Region, check_caching, thread_region
 from clamp.casting.results import RESULTS
 from clamp.debug.memory_meter import stop_counting
 from clamp.handle import AmpHandle, NoOpHandle
@@ -54,6 +63,7 @@ def init(
     custom_white_list: Iterable[str] = (),
     custom_black_list: Iterable[str] = (),
     lists: str | Path | None = None,
+    modules: Mapping[str, bridge.DTypeLike] | None = None,
     check_finite: bool = True,
     debug: str | Iterable[str] | None = None,
 ) -> AmpHandle | NoOpHandle:
@@ -78,7 +88,11 @@ def init(
             and the scale goes down once. A number does not move, and skips.
         custom_white_list: names of functions to run in half.
         custom_black_list: names of functions to run in fp32.
-        lists: a list file whose entries go over the shipped lists.
+        lists: a list file whose entries go over the shipped lists; its table ``modules`` stands behind the argument.
+        modules: AMP dtypes of parts of a model, by patterns of ``fnmatch`` for the paths of its modules:
+            ``{"head.*": "float32", "layers.[0-3].*": "bfloat16"}``. Each is for the modules that it matches and all
+            that is in them, and the first one counts; one that ends in ``.*`` is for the module before it, too. In
+            ``"float32"`` everything is computed in float32, as at level O0. A pattern for no module is warned of.
         check_finite: skip ``optimizer.step()`` where a gradient is inf or nan, in every dtype; False leaves it to loss
             scaling, which looks at the gradients of scaled losses.
         debug: ``"attribution"``: what each op of a step reads and gives is held until the step is done, so that
@@ -88,8 +102,8 @@ def init(
     Raises:
         RuntimeError: a handle is active already: call its ``shutdown()`` first.
         ValueError: an unknown dtype, level, loss scale, ``on_overflow``, ``enable_caching`` or function name, or a
-            malformed list file.
-        TypeError: a custom list is no list of names, ``lists`` no path, ``debug`` no text.
+            malformed list file; or 16-bit ``modules`` at level O0.
+        TypeError: a custom list is no list of names, ``lists`` no path, ``modules`` no dict, ``debug`` no text.
         NoDeviceError: there is no OpenCL device.
     """
     if not enabled:
@@ -104,6 +118,7 @@ def init(
     with lock:
         require_none("amp.init()")
         make_loss_scale(loss_scale, dtype)  # raises before anything is patched
+        rules = rules_for(modules, lists, level)
         region = Region(
             enabled=True,
             dtype="float32" if level == "O0" else dtype,
@@ -113,9 +128,11 @@ def init(
             verbose=verbose,
             level=level,
             init_call=init_call,
+            modules=ModuleRules(rules) if rules else None,
         )
+        smallest = "float16" if "float16" in region.dtypes else dtype  # that decides whether losses are scaled
         return start(
-            region, lambda: make_loss_scale(loss_scale, dtype), check_finite=check_finite, debug=kinds,
+            region, lambda: make_loss_scale(loss_scale, smallest), check_finite=check_finite, debug=kinds,
             on_overflow=on_overflow,
         )  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import Any
 import netcl
 from netcl.nn.batchnorm import BatchNorm2dModule
 from netcl.nn.layers import Module as Module
+from netcl.nn.layers import Sequential as Sequential
 from netcl.nn.state import invalidate_derived as invalidate_derived
 
 from clamp.bridge.masters import model_parameter
@@ -63,6 +64,12 @@ def _tensors_below(x: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Ten
     for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
         if key not in hidden:
             yield from _tensors_below(part, f"{name}.{key}" if name else str(key), seen)
+
+
+def own_parameters(module: Any) -> Iterator[Tensor]:
+    """The tensors of a layer that are trained, without those of the layers in it."""
+    seen = {id(part) for _, part in _modules_below(module, "", set()) if part is not module}
+    yield from (tensor for _, tensor in _tensors_below(module, "", seen) if is_weight(tensor))
 
 
 _met: dict[int, weakref.ref[Any]] = {}  # layers and models, by id
@@ -127,9 +134,59 @@ def _modules_below(x: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any
     if isinstance(x, Module):
         yield name, x
     parts: Any = vars(x) if isinstance(x, Module) else x
-    for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
+    for key, part in list(parts.items()) if isinstance(parts, dict) else enumerate(parts):
         if key not in MADE_FROM_LAYERS:
             yield from _modules_below(part, f"{name}.{key}" if name else str(key), seen)
+
+
+class ModulePaths:
+    """The paths of modules, ``"layers.2"``: looked for once for each module."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Any], tuple[str, ...]]] = {}
+        self._trees: dict[int, list[tuple[str, int]]] = {}  # of what was named with all that is in it
+
+    def of(self, module: Any) -> tuple[str, ...]:
+        """The path of a module; several of one that netcl's Sequential has made of several; ``("",)`` of a model."""
+        if not self._is_known(module):
+            self._name([module])
+        return self._found[id(module)][1]
+
+    def follow(self, module: Any) -> None:
+        """Names a module with all that is in it, at first sight, and again where other parts are in it than were."""
+        is_known, tree = self._is_known(module), self._trees.get(id(module))
+        if is_known and tree is None:  # in one that is followed
+            return
+        parts = list(_modules_below(module, "", set()))
+        if is_known and tree == [(name, id(part)) for name, part in parts]:
+            return
+        if _is_made(module) and len(parts) > 1 and all(self._is_known(part) for _, part in parts[1:]):
+            paths = [path for _, part in parts[1:] for path in self.of(part)]
+            self._found[id(module)] = weakref.ref(module), tuple(paths)
+            return
+        self._name([part for _, part in parts])
+        self._trees[id(module)] = [(name, id(part)) for name, part in parts]
+
+    @property
+    def known(self) -> set[str]:
+        """All that were asked for."""
+        return {path for _, paths in self._found.values() for path in paths}
+
+    def _is_known(self, module: Any) -> bool:
+        found = self._found.get(id(module))
+        return found is not None and found[0]() is module
+
+    def _name(self, modules: Sequence[Any]) -> None:
+        found = {key: one for key, one in self._found.copy().items() if one[0]() is not None}
+        for module, name in zip(modules, module_names(modules), strict=True):
+            found[id(module)] = weakref.ref(module), tuple(name.split(", "))
+        self._found = found
+        self._trees = {key: tree for key, tree in self._trees.copy().items() if key in found}
+
+
+def _is_made(module: Any) -> bool:
+    """Returns whether netcl's Sequential has made a layer of others."""
+    return type(module).__module__ == Module.__module__ and type(module).__name__.startswith("_Fused")
 
 
 _MOST_NAMED = 32  # lists of parameters whose names are kept

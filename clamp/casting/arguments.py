@@ -23,7 +23,8 @@ import wrapt
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, DTypeLike, Node, Tensor, TensorLike
 from clamp.casting.operands import cast_node, say_nothing
-from clamp.casting.regions import Caching, Region, check_dtype
+from clamp.casting.policy_table import check_dtype
+from clamp.casting.regions import Caching, Region
 
 _PLAIN = (int, float, complex, str, bytes, type(None), np.ndarray, np.generic, type)
 #: What a container of a class of the user's is underneath, and is made and filled as, whatever its class does when one

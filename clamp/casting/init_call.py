@@ -57,4 +57,6 @@ def _code(value: Any) -> str:
         return '"' + repr(str(value))[1:-1] + '"'
     if isinstance(value, list | tuple | set | frozenset):
         return f"[{', '.join(map(_code, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_code(key)}: {_code(part)}' for key, part in value.items())}}}"
     return f'"{value.__name__}"' if isinstance(value, type) else repr(value)  # numpy's dtypes

@@ -7,33 +7,21 @@ alone and nest. Inside an op, and during backward, nested calls do not cast agai
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, TypeAlias
 
 from clamp import bridge
 from clamp.casting.init_call import InitCall
-from clamp.casting.policy_table import PolicyTable, default_table
+from clamp.casting.policy_table import CastPolicy, Entry, ModuleRule, PolicyTable, default_table, rule_for
 from clamp.interrupts import holding, of_threads
 from clamp.params.weight_cache import weights
 
-AMP_DTYPES = ("float16", "bfloat16", "float32")
 LAST_USE = "last_use"
 Caching: TypeAlias = bool | str  # whether 16-bit copies of weights are kept: True, False or LAST_USE
-
-
-def check_dtype(dtype: bridge.DTypeLike, what: str = "AMP dtype", known: Iterable[str] = AMP_DTYPES) -> str:
-    """The name of one of clamp's dtypes, however it is written: ``np.float16``, ``"half"`` and ``"fp16"`` are float16.
-
-    Raises:
-        ValueError: it is none of them.
-    """
-    name = bridge.dtype_name(dtype)
-    if not isinstance(name, str) or name not in known:
-        raise ValueError(f"unknown {what} {dtype!r}: pass one of {', '.join(known)}")
-    return name
 
 
 def check_caching(name: str, caching: Caching) -> Caching:
@@ -45,6 +33,80 @@ def check_caching(name: str, caching: Caching) -> Caching:
     if isinstance(caching, str) and caching != LAST_USE:
         raise ValueError(f"{name} must be True, False or {LAST_USE!r}, got {caching!r}")
     return caching
+
+
+class ModuleRules:
+    """Rules for modules at work: finds out which one decides about a module, by its path.
+
+    Args:
+        rules: in their order, of which the first that matches counts.
+
+    Attributes:
+        is_judged: whether users have been told of rules that decide about no module, or are about to be.
+    """
+
+    def __init__(self, rules: Sequence[ModuleRule]) -> None:
+        self.rules = tuple(rules)
+        self._paths = bridge.ModulePaths()
+        self._decided: dict[str, ModuleRule | None] = {}
+        self.is_judged = False
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.rules))
+
+    def rule_of(self, module: Any) -> ModuleRule | None:
+        """The rule that decides about a module; None: the region around it holds in it."""
+        self._paths.follow(module)
+        return self.rule_at(self._paths.of(module)[0])  # of several that are computed at once: they have the same
+
+    def rule_at(self, path: str) -> ModuleRule | None:
+        """The rule that decides about the module of this path."""
+        if path not in self._decided:
+            self._decided[path] = rule_for(self.rules, path)
+        return self._decided[path]
+
+    def names(self, module: Any) -> bool:
+        """Returns whether the rule of a module names it: its pattern ends in the module's own name."""
+        rule = self.rule_of(module)
+        return rule is not None and rule.names(self._paths.of(module)[0])
+
+    def decided(self) -> dict[ModuleRule, list[str]]:
+        """The paths of the modules that have been met, by the rules that decide about them."""
+        return self._by_rule(self._paths.known)
+
+    def begin_judging(self) -> bool:
+        """Returns whether the call that begins here is the first of a module: by its end a model has all layers."""
+        is_first, self.is_judged = not self.is_judged, True
+        return is_first
+
+    def idle(self) -> str:
+        """What is to be said of rules that decide about no module; empty if there are none."""
+        known = self._paths.known
+        if all(self._by_rule(known).values()):
+            return ""
+        known |= set(bridge.module_names(bridge.modules_met()))  # those of other models, too
+        return "; ".join(self._why_idle(rule, known) for rule, paths in self._by_rule(known).items() if not paths)
+
+    def _by_rule(self, known: set[str]) -> dict[ModuleRule, list[str]]:
+        found: dict[ModuleRule, list[str]] = {rule: [] for rule in self.rules}
+        for path in sorted(known):
+            if (rule := self.rule_at(path)) is not None:
+                found[rule].append(path)
+        return found
+
+    def _why_idle(self, rule: ModuleRule, known: set[str]) -> str:
+        matched = sorted(filter(rule.matches, known))
+        if matched:
+            first = self.rule_at(matched[0])
+            assert first is not None
+            return (
+                f"{rule.pattern!r} decides about no module: {first.pattern!r}, which stands before it, matches "
+                f"{matched[0]!r} first. Write {rule.pattern!r} before it"
+            )
+        paths = sorted(path for path in known if path)
+        near = get_close_matches(rule.pattern.removesuffix(".*"), paths, n=3, cutoff=0.5)
+        which = f"near: {', '.join(near)}" if near else f"there are {', '.join(paths[:5])}" if paths else "none has one"
+        return f"no module has a path that {rule.pattern!r} matches ({which})"
 
 
 @dataclass(frozen=True)
@@ -60,6 +122,9 @@ class Region:
         verbose: whether each cast prints a line.
         level: of which level the policies are, for people.
         init_call: the user's call that it is of; None of a region that no handle has.
+        modules: the rules for modules that hold in it; None without any.
+        rule: the one that it is of; None outside of the modules that rules are for.
+        is_wide: whether, where the dtype is ``"float32"``, every function is of policy float.
         castings: how each function casts here, by name; filled as functions are called.
     """
 
@@ -71,12 +136,39 @@ class Region:
     verbose: bool = False
     level: str = "O1"
     init_call: InitCall | None = field(default=None, repr=False, compare=False)
+    modules: ModuleRules | None = None
+    rule: ModuleRule | None = None
+    is_wide: bool = False
     castings: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _ruled: dict[ModuleRule, Region] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def in_float32(self) -> Region:
         """This region with every function in float32, on clamp's kernels still."""
         return replace(self, dtype="float32", allow_banned=True)
+
+    @property
+    def dtypes(self) -> frozenset[str]:
+        """The AMP dtypes here and in the modules that rules are for."""
+        return frozenset([self.dtype, *(rule.dtype for rule in (self.modules.rules if self.modules else ()))])
+
+    def policy_of(self, entry: Entry) -> CastPolicy:
+        """The policy of a listed function here."""
+        policy = self.policies.policy_of(entry)
+        is_float = self.is_wide and self.dtype == "float32" and policy is not CastPolicy.NONE
+        return CastPolicy.FLOAT if is_float else policy
+
+    def inside(self, module: Any) -> Region:
+        """The region of the ops in a module that is called here: its rule's, if that is another one's than around. So
+        what a thread enters inside of a rule's modules holds in all of them."""
+        rule = None if self.modules is None else self.modules.rule_of(module)
+        return self if rule is None or rule is self.rule else self.under(rule)
+
+    def under(self, rule: ModuleRule) -> Region:
+        """This region as a rule changes it."""
+        if rule not in self._ruled:
+            self._ruled[rule] = replace(self, dtype=rule.dtype, rule=rule, is_wide=rule.dtype == "float32")
+        return self._ruled[rule]
 
 
 class Around:

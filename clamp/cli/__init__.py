@@ -130,8 +130,10 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
 def _add_lists(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", nargs="?", metavar="NAME",
-        help="a function by full or own name (matmul_op), a layer (Conv2d), or a part of names (pool)",
+        help="a function by full or own name (matmul_op), a layer (Conv2d), a part of names (pool), or, with the "
+        "rules of a list file, the path of a module (layers.2.norm)",
     )  # fmt: skip
+    parser.add_argument("--lists", type=Path, metavar="FILE", help="a list file, as for amp.init(lists=)")
     parser.add_argument("--policy", choices=POLICIES, metavar="POLICY", help=f"only {', '.join(POLICIES)}")
     parser.add_argument("--level", choices=("O0", "OD", "O1", "O2"), default="O1", help="level of amp.init (O1)")
     parser.add_argument(

@@ -12,7 +12,7 @@ import sys
 import textwrap
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -26,7 +26,16 @@ from rich.console import Console
 from rich.table import Table
 
 from clamp.casting.policies import POLICIES
-from clamp.casting.policy_table import CastPolicy, Entry, PolicyTable, default_table
+from clamp.casting.policy_table import (
+    CastPolicy,
+    Entry,
+    ModuleRule,
+    PolicyTable,
+    default_table,
+    read_list,
+    rule_for,
+    rules_for,
+)
 from clamp.casting.registry import USES
 from clamp.cli.console import make_console
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe
@@ -40,13 +49,21 @@ _RECURRENT = re.compile("lstm|gru|rnn|recurrent", re.IGNORECASE)
 
 def run(args: Namespace) -> int:
     """Runs the command; see `clamp.cli`."""
-    table = default_table().at_level(args.level)
+    try:
+        table, rules = _read(args)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     what, entries = _search(args.name, table)
     chosen = [entry for entry in entries if args.policy in (None, entry.policy.value)]
+    console = make_console()
+    decided = "" if args.name is not None and not what else _decided(args.name, rules, args.dtype)
+    console.print(decided, end="", highlight=False, markup=False)
+    if decided and not entries:
+        return 0
     if not chosen:
         print(_nothing(args, table, entries), file=sys.stderr)
         return 2
-    console = make_console()
     if what:
         console.print(f"[bold]{what}[/], level {args.level}, {args.dtype}", highlight=False)
     if what and len(chosen) > 1:
@@ -63,6 +80,24 @@ def run(args: Namespace) -> int:
     for entry in chosen:
         _print_one(console, table, entry, args, queue)
     return 0
+
+
+def _read(args: Namespace) -> tuple[PolicyTable, tuple[ModuleRule, ...]]:
+    """The lists, with a user's, and rules for modules.
+
+    Raises:
+        ValueError: the user's file cannot be read, or is malformed.
+    """
+    own = [] if args.lists is None else read_list(args.lists)
+    return default_table().merged(own).at_level(args.level), rules_for(None, args.lists, args.level)
+
+
+def _decided(path: str | None, rules: Sequence[ModuleRule], dtype: str) -> str:
+    """The rules for modules, in words; of one path, that which decides about it."""
+    if path is None:
+        return "".join(f"modules {rule}\n" for rule in rules)
+    rule = rule_for(rules, path)
+    return "" if rule is None else f"module {path}: {rule.dtype}, by the rule {rule.pattern!r}; {dtype} elsewhere\n"
 
 
 def _search(name: str | None, table: PolicyTable) -> tuple[str, list[Entry]]:

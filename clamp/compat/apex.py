@@ -13,7 +13,8 @@ from typing import Any
 from clamp import session
 from clamp.bridge import HALF_DTYPES, DTypeLike, Node, canonical_dtype
 from clamp.casting.init_call import InitCall, given_to
-from clamp.casting.regions import Region, check_dtype
+from clamp.casting.policy_table import check_dtype
+from clamp.casting.regions import Region
 from clamp.compat.scalers import require_number
 from clamp.handle import NoOpHandle
 from clamp.models import as_list, cast_calls, to_16_bit

@@ -14,7 +14,8 @@ from typing import Any
 from clamp import bridge, session
 from clamp.bridge import DTypeLike, Node, Tape, Tensor
 from clamp.casting.arguments import mapped
-from clamp.casting.regions import check_dtype, current_region, in_region, region_here
+from clamp.casting.policy_table import check_dtype
+from clamp.casting.regions import current_region, in_region, region_here
 from clamp.compat import pytorch
 from clamp.compat.scalers import GradScaler, StaticGradScaler
 from clamp.debug.explain import Attribution, Explanation

@@ -12,11 +12,11 @@ import pyopencl as cl
 
 from clamp import bridge, session
 from clamp.bridge import DTypeLike, Node, Tensor
-from clamp.casting.policy_table import LEVELS, CastPolicy, PolicyTable, names_in
-from clamp.casting.regions import check_dtype
+from clamp.casting.policy_table import LEVELS, CastPolicy, PolicyTable, check_dtype, module_rules, names_in
+from clamp.casting.regions import ModuleRules, process_region
 from clamp.compat.regions import ThreadRegion, require_switch, warn_if_nothing_is_gained
 from clamp.compat.scalers import FaceRule, FaceScaler, require_number, setting
-from clamp.models import SAVE_DTYPES, as_list, require_convertible, save_as, to_16_bit
+from clamp.models import SAVE_DTYPES, as_list, dtypes_of, require_convertible, save_as, to_16_bit
 from clamp.params.masters import require_kept, require_steppable
 from clamp.patching.patch import Registration
 from clamp.scaling.dynamic_scale import DynamicLossScale
@@ -40,6 +40,7 @@ def decorate(
     master_grad: bool = False,
     excluded_layers: Any = None,
     rounding_seed: int = 0,
+    modules: Mapping[str, DTypeLike] | None = None,
 ) -> Any:
     """Makes models ready for a level: at O2 their parameters become 16-bit, in place, with fp32 masters.
 
@@ -64,6 +65,8 @@ def decorate(
         master_grad: gradients of 16-bit parameters come from backward in float32.
         excluded_layers: layers, or classes of layers, or a list of them, whose parameters stay fp32.
         rounding_seed: of ``"stochastic"``: the same seed, step, parameter and element are rounded the same way.
+        modules: dtypes of the parameters of parts of a model, as for ``amp.init``; those of ``amp.init`` that is
+            active, if not given. A batch norm follows a pattern that ends in its name, and no wildcard.
 
     Returns:
         The models, or (models, optimizers), in the form in which they were passed.
@@ -87,10 +90,11 @@ def decorate(
     model_list = as_list(models, "a model", "parameters")
     optimizer_list = [] if optimizers is None else as_list(optimizers, "an optimizer", "step")
     excluded = [] if excluded_layers is None else _layers(excluded_layers)
+    rules = _rules(modules)
     if level == "O2":
         for model in model_list:
-            require_convertible(model, dtype, excluded)
-    if level != "O2" or dtype == "float32":
+            require_convertible(model, dtype, excluded, rules)
+    if level != "O2" or {dtype, *(rule.dtype for rule in (rules.rules if rules else ()))} == {"float32"}:
         return result
     require_steppable(optimizer_list, keeps)
     if master_weight is False:
@@ -101,8 +105,8 @@ def decorate(
         )
     session.ensure_patched()  # so that netcl's optimizers update the masters, without amp.init() too
     for model in model_list:
-        for param in model.parameters():
-            warn_if_nothing_is_gained(param, dtype)
+        for _, param, becomes in dtypes_of(model, dtype, excluded=excluded, rules=rules):
+            warn_if_nothing_is_gained(param, becomes)
         to_16_bit(
             model,
             dtype,
@@ -111,6 +115,7 @@ def decorate(
             keep_master=keeps,
             gradient_dtype="float32" if master_grad else None,
             seed=int(rounding_seed),
+            rules=rules,
         )
         if save_dtype is not None:
             save_as(model, save_dtype)
@@ -120,6 +125,13 @@ def decorate(
 def _check(name: str, value: Any, known: Iterable[str]) -> None:
     if value not in known:
         raise ValueError(f"unknown {name} {value!r}: pass one of {', '.join(known)}")
+
+
+def _rules(modules: Mapping[str, DTypeLike] | None) -> ModuleRules | None:
+    if modules is not None:
+        return ModuleRules(module_rules(modules))
+    region = process_region()
+    return None if region is None else region.modules
 
 
 def _layers(excluded: Any) -> list[Any]:

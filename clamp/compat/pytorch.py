@@ -11,7 +11,7 @@ import numpy as np
 from clamp import bridge, session
 from clamp.bridge import DTypeLike, Node, Tensor
 from clamp.casting.arguments import mapped, with_items
-from clamp.casting.regions import check_dtype
+from clamp.casting.policy_table import check_dtype
 from clamp.compat.regions import refuse_device
 from clamp.compat.scalers import FaceRule, FaceScaler, setting
 from clamp.functions.recompute import checkpointed

@@ -12,15 +12,8 @@ from typing import Any, TypeVar
 from clamp import bridge, session
 from clamp.bridge import DTypeLike, Tensor
 from clamp.casting.operands import note_numpy_backend
-from clamp.casting.regions import (
-    AMP_DTYPES,
-    Caching,
-    check_caching,
-    check_dtype,
-    current_region,
-    in_own_region,
-    region_here,
-)  # fmt: skip
+from clamp.casting.policy_table import AMP_DTYPES, check_dtype
+from clamp.casting.regions import Caching, check_caching, current_region, in_own_region, region_here
 from clamp.opencl.device import capabilities
 from clamp.patching.user_functions import require_function
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import DTypeLike, Node, Tensor
-from clamp.casting.policy_table import default_table
-from clamp.casting.regions import Region, changed_regions, check_dtype, current_region, in_own_region
+from clamp.casting.policy_table import check_dtype, default_table
+from clamp.casting.regions import Region, changed_regions, current_region, in_own_region
 from clamp.casting.results import RESULTS, Observer
 from clamp.debug import process
 from clamp.debug.dry_run import NothingSeenError, dry_run

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
 from typing import Any, TypeVar
@@ -39,6 +39,8 @@ class Bisection:
         culprits: names of functions, or paths of layers.
         candidates: all that computed in 16 bits.
         runs: how often the training was run.
+        rules: what to pass to ``amp.init(modules=)``, where ``by`` is ``"module"`` and paths tell the layers apart: the
+            culprits, layers in them that need not follow them, and the rules that there were.
     """
 
     by: str
@@ -46,6 +48,7 @@ class Bisection:
     culprits: tuple[str, ...]
     candidates: tuple[str, ...]
     runs: int
+    rules: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -68,6 +71,9 @@ class Bisection:
         if self.by == "function":
             names = ", ".join(f'"{name}"' for name in self.culprits)
             return f"amp.init(custom_black_list=[{names}])  {count}"
+        if self.rules:
+            rules = ", ".join(f'"{pattern}": "{dtype}"' for pattern, dtype in self.rules.items())
+            return f"amp.init(modules={{{rules}}})  {count}"
         return f'with amp.autocast(dtype="float32"):  # around the call of {", ".join(self.culprits)}\n    ...  {count}'
 
     __repr__ = __str__
@@ -86,6 +92,8 @@ def bisect(
 
         print(amp.debugging.bisect(train_100_steps, lambda loss: loss < 0.3))
         # amp.init(custom_black_list=["softmax"])  # 1 of 14 functions, found in 6 runs
+        print(amp.debugging.bisect(train_100_steps, lambda loss: loss < 0.3, by="module"))
+        # amp.init(modules={"layers.2": "float32"})  # 1 of 9 layers, found in 5 runs
 
     The training is run once as it is, once with all candidates in float32, and then with halves of them. The last of
     the shortest row of candidates with which the metric holds is needed; it stays in float32, and the rest are searched
@@ -131,7 +139,8 @@ def bisect(
         verdict = HOLDS_UNDER_AMP
     else:
         culprits = find_culprits(list(names), lambda these: holds(training.run(regions(these))))
-    return Bisection(by, verdict, tuple(names[one] for one in culprits), tuple(names.values()), training.count)
+    rules = seen.rules(culprits) if isinstance(seen, LayerRegions) else {}
+    return Bisection(by, verdict, tuple(names[one] for one in culprits), tuple(names.values()), training.count, rules)
 
 
 def find_culprits(candidates: Sequence[T], holds: Callable[[Sequence[T]], bool]) -> list[T]:
@@ -225,7 +234,7 @@ def _called_in_16_bits(region: Region) -> Iterable[str]:
     if region.dtype == "float32":
         return []
     table = default_table()
-    return [name for name in region.castings if name in table and region.policies.policy_of(table[name]) in _IN_16_BITS]
+    return [name for name in region.castings if name in table and region.policy_of(table[name]) in _IN_16_BITS]
 
 
 class FunctionRegions:
@@ -273,6 +282,7 @@ class LayerRegions:
         self._in_float32 = frozenset(in_float32)
         self._regions: dict[tuple[str, int], Region] = {}  # by the name of a layer, and the region outside of layers
         self._around: dict[int, Region] = {}  # by the id of a region of a layer, that one
+        self._paths: dict[str, str] = {}
         self._original: Any = None
 
     def __enter__(self) -> None:
@@ -284,20 +294,39 @@ class LayerRegions:
 
     def candidates(self) -> dict[str, str]:
         """The layers that have computed in 16 bits, in the order of first calls, with their paths."""
-        paths = self._ops.paths()
-        return {name: paths[name] for (name, _), region in self._regions.items() if any(_called_in_16_bits(region))}
+        self._paths = self._ops.paths()
+        return {
+            name: self._paths[name] for (name, _), region in self._regions.items() if any(_called_in_16_bits(region))
+        }
+
+    def rules(self, culprits: Sequence[str]) -> dict[str, str]:
+        """The rules for modules with which these candidates, and no others, compute in float32; none where paths do not
+        tell them from others."""
+        regions = {name: region for (name, _), region in self._regions.items()}
+        # The name of a layer stands for a path that it has not: a model's, or that of one in none.
+        patterns = {name: "" if path == name else path for name, path in self._paths.items() if name in regions}
+        if any(list(patterns.values()).count(patterns[one]) > 1 or " (" in patterns[one] for one in culprits):
+            return {}
+        found = {path: "float32" for one in culprits for path in patterns[one].split(", ")}  # of several, made one
+        inside = tuple([path and f"{path}." for path in found])
+        for name, region in regions.items():
+            if patterns[name].startswith(inside) and any(_called_in_16_bits(region)):
+                found.setdefault(patterns[name], region.dtype)
+        before = [rule for region in regions.values() if region.modules is not None for rule in region.modules.rules]
+        found = dict(sorted(found.items(), key=lambda one: (-one[0].count("."), one[0] == "")))  # the inner ones first
+        return found | {rule.pattern: rule.dtype for rule in before if rule.pattern not in found}
 
     def _called(self, wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outer = casting_region()
         if outer is None:
             return wrapped(*args, **kwargs)
-        with in_region(self._region(self._ops.layer((module,)), self._around.get(id(outer), outer))):
+        with in_region(self._region(module, self._around.get(id(outer), outer))):
             return wrapped(*args, **kwargs)
 
-    def _region(self, name: str, around: Region) -> Region:
-        key = name, id(around)
+    def _region(self, module: Any, around: Region) -> Region:
+        key = name, _ = self._ops.layer((module,)), id(around)
         if key not in self._regions:
-            changes: dict[str, Any] = {"dtype": "float32", "allow_banned": True} if name in self._in_float32 else {}
-            self._regions[key] = replace(around, **changes)
+            changes: dict[str, Any] = {"dtype": "float32", "is_wide": True} if name in self._in_float32 else {}
+            self._regions[key] = replace(around.inside(module), **changes)
             self._around[id(self._regions[key])] = around
         return self._regions[key]

@@ -22,7 +22,7 @@ from clamp import bridge
 from clamp.bridge import Tape, TensorLike
 from clamp.bridge.netcl_functions import is_redirecting
 from clamp.casting.arguments import mapped
-from clamp.casting.policy_table import default_table
+from clamp.casting.policy_table import ModuleRule, default_table
 from clamp.casting.regions import Region, current_region
 from clamp.functions.activations import LAST_SEED
 from clamp.patching.wrap import netcl_wrapper, owned_wrapper, user_wrapper
@@ -56,6 +56,7 @@ class Place(NamedTuple):
         policy: its policy where casts are on, by its value; empty if there is none.
         modules: layers and models around it, the innermost first.
         file, line: the nearest line of the user's; an empty file if there is none.
+        rule: the rule for modules that decides about it; None if there is none.
     """
 
     function: str = ""
@@ -63,6 +64,16 @@ class Place(NamedTuple):
     modules: tuple[Any, ...] = ()
     file: str = ""
     line: int = 0
+    rule: ModuleRule | None = None
+
+    @property
+    def decided(self) -> str:
+        """The policy, and the rule for modules, in words."""
+        return f"{self.policy} ({self.rule})" if self.policy and self.rule else self.policy
+
+    def dtype(self, elsewhere: str) -> str:
+        """The AMP dtype here, where it is another one elsewhere."""
+        return elsewhere if self.rule is None else self.rule.dtype
 
     def name_of(self, op: str) -> str:
         """What netcl's op of this name, called here, is called: as the lists call its function, ``"matmul_op"``, but
@@ -120,13 +131,15 @@ def place_of(seen: Trail) -> Place:
     """Returns what a trail says."""
     called, modules, code, line = seen
     function = policy = ""
+    region = None if called is None else called.get("region")
     if called is not None and "entry" in called:
-        entry, region = called["entry"], called.get("region")
+        entry = called["entry"]
         function = entry.name
-        policy = "" if region is None else region.policies.policy_of(entry).value
+        policy = "" if region is None else region.policy_of(entry).value
     elif called is not None:
         function, policy = called["name"], called["policy"].value
-    return Place(function, policy, modules, code.co_filename if code else "", line)
+    rule = None if region is None else region.rule
+    return Place(function, policy, modules, code.co_filename if code else "", line, rule)
 
 
 def call_here() -> FrameType | None:

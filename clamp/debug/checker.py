@@ -12,7 +12,6 @@ import linecache
 import os
 import threading
 import tomllib
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
@@ -288,7 +287,7 @@ class Sampler:
     def __init__(self, sampling: Sampling | None = None) -> None:
         self._sampling = sampling = sampling or Sampling()
         self.step = 1
-        self.paths = ModulePaths()
+        self.paths = bridge.ModulePaths()
         self._met = False  # whether something was computed in this step
         self._unmet = set(sampling.modules)  # patterns that no module has had
 
@@ -329,26 +328,6 @@ class Sampler:
         known = sorted(filter(None, self.paths.known))
         near = "".join(_near(pattern, known) for pattern in unmet)
         warn_user(f"no op of step {self.step} was in a module of the path {' or '.join(map(repr, unmet))}{near}")
-
-
-class ModulePaths:
-    """The paths of modules, ``"layers.2"``: looked for once for each module."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[Any], tuple[str, ...]]] = {}
-
-    def of(self, module: Any) -> tuple[str, ...]:
-        """The path of a module; several of one that netcl's Sequential has made of several; ``("",)`` of a model."""
-        ref, paths = self._found.get(id(module), (None, ()))
-        if ref is None or ref() is not module:
-            paths = tuple(bridge.module_names([module])[0].split(", "))
-            self._found[id(module)] = weakref.ref(module), paths
-        return paths
-
-    @property
-    def known(self) -> set[str]:
-        """All that were asked for."""
-        return {path for _, paths in self._found.values() for path in paths}
 
 
 @cache

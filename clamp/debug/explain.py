@@ -154,7 +154,7 @@ def _of_first(explanation: Explanation) -> list[str]:
     source = linecache.getline(frame.place.file, frame.place.line).strip()
     op = frame.op if frame.op in (frame.function, frame.function.removesuffix("_op")) else f"{frame.op}, for"
     name = frame.function if not op.endswith("for") else f"{op} {frame.function}"
-    policy = f", policy {frame.place.policy}" if frame.place.policy else ""
+    policy = f", policy {frame.place.decided}" if frame.place.policy else ""
     first = "it went into" if explanation.leaf is not None else "first not finite:"
     lines = ["", f"{first} {frame.direction} of {name}{where}{policy}"]
     if frame.place.file:

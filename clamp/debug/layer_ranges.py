@@ -219,7 +219,7 @@ def _rows(trace: Trace, scale: float, dtypes: Mapping[tuple[str, ...], str], amp
             seen.add(id(value))
             dtype = stored or value.dtype
             if kind == PARAMETER:
-                dtype = amp_dtype if frame.place.policy == "half" else value.dtype
+                dtype = frame.place.dtype(amp_dtype) if frame.place.policy == "half" else value.dtype
             elif kind == PARAMETER_GRADIENT:
                 dtype = value.dtype
             # The end of a scaled pass has divided gradients of parameters by the scale, where they lie.

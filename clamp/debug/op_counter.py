@@ -38,6 +38,7 @@ class OpRow:
         direction: ``"forward"`` or ``"backward"``.
         function: full name of the function on a list; empty if it is on none.
         policy: its policy where casts were on; empty elsewhere.
+        rule: the rule for modules that decided about it, ``"head.*: float32"``; empty if there was none.
         module: path of the innermost layer, ``"layers.2"``; empty if there is none, or it has none.
         line: ``"train.py:31"``, the nearest line of the user's.
         inputs: dtypes of what it read; of a backward, of the gradient of its result.
@@ -60,6 +61,12 @@ class OpRow:
     bytes: int = 0
     seconds: float | None = None
     most: float | None = None
+    rule: str = ""
+
+    @property
+    def decided(self) -> str:
+        """The policy, and the rule for modules, in words."""
+        return f"{self.policy} ({self.rule})" if self.policy and self.rule else self.policy
 
     @property
     def slowest(self) -> float:
@@ -79,7 +86,7 @@ class OpRow:
     @property
     def identity(self) -> tuple[Any, ...]:
         """Returns what it is of: all but counts and shape."""
-        return (*self.key, self.policy, self.inputs, self.dtype)
+        return (*self.key, self.policy, self.rule, self.inputs, self.dtype)
 
 
 class Casts(NamedTuple):
@@ -305,7 +312,7 @@ class OpCounter(Observer):
                 place = key.place
                 row = OpRow(
                     key.op, key.direction, place.function, place.policy, names.get(key.module, ""), place.short_line,
-                    key.inputs, key.dtype, count.shape,
+                    key.inputs, key.dtype, count.shape, rule=str(place.rule or ""),
                 )  # fmt: skip
                 before = self._named.get(row.identity, row)
                 seconds = before.seconds if count.seconds is None else (before.seconds or 0.0) + count.seconds

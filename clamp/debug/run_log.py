@@ -13,7 +13,7 @@ import pyopencl as cl
 
 import clamp
 from clamp.casting.init_call import InitCall
-from clamp.casting.regions import init_call
+from clamp.casting.regions import Region, init_call
 from clamp.casting.results import RESULTS
 from clamp.debug.curves import Point
 from clamp.debug.explain import Explanation, in_words, look
@@ -65,12 +65,13 @@ class RunLog:
         return {step: point.loss for step, point in points.items() if point.loss is not None}
 
     def summary(
-        self, dtype: str, steps: int, history: Sequence[StepReport], skips: int, loss_scale: float | None,
+        self, region: Region, steps: int, history: Sequence[StepReport], skips: int, loss_scale: float | None,
         step: Callable[[], Any] | None, live_scale: Callable[[], float],
     ) -> Summary:  # fmt: skip
         """Returns what is known, and with a step, what can be measured of it; see ``AmpHandle.summary``."""
         programs, seconds = PROGRESS.programs - self._built[0], PROGRESS.seconds - self._built[1]
-        known = Summary(dtype, steps, skips, history, loss_scale, programs, seconds)
+        rules = {} if region.modules is None else {str(rule): paths for rule, paths in region.modules.decided().items()}
+        known = Summary(region.dtype, steps, skips, history, loss_scale, programs, seconds, rules=rules)
         trial, ranges = self._tried(step, steps, live_scale)
         if self.counter is not None:
             rows, copies = self.counter.rows, self.counter.weight_copies
@@ -145,7 +146,7 @@ def run_of(
         "clamp": clamp.__version__,
         "device": _device(device),
         "dtype": summary.dtype,
-        "level": level,
+        "level": "; ".join([level, *summary.rules]),
         "date": now.isoformat(timespec="seconds"),
         "seconds": (now - began).total_seconds(),
         "verdict": verdict_of(summary, explanation),
@@ -296,7 +297,7 @@ def _ops(summary: Summary) -> list[Op]:
     marked = {} if summary.trial is None else notes(summary.trial)
     return [
         {
-            "op": row.name, "function": row.function or None, "policy": row.policy or "none",
+            "op": row.name, "function": row.function or None, "policy": row.decided or "none",
             "direction": cast(Direction, row.direction),
             "module": row.module, "line": row.line, "inputs": list(dict.fromkeys(row.inputs)), "dtype": row.dtype,
             "shape": list(row.shape), "calls": row.calls,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from clamp.debug.gain import NO_DIFFERENCE, Side, Trial
 from clamp.debug.layer_ranges import LayerRanges
@@ -150,6 +150,7 @@ def _cure(trial: Trial) -> str:
 
 _SHOWN = 20  # rows of ops
 _REASONS = 3
+_PATHS = 5  # of modules that a rule is for
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ class Summary:
         trial: what was measured; None without a step to measure.
         counted: whether ``rows`` and ``casts`` are those of the run.
         ranges: magnitudes of that step, layer by layer; None without one.
+        rules: those for modules, in words, with the paths of the modules that each has decided about.
     """
 
     dtype: str
@@ -183,6 +185,7 @@ class Summary:
     trial: Trial | None = None
     counted: bool = False
     ranges: LayerRanges | None = None
+    rules: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def verdict(self) -> Gain | None:
@@ -200,6 +203,10 @@ class Summary:
     def _head(self) -> list[str]:
         scale = "no loss scaling" if self.loss_scale is None else f"loss scale {self.loss_scale:.8g}"
         lines = [f"AMP {self.dtype}: {self.steps} steps, {self.skips} skipped, {scale}"]
+        for rule, paths in self.rules.items():
+            shown = ", ".join(path or "the model" for path in paths[:_PATHS])
+            more = f" and {len(paths) - _PATHS} more" if len(paths) > _PATHS else ""
+            lines.append(f"  by module, {rule}: {shown or 'none'}{more}")
         skipped = [report for report in self.history if not report.stepped]
         kinds = Counter(_kind(report) for report in skipped)
         for kind, count in kinds.most_common(_REASONS):
@@ -229,7 +236,7 @@ class Summary:
         dtypes = f"{', '.join(dict.fromkeys(row.inputs))} -> {row.dtype}"
         name = f"{row.name} {row.direction}" if row.name == row.op or row.function else f"{row.op} {row.direction}"
         place = " ".join(filter(None, (row.module, row.line)))
-        cells = (name, place, row.policy or "-", dtypes, str(row.calls), f"{row.bytes / 2**20:.2f}")
+        cells = (name, place, row.decided or "-", dtypes, str(row.calls), f"{row.bytes / 2**20:.2f}")
         if self.trial is None:
             return cells
         plain = {other.key: other.seconds for other in self.trial.plain.rows}.get(row.key)

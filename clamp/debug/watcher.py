@@ -282,7 +282,7 @@ class AmpSide(Watcher):
         """The counterpart of the result, of rounded inputs; None where AMP rounds none."""
         if seen.reference is None or seen.place.policy != "half":
             return None
-        return self._references.of_rounded(seen.reference, self._dtype)
+        return self._references.of_rounded(seen.reference, seen.place.dtype(self._dtype))
 
     def _rounded_gradient(self, seen: _Compared, grad: Tensor, count: int, part: int) -> Tensor | None:
         return self._gradients(self._rounded(seen), grad, count)[part]
@@ -325,7 +325,7 @@ class AmpSide(Watcher):
         self._totals[id(tensor)] = tensor, brought if total is None else total.relative
         nearest = actual if right is None or total is None else right
         nearest = nearest if alone is None or own is None else alone
-        rounding = rounding_of(nearest, self._dtype)
+        rounding = rounding_of(nearest, seen.place.dtype(self._dtype))
         if own is not None and own.relative > self._tolerance * max(rounding, self.usual):
             of_inputs = _error_if_known(nearest, on_host(rounded()), "float32")
             rounding = max(rounding, 0.0 if of_inputs is None else of_inputs.relative)

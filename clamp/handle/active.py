@@ -71,8 +71,8 @@ class AmpHandle:
         self._region = region
         guards = StepGuards(check_finite=check_finite)
         self._scaling = PassScaling(make_scaler, num_losses, guards, self._wrap_step, on_overflow)
-        guards.wants_scaling = region.dtype == "float16" and self._scaling.first.scales
-        self._patches = Patches(region.policies, registrations, guards.step)
+        guards.wants_scaling = "float16" in region.dtypes and self._scaling.first.scales
+        self._patches = Patches(region.policies, registrations, guards.step, by_module=region.modules is not None)
         self._log = RunLog(self._steps)
         self._attribution = Attribution(self._steps, self._log.losses)
         self._debug = debug
@@ -280,7 +280,7 @@ class AmpHandle:
             )
         first, reports = self._scaling.first, self._scaling.guards.reports
         return self._log.summary(
-            self._region.dtype,
+            self._region,
             reports.steps,
             list(self._steps()),
             reports.skips,

@@ -33,8 +33,8 @@ Pair: TypeAlias = tuple[Tensor, Tensor]  # what the optimizer steps, what the mo
 
 
 def narrow(
-    params: Iterable[Tensor],
-    dtype: str,
+    params: Sequence[Tensor],
+    dtype: str | Sequence[str],
     optimizers: Sequence[Any] = (),
     *,
     keep_master: bool | str = True,
@@ -49,14 +49,15 @@ def narrow(
 
     Args:
         params: the model's parameters.
-        dtype: ``"float16"`` or ``"bfloat16"``.
+        dtype: ``"float16"`` or ``"bfloat16"``; or that of each.
         optimizers: built before, they step the masters from now on, with the state that they have.
         keep_master: how parameters are kept from step to step, one of ``KEEPS``. False keeps no precision: the master
             is rounded to ``dtype`` after each step.
         gradient_dtype: dtype of the parameters' gradients from backward; their own if not given.
         seed: of what ``"stochastic"`` rounds by, together with a parameter's place among these.
     """
-    for place, param in enumerate(params):
+    dtypes = [dtype] * len(params) if isinstance(dtype, str) else dtype
+    for place, (param, wanted) in enumerate(zip(params, dtypes, strict=True)):
         now = bridge.canonical_dtype(param.dtype)
         if now not in ("float32", *HALF_DTYPES) or not bridge.on_device(param):
             continue
@@ -66,8 +67,8 @@ def narrow(
             _share_gradient(master, param, param.grad)
         else:
             master = master_for(param)
-        if now != dtype:
-            narrowed = cast(master, dtype)  # before the parameter's storage, a part of some masters, is given back
+        if now != wanted:
+            narrowed = cast(master, wanted)  # before the parameter's storage, a part of some masters, is given back
             if now != "float32":
                 bridge.take_storage(param)
             bridge.give_storage(param, narrowed)

@@ -14,6 +14,7 @@ from typing import Any
 
 from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 
+from clamp import bridge
 from clamp.bridge.netcl_functions import function_of, held_in, is_netcls, is_users, warn_of
 from clamp.casting.policy_table import CastPolicy, Entry, PolicyTable
 from clamp.casting.registry import Function
@@ -35,9 +36,11 @@ from clamp.patching.patch_registry import (
 from clamp.patching.wrap import (
     Installed,
     Wrapper,
+    in_module,
     netcl_wrapper,
     owned_wrapper,
     passes_without_casts,
+    unfused,
     user_wrapper,
     writes,
 )
@@ -66,14 +69,18 @@ class Patches:
         policies: which function runs in which precision.
         registrations: the user's functions to cast.
         step: wrapper of every optimizer's ``step``.
+        by_module: whether modules have rules, so that their calls are wrapped.
 
     Attributes:
         installed: whether all of it is in place.
     """
 
-    def __init__(self, policies: PolicyTable, registrations: Iterable[Registration], step: Wrapper) -> None:
+    def __init__(
+        self, policies: PolicyTable, registrations: Iterable[Registration], step: Wrapper, *, by_module: bool = False
+    ) -> None:
         self._policies = policies
         self._registrations = list(registrations)
+        self._by_module = by_module
         self._bindings = Bindings()
         self._steps = Steps(self._bindings, step)
         self.wrap_step, self.wrap_own_step = self._steps.wrap, self._steps.wrap_own
@@ -93,6 +100,8 @@ class Patches:
                 if registration.full_name not in self._policies:
                     self._wrap_registered(registration)
             self._replace(sys.modules)
+            if self._by_module:
+                self._wrap_modules()
             self._bindings.show_inside()
             for name in {*(entry.module for entry in self._policies), *netcl_modules()}:
                 if name not in sys.modules:
@@ -132,6 +141,26 @@ class Patches:
                     self._bindings.redirect(function, wrapper)
                 else:
                     self._bindings.wrap(*owner_of(name), wrapper)
+
+    def _wrap_modules(self) -> None:
+        """The calls of modules: of all classes that define one, and of those that are defined later."""
+        for name in ("_try_fuse_layers", "_try_fuse_layers_train"):
+            self._bindings.redirect(vars(bridge.Sequential)[name], unfused, how="bound")
+        for module_class in bridge.module_classes():
+            self._wrap_call(module_class)
+
+        def defined(cls: Any, /, **options: Any) -> None:
+            super(bridge.Module, cls).__init_subclass__(**options)
+            self._wrap_call(cls)
+
+        self._bindings.set(bridge.Module, "__init_subclass__", classmethod(defined))
+
+    def _wrap_call(self, module_class: type) -> None:
+        call = vars(module_class).get("__call__")
+        if type(call) is types.FunctionType:
+            self._bindings.redirect(call, in_module, how="bound")
+        elif call is not None:  # a wrapper of the user's
+            self._bindings.wrap(module_class, "__call__", in_module)
 
     def _replace(self, modules: Container[str]) -> None:
         for name, new in REPLACEMENTS.items():

@@ -6,27 +6,31 @@ Three kinds of function are wrapped:
 * netcl's own, without a kernel of clamp's: its 16-bit inputs are widened and it runs in fp32, forward and
   backward, because netcl's 16-bit kernels are wrong or missing;
 * the user's: its arguments are cast as the policy says, and it runs as it is.
+
+And calls of modules, where rules say in which dtypes these compute.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 
-from clamp.bridge import HALF_DTYPES, Node, Parameter, Tensor
+from clamp.bridge import HALF_DTYPES, Node, Parameter, Tensor, is_module
 from clamp.casting.arguments import CastArguments, holds_half, reporter
 from clamp.casting.operands import Casting, NotOwned
 from clamp.casting.policies import POLICIES, Promote
 from clamp.casting.policy_table import CastPolicy, Entry, netcl_defects
-from clamp.casting.regions import Region, called_in, casting_region, current_region
+from clamp.casting.regions import Region, called_in, casting_region, current_region, in_region
 from clamp.casting.registry import Function
 from clamp.casting.results import RESULTS
 from clamp.functions.recompute import is_checkpointed
 from clamp.opencl.host_steps import recorder
+from clamp.scaling.step_report import warn_user
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -85,7 +89,7 @@ def netcl_wrapper(entry: Entry, listed: bool = True) -> Wrapper:
         if not Installed.now:
             return wrapped(*args, **kwargs)
         region = casting_region()
-        policy = None if region is None else region.policies.policy_of(entry)
+        policy = None if region is None else region.policy_of(entry)
         if region is not None and policy is CastPolicy.BANNED and not region.allow_banned:
             raise RuntimeError(banned_message(entry))
         if holds_half(args, kwargs):
@@ -156,7 +160,7 @@ def user_wrapper(name: str, policy: CastPolicy) -> Wrapper:
 
 def _add_casting(region: Region, entry: Entry) -> Casting:
     """The casting of a function in a region, made once."""
-    policy = region.policies.policy_of(entry)
+    policy = region.policy_of(entry)
     if policy is CastPolicy.BANNED and not region.allow_banned:
         raise RuntimeError(banned_message(entry))
     casting = region.castings[entry.name] = POLICIES[policy].at_work(region, entry.function)
@@ -180,6 +184,38 @@ def _run_widened(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict
     in_float32 = None if casting is None else casting.in_float32
     with CastArguments(args, kwargs, "float32", report, use_cache) as (args, kwargs):
         return RESULTS.netcls(called_in(in_float32, wrapped, *args, **kwargs), args)
+
+
+# ---------------------------------------------------------------------------------------------- modules
+
+
+def in_module(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A module's call, in the region of the rule that decides about it. Where casts are off no rule turns them on."""
+    region = casting_region()
+    if not Installed.now or region is None:
+        return wrapped(*args, **kwargs)
+    inner, rules = region.inside(module), region.modules
+    is_first = rules is not None and rules.begin_judging()
+    try:
+        with nullcontext() if inner is region else in_region(inner):
+            result = wrapped(*args, **kwargs)
+    except BaseException:
+        if is_first and rules is not None:
+            rules.is_judged = False  # not all layers may have been made
+        raise
+    if is_first and rules is not None and (idle := rules.idle()):
+        warn_user(f"amp.init(modules=...): {idle}.")
+    return result
+
+
+def unfused(wrapped: Any, sequential: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The layers that netcl's Sequential calls: its own, not those that it has made of several to compute them at once,
+    where rules make a difference between them."""
+    region = casting_region()
+    if not Installed.now or region is None or region.modules is None:
+        return wrapped(*args, **kwargs)
+    rules = {region.modules.rule_of(layer) for layer in sequential.layers if is_module(layer)}
+    return sequential.layers if len(rules) > 1 else wrapped(*args, **kwargs)
 
 
 # ---------------------------------------------------------------------------------------------- writes in place

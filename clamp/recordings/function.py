@@ -143,7 +143,9 @@ class RecordedFunction:
     def _key(self, call: Arguments, tokens: Tokens) -> Key:
         """Returns what a recording depends on besides the state of the host and the content of tensors."""
         region = current_region()
-        how = None if region is None else (region.enabled, region.dtype, region.allow_banned, region.policies)
+        how: tuple[Any, ...] | None = None
+        if region is not None:
+            how = (region.enabled, region.dtype, region.allow_banned, region.policies, region.rule)
         registered = tuple([(id(x.owner), x.name, x.policy) for x in session.registrations])
         host = (bridge.is_grad_enabled(), threading.get_ident(), stages())
         return (how, id(process_region()), tuple(tokens.values()), registered, RESULTS.key, *host), call.key

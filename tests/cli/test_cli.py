@@ -759,6 +759,29 @@ def test_lists_names_the_kernels_and_what_happens_on_a_device(
     assert "gemm" not in out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ([], 0, "modules layers.*: bfloat16\nmodules head: float32\nnetcl's functions, level O1"),
+        (["layers.2.norm"], 0, "module layers.2.norm: bfloat16, by the rule 'layers.*'; float16 elsewhere\n"),
+        (["head.fc", "--dtype", "bfloat16"], 0, "module head.fc: float32, by the rule 'head'; bfloat16 elsewhere\n"),
+        (["softmax"], 0, "netcl.autograd.softmax  level O1"),
+        (["haed"], 2, "no list names a function 'haed'"),
+        (["--level", "O0"], 2, 'level "O0" computes everything in float32'),
+    ],
+)
+def test_lists_says_which_rule_decides_about_a_module(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        '''[modules]\n"layers.*" = "bfloat16"\n"head" = "float32"\n[half]\n"netcl.autograd.softmax" = "Why."'''
+    )
+    assert main(["lists", *arguments, "--lists", str(path)]) == code
+    said = capsys.readouterr()
+    assert (said.err if code else said.out).startswith(says)
+
+
 def test_lists_finds_what_a_name_calls(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lists", "silu"]) == 0
     assert "netcl.autograd.swish" in capsys.readouterr().out

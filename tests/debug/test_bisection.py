@@ -111,7 +111,9 @@ class Wide(Module):
         self.inner = Linear(queue, 8, 8)
 
     def forward(self, x: Any) -> Any:
-        return ag.matmul_op(ag.add(ag.sigmoid(self.inner(x)), 1.0), ag.tensor(self.weight))
+        inner = self.inner(x)
+        self.inner_dtype = inner.value.dtype
+        return ag.matmul_op(ag.add(ag.sigmoid(inner), 1.0), ag.tensor(self.weight))
 
 
 class Log(Module):
@@ -138,7 +140,40 @@ def test_finds_the_layers_that_need_float32(queue: cl.CommandQueue, culprits: tu
     assert found.functions == ()
     assert {"layers.0", "layers.2", "layers.2.inner"} <= set(found.candidates)
     assert found.runs <= most(len(found.candidates), len(culprits))
-    assert 'autocast(dtype="float32")' in str(found)
+    wide = {f"layers.{2 + 3 * number}" for number in culprits}
+    assert found.rules == dict.fromkeys(found.modules, "float32") | {f"{name}.inner": "float16" for name in wide}
+    rules = ", ".join(f'"{path}": "{dtype}"' for path, dtype in found.rules.items())
+    assert str(found).startswith(f"amp.init(modules={{{rules}}})")
+    for passed, holds in [
+        (found.rules, True),
+        ({}, False),
+        *[({one: found.rules[one]}, len(wide) == 1) for one in wide],
+    ]:
+        with amp.init(modules=passed):  # the line does what it says, and less does not
+            assert np.isfinite(step_fn().value.to_host()).all() == holds
+
+
+@pytest.mark.parametrize("culprit", ["layers.0", "layers.2", "layers.1.inner"])
+def test_rules_for_modules_take_part(queue: cl.CommandQueue, culprit: str) -> None:
+    """Layers in bfloat16 by a rule are candidates as others are, and the rules that there were stay."""
+    rules = {"layers.2": "bfloat16", "layers.1": "bfloat16"}
+
+    class Noting(Module):
+        def __init__(self) -> None:
+            self.layers = [Linear(queue, 8, 8), Wide(queue, 1.0), Linear(queue, 8, 8)]
+
+        def forward(self, x: Any) -> dict[str, str]:
+            seen = {f"layers.{place}": layer(x).value.dtype for place, layer in enumerate(self.layers)}
+            return seen | {"layers.1.inner": self.layers[1].inner_dtype}
+
+    def step_fn() -> dict[str, str]:
+        with amp.init(modules=rules):
+            return Noting()(ag.tensor(to_device(queue, np.ones((2, 8)))))
+
+    found = bisect(step_fn, lambda seen: seen[culprit] == "float32", by="module")
+    assert found.modules == (culprit,)
+    assert found.rules == {culprit: "float32"} | {name: of for name, of in rules.items() if name != culprit}
+    assert next(iter(found.rules)) == culprit
 
 
 def test_handle_that_a_run_leaves_is_shut_down(queue: cl.CommandQueue) -> None:

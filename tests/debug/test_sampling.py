@@ -183,7 +183,9 @@ def test_steps_of_a_run(queue: cl.CommandQueue) -> None:
 def test_modules_are_searched_for_once(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[Any] = []
     names = bridge.module_names
-    monkeypatch.setattr(bridge, "module_names", lambda modules: (searched.extend(modules), names(modules))[1])
+    monkeypatch.setattr(
+        "clamp.bridge.modules.module_names", lambda modules: (searched.extend(modules), names(modules))[1]
+    )
     seen = Watching(modules=["layers.2"])
     train(queue, 4)
     assert all(seen.steps[:4])

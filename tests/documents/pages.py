@@ -118,6 +118,8 @@ def policies(page: Ran, queue: cl.CommandQueue) -> None:
         assert result.value.dtype == "float32"
         result.backward()
         np.testing.assert_array_equal(half.value.grad.to_host(), np.float16(1 / 16))
+        page["model"](ag.tensor(page["x"]))
+        assert page["model"].dtypes == ["bfloat16", "float32", "bfloat16", "float32"]  # tanh is on the file's list
     assert session.active_handle() is None
 
 
@@ -157,6 +159,6 @@ PAGES: dict[str, tuple[Callable[[Ran, cl.CommandQueue], None], int]] = {
     "docs/coming-from-pytorch.md": (pytorch, 3),
     "docs/debugging.md": (debugging, 0),
     "docs/loss-scaling.md": (loss_scaling, 6),
-    "docs/policies.md": (policies, 3),
+    "docs/policies.md": (policies, 5),
     "docs/several-devices.md": (several_devices, 0),
 }
