@@ -1,4 +1,4 @@
-"""The wheel holds everything: kernels and lists are found, and it trains, from outside the checkout."""
+"""The wheel holds everything: kernels and lists are found, and it trains, from outside the checkout. Two are alike."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+from build import ProjectBuilder
+from build.env import DefaultIsolatedEnv
 
 import clamp
 
@@ -72,7 +75,7 @@ def test_a_checkout_named_clamp_beside_the_script(tmp_path: Path) -> None:
 def test_an_editable_install_of_a_checkout_named_clamp_beside_the_script(tmp_path: Path) -> None:
     checkout = tmp_path / "clamp"
     checkout.mkdir()
-    for name in ("clamp", "kernels", "lists", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("clamp", "kernels", "lists", "pyproject.toml", "README.md", "LICENSE"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, checkout / name)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
@@ -100,13 +103,40 @@ def test_the_cpu_runtime_is_visible_without_the_packages_own_file(tmp_path: Path
     assert run.returncode == 0, run.stderr
 
 
-def test_the_wheel_trains(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)],
-        check=True,
-        capture_output=True,
-    )
-    (wheel,) = tmp_path.glob("clamp_amp-*.whl")
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two folders, each with the source archive and the wheel, of the checkout and of what its source archive holds."""
+    folder = tmp_path_factory.mktemp("archives")
+    of_checkout, of_copy = folder / "checkout", folder / "copy"
+    with DefaultIsolatedEnv() as environment:
+        environment.install(ProjectBuilder.from_isolated_env(environment, ROOT).build_system_requires)
+        _build(environment, ROOT, of_checkout)
+        with tarfile.open(next(of_checkout.glob("*.tar.gz"))) as archive:
+            archive.extractall(folder / "tree", filter="data")
+        (tree,) = (folder / "tree").iterdir()
+        (tree / "PKG-INFO").unlink()
+        for file in tree.rglob("*"):  # another user's, of another day
+            os.utime(file, (1.1e9, 1.1e9))
+            file.chmod(0o700 if file.is_dir() or file.stat().st_mode & 0o100 else 0o600)
+        _build(environment, tree, of_copy)
+    return of_checkout, of_copy
+
+
+def _build(environment: DefaultIsolatedEnv, tree: Path, folder: Path) -> None:
+    builder = ProjectBuilder.from_isolated_env(environment, tree)
+    for kind in ("sdist", "wheel"):
+        builder.build(kind, folder)
+
+
+def test_archives_are_the_same_bytes_wherever_they_are_built(archives: tuple[Path, Path]) -> None:
+    of_checkout, of_copy = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in archives)
+    version = f"clamp_amp-{clamp.__version__}"
+    assert of_checkout.keys() == of_copy.keys() == {f"{version}.tar.gz", f"{version}-py3-none-any.whl"}
+    assert [name for name in of_checkout if of_checkout[name] != of_copy[name]] == []
+
+
+def test_the_wheel_trains(archives: tuple[Path, Path], tmp_path: Path) -> None:
+    (wheel,) = archives[0].glob("clamp_amp-*.whl")
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)

@@ -18,7 +18,7 @@
 #
 # PYTHON names the interpreter that the environment is made with, 3.11 or newer. Where it has torch, the environment
 # sees it, and cuBLAS is measured beside clamp. A folder of wheels is made on a machine like this one, with network:
-#   pip wheel --wheel-dir folder ".[gpu]" "setuptools>=77" pip
+#   pip wheel --wheel-dir folder ".[gpu]" "hatchling>=1.28" pip
 #
 # Each step has a limit of time and writes its results as they come, so that what cuts one off leaves the others. The
 # exit status is that of the first step that failed.
