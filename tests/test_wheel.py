@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,11 +10,13 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
 from build import ProjectBuilder
 from build.env import DefaultIsolatedEnv
+from packaging.requirements import Requirement
 
 import clamp
 
@@ -75,7 +78,7 @@ def test_a_checkout_named_clamp_beside_the_script(tmp_path: Path) -> None:
 def test_an_editable_install_of_a_checkout_named_clamp_beside_the_script(tmp_path: Path) -> None:
     checkout = tmp_path / "clamp"
     checkout.mkdir()
-    for name in ("clamp", "kernels", "lists", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("clamp", "kernels", "lists", "pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, checkout / name)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
@@ -158,3 +161,12 @@ def test_the_wheel_trains(archives: tuple[Path, Path], tmp_path: Path) -> None:
             assert f"clamp/{folder.removeprefix('clamp/')}/{source.name}" in names
     assert "clamp/py.typed" in names
     assert not any(name.startswith(("tests/", "examples/")) for name in names)
+    metadata = site / f"clamp_amp-{clamp.__version__}.dist-info"
+    bill = json.loads((metadata / "sboms/clamp-amp.cdx.json").read_text("utf-8"))
+    needed = [
+        Requirement(line)
+        for line in Parser().parsestr((metadata / "METADATA").read_text("utf-8")).get_all("Requires-Dist")
+    ]
+    listed = {component["name"]: component["versionRange"] for component in bill["components"]}
+    assert listed.keys() == {requirement.name for requirement in needed if requirement.marker is None}
+    assert listed["netcl"] == "vers:pypi/>=0.4.4|<0.5"
