@@ -99,10 +99,10 @@ class Arguments:
     def _tensor(self, x: Tensor, where: str, passed: Node | Tensor) -> KeyPart:
         if not bridge.on_device(x):
             self.trouble = f"{where} is on netcl's numpy backend, which launches nothing. Put it on an OpenCL device."
-        trained: Hashable = bridge.is_trained(x)
-        has_gradient = self._of_gradients and not trained and x.grad is not None
-        if trained and self._of_gradients:
-            trained = _Same(x)  # it gets its own gradient
+        is_trained = bridge.is_trained(x)
+        has_gradient = self._of_gradients and not is_trained and x.grad is not None
+        # One that is trained gets its own gradient.
+        trained: Hashable = _Same(x) if is_trained and self._of_gradients else is_trained
         self.tensors.append(x)
         self.passed.append(passed)
         return where, (tuple(x.shape), x.dtype, x.queue, trained, has_gradient)
