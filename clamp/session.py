@@ -292,6 +292,8 @@ def register(module: Any, name: str, policy: CastPolicy | str) -> None:
     """Lets ``init`` wrap the function ``name`` of a module or class. Wins over an entry of the lists.
 
     Args:
+        module: the module or class itself.
+        name: of its function.
         policy: a ``CastPolicy``, its value, or PyTorch's name for it (``"lower_precision_fp"``, ``"fp32"``,
             ``"fp32_set_opt_dtype"``, ``"fp32_append_dtype"``, ``"promote"``).
 
@@ -326,17 +328,17 @@ def register(module: Any, name: str, policy: CastPolicy | str) -> None:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """``register`` with policy half."""
+    """``register(module, name, "half")``."""
     register(module, name, CastPolicy.HALF)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """``register`` with policy float."""
+    """``register(module, name, "float")``."""
     register(module, name, CastPolicy.FLOAT)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """``register`` with policy promote."""
+    """``register(module, name, "promote")``."""
     register(module, name, CastPolicy.PROMOTE)
 
 

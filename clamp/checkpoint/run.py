@@ -78,7 +78,7 @@ def _master(tensor: Tensor, made: Mapping[int, Tensor]) -> Tensor | None:
 
 
 def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any = ()) -> dict[str, Any]:
-    """Goes on where ``save_checkpoint`` left off. Pass the same models and optimizers, in the same order.
+    """Goes on where ``save_checkpoint`` left off, in the file ``path``. Pass the same models and optimizers, in order.
 
     An optimizer's parameters may come in another order: their state is found by their names in the models. Whatever
     fails, an optimizer's own ``load_state_dict`` or an interrupt included, is undone.

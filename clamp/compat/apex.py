@@ -76,14 +76,12 @@ def initialize(
 ) -> Any:
     """Turns on mixed precision at one of apex's opt_levels, for these models and optimizers, until ``amp.shutdown()``.
 
-    ========  ===============  ==============  ===================  ==============  ==========
-    level     cast_model_type  patch_netcl     keep_batchnorm_fp32  master_weights  loss_scale
-    ========  ===============  ==============  ===================  ==============  ==========
-    ``"O0"``  ``"float32"``    no                                   no              1.0
-    ``"O1"``                   yes                                                  dynamic
-    ``"O2"``  ``dtype``        no              yes                  yes             dynamic
-    ``"O3"``  ``dtype``        no              no                   no              1.0
-    ========  ===============  ==============  ===================  ==============  ==========
+    | level | cast_model_type | patch_netcl | keep_batchnorm_fp32 | master_weights | loss_scale |
+    |---|---|---|---|---|---|
+    | ``"O0"`` | ``"float32"`` | no | | no | 1.0 |
+    | ``"O1"`` | | yes | | | dynamic |
+    | ``"O2"`` | ``dtype`` | no | yes | yes | dynamic |
+    | ``"O3"`` | ``dtype`` | no | no | no | 1.0 |
 
     A model with a cast_model_type casts its inputs to it and its outputs to float32. Its parameters are changed in
     place, and optimizers step their fp32 masters.

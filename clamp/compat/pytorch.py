@@ -205,6 +205,7 @@ def custom_fwd(
     """Decorator for the forward of an op of your own: of its function of nodes, or of what ``apply_op`` calls.
 
     Args:
+        fwd: the function; none where it decorates with arguments.
         cast_inputs: inside a region, floating inputs (nested ones too; float64 never) are cast to this dtype,
             differentiably, and nothing is cast inside. None: the function runs as what is around it does.
         device_type: refused.
@@ -277,6 +278,10 @@ def custom_bwd(bwd: Backward | None = None, *, device_type: None = None) -> Any:
     Elsewhere backward casts nothing. The region is the one around ``apply_op``, without casts if the forward had
     ``cast_inputs``; for a function that reaches no ``apply_op``, the one in which it was defined. Its gradients are
     returned in the dtypes of the inputs.
+
+    Args:
+        bwd: the function; none where it decorates with parentheses.
+        device_type: refused.
 
     Raises:
         TypeError: what it decorates is no function.

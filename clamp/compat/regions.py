@@ -110,6 +110,9 @@ class autocast(ThreadRegion):
 def is_autocast_enabled(device_type: None = None) -> bool:
     """Returns whether ops called here cast.
 
+    Args:
+        device_type: refused.
+
     Raises:
         TypeError: it is given PyTorch's device type.
     """
@@ -120,6 +123,9 @@ def is_autocast_enabled(device_type: None = None) -> bool:
 
 def get_autocast_dtype(device_type: None = None) -> str:
     """The AMP dtype of the region around, ``"float16"`` outside any.
+
+    Args:
+        device_type: refused.
 
     Raises:
         TypeError: it is given PyTorch's device type.

@@ -133,6 +133,9 @@ def enable_tensor_checker(checker_config: TensorCheckerConfig) -> None:
 
     Each op that is checked waits for the device. netcl is patched, as by an AMP region, and stays so.
 
+    Args:
+        checker_config: which ops, and what happens to inf and nan; one that is not enabled ends the checks.
+
     Raises:
         TypeError: it is no configuration.
     """
@@ -156,7 +159,7 @@ def disable_tensor_checker() -> None:
 
 
 def check_layer_numerics(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a layer's ``forward``: what it is given, its ops and their gradients are checked for inf and nan.
+    """Decorates ``func``, a layer's ``forward``: what it is given, its ops and gradients are checked for inf and nan.
 
     The decorated method raises FloatingPointError for the first of them, and RuntimeError where its first argument is
     no node or tensor.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -51,9 +50,7 @@ def test_a_page_is_quiet_alone_and_as_wide_as_its_window(
     assert browser.run("return document.documentElement.scrollWidth") == width
     assert browser.run("return document.documentElement.className") == "scripted", "its script ran"
     assert browser.driver.get_log("browser") == []
-    messages = [json.loads(entry["message"])["message"] for entry in browser.driver.get_log("performance")]
-    sent = [one["params"]["request"]["url"] for one in messages if one["method"] == "Network.requestWillBeSent"]
-    assert [url for url in sent if not url.startswith("data:")] == [pages[name].as_uri()]
+    assert browser.requests() == [pages[name].as_uri()]
     background = browser.run("return getComputedStyle(document.body).backgroundColor")
     assert (max(map(int, background[4:-1].split(","))) < 64) == (scheme == "dark")
     form = "narrow" if width < 800 else "wide"

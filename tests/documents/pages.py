@@ -145,6 +145,10 @@ def several_devices(page: Ran, queue: cl.CommandQueue) -> None:
     assert [step.optimizer for step in page.steps] == page["optimizers"]
 
 
+def reference(page: Ran, queue: cl.CommandQueue) -> None:
+    assert len(page.steps) == 1 + 1 + 4  # the loop's, the wrapped one's, and the recorded ones as they run
+
+
 #: what is checked at the end of each page, and how many comments on it say what is shown there
 PAGES: dict[str, tuple[Callable[[Ran, cl.CommandQueue], None], int]] = {
     "README.md": (readme, 1),
@@ -159,6 +163,7 @@ PAGES: dict[str, tuple[Callable[[Ran, cl.CommandQueue], None], int]] = {
     "docs/coming-from-pytorch.md": (pytorch, 3),
     "docs/debugging.md": (debugging, 0),
     "docs/loss-scaling.md": (loss_scaling, 6),
+    "docs/reference.md": (reference, 12),
     "docs/policies.md": (policies, 5),
     "docs/several-devices.md": (several_devices, 0),
 }
