@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from clamp import amp
 from clamp.cli.bench.networks import EXAMPLES as NETWORKS
 from clamp.cli.bench.networks import Network, Trainer
 from clamp.cli.devices import choose_device, describe
+from clamp.cli.run import run_file
 from clamp.opencl import cache_writer, program
 from clamp.opencl.cache_writer import Place
 from clamp.opencl.program import Built
@@ -157,9 +157,8 @@ def _run_script(script: str) -> None:
 
     wrapt.wrap_function_wrapper(Reports, "add", add)
     sys.argv = [script]
-    sys.path.insert(0, str(Path(script).parent))
     with suppress(_EnoughError):
-        runpy.run_path(script, run_name="__main__")
+        run_file(script)
 
 
 @contextmanager

@@ -14,8 +14,9 @@ import pyopencl as cl
 
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
+from clamp.cli import main
 from clamp.report import read_run
-from tests.documents.runner import ROOT, Ran
+from tests.documents.runner import ROOT, Ran, python_blocks
 
 
 def readme(page: Ran, queue: cl.CommandQueue) -> None:
@@ -145,6 +146,15 @@ def several_devices(page: Ran, queue: cl.CommandQueue) -> None:
     assert [step.optimizer for step in page.steps] == page["optimizers"]
 
 
+def zero_lines(page: Ran, queue: cl.CommandQueue) -> None:
+    assert [type(step.optimizer).__name__ for step in page.steps] == ["AdamW"] * 20
+    Path("train.py").write_text(python_blocks("docs/zero-lines.md")[0][1], encoding="utf-8")
+    with redirect_stdout(StringIO()) as printed:
+        assert main(["run", "--report", "run.json", "train.py"]) == 0
+    assert printed.getvalue().split()[0] == "float16"
+    assert [step["stepped"] for step in read_run("run.json")["steps"]] == [True] * 20
+
+
 #: what is checked at the end of each page, and how many comments on it say what is shown there
 PAGES: dict[str, tuple[Callable[[Ran, cl.CommandQueue], None], int]] = {
     "README.md": (readme, 1),
@@ -161,4 +171,5 @@ PAGES: dict[str, tuple[Callable[[Ran, cl.CommandQueue], None], int]] = {
     "docs/loss-scaling.md": (loss_scaling, 6),
     "docs/policies.md": (policies, 5),
     "docs/several-devices.md": (several_devices, 0),
+    "docs/zero-lines.md": (zero_lines, 1),
 }
