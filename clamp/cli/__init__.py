@@ -1,4 +1,5 @@
-"""The command line: ``python -m clamp bench``, ``doctor``, ``lists``, ``report``, ``run``, ``tune``, ``warm``.
+"""The command line: ``python -m clamp bench``, ``compare``, ``doctor``, ``lists``, ``report``, ``run``, ``trace``,
+``tune``, ``warm``.
 
 A command's module is imported when the command runs: ``doctor`` must work where the packages that the others
 need are missing, because it is what a user runs when something is.
@@ -35,10 +36,12 @@ LAYOUTS = ("NN", "NT", "TN", "TT")
 CONVS = ("few", "resnet18", "one")
 _MODULES = {
     "bench": "clamp.cli.bench.command",
+    "compare": "clamp.cli.trace",
     "doctor": "clamp.cli.doctor",
     "lists": "clamp.cli.lists",
     "report": "clamp.cli.report",
     "run": "clamp.cli.run",
+    "trace": "clamp.cli.trace",
     "tune": "clamp.cli.tune",
     "warm": "clamp.cli.warm",
 }
@@ -100,6 +103,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_tune(commands.add_parser("tune", help="measure how a GPU's matrix units multiply fastest, and keep it"))
     _add_report(commands.add_parser("report", help="make a page of a run, to open in any browser"))
     _add_run(commands.add_parser("run", help="train a script of netcl's in mixed precision, as it is"))
+    _add_trace(commands.add_parser("trace", help="write what each op of a script's first steps gives, to compare with"))
+    _add_compare(
+        commands.add_parser("compare", help="say which op of a script's first steps gives other bits than then")
+    )
     _add_warm(commands.add_parser("warm", help="compile what training steps need before they do: for images and CI"))
     return parser
 
@@ -112,8 +119,24 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_dtype(parser)
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the run as a page, or as JSON (.json)")
+    _add_script(parser)
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    _add_dtype(parser)
+    parser.add_argument("--steps", type=positive, default=2, metavar="N", help="of optimizers, after which it ends (2)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="where the trace of this device goes")
+    _add_script(parser)
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", type=Path, metavar="FOLDER", help="what python -m clamp trace has written")
+    _add_script(parser)
+
+
+def _add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as after python -m")
-    parser.add_argument("script", metavar="SCRIPT", help="what python would be given; see docs/zero-lines.md")
+    parser.add_argument("script", metavar="SCRIPT", help="a script of netcl's, as it is; see docs/zero-lines.md")
     parser.add_argument("given", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
 

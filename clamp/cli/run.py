@@ -43,26 +43,39 @@ _NO_FRAMES_OF = {__file__, runpy.run_module.__code__.co_filename}  # in a traceb
 
 def run(args: Namespace) -> int:
     """Runs the command; see `clamp.cli`."""
-    if not args.is_module and not Path(args.script).is_file():
-        print(f"there is no script {args.script}", file=sys.stderr)
+    if not is_there(args):
         return 2
     if args.report is not None and (hindrance := _hindrance(args.report)):
         print(hindrance, file=sys.stderr)
         return 1
-    session.init(dtype=args.dtype, debug="summary" if args.report else None)
-    handle = session.require_handle()
-    handle._way_out = "`python -m clamp run` has turned AMP on. A script that does so itself needs only python"
+    handle = turn_on(args.dtype, debug="summary" if args.report else None)
     status = failed = 0
     try:
-        with _scaling(handle):
+        with scaling(handle):
             try:
-                status = _run_script(args.script, args.given, is_module=args.is_module)
+                status = run_script(args.script, args.given, is_module=args.is_module)
             finally:
                 _wait_for_threads()
     finally:
         failed = _sum_up(handle, args.report)
         handle.shutdown()
     return status or failed
+
+
+def is_there(args: Namespace) -> bool:
+    """Returns whether the script is; says so if not."""
+    if args.is_module or Path(args.script).is_file():
+        return True
+    print(f"there is no script {args.script}", file=sys.stderr)
+    return False
+
+
+def turn_on(dtype: str, debug: str | None = None) -> AmpHandle:
+    """AMP for a script that does not turn it on itself."""
+    session.init(dtype=dtype, debug=debug)
+    handle = session.require_handle()
+    handle._way_out = "`python -m clamp` has turned AMP on. A script that does so itself needs only python"
+    return handle
 
 
 def _hindrance(report: Path) -> str:
@@ -92,7 +105,11 @@ def _sum_up(handle: AmpHandle, report: Path | None) -> int:
 # ---------------------------------------------------------------------------------------------- the script
 
 
-def _run_script(script: str, given: Sequence[str], *, is_module: bool) -> int:
+class EnoughError(BaseException):
+    """Ends a user's script: nothing of it may catch this."""
+
+
+def run_script(script: str, given: Sequence[str], *, is_module: bool) -> int:
     """Runs a script, or a module, as python would; ``SystemExit`` is the caller's."""
     sys.argv = [script, *given]
     try:
@@ -100,7 +117,7 @@ def _run_script(script: str, given: Sequence[str], *, is_module: bool) -> int:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             run_file(script)
-    except SystemExit:
+    except (SystemExit, EnoughError):
         raise
     except BaseException as error:
         frames = error.__traceback__
@@ -138,7 +155,7 @@ def _wait_for_threads() -> None:
 
 
 @contextmanager
-def _scaling(handle: AmpHandle) -> Iterator[None]:
+def scaling(handle: AmpHandle) -> Iterator[None]:
     """Inside the ``with``, every backward is one of a scaled loss."""
     passes, bindings = _Passes(handle), Bindings()
     handle._scaling.divides_all = True

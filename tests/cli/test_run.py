@@ -398,7 +398,7 @@ def script_of(loop: str) -> str:
             from clamp import amp
             amp.init(dtype="bfloat16")
             """,
-            r"`python -m clamp run` has turned AMP on\. A script that does so itself needs only python",
+            r"`python -m clamp` has turned AMP on\. A script that does so itself needs only python",
         ),
         (
             """
