@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import clamp.amp  # noqa: F401  (all that stands over netcl's functions)
 from clamp.cli.devices import slug
 from clamp.debug.traces import Trace, trace_step
 

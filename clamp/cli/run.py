@@ -24,7 +24,7 @@ from typing import Any
 
 from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 
-from clamp import bridge, session
+from clamp import amp, bridge, session
 from clamp.bridge import Node, Tape, Tensor
 from clamp.cli import INTERRUPTED
 from clamp.handle import AmpHandle
@@ -72,7 +72,7 @@ def is_there(args: Namespace) -> bool:
 
 def turn_on(dtype: str, debug: str | None = None) -> AmpHandle:
     """AMP for a script that does not turn it on itself."""
-    session.init(dtype=dtype, debug=debug)
+    amp.init(dtype=dtype, debug=debug)
     handle = session.require_handle()
     handle._way_out = "`python -m clamp` has turned AMP on. A script that does so itself needs only python"
     return handle

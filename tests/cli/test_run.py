@@ -237,6 +237,21 @@ LOOPS = {
             tape.backward(loss)  # optimizer
             optimizer.step(max_norm=1.0)
         """,
+    "a graph of netcl's": """
+        from netcl.autograd.graph import CompiledGraph
+        optimizer, graph = Adam(model.parameters(), lr=1e-3), CompiledGraph(model.parameters())
+        for _ in range(4):
+            inputs = [on_device(4, 8).value, on_device(4, 2).value]
+            if graph.is_compiled:
+                graph.replay(inputs)
+                continue
+            with graph:
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(ag.tensor(inputs[0])), ag.tensor(inputs[1]))
+                loss.backward()  # optimizer
+                optimizer.step()
+            graph.compile(inputs)
+        """,
     "netcl's scaler": """
         from netcl.amp import GradScaler
         optimizer, scaler = Adam(model.parameters(), lr=1e-3), GradScaler()
@@ -510,9 +525,11 @@ def test_a_script_runs_as_by_python(
 
 
 def test_a_process_of_its_own(queue: cl.CommandQueue, tmp_path: Path) -> None:
-    """Threads that outlive the script's last line train on, and are waited for."""
+    """All of netcl is met, its scaler as well, and threads that outlive the script's last line are waited for."""
     loop = """
         import threading, time
+        from netcl.amp import GradScaler
+        GradScaler().scale_loss(loss_of())
         optimizer = Adam(model.parameters())
         def train():
             time.sleep(0.2)
