@@ -272,7 +272,7 @@ def require_none(call: str) -> None:
     """Raises RuntimeError if a handle is active."""
     _end_what_was_interrupted()
     if _handle is not None:
-        raise RuntimeError(f"{call} was called while a handle is active: call handle.shutdown() first")
+        raise RuntimeError(f"{call} was called while a handle is active: {_handle._way_out}")
 
 
 def _forget_handle(handle: AmpHandle) -> None:

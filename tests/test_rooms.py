@@ -18,7 +18,13 @@ PACKAGE = ROOT / "clamp"
 TABLE = re.findall(r"^\| `clamp/(\w+)(?:/|\.py)` \|", (ROOT / "docs/architecture.md").read_text("utf-8"), re.M)
 KNOWS_NETCL = ("bridge", "patching", "recordings")
 MEASURES_NETCL = ("cli",)  # beside clamp
-EXTRAS = {"rich": "cli", "matplotlib": "report", "jinja2": "report", "tensorboardX": "test"}  # that packages come with
+EXTRAS = {
+    "rich": "cli",
+    "matplotlib": "report",
+    "jinja2": "report",
+    "tensorboardX": "test",
+    "pytest": "test",
+}  # that packages come with
 ABOVE_ALL = ("clamp", "clamp.__main__")  # the package itself, and the program
 
 

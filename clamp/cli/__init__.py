@@ -1,4 +1,5 @@
-"""The command line: ``python -m clamp bench``, ``doctor``, ``lists``, ``report``, ``tune``, ``warm``.
+"""The command line: ``python -m clamp bench``, ``compare``, ``doctor``, ``lists``, ``report``, ``run``, ``trace``,
+``tune``, ``warm``.
 
 A command's module is imported when the command runs: ``doctor`` must work where the packages that the others
 need are missing, because it is what a user runs when something is.
@@ -35,9 +36,12 @@ LAYOUTS = ("NN", "NT", "TN", "TT")
 CONVS = ("few", "resnet18", "one")
 _MODULES = {
     "bench": "clamp.cli.bench.command",
+    "compare": "clamp.cli.trace",
     "doctor": "clamp.cli.doctor",
     "lists": "clamp.cli.lists",
     "report": "clamp.cli.report",
+    "run": "clamp.cli.run",
+    "trace": "clamp.cli.trace",
     "tune": "clamp.cli.tune",
     "warm": "clamp.cli.warm",
 }
@@ -98,6 +102,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands.add_parser("bench", help="time clamp against netcl, numpy and torch, side by side"))
     _add_tune(commands.add_parser("tune", help="measure how a GPU's matrix units multiply fastest, and keep it"))
     _add_report(commands.add_parser("report", help="make a page of a run, to open in any browser"))
+    _add_run(commands.add_parser("run", help="train a script of netcl's in mixed precision, as it is"))
+    _add_trace(commands.add_parser("trace", help="write what each op of a script's first steps gives, to compare with"))
+    _add_compare(
+        commands.add_parser("compare", help="say which op of a script's first steps gives other bits than then")
+    )
     _add_warm(commands.add_parser("warm", help="compile what training steps need before they do: for images and CI"))
     return parser
 
@@ -105,6 +114,36 @@ def _parser() -> argparse.ArgumentParser:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN.json", help="what clamp wrote of a run")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the page goes (RUN.html)")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    _add_dtype(parser)
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the run as a page, or as JSON (.json)")
+    _add_script(parser)
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    _add_dtype(parser)
+    parser.add_argument("--steps", type=positive, default=2, metavar="N", help="of optimizers, after which it ends (2)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="where the trace of this device goes")
+    _add_script(parser)
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", type=Path, metavar="FOLDER", help="what python -m clamp trace has written")
+    _add_script(parser)
+
+
+def _add_script(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as after python -m")
+    parser.add_argument("script", metavar="SCRIPT", help="a script of netcl's, as it is; see docs/zero-lines.md")
+    parser.add_argument("given", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def _add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype", choices=("float16", "bfloat16", "float32"), default="float16", help="AMP dtype (float16)"
+    )
 
 
 def _add_warm(parser: argparse.ArgumentParser) -> None:
@@ -136,9 +175,7 @@ def _add_lists(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lists", type=Path, metavar="FILE", help="a list file, as for amp.init(lists=)")
     parser.add_argument("--policy", choices=POLICIES, metavar="POLICY", help=f"only {', '.join(POLICIES)}")
     parser.add_argument("--level", choices=("O0", "OD", "O1", "O2"), default="O1", help="level of amp.init (O1)")
-    parser.add_argument(
-        "--dtype", choices=("float16", "bfloat16", "float32"), default="float16", help="AMP dtype (float16)"
-    )
+    _add_dtype(parser)
     add_device_option(parser)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from clamp import amp
 from clamp.cli.bench.networks import EXAMPLES as NETWORKS
 from clamp.cli.bench.networks import Network, Trainer
 from clamp.cli.devices import choose_device, describe
+from clamp.cli.run import EnoughError, run_file
 from clamp.opencl import cache_writer, program
 from clamp.opencl.cache_writer import Place
 from clamp.opencl.program import Built
@@ -58,10 +58,6 @@ class Cost:
     file: str
     macros: dict[str, Any]
     seconds: float
-
-
-class _EnoughError(BaseException):
-    """Ends a user's script: nothing of it may catch this."""
 
 
 def run(args: Namespace) -> int:
@@ -152,14 +148,13 @@ def _run_script(script: str) -> None:
     def add(wrapped: Any, reports: Reports, args: Any, kwargs: Any) -> StepReport:
         added: StepReport = wrapped(*args, **kwargs)
         if reports.steps == _STEPS:
-            raise _EnoughError
+            raise EnoughError
         return added
 
     wrapt.wrap_function_wrapper(Reports, "add", add)
     sys.argv = [script]
-    sys.path.insert(0, str(Path(script).parent))
-    with suppress(_EnoughError):
-        runpy.run_path(script, run_name="__main__")
+    with suppress(EnoughError):
+        run_file(script)
 
 
 @contextmanager

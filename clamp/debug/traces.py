@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyopencl as cl
 
 from clamp import bridge
 from clamp.casting.results import RESULTS
@@ -88,9 +89,83 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class _Saved:
+class Trace:
+    """What the ops of a run gave.
+
+    Attributes:
+        values: in the order of the run.
+        arrays: their elements, by ``"value0"`` and so on, if they are kept.
+        about: what else is to be known of it: texts and numbers.
+        device: where they were computed; None of one that was read, or is empty.
+    """
+
     values: list[TracedValue]
     arrays: Mapping[str, Array] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+    device: cl.Device | None = None
+
+    def write(self, path: Path) -> None:
+        """Writes it as .npz, with its elements, or as .json."""
+        text = json.dumps({"format": _FORMAT, **self.about, "values": [asdict(value) for value in self.values]})
+        if path.suffix == ".json":
+            path.write_text(text, encoding="utf-8")
+        else:
+            arrays: dict[str, Any] = {_HEAD: np.array(text), **self.arrays}
+            np.savez_compressed(path, **arrays)
+
+    @classmethod
+    def read(cls, path: Path) -> Trace:
+        """What `write` has written.
+
+        Raises:
+            ValueError: the file is something else.
+            OSError: it cannot be read.
+        """
+        arrays: dict[str, Array] = {}
+        try:
+            if path.suffix == ".npz":
+                with np.load(path, allow_pickle=False) as file:
+                    arrays = {name: file[name] for name in file.files}
+                text = str(arrays.pop(_HEAD))
+            else:
+                text = path.read_text(encoding="utf-8")
+            about = json.loads(text)
+            if about.pop("format") != _FORMAT:
+                raise ValueError("another format")
+            values = [TracedValue(**{**value, "shape": tuple(value["shape"])}) for value in about.pop("values")]
+            return cls(values, arrays, about)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no trace that amp.debugging.save_trace has written: {error}") from error
+
+    def first_difference(self, other: Trace, rtol: float = 0.0) -> Difference | None:
+        """See `first_difference`."""
+        for number, (i, j) in enumerate(_aligned(self.values, other.values)):
+            left, right = None if i is None else self.values[i], None if j is None else other.values[j]
+            if left is None or right is None:
+                return Difference(left, right, float("nan"), number)
+            if left.checksum != right.checksum:
+                error = _error(self.arrays.get(f"value{i}"), other.arrays.get(f"value{j}"))
+                if not error <= rtol or not rtol:
+                    return Difference(left, right, error, number)
+        return None
+
+
+def trace_step(step: Callable[[], Any], *, keeps_elements: bool = False) -> Trace:
+    """Runs a step, only to be looked at, and returns what each op of it gave; see `save_trace`.
+
+    Raises:
+        ValueError: the step ran no op that could be looked at.
+        RuntimeError: the step is a recorded one.
+    """
+    process.session.ensure_patched()
+    observer = Tracer(keeps_elements=keeps_elements)
+    with dry_run(step):
+        with RESULTS.attached(observer):
+            step()
+        trace = observer.trace()
+    if not trace.values:
+        raise NothingSeenError
+    return trace
 
 
 def save_trace(path: str | Path, step: Callable[[], Any]) -> int:
@@ -114,21 +189,9 @@ def save_trace(path: str | Path, step: Callable[[], Any]) -> int:
     path = Path(path)
     if path.suffix not in (".json", ".npz"):
         raise ValueError(f"save_trace writes .json (checksums) or .npz (all elements), got {str(path)!r}")
-    process.session.ensure_patched()
-    observer = _Tracer(keeps_elements=path.suffix == ".npz")
-    with dry_run(step):
-        with RESULTS.attached(observer):
-            step()
-        values = observer.values()
-    if not values:
-        raise NothingSeenError
-    text = json.dumps({"format": _FORMAT, "values": [asdict(value) for value in values]})
-    if path.suffix == ".json":
-        path.write_text(text, encoding="utf-8")
-    else:
-        arrays: dict[str, Any] = {_HEAD: np.array(text), **observer.arrays}
-        np.savez_compressed(path, **arrays)
-    return len(values)
+    trace = trace_step(step, keeps_elements=path.suffix == ".npz")
+    trace.write(path)
+    return len(trace.values)
 
 
 def first_difference(first: str | Path, second: str | Path, *, rtol: float = 0.0) -> Difference | None:
@@ -146,18 +209,10 @@ def first_difference(first: str | Path, second: str | Path, *, rtol: float = 0.0
     Raises:
         ValueError: a file is no trace; or ``rtol`` is given, and a file has no elements.
     """
-    one, other = _read(Path(first)), _read(Path(second))
+    one, other = Trace.read(Path(first)), Trace.read(Path(second))
     if rtol and not (one.arrays and other.arrays):
         raise ValueError("rtol compares elements, which a .json trace does not have: save both traces as .npz")
-    for number, (i, j) in enumerate(_aligned(one.values, other.values)):
-        left, right = None if i is None else one.values[i], None if j is None else other.values[j]
-        if left is None or right is None:
-            return Difference(left, right, float("nan"), number)
-        if left.checksum != right.checksum:
-            error = _error(one.arrays.get(f"value{i}"), other.arrays.get(f"value{j}"))
-            if not error <= rtol or not rtol:
-                return Difference(left, right, error, number)
-    return None
+    return one.first_difference(other, rtol)
 
 
 def _aligned(first: Sequence[TracedValue], second: Sequence[TracedValue]) -> Iterator[tuple[int | None, int | None]]:
@@ -177,56 +232,47 @@ def _error(first: Array | None, second: Array | None) -> float:
     return error_of(second, first).relative
 
 
-def _read(path: Path) -> _Saved:
-    arrays: dict[str, Array] = {}
-    try:
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-            text = str(arrays.pop(_HEAD))
-        else:
-            text = path.read_text(encoding="utf-8")
-        found = json.loads(text)
-        if found["format"] != _FORMAT:
-            raise ValueError(f"format {found['format']}")
-        return _Saved([TracedValue(**{**value, "shape": tuple(value["shape"])}) for value in found["values"]], arrays)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no trace that amp.debugging.save_trace has written: {error}") from error
-
-
-class _Tracer(Watcher):
+class Tracer(Watcher):
     """Keeps a checksum of every value.
 
-    Attributes:
-        arrays: the elements, by ``"value0"`` and so on, if they are kept.
+    Args:
+        keeps_elements: whether their elements are kept, too.
     """
 
-    def __init__(self, keeps_elements: bool) -> None:
+    def __init__(self, *, keeps_elements: bool = False) -> None:
         super().__init__()
         self._keeps_elements = keeps_elements
         self._rows: list[tuple[Seen, int, tuple[Any, ...]]] = []
-        self.arrays: dict[str, Array] = {}
+        self._arrays: dict[str, Array] = {}
+        self._device: cl.Device | None = None
 
     def keep(self, seen: Seen, part: int, tensor: Any) -> None:
         value = on_host(tensor)
         if value is None:
             return
+        if self._device is None:
+            self._device = tensor.queue.device
         dtype = bridge.canonical_dtype(tensor.dtype)
         checksum = blake2b(dtype.encode() + bridge.read_bytes(tensor).tobytes(), digest_size=16).hexdigest()
         self._rows.append((seen, part, (dtype, tuple(tensor.shape), checksum, *_magnitudes(value))))
         if self._keeps_elements:
-            self.arrays[f"value{len(self._rows) - 1}"] = value
+            self._arrays[f"value{len(self._rows) - 1}"] = value
 
-    def values(self) -> list[TracedValue]:
-        """All that was seen, with the names that layers have now."""
+    def trace(self, **about: Any) -> Trace:
+        """All that was seen, with the names that layers have now.
+
+        Args:
+            about: see `Trace`.
+        """
         names = Names(self.ops, [seen for seen, _, _ in self._rows])
-        return [
+        values = [
             TracedValue(
                 seen.op.function, "forward" if part == RESULT else "backward", names.value(seen, part),
                 names.layer(seen.op), seen.op.line, *rest,
             )
             for seen, part, rest in self._rows
         ]  # fmt: skip
+        return Trace(values, self._arrays, about, self._device)
 
 
 def _magnitudes(value: Array) -> tuple[int, int, float, float]:

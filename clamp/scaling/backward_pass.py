@@ -85,10 +85,15 @@ class PassGradients:
 
     What is there when a backward of the pass begins waits until the pass ends, so that no gradient is ever divided by
     a scale twice. What a user clears before (``zero_grad`` inside the ``with``) is gone.
+
+    Args:
+        optimizers: those of the pass.
+        of_all: whether the gradients of all else that the pass has reached are divided, too.
     """
 
-    def __init__(self, optimizers: Iterable[object]) -> None:
+    def __init__(self, optimizers: Sequence[object], of_all: bool = False) -> None:
         slots: dict[int, _Slot] = {}
+        self._optimizers, self._of_all = optimizers, of_all
         for optimizer in optimizers:
             for master, model in masters.pairs(optimizer):
                 if id(master) not in slots:
@@ -105,9 +110,15 @@ class PassGradients:
             if isinstance(outer, PassGradients):
                 outer._is_alone = False
 
+    def anew(self) -> PassGradients:
+        """Those of the same pass once more."""
+        return PassGradients(self._optimizers, self._of_all)
+
     def keep(self, leaf: Tensor, grad: Tensor) -> bool:
         """See :class:`clamp.params.delivery.Waiting`."""
         slot = self._by_model.get(id(leaf))
+        if slot is None and self._of_all:
+            slot = self._take_in(leaf, grad)
         if slot is None:
             return False
         slot.earlier = grad if slot.earlier is None else gradient_marks.added(slot.earlier, grad)
@@ -143,14 +154,29 @@ class PassGradients:
 
     @property
     def others(self) -> list[Tensor]:
-        """Tensors that are trained, and that none of the pass's optimizers has, but have got a gradient."""
+        """Tensors that are trained, and have got a gradient that stays multiplied: no optimizer named has them."""
+        if self._of_all:
+            return []
         known = self._by_model
         found = [leaf for run in self._ran for leaf in run.reached if id(leaf) not in known]
         return [leaf for leaf in found if bridge.is_trained(leaf) and not bridge.is_frozen(leaf)]
 
+    def _note_came(self) -> None:
+        for run in self._ran if self._of_all else ():
+            for leaf in run.reached:
+                if id(leaf) not in self._by_model:
+                    self._take_in(leaf, run.before.get(id(leaf)))
+        self._came = [slot.model.grad for slot in self._slots]
+
+    def _take_in(self, leaf: Tensor, before: Tensor | None) -> _Slot:
+        """What no optimizer of the pass has is a parameter of it from here on."""
+        slot = self._by_model[id(leaf)] = _Slot(leaf, leaf, before)
+        self._slots.append(slot)
+        return slot
+
     def average(self, ranks: Averaging, scaler: LossScale) -> None:
         """Replaces this pass's gradients, still multiplied by the scale, by their means over the ranks."""
-        self._came = [slot.model.grad for slot in self._slots]
+        self._note_came()
         scale = scaler.applied()
         grads = [None if slot.reached is None else gradient_marks.at_scale(slot.reached, scale) for slot in self._slots]
         averages = ranks.average([slot.model for slot in self._slots], grads, scaler)
@@ -212,7 +238,7 @@ class PassGradients:
             guards: of the optimizers that hear of an inf or nan in this pass.
         """
         if self._came is None:
-            self._came = [slot.model.grad for slot in self._slots]
+            self._note_came()
         reached = [slot.reached for slot in self._slots]
         # What no backward has come to is as it was, unless the user has cleared it meanwhile.
         others = [x.model.grad if grad is None else x.earlier for x, grad in zip(self._slots, reached, strict=True)]

@@ -53,7 +53,7 @@ def scaled_pass(
     """
     ranks, scaler = None if scaling is None else scaling.ranks, loss.scaler
     repeats: Repeats | None = None
-    reached = PassGradients(optimizers)
+    reached = PassGradients(optimizers, of_all=scaling is not None and scaling.divides_all)
     with undone_by_error(reached.put_back):
         with delivery.waiting_in(reached), loss.open():
             yield loss.node()
@@ -73,7 +73,7 @@ def scaled_pass(
                 with noting_launches(launches):
                     reached.unscale(scaler, guards)
                 if recorder() is None:
-                    find = partial(backward_again, reached, optimizers, scaler, guards, ranks)
+                    find = partial(backward_again, reached, scaler, guards, ranks)
                     repeats = None if scaling is None else scaling.repeats(loss.value, scaler, guards, find)
                     end_pass(guards, scaler)
                 else:
@@ -137,6 +137,8 @@ class PassScaling:
         wrapped: those of wrapped optimizers, in the order in which they were wrapped.
         ranks: processes that train together, after ``handle.distribute``.
         is_active: whether the handle is.
+        divides_all: whether passes divide all gradients that they give, also those of what no optimizer that they are
+            told of has: for a loop that does not know of scales.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class PassScaling:
         self.wrapped: list[LossScale] = []
         self.guards = guards
         self.ranks: Averaging | None = None
-        self.is_active = False
+        self.is_active = self.divides_all = False
         # by id: a scale, the queue that it is on, and its copies on others, each as of so many changes to it
         self._on_queues: dict[int, tuple[LossScale, Any, dict[Any, tuple[LossScale, int]]]] = {}
         self._unnamed: dict[int, weakref.ref[Tensor]] = {}  # what passes have reached that did not name its optimizer

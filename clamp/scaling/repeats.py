@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -183,9 +183,8 @@ class Repeats:
 
 
 def backward_again(
-    reached: PassGradients, optimizers: Sequence[Any], scaler: LossScale, guards: Sequence[StepGuard],
-    ranks: Averaging | None,
-) -> Repeat | None:  # fmt: skip
+    reached: PassGradients, scaler: LossScale, guards: Sequence[StepGuard], ranks: Averaging | None
+) -> Repeat | None:
     """Returns what runs the backward of a pass again, from the gradients of before it, and divides what comes; None
     where nothing does."""
     backwards = reached.backwards
@@ -193,7 +192,7 @@ def backward_again(
     def again() -> None:
         reached.put_back()
         with nullcontext() if ranks is None else ranks.one_pass():
-            came = PassGradients(optimizers)
+            came = reached.anew()
             with delivery.waiting_in(came):
                 in_turn(backwards)
             if ranks is not None:

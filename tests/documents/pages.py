@@ -11,11 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pyopencl as cl
+import pytest
 
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
+from clamp.cli import main
 from clamp.report import read_run
-from tests.documents.runner import ROOT, Ran
+from tests.documents.runner import ROOT, Ran, python_blocks
 
 
 def readme(page: Ran, queue: cl.CommandQueue) -> None:
@@ -149,6 +151,26 @@ def reference(page: Ran, queue: cl.CommandQueue) -> None:
     assert len(page.steps) == 1 + 1 + 4  # the loop's, the wrapped one's, and the recorded ones as they run
 
 
+def zero_lines(page: Ran, queue: cl.CommandQueue) -> None:
+    assert [type(step.optimizer).__name__ for step in page.steps] == ["AdamW"] * 20
+    Path("train.py").write_text(python_blocks("docs/zero-lines.md")[0][1], encoding="utf-8")
+    with redirect_stdout(StringIO()) as printed:
+        assert main(["run", "--report", "run.json", "train.py"]) == 0
+    assert printed.getvalue().split()[0] == "float16"
+    assert [step["stepped"] for step in read_run("run.json")["steps"]] == [True] * 20
+
+
+def golden(page: Ran, queue: cl.CommandQueue) -> None:
+    Path("train.py").write_text(python_blocks("docs/zero-lines.md")[0][1], encoding="utf-8")
+    Path("test_step.py").write_text(python_blocks("docs/golden.md")[0][1], encoding="utf-8")
+    options = ["-q", "-p", "clamp.pytest_plugin", "-p", "no:cacheprovider", "--rootdir", ".", "test_step.py"]
+    with redirect_stdout(StringIO()) as printed:
+        assert main(["trace", "train.py", "-o", "golden/"]) == 0
+        assert main(["compare", "golden/", "train.py"]) == 0
+        assert [pytest.main([*options, *more]) for more in ([], ["--clamp-golden"], [])] == [1, 0, 0]
+    assert "values are those of golden/" in printed.getvalue()
+
+
 #: what is checked at the end of each page, and how many comments on it say what is shown there
 PAGES: dict[str, tuple[Callable[[Ran, cl.CommandQueue], None], int]] = {
     "README.md": (readme, 1),
@@ -162,8 +184,10 @@ PAGES: dict[str, tuple[Callable[[Ran, cl.CommandQueue], None], int]] = {
     "docs/coming-from-paddle.md": (paddle, 4),
     "docs/coming-from-pytorch.md": (pytorch, 3),
     "docs/debugging.md": (debugging, 0),
+    "docs/golden.md": (golden, 0),
     "docs/loss-scaling.md": (loss_scaling, 6),
     "docs/reference.md": (reference, 12),
     "docs/policies.md": (policies, 5),
     "docs/several-devices.md": (several_devices, 0),
+    "docs/zero-lines.md": (zero_lines, 1),
 }

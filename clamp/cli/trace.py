@@ -1,0 +1,126 @@
+"""``python -m clamp trace`` and ``compare``: what each op of a script's first steps gives, to the bit, now and later.
+
+There is a file for each device: bits are the same on one device with one driver.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clamp.casting.results import RESULTS
+from clamp.cli.devices import describe, slug
+from clamp.cli.run import EnoughError, is_there, run_script, scaling, turn_on
+from clamp.debug.traces import Trace, Tracer
+
+
+def run(args: Namespace) -> int:
+    """Runs either command; see `clamp.cli`."""
+    if not is_there(args):
+        return 2
+    if args.command == "compare":
+        return _compare(args.output, args)
+    if args.output is None and len(args.given) > 1 and args.given[0] in ("-o", "--output"):  # behind the script's name
+        args.output, args.given = Path(args.given[1]), args.given[2:]
+    if args.output is None:
+        print("python -m clamp trace needs a folder: -o FOLDER", file=sys.stderr)
+        return 2
+    return _write(args.output, args)
+
+
+def _write(folder: Path, args: Namespace) -> int:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"cannot write into {folder}: {error}", file=sys.stderr)
+        return 1
+    status, trace = _traced(args, args.dtype, args.steps)
+    if trace is None or trace.device is None:
+        return status
+    file = folder / f"{slug(trace.device)}.json"
+    trace.write(file)
+    print(f"written: {file}, {len(trace.values)} values")
+    return 0
+
+
+def _compare(folder: Path, args: Namespace) -> int:
+    try:
+        known = {file.stem: Trace.read(file) for file in sorted(folder.glob("*.json"))}
+        settings = {(trace.about["dtype"], trace.about["steps"]) for trace in known.values()}
+    except (ValueError, KeyError) as error:
+        print(f"{folder} has a file of other origin than `python -m clamp trace`: {error}", file=sys.stderr)
+        return 2
+    if len(settings) != 1:
+        what = "traces of several dtypes or numbers of steps" if settings else "no trace"
+        print(f"{folder} has {what}: write them by `python -m clamp trace -o {folder} ...`", file=sys.stderr)
+        return 2
+    status, trace = _traced(args, *settings.pop())
+    if trace is None or trace.device is None:
+        return status
+    name, before = slug(trace.device), known.get(slug(trace.device))
+    if before is None:
+        print(
+            f"{folder} has no trace of {describe(trace.device)}, {name}.json, but of {', '.join(known)}: bits are the "
+            "same on one device only. Write one by `python -m clamp trace`",
+            file=sys.stderr,
+        )
+        return 1
+    difference = before.first_difference(trace)
+    if difference is None:
+        print(f"{len(trace.values)} values are those of {folder / name}.json")
+        return 0
+    print(difference)
+    if before.about["driver"] != trace.about["driver"]:
+        print(f"the driver was {before.about['driver']} then, and is {trace.about['driver']} now")
+    return 1
+
+
+def _traced(args: Namespace, dtype: str, steps: int) -> tuple[int, Trace | None]:
+    """Runs a script until some steps are done: its exit status, and what its ops gave, if it got there, or well to its
+    end."""
+    random.seed(0)
+    np.random.seed(0)
+    tracer = _FirstSteps(steps)
+    handle = turn_on(dtype)
+    status: int | None = 0
+    try:
+        with scaling(handle), RESULTS.attached(tracer):
+            status = run_script(args.script, args.given, is_module=args.is_module)
+    except EnoughError:
+        pass
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
+    finally:
+        handle.shutdown()
+    if status:
+        return status, None
+    trace = tracer.found or tracer.trace()
+    if trace.device is None:
+        print("no op of this script was seen: it computes nothing on an OpenCL device", file=sys.stderr)
+        return 1, None
+    return 0, Trace(
+        trace.values, about={"dtype": dtype, "steps": steps, "driver": trace.device.driver_version.strip()},
+        device=trace.device,
+    )  # fmt: skip
+
+
+class _FirstSteps(Tracer):
+    """Keeps what the ops of some steps give, and ends the script then."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self._left = steps
+        self.found: Trace | None = None
+
+    def stepped(self, report: Any) -> None:  # noqa: ARG002  (an observer's)
+        if self.is_mine():
+            self._left -= 1
+        if not self._left:
+            self.found = self.trace()
+            raise EnoughError
