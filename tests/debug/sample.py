@@ -209,6 +209,13 @@ def sample_run() -> Run:
         "ops": list(ops()),
         "ranges": list(ranges()),
         "suggested_scale": 2.0**19,
+        "updates": {
+            "layers": [
+                {"module": "blocks.2.attention", "dtype": "bfloat16", "updates": 65_536, "lost": 26_870},
+                {"module": "head", "dtype": "bfloat16", "updates": 8_320, "lost": 0},
+            ],
+            "notes": ["Adam's eps, 1e-08, is below float16's smallest number"],
+        },
         "memory": {
             "activations": 41_300_000,
             "weight_copies": 1_722_880,
@@ -244,7 +251,7 @@ def empty_run() -> Run:
         **sample_run(),
         "verdict": {"headline": "Nothing was recorded", "details": [], "cure": None, "kind": "unknown"},
         "steps": [], "ops": [], "ranges": [], "modules": [],
-        "suggested_scale": None, "memory": unknown, "first_bad": None,
+        "suggested_scale": None, "updates": {"layers": [], "notes": []}, "memory": unknown, "first_bad": None,
     }  # type: ignore[typeddict-item]  # fmt: skip
 
 

@@ -94,6 +94,22 @@ class Range(TypedDict):
     overflow: float
 
 
+class LayerUpdates(TypedDict):
+    """A step's updates of a layer's 16-bit weights, and how many of them rounding loses."""
+
+    module: str
+    dtype: str
+    updates: int
+    lost: int
+
+
+class Updates(TypedDict):
+    """Of weights without fp32 masters: their updates by layer, those that lose most first, and what to say besides."""
+
+    layers: list[LayerUpdates]
+    notes: list[str]
+
+
 class Memory(TypedDict):
     """Bytes, and what the same run takes in float32."""
 
@@ -147,6 +163,7 @@ class Run(TypedDict):
     ops: list[Op]
     ranges: list[Range]
     suggested_scale: float | None
+    updates: Updates
     memory: Memory
     modules: list[Module]
     first_bad: FirstBad | None
