@@ -22,7 +22,20 @@ from clamp.debug.layer_ranges import LayerRanges, observe_ranges
 from clamp.debug.lost_updates import LostUpdates, observe_lost_updates
 from clamp.debug.memory_report import MemoryReport, memory_of_step
 from clamp.debug.op_counter import OpCounter, OpRow
-from clamp.debug.page.schema import VERSION, Device, Direction, FirstBad, Input, Memory, Op, Run, Step, Updates, Verdict
+from clamp.debug.page.schema import (
+    VERSION,
+    Device,
+    Direction,
+    FirstBad,
+    Held,
+    Input,
+    Memory,
+    Op,
+    Run,
+    Step,
+    Updates,
+    Verdict,
+)  # fmt: skip
 from clamp.debug.step_graph import Value
 from clamp.debug.summary import Summary, notes, with_times
 from clamp.opencl.progress import PROGRESS
@@ -355,4 +368,15 @@ def _memory(summary: Summary) -> Memory:
         "peak": of(amp, "peak"),
         "float32_activations": of(plain, "activations"),
         "float32_peak": of(plain, "peak"),
-    }
+        "timeline": [
+            {"op": moment.op, "module": moment.module, "line": moment.line, "bytes": cast(Held, dict(moment.bytes))}
+            for moment in (() if summary.memory is None else summary.memory.timeline)
+        ],
+        "holders": [
+            {
+                "kind": one.kind, "op": one.op, "module": one.module, "line": one.line, "bytes": one.bytes,
+                "count": one.count,
+            }
+            for one in (() if summary.memory is None else summary.memory.holders)
+        ],
+    }  # fmt: skip
