@@ -40,7 +40,7 @@ from clamp.scaling.loss_scale import LossScale, require_state
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.passes import PassScaling
 from clamp.scaling.step_guard import StepGuards, are_steps_withheld, is_vouched
-from clamp.scaling.step_report import StepReport, warn_of_lost_bits, warn_user
+from clamp.scaling.step_report import StepReport, warn_of_lost_bits, warn_of_lost_updates, warn_user
 
 lock = threading.RLock()
 registrations: list[Registration] = []
@@ -372,6 +372,7 @@ def _plain_step(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dic
         RESULTS.stepped(StepReport(False, "inf or nan in gradients that a scaler has divided", 1.0))
         return None
     done = updates.make(optimizer, found, lambda: wrapped(*args, **kwargs))
+    warn_of_lost_updates(getattr(optimizer, "params", ()))
     if not is_vouched(optimizer):
         RESULTS.stepped(StepReport(True, "", 1.0))
     return done

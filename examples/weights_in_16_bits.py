@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="runs of each way (3)")
     options = parser.parse_args()
     queue, digits = open_queue(options.device), load()
-    warnings.filterwarnings("ignore", message=r"amp.decorate\(master_weight=False\)")  # which is what is shown here
+    warnings.filterwarnings("ignore", message="in this first step .* loses")  # which is what is shown here
     print(f"{describe(queue)}, {options.dtype}, {options.steps} steps; test accuracy in percent, by seed, and mean")
     for name, way in WAYS.items():
         found = [train(queue, digits, options.dtype, options.steps, seed, **way) for seed in range(options.seeds)]

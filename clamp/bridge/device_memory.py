@@ -143,8 +143,8 @@ def _memory_in(x: Any, seen: set[int]) -> Iterator[Any]:
     seen.add(id(x))
     kind = type(x)
     if isinstance(x, Tensor):
-        if x.buffer is not None:
-            yield x.buffer
+        if (buffer := vars(x).get("buffer")) is not None:  # a master in parts would make itself one
+            yield buffer
         parts: Iterable[Any] = ()
     elif isinstance(x, cl.Buffer | cl.SVM):
         yield x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Container, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -185,6 +186,41 @@ def roundings(optimizer: Any) -> int:
 def set_roundings(optimizer: Any, count: int) -> None:
     """Says how many steps of an optimizer have rounded parameters by chance."""
     setattr(optimizer, ROUNDINGS, count)
+
+
+def optimizer_of_one(optimizer: Any, param: Tensor, other: Tensor) -> Any:
+    """An optimizer of netcl's, or of clamp's own, like this one but of a single parameter, with a copy of the state.
+
+    Args:
+        param: one of the optimizer's, float32.
+        other: what it steps in place of it, of as many elements.
+    """
+    params = list(optimizer.params)
+    index, ids = next(k for k, x in enumerate(params) if x is param), set(map(id, params))
+    made = copy.copy(optimizer)
+    kept = vars(made)
+    for name, value in vars(optimizer).items():
+        if is_state_by_parameter(name, value, ids) and not is_kernel_store(name):
+            kept[name] = {id(other): _copied(param, value[id(param)])} if id(param) in value else {}
+    kept["params"] = [other]
+    fused, pending = fused_state(optimizer), pending_moments(optimizer)
+    if "_fused_state" in kept:
+        kept |= {"_fused_state": None, "_fused_enabled": False}
+    if fused is not None:
+        for offset, size in [(offset, size) for one, offset, size in fused["offsets"] if one is param]:
+            for name, flat in (("_m_buf", fused["m_flat"]), ("_v_buf", fused["v_flat"])):
+                kept[name] = {id(other): _copied(param, flat.get_sub_region(offset * 4, size * 4))}
+    if pending is not None:
+        kept["_pending_moments"] = pending[index : index + 1]
+    return made
+
+
+def _copied(param: Tensor, state: Any) -> Any:
+    if not isinstance(state, cl.Buffer):
+        return state.copy() if isinstance(state, np.ndarray) else state
+    made = cl.Buffer(param.context, cl.mem_flags.READ_WRITE, state.size)
+    cl.enqueue_copy(param.queue, made, state, byte_count=state.size)
+    return made
 
 
 def fused_state(optimizer: Any) -> dict[str, Any] | None:

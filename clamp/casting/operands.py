@@ -85,10 +85,6 @@ class Operand:
         assert self.weight is not None
         return weights.get(self.weight, kind, make)
 
-    def derived_again(self, kind: Hashable, make: Callable[[Tensor], Value]) -> Value | None:
-        """As ``derived`` where this has been asked before, else None: what pays off only if it is used again."""
-        return self.derived(kind, make) if weights.asked_before(self.weight, kind) else None
-
     def forward_done(self) -> None:
         """Called when the op's result stands and only backward may still read the value."""
 

@@ -21,10 +21,6 @@ from clamp.params.masters import require_kept, require_steppable
 from clamp.patching.patch import Registration
 from clamp.scaling.dynamic_scale import DynamicLossScale
 from clamp.scaling.manual import ManualScaling
-from clamp.scaling.step_report import warn_user
-
-#: half the distance from 1 to the next number
-_ULP = {"float16": "1/2048", "bfloat16": "1/256"}
 
 __all__ = ["AmpScaler", "GradScaler", "auto_cast", "decorate"]
 
@@ -57,9 +53,10 @@ def decorate(
         level: ``"O0"``, ``"OD"`` and ``"O1"`` change nothing; ``"O2"``.
         dtype: ``"float16"`` or ``"bfloat16"``.
         master_weight: None or True: fp32 masters; False: no precision is kept from one step to the next, and one
-            warning says that small updates are lost. Without fp32 masters, by netcl's SGD, Momentum, Adam and AdamW:
-            ``"remainder"``: 16 bits more, which with the parameter's are the fp32 master; ``"kahan"``: 16 bits more,
-            what rounding left over; ``"stochastic"``: nothing more, but rounded up or down by chance.
+            warning, after the first step, says which part of its updates was lost. Without fp32 masters, by netcl's
+            SGD, Momentum, Adam and AdamW: ``"remainder"``: 16 bits more, which with the parameter's are the fp32
+            master; ``"kahan"``: 16 bits more, what rounding left over; ``"stochastic"``: nothing more, but rounded up
+            or down by chance.
         save_dtype: dtype of what ``state_dict`` saves, float32 if not given. (numpy has no bfloat16: numbers rounded
             to it are saved as float32.)
         master_grad: gradients of 16-bit parameters come from backward in float32.
@@ -97,12 +94,6 @@ def decorate(
     if level != "O2" or {dtype, *(rule.dtype for rule in (rules.rules if rules else ()))} == {"float32"}:
         return result
     require_steppable(optimizer_list, keeps)
-    if master_weight is False:
-        warn_user(
-            f"amp.decorate(master_weight=False): after each step parameters are rounded to {dtype}, so that updates of "
-            f"less than about {_ULP[dtype]} of a parameter are lost, or are doubled. Leave master_weight out, and fp32 "
-            "masters keep them"
-        )
     session.ensure_patched()  # so that netcl's optimizers update the masters, without amp.init() too
     for model in model_list:
         for _, param, becomes in dtypes_of(model, dtype, excluded=excluded, rules=rules):

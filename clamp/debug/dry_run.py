@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.params import masters
+from clamp.params.gradient_marks import last_shared, note_shared
 from clamp.params.weight_cache import weights
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuard, StepGuards, steps_withheld
@@ -62,7 +63,10 @@ def same_start(*reached: Any) -> Iterator[None]:
 
 
 @contextmanager
-def dry_run(step: Any, scale_now: float | None = None, scale: float | None = None) -> Iterator[None]:
+def dry_run(
+    step: Any, scale_now: float | None = None, scale: float | None = None,
+    instead: Callable[[Any, bool], Any] | None = None,
+) -> Iterator[None]:  # fmt: skip
     """Inside the ``with``, optimizers do not step in this thread; at its end gradients, loss scales, what belongs to
     the next step, the statistics of layers (a batch norm's) and random generators are what they were.
 
@@ -72,6 +76,7 @@ def dry_run(step: Any, scale_now: float | None = None, scale: float | None = Non
         step: what is going to run: its models, optimizers and scalers are those that it leads to, or the functions do
             that are running (`clamp.bridge.in_reach`).
         scale_now, scale: loss scales that stand at the first have the second inside.
+        instead: called in place of each optimizer's step; see `steps_withheld`.
     """
     reached = list(bridge.in_reach(step))
     with ExitStack() as undo:
@@ -83,7 +88,7 @@ def dry_run(step: Any, scale_now: float | None = None, scale: float | None = Non
             undo.callback(guard.put_back, guard.pending)
         in_modules = [x for root in bridge.modules_met(step) for _, x in bridge.module_tensors(root)]
         for tensor in _trained(guards, [*reached, *in_modules]):
-            undo.callback(_set_gradient, tensor, tensor.grad)
+            undo.callback(_set_gradient, tensor, tensor.grad, last_shared(tensor))
         for tensor in {id(x): x for x in in_modules if not bridge.is_weight(x)}.values():  # the statistics of layers
             undo.callback(bridge.write_bytes, tensor, bridge.read_bytes(tensor))
         if scale is not None:
@@ -93,7 +98,7 @@ def dry_run(step: Any, scale_now: float | None = None, scale: float | None = Non
             for one in bridge.living(LossScale):
                 if one.scales and one.state_dict()["loss_scale"] == scale_now:
                     one.set_scale(scale)
-        with steps_withheld():
+        with steps_withheld(instead):
             yield
 
 
@@ -106,5 +111,6 @@ def _trained(guards: list[StepGuard], reached: list[Any]) -> list[Tensor]:
     return list({id(x): x for x in found}.values())
 
 
-def _set_gradient(tensor: Tensor, grad: Tensor | None) -> None:
+def _set_gradient(tensor: Tensor, grad: Tensor | None, shared: Tensor | None) -> None:
     tensor.grad = grad
+    note_shared(tensor, shared)

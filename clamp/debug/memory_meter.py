@@ -13,6 +13,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Address, Tensor
 from clamp.debug.callsite import Place
+from clamp.params.parts import MasterInParts
 from clamp.params.weight_cache import weights
 from clamp.scaling.step_guard import StepGuard
 
@@ -104,7 +105,7 @@ class MemoryMeter:
 KINDS = {
     "activations": "activations kept for backward",
     "weights": "weights, and statistics of layers",
-    "masters": "float32 masters of 16-bit weights",
+    "masters": "masters of 16-bit weights",
     "copies": "16-bit copies and panels of weights",
     "gradients": "gradients",
     "optimizer state": "optimizer state",
@@ -178,6 +179,8 @@ def pieces_now() -> dict[Address, Piece]:
             used[where] = max(used.get(where, 0), bridge.nbytes(tensor))
     trained = [x for x in tensors if bridge.is_weight(x)]
     claim("masters", [x.buffer for x in trained if bridge.model_parameter(x) is not x])
+    if MasterInParts.exist:
+        claim("masters", [part.buffer for x in bridge.instances_of(MasterInParts) for part in x.held])
     claim("weights", [x.buffer for x in (*trained, *bridge.tensors_of_layers()) if x.buffer is not None])
     claim("gradients", [grad.buffer for _, grad in gradients_now().values()])
     claim("copies", bridge.memory_in(weights.values))

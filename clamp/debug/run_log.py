@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import pyopencl as cl
 
@@ -19,12 +19,38 @@ from clamp.debug.curves import Point
 from clamp.debug.explain import Explanation, in_words, look
 from clamp.debug.gain import Side, Trial, try_step
 from clamp.debug.layer_ranges import LayerRanges, observe_ranges
+from clamp.debug.lost_updates import LostUpdates, observe_lost_updates
+from clamp.debug.memory_report import MemoryReport, memory_of_step
 from clamp.debug.op_counter import OpCounter, OpRow
-from clamp.debug.page.schema import VERSION, Device, Direction, FirstBad, Input, Memory, Op, Run, Step, Verdict
+from clamp.debug.page.schema import (
+    VERSION,
+    Device,
+    Direction,
+    FirstBad,
+    Held,
+    Input,
+    Memory,
+    Op,
+    Run,
+    Step,
+    Updates,
+    Verdict,
+)  # fmt: skip
 from clamp.debug.step_graph import Value
 from clamp.debug.summary import Summary, notes, with_times
 from clamp.opencl.progress import PROGRESS
 from clamp.scaling.step_report import StepReport
+
+
+class _Measured(NamedTuple):
+    """What was measured of a step, after so many."""
+
+    step: Callable[[], Any]
+    steps: int
+    trial: Trial
+    ranges: LayerRanges
+    updates: LostUpdates
+    memory: MemoryReport
 
 
 class RunLog:
@@ -42,7 +68,7 @@ class RunLog:
         self._history = history
         self.began = datetime.now(UTC)
         self.counter: OpCounter | None = None
-        self._measured: tuple[Callable[[], Any], int, Trial, LayerRanges] | None = None  # of a step, after so many
+        self._measured: _Measured | None = None
         self._built = PROGRESS.programs, PROGRESS.seconds
 
     def arm(self) -> None:
@@ -72,14 +98,17 @@ class RunLog:
         programs, seconds = PROGRESS.programs - self._built[0], PROGRESS.seconds - self._built[1]
         rules = {} if region.modules is None else {str(rule): paths for rule, paths in region.modules.decided().items()}
         known = Summary(region.dtype, steps, skips, history, loss_scale, programs, seconds, rules=rules)
-        trial, ranges = self._tried(step, steps, live_scale)
+        found = self._tried(step, steps, live_scale)
+        trial = None if found is None else found.trial
         if self.counter is not None:
             rows, copies = self.counter.rows, self.counter.weight_copies
             rows = rows if trial is None else with_times(rows, trial.amp)
             known = replace(known, rows=rows, casts=self.counter.casts, weight_copies=copies, counted=True)
         elif trial is not None:
             known = replace(known, rows=trial.amp.rows, casts=trial.amp.casts, weight_copies=trial.amp.weight_copies)
-        return replace(known, trial=trial, ranges=ranges)
+        if found is None:
+            return known
+        return replace(known, trial=trial, ranges=found.ranges, updates=found.updates, memory=found.memory)
 
     def run(
         self, summary: Summary, explanation: Explanation | None, device: cl.Device | None, level: str,
@@ -98,14 +127,13 @@ class RunLog:
             modules=of_trial if self.counter is None else self.counter.modules,
         )
 
-    def _tried(
-        self, step: Callable[[], Any] | None, steps: int, live_scale: Callable[[], float]
-    ) -> tuple[Trial | None, LayerRanges | None]:
+    def _tried(self, step: Callable[[], Any] | None, steps: int, live_scale: Callable[[], float]) -> _Measured | None:
         """What was measured of a step: not again where none was done since; without a step, what was measured last."""
         if step is not None and (self._measured is None or self._measured[:2] != (step, steps)):
             with self.unwatched(), PROGRESS.busy("measuring a step in both precisions"):
-                self._measured = step, steps, try_step(step), observe_ranges(step, live_scale)
-        return (None, None) if self._measured is None else self._measured[2:]
+                trial, ranges = try_step(step), observe_ranges(step, live_scale)
+                self._measured = _Measured(step, steps, trial, ranges, observe_lost_updates(step), memory_of_step(step))
+        return self._measured
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -154,6 +182,7 @@ def run_of(
         "ops": _ops(summary),
         "ranges": [] if ranges is None else ranges.as_json(),
         "suggested_scale": None if ranges is None or ranges.gain is None else ranges.gain[0],
+        "updates": _updates(summary),
         "memory": _memory(summary),
         "modules": [{"path": path, "class": name, "parameters": count} for path, name, count in modules],
         "first_bad": None if explanation is None else _first_bad(explanation),
@@ -316,6 +345,16 @@ def _steps_in(row: OpRow, summary: Summary) -> float:
     return row.calls / calls if calls else 1.0
 
 
+def _updates(summary: Summary) -> Updates:
+    found = summary.updates or LostUpdates([])
+    return {
+        "layers": [
+            {"module": row.module, "dtype": row.dtype, "updates": row.updates, "lost": row.lost} for row in found.layers
+        ],
+        "notes": list(found.notes),
+    }  # fmt: skip
+
+
 def _memory(summary: Summary) -> Memory:
     trial = summary.trial
 
@@ -329,4 +368,15 @@ def _memory(summary: Summary) -> Memory:
         "peak": of(amp, "peak"),
         "float32_activations": of(plain, "activations"),
         "float32_peak": of(plain, "peak"),
-    }
+        "timeline": [
+            {"op": moment.op, "module": moment.module, "line": moment.line, "bytes": cast(Held, dict(moment.bytes))}
+            for moment in (() if summary.memory is None else summary.memory.timeline)
+        ],
+        "holders": [
+            {
+                "kind": one.kind, "op": one.op, "module": one.module, "line": one.line, "bytes": one.bytes,
+                "count": one.count,
+            }
+            for one in (() if summary.memory is None else summary.memory.holders)
+        ],
+    }  # fmt: skip

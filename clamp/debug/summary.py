@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from clamp.debug.gain import NO_DIFFERENCE, Side, Trial
 from clamp.debug.layer_ranges import LayerRanges
+from clamp.debug.lost_updates import LostUpdates
+from clamp.debug.memory_report import MemoryReport
 from clamp.debug.op_counter import Casts, OpRow
 from clamp.debug.words import aligned, duration
 from clamp.scaling.step_report import StepReport
@@ -170,6 +172,8 @@ class Summary:
         counted: whether ``rows`` and ``casts`` are those of the run.
         ranges: magnitudes of that step, layer by layer; None without one.
         rules: those for modules, in words, with the paths of the modules that each has decided about.
+        updates: which of its updates rounding loses, of weights in 16 bits without fp32 masters; None without one.
+        memory: what device memory was held for in it; None without one.
     """
 
     dtype: str
@@ -186,6 +190,8 @@ class Summary:
     counted: bool = False
     ranges: LayerRanges | None = None
     rules: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    updates: LostUpdates | None = None
+    memory: MemoryReport | None = None
 
     @property
     def verdict(self) -> Gain | None:
@@ -193,7 +199,11 @@ class Summary:
         return None if self.trial is None else judge(self.trial)
 
     def __str__(self) -> str:
-        blocks = [self._head(), self._ops(), self._of_casts(), self._memory(), self._of_ranges(), self._of_verdict()]
+        updates = [str(self.updates)] if self.updates else []
+        blocks = [
+            *(self._head(), self._ops(), self._of_casts(), self._memory(), self._of_ranges(), updates),
+            self._of_verdict(),
+        ]
         return "\n\n".join("\n".join(block) for block in blocks if block)
 
     __repr__ = __str__
@@ -267,7 +277,9 @@ class Summary:
         ]
         table = [("MiB of one step", self.dtype, "float32")]
         table += [(name, f"{ours / 2**20:.2f}", f"{theirs / 2**20:.2f}") for name, ours, theirs in sizes]
-        return aligned(table, numbers=range(1, 3), indent="")
+        peak = None if self.memory is None else self.memory.peak
+        where = [f"the peak is in {peak.where}; print(handle.memory(step)) has who held it"] if peak else []
+        return [*aligned(table, numbers=range(1, 3), indent=""), *where]
 
     def _of_ranges(self) -> list[str]:
         if self.ranges is None:

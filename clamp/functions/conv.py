@@ -14,12 +14,12 @@ from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Gradients, Operand, as_is, as_node, bound, require_floating
 from clamp.casting.registry import implements, leave_to_netcl_if
+from clamp.functions.recompute import asked_before
 from clamp.ops import conv as ops
 from clamp.ops.arguments import whole_number
 from clamp.ops.conv import Pair, Weights, Window
 from clamp.ops.elementwise import elementwise
 from clamp.ops.reduce_to_shape import sum_channels
-from clamp.params.weight_cache import weights
 
 Number = int | Sequence[int]  # netcl takes one number for both axes
 
@@ -130,7 +130,7 @@ def _weights(w: Operand, window: Window, *, transposed: bool) -> Weights:
     """The weights for the kernels. What is convolved with again and again, as in inference, is packed once."""
     value = w.value
     kind = ("convolution", transposed, window.groups, value.dtype)
-    if w.weight is None or not weights.asked_before(w.weight, kind):
+    if w.weight is None or not asked_before(w.weight, kind):
         return ops.pack_weights(value, window.groups, transposed=transposed)
     return w.derived(kind, lambda _: ops.pack_weights(value, window.groups, transposed=transposed))
 

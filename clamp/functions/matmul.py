@@ -14,6 +14,7 @@ from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Gradients, Operand, WeightOperand, as_is, as_node, bound
 from clamp.casting.registry import implements
+from clamp.functions.recompute import asked_before
 from clamp.ops.elementwise import elementwise
 from clamp.ops.gemm import gemm, is_packed, pack_b, rounds_as_it_reads
 from clamp.ops.reduce_to_shape import sum_to_shape
@@ -109,9 +110,9 @@ def _times(a: Tensor, w: Operand, *, transpose: bool = False, **epilogue: Any) -
     if w.weight is None or len(w.shape) != 2 or not is_packed(a, value, transpose_b=transpose):
         return gemm(a, value, transpose_b=transpose, **epilogue)
     kind = ("panels", transpose, value.dtype, a.dtype, rows)
-    packed = w.derived_again(kind, lambda _: pack_b(value, transpose=transpose, a_dtype=a.dtype, rows=rows))
-    if packed is None:  # an engine may pack what it reads better than a launch of its own
+    if not asked_before(w.weight, kind):  # an engine may pack what it reads better than a launch of its own
         return gemm(a, value, transpose_b=transpose, **epilogue)
+    packed = w.derived(kind, lambda _: pack_b(value, transpose=transpose, a_dtype=a.dtype, rows=rows))
     return gemm(a, packed, **epilogue)
 
 

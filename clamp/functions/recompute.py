@@ -24,6 +24,7 @@ from clamp.casting.regions import same_around
 from clamp.interrupts import holding, of_threads
 from clamp.opencl.host_steps import Drawn
 from clamp.params.updates import changed_since, moment
+from clamp.params.weight_cache import weights
 
 OP = "checkpoint"
 
@@ -56,6 +57,12 @@ def is_checkpointed() -> bool:
 def is_recomputing() -> bool:
     """Returns whether a forward is run again here: running statistics have moved already."""
     return _thread.again is not None
+
+
+def asked_before(weight: Tensor, kind: Hashable) -> bool:
+    """Returns whether what is derived from a weight has been asked for before, so that it pays off to keep it. That a
+    forward is run again is no other use: it asks for what its first run has asked for."""
+    return weights.known(weight, kind) is not None if is_recomputing() else weights.asked_before(weight, kind)
 
 
 def checkpointed(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

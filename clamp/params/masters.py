@@ -21,7 +21,7 @@ from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.optimizer_step import PARTS, Copy, mixed
-from clamp.params import gradient_marks
+from clamp.params import gradient_marks, lost_updates
 from clamp.params.parts import KEEPS, MasterInParts, make_whole, put_in_parts
 from clamp.params.weight_cache import weights
 from clamp.params.writes import writes
@@ -89,6 +89,11 @@ def master_for(model: Tensor) -> Tensor:
     return master
 
 
+def is_rounded(master: Tensor) -> bool:
+    """Returns whether a master holds no more than its 16-bit parameter from one step to the next."""
+    return getattr(master, "_keeps", "copy") == "rounded"
+
+
 def require_kept(given: object, name: str) -> bool | str:
     """How parameters are to be kept from step to step, one of ``KEEPS``; with fp32 masters if nothing was given.
 
@@ -138,6 +143,7 @@ def _link(master: Tensor, model: Tensor, keeps: str = "copy", key: int = 0) -> N
     master._keeps = keeps
     if keeps == "rounded":
         cast_into(model, master)
+        lost_updates.expect(master)
 
 
 def _replace(optimizer: Any, old: Tensor, new: Tensor) -> None:
@@ -265,12 +271,13 @@ _behind: dict[int, Tensor] = {}
 
 
 def copies_of(stepped: Sequence[Tensor]) -> list[Copy | None]:
-    """For each parameter that is being stepped: the 16-bit one that whoever steps it is to write as well, or None."""
+    """For each parameter that is being stepped: the 16-bit one that whoever steps it is to write as well. None where
+    there is none, or the step is to be measured before it is rounded."""
     if not _behind:
         return [None] * len(stepped)
     models = [(param, _behind.get(id(param))) for param in stepped]
     return [
-        None if model is None
+        None if model is None or lost_updates.is_expected(param)
         else param.parts if isinstance(param, MasterInParts)
         else Copy(model, getattr(param, "_keeps", "copy"))
         for param, model in models
@@ -296,6 +303,8 @@ def rewriting(stepped: Sequence[Tensor], optimizer: Any) -> list[Callable[[], No
         if model is not None and master.grad is not None and not bridge.has_frozen_mark(master)
     ]
     calls: list[Callable[[], None]] = [partial(write_back, master, model, turn) for master, model in found]
+    if measured := [pair for pair in found if lost_updates.is_expected(pair[0])]:
+        calls.insert(0, partial(lost_updates.measure, measured))
     if any(isinstance(master, MasterInParts) and master.parts.keeps == "stochastic" for master, _ in found):
         calls.append(partial(bridge.set_roundings, optimizer, turn))
     return calls
@@ -311,7 +320,7 @@ def write_back(master: Tensor, model: Tensor, turn: int | None = None) -> None:
         master.split(turn)
         return
     cast_into(master, model)
-    if getattr(master, "_keeps", "copy") == "rounded":
+    if is_rounded(master):
         cast_into(model, master)
 
 

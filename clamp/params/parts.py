@@ -44,6 +44,11 @@ class MasterInParts(Tensor):  # type: ignore[misc]  # netcl has no types
             self._whole = Tensor(buffer, self.shape, "float32", self.context, self.queue, backend=self._backend)
 
     @property
+    def held(self) -> list[Tensor]:
+        """What it holds now besides the parameter: the other 16 bits, and its memory while it is whole."""
+        return [part for part in (self.parts.rest, self._whole) if part is not None]
+
+    @property
     def is_whole(self) -> bool:
         """Returns whether somebody has asked for its memory since its last step."""
         return self._whole is not None

@@ -21,7 +21,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.ops.optimizer_step import Copy, MultiUpdate, mixed
 from clamp.ops.slots import in_turn
-from clamp.params import masters
+from clamp.params import lost_updates, masters
 from clamp.params.parts import MasterInParts, buffers_of, splitting
 from clamp.params.weight_cache import weights
 from clamp.params.writes import writes
@@ -113,13 +113,15 @@ class OptimizerStep:
 
     def _launches_of(self, ready: _Ready) -> list[Callable[[], Any]]:
         optimizer, launches = self._optimizer, ready.launches
-        count = partial(bridge.count_step, optimizer, ready.update)
+        measured = [param for param in ready.params if lost_updates.is_expected(param)]
+        last: list[Callable[[], Any]] = masters.rewriting(measured, optimizer)
+        last.append(partial(bridge.count_step, optimizer, ready.update))
         if not launches.has_parts:
-            return [*launches.pieces(ready.update.numbers, ready.grads), count]
+            return [*launches.pieces(ready.update.numbers, ready.grads), *last]
         turn = bridge.roundings(optimizer) + 1
-        counts = [count, partial(bridge.set_roundings, optimizer, turn)] if launches.by_chance else [count]
-        pieces = launches.pieces(ready.update.numbers, ready.grads, mixed(turn))
-        return [*splitting(ready.params), *pieces, *counts]
+        if launches.by_chance:
+            last.append(partial(bridge.set_roundings, optimizer, turn))
+        return [*splitting(ready.params), *launches.pieces(ready.update.numbers, ready.grads, mixed(turn)), *last]
 
     def _found(self, params: Sequence[Tensor]) -> _Ready | None:
         """Returns the step that is ready for these parameters; None if it is netcl's to make."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.casting.results import RESULTS
-from clamp.interrupts import Flag, among, holding, of_threads, uninterrupted
+from clamp.interrupts import among, holding, of_threads, uninterrupted
 from clamp.ops.loss_scale import DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_
 from clamp.params import gradient_marks, graphs, masters, updates
@@ -35,10 +35,20 @@ from clamp.scaling.step_report import (
     non_finite,
     skipped_in_vain,
     warn_of_lost_bits,
+    warn_of_lost_updates,
 )
 
 _vouched = set[int]()  # optimizers whose gradients an outer guard, a GradScaler's or a graph's, has found finite
-_withheld = of_threads(Flag())  # whether optimizers do not step here
+
+
+class _Withheld(threading.local):
+    """Whether optimizers do not step in this thread, and what is called with one that would."""
+
+    on = False
+    instead: Callable[[Any, bool], Any] | None = None
+
+
+_withheld = of_threads(_Withheld())
 MAX_OPTIMIZERS = 32  # one bit each in a scaler's overflow word
 
 
@@ -92,8 +102,9 @@ class StepGuard(bridge.Listed):
         return dict(self._pending)
 
     def step(
-        self, run: Callable[[], Any], *, scale_stays: bool = False, prepare: Callable[[], Any] | None = None
-    ) -> Any:
+        self, run: Callable[[], Any], *, scale_stays: bool = False, prepare: Callable[[], Any] | None = None,
+        is_plain: bool = True,
+    ) -> Any:  # fmt: skip
         """Runs the optimizer's own step unless a gradient is inf or nan; returns its result or None.
 
         What is known of the passes since the last step is forgotten only when this one has ended: one that is
@@ -103,12 +114,16 @@ class StepGuard(bridge.Listed):
             run: the optimizer's own step.
             scale_stays: whether the scale has not moved since those passes, as it is updated after the step.
             prepare: what of ``run`` can be done before the device says whether a gradient is inf or nan.
+            is_plain: whether ``run`` calls the optimizer's step without arguments.
 
         Raises:
             RuntimeError: a gradient is still multiplied by a loss scale.
             FloatingPointError: every step for a while was skipped although the scale is at its floor.
         """
         if are_steps_withheld():
+            if _withheld.instead is not None:
+                settle_late()
+                _withheld.instead(self.optimizer, is_plain)
             return None
         pending, optimizer = list(self._pending), self.optimizer
         found = masters.split(optimizer)
@@ -142,6 +157,7 @@ class StepGuard(bridge.Listed):
             reason = "" if moves else "no parameter had a gradient"
             self._report(moves, reason, scale, scale_before=before, absent=absent)
             graphs.stepped(params)
+        warn_of_lost_updates(params)
         return result
 
     def _unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:
@@ -232,10 +248,17 @@ class StepGuard(bridge.Listed):
         return self._absent[1]
 
 
-def steps_withheld() -> AbstractContextManager[None]:
+@contextmanager
+def steps_withheld(instead: Callable[[Any, bool], Any] | None = None) -> Iterator[None]:
     """Inside the ``with``, ``step()`` of every optimizer that is guarded does nothing in this thread, and reports
-    nothing."""
-    return holding(_withheld, "on", True)
+    nothing.
+
+    Args:
+        instead: called with the optimizer, and whether its ``step`` has no arguments, when the gradients are as that
+            would find them.
+    """
+    with holding(_withheld, "on", True), holding(_withheld, "instead", instead):
+        yield
 
 
 def are_steps_withheld() -> bool:
@@ -395,8 +418,9 @@ class StepGuards(bridge.Listed):
             self.wants_scaling = False  # one warning will do
             warn_of_lost_bits()
         with among(self._running, id(optimizer)):
-            prepare = None if args or kwargs else getattr(wrapped, "prepare", None)
-            return guard.step(lambda: wrapped(*args, **kwargs), prepare=prepare)
+            is_plain = not (args or kwargs)
+            prepare = getattr(wrapped, "prepare", None) if is_plain else None
+            return guard.step(lambda: wrapped(*args, **kwargs), prepare=prepare, is_plain=is_plain)
 
     def _unscaled_guard(self, optimizer: Any) -> StepGuard:
         guard = self._unscaled.get(id(optimizer))

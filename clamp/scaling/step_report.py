@@ -21,6 +21,7 @@ from clamp.casting.results import RESULTS
 from clamp.opencl.progress import PROGRESS
 from clamp.ops.statistics import is_measurable, statistics_of
 from clamp.params import gradient_marks
+from clamp.params.lost_updates import HALF_AN_ULP, percent, take
 from clamp.scaling.loss_scale import LossScale
 
 _OURS = str(Path(__file__).parents[1])
@@ -285,6 +286,22 @@ def warn_user(message: str) -> None:
 
 def _is_between(code: CodeType) -> bool:
     return code.co_filename.startswith((_OURS, _NETCLS)) or is_redirecting(code)
+
+
+def warn_of_lost_updates(params: Sequence[Tensor]) -> None:
+    """Says once what rounding loses of the updates of an optimizer's parameters that are kept in 16 bits, as it was
+    measured in the step that has just been made."""
+    lost = take(params)
+    if not lost:
+        return
+    updates, dtype = sum(row.updates for row in lost), lost[0].dtype
+    of_all = f", and {percent(sum(row.lost for row in lost) / updates)} of all" if len(lost) > 1 else ""
+    warn_user(
+        f"in this first step {lost[0]}{of_all}: without fp32 masters (master_weight=False, opt_level='O3') parameters "
+        f"are rounded to {dtype} after each step, and updates of less than about {HALF_AN_ULP[dtype]} of a parameter "
+        'are lost, or are doubled. Keep fp32 masters (master_weight=True), or what is as good: "remainder", "kahan" or '
+        '"stochastic"'
+    )
 
 
 def warn_of_lost_bits() -> None:

@@ -21,7 +21,10 @@ from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, weights_of
 from tests.reference import assert_same, quantize, to_device, to_numpy
 from tests.scaling.test_overflow import optimizer_state, plant
 
-pytestmark = pytest.mark.usefixtures("shut_down")
+pytestmark = [
+    pytest.mark.usefixtures("shut_down"),
+    pytest.mark.filterwarnings("ignore:in this first step:UserWarning"),  # of O3 (tests/params/test_lost_updates.py)
+]
 
 
 def initialize(models: Any, optimizers: Any = None, **options: Any) -> Any:

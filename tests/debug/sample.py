@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from clamp.debug.page.schema import BINS, LOWEST, Module, Op, Range, Step
+from clamp.debug.page.schema import BINS, LOWEST, Module, Moment, Op, Range, Step
 from clamp.report import Run, write_run
 
 MATMUL = "netcl.autograd.matmul_op"
@@ -181,6 +181,23 @@ def ranges() -> Iterator[Range]:
         yield range_of(rng, f"{name}.weight", "parameter gradient", -3 - 0.1 * (18 - place), 1.6, 16_000, "float32")
 
 
+def moments() -> Iterator[Moment]:
+    """Memory by ops: forward fills it with activations, backward takes them for gradients and workspaces."""
+    forward, backward = ([op for op in ops() if op["direction"] == one] for one in ("forward", "backward"))
+    for step, op in enumerate([*forward, *backward[::-1]]):
+        depth = min(step, len(forward) + len(backward) - step)
+        is_forward = step < len(forward)
+        yield {
+            "op": op["op"] if is_forward else f"{op['op']} backward", "module": op["module"], "line": op["line"],
+            "bytes": {
+                "activations": 421_000 * depth, "weights": 3_445_760, "masters": 0, "copies": 17_000 * min(step, 49),
+                "gradients": 0 if is_forward else 35_000 * (step - len(forward)), "optimizer state": 6_891_520,
+                "workspaces": 120_000 * (step % 7), "other tensors": 524_288, "recordings": 0, "rounding": 90_000,
+                "free": 2**21,
+            },
+        }  # fmt: skip
+
+
 def sample_run() -> Run:
     """The whole run; the same one every time."""
     return {
@@ -209,12 +226,25 @@ def sample_run() -> Run:
         "ops": list(ops()),
         "ranges": list(ranges()),
         "suggested_scale": 2.0**19,
+        "updates": {
+            "layers": [
+                {"module": "blocks.2.attention", "dtype": "bfloat16", "updates": 65_536, "lost": 26_870},
+                {"module": "head", "dtype": "bfloat16", "updates": 8_320, "lost": 0},
+            ],
+            "notes": ["Adam's eps, 1e-08, is below float16's smallest number"],
+        },
         "memory": {
             "activations": 41_300_000,
             "weight_copies": 1_722_880,
             "peak": 88_400_000,
             "float32_activations": 79_900_000,
             "float32_peak": 148_100_000,
+            "timeline": list(moments()),
+            "holders": [
+                {"kind": "activations", "op": "matmul_op", "module": BROKEN, "line": "char_lm.py:74", "bytes": 2**20,
+                 "count": 3},
+                {"kind": "weights", "op": "before the step", "module": "", "line": "", "bytes": 3_445_760, "count": 31},
+            ],
         },
         "modules": modules(),
         "first_bad": {
@@ -239,12 +269,12 @@ def sample_run() -> Run:
 
 def empty_run() -> Run:
     """A run of which nothing is known."""
-    unknown = dict.fromkeys(sample_run()["memory"])
+    unknown = {**dict.fromkeys(sample_run()["memory"]), "timeline": [], "holders": []}
     return {
         **sample_run(),
         "verdict": {"headline": "Nothing was recorded", "details": [], "cure": None, "kind": "unknown"},
         "steps": [], "ops": [], "ranges": [], "modules": [],
-        "suggested_scale": None, "memory": unknown, "first_bad": None,
+        "suggested_scale": None, "updates": {"layers": [], "notes": []}, "memory": unknown, "first_bad": None,
     }  # type: ignore[typeddict-item]  # fmt: skip
 
 
@@ -260,6 +290,7 @@ def large_run() -> Run:
         **run,
         "steps": steps,
         "ops": [{**run["ops"][number % 98], "module": name} for number, name in enumerate(names)],
+        "memory": {**run["memory"], "timeline": run["memory"]["timeline"] * 10},
         "ranges": [{**one, "module": name} for name in names for one in run["ranges"][:4]],
         "modules": [{"path": name, "class": "Linear", "parameters": 1_000_000} for name in names],
     }  # type: ignore[typeddict-item]  # fmt: skip

@@ -201,7 +201,7 @@ def test_everything_has_a_name_for_screen_readers(sample: Browser) -> None:
     assert len(found["banner"]) == len(found["main"]) == len(found["contentinfo"]) == 1
     assert found["navigation"] == ["Sections"]
     assert found["heading"][0] == "matmul_op in blocks.2.attention overflows float16 in the forward"
-    assert set(found["table"]) == {"What it read", "Ops"}  # others are in closed details
+    assert set(found["table"]) == {"What it read", "Updates of one step", "Ops"}  # others are in closed details
     assert found["search"] == ["Filter the ops"]
     for role in ("image", "region", "button", "link", "searchbox", "combobox", "table", "columnheader", "rowheader"):
         assert found[role], role

@@ -20,6 +20,7 @@ from netcl.nn.layers import Linear, Module
 from netcl.optim import SGD
 
 from clamp import amp, bridge
+from clamp.debug.memory_report import MemoryReport
 from tests.debug.faults import FAULTS, Training
 from tests.reference import to_device
 
@@ -161,6 +162,8 @@ def test_nothing_is_searched_for(
 ) -> None:
     monkeypatch.setattr("clamp.debug.gain._SECONDS", 0.0)
     monkeypatch.setattr("clamp.debug.gain._PASSES", 1)
+    # Memory is what all objects are asked for.
+    monkeypatch.setattr("clamp.debug.run_log.memory_of_step", lambda step: MemoryReport({}))
     training = Training(queue, fault)
     scale = 2.0**24 if fault == "scale" else 8.0
     handle = amp.init(debug=("attribution", "summary") if armed else None, loss_scale=scale)

@@ -22,6 +22,7 @@ from clamp import amp, bridge
 from clamp.bridge import Tensor
 from clamp.debug.memory_report import MemoryReport, cures
 from clamp.ops.cast import cast
+from clamp.params.parts import KEEPS, MasterInParts
 from clamp.params.weight_cache import weights
 from tests.networks import mlp, stepping
 from tests.reference import to_device
@@ -126,6 +127,27 @@ def test_every_byte_is_held_for_something(queue: cl.CommandQueue, looks_at_objec
         del graph, tape
     finally:
         train.handle.shutdown()
+
+
+@pytest.mark.parametrize("keeps", [keeps for keeps in KEEPS if keeps is not False])
+def test_masters_in_parts_are_counted_as_they_are(
+    queue: cl.CommandQueue, looks_at_objects_set_aside: None, keeps: bool | str
+) -> None:
+    """And stay in parts: nothing is put together to be looked at."""
+    gc.unfreeze()
+    gc.collect()
+    start = amp.init(enabled=False).memory()
+    model = mlp(queue, 64, 64, 64)
+    model, optimizer = amp.decorate(model, SGD(model.parameters()), dtype="bfloat16", master_weight=keeps)
+    with amp.init(dtype="bfloat16", level="O2") as handle:
+        data = tuple(to_device(queue, np.ones((4, 64), np.float32)) for _ in "xy")
+        stepping(handle, model, optimizer)(*data)
+        halves = sum(bridge.nbytes(x) for x in model.parameters())
+        for found in (handle.memory(), handle.memory(lambda: stepping(handle, model, optimizer)(*data))):
+            beside = {True: 2, "remainder": 1, "kahan": 1, "stochastic": 0}[keeps]
+            kinds = more(found, start)
+            assert (kinds["weights"], kinds["masters"]) == (halves, beside * halves)
+            assert [x for x in optimizer.params if isinstance(x, MasterInParts) and x.is_whole] == []
 
 
 class _Pools:

@@ -16,14 +16,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from clamp.cli import main
+from clamp.debug.memory_meter import KINDS
+from clamp.debug.page.figures import HELD, held_at, memory_timeline
 from clamp.debug.page.ranges import shifted
-from clamp.debug.page.schema import BINS
+from clamp.debug.page.schema import BINS, Held
 from clamp.debug.page.sections import number, percent
 from clamp.debug.words import duration, size
 from clamp.report import Run, page_of, write_page, write_run
 from tests.debug.sample import BROKEN, empty_run, hostile_run, large_run, sample_run
 
-SECTIONS = ("verdict", "facts", "first-bad", "modules", "timeline", "ranges", "ops", "memory")
+SECTIONS = ("verdict", "facts", "first-bad", "modules", "timeline", "ranges", "updates", "ops", "memory")
 NO_END = {"meta", "link", "input"}
 
 
@@ -78,8 +80,12 @@ def test_every_section_is_there(sample: str) -> None:
         "step 216 skipped: nan in 264192 elements",
         "gradients at the suggested loss scale, 524,288",
         "first inf: matmul_op, forward",
+        "bfloat16 loses 41 % of the updates of blocks.2.attention, whose weights",
+        "Adam's eps, 1e-08, is below",
         "98 ops",
         "Activations take 48 % less than in float32",
+        "At the peak 31.2 MiB are held, in cross_entropy (char_lm.py:112).",
+        "Who holds the peak",
     ):
         assert words in page.text, words
 
@@ -126,8 +132,9 @@ def test_nothing_of_a_run_is_taken_for_markup() -> None:
 def test_a_page_of_nothing_says_so() -> None:
     page = Outline(page_of(empty_run()))
     # Where nothing went wrong there is no box for it, and no link to one.
-    assert [one for one in page.ids() if one in SECTIONS] == [one for one in SECTIONS if one != "first-bad"]
-    assert "first-bad" not in [attributes.get("href", "")[1:] for _, attributes in page.elements]
+    missing = {"first-bad", "updates"}
+    assert [one for one in page.ids() if one in SECTIONS] == [one for one in SECTIONS if one not in missing]
+    assert not missing & {(attributes.get("href") or "")[1:] for _, attributes in page.elements}
     assert page.count("svg") == page.count("table") == 0
     for words in (
         "The modules are not known.",
@@ -260,6 +267,22 @@ def test_numbers_in_words() -> None:
     assert [number(x).shown for x in (None, 12345, 0.000123456)] == ["—", "12,345", "0.0001235"]
 
 
+def test_memory_is_drawn_op_by_op_to_its_peak() -> None:
+    run = sample_run()
+    assert set(Held.__annotations__) == set(KINDS)
+    assert {kind for kinds, _ in HELD.values() for kind in kinds} == set(KINDS) - {"free"}
+    peak = max(run["memory"]["timeline"], key=held_at)
+    for timeline in (run["memory"]["timeline"], run["memory"]["timeline"] * 10):  # of more moments than are drawn
+        drawn = memory_timeline({**run["memory"], "timeline": timeline})
+        assert f"the peak, {size(held_at(peak))}, is in cross_entropy (char_lm.py:112)" in drawn
+        for version in re.findall(r"<svg.*?</svg>", drawn, re.DOTALL):
+            assert f"peak, {size(held_at(peak))}" in version
+            colours = set(re.findall(r"fill: var\(--(\w+)\)", version))
+            assert colours >= {"parameter", "scale", "good", "gradient", "activation", "norm", "line"}
+        assert len(drawn) < 400_000
+    assert memory_timeline({**run["memory"], "timeline": []}) == ""
+
+
 def luminance(colour: str) -> float:
     """Relative luminance of "#rrggbb", as WCAG 2 defines it."""
     parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
@@ -283,7 +306,7 @@ def test_colours_have_contrast(scheme: str) -> None:
     texts += [("ink", "lit"), ("muted", "lit"), ("bad", "lit"), ("good", "paper"), ("warn", "paper")]
     texts += [("muted", "normal"), ("muted", "subnormal"), ("ink", "normal"), ("bad", "normal")]
     assert {pair: contrast(*pair) for pair in texts if contrast(*pair) < 4.5} == {}
-    drawn = ("loss", "scale", "norm", "activation", "gradient", "parameter", "amp", "float32", "edge", "bad")
+    drawn = ("loss", "scale", "norm", "activation", "gradient", "parameter", "amp", "float32", "edge", "bad", "good")
     assert {name: contrast(name, "paper") for name in drawn if contrast(name, "paper") < 3} == {}
 
 

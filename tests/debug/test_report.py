@@ -17,6 +17,7 @@ from clamp import amp
 from clamp.debug.callsite import NOWHERE
 from clamp.debug.curves import Point
 from clamp.debug.explain import Explanation
+from clamp.debug.page.figures import held_at, peak_of
 from clamp.debug.run_log import run_of, verdict_of
 from clamp.debug.step_graph import Frame
 from clamp.debug.summary import Summary
@@ -64,6 +65,11 @@ def test_a_counted_run_is_all_there(queue: cl.CommandQueue, tmp_path: Path) -> N
     assert 0 < memory["activations"] < memory["float32_activations"]
     assert 0 < memory["peak"] < memory["float32_peak"]
     assert memory["weight_copies"] >= 2 * (16 * 32 + 32 * 4)
+    peak = peak_of(memory["timeline"])
+    assert peak is not None
+    assert held_at(peak) == sum(holder["bytes"] for holder in memory["holders"])
+    assert {"layers.0", "layers.2"} <= {moment["module"] for moment in memory["timeline"]}
+    assert run["updates"] == {"layers": [], "notes": []}, "its weights are float32"
     assert run["first_bad"] is None
     assert run["verdict"]["kind"] in ("healthy", "slow")
 

@@ -153,6 +153,22 @@ def test_a_tried_step_changes_nothing(queue: cl.CommandQueue) -> None:
     assert {row.calls for row in run.handle.summary().rows} == {4}
 
 
+def test_no_gradient_of_before_a_tried_step_is_added_to_one_of_after_it(queue: cl.CommandQueue) -> None:
+    """Of a 16-bit parameter that was cleared by itself, its master not."""
+    model, data = mlp(queue, *WIDTHS), batch(queue, ROWS, WIDTHS[0], WIDTHS[-1])
+    model, optimizer = amp.decorate(model, SGD(model.parameters(), lr=0.01), dtype="bfloat16")
+    handle = amp.init(dtype="bfloat16", level="O2")
+    step(handle, model, optimizer, data)
+    handle.ranges(lambda: step(handle, model, optimizer, data))
+    for param in model.parameters():
+        param.grad = None
+    loss_of(model, data).backward()
+    expected = [param.grad.to_host() for param in model.parameters()]
+    optimizer.step()
+    for master, grad in zip(amp.master_params(optimizer), expected, strict=True):
+        np.testing.assert_array_equal(master.grad.to_host(), grad)
+
+
 def test_without_a_step_the_summary_says_how_to_get_the_rest(queue: cl.CommandQueue) -> None:
     run = Run(queue, loss_scale=8.0)
     text = str(run.handle.summary())

@@ -19,6 +19,7 @@ from netcl.optim import SGD, Adam
 
 from clamp import amp, bridge
 from clamp.bridge import Node, Parameter, Tape, Tensor
+from clamp.params.weight_cache import weights
 from tests.networks import batch
 from tests.reference import assert_same, to_device, to_numpy
 
@@ -474,3 +475,24 @@ def test_an_error_inside_leaves_everything_as_it_was(queue: cl.CommandQueue) -> 
     assert w.grad is before
     tape.backward(y)
     np.testing.assert_array_equal(w.grad.to_host(), np.full((2, 2), 8.0))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("layer", ["linear", "conv"])
+def test_no_more_is_kept_of_weights_than_without(queue: cl.CommandQueue, layer: str, level: str) -> None:
+    """A forward that is run again is no second use, for which packed panels would be kept."""
+    kept = {}
+    for checkpoint in (plainly, amp.checkpoint):
+        shape = (256, 256) if layer == "linear" else (2, 16, 16, 16)
+        layers = [Linear(queue, 256, 256) if layer == "linear" else Conv2d(queue, 16, 16, 3, pad=1) for _ in "12"]
+        model = Sequential(layers[0], ReLU(), layers[1])
+        optimizer = SGD(model.parameters(), lr=0.01)
+        amp.decorate(model, optimizer, level=level, dtype="bfloat16")
+        model.train()
+        x = to_device(queue, np.random.default_rng(0).standard_normal(shape))
+        with amp.init(dtype="bfloat16", level=level) as handle:
+            loss = ag.sum(checkpoint(model, ag.tensor(x)))
+            with handle.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+                kept[checkpoint] = weights.nbytes
+    assert kept[amp.checkpoint] == kept[plainly]

@@ -289,6 +289,7 @@ def test_frozen_parameters_stay(queue: cl.CommandQueue) -> None:
     np.testing.assert_array_equal(to_numpy(weight), np.ones((4, 3)))
 
 
+@pytest.mark.filterwarnings("ignore:in this first step:UserWarning")
 @pytest.mark.parametrize("dtype", HALF)
 def test_without_masters_no_precision_is_kept(queue: cl.CommandQueue, dtype: str) -> None:
     weight = Parameter.from_host(queue, np.ones((4, 3), np.float32))

@@ -22,7 +22,10 @@ from tests.params.test_whole_steps import both_step, values_of
 from tests.reference import HALF_DTYPES, NUMPY, to_device, to_numpy
 from tests.scaling.test_overflow import optimizer_state, plant
 
-pytestmark = pytest.mark.usefixtures("shut_down")
+pytestmark = [
+    pytest.mark.usefixtures("shut_down"),
+    pytest.mark.filterwarnings("ignore:in this first step:UserWarning"),  # tests/params/test_lost_updates.py has it
+]
 
 WIDTHS = (8, 128, 128, 8, 4)  # as many and large parameters as AdamW takes together
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {

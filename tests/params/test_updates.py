@@ -511,6 +511,7 @@ def test_what_a_user_writes_into_momentums_velocities_counts(queue: cl.CommandQu
 # ---------------------------------------------------------------------------------------------- 16-bit parameters
 
 
+@pytest.mark.filterwarnings("ignore:in this first step:UserWarning")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("keep_master", [True, False])
 @pytest.mark.parametrize("name", ["sgd, momentum", "nesterov", "adam, decay", "adamw"])

@@ -19,6 +19,9 @@ from clamp.params import masters, updates
 from tests.params.test_updates import MAKE, Loop, Make
 from tests.reference import to_device
 
+# tests/params/test_lost_updates.py has it
+pytestmark = pytest.mark.filterwarnings("ignore:in this first step:UserWarning")
+
 STEPPED_BY: dict[str, Make] = {
     **{name: MAKE[name] for name in ("sgd", "sgd, momentum", "nesterov", "adam", "adamw")},
     "rmsprop": lambda params: RMSProp(params, lr=0.01),

@@ -248,10 +248,10 @@ def networks_of(args: Namespace, works: Sequence[str]) -> list[Network]:
 
 
 def memory_networks(args: Namespace) -> list[Network]:
-    """Returns the networks whose memory is measured, in the sizes asked for."""
+    """Returns the networks whose memory is measured, in the sizes asked for, with optimizers that keep moments."""
     batch, length, _ = args.decoder
     decoder = replace(networks.LM, batch=batch, shape=(length,))
-    return [networks.mlp(*args.step), networks.cnn(args.cnn), decoder]
+    return [*(replace(x, optimizer="Adam") for x in (networks.mlp(*args.step), networks.cnn(args.cnn))), decoder]
 
 
 def _print_head(console: Console, head: dict[str, Any]) -> None:

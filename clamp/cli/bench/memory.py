@@ -16,6 +16,7 @@ from clamp.cli.bench.contenders import Case, Contender, amp_in, dtypes_of
 from clamp.cli.bench.networks import Network, Trainer
 from clamp.cli.bench.report import Row, memory_rows
 from clamp.cli.bench.timing import timed
+from clamp.debug.memory_meter import by_kind, pieces_now
 from clamp.debugging import MemoryMeter
 
 _STEPS = 3  # of a loop, whose loss stays until the next step has another
@@ -32,15 +33,21 @@ class Loop:
         dtype: clamp's AMP dtype; None for netcl alone.
         master_weight: of `amp.decorate`, whose 16-bit weights are trained; empty: the weights stay float32.
         in_blocks: whether blocks of the network are checkpointed.
+        in_8_bits: whether the moments of its Adam or AdamW are of 8 bits (`amp.optim`).
     """
 
     def __init__(
         self, queue: cl.CommandQueue, network: Network, dtype: str | None, master_weight: str = "",
-        *, in_blocks: bool = False,
+        *, in_blocks: bool = False, in_8_bits: bool = False,
     ) -> None:  # fmt: skip
+        gc.collect()
+        self._before = by_kind(pieces_now().values())  # of loops that are kept to be timed
         self._queue, self._dtype = queue, dtype
         self._trainer = Trainer(queue, network)
         self._batch = self._trainer.batch()
+        if in_8_bits:
+            kind = getattr(amp.optim, f"{network.optimizer}8bit")
+            self._trainer.optimizer = kind(self._trainer.model.parameters(), lr=network.lr)
         if master_weight and dtype is not None:
             model, optimizer = self._trainer.model, self._trainer.optimizer
             amp.decorate(model, optimizer, level="O2", dtype=dtype, master_weight=master_weight)
@@ -50,7 +57,8 @@ class Loop:
 
     def memory(self) -> dict[str, int]:
         """Returns bytes of activations when forward is over, and at the peak of a loop, without parameters and inputs
-        (see `MemoryMeter`). netcl has one way to run backward."""
+        (see `MemoryMeter`); of the optimizer's state; and of that peak with state, weights and masters. netcl has one
+        way to run backward."""
         with self._amp() as handle:
             self._run(handle, of_loss=False)  # builds its kernels
             self._forget(handle)
@@ -64,7 +72,15 @@ class Loop:
                 with MemoryMeter() as meter:
                     self._run(handle, of_loss=of_loss)
                 peaks[f"peak, {name}"] = meter.peak
-        return {"activations": activations, **peaks}
+            self._forget(handle)
+            now = by_kind(pieces_now().values())
+        stays = {kind: now[kind] - self._before[kind] for kind in ("weights", "masters", "optimizer state")}
+        return {
+            "activations": activations,
+            **peaks,
+            "optimizer state": stays["optimizer state"],
+            "peak with weights and state": sum(stays.values()) + max(peaks.values()),
+        }
 
     def turn(self, calls: int) -> list[float]:
         """Times steps."""
@@ -130,6 +146,12 @@ def loops(queue: cl.CommandQueue, network: Network) -> dict[str, Callable[[], Lo
         made[f"clamp {dtype} O2, remainder"] = partial(Loop, queue, network, dtype, "remainder")
         made[f"clamp {dtype} O2, stochastic"] = partial(Loop, queue, network, dtype, "stochastic")
     made |= {f"clamp {dtype}, checkpoint": partial(Loop, queue, network, dtype, in_blocks=True) for dtype in halves}
+    for dtype in halves[-1:]:
+        made[f"clamp {dtype}, 8-bit state"] = partial(Loop, queue, network, dtype, in_8_bits=True)
+        for master_weight, level in (("", ""), ("stochastic", " O2, stochastic")):
+            made[f"clamp {dtype}{level}, checkpoint, 8-bit state"] = partial(
+                Loop, queue, network, dtype, master_weight, in_blocks=True, in_8_bits=True
+            )
     return made
 
 

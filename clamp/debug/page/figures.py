@@ -10,11 +10,11 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from xml.etree import ElementTree
 
-from clamp.debug.page.schema import Memory, Step
-from clamp.debug.words import size
+from clamp.debug.page.schema import Memory, Moment, Step
+from clamp.debug.words import placed, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,7 @@ WIDTHS = {"wide": 1080, "narrow": 340}  # CSS pixels that a picture is drawn for
 
 _NAMES = (
     *("ink", "muted", "line", "bad", "loss", "scale", "norm", "activation", "gradient", "parameter"),
-    *("normal", "subnormal", "amp", "float32"),
+    *("normal", "subnormal", "amp", "float32", "good", "edge"),
 )
 COLOUR = {name: f"#0101{place:02x}" for place, name in enumerate(_NAMES)}  # stands for --name of page.css
 _NAME = {colour: name for name, colour in COLOUR.items()}
@@ -349,3 +349,81 @@ def saving(found: Memory) -> str:
         if mine is not None and theirs
     ]  # fmt: skip
     return (" and ".join(parts) + ".").capitalize() if parts else "Float32 was not measured beside it."
+
+
+# ---------------------------------------------------------------------------------------------- memory, op by op
+
+#: what the layers of the picture are of, from below, with their colours
+HELD = {
+    "weights, masters": (("weights", "masters"), "parameter"),
+    "optimizer state": (("optimizer state",), "scale"),
+    "16-bit copies of weights": (("copies",), "good"),
+    "gradients": (("gradients",), "gradient"),
+    "activations": (("activations",), "activation"),
+    "workspaces": (("workspaces",), "norm"),
+    "other tensors, recordings, rounding": (("other tensors", "recordings", "rounding"), "line"),
+}
+_MOMENTS = 160  # of more, as many stretches, of each the one when most was held
+
+
+def held_at(moment: Moment) -> int:
+    """All that was held, without what is free in a pool."""
+    return sum(cast("Mapping[str, int]", moment["bytes"])[kind] for kinds, _ in HELD.values() for kind in kinds)
+
+
+def peak_of(timeline: Sequence[Moment]) -> Moment | None:
+    """The moment when most was held; None where none is known."""
+    return max(timeline, key=held_at, default=None)
+
+
+def memory_timeline(found: Memory) -> str:
+    """The picture: what was held in each op of a step, and the peak; empty where that is not known."""
+    peak = peak_of(found["timeline"])
+    if peak is None:
+        return ""
+    moments = _fewer(found["timeline"])
+    where = placed(peak["op"], peak["module"], peak["line"])
+
+    def draw(figure: Figure, narrow: bool) -> None:
+        _draw_held(figure.subplots(), moments, moments.index(peak), where, 24 if narrow else 80)
+
+    label = (
+        f"Device memory in {len(found['timeline'])} moments of a step; the peak, {size(held_at(peak))}, is in {where}"
+    )
+    return picture("held", label, draw, lambda narrow: 320 if narrow else 360)
+
+
+def _fewer(timeline: Sequence[Moment]) -> list[Moment]:
+    each = math.ceil(len(timeline) / _MOMENTS)
+    return [max(timeline[begin : begin + each], key=held_at) for begin in range(0, len(timeline), each)]
+
+
+def _draw_held(axes: Axes, moments: Sequence[Moment], peak: int, where: str, length: int) -> None:
+    plain_axes(axes)
+    axes.grid(axis="y")
+    places = range(len(moments) + 1)  # an op's moment lasts until the next one's
+    below = [0] * len(places)
+    for kinds, colour in HELD.values():
+        own = [sum(cast("Mapping[str, int]", moment["bytes"])[kind] for kind in kinds) for moment in moments]
+        above = [low + count for low, count in zip(below, [*own, *own[-1:]], strict=True)]
+        if any(own):
+            axes.fill_between(places, below, above, step="post", color=COLOUR[colour], linewidth=0)
+        below = above
+    most = max(below) or 1
+    each = 2.0 ** math.ceil(math.log2(most / 5))  # bytes from one line to the next
+    ticks = [each * number for number in range(int(most / each) + 1)]
+    axes.set(xlim=(0, len(moments)), ylim=(0, 1.3 * most), xticks=[])
+    axes.set_yticks(ticks, ["0", *map(size, ticks[1:])])
+    axes.axvline(peak + 0.5, color=COLOUR["bad"], linewidth=1.2)
+    is_left = peak < len(moments) / 2
+    axes.annotate(
+        f"peak, {size(held_at(moments[peak]))}\n{shortened(where, length)}",
+        (peak + 0.5, 1.28 * most), (6 if is_left else -6, 0), textcoords="offset points", color=COLOUR["bad"],
+        ha="left" if is_left else "right", va="top", fontsize=11,
+    )  # fmt: skip
+    backward = next((place for place, moment in enumerate(moments) if moment["op"].endswith(" backward")), None)
+    if backward:
+        axes.axvline(backward, color=COLOUR["edge"], linewidth=1, linestyle=":")
+        axes.set_xticks([backward], ["backward begins"])
+        axes.get_xticklabels()[0].set_horizontalalignment("left" if backward < len(moments) / 2 else "right")
+    axes.set_xlabel("the ops of a step, in order")

@@ -94,14 +94,62 @@ class Range(TypedDict):
     overflow: float
 
 
+class LayerUpdates(TypedDict):
+    """A step's updates of a layer's 16-bit weights, and how many of them rounding loses."""
+
+    module: str
+    dtype: str
+    updates: int
+    lost: int
+
+
+class Updates(TypedDict):
+    """Of weights without fp32 masters: their updates by layer, those that lose most first, and what to say besides."""
+
+    layers: list[LayerUpdates]
+    notes: list[str]
+
+
+#: bytes by what they are held for; the kinds of ``clamp.debug.memory_meter``
+Held = TypedDict(
+    "Held",
+    {
+        "activations": int, "weights": int, "masters": int, "copies": int, "gradients": int, "optimizer state": int,
+        "workspaces": int, "other tensors": int, "recordings": int, "rounding": int, "free": int,
+    },
+)  # fmt: skip
+
+
+class Moment(TypedDict):
+    """What was held when an op of a step took most."""
+
+    op: str
+    module: str
+    line: str
+    bytes: Held
+
+
+class Holder(TypedDict):
+    """What was held of one kind by one op, at the moment of a step when most was held, in so many pieces."""
+
+    kind: str
+    op: str
+    module: str
+    line: str
+    bytes: int
+    count: int
+
+
 class Memory(TypedDict):
-    """Bytes, and what the same run takes in float32."""
+    """Bytes, and what the same run takes in float32; of one step, what was held in each op, in order."""
 
     activations: int | None
     weight_copies: int | None
     peak: int | None
     float32_activations: int | None
     float32_peak: int | None
+    timeline: list[Moment]
+    holders: list[Holder]
 
 
 Module = TypedDict("Module", {"path": str, "class": str, "parameters": int})
@@ -147,6 +195,7 @@ class Run(TypedDict):
     ops: list[Op]
     ranges: list[Range]
     suggested_scale: float | None
+    updates: Updates
     memory: Memory
     modules: list[Module]
     first_bad: FirstBad | None

@@ -13,10 +13,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from clamp.debug.page.figures import memory, saving, timeline
+from clamp.debug.page.figures import HELD, held_at, memory, memory_timeline, peak_of, saving, timeline
 from clamp.debug.page.ranges import ranges
 from clamp.debug.page.schema import END, LOWEST, FirstBad, Input, Module, Op, Run, checked
-from clamp.debug.words import UNKNOWN, digits, duration, size
+from clamp.debug.words import UNKNOWN, digits, duration, placed, size
+from clamp.params.lost_updates import LayerUpdates
 
 _LARGEST, _SMALLEST = 65504.0, 2.0**LOWEST  # of float16
 _TRACK = LOWEST - 6, END + 8  # exponents that the track of an operand shows
@@ -56,8 +57,15 @@ def page_of(run: Run) -> str:
         ranges=ranges(run["ranges"], run["suggested_scale"], bad),
         lit=next((op for op in run["ops"] if bad is not None and _is_first_bad(op, bad)), None),
         numbers_of=lambda op: _numbers_of(op, took),
+        updates=[LayerUpdates(**row) for row in run["updates"]["layers"]],
         memory=memory(run["memory"], run["dtype"]),
         saving=saving(run["memory"]),
+        held=memory_timeline(run["memory"]),
+        peak=peak_of(run["memory"]["timeline"]),
+        HELD=HELD,
+        held_at=held_at,
+        size=size,
+        placed=placed,
         SIGNS=_SIGNS,
         cell=number,
         percent=percent,
