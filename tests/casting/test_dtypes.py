@@ -71,7 +71,9 @@ def test_what_is_no_dtype_of_clamps_is_refused(queue: cl.CommandQueue, dtype: An
 
 
 def test_gradients_travel_between_ranks_in_it() -> None:
-    comm = mock.MagicMock(spec=("rank", "size", "Dup", "Abort", "Bcast", "Alltoall", "Allgather", "Iallgather"))
+    comm = mock.MagicMock(
+        spec=("rank", "size", "Dup", "Abort", "Bcast", "Alltoall", "Allgather", "Iallgather", "Ibarrier")
+    )
     comm.Dup.side_effect = InterruptedError("the ranks are about to meet")
     for dtype in (None, np.float16, "bf16", "float"):
         with pytest.raises(InterruptedError):
