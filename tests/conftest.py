@@ -25,6 +25,7 @@ os.environ["OCLGRIND_DATA_RACES"] = "1"
 os.environ["OCLGRIND_LOCAL_MEM_SIZE"] = str(64 * 1024)  # as every GPU with matrix units has at least
 os.environ["CLAMP_CACHE_LATER"] = "off"  # no process beside each test's that keeps PoCL's programs
 os.environ["OCLGRIND_LOG"] = str(_OCLGRIND_LOG)
+os.environ.pop("PYTEST_ADDOPTS", None)  # of this run, which has read it, and not of those that tests start
 
 import numpy as np
 import pyopencl as cl

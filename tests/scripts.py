@@ -21,13 +21,12 @@ def run_script(queue: cl.CommandQueue, *command: str, folder: Path = ROOT, **env
         environment: variables beside those of this process.
     """
     platforms = cl.get_platforms()
-    ours = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}  # not this run's workers
     platform = platforms.index(queue.device.platform)
     device = platforms[platform].get_devices().index(queue.device)
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env={**ours, "PYOPENCL_CTX": f"{platform}:{device}", "COLUMNS": "100", **environment},
+        env={**os.environ, "PYOPENCL_CTX": f"{platform}:{device}", "COLUMNS": "100", **environment},
         capture_output=True,
         text=True,
         timeout=300,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -115,6 +117,18 @@ def locks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     later tests would wait for it."""
     monkeypatch.setattr(weights, "_lock", threading.RLock())
     monkeypatch.setattr(session, "lock", threading.RLock())
+
+
+@pytest.fixture(autouse=True)
+def nothing_handled(request: pytest.FixtureRequest) -> None:
+    """Lets no exception be handled when a test has ended: what is stricter than Python interrupts before Python has put
+    an ``except`` behind it, and what later tests raise would have that exception as its context."""
+
+    def forget() -> None:  # in no generator, which would have handled exceptions of its own
+        ctypes.pythonapi.PyErr_SetHandledException(ctypes.py_object(None))
+        assert sys.exception() is None
+
+    request.addfinalizer(forget)
 
 
 @pytest.mark.parametrize("around", ["nothing", "a region", "an op"])
