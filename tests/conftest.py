@@ -8,13 +8,17 @@ that it reports fails the test.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
+import sys
 import tempfile
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -293,9 +297,49 @@ def own_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_patches_left() -> object:
-    """Takes off what regions without a handle leave installed, so that tests may run in any order and process."""
+    """Takes off what regions without a handle leave installed, so that tests may run in any order and process. A lock
+    that is held, for which another thread of a later test would wait for ever, fails the test that has left it so."""
     yield
     session.forget_patches()
+    held = [
+        f"{holder}.{name}" for holder, name, lock in _clamps_locks() if isinstance(lock, _RLOCK) and lock._is_owned()
+    ]  # type: ignore[attr-defined]
+    assert held == []
+
+
+_RLOCK = type(threading.RLock())
+
+
+@cache
+def _clamps_locks() -> list[tuple[Any, str, Any]]:
+    """What holds a lock of clamp's (a module, a class, an object of a module's), under which name, and the lock."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "clamp"]
+    found = [x for module in modules for x in vars(module).values()]
+    holders = [*modules, *(x for x in found if isinstance(x, type) or type(x).__module__.startswith("clamp."))]
+    return [
+        (holder, name, value)
+        for holder in {id(x): x for x in holders if hasattr(x, "__dict__")}.values()
+        for name, value in vars(holder).items()
+        if isinstance(value, _RLOCK | type(threading.Lock()))
+    ]
+
+
+@pytest.fixture
+def interrupted_anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what is stricter than Python, interrupts between any two bytecodes or lines. One that comes before a lock is
+    released leaves it held: the test has locks of its own. One that comes before Python has put an ``except`` behind it
+    leaves an exception being handled, which would be the context of what later tests raise: that ends with the test.
+    """
+    own: dict[int, Any] = {}
+    for holder, name, lock in _clamps_locks():
+        made = threading.RLock() if isinstance(lock, _RLOCK) else threading.Lock()
+        monkeypatch.setattr(holder, name, own.setdefault(id(lock), made))
+
+    def forget() -> None:  # in no generator, which would have handled exceptions of its own
+        ctypes.pythonapi.PyErr_SetHandledException(ctypes.py_object(None))
+        assert sys.exception() is None
+
+    request.addfinalizer(forget)  # noqa: PT021
 
 
 @pytest.fixture

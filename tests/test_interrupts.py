@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -12,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clamp import amp, bridge, interrupts, session
+from clamp import amp, bridge, interrupts
 from clamp.casting import regions
 from clamp.casting.policy_table import default_table
 from clamp.casting.regions import Region, called_in, casting_in, in_own_region, in_region
@@ -21,7 +18,6 @@ from clamp.handle import AmpHandle
 from clamp.opencl.host_steps import replaying, unrecorded
 from clamp.params.delivery import noting_reached, waiting_in
 from clamp.params.gradient_marks import noting_held
-from clamp.params.weight_cache import weights
 from clamp.params.writes import unnoted
 from clamp.patching.user_functions import CustomBackward, CustomForward
 from clamp.scaling.loss_scale import LossScale, NoLossScale
@@ -111,24 +107,7 @@ def _content(value: Any) -> Any:
     return list(value) if isinstance(value, list | dict) else value
 
 
-@pytest.fixture(autouse=True)
-def locks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Locks for each test: what is stricter than Python interrupts before a lock is released, and other threads of
-    later tests would wait for it."""
-    monkeypatch.setattr(weights, "_lock", threading.RLock())
-    monkeypatch.setattr(session, "lock", threading.RLock())
-
-
-@pytest.fixture(autouse=True)
-def nothing_handled(request: pytest.FixtureRequest) -> None:
-    """Lets no exception be handled when a test has ended: what is stricter than Python interrupts before Python has put
-    an ``except`` behind it, and what later tests raise would have that exception as its context."""
-
-    def forget() -> None:  # in no generator, which would have handled exceptions of its own
-        ctypes.pythonapi.PyErr_SetHandledException(ctypes.py_object(None))
-        assert sys.exception() is None
-
-    request.addfinalizer(forget)
+pytestmark = pytest.mark.usefixtures("interrupted_anywhere")
 
 
 @pytest.mark.parametrize("around", ["nothing", "a region", "an op"])

@@ -160,8 +160,10 @@ def netcl_now() -> dict[tuple[str, str], object]:
 
 
 def changed(before: dict[tuple[str, str], object]) -> list[tuple[str, str]]:
-    """What is not the identical object any more, or is new, but for what modules keep for themselves."""
-    after = netcl_now()
+    """What is not the identical object any more, or is new, but for what modules keep for themselves, and for modules
+    that were imported meanwhile."""
+    known = {key[0] for key in before} | {"pool"}
+    after = {key: value for key, value in netcl_now().items() if key[0] in known}
     missing = object()
     return [
         key

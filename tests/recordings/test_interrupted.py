@@ -30,6 +30,8 @@ ROOMS = (*(str(Path(str(module.__file__)).parent) for module in (capture, functi
 ROOMS += (netcl.runtime.capture.__file__, netcl.autograd.graph.__file__)
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)
 
+pytestmark = pytest.mark.usefixtures("interrupted_anywhere")
+
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
