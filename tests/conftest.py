@@ -160,29 +160,34 @@ def _device(item: pytest.Item) -> str | None:
 def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
     """Of tests with many parameters, the cases in which nothing meets that does not meet elsewhere.
 
-    Any two parameters meet, or any three of kernels where CLAMP_TEST_SLOW is 3. Where drivers are tested, or the
-    kernels that each compiles for itself, the device is one of them in the sweep; elsewhere, and in an everyday run,
-    two meet on some device: each case is run on one, as are parts of the random loops. What is marked ``once`` has its
-    device.
+    Any two parameters meet. In an everyday run they do on some device: each case is run on one. So they do in the
+    sweep, but for drivers, of which the device is one of the parameters, and for kernels: of these any two meet (any
+    three where CLAMP_TEST_SLOW is 3) on the CPU whose driver compiles fastest and on each GPU, and each value is met on
+    the others. So it is on the simulator in either run. What is marked ``once`` has its device.
     """
     strength = 3 if os.environ.get("CLAMP_TEST_SLOW") == "3" else 2
-    tests = defaultdict[tuple[str, bool], list[pytest.Item]](list)
+    tests = defaultdict[str, defaultdict[str | None, list[pytest.Item]]](lambda: defaultdict(list))
     for item in items:
         if hasattr(item, "callspec"):
-            tests[item.nodeid.partition("[")[0], _device(item) == _SIMULATOR].append(item)
+            tests[item.nodeid.partition("[")[0]][_device(item)].append(item)
     kept = set[pytest.Item]()
     turns = cycle(name for name in _QUEUES if name != _SIMULATOR for _ in range(_TURNS.get(name, 1)))
     chosen = _quickest_cpu_and_gpus()
-    for (_, is_simulated), cases in tests.items():
-        if is_simulated or _device(cases[0]) is None:
-            kept |= _covering(cases, 2)
-        elif cases[0].get_closest_marker("once"):
+    for by_device in tests.values():
+        kept |= _covering(by_device.pop(_SIMULATOR, []), 1) | _covering(by_device.pop(None, []), 2)
+        cases = [case for some in by_device.values() for case in some]
+        if not cases:
+            continue
+        if cases[0].get_closest_marker("once"):
             kept |= _covering([case for case in cases if _device(case) in chosen], 2)
-        elif is_sweep and (_is_of_kernels(cases[0]) or _is_of_drivers(cases[0])):
-            kept |= _covering(cases, strength)
+        elif is_sweep and _is_of_drivers(cases[0]):
+            kept |= _covering(cases, 2)
+        elif is_sweep and _is_of_kernels(cases[0]):
+            for device, some in by_device.items():
+                kept |= _covering(some, strength if device in chosen else 1)
         else:
             kept |= _dealt_out(cases, turns)
-    return {case for cases in tests.values() for case in cases} - kept
+    return {item for item in items if hasattr(item, "callspec")} - kept
 
 
 def _quickest_cpu_and_gpus() -> set[str]:
