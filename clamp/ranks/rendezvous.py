@@ -231,9 +231,10 @@ class Meeting:
             sys.stdout.flush()
             sys.stderr.write(f"clamp: rank {self._comm.rank} ends with an error, and the job with it\n")
             sys.stderr.flush()
-            # Whoever calls Abort first silences the others, one of which may be about to say why.
-            _done(self._ending.Ibarrier(), _LAST_WORDS)
-            self._comm.Abort(1)
+            try:  # whoever calls Abort first silences the others, one of which may be about to say why
+                _done(self._ending.Ibarrier(), _LAST_WORDS)
+            finally:  # after Ctrl-C as well
+                self._comm.Abort(1)
 
     def _at_exit(self) -> None:
         try:
