@@ -10,6 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.tools import go_without
+
 PROGRAMS = ("chromium", "chromedriver")
 PACKAGES = ("selenium", "axe_core_python")
 
@@ -92,3 +96,12 @@ def open_browser(profile: Path) -> Iterator[Browser]:
         yield Browser(window)
     finally:
         window.quit()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One for all tests of a file."""
+    if missing := missing_programs():
+        go_without(f"no {', '.join(missing)}: apt install chromium chromium-driver; pip install -e '.[browser]'")
+    with open_browser(tmp_path_factory.mktemp("chromium")) as opened:
+        yield opened

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
 from clamp.report import write_page
-from tests.debug.browser import Browser, missing_programs, open_browser
+from tests.debug.browser import Browser, browser
 from tests.debug.sample import empty_run, hostile_run, large_run, sample_run
-from tests.tools import go_without
+
+__all__ = ["browser"]  # a fixture
 
 PAGES = {"sample": sample_run, "empty": empty_run, "hostile": hostile_run, "large": large_run}
 WIDTHS = (360, 800, 1600)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if missing := missing_programs():
-        go_without(f"no {', '.join(missing)}: apt install chromium chromium-driver; pip install -e '.[browser]'")
-    with open_browser(tmp_path_factory.mktemp("chromium")) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

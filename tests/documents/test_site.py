@@ -18,9 +18,11 @@ from threading import Thread
 import pytest
 
 from clamp import amp, debugging
-from tests.debug.browser import Browser, missing_programs, open_browser
+from tests.debug.browser import Browser, browser
 from tests.documents.runner import ROOT, python_blocks
 from tests.tools import go_without
+
+__all__ = ["browser"]  # a fixture
 
 MODULES = {"clamp.amp": amp, "clamp.debugging": debugging, "clamp.amp.optim": amp.optim}
 NAMES = [
@@ -57,14 +59,6 @@ def address(site: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
         thread.join()
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if missing := missing_programs():
-        go_without(f"no {', '.join(missing)}: apt install chromium chromium-driver; pip install -e '.[browser]'")
-    with open_browser(tmp_path_factory.mktemp("chromium")) as opened:
-        yield opened
 
 
 def test_pages_are_quiet_alone_and_as_wide_as_their_window(site: Path, address: str, browser: Browser) -> None:
