@@ -3,16 +3,13 @@
 //      a panel of A    [step][PARTS][32 rows][16 pairs of k]    bfloat16, or float16 where DOT_F16; a float16 in two parts
 //      a panel of B    [step][PARTS][16 pairs of k][32 columns] otherwise. A step has 32 k; what lies beyond is zero.
 //
-// A work-item multiplies a block of panels of A by a block of panels of B, KC steps at a time: so much of B stays in a
-// first-level cache for all of its panels of A. Sums rest in private memory between two visits.
-//
-// Sums are added up in blocks of SUM_STEPS steps, so that rounding grows with them and not with K.
+// A work-item multiplies a block of panels of A by a block of panels of B, SUM_STEPS steps at a time, so that rounding
+// grows with these and not with K: such sums are added up in private memory, a tile for each panel of A.
 //
 //   PACK, or GEMM   which kernel
 //   PARTS, DOT_F16, EMULATE   as in amx.clh
 //   IN_T, SRC_T   of pack: what is multiplied, f16 or bf16; storage type of the matrix: IN_T, or f32, rounded to IN_T
-//   KC        steps between two visits to a tile of sums
-//   SUM_STEPS   steps of a block of sums: a multiple of KC; KC where PARTS is 2
+//   SUM_STEPS   steps whose products are one sum
 //   BLOCK_A   the most panels of A of a work-item that visits a tile more than once
 
 #include "amx.clh"
@@ -37,10 +34,6 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void pack(matrix src, __global uint *panels,
 #endif
 
 #ifdef GEMM
-#define RESTING (KC == SUM_STEPS ? 1 : BLOCK_A) // tiles of sums that one visit leaves for the next
-#if SUM_STEPS % KC || (PARTS == 2 && SUM_STEPS != KC)
-#error "SUM_STEPS must be a multiple of KC, and KC where PARTS is 2"
-#endif
 #define MR SIDE
 #define NR SIDE
 #include "store_tile.clh"
@@ -104,29 +97,28 @@ gemm(__global const uchar *A, __global const uchar *B, __global void *C, __globa
     const size_t panels_a = (M + SIDE - 1) / SIDE, panels_b = (N + SIDE - 1) / SIDE;
     const size_t first_a = get_global_id(0) * block_a, end_a = min(first_a + block_a, panels_a);
     const size_t first_b = get_global_id(1) * block_b, end_b = min(first_b + block_b, panels_b);
-    float resting[RESTING * SUMS] __attribute__((aligned(64))), totals[BLOCK_A * SUMS];
+    float sums[SUMS] __attribute__((aligned(64))), totals[BLOCK_A * SUMS];
     A += batch * a_batch;
     B += batch * b_batch;
     begin_tiles();
     for (size_t q = first_b; q < end_b; q++)
-        for (size_t t = 0; t < steps; t += KC) {
-            const size_t count = min((size_t)KC, steps - t), end = t + count;
+        for (size_t t = 0; t < steps; t += SUM_STEPS) {
+            const size_t count = min((size_t)SUM_STEPS, steps - t);
+            const bool is_last = t + count == steps;
             for (size_t p = first_a; p < end_a; p++) {
-                const size_t slot = steps > KC ? (p - first_a) * SUMS : 0;
-                float *sums = resting + slot % (RESTING * SUMS), *total = totals + slot;
+                float *total = totals + (steps > SUM_STEPS ? (p - first_a) * SUMS : 0);
                 lines_a a = A + p * a_panel + t * a_step;
                 lines_b b = B + (q * steps + t) * STEP_BYTES;
-                multiply(a, a_row, a_step, b, sums, count, t % SUM_STEPS > 0);
-                if (end % SUM_STEPS && end < steps) continue;
+                multiply(a, a_row, a_step, b, sums, count, 0);
 #if PARTS == 2
                 mend_sums(a, a_row, a_step, b, sums, count);
 #endif
-                float *sum = end < steps ? total : sums;
-                if (t >= SUM_STEPS)
+                float *sum = is_last ? sums : total;
+                if (t > 0)
                     for (size_t i = 0; i < SUMS; i++) sum[i] = sums[i] + total[i];
-                else if (end < steps)
+                else if (!is_last)
                     for (size_t i = 0; i < SUMS; i++) total[i] = sums[i];
-                if (end < steps) continue;
+                if (!is_last) continue;
                 if (transposed) transpose_sums(sums);
                 store(sums, C, batch * M * N, (transposed ? q : p) * SIDE, (transposed ? p : q) * SIDE,
                       transposed ? N : M, transposed ? M : N, bias, streamed, out_type, bias_type, has_bias, relu);

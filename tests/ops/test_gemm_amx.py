@@ -28,8 +28,8 @@ from tests.reference import assert_close, to_device, to_numpy
 from tests.scripts import run_script
 
 F16, BF16 = "float16", "bfloat16"
-PLAIN_C = {BF16: amx.Unit(BF16, 1, 8, emulate=True), F16: amx.Unit(F16, 2, 32, emulate=True)}
-FP16_UNIT = amx.Unit(F16, 1, 8, emulate=True)  # of processors that multiply float16 as it is
+PLAIN_C = {BF16: amx.Unit(BF16, 1, emulate=True), F16: amx.Unit(F16, 2, emulate=True)}
+FP16_UNIT = amx.Unit(F16, 1, emulate=True)  # of processors that multiply float16 as it is
 DTYPES = pytest.mark.parametrize("dtype", [BF16, F16])
 
 #: Shapes of op(a) and op(b): whole tiles; odd edges; one matrix for a batch, either way; no k; two blocks of k.
@@ -100,6 +100,24 @@ def test_float16_as_it_is(queue: cl.CommandQueue, in_plain_c: Callable[..., None
     a[3] *= 2.0**-20  # subnormal halves count
     for transposed in (False, True):
         check(queue, a, b, (F16, F16, "float32"), engine="amx", transpose_a=transposed, transpose_b=transposed)
+
+
+def test_rows_in_the_same_lines_of_a_cache_are_packed_for_many_columns(
+    queue: cl.CommandQueue, in_plain_c: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_plain_c()
+    a, b = to_device(queue, random(64, 64), BF16), to_device(queue, random(64, 96, seed=1), BF16)
+    results, packed = [], []
+    pack = amx._Packing.__call__
+    monkeypatch.setattr(amx._Packing, "__call__", lambda self, *given: packed.append(self) or pack(self, *given))
+    for way, many in ((4096, 96), (128, 97), (128, 96)):
+        monkeypatch.setattr(amx, "_CACHE_WAY", way)
+        monkeypatch.setattr(amx, "_MANY_COLUMNS", many)
+        forget_prepared_launches(monkeypatch)
+        results.append(to_numpy(gemm(a, b, out_dtype="float32", engine="amx")))
+    assert len(packed) == 1 + 1 + 2
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
 
 
 def _special(dtype: str) -> tuple[np.ndarray, np.ndarray]:

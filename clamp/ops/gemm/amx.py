@@ -27,6 +27,8 @@ _PACK, _GEMM = Kernel("gemm_amx.cl", "pack"), Kernel("gemm_amx.cl", "gemm")
 _SIDE, _K_STEP, _PART_BYTES = 32, 32, 2048  # as in amx.clh
 _PAIRS = _K_STEP // 2  # of k in a step: `Panels` counts pairs
 _SUM_STEPS = 32
+_CACHE_WAY = 4096  # bytes after which addresses are of the same set of a first-level cache, of 12 lines
+_MANY_COLUMNS = 2048
 _BLOCK_A, _BLOCK_B = 8, 16  # panels of a work-item's block: what they need fits a second-level cache
 _BLOCKS_PER_CORE = 4
 _SMALL = 2**18  # multiply-adds below which a launch is what counts, and odd edges
@@ -38,11 +40,10 @@ _STREAMED = 2**20  # bytes of a float32 result that is written past the caches
 
 @dataclass(frozen=True)
 class Unit:
-    """The matrix unit's way to multiply a type: number of parts, and KC of the kernel."""
+    """The matrix unit's way to multiply a type: in how many parts."""
 
     dtype: str
     parts: int
-    kc: int
     emulate: bool = False
 
     @property
@@ -56,11 +57,8 @@ class Unit:
 
 
 def unit_of(device: Capabilities, dtype: str) -> Unit:
-    """Returns the way in which a device multiplies a type. A part of B that is used between two visits fits a
-    first-level cache if it is in one part; of two it is used four times as often."""
-    if dtype == "float16" and not device.amx_fp16:
-        return Unit(dtype, 2, _SUM_STEPS)
-    return Unit(dtype, 1, 8)
+    """Returns the way in which a device multiplies a type."""
+    return Unit(dtype, 2 if dtype == "float16" and not device.amx_fp16 else 1)
 
 
 def fits(problem: Problem) -> bool:
@@ -126,7 +124,7 @@ class Product:
         panels_a, panels_b, steps = -(-a.rows // _SIDE), -(-b.rows // _SIDE), max(-(-a.k // _K_STEP), 1)
         panel_bytes = steps * unit.step_bytes
         self._pack_columns = None if isinstance(columns, Panels) else _Packing(columns, unit, copies, is_b=True)
-        if _lies_as_panels(rows, unit):
+        if _lies_as_panels(rows, unit, columns.rows):
             self._pack_rows = None
             lines = 2 * rows.stride_row, 2 * _K_STEP, 2 * _SIDE * rows.stride_row, 2 * rows.stride_batch
         else:
@@ -136,14 +134,14 @@ class Product:
         if self._swaps:
             panels_a, panels_b = panels_b, panels_a
         # All panels of A by one of B, if all of k is one visit.
-        most_a = _BLOCK_A // unit.parts if steps > unit.kc else panels_a
+        most_a = _BLOCK_A // unit.parts if steps > _SUM_STEPS else panels_a
         block_a, block_b = _blocks(panels_a, panels_b, batches, capabilities(c.queue).compute_units, most_a)
         streamed = epilogue.out_dtype == "float32" and bridge.nbytes(c) >= _STREAMED and not any(epilogue.flags)
         grid = -(-panels_a // block_a), -(-panels_b // block_b), batches
         self._gemm = _GEMM.bind(
             c.queue, grid, (1, 1, 1), ..., ..., ..., ..., rows.rows, columns.rows, a.k, *lines,
             panels_b * panel_bytes if columns.batch else 0, block_a, block_b, self._swaps, streamed,
-            *epilogue.types, *epilogue.flags, GEMM=1, KC=unit.kc, SUM_STEPS=_SUM_STEPS, BLOCK_A=_BLOCK_A, **unit.macros,
+            *epilogue.types, *epilogue.flags, GEMM=1, SUM_STEPS=_SUM_STEPS, BLOCK_A=_BLOCK_A, **unit.macros,
         )  # fmt: skip
 
     def __call__(self, a: Tensor, b: Tensor, c: Tensor, bias: Tensor, copy: Tensor) -> None:
@@ -185,17 +183,20 @@ def packed(b: Matrix, unit: Unit) -> Panels:
     return Panels(panels, b.batch, b.rows, b.k, max(-(-b.k // _K_STEP), 1) * _PAIRS, _SIDE)
 
 
-def _lies_as_panels(a: Matrix, unit: Unit) -> bool:
-    """Returns whether tiles of op(A) can be read where they are: whole ones, rows of k together, in one part."""
+def _lies_as_panels(a: Matrix, unit: Unit, columns: int) -> bool:
+    """Returns whether tiles of op(A) are read where they are for a product of so many columns: whole ones, rows of k
+    together, in one part; and unless all of a tile's rows share the few lines of one set of a first-level cache, which
+    costs more than to pack them if there are many columns."""
     as_it_is = a.tensor.dtype == unit.dtype and unit.parts == 1
-    return as_it_is and a.stride_k == 1 and a.rows % _SIDE == 0 and a.k % _K_STEP == 0 and a.k > 0
+    whole = a.stride_k == 1 and a.rows % _SIDE == 0 and a.k % _K_STEP == 0 and a.k > 0
+    return as_it_is and whole and (2 * a.stride_row % _CACHE_WAY > 0 or columns < _MANY_COLUMNS)
 
 
 def _is_packed_rather(a: Matrix, b: Matrix, unit: Unit) -> bool:
     """Returns whether op(A) is packed, and op(B) read where it is."""
-    if not _lies_as_panels(b, unit):
+    if not _lies_as_panels(b, unit, a.rows):
         return False
-    return not _lies_as_panels(a, unit) or prod(a.batch) * a.rows < prod(b.batch) * b.rows
+    return not _lies_as_panels(a, unit, b.rows) or prod(a.batch) * a.rows < prod(b.batch) * b.rows
 
 
 def _blocks(panels_a: int, panels_b: int, batches: int, cores: int, most_a: int) -> tuple[int, int]:
