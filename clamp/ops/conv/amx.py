@@ -35,7 +35,7 @@ _RUNS, _STEPS = (
     8,
     20,
 )  # runs of positions that are computed together; steps of a panel of weights that are read so often
-_STAGED_WORDS = 2**17  # of a block of the source: half a megabyte, in a second-level cache with panels and sums
+_STAGED_WORDS = 2**16  # of a block of the source: a quarter of a megabyte, in a second-level cache with panels and sums
 _ITEMS_PER_CORE = 4  # each has a workspace of its own; of a weight gradient, partial sums to add up, too
 _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 
