@@ -140,6 +140,7 @@ class WeightOperand(_LateOperand):
     """
 
     __slots__ = ("_report",)
+    _weakly = False  # whether the copy is kept only as long as somebody holds it
 
     def __init__(self, parent: TensorLike, dtype: str, report: Callable[[str, str], None]) -> None:
         super().__init__(parent, dtype)
@@ -149,7 +150,7 @@ class WeightOperand(_LateOperand):
     @property
     def value(self) -> Tensor:
         if self._value is None:
-            self._value = weight_cast(self.weight, self._dtype, self._report)
+            self._value = weight_cast(self.weight, self._dtype, self._report, weakly=self._weakly)
         return self._value
 
     @property
@@ -163,7 +164,7 @@ class WeightOperand(_LateOperand):
         """The copy has been made elsewhere."""
         self._report("float32", self._dtype)
         self._value = copy
-        weights.put(self.weight, ("cast", self._dtype), copy)
+        weights.put(self.weight, ("cast", self._dtype), copy, weakly=self._weakly)
 
 
 class LastUseOperand(WeightOperand):
@@ -174,6 +175,7 @@ class LastUseOperand(WeightOperand):
     """
 
     __slots__ = ("_derived", "_made")
+    _weakly = True
 
     def __init__(self, parent: TensorLike, dtype: str, report: Callable[[str, str], None]) -> None:
         super().__init__(parent, dtype, report)
@@ -182,20 +184,13 @@ class LastUseOperand(WeightOperand):
 
     @property
     def value(self) -> Tensor:
-        if self._value is None:
-            if changed_since(self.weight, self._made):
-                raise RuntimeError(
-                    f"backward runs a second time through an op of a parameter of shape {self.shape} whose 16-bit copy "
-                    'was dropped after its first use (enable_caching="last_use"), and the parameter was written to '
-                    "since: run both backwards before the step, or pass enable_caching=True"
-                )
-            self._value = weight_cast(self.weight, self._dtype, self._report, weakly=True)
-        return self._value
-
-    def was_made(self, copy: Tensor) -> None:
-        self._report("float32", self._dtype)
-        self._value = copy
-        weights.put(self.weight, ("cast", self._dtype), copy, weakly=True)
+        if self._value is None and changed_since(self.weight, self._made):
+            raise RuntimeError(
+                f"backward runs a second time through an op of a parameter of shape {self.shape} whose 16-bit copy was "
+                'dropped after its first use (enable_caching="last_use"), and the parameter was written to since: run '
+                "both backwards before the step, or pass enable_caching=True"
+            )
+        return super().value
 
     def derived(self, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
         value = self._derived[kind] = weights.get(self.weight, kind, make, weakly=True)

@@ -73,13 +73,12 @@ class OpTimer(OpCounter):
         return self.rows
 
     def counted(self, key: Key) -> None:
-        """See `OpCounter`."""
         now = len(self._recorder)
         self._launched.setdefault(key, []).append(range(self._seen, now))
         self._seen = now
 
     def converted(self, source: Tensor, target: Tensor) -> None:
-        """See `OpCounter`. Of several weights that are cast together all launches are told of when they have run."""
+        """Of several weights that are cast together all launches are told of when they have run."""
         names = self._recorder.names
         last = len(names) - 1
         while last >= self._seen and names[last] == names[-1] and names[last] in _CASTS:

@@ -265,14 +265,12 @@ def hinge_loss(casting: Casting, logits: Any, targets: Any, margin: float = 1.0,
 
 def _logits_and_targets(casting: Casting, name: str, logits: Any, targets: Any) -> tuple[Tensor, Tensor]:
     (x,) = casting.operands(as_node(logits))
-    require_floats(name, logits=x)
-    if len(x.shape) != 2:
-        raise ValueError(f"{name}: logits have shape {x.shape}, and must be (N, C); reshape them to two dimensions")
+    rows, _ = _require_rows(name, x)
     if not isinstance(targets, Tensor) or not bridge.on_device(targets) or targets.dtype not in ops.LABEL_STORAGE:
         raise NotOwned
     bridge.require_same_queue(name, x.value, targets)
-    if targets.size != x.shape[0]:
-        raise ValueError(f"{name}: expected {x.shape[0]} targets, got {targets.size}")
+    if targets.size != rows:
+        raise ValueError(f"{name}: expected {rows} targets, got {targets.size}")
     return x.value, targets
 
 

@@ -75,8 +75,8 @@ def bandwidth_cases(queue: cl.CommandQueue, images: int) -> Iterator[Case]:
     flush = _flush(queue)
     for work in works(images):
         for backward in (False, True):
-            runs = {f"clamp {dtype}": _Run(queue, work, dtype, backward, flush) for dtype in dtypes_of(queue)}
-            netcl = _Run(queue, work, None, backward, flush)
+            runs = {f"clamp {dtype}": _Timed(queue, work, dtype, backward, flush) for dtype in dtypes_of(queue)}
+            netcl = _Timed(queue, work, None, backward, flush)
             moved = runs["clamp float32"].bytes_moved() / 2  # as a 16-bit run moves, about
             contenders = [
                 _copy_of(queue, moved, flush),
@@ -122,7 +122,7 @@ def _netcl_cast(x: Tensor) -> Tensor:
         return netcl.amp.maybe_cast_tensor(x)
 
 
-class _Run:
+class _Timed:
     """One function in one direction, in one AMP dtype or (None) by netcl alone."""
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from clamp import amp
 from clamp.bridge import Tensor
 from clamp.cli.bench.peers import PeerProcess
 from clamp.cli.bench.timing import Turn
+from clamp.debugging import MemoryMeter
 from clamp.handle import AmpHandle, NoOpHandle
 from clamp.ops.cast import cast
 
@@ -76,6 +78,23 @@ def under_amp(turn: Turn, dtype: str) -> Turn:
             return turn(calls)
 
     return taken
+
+
+def forget(trainer: Any, handle: AmpHandle | NoOpHandle | None) -> None:
+    """Frees what earlier steps left behind: gradients, and copies of weights older than a meter."""
+    trainer.optimizer.zero_grad()
+    if handle is not None:
+        handle.clear_cache()
+    gc.collect()
+
+
+def activations_of(trainer: Any, batch: Sequence[Tensor]) -> int:
+    """Bytes of activations when the forward of a batch is over."""
+    with MemoryMeter() as meter:
+        graph = trainer.forward(*batch)
+        found = meter.activations
+    del graph
+    return found
 
 
 def random_tensor(queue: cl.CommandQueue, shape: Sequence[int], dtype: str, seed: int = 0) -> Tensor:

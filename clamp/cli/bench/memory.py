@@ -12,7 +12,7 @@ import pyopencl as cl
 from netcl.nn.layers import Sequential
 
 from clamp import amp
-from clamp.cli.bench.contenders import Case, Contender, amp_in, dtypes_of
+from clamp.cli.bench.contenders import Case, Contender, activations_of, amp_in, dtypes_of, forget
 from clamp.cli.bench.networks import Network, Trainer
 from clamp.cli.bench.report import Row, memory_rows
 from clamp.cli.bench.timing import timed
@@ -61,18 +61,15 @@ class Loop:
         way to run backward."""
         with self._amp() as handle:
             self._run(handle, of_loss=False)  # builds its kernels
-            self._forget(handle)
-            with MemoryMeter() as meter:
-                graph = self._trainer.forward(*self._batch)
-                activations = meter.activations
-            del graph
+            forget(self._trainer, handle)
+            activations = activations_of(self._trainer, self._batch)
             peaks = {}
             for name, of_loss in (("tape.backward(loss)", False), ("loss.backward()", True)):
-                self._forget(handle)
+                forget(self._trainer, handle)
                 with MemoryMeter() as meter:
                     self._run(handle, of_loss=of_loss)
                 peaks[f"peak, {name}"] = meter.peak
-            self._forget(handle)
+            forget(self._trainer, handle)
             now = by_kind(pieces_now().values())
         stays = {kind: now[kind] - self._before[kind] for kind in ("weights", "masters", "optimizer state")}
         return {
@@ -91,13 +88,6 @@ class Loop:
     def _amp(self) -> Iterator[Any]:
         with amp_in(self._dtype, level=self._level, loss_scale=_SCALE) as handle:
             yield handle
-
-    def _forget(self, handle: Any) -> None:
-        """Frees what earlier steps left: gradients, and copies of weights older than a meter."""
-        self._trainer.optimizer.zero_grad()
-        if handle is not None:
-            handle.clear_cache()
-        gc.collect()
 
     def _run(self, handle: Any, *, of_loss: bool) -> None:
         optimizer, loss = self._trainer.optimizer, None

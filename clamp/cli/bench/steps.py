@@ -6,7 +6,6 @@ netcl alone runs a step in float32; clamp runs the same script with its two line
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -27,7 +26,7 @@ import clamp
 from clamp import amp
 from clamp.bridge import Tensor
 from clamp.cli.bench import networks
-from clamp.cli.bench.contenders import Case, Contender, amp_in, dtypes_of, peer_contenders
+from clamp.cli.bench.contenders import Case, Contender, activations_of, amp_in, dtypes_of, forget, peer_contenders
 from clamp.cli.bench.networks import MLP, README_MLP, Network, Trainer
 from clamp.cli.bench.peers import PeerProcess
 from clamp.cli.bench.timing import Turn, counted_launches, timed
@@ -104,22 +103,12 @@ class Variant:
         workspaces and those copies.
         """
         with self._amp() as handle:
-            self._forget(handle)
-            with MemoryMeter() as meter:
-                graph = self._trainer.forward(*self._batch)
-                activations = meter.activations
-            del graph
-            self._forget(handle)
+            forget(self._trainer, handle)
+            activations = activations_of(self._trainer, self._batch)
+            forget(self._trainer, handle)
             with MemoryMeter() as meter:
                 self._train(handle)
             return {"activations": activations, "peak of a step": meter.peak}
-
-    def _forget(self, handle: AmpHandle | NoOpHandle | None) -> None:
-        """Frees what earlier steps left behind: gradients, and copies of weights older than a meter."""
-        self._trainer.optimizer.zero_grad()
-        if handle is not None:
-            handle.clear_cache()
-        gc.collect()
 
     def _train(self, handle: AmpHandle | NoOpHandle | None) -> None:
         value = self._trainer.train(handle, *self._batch).value.to_host().item()
