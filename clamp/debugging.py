@@ -1,8 +1,7 @@
 """What AMP did: why a step was skipped, what an op errs by, what has to run in float32, how much memory a run takes;
 Paddle's debugging tools."""
 
-from clamp import session
-from clamp.debug import process
+from clamp import debug, session
 from clamp.debug.accuracy import Accuracy
 from clamp.debug.bisection import Bisection, bisect
 from clamp.debug.checker import DebugMode, Sampling
@@ -22,7 +21,7 @@ from clamp.debug.paddle import (
 from clamp.debug.traces import Difference, TracedValue, first_difference, save_trace
 from clamp.debug.watcher import ValueAccuracy
 
-process.session = session
+debug.session = session
 
 __all__ = [
     "Accuracy",

@@ -39,7 +39,7 @@ def needs_grad(x: TensorLike) -> bool:
     return x.grad_fn is not None or x.requires_grad or (isinstance(x.value, Tensor) and is_trained(x.value))
 
 
-class _Backward(Node):  # type: ignore[misc]
+class _WithBackward(Node):  # type: ignore[misc]
     """A node with PyTorch's ``backward``, which netcl's have only while patches are installed."""
 
     def backward(self, grad: Tensor | None = None, *_: Any, **__: Any) -> None:
@@ -54,7 +54,7 @@ class OffTape(Node):  # type: ignore[misc]
 def with_backward(x: Any) -> Any:
     """x; a node of netcl's without a ``backward`` has one then, for scripts that call it with AMP off as well."""
     if type(x) is Node and not hasattr(x, "backward"):
-        x.__class__ = _Backward
+        x.__class__ = _WithBackward
     return x
 
 

@@ -15,6 +15,7 @@ from netcl.core.tensor import Tensor as Tensor
 from netcl.core.tensor import reshape as _reshape
 from netcl.ops.bf16_act import from_bf16_host, to_bf16_host
 from netcl.optim._utils import is_frozen_param
+from numpy.typing import NDArray
 
 from clamp.bridge.netcl_functions import own_copy
 from clamp.opencl.device import require_usable
@@ -48,6 +49,31 @@ def dtype_name(dtype: object) -> object:
         except TypeError:  # a class that numpy knows nothing of
             return dtype
     return dtype
+
+
+def from_words(words: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """float32 numbers from the words of devices, files and messages, of 2 bytes (float16, bfloat16) or 4 (float32):
+    numpy has no bfloat16.
+
+    Args:
+        words: unsigned integers.
+        dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+    """
+    if dtype == "bfloat16":
+        return (words.astype(np.uint32) << 16).view(np.float32)
+    return words.view(dtype).astype(np.float32, copy=False)
+
+
+def to_words(numbers: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+    """Words of ``dtype`` from float32 numbers, rounded to nearest even; nan stays nan."""
+    if dtype == "float32":
+        return numbers.view(np.uint32)
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return numbers.astype(np.float16).view(np.uint16)
+    bits = numbers.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(numbers), 0x7FC0, rounded).astype(np.uint16)
 
 
 def nbytes(tensor: Tensor) -> int:

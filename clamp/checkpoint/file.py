@@ -29,7 +29,6 @@ import numpy.typing as npt
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.ops.bfloat16 import from_words, to_words
 
 Array: TypeAlias = npt.NDArray[Any]
 Json: TypeAlias = Any
@@ -265,5 +264,5 @@ class Decoder:
         if saved != wanted:
             if saved not in bridge.STORAGE or wanted not in bridge.STORAGE:
                 raise CheckpointError(f"{self.path}: {what} is {saved}, here it is {wanted}")
-            words = to_words(np.ascontiguousarray(from_words(words, saved)), wanted)
+            words = bridge.to_words(np.ascontiguousarray(bridge.from_words(words, saved)), wanted)
         return np.ascontiguousarray(words).reshape(-1).view(np.uint8)

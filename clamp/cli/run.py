@@ -28,7 +28,7 @@ from clamp import amp, bridge, session
 from clamp.bridge import Node, Tape, Tensor
 from clamp.cli import INTERRUPTED
 from clamp.handle import AmpHandle
-from clamp.patching.bindings import Bindings
+from clamp.patching.redirect import Bindings
 from clamp.scaling.scaled_loss import is_scaled, require_graph
 
 _NEEDED_BY_PAGES = ("jinja2", "matplotlib")

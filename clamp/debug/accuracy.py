@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from clamp import bridge
+from clamp import bridge, debug
 from clamp.bridge import DTypeLike, Node, Tensor
 from clamp.casting.policy_table import check_dtype, default_table
 from clamp.casting.regions import Region, changed_regions, current_region, in_own_region
 from clamp.casting.results import RESULTS, Observer
-from clamp.debug import process
 from clamp.debug.dry_run import NothingSeenError, dry_run
 from clamp.debug.float32_reference import UNIT_ROUNDOFF
 from clamp.debug.watcher import RESULT, AmpSide, Float32Side, Key, ValueAccuracy
@@ -157,7 +156,7 @@ def compare_step(
     """
     if dtype is not None:
         dtype = check_dtype(dtype)
-    process.session.ensure_patched()
+    debug.session.ensure_patched()
     around = current_region() or Region(True, "float16", default_table())
     amp = _amp_region(replace(around, enabled=True), dtype, level, custom_white_list, custom_black_list)
     run = _step_of(step, batch, loss, amp, loss_scale)
@@ -174,7 +173,7 @@ def _amp_region(
     white, black = tuple(white), tuple(black)
     policies = around.policies
     if level is not None:
-        policies = process.session.policies_for(level)
+        policies = debug.session.policies_for(level)
     if white or black:
         policies = policies.customized(white, black)
     chosen = "float32" if level == "O0" else dtype or around.dtype
@@ -204,7 +203,7 @@ def _step_of(
         found.backward(cast(seed, bridge.canonical_dtype(value.dtype)))
         return found
 
-    handle = process.session.active_handle()
+    handle = debug.session.active_handle()
     if scale is not None:
         return _ScaledStep(forward_and_backward, scale, scale)
     if handle is not None and amp.dtype == "float16":

@@ -13,11 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 import wrapt
 
-from clamp import bridge
+from clamp import bridge, debug
 from clamp.bridge import Module
 from clamp.casting.policy_table import CastPolicy, PolicyTable, default_table
 from clamp.casting.regions import Region, casting_region, changed_regions, in_region
-from clamp.debug import process
 from clamp.debug.callsite import OpNames
 from clamp.debug.dry_run import check_step, same_start
 
@@ -122,7 +121,7 @@ def bisect(
         raise ValueError(f'by must be "function" or "module", got {by!r}')
     regions: type[FunctionRegions] | type[LayerRegions] = FunctionRegions if by == "function" else LayerRegions
     training, seen = _Training(step_fn, metric), regions()
-    process.session.ensure_patched()
+    debug.session.ensure_patched()
     under_amp = training.run(seen)
     names = seen.candidates()
     if not names:
@@ -187,15 +186,15 @@ class _Training:
         """Runs it in these regions; returns the metric."""
         self.count += 1
         with regions:
-            before = process.session.active_handle()
+            before = debug.session.active_handle()
             try:
                 with same_start(*bridge.in_reach(self._step_fn)):
                     return _as_metric(self._step_fn(), self._metric)
             except FloatingPointError:
                 return float("nan") if self._metric is None else False
             finally:
-                if process.session.active_handle() is not before:
-                    process.session.shutdown()
+                if debug.session.active_handle() is not before:
+                    debug.session.shutdown()
                 gc.collect()  # the model, and the optimizer, which takes a place of the handle's
 
 

@@ -16,7 +16,7 @@ from clamp.casting.init_call import InitCall
 from clamp.casting.regions import casting_in, init_call
 from clamp.debug.callsite import INSERTED
 from clamp.debug.float32_reference import is_finite_in_float32, largest_in_float32, rounded_to_zero
-from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, Origin, Trace, Value
+from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, Origin, StepGraph, Value
 from clamp.debug.words import bad_counts
 from clamp.opencl.host_steps import unrecorded
 from clamp.ops.cast import cast
@@ -45,7 +45,7 @@ class Cause:
     cure: str
 
 
-def cause_of(origin: Origin, trace: Trace) -> Cause:
+def cause_of(origin: Origin, trace: StepGraph) -> Cause:
     """The cause, from what first was not finite.
 
     Args:
@@ -67,7 +67,7 @@ def _of_leaf(leaf: Value) -> Cause:
     return Cause("input", why, "assert np.isfinite(x).all(), np.argwhere(~np.isfinite(x))  # x: the batch")
 
 
-def _of_forward(frame: Frame, trace: Trace) -> Cause:
+def _of_forward(frame: Frame, trace: StepGraph) -> Cause:
     out = next(value for value in frame.outputs if not value.is_finite)
     too_large = [x for x in frame.inputs if x.statistics is not None and x.statistics.largest >= _ROUNDS_TO_INF]
     if too_large and too_large[0].dtype == "float32" and out.dtype == "float16" and frame.place.policy == "half":
@@ -93,7 +93,7 @@ def _of_forward(frame: Frame, trace: Trace) -> Cause:
     return Cause("forward", why, _in_float32(frame, trace))
 
 
-def _of_backward(frame: Frame, trace: Trace) -> Cause:
+def _of_backward(frame: Frame, trace: StepGraph) -> Cause:
     floor = trace.scaler.floor if isinstance(trace.scaler, DynamicLossScale) else DEFAULT_RULE.min
     lower = finite_from(frame, trace.scale, floor)
     if lower is None:
@@ -117,7 +117,7 @@ def _of_backward(frame: Frame, trace: Trace) -> Cause:
     return Cause("scale", why, "")
 
 
-def _without_value(kind: str, frame: Frame, what: str, trace: Trace) -> Cause:
+def _without_value(kind: str, frame: Frame, what: str, trace: StepGraph) -> Cause:
     words, cure = without_value(frame)
     because = f": {words}" if words else ""
     rounded = rounded_to_zero(frame)
@@ -132,7 +132,7 @@ def _without_value(kind: str, frame: Frame, what: str, trace: Trace) -> Cause:
     return Cause(kind, why, _in_float32(rounded, trace))
 
 
-def divided_away(made: Frame, divides: Frame, trace: Trace) -> Cause:
+def divided_away(made: Frame, divides: Frame, trace: StepGraph) -> Cause:
     """The cause of an inf that nobody met, as a division made 0 of it."""
     out = made.outputs[0]
     at = f" at {divides.place.short_line}" if divides.place.file else ""
@@ -144,7 +144,7 @@ def divided_away(made: Frame, divides: Frame, trace: Trace) -> Cause:
     return Cause("forward", why, _in_float32(made, trace))
 
 
-def _in_float32(frame: Frame, trace: Trace) -> str:
+def _in_float32(frame: Frame, trace: StepGraph) -> str:
     """How the op is computed in float32 from now on: wherever it is called, or where others like it do well, here.
 
     Where its results are too large for what reads them in float16 next, all is computed in bfloat16.
@@ -166,7 +166,7 @@ def _in_float32(frame: Frame, trace: Trace) -> str:
     return f'amp.register_float_function({module}, "{name}")  # before {init.call.rpartition(" ")[2]}(...)'
 
 
-def _is_read_in_half(frame: Frame, trace: Trace) -> bool:
+def _is_read_in_half(frame: Frame, trace: StepGraph) -> bool:
     """Returns whether a result goes into a function in half, as it is, or through ones that keep its magnitude."""
     given = {id(value) for value in frame.outputs}
     for other in trace.frames[trace.frames.index(frame) + 1 :]:
@@ -322,7 +322,7 @@ class Past:
     steps: int = 0
 
 
-def divergence(trace: Trace, past: Past) -> tuple[str, str] | None:
+def divergence(trace: StepGraph, past: Past) -> tuple[str, str] | None:
     """Returns what grew, in a sentence, and the cure; None if nothing did.
 
     Args:
@@ -363,7 +363,7 @@ def divergence(trace: Trace, past: Past) -> tuple[str, str] | None:
     return why, f"optimizer.lr = {lower:.6g}  # it is {rate:.6g}; from weights of before it diverged"
 
 
-def _most_grown(trace: Trace, largest: Mapping[int, float]) -> tuple[Value | None, float, float | None]:
+def _most_grown(trace: StepGraph, largest: Mapping[int, float]) -> tuple[Value | None, float, float | None]:
     """The weight that has grown most since its first step, or where nobody knows the largest; what it is, and was."""
     found: tuple[Value | None, float, float | None] = None, 0.0, None
     ratio = 0.0

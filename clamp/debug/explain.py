@@ -15,7 +15,7 @@ from clamp.casting.results import RESULTS
 from clamp.debug.cause import LARGEST_FLOAT16, Cause, Past, cause_of, divergence, divided_away
 from clamp.debug.dry_run import NothingSeenError, check_step, dry_run
 from clamp.debug.float32_reference import SMALLEST_FLOAT16, is_finite_in_float32
-from clamp.debug.step_graph import Frame, Trace, Value, distinct, find_divided, find_origin, frames_before
+from clamp.debug.step_graph import Frame, StepGraph, Value, distinct, find_divided, find_origin, frames_before
 from clamp.debug.step_recorder import OverflowRecorder, StepRecorder
 from clamp.debug.words import aligned, bad_counts
 from clamp.opencl.host_steps import unrecorded
@@ -62,7 +62,7 @@ class Explanation:
 
 
 def explain(
-    trace: Trace, report: StepReport | None, past: Past | None = None, *, leaves_finite: bool | None = None
+    trace: StepGraph, report: StepReport | None, past: Past | None = None, *, leaves_finite: bool | None = None
 ) -> Explanation:
     """Returns why a step whose ops are known was skipped.
 
@@ -249,7 +249,7 @@ class Attribution:
             RESULTS.detach(self._recorder)
             self._recorder = None
 
-    def _skipped(self, trace: Trace, report: StepReport) -> None:
+    def _skipped(self, trace: StepGraph, report: StepReport) -> None:
         self.last = _explained(trace, report, self._past())
         self._telling = self.last if self.last.cure else self._telling
 
@@ -358,14 +358,14 @@ def explain_step(step: Callable[[], Any], skipped: StepReport | None = None, pas
         return _explained(trace, skipped, past, leaves_finite=_left_finite_gradients(trace))
 
 
-def _left_finite_gradients(trace: Trace) -> bool:
+def _left_finite_gradients(trace: StepGraph) -> bool:
     trained = (value.tensor for value in trace.values if value.made_by is None and value.tensor is not None)
     gradients = [x.grad for x in trained if x.grad is not None and is_measurable(x.grad)]
     return all(one.is_finite for one in statistics_of(gradients, histogram=False))
 
 
 def _explained(
-    trace: Trace, report: StepReport | None, past: Past, *, leaves_finite: bool | None = None
+    trace: StepGraph, report: StepReport | None, past: Past, *, leaves_finite: bool | None = None
 ) -> Explanation:
     trace.name()
     found = explain(trace, report, past, leaves_finite=leaves_finite)

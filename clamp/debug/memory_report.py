@@ -217,7 +217,7 @@ class _Event(NamedTuple):
 
 
 class _Watch(OpCounter):
-    """Watches a step take and give back memory.
+    """Watches a step take and give back memory: an `OpCounter` that netcl's pools tell, too (`bridge.PoolListener`).
 
     Args:
         there: what is held when it begins.
@@ -235,11 +235,9 @@ class _Watch(OpCounter):
     # ------------------------------------------------------------------------------------------ what is told
 
     def taken(self, handle: Any, nbytes: int) -> None:
-        """See `bridge.PoolListener`."""
         self._born(bridge.address_of(handle.buffer), handle.bucket_size, nbytes)
 
     def given_back(self, handle: Any) -> None:
-        """See `bridge.PoolListener`."""
         self._gone(bridge.address_of(handle.buffer))
 
     def made(self, tensor: Tensor) -> None:
@@ -273,7 +271,6 @@ class _Watch(OpCounter):
             self._events.append(_Event(piece, False, bridge.free_bytes()))
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Any:
-        """See `OpCounter`."""
         piece = self._piece_of(made.value)
         if piece is not None and not piece.in_backward:
             piece.in_op = True
@@ -282,12 +279,10 @@ class _Watch(OpCounter):
     def gradients(
         self, token: Any, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
     ) -> None:
-        """See `OpCounter`."""
         self._are_gradients((grad, *grads))
         super().gradients(token, grad, grads, again)
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
-        """See `OpCounter`."""
         self._are_gradients((made,))
         super().added(made, first, second)
 
@@ -308,7 +303,6 @@ class _Watch(OpCounter):
         return None if where is None else self._live.get(where)
 
     def counted(self, key: Key) -> None:
-        """See `OpCounter`."""
         self._ops.append((key.op if key.direction == "forward" else f"{key.op} {key.direction}", key))
         for storage in bridge.memory_in(weights.values):
             where = bridge.address_of(storage)

@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from clamp import bridge
+from clamp import bridge, debug
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.arguments import tensors_in
 from clamp.casting.results import RESULTS, Observer
-from clamp.debug import process
 from clamp.debug.callsite import here
 from clamp.debug.checker import Checker, DebugMode, Sampling, device_name, line_of
 from clamp.opencl.host_steps import host_step
@@ -144,7 +143,7 @@ def enable_tensor_checker(checker_config: TensorCheckerConfig) -> None:
         raise TypeError(f"enable_tensor_checker takes a TensorCheckerConfig, got {type(checker_config).__name__}")
     disable_tensor_checker()
     if checker_config.enable:
-        process.session.ensure_patched()
+        debug.session.ensure_patched()
         _checker = checker_config.start()
         RESULTS.attach(_checker)
 
@@ -170,7 +169,7 @@ def check_layer_numerics(func: Callable[..., Any]) -> Callable[..., Any]:
         if not args or not isinstance(args[0], Node | Tensor):
             given = type(args[0]).__name__ if args else "nothing"
             raise RuntimeError(f"the first input of {type(self).__name__} must be a node or tensor, got {given}")
-        process.session.ensure_patched()
+        debug.session.ensure_patched()
         checker = Checker(DebugMode.CHECK_NAN_INF_AND_ABORT, _print, thread=threading.get_ident())
         with RESULTS.attached(checker):  # the ops inside go on telling it of their gradients
             checker.check_given(f"{type(self).__name__}.input", tensors_in((args, kwargs)))
@@ -250,7 +249,7 @@ def enable_operator_stats_collection() -> None:
     global _stats
     if _stats is not None:
         RESULTS.detach(_stats)
-    process.session.ensure_patched()
+    debug.session.ensure_patched()
     _stats = OperatorStats()
     RESULTS.attach(_stats)
 

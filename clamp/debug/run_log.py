@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -17,9 +17,8 @@ from clamp.casting.regions import Region, init_call
 from clamp.casting.results import RESULTS
 from clamp.debug.curves import Point
 from clamp.debug.explain import Explanation, in_words, look
-from clamp.debug.gain import Side, Trial, try_step
-from clamp.debug.layer_ranges import LayerRanges, observe_ranges
-from clamp.debug.lost_updates import LostUpdates, observe_lost_updates
+from clamp.debug.gain import Trial, try_step
+from clamp.debug.layer_ranges import LayerRanges, LostUpdates, observe_lost_updates, observe_ranges
 from clamp.debug.memory_report import MemoryReport, memory_of_step
 from clamp.debug.op_counter import OpCounter, OpRow
 from clamp.debug.page.schema import (
@@ -27,8 +26,10 @@ from clamp.debug.page.schema import (
     Device,
     Direction,
     FirstBad,
-    Held,
+    HeldAt,
+    HeldBy,
     Input,
+    LostIn,
     Memory,
     Op,
     Run,
@@ -347,36 +348,18 @@ def _steps_in(row: OpRow, summary: Summary) -> float:
 
 def _updates(summary: Summary) -> Updates:
     found = summary.updates or LostUpdates([])
-    return {
-        "layers": [
-            {"module": row.module, "dtype": row.dtype, "updates": row.updates, "lost": row.lost} for row in found.layers
-        ],
-        "notes": list(found.notes),
-    }  # fmt: skip
+    return {"layers": [cast(LostIn, row._asdict()) for row in found.layers], "notes": list(found.notes)}
 
 
 def _memory(summary: Summary) -> Memory:
-    trial = summary.trial
-
-    def of(side: Side | None, name: str) -> Any:
-        return None if side is None else getattr(side, name)
-
+    trial, found = summary.trial, summary.memory
     amp, plain = (None, None) if trial is None else (trial.amp, trial.plain)
     return {
-        "activations": of(amp, "activations"),
+        "activations": None if amp is None else amp.activations,
         "weight_copies": summary.weight_copies,
-        "peak": of(amp, "peak"),
-        "float32_activations": of(plain, "activations"),
-        "float32_peak": of(plain, "peak"),
-        "timeline": [
-            {"op": moment.op, "module": moment.module, "line": moment.line, "bytes": cast(Held, dict(moment.bytes))}
-            for moment in (() if summary.memory is None else summary.memory.timeline)
-        ],
-        "holders": [
-            {
-                "kind": one.kind, "op": one.op, "module": one.module, "line": one.line, "bytes": one.bytes,
-                "count": one.count,
-            }
-            for one in (() if summary.memory is None else summary.memory.holders)
-        ],
-    }  # fmt: skip
+        "peak": None if amp is None else amp.peak,
+        "float32_activations": None if plain is None else plain.activations,
+        "float32_peak": None if plain is None else plain.peak,
+        "timeline": [cast(HeldAt, moment._asdict()) for moment in (() if found is None else found.timeline)],
+        "holders": [cast(HeldBy, asdict(one)) for one in (() if found is None else found.holders)],
+    }

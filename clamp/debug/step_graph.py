@@ -25,7 +25,7 @@ class Value:
         tensor: as long as it is held; what is measured may be let go.
         dtype, shape: of it.
         made_by: the op that gave it; None of parameters and inputs.
-        name: of a tensor of the model's, ``"layers.2.weight"``; empty else, and until somebody asks (`Trace.name`).
+        name: of a tensor of the model's, ``"layers.2.weight"``; empty else, and until somebody asks (`StepGraph.name`).
         statistics: once they have been measured.
     """
 
@@ -101,7 +101,7 @@ class Frame:
 
 
 @dataclass(eq=False)
-class Trace:
+class StepGraph:
     """The ops of one step, in their order, measured.
 
     Attributes:
@@ -178,7 +178,7 @@ class Origin:
     leaf: Value | None = None
 
 
-def find_origin(trace: Trace) -> Origin | None:
+def find_origin(trace: StepGraph) -> Origin | None:
     """The earliest op from which inf or nan has come to a gradient of what is trained, or to the loss.
 
     What goes nowhere, the -inf of a mask that softmax makes zeros of, is nobody's fault. None if all is finite.
@@ -187,7 +187,7 @@ def find_origin(trace: Trace) -> Origin | None:
     return min(found, key=lambda one: one[0], default=(0, None))[1]
 
 
-def _ends(trace: Trace) -> list[Frame]:
+def _ends(trace: StepGraph) -> list[Frame]:
     """The ops that gave what is bad at the end: gradients of leaves, or else the results that no op has read."""
     leaves = [
         frame
@@ -234,7 +234,7 @@ def _origins(ends: Iterable[Frame], places: dict[int, int]) -> Iterator[tuple[in
 _DIVIDING = frozenset({"div", "rsqrt", "pow"})  # which make 0 of an inf, and a number of what it stands for
 
 
-def find_divided(trace: Trace) -> tuple[Frame, Frame] | None:
+def find_divided(trace: StepGraph) -> tuple[Frame, Frame] | None:
     """The first op whose float16 result is not finite, as what it read is, and the one that has made finite numbers of
     it by dividing; None if there are none."""
     for frame in trace.frames:
@@ -249,7 +249,7 @@ def find_divided(trace: Trace) -> tuple[Frame, Frame] | None:
     return None
 
 
-def frames_before(trace: Trace, frame: Frame, count: int) -> list[Frame]:
+def frames_before(trace: StepGraph, frame: Frame, count: int) -> list[Frame]:
     """The frames before one, the nearest last."""
     index = next(index for index, other in enumerate(trace.frames) if other is frame)
     return trace.frames[max(0, index - count) : index]

@@ -18,7 +18,7 @@ from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.regions import casting_in
 from clamp.casting.results import Observer
 from clamp.debug.callsite import NOWHERE, Trail, call_now, call_of, here, place_of, trail
-from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, Trace, Value
+from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, StepGraph, Value
 from clamp.opencl.host_steps import host_step, moved, recorder, unrecorded
 from clamp.ops.elementwise import elementwise
 from clamp.ops.statistics import PendingStatistics, is_measurable, statistics_of
@@ -92,7 +92,7 @@ class OverflowRecorder(Observer):
         on_trace: called with the trace of a skipped step, and its report.
     """
 
-    def __init__(self, on_trace: Callable[[Trace, StepReport], None]) -> None:
+    def __init__(self, on_trace: Callable[[StepGraph, StepReport], None]) -> None:
         self._on_trace = on_trace
         self._step = _Step()
         self._first: tuple[list[weakref.ref[Tensor]], PendingStatistics] | None = None  # of weights, in the first pass
@@ -165,7 +165,7 @@ class OverflowRecorder(Observer):
                 self._on_trace(self._trace(report.scale_before), report)
         self._step.report = report  # but another optimizer may step on the same passes
 
-    def look_at_loss(self, on_trace: Callable[[Trace, StepReport | None], None]) -> None:
+    def look_at_loss(self, on_trace: Callable[[StepGraph, StepReport | None], None]) -> None:
         """Hands on the forward ops of this thread's last step, measured, and its report, if there is one yet: if it was
         not skipped and its loss is inf or nan. Waits for the device."""
         report = self._step.report
@@ -204,7 +204,7 @@ class OverflowRecorder(Observer):
 
     # ------------------------------------------------------------------------------------------ a skipped step
 
-    def _trace(self, scale: float, *, backward: bool = True) -> Trace:
+    def _trace(self, scale: float, *, backward: bool = True) -> StepGraph:
         values: dict[int, Value] = {}
 
         def value(tensor: Tensor) -> Value:
@@ -220,7 +220,7 @@ class OverflowRecorder(Observer):
             frame = Frame(op.op, FORWARD, place_of(op.trail), read, [value(op.gave)], wanted, again=op.again, call=call)
             frame.outputs[0].made_by = frame.outputs[0].made_by or frame
             forward.append(frame)
-        trace = Trace(forward, scale, is_cut=self._step.is_cut)
+        trace = StepGraph(forward, scale, is_cut=self._step.is_cut)
         with casting_in(None), unrecorded():
             for one in self._step.passes if backward else ():
                 trace.scaler = one.scaler
@@ -305,13 +305,13 @@ class StepRecorder(Observer):
         self._scaler: LossScale | None = None
         self._measured: list[Callable[[], None]] = []  # in recordings: reads what has been measured
 
-    def trace(self) -> Trace:
+    def trace(self) -> StepGraph:
         """Returns what has been recorded, measured; waits for the device."""
         for read in self._measured:
             read()
         if not self._measured:
             self._measure()
-        return Trace(self._frames, scaler=self._scaler)
+        return StepGraph(self._frames, scaler=self._scaler)
 
     # ------------------------------------------------------------------------------------------ what ops tell
 
@@ -374,16 +374,16 @@ class StepRecorder(Observer):
         if self._held > _SHARE * tensor.queue.device.global_mem_size:
             self._measure()
             self._held = 0
-            Trace(self._frames).let_go()
+            StepGraph(self._frames).let_go()
 
     # ------------------------------------------------------------------------------------------ measuring
 
     def _measure(self) -> None:
         with unrecorded():
-            Trace(self._frames).measuring(histogram=self._histogram)()
+            StepGraph(self._frames).measuring(histogram=self._histogram)()
 
     def _measure_in_every_replay(self) -> None:
-        read, scaler = Trace(self._frames).measuring(histogram=self._histogram), self._scaler
+        read, scaler = StepGraph(self._frames).measuring(histogram=self._histogram), self._scaler
         frames, self._frames = self._frames, []
 
         def replayed() -> None:

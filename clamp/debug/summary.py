@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from clamp.debug.gain import NO_DIFFERENCE, Side, Trial
-from clamp.debug.layer_ranges import LayerRanges
-from clamp.debug.lost_updates import LostUpdates
+from clamp.debug.layer_ranges import LayerRanges, LostUpdates
 from clamp.debug.memory_report import MemoryReport
 from clamp.debug.op_counter import Casts, OpRow
 from clamp.debug.words import aligned, duration

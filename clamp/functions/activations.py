@@ -1,4 +1,4 @@
-"""Functions of one tensor: activations, exp and log and their kin, dropout.
+"""Functions of one tensor: activations, exp and log and their kin, dropout; and PReLU, which has a slope besides.
 
 Backward recomputes from the input where that is more accurate: 1 - y*y of a tanh stored in 16 bits is zero from
 x = 4.5 on, while the slope is not. It reads the result where nothing is lost by it (relu, exp, sqrt).
@@ -13,12 +13,13 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, bound, float_operands
+from clamp.casting.operands import Casting, Operand, as_is, bound, float_operands, floats_as_is
 from clamp.casting.registry import implements
-from clamp.functions.elementwise import apply_unary
+from clamp.functions.arithmetic import apply_unary
 from clamp.functions.recompute import drawn
 from clamp.ops import dropout as ops
 from clamp.ops import elementwise
+from clamp.ops import prelu as prelu_ops
 from clamp.ops.arguments import number, probability
 
 #: netcl's name -> forward, gradient, and whether the gradient reads the result instead of the input
@@ -134,3 +135,55 @@ LAST_SEED = LastSeed()
 def _draw_seed() -> int:
     LAST_SEED.value = int.from_bytes(np.random.bytes(8), "little")
     return LAST_SEED.value
+
+
+# ---------------------------------------------------------------------------------------------- a learned slope
+
+# The slope is read, and gets its gradient, in its own dtype under every policy.
+
+
+def _prelu_operands(casting: Casting, x: Any, alpha: Any) -> tuple[Operand, Operand]:
+    (operand,) = float_operands(casting, x)
+    (slope,) = floats_as_is(alpha)
+    bridge.require_same_queue("prelu", operand.parent.value, slope.value)
+    return operand, slope
+
+
+@implements("netcl.autograd.prelu", "netcl.ops.elementwise.prelu", uses=(prelu_ops,))
+def prelu(casting: Casting, x: Any, alpha: Any, tape: Tape | None = None) -> Any:
+    """x where positive, alpha * x elsewhere.
+
+    Args:
+        x: (N, C, ...), float32, float16 or bfloat16.
+        alpha: the slope of each channel, C elements, or one for all; float32, float16 or bfloat16.
+
+    Raises:
+        ValueError: the number of slopes is another.
+    """
+    operand, slope = operands = _prelu_operands(casting, x, alpha)
+    out = prelu_ops.prelu(operand.value, slope.value, out_dtype=casting.result_dtype(operand))
+
+    def backward(grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return prelu_ops.prelu_backward(
+            grad, operand.value, slope.value, dx_dtype=operand.wanted_dtype, slope_dtype=slope.wanted_dtype
+        )
+
+    return bound(out, {operands: backward}, "prelu", tape)
+
+
+@implements("netcl.ops.elementwise.prelu_backward", uses=(prelu_ops,))
+def tensor_prelu_backward(casting: Casting, x: Any, alpha: Any, grad_out: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and alpha from that of ``prelu``'s result.
+
+    Raises:
+        ValueError: the shapes do not belong together.
+    """
+    operand, slope = _prelu_operands(casting, x, alpha)
+    grad = as_is(grad_out)
+    return prelu_ops.prelu_backward(
+        grad.value,
+        operand.value,
+        slope.value,
+        dx_dtype=casting.result_dtype(operand),
+        slope_dtype=bridge.canonical_dtype(slope.value.dtype),
+    )

@@ -9,7 +9,6 @@ from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Operand, as_is, as_node, bound, float_operands, owned_value
 from clamp.casting.registry import implements
 from clamp.ops import attention as ops
-from clamp.ops.attention.decode import DECODE
 from clamp.ops.rope import rope as rotate
 
 
@@ -58,7 +57,7 @@ def tensor_flash_attention_backward(
     return _gradients(qo, ko, vo, sums, grad, causal, scale)
 
 
-@implements("netcl.ops.attention.flash_attention_decode", uses=(DECODE,))
+@implements("netcl.ops.attention.flash_attention_decode", uses=(ops.DECODE,))
 def flash_attention_decode(
     casting: Casting, q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_len: int, scale: float | None = None,
     pool: Any = None,

@@ -1,4 +1,4 @@
-"""Convolutions: forward and backward of netcl's conv2d, conv2d_relu and conv_transpose2d.
+"""Convolutions: forward and backward of netcl's conv2d, conv2d_relu, conv_transpose2d and depthwise_conv2d.
 
 The gradients are convolutions again (ops/conv/). A weight's gradient is stored in the weight's own dtype straight
 from the fp32 sums; the bias is read, and gets its gradient, in its own dtype.
@@ -16,6 +16,7 @@ from clamp.casting.operands import Casting, Gradients, Operand, as_is, as_node, 
 from clamp.casting.registry import implements, leave_to_netcl_if
 from clamp.functions.recompute import asked_before
 from clamp.ops import conv as ops
+from clamp.ops import depthwise
 from clamp.ops.arguments import whole_number
 from clamp.ops.conv import Pair, Weights, Window
 from clamp.ops.elementwise import elementwise
@@ -23,8 +24,10 @@ from clamp.ops.reduce_to_shape import sum_channels
 
 Number = int | Sequence[int]  # netcl takes one number for both axes
 
+_CONVOLUTION, _DEPTHWISE = (ops, elementwise, sum_channels), (depthwise, sum_channels)
 
-@implements("netcl.autograd.conv2d")
+
+@implements("netcl.autograd.conv2d", uses=_CONVOLUTION)
 def conv2d(
     casting: Casting, x: TensorLike, w: TensorLike, bias: TensorLike | None = None, stride: Number = 1, pad: Number = 0,
     algo: str | None = None, dilation: Number = 1, groups: int = 1, tape: Tape | None = None,
@@ -42,7 +45,7 @@ def conv2d(
     return _convolve(casting, x, w, bias, window, False, "conv2d", tape)
 
 
-@implements("netcl.autograd.conv2d_relu")
+@implements("netcl.autograd.conv2d_relu", uses=_CONVOLUTION)
 def conv2d_relu(
     casting: Casting, x: TensorLike, w: TensorLike, bias: TensorLike | None = None, stride: Number = 1, pad: Number = 0,
     algo: str | None = None, tape: Tape | None = None,
@@ -55,7 +58,7 @@ def conv2d_relu(
     return _convolve(casting, x, w, bias, _window("conv2d_relu", stride, pad, 1, groups), True, "conv2d_relu", tape)
 
 
-@implements("netcl.autograd.conv_transpose2d", "netcl.ops.conv_transpose2d.conv_transpose2d")
+@implements("netcl.autograd.conv_transpose2d", "netcl.ops.conv_transpose2d.conv_transpose2d", uses=_CONVOLUTION)
 def conv_transpose2d(
     casting: Casting, x: TensorLike, w: TensorLike, bias: TensorLike | None = None, stride: Number = 1, pad: Number = 0,
     tape: Tape | None = None,
@@ -191,10 +194,40 @@ def _check(
     bridge.require_same_queue(name, *tensors)
 
 
+@implements("netcl.autograd.depthwise_conv2d", "netcl.ops.depthwise_conv2d.depthwise_conv2d", uses=_DEPTHWISE)
+def depthwise_conv2d(
+    casting: Casting, x: Any, w: Any, bias: Any = None, stride: int = 1, pad: int = 0, tape: Tape | None = None
+) -> Any:
+    """Each channel of x (N, C, H, W) convolved with its own filter of w (C, 1, KH, KW), plus bias (C,).
+
+    The bias is read in its own dtype. The gradients of weight and bias are stored in their own dtypes, straight from
+    the fp32 sums.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    xo, wo = casting.operands(as_node(x), as_node(w))
+    bo = None if bias is None else as_is(bias)
+    require_floating(xo, wo, bo)
+    dtype = casting.result_dtype(xo, wo)
+    offset = None if bo is None else bo.value
+    bridge.require_same_queue("depthwise_conv2d", xo.value, wo.value, *([] if offset is None else [offset]))
+    out = depthwise.depthwise_conv2d(xo.value, wo.value, offset, stride, pad, out_dtype=dtype)
+
+    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
+        dtypes = xo.wanted_dtype, wo.wanted_dtype
+        return depthwise.gradients(xo.value, wo.value, grad, stride, pad, dx_dtype=dtypes[0], dw_dtype=dtypes[1])
+
+    gradients: Gradients = {(xo, wo): backward}
+    if bo is not None:
+        gradients[bo] = partial(bias_gradient, bo)
+    return bound(out, gradients, "depthwise_conv2d", tape)
+
+
 # ------------------------------------------------------------------------------------------ tensor level
 
 
-@implements("netcl.ops.conv2d.conv2d")
+@implements("netcl.ops.conv2d.conv2d", uses=_CONVOLUTION)
 def tensor_conv2d(
     casting: Casting, x: Tensor, w: Tensor, bias: Tensor | None = None, stride: Number = 1, pad: Number = 0,
     fuse_relu: bool | None = None, dilation: Number = 1, groups: int = 1,
@@ -223,7 +256,7 @@ def tensor_conv2d_backward(
     return gx, gw, gb
 
 
-@implements("netcl.ops.fused_ops.fused_conv_bias_relu")
+@implements("netcl.ops.fused_ops.fused_conv_bias_relu", uses=_CONVOLUTION)
 def fused_conv_bias_relu(
     casting: Casting, input: Tensor, weight: Tensor, bias: Tensor, stride: Number = 1, padding: Number = 0,
     out: Tensor | None = None, pool: Any = None,
@@ -236,3 +269,23 @@ def fused_conv_bias_relu(
     leave_to_netcl_if(out)
     window = _window("fused_conv_bias_relu", stride, padding, 1, 1)
     return _convolve(casting, input, weight, bias, window, True, "fused_conv_bias_relu", None)
+
+
+@implements("netcl.ops.depthwise_conv2d.depthwise_conv2d_backward", uses=_DEPTHWISE)
+def depthwise_conv2d_backward(
+    casting: Casting, x: Tensor, w: Tensor, grad_out: Tensor, bias: Tensor | None = None, stride: int = 1, pad: int = 0,
+    pool: Any = None, algo: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Gradients by x, w and bias (None without one) of bare tensors, each in its own dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    xo, wo = casting.operands(as_node(x), as_node(w))
+    grad, bo = as_is(grad_out), None if bias is None else as_is(bias)
+    require_floating(xo, wo, grad, bo)
+    bridge.require_same_queue("depthwise_conv2d_backward", xo.value, wo.value, grad.value)
+    gx, gw = depthwise.gradients(
+        xo.value, wo.value, grad.value, stride, pad, dx_dtype=xo.grad_dtype, dw_dtype=wo.grad_dtype
+    )
+    return gx, gw, None if bo is None else bias_gradient(bo, grad.value)

@@ -17,10 +17,12 @@ from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, Gradients, NotOwned, as_node, bound, float_operands, owned_value
 from clamp.casting.policies import Match
 from clamp.casting.registry import implements
+from clamp.ops import concat
 from clamp.ops import indexing as ops
-from clamp.ops import topk as topk_ops
 from clamp.ops.arguments import axis_of, whole_number
 from clamp.ops.cast import cast
+
+_PICKED, _LARGEST = (ops.PICK, concat, cast), (ops.TOPK_HEAP,)  # not all of its kernels
 
 
 def _indices(name: str, index: Any, x: Tensor, axis: int) -> Tensor:
@@ -81,7 +83,7 @@ def _selected_gradient(grad: Tensor, shape: Sequence[int], axis: int, at: Tensor
     return gradient
 
 
-@implements("netcl.autograd.index_select", uses=(ops, cast))
+@implements("netcl.autograd.index_select", uses=_PICKED)
 def index_select(casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | None = None) -> Any:
     """The places of x along an axis that ``idx`` names, in its order, bit for bit.
 
@@ -98,13 +100,13 @@ def index_select(casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | Non
     return _select(casting, x, axis, idx, "index_select", tape)
 
 
-@implements("netcl.autograd.gather", uses=(ops, cast))
+@implements("netcl.autograd.gather", uses=_PICKED)
 def gather(casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | None = None) -> Any:
     """netcl's other name for ``index_select``."""
     return _select(casting, x, axis, idx, "gather", tape)
 
 
-@implements("netcl.autograd.embedding", uses=(ops, cast))
+@implements("netcl.autograd.embedding", uses=_PICKED)
 def embedding(casting: Casting, weight: Any, idx: Any, tape: Tape | None = None) -> Any:
     """The rows of a table (num_embeddings, dim) that ``idx`` names: (number of indices, dim).
 
@@ -113,7 +115,7 @@ def embedding(casting: Casting, weight: Any, idx: Any, tape: Tape | None = None)
     return _select(casting, weight, 0, idx, "embedding", tape)
 
 
-@implements("netcl.autograd.index_add", uses=(ops, cast))
+@implements("netcl.autograd.index_add", uses=_PICKED)
 def index_add(casting: Casting, dst: Any, axis: int, idx: Any, src: Any, tape: Tape | None = None) -> Any:
     """A copy of dst, with each place of src added to the place of the axis that its index names.
 
@@ -140,7 +142,7 @@ def index_add(casting: Casting, dst: Any, axis: int, idx: Any, src: Any, tape: T
     return bound(out, gradients, "index_add", tape)
 
 
-@implements("netcl.autograd.argmax", "netcl.ops.indexing.argmax", uses=(topk_ops,))
+@implements("netcl.autograd.argmax", "netcl.ops.indexing.argmax", uses=_LARGEST)
 def argmax(casting: Casting, x: Any, axis: int = -1, keepdims: bool = False) -> Tensor:
     """The place of the largest element along an axis, an int32 tensor; the first of equal ones, or of NaNs (numpy).
 
@@ -148,10 +150,10 @@ def argmax(casting: Casting, x: Any, axis: int = -1, keepdims: bool = False) -> 
         ValueError: there is no such axis, or it is empty.
     """
     (operand,) = float_operands(casting, x)
-    return topk_ops.argmax(operand.value, axis, keepdims)
+    return ops.argmax(operand.value, axis, keepdims)
 
 
-@implements("netcl.autograd.topk", "netcl.ops.indexing.topk", uses=(topk_ops, cast))
+@implements("netcl.autograd.topk", "netcl.ops.indexing.topk", uses=(*_LARGEST, cast))
 def topk(casting: Casting, x: Any, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
     """The k largest elements along an axis in descending order, and their places (int32). Not differentiable.
 
@@ -161,7 +163,7 @@ def topk(casting: Casting, x: Any, k: int, axis: int = -1) -> tuple[Tensor, Tens
         ValueError: there is no such axis, or k is not in 1 .. its extent.
     """
     (operand,) = float_operands(casting, x)
-    values, places = topk_ops.topk(operand.value, k, axis)
+    values, places = ops.topk(operand.value, k, axis)
     return cast(values, casting.result_dtype(operand)), places
 
 
@@ -192,7 +194,7 @@ def _as_int32(index: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------- tensor level
 
 
-@implements("netcl.ops.indexing.index_select", uses=(ops, cast))
+@implements("netcl.ops.indexing.index_select", uses=_PICKED)
 def tensor_index_select(
     casting: Casting, x: Tensor, axis: int, idx: Any, out: Tensor | None = None, pool: Any = None
 ) -> Any:
@@ -205,7 +207,7 @@ def tensor_index_select(
     return ops.index_select(operand.value, axis, at, out_dtype=dtype, out=owned_value(out))
 
 
-@implements("netcl.ops.indexing.index_select_backward", uses=(ops, cast))
+@implements("netcl.ops.indexing.index_select_backward", uses=_PICKED)
 def tensor_index_select_backward(
     casting: Casting, grad_out: Tensor, x_shape: Sequence[int], axis: int, idx: Any, pool: Any = None
 ) -> Tensor:
@@ -217,7 +219,7 @@ def tensor_index_select_backward(
     return _selected_gradient(grad.value, shape, axis, at, casting.result_dtype(grad))
 
 
-@implements("netcl.ops.indexing.index_add", uses=(ops, cast))
+@implements("netcl.ops.indexing.index_add", uses=_PICKED)
 def tensor_index_add(casting: Casting, dst: Tensor, axis: int, idx: Any, src: Tensor) -> Tensor:
     """Adds src to dst in place, as ``index_add`` adds to a copy; both are read as they are, whatever the policy.
 

@@ -17,8 +17,11 @@ from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_nod
 from clamp.casting.registry import implements
 from clamp.functions.indexing import host_integers, int32_on_device
 from clamp.functions.loss import require_floats, require_same_shape
-from clamp.ops import distances, info_nce, triplets
+from clamp.ops import distances, info_nce
 from clamp.ops.loss import LABEL_STORAGE
+from clamp.ops.reduce import reduce_sum
+
+_PARTNERS = (distances.PARTNERS, reduce_sum)  # without the kernels of triplets
 
 Distance = Literal["squared", "euclidean"]
 Reduction = Literal["mean", "sum"]
@@ -97,7 +100,7 @@ def pairwise_squared_distances(casting: Casting, X: Any, Y: Any = None, tape: Ta
 # -------------------------------------------------------------------------------------- pairs and triplets
 
 
-@implements("netcl.autograd.triplet_loss", "netcl.nn.loss.triplet_loss", uses=(distances,))
+@implements("netcl.autograd.triplet_loss", "netcl.nn.loss.triplet_loss", uses=_PARTNERS)
 def triplet_loss(
     casting: Casting, anchor: Any, positive: Any, negative: Any, margin: float = 1.0, distance: Distance = "squared",
     reduction: Reduction = "mean", tape: Tape | None = None,
@@ -126,7 +129,7 @@ def triplet_loss(
     return bound(forward.loss, gradients, "triplet_loss", tape)
 
 
-@implements("netcl.autograd.contrastive_loss", uses=(distances,))
+@implements("netcl.autograd.contrastive_loss", uses=_PARTNERS)
 def contrastive_loss(
     casting: Casting, x1: Any, x2: Any, labels: Any, margin: float = 1.0, reduction: Reduction = "mean",
     tape: Tape | None = None,
@@ -161,7 +164,7 @@ def _partner_gradient(
     return distances.partner_gradient(own.value, values, first, forward, grad, own.grad_dtype)
 
 
-@implements("netcl.autograd.batch_hard_triplet_loss", uses=(triplets,))
+@implements("netcl.autograd.batch_hard_triplet_loss", uses=(distances,))
 def batch_hard_triplet_loss(
     casting: Casting, embeddings: Any, labels: Any, margin: float = 1.0, distance: Distance = "squared",
     reduction: Reduction = "mean", tape: Tape | None = None,
@@ -180,12 +183,12 @@ def batch_hard_triplet_loss(
         TypeError: embeddings are not floating.
     """
     return _mined(
-        casting, "batch_hard_triplet_loss", triplets.hardest_triplets,
+        casting, "batch_hard_triplet_loss", distances.hardest_triplets,
         embeddings, labels, margin, distance, reduction, tape,
     )  # fmt: skip
 
 
-@implements("netcl.autograd.batch_all_triplet_loss", uses=(triplets,))
+@implements("netcl.autograd.batch_all_triplet_loss", uses=(distances,))
 def batch_all_triplet_loss(
     casting: Casting, embeddings: Any, labels: Any, margin: float = 1.0, distance: Distance = "squared",
     reduction: Reduction = "mean", tape: Tape | None = None,
@@ -195,7 +198,7 @@ def batch_all_triplet_loss(
     The mean is over the triplets that exceed 0. Arguments and errors as for ``batch_hard_triplet_loss``.
     """
     return _mined(
-        casting, "batch_all_triplet_loss", triplets.all_triplets,
+        casting, "batch_all_triplet_loss", distances.all_triplets,
         embeddings, labels, margin, distance, reduction, tape,
     )  # fmt: skip
 
@@ -211,7 +214,7 @@ def _mined(
     forward = mine(x.value, on_device, float(margin), distance == "euclidean", reduction == "mean")
 
     def gradient(grad: Tensor) -> Tensor:
-        return triplets.triplet_gradient(x.value, forward, grad, x.grad_dtype)
+        return distances.triplet_gradient(x.value, forward, grad, x.grad_dtype)
 
     return bound(forward.loss, {x: gradient}, name, tape)
 

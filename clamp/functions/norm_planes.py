@@ -14,12 +14,14 @@ from clamp.casting.operands import Casting, Operand, bound, float_operands, floa
 from clamp.casting.registry import implements, leave_to_netcl_if
 from clamp.functions.recompute import is_recomputing
 from clamp.ops import norm_planes as planes_ops
-from clamp.ops import norm_planes_backward as planes_backward
+from clamp.ops import norm_sets
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.elementwise import elementwise
 from clamp.ops.norm_sets import IDENTITY, RELU, Activation
+from clamp.ops.reduce import reduce_sum
 
-_BATCH = (planes_ops, planes_backward.PLANES_BACKWARD)  # without the sums over samples of group norm
+_FORWARD = (planes_ops.PLANES_FORWARD, norm_sets, cast)
+_BATCH = (*_FORWARD, planes_ops.PLANES_BACKWARD)  # without the sums over samples of group norm
 
 
 def parameters_of(name: str, x: Operand, size: int, *parameters: Any) -> tuple[Operand, ...]:
@@ -108,7 +110,7 @@ def normalized_batch(
         )
 
     def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
-        return planes_backward.batch_norm_backward(
+        return planes_ops.batch_norm_backward(
             xo.value, go.value, bo.value, grad, mean, var, eps=eps, dx_dtype=xo.wanted_dtype, training=training,
             parameters=go.needs_grad or bo.needs_grad, activation=activation,
         )  # fmt: skip
@@ -169,7 +171,7 @@ def batch_norm2d_leaky_relu(
     )  # fmt: skip
 
 
-@implements("netcl.nn.batchnorm.batch_norm2d_backward", uses=(planes_backward.PLANES_BACKWARD, elementwise, cast))
+@implements("netcl.nn.batchnorm.batch_norm2d_backward", uses=(planes_ops.PLANES_BACKWARD, elementwise, cast))
 def tensor_batch_norm2d_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, mean: Tensor, var: Tensor, eps: float = 1e-5,
     out: Tensor | None = None, leaky_slope: float | None = None, training: bool = True,
@@ -182,12 +184,12 @@ def tensor_batch_norm2d_backward(
     center, spread = saved_statistics("batch_norm2d_backward", xo, xo.shape[1], mean, var)
     if out is not None and leaky_slope is not None:
         grad = elementwise("leaky_relu_grad", grad.dtype, grad, owned_value(out), parameters=(float(leaky_slope),))
-    return planes_backward.batch_norm_backward(
+    return planes_ops.batch_norm_backward(
         xo.value, go.value, go.value, grad, center, spread, eps=float(eps), dx_dtype=xo.grad_dtype, training=training
     )
 
 
-@implements("netcl.ops.elementwise_optimized.fused_bn_relu", uses=(planes_ops,))
+@implements("netcl.ops.elementwise_optimized.fused_bn_relu", uses=_FORWARD)
 def fused_bn_relu(
     casting: Casting, x: Tensor, scale: Tensor, shift: Tensor, out: Tensor | None = None, pool: Any = None
 ) -> Tensor:
@@ -203,7 +205,7 @@ def fused_bn_relu(
 
 
 @implements("netcl.nn.groupnorm.group_norm")
-@implements("netcl.autograd.group_norm", result_only=True, uses=(planes_ops, planes_backward))
+@implements("netcl.autograd.group_norm", result_only=True, uses=(planes_ops,))
 def group_norm(
     casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, groups: int, eps: float = 1e-5,
     tape: Tape | None = None,
@@ -230,7 +232,7 @@ def group_norm(
     out, mean, var = planes_ops.group_norm(xo.value, go.value, bo.value, groups, eps=eps, out_dtype=dtype)
 
     def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dgamma, dbeta = planes_backward.group_norm_backward(
+        dx, dgamma, dbeta = planes_ops.group_norm_backward(
             xo.value, go.value, grad, mean, var, groups, eps=eps, dx_dtype=xo.grad_dtype,
             dgamma_dtype=go.wanted_dtype, dbeta_dtype=bo.wanted_dtype,
         )  # fmt: skip
@@ -239,7 +241,7 @@ def group_norm(
     return bound(out, {(xo, go, bo): backward}, "group_norm", tape), mean, var
 
 
-@implements("netcl.nn.groupnorm.group_norm_backward", uses=(planes_backward, cast))
+@implements("netcl.nn.groupnorm.group_norm_backward", uses=(planes_ops.PLANES_BACKWARD, norm_sets, reduce_sum, cast))
 def tensor_group_norm_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, mean: Tensor, var: Tensor, groups: int,
     eps: float = 1e-5,
@@ -250,7 +252,7 @@ def tensor_group_norm_backward(
     (go,) = parameters_of("group_norm_backward", xo, xo.shape[1], gamma)
     groups = int(groups)
     center, spread = saved_statistics("group_norm_backward", xo, xo.shape[0] * groups, mean, var)
-    return planes_backward.group_norm_backward(
+    return planes_ops.group_norm_backward(
         xo.value, go.value, owned_value(grad_out), center, spread, groups, eps=float(eps), dx_dtype=xo.grad_dtype,
         dgamma_dtype=go.grad_dtype, dbeta_dtype=go.grad_dtype,
     )  # fmt: skip

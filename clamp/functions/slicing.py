@@ -19,8 +19,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, owned_value
 from clamp.casting.registry import implements
-from clamp.functions.concat import moved_dtype, stretches_of
-from clamp.functions.shape import view
+from clamp.functions.shape import moved_dtype, stretches_of, view
 from clamp.ops import concat as ops
 from clamp.ops.arguments import around_axis, axis_of, whole_number
 from clamp.ops.concat import Part

@@ -17,7 +17,6 @@ import wrapt
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.ops.bfloat16 import from_words, to_words
 from clamp.ops.concat import Part, assemble, split
 from clamp.params.gradient_marks import scale_of
 from clamp.patching.patch_registry import meets
@@ -39,7 +38,7 @@ def all_reduce(wrapped: Any, instance: None, /, tensors: Sequence[Any], op: str 
     if op.lower() == "mean":
         total = total / np.float32(len(tensors))
     for tensor in tensors:
-        bridge.write_bytes(tensor, to_words(total, bridge.canonical_dtype(tensor.dtype)).view(np.uint8))
+        bridge.write_bytes(tensor, bridge.to_words(total, bridge.canonical_dtype(tensor.dtype)).view(np.uint8))
     return tensors
 
 
@@ -52,7 +51,7 @@ def broadcast(wrapped: Any, instance: None, /, tensor: Any, root: int = 0) -> An
     numbers = _numbers(tensor[root])
     for index, target in enumerate(tensor):
         if index != root % len(tensor):
-            bridge.write_bytes(target, to_words(numbers, bridge.canonical_dtype(target.dtype)).view(np.uint8))
+            bridge.write_bytes(target, bridge.to_words(numbers, bridge.canonical_dtype(target.dtype)).view(np.uint8))
     return tensor
 
 
@@ -126,7 +125,7 @@ def _numbers(tensor: Tensor) -> npt.NDArray[np.float32]:
     """A tensor's elements on the host, as a line of float32."""
     dtype = bridge.canonical_dtype(tensor.dtype)
     words = np.uint16 if dtype in bridge.HALF_DTYPES else np.uint32
-    return from_words(bridge.read_bytes(tensor).view(words), dtype)
+    return bridge.from_words(bridge.read_bytes(tensor).view(words), dtype)
 
 
 def _read_all(tensors: Sequence[Tensor]) -> Array:

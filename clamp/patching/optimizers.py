@@ -21,8 +21,8 @@ from clamp.opencl.host_steps import host_step, host_value, recorder
 from clamp.ops.ring_buffers import Norms
 from clamp.params import gradient_marks, masters, updates
 from clamp.params.writes import unnoted
-from clamp.patching.bindings import Bindings
 from clamp.patching.patch_registry import OPTIMIZER_METHODS, meets, meets_in_optimizers
+from clamp.patching.redirect import Bindings
 from clamp.patching.tensors import in_place
 from clamp.patching.wrap import Installed, Wrapper
 from clamp.scaling.dynamic_scale import settle_late

@@ -1,6 +1,6 @@
 """Puts the wrappers over netcl, wherever its functions are bound, and takes them off again.
 
-Which functions: those that wrappers say they meet (meets.py), those on the lists, those on no list, and the user's.
+Which functions: those that wrappers meet (patch_registry.py), those on the lists, those on no list, and the user's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from clamp.casting.registry import Function
 from clamp.functions import OWNED
 from clamp.params.optim import Adam8bit, AdamW8bit
 from clamp.patching import backward, collectives, netcl_fixes, tensors  # noqa: F401  (for what they meet)
-from clamp.patching.bindings import Bindings
 from clamp.patching.optimizers import Steps
 from clamp.patching.patch_registry import (
     BEFORE_REMOVAL,
@@ -33,6 +32,7 @@ from clamp.patching.patch_registry import (
     owner_of,
     when_imported,
 )
+from clamp.patching.redirect import Bindings
 from clamp.patching.wrap import (
     Installed,
     Wrapper,

@@ -34,7 +34,6 @@ import numpy.typing as npt
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.host_steps import refuse
-from clamp.ops.bfloat16 import from_words, to_words
 from clamp.ops.concat import Part, assemble, split
 from clamp.params.weight_cache import weights
 from clamp.ranks.parameters import RankParameters, digest, shapes_of
@@ -241,7 +240,7 @@ class Ranks:
             total += param.size
         padded = -(-total // self.size) * self.size
         if padded == 0:
-            return np.empty(0, to_words(np.empty(0, np.float32), self.reduce_dtype).dtype)
+            return np.empty(0, bridge.to_words(np.empty(0, np.float32), self.reduce_dtype).dtype)
         together = assemble(params[0].queue, (padded,), 0, parts, self.reduce_dtype)
         words = np.uint16 if self.reduce_dtype in bridge.HALF_DTYPES else np.uint32
         return bridge.read_bytes(together).view(words)
@@ -268,11 +267,11 @@ class Ranks:
 def _mean(shares: Array, dtype: str) -> Array:
     """The mean of the rows in float32, added in their order, as words of ``dtype``."""
     with np.errstate(over="ignore", invalid="ignore"):  # inf and nan are for the loss scale to find
-        total = from_words(shares[0], dtype).copy()
+        total = bridge.from_words(shares[0], dtype).copy()
         for share in shares[1:]:
-            total += from_words(share, dtype)
+            total += bridge.from_words(share, dtype)
         total /= np.float32(len(shares))
-        return to_words(total, dtype)
+        return bridge.to_words(total, dtype)
 
 
 def _tensors_of(root: Any) -> Iterator[Tensor]:

@@ -28,20 +28,12 @@ from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 from clamp import bridge
 from clamp.bridge import Address, Seen, Tensor, address_of, living_tensors
 from clamp.interrupts import With
-from clamp.opencl.host_steps import (
-    is_host_value,
-    recorder,
-    refuse,
-    set_recorder,
-    unrecorded,
-    value_now,
-)
+from clamp.opencl.host_steps import is_host_value, recorder, refuse, set_recorder, unrecorded, value_now
 from clamp.ops import transfer
 from clamp.params.weight_cache import weights
 from clamp.patching.patch_registry import before_removal, meets
 from clamp.recordings.attempt import Attempt
-from clamp.recordings.dependencies import Dependencies, ModuleNotes, dependencies_of
-from clamp.recordings.memory import Launches, Pool
+from clamp.recordings.memory import Dependencies, Launches, ModuleNotes, Pool, dependencies_of
 from clamp.scaling.dynamic_scale import forget_late, settle_late
 
 Arguments = tuple[Any, ...]

@@ -20,7 +20,7 @@ from clamp.params import gradient_marks
 from clamp.params.weight_cache import weights
 from clamp.patching.patch_registry import meets
 from clamp.recordings.capture import drop_if_running, recording_of, running_of
-from clamp.recordings.dependencies import dependencies_of
+from clamp.recordings.memory import dependencies_of
 from clamp.recordings.replay import ReplayPlan
 
 _MODES = ("training", "_training")

@@ -19,8 +19,7 @@ from clamp.opencl.program import Launch, launches_are_watched
 from clamp.params.weight_cache import weights
 from clamp.patching.patch_registry import meets
 from clamp.recordings.capture import recording_of
-from clamp.recordings.dependencies import dependencies_of, require_fit, stale
-from clamp.recordings.memory import Residents
+from clamp.recordings.memory import Residents, dependencies_of, require_fit, stale
 from clamp.scaling.dynamic_scale import forget_late, settle_late
 
 #: What is called with a queue and the buffers of these numbers; what does the same, if no buffer changes and nobody

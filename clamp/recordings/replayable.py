@@ -18,8 +18,8 @@ from clamp.recordings.arguments import PLAIN, Arguments, leaves_of, mapped
 from clamp.recordings.attempt import Attempt
 from clamp.recordings.capture import recording_of
 from clamp.recordings.comparison import allocation_of, difference
-from clamp.recordings.dependencies import dependencies_of
 from clamp.recordings.gradients import Entries, Gradients, Known
+from clamp.recordings.memory import dependencies_of
 from clamp.recordings.replay import ReplayPlan
 from clamp.recordings.variants import Recorded
 from clamp.recordings.watch import Watch

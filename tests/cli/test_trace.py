@@ -15,7 +15,7 @@ import pytest
 from clamp import bridge
 from clamp.cli import main
 from clamp.cli.devices import slug
-from clamp.functions import elementwise as bound_elementwise
+from clamp.functions import arithmetic as bound_elementwise
 from clamp.ops.elementwise import elementwise
 
 pytestmark = pytest.mark.usefixtures("shut_down")

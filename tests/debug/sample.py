@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from clamp.debug.page.schema import BINS, LOWEST, Module, Moment, Op, Range, Step
+from clamp.debug.page.schema import BINS, LOWEST, HeldAt, Module, Op, Range, Step
 from clamp.report import Run, write_run
 
 MATMUL = "netcl.autograd.matmul_op"
@@ -181,7 +181,7 @@ def ranges() -> Iterator[Range]:
         yield range_of(rng, f"{name}.weight", "parameter gradient", -3 - 0.1 * (18 - place), 1.6, 16_000, "float32")
 
 
-def moments() -> Iterator[Moment]:
+def moments() -> Iterator[HeldAt]:
     """Memory by ops: forward fills it with activations, backward takes them for gradients and workspaces."""
     forward, backward = ([op for op in ops() if op["direction"] == one] for one in ("forward", "backward"))
     for step, op in enumerate([*forward, *backward[::-1]]):

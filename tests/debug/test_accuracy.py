@@ -21,7 +21,7 @@ from clamp import amp, bridge, session
 from clamp.bridge import HALF_DTYPES, BatchNorm2d, Node, Tensor
 from clamp.debug.float32_reference import error_of, rounding_of, with_digits_of
 from clamp.debugging import Accuracy, ValueAccuracy, compare_accuracy
-from clamp.functions import elementwise as bound_elementwise
+from clamp.functions import arithmetic as bound_elementwise
 from clamp.functions import matmul as bound_matmul
 from clamp.ops.elementwise import elementwise
 from tests.networks import batch, loss_of, mlp

@@ -16,7 +16,7 @@ from netcl.nn.layers import Dropout, Linear, Sequential, Tanh
 
 from clamp import amp
 from clamp.debugging import Difference, first_difference, save_trace
-from clamp.functions import elementwise as bound_elementwise
+from clamp.functions import arithmetic as bound_elementwise
 from clamp.ops.elementwise import elementwise
 from tests.reference import to_device
 

@@ -11,7 +11,7 @@ from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import NotOwned
 from clamp.casting.policies import Float
 from clamp.casting.registry import OWNED
-from clamp.functions import depthwise
+from clamp.functions import conv as functions
 from tests.functions.operands import half, leaf
 from tests.ops.test_depthwise import Reference
 from tests.reference import assert_close, to_device, to_numpy
@@ -23,19 +23,19 @@ X, W, BIAS = RNG.standard_normal((2, 3, 6, 9)), RNG.standard_normal((3, 1, 3, 3)
 def test_a_large_weight_gradient_stays_finite(queue: cl.CommandQueue) -> None:
     x, w = leaf(queue, np.full((4, 1, 16, 16), 100.0), "float16"), leaf(queue, np.ones((1, 1, 1, 1)))
     tape = Tape()
-    y = depthwise.depthwise_conv2d(half(), x, w, tape=tape)
+    y = functions.depthwise_conv2d(half(), x, w, tape=tape)
     tape.backward(y, to_device(queue, np.full(y.value.shape, 1000.0), "float16"))
     assert_close(w.grad, [[[[4 * 256 * 1e5]]]])
 
 
 def test_float_policy_bare_tensors_and_no_grad(queue: cl.CommandQueue) -> None:
     x, w, bias = to_device(queue, X, "float16"), to_device(queue, W), to_device(queue, BIAS)
-    y = depthwise.depthwise_conv2d(Float(), x, w, bias, pad=1)
+    y = functions.depthwise_conv2d(Float(), x, w, bias, pad=1)
     assert isinstance(y, Tensor)
     assert y.dtype == "float32"
     assert_close(y, Reference(to_numpy(x), to_numpy(w), 1, 1).value() + to_numpy(bias)[:, None, None], slack=2.0**-19)
     with ag.no_grad():
-        assert isinstance(depthwise.depthwise_conv2d(half(), leaf(queue, X), leaf(queue, W)), Tensor)
+        assert isinstance(functions.depthwise_conv2d(half(), leaf(queue, X), leaf(queue, W)), Tensor)
 
 
 def test_tensor_level_functions(queue: cl.CommandQueue) -> None:
@@ -43,12 +43,12 @@ def test_tensor_level_functions(queue: cl.CommandQueue) -> None:
     y = OWNED["netcl.ops.depthwise_conv2d.depthwise_conv2d"](half(), x, w, bias, 1, 1, algo="naive")
     exact = Reference(to_numpy(x), to_numpy(w), 1, 1)
     assert_close(y, exact.value() + to_numpy(bias)[:, None, None], slack=2.0**-19)
-    gx, gw, gb = depthwise.depthwise_conv2d_backward(half(), x, w, y, bias, 1, 1)
+    gx, gw, gb = functions.depthwise_conv2d_backward(half(), x, w, y, bias, 1, 1)
     assert_close(gx, exact.input_gradient(to_numpy(y)), slack=2.0**-17)
     assert_close(gw, exact.weight_gradient(to_numpy(y)), slack=2.0**-14)
     assert gb is not None
     assert gb.dtype == "float32"
-    assert depthwise.depthwise_conv2d_backward(half(), x, w, y, None, 1, 1)[2] is None
+    assert functions.depthwise_conv2d_backward(half(), x, w, y, None, 1, 1)[2] is None
     with pytest.raises(NotOwned):
         OWNED["netcl.ops.depthwise_conv2d.depthwise_conv2d"](half(), x, w, out=y)
 
@@ -56,8 +56,8 @@ def test_tensor_level_functions(queue: cl.CommandQueue) -> None:
 def test_wrong_arguments(queue: cl.CommandQueue) -> None:
     x, w = leaf(queue, X), leaf(queue, W)
     with pytest.raises(ValueError, match="takes x"):
-        depthwise.depthwise_conv2d(half(), x, leaf(queue, np.ones((6, 1, 3, 3))))
+        functions.depthwise_conv2d(half(), x, leaf(queue, np.ones((6, 1, 3, 3))))
     with pytest.raises(ValueError, match="bias"):
-        depthwise.depthwise_conv2d(half(), x, w, leaf(queue, np.ones(2)))
+        functions.depthwise_conv2d(half(), x, w, leaf(queue, np.ones(2)))
     with pytest.raises(NotOwned):
-        depthwise.depthwise_conv2d(half(), Tensor.from_host(queue, X.astype(np.int32), dtype="int32"), w)
+        functions.depthwise_conv2d(half(), Tensor.from_host(queue, X.astype(np.int32), dtype="int32"), w)

@@ -16,7 +16,8 @@ from clamp import amp
 from clamp.bridge import Node, Tape, Tensor, view
 from clamp.casting.policies import Match, Promote
 from clamp.cli.bench.timing import counted_launches
-from clamp.functions import concat, slicing
+from clamp.functions import shape as joining
+from clamp.functions import slicing
 from clamp.ops.concat import Part
 from tests.functions.operands import leaf
 from tests.reference import HALF_DTYPES, assert_close, to_device, to_numpy
@@ -37,7 +38,7 @@ def test_cat_of_eight_is_one_launch_forward_and_one_backward(queue: cl.CommandQu
     parts = [leaf(queue, VALUES[k], "float16") for k in (0, 1, 2, 3, 0, 1, 2, 3)]
     tape = Tape()
     with counted_launches() as launches:
-        out = concat.cat(Promote(), parts, 0, tape)
+        out = joining.cat(Promote(), parts, 0, tape)
     assert len(launches) == 1
     grad = to_device(queue, np.ones((48, 5)), "float16")
     with counted_launches() as launches:
@@ -49,8 +50,8 @@ def test_wrong_joins_are_refused(queue: cl.CommandQueue) -> None:
     x = leaf(queue, np.ones((2, 3)))
     integers = Tensor.from_host(queue, np.ones((2, 3), np.int32), dtype="int32")
     for function, message in (
-        (concat.cat, "cat: .* must agree everywhere but along axis 1"),
-        (concat.stack, r"stack: the tensors must have one shape, got \(2, 3\), \(3, 3\)"),
+        (joining.cat, "cat: .* must agree everywhere but along axis 1"),
+        (joining.stack, r"stack: the tensors must have one shape, got \(2, 3\), \(3, 3\)"),
     ):
         with pytest.raises(ValueError, match=f"{function.__name__} needs at least one tensor"):
             function(Promote(), [])
@@ -58,7 +59,7 @@ def test_wrong_joins_are_refused(queue: cl.CommandQueue) -> None:
             function(Promote(), [x, integers])
         with pytest.raises(ValueError, match=message):
             function(Promote(), [x, leaf(queue, np.ones((3, 3)))], 1)
-    np.testing.assert_array_equal(concat.cat(Promote(), [integers, integers], 1).to_host(), np.ones((2, 6)))
+    np.testing.assert_array_equal(joining.cat(Promote(), [integers, integers], 1).to_host(), np.ones((2, 6)))
 
 
 # ------------------------------------------------------------------------------------------------- slicing
@@ -118,7 +119,7 @@ def test_the_gradient_of_all_chunks_is_one_launch(queue: cl.CommandQueue) -> Non
     with counted_launches() as launches:
         parts = slicing.chunk(Match(), x, 3, axis=1)
     assert len(launches) == 1
-    joined = concat.cat(Promote(), [parts[2], parts[0]], 1)  # the second has no gradient
+    joined = joining.cat(Promote(), [parts[2], parts[0]], 1)  # the second has no gradient
     grad = to_device(queue, np.ones((4, 4, 5)), "float16")
     with counted_launches() as launches:
         Tape().backward(joined, grad)
@@ -129,7 +130,7 @@ def test_the_gradient_of_all_chunks_is_one_launch(queue: cl.CommandQueue) -> Non
 def test_a_loop_over_time_steps_writes_the_gradient_once(queue: cl.CommandQueue) -> None:
     x = leaf(queue, np.arange(16 * 6.0).reshape(2, 16, 3), "float16")
     steps = [slicing.getitem(Match(), x, (slice(None), t)) for t in range(16)]
-    joined = concat.stack(Promote(), steps, 1)
+    joined = joining.stack(Promote(), steps, 1)
     with counted_launches() as launches:
         Tape().backward(joined, x.value)
     assert len(launches) == 4  # two for the steps, two for x

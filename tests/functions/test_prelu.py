@@ -10,7 +10,7 @@ from clamp.bridge import Tensor
 from clamp.casting.operands import NotOwned
 from clamp.casting.policies import Match
 from clamp.casting.registry import OWNED
-from clamp.functions import prelu as functions
+from clamp.functions import activations as functions
 from tests.functions.operands import leaf
 from tests.reference import assert_close, to_device
 

@@ -11,7 +11,8 @@ import pytest
 
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.ops.attention import attention, attention_backward, attention_decode, decode, problem
+from clamp.ops import attention as package
+from clamp.ops.attention import attention, attention_backward, attention_decode, problem
 from tests.reference import assert_close, quantize, to_device, to_numpy
 from tests.sweep import sweep
 
@@ -39,7 +40,7 @@ def plan(
     is_cpu = request.param == "narrow registers" or own.is_cpu is (request.param == "own plan")
     width = 8 if request.param == "narrow registers" else 16
     chosen = dataclasses.replace(own, is_cpu=is_cpu, float_vector_width=width)
-    for module in (problem, decode):
+    for module in (problem, package):
         monkeypatch.setattr(module, "capabilities", lambda queue: chosen)
     return str(request.param)
 

@@ -24,7 +24,6 @@ from clamp.ops import (
     loss_elementwise,
     multi_tensor,
     norm_planes,
-    norm_planes_backward,
     norm_rows,
     norm_sets,
     ring_buffers,
@@ -76,14 +75,14 @@ def _batch_norm(queue: cl.CommandQueue) -> None:
     x, one = _tensor(queue, 8, 64, 32, 32), _tensor(queue, 64, dtype="float32")
     statistics = one, one
     norm_planes.batch_norm(x, one, one, *statistics, momentum=0.1, eps=1e-5, out_dtype="float16", activation=RELU)
-    norm_planes_backward.batch_norm_backward(x, one, one, x, *statistics, eps=1e-5, dx_dtype="float16", activation=RELU)
+    norm_planes.batch_norm_backward(x, one, one, x, *statistics, eps=1e-5, dx_dtype="float16", activation=RELU)
 
 
 def _group_norm(queue: cl.CommandQueue) -> None:
     x, one = _tensor(queue, 2, 8, 32, 32, dtype="float32"), _tensor(queue, 8, dtype="float32")
     mean = _tensor(queue, 2, 4, dtype="float32")
     norm_planes.group_norm(x, one, one, 4, eps=1e-5, out_dtype="float32")
-    norm_planes_backward.group_norm_backward(
+    norm_planes.group_norm_backward(
         x, one, x, mean, mean, 4, eps=1e-5, dx_dtype="float32", dgamma_dtype=None, dbeta_dtype=None
     )
 

@@ -9,7 +9,7 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Tensor
-from clamp.ops import distances, info_nce, launch, triplets
+from clamp.ops import distances, info_nce, launch
 from tests.ops.plans import plans_of
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 
@@ -123,10 +123,10 @@ def test_no_rows(queue: cl.CommandQueue) -> None:
         distances.gather(some, none, to_device(queue, np.empty((2, 0))), "float32", scale=1.0), np.zeros((2, 3))
     )
     labels = Tensor.from_shape(queue, (0,), dtype="int32")
-    for mine in (triplets.hardest_triplets, triplets.all_triplets):
+    for mine in (distances.hardest_triplets, distances.all_triplets):
         forward = mine(none, labels, 1.0, False, True)
         assert_close(forward.loss, [0.0])
-        assert triplets.triplet_gradient(none, forward, to_device(queue, [1.0]), "float32").shape == (0, 3)
+        assert distances.triplet_gradient(none, forward, to_device(queue, [1.0]), "float32").shape == (0, 3)
     assert_close(distances.triplet_loss(none, none, none, 1.0, True, True).loss, [0.0])
     forward = info_nce.info_nce(none, none, temperature=0.1, normalize=True, mean=True, symmetric=True)
     assert_close(forward.loss, [0.0])
@@ -194,10 +194,10 @@ def test_equal_rows_have_finite_gradients(queue: cl.CommandQueue) -> None:
         assert_close(forward.loss, [expected], ulps=4)
         gradient = distances.partner_gradient(x, (x,), 0, forward, one, "float32")
         np.testing.assert_array_equal(to_numpy(gradient), 0)
-    for mine in (triplets.hardest_triplets, triplets.all_triplets):
+    for mine in (distances.hardest_triplets, distances.all_triplets):
         forward = mine(x, labels, 0.5, True, False)
         assert_close(forward.loss, [1.0])  # the two anchors that have a positive
-        np.testing.assert_array_equal(to_numpy(triplets.triplet_gradient(x, forward, one, "float32")), 0)
+        np.testing.assert_array_equal(to_numpy(distances.triplet_gradient(x, forward, one, "float32")), 0)
 
 
 # ------------------------------------------------------------------------------------------------- mining
@@ -216,8 +216,8 @@ def test_mining(queue: cl.CommandQueue, simulated: bool, plan: None, root: bool,
         total, slopes = hardest_reference(host, labels, 0.7, root)
         every, all_slopes, active = all_reference(host, labels, 0.7, root)
         for mine, loss, s, divisor in (
-            (triplets.hardest_triplets, total, slopes, rows),
-            (triplets.all_triplets, every, all_slopes, max(active, 1)),
+            (distances.hardest_triplets, total, slopes, rows),
+            (distances.all_triplets, every, all_slopes, max(active, 1)),
         ):
             terms = np.abs(s).sum() * distance_matrix(host, root).max() + rows
             for mean in (True, False):
@@ -225,7 +225,7 @@ def test_mining(queue: cl.CommandQueue, simulated: bool, plan: None, root: bool,
                 forward = mine(x, t, 0.7, root, mean)
                 assert_close(forward.loss, [loss / by], slack=bound * terms / by)
                 gradient, magnitude = gradient_from_slopes(host, s * 32 / by)
-                result = triplets.triplet_gradient(x, forward, grad, dtype)
+                result = distances.triplet_gradient(x, forward, grad, dtype)
                 assert_close(result, gradient, slack=bound * magnitude)
 
 
@@ -238,7 +238,7 @@ def test_labels_of_any_type_give_the_same_triplets(queue: cl.CommandQueue, plan:
         offset = 2**40 if dtype == "int64" else 0
         t = Tensor.from_host(queue, (labels * 3 + offset).astype(dtype), dtype=dtype)
         losses += [
-            to_numpy(mine(x, t, 0.5, True, True).loss) for mine in (triplets.hardest_triplets, triplets.all_triplets)
+            to_numpy(mine(x, t, 0.5, True, True).loss) for mine in (distances.hardest_triplets, distances.all_triplets)
         ]
     assert losses[0::2] == [losses[0]] * 4
     assert losses[1::2] == [losses[1]] * 4
@@ -250,12 +250,12 @@ def test_labels_of_any_type_give_the_same_triplets(queue: cl.CommandQueue, plan:
 def test_batches_without_triplets(queue: cl.CommandQueue, plan: None, root: bool, labels: list[int]) -> None:
     x = to_device(queue, RNG.standard_normal((6, 4)))
     t = Tensor.from_host(queue, np.array(labels, np.int32), dtype="int32")
-    for mine, reference in ((triplets.hardest_triplets, hardest_reference), (triplets.all_triplets, all_reference)):
+    for mine, reference in ((distances.hardest_triplets, hardest_reference), (distances.all_triplets, all_reference)):
         forward = mine(x, t, 0.5, root, False)
         loss, slopes = reference(to_numpy(x), np.array(labels), 0.5, root)[:2]
         assert_close(forward.loss, [loss], slack=64 * EPS * max(1.0, loss))
         gradient, magnitude = gradient_from_slopes(to_numpy(x), slopes)
-        result = triplets.triplet_gradient(x, forward, to_device(queue, [1.0]), "float32")
+        result = distances.triplet_gradient(x, forward, to_device(queue, [1.0]), "float32")
         assert_close(result, gradient, slack=64 * EPS * magnitude)
 
 
@@ -266,10 +266,10 @@ def test_embeddings_that_are_not_finite_make_the_loss_so(queue: cl.CommandQueue,
     host[3, 2] = bad
     x = to_device(queue, host, "float16")
     t = Tensor.from_host(queue, np.arange(20, dtype=np.int32) % 3, dtype="int32")
-    for mine in (triplets.hardest_triplets, triplets.all_triplets):
+    for mine in (distances.hardest_triplets, distances.all_triplets):
         forward = mine(x, t, 0.5, False, True)
         assert not np.isfinite(to_numpy(forward.loss)).any()
-        gradient = to_numpy(triplets.triplet_gradient(x, forward, to_device(queue, [1.0]), "float16"))
+        gradient = to_numpy(distances.triplet_gradient(x, forward, to_device(queue, [1.0]), "float16"))
         assert not np.isfinite(gradient).all()
     forward = info_nce.info_nce(x, x, temperature=0.1, normalize=True, mean=True, symmetric=True)
     assert np.isnan(to_numpy(forward.loss)).all()
@@ -280,8 +280,8 @@ def test_triplets_repeat_to_the_bit(queue: cl.CommandQueue) -> None:
     t = Tensor.from_host(queue, np.arange(40, dtype=np.int32) % 4, dtype="int32")
     results = []
     for _ in range(3):
-        forward = triplets.all_triplets(x, t, 1.0, True, True)
-        gradient = triplets.triplet_gradient(x, forward, to_device(queue, [1.0]), "float32")
+        forward = distances.all_triplets(x, t, 1.0, True, True)
+        gradient = distances.triplet_gradient(x, forward, to_device(queue, [1.0]), "float32")
         results.append((to_numpy(forward.loss), to_numpy(gradient)))
     for loss, gradient in results[1:]:
         np.testing.assert_array_equal(loss, results[0][0])

@@ -11,7 +11,7 @@ import pyopencl as cl
 import pytest
 
 from clamp.opencl.device import capabilities
-from clamp.ops import launch, norm_planes, norm_planes_backward, norm_rows, norm_sets
+from clamp.ops import launch, norm_planes, norm_rows, norm_sets
 from clamp.ops.norm_sets import IDENTITY, RELU, Activation, Sets
 from tests.ops.plans import plans_of
 from tests.reference import assert_close, to_device, to_numpy
@@ -37,8 +37,7 @@ plan = plans_of(launch, norm_sets, norm_rows)
 
 def in_parts(monkeypatch: pytest.MonkeyPatch, span: int) -> None:
     """Cuts channels into parts of so many elements, as is done with few long ones."""
-    for module in (norm_planes, norm_planes_backward):
-        monkeypatch.setattr(module, "parts_of", lambda queue, sums, n, wide=1: (-(-n // span), span))
+    monkeypatch.setattr(norm_planes, "parts_of", lambda queue, sums, n, wide=1: (-(-n // span), span))
 
     def plan_of(queue: cl.CommandQueue, sets: Sets) -> norm_sets.Plan:
         blocks = -(-span // 16)
@@ -124,7 +123,7 @@ def test_batch_norm(
     assert_close(data.running_var, 0.75 * running[1] + 0.25 * values.var(axes), slack=slack_of(n, running[1]))
     assert_close(y, activated(pre, activation), slack=slack_of(n, values * r * gamma, beta))
 
-    dx, dgamma, dbeta = norm_planes_backward.batch_norm_backward(
+    dx, dgamma, dbeta = norm_planes.batch_norm_backward(
         data.x, data.gamma, data.beta, data.grad, mean, var, eps=1e-3, dx_dtype=x, activation=activation
     )
     g = masked(to_numpy(data.grad), pre, activation)
@@ -149,7 +148,7 @@ def test_batch_norm_with_given_statistics(
     assert_close(y, activated(z * gamma + beta, LEAKY), slack=slack_of(1, z * gamma, beta))
     g = masked(to_numpy(data.grad), z * gamma + beta, LEAKY)
     for parameters in (True, False):
-        dx, dgamma, dbeta = norm_planes_backward.batch_norm_backward(
+        dx, dgamma, dbeta = norm_planes.batch_norm_backward(
             data.x, data.gamma, data.beta, data.grad, *given,
             eps=1e-3, dx_dtype=x, training=False, parameters=parameters, activation=LEAKY,
         )  # fmt: skip
@@ -232,7 +231,7 @@ def test_group_norm(
     assert_close(y, z * gamma + beta, slack=slack_of(n, values * r.max() * gamma, beta))
 
     g = to_numpy(data.grad)
-    dx, dgamma, dbeta = norm_planes_backward.group_norm_backward(
+    dx, dgamma, dbeta = norm_planes.group_norm_backward(
         data.x, data.gamma, data.grad, mean, var, groups,
         eps=1e-3, dx_dtype=x, dgamma_dtype=parameter, dbeta_dtype=parameter,
     )  # fmt: skip
@@ -323,12 +322,12 @@ def test_a_row_of_zeros_has_a_gradient(queue: cl.CommandQueue) -> None:
 def test_only_some_gradients(queue: cl.CommandQueue) -> None:
     data = Batch(queue, (2, 3, 4, 5), ("float16", "float32", "float32", "float32"))
     args = (data.x, data.gamma, data.beta, data.grad, data.running_mean, data.running_var)
-    full = norm_planes_backward.batch_norm_backward(*args, eps=1e-3, dx_dtype="float16")
-    dx, dgamma, dbeta = norm_planes_backward.batch_norm_backward(*args, eps=1e-3, dx_dtype=None)
+    full = norm_planes.batch_norm_backward(*args, eps=1e-3, dx_dtype="float16")
+    dx, dgamma, dbeta = norm_planes.batch_norm_backward(*args, eps=1e-3, dx_dtype=None)
     assert dx is None
     np.testing.assert_allclose(to_numpy(dgamma), to_numpy(full[1]), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(to_numpy(dbeta), to_numpy(full[2]), rtol=1e-5, atol=1e-5)
-    dx, dgamma, _ = norm_planes_backward.batch_norm_backward(*args, eps=1e-3, dx_dtype="float16", parameters=False)
+    dx, dgamma, _ = norm_planes.batch_norm_backward(*args, eps=1e-3, dx_dtype="float16", parameters=False)
     np.testing.assert_array_equal(to_numpy(dx), to_numpy(full[0]))
     assert dgamma is None
 
@@ -342,14 +341,14 @@ def test_empty_tensors(queue: cl.CommandQueue) -> None:
     )  # fmt: skip
     assert y.shape == (0, 3, 4, 5)
     np.testing.assert_array_equal(to_numpy(data.running_mean), running)
-    dx, dgamma, _ = norm_planes_backward.batch_norm_backward(
+    dx, dgamma, _ = norm_planes.batch_norm_backward(
         data.x, data.gamma, data.beta, data.grad, mean, var, eps=1e-5, dx_dtype="float16"
     )
     assert dx is not None
     assert dx.shape == y.shape
     np.testing.assert_array_equal(to_numpy(dgamma), np.zeros(3))
     y, mean, var = norm_planes.group_norm(data.x, data.gamma, data.beta, 3, eps=1e-5, out_dtype="float32")
-    _, dgamma, _ = norm_planes_backward.group_norm_backward(
+    _, dgamma, _ = norm_planes.group_norm_backward(
         data.x, data.gamma, data.grad, mean, var, 3,
         eps=1e-5, dx_dtype="float16", dgamma_dtype="float32", dbeta_dtype=None,
     )  # fmt: skip
@@ -368,7 +367,7 @@ def test_empty_tensors(queue: cl.CommandQueue) -> None:
 def test_gradients_of_another_shape_are_refused(queue: cl.CommandQueue) -> None:
     data = Batch(queue, (2, 3, 4, 5), ("float16", "float32", "float32", "float32"))
     with pytest.raises(ValueError, match="gradient of shape"):
-        norm_planes_backward.batch_norm_backward(
+        norm_planes.batch_norm_backward(
             data.x, data.gamma, data.beta, data.gamma, data.running_mean, data.running_var, eps=1e-5, dx_dtype=None
         )
     with pytest.raises(ValueError, match="gradient of shape"):

@@ -13,7 +13,7 @@ import pytest
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.ops.topk import topk
+from clamp.ops.indexing import topk
 from tests.ops import conv_reference, gemm_reference, test_attention
 from tests.ops.gemm_reference import random
 from tests.poison import Poison

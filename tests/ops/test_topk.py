@@ -6,7 +6,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.ops import launch, topk
+from clamp.ops import indexing, launch
 from tests.ops.plans import plans_of
 from tests.ops.test_concat import bits_of
 from tests.reference import SPECIAL, STORAGE_DTYPES, to_device, to_numpy
@@ -14,7 +14,7 @@ from tests.reference import SPECIAL, STORAGE_DTYPES, to_device, to_numpy
 pytestmark = pytest.mark.kernel
 
 
-plan = plans_of(topk, launch)
+plan = plans_of(indexing, launch)
 
 
 def values(*shape: int) -> np.ndarray:
@@ -35,7 +35,7 @@ def values(*shape: int) -> np.ndarray:
 def test_argmax_is_numpys(queue: cl.CommandQueue, shape: tuple[int, ...], axis: int, dtype: str) -> None:
     x = values(*shape)
     for keepdims in (False, True):
-        out = topk.argmax(to_device(queue, x, dtype), axis, keepdims)
+        out = indexing.argmax(to_device(queue, x, dtype), axis, keepdims)
         assert out.dtype == "int32"
         np.testing.assert_array_equal(out.to_host(), np.argmax(x, axis, keepdims=keepdims))
 
@@ -45,9 +45,9 @@ def test_argmax_of_long_and_of_single_rows(queue: cl.CommandQueue) -> None:
     rng = np.random.default_rng(0)
     for shape in ((2, 1500), (70, 33), (1, 1)):
         x = to_device(queue, rng.standard_normal(shape), "float16")
-        np.testing.assert_array_equal(topk.argmax(x).to_host(), np.argmax(to_numpy(x), -1))
-    np.testing.assert_array_equal(topk.argmax(to_device(queue, [3.0, 5.0, 1.0])).to_host(), [1])
-    np.testing.assert_array_equal(topk.argmax(to_device(queue, np.full((2, 40), -np.inf))).to_host(), [0, 0])
+        np.testing.assert_array_equal(indexing.argmax(x).to_host(), np.argmax(to_numpy(x), -1))
+    np.testing.assert_array_equal(indexing.argmax(to_device(queue, [3.0, 5.0, 1.0])).to_host(), [1])
+    np.testing.assert_array_equal(indexing.argmax(to_device(queue, np.full((2, 40), -np.inf))).to_host(), [0, 0])
 
 
 @pytest.mark.usefixtures("plan")
@@ -55,7 +55,7 @@ def test_argmax_of_long_and_of_single_rows(queue: cl.CommandQueue) -> None:
 @pytest.mark.parametrize(("shape", "axis", "k"), [((3, 53), 1, 5), ((3, 20), 1, 20), ((7, 5), 0, 3), ((2, 9, 4), 1, 1)])
 def test_topk_is_a_stable_sort(queue: cl.CommandQueue, shape: tuple[int, ...], axis: int, k: int, dtype: str) -> None:
     x = to_device(queue, values(*shape), dtype)
-    largest, places = topk.topk(x, k, axis)
+    largest, places = indexing.topk(x, k, axis)
     order = np.argsort(-to_numpy(x), axis, kind="stable").take(np.arange(k), axis)  # NaN comes last
     assert (largest.dtype, places.dtype) == (dtype, "int32")
     np.testing.assert_array_equal(places.to_host(), order)
@@ -68,18 +68,18 @@ def test_topk_of_long_rows_and_special_values(queue: cl.CommandQueue) -> None:
     for host in (x, to_device(queue, np.arange(300.0)), to_device(queue, -np.arange(300.0)), to_device(queue, SPECIAL)):
         k = min(11, host.shape[-1])
         np.testing.assert_array_equal(
-            topk.topk(host, k)[1].to_host(), np.argsort(-to_numpy(host), -1, kind="stable")[..., :k]
+            indexing.topk(host, k)[1].to_host(), np.argsort(-to_numpy(host), -1, kind="stable")[..., :k]
         )
 
 
 def test_empty_and_impossible(queue: cl.CommandQueue) -> None:
     empty, x = to_device(queue, np.empty((0, 3))), to_device(queue, np.ones((2, 3)))
-    assert topk.argmax(empty).shape == (0,)
-    assert topk.topk(empty, 2)[0].shape == (0, 2)
+    assert indexing.argmax(empty).shape == (0,)
+    assert indexing.topk(empty, 2)[0].shape == (0, 2)
     with pytest.raises(ValueError, match=r"axis 0 of shape .* is empty"):
-        topk.argmax(empty, 0)
+        indexing.argmax(empty, 0)
     for k in (0, 4):
         with pytest.raises(ValueError, match=f"k={k} out of range for axis of size 3"):
-            topk.topk(x, k)
+            indexing.topk(x, k)
     with pytest.raises(ValueError, match="axis 2 out of"):
-        topk.topk(x, 1, 2)
+        indexing.topk(x, 1, 2)

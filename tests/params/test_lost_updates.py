@@ -16,7 +16,7 @@ from netcl.optim import SGD, Adam, AdamW, RMSProp
 
 from clamp import amp, session
 from clamp.bridge import Parameter, Tensor
-from clamp.debug.lost_updates import observe_lost_updates
+from clamp.debug.layer_ranges import observe_lost_updates
 from clamp.params import masters
 from clamp.params.lost_updates import percent
 from clamp.params.parts import KEEPS

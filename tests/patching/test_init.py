@@ -220,7 +220,7 @@ def test_what_fails_while_patches_are_put_leaves_netcl_as_it_was(
 ) -> None:
     codes = ag.relu.__code__, SGD.step, ag.Tape.backward
     with monkeypatch.context() as patch:
-        patch.setattr("clamp.patching.bindings.Bindings.show_inside", lambda _: 1 / 0)
+        patch.setattr("clamp.patching.redirect.Bindings.show_inside", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             begin()
     assert (ag.relu.__code__, SGD.step, ag.Tape.backward) == codes

@@ -37,7 +37,7 @@ from clamp import amp
 from clamp.bridge import Node, Parameter
 from clamp.casting.policy_table import CastPolicy, Entry, default_table
 from clamp.casting.regions import casting_in
-from clamp.patching import bindings, patch
+from clamp.patching import patch, redirect
 from clamp.patching.redirect import Redirected
 from clamp.patching.wrap import Wrapper, passes_of
 from tests.reference import quantize, to_device, to_numpy
@@ -171,7 +171,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(patch, "_wrapper_of", wrapper_of)
     monkeypatch.setattr(patch, "WRAPPERS", {})
-    monkeypatch.setattr(bindings, "_made", {})
+    monkeypatch.setattr(redirect, "_made", {})
     return names
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from xml.etree import ElementTree
 
-from clamp.debug.page.schema import Memory, Moment, Step
+from clamp.debug.page.schema import HeldAt, Memory, Step
 from clamp.debug.words import placed, size
 
 if TYPE_CHECKING:
@@ -366,12 +366,12 @@ HELD = {
 _MOMENTS = 160  # of more, as many stretches, of each the one when most was held
 
 
-def held_at(moment: Moment) -> int:
+def held_at(moment: HeldAt) -> int:
     """All that was held, without what is free in a pool."""
     return sum(cast("Mapping[str, int]", moment["bytes"])[kind] for kinds, _ in HELD.values() for kind in kinds)
 
 
-def peak_of(timeline: Sequence[Moment]) -> Moment | None:
+def peak_of(timeline: Sequence[HeldAt]) -> HeldAt | None:
     """The moment when most was held; None where none is known."""
     return max(timeline, key=held_at, default=None)
 
@@ -393,12 +393,12 @@ def memory_timeline(found: Memory) -> str:
     return picture("held", label, draw, lambda narrow: 320 if narrow else 360)
 
 
-def _fewer(timeline: Sequence[Moment]) -> list[Moment]:
+def _fewer(timeline: Sequence[HeldAt]) -> list[HeldAt]:
     each = math.ceil(len(timeline) / _MOMENTS)
     return [max(timeline[begin : begin + each], key=held_at) for begin in range(0, len(timeline), each)]
 
 
-def _draw_held(axes: Axes, moments: Sequence[Moment], peak: int, where: str, length: int) -> None:
+def _draw_held(axes: Axes, moments: Sequence[HeldAt], peak: int, where: str, length: int) -> None:
     plain_axes(axes)
     axes.grid(axis="y")
     places = range(len(moments) + 1)  # an op's moment lasts until the next one's

@@ -94,7 +94,7 @@ class Range(TypedDict):
     overflow: float
 
 
-class LayerUpdates(TypedDict):
+class LostIn(TypedDict):
     """A step's updates of a layer's 16-bit weights, and how many of them rounding loses."""
 
     module: str
@@ -106,7 +106,7 @@ class LayerUpdates(TypedDict):
 class Updates(TypedDict):
     """Of weights without fp32 masters: their updates by layer, those that lose most first, and what to say besides."""
 
-    layers: list[LayerUpdates]
+    layers: list[LostIn]
     notes: list[str]
 
 
@@ -120,7 +120,7 @@ Held = TypedDict(
 )  # fmt: skip
 
 
-class Moment(TypedDict):
+class HeldAt(TypedDict):
     """What was held when an op of a step took most."""
 
     op: str
@@ -129,7 +129,7 @@ class Moment(TypedDict):
     bytes: Held
 
 
-class Holder(TypedDict):
+class HeldBy(TypedDict):
     """What was held of one kind by one op, at the moment of a step when most was held, in so many pieces."""
 
     kind: str
@@ -148,8 +148,8 @@ class Memory(TypedDict):
     peak: int | None
     float32_activations: int | None
     float32_peak: int | None
-    timeline: list[Moment]
-    holders: list[Holder]
+    timeline: list[HeldAt]
+    holders: list[HeldBy]
 
 
 Module = TypedDict("Module", {"path": str, "class": str, "parameters": int})

@@ -12,25 +12,32 @@ units multiply 16-bit weights: matrix_units.py; or two 16-bit parts of them: amx
 
 from __future__ import annotations
 
+from math import prod
+
 import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
+from clamp.opencl.program import Kernel
 from clamp.ops.attention import amx, blocked, tiled
-from clamp.ops.attention.decode import attention_decode
 from clamp.ops.attention.matrix_units import MMA
 from clamp.ops.attention.problem import AttentionEngine, Gradients, Problem, default_scale, problem_of
 from clamp.ops.engine import choose
 from clamp.ops.verified import names_of_verified
 
-__all__ = ["ENGINES", "Gradients", "attention", "attention_backward", "attention_decode", "default_scale", "on_device"]
+__all__ = ["DECODE", "ENGINES", "Gradients", "attention", "attention_backward", "attention_decode", "on_device"]
 
 #: the first that fits and pays runs
 ENGINES: tuple[AttentionEngine, ...] = (MMA, amx, blocked, tiled)
 
 #: those of them that must be verified on a device
 MATRIX_UNITS = (MMA,)
+
+DECODE = Kernel("attention_decode.cl", "attention_decode")
+
+_KEYS = 256  # of a cache, that one look at the maximum covers
+_GROUP_GPU = 64  # work-items of a head of a cache
 
 
 def attention(
@@ -91,6 +98,49 @@ def attention_backward(
     if q.size:
         choose("attention", ENGINES, problem, engine).backward(problem, q, k, v, lse, grad, (dq, dk, dv))
     return dq, dk, dv
+
+
+def attention_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, scale: float | None, *, out_dtype: str
+) -> Tensor:
+    """One query a head against the first ``length`` positions of a cache; what lies beyond is never read.
+
+    Args:
+        q: (B, H, 1, D).
+        k_cache, v_cache: (B, H, capacity, D); they and q float32, float16 or bfloat16 in any mixture.
+        length: how many positions to attend to. With none the result is 0.
+        scale: as in `attention`.
+        out_dtype: dtype of the result.
+
+    Returns:
+        (B, H, 1, D).
+
+    Raises:
+        ValueError: the shapes do not fit, or the cache is shorter than ``length``.
+    """
+    shapes = [tuple(x.shape) for x in (q, k_cache, v_cache)]
+    fits = len(shapes[0]) == len(shapes[1]) == 4 and shapes[0][2] == 1 and shapes[1] == shapes[2]
+    if not fits or shapes[0][:2] != shapes[1][:2] or shapes[0][3] != shapes[1][3]:
+        raise ValueError(
+            "flash_attention_decode takes q (B, H, 1, D) and caches (B, H, capacity, D), got "
+            + ", ".join(map(str, shapes))
+        )
+    capacity, width = shapes[1][2:]
+    if not 0 <= length <= capacity:
+        raise ValueError(f"flash_attention_decode: cache_len {length} exceeds capacity {capacity}")
+    out = bridge.empty(q.queue, q.shape, out_dtype)
+    if out.size == 0:
+        return out
+    heads = prod(shapes[0][:2])
+    sums = bridge.empty(q.queue, (heads, width), "float32")
+    group = 1 if capabilities(q.queue).is_cpu else _GROUP_GPU
+    operands = (("Q_T", q), ("K_T", k_cache), ("V_T", v_cache), ("Y_T", out))
+    DECODE(
+        q.queue, (heads * group,), (group,), q, k_cache, v_cache, out, sums, length, capacity, width,
+        default_scale(width, scale),
+        WG=group, KEYS=_KEYS, **{name: bridge.STORAGE[x.dtype] for name, x in operands},
+    )  # fmt: skip
+    return out
 
 
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:
