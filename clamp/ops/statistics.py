@@ -46,7 +46,7 @@ Key: TypeAlias = tuple[int, int, str]  # buffer, elements and dtype: what has on
 
 
 @dataclass(frozen=True)
-class Counts:
+class ElementCounts:
     """Counts of one tensor's elements.
 
     Attributes:
@@ -66,7 +66,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Statistics(Counts):
+class Statistics(ElementCounts):
     """Magnitudes of one tensor's elements.
 
     Attributes:
@@ -260,7 +260,7 @@ def _macros(queue: cl.CommandQueue) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Numerics(Counts):
+class Numerics(ElementCounts):
     """Numbers of one tensor's elements.
 
     Attributes:
