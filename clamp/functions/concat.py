@@ -83,7 +83,7 @@ def _joined(
         pieces = iter(ops.split(grad, axis, [at for _, at in wanted], out_dtypes=dtypes))
         return [bridge.view(next(pieces), operand.shape) if operand.needs_grad else None for operand in operands]
 
-    return bound(out, {operands: backward}, name, tape)
+    return bound(out, {operands: backward}, name, tape, moves=True)
 
 
 @implements("netcl.ops.tensor_ops.cat")

@@ -23,7 +23,7 @@ def view(casting: Casting, x: Any, shape: Sequence[int], op_name: str, tape: Tap
     def gradient(grad: Tensor) -> Tensor:
         return bridge.view(cast(grad, operand.grad_dtype), before)
 
-    return bound(bridge.view(operand.value, shape), {operand: gradient}, op_name, tape)
+    return bound(bridge.view(operand.value, shape), {operand: gradient}, op_name, tape, moves=True)
 
 
 def _shape_of(x: Any) -> tuple[int, ...]:
@@ -107,7 +107,9 @@ def permute(casting: Casting, x: Any, dims: Sequence[int], tape: Tape | None = N
     (operand,) = casting.operands(as_node(x))
     out = ops.permute(operand.value, dims)
     inverse = sorted(range(len(dims)), key=lambda axis: dims[axis])
-    return bound(out, {operand: lambda grad: ops.permute(cast(grad, operand.grad_dtype), inverse)}, "permute", tape)
+    return bound(
+        out, {operand: lambda grad: ops.permute(cast(grad, operand.grad_dtype), inverse)}, "permute", tape, moves=True
+    )
 
 
 # ------------------------------------------------------------------------------------------ tensor level
