@@ -100,14 +100,14 @@ def init(
             norms of gradients noted, for ``handle.summary()``; or both, ``("attribution", "summary")``.
 
     Raises:
-        RuntimeError: a handle is active already: call its ``shutdown()`` first.
+        RuntimeError: a handle is active already, with ``enabled=False`` too: call its ``shutdown()`` first.
         ValueError: an unknown dtype, level, loss scale, ``on_overflow``, ``enable_caching`` or function name, or a
             malformed list file; or 16-bit ``modules`` at level O0.
         TypeError: a custom list is no list of names, ``lists`` no path, ``modules`` no dict, ``debug`` no text.
         NoDeviceError: there is no OpenCL device.
     """
     if not enabled:
-        return disable()
+        return disable("amp.init(enabled=False)")
     dtype = check_dtype(dtype)
     custom_white_list = names_in("custom_white_list", custom_white_list)
     custom_black_list = names_in("custom_black_list", custom_black_list)
@@ -204,11 +204,16 @@ def _end_what_was_interrupted() -> None:
         _handle.shutdown()
 
 
-def disable() -> NoOpHandle:
-    """Patches nothing; what asks for AMP from now on passes through."""
+def disable(call: str) -> NoOpHandle:
+    """Patches nothing; what asks for AMP from now on passes through.
+
+    Raises:
+        RuntimeError: a handle is active.
+    """
     global _disabled
     with lock:
-        _disabled = active_handle() is None
+        require_none(call)
+        _disabled = True
     return NoOpHandle()
 
 

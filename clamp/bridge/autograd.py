@@ -50,6 +50,8 @@ class _WithBackward(Node):  # type: ignore[misc]
 class OffTape(Node):  # type: ignore[misc]
     """A node between others that no tape records, because it may be of several iterations."""
 
+    is_clamps = True
+
 
 def with_backward(x: Any) -> Any:
     """x; a node of netcl's without a ``backward`` has one then, for scripts that call it with AMP off as well."""
@@ -64,6 +66,11 @@ def is_cut(node: Node) -> bool:
     One that was computed from nothing that is trained looks alike, unless its ``requires_grad`` tells.
     """
     return is_leaf(node) and node.op_name is not None
+
+
+def foreign_nodes(nodes: Iterable[Node]) -> list[Node]:
+    """The computed nodes among these that were not made by ``make_node``: of ops of netcl's, or of a user's."""
+    return [node for node in nodes if node.grad_fn is not None and not getattr(node, "is_clamps", False)]
 
 
 def is_grad_enabled() -> bool:
@@ -92,6 +99,7 @@ def make_node(
     if not any(needs_grad(node) for node in nodes):
         return Node(value=value, op_name=op_name)
     node = Node(value=value, grad_fn=backward, parents=nodes, requires_grad=True, op_name=op_name)
+    node.is_clamps = True
     if engine._detect_anomaly:
         node.creation_trace = traceback.format_stack()
     tape = tape or engine.get_current_tape()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol, TypeAlias
 
 from clamp import bridge
@@ -24,6 +24,8 @@ from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.regions import LAST_USE, Caching, current_region
 from clamp.casting.results import RESULTS
 from clamp.ops.cast import cast
+from clamp.ops.layer_scale import fitted, taken_off
+from clamp.params import delivery
 from clamp.params.updates import changed_since, moment
 from clamp.params.weight_cache import Value, weight_cast, weights
 
@@ -56,8 +58,9 @@ class Operand:
 
     @property
     def grad_dtype(self) -> str:
-        """Dtype of the parent's gradient: that of the parent's own value, unless a 16-bit parameter wants fp32."""
-        return bridge.gradient_dtype(self.parent.value)
+        """Dtype of the parent's gradient: that of the parent's own value, unless a 16-bit parameter wants fp32, or
+        layers have scales of their own."""
+        return delivery.gradient_dtype(bridge.gradient_dtype(self.parent.value))
 
     @property
     def needs_grad(self) -> bool:
@@ -319,7 +322,7 @@ def cast_node(
         report(value.dtype, dtype)
         out = cast(value, dtype)
     operand = Operand(x, value)
-    return bound(out, {operand: lambda grad: cast(grad, operand.grad_dtype)}, "cast")
+    return bound(out, {operand: lambda grad: cast(grad, operand.grad_dtype)}, "cast", moves=True)
 
 
 #: Operand, or several whose gradients are computed together -> function that takes the gradient of the result, in the
@@ -334,6 +337,7 @@ def bound(
     tape: Tape | None = None,
     *,
     first: Callable[[Tensor], Tensor] | None = None,
+    moves: bool = False,
 ) -> Any:
     """Binds a result into the autograd graph: a Node, or a bare Tensor for bare tensors and under no_grad.
 
@@ -341,6 +345,7 @@ def bound(
         gradients: one entry for each operand. Backward computes those that are wanted, in this order; of gradients
             computed together, those that nobody wants are dropped.
         first: applied to the gradient of ``out``, once, for all of them.
+        moves: the gradient functions compute nothing, and take a gradient of any dtype, also of an ``out`` in 16 bits.
     """
     operands = [operand for key in gradients for operand in _each(key)]
     for operand in operands:
@@ -368,8 +373,20 @@ def bound(
             operand.drop()
         return [found.get(operand) for operand in operands]
 
+    is_fitted = not moves and out.dtype in bridge.HALF_DTYPES
+    run = partial(_in_16_bits, backward, str(out.dtype)) if is_fitted else backward
     parents = [operand.parent for operand in operands]
-    return RESULTS.own(bridge.make_node(out, backward, parents, op_name, tape), parents)
+    return RESULTS.own(bridge.make_node(out, run, parents, op_name, tape), parents)
+
+
+def _in_16_bits(backward: Callable[[Tensor], list[Tensor | None]], dtype: str, grad: Tensor) -> list[Tensor | None]:
+    """The backward of a 16-bit result. Where layers have scales of their own, the gradient comes in float32, and so do
+    those go on that are made of it."""
+    scale = delivery.layer_scaling()
+    if scale is None:
+        return backward(grad)
+    grad, factor = fitted(grad, bridge.canonical_dtype(dtype), scale)
+    return [x if x is None else taken_off(x, factor) for x in backward(grad)]
 
 
 def _each(key: Operand | tuple[Operand, ...]) -> tuple[Operand, ...]:

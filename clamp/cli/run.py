@@ -181,7 +181,6 @@ class _Passes:
         self._handle, self._scaling = handle, handle._scaling
         self._made: dict[int, weakref.ref[Any]] = {}  # by id: optimizers may have no hash
         self._steps_at_pass: dict[int, int] = {}  # of each optimizer's last pass, by id
-        self._looked_for: dict[int, weakref.ref[Tensor]] = {}  # parameters without a known optimizer
 
     def note_optimizer(self, wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Around the ``__init__`` of an optimizer of netcl's."""
@@ -240,10 +239,8 @@ class _Passes:
             known.add(id(optimizer))
             holders.append((optimizer, leaves.keys() & {id(bridge.model_parameter(param)) for param in params}))
         held = set().union(*(reached for _, reached in holders))
-        alone = [x for x in leaves.values() if id(x) not in held and (not held or isinstance(x, bridge.Parameter))]
-        if new := [x for x in alone if id(x) not in self._looked_for or self._looked_for[id(x)]() is not x]:
-            self._looked_for.update((id(x), weakref.ref(x)) for x in new)
-            others = [
+        if any(id(x) not in held and (not held or isinstance(x, bridge.Parameter)) for x in leaves.values()):
+            others = [  # each time anew: nobody says when one of a class of the user's is made
                 x for x in (*self._scaling.guards.optimizers, *bridge.optimizers_in_reach()) if id(x) not in known
             ]
             for optimizer in others:

@@ -5,7 +5,7 @@ The API of 2018 (``init``, handles, decorators, registration) is clamp's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 from clamp import session
 from clamp.bridge import HALF_DTYPES, DTypeLike, Node, canonical_dtype
 from clamp.casting.init_call import InitCall, given_to
-from clamp.casting.policy_table import check_dtype
-from clamp.casting.regions import Region
+from clamp.casting.policy_table import check_dtype, module_rules
+from clamp.casting.regions import ModuleRules, Region
 from clamp.compat.scalers import require_number
 from clamp.handle import NoOpHandle
 from clamp.models import as_list, cast_calls, to_16_bit
@@ -73,6 +73,7 @@ def initialize(
     dtype: DTypeLike = "float16",
     patch_torch_functions: bool | None = None,
     rounding_seed: int = 0,
+    modules: Mapping[str, DTypeLike] | None = None,
 ) -> Any:
     """Turns on mixed precision at one of apex's opt_levels, for these models and optimizers, until ``amp.shutdown()``.
 
@@ -104,18 +105,21 @@ def initialize(
         max_loss_scale: limit of a dynamic scale.
         dtype: the 16-bit dtype; with bfloat16 losses are not scaled unless ``loss_scale`` is given.
         rounding_seed: of ``master_weights="stochastic"``.
+        modules: AMP dtypes of parts of the models, as of ``amp.init``; at O1.
 
     Returns:
         The models, or (models, optimizers), in the form in which they were passed.
 
     Raises:
-        RuntimeError: called a second time, an unknown level, or properties that contradict it.
-        TypeError: something is no model, or no optimizer, or an optimizer cannot step parameters without fp32 masters.
+        RuntimeError: called a second time, with ``enabled=False`` too; an unknown level, or properties, or
+            ``modules``, that contradict it.
+        TypeError: something is no model, or no optimizer, an optimizer cannot step parameters without fp32 masters, or
+            ``modules`` is no dict.
         ValueError: a model is 16-bit already, or an unknown dtype, number of losses or loss scale.
     """
     result = models if optimizers is None else (models, optimizers)
     if not enabled:
-        session.disable()
+        session.disable("amp.initialize(enabled=False)")
         return result
     session.require_none("amp.initialize()")
     model_list = as_list(models, "a model", "parameters")
@@ -133,7 +137,15 @@ def initialize(
         "master_weights": master_weights,
         "loss_scale": loss_scale,
     }
-    chosen = _properties(opt_level, dtype, overrides)
+    rules = module_rules(modules)
+    smallest = "float16" if any(rule.dtype == "float16" for rule in rules) else dtype  # that decides about scaling
+    chosen = _properties(opt_level, smallest, overrides)
+    if rules and not chosen.patch_netcl:
+        raise RuntimeError(
+            "modules= belongs to opt_level='O1', which casts in netcl's functions: elsewhere nothing is cast between "
+            'two parts of a model. For 16-bit parameters as well, handle = amp.init(level="O2", modules=...) and '
+            'model, optimizer = amp.decorate(model, optimizer, level="O2")'
+        )
     make_scaler = _scaler_maker(chosen.loss_scale, min_loss_scale, max_loss_scale)
     for model in model_list:
         _require_float32(model)
@@ -144,9 +156,11 @@ def initialize(
     policies = session.policies_for("O1")
     given = {name: value for name, value in given_to(initialize, locals()).items() if name != "optimizers"}
     init_call = InitCall("model, optimizer = amp.initialize", ("model", "optimizer"), given, takes_lists=False)
-    session.start(
-        Region(chosen.patch_netcl, compute, policies, level=opt_level, init_call=init_call), make_scaler, num_losses
-    )
+    region = Region(
+        chosen.patch_netcl, compute, policies, level=opt_level, init_call=init_call,
+        modules=ModuleRules(rules) if rules else None,
+    )  # fmt: skip
+    session.start(region, make_scaler, num_losses)
     for model in model_list:
         _prepare(model, optimizer_list, chosen, cast_model_outputs, rounding_seed)
     return result

@@ -49,8 +49,8 @@ class FaceRule(_NamedRule):
     """A rule in which True and False are no numbers."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            require_number(self.called.get(name, name), value)
+        for name, called in self.called.items():
+            require_number(called, getattr(self, name))
         super().__post_init__()
 
 

@@ -23,6 +23,7 @@ from clamp.casting.arguments import mapped
 from clamp.casting.regions import same_around
 from clamp.interrupts import holding, of_threads
 from clamp.opencl.host_steps import Drawn
+from clamp.params import delivery
 from clamp.params.updates import changed_since, moment
 from clamp.params.weight_cache import weights
 
@@ -148,6 +149,7 @@ class Segment:
         if not ends.keys() <= self._ends.keys():
             _differs("reads other tensors that need a gradient")
         bridge.merge_leaves([end for end in ends.values() if bridge.is_leaf(end)], nodes)
+        delivery.narrow_for_others(nodes)
         found = dict(zip(ends, bridge.gradients_between(outs, grads, list(ends.values())), strict=True))
         return [found.get(key) for key in self._ends]
 

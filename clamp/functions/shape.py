@@ -24,7 +24,7 @@ def view(casting: Casting, x: Any, shape: Sequence[int], op_name: str, tape: Tap
     def gradient(grad: Tensor) -> Tensor:
         return bridge.view(cast(grad, operand.grad_dtype), before)
 
-    return bound(bridge.view(operand.value, shape), {operand: gradient}, op_name, tape)
+    return bound(bridge.view(operand.value, shape), {operand: gradient}, op_name, tape, moves=True)
 
 
 def _shape_of(x: Any) -> tuple[int, ...]:
@@ -108,7 +108,9 @@ def permute(casting: Casting, x: Any, dims: Sequence[int], tape: Tape | None = N
     (operand,) = casting.operands(as_node(x))
     out = ops.permute(operand.value, dims)
     inverse = sorted(range(len(dims)), key=lambda axis: dims[axis])
-    return bound(out, {operand: lambda grad: ops.permute(cast(grad, operand.grad_dtype), inverse)}, "permute", tape)
+    return bound(
+        out, {operand: lambda grad: ops.permute(cast(grad, operand.grad_dtype), inverse)}, "permute", tape, moves=True
+    )
 
 
 # ------------------------------------------------------------------------------------------ joining
@@ -184,7 +186,7 @@ def _joined(
         pieces = iter(concat.split(grad, axis, [at for _, at in wanted], out_dtypes=dtypes))
         return [bridge.view(next(pieces), operand.shape) if operand.needs_grad else None for operand in operands]
 
-    return bound(out, {operands: backward}, name, tape)
+    return bound(out, {operands: backward}, name, tape, moves=True)
 
 
 # ------------------------------------------------------------------------------------------ tensor level

@@ -24,6 +24,7 @@ from clamp.ops import concat as ops
 from clamp.ops.arguments import around_axis, axis_of, whole_number
 from clamp.ops.concat import Part
 from clamp.ops.elementwise import elementwise
+from clamp.params import delivery
 
 
 class _Slices:
@@ -77,7 +78,8 @@ class _Slices:
         node = self.node()
         if node is not None:
             node.grad = node.value.grad = None
-        return [bridge.view(gradient_of_slices(self._shape, self._dtype, parts), self._shape)]
+        dtype = delivery.gradient_dtype(self._dtype)
+        return [bridge.view(gradient_of_slices(self._shape, dtype, parts), self._shape)]
 
 
 def gradient_of_slices(shape: Sequence[int], dtype: str, parts: Sequence[tuple[int, Part]]) -> Tensor:
@@ -131,7 +133,7 @@ def _sliced(
 
     operand.forward_done()
     return [
-        bound(bridge.view(piece, shape), {parent: partial(gradient, *stretch)}, name, tape)
+        bound(bridge.view(piece, shape), {parent: partial(gradient, *stretch)}, name, tape, moves=True)
         for piece, shape, stretch in zip(pieces, shapes, stretches, strict=True)
     ]
 

@@ -14,9 +14,11 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
+from clamp import bridge
 from clamp.bridge import Node, Tensor
 from clamp.interrupts import among, holding, of_threads
 from clamp.opencl.host_steps import host_step, noting_launches, recorder
+from clamp.ops.cast import cast
 from clamp.ops.loss_scale import AppliedScale
 from clamp.params.gradient_marks import PLAIN, PLAIN_HALF, Mark, added, adding_to, mark_of, restore, set_mark, snapshot
 
@@ -41,6 +43,7 @@ class Waiting(Protocol):
 
 class _BackwardState(threading.local):
     scale: AppliedScale | None = None  # of the backward pass that is running
+    layerwise = False  # whether layers have scales of their own in it
 
     def __init__(self) -> None:
         self.waiting: dict[object, Waiting] = {}  # the scaled passes around this point, the innermost last
@@ -80,8 +83,36 @@ def scale_in_backward() -> AppliedScale | None:
     return _thread.scale
 
 
+def layer_scaling() -> AppliedScale | None:
+    """Returns the scale that the backward pass of this thread multiplies by, if each layer has one of its own besides:
+    gradients are handed on from op to op in float32, and fitted into 16 bits by each op that computes in 16 bits."""
+    return _thread.scale if _thread.layerwise else None
+
+
+def gradient_dtype(dtype: str) -> str:
+    """The dtype in which this thread's backward pass hands on a gradient that is of this one as a rule."""
+    return "float32" if _thread.layerwise else dtype
+
+
+def narrow_for_others(nodes: Iterable[Node]) -> None:
+    """Lets ops that are not clamp's, where layers have scales of their own, have the gradients that they know: those of
+    16-bit results in 16 bits, multiplied by the loss scale alone. What they return is widened."""
+    for node in bridge.foreign_nodes(nodes):
+        values = [node.value, *(parent.value for parent in node.parents)]
+        if any(value.dtype in bridge.HALF_DTYPES and bridge.on_device(value) for value in values):
+            node.grad_fn = partial(_narrowed, node.grad_fn, str(node.value.dtype))
+        node.is_clamps = True
+
+
+def _narrowed(run: Callable[[Any], Any], dtype: str, grad: Any) -> Any:
+    if not _thread.layerwise:
+        return run(grad)
+    found = run(cast(grad, dtype) if dtype in bridge.HALF_DTYPES else grad)
+    return [cast(x, "float32") if getattr(x, "dtype", None) in bridge.HALF_DTYPES else x for x in found]
+
+
 def deliver(
-    run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScale | None, in_half: bool,
+    run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScale | None, in_half: bool, layerwise: bool,
     root: Node, again: Callable[[], object],
 ) -> list[Any]:  # fmt: skip
     """Runs a backward pass, and marks the gradients that it gives to the leaves of its graph; returns those leaves.
@@ -93,17 +124,20 @@ def deliver(
         leaves: values of the leaf nodes, each once.
         scale: what the pass multiplies by; None if nothing.
         in_half: whether float16 numbers take part in it.
+        layerwise: whether each layer has a scale of its own besides.
         root: from which it runs.
         again: does once more, later, all that this call is a part of.
     """
     mark = Mark(scale) if scale is not None else PLAIN_HALF if in_half else PLAIN
     before = [(leaf, grad) for leaf in leaves if (grad := getattr(leaf, "grad", None)) is not None]
     aside = [(leaf, grad) for leaf, grad in before if not _adds_up(mark_of(grad), mark)]
-    outer = _thread.scale
+    outer = _thread.scale, _thread.layerwise
     try:
-        _thread.scale = scale
+        _thread.scale, _thread.layerwise = scale, layerwise
         for leaf, _ in aside:
             leaf.grad = None
+        if layerwise:
+            narrow_for_others(bridge.graph(root))
         launches: list[Callable[[], object]] = []
         with noting_launches(launches):
             run()
@@ -125,7 +159,7 @@ def deliver(
             leaf.grad = grad
         raise
     finally:
-        _thread.scale = outer
+        _thread.scale, _thread.layerwise = outer
     if recorder() is not None:
         host_step(partial(restore, snapshot(leaves)))
     return reached

@@ -131,7 +131,8 @@ def tape_backward(
     scale = None if scaler is None else scaler.applied()
     run = partial(RESULTS.backward, wrapped, loss, grad)
     again = partial(tape_backward, wrapped, instance, loss, grad, retain_graph=retain_graph)
-    reached = called_in(None, delivery.deliver, run, values, scale, in_half, loss, again)
+    layerwise = scaler is not None and scaler.layerwise
+    reached = called_in(None, delivery.deliver, run, values, scale, in_half, layerwise, loss, again)
     for leaf in leaves if replaced else ():
         leaf.grad = leaf.value.grad
     graphs.ran(computed, reached, bool(retain_graph))

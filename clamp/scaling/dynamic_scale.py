@@ -23,6 +23,10 @@ class ScaleRule:
         interval: clean steps, at least 1.
         min, max: the smallest and the largest scale; finite, positive, in this order.
         hysteresis: overflowed steps in a row that lower the scale once, at least 1.
+        layerwise: whether each layer has a scale of its own besides, for nets in which gradients of some layers are so
+            much smaller than those of others that no one scale fits both (Zhao et al., "Adaptive Loss Scaling for Mixed
+            Precision Training", 2019). It is found anew in each backward, and taken off the layer's gradients again;
+            between layers they are in float32.
 
     Raises:
         ValueError: a value is none of these, as a float32.
@@ -35,6 +39,7 @@ class ScaleRule:
     min: float = 2.0**-14
     max: float = 2.0**24
     hysteresis: int = 1
+    layerwise: bool = False
 
     #: What messages call a field, where its user has given it another name.
     called: ClassVar[Mapping[str, str]] = {}
@@ -48,6 +53,8 @@ class ScaleRule:
             raise ValueError(f"{name['backoff']} must be between 0 and 1, not {self.backoff!r}")
         count(name["interval"], self.interval, least=1)
         count(name["hysteresis"], self.hysteresis, least=1)
+        if not isinstance(self.layerwise, bool):
+            raise ValueError(f"layerwise must be True or False, not {self.layerwise!r}")
         if positive(name["min"], self.min) > positive(name["max"], self.max):
             raise ValueError(f"{name['min']} {self.min!r} is above {name['max']} {self.max!r}")
 
@@ -118,6 +125,10 @@ class DynamicLossScale(LossScale):
     @property
     def floor(self) -> float:
         return self.rule.min
+
+    @property
+    def layerwise(self) -> bool:
+        return self.rule.layerwise
 
     @property
     def _arguments(self) -> tuple[float, ...]:

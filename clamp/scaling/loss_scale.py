@@ -147,6 +147,11 @@ class LossScale(bridge.Listed):
         return scale.state is self._state
 
     @property
+    def layerwise(self) -> bool:
+        """Whether each layer has a scale of its own besides."""
+        return False
+
+    @property
     def floor(self) -> float:
         """The scale that overflows cannot lower any further."""
         return self.scale

@@ -15,9 +15,10 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp import session
+from clamp import amp, session
 from clamp.cli import main
 from clamp.cli import run as command
+from clamp.handle import NoOpHandle
 from clamp.report import read_run
 from clamp.scaling.step_report import StepReport
 from tests.scripts import ROOT, run_script
@@ -417,6 +418,13 @@ def script_of(loop: str) -> str:
         ),
         (
             """
+            from clamp import amp
+            amp.init(enabled=False)
+            """,
+            r"amp\.init\(enabled=False\) was called while .* `python -m clamp` has turned AMP on\.",
+        ),
+        (
+            """
             optimizer = Adam(model.parameters())
             model(on_device(4, 8)).backward()
             """,
@@ -445,6 +453,34 @@ def test_what_cannot_be_done_is_refused(
     said = capsys.readouterr().err
     assert re.search(message, said, re.DOTALL), said
     assert not any(report.stepped for report in scripts.history)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_optimizer_of_a_class_of_ones_own_may_be_made_later(scripts: Scripts, dtype: str) -> None:
+    """After backward has reached its parameters, for which no optimizer was there: an overflow skips its steps."""
+    loop = """
+        class Plain:
+            def __init__(self, params):
+                self.params = list(params)
+
+            def step(self):
+                for param in self.params:
+                    param.write(param.to_host() - np.float32(1e-3) * param.grad.to_host())
+
+        optimizers = [SGD(model.layers[2].parameters(), lr=1e-3)]
+        for scale in (1.0, 1.0, np.nan, 1.0):
+            for param in model.parameters():
+                param.grad = None
+            loss = loss_of(scale)
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            if len(optimizers) == 1:
+                optimizers.append(Plain(model.layers[0].parameters()))
+        assert all(np.isfinite(param.to_host()).all() for param in model.parameters())
+        """
+    assert scripts.run(script_of(loop), "--dtype", dtype) == 0
+    assert [report.stepped for report in scripts.history] == [True] * 3 + [False] * 2 + [True] * 2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -613,6 +649,8 @@ HALVES = {
 @pytest.mark.parametrize("module", HALVES)
 def test_netcls_half_of_an_example_trains_as_the_other(scripts: Scripts, module: str) -> None:
     start, netcls, lines = HALVES[module]
+    init = amp.init  # netcl's half is one without clamp
+    scripts.patch.setattr(amp, "init", lambda enabled=True, **options: init(**options) if enabled else NoOpHandle())
     sys.path.insert(1, str(ROOT / "examples"))
     ours, theirs = scripts.folder / "ours.npy", scripts.folder / "theirs.npy"
     assert scripts.run(EXAMPLE.format(module=module, start=start, half=netcls), given=(str(ours),)) == 0

@@ -144,6 +144,31 @@ def test_properties_override_the_level(queue: cl.CommandQueue) -> None:
     assert [state["loss_scale"] for state in amp.state_dict().values()] == [128.0, 128.0]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected", "scale"),
+    [
+        ({}, ["float16", "float32", "bfloat16"], 2.0**16),
+        ({"dtype": "bfloat16"}, ["bfloat16", "float32", "bfloat16"], 1.0),
+        ({"dtype": "bfloat16", "modules": {"layers.2": "float16"}}, ["bfloat16", "bfloat16", "float16"], 2.0**16),
+    ],
+)
+def test_parts_of_a_model_have_dtypes_of_their_own(
+    queue: cl.CommandQueue, options: dict[str, Any], expected: list[str], scale: float
+) -> None:
+    model, data = mlp(queue, 4, 4, 4), batch(queue, 2, 4, 4)
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    initialize(model, optimizer, **{"modules": {"layers.1": "float32", "layers.2": "bfloat16"}, **options})
+    x, dtypes = data[0], []
+    for layer in model.layers:
+        x = layer(x)
+        dtypes.append(x.value.dtype)
+    assert dtypes == expected
+    with amp.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert session.require_handle().last_step.scale == scale
+
+
 def test_limits_of_the_dynamic_scale(queue: cl.CommandQueue) -> None:
     model, data = mlp(queue, 4, 4), batch(queue, 4, 4, 4)
     _, optimizer = initialize(model, SGD(model.parameters(), lr=0.01), min_loss_scale=256.0, max_loss_scale=512.0)
@@ -172,6 +197,10 @@ def test_limits_of_the_dynamic_scale(queue: cl.CommandQueue) -> None:
         ({"loss_scale": True}, ValueError, "loss_scale must be a number"),
         ({"num_losses": 0}, ValueError, "num_losses"),
         ({"cast_model_outputs": "half precision"}, ValueError, "cast_model_outputs"),
+        ({"modules": {"head": "int8"}}, ValueError, "int8"),
+        ({"modules": ["head"]}, TypeError, "modules"),
+        ({"modules": {"head": "float32"}, "opt_level": "O2"}, RuntimeError, r"O1.*amp\.decorate"),
+        ({"modules": {"head": "float32"}, "patch_netcl_functions": False}, RuntimeError, "modules= belongs to"),
         ({"optimizers": ["adam"]}, TypeError, "an optimizer or a list of them, got str"),
         ({"models": [None]}, TypeError, "a model or a list of them, got NoneType"),
     ],

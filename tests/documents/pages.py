@@ -185,7 +185,7 @@ PAGES: dict[str, tuple[Callable[[Ran, cl.CommandQueue], None], int]] = {
     "docs/coming-from-pytorch.md": (pytorch, 3),
     "docs/debugging.md": (debugging, 0),
     "docs/golden.md": (golden, 0),
-    "docs/loss-scaling.md": (loss_scaling, 6),
+    "docs/loss-scaling.md": (loss_scaling, 8),
     "docs/reference.md": (reference, 12),
     "docs/policies.md": (policies, 5),
     "docs/several-devices.md": (several_devices, 0),

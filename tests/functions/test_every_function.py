@@ -22,6 +22,8 @@ from clamp.casting.operands import NotOwned
 from clamp.casting.policies import Float, Match, Promote
 from clamp.casting.policy_table import CastPolicy
 from clamp.casting.registry import OWNED
+from clamp.params.delivery import deliver
+from clamp.scaling.loss_scale import LossScale
 from tests.conformance import loss, matmul, movement, ops, runner, shape, test_conformance
 from tests.conformance.runner import arrange, filled, inputs_of, nodes_of, outputs, policy_of
 from tests.conformance.table import Case, Distinct, Normal, Op, Uniform, Values
@@ -233,6 +235,35 @@ def test_a_scaled_loss_has_scaled_gradients(queue: cl.CommandQueue, op: Op, poli
     for gradients in found[1:]:
         for scaled, plain in zip(gradients, found[0], strict=True):
             np.testing.assert_allclose(scaled, plain, rtol=off, atol=off * np.abs(plain).max())
+
+
+@FIRST
+@pytest.mark.parametrize("storage", ["half", pytest.param("float32", marks=pytest.mark.slow)])
+def test_layers_with_scales_of_their_own_have_the_same_gradients(queue: cl.CommandQueue, op: Op, storage: str) -> None:
+    """Near what they are in 16 bits, in float32, and the same to the bit however small or large what comes is."""
+    scale, plain, found = LossScale(2.0**16).applied(), [], []
+    for factor in (1.0, 1.0, 2.0**-50, 2.0**50):
+        nodes, call = _called(queue, op, CASTINGS.get(policy_of(op), Match)(), storage)
+        out = call()[0]
+        if not op.differentiable:
+            return
+        leaves = [node.value for node in nodes if isinstance(node, Node)]
+        if not plain:
+            _send(out)
+            plain = [None if leaf.grad is None else to_numpy(leaf.grad) for leaf in leaves]
+            continue
+        grad = np.random.default_rng(0).uniform(-(2.0**-3), 2.0**-3, out.value.shape)
+        send = partial(Tape().backward, out, to_device(queue, quantize(grad, out.value.dtype).astype(float) * factor))
+        deliver(send, leaves, scale, False, True, out, lambda: None)
+        assert {leaf.grad.dtype for leaf in leaves if leaf.grad is not None} <= {"float32"}
+        found.append([None if leaf.grad is None else to_numpy(leaf.grad).astype(float) / factor for leaf in leaves])
+    for one, other in zip(plain, found[0], strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            np.testing.assert_allclose(other, one, rtol=2e-3, atol=2e-3 * np.abs(one).max(initial=0.0))
+    for gradients in found[1:]:
+        for one, other in zip(gradients, found[0], strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 @FIRST

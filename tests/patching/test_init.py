@@ -71,6 +71,14 @@ def test_disabled_changes_no_attribute() -> None:
     assert handle.loss_scale == 1.0
 
 
+def test_a_handle_is_not_turned_off_by_the_way(queue: cl.CommandQueue) -> None:
+    with amp.init() as handle:
+        with pytest.raises(RuntimeError, match=r"enabled=False\) was called while a handle is active: call handle"):
+            amp.init(enabled=False)
+        assert handle.is_active()
+    assert not amp.init(enabled=False).is_active()
+
+
 def test_disabled_handle_passes_through(queue: cl.CommandQueue) -> None:
     handle = amp.init(enabled=False)
     model, data = mlp(queue, 8, 16, 4), batch(queue, 8, 8, 4)
