@@ -323,4 +323,6 @@ def test_how_parameters_are_kept_may_change(queue: cl.CommandQueue, first: bool 
         weight.grad = to_device(queue, np.zeros((4, 3)))
         optimizer.step()
         np.testing.assert_array_equal(amp.master_params(optimizer)[0].to_host(), values[-1])
+        optimizer.step()
+        assert keeps in (True, False) or have_no_memory(optimizer)  # what it had while it was read is gone
     assert isinstance(weight, Tensor)

@@ -284,6 +284,35 @@ def test_replicas_go_on_with_one_scale_after_an_overflow_of_any(queues: list[cl.
             assert handle.last_step.stepped == (index < 3 or not bad)
 
 
+MET = {"nothing": 1.0, "inf": np.inf, "nan": np.nan}
+
+
+@pytest.mark.parametrize("others", MET)
+@pytest.mark.parametrize("bad", ["inf", "nan"])
+def test_replicas_that_skip_together_leave_other_optimizers_their_own(
+    queues: list[cl.CommandQueue], bad: str, others: str
+) -> None:
+    """What an optimizer that has no replica has met on one of the queues stays: whether it was anything, and what."""
+    params = [parameter(queue) for queue in queues]
+    other = parameter(queues[1])
+    optimizers = [SGD([param], lr=1.0) for param in (*params, other)]
+    handle = amp.init(on_overflow="skip")
+    for param, optimizer, value in zip((*params, other), optimizers, (MET[bad], 1.0, MET[others]), strict=True):
+        with handle.scale_loss(summed(param), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            plant(param, value)
+    handle._scaling.share_overflows([[param] for param in params])
+    other.grad = None  # so that the scale alone knows
+    for optimizer in optimizers:
+        optimizer.step()
+    first, second, third = handle.history
+    assert [first.stepped, second.stepped] == [False, False]
+    assert third.reason == {
+        "nothing": "no parameter had a gradient",
+        **{kind: f"{kind} in the gradients of a backward pass, which are gone" for kind in ("inf", "nan")},
+    }[others]  # fmt: skip
+
+
 @pytest.mark.parametrize("handled", [True, False], ids=["under a handle", "alone"])
 @pytest.mark.parametrize("together", [True, False], ids=["one optimizer", "one a queue"])
 @pytest.mark.parametrize("planted", ["before unscale_", "after unscale_", "before step"])
