@@ -226,6 +226,30 @@ def test_who_holds_anothers_gradient_does_not_go_by_anothers_verdict(
         assert handle.last_step.stepped != bad
 
 
+@pytest.mark.parametrize("before", ["plain", "user's"])
+@pytest.mark.parametrize("steps", ["inside", "after"])
+def test_a_pass_inside_of_another_ends_with_what_was_there_before(
+    queue: cl.CommandQueue, before: str, steps: str
+) -> None:
+    """Whoever steps then, inside of the outer one, steps by all of it."""
+    param = parameter(queue)
+    first, second = SGD([param], lr=1.0), SGD([param], lr=1.0)
+    handle = amp.init(loss_scale=256.0)
+    if before == "plain":
+        summed(param).backward()
+    else:
+        param.grad = to_device(queue, np.ones(2))
+    with handle.scale_loss(summed(param), first) as outer:
+        scaled(handle, summed(param), second)
+        np.testing.assert_array_equal(param.grad.to_host(), [2.0, 2.0])
+        if steps == "inside":
+            second.step()
+            param.grad = None
+        outer.backward()
+    first.step()
+    np.testing.assert_array_equal(param.to_host(), np.array([1.0, 2.0]) - 3.0)
+
+
 # ---------------------------------------------------------------------------------------------- several queues
 
 
