@@ -120,6 +120,28 @@ def test_a_scaler_goes_on_outside(queue: cl.CommandQueue, late: str) -> None:
     assert call.recordings == 1
 
 
+def test_a_pass_that_overflows_is_repeated_where_the_step_is_outside(queue: cl.CommandQueue) -> None:
+    """At the end of its replay, which alone knows its inputs: the step, or another replay, comes later."""
+
+    def make(run: Run) -> Step:
+        def step(x: Tensor, y: Tensor) -> Node:
+            run.optimizer.zero_grad()
+            return run.backward(x, y)
+
+        return step
+
+    repeats: list[int] = []
+
+    def between(run: Run, index: int) -> None:
+        if index:
+            run.optimizer.step()
+            repeats.append(run.handle.history[-1].repeats)
+
+    batches = [batch * (3000 if index in (7, 10) else 1) for index, batch in enumerate(BATCHES)]
+    compare(queue, make, 12, None, batches, between, optimizer=lambda params: SGD(params, lr=1e-6))
+    assert [repeats[index] > 0 for index in (6, 7, 9, 10)] == [False, True, False, True]
+
+
 @pytest.mark.parametrize("outside", ["unscale_", "nothing"])
 def test_what_a_scaler_has_done_outside_decides_what_a_recorded_step_does(queue: cl.CommandQueue, outside: str) -> None:
     """A user's own gradients, of which only the scaler knows whether they are to be divided."""
