@@ -121,6 +121,7 @@ class Residents:
                 return _difference(tensor, resident.state, state)
             moved = moved or tensor.buffer is not resident.buffer
         if moved and self._parted():
+            tensor = None  # of the loop, which would hold one
             gc.collect()  # views that nobody holds any more stay where they are
             return self._parted()
         return ""

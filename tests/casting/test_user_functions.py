@@ -146,14 +146,26 @@ def test_registered_functions(queue: cl.CommandQueue) -> None:
         del sys.modules["backend_of_a_user"]
 
 
-def test_a_dtype_that_the_caller_passes_stays(queue: cl.CommandQueue) -> None:
-    module = types.ModuleType("backend_of_a_user")
-    module.total = lambda x, dtype="none": dtype  # type: ignore[attr-defined]
-    amp.register(module, "total", amp.CastPolicy.FLOAT_APPEND_DTYPE)
+@pytest.mark.parametrize(
+    ("policy", "given", "told"),
+    [
+        ("FLOAT_SET_DTYPE", {}, ["float32", "float32", "none"]),
+        ("FLOAT_SET_DTYPE", {"dtype": None}, ["float32", "float32", None]),
+        ("FLOAT_SET_DTYPE", {"dtype": "bfloat16"}, ["float32", "float16", "bfloat16"]),
+        ("FLOAT_APPEND_DTYPE", {}, ["float32", "float16", "float32"]),
+        ("FLOAT_APPEND_DTYPE", {"dtype": "bfloat16"}, ["float32", "float16", "bfloat16"]),
+    ],
+)
+def test_a_dtype_that_the_caller_passes_stays(
+    queue: cl.CommandQueue, policy: str, given: dict[str, Any], told: list[str]
+) -> None:
+    module: Any = types.ModuleType("backend_of_a_user")
+    module.total = lambda x, y, dtype="none": [x.value.dtype, y.value.dtype, dtype]
+    amp.register(module, "total", amp.CastPolicy[policy])
     x = ag.tensor(to_device(queue, np.ones(3)))
+    y = ag.tensor(to_device(queue, np.ones(3), "float16"))
     with amp.init():
-        assert module.total(x) == "float32"  # type: ignore[attr-defined]
-        assert module.total(x, dtype="bfloat16") == "bfloat16"  # type: ignore[attr-defined]
+        assert module.total(x, y, **given) == told
 
 
 def test_a_function_on_no_list_calls_functions_in_half(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:

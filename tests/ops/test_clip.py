@@ -62,6 +62,25 @@ def test_what_is_not_finite_does_not_become_finite(queue: cl.CommandQueue, funct
     assert not np.isfinite(params[0].grad.to_host()[1])
 
 
+@pytest.mark.parametrize("what", ["frozen", "without a gradient"])
+@pytest.mark.parametrize("function", CLIPS, ids=lambda function: function.__name__)
+def test_what_does_not_move_counts_in_no_norm(queue: cl.CommandQueue, function: Any, what: str) -> None:
+    params = parameters(queue, [1.0], [3, 4, 5])
+    if what == "frozen":
+        params[1].requires_grad, params[1]._frozen = False, True
+    elif what == "without a gradient":
+        params[1].grad = None
+    moving = [params[0], params[2]]
+    before = [None if param.grad is None else param.grad.to_host().astype(np.float64) for param in params]
+    norm = np.sqrt((before[0] ** 2).sum() + (before[2] ** 2).sum())  # type: ignore[operator]
+    with amp.init():
+        getattr(clip, function.__name__)(params, norm / 2)
+    for param, grad in zip(moving, before[::2], strict=True):
+        np.testing.assert_allclose(param.grad.to_host(), grad / 2, rtol=1e-5)  # type: ignore[operator]
+    if what == "frozen":
+        np.testing.assert_array_equal(params[1].grad.to_host(), before[1])
+
+
 @pytest.mark.parametrize("count", [1, 100, 101])
 def test_a_launch_clips_a_hundred_gradients(queue: cl.CommandQueue, count: int) -> None:
     params = parameters(queue, [1.0], [3] * count)

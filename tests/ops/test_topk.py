@@ -51,6 +51,17 @@ def test_argmax_of_long_and_of_single_rows(queue: cl.CommandQueue) -> None:
 
 
 @pytest.mark.usefixtures("plan")
+def test_the_first_of_equal_elements_is_found_wherever_the_others_are(queue: cl.CommandQueue) -> None:
+    """In the same lane of 16, in one before or after it, in what is left of the row; in long rows by another one."""
+    places = [(first, other) for first in (0, 2, 15) for other in range(16, 36)]
+    for n in (36, 36 + 16 * 64):
+        x = np.zeros((len(places), n))
+        for row, pair in zip(x, places, strict=True):
+            row[[pair[0], pair[1] + n - 36]] = 1
+        np.testing.assert_array_equal(indexing.argmax(to_device(queue, x)).to_host(), [first for first, _ in places])
+
+
+@pytest.mark.usefixtures("plan")
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
 @pytest.mark.parametrize(("shape", "axis", "k"), [((3, 53), 1, 5), ((3, 20), 1, 20), ((7, 5), 0, 3), ((2, 9, 4), 1, 1)])
 def test_topk_is_a_stable_sort(queue: cl.CommandQueue, shape: tuple[int, ...], axis: int, k: int, dtype: str) -> None:

@@ -236,3 +236,12 @@ def test_what_cannot_be_measured_is_said(queue: cl.CommandQueue, make: Callable[
     assert found.layers == []
     for words, note in zip(said, found.notes, strict=True):
         assert words in note
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [(0.0, "0 %"), (1e-9, "less than 0.01 %"), (9.9e-5, "less than 0.01 %"), (1e-4, "0.01 %"), (0.4149, "41.5 %"),
+     (1.0, "100 %")],
+)  # fmt: skip
+def test_what_is_more_than_nothing_does_not_look_like_nothing(share: float, shown: str) -> None:
+    assert percent(share) == shown

@@ -15,6 +15,7 @@ from netcl.optim.ema import ModelEMA
 
 from clamp import amp, session
 from clamp.bridge import Parameter, Tensor
+from clamp.cli.bench.timing import counted_launches
 from clamp.params import masters
 from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, step, weights_of
 from tests.reference import assert_same, quantize, to_device, to_numpy
@@ -195,6 +196,19 @@ def test_a_scaler_divides_a_gradient_wherever_it_is(queue: cl.CommandQueue, wher
         expected = {"model": 4.0, "master": 2.0, "both": 2.0, "one on each": 6.0}[where]
         np.testing.assert_array_equal(master.grad.to_host(), np.full((4, 3), expected))
         assert weight.grad is master.grad
+
+
+def test_a_scaler_widens_a_gradient_as_it_divides_it(queue: cl.CommandQueue) -> None:
+    weight, x = weight_and_input(queue)
+    optimizer, scaler = SGD([weight], lr=1.0), amp.GradScaler(init_scale=4.0)
+    with amp.init():
+        for _ in range(2):  # in the first the weight becomes a master's
+            optimizer.zero_grad()
+            scaler.scale(ag.sum(ag.matmul_op(x, ag.tensor(weight)))).backward()
+            with counted_launches() as names:
+                scaler.unscale_(optimizer)
+            scaler.update()
+    assert names == ["unscale", "assign"]
 
 
 def test_an_exception_leaves_both_gradients(queue: cl.CommandQueue) -> None:

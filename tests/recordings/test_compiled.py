@@ -21,6 +21,7 @@ from netcl.runtime.capture import KernelCapture
 from clamp import amp, bridge
 from clamp.bridge import Parameter, Tensor
 from clamp.ops.gemm import gemm
+from clamp.recordings import memory
 from clamp.scaling.dynamic_scale import ScaleRule
 from tests.networks import loss_of, mlp, weights_of
 from tests.reference import HALF_DTYPES, to_device, to_numpy
@@ -341,6 +342,19 @@ def test_recordings_made_one_after_the_other_take_the_same_memory(queue: cl.Comm
             held.append((pool.stats.bytes_cached, pool._owned_bytes))
     assert held[0][0] > 2 * 4 * 70_001
     assert held[1:] == held[1:2] * 5
+
+
+def test_memory_that_was_handed_over_is_given_out_once(queue: cl.CommandQueue) -> None:
+    """Whoever asks: netcl's pool, or what is left of a recording's, which results outlive."""
+    main = Tensor.from_shape(queue, (64,)).pool_handle.pool
+    own = memory.Pool(main, lambda address: None)
+    for handle in [own.allocate(123_456) for _ in range(3)]:
+        own.release(handle)
+    own.close()
+    given = [pool.allocate(123_456) for _ in range(4) for pool in (main, own)]
+    assert len({bridge.address_of(handle.buffer) for handle in given}) == len(given)
+    for handle in given:
+        handle.pool.release(handle)
 
 
 def test_memory_that_a_tensor_has_moved_to_is_given_to_nobody_either(queue: cl.CommandQueue) -> None:

@@ -44,6 +44,9 @@ def case(make: Callable[[], Case]) -> Callable[[], Case]:
 class Settings:
     k = 1.0
 
+    def itself(self) -> Any:
+        return self
+
 
 def attribute(x: Any, name: str = "k") -> Case:
     """Reads and sets an attribute."""
@@ -265,6 +268,23 @@ def behind_a_weak_proxy() -> Case:
     settings = Settings()
     proxy = weakref.proxy(settings)
     return (lambda: proxy.k), attribute(settings)[1]
+
+
+def of_the_class_behind(make: Callable[[Any], Any], look: Callable[[Any], Any]) -> Callable[[], Case]:
+    def weak() -> Case:
+        kind = type("Kind", (Settings,), {})
+        kept = kind()
+        reference = make(kept)
+        return (lambda: look(reference).k), lambda value, kept=kept: setattr(type(kept), "k", value)
+
+    return weak
+
+
+CASES["of_the_class_behind_a_weak_reference"] = of_the_class_behind(weakref.ref, lambda ref: ref())
+CASES["of_the_class_behind_a_weak_proxy"] = of_the_class_behind(weakref.proxy, lambda proxy: proxy)
+CASES["of_the_class_behind_a_weak_method"] = of_the_class_behind(
+    lambda x: weakref.WeakMethod(x.itself), lambda method: method()()
+)
 
 
 @pytest.mark.parametrize("what", ["attribute", "another tensor"])

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from netcl.ops.elementwise import elementwise_binary
 from netcl.optim import SGD, Adam, clip_grad_norm
 
 from clamp import amp, session
-from clamp.bridge import Node, Tensor
+from clamp.bridge import Node, Parameter, Tensor
 from clamp.compat.paddle import GradScaler as PaddleScaler
 from clamp.recordings import capture, memory
 from tests.networks import loss_of, mlp, stepping, weights_of
@@ -119,6 +120,52 @@ def test_a_scaler_goes_on_outside(queue: cl.CommandQueue, late: str) -> None:
     assert call.recordings == 1
 
 
+def test_a_pass_that_overflows_is_repeated_where_the_step_is_outside(queue: cl.CommandQueue) -> None:
+    """At the end of its replay, which alone knows its inputs: the step, or another replay, comes later."""
+
+    def make(run: Run) -> Step:
+        def step(x: Tensor, y: Tensor) -> Node:
+            run.optimizer.zero_grad()
+            return run.backward(x, y)
+
+        return step
+
+    repeats: list[int] = []
+
+    def between(run: Run, index: int) -> None:
+        if index:
+            run.optimizer.step()
+            repeats.append(run.handle.history[-1].repeats)
+
+    batches = [batch * (3000 if index in (7, 10) else 1) for index, batch in enumerate(BATCHES)]
+    compare(queue, make, 12, None, batches, between, optimizer=lambda params: SGD(params, lr=1e-6))
+    assert [repeats[index] > 0 for index in (6, 7, 9, 10)] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("outside", ["unscale_", "nothing"])
+def test_what_a_scaler_has_done_outside_decides_what_a_recorded_step_does(queue: cl.CommandQueue, outside: str) -> None:
+    """A user's own gradients, of which only the scaler knows whether they are to be divided."""
+    kept = []
+    for recorded in (False, True):
+        weight = Parameter.from_host(queue, np.arange(4, dtype=np.float32))
+        optimizer, scaler = SGD([weight], lr=1.0), amp.GradScaler(init_scale=4.0)
+        scaler.scale(ag.sum(ag.tensor(weight)))
+        call: Any = partial(scaler.step, optimizer)
+        call = amp.record(call) if recorded else call
+        seen = []
+        for index in range(9):
+            weight.grad = to_device(queue, np.full(4, 8.0))
+            if index in (4, 7) and outside == "unscale_":
+                scaler.unscale_(optimizer)
+                weight.grad = to_device(queue, np.full(4, 8.0))
+            call()
+            scaler.update()
+            seen.append(weight.to_host().copy())
+        kept.append(seen)
+    assert_same(kept[1], kept[0])
+    assert call.recordings
+
+
 # ---------------------------------------------------------------------------------------------- gradients
 
 
@@ -147,11 +194,15 @@ def test_gradients_of_16_bit_parameters_add_up_over_calls(queue: cl.CommandQueue
     compare(queue, make, 13, recordings=None, between=between, **how)
 
 
-def test_an_error_in_a_replay_leaves_the_gradients_of_before(queue: cl.CommandQueue) -> None:
-    """A step inside the ``with`` raises unless it is skipped: the pass is given up, and gradients are put back."""
+@pytest.mark.parametrize("masters", [False, True], ids=["float32", "masters"])
+def test_an_error_in_a_replay_leaves_the_gradients_of_before(queue: cl.CommandQueue, masters: bool) -> None:
+    """A step inside the ``with`` raises unless it is skipped: the pass is given up, and gradients are put back. A
+    master and its parameter have one, which the next step takes once."""
     kept = []
     for recorded in (False, True):
         run = Run(queue)
+        if masters:
+            amp.decorate(run.model, run.optimizer, level="O2")
 
         def step(x: Tensor, y: Tensor, run: Run = run) -> Node:
             loss = run.backward(x, y)
@@ -162,12 +213,14 @@ def test_an_error_in_a_replay_leaves_the_gradients_of_before(queue: cl.CommandQu
 
         call = amp.record(step) if recorded else step
         seen = []
-        for index, x in enumerate(poisoned(BATCHES, 0, 1, 2)[:6]):
+        for index, x in enumerate(poisoned(BATCHES, 0, 1, 2)[:7]):  # the fifth is run and compared, the others replayed
             with pytest.raises(RuntimeError, match="by the loss scale") if index > 3 else nullcontext():
                 call(to_device(queue, x), to_device(queue, TARGETS[index]))
             seen.append(run.state())
-            if index < 4:
-                run.optimizer.zero_grad()
+            if index > 3:
+                run.optimizer.step()
+                seen.append(run.state())
+            run.optimizer.zero_grad()
         kept.append(seen)
     assert_same(kept[1], kept[0])
     assert call.recordings == 1

@@ -226,6 +226,30 @@ def test_who_holds_anothers_gradient_does_not_go_by_anothers_verdict(
         assert handle.last_step.stepped != bad
 
 
+@pytest.mark.parametrize("before", ["plain", "user's"])
+@pytest.mark.parametrize("steps", ["inside", "after"])
+def test_a_pass_inside_of_another_ends_with_what_was_there_before(
+    queue: cl.CommandQueue, before: str, steps: str
+) -> None:
+    """Whoever steps then, inside of the outer one, steps by all of it."""
+    param = parameter(queue)
+    first, second = SGD([param], lr=1.0), SGD([param], lr=1.0)
+    handle = amp.init(loss_scale=256.0)
+    if before == "plain":
+        summed(param).backward()
+    else:
+        param.grad = to_device(queue, np.ones(2))
+    with handle.scale_loss(summed(param), first) as outer:
+        scaled(handle, summed(param), second)
+        np.testing.assert_array_equal(param.grad.to_host(), [2.0, 2.0])
+        if steps == "inside":
+            second.step()
+            param.grad = None
+        outer.backward()
+    first.step()
+    np.testing.assert_array_equal(param.to_host(), np.array([1.0, 2.0]) - 3.0)
+
+
 # ---------------------------------------------------------------------------------------------- several queues
 
 
@@ -282,6 +306,35 @@ def test_replicas_go_on_with_one_scale_after_an_overflow_of_any(queues: list[cl.
         for optimizer in optimizers:
             optimizer.step()
             assert handle.last_step.stepped == (index < 3 or not bad)
+
+
+MET = {"nothing": 1.0, "inf": np.inf, "nan": np.nan}
+
+
+@pytest.mark.parametrize("others", MET)
+@pytest.mark.parametrize("bad", ["inf", "nan"])
+def test_replicas_that_skip_together_leave_other_optimizers_their_own(
+    queues: list[cl.CommandQueue], bad: str, others: str
+) -> None:
+    """What an optimizer that has no replica has met on one of the queues stays: whether it was anything, and what."""
+    params = [parameter(queue) for queue in queues]
+    other = parameter(queues[1])
+    optimizers = [SGD([param], lr=1.0) for param in (*params, other)]
+    handle = amp.init(on_overflow="skip")
+    for param, optimizer, value in zip((*params, other), optimizers, (MET[bad], 1.0, MET[others]), strict=True):
+        with handle.scale_loss(summed(param), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            plant(param, value)
+    handle._scaling.share_overflows([[param] for param in params])
+    other.grad = None  # so that the scale alone knows
+    for optimizer in optimizers:
+        optimizer.step()
+    first, second, third = handle.history
+    assert [first.stepped, second.stepped] == [False, False]
+    assert third.reason == {
+        "nothing": "no parameter had a gradient",
+        **{kind: f"{kind} in the gradients of a backward pass, which are gone" for kind in ("inf", "nan")},
+    }[others]  # fmt: skip
 
 
 @pytest.mark.parametrize("handled", [True, False], ids=["under a handle", "alone"])
