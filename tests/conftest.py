@@ -52,9 +52,9 @@ _SIMULATOR = "oclgrind"
 _PLATFORMS = {"Portable Computing Language": "pocl", "Intel(R) OpenCL": "intel", "Oclgrind": _SIMULATOR}
 
 
-# Of four cases of an everyday run, so many on a device of several: PoCL takes five times as long to build a kernel as
-# Intel's runtime, without optimisation.
-_TURNS = {"intel": 3}
+# Of cases that are dealt out, so many on a device to one on another, in an everyday run and in the sweep: PoCL takes
+# five times as long to build a kernel as Intel's runtime, without optimisation.
+_TURNS = {"intel": (15, 7)}
 
 _CONTEXTS: list[cl.Context] = []  # Intel's runtime frees a context that only its queue refers to
 
@@ -90,6 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "once: tests what is the same on every CPU, a GPU's kernels, say: on that which compiles fastest"
     )
+    config.addinivalue_line("markers", "long: takes about a second a case: an everyday run has one of its cases")
     config.addinivalue_line("markers", "slow: part of the full sweep, which runs where CLAMP_TEST_SLOW is set (CI)")
     wanted = [_test_name(name) for name in os.environ.get("CLAMP_TEST_DEVICES", "").split(",") if name]
     missing = [name for name in wanted if name not in _QUEUES]
@@ -126,16 +127,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dropped |= _left_out([item for item in items if item not in dropped], is_sweep)
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
-    # The longest first; and random loops are several times as fast in a young process, of few objects. What is built
-    # optimised comes before what may take that as well as build its own.
-    items.sort(key=lambda item: 0 if _is_long(item) else 2 if _is_unoptimised(item) else 1)
+    # The longest first; and what looks at all objects, as random loops do, is several times as fast in a young process,
+    # of few. What is built optimised comes before what may take that as well as build its own.
+    items.sort(
+        key=lambda item: 0 if _trains_for_long(item) or _looks_at_all(item) else 2 if _is_unoptimised(item) else 1
+    )
 
 
 def _is_random_loop(item: pytest.Item) -> bool:
     return item.path.parent.name == "loop" and item.get_closest_marker("slow") is not None
 
 
-def _is_long(item: pytest.Item) -> bool:
+def _looks_at_all(item: pytest.Item) -> bool:
+    return "looks_at_objects_set_aside" in getattr(item, "fixturenames", ())
+
+
+def _trains_for_long(item: pytest.Item) -> bool:
     """Whether a test trains for long: more than it takes to build its kernels well."""
     return _is_random_loop(item) or (item.path.name == "test_examples.py" and "learns" in item.name)
 
@@ -150,7 +157,7 @@ def _is_unoptimised(item: pytest.Item) -> bool:
     if not _is_sweep(item.config):
         return True
     is_slow = item.get_closest_marker("slow") is not None
-    return not _is_long(item) and (is_slow or not (_is_of_kernels(item) or _is_of_drivers(item)))
+    return not _trains_for_long(item) and (is_slow or not (_is_of_kernels(item) or _is_of_drivers(item)))
 
 
 def _device(item: pytest.Item) -> str | None:
@@ -160,40 +167,55 @@ def _device(item: pytest.Item) -> str | None:
 def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
     """Of tests with many parameters, the cases in which nothing meets that does not meet elsewhere.
 
-    Any two parameters meet. In an everyday run they do on some device: each case is run on one. So they do in the
-    sweep, but for drivers, of which the device is one of the parameters, and for kernels: of these any two meet (any
-    three where CLAMP_TEST_SLOW is 3) on the CPU whose driver compiles fastest and on each GPU, and each value is met on
-    the others. So it is on the simulator in either run. What is marked ``once`` has its device.
+    In an everyday run each value is met, on some device: each case is run on one. In the sweep any two meet so, but for
+    drivers, of which the device is one of the parameters, and for kernels: of these any two meet (any three where
+    CLAMP_TEST_SLOW is 3) on the CPU whose driver compiles fastest and on each GPU, and each value is met on the others.
+    So it is on the simulator in either run. What is marked ``once`` has its device.
     """
+    usual = 2 if is_sweep else 1
     strength = 3 if os.environ.get("CLAMP_TEST_SLOW") == "3" else 2
     tests = defaultdict[str, defaultdict[str | None, list[pytest.Item]]](lambda: defaultdict(list))
     for item in items:
         if hasattr(item, "callspec"):
             tests[item.nodeid.partition("[")[0]][_device(item)].append(item)
     kept = set[pytest.Item]()
-    turns = cycle(name for name in _QUEUES if name != _SIMULATOR for _ in range(_TURNS.get(name, 1)))
+    turns = cycle(
+        name for name in _QUEUES if name != _SIMULATOR for _ in range(_TURNS.get(name, (1, 1))[1 if is_sweep else 0])
+    )
     chosen = _quickest_cpu_and_gpus()
     for by_device in tests.values():
-        kept |= _covering(by_device.pop(_SIMULATOR, []), 1) | _covering(by_device.pop(None, []), 2)
+        kept |= _covering(by_device.pop(_SIMULATOR, []), 1)
+        if not is_sweep and (one := _one_of_long(by_device)):
+            kept.add(one)
+            continue
+        kept |= _covering(by_device.pop(None, []), usual)
         cases = [case for some in by_device.values() for case in some]
         if not cases:
             continue
         if cases[0].get_closest_marker("once"):
-            kept |= _covering([case for case in cases if _device(case) in chosen], 2)
+            kept |= _covering([case for case in cases if _device(case) in chosen], usual)
         elif is_sweep and _is_of_drivers(cases[0]):
             kept |= _covering(cases, 2)
         elif is_sweep and _is_of_kernels(cases[0]):
             for device, some in by_device.items():
                 kept |= _covering(some, strength if device in chosen else 1)
         else:
-            kept |= _dealt_out(cases, turns)
+            kept |= _dealt_out(cases, turns, usual)
     return {item for item in items if hasattr(item, "callspec")} - kept
+
+
+def _one_of_long(by_device: dict[str | None, list[pytest.Item]]) -> pytest.Item | None:
+    """The one case of a test that is marked ``long``, on the device whose driver compiles fastest."""
+    for device in (*_quickest_cpu_and_gpus(), *by_device):
+        for case in by_device.get(device, [])[:1]:
+            return case if case.get_closest_marker("long") else None
+    return None
 
 
 def _quickest_cpu_and_gpus() -> set[str]:
     """The CPU whose driver compiles fastest, and all devices that are no CPU, but for the simulator."""
     cpus = [name for name, queue in _QUEUES.items() if queue.device.type & cl.device_type.CPU and name != _SIMULATOR]
-    return _QUEUES.keys() - {_SIMULATOR, *cpus} | {*sorted(cpus, key=lambda name: _TURNS.get(name, 1))[-1:]}
+    return _QUEUES.keys() - {_SIMULATOR, *cpus} | {*sorted(cpus, key=lambda name: name in _TURNS)[-1:]}
 
 
 def _is_of_drivers(item: pytest.Item) -> bool:
@@ -210,7 +232,7 @@ def _covering(items: list[pytest.Item], strength: int) -> set[pytest.Item]:
     return {items[number] for number in covering([_values(item) for item in items], strength)}
 
 
-def _dealt_out(items: list[pytest.Item], turns: Iterator[str]) -> set[pytest.Item]:
+def _dealt_out(items: list[pytest.Item], turns: Iterator[str], strength: int) -> set[pytest.Item]:
     if _is_of_drivers(items[0]):  # what differs from device to device
         return set(items)
     cases = defaultdict[frozenset[tuple[str, int]], dict[str | None, pytest.Item]](dict)
@@ -218,7 +240,7 @@ def _dealt_out(items: list[pytest.Item], turns: Iterator[str]) -> set[pytest.Ite
         device = _device(item)
         cases[frozenset(_values(item).items() - {("queue", id(device))})][device] = item
     on_each = list(cases.values())
-    chosen = [on_each[number] for number in covering([dict(case) for case in cases], 2)]
+    chosen = [on_each[number] for number in covering([dict(case) for case in cases], strength)]
     random.Random(0).shuffle(chosen)  # or the first of two dtypes would always be on the first of two devices
     return {devices.get(device) or next(iter(devices.values())) for devices, device in zip(chosen, turns, strict=False)}
 

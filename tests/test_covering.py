@@ -1,14 +1,18 @@
-"""The cases that a run is left with still have all that meets in the whole product."""
+"""The cases that a run is left with still have all that meets in the whole product, and all that has changed."""
 
 from __future__ import annotations
 
 from itertools import combinations, product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clamp.ops.gemm.tiled import GEMM
 from tests.covering import covering
+from tests.ops import test_matrix_units_ptx
+from tests.ops.test_matrix_units_ptx import Given
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), strength=st.integers(1, 3))
@@ -30,3 +34,21 @@ def test_most_of_a_large_product_is_left_out(strength: int, most: int) -> None:
 
 def test_nothing_is_left_of_nothing() -> None:
     assert covering([], 2) == []
+
+
+def test_a_kernel_that_differs_is_looked_at_anew(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_matrix_units_ptx, "_LOOKED_AT", tmp_path / "looked_at.json")
+    monkeypatch.delenv("CLAMP_TEST_SLOW", raising=False)
+    monkeypatch.setenv("CLAMP_WRITE_REGISTERS", "1")
+    Given(request.node, GEMM, {"SIDE": 16}).passed()
+    assert not Given(request.node, GEMM, {"SIDE": 16}).was_looked_at()
+    monkeypatch.delenv("CLAMP_WRITE_REGISTERS")
+    assert Given(request.node, GEMM, {"SIDE": 16}).was_looked_at()
+    assert not Given(request.node, GEMM, {"SIDE": 8}).was_looked_at()
+    with monkeypatch.context() as patch:
+        patch.setenv("CLAMP_TEST_SLOW", "3")
+        assert not Given(request.node, GEMM, {"SIDE": 16}).was_looked_at()
+    monkeypatch.setattr(test_matrix_units_ptx, "source", lambda name: f"// another {name}")
+    assert not Given(request.node, GEMM, {"SIDE": 16}).was_looked_at()

@@ -37,6 +37,7 @@ def run_example(queue: cl.CommandQueue, name: str, *options: str) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_digits_compares_three_runs(queue: cl.CommandQueue, tmp_path: Path, dtype: str) -> None:
     picture = tmp_path / "digits.png"
     output = run_example(queue, "digits.py", "--epochs", "1", "--dtype", dtype, "--plot", str(picture))
@@ -255,6 +256,7 @@ def test_a_table_of_great_differences_is_one_at_80_columns(
         ("fashion_mnist", "matplotlib", 'pip install -e ".[cpu,examples]"'),
     ],
 )
+@pytest.mark.long
 def test_an_example_without_what_it_needs_names_the_extra(name: str, module: str, command: str) -> None:
     script = str(EXAMPLES / f"{name}.py")
     program = f"import runpy, sys; sys.modules[{module!r}] = None; sys.path.insert(0, {str(EXAMPLES)!r}); "
@@ -264,6 +266,7 @@ def test_an_example_without_what_it_needs_names_the_extra(name: str, module: str
     assert done.stderr == f"{name}.py needs {module}: {command}\n"
 
 
+@pytest.mark.slow
 def test_an_unknown_device_is_named_with_those_there_are(queue: cl.CommandQueue) -> None:
     command = [sys.executable, str(EXAMPLES / "digits.py"), "--device", "no such device"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -272,6 +275,7 @@ def test_an_unknown_device_is_named_with_those_there_are(queue: cl.CommandQueue)
     assert queue.device.name in done.stderr
 
 
+@pytest.mark.slow
 def test_two_lines_change_the_dtype_and_not_the_loss(queue: cl.CommandQueue) -> None:
     output = run_example(queue, "two_lines.py")
     before, after = (float(loss) for loss in re.findall(r"loss ([\d.]+) per sample", output))
@@ -301,6 +305,7 @@ def test_debug_overflow_goes_from_skipped_steps_to_the_line_and_its_cure(queue: 
     assert len(output.splitlines()) < 50
 
 
+@pytest.mark.slow
 def test_rnn_cell_casts_each_weight_once(queue: cl.CommandQueue) -> None:
     output = run_example(queue, "rnn_cell.py", "--iterations", "30")
     assert "16 matrix products with 3 weights: 3 casts of weights" in output
@@ -416,6 +421,7 @@ rotate_2d_grid (1, 1, 2, 2)
 
 
 @pytest.mark.parametrize(("who", "expected"), [("netcl", WITH_NETCL), ("clamp", WITH_CLAMP)], ids=["netcl", "clamp"])
+@pytest.mark.long
 def test_defects_of_netcl_are_as_documented(queue: cl.CommandQueue, tmp_path: Path, who: str, expected: str) -> None:
     file = tmp_path / "defects.py"
     blocks = [block for _, block in python_blocks("docs/netcl-defects.md")]

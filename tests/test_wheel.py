@@ -131,6 +131,7 @@ def _build(environment: DefaultIsolatedEnv, tree: Path, folder: Path) -> None:
         builder.build(kind, folder)
 
 
+@pytest.mark.slow
 def test_archives_are_the_same_bytes_wherever_they_are_built(archives: tuple[Path, Path]) -> None:
     of_checkout, of_copy = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in archives)
     version = f"clamp_amp-{clamp.__version__}"

@@ -131,6 +131,7 @@ def add_engine(tree: Tree) -> None:
     ],
     ids=["op", "policy", "engine"],
 )
+@pytest.mark.long
 def test_an_addition_takes_so_many_files_and_is_used(
     queue: cl.CommandQueue,
     device: str,

@@ -428,6 +428,7 @@ def convolutional(queue: cl.CommandQueue) -> Sequential:
     ],
     ids=str,
 )
+@pytest.mark.long
 def test_o2_gives_parameters_their_rules_dtypes(
     queue: cl.CommandQueue, rules: dict[str, str], conv: str, norm: str, linear: str, at: str
 ) -> None:

@@ -84,6 +84,7 @@ def test_bench_measures_every_kind_of_work_in_every_dtype(result: dict) -> None:
     assert {row["case"] for row in result["rows"] if row["work"] == "gemm"} == {"NN 32", "NT 32", "TN 32"}
 
 
+@pytest.mark.slow
 def test_bench_times_small_steps(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_simulator(queue.device):
         pytest.skip("too slow to simulate")
@@ -258,6 +259,7 @@ def test_bench_starts_over_in_the_environment_that_timings_need(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("works", "affinity"), [("cast", "1"), ("first-step", "0"), ("small,first-step", "0"), ("small,gemm", "1")]
 )
+@pytest.mark.long
 def test_steps_of_small_networks_are_timed_on_threads_that_are_not_pinned(
     tmp_path: Path, works: str, affinity: str
 ) -> None:
@@ -559,6 +561,7 @@ def real_devices(monkeypatch: pytest.MonkeyPatch) -> list[cl.Device]:
     return devices
 
 
+@pytest.mark.slow
 def test_doctor_reports_every_device(real_devices: list[cl.Device], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -651,6 +654,7 @@ def test_doctor_says_what_became_of_matrix_units(queue: cl.CommandQueue, monkeyp
 
 
 @pytest.mark.parametrize("wrong", ["gemm", "cast"])
+@pytest.mark.long
 def test_doctor_fails_when_a_result_is_wrong(
     wrong: str, real_devices: list[cl.Device], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -348,6 +348,7 @@ def scripts(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("loop", "dtype"),
     [*((loop, "float16") for loop in LOOPS), ("plain", "bfloat16"), ("overflows", "bfloat16"), ("plain", "float32")],
 )
+@pytest.mark.long
 def test_a_script_trains_as_with_the_two_lines(scripts: Scripts, loop: str, dtype: str) -> None:
     ours, lines = scripts.with_no_line(LOOPS[loop], dtype), scripts.with_two_lines(LOOPS[loop], dtype)
     assert (ours.steps, ours.scale) == (lines.steps, lines.scale)

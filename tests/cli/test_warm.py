@@ -50,6 +50,7 @@ def device(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return str(queue.device.platform.name)
 
 
+@pytest.mark.slow
 def test_a_script_is_run_until_its_second_step(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(device=device))
@@ -65,6 +66,7 @@ def test_a_script_is_run_until_its_second_step(device: str, tmp_path: Path, caps
     assert {file.name for file in (tmp_path / "kept").glob("*.program")} == kept
 
 
+@pytest.mark.slow
 def test_the_list_shows_what_programs_take_and_keeps_none(
     device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

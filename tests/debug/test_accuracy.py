@@ -68,6 +68,7 @@ def breaking(wrapped: Callable[..., Any], is_broken: Callable[..., bool]) -> Cal
         ("tanh", None, {("forward", "tanh", "layers.1"), ("forward", "tanh", "layers.3")}),
     ],
 )
+@pytest.mark.long
 def test_finds_the_broken_op_and_only_it(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, dtype: str, op: str, columns: int | None, expected: Any
 ) -> None:
@@ -219,6 +220,7 @@ def test_inference_is_compared_as_well(queue: cl.CommandQueue) -> None:
 
 
 @pytest.mark.parametrize("has_handle", [True, False])
+@pytest.mark.slow
 def test_nothing_is_disturbed(queue: cl.CommandQueue, has_handle: bool) -> None:
     np.random.seed(0)
     model = Sequential(Linear(queue, 8, 16), ReLU(), Dropout(0.5), Linear(queue, 16, 4))

@@ -71,6 +71,7 @@ def most(n: int, culprits: int) -> int:
 
 @pytest.mark.parametrize("metric", [isfinite, None], ids=["bool", "number"])
 @pytest.mark.parametrize("culprits", [("matmul_op",), ("bmm",), ("bmm", "matmul_op")])
+@pytest.mark.long
 def test_finds_the_functions_that_need_float32(queue: cl.CommandQueue, metric: Any, culprits: tuple[str, ...]) -> None:
     training = Training(queue, *culprits)
     state = np.random.get_state()[1].tobytes(), random.getstate()  # type: ignore[index]
@@ -122,6 +123,7 @@ class Log(Module):
 
 
 @pytest.mark.parametrize("culprits", [(1,), (3,), (1, 3)])
+@pytest.mark.long
 def test_finds_the_layers_that_need_float32(queue: cl.CommandQueue, culprits: tuple[int, ...]) -> None:
     def step_fn() -> Any:
         layers: list[Any] = [Linear(queue, 8, 8), ReLU()]

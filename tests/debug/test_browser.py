@@ -34,6 +34,7 @@ def sample(browser: Browser, pages: dict[str, Path]) -> Browser:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", PAGES)
+@pytest.mark.long
 def test_a_page_is_quiet_alone_and_as_wide_as_its_window(
     browser: Browser, pages: dict[str, Path], name: str, width: int, scheme: str
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_mark_says_why_a_step_was_skipped(sample: Browser) -> None:
     assert [mark.get_attribute("tabindex") for mark in marks] == ["0", *["-1"] * 11]
 
 
+@pytest.mark.slow
 def test_tab_reaches_every_control_and_shows_where_it_is(sample: Browser) -> None:
     reached: list[str] = []
     for _ in range(200):
@@ -204,6 +206,7 @@ def test_everything_has_a_name_for_screen_readers(sample: Browser) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1600])
 @pytest.mark.parametrize("name", ["sample", "empty", "hostile"])
+@pytest.mark.long
 def test_axe_finds_nothing_that_keeps_anybody_out(
     browser: Browser, pages: dict[str, Path], name: str, width: int, scheme: str
 ) -> None:

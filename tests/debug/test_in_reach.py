@@ -157,6 +157,7 @@ def test_no_amount_of_data_hides_what_lies_few_names_away(much: str, where: str,
 @pytest.mark.usefixtures("no_search")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("armed", [True, False])
+@pytest.mark.long
 def test_nothing_is_searched_for(
     queue: cl.CommandQueue, fault: str, armed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

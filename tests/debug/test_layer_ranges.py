@@ -138,6 +138,7 @@ def test_looking_changes_nothing(queue: cl.CommandQueue) -> None:
         np.testing.assert_array_equal(param.to_host(), old)
 
 
+@pytest.mark.slow
 def test_ranges_are_printed_drawn_and_reported(
     queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def more(after: MemoryReport, before: MemoryReport) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.long
 def test_every_byte_is_held_for_something(queue: cl.CommandQueue, looks_at_objects_set_aside: None, case: Case) -> None:
     gc.unfreeze()  # what earlier tests have left among it is garbage now
     gc.collect()
@@ -130,6 +131,7 @@ def test_every_byte_is_held_for_something(queue: cl.CommandQueue, looks_at_objec
 
 
 @pytest.mark.parametrize("keeps", [keeps for keeps in KEEPS if keeps is not False])
+@pytest.mark.long
 def test_masters_in_parts_are_counted_as_they_are(
     queue: cl.CommandQueue, looks_at_objects_set_aside: None, keeps: bool | str
 ) -> None:
@@ -165,6 +167,7 @@ class _Pools:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.recorded], ids=str)
+@pytest.mark.long
 def test_the_peak_is_the_most_that_pools_had_given_out(
     queue: cl.CommandQueue, looks_at_objects_set_aside: None, case: Case
 ) -> None:
@@ -249,6 +252,7 @@ def launch(queue: cl.CommandQueue) -> None:
 
 
 @pytest.mark.parametrize("fails", [allocation, netcls_allocation, launch])
+@pytest.mark.long
 def test_where_memory_is_short_the_error_says_what_holds_it(
     queue: cl.CommandQueue, looks_at_objects_set_aside: None, fails: Callable[[cl.CommandQueue], None]
 ) -> None:

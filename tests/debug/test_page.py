@@ -111,6 +111,7 @@ def test_a_page_of_the_same_run_is_the_same(sample: str) -> None:
     assert page_of(sample_run()) == sample
 
 
+@pytest.mark.slow
 def test_the_style_of_other_pictures_is_their_own(sample: str) -> None:
     style = {"axes.grid": True, "lines.linewidth": 9.0, "text.usetex": True, "figure.facecolor": "red"}
     with matplotlib.rc_context(style):
@@ -148,6 +149,7 @@ def test_a_page_of_nothing_says_so() -> None:
 
 
 @pytest.mark.parametrize("part", ["steps", "ops", "ranges", "modules", "first_bad", "suggested_scale"])
+@pytest.mark.long
 def test_each_part_may_be_missing(part: str) -> None:
     run: Any = sample_run()
     run[part] = empty_run()[part]  # type: ignore[literal-required]
@@ -182,6 +184,7 @@ def test_a_verdict_of_every_kind_has_its_word_and_colour(kind: Any) -> None:
     assert f".{kind.replace(' ', '-')}" in (files("clamp.debug.page") / "page.css").read_text()
 
 
+@pytest.mark.slow
 def test_a_thousand_steps_and_three_hundred_ops_are_below_two_megabytes(tmp_path: Path) -> None:
     write_page(large_run(), tmp_path / "run.html")
     assert (tmp_path / "run.html").stat().st_size < 2_000_000
@@ -323,6 +326,7 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (tmp_path / "run.html").read_bytes() == page.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_command_says_what_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,7 @@ def apply(fault: str, cure: str, queue: cl.CommandQueue, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("fault", PLANTED)
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
+@pytest.mark.long
 def test_the_page_names_cause_op_and_line_and_its_cure_cures(
     queue: cl.CommandQueue, fault: str, recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def turning_factors(array: Any, rng: np.random.Generator) -> list[float]:
 
 
 @pytest.mark.parametrize("part", range(6))
+@pytest.mark.long
 def test_as_much_as_real_casts_lose(queue: cl.CommandQueue, part: int) -> None:
     tensors = TENSORS[part::6]
     arrays = [made(*tensor) for tensor in tensors]

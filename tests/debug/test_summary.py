@@ -100,6 +100,7 @@ def test_each_op_is_found_in_both_precisions(queue: cl.CommandQueue) -> None:
     assert (casts.source, casts.target, casts.calls) == ("float32", "float16", calls)
 
 
+@pytest.mark.slow
 def test_a_queue_with_profiling_is_asked_and_another_is_waited_for(queue: cl.CommandQueue) -> None:
     profiling = cl.CommandQueue(queue.context, queue.device, cl.command_queue_properties.PROFILING_ENABLE)
     for one, words in ((profiling, "by profiling events"), (queue, "queue without profiling")):
@@ -111,6 +112,7 @@ def test_a_queue_with_profiling_is_asked_and_another_is_waited_for(queue: cl.Com
         run.handle.shutdown()
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_not_measured_again_before_another_step(
     queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ def registrations() -> Iterator[None]:
 
 @pytest.mark.usefixtures("registrations")
 @pytest.mark.parametrize("file", PAGES)
+@pytest.mark.long
 def test_scripts_of_a_document_do_what_they_say(
     queue: cl.CommandQueue, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,6 +64,7 @@ def test_the_difference_in_the_readme_is_that_of_its_script() -> None:
     assert script[first : first + len(after)] == after
 
 
+@pytest.mark.slow
 def test_script_for_mpi_runs_and_keeps_the_same_bits(launcher: list[str], tmp_path: Path) -> None:  # noqa: F811
     text = (ROOT / MPI).read_text(encoding="utf-8")
     script = tmp_path / "mpi_page.py"

@@ -61,6 +61,7 @@ def address(site: Path) -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_pages_are_quiet_alone_and_as_wide_as_their_window(site: Path, address: str, browser: Browser) -> None:
     pages = sorted(f"{file.parent.relative_to(site)}/" for file in site.rglob("index.html"))
     assert len(pages) == len(list((ROOT / "docs").glob("*.md"))) + 4  # README, CONTRIBUTING, CHANGELOG, SECURITY

@@ -53,6 +53,7 @@ def _events(before: Callable[[], object], run: Callable[[], object], events: Eve
 
 
 @pytest.mark.parametrize("name", ENDS)
+@pytest.mark.long
 def test_amp_can_be_turned_on_and_off_after_it(name: str, queue: cl.CommandQueue) -> None:
     x = ag.tensor(to_device(queue, np.ones((2, 2), np.float32)))
     weight = ag.tensor(Parameter.from_host(queue, np.ones((2, 2), np.float32)))

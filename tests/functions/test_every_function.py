@@ -29,6 +29,7 @@ from tests.conformance.runner import arrange, filled, inputs_of, nodes_of, outpu
 from tests.conformance.table import Case, Distinct, Normal, Op, Uniform, Values
 from tests.functions.operands import half
 from tests.reference import HALF_DTYPES, quantize, to_device, to_numpy
+from tests.sweep import sweep
 
 _BANNED = loss.elementwise("binary_cross_entropy", loss.bce, Case(Uniform(0.1, 0.9, 5, 7), Uniform(0, 1, 5, 7)))
 TABLE = [*ops.TABLE, _BANNED]  # what is banned only until a user gives it a policy
@@ -122,7 +123,12 @@ MORE: dict[str, list[Case]] = {
 
 #: (op, case, number of the case): the first is the conformance table's
 CALLS = [(op, case, number) for op in TABLE for number, case in enumerate([op.cases[0], *MORE.get(op.function, ())])]
-FIRST = pytest.mark.parametrize("op", TABLE, ids=lambda op: op.name.removeprefix("netcl."))
+
+
+def _first(part: int) -> pytest.MarkDecorator:
+    """Every op; an everyday run deals them out among four tests."""
+    ops_in_turn = sweep(TABLE, lambda number: number % 4 == part)
+    return pytest.mark.parametrize("op", ops_in_turn, ids=lambda op: op.name.removeprefix("netcl."))
 
 
 #: in float32 under every policy
@@ -217,7 +223,7 @@ def _send(out: Node, scale: float = 1.0) -> None:
     )
 
 
-@FIRST
+@_first(0)
 @pytest.mark.parametrize("policy", ["own", pytest.param("float", marks=pytest.mark.slow)])
 def test_a_scaled_loss_has_scaled_gradients(queue: cl.CommandQueue, op: Op, policy: str) -> None:
     """To the bit in float32; in 16 bits as close as they are."""
@@ -237,7 +243,7 @@ def test_a_scaled_loss_has_scaled_gradients(queue: cl.CommandQueue, op: Op, poli
             np.testing.assert_allclose(scaled, plain, rtol=off, atol=off * np.abs(plain).max())
 
 
-@FIRST
+@_first(3)
 @pytest.mark.parametrize("storage", ["half", pytest.param("float32", marks=pytest.mark.slow)])
 def test_layers_with_scales_of_their_own_have_the_same_gradients(queue: cl.CommandQueue, op: Op, storage: str) -> None:
     """Near what they are in 16 bits, in float32, and the same to the bit however small or large what comes is."""
@@ -266,7 +272,7 @@ def test_layers_with_scales_of_their_own_have_the_same_gradients(queue: cl.Comma
             np.testing.assert_array_equal(one, other)
 
 
-@FIRST
+@_first(1)
 def test_only_who_needs_a_gradient_gets_one(queue: cl.CommandQueue, op: Op) -> None:
     """Beside leaves that need none, and bare tensors. Where nobody does, and for bare tensors, nothing is recorded."""
     casting = CASTINGS.get(policy_of(op), Match)()
@@ -294,7 +300,7 @@ def test_only_who_needs_a_gradient_gets_one(queue: cl.CommandQueue, op: Op) -> N
         assert isinstance(out, Tensor) or op.function in _COMPARISONS
 
 
-@FIRST
+@_first(2)
 def test_what_is_not_clamps_is_left_to_netcl(queue: cl.CommandQueue, op: Op) -> None:
     """Losses and products refuse integers themselves; what only moves elements takes them."""
     dtypes = ("float64",) if op.function in _MOVES else ("float64", "int32")

@@ -43,6 +43,7 @@ def run(queue: cl.CommandQueue, seed: int, sequences: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.long
 def test_random_loops_do_what_the_model_says(queue: cl.CommandQueue, seed: int) -> None:
     run(queue, seed, sequences=60, steps=12)
 
@@ -50,4 +51,4 @@ def test_random_loops_do_what_the_model_says(queue: cl.CommandQueue, seed: int) 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SWEEP)
 def test_hundreds_of_random_loops_do_what_the_model_says(queue: cl.CommandQueue, seed: int) -> None:
-    run(queue, seed, sequences=125, steps=20)
+    run(queue, seed, sequences=75, steps=20)

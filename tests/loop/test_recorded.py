@@ -45,6 +45,7 @@ def clean() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("part", range(3))
+@pytest.mark.long
 def test_recorded_loops_do_what_they_do_unrecorded(queue: cl.CommandQueue, tmp_path: Path, part: int) -> None:
     made = [check(queue, tmp_path / str(seed), seed) for seed in range(12 * part, 12 * part + 12)]
     assert sum(made) >= 4  # most can be recorded, and some always raise

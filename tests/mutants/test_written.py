@@ -297,6 +297,7 @@ SEEN_BY_THE_SIMULATOR = [
     ("old", "new", "problem"),
     [pytest.param(*mutant[1:], id=mutant[0], marks=[] if mutant in _OFTEN else pytest.mark.slow) for mutant in MUTANTS],
 )
+@pytest.mark.long
 def test_a_mutant_computes_something_else(
     queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch, old: str, new: str, problem: Any
 ) -> None:

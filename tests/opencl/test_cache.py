@@ -98,6 +98,7 @@ OTHER_CONTENTS: dict[str, Callable[[dict[str, list[str]], bytes], bytes]] = {
 }
 
 
+@pytest.mark.long
 def test_other_content_with_a_right_check_sum_is_written_anew(queue: cl.CommandQueue, file: Path) -> None:
     kept = cache.load(file)
     assert kept is not None

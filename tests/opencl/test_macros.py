@@ -187,6 +187,7 @@ def _complaints(queue: cl.CommandQueue, file: str, macros: dict[str, str]) -> st
     return ""
 
 
+@pytest.mark.slow
 def test_the_head_of_a_simple_kernel_has_all_that_it_needs(queue: cl.CommandQueue) -> None:
     for row in _rows_of_others():
         ((file, macros),) = _rows(row)
@@ -194,6 +195,7 @@ def test_the_head_of_a_simple_kernel_has_all_that_it_needs(queue: cl.CommandQueu
         assert log == "", f"{row} does not compile; if its head is complete, give it a row in the table: {log}"
 
 
+@pytest.mark.slow
 def test_a_missing_macro_is_named(queue: cl.CommandQueue) -> None:
     _require_compiler_that_asks(queue)
     unnamed = []
@@ -206,6 +208,7 @@ def test_a_missing_macro_is_named(queue: cl.CommandQueue) -> None:
     assert unnamed == []
 
 
+@pytest.mark.long
 def test_unknown_values_do_not_compile(queue: cl.CommandQueue) -> None:
     known = dict(reversed(_rows(_REQUIRED)))
     for file, macros in _rows(_UNKNOWN):

@@ -85,6 +85,7 @@ OTHER_VERDICTS = (
 
 
 @pytest.mark.parametrize("harm", ["content", "others may write", *OTHER_VERDICTS])
+@pytest.mark.long
 def test_what_cannot_be_trusted_is_tried_again(
     queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch, harm: str | bytes
 ) -> None:

@@ -150,6 +150,7 @@ MUTANTS = [
 
 @pytest.mark.usefixtures("in_plain_c")
 @pytest.mark.parametrize(("file", "old", "new"), [pytest.param(*mutant[1:], id=mutant[0]) for mutant in MUTANTS])
+@pytest.mark.long
 def test_a_mutant_computes_something_else(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, simulated: bool, file: str, old: str, new: str
 ) -> None:

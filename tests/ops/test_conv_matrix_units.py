@@ -95,15 +95,18 @@ def test_geometries(queue: cl.CommandQueue, simulated: bool, emulate: Callable[.
 
 
 @pytest.mark.parametrize("out_dtype", STORAGE_DTYPES)
-def test_storage_types(queue: cl.CommandQueue, emulate: Callable[..., str], out_dtype: str) -> None:
+def test_storage_types(queue: cl.CommandQueue, simulated: bool, emulate: Callable[..., str], out_dtype: str) -> None:
     case = Case(1, 2, 3, (3, 8), (3, 3), pad=(1, 1))
-    for dtype in HALF_DTYPES:
+    for dtype in [x for x in HALF_DTYPES if x != out_dtype][:1] if simulated else HALF_DTYPES:
         check(queue, case, emulate(copies=AT_ONCE), (dtype, dtype, dtype, out_dtype))
 
 
 @pytest.mark.parametrize("features", sweep([1, 8, 31, 33, 65], lambda n: n == 1))
-def test_numbers_of_channels(queue: cl.CommandQueue, emulate: Callable[..., str], features: int) -> None:
-    check(queue, Case(2, features, features, (3, 6), (3, 3), pad=(1, 1), groups=2), emulate())
+def test_numbers_of_channels(
+    queue: cl.CommandQueue, simulated: bool, emulate: Callable[..., str], features: int
+) -> None:
+    if not simulated:  # slow there
+        check(queue, Case(2, features, features, (3, 6), (3, 3), pad=(1, 1), groups=2), emulate())
     check(queue, Case(2, features, 9, (4, 8), (1, 1), groups=2), emulate())
 
 

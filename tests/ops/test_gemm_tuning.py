@@ -103,6 +103,7 @@ def keep(queue: cl.CommandQueue, unit: MatrixUnit, winners: dict[str, Plan]) -> 
     return tuning.keep(queue.device, unit.where, unit.trial_key, Tuning(names))
 
 
+@pytest.mark.slow
 def test_a_product_runs_by_the_plan_that_was_the_fastest_for_its_class(
     queue: cl.CommandQueue, unit: _Pretended
 ) -> None:
@@ -150,6 +151,7 @@ def test_a_plan_that_is_not_proved_is_not_used(queue: cl.CommandQueue, unit: _Pr
     assert ran(unit, lambda: product(queue)) == [_SMALL]
 
 
+@pytest.mark.slow
 def test_tune_measures_every_plan_and_keeps_the_winners(
     queue: cl.CommandQueue, unit: _Pretended, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

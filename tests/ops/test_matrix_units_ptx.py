@@ -5,10 +5,14 @@ What a driver's own compiler makes of the same text may differ: it is the proof 
 
 registers.json has the registers of each kernel by the versions of the tools that .ci/run installs. A change may lower
 them, not raise them: ``CLAMP_WRITE_REGISTERS=1`` writes the table anew, for a diff to be looked at.
+
+looked_at.json has a digest of what each test was given when it passed so: text, macros, the test itself. What is the
+same to the letter is not compiled again, but where CLAMP_TEST_SLOW is 3.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -18,6 +22,7 @@ import sysconfig
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +48,7 @@ pytestmark = pytest.mark.slow
 
 REGISTERS = 65536  # of a multiprocessor
 _TABLE = Path(__file__).with_name("registers.json")
+_LOOKED_AT = Path(__file__).with_name("looked_at.json")
 _LIBRARY = Path(os.environ.get("LIBCLC", "/usr/lib/clc/nvptx64--nvidiacl.bc"))
 _FOLDERS = [str(folder) for folder in Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin")]  # pip puts tools there
 _PATH = os.pathsep.join([*_FOLDERS, os.environ.get("PATH", "")])
@@ -79,12 +85,45 @@ def output_of(*command: object) -> str:
     return done.stdout + done.stderr
 
 
+def _read(path: Path) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return table
+
+
+def _is_written() -> bool:
+    return os.environ.get("CLAMP_WRITE_REGISTERS") == "1"
+
+
+def _write(path: Path, table: dict[str, Any]) -> None:
+    path.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")
+
+
+class Given:
+    """What a test looks at: a kernel's text, macros, what finishes it, and the test itself, by a digest."""
+
+    def __init__(self, test: pytest.Item, kernel: Kernel, macros: dict[str, Any]) -> None:
+        code = [inspect.getmodule(x) for x in (output_of, test.function, kernel.finish) if x is not None]  # type: ignore[attr-defined]
+        texts = [source("common.clh"), source(kernel.file), *(inspect.getsource(module) for module in code)]
+        named = sorted((name, str(value)) for name, value in macros.items())
+        self._name = f"{test.path.stem}::{test.name}"
+        self._digest = sha256(repr((kernel.name, kernel.options, named, texts)).encode()).hexdigest()[:16]
+
+    def was_looked_at(self) -> bool:
+        """Whether the test has passed on the very same, so that it would see nothing new."""
+        anew = _is_written() or os.environ.get("CLAMP_TEST_SLOW") == "3"
+        return not anew and _read(_LOOKED_AT).get(self._name) == self._digest
+
+    def passed(self) -> None:
+        if _is_written():
+            _write(_LOOKED_AT, _read(_LOOKED_AT) | {self._name: self._digest})
+
+
 def allow(kernel: str, processor: str, registers: int) -> None:
     """Fails if a kernel takes more registers than the table says, or is not in it."""
-    table: dict[str, dict[str, int]] = json.loads(_TABLE.read_text()) if _TABLE.exists() else {}
-    if os.environ.get("CLAMP_WRITE_REGISTERS") == "1":
+    table: dict[str, dict[str, int]] = _read(_TABLE)
+    if _is_written():
         table.setdefault(kernel, {})[processor] = registers
-        _TABLE.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")
+        _write(_TABLE, table)
     assert registers <= table[kernel][processor], f"{kernel} takes {registers} registers on {processor}"
 
 
@@ -208,6 +247,9 @@ def test_matrix_instructions_and_no_spills(
     macros_for: Callable[[], dict[str, Any]],
 ) -> None:
     macros, expected = macros_for(), EXPECTED[unit.NAME]
+    given = Given(request.node, kernel, macros)
+    if given.was_looked_at():
+        return
     ptx = compiled(tools, tmp_path, kernel, expected.processors[0].rstrip("a"), macros)
     assert ptx.read_text().count(expected.in_ptx) == expected.count(plan)
     for processor in expected.some(request.node):
@@ -216,6 +258,7 @@ def test_matrix_instructions_and_no_spills(
         assert shared * plan.threads * registers <= REGISTERS, f"{shared} work-groups share a multiprocessor"
         assert code.count(expected.in_code) >= expected.count(plan)
         assert ("LDGSTS" in code) == bool(macros["A_ALIGNED"] and unit.NAME != "mma_k8")
+    given.passed()
 
 
 def kernels_of(unit: MatrixAttention, plan: Plan, dtype: str, width: int) -> dict[Kernel, dict[str, Any]]:
@@ -243,6 +286,9 @@ def test_attention(
 ) -> None:  # fmt: skip
     built, expected = kernels_of(unit, plan, dtype, plan.k - less), EXPECTED[unit.NAME]
     kernel, macros = next((kernel, macros) for kernel, macros in built.items() if kernel.name == f"attention_{name}")
+    given = Given(request.node, kernel, macros)
+    if given.was_looked_at():
+        return
     count = products * macros["COLUMNS"] * macros["WIDTH"] // (16 * 8)  # of a warp's 16 rows, in a step
     ptx = compiled(tools, tmp_path, kernel, expected.processors[0], macros)
     assert ptx.read_text().count(expected.in_ptx) == count
@@ -251,3 +297,4 @@ def test_attention(
         assert 2 * plan.threads * registers <= REGISTERS, "two work-groups share a multiprocessor"
         assert code.count(expected.in_code) >= count
         assert ("LDGSTS" in code) == bool(macros["ALIGNED"])
+    given.passed()

@@ -65,6 +65,7 @@ def product(queue: cl.CommandQueue, dtype: str = "float16") -> Any:
     return gemm(to_device(queue, np.ones((3, 8)), dtype), to_device(queue, np.ones((8, 5)), dtype), out_dtype=dtype)
 
 
+@pytest.mark.slow
 def test_a_gpu_on_which_the_trials_pass_uses_the_engine(
     queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,6 +162,7 @@ def decorated(queue: cl.CommandQueue, make: Callable[[Any], Any], door: str) -> 
 
 
 @pytest.mark.parametrize("door", ["decorate", "O3"])
+@pytest.mark.long
 def test_layers_are_named_where_rounding_loses_most(
     queue: cl.CommandQueue, door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

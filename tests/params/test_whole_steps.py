@@ -151,6 +151,7 @@ def test_a_first_step_is_whole_wherever_a_call_fails(
 @pytest.mark.parametrize("times", [1, 1000], ids=["once", "for good"])
 @pytest.mark.parametrize("kind", ["float32", "16 bits"])
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+@pytest.mark.long
 def test_a_step_of_several_launches_is_whole(queue: cl.CommandQueue, name: str, kind: str, times: float) -> None:
     alone, loop = pair(queue, STEPPED_BY[name], [(2,)] * 120, kind)
     place = 0

@@ -293,6 +293,7 @@ def test_ranks_train_as_one_process_does(launcher: list[str], queue: cl.CommandQ
     assert "all well" in output
 
 
+@pytest.mark.slow
 def test_ranks_notice_errors_and_differences(launcher: list[str], queue: cl.CommandQueue) -> None:
     """One job, because starting one takes as long as all of these checks."""
     checks = (
@@ -330,6 +331,7 @@ def test_a_number_of_ranks_that_is_no_power_of_two(launcher: list[str]) -> None:
         pytest.param("differs_in_its_scale", "the loss scales differ", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.long
 def test_a_rank_that_fails_ends_the_job(launcher: list[str], event: str, message: str) -> None:
     status, output = run_ranks(launcher, 2, "-m", "tests.ranks.mpi_child", event)
     assert status != 0, output

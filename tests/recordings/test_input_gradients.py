@@ -122,6 +122,7 @@ def check(queue: cl.CommandQueue, seeds: range) -> int:
 
 
 @pytest.mark.parametrize("part", range(2))
+@pytest.mark.long
 def test_the_gradients_of_inputs_are_each_calls_own(queue: cl.CommandQueue, part: int) -> None:
     assert check(queue, range(20 * part, 20 * part + 20)) >= 10
 

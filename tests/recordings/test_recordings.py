@@ -240,6 +240,7 @@ def test_an_eval_graph_recorded_before_training_returns_todays_results(queue: cl
 
 @pytest.mark.parametrize("set_aside", [False, True], ids=["seen", "set aside by gc.freeze"])
 @pytest.mark.usefixtures("uncompared")
+@pytest.mark.long
 def test_memory_that_only_moved_is_rebound_without_recording_anew(
     queue: cl.CommandQueue, looks_at_objects_set_aside: None, set_aside: bool
 ) -> None:

@@ -89,6 +89,7 @@ TOLD = "were not finite before this pass: call zero_grad"
 
 
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.long
 def test_a_forgotten_zero_grad_after_an_overflow_is_named(queue: cl.CommandQueue, name: str) -> None:
     param = parameter(queue)
     optimizer = SGD([param], lr=1.0)
