@@ -181,15 +181,15 @@ def gradients_between(outs: Sequence[Node], grads: Sequence[Tensor | None], ends
         ends: what is below these is not looked at.
     """
     root = Node(value=outs[0].value, grad_fn=lambda _: list(grads), parents=list(outs))
-    kept = [(node, node.grad_fn, node.parents, node.grad, node.value.grad) for node in ends]
+    kept = [(node, node.grad_fn, node.parents, node.requires_grad, node.grad, node.value.grad) for node in ends]
     try:
         for node in ends:
-            node.grad_fn, node.parents, node.grad, node.value.grad = None, [], None, None
+            node.grad_fn, node.parents, node.requires_grad, node.grad, node.value.grad = None, [], True, None, None
         _engine(Tape(retain_grads=False), root, next(grad for grad in grads if grad is not None))
         return [node.grad for node in ends]
     finally:
-        for node, grad_fn, parents, grad, tensors_grad in kept:
-            node.grad_fn, node.parents, node.grad, node.value.grad = grad_fn, parents, grad, tensors_grad
+        for node, *before in kept:
+            node.grad_fn, node.parents, node.requires_grad, node.grad, node.value.grad = before
 
 
 def _only_for_nodes(
