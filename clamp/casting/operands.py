@@ -229,7 +229,6 @@ class LastUseOperand(WeightOperand):
         super().__init__(parent, dtype, report)
         self._derived: dict[Hashable, Any] = {}
 
-
     def derived(self, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
         value = self._derived[kind] = weights.get(self.weight, kind, make, weakly=True)
         return value
