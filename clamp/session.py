@@ -71,8 +71,9 @@ def init(
 
     Args:
         enabled: False patches nothing and returns a handle whose methods pass through.
-        enable_caching: keep 16-bit copies of parameters until they change. ``"last_use"``: of each only until the
-            last op that has read it has run backward, so that copies and gradients are not there at once.
+        enable_caching: keep 16-bit copies of parameters until they change; large ones until the last op that has read
+            it has run backward, if no other backward can follow, so that copies and gradients are not there at once.
+            ``"last_use"``: none for longer, whatever may follow.
         verbose: print a line for every cast: ``Float->Half (matmul_op)``.
         allow_banned: run banned functions in fp32 instead of raising.
         dtype: ``"float16"``, ``"bfloat16"``, or ``"float32"``: clamp's kernels without casting. numpy's types and

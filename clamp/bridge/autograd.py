@@ -172,24 +172,63 @@ def cut(nodes: Iterable[Node], backward: Callable[[Tensor], list[Tensor | None]]
         node.grad_fn, node.parents = backward, []
 
 
-def gradients_between(outs: Sequence[Node], grads: Sequence[Tensor | None], ends: Sequence[Node]) -> list[Any]:
-    """Gradients of some nodes of a graph by those of others that were computed from them; nothing else changes.
+def gradients_between(
+    outs: Sequence[Node], ends: Sequence[Node], nodes: Sequence[Node]
+) -> Callable[[Sequence[Tensor | None]], list[Any]]:
+    """Returns what finds the gradients of some nodes of a graph, once, by those, not all None, of others that were
+    computed from them. Nothing else changes. It holds none of the nodes, and lets go of what they keep for backward as
+    it uses it: of their values, unless somebody else holds them, those stay that are still to be read.
 
     Args:
         outs: computed nodes.
-        grads: their gradients, not all None.
         ends: what is below these is not looked at.
+        nodes: all that were computed between.
     """
-    root = Node(value=outs[0].value, grad_fn=lambda _: list(grads), parents=list(outs))
-    kept = [(node, node.grad_fn, node.parents, node.grad, node.value.grad) for node in ends]
-    try:
-        for node in ends:
-            node.grad_fn, node.parents, node.grad, node.value.grad = None, [], None, None
-        _engine(Tape(retain_grads=False), root, next(grad for grad in grads if grad is not None))
-        return [node.grad for node in ends]
-    finally:
-        for node, grad_fn, parents, grad, tensors_grad in kept:
-            node.grad_fn, node.parents, node.grad, node.value.grad = grad_fn, parents, grad, tensors_grad
+    stands: dict[tuple[bool, int], Node] = {}  # for nodes, without their values; one for all leaves of a tensor
+
+    def stand_of(node: Node) -> Node:
+        if isinstance(node, OffTape):  # others know it, too
+            return node
+        key = (True, id(node.value)) if is_leaf(node) else (False, id(node))
+        return stands.setdefault(key, Node(_NoValue(node), op_name=node.op_name))
+
+    off_tape = [
+        (node, node.parents, [stand_of(parent) for parent in node.parents])
+        for node in nodes
+        if isinstance(node, OffTape)
+    ]
+    for node in nodes:
+        if node.grad_fn is not None and not isinstance(node, OffTape):
+            stand_of(node).grad_fn = _once(node.grad_fn)
+            stand_of(node).parents = [stand_of(parent) for parent in node.parents]
+    between, wanted = [stand_of(out) for out in outs], [stand_of(end) for end in ends]
+    value = _NoValue(outs[0])
+
+    def run(grads: Sequence[Tensor | None]) -> list[Any]:
+        root = Node(value, lambda _: list(grads), between)
+        try:
+            for node, _, parents in off_tape:
+                node.parents = parents
+            _engine(Tape(retain_grads=False), root, next(grad for grad in grads if grad is not None))
+        finally:
+            for node, parents, _ in off_tape:
+                node.parents = parents
+        return [end.grad for end in wanted]
+
+    return run
+
+
+class _NoValue:
+    """What the engine reads of a node's value."""
+
+    def __init__(self, node: Node) -> None:
+        self.queue, self.grad = node.value.queue, None
+        self._frozen = has_frozen_mark(node) or has_frozen_mark(node.value)
+
+
+def _once(backward: Callable[[Tensor], list[Tensor | None]]) -> Callable[[Tensor], list[Tensor | None]]:
+    left = [backward]
+    return lambda grad: left.pop()(grad)
 
 
 def _only_for_nodes(

@@ -14,8 +14,10 @@ loads, ``Promote`` and ``Match`` read them as they are.
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any, Protocol, TypeAlias
 
@@ -23,6 +25,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.regions import LAST_USE, Caching, current_region
 from clamp.casting.results import RESULTS
+from clamp.interrupts import holding, of_threads
 from clamp.ops.cast import cast
 from clamp.ops.layer_scale import fitted, taken_off
 from clamp.params import delivery
@@ -136,23 +139,49 @@ class InputOperand(_LateOperand):
             self._value = None
 
 
+_LARGE = 1 << 16  # bytes of a copy that it is worth to look for another backward for
+
+
+class _BackwardState(threading.local):
+    @staticmethod
+    def is_last() -> bool:  # of the backward that runs: whether no other will follow after a step
+        return False
+
+
+_backward = of_threads(_BackwardState())
+
+
+def dropping_if(is_last: Callable[[], bool]) -> AbstractContextManager[None]:
+    """Inside the ``with``, in which a backward runs, 16-bit copies of weights go once they are read, if that is so.
+
+    Args:
+        is_last: returns whether no backward will run through the graph when its weights have moved. Asked for if there
+            is a large copy.
+    """
+    return holding(_backward, "is_last", cache(is_last))
+
+
 class WeightOperand(_LateOperand):
     """A float32 parameter whose 16-bit copy is not there yet: a product that reads the parameter itself makes it.
 
     Backward, and who reads the parameter later in the iteration, find the copy: what the parameter was in the forward.
+    It goes when a backward that no other will follow has read it (`is_last`), unless other ops have yet to. Another
+    backward through the op after all makes it again from the parameter, which must be what it was.
     """
 
-    __slots__ = ("_report",)
+    __slots__ = ("_made", "_report")
     _weakly = False  # whether the copy is kept only as long as somebody holds it
 
     def __init__(self, parent: TensorLike, dtype: str, report: Callable[[str, str], None]) -> None:
         super().__init__(parent, dtype)
         self.weight: Tensor = bridge.value_of(parent)
         self._report = report
+        self._made = moment()
 
     @property
     def value(self) -> Tensor:
         if self._value is None:
+            self._require_unwritten()
             self._value = weight_cast(self.weight, self._dtype, self._report, weakly=self._weakly)
         return self._value
 
@@ -169,39 +198,46 @@ class WeightOperand(_LateOperand):
         self._value = copy
         weights.put(self.weight, ("cast", self._dtype), copy, weakly=self._weakly)
 
+    def goes(self) -> bool:
+        """Returns whether the copy is dropped when the backward that runs has read it."""
+        return self._value is not None and bridge.nbytes(self._value) > _LARGE and _backward.is_last()
+
+    def drop(self) -> None:
+        """Called when only another backward may still read the value."""
+        if self._value is not None:
+            weights.loosen(self.weight, ("cast", self._dtype), self._value)
+            self._value = None
+
+    def _require_unwritten(self) -> None:
+        if changed_since(self.weight, self._made):
+            raise RuntimeError(
+                f"backward runs a second time through an op of a parameter of shape {self.shape} whose 16-bit copy was "
+                "dropped after the first, and the parameter was written to since: run both backwards before the step, "
+                "or write loss.backward(retain_graph=True) or tape.backward(loss, retain_graph=True) at the first one; "
+                'with enable_caching="last_use", pass enable_caching=True as well'
+            )
+
 
 class LastUseOperand(WeightOperand):
-    """A float32 parameter whose 16-bit copy, and what is made of it, goes when backward has read it, unless other ops
-    have yet to.
+    """As a `WeightOperand`, in a region that keeps no copy for longer than some op is to read it, nor what is made of
+    it: whatever backward has read it is the last."""
 
-    Another backward through the op makes it again from the parameter, which must be what it was.
-    """
-
-    __slots__ = ("_derived", "_made")
+    __slots__ = ("_derived",)
     _weakly = True
 
     def __init__(self, parent: TensorLike, dtype: str, report: Callable[[str, str], None]) -> None:
         super().__init__(parent, dtype, report)
-        self._made = moment()
         self._derived: dict[Hashable, Any] = {}
-
-    @property
-    def value(self) -> Tensor:
-        if self._value is None and changed_since(self.weight, self._made):
-            raise RuntimeError(
-                f"backward runs a second time through an op of a parameter of shape {self.shape} whose 16-bit copy was "
-                'dropped after its first use (enable_caching="last_use"), and the parameter was written to since: run '
-                "both backwards before the step, or pass enable_caching=True"
-            )
-        return super().value
 
     def derived(self, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
         value = self._derived[kind] = weights.get(self.weight, kind, make, weakly=True)
         return value
 
+    def goes(self) -> bool:
+        return True
+
     def drop(self) -> None:
-        """Called when only another backward may still read the value."""
-        self._value = None
+        super().drop()
         self._derived.clear()
 
 
@@ -350,27 +386,19 @@ def bound(
     operands = [operand for key in gradients for operand in _each(key)]
     for operand in operands:
         operand.forward_done()
-    dropped = [operand for operand in operands if type(operand) is LastUseOperand]
-    if dropped and all(bridge.is_leaf(operand.parent) for operand in operands):
-        for operand in dropped:  # a first layer's, which is read for the gradient of no input
-            operand.drop()
+    copies = [operand for operand in operands if isinstance(operand, WeightOperand)]
+    if copies and _are_leaves(operands):  # a first layer's, which is read for the gradient of no input
+        _drop(operand for operand in copies if type(operand) is LastUseOperand)
 
     def backward(grad: Tensor) -> list[Tensor | None]:
         wanted = [operand for operand in operands if operand.needs_grad]
-        found: dict[Operand, Tensor | None] = {}
+        going = [operand for operand in copies if operand.goes()]
+        if going and _are_leaves(wanted):  # as above
+            _drop(going)
         if first is not None and wanted:
             grad = first(grad)
-        for key, gradient in gradients.items():
-            if gradient is None:
-                continue
-            if not isinstance(key, tuple):
-                if key in wanted:
-                    found[key] = gradient(grad)
-            elif any(operand in wanted for operand in key):
-                together = zip(key, gradient(grad), strict=True)
-                found.update((operand, result) for operand, result in together if operand in wanted)
-        for operand in dropped:
-            operand.drop()
+        found = _found(gradients, wanted, grad)
+        _drop(going)
         return [found.get(operand) for operand in operands]
 
     is_fitted = not moves and out.dtype in bridge.HALF_DTYPES
@@ -387,6 +415,30 @@ def _in_16_bits(backward: Callable[[Tensor], list[Tensor | None]], dtype: str, g
         return backward(grad)
     grad, factor = fitted(grad, bridge.canonical_dtype(dtype), scale)
     return [x if x is None else taken_off(x, factor) for x in backward(grad)]
+
+
+def _found(gradients: Gradients, wanted: list[Operand], grad: Tensor) -> dict[Operand, Tensor | None]:
+    """The gradients that are wanted, by their operands."""
+    found: dict[Operand, Tensor | None] = {}
+    for key, gradient in gradients.items():
+        if gradient is None:
+            continue
+        if not isinstance(key, tuple):
+            if key in wanted:
+                found[key] = gradient(grad)
+        elif any(operand in wanted for operand in key):
+            together = zip(key, gradient(grad), strict=True)
+            found.update((operand, result) for operand, result in together if operand in wanted)
+    return found
+
+
+def _are_leaves(operands: Iterable[Operand]) -> bool:
+    return all(bridge.is_leaf(operand.parent) for operand in operands)
+
+
+def _drop(operands: Iterable[WeightOperand]) -> None:
+    for operand in operands:
+        operand.drop()
 
 
 def _each(key: Operand | tuple[Operand, ...]) -> tuple[Operand, ...]:

@@ -15,7 +15,6 @@ from clamp.casting.operands import (
     LastUseOperand,
     Operand,
     WeightOperand,
-    cached_cast,
     cast_node,
     owned_value,
     widest,
@@ -23,7 +22,6 @@ from clamp.casting.operands import (
 from clamp.casting.policy_table import CastPolicy
 from clamp.casting.regions import LAST_USE, Caching, Region
 from clamp.ops.cast import cast
-from clamp.params.weight_cache import weights
 
 
 class Policy(ABC):
@@ -163,13 +161,12 @@ class Half(Policy):
         if not bridge.is_leaf(x):
             node = cast_node(x, self.dtype, self._report)
             return Operand(node, node.value)
-        if weight is not None and self._use_cache == LAST_USE:
-            return LastUseOperand(x, self.dtype, self._report)
-        if weight is not None and weights.known(weight, ("cast", self.dtype)) is None:
-            return WeightOperand(x, self.dtype, self._report)
-        if bridge.is_weight(value):
-            return Operand(x, cached_cast(value, self.dtype, self._report, self._use_cache), weight)
+        if weight is not None:
+            kind = LastUseOperand if self._use_cache == LAST_USE else WeightOperand
+            return kind(x, self.dtype, self._report)
         self._report(value.dtype, self.dtype)
+        if bridge.is_weight(value):
+            return Operand(x, cast(value, self.dtype))
         return Operand(x, cast(value, self.dtype)) if bridge.needs_grad(x) else InputOperand(x, self.dtype)
 
 

@@ -148,9 +148,11 @@ class Segment:
             _differs(f"returns {_listed(map(_kind, outs))} in place of {_listed(self._kinds)}")
         if not ends.keys() <= self._ends.keys():
             _differs("reads other tensors that need a gradient")
-        bridge.merge_leaves([end for end in ends.values() if bridge.is_leaf(end)], nodes)
         delivery.narrow_for_others(nodes)
-        found = dict(zip(ends, bridge.gradients_between(outs, grads, list(ends.values())), strict=True))
+        run = bridge.gradients_between(outs, list(ends.values()), nodes)
+        bridge.cut([x for x in nodes if x.grad_fn is not None and not isinstance(x, bridge.OffTape)], _not_returned)
+        del result, nodes, outs
+        found = dict(zip(ends, run(grads), strict=True))
         return [found.get(key) for key in self._ends]
 
     @contextmanager

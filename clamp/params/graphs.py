@@ -54,12 +54,34 @@ def ran(computed: Iterable[Node], reached: Sequence[Tensor], retain_graph: bool)
         node.last_pass = last
 
 
-def stepped(params: Sequence[Tensor]) -> None:
+def is_over_at_step(computed: Sequence[Node], leaves: Iterable[Any], retain_graph: bool) -> bool:
+    """Returns whether a backward that begins is the last through its graph, as far as can be told: the optimizer that
+    steps each of its weights is one, nothing else was computed from the graph, and nobody said ``retain_graph``.
+
+    Args:
+        computed: the nodes of its graph with parents.
+        leaves: values of those without.
+    """
+    if retain_graph:
+        return False
+    trained = (x for x in leaves if isinstance(x, Tensor) and bridge.is_weight(x) and not bridge.is_frozen(x))
+    steppers = {getattr(leaf, "_stepped_by", None) for leaf in trained}
+    if len(steppers) != 1 or None in steppers:
+        return False
+    inside = {id(node) for node in computed}
+    return all(
+        id(child) in inside or hasattr(child, "last_pass") for node in computed for child in bridge.children(node)
+    )
+
+
+def stepped(params: Sequence[Tensor], optimizer: Any) -> None:
     """An optimizer has made its step, or skipped it: lets go of what nobody needs any more.
 
     Args:
         params: the optimizer's.
     """
+    for param in params:
+        param._stepped_by = id(optimizer)
     if not _passes:
         return
     stepped_ids = {id(x) for param in params for x in (param, bridge.model_parameter(param))}

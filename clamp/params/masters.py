@@ -53,7 +53,8 @@ def narrow(
         optimizers: built before, they step the masters from now on, with the state that they have.
         keep_master: how parameters are kept from step to step, one of ``KEEPS``. False keeps no precision: the master
             is rounded to ``dtype`` after each step.
-        gradient_dtype: dtype of the parameters' gradients from backward; their own if not given.
+        gradient_dtype: dtype of the parameters' gradients from backward. If not given, their own; or of those that are
+            kept in 16-bit parts float32, in which steps read them, so that a 16-bit one never lies beside it.
         seed: of what ``"stochastic"`` rounds by, together with a parameter's place among these.
     """
     dtypes = [dtype] * len(params) if isinstance(dtype, str) else dtype
@@ -73,7 +74,7 @@ def narrow(
                 bridge.take_storage(param)
             bridge.give_storage(param, narrowed)
         _link(master, param, KEEPS[keep_master], mixed(seed, place))
-        bridge.set_gradient_dtype(param, gradient_dtype)
+        bridge.set_gradient_dtype(param, gradient_dtype or ("float32" if PARTS[KEEPS[keep_master]] else None))
         weights.drop(param)
         for optimizer in optimizers:
             _replace(optimizer, param, master)

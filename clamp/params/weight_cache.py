@@ -80,6 +80,12 @@ class WeightCache:
         with self._lock:
             self._entry(tensor).values[kind] = weakref.ref(value) if weakly else value
 
+    def loosen(self, tensor: Tensor, kind: Hashable, value: object) -> None:
+        """Keeps a value, if it is the kept one, only as long as somebody else holds it."""
+        with self._lock:
+            if self.known(tensor, kind) is value:
+                self.put(tensor, kind, value, weakly=True)
+
     def known(self, tensor: Tensor, kind: Hashable) -> Any:
         """The value of this kind, if it is there."""
         with self._lock:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.arguments import reporter
-from clamp.casting.operands import cast_node
+from clamp.casting.operands import cast_node, dropping_if
 from clamp.casting.regions import called_in, current_region, thread_casts_off
 from clamp.casting.results import RESULTS
 from clamp.functions import recompute
@@ -132,7 +132,11 @@ def tape_backward(
     run = partial(RESULTS.backward, wrapped, loss, grad)
     again = partial(tape_backward, wrapped, instance, loss, grad, retain_graph=retain_graph)
     layerwise = scaler is not None and scaler.layerwise
-    reached = called_in(None, delivery.deliver, run, values, scale, in_half, layerwise, loss, again)
+    is_last = cache(partial(graphs.is_over_at_step, computed, values, bool(retain_graph)))
+    if any(node.op_name == recompute.OP for node in computed):
+        is_last()  # asked later, it would meet the nodes of a forward that is run again
+    with dropping_if(is_last):
+        reached = called_in(None, delivery.deliver, run, values, scale, in_half, layerwise, loss, again)
     for leaf in leaves if replaced else ():
         leaf.grad = leaf.value.grad
     graphs.ran(computed, reached, bool(retain_graph))

@@ -143,7 +143,7 @@ class StepGuard(bridge.Listed):
             index = overflowed[-1] if overflowed else len(states) - 1
             bad = self._skip(params, pending[index] if pending else None, states[index] if states else None)
             self._forget()
-            graphs.stepped(params)
+            graphs.stepped(params, optimizer)
             self._guards.reports.warn_of_kept(bad)
             return None
         absent = self._names_of_absent(params)
@@ -156,7 +156,7 @@ class StepGuard(bridge.Listed):
             scale = states[-1].scale if states else 1.0
             reason = "" if moves else "no parameter had a gradient"
             self._report(moves, reason, scale, scale_before=before, absent=absent)
-            graphs.stepped(params)
+            graphs.stepped(params, optimizer)
         warn_of_lost_updates(params)
         return result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -496,3 +497,36 @@ def test_no_more_is_kept_of_weights_than_without(queue: cl.CommandQueue, layer: 
                 scaled_loss.backward()
                 kept[checkpoint] = weights.nbytes
     assert kept[amp.checkpoint] == kept[plainly]
+
+
+def test_what_is_computed_again_goes_as_backward_uses_it(queue: cl.CommandQueue) -> None:
+    """Of the values of a long block those stay that are still to be read, and what the user holds."""
+    made: list[weakref.ref[Tensor]] = []
+    held: list[Node] = []
+    alive: list[int] = []
+
+    def noting(node: Node) -> Node:
+        def note(grad: Tensor) -> list[Tensor]:
+            alive.append(sum(ref() is not None for ref in made))
+            return [grad]
+
+        made.append(weakref.ref(node.value))
+        noted: Node = bridge.make_node(node.value, note, [node], "noting", None)
+        return noted
+
+    def block(x: Node) -> Node:
+        made.clear()
+        for index in range(5):
+            x = noting(ag.sigmoid(x))
+            if index == 1:
+                held[:] = [x]
+        return x
+
+    x = Node(to_device(queue, np.ones((4, 8))), requires_grad=True)
+    with amp.init():
+        ag.sum(amp.checkpoint(block, x)).backward()
+        with pytest.raises(RuntimeError, match="did not return, but kept"):
+            held[0].backward()
+    assert alive == [5, 4, 3, 2, 2]
+    sigmoid = 1 / (1 + np.exp(-1 / (1 + np.exp(-1.0))))
+    np.testing.assert_allclose(to_numpy(held[0].value), sigmoid, rtol=1e-3)

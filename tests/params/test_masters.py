@@ -239,9 +239,10 @@ def test_clipping_masters_is_refused_while_the_parameters_gradients_are_scaled(q
 def test_gradients_in_the_parameters_dtype_or_in_fp32(queue: cl.CommandQueue) -> None:
     data = batch(queue, 8, 16, 8)
     amp.init()
-    for gradient_dtype, expected in ((None, "float16"), ("float32", "float32")):
+    in_parts = [(keeps, None, "float32") for keeps in ("remainder", "kahan", "stochastic")]
+    for keeps, gradient_dtype, expected in ((True, None, "float16"), (True, "float32", "float32"), *in_parts):
         model = mlp(queue, 16, 32, 8)
-        masters.narrow(model.parameters(), "float16", gradient_dtype=gradient_dtype)
+        masters.narrow(model.parameters(), "float16", keep_master=keeps, gradient_dtype=gradient_dtype)
         loss_of(model, data).backward()
         assert {param.grad.dtype for param in model.parameters()} == {expected}
 

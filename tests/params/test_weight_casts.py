@@ -19,7 +19,7 @@ from clamp.opencl.device import capabilities
 from clamp.opencl.program import built_programs
 from clamp.params import weight_cache
 from clamp.params.weight_cache import weights
-from tests.networks import batch, mlp, step
+from tests.networks import LOSS_FACTOR, batch, mlp, step
 from tests.reference import quantize, to_device, to_numpy
 from tests.scaling.test_overflow import OPTIMIZERS
 
@@ -229,6 +229,55 @@ def test_copies_go_as_soon_as_backward_has_read_them(queue: cl.CommandQueue, spe
             scaled_loss.backward()
     assert seen == [2 * copy, copy, copy, 0]
     assert names.count("copy") <= 3
+
+
+WIDE = 256  # of weights whose copies are worth to be looked after
+
+
+@pytest.mark.parametrize(
+    ("case", "stays"),
+    [
+        ("plain", False), ("accumulated", False), ("checkpointed", False), ("first step", True), ("retained", True),
+        ("of two optimizers", True), ("another loss", True), ("small", True),
+    ],
+)  # fmt: skip
+def test_copies_go_where_no_other_backward_can_follow(queue: cl.CommandQueue, case: str, stays: bool) -> None:
+    """With the default: of a graph of weights that one optimizer steps, of which nothing else was made."""
+    width = 64 if case == "small" else WIDE
+    model = mlp(queue, *[width] * 4)
+    params = model.parameters()
+    optimizers = [SGD(params, lr=0.5)] if case != "of two optimizers" else [SGD(params[:2]), SGD(params[2:])]
+    x, y = batch(queue, 300, width, width)
+    seen: list[int] = []
+
+    def noting(node: Node) -> Node:
+        def note(grad: Tensor) -> list[Tensor]:
+            seen.append(weights.nbytes // (2 * width * width))
+            return [grad]
+
+        return Node(node.value, note, [node])
+
+    def error(made: Node) -> Node:
+        return ag.mul(ag.mse_loss(made, ag.tensor(y)), LOSS_FACTOR)
+
+    with amp.init(loss_scale=16.0) as handle:
+        for _ in range(1 if case == "first step" else 2):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for _ in range(2 if case == "accumulated" else 1):
+                seen.clear()
+                made = ag.tensor(x)
+                for layer in model.layers:
+                    made = noting(amp.checkpoint(layer, made) if case == "checkpointed" else layer(made))
+                other = ag.sum(made) if case == "another loss" else None
+                with handle.scale_loss(error(made), optimizers) as scaled_loss:
+                    scaled_loss.backward(retain_graph=case == "retained")
+            for optimizer in optimizers:
+                optimizer.step()
+            del other, made
+    assert seen[0] == 3
+    assert (seen[-1] == 3) is stays, seen
+    assert stays or seen == sorted(seen, reverse=True)
 
 
 @pytest.mark.parametrize("on", [lambda: amp.init(enable_caching="last"), lambda: amp.autocast(cache_enabled="always")])

@@ -17,6 +17,7 @@ from netcl.optim import SGD, Adam
 
 from clamp import amp, bridge
 from clamp.bridge import Node, Tensor
+from clamp.casting import operands
 from clamp.params import graphs
 from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, weights_of
 from tests.reference import to_device
@@ -268,7 +269,7 @@ def test_a_loop_runs_as_where_graphs_are_kept(
     for kept in (False, True):
         with monkeypatch.context() as patch:
             if kept:
-                patch.setattr(graphs, "stepped", lambda params: None)
+                patch.setattr(graphs, "stepped", lambda params, optimizer: None)
             setting = Setting(queue)
             loop(setting)
             assert loop is line_search or setting.handle.history[-1].stepped
@@ -278,12 +279,17 @@ def test_a_loop_runs_as_where_graphs_are_kept(
 
 
 @pytest.mark.parametrize("loop", RUN)
-def test_copies_of_weights_that_go_after_their_last_use_change_no_bit(queue: cl.CommandQueue, loop: Loop) -> None:
-    """A graph of which a part was run and whose weights have moved since raises: its copies are gone."""
+@pytest.mark.parametrize("caching", [True, "last_use"])
+def test_copies_of_weights_that_go_after_their_last_use_change_no_bit(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, caching: bool | str, loop: Loop
+) -> None:
+    """With the default they stay where another backward may come; else a graph of which a part was run and whose
+    weights have moved since raises: its copies are gone."""
     numbers = []
-    for caching in (True, "last_use"):
-        setting = Setting(queue, enable_caching=caching)
-        if caching == "last_use" and loop in MOVED:
+    for goes in (False, True):
+        monkeypatch.setattr(operands, "_LARGE", 0 if goes else 1 << 60)
+        setting = Setting(queue, enable_caching=caching if goes else True)
+        if goes and caching == "last_use" and loop in MOVED:
             with pytest.raises(RuntimeError, match=r"the parameter was written to since.*pass enable_caching=True"):
                 loop(setting)
             return

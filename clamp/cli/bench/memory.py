@@ -105,7 +105,7 @@ class Loop:
 
 
 def _in_blocks(model: Any) -> Any:
-    """Returns the model with its blocks checkpointed: those that it has, else what is between pools, or six layers."""
+    """Returns the model with its blocks checkpointed: those that it has, else up to each pool, or six layers."""
     if hasattr(model, "blocks"):
         model.blocks = [partial(amp.checkpoint, block) for block in model.blocks]
         return model
@@ -115,14 +115,15 @@ def _in_blocks(model: Any) -> Any:
         blocks[-1].append(layer)
         if "Pool" in type(layer).__name__ if has_pools else len(blocks[-1]) == _LAYERS:
             blocks.append([])
+    head = Sequential(*blocks.pop()) if has_pools else Sequential()  # as a decoder's: it keeps little
     parts = [Sequential(*block) for block in blocks if block]
-    for part in parts:
+    for part in (*parts, head):
         part.train()
 
     def run(x: Any) -> Any:
         for part in parts:
             x = amp.checkpoint(part, x)
-        return x
+        return head(x)
 
     return run
 
