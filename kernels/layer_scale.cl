@@ -19,8 +19,13 @@
 #define SCALE 2 // the word of a loss scale's state (loss_scale.cl)
 #define TOP 8
 #define USUAL_EXPONENT 16 // of the loss scale
-#define EXPONENT(x) ((as_int(x) >> 23) - 127)
 #define POWER_OF_TWO(k) as_float((127 + (k)) << 23)
+
+static inline int exponent_of_normal(float x) { return (as_int(x) >> 23) - 127; }
+// Of a positive number, subnormal ones too.
+static inline int exponent_of(float x) {
+    return x < 0x1p-126f ? exponent_of_normal(x * 0x1p24f) - 24 : exponent_of_normal(x);
+}
 
 __kernel void largest(__global const STORAGE(X_T) *restrict x, __global float *restrict parts, const ulong n,
                       const ulong span, const uint count, const uint each) {
@@ -44,8 +49,8 @@ __kernel void fit(__global const float *restrict parts, __global float *restrict
     for (uint i = 0; i < count; i++) largest_of_all = fmax(largest_of_all, parts[i]);
     int k = 0;
     if (largest_of_all > 0.0f && isfinite(largest_of_all)) {
-        const int top = TOP + min(EXPONENT(state[SCALE]) - USUAL_EXPONENT, 0);
-        k = clamp(top - 1 - EXPONENT(largest_of_all), -126, 126);
+        const int top = TOP + min(exponent_of(state[SCALE]) - USUAL_EXPONENT, 0);
+        k = clamp(top - 1 - exponent_of(largest_of_all), -126, 126);
     }
     up[0] = POWER_OF_TWO(k);
     down[0] = POWER_OF_TWO(-k);

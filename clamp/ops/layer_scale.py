@@ -42,17 +42,9 @@ def fitted(grad: Tensor, dtype: str, scale: AppliedScale) -> tuple[Tensor, Tenso
     )  # fmt: skip
     with scale_lock:
         FIT(
-            queue,
-            (1,),
-            (1,),
-            parts,
-            up,
-            down,
-            scale.buffer(queue),
-            count,
-            X_T=bridge.STORAGE[grad.dtype],
-            **plan.macros,
-        )
+            queue, (1,), (1,), parts, up, down, scale.buffer(queue), count,
+            X_T=bridge.STORAGE[grad.dtype], **plan.macros,
+        )  # fmt: skip
     return elementwise("mul", dtype, grad, up), down
 
 
