@@ -53,6 +53,17 @@ TAIL = """
 np.savez(sys.argv[1], *[param.to_host() for param in model.parameters()])
 """
 
+#: An optimizer of a class of the user's.
+PLAIN = """
+        class Plain:
+            def __init__(self, params):
+                self.params = list(params)
+
+            def step(self):
+                for param in self.params:
+                    param.write(param.to_host() - np.float32(1e-3) * param.grad.to_host())
+"""
+
 #: training loops of users, without clamp; ``#`` names the optimizers that the two lines would
 LOOPS = {
     "plain": """
@@ -183,15 +194,8 @@ LOOPS = {
             loss.backward()  # optimizer
             optimizer.step()
         """,
-    "an optimizer of the user's": """
-        class Plain:
-            def __init__(self, params):
-                self.params = list(params)
-
-            def step(self):
-                for param in self.params:
-                    param.write(param.to_host() - np.float32(1e-3) * param.grad.to_host())
-
+    "an optimizer of the user's": PLAIN
+    + """
         optimizer = Plain(model.parameters())
         for scale in (1.0, np.nan, 30.0):
             for param in model.parameters():
@@ -459,15 +463,9 @@ def test_what_cannot_be_done_is_refused(
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_an_optimizer_of_a_class_of_ones_own_may_be_made_later(scripts: Scripts, dtype: str) -> None:
     """After backward has reached its parameters, for which no optimizer was there: an overflow skips its steps."""
-    loop = """
-        class Plain:
-            def __init__(self, params):
-                self.params = list(params)
-
-            def step(self):
-                for param in self.params:
-                    param.write(param.to_host() - np.float32(1e-3) * param.grad.to_host())
-
+    loop = (
+        PLAIN
+        + """
         optimizers = [SGD(model.layers[2].parameters(), lr=1e-3)]
         for scale in (1.0, 1.0, np.nan, 1.0):
             for param in model.parameters():
@@ -480,6 +478,7 @@ def test_an_optimizer_of_a_class_of_ones_own_may_be_made_later(scripts: Scripts,
                 optimizers.append(Plain(model.layers[0].parameters()))
         assert all(np.isfinite(param.to_host()).all() for param in model.parameters())
         """
+    )
     assert scripts.run(script_of(loop), "--dtype", dtype) == 0
     assert [report.stepped for report in scripts.history] == [True] * 3 + [False] * 2 + [True] * 2
 
