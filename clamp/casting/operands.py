@@ -155,10 +155,10 @@ def dropping_if(is_last: Callable[[], bool]) -> AbstractContextManager[None]:
     """Inside the ``with``, in which a backward runs, 16-bit copies of weights go once they are read, if that is so.
 
     Args:
-        is_last: returns whether no backward will run through the graph when its weights have moved. Asked for if there
-            is a large copy.
+        is_last: returns whether no backward will run through the graph when its weights have moved. Asked for each
+            large copy.
     """
-    return holding(_backward, "is_last", cache(is_last))
+    return holding(_backward, "is_last", is_last)
 
 
 class WeightOperand(_LateOperand):
