@@ -47,17 +47,19 @@ SHAPES = {
     "more rows than a block has": ((300, 40), (40, 33)),
     "long sums": ((33, 1100), (1100, 40)),
 }
+_pack_in_turn = amx._pack_in_turn
 _SLOW_TO_SIMULATE = {"more rows than a block has", "long sums", "whole tiles", "one a for a batch of whole tiles"}
 
 
 @pytest.fixture
 def in_plain_c(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Has the engine compute in plain C."""
+    """Has the engine compute in plain C, and pack b in its blocks where it may, or always before."""
 
-    def use(units: dict[str, amx.Unit] = PLAIN_C) -> None:
+    def use(units: dict[str, amx.Unit] = PLAIN_C, in_turn: bool = True) -> None:
         monkeypatch.setattr(amx, "unit_of", lambda device, dtype: units[dtype])
         monkeypatch.setattr(amx, "fits", always)
         monkeypatch.setattr(amx, "_blocks", lambda a, b, batches, cores, most: (min(a, most), b))
+        monkeypatch.setattr(amx, "_pack_in_turn", _pack_in_turn if in_turn else lambda *given: False)
         forget_prepared_launches(monkeypatch)
 
     return use
@@ -65,14 +67,15 @@ def in_plain_c(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> Calla
 
 @DTYPES
 @TRANSPOSES
+@pytest.mark.parametrize("in_turn", [True, False], ids=["b packed in turn", "b packed before"])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_products_are_right(
     queue: cl.CommandQueue, simulated: bool, in_plain_c: Callable[..., None], dtype: str, shapes: Any,
-    transpose_a: bool, transpose_b: bool,
+    transpose_a: bool, transpose_b: bool, in_turn: bool,
 ) -> None:  # fmt: skip
     if simulated and shapes in [SHAPES[name] for name in _SLOW_TO_SIMULATE]:
         pytest.skip("the simulator would take minutes")
-    in_plain_c()
+    in_plain_c(in_turn=in_turn)
     a, b = random(*shapes[0]), random(*shapes[1], seed=1)
     transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     check(queue, a, b, (dtype, dtype, "float32"), engine="amx", **transposes)
@@ -105,7 +108,7 @@ def test_float16_as_it_is(queue: cl.CommandQueue, in_plain_c: Callable[..., None
 def test_rows_in_the_same_lines_of_a_cache_are_packed_for_many_columns(
     queue: cl.CommandQueue, in_plain_c: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_plain_c()
+    in_plain_c(in_turn=False)
     a, b = to_device(queue, random(64, 64), BF16), to_device(queue, random(64, 96, seed=1), BF16)
     results, packed = [], []
     pack = amx._Packing.__call__
@@ -222,6 +225,7 @@ class Case:
     transpose_a: bool = False
     transpose_b: bool = False
     special: bool = False
+    in_turn: bool = True
 
     def check(self, queue: cl.CommandQueue) -> None:
         a, b = random(*self.shapes[0]), random(*self.shapes[1], seed=1)
@@ -252,12 +256,16 @@ MUTANTS = [
     ("sums that are not finite are not mended", "if (!any(is_odd)) return;", "return;",
      Case(((33, 40), (40, 17)), F16, special=True)),
     ("the second block of k is forgotten", "sum[i] = sums[i] + total[i]", "sum[i] = sums[i]", _LONG),
-    ("all of a batch have the first b", "B += batch * b_batch;", "B += 0;", Case(SHAPES["a batch"])),
+    ("all of a batch have the first b", "B += batch * b_batch;", "B += 0;", Case(SHAPES["a batch"], in_turn=False)),
+    ("all of a batch pack the first b", "(matrix)B + batch * b_batch", "(matrix)B", Case(SHAPES["a batch"])),
+    ("a block packs its first panel again", "q * SIDE, t + s", "first_b * SIDE, t + s", _WHOLE),
+    ("the second block of k is packed from the first", "q * SIDE, t + s", "q * SIDE, s", _LONG),
     ("a tile of columns by rows is not turned", "if (transposed) transpose_sums(sums);", "",
      Case(SHAPES["few rows of a"], transpose_b=True)),
     ("quarters of it stay where they are", "quarter == 1 ? 16 * SIDE : at", "at",
      Case(SHAPES["few rows of a"], transpose_b=True)),
-    ("the second panel of b is the first", "B + (q * steps + t)", "B + (first_b * steps + t)", _WHOLE),
+    ("the second panel of b is the first", "B + (q * steps + t)", "B + (first_b * steps + t)",
+     Case(SHAPES["whole tiles"], in_turn=False)),
 ]  # fmt: skip
 
 
@@ -271,7 +279,7 @@ def test_a_mutant_computes_something_else(
 ) -> None:  # fmt: skip
     if simulated:
         pytest.skip("what is wrong shows on any device")
-    in_plain_c()
+    in_plain_c(in_turn=case.in_turn)
     case.check(queue)
     write_wrong(monkeypatch, "gemm_amx.cl", old, new)
     with pytest.raises(AssertionError, match="differ"):

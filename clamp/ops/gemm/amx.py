@@ -29,7 +29,8 @@ _PAIRS = _K_STEP // 2  # of k in a step: `Panels` counts pairs
 _SUM_STEPS = 32
 _CACHE_WAY = 4096  # bytes after which addresses are of the same set of a first-level cache, of 12 lines
 _MANY_COLUMNS = 2048
-_BLOCK_A, _BLOCK_B = 8, 16  # panels of a work-item's block: what they need fits a second-level cache
+_BLOCK_A, _BLOCK_B = 8, 16  # panels of a work-item's block
+_BLOCK_BYTES = 2**20  # of A's panels of a block, which are read again for each of B's: half of a second-level cache
 _BLOCKS_PER_CORE = 4
 _SMALL = 2**18  # multiply-adds below which a launch is what counts, and odd edges
 
@@ -108,7 +109,8 @@ class Product:
     """Products whose operands lie as these do: one launch, and one for each operand that must be packed before.
 
     Tiles are of rows of op(A) by columns of op(B); or, where that leaves less to pack, of columns by rows, each
-    transposed in the store.
+    transposed in the store. A block that has all rows may pack its columns itself, panel by panel, each of which stays
+    in its core's cache.
 
     Args:
         b: packed, or as it lies.
@@ -121,27 +123,33 @@ class Product:
         self._swaps = isinstance(b, Matrix) and _is_packed_rather(a, b, unit)
         rows, columns = (b, a) if self._swaps else (a, b)  # of the tiles
         assert isinstance(rows, Matrix)
-        panels_a, panels_b, steps = -(-a.rows // _SIDE), -(-b.rows // _SIDE), max(-(-a.k // _K_STEP), 1)
+        steps = max(-(-a.k // _K_STEP), 1)
+        panels_a, panels_b = -(-rows.rows // _SIDE), -(-columns.rows // _SIDE)
         panel_bytes = steps * unit.step_bytes
-        self._pack_columns = None if isinstance(columns, Panels) else _Packing(columns, unit, copies, is_b=True)
         if _lies_as_panels(rows, unit, columns.rows):
             self._pack_rows = None
             lines = 2 * rows.stride_row, 2 * _K_STEP, 2 * _SIDE * rows.stride_row, 2 * rows.stride_batch
         else:
             self._pack_rows = _Packing(rows, unit)
-            lines = 2 * _K_STEP, unit.step_bytes, panel_bytes, panels_a * panel_bytes if a.batch else 0
+            lines = 2 * _K_STEP, unit.step_bytes, panel_bytes, panels_a * panel_bytes if rows.batch else 0
         batches = c.size // (a.rows * b.rows)
-        if self._swaps:
-            panels_a, panels_b = panels_b, panels_a
-        # All panels of A by one of B, if all of k is one visit.
-        most_a = _BLOCK_A // unit.parts if steps > _SUM_STEPS else panels_a
+        sums = min(steps, _SUM_STEPS) * unit.step_bytes  # bytes of a panel for one visit of a tile
+        most_a = _BLOCK_A // unit.parts if steps > _SUM_STEPS else max(_BLOCK_BYTES // sums, 1)
         block_a, block_b = _blocks(panels_a, panels_b, batches, capabilities(c.queue).compute_units, most_a)
-        streamed = epilogue.out_dtype == "float32" and bridge.nbytes(c) >= _STREAMED and not any(epilogue.flags)
         grid = -(-panels_a // block_a), -(-panels_b // block_b), batches
+        self._pack_columns, self._own_panels, macros = None, 0, unit.macros
+        strides, copied = (0, 0, panels_b * panel_bytes if columns.batch else 0), False
+        if isinstance(columns, Matrix) and grid[0] == 1 and _pack_in_turn(columns, batches):
+            self._own_panels = prod(grid) * sums // 4
+            strides, copied = (columns.stride_row, columns.stride_k, columns.stride_batch), copies
+            macros |= {"PACKS_B": 1, "IN_T": STORAGE[unit.dtype], "SRC_T": STORAGE[columns.tensor.dtype]}
+        elif isinstance(columns, Matrix):
+            self._pack_columns = _Packing(columns, unit, copies, is_b=True)
+        streamed = epilogue.out_dtype == "float32" and bridge.nbytes(c) >= _STREAMED and not any(epilogue.flags)
         self._gemm = _GEMM.bind(
-            c.queue, grid, (1, 1, 1), ..., ..., ..., ..., rows.rows, columns.rows, a.k, *lines,
-            panels_b * panel_bytes if columns.batch else 0, block_a, block_b, self._swaps, streamed,
-            *epilogue.types, *epilogue.flags, GEMM=1, SUM_STEPS=_SUM_STEPS, BLOCK_A=_BLOCK_A, **unit.macros,
+            c.queue, grid, (1, 1, 1), ..., ..., ..., ..., ..., ..., rows.rows, columns.rows, a.k, *lines, *strides,
+            block_a, block_b, copied, self._swaps, streamed, *epilogue.types, *epilogue.flags, GEMM=1,
+            SUM_STEPS=_SUM_STEPS, BLOCK_A=_BLOCK_A, **macros,
         )  # fmt: skip
 
     def __call__(self, a: Tensor, b: Tensor, c: Tensor, bias: Tensor, copy: Tensor) -> None:
@@ -150,7 +158,8 @@ class Product:
             rows = self._pack_rows(rows, c)
         if self._pack_columns is not None:
             columns = self._pack_columns(columns, copy)
-        self._gemm(c.queue, rows.buffer, columns.buffer, c.buffer, bias.buffer)
+        panels = bridge.empty(c.queue, (self._own_panels,), "float32") if self._own_panels else c
+        self._gemm(c.queue, rows.buffer, columns.buffer, c.buffer, bias.buffer, panels.buffer, copy.buffer)
 
 
 class _Packing:
@@ -190,6 +199,12 @@ def _lies_as_panels(a: Matrix, unit: Unit, columns: int) -> bool:
     as_it_is = a.tensor.dtype == unit.dtype and unit.parts == 1
     whole = a.stride_k == 1 and a.rows % _SIDE == 0 and a.k % _K_STEP == 0 and a.k > 0
     return as_it_is and whole and (2 * a.stride_row % _CACHE_WAY > 0 or columns < _MANY_COLUMNS)
+
+
+def _pack_in_turn(b: Matrix, batches: int) -> bool:
+    """Returns whether panels of op(B) may be packed one after the other for a product of so many matrices: each once,
+    and along the lines of memory, or out of a cache."""
+    return prod(b.batch) == batches and (b.stride_k == 1 or bridge.nbytes(b.tensor) // batches <= _BLOCK_BYTES)
 
 
 def _is_packed_rather(a: Matrix, b: Matrix, unit: Unit) -> bool:
