@@ -277,7 +277,7 @@ def _run(step: _ScaledStep, scale: float, region: Region, observer: Observer) ->
 
 def _accuracy(right: tuple[Float32Side, float], wrong: tuple[AmpSide, float], dtype: str, tolerance: float) -> Accuracy:
     (in_float32, right_loss), (under_amp, loss) = right, wrong
-    values = sorted(under_amp.values(), key=partial(_rank, tolerance=tolerance))
+    values = sorted(under_amp.named(), key=partial(_rank, tolerance=tolerance))
     missing = [f"{_words(key, in_float32.ops.paths())}, in float32 only" for key in under_amp.missing]
     extra = [f"{_words(key, under_amp.ops.paths())}, under AMP only" for key in under_amp.unpaired]
     return Accuracy(tuple(values), (*missing, *extra), dtype, tolerance, loss, right_loss)
