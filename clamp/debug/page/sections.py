@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from clamp.debug.page.figures import HELD, held_at, memory, memory_timeline, peak_of, saving, timeline
 from clamp.debug.page.ranges import ranges
-from clamp.debug.page.schema import END, LOWEST, FirstBad, Input, Module, Op, Run, checked
+from clamp.debug.page.schema import END, LOWEST, Input, Module, Op, Run, checked
 from clamp.debug.words import UNKNOWN, digits, duration, placed, size
 from clamp.params.lost_updates import LayerUpdates
 
 _LARGEST, _SMALLEST = 65504.0, 2.0**LOWEST  # of float16
 _TRACK = LOWEST - 6, END + 8  # exponents that the track of an operand shows
+_PLACE: Final = ("op", "direction", "module", "line")  # by which the op of the verdict is found in the table
 _OPEN = 60  # modules up to which all branches of the tree are open
 _SIGNS = {"healthy": "✓", "overflow": "!", "not finite": "!", "slow": "~", "unknown": "?"}
 
@@ -55,7 +56,8 @@ def page_of(run: Run) -> str:
         skipped=skipped,
         timeline=timeline(run["steps"], skipped),
         ranges=ranges(run["ranges"], run["suggested_scale"], bad),
-        lit=next((op for op in run["ops"] if bad is not None and _is_first_bad(op, bad)), None),
+        # In the backward of one line several modules may meet.
+        lit=next((op for op in run["ops"] if bad and all(op[key] == bad[key] for key in _PLACE)), None),
         numbers_of=lambda op: _numbers_of(op, took),
         updates=[LayerUpdates(**row) for row in run["updates"]["layers"]],
         memory=memory(run["memory"], run["dtype"]),
@@ -142,11 +144,6 @@ def _numbers_of(op: Op, took: float) -> list[Cell]:
 
 
 # ---------------------------------------------------------------------------------------------- the first bad op
-
-
-def _is_first_bad(op: Op, bad: FirstBad) -> bool:
-    """Whether an op of the table is that of the verdict: in the backward of one line several modules may meet."""
-    return all(op[key] == bad[key] for key in ("op", "direction", "module", "line"))
 
 
 def _track_of(one: Input) -> list[str] | None:
