@@ -16,6 +16,7 @@ from clamp.casting.init_call import InitCall
 from clamp.casting.regions import casting_in, init_call
 from clamp.debug.callsite import INSERTED
 from clamp.debug.float32_reference import is_finite_in_float32, largest_in_float32, rounded_to_zero
+from clamp.debug.ranges import FLOAT16
 from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, Origin, StepGraph, Value
 from clamp.debug.words import bad_counts
 from clamp.opencl.host_steps import unrecorded
@@ -24,7 +25,6 @@ from clamp.ops.statistics import statistics_of
 from clamp.params import masters
 from clamp.scaling.dynamic_scale import DEFAULT_RULE, DynamicLossScale
 
-LARGEST_FLOAT16 = 65504.0
 _ROUNDS_TO_INF = 65520.0  # and what is larger
 
 _AT_ANY = "the loss is not finite at any loss scale."
@@ -75,7 +75,7 @@ def _of_forward(frame: Frame, trace: StepGraph) -> Cause:
         largest = 0.0 if read.statistics is None else read.statistics.largest
         why = (
             f"{read.source} holds numbers up to {largest:.3g}, and {frame.function} reads it in float16, whose largest "
-            f"number is {LARGEST_FLOAT16:.0f}: {_AT_ANY}"
+            f"number is {FLOAT16.largest:.0f}: {_AT_ANY}"
         )
         return Cause("cast", why, _in_float32(frame, trace))
     in_float32 = is_finite_in_float32(frame)
@@ -86,7 +86,7 @@ def _of_forward(frame: Frame, trace: StepGraph) -> Cause:
         nans = f" ({out.statistics.nans} more are nan)" if out.statistics.nans else ""
         why = (
             f"What {frame.function} reads is finite, and {out.statistics.infs} of its results are beyond "
-            f"{LARGEST_FLOAT16:.0f}, the largest number of float16, and so inf{nans}: {_AT_ANY} {known}"
+            f"{FLOAT16.largest:.0f}, the largest number of float16, and so inf{nans}: {_AT_ANY} {known}"
         )
     else:
         why = f"{frame.function} makes {count_of(out)} of finite numbers in {out.dtype}: {_AT_ANY}"
@@ -137,7 +137,7 @@ def divided_away(made: Frame, divides: Frame, trace: StepGraph) -> Cause:
     out = made.outputs[0]
     at = f" at {divides.place.short_line}" if divides.place.file else ""
     why = (
-        f"What {made.function} reads is finite, and {count_of(out)} of its results are beyond {LARGEST_FLOAT16:.0f}, "
+        f"What {made.function} reads is finite, and {count_of(out)} of its results are beyond {FLOAT16.largest:.0f}, "
         f"the largest number of float16. {divides.function}{at} divides by them, which gives 0 in place of a number: "
         "all is finite after it, no step is skipped, and what is trained is wrong at any loss scale."
     )

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from clamp.debug.accuracy import Accuracy, compare_step
+from clamp.debug.ranges import FLOAT16
 
-_LARGEST = 65504.0  # of float16
 _TOLERANCE = 1e-2  # of a gradient's extremes, relative and absolute
 _NUMBER = r"[-+.\w]+"
 _LINE = re.compile(
@@ -98,7 +98,8 @@ def _is_infinite(fp32: Dumped | None, fp16: Dumped | None, loss_scale: float) ->
     scale = loss_scale if is_gradient else 1.0
     wide = [] if fp32 is None else [scale * fp32["max_value"], scale * fp32["min_value"]]
     narrow = [] if fp16 is None else [fp16["max_value"], fp16["min_value"]]
-    if not all(abs(x) <= _LARGEST for x in wide + narrow) or (fp16 is not None and fp16["num_inf"] + fp16["num_nan"]):
+    is_bad = fp16 is not None and fp16["num_inf"] + fp16["num_nan"]
+    if is_bad or not all(abs(x) <= FLOAT16.largest for x in wide + narrow):
         return True
     if not is_gradient or fp16 is None:
         return False

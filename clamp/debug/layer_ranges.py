@@ -197,24 +197,17 @@ def observe_ranges(step: Callable[[], Any], live_scale: Callable[[], float]) -> 
     around = region_here(enabled=True)
     with dry_run(step):
         scale = live_scale()
-        with in_region(replace(around, dtype="float32")):
-            trace = _traced(step)
-        counter = OpCounter(of_dry_run=True)
+        seen, counter = StepRecorder(histogram=True), OpCounter(of_dry_run=True)
+        with in_region(replace(around, dtype="float32")), RESULTS.attached(seen):
+            step()
+            trace = seen.trace()
+        trace.name()
         with in_region(around), RESULTS.attached(counter):
             step()
         dtypes = {row.key: row.dtype for row in counter.rows}  # of results, and of first gradients, under AMP
     if not trace.frames:
         raise NothingSeenError
     return LayerRanges(list(_rows(trace, scale, dtypes, around.dtype)), scale, around.dtype)
-
-
-def _traced(step: Callable[[], Any]) -> StepGraph:
-    seen = StepRecorder(histogram=True)
-    with RESULTS.attached(seen):
-        step()
-        trace = seen.trace()
-    trace.name()
-    return trace
 
 
 def _rows(
@@ -245,7 +238,9 @@ def _tensors(frame: Frame) -> Iterator[tuple[str, str, Value]]:
         return
     if frame.direction == FORWARD:
         yield from ((value.name, PARAMETER, value) for value in frame.inputs if _is_trained(value))
-    if not frame.outputs or _is_view(frame):
+    made = frame.outputs[0].tensor if frame.outputs else None
+    is_view = made is not None and any(x.tensor is not None and x.tensor.buffer is made.buffer for x in frame.inputs)
+    if not frame.outputs or is_view:
         return
     if frame.direction == FORWARD:
         yield frame.function, ACTIVATION, frame.outputs[0]
@@ -266,11 +261,6 @@ def _is_trained(value: Value) -> bool:
     return value.made_by is None and value.tensor is not None and bridge.is_trained(value.tensor)
 
 
-def _is_view(frame: Frame) -> bool:
-    made = frame.outputs[0].tensor
-    return made is not None and any(x.tensor is not None and x.tensor.buffer is made.buffer for x in frame.inputs)
-
-
 # ---------------------------------------------------------------------------------------------- in words
 
 
@@ -282,8 +272,6 @@ def _cells(row: LayerRange) -> tuple[str, ...]:
 
 
 # ---------------------------------------------------------------------------------------------- updates
-
-_SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133}
 
 
 @dataclass(frozen=True)
@@ -356,7 +344,7 @@ def _of_eps(optimizer: Any, dtypes: Sequence[str], steps_itself: bool) -> list[s
         return []
     what = "is 0 if its step computes in it" if steps_itself else "counts, for the step computes in float32"
     return [
-        f"{name}'s eps, {eps:g}, is below {dtype}'s smallest number, {_SMALLEST[dtype]:.2g}: it {what}"
+        f"{name}'s eps, {eps:g}, is below {dtype}'s smallest number, {ranges.FORMATS[dtype].smallest:.2g}: it {what}"
         for dtype in dict.fromkeys(map(bridge.canonical_dtype, dtypes))
-        if 0 < eps < _SMALLEST[dtype]
+        if 0 < eps < ranges.FORMATS[dtype].smallest
     ]

@@ -224,7 +224,8 @@ class OverflowRecorder(Observer):
         with casting_in(None), unrecorded():
             for one in self._step.passes if backward else ():
                 trace.scaler = one.scaler
-                grad = _ones(one.loss) if one.grad is None else one.grad
+                ones = np.ones(one.loss.shape, np.float32)
+                grad = Tensor.from_host(one.loss.queue, ones) if one.grad is None else one.grad
                 trace.frames = [*trace.frames, *gradients_of(forward[: one.ops], value(one.loss), value(grad), scale)]
             trace.measuring()()
         return trace
@@ -260,12 +261,6 @@ def gradients_of(forward: Sequence[Frame], loss: Value, grad: Value, scale: floa
             earlier = grads.get(id(parent))
             grads[id(parent)] = given if earlier is None else _added(earlier, given, frames)
     return frames
-
-
-def _ones(like: Tensor) -> Tensor:
-    wide = bridge.empty(like.queue, like.shape, "float32")
-    bridge.write_bytes(wide, np.ones(like.size, np.float32).view(np.uint8))
-    return wide
 
 
 def _added(first: Value, second: Value, frames: list[Frame]) -> Value:

@@ -17,8 +17,6 @@ from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.results import Observer
 from clamp.debug.callsite import OpName, OpNames, Place
 from clamp.debug.float32_reference import (
-    LARGEST,
-    UNIT_ROUNDOFF,
     Array,
     Error,
     Float32Reference,
@@ -27,6 +25,7 @@ from clamp.debug.float32_reference import (
     on_host,
     rounding_of,
 )
+from clamp.debug.ranges import FORMATS
 from clamp.debug.words import placed
 from clamp.opencl.host_steps import recorder
 
@@ -242,7 +241,7 @@ class AmpSide(Watcher):
 
     def __init__(self, right: dict[Key, Array], dtype: str, scale: float, tolerance: float) -> None:
         super().__init__()
-        self.usual = UNIT_ROUNDOFF[dtype] / 4
+        self.usual = FORMATS[dtype].roundoff / 4
         self.unpaired: list[Key] = []
         self._right, self._dtype, self._scale, self._tolerance = right, dtype, scale, tolerance
         self._paired = set[Key]()
@@ -359,4 +358,5 @@ def _error_if_known(actual: Array, right: Array | None, dtype: str) -> Error | N
     """The error of a value of some dtype; None if there is nothing to compare it with."""
     if right is None or right.size != actual.size:
         return None
-    return error_of(actual, right, LARGEST[bridge.canonical_dtype(dtype)])
+    name = bridge.canonical_dtype(dtype)
+    return error_of(actual, right, FORMATS[name].largest if name in bridge.HALF_DTYPES else inf)

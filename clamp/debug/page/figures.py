@@ -381,21 +381,16 @@ def memory_timeline(found: Memory) -> str:
     peak = peak_of(found["timeline"])
     if peak is None:
         return ""
-    moments = _fewer(found["timeline"])
+    steps = found["timeline"]
+    each = math.ceil(len(steps) / _MOMENTS)
+    moments = [max(steps[begin : begin + each], key=held_at) for begin in range(0, len(steps), each)]
     where = placed(peak["op"], peak["module"], peak["line"])
 
     def draw(figure: Figure, narrow: bool) -> None:
         _draw_held(figure.subplots(), moments, moments.index(peak), where, 24 if narrow else 80)
 
-    label = (
-        f"Device memory in {len(found['timeline'])} moments of a step; the peak, {size(held_at(peak))}, is in {where}"
-    )
+    label = f"Device memory in {len(steps)} moments of a step; the peak, {size(held_at(peak))}, is in {where}"
     return picture("held", label, draw, lambda narrow: 320 if narrow else 360)
-
-
-def _fewer(timeline: Sequence[HeldAt]) -> list[HeldAt]:
-    each = math.ceil(len(timeline) / _MOMENTS)
-    return [max(timeline[begin : begin + each], key=held_at) for begin in range(0, len(timeline), each)]
 
 
 def _draw_held(axes: Axes, moments: Sequence[HeldAt], peak: int, where: str, length: int) -> None:

@@ -16,10 +16,10 @@ from typing import Final, NamedTuple
 from clamp.debug.page.figures import HELD, held_at, memory, memory_timeline, peak_of, saving, timeline
 from clamp.debug.page.ranges import ranges
 from clamp.debug.page.schema import END, LOWEST, Input, Module, Op, Run, checked
+from clamp.debug.ranges import FLOAT16
 from clamp.debug.words import UNKNOWN, digits, duration, placed, size
 from clamp.params.lost_updates import LayerUpdates
 
-_LARGEST, _SMALLEST = 65504.0, 2.0**LOWEST  # of float16
 _TRACK = LOWEST - 6, END + 8  # exponents that the track of an operand shows
 _PLACE: Final = ("op", "direction", "module", "line")  # by which the op of the verdict is found in the table
 _OPEN = 60  # modules up to which all branches of the tree are open
@@ -151,7 +151,7 @@ def _track_of(one: Input) -> list[str] | None:
     magnitude, in percent; None without magnitudes."""
     if not 0 < one["smallest"] <= one["largest"]:
         return None
-    low, high, start, end = map(_on_track, (_SMALLEST, 2.0**END, one["smallest"], one["largest"]))
+    low, high, start, end = map(_on_track, (FLOAT16.smallest, 2.0**END, one["smallest"], one["largest"]))
     return [f"{x:.1f}" for x in (low, 100 - high, start, 100 - max(end, start + 1.5))]
 
 
@@ -163,10 +163,11 @@ def _on_track(value: float) -> float:
 def _beside_float16(one: Input) -> str:
     if one["infs"] or one["nans"]:
         return "not finite before"
-    if one["largest"] > _LARGEST:
-        return f"above {_LARGEST:g}"
-    words = [f"{digits(_LARGEST / one['largest'])}x below {_LARGEST:g}"] if one["largest"] > 0 else ["all zero"]
-    return ", ".join(words + ["some below 2⁻²⁴"] * (0 < one["smallest"] < _SMALLEST))
+    limit = FLOAT16.largest
+    if one["largest"] > limit:
+        return f"above {limit:g}"
+    words = [f"{digits(limit / one['largest'])}x below {limit:g}"] if one["largest"] > 0 else ["all zero"]
+    return ", ".join(words + ["some below 2⁻²⁴"] * (0 < one["smallest"] < FLOAT16.smallest))
 
 
 # ---------------------------------------------------------------------------------------------- the modules, as a tree
