@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log2
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +31,7 @@ _ROUNDS_TO_INF = 65520.0  # and what is larger
 _AT_ANY = "the loss is not finite at any loss scale."
 
 
-@dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """What made a result not finite.
 
     Attributes:

@@ -86,7 +86,7 @@ def explain(
             why, cure = grown
             cause = Cause("diverged", f"{why} {cause.why}", cure)
         before = frames_before(trace, origin.frame, _BEFORE)
-        return Explanation(report, cause.kind, cause.why, cause.cure, origin.frame, origin.leaf, before)
+        return Explanation(report, *cause, origin.frame, origin.leaf, before)
     if trace.is_cut:
         why = (
             "The ops of the last pass are finite; those of passes before it are gone: a replay writes where the one "
@@ -98,7 +98,7 @@ def explain(
         cause = divided_away(*divided, trace)
         before = frames_before(trace, divided[0], _BEFORE)
         skipped_for_it = report if report is not None and report.stepped else None
-        return Explanation(skipped_for_it, cause.kind, cause.why, cause.cure, divided[0], None, before)
+        return Explanation(skipped_for_it, *cause, divided[0], None, before)
     why, cure = "Every result and every gradient of its ops is finite.", ""
     if report is None or report.stepped:
         return Explanation(report, "finite", why, cure)

@@ -114,18 +114,38 @@ class RunLog:
         self, summary: Summary, explanation: Explanation | None, device: cl.Device | None, level: str,
         losses: Sequence[float] | None,
     ) -> Run:  # fmt: skip
-        """All of it as JSON has it; see `run_of`."""
-        of_trial = () if summary.trial is None else summary.trial.modules
-        return run_of(
-            summary,
-            explanation,
-            device=device,
-            level=level,
-            began=self.began,
-            points={} if self.counter is None else self.counter.curves.read(),
-            losses=losses,
-            modules=of_trial if self.counter is None else self.counter.modules,
-        )
+        """All of it as JSON has it.
+
+        Args:
+            summary: with or without a step that was measured.
+            explanation: of what is wrong with its steps, where somebody has looked.
+            losses: the user's own, of the last steps, in place of those that were noted.
+        """
+        now, ranges, updates = datetime.now(UTC), summary.ranges, summary.updates
+        modules = () if summary.trial is None else summary.trial.modules
+        modules = modules if self.counter is None else self.counter.modules
+        points = {} if self.counter is None else self.counter.curves.read()
+        return {
+            "version": VERSION,
+            "clamp": clamp.__version__,
+            "device": _device(device),
+            "dtype": summary.dtype,
+            "level": "; ".join([level, *summary.rules]),
+            "date": now.isoformat(timespec="seconds"),
+            "seconds": (now - self.began).total_seconds(),
+            "verdict": verdict_of(summary, explanation),
+            "steps": _steps(summary.history, points, losses),
+            "ops": _ops(summary),
+            "ranges": [] if ranges is None else ranges.as_json(),
+            "suggested_scale": None if ranges is None or ranges.gain is None else ranges.gain[0],
+            "updates": {
+                "layers": [cast(LostIn, row._asdict()) for row in (updates.layers if updates else ())],
+                "notes": list(updates.notes if updates else ()),
+            },
+            "memory": _memory(summary),
+            "modules": [{"path": path, "class": name, "parameters": count} for path, name, count in modules],
+            "first_bad": None if explanation is None else _first_bad(explanation),
+        }
 
     def _tried(self, step: Callable[[], Any] | None, steps: int, live_scale: Callable[[], float]) -> _Measured | None:
         """What was measured of a step: not again where none was done since; without a step, what was measured last."""
@@ -148,51 +168,11 @@ class RunLog:
                 self.counter.start()
 
 
-# ---------------------------------------------------------------------------------------------- as JSON
+# ---------------------------------------------------------------------------------------------- the answer
 
 
 _Kind: TypeAlias = Literal["healthy", "overflow", "not finite", "slow", "unknown"]
 _RECENT, _OFTEN = 100, 0.05  # steps, and the part of them that skips do not exceed where all is well
-
-
-def run_of(
-    summary: Summary, explanation: Explanation | None, *, device: cl.Device | None, level: str, began: datetime,
-    points: Mapping[int, Point], losses: Sequence[float] | None, modules: Sequence[tuple[str, str, int]],
-) -> Run:  # fmt: skip
-    """The run.
-
-    Args:
-        summary: with or without a step that was measured.
-        explanation: of what is wrong with its steps, where somebody has looked.
-        points: loss and norm of gradients by steps.
-        losses: the user's own, of the last steps, in place of those.
-        modules: see ``bridge.module_tree``.
-    """
-    now, ranges = datetime.now(UTC), summary.ranges
-    return {
-        "version": VERSION,
-        "clamp": clamp.__version__,
-        "device": _device(device),
-        "dtype": summary.dtype,
-        "level": "; ".join([level, *summary.rules]),
-        "date": now.isoformat(timespec="seconds"),
-        "seconds": (now - began).total_seconds(),
-        "verdict": verdict_of(summary, explanation),
-        "steps": _steps(summary.history, points, losses),
-        "ops": _ops(summary),
-        "ranges": [] if ranges is None else ranges.as_json(),
-        "suggested_scale": None if ranges is None or ranges.gain is None else ranges.gain[0],
-        "updates": {
-            "layers": [cast(LostIn, row._asdict()) for row in (summary.updates.layers if summary.updates else ())],
-            "notes": list(summary.updates.notes if summary.updates else ()),
-        },
-        "memory": _memory(summary),
-        "modules": [{"path": path, "class": name, "parameters": count} for path, name, count in modules],
-        "first_bad": _first_bad(explanation),
-    }
-
-
-# ---------------------------------------------------------------------------------------------- the answer
 
 
 def verdict_of(summary: Summary, explanation: Explanation | None) -> Verdict:
@@ -260,9 +240,7 @@ def _bad_value(explanation: Explanation) -> Value | None:
     return next((value for value in outputs if not value.is_finite), explanation.leaf)
 
 
-def _first_bad(explanation: Explanation | None) -> FirstBad | None:
-    if explanation is None:
-        return None
+def _first_bad(explanation: Explanation) -> FirstBad | None:
     frame, bad = explanation.first, _bad_value(explanation)
     if frame is None or bad is None or bad.statistics is None:
         return None

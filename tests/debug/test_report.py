@@ -6,7 +6,6 @@ import copy
 import json
 import math
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ from clamp import amp
 from clamp.debug.callsite import NOWHERE
 from clamp.debug.curves import Point
 from clamp.debug.explain import Explanation
+from clamp.debug.op_counter import OpCounter
 from clamp.debug.page.figures import held_at, peak_of
-from clamp.debug.run_log import run_of, verdict_of
+from clamp.debug.run_log import RunLog, verdict_of
 from clamp.debug.step_graph import Frame
 from clamp.debug.summary import Summary
 from clamp.report import Run, checked, read_run, write_run
@@ -125,12 +125,12 @@ def report(number: int, stepped: bool = True) -> StepReport:
     return StepReport(stepped, "" if stepped else "inf in 3 elements of the gradients of w", 8.0, step=number)
 
 
-def as_run(summary: Summary, **changes: Any) -> Run:
-    given: dict[str, Any] = {
-        "device": None, "level": "O2", "began": datetime.now(UTC), "points": {}, "losses": None, "modules": ()
-    }  # fmt: skip
-    run = run_of(summary, None, **given | changes)
-    return checked(json.loads(json.dumps(run)))
+def as_run(summary: Summary, points: Any = None, losses: list[float] | None = None) -> Run:
+    log = RunLog(list)
+    if points is not None:
+        log.counter = OpCounter()
+        log.counter.curves.read = lambda: points  # type: ignore[method-assign]
+    return checked(json.loads(json.dumps(log.run(summary, None, None, "O2", losses))))
 
 
 def test_losses_of_the_user_take_the_place_of_those_noted() -> None:
