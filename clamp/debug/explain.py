@@ -331,7 +331,7 @@ def explain_step(step: Callable[[], Any], skipped: StepReport | None = None, pas
         ValueError: no op of it can be seen.
     """
     check_step(step, "explain")
-    seen = StepRecorder(only_training=False, at_backward=True, calls=True)
+    seen = StepRecorder(of_ranges=False)
     with dry_run(step, *((skipped.scale, skipped.scale_before) if skipped else ())), RESULTS.attached(seen):
         scales = {id(one): one.scale for one in bridge.living(LossScale) if one.scales}  # the step may move them
         step()

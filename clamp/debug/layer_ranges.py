@@ -197,7 +197,7 @@ def observe_ranges(step: Callable[[], Any], live_scale: Callable[[], float]) -> 
     around = region_here(enabled=True)
     with dry_run(step):
         scale = live_scale()
-        seen, counter = StepRecorder(histogram=True), OpCounter(of_dry_run=True)
+        seen, counter = StepRecorder(of_ranges=True), OpCounter(of_dry_run=True)
         with in_region(replace(around, dtype="float32")), RESULTS.attached(seen):
             step()
             trace = seen.trace()

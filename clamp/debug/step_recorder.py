@@ -282,17 +282,13 @@ class StepRecorder(Observer):
     Beyond a quarter of the device's memory, tensors are measured, and let go, before the step is over.
 
     Args:
-        only_training: whether ops without a graph, of a validation, say, are left out.
-        histogram: whether histograms are measured, too.
-        at_backward: whether a step is measured when a backward ends, before anybody writes to its gradients.
-        calls: whether the calls are kept, too, with all arguments, so that they can be made again.
+        of_ranges: whether it is asked for magnitudes, with histograms, as they are when the pass is over: gradients are
+            divided by the loss scale then. Else for what went wrong: when a backward ends, before anybody writes to its
+            gradients; with ops that nobody trains, and with calls, which can be made again.
     """
 
-    def __init__(
-        self, *, only_training: bool = True, histogram: bool = False, at_backward: bool = False, calls: bool = False
-    ) -> None:
-        self._only_training, self._histogram = only_training, histogram
-        self._at_backward, self._calls = at_backward, calls
+    def __init__(self, *, of_ranges: bool) -> None:
+        self._of_ranges = of_ranges
         self._thread = threading.get_ident()
         self._frames: list[Frame] = []
         self._values: dict[int, tuple[weakref.ref[Tensor], Value]] = {}  # by the id of a tensor
@@ -311,11 +307,11 @@ class StepRecorder(Observer):
     # ------------------------------------------------------------------------------------------ what ops tell
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Frame | None:
-        if not self._is_ours() or (self._only_training and (not isinstance(made, Node) or bridge.is_leaf(made))):
+        if not self._is_ours() or (self._of_ranges and (not isinstance(made, Node) or bridge.is_leaf(made))):
             return None
         read = [self._value(parent.value) for parent in parents if isinstance(parent.value, Tensor)]
         op = getattr(made, "op_name", None) or "op"
-        frame = Frame(op, FORWARD, here(), read, [], call=call_now() if self._calls else None)
+        frame = Frame(op, FORWARD, here(), read, [], call=None if self._of_ranges else call_now())
         self._give(frame, [made.value])
         self._keep_within_limit(made.value)
         return frame
@@ -339,7 +335,7 @@ class StepRecorder(Observer):
         self._scaler = self._scaler if scaled is None else scaled.loss_scale
         if recorder() is not None:
             self._measure_in_every_replay()
-        elif self._at_backward:
+        elif not self._of_ranges:
             self._measure()
 
     # ------------------------------------------------------------------------------------------ keeping
@@ -375,10 +371,10 @@ class StepRecorder(Observer):
 
     def _measure(self) -> None:
         with unrecorded():
-            StepGraph(self._frames).measuring(histogram=self._histogram)()
+            StepGraph(self._frames).measuring(histogram=self._of_ranges)()
 
     def _measure_in_every_replay(self) -> None:
-        read, scaler = StepGraph(self._frames).measuring(histogram=self._histogram), self._scaler
+        read, scaler = StepGraph(self._frames).measuring(histogram=self._of_ranges), self._scaler
         frames, self._frames = self._frames, []
 
         def replayed() -> None:

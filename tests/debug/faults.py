@@ -70,6 +70,14 @@ class Model(Module):
     __call__ = forward
 
 
+def optimize(handle: Any, optimizer: Any, loss: Node) -> None:
+    """The second half of a step of a loop."""
+    optimizer.zero_grad()
+    with handle.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
 @dataclass(frozen=True)
 class Fault:
     """What an explanation is to say of a fault.
@@ -137,10 +145,7 @@ class Training:
         """One step of a loop."""
 
         def step() -> None:
-            self.optimizer.zero_grad()
-            with handle.scale_loss(self.loss(*self.data), self.optimizer) as scaled_loss:
-                scaled_loss.backward()
-            self.optimizer.step()
+            optimize(handle, self.optimizer, self.loss(*self.data))
 
         return step
 

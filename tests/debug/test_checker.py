@@ -268,7 +268,7 @@ def test_a_log_begins_anew_with_its_configuration(queue: cl.CommandQueue, tmp_pa
     (log,) = folder.iterdir()
     assert re.fullmatch(r"worker_[cg]pu\.\d+\.log", log.name)
     written = log.read_text().splitlines()
-    assert [re.search(r"op=(\w+)", line)[1] for line in written[:2]] == ["exp", "log"]  # type: ignore[index]
+    assert [re.search(r"op=(\w+)", line)[1] for line in written[:2]] == ["exp", "log"]
     assert re.fullmatch(r"    test_checker\.py:\d+: ag\.log\(leaf\(queue, \[0\.0\]\)\)", written[2])
     assert len(written) == 3
     check(DebugMode.CHECK_NAN_INF, output_dir=folder)

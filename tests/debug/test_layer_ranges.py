@@ -24,6 +24,7 @@ from clamp.debug.page.figures import COLOUR
 from clamp.debug.summary import Summary
 from clamp.ops.statistics import statistics_of
 from clamp.report import read_run
+from tests.debug.faults import optimize
 from tests.networks import batch, mlp, step
 from tests.ops.test_statistics import expected
 from tests.reference import to_device
@@ -96,9 +97,7 @@ def observed(queue: cl.CommandQueue, gradient: np.ndarray, scale: float) -> Laye
 
     def once() -> None:
         loss = ag.sum(ag.mul(ag.matmul_op(ag.tensor(weight), ag.tensor(x)), ag.tensor(factor)))
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        optimize(handle, optimizer, loss)
 
     ranges = handle.ranges(once)
     handle.shutdown()
@@ -213,9 +212,7 @@ def test_inputs_that_want_no_gradient_take_no_row_of_a_parameter(queue: cl.Comma
 
     def once() -> None:
         loss = ag.sum(ag.matmul_op(ag.tensor(x), ag.tensor(square)))
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        optimize(handle, optimizer, loss)
 
     rows = [row for row in handle.ranges(once).rows if row.kind == "parameter gradient"]
     assert [(row.statistics.largest, row.scale) for row in rows] == [(8.0, 1.0)]
@@ -372,5 +369,4 @@ def test_the_suggested_scale_is_within_a_factor_of_four(queue: cl.CommandQueue, 
             step()
         suggested = handle.ranges(step).suggested_scale
     largest = next(scale for scale in SCALES if run.is_finite_at(scale))
-    assert suggested is not None
     assert largest / 4 <= suggested <= largest

@@ -17,7 +17,7 @@ from clamp import amp
 from clamp.bridge import Tensor
 from clamp.report import page_of, read_run
 from tests.debug import faults
-from tests.debug.faults import FAULTS, Fault, Training, line_of
+from tests.debug.faults import FAULTS, Fault, Training, line_of, optimize
 from tests.reference import to_device
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -53,10 +53,7 @@ class Loop:
         training, optimizer = self.training, self.optimizer  # not self, which leads to the batches
 
         def step(x: Tensor, y: Tensor) -> None:
-            optimizer.zero_grad()
-            with handle.scale_loss(training.loss(x, y), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            optimize(handle, optimizer, training.loss(x, y))
 
         return step
 
@@ -126,7 +123,6 @@ def test_the_page_names_cause_op_and_line_and_its_cure_cures(
     assert all(words.format(scale=scale) in text for words in planted.words), text
     assert run["verdict"]["kind"] in ("overflow", "not finite")
     assert run["verdict"]["cure"].startswith(planted.cure), run["verdict"]
-    assert found is not None
     assert found["line"].startswith("faults.py:")
     assert found["op"] in text
     if fault in FAULTS:

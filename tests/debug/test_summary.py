@@ -21,7 +21,7 @@ from clamp.debug.summary import judge, notes
 from clamp.opencl.device import capabilities
 from clamp.ops.cast import LISTENERS
 from clamp.report import read_run
-from tests.networks import Task, batch, loss_of, mlp, step, weights_of
+from tests.networks import Task, batch, loss_of, mlp, step, stepping, weights_of
 
 ROWS, WIDTHS = 64, (32, 64, 64, 8)
 
@@ -205,15 +205,7 @@ def test_skips_are_told_with_their_reasons(queue: cl.CommandQueue) -> None:
 def test_a_recorded_step_is_measured_as_it_is(queue: cl.CommandQueue) -> None:
     run = Run(queue)
 
-    @amp.record
-    def one(x: Any, y: Any) -> Any:
-        run.optimizer.zero_grad()
-        loss = loss_of(run.model, (x, y))
-        with run.handle.scale_loss(loss, run.optimizer) as scaled_loss:
-            scaled_loss.backward()
-        run.optimizer.step()
-        return loss
-
+    one = amp.record(stepping(run.handle, run.model, run.optimizer))
     for _ in range(4):
         one(*run.data)
     found = run.handle.summary(lambda: one(*run.data))
