@@ -252,7 +252,7 @@ def rows(name: str, activations: Any, gradients: Any, scale: float = 1.0) -> lis
 def drawn(found: list[LayerRange], monkeypatch: pytest.MonkeyPatch, scale: float = 1.0) -> list[Any]:
     """The two halves of the picture: of activations, and of gradients."""
     figure = Figure()
-    monkeypatch.setattr("clamp.debug.page.ranges.save_picture", lambda path, draw, height: draw(figure, COLOUR))
+    monkeypatch.setattr("clamp.debug.page.ranges.save_picture", lambda path, draw, height: draw(figure, colour=COLOUR))
     LayerRanges(found, scale, "float16").draw("of nobody.svg")
     return list(figure.axes)
 
