@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -271,27 +272,19 @@ def finite_from(frame: Frame, scale: float, floor: float) -> float | None:
     grad = frame.inputs[0].tensor
     if frame.again is None or grad is None:
         return None
-    wide = cast(grad, "float32").to_host()
-    low, high = 0, max(0, int(log2(scale / floor)))
-    if not _is_finite(frame, grad, wide * np.float32(2.0**-high)):
+    wide, most = cast(grad, "float32").to_host(), max(0, int(log2(scale / floor)))
+    given, again = grad, frame.again
+
+    def is_finite(halvings: int) -> bool:
+        lower = Tensor.from_host(given.queue, wide * np.float32(2.0**-halvings))
+        with casting_in(None), unrecorded():
+            grads = again(cast(lower, bridge.canonical_dtype(given.dtype)))
+            found = statistics_of([x for x in grads if x is not None and x.dtype in bridge.STORAGE], histogram=False)
+        return all(x.is_finite for x in found)
+
+    if not is_finite(most):
         return None
-    while high - low > 1:  # not finite at scale / 2^low, finite at scale / 2^high
-        middle = (low + high) // 2
-        if _is_finite(frame, grad, wide * np.float32(2.0**-middle)):
-            high = middle
-        else:
-            low = middle
-    return scale / 2.0**high
-
-
-def _is_finite(frame: Frame, like: Tensor, values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> bool:
-    assert frame.again is not None
-    wide = bridge.empty(like.queue, like.shape, "float32")
-    bridge.write_bytes(wide, np.ascontiguousarray(values).reshape(-1).view(np.uint8))
-    with casting_in(None), unrecorded():
-        grads = frame.again(cast(wide, bridge.canonical_dtype(like.dtype)))
-        found = statistics_of([x for x in grads if x is not None and x.dtype in bridge.STORAGE], histogram=False)
-    return all(x.is_finite for x in found)
+    return scale / 2.0 ** (bisect_left(range(1, most), True, key=is_finite) + 1) if most else scale
 
 
 # ---------------------------------------------------------------------------------------------- divergence
