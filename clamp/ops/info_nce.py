@@ -65,8 +65,6 @@ def info_nce(
     """Cross entropy of ``softmax(q @ k.T / temperature)`` against the diagonal, summed or averaged over the rows.
 
     Args:
-        queries, keys: (N, n), each float32, float16 or bfloat16; row i of one belongs to row i of the other.
-        temperature: positive.
         normalize: rows are divided by their norm plus 1e-8 first.
         symmetric: the average of this loss and that of the transposed similarities.
     """
@@ -95,11 +93,7 @@ def info_nce(
 def info_nce_gradients(
     forward: InfoNCE, grad: Tensor, query_dtype: str | None, key_dtype: str | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients for queries and keys, in these dtypes; None for one whose dtype is None.
-
-    Args:
-        grad: gradient of the loss, of one element.
-    """
+    """Gradients for queries and keys, in these dtypes; None for one whose dtype is None."""
     slopes = _slopes(forward, grad)
     q, k = forward.queries, forward.keys
     return (

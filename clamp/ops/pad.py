@@ -19,14 +19,7 @@ MODES = ("zero", "reflect")
 def pad2d(x: Tensor, pad: int, mode: str = "zero", *, out_dtype: str) -> Tensor:
     """x with ``pad`` elements more on each side of its planes: (N, C, H, W) -> (N, C, H + 2 pad, W + 2 pad).
 
-    Args:
-        x: float32, float16 or bfloat16.
-        pad: width of the border, at least 0.
-        mode: ``"zero"``, or ``"reflect"``, which mirrors the plane with its edge (numpy's ``"symmetric"``).
-        out_dtype: dtype of the result.
-
-    Raises:
-        ValueError: x is not NCHW, the mode is another, or a mirrored border is wider than the plane.
+    ``"reflect"`` mirrors the plane with its edge (numpy's ``"symmetric"``).
     """
     n, c, height, width = _check(tuple(x.shape), pad, mode)
     out = bridge.empty(x.queue, (n, c, height + 2 * pad, width + 2 * pad), out_dtype)
@@ -36,15 +29,7 @@ def pad2d(x: Tensor, pad: int, mode: str = "zero", *, out_dtype: str) -> Tensor:
 
 
 def pad2d_backward(grad: Tensor, shape: tuple[int, ...], pad: int, mode: str = "zero", *, out_dtype: str) -> Tensor:
-    """Gradient of ``pad2d`` of a tensor of this shape; that of elements that are mirrored is summed in fp32.
-
-    Args:
-        grad: gradient of the result, in any storage type.
-        out_dtype: dtype of the gradient returned.
-
-    Raises:
-        ValueError: as ``pad2d``, or the gradient's shape is not that of the result.
-    """
+    """Gradient of ``pad2d`` of a tensor of this shape; that of elements that are mirrored is summed in fp32."""
     n, c, height, width = _check(shape, pad, mode)
     expected = (n, c, height + 2 * pad, width + 2 * pad)
     if tuple(grad.shape) != expected:

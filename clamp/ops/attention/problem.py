@@ -55,11 +55,7 @@ def problem_of(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, verified: frozenset[str] = frozenset(),
     *, grad: Tensor | None = None,
 ) -> Problem:  # fmt: skip
-    """The problem of q, k and v, and in backward of the result's gradient.
-
-    Raises:
-        ValueError: the shapes are not four-dimensional and equal.
-    """
+    """The problem of q, k and v, and in backward of the result's gradient."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
     if len(shapes[0]) != 4 or shapes[0] != shapes[1] or shapes[0] != shapes[2]:
         given = ", ".join(map(str, shapes))

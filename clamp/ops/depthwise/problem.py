@@ -94,11 +94,7 @@ class DepthwiseEngine(Engine[Problem], Protocol):
 
 
 def problem_of(x: Tensor, w: Tensor, stride: int, pad: int, *, is_gradient: bool) -> Problem:
-    """The convolution of x with the filters w, or its gradients.
-
-    Raises:
-        ValueError: x is not (N, C, H, W), w not (C, 1, KH, KW), or the filter is larger than the padded planes.
-    """
+    """The convolution of x with the filters w, or its gradients."""
     of_x, of_w = tuple(x.shape), tuple(w.shape)
     if len(of_x) != 4 or len(of_w) != 4 or of_w[0] != of_x[1] or of_w[1] != 1:
         raise ValueError(f"depthwise_conv2d takes x (N, C, H, W) and w (C, 1, KH, KW), got {of_x} and {of_w}")

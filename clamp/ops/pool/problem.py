@@ -86,12 +86,7 @@ def problem_of(
     shape: tuple[int, ...], kernel_size: int, stride: int, dtypes: tuple[str, str], device: Capabilities,
     *, is_max: bool, is_gradient: bool = False,
 ) -> tuple[Problem, tuple[int, ...]]:  # fmt: skip
-    """The windows that fit into the planes of a tensor of this shape, and the result's shape.
-
-    Raises:
-        TypeError: kernel_size or stride is no number, but a pair or None.
-        ValueError: the tensor is not NCHW, an extent is not positive, or the window is larger than the planes.
-    """
+    """The windows that fit into the planes of a tensor of this shape, and the result's shape."""
     name = "max_pool2d" if is_max else "avg_pool2d"
     if len(shape) != 4:
         raise ValueError(f"{name} takes a tensor of shape (N, C, H, W), got {shape}")
