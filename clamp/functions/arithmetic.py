@@ -152,11 +152,7 @@ def add_relu(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None =
 
 @implements("netcl.autograd.bias_add", "netcl.ops.elementwise.bias_add", uses=(elementwise, sum_to_shape))
 def bias_add(casting: Casting, x: TensorLike, bias: TensorLike, tape: Tape | None = None) -> Any:
-    """x + bias, a bias of shape (N,) on every row of x, of shape (M, N).
-
-    Raises:
-        ValueError: other shapes.
-    """
+    """x + bias, a bias of shape (N,) on every row of x, of shape (M, N)."""
     require_bias_shapes(tuple(x.value.shape), tuple(bias.value.shape))
     return apply_broadcast(casting, (x, bias), tape, "add", PASS, PASS)
 

@@ -24,9 +24,6 @@ def flash_attention(
 
     Returns:
         The result, and the log-sum-exp of each query's scores, (B, H, T) in float32.
-
-    Raises:
-        ValueError: shapes that are not four-dimensional and equal.
     """
     operands = qo, ko, vo = float_operands(casting, q, k, v)
     out, lse = ops.attention(qo.value, ko.value, vo.value, causal, scale, out_dtype=casting.result_dtype(*operands))

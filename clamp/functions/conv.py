@@ -202,9 +202,6 @@ def depthwise_conv2d(
 
     The bias is read in its own dtype. The gradients of weight and bias are stored in their own dtypes, straight from
     the fp32 sums.
-
-    Raises:
-        ValueError: shapes that do not fit.
     """
     xo, wo = casting.operands(as_node(x), as_node(w))
     bo = None if bias is None else as_is(bias)
@@ -261,11 +258,7 @@ def fused_conv_bias_relu(
     casting: Casting, input: Tensor, weight: Tensor, bias: Tensor, stride: Number = 1, padding: Number = 0,
     out: Tensor | None = None, pool: Any = None,
 ) -> Any:  # fmt: skip
-    """``conv2d_relu`` of bare tensors.
-
-    Raises:
-        NotOwned: ``out`` is given.
-    """
+    """``conv2d_relu`` of bare tensors."""
     leave_to_netcl_if(out)
     window = _window("fused_conv_bias_relu", stride, padding, 1, 1)
     return _convolve(casting, input, weight, bias, window, True, "fused_conv_bias_relu", None)
@@ -276,11 +269,7 @@ def depthwise_conv2d_backward(
     casting: Casting, x: Tensor, w: Tensor, grad_out: Tensor, bias: Tensor | None = None, stride: int = 1, pad: int = 0,
     pool: Any = None, algo: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients by x, w and bias (None without one) of bare tensors, each in its own dtype.
-
-    Raises:
-        ValueError: shapes that do not fit.
-    """
+    """Gradients by x, w and bias (None without one) of bare tensors, each in its own dtype."""
     xo, wo = casting.operands(as_node(x), as_node(w))
     grad, bo = as_is(grad_out), None if bias is None else as_is(bias)
     require_floating(xo, wo, grad, bo)

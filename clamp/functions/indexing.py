@@ -94,7 +94,6 @@ def index_select(casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | Non
         idx: the indices (see the top of this file).
 
     Raises:
-        ValueError: there is no such axis.
         IndexError: an index given on the host is no place of the axis.
     """
     return _select(casting, x, axis, idx, "index_select", tape)
@@ -110,7 +109,7 @@ def gather(casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | None = No
 def embedding(casting: Casting, weight: Any, idx: Any, tape: Tape | None = None) -> Any:
     """The rows of a table (num_embeddings, dim) that ``idx`` names: (number of indices, dim).
 
-    Arguments and errors as for ``index_select``.
+    Arguments as for ``index_select``.
     """
     return _select(casting, weight, 0, idx, "embedding", tape)
 

@@ -80,7 +80,6 @@ def pairwise_squared_distances(casting: Casting, X: Any, Y: Any = None, tape: Ta
 
     Raises:
         ValueError: they are no matrices, or D differs.
-        TypeError: one of them is not floating.
     """
     name = "pairwise_squared_distances"
     operands = casting.operands(as_node(X), *([] if Y is None else [as_node(Y)]))
@@ -113,7 +112,6 @@ def triplet_loss(
 
     Raises:
         ValueError: the shapes differ or are not (N, D); an unknown distance or reduction.
-        TypeError: one of them is not floating.
     """
     _require_choice("triplet_loss", "distance", distance, "squared", "euclidean")
     _require_choice("triplet_loss", "reduction", reduction, "mean", "sum")
@@ -144,7 +142,6 @@ def contrastive_loss(
 
     Raises:
         ValueError: the shapes differ or are not (N, D); another number of labels; an unknown reduction.
-        TypeError: x1 or x2 is not floating.
     """
     _require_choice("contrastive_loss", "reduction", reduction, "mean", "sum")
     x, y = _rows(casting, "contrastive_loss", x1=x1, x2=x2)
@@ -180,7 +177,6 @@ def batch_hard_triplet_loss(
 
     Raises:
         ValueError: embeddings are not (N, D); another number of labels; an unknown distance or reduction.
-        TypeError: embeddings are not floating.
     """
     return _mined(
         casting, "batch_hard_triplet_loss", distances.hardest_triplets,
@@ -195,7 +191,7 @@ def batch_all_triplet_loss(
 ) -> Any:  # fmt: skip
     """``max(0, d(i, j) - d(i, k) + margin)`` over every i, j of its label, k of another label: float32, shape (1,).
 
-    The mean is over the triplets that exceed 0. Arguments and errors as for ``batch_hard_triplet_loss``.
+    The mean is over the triplets that exceed 0. Arguments as for ``batch_hard_triplet_loss``.
     """
     return _mined(
         casting, "batch_all_triplet_loss", distances.all_triplets,
@@ -238,7 +234,6 @@ def info_nce_loss(
 
     Raises:
         ValueError: the shapes differ or are not (N, D); a temperature that is not positive; an unknown reduction.
-        TypeError: one of them is not floating.
     """
     _require_choice("info_nce_loss", "reduction", reduction, "mean", "sum")
     if not temperature > 0.0:

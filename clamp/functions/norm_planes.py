@@ -136,9 +136,6 @@ def batch_norm2d(
 
     Returns:
         The result, and the mean and variance of each channel that it was normalized with.
-
-    Raises:
-        ValueError: shapes that do not fit, or tensors on different queues.
     """
     return normalized_batch(
         casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d"
@@ -151,7 +148,7 @@ def batch_norm2d_relu(
     casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, running_mean: Tensor, running_var: Tensor,
     momentum: float = 0.1, eps: float = 1e-5, training: bool = True, tape: Tape | None = None,
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
-    """relu of ``batch_norm2d``, in its store. Arguments, results and errors as there."""
+    """relu of ``batch_norm2d``, in its store. Arguments and results as there."""
     return normalized_batch(
         casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d_relu", RELU
     )
@@ -164,7 +161,7 @@ def batch_norm2d_leaky_relu(
     momentum: float = 0.1, eps: float = 1e-5, training: bool = True, negative_slope: float = 0.01,
     tape: Tape | None = None,
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
-    """leaky_relu of ``batch_norm2d``, in its store. Arguments, results and errors as there."""
+    """leaky_relu of ``batch_norm2d``, in its store. Arguments and results as there."""
     return normalized_batch(
         casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d_leaky_relu",
         Activation(2, float(negative_slope)),
@@ -219,8 +216,6 @@ def group_norm(
 
     Returns:
         The result, and the means and variances in float32, of shape (N, groups).
-
-    Errors as for ``batch_norm2d``.
     """
     (xo,) = float_operands(casting, x)
     require_nchw("group_norm", xo)

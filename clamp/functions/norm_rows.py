@@ -33,8 +33,6 @@ def layer_norm(
 
     Returns:
         The result, and the means and variances in float32, of shape (..., 1).
-
-    Errors as for ``batch_norm2d``.
     """
     (xo,) = float_operands(casting, x)
     eps, shape = float(eps), xo.shape
@@ -106,8 +104,6 @@ def rms_norm(
 
     Returns:
         The result, and the reciprocal root mean square of each row in float32.
-
-    Errors as for ``batch_norm2d``.
     """
     (xo,) = float_operands(casting, x)
     (go,) = parameters_of("rms_norm", xo, last_axis("rms_norm", xo), gamma)
@@ -140,14 +136,7 @@ def tensor_rms_norm_backward(
 def l2_normalize(
     casting: Casting, X: TensorLike, dim: int = -1, eps: float = 1e-8, tape: Tape | None = None
 ) -> Any:  # fmt: skip
-    """``X / (|X| + eps)`` along an axis.
-
-    Args:
-        X: float32, float16 or bfloat16, any shape.
-
-    Raises:
-        ValueError: there is no such axis.
-    """
+    """``X / (|X| + eps)`` along an axis."""
     (xo,) = float_operands(casting, X)
     eps, axis = float(eps), axis_of("l2_normalize", dim, len(xo.shape))
     # The kernels go along the last axis; another one changes places with it, and back.

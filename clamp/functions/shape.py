@@ -151,10 +151,7 @@ def cat(casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | No
 
 @implements("netcl.autograd.stack", uses=(concat,))
 def stack(casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | None = None) -> Any:
-    """The tensors, all of one shape, along an axis that the result has more than they.
-
-    Arguments and errors as for ``cat``.
-    """
+    """The tensors, all of one shape, along an axis that the result has more than they."""
 
     def with_new_axis(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
         axis = axis_of("stack", axis, len(shape) + 1)
@@ -198,7 +195,6 @@ def tensor_transpose2d(casting: Casting, x: Any, out: Tensor | None = None, pool
 
     Raises:
         ValueError: x has not two dimensions.
-        NotOwned: ``out`` is given.
     """
     leave_to_netcl_if(out)
     (operand,) = casting.operands(as_node(x))

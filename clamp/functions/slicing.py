@@ -160,9 +160,6 @@ def _shape_of(x: Any) -> tuple[int, ...]:
 def narrow(casting: Casting, x: Any, axis: int, start: int, length: int, tape: Tape | None = None) -> Any:
     """A copy of ``length`` places of x along an axis, from ``start`` on (a negative one counts from the end).
 
-    Args:
-        x: float32, float16, bfloat16 or int32, any shape.
-
     Raises:
         ValueError: there is no such axis, or the places are not all inside it.
     """

@@ -207,7 +207,6 @@ def tensor_upsample_backward(
 
     Raises:
         ValueError: the shapes do not belong together, or an unknown mode.
-        NotOwned: ``out`` is given.
     """
     leave_to_netcl_if(out)
     (grad,) = _operands(casting, grad_out)
