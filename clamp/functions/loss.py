@@ -205,13 +205,20 @@ def _rank(targets: Any) -> int:
     return len(value.shape) if hasattr(value, "shape") else np.ndim(value)
 
 
-def _labels(name: str, targets: Any, logits: Tensor, classes: int, ignore_index: int) -> Tensor:
-    """Labels as a device tensor; those given on the host are checked and sent to the logits' queue."""
-    value = targets.value if isinstance(targets, Node) else targets
+def labels_given(name: str, labels: Any, x: Tensor) -> Any:
+    """Labels as they are given: a tensor, which must be on x's queue, or something on the host."""
+    value = labels.value if isinstance(labels, Node) else labels
     if isinstance(value, Tensor):
         if not bridge.on_device(value) or value.dtype not in ops.LABEL_STORAGE:
             raise NotOwned
-        bridge.require_same_queue(name, logits, value)
+        bridge.require_same_queue(name, x, value)
+    return value
+
+
+def _labels(name: str, targets: Any, logits: Tensor, classes: int, ignore_index: int) -> Tensor:
+    """Labels as a device tensor; those given on the host are checked and sent to the logits' queue."""
+    value = labels_given(name, targets, logits)
+    if isinstance(value, Tensor):
         return value
     host = host_integers(value, np.int32)
     wrong = host[((host < 0) | (host >= classes)) & (host != ignore_index)]
@@ -243,12 +250,12 @@ def hinge_loss(casting: Casting, logits: Any, targets: Any, margin: float = 1.0,
 def _logits_and_targets(casting: Casting, name: str, logits: Any, targets: Any) -> tuple[Tensor, Tensor]:
     (x,) = casting.operands(as_node(logits))
     rows, _ = _require_rows(name, x)
-    if not isinstance(targets, Tensor) or not bridge.on_device(targets) or targets.dtype not in ops.LABEL_STORAGE:
+    labels = labels_given(name, targets, x.value)
+    if not isinstance(targets, Tensor):
         raise NotOwned
-    bridge.require_same_queue(name, x.value, targets)
-    if targets.size != rows:
-        raise ValueError(f"{name}: expected {rows} targets, got {targets.size}")
-    return x.value, targets
+    if labels.size != rows:
+        raise ValueError(f"{name}: expected {rows} targets, got {labels.size}")
+    return x.value, labels
 
 
 @implements("netcl.ops.lm_ops.cross_entropy_indices", uses=(ops.LABEL_LOSS, elementwise))

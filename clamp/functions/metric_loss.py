@@ -11,14 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from clamp import bridge
-from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound
+from clamp.bridge import Tape, Tensor
+from clamp.casting.operands import Casting, Gradients, Operand, as_node, bound
 from clamp.casting.registry import implements
 from clamp.functions.indexing import host_integers, int32_on_device
-from clamp.functions.loss import require_floats, require_same_shape
+from clamp.functions.loss import labels_given, operands_alike, require_floats
 from clamp.ops import distances, info_nce
-from clamp.ops.loss import LABEL_STORAGE
 from clamp.ops.reduce import reduce_sum
 
 _PARTNERS = (distances.PARTNERS, reduce_sum)  # without the kernels of triplets
@@ -34,14 +32,9 @@ def _require_choice(function: str, name: str, value: str, *choices: str) -> None
 
 def _rows(casting: Casting, name: str, **arguments: Any) -> tuple[Operand, ...]:
     """The arguments as operands: floating matrices, all of one shape."""
-    operands = casting.operands(*map(as_node, arguments.values()))
-    named = dict(zip(arguments, operands, strict=True))
-    require_floats(name, **named)
-    (first, x), *rest = named.items()
-    if len(x.shape) != 2:
-        raise ValueError(f"{name}: {first} has shape {x.shape}, and must be (N, D): one embedding a row")
-    for other, operand in rest:
-        require_same_shape(name, first, x, other, operand)
+    operands, first = operands_alike(casting, name, **arguments), next(iter(arguments))
+    if len(operands[0].shape) != 2:
+        raise ValueError(f"{name}: {first} has shape {operands[0].shape}, and must be (N, D): one embedding a row")
     return operands
 
 
@@ -51,18 +44,12 @@ def _labels(name: str, labels: Any, x: Tensor, as_classes: bool) -> Tensor:
     Args:
         as_classes: only which labels are equal matters, so host labels of any size may be numbered anew.
     """
-    value = labels.value if isinstance(labels, Node) else labels
-    if isinstance(value, Tensor):
-        if not bridge.on_device(value) or value.dtype not in LABEL_STORAGE:
-            raise NotOwned
-        bridge.require_same_queue(name, x, value)
-        size = value.size
-    else:
+    value = labels_given(name, labels, x)
+    if not isinstance(value, Tensor):
         value = host_integers(value)
         value = np.unique(value, return_inverse=True)[1].ravel() if as_classes else value
-        size = value.size
-    if size != x.shape[0]:
-        raise ValueError(f"{name}: {size} labels for embeddings of shape {tuple(x.shape)}; pass one for each row")
+    if value.size != x.shape[0]:
+        raise ValueError(f"{name}: {value.size} labels for embeddings of shape {tuple(x.shape)}; pass one for each row")
     return value if isinstance(value, Tensor) else int32_on_device(value, x.queue)
 
 
