@@ -92,17 +92,11 @@ def gather(
 
 @dataclass(frozen=True)
 class PartnerLoss:
-    """A loss over rows of partners, with what backward needs besides its inputs.
+    """A loss over rows of partners, with what backward needs besides its inputs."""
 
-    Attributes:
-        loss: float32, shape (1,).
-        slopes: (N, 2), float32: each row's derivatives by the squared distances to its first and second partner.
-        divisor: what the sum over rows was divided by.
-    """
-
-    loss: Tensor
-    slopes: Tensor
-    divisor: float
+    loss: Tensor  # float32, shape (1,)
+    slopes: Tensor  # (N, 2), float32: each row's derivatives by the squared distances to its first and second partner
+    divisor: float  # what the sum over rows was divided by
 
 
 def triplet_loss(
@@ -183,19 +177,12 @@ FIRST_OF_CLASS = Kernel("triplets.cl", "first_of_class")
 
 @dataclass(frozen=True)
 class TripletLoss:
-    """A loss over triplets of a batch, with what backward needs besides the embeddings.
+    """A loss over triplets of a batch, with what backward needs besides the embeddings."""
 
-    Attributes:
-        loss: float32, shape (1,).
-        slopes: (N, N), float32: the sum of losses' derivatives by the squared distances.
-        divisor: what the sum was divided by;
-        count: and, if there, the number it was divided by as well, on the device.
-    """
-
-    loss: Tensor
-    slopes: Tensor
-    divisor: float = 1.0
-    count: Tensor | None = None
+    loss: Tensor  # float32, shape (1,)
+    slopes: Tensor  # (N, N), float32: the sum of losses' derivatives by the squared distances
+    divisor: float = 1.0  # what the sum was divided by
+    count: Tensor | None = None  # and, if there, the number it was divided by as well, on the device
 
 
 def hardest_triplets(x: Tensor, labels: Tensor, margin: float, root: bool, mean: bool) -> TripletLoss:

@@ -30,17 +30,11 @@ LABEL_STORAGE = {**bridge.STORAGE, "int32": "i32", "int": "i32", "int64": "i64"}
 
 @dataclass(frozen=True)
 class RowLoss:
-    """A loss over rows of logits, with what backward needs besides its inputs.
+    """A loss over rows of logits, with what backward needs besides its inputs."""
 
-    Attributes:
-        loss: float32, shape (1,).
-        stats: a few floats per row: the softmax's maximum and sum, or hinge's true class.
-        count: rows that count, at least 1, as float32 of shape (1,) on the device; for labels only.
-    """
-
-    loss: Tensor
-    stats: Tensor
-    count: Tensor | None = None
+    loss: Tensor  # float32, shape (1,)
+    stats: Tensor  # a few floats per row: the softmax's maximum and sum, or hinge's true class
+    count: Tensor | None = None  # rows that count, at least 1, as float32 of shape (1,) on the device; for labels only
 
 
 def _launch_losses(

@@ -54,21 +54,13 @@ _WORDS = np.dtype(
 
 
 class ScaleState(NamedTuple):
-    """A loss scale at one moment, as read from the device in one piece.
+    """A loss scale at one moment, as read from the device in one piece."""
 
-    Attributes:
-        scale: the factor on the loss.
-        growth_tracker: clean steps since the last overflow or growth of the scale.
-        overflow: bits of the optimizers whose gradients have overflowed since their last step.
-        bad_steps: overflowed steps in a row that have not lowered the scale yet.
-        nans: as overflow, of those that have met a nan.
-    """
-
-    scale: float
-    growth_tracker: int
-    overflow: int
-    bad_steps: int
-    nans: int = 0
+    scale: float  # the factor on the loss
+    growth_tracker: int  # clean steps since the last overflow or growth of the scale
+    overflow: int  # bits of the optimizers whose gradients have overflowed since their last step
+    bad_steps: int  # overflowed steps in a row that have not lowered the scale yet
+    nans: int = 0  # as overflow, of those that have met a nan
 
 
 class AppliedScale:

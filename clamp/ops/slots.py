@@ -28,15 +28,10 @@ _TILE = np.dtype([("begin", np.uint64), ("tensor", np.uint32), ("count", np.uint
 
 @dataclass(frozen=True)
 class TensorTiles:
-    """The tiles of tensors of some sizes.
+    """The tiles of tensors of some sizes."""
 
-    Attributes:
-        table: the tiles on the device.
-        grid: global and local size of a launch with a work-group a tile.
-    """
-
-    table: cl.Buffer
-    grid: tuple[tuple[int], tuple[int]]
+    table: cl.Buffer  # the tiles on the device
+    grid: tuple[tuple[int], tuple[int]]  # global and local size of a launch with a work-group a tile
 
 
 def slots_for(queue: cl.CommandQueue, count: int, pointers: int, other_bytes: int) -> int:

@@ -47,17 +47,12 @@ Key: TypeAlias = tuple[int, int, str]  # buffer, elements and dtype: what has on
 
 @dataclass(frozen=True)
 class ElementCounts:
-    """Counts of one tensor's elements.
+    """Counts of one tensor's elements."""
 
-    Attributes:
-        count: elements.
-        infs, nans, zeros: how many of them are inf, nan and 0, of either sign.
-    """
-
-    count: int
+    count: int  # elements
     infs: int
     nans: int
-    zeros: int
+    zeros: int  # infs, nans, zeros: how many of them are inf, nan and 0, of either sign
 
     @property
     def is_finite(self) -> bool:
@@ -67,20 +62,14 @@ class ElementCounts:
 
 @dataclass(frozen=True)
 class Statistics(ElementCounts):
-    """Magnitudes of one tensor's elements.
+    """Magnitudes of one tensor's elements."""
 
-    Attributes:
-        smallest: the least magnitude that is neither 0 nor nan, exact; inf if there is none that is finite.
-        largest: the greatest finite magnitude, exact; 0.0 if there is none.
-        histogram: int64 of shape ``(BINS,)``: how many magnitudes are from ``edges()[i]`` on and below
-            ``edges()[i + 1]``; zeros, inf and nan are in no bin. None if none was asked for.
-        dtype: what the tensor is stored in.
-    """
-
-    smallest: float
-    largest: float
+    smallest: float  # the least magnitude that is neither 0 nor nan, exact; inf if there is none that is finite
+    largest: float  # the greatest finite magnitude, exact; 0.0 if there is none
+    # int64 of shape ``(BINS,)``: how many magnitudes are from ``edges()[i]`` on and below ``edges()[i + 1]``; zeros,
+    # inf and nan are in no bin. None if none was asked for.
     histogram: NDArray[np.int64] | None = None
-    dtype: str = "float32"
+    dtype: str = "float32"  # what the tensor is stored in
 
     @property
     def octaves(self) -> NDArray[np.int64]:
@@ -245,20 +234,13 @@ def _bins(dtype: str, histogram: bool) -> range:
 
 @dataclass(frozen=True)
 class Numerics(ElementCounts):
-    """Numbers of one tensor's elements.
+    """Numbers of one tensor's elements."""
 
-    Attributes:
-        beyond: how many are finite, and larger than 65504 in magnitude.
-        below: how many are not 0, and smaller than 2^-24 in magnitude.
-        greatest, least: of those that are not nan; nan if there is none.
-        mean: of all, of float32 sums; inf and nan where elements are; nan of none.
-    """
-
-    beyond: int
-    below: int
+    beyond: int  # how many are finite, and larger than 65504 in magnitude
+    below: int  # how many are not 0, and smaller than 2^-24 in magnitude
     greatest: float
-    least: float
-    mean: float
+    least: float  # greatest, least: of those that are not nan; nan if there is none
+    mean: float  # of all, of float32 sums; inf and nan where elements are; nan of none
 
 
 _EMPTY = Numerics(0, 0, 0, 0, 0, 0, _NAN, _NAN, _NAN)

@@ -230,18 +230,13 @@ def _without_casts(turn: Turn, calls: int) -> list[float]:
 
 @dataclass
 class _Runner:
-    """Starts the processes of one contender: a checkout of clamp.
-
-    Attributes:
-        checkout: the folder that ``clamp`` is imported from.
-        figures: of its last process.
-    """
+    """Starts the processes of one contender: a checkout of clamp."""
 
     device: cl.Device
     network: str
     dtype: str
-    checkout: Path
-    figures: dict[str, float] = field(default_factory=dict)
+    checkout: Path  # the folder that ``clamp`` is imported from
+    figures: dict[str, float] = field(default_factory=dict)  # of its last process
 
     def run(self, folder: str, then: str = "leave") -> float:
         """CPU seconds of a process's first step; what drivers and clamp keep, they keep in a folder."""

@@ -40,16 +40,11 @@ _OUTSIDE = -(2**30)  # a tap that reads nothing
 
 @dataclass(frozen=True)
 class MatrixConv(Verified):
-    """An engine of convolutions by a matrix instruction.
+    """An engine of convolutions by a matrix instruction."""
 
-    Attributes:
-        unit: the engine of products by that instruction.
-        conv, weight_grad: the kernels.
-    """
-
-    unit: MatrixUnit
+    unit: MatrixUnit  # the engine of products by that instruction
     conv: Kernel
-    weight_grad: Kernel
+    weight_grad: Kernel  # conv, weight_grad: the kernels
 
     @classmethod
     def by(
@@ -169,16 +164,11 @@ class MatrixConv(Verified):
 
 @dataclass(frozen=True)
 class _Phase:
-    """One remainder of the positions, and where its results lie.
+    """One remainder of the positions, and where its results lie."""
 
-    Attributes:
-        shape: what is computed there.
-        begin: the first result.
-        target: from one image, channel, row and column of positions to the next, in elements of the result.
-    """
-
-    shape: Correlation
-    begin: int
+    shape: Correlation  # what is computed there
+    begin: int  # the first result
+    # from one image, channel, row and column of positions to the next, in elements of the result
     target: tuple[int, int, int, int]
 
 

@@ -58,19 +58,15 @@ _KERNELS = {(file, name): Kernel(file, name) for file in _FILES for name in _NAM
 
 @dataclass(frozen=True)
 class Form:
-    """A kind of convolution: what its file in kernels/ defines, by the same names.
-
-    Attributes:
-        edge, source_edge: rows and columns of a tile's outputs; and of the source, from a tile to the next.
-        reach: rows and columns of the source that a tile reads beyond those.
-        read_planes, places, weight_planes, grad_places: of a transformed tile of the source, of its sums, of the
-            weights, and of a transformed tile of the outputs' gradient.
-    """
+    """A kind of convolution: what its file in kernels/ defines, by the same names."""
 
     file: str
+    # edge, source_edge: rows and columns of a tile's outputs; and of the source, from a tile to the next
     edge: int
     source_edge: int
-    reach: int
+    reach: int  # rows and columns of the source that a tile reads beyond those
+    # read_planes, places, weight_planes, grad_places: of a transformed tile of the source, of its sums, of the
+    # weights, and of a transformed tile of the outputs' gradient
     read_planes: int
     places: int
     weight_planes: int

@@ -27,20 +27,13 @@ _WIDTHS = (512, 256, 128, 64, 32, 16)  # columns of a tile where a whole row is 
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Division of planes into tiles.
-
-    Attributes:
-        band, width: rows and columns of a tile, in outputs or in groups of ``stride`` inputs.
-        across: tiles beside each other.
-        pitch: floats of a phase of a row of the frame.
-        count: tiles altogether.
-    """
+    """Division of planes into tiles."""
 
     band: int
-    width: int
-    across: int
-    pitch: int
-    count: int
+    width: int  # band, width: rows and columns of a tile, in outputs or in groups of ``stride`` inputs
+    across: int  # tiles beside each other
+    pitch: int  # floats of a phase of a row of the frame
+    count: int  # tiles altogether
 
 
 def fits(problem: Problem) -> bool:

@@ -45,24 +45,17 @@ T = TypeVar("T", bound=Tiling)
 
 @dataclass(frozen=True)
 class Plan:
-    """Tiles of a product on matrix units.
-
-    Attributes:
-        rows, columns, k: the tile of C of a work-group, and the steps of k in local memory at a time.
-        stages: how many such steps local memory holds.
-        warps: of a work-group, by rows and columns of C.
-        aligned: whether operands must have lines that begin at multiples of 16 bytes: to gather elements takes
-            registers that it does not have.
-        lanes: work-items of a warp.
-    """
+    """Tiles of a product on matrix units."""
 
     rows: int
     columns: int
-    k: int
-    stages: int
-    warps: tuple[int, int]
+    k: int  # rows, columns, k: the tile of C of a work-group, and the steps of k in local memory at a time
+    stages: int  # how many such steps local memory holds
+    warps: tuple[int, int]  # of a work-group, by rows and columns of C
+    # whether operands must have lines that begin at multiples of 16 bytes: to gather elements takes registers that it
+    # does not have
     aligned: bool = False
-    lanes: int = 32
+    lanes: int = 32  # work-items of a warp
 
     @cached_property
     def _name(self) -> str:

@@ -24,17 +24,11 @@ _WAVE = 64  # work-items that a GPU runs in step; fewer in a work-group leave so
 
 @dataclass(frozen=True)
 class SquarePlan:
-    """A square tile of C for a square work-group.
+    """A square tile of C for a square work-group."""
 
-    Attributes:
-        side: work-items on a side of the work-group.
-        per_item: rows and columns of C that a work-item computes.
-        k: steps of k in local memory at a time.
-    """
-
-    side: int
-    per_item: int
-    k: int = 16
+    side: int  # work-items on a side of the work-group
+    per_item: int  # rows and columns of C that a work-item computes
+    k: int = 16  # steps of k in local memory at a time
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.columns}x{self.k}, {self.threads} work-items"

@@ -17,30 +17,20 @@ _SQUARES = "one for both directions (the stride is 2 if you pass none)"
 
 @dataclass(frozen=True)
 class Problem:
-    """A pooling, or its gradient.
+    """A pooling, or its gradient."""
 
-    Attributes:
-        planes: images times channels.
-        height, width: of a plane of the input.
-        out_height, out_width: how many windows there are.
-        size, stride: of the square windows.
-        is_max: whether the maximum of a window is taken, not the mean.
-        is_gradient: whether the gradient is wanted, not the result.
-        storage: storage types of what is read first (the input, or the gradient of a mean) and of what is written.
-        device: what the device can do.
-    """
-
-    planes: int
+    planes: int  # images times channels
     height: int
-    width: int
+    width: int  # height, width: of a plane of the input
     out_height: int
-    out_width: int
+    out_width: int  # out_height, out_width: how many windows there are
     size: int
-    stride: int
-    is_max: bool
-    is_gradient: bool
+    stride: int  # size, stride: of the square windows
+    is_max: bool  # whether the maximum of a window is taken, not the mean
+    is_gradient: bool  # whether the gradient is wanted, not the result
+    # storage types of what is read first (the input, or the gradient of a mean) and of what is written
     storage: tuple[str, str]
-    device: Capabilities = field(repr=False)
+    device: Capabilities = field(repr=False)  # what the device can do
 
     @property
     def extents(self) -> tuple[int, int, int, int, int, int]:
