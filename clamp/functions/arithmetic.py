@@ -245,16 +245,15 @@ def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float =
 
 
 @implements("netcl.ops.lm_ops.masked_fill_backward", uses=(elementwise,))
-def tensor_masked_fill_backward(casting: Casting, grad_out: Tensor, mask: Tensor, pool: Any = None) -> Tensor:
+def tensor_masked_fill_backward(casting: Casting, grad_out: Tensor, mask: Tensor) -> Tensor:
     """The gradient where the mask is zero, 0 elsewhere."""
     operand, where = _masked_operands(casting, grad_out, mask)
     return masked_fill_backward(operand.value, where, out_dtype=casting.result_dtype(operand))
 
 
 @implements("netcl.ops.elementwise_optimized.fused_bias_relu", uses=(elementwise, sum_to_shape))
-def fused_bias_relu(casting: Casting, x: Tensor, bias: Tensor, out: Tensor | None = None, pool: Any = None) -> Any:
+def fused_bias_relu(casting: Casting, x: Tensor, bias: Tensor) -> Any:
     """relu(x + bias), a bias of shape (N,) on every row of x, of shape (M, N)."""
-    leave_to_netcl_if(out)
     require_bias_shapes(tuple(x.shape), tuple(bias.shape))
     return add_relu(casting, x, bias)
 

@@ -194,9 +194,7 @@ def _as_int32(index: Tensor) -> Tensor:
 
 
 @implements("netcl.ops.indexing.index_select", uses=_PICKED)
-def tensor_index_select(
-    casting: Casting, x: Tensor, axis: int, idx: Any, out: Tensor | None = None, pool: Any = None
-) -> Any:
+def tensor_index_select(casting: Casting, x: Tensor, axis: int, idx: Any, out: Tensor | None = None) -> Any:
     """``index_select`` of a bare tensor, into ``out`` if it is given (of the result's shape and dtype)."""
     if out is None:
         return index_select(casting, x, axis, idx)
@@ -208,7 +206,7 @@ def tensor_index_select(
 
 @implements("netcl.ops.indexing.index_select_backward", uses=_PICKED)
 def tensor_index_select_backward(
-    casting: Casting, grad_out: Tensor, x_shape: Sequence[int], axis: int, idx: Any, pool: Any = None
+    casting: Casting, grad_out: Tensor, x_shape: Sequence[int], axis: int, idx: Any
 ) -> Tensor:
     """The gradient of ``index_select`` for a tensor of shape ``x_shape``, in the incoming gradient's dtype."""
     (grad,) = float_operands(casting, grad_out)

@@ -260,7 +260,7 @@ def _logits_and_targets(casting: Casting, name: str, logits: Any, targets: Any) 
 
 @implements("netcl.ops.lm_ops.cross_entropy_indices", uses=(ops.LABEL_LOSS, elementwise))
 def tensor_cross_entropy_indices(
-    casting: Casting, logits: Any, targets: Any, ignore_index: int = IGNORE_INDEX, pool: Any = None
+    casting: Casting, logits: Any, targets: Any, ignore_index: int = IGNORE_INDEX
 ) -> tuple[Tensor, Tensor]:
     """Mean cross entropy of logits (N, C) against N class numbers, and one over the number of rows that count.
 
@@ -280,7 +280,7 @@ def tensor_cross_entropy_indices(
 
 @implements("netcl.ops.lm_ops.cross_entropy_indices_backward", uses=(ops.LABEL_LOSS,))
 def cross_entropy_indices_backward(
-    casting: Casting, logits: Any, targets: Any, scale: Any, ignore_index: int = IGNORE_INDEX, pool: Any = None
+    casting: Casting, logits: Any, targets: Any, scale: Any, ignore_index: int = IGNORE_INDEX
 ) -> Tensor:
     """``(softmax(logits) - onehot(targets)) * scale``, 0 in ignored rows: the logits' shape.
 
@@ -298,9 +298,7 @@ def cross_entropy_indices_backward(
 
 
 @implements("netcl.ops.softmax.softmax_backward", uses=(softmax_gradient,))
-def softmax_backward(
-    casting: Casting, out: Any, grad_out: Any, grad_in: Tensor | None = None, pool: Any = None, axis: int = -1
-) -> Tensor:
+def softmax_backward(casting: Casting, out: Any, grad_out: Any, axis: int = -1) -> Tensor:
     """``out * (grad_out - sum(grad_out * out))`` along an axis, in the dtype of out: the gradient of softmax.
 
     Args:
@@ -310,8 +308,6 @@ def softmax_backward(
     Raises:
         ValueError: the shapes differ, or there is no such axis.
     """
-    if grad_in is not None:
-        raise NotOwned
     y, grad = as_is(out), as_is(grad_out)
     require_floats("softmax_backward", out=y, grad_out=grad)
     return softmax_gradient(y.value, grad.value, axis, out_dtype=y.grad_dtype)

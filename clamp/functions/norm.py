@@ -13,12 +13,12 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Operand, as_node, bound, float_operands, floats_as_is, owned_value
-from clamp.casting.registry import implements, leave_to_netcl_if
+from clamp.casting.registry import implements
 from clamp.functions.recompute import is_recomputing
 from clamp.ops import norm_planes as planes_ops
 from clamp.ops import norm_rows as rows_ops
 from clamp.ops import norm_sets
-from clamp.ops.arguments import axis_of
+from clamp.ops.arguments import axis_of, require_nchw
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.elementwise import elementwise
 from clamp.ops.norm_sets import IDENTITY, RELU, Activation
@@ -37,12 +37,6 @@ def _parameters_of(name: str, x: Operand, size: int, *parameters: Any) -> tuple[
             raise ValueError(f"{name}: {label} of shape {operand.shape} for {size} features (x has shape {x.shape})")
     bridge.require_same_queue(name, x.value, *(operand.value for operand in operands))
     return operands
-
-
-def _require_nchw(name: str, x: Operand) -> None:
-    """Channels are found where they are meant to be, or ValueError is raised."""
-    if len(x.shape) != 4:
-        raise ValueError(f"{name} takes x of shape (N, C, H, W), got {x.shape}")
 
 
 def _like(grad: Tensor | None, operand: Operand) -> Tensor | None:
@@ -78,7 +72,7 @@ def _normalized_batch(
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
     """(result, mean, variance) of a batch norm and what follows it."""
     (xo,) = float_operands(casting, x)
-    _require_nchw(name, xo)
+    require_nchw(name, xo.shape)
     go, bo = _parameters_of(name, xo, xo.shape[1], gamma, beta)
     has_running = running_mean is not None and running_var is not None
     moved: list[Any] = [None, None]
@@ -166,7 +160,7 @@ def tensor_batch_norm2d_backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of x, gamma and beta. ``out`` is not written: with ``leaky_slope`` it tells where to scale."""
     (xo,) = float_operands(casting, x)
-    _require_nchw("batch_norm2d_backward", xo)
+    require_nchw("batch_norm2d_backward", xo.shape)
     (go,) = _parameters_of("batch_norm2d_backward", xo, xo.shape[1], gamma)
     grad = owned_value(grad_out)
     center, spread = _saved_statistics("batch_norm2d_backward", xo, xo.shape[1], mean, var)
@@ -178,13 +172,10 @@ def tensor_batch_norm2d_backward(
 
 
 @implements("netcl.ops.elementwise_optimized.fused_bn_relu", uses=_FORWARD)
-def fused_bn_relu(
-    casting: Casting, x: Tensor, scale: Tensor, shift: Tensor, out: Tensor | None = None, pool: Any = None
-) -> Tensor:
+def fused_bn_relu(casting: Casting, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """``relu(x * scale + shift)`` of an (N, C, H, W) tensor, scale and shift of shape (C,)."""
-    leave_to_netcl_if(out)
     (xo,) = float_operands(casting, x)
-    _require_nchw("fused_bn_relu", xo)
+    require_nchw("fused_bn_relu", xo.shape)
     so, bo = _parameters_of("fused_bn_relu", xo, xo.shape[1], scale, shift)
     zero = bridge.zeros(xo.value.queue, (xo.shape[1],), "float32")  # mean 0, variance 0 + 1
     return planes_ops.batch_norm_inference(
@@ -209,7 +200,7 @@ def group_norm(
         The result, and the means and variances in float32, of shape (N, groups).
     """
     (xo,) = float_operands(casting, x)
-    _require_nchw("group_norm", xo)
+    require_nchw("group_norm", xo.shape)
     groups, eps, channels = int(groups), float(eps), xo.shape[1]
     if groups < 1 or channels % groups:
         raise ValueError(f"group_norm: {channels} channels are not divisible by groups={groups}")
@@ -234,7 +225,7 @@ def tensor_group_norm_backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of x, gamma and beta."""
     (xo,) = float_operands(casting, x)
-    _require_nchw("group_norm_backward", xo)
+    require_nchw("group_norm_backward", xo.shape)
     (go,) = _parameters_of("group_norm_backward", xo, xo.shape[1], gamma)
     groups = int(groups)
     center, spread = _saved_statistics("group_norm_backward", xo, xo.shape[0] * groups, mean, var)
@@ -344,7 +335,7 @@ def rms_norm(
 
 @implements("netcl.ops.norm_rope.rms_norm_backward", uses=(rows_ops, cast))
 def tensor_rms_norm_backward(
-    casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, rstd: Tensor, pool: Any = None
+    casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and gamma."""
     (xo,) = float_operands(casting, x)

@@ -6,7 +6,7 @@ from typing import Any
 
 from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Casting, bound, float_operands
-from clamp.casting.registry import implements, leave_to_netcl_if
+from clamp.casting.registry import implements
 from clamp.ops import reduce as ops
 from clamp.ops import softmax as softmax_ops
 from clamp.ops.arguments import around_axis, axis_of
@@ -61,12 +61,8 @@ def softmax(casting: Casting, x: Any, axis: int = -1, dim: int | None = None, ta
 
 
 @implements("netcl.ops.reduction.reduce_sum", uses=(ops,))
-def tensor_reduce_sum(
-    casting: Casting, x: Any, axis: int | None = None, keepdims: bool = False, out: Tensor | None = None,
-    pool: Any = None,
-) -> Any:  # fmt: skip
+def tensor_reduce_sum(casting: Casting, x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
     """``sum`` of a bare tensor; here ``keepdims`` holds for a sum over everything as well."""
-    leave_to_netcl_if(out)
     (operand,) = float_operands(casting, x)
     axis = None if axis is None else axis_of("reduce_sum", axis, len(operand.shape))
     return ops.reduce_sum(operand.value, axis, keepdims, out_dtype=casting.result_dtype(operand))

@@ -15,7 +15,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Operand, bound, float_operands, floats_as_is
 from clamp.casting.policies import Float
-from clamp.casting.registry import implements, leave_to_netcl_if
+from clamp.casting.registry import implements
 from clamp.ops import grid as grid_ops
 from clamp.ops import pad as pad_ops
 from clamp.ops import pool as pool_ops
@@ -330,15 +330,13 @@ def _rotation(angles: TensorLike, n: int, tape: Tape | None) -> Any:
 
 @implements("netcl.ops.upsample.upsample_backward", uses=(upsample_ops,))
 def tensor_upsample_backward(
-    casting: Casting, grad_out: Any, in_shape: Sequence[int], mode: str = "nearest", align_corners: bool = False,
-    out: Tensor | None = None, pool: Any = None,
-) -> Tensor:  # fmt: skip
+    casting: Casting, grad_out: Any, in_shape: Sequence[int], mode: str = "nearest", align_corners: bool = False
+) -> Tensor:
     """The gradient of ``upsample`` from that of its result.
 
     Raises:
         ValueError: the shapes do not belong together, or an unknown mode.
     """
-    leave_to_netcl_if(out)
     (grad,) = _operands(casting, grad_out)
     shape = tuple(int(extent) for extent in in_shape)
     dtype = casting.result_dtype(grad)
@@ -348,7 +346,7 @@ def tensor_upsample_backward(
 @implements("netcl.ops.grid_sample.grid_sample_backward", uses=(grid_ops.GRID_SAMPLE, cast))
 def tensor_grid_sample_backward(
     casting: Casting, grad_out: Any, x: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros",
-    align_corners: bool = False, pool: Any = None,
+    align_corners: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of image and grid from that of ``grid_sample``'s result.
 
@@ -366,7 +364,7 @@ def tensor_grid_sample_backward(
 
 @implements("netcl.ops.grid_sample.affine_grid_backward", uses=(grid_ops,))
 def tensor_affine_grid_backward(
-    casting: Casting, grad_grid: Any, size: Sequence[int], align_corners: bool = False, pool: Any = None
+    casting: Casting, grad_grid: Any, size: Sequence[int], align_corners: bool = False
 ) -> Tensor:
     """The gradient of ``affine_grid``'s theta from that of the grid.
 

@@ -14,6 +14,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
+from clamp.ops.arguments import require_gradient
 from clamp.ops.cast import cast
 from clamp.ops.launch import launch
 from clamp.ops.reduce import reduce_sum
@@ -65,7 +66,7 @@ def grid_sample_backward_grid(
 ) -> Tensor:
     """Gradient of ``grid_sample`` with respect to its grid; summed over channels in fp32."""
     _check(x.shape, grid.shape, padding_mode)
-    _check_gradient(grad.shape, (*x.shape[:2], *grid.shape[1:3]))
+    require_gradient("grid_sample", grad, (*x.shape[:2], *grid.shape[1:3]))
     out = bridge.empty(x.queue, grid.shape, out_dtype)
     if out.size == 0:
         return out
@@ -93,7 +94,7 @@ def grid_sample_backward_input(
     work-items, but needs several launches and room for every position.)
     """
     _check(shape, grid.shape, padding_mode)
-    _check_gradient(grad.shape, (*shape[:2], *grid.shape[1:3]))
+    require_gradient("grid_sample", grad, (*shape[:2], *grid.shape[1:3]))
     out = bridge.empty(grad.queue, shape, "float32")
     if out.size:
         n, c, h, w = shape
@@ -197,11 +198,6 @@ def _check(shape: Sequence[int], grid: Sequence[int], padding_mode: str) -> None
         raise ValueError(f"grid_sample: an input of shape {tuple(shape)} has no pixels to sample")
     if shape[2] * shape[3] >= 2**31:
         raise ValueError(f"grid_sample: planes of {shape[2]} x {shape[3]} elements are too large")
-
-
-def _check_gradient(got: Sequence[int], expected: Sequence[int]) -> None:
-    if tuple(got) != tuple(expected):
-        raise ValueError(f"grid_sample: gradient of shape {tuple(got)} for a result of shape {tuple(expected)}")
 
 
 def _macros(x: Tensor, grid: Tensor, padding_mode: str, span: int) -> dict[str, object]:

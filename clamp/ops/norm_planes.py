@@ -12,6 +12,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops import norm_sets
+from clamp.ops.arguments import require_gradient
 from clamp.ops.cast import cast
 from clamp.ops.launch import launch, parts_of, plan_rows
 from clamp.ops.norm_sets import IDENTITY, Activation, Inputs, Sets, Tensors, storage_types
@@ -154,7 +155,7 @@ def batch_norm_backward(
         mean, var: the statistics that forward used, fp32.
         parameters: whether the gradients of gamma and beta are wanted.
     """
-    _require_gradient_of(x, grad)
+    require_gradient("norm", grad, x.shape)
     sets = Sets.channels_of(x)
     dx = None if dx_dtype is None else bridge.empty(x.queue, x.shape, dx_dtype)
     if x.size == 0:
@@ -187,7 +188,7 @@ def group_norm_backward(
     *, eps: float, dx_dtype: str, dgamma_dtype: str | None, dbeta_dtype: str | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of ``group_norm``: of x, and of gamma and beta (shape (C,)) unless their dtype is None."""
-    _require_gradient_of(x, grad)
+    require_gradient("norm", grad, x.shape)
     sets = Sets.groups_of(x, groups)
     dx = bridge.empty(x.queue, x.shape, dx_dtype)
     make = bridge.empty if x.size else bridge.zeros
@@ -201,11 +202,6 @@ def group_norm_backward(
         for total, dtype in ((plane_gamma, dgamma_dtype), (plane_beta, dbeta_dtype))
     )
     return dx, dgamma, dbeta
-
-
-def _require_gradient_of(x: Tensor, grad: Tensor) -> None:
-    if tuple(grad.shape) != tuple(x.shape):
-        raise ValueError(f"norm: gradient of shape {tuple(grad.shape)} for a result of shape {tuple(x.shape)}")
 
 
 # -------------------------------------------------------------------------------------------- kernels

@@ -10,7 +10,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.arguments import around_axis
+from clamp.ops.arguments import around_axis, require_gradient
 from clamp.ops.launch import RowPlan, plan_rows
 from clamp.ops.reduce import reduce_sum
 
@@ -92,8 +92,7 @@ def _backward(
     kind: str, x: Tensor, gamma: Tensor, grad: Tensor, mean: Tensor, kept: Tensor, eps: float, dx_dtype: str,
     dgamma_dtype: str | None, dbeta_dtype: str | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    if tuple(grad.shape) != tuple(x.shape):
-        raise ValueError(f"norm: gradient of shape {tuple(grad.shape)} for a result of shape {tuple(x.shape)}")
+    require_gradient("norm", grad, x.shape)
     dx = bridge.empty(x.queue, x.shape, dx_dtype)
     rows, n, _ = around_axis(x.shape, -1)
     if x.size == 0:

@@ -7,6 +7,7 @@ from math import prod
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
+from clamp.ops.arguments import require_gradient
 from clamp.ops.elementwise import elementwise
 from clamp.ops.launch import parts_of, plan_rows
 from clamp.ops.reduce import reduce_sum
@@ -38,8 +39,7 @@ def prelu_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of x and of the slope, in their shapes; the slope's is summed in fp32 in a fixed order."""
     beside = _beside(slope, x)
-    if tuple(grad.shape) != tuple(x.shape):
-        raise ValueError(f"prelu: gradient of shape {grad.shape} for a result of shape {x.shape}")
+    require_gradient("prelu", grad, x.shape)
     if slope_dtype is None:
         return (None if dx_dtype is None else elementwise("prelu_grad", dx_dtype, grad, x, beside)), None
     channels = slope.size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.arguments import around_axis
+from clamp.ops.arguments import around_axis, require_gradient
 from clamp.ops.launch import column_width, launch, plan_rows
 
 SOFTMAX_KEPT_ROWS = Kernel("softmax.cl", "softmax_kept_rows")
@@ -43,8 +43,7 @@ def softmax(x: Tensor, axis: int = -1, *, out_dtype: str) -> Tensor:
 
 def softmax_backward(y: Tensor, grad: Tensor, axis: int = -1, *, out_dtype: str) -> Tensor:
     """Gradient of softmax from its result y: ``y * (grad - sum(grad * y))`` along the axis."""
-    if tuple(y.shape) != tuple(grad.shape):
-        raise ValueError(f"softmax: gradient of shape {grad.shape} for a result of shape {y.shape}")
+    require_gradient("softmax", grad, y.shape)
     outer, n, inner = around_axis(y.shape, axis, "softmax")
     out = bridge.empty(y.queue, y.shape, out_dtype)
     if out.size == 0:

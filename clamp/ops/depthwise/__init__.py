@@ -7,6 +7,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
+from clamp.ops.arguments import require_gradient
 from clamp.ops.depthwise import columns, elements, tiles
 from clamp.ops.depthwise.problem import DepthwiseEngine, Problem, problem_of
 from clamp.ops.engine import all_in_words, choose
@@ -35,10 +36,7 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients by x and w. On CPU devices both come from one pass over x and grad."""
     problem = problem_of(x, w, stride, pad, is_gradient=True)
-    if tuple(grad.shape) != problem.out_shape:
-        raise ValueError(
-            f"depthwise_conv2d: the gradient must have the result's shape {problem.out_shape}, got {tuple(grad.shape)}"
-        )
+    require_gradient("depthwise_conv2d", grad, problem.out_shape)
     dx = None if dx_dtype is None else bridge.empty(x.queue, x.shape, dx_dtype)
     if x.size == 0 or (dx_dtype is None and dw_dtype is None):
         return dx, None if dw_dtype is None else bridge.zeros(x.queue, w.shape, dw_dtype)

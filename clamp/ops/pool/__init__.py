@@ -7,6 +7,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
+from clamp.ops.arguments import require_gradient
 from clamp.ops.cast import cast
 from clamp.ops.engine import all_in_words, choose
 from clamp.ops.pool import elements, pairs, rows
@@ -37,7 +38,7 @@ def max_pool2d_backward(
     problem, shape = problem_of(
         tuple(x.shape), kernel_size, stride, (x.dtype, out_dtype), capabilities(x.queue), is_max=True, is_gradient=True
     )
-    _require_grad_shape("max_pool2d", grad, shape)
+    require_gradient("max_pool2d", grad, shape)
     dx = bridge.empty(x.queue, x.shape, out_dtype)
     if dx.size:
         choose("pool2d", ENGINES, problem, engine).max_backward(problem, x, grad, dx)
@@ -63,7 +64,7 @@ def avg_pool2d_backward(
     problem, out_shape = problem_of(
         shape, kernel_size, stride, (grad.dtype, out_dtype), capabilities(grad.queue), is_max=False, is_gradient=True
     )
-    _require_grad_shape("avg_pool2d", grad, out_shape)
+    require_gradient("avg_pool2d", grad, out_shape)
     dx = bridge.empty(grad.queue, shape, out_dtype)
     if dx.size:
         choose("pool2d", ENGINES, problem).avg_backward(problem, grad, dx)
@@ -80,7 +81,7 @@ def global_avg_pool2d(x: Tensor, *, out_dtype: str) -> Tensor:
 def global_avg_pool2d_backward(shape: tuple[int, ...], grad: Tensor, *, out_dtype: str) -> Tensor:
     """Gradient of ``global_avg_pool2d`` of a tensor of this shape."""
     n, c, area = _planes(shape)
-    _require_grad_shape("global_avg_pool2d", grad, (n, c, 1, 1))
+    require_gradient("global_avg_pool2d", grad, (n, c, 1, 1))
     return bridge.view(expand(grad, (n * c, area), 1, out_dtype=out_dtype, divisor=float(area)), shape)
 
 
@@ -88,11 +89,6 @@ def _planes(shape: tuple[int, ...]) -> tuple[int, int, int]:
     if len(shape) != 4 or shape[2] * shape[3] == 0:
         raise ValueError(f"global_avg_pool2d takes a tensor of shape (N, C, H, W) with H, W > 0, got {shape}")
     return shape[0], shape[1], shape[2] * shape[3]
-
-
-def _require_grad_shape(name: str, grad: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(grad.shape) != shape:
-        raise ValueError(f"{name}: the gradient must have the result's shape {shape}, got {tuple(grad.shape)}")
 
 
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:

@@ -8,7 +8,7 @@ from typing import Protocol
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import Capabilities
-from clamp.ops.arguments import whole_number
+from clamp.ops.arguments import require_nchw, whole_number
 from clamp.ops.engine import Engine
 
 _SPECIALIZED = ((2, 2), (3, 1), (3, 2))  # (kernel size, stride) that have a program of their own
@@ -78,8 +78,7 @@ def problem_of(
 ) -> tuple[Problem, tuple[int, ...]]:  # fmt: skip
     """The windows that fit into the planes of a tensor of this shape, and the result's shape."""
     name = "max_pool2d" if is_max else "avg_pool2d"
-    if len(shape) != 4:
-        raise ValueError(f"{name} takes a tensor of shape (N, C, H, W), got {shape}")
+    require_nchw(name, shape)
     kernel_size = whole_number(name, "kernel_size", kernel_size, 1, _SQUARES)
     stride = whole_number(name, "stride", stride, 1, _SQUARES)
     n, c, height, width = shape
