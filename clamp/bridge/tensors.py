@@ -232,7 +232,7 @@ def rounded_to_bfloat16(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def on_device(tensor: Tensor) -> bool:
     """Returns whether the tensor lives on an OpenCL device (netcl's "cpu" backend computes in numpy)."""
-    return bool(tensor.backend == "cl")
+    return isinstance(tensor._backend, OpenCLBackend)
 
 
 def require_same_queue(name: str, *tensors: Tensor) -> cl.CommandQueue:

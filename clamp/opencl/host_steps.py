@@ -111,16 +111,17 @@ def undone_by_error(undo: Callable[[], Any]) -> Iterator[None]:
     _over(recording)
 
 
-@contextmanager
-def noting_launches(segments: list[Callable[[], object]]) -> Iterator[None]:
-    """Inside the ``with``, what is recorded becomes a call that repeats it, which is added to a list: in the replay
-    that is under way when it is called, or where it is being recorded. Nothing is added where nothing is recorded."""
+def noting_launches(run: Callable[[], object]) -> list[Callable[[], object]]:
+    """Runs ``run()``. Where that is recorded, returns the one call that repeats what it launched: in the replay that is
+    under way then, or where it is being recorded."""
     recording = recorder()
-    begin = 0 if recording is None else recording.position()
-    yield
-    if recording is not None:
-        end = recording.position()
-        segments.append(lambda: (_thread.repeat or recording.repeat)(begin, end))
+    if recording is None:
+        run()
+        return []
+    begin = recording.position()
+    run()
+    end = recording.position()
+    return [lambda: (_thread.repeat or recording.repeat)(begin, end)]
 
 
 @contextmanager

@@ -44,6 +44,7 @@ class Waiting(Protocol):
 class _BackwardState(threading.local):
     scale: AppliedScale | None = None  # of the backward pass that is running
     layerwise = False  # whether layers have scales of their own in it
+    is_last: Callable[[], bool] = bool  # whether no other will run through its graph when its weights have moved
 
     def __init__(self) -> None:
         self.waiting: dict[object, Waiting] = {}  # the scaled passes around this point, the innermost last
@@ -89,6 +90,12 @@ def layer_scaling() -> AppliedScale | None:
     return _thread.scale if _thread.layerwise else None
 
 
+def is_last() -> bool:
+    """Returns whether no backward will run through the graph of the one that runs when its weights have moved: whether
+    16-bit copies of weights go once they are read."""
+    return _thread.is_last()
+
+
 def gradient_dtype(dtype: str) -> str:
     """The dtype in which this thread's backward pass hands on a gradient that is of this one as a rule."""
     return "float32" if _thread.layerwise else dtype
@@ -113,7 +120,7 @@ def _narrowed(run: Callable[[Any], Any], dtype: str, grad: Any) -> Any:
 
 def deliver(
     run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScale | None, in_half: bool, layerwise: bool,
-    root: Node, again: Callable[[], object],
+    root: Node, again: Callable[[], object], is_last: Callable[[], bool] = bool,
 ) -> list[Any]:  # fmt: skip
     """Runs a backward pass, and marks the gradients that it gives to the leaves of its graph; returns those leaves.
 
@@ -127,20 +134,19 @@ def deliver(
         layerwise: whether each layer has a scale of its own besides.
         root: from which it runs.
         again: does once more, later, all that this call is a part of.
+        is_last: what ``is_last`` returns meanwhile.
     """
     mark = Mark(scale) if scale is not None else PLAIN_HALF if in_half else PLAIN
     before = [(leaf, grad) for leaf in leaves if (grad := getattr(leaf, "grad", None)) is not None]
     aside = [(leaf, grad) for leaf, grad in before if not _adds_up(mark_of(grad), mark)]
-    outer = _thread.scale, _thread.layerwise
+    outer = _thread.scale, _thread.layerwise, _thread.is_last
     try:
-        _thread.scale, _thread.layerwise = scale, layerwise
+        _thread.scale, _thread.layerwise, _thread.is_last = scale, layerwise, is_last
         for leaf, _ in aside:
             leaf.grad = None
         if layerwise:
             narrow_for_others(bridge.graph(root))
-        launches: list[Callable[[], object]] = []
-        with noting_launches(launches):
-            run()
+        launches = noting_launches(run)
         earlier = {id(leaf): grad for leaf, grad in before}
         if before:
             adding_to(before)
@@ -159,7 +165,7 @@ def deliver(
             leaf.grad = grad
         raise
     finally:
-        _thread.scale, _thread.layerwise = outer
+        _thread.scale, _thread.layerwise, _thread.is_last = outer
     if recorder() is not None:
         host_step(partial(restore, snapshot(leaves)))
     return reached

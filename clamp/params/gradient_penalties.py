@@ -38,7 +38,7 @@ def refuse_in(computed: Iterable[Node], leaves: Iterable[Node]) -> None:
 
 def _is_of_gradients(tensor: Any) -> bool:
     """Returns whether a tensor is a gradient, or computed from such."""
-    return mark_of(tensor) is not None or hasattr(tensor, "_made_from_gradient")
+    return hasattr(tensor, "_loss_scaling") or hasattr(tensor, "_made_from_gradient")
 
 
 def note_result(made: TensorLike, parents: Iterable[TensorLike]) -> None:

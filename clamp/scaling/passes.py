@@ -67,11 +67,9 @@ def scaled_pass(
         reached.require_any(scaler, ran=ranks is not None or loss.has_run)
         if scaling is not None and (others := reached.others):
             scaling.warn_of_unnamed(others)
-        launches: list[Callable[[], object]] = []
         with scale_lock, uninterrupted():
             try:
-                with noting_launches(launches):
-                    reached.unscale(scaler, guards)
+                launches = noting_launches(partial(reached.unscale, scaler, guards))
                 if recorder() is None:
                     find = partial(backward_again, reached, scaler, guards, ranks)
                     repeats = None if scaling is None else scaling.repeats(loss.value, scaler, guards, find)
