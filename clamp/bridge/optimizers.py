@@ -150,7 +150,7 @@ def add_missing_state(optimizer: Any) -> None:
     kept = vars(optimizer)
     for name in HOST_STATE:
         state = kept.get(name)
-        if state is not None and isinstance(state, MutableMapping) and not ids <= state.keys():
+        if isinstance(state, dict | MutableMapping) and not ids <= state.keys():  # dict: told without asking the ABC
             for param in params:
                 if id(param) not in state:
                     state[id(param)] = np.zeros(param.shape, np.float32)

@@ -20,11 +20,28 @@ from clamp.interrupts import among, holding, of_threads
 from clamp.opencl.host_steps import host_step, noting_launches, recorder
 from clamp.ops.cast import cast
 from clamp.ops.loss_scale import AppliedScale
-from clamp.params.gradient_marks import PLAIN, PLAIN_HALF, Mark, added, adding_to, mark_of, restore, set_mark, snapshot
+from clamp.params.gradient_marks import (
+    PLAIN,
+    PLAIN_HALF,
+    Mark,
+    added,
+    adding_to,
+    has_lost_bits,
+    mark_of,
+    restore,
+    set_mark,
+    snapshot,
+)
 
 
 class Waiting(Protocol):
-    """Keeps gradients of other scales until a scaled pass ends."""
+    """Keeps gradients of other scales until a scaled pass ends.
+
+    Attributes:
+        refused: the loss, from which backward must not run until then; None without.
+    """
+
+    refused: Node | None
 
     def keep(self, leaf: Tensor, grad: Tensor) -> bool:
         """Takes what was on a leaf before backward; False if the leaf is none of the pass's."""
@@ -183,13 +200,13 @@ def _adds_up(earlier: Mark | None, new: Mark) -> bool:
 
 def _mark_all(leaves: Iterable[Any], earlier: Mapping[int, Tensor], mark: Mark) -> list[Any]:
     """Marks the gradients that have come; the leaves that have got one."""
-    reached = []
+    reached, here = [], threading.get_ident()
     for leaf in leaves:
         grad, last = getattr(leaf, "grad", None), earlier.get(id(leaf))
         if grad is not None and grad is not last:
-            lost_bits = mark.lost_bits or ((known := mark_of(last)) is not None and known.lost_bits)
-            set_mark(grad, mark if mark.is_scaled else PLAIN_HALF if lost_bits else PLAIN)
-            leaf._given_by = threading.get_ident()
+            had_lost = mark is PLAIN and last is not None and has_lost_bits(last)
+            set_mark(grad, PLAIN_HALF if had_lost else mark)
+            leaf._given_by = here
             reached.append(leaf)
     if _thread.reached is not None:
         _thread.reached.update((id(leaf), leaf) for leaf in reached)

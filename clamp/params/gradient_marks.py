@@ -116,7 +116,7 @@ def checked(heard: frozenset[object]) -> Mark:
 
 def lost_bits(params: Iterable[Any]) -> bool:
     """Returns whether a parameter's gradient came through float16 from a loss that was not scaled."""
-    return any(map(_lost_bits, [getattr(param, "grad", None) for param in params]))
+    return any(map(has_lost_bits, [getattr(param, "grad", None) for param in params]))
 
 
 def noted_elsewhere(params: Iterable[Any]) -> list[Tensor]:
@@ -177,8 +177,8 @@ def is_known_to(token: object, grad: Any) -> bool:
 
 def _heard(grad: Tensor) -> frozenset[object]:
     """Returns who knows, or will hear, whether a gradient is finite as it is now."""
-    mark = mark_of(grad)
-    if mark is None or not mark.is_checked or writes.since(grad.buffer, mark.since):
+    mark: Mark | None = getattr(grad, "_loss_scaling", None)
+    if mark is None or not mark.is_checked or (writes.now > mark.since and writes.since(grad.buffer, mark.since)):
         return frozenset()
     return mark.heard
 
@@ -216,8 +216,9 @@ def noting_held() -> Iterator[HeldByReplays]:
         yield held
 
 
-def _lost_bits(grad: Any) -> bool:
-    mark = mark_of(grad)
+def has_lost_bits(grad: Any) -> bool:
+    """Returns whether a gradient came through float16 from a loss that was not scaled."""
+    mark: Mark | None = getattr(grad, "_loss_scaling", None)
     return mark is not None and mark.lost_bits
 
 
@@ -241,7 +242,7 @@ def added(first: Tensor, second: Tensor, dtype: str = "float32") -> Tensor:
     elif known := _heard_of_both(_heard(first), _heard(second)):
         mark = checked(known)
     else:
-        mark = PLAIN_HALF if _lost_bits(first) or _lost_bits(second) else PLAIN
+        mark = PLAIN_HALF if has_lost_bits(first) or has_lost_bits(second) else PLAIN
     total = elementwise("add", bridge.canonical_dtype(dtype), first, second)
     set_mark(total, mark)
     return total
