@@ -150,10 +150,9 @@ def _note_kept(before: Sequence[tuple[Any, Tensor]]) -> None:
 
 def take_over(grad: Tensor, other: Tensor) -> None:
     """Lets a gradient have made the step be skipped that another object for it has made be skipped, and no other."""
-    if (noted := vars(other).get("_not_finite")) is not None:
+    noted = getattr(other, "_not_finite", None)
+    if noted is not getattr(grad, "_not_finite", None):
         grad._not_finite = noted
-    elif "_not_finite" in vars(grad):
-        del grad._not_finite
 
 
 def was_kept(leaf: Tensor, skip: object) -> bool:
@@ -163,7 +162,7 @@ def was_kept(leaf: Tensor, skip: object) -> bool:
 
 def _skipped_by(grad: Any) -> object:
     """The step that a gradient made be skipped, as it is now."""
-    skip, since = getattr(grad, "_not_finite", (None, 0))
+    skip, since = getattr(grad, "_not_finite", None) or (None, 0)
     return None if skip is None or writes.since(grad.buffer, since) else skip
 
 
@@ -189,7 +188,7 @@ class HeldByReplays:
 
     Attributes:
         tensors: those whose gradients they look at, by id.
-        met: gradients that a backward added to.
+        met: gradients that a backward added to, or that replays make.
     """
 
     tensors: dict[int, Tensor] = field(default_factory=dict)
@@ -283,7 +282,7 @@ def copied(grad: Tensor) -> Tensor:
 
 def snapshot(tensors: Iterable[Any]) -> list[Held]:
     """The gradients that tensors have now, with their marks."""
-    tensors = list(tensors)
+    tensors = list({id(tensor): tensor for tensor in tensors}.values())
     if _thread.held is not None:
         _thread.held.tensors.update((id(tensor), tensor) for tensor in tensors)
     grads = [(tensor, getattr(tensor, "grad", None)) for tensor in tensors]
@@ -308,11 +307,12 @@ def restore(held: Iterable[Held], renewed: Mapping[object, object] = MappingProx
     now: dict[int, Mark] = {}  # by ids of marks, which gradients of one pass have in common
     for tensor, grad, mark, shared in held:
         tensor.grad = grad
-        note_shared(tensor, shared)
+        if shared is not None or "_shared" in vars(tensor):
+            note_shared(tensor, shared)
         if mark is not None:
             if id(mark) not in now:
                 now[id(mark)] = _renewed(mark, renewed)
-            set_mark(grad, now[id(mark)])
+            grad._loss_scaling = now[id(mark)]
 
 
 def _renewed(mark: Mark, renewed: Mapping[object, object]) -> Mark:
@@ -326,7 +326,7 @@ def on_gradients(tensors: Iterable[Any], run: Callable[[], Any]) -> Callable[[],
 
     A gradient that an earlier host step has put there is the one, with what is known of it in this replay.
     """
-    tensors = list(tensors)
+    tensors = list({id(tensor): tensor for tensor in tensors}.values())
     held = snapshot(tensors)
     known = {id(tensor) for tensor, _, mark, _ in held if mark is not None and mark.heard}
     grads = {id(tensor): grad for tensor, grad, *_ in held}

@@ -93,6 +93,7 @@ def stepped(params: Sequence[Tensor], optimizer: Any) -> None:
             del over.waiting[key]
         if not any(map(_is_stepped_by_others, over.waiting.values())):
             over.waiting.clear()  # a node that is held would hold them
+            _passes.pop(id(over), None)  # nor does a later step ask for it
             _let_go(over)
 
 
