@@ -117,9 +117,9 @@ def note_child(node: Node) -> None:
             vars(parent).setdefault("children", []).append(child)
 
 
-def children(node: Node) -> list[Node]:
-    """The nodes that were computed from this one, as ``note_child`` was told, and live."""
-    return [child for x in vars(node).get("children", ()) if (child := x()) is not None]
+def children(nodes: Iterable[Node]) -> list[Node]:
+    """The nodes that were computed from these, as ``note_child`` was told, and live."""
+    return [child for node in nodes for x in vars(node).get("children", ()) if (child := x()) is not None]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ After NVIDIA apex's ``multi_tensor_apply``; OpenCL has no arrays of pointers, so
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import TypeAlias
 
 import pyopencl as cl
@@ -125,6 +126,9 @@ def _check_sources(tensors: Sequence[Tensor]) -> None:
         bridge.require_same_queue("check_", *tensors)
 
 
+_IS_IN_PLACE = itemgetter(2)  # of a pair
+
+
 def _by_kind(pairs: Iterable[Pair]) -> dict[str, list[Pair]]:
     kinds: dict[str, list[Pair]] = {}
     for pair in pairs:
@@ -135,7 +139,7 @@ def _by_kind(pairs: Iterable[Pair]) -> dict[str, list[Pair]]:
 def _run(pairs: Iterable[Pair], state: cl.Buffer, multiplier: cl.Buffer, only_check: int) -> None:
     for kind, some in _by_kind(pairs).items():
         # The same storage for source and target is passed once, which leaves room for more tensors.
-        in_place = all(same for _, _, same in some)
+        in_place = all(map(_IS_IN_PLACE, some))
         slots = slots_for(some[0][0].queue, len(some), 1 if in_place else 2, _OTHER_ARGUMENTS_BYTES)
         for start in range(0, len(some), slots):
             _launch(some[start : start + slots], kind, in_place, only_check, slots, state, multiplier)

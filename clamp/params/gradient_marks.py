@@ -350,7 +350,8 @@ def require_unscaled(params: Iterable[Any], call: str, remedy: str) -> None:
     for index, param in enumerate(params):
         model = bridge.model_parameter(param)
         for tensor in (param,) if model is param else (param, model):
-            if scale_of(getattr(tensor, "grad", None)) is not None:
+            mark: Mark | None = getattr(getattr(tensor, "grad", None), "_loss_scaling", None)
+            if mark is not None and mark.scale is not None:
                 raise RuntimeError(
                     f"{call} was called while gradients are still multiplied by the loss scale (parameter {index}, of "
                     f"shape {tuple(param.shape)}): {remedy}"
