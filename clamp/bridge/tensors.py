@@ -193,18 +193,26 @@ def _same(tensor: Tensor, buffer: Any, handle: Any) -> Tensor:
     )
 
 
+_OF_VIEWS = ("buffer", "dtype", "persistent", "requires_grad", "grad_fn")  # what netcl's reshape hands on
+
+
 def view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """The same buffer under another shape of as many elements.
 
     Raises:
         ValueError: the number of elements differs.
     """
-    shape = tuple(int(extent) for extent in shape)
+    shape = tuple(map(int, shape))
     if prod(shape) != tensor.size:
         raise ValueError(
             f"cannot view a tensor of shape {tensor.shape} as {shape}: {tensor.size} elements against {prod(shape)}"
         )
-    return _reshape(tensor, shape)
+    if tensor.queue is not _place.queue or Tensor.__init__ is not _own_init:
+        return _reshape(tensor, shape)
+    made = Tensor.__new__(Tensor)
+    vars(made).update(_place.attributes)
+    vars(made).update({name: getattr(tensor, name) for name in _OF_VIEWS}, shape=shape, _base=tensor)
+    return made
 
 
 def read_bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
