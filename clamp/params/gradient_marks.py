@@ -177,9 +177,12 @@ def is_known_to(token: object, grad: Any) -> bool:
 def _heard(grad: Tensor) -> frozenset[object]:
     """Returns who knows, or will hear, whether a gradient is finite as it is now."""
     mark: Mark | None = getattr(grad, "_loss_scaling", None)
-    if mark is None or not mark.is_checked or (writes.now > mark.since and writes.since(grad.buffer, mark.since)):
-        return frozenset()
-    return mark.heard
+    return frozenset() if mark is None or not mark.is_checked or _is_stale(mark, grad) else mark.heard
+
+
+def _is_stale(mark: Mark, grad: Tensor) -> bool:
+    """Returns whether a gradient was written to since it was checked."""
+    return mark.is_checked and writes.now > mark.since and writes.since(grad.buffer, mark.since)
 
 
 @dataclass
@@ -291,11 +294,8 @@ def snapshot(tensors: Iterable[Any]) -> list[Held]:
 
 def mark_now(grad: Tensor) -> Mark | None:
     """A gradient's mark. Of one that was written to since it was checked, nobody has heard."""
-    mark = mark_of(grad)
-    if mark is None or not mark.is_checked:
-        return mark
-    heard = _heard(grad)
-    return mark if heard is mark.heard else replace(mark, heard=heard)
+    mark: Mark | None = getattr(grad, "_loss_scaling", None)
+    return mark if mark is None or not _is_stale(mark, grad) else replace(mark, heard=frozenset())
 
 
 def restore(held: Iterable[Held], renewed: Mapping[object, object] = MappingProxyType({})) -> None:
