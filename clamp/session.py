@@ -35,6 +35,7 @@ from clamp.params.gradient_marks import lost_bits, noted_elsewhere
 from clamp.params.masters import gathered
 from clamp.patching.patch import Patches, Registration
 from clamp.patching.user_functions import runs_later
+from clamp.patching.wrap import Installed
 from clamp.scaling.dynamic_scale import ScaleRule, make_loss_scale
 from clamp.scaling.loss_scale import LossScale, require_state
 from clamp.scaling.manual import ManualScaling
@@ -356,7 +357,7 @@ def ensure_patched() -> None:
     global _autocast_patches
     with lock:
         _end_what_was_interrupted()
-        if _autocast_patches is not None and not _autocast_patches.installed:  # an interrupted end, or beginning
+        if _autocast_patches is not None and not Installed.now:  # an interrupted end, or beginning
             _release_autocast_patches()
         if _handle is None and _autocast_patches is None:
             _autocast_patches = Patches(default_table(), registrations, _plain_step)

@@ -20,9 +20,8 @@ from clamp.params.delivery import noting_reached, waiting_in
 from clamp.params.gradient_marks import noting_held
 from clamp.params.writes import unnoted
 from clamp.patching.user_functions import CustomBackward, CustomForward
-from clamp.scaling.loss_scale import LossScale, NoLossScale
+from clamp.scaling.loss_scale import NoLossScale
 from clamp.scaling.passes import PassScaling
-from clamp.scaling.scaled_loss import ScaledLoss
 from clamp.scaling.step_guard import steps_withheld
 from tests.faults.check import as_python_does
 from tests.faults.inject import Events
@@ -72,7 +71,6 @@ BOUNDARIES: dict[str, Callable[[], Any]] = {
     "observers told of no op": _inside(untold),
     "observers told in backward": _inside(forward_again),
     "a scaled pass": _inside(lambda: waiting_in(_Pass())),
-    "an open loss": _inside(lambda: ScaledLoss(_LOSS, LossScale(2.0)).open()),
     "gradients noted": _inside(noting_reached),
     "gradients held": _inside(noting_held),
     "a step by a GradScaler": _inside(lambda: PassScaling.stepped_with(_HANDLE, _SCALING, object())),

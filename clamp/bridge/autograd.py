@@ -96,7 +96,7 @@ def make_node(
         return value
     if len(nodes) != len(parents):
         backward = _only_for_nodes(backward, [isinstance(parent, Node) for parent in parents])
-    if not any(needs_grad(node) for node in nodes):
+    if not any(map(needs_grad, nodes)):
         return Node(value=value, op_name=op_name)
     node = Node(value=value, grad_fn=backward, parents=nodes, requires_grad=True, op_name=op_name)
     node.is_clamps = True
@@ -117,9 +117,9 @@ def note_child(node: Node) -> None:
             vars(parent).setdefault("children", []).append(child)
 
 
-def children(node: Node) -> list[Node]:
-    """The nodes that were computed from this one, as ``note_child`` was told, and live."""
-    return [child for x in vars(node).get("children", ()) if (child := x()) is not None]
+def children(nodes: Iterable[Node]) -> list[Node]:
+    """The nodes that were computed from these, as ``note_child`` was told, and live."""
+    return [child for node in nodes for x in vars(node).get("children", ()) if (child := x()) is not None]
 
 
 @contextmanager
@@ -242,17 +242,16 @@ def _only_for_nodes(
     return node_gradients
 
 
-def graph(root: Node) -> Iterator[Node]:
+def graph(root: Node) -> list[Node]:
     """Every node below root, root included, in no particular order."""
+    found = [root]
     seen = {id(root)}
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        yield node
+    for node in found:  # which grows
         for parent in node.parents:
             if id(parent) not in seen:
                 seen.add(id(parent))
-                stack.append(parent)
+                found.append(parent)
+    return found
 
 
 def in_order(root: Node) -> list[Node]:

@@ -150,7 +150,8 @@ def add_missing_state(optimizer: Any) -> None:
     kept = vars(optimizer)
     for name in HOST_STATE:
         state = kept.get(name)
-        if state is not None and isinstance(state, MutableMapping) and not ids <= state.keys():
+        is_state = state is not None and isinstance(state, dict | MutableMapping)  # dict: told without asking an ABC
+        if is_state and not ids <= state.keys():
             for param in params:
                 if id(param) not in state:
                     state[id(param)] = np.zeros(param.shape, np.float32)

@@ -29,6 +29,7 @@ _CANONICAL = {"float": "float32", "half": "float16", "double": "float64", "int":
 _SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 #: bytes of an element
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "float64": 8, "int64": 8}
+_BYTES = ITEMSIZE | {alias: ITEMSIZE[name] for alias, name in _CANONICAL.items()}
 
 
 def canonical_dtype(dtype: str) -> str:
@@ -78,7 +79,7 @@ def to_words(numbers: NDArray[np.float32], dtype: str) -> NDArray[Any]:
 
 def nbytes(tensor: Tensor) -> int:
     """Bytes of a tensor's elements (its pooled buffer may be larger)."""
-    return tensor.size * ITEMSIZE[canonical_dtype(tensor.dtype)]
+    return tensor.size * _BYTES[tensor.dtype]
 
 
 _from_shape = Tensor.from_shape  # netcl's own: a user's goes through clamp/patching/tensors.py
@@ -107,7 +108,7 @@ def empty(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
     """A device tensor with undefined content, from netcl's pool: as ``Tensor.from_shape``, and much faster."""
     if Tensor.__init__ is not _own_init:  # somebody watches tensors being made: clamp.debugging's meter, say
         return _from_shape(queue, shape, dtype=dtype)
-    return _in_memory_of(prod(shape) * ITEMSIZE[canonical_dtype(dtype)], queue, tuple(map(int, shape)), dtype)
+    return _in_memory_of(prod(shape) * _BYTES[dtype], queue, tuple(map(int, shape)), dtype)
 
 
 def _in_memory_of(size: int, queue: cl.CommandQueue, shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -139,6 +140,11 @@ def _place_on(queue: cl.CommandQueue) -> _Place:
     if pool_of is _own_pool_of:
         _place = place
     return place
+
+
+def has_tensors(queue: cl.CommandQueue) -> bool:
+    """Returns whether the last tensor was made on this queue, which is usable then."""
+    return _place.queue is queue
 
 
 def _free_in_order(shared: Any, queue: cl.CommandQueue) -> None:
@@ -182,18 +188,26 @@ def _same(tensor: Tensor, buffer: Any, handle: Any) -> Tensor:
     )
 
 
+_OF_VIEWS = ("buffer", "dtype", "persistent", "requires_grad", "grad_fn")  # what netcl's reshape hands on
+
+
 def view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """The same buffer under another shape of as many elements.
 
     Raises:
         ValueError: the number of elements differs.
     """
-    shape = tuple(int(extent) for extent in shape)
+    shape = tuple(map(int, shape))
     if prod(shape) != tensor.size:
         raise ValueError(
             f"cannot view a tensor of shape {tensor.shape} as {shape}: {tensor.size} elements against {prod(shape)}"
         )
-    return _reshape(tensor, shape)
+    if tensor.queue is not _place.queue or Tensor.__init__ is not _own_init:
+        return _reshape(tensor, shape)
+    made = Tensor.__new__(Tensor)
+    vars(made).update(_place.attributes)
+    vars(made).update({name: getattr(tensor, name) for name in _OF_VIEWS}, shape=shape, _base=tensor)
+    return made
 
 
 def read_bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -227,7 +241,7 @@ def rounded_to_bfloat16(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def on_device(tensor: Tensor) -> bool:
     """Returns whether the tensor lives on an OpenCL device (netcl's "cpu" backend computes in numpy)."""
-    return bool(tensor.backend == "cl")
+    return isinstance(tensor._backend, OpenCLBackend)
 
 
 def require_same_queue(name: str, *tensors: Tensor) -> cl.CommandQueue:
@@ -251,6 +265,9 @@ def _where(tensor: Tensor) -> str:
     return f"{device.name}, queue {tensor.queue.int_ptr:#x}" if device is not None else "numpy backend"
 
 
+_LINK = "_model_param"  # attribute that netcl's optimizers leave
+
+
 def is_weight(tensor: Tensor) -> bool:
     """Returns whether a tensor lives from one iteration to the next: a parameter, or a leaf that is trained."""
     return isinstance(tensor, Parameter) or is_trained(tensor)
@@ -264,12 +281,12 @@ def is_trained(tensor: Tensor) -> bool:
     """
     if tensor.requires_grad:
         return True
-    return not isinstance(tensor, Parameter) and is_linked(tensor) and not has_frozen_mark(tensor)
+    return not isinstance(tensor, Parameter) and _LINK in vars(tensor) and not has_frozen_mark(tensor)
 
 
 def is_linked(tensor: Tensor) -> bool:
     """Returns whether an optimizer of netcl's has been given a tensor, or its master."""
-    return "_model_param" in vars(tensor)
+    return _LINK in vars(tensor)
 
 
 is_frozen = is_frozen_param

@@ -14,10 +14,8 @@ loads, ``Promote`` and ``Match`` read them as they are.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any, Protocol, TypeAlias
 
@@ -25,7 +23,6 @@ from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.regions import LAST_USE, Caching, current_region
 from clamp.casting.results import RESULTS
-from clamp.interrupts import holding, of_threads
 from clamp.ops.cast import cast
 from clamp.ops.loss_scale import fitted, taken_off
 from clamp.params import delivery
@@ -142,25 +139,6 @@ class InputOperand(_LateOperand):
 _LARGE = 1 << 16  # bytes of a copy that it is worth to look for another backward for
 
 
-class _BackwardState(threading.local):
-    @staticmethod
-    def is_last() -> bool:  # of the backward that runs: whether no other will follow after a step
-        return False
-
-
-_backward = of_threads(_BackwardState())
-
-
-def dropping_if(is_last: Callable[[], bool]) -> AbstractContextManager[None]:
-    """Inside the ``with``, in which a backward runs, 16-bit copies of weights go once they are read, if that is so.
-
-    Args:
-        is_last: returns whether no backward will run through the graph when its weights have moved. Asked for each
-            large copy.
-    """
-    return holding(_backward, "is_last", is_last)
-
-
 class WeightOperand(_LateOperand):
     """A float32 parameter whose 16-bit copy is not there yet: a product that reads the parameter itself makes it.
 
@@ -200,7 +178,7 @@ class WeightOperand(_LateOperand):
 
     def goes(self) -> bool:
         """Returns whether the copy is dropped when the backward that runs has read it."""
-        return self._value is not None and bridge.nbytes(self._value) > _LARGE and _backward.is_last()
+        return self._value is not None and bridge.nbytes(self._value) > _LARGE and delivery.is_last()
 
     def drop(self) -> None:
         """Called when only another backward may still read the value."""
@@ -383,22 +361,26 @@ def bound(
         first: applied to the gradient of ``out``, once, for all of them.
         moves: the gradient functions compute nothing, and take a gradient of any dtype, also of an ``out`` in 16 bits.
     """
-    operands = [operand for key in gradients for operand in _each(key)]
-    for operand in operands:
+    operands: list[Operand] = []
+    for key in gradients:
+        operands += key if isinstance(key, tuple) else (key,)
+    late = [operand for operand in operands if isinstance(operand, _LateOperand)]
+    for operand in late:
         operand.forward_done()
-    copies = [operand for operand in operands if isinstance(operand, WeightOperand)]
-    if copies and _are_leaves(operands):  # a first layer's, which is read for the gradient of no input
-        _drop(operand for operand in copies if type(operand) is LastUseOperand)
+        if type(operand) is LastUseOperand and _are_leaves(operands):  # a first layer's: read for no input's gradient
+            operand.drop()
+    copies = [operand for operand in late if isinstance(operand, WeightOperand)] if late else []
 
     def backward(grad: Tensor) -> list[Tensor | None]:
-        wanted = [operand for operand in operands if operand.needs_grad]
-        going = [operand for operand in copies if operand.goes()]
+        wanted = [operand for operand in operands if bridge.needs_grad(operand.parent)]
+        going = copies and [operand for operand in copies if operand.goes()]
         if going and _are_leaves(wanted):  # as above
             _drop(going)
         if first is not None and wanted:
             grad = first(grad)
         found = _found(gradients, wanted, grad)
-        _drop(going)
+        if going:
+            _drop(going)
         return [found.get(operand) for operand in operands]
 
     is_fitted = not moves and out.dtype in bridge.HALF_DTYPES
@@ -439,10 +421,6 @@ def _are_leaves(operands: Iterable[Operand]) -> bool:
 def _drop(operands: Iterable[WeightOperand]) -> None:
     for operand in operands:
         operand.drop()
-
-
-def _each(key: Operand | tuple[Operand, ...]) -> tuple[Operand, ...]:
-    return key if isinstance(key, tuple) else (key,)
 
 
 def as_node(x: Any) -> TensorLike:

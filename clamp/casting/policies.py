@@ -50,9 +50,9 @@ class Policy(ABC):
 
     def operands(self, *xs: TensorLike) -> tuple[Operand, ...]:
         """The arguments as operands, one by one; see `Casting`."""
-        operands = tuple(self._operand(x) for x in xs)
+        operands = tuple(map(self._operand, xs))
         if len(operands) > 1:
-            bridge.require_same_queue("op", *(operand.parent.value for operand in operands))
+            bridge.require_same_queue("op", *[operand.parent.value for operand in operands])
         return operands
 
     @abstractmethod

@@ -15,7 +15,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.interrupts import Flag, holding, of_threads
 from clamp.ops.elementwise import elementwise
-from clamp.params import gradient_penalties
+from clamp.params.gradient_penalties import note_result
 
 
 class Observer:
@@ -51,11 +51,6 @@ class Observer:
 
     def stepped(self, report: Any) -> None:
         """An ``optimizer.step()`` is over, done or skipped: its ``StepReport``."""
-
-
-def _own(made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
-    gradient_penalties.note_result(made, parents)
-    return made
 
 
 def _foreign(made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:  # noqa: ARG001  (as who is told)
@@ -172,11 +167,11 @@ class _Results:
             self.stepping = self._before_step if any(map(_looks_before, self._observers)) else _stepping
             self.stepped = self._step_seen
         else:
-            self.own, self.foreign, self.netcls = _own, _foreign, _netcls
+            self.own, self.foreign, self.netcls = note_result, _foreign, _netcls
             self.backward, self.add, self.stepping, self.stepped = _backward, _add, _stepping, _stepped
 
     def _own_seen(self, made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
-        return self._seen(_own(made, parents), parents)
+        return self._seen(note_result(made, parents), parents)
 
     def _seen(self, made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
         if _in_backward.on or not isinstance(getattr(made, "value", None), Tensor):

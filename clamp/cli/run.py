@@ -200,7 +200,7 @@ class _Passes:
         """
         if not self._handle.is_active() or not isinstance(loss, Node) or not bridge.on_device(loss.value):
             return run(loss, *args, **kwargs)
-        nodes = list(bridge.graph(loss))
+        nodes = bridge.graph(loss)
         if any(map(is_scaled, nodes)):
             return run(loss, *args, **kwargs)
         optimizers = self._optimizers([x.value for x in nodes if bridge.is_leaf(x) and bridge.needs_grad(x)])

@@ -33,7 +33,7 @@ from clamp.recordings.watch import Watch
 from clamp.scaling.backward_pass import PassGradients, tokens
 from clamp.scaling.loss_scale import LossScale, NoLossScale
 from clamp.scaling.passes import scaled_pass
-from clamp.scaling.scaled_loss import ScaledLoss, check_loss, require_graph
+from clamp.scaling.scaled_loss import ScaledLoss, as_pass, check_loss, require_graph
 from clamp.scaling.step_guard import StepGuard, StepGuards
 from clamp.scaling.step_report import History, StepReport
 
@@ -258,7 +258,8 @@ class Graph:
             raise ValueError("loss.backward(grad) cannot be scaled in a graph: multiply the loss instead")
         check_loss(loss)
         require_graph(loss)
-        with scaled_pass(ScaledLoss(loss, self._scaler), self._optimizers, self._all_guards()) as scaled_loss:
+        scaled = ScaledLoss(loss, self._scaler)
+        with as_pass(scaled_pass)(scaled, self._optimizers, self._all_guards()) as scaled_loss:
             Tape(retain_grads=False).backward(scaled_loss)
         self._passes += 1
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from clamp.interrupts import holding, of_threads
 
@@ -38,14 +38,26 @@ class Recorder(Protocol):
         """Runs those from one position to another once more."""
 
 
+class _Replay(NamedTuple):
+    """The replay that is under way; netcl's own, of a bare capture, says nothing of itself.
+
+    Attributes:
+        recorded, now, repeat: see ``replaying``.
+        undo: what an error in it calls.
+    """
+
+    recorded: Sequence[Any]
+    now: Sequence[Any]
+    repeat: Callable[[int, int], None] | None
+    undo: list[Callable[[], Any]]
+
+
 class _RecordingState(threading.local):
     recorder: Recorder | None = None
     suspended: bool = False
 
     def __init__(self) -> None:
-        self.undo: list[Callable[[], Any]] = []  # what an error in the replay that is under way calls
-        self.repeat: Callable[[int, int], None] | None = None  # of the replay that is under way, as a recorder's
-        self.moved: tuple[Sequence[Any], Sequence[Any]] = (), ()  # of the replay that is under way: see moved()
+        self.replay = _Replay((), (), None, [])
 
 
 _thread = of_threads(_RecordingState())
@@ -93,7 +105,7 @@ def host_step(run: Callable[[], Any]) -> Any:
 def _over(recording: Recorder | None) -> None:
     """In a replay, no error after this one undoes what has been."""
     if recording is not None and recorder() is recording:
-        recording.add(lambda *_: _thread.undo.pop(), None, (), None)
+        recording.add(lambda *_: _thread.replay.undo.pop(), None, (), None)
 
 
 @contextmanager
@@ -101,7 +113,7 @@ def undone_by_error(undo: Callable[[], Any]) -> Iterator[None]:
     """Inside the ``with``, an error calls ``undo()`` on its way: here, and in a replay, where a host step raised it."""
     recording = recorder()
     if recording is not None:
-        recording.add(lambda *_: _thread.undo.append(undo), None, (), None)
+        recording.add(lambda *_: _thread.replay.undo.append(undo), None, (), None)
     try:
         yield
     except BaseException:
@@ -111,16 +123,17 @@ def undone_by_error(undo: Callable[[], Any]) -> Iterator[None]:
     _over(recording)
 
 
-@contextmanager
-def noting_launches(segments: list[Callable[[], object]]) -> Iterator[None]:
-    """Inside the ``with``, what is recorded becomes a call that repeats it, which is added to a list: in the replay
-    that is under way when it is called, or where it is being recorded. Nothing is added where nothing is recorded."""
+def noting_launches(run: Callable[[], object]) -> list[Callable[[], object]]:
+    """Runs ``run()``. Where that is recorded, returns the one call that repeats what it launched: in the replay that is
+    under way then, or where it is being recorded."""
     recording = recorder()
-    begin = 0 if recording is None else recording.position()
-    yield
-    if recording is not None:
-        end = recording.position()
-        segments.append(lambda: (_thread.repeat or recording.repeat)(begin, end))
+    if recording is None:
+        run()
+        return []
+    begin = recording.position()
+    run()
+    end = recording.position()
+    return [lambda: (_thread.replay.repeat or recording.repeat)(begin, end)]
 
 
 @contextmanager
@@ -133,20 +146,19 @@ def replaying(
         recorded, now: tensors that it was recorded with, and those whose memory it uses in place of theirs.
         repeat: runs its launches and host steps from one position to another once more.
     """
-    undos: list[Callable[[], Any]] = []
-    moved = recorded, now
-    with holding(_thread, "undo", undos), holding(_thread, "moved", moved), holding(_thread, "repeat", repeat):
+    replay = _Replay(recorded, now, repeat, [])
+    with holding(_thread, "replay", replay):
         try:
             yield
         except BaseException:
-            for undo in reversed(undos):
+            for undo in reversed(replay.undo):
                 undo()
             raise
 
 
 def moved() -> list[tuple[Any, Any]]:
     """In a replay, the tensors that it was recorded with, each with the one whose memory it uses in place of theirs."""
-    return list(zip(*_thread.moved, strict=True))
+    return list(zip(_thread.replay.recorded, _thread.replay.now, strict=True))
 
 
 class HostValue:

@@ -7,6 +7,7 @@ After NVIDIA apex's ``multi_tensor_apply``; OpenCL has no arrays of pointers, so
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import TypeAlias
 
 import pyopencl as cl
@@ -116,13 +117,16 @@ def _distinct(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterable[
     return written.values()
 
 
+_IS_IN_PLACE = itemgetter(2)  # of a pair
+
+
 def _run(pairs: Iterable[Pair], state: cl.Buffer, multiplier: cl.Buffer, only_check: int) -> None:
     kinds: dict[str, list[Pair]] = {}
     for pair in pairs:
         kinds.setdefault(bridge.STORAGE[pair[0].dtype], []).append(pair)
     for kind, some in kinds.items():
         # The same storage for source and target is passed once, which leaves room for more tensors.
-        in_place = all(same for _, _, same in some)
+        in_place = all(map(_IS_IN_PLACE, some))
         slots = slots_for(some[0][0].queue, len(some), 1 if in_place else 2, _OTHER_ARGUMENTS_BYTES)
         for start in range(0, len(some), slots):
             _launch(some[start : start + slots], kind, in_place, only_check, slots, state, multiplier)

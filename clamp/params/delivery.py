@@ -20,11 +20,28 @@ from clamp.interrupts import among, holding, of_threads
 from clamp.opencl.host_steps import host_step, noting_launches, recorder
 from clamp.ops.cast import cast
 from clamp.ops.loss_scale import AppliedScale
-from clamp.params.gradient_marks import PLAIN, PLAIN_HALF, Mark, added, adding_to, mark_of, restore, set_mark, snapshot
+from clamp.params.gradient_marks import (
+    PLAIN,
+    PLAIN_HALF,
+    Mark,
+    added,
+    adding_to,
+    has_lost_bits,
+    mark_of,
+    restore,
+    set_mark,
+    snapshot,
+)
 
 
 class Waiting(Protocol):
-    """Keeps gradients of other scales until a scaled pass ends."""
+    """Keeps gradients of other scales until a scaled pass ends.
+
+    Attributes:
+        refused: the loss, from which backward must not run until then; None without.
+    """
+
+    refused: Node | None
 
     def keep(self, leaf: Tensor, grad: Tensor) -> bool:
         """Takes what was on a leaf before backward; False if the leaf is none of the pass's."""
@@ -44,6 +61,7 @@ class Waiting(Protocol):
 class _BackwardState(threading.local):
     scale: AppliedScale | None = None  # of the backward pass that is running
     layerwise = False  # whether layers have scales of their own in it
+    is_last: Callable[[], bool] = bool  # whether no other will run through its graph when its weights have moved
 
     def __init__(self) -> None:
         self.waiting: dict[object, Waiting] = {}  # the scaled passes around this point, the innermost last
@@ -89,6 +107,12 @@ def layer_scaling() -> AppliedScale | None:
     return _thread.scale if _thread.layerwise else None
 
 
+def is_last() -> bool:
+    """Returns whether no backward will run through the graph of the one that runs when its weights have moved: whether
+    16-bit copies of weights go once they are read."""
+    return _thread.is_last()
+
+
 def gradient_dtype(dtype: str) -> str:
     """The dtype in which this thread's backward pass hands on a gradient that is of this one as a rule."""
     return "float32" if _thread.layerwise else dtype
@@ -113,7 +137,7 @@ def _narrowed(run: Callable[[Any], Any], dtype: str, grad: Any) -> Any:
 
 def deliver(
     run: Callable[[], object], leaves: Sequence[Any], scale: AppliedScale | None, in_half: bool, layerwise: bool,
-    root: Node, again: Callable[[], object],
+    root: Node, again: Callable[[], object], is_last: Callable[[], bool] = bool,
 ) -> list[Any]:  # fmt: skip
     """Runs a backward pass, and marks the gradients that it gives to the leaves of its graph; returns those leaves.
 
@@ -127,20 +151,19 @@ def deliver(
         layerwise: whether each layer has a scale of its own besides.
         root: from which it runs.
         again: does once more, later, all that this call is a part of.
+        is_last: what ``is_last`` returns meanwhile.
     """
     mark = Mark(scale) if scale is not None else PLAIN_HALF if in_half else PLAIN
     before = [(leaf, grad) for leaf in leaves if (grad := getattr(leaf, "grad", None)) is not None]
     aside = [(leaf, grad) for leaf, grad in before if not _adds_up(mark_of(grad), mark)]
-    outer = _thread.scale, _thread.layerwise
+    outer = _thread.scale, _thread.layerwise, _thread.is_last
     try:
-        _thread.scale, _thread.layerwise = scale, layerwise
+        _thread.scale, _thread.layerwise, _thread.is_last = scale, layerwise, is_last
         for leaf, _ in aside:
             leaf.grad = None
         if layerwise:
             narrow_for_others(bridge.graph(root))
-        launches: list[Callable[[], object]] = []
-        with noting_launches(launches):
-            run()
+        launches = noting_launches(run)
         earlier = {id(leaf): grad for leaf, grad in before}
         if before:
             adding_to(before)
@@ -159,7 +182,7 @@ def deliver(
             leaf.grad = grad
         raise
     finally:
-        _thread.scale, _thread.layerwise = outer
+        _thread.scale, _thread.layerwise, _thread.is_last = outer
     if recorder() is not None:
         host_step(partial(restore, snapshot(leaves)))
     return reached
@@ -177,13 +200,13 @@ def _adds_up(earlier: Mark | None, new: Mark) -> bool:
 
 def _mark_all(leaves: Iterable[Any], earlier: Mapping[int, Tensor], mark: Mark) -> list[Any]:
     """Marks the gradients that have come; the leaves that have got one."""
-    reached = []
+    reached, here = [], threading.get_ident()
     for leaf in leaves:
         grad, last = getattr(leaf, "grad", None), earlier.get(id(leaf))
         if grad is not None and grad is not last:
-            lost_bits = mark.lost_bits or ((known := mark_of(last)) is not None and known.lost_bits)
-            set_mark(grad, mark if mark.is_scaled else PLAIN_HALF if lost_bits else PLAIN)
-            leaf._given_by = threading.get_ident()
+            had_lost = mark is PLAIN and last is not None and has_lost_bits(last)
+            set_mark(grad, PLAIN_HALF if had_lost else mark)
+            leaf._given_by = here
             reached.append(leaf)
     if _thread.reached is not None:
         _thread.reached.update((id(leaf), leaf) for leaf in reached)

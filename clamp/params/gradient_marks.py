@@ -116,7 +116,7 @@ def checked(heard: frozenset[object]) -> Mark:
 
 def lost_bits(params: Iterable[Any]) -> bool:
     """Returns whether a parameter's gradient came through float16 from a loss that was not scaled."""
-    return any(map(_lost_bits, [getattr(param, "grad", None) for param in params]))
+    return any(map(has_lost_bits, [getattr(param, "grad", None) for param in params]))
 
 
 def noted_elsewhere(params: Iterable[Any]) -> list[Tensor]:
@@ -150,10 +150,9 @@ def _note_kept(before: Sequence[tuple[Any, Tensor]]) -> None:
 
 def take_over(grad: Tensor, other: Tensor) -> None:
     """Lets a gradient have made the step be skipped that another object for it has made be skipped, and no other."""
-    if (noted := vars(other).get("_not_finite")) is not None:
+    noted = getattr(other, "_not_finite", None)
+    if noted is not getattr(grad, "_not_finite", None):
         grad._not_finite = noted
-    elif "_not_finite" in vars(grad):
-        del grad._not_finite
 
 
 def was_kept(leaf: Tensor, skip: object) -> bool:
@@ -163,7 +162,7 @@ def was_kept(leaf: Tensor, skip: object) -> bool:
 
 def _skipped_by(grad: Any) -> object:
     """The step that a gradient made be skipped, as it is now."""
-    skip, since = getattr(grad, "_not_finite", (None, 0))
+    skip, since = getattr(grad, "_not_finite", None) or (None, 0)
     return None if skip is None or writes.since(grad.buffer, since) else skip
 
 
@@ -177,10 +176,13 @@ def is_known_to(token: object, grad: Any) -> bool:
 
 def _heard(grad: Tensor) -> frozenset[object]:
     """Returns who knows, or will hear, whether a gradient is finite as it is now."""
-    mark = mark_of(grad)
-    if mark is None or not mark.is_checked or writes.since(grad.buffer, mark.since):
-        return frozenset()
-    return mark.heard
+    mark: Mark | None = getattr(grad, "_loss_scaling", None)
+    return frozenset() if mark is None or not mark.is_checked or _is_stale(mark, grad) else mark.heard
+
+
+def _is_stale(mark: Mark, grad: Tensor) -> bool:
+    """Returns whether a gradient was written to since it was checked."""
+    return mark.is_checked and writes.now > mark.since and writes.since(grad.buffer, mark.since)
 
 
 @dataclass
@@ -189,7 +191,7 @@ class HeldByReplays:
 
     Attributes:
         tensors: those whose gradients they look at, by id.
-        met: gradients that a backward added to.
+        met: gradients that a backward added to, or that replays make.
     """
 
     tensors: dict[int, Tensor] = field(default_factory=dict)
@@ -216,8 +218,9 @@ def noting_held() -> Iterator[HeldByReplays]:
         yield held
 
 
-def _lost_bits(grad: Any) -> bool:
-    mark = mark_of(grad)
+def has_lost_bits(grad: Any) -> bool:
+    """Returns whether a gradient came through float16 from a loss that was not scaled."""
+    mark: Mark | None = getattr(grad, "_loss_scaling", None)
     return mark is not None and mark.lost_bits
 
 
@@ -241,7 +244,7 @@ def added(first: Tensor, second: Tensor, dtype: str = "float32") -> Tensor:
     elif known := _heard_of_both(_heard(first), _heard(second)):
         mark = checked(known)
     else:
-        mark = PLAIN_HALF if _lost_bits(first) or _lost_bits(second) else PLAIN
+        mark = PLAIN_HALF if has_lost_bits(first) or has_lost_bits(second) else PLAIN
     total = elementwise("add", bridge.canonical_dtype(dtype), first, second)
     set_mark(total, mark)
     return total
@@ -282,7 +285,7 @@ def copied(grad: Tensor) -> Tensor:
 
 def snapshot(tensors: Iterable[Any]) -> list[Held]:
     """The gradients that tensors have now, with their marks."""
-    tensors = list(tensors)
+    tensors = list({id(tensor): tensor for tensor in tensors}.values())
     if _thread.held is not None:
         _thread.held.tensors.update((id(tensor), tensor) for tensor in tensors)
     grads = [(tensor, getattr(tensor, "grad", None)) for tensor in tensors]
@@ -291,11 +294,8 @@ def snapshot(tensors: Iterable[Any]) -> list[Held]:
 
 def mark_now(grad: Tensor) -> Mark | None:
     """A gradient's mark. Of one that was written to since it was checked, nobody has heard."""
-    mark = mark_of(grad)
-    if mark is None or not mark.is_checked:
-        return mark
-    heard = _heard(grad)
-    return mark if heard is mark.heard else replace(mark, heard=heard)
+    mark: Mark | None = getattr(grad, "_loss_scaling", None)
+    return mark if mark is None or not _is_stale(mark, grad) else replace(mark, heard=frozenset())
 
 
 def restore(held: Iterable[Held], renewed: Mapping[object, object] = MappingProxyType({})) -> None:
@@ -307,11 +307,12 @@ def restore(held: Iterable[Held], renewed: Mapping[object, object] = MappingProx
     now: dict[int, Mark] = {}  # by ids of marks, which gradients of one pass have in common
     for tensor, grad, mark, shared in held:
         tensor.grad = grad
-        note_shared(tensor, shared)
+        if shared is not None or "_shared" in vars(tensor):
+            note_shared(tensor, shared)
         if mark is not None:
             if id(mark) not in now:
                 now[id(mark)] = _renewed(mark, renewed)
-            set_mark(grad, now[id(mark)])
+            grad._loss_scaling = now[id(mark)]
 
 
 def _renewed(mark: Mark, renewed: Mapping[object, object]) -> Mark:
@@ -325,7 +326,7 @@ def on_gradients(tensors: Iterable[Any], run: Callable[[], Any]) -> Callable[[],
 
     A gradient that an earlier host step has put there is the one, with what is known of it in this replay.
     """
-    tensors = list(tensors)
+    tensors = list({id(tensor): tensor for tensor in tensors}.values())
     held = snapshot(tensors)
     known = {id(tensor) for tensor, _, mark, _ in held if mark is not None and mark.heard}
     grads = {id(tensor): grad for tensor, grad, *_ in held}
@@ -349,7 +350,8 @@ def require_unscaled(params: Iterable[Any], call: str, remedy: str) -> None:
     for index, param in enumerate(params):
         model = bridge.model_parameter(param)
         for tensor in (param,) if model is param else (param, model):
-            if scale_of(getattr(tensor, "grad", None)) is not None:
+            mark: Mark | None = getattr(getattr(tensor, "grad", None), "_loss_scaling", None)
+            if mark is not None and mark.scale is not None:
                 raise RuntimeError(
                     f"{call} was called while gradients are still multiplied by the loss scale (parameter {index}, of "
                     f"shape {tuple(param.shape)}): {remedy}"

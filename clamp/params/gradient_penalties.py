@@ -38,23 +38,24 @@ def refuse_in(computed: Iterable[Node], leaves: Iterable[Node]) -> None:
 
 def _is_of_gradients(tensor: Any) -> bool:
     """Returns whether a tensor is a gradient, or computed from such."""
-    return mark_of(tensor) is not None or hasattr(tensor, "_made_from_gradient")
+    return hasattr(tensor, "_loss_scaling") or hasattr(tensor, "_made_from_gradient")
 
 
-def note_result(made: TensorLike, parents: Iterable[TensorLike]) -> None:
-    """Follows what is computed from gradients, to notice where a penalty enters a loss as a constant.
+def note_result(made: TensorLike, parents: Iterable[TensorLike]) -> TensorLike:
+    """Follows what is computed from gradients, to notice where a penalty enters a loss as a constant. Returns ``made``.
 
     Raises:
         NotImplementedError: here it does.
     """
-    for parent in parents:
+    for parent in parents:  # of every op: as ``_is_of_gradients``, and short
         value = parent.value
-        if not _is_of_gradients(value):
+        if not (hasattr(value, "_loss_scaling") or hasattr(value, "_made_from_gradient")):
             continue
         if not bridge.is_leaf(made):
             refuse(not isinstance(parent, Node) and _is_penalty(value, made.value))  # backward looks at nodes
         elif isinstance(made.value, Tensor):
             made.value._made_from_gradient = True
+    return made
 
 
 def _is_penalty(constant: Any, result: Any) -> bool:

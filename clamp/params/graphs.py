@@ -69,9 +69,7 @@ def is_over_at_step(computed: Sequence[Node], leaves: Iterable[Any], retain_grap
     if len(steppers) != 1 or None in steppers:
         return False
     inside = {id(node) for node in computed}
-    return all(
-        id(child) in inside or hasattr(child, "last_pass") for node in computed for child in bridge.children(node)
-    )
+    return all(id(child) in inside or hasattr(child, "last_pass") for child in bridge.children(computed))
 
 
 def stepped(params: Sequence[Tensor], optimizer: Any) -> None:
@@ -93,6 +91,7 @@ def stepped(params: Sequence[Tensor], optimizer: Any) -> None:
             del over.waiting[key]
         if not any(map(_is_stepped_by_others, over.waiting.values())):
             over.waiting.clear()  # a node that is held would hold them
+            _passes.pop(id(over), None)  # nor does a later step ask for it
             _let_go(over)
 
 
@@ -113,8 +112,7 @@ def _let_go(over: _Backward) -> None:
     nodes = [node for x in over.nodes if (node := x()) is not None and getattr(node, "last_pass", None) is over]
     needed = {
         id(below)
-        for node in nodes
-        for child in bridge.children(node)
+        for child in bridge.children(nodes)
         if not hasattr(child, "last_pass")
         for below in bridge.graph(child)
     }

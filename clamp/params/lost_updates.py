@@ -114,7 +114,12 @@ def expect(master: Tensor) -> None:
 
 def is_expected(master: Tensor) -> bool:
     """Returns whether the next step of a master is to be measured."""
-    return bool(_unmeasured) and id(master) in _unmeasured
+    return id(master) in _unmeasured
+
+
+def expected(masters: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Those of these masters whose next step is to be measured."""
+    return [*filter(is_expected, masters)] if _unmeasured else ()
 
 
 def measure(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

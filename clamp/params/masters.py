@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -165,27 +165,30 @@ def pairs(optimizer: Any) -> list[Pair]:
     Raises:
         TypeError: the optimizer has no ``params``, or they are not tensors.
     """
-    params = bridge.optimizer_parameters(optimizer)
     owned = bridge.is_netcl_optimizer(optimizer)
-    for index, param in enumerate(params):
-        master = _master_in_place_of(param, owned)
-        if master is not param:
-            bridge.replace_parameter(optimizer, index, master)
-            params[index] = master
+    found: list[Pair] = []
+    for index, param in enumerate(bridge.optimizer_parameters(optimizer)):
+        model = bridge.model_parameter(param)
+        if model is not param or param.dtype in HALF_DTYPES:
+            master = _master_in_place_of(param, model, owned)
+            if master is not param:
+                bridge.replace_parameter(optimizer, index, master)
+            found.append((master, bridge.model_parameter(master)))
+        else:
+            found.append((param, param))
     if owned:
         bridge.add_missing_state(optimizer)
-    return [(param, bridge.model_parameter(param)) for param in params]
+    return found
 
 
-def _master_in_place_of(param: Tensor, owned: bool) -> Tensor:
+def _master_in_place_of(param: Tensor, model: Tensor, owned: bool) -> Tensor:
     """Returns what an optimizer must step in place of one of its ``params``: mostly that itself."""
     if param.dtype in HALF_DTYPES:
         known = bridge.master_of(param)
         if known is None and not (owned and bridge.on_device(param)):
             return param  # an optimizer of the user's that steps 16-bit tensors itself
         return known or master_for(param)
-    model = bridge.model_parameter(param)
-    if model is param or model.dtype not in HALF_DTYPES:
+    if model.dtype not in HALF_DTYPES:
         return param
     known = bridge.master_of(model)
     if known is None:  # netcl made this master before clamp was there
@@ -253,18 +256,19 @@ def gather_all(optimizer: Any, found: Sequence[Pair]) -> None:
         gather(master, model)
 
 
-@contextmanager
-def stepping(found: Sequence[Pair]) -> Iterator[None]:
-    """Around an optimizer's own ``step``, which writes masters: ``rewriting`` after it brings parameters up to them.
+def stepping(found: Sequence[Pair], run: Callable[[], Any]) -> Any:
+    """Runs an optimizer's own ``step``, which writes masters: ``rewriting`` after it brings parameters up to them.
 
     Args:
         found: what ``gathered`` returned.
     """
+    if not found:
+        return run()
     for master, model in found:
         bridge.freeze_like(master, model)
     _behind.update((id(master), model) for master, model in found)
-    with bridge.without_write_back([master for master, _ in found]) if found else nullcontext():
-        yield
+    with bridge.without_write_back([master for master, _ in found]):
+        return run()
 
 
 #: while their optimizer steps, 16-bit parameters that have not been rewritten yet, by id of their masters

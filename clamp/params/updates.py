@@ -36,8 +36,10 @@ class _Prepared:
         written: the ids of the parameters' buffers.
     """
 
-    def __init__(self, update: bridge.Update, params: Sequence[Tensor], copies: Sequence[Copy | None]) -> None:
-        self.places, self.key = _places_of(params), _key_of(update, copies)
+    def __init__(
+        self, update: bridge.Update, params: Sequence[Tensor], places: list[int], copies: Sequence[Copy | None]
+    ) -> None:
+        self.places, self.key = places, _key_of(update, copies)
         buffers = [buffer for param in params for buffer in buffers_of(param)]
         self.written = frozenset(map(id, buffers))
         self._held = list(params), buffers, update.kept, copies  # so that ids stay unique
@@ -73,8 +75,9 @@ class OptimizerStep:
             return
         prepared = _prepared.get(self._optimizer)
         params = bridge.stepped(self._optimizer)
-        if prepared is not None and prepared.places == _places_of(params):
-            self._ready = self._found(params)
+        places = _places_of(params)
+        if prepared is not None and prepared.places == places:
+            self._ready = self._found(params, places)
 
     def __call__(self) -> Any:
         """Steps the optimizer.
@@ -94,9 +97,9 @@ class OptimizerStep:
         """Returns calls that step these parameters and rewrite their 16-bit ones; the last one counts the step."""
         ready = self._ready
         if ready is None or not ready.is_for(params):
-            ready = self._found(params)
+            ready = self._found(params, _places_of(params))
         if ready is None and masters.widen_gradients(params):
-            ready = self._found(params)
+            ready = self._found(params, _places_of(params))
         if ready is not None:
             return self._launches_of(ready)
         for param in params:
@@ -113,8 +116,7 @@ class OptimizerStep:
 
     def _launches_of(self, ready: _Ready) -> list[Callable[[], Any]]:
         optimizer, launches = self._optimizer, ready.launches
-        measured = [param for param in ready.params if lost_updates.is_expected(param)]
-        last: list[Callable[[], Any]] = masters.rewriting(measured, optimizer)
+        last: list[Callable[[], Any]] = masters.rewriting(lost_updates.expected(ready.params), optimizer)
         last.append(partial(bridge.count_step, optimizer, ready.update))
         if not launches.has_parts:
             return [*launches.pieces(ready.update.numbers, ready.grads), *last]
@@ -123,19 +125,19 @@ class OptimizerStep:
             last.append(partial(bridge.set_roundings, optimizer, turn))
         return [*splitting(ready.params), *launches.pieces(ready.update.numbers, ready.grads, mixed(turn)), *last]
 
-    def _found(self, params: Sequence[Tensor]) -> _Ready | None:
+    def _found(self, params: Sequence[Tensor], places: list[int]) -> _Ready | None:
         """Returns the step that is ready for these parameters; None if it is netcl's to make."""
         if not self._has_rule:
             return None
         prepared = _prepared.get(self._optimizer)
-        if not _fit(params, prepared):
+        if not _fit(params, places, prepared):
             return None
         update = bridge.next_update(self._optimizer, params)
         if update is None:
             return None
         copies = masters.copies_of(params)
-        if prepared is None or prepared.places != _places_of(params) or prepared.key != _key_of(update, copies):
-            prepared = _prepared[self._optimizer] = _Prepared(update, params, copies)
+        if prepared is None or prepared.places != places or prepared.key != _key_of(update, copies):
+            prepared = _prepared[self._optimizer] = _Prepared(update, params, places, copies)
         return _Ready(prepared.launches, update, copies, params, [param.grad for param in params])
 
 
@@ -214,8 +216,7 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
     stepped = [master for master, _ in found]
     step_clock.tick(optimizer)
     try:
-        with masters.stepping(found):
-            result = run()
+        result = masters.stepping(found, run)
     except BaseException:
         in_turn(masters.rewriting(stepped, optimizer))
         raise
@@ -276,11 +277,11 @@ def _key_of(update: bridge.Update, copies: Sequence[Copy | None]) -> list[Any]:
     return [update.rule, *map(id, update.kept), *written]
 
 
-def _fit(params: Sequence[Tensor], prepared: _Prepared | None) -> bool:
+def _fit(params: Sequence[Tensor], places: list[int], prepared: _Prepared | None) -> bool:
     """Returns whether these parameters and their gradients are what the launches take."""
     if not params:
         return False
-    if prepared is None or prepared.places != _places_of(params):
+    if prepared is None or prepared.places != places:
         if not (all(map(bridge.can_update, params)) and all(param.queue is params[0].queue for param in params)):
             return False
         buffers = [buffer for param in params for buffer in buffers_of(param)]
@@ -289,10 +290,11 @@ def _fit(params: Sequence[Tensor], prepared: _Prepared | None) -> bool:
         written = frozenset(map(id, buffers))
     else:
         written = prepared.written
-    return all(_is_gradient(param.grad, param, written) for param in params)
+    return all(map(partial(_has_gradient, written), params))
 
 
-def _is_gradient(grad: Any, param: Tensor, written: frozenset[int]) -> bool:
+def _has_gradient(written: frozenset[int], param: Tensor) -> bool:
+    grad: Any = param.grad
     return (
         isinstance(grad, Tensor)
         and grad.dtype == "float32"

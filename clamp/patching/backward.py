@@ -6,13 +6,13 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.arguments import reporter
-from clamp.casting.operands import cast_node, dropping_if
+from clamp.casting.operands import cast_node
 from clamp.casting.regions import called_in, current_region, thread_casts_off
 from clamp.casting.results import RESULTS
 from clamp.functions import recompute
@@ -107,42 +107,62 @@ def tape_backward(
         RuntimeError: the loss has lost its graph, or the gradients would be of several scales. Nothing was changed.
     """
     gradient_penalties.refuse(create_graph)
-    computed, leaves, scaled, in_half = [], [], [], False
+    computed, leaves, scaled, starts, in_half = [], [], [], [loss], False
+    recomputed = False
     for node in bridge.graph(loss):  # of every node of every step: short
         node.grad = None
         if node.parents:
             node.value.grad = None
             computed.append(node)
             in_half = in_half or node.value.dtype in _FLOAT16
-            if node.op_name == SCALE_OP:
+            if node.op_name == SCALE_OP and is_scaled(node):
                 scaled.append(node)
-            elif node.op_name == recompute.OP and isinstance(node.grad_fn, recompute.Backward):
-                node.grad_fn.segment.begin()
-                in_half = in_half or node.grad_fn.segment.in_half
+                starts += node.parents
+            elif node.op_name == recompute.OP:
+                recomputed = True
+                in_half = _begins_in_half(node) or in_half
         else:
             leaves.append(node)
-    for start in (loss, *(unscaled for node in scaled for unscaled in node.parents)):
+    for start in starts:
         if start.requires_grad and bridge.is_cut(start):
             require_graph(start)
     gradient_penalties.refuse_in(computed, leaves)
-    scaler = scaler_of(loss, [node for node in scaled if is_scaled(node)])
-    replaced = bridge.merge_leaves(leaves, computed)
+    scaler = scaler_of(loss, scaled)
     values = list({id(leaf.value): leaf.value for leaf in leaves}.values())
+    replaced = bridge.merge_leaves(leaves, computed) if len(values) < len(leaves) else {}
     scale = None if scaler is None else scaler.applied()
     run = partial(RESULTS.backward, wrapped, loss, grad)
     again = partial(tape_backward, wrapped, instance, loss, grad, retain_graph=retain_graph)
     layerwise = scaler is not None and scaler.layerwise
-    is_last = cache(partial(graphs.is_over_at_step, computed, values, bool(retain_graph)))
-    if any(node.op_name == recompute.OP for node in computed):
+    is_last = _asked_once(partial(graphs.is_over_at_step, computed, values, bool(retain_graph)))
+    if recomputed:
         is_last()  # asked later, it would meet the nodes of a forward that is run again
-    with dropping_if(is_last):
-        reached = called_in(None, delivery.deliver, run, values, scale, in_half, layerwise, loss, again)
+    reached = called_in(None, delivery.deliver, run, values, scale, in_half, layerwise, loss, again, is_last)
     for leaf in leaves if replaced else ():
         leaf.grad = leaf.value.grad
     graphs.ran(computed, reached, bool(retain_graph))
     for node in () if instance.retain_grads else computed:
         if node is not loss:
             del node.grad
+
+
+def _begins_in_half(node: Node) -> bool:
+    """A backward through a block that is run again begins; returns whether float16 numbers take part in it."""
+    if not isinstance(node.grad_fn, recompute.Backward):
+        return False
+    node.grad_fn.segment.begin()
+    return bool(node.grad_fn.segment.in_half)
+
+
+def _asked_once(ask: Callable[[], bool]) -> Callable[[], bool]:
+    answers: list[bool] = []
+
+    def answer() -> bool:
+        if not answers:
+            answers.append(ask())
+        return answers[0]
+
+    return answer
 
 
 @replaces("netcl.autograd.engine.Node.backward")

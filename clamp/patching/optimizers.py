@@ -125,7 +125,10 @@ def _clipped(own: Any, optimizer: Any, max_norm: float | None = None) -> Any:
 
 def _definer(cls: type, name: str) -> type | None:
     """The class among those that ``cls`` inherits from, itself first, that defines a method."""
-    return next((base for base in cls.__mro__ if name in vars(base)), None)
+    for base in cls.__mro__:
+        if name in vars(base):
+            return base
+    return None
 
 
 @meets_in_optimizers("zero_grad")

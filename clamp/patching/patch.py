@@ -70,9 +70,6 @@ class Patches:
         registrations: the user's functions to cast.
         step: wrapper of every optimizer's ``step``.
         by_module: whether modules have rules, so that their calls are wrapped.
-
-    Attributes:
-        installed: whether all of it is in place.
     """
 
     def __init__(
@@ -84,7 +81,6 @@ class Patches:
         self._bindings = Bindings()
         self._steps = Steps(self._bindings, step)
         self.wrap_step, self.wrap_own_step = self._steps.wrap, self._steps.wrap_own
-        self.installed = False
 
     def install(self) -> None:
         """Wraps everything; on an error nothing stays wrapped."""
@@ -107,7 +103,7 @@ class Patches:
                 if name not in sys.modules:
                     when_imported(name)
             listen(self._module_imported)
-            Installed.now = self.installed = True
+            Installed.now = True
         except BaseException:
             self.remove()
             raise
@@ -117,7 +113,6 @@ class Patches:
 
         A call that was interrupted can be made again.
         """
-        self.installed = False
         for end in BEFORE_REMOVAL:
             end()
         Installed.now = False

@@ -147,7 +147,7 @@ def from_host(
     wrapped: Any, instance: None, /, queue: Any, data: Any, dtype: str | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
     """A tensor of host values; to bfloat16 numbers are rounded, where netcl would cut them to integer words."""
-    if isinstance(queue, cl.CommandQueue):
+    if not bridge.has_tensors(queue) and isinstance(queue, cl.CommandQueue):
         require_usable(queue)
     if dtype == "bfloat16" and np.asarray(data).dtype != np.uint16:
         data = to_bf16_host(np.asarray(data).astype(np.float32))

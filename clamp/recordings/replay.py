@@ -148,7 +148,7 @@ class ReplayPlan:
         def run_all(steps: Sequence[_Step]) -> None:
             for run, queue, indices, unchanged, sync in steps:
                 if unchanged is None or watched:
-                    run(queue, *[buffers[index] for index in indices])
+                    run(queue, *map(buffers.__getitem__, indices))
                 else:
                     unchanged()
                 if sync is not None:
@@ -200,7 +200,9 @@ def _step_of(launch: CapturedKernelLaunch, found: Mapping[int, int]) -> _Step:
         found: by the numbers of its arguments, those of the buffers that a replay puts there.
     """
     run: Callable[..., None] = partial(_call, launch, tuple(found))
-    unchanged = None
+    unchanged: Callable[[], Any] | None = None
+    if not found:
+        unchanged = partial(launch.kernel, launch.queue, launch.global_size, launch.local_size, *launch.args)
     if isinstance(launch.kernel, cl.Kernel):
         with suppress(cl.Error):  # a driver that makes no copies of kernels: one is given all of its arguments again
             run = own = Launch.like(launch.kernel, launch.global_size, launch.local_size, launch.args, found)

@@ -111,6 +111,7 @@ class Replayable(Recorded):
         self._note_gradients(had)
         self._note_inputs()
         self._moving = [made for made in self._made.values() if made.moves]
+        gradients.held.met += [made.tensor for made in self._made.values() if made.size]
         given = [*(call.tensors[index] for index in self._inputs), *(self._aliases[id(x)] for x in self._entered)]
         moving = [*(upload.tensor for _, upload in self._uploads), *(made.tensor for made in self._moving)]
         super().__init__(ReplayPlan(attempt, given, self._state.values(), moving), watch)
@@ -221,7 +222,6 @@ class Replayable(Recorded):
         for made in self._made.values():
             if made.size:
                 made.tensor.buffer = fresh[id(made.first or made.tensor)].buffer
-                gradient_marks.take_over(made.tensor, fresh[id(made.first or made.tensor)])
         others = [self._call.tensors[index] for index in self._untrained]
         theirs = [x.grad for x in others]
         self._gradients.held.forget_skips()

@@ -179,8 +179,8 @@ class Variants(Generic[R]):
 
     def runs_always(self, key: Key) -> bool:
         """Returns whether calls of this key run as they are, for good."""
-        kind = self._kinds.get(key)
-        return self._never or (kind is not None and kind.never) or (self._stopped and not (kind and kind.kept))
+        kind: _Kind[R] = self._kinds.get(key, _Kind())
+        return self._never or kind.never or (self._stopped and not kind.kept)
 
     def run_always(self, key: Key) -> None:
         """Calls of this key cannot be recorded: they run as they are from now on."""

@@ -103,6 +103,7 @@ class PassGradients:
         self._slots = list(slots.values())
         self._by_model = {id(slot.model): slot for slot in self._slots}
         self._ran: list[_Run] = []
+        self.refused: Node | None = None
         self._came: Sequence[Tensor | None] | None = None  # all that was there at its end
         self._is_alone = True  # no pass is inside of another
         for outer in delivery.passes_around():
@@ -214,8 +215,8 @@ class PassGradients:
         """
         # netcl's own functions give gradients to what is frozen by requires_grad as well, and no step reads them.
         trained = [slot.reached for slot in self._slots if not bridge.is_frozen(slot.model)]
-        marks = [mark_of(grad) for grad in trained if grad is not None]
-        if not marks:
+        came = [grad for grad in trained if grad is not None]
+        if not came:
             run = "" if ran else "run scaled_loss.backward() or tape.backward(scaled_loss) there, and "
             cleared = ", and that they were not cleared after backward" if ran else ""
             raise RuntimeError(
@@ -223,7 +224,8 @@ class PassGradients:
                 f"as scaled_loss`: {run}check that the loss depends on this optimizer's parameters, and that some are "
                 f"not frozen{cleared}"
             )
-        if not scaler.scales or None in marks:  # a user's own gradient
+        marks = {id(mark): mark for mark in map(mark_of, came)}.values()  # most have one in common
+        if not scaler.scales or any(mark is None for mark in marks):  # a user's own gradient
             return
         if not ran or not any(mark.is_scaled or mark.is_checked for mark in marks if mark is not None):
             raise RuntimeError(
@@ -249,7 +251,8 @@ class PassGradients:
             now = None if grad is None else true[id(grad)]
             other = None if other is None else true.get(id(other), other)
             slot.master.grad = now if other is None else other if now is None else gradient_marks.added(other, now)
-            masters.share_gradient(slot.master, slot.model)
+            if slot.model is not slot.master:
+                masters.share_gradient(slot.master, slot.model)
 
 
 def tokens(guards: Iterable[StepGuard]) -> list[object]:
@@ -291,8 +294,9 @@ def unscale_all(
     for scale, sources in by_scale.values():
         scaler.unscale_(sources, [targets[id(source)] for source in sources], None if scale is live else scale)
     scaler.check_(true)
-    for grad in (source for _, sources in by_scale.values() for source in sources if id(source) not in kept):
-        gradient_marks.set_mark(grad, None)  # where it was widened, nobody needs it or its scale any more
+    for source in [source for _, sources in by_scale.values() for source in sources]:
+        if id(source) not in kept and targets[id(source)] is not source:
+            gradient_marks.set_mark(source, None)  # it was widened: nobody needs it or its scale any more
     mark = gradient_marks.checked(heard) if scaler.scales else gradient_marks.PLAIN
     for target in targets.values():
         gradient_marks.set_mark(target, mark)

@@ -33,11 +33,10 @@ from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld
 from clamp.scaling.step_report import History, warn_user
 
 
-@contextmanager
 def scaled_pass(
     loss: ScaledLoss, optimizers: Sequence[Any], guards: Sequence[StepGuard], scaling: PassScaling | None = None
-) -> Iterator[Node]:
-    """One scaled backward pass, which the body of the ``with`` runs from what this yields.
+) -> Generator[Node, None, None]:
+    """One scaled backward pass, for ``as_pass``, whose ``with`` runs it from what this yields.
 
     At the end of the ``with`` gradients are divided by the scale, the scale moves, and the optimizers know which scale
     their steps depend on. An error leaves gradients, scale and counters as they were.
@@ -55,8 +54,10 @@ def scaled_pass(
     repeats: Repeats | None = None
     reached = PassGradients(optimizers, of_all=scaling is not None and scaling.divides_all)
     with undone_by_error(reached.put_back):
-        with delivery.waiting_in(reached), loss.open():
+        reached.refused = loss.unscaled
+        with delivery.waiting_in(reached):
             yield loss.node()
+        reached.refused = None
         if scaling is not None and not scaling.is_active:
             raise RuntimeError(
                 "the AMP handle was shut down inside `with handle.scale_loss(...)`, whose end divides gradients: "
@@ -67,11 +68,9 @@ def scaled_pass(
         reached.require_any(scaler, ran=ranks is not None or loss.has_run)
         if scaling is not None and (others := reached.others):
             scaling.warn_of_unnamed(others)
-        launches: list[Callable[[], object]] = []
         with scale_lock, uninterrupted():
             try:
-                with noting_launches(launches):
-                    reached.unscale(scaler, guards)
+                launches = noting_launches(partial(reached.unscale, scaler, guards))
                 if recorder() is None:
                     find = partial(backward_again, reached, scaler, guards, ranks)
                     repeats = None if scaling is None else scaling.repeats(loss.value, scaler, guards, find)
@@ -221,8 +220,7 @@ class PassScaling:
                 self._shown = None
                 host_step(settle_late)
                 scaled = ScaledLoss(loss, self._on(loss.value.queue, scaler))
-                with scaled_pass(scaled, optimizers, guards, self) as scaled_loss:
-                    yield scaled_loss
+                yield from scaled_pass(scaled, optimizers, guards, self)
                 return
             if self.ranks is not None:
                 raise ValueError("handle.distribute averages gradients of OpenCL devices, not of netcl's numpy backend")

@@ -6,16 +6,14 @@ right for the gradients of a sum of both.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, _GeneratorContextManager, nullcontext
+from contextlib import _GeneratorContextManager
 from functools import partial, wraps
 from typing import Any, NoReturn
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.operands import Operand, bound
-from clamp.interrupts import among, of_threads
 from clamp.params import delivery
 from clamp.scaling.loss_scale import LossScale
 
@@ -96,6 +94,11 @@ class ScaledLoss:
         self._loss, self.scaler, self.has_run = loss, scaler, False
 
     @property
+    def unscaled(self) -> Node | None:
+        """The loss, from which no backward may run as long as it is scaled; None where nothing is scaled."""
+        return self._loss if self.scaler.scales else None
+
+    @property
     def value(self) -> Tensor:
         """The loss's value."""
         value: Tensor = self._loss.value
@@ -104,10 +107,6 @@ class ScaledLoss:
     def node(self) -> Node:
         """The loss times its scale, from which backward is to run."""
         return scaled_node(self._loss, self.scaler, partial(setattr, self, "has_run", True))
-
-    def open(self) -> AbstractContextManager[None]:
-        """Inside the ``with``, backward from the loss, and not from the scaled node, is refused in this thread."""
-        return among(_open.losses, self._loss) if self.scaler.scales else nullcontext()
 
 
 # ---------------------------------------------------------------------------------------------- where backward starts
@@ -180,16 +179,8 @@ def as_pass(function: Callable[..., Generator[Node, None, None]]) -> Callable[..
     return begin
 
 
-class _Open(threading.local):
-    def __init__(self) -> None:
-        self.losses: dict[object, Node] = {}
-
-
-_open = of_threads(_Open())
-
-
 def _refuse_open(root: Node) -> None:
-    if any(root is loss for loss in _open.losses.values()):
+    if any(root is around.refused for around in delivery.passes_around()):
         raise RuntimeError(
             "backward was run from the loss itself inside `with handle.scale_loss(loss, optimizer) as scaled_loss`: "
             "run it from what the with gives, scaled_loss.backward() or tape.backward(scaled_loss). The gradients "

@@ -400,8 +400,7 @@ class StepGuards(bridge.Listed):
         """Wrapper of every optimizer's ``step`` (wrapt's form)."""
         if id(optimizer) in self._running.values():  # an overriding step that calls its base class's
             return wrapped(*args, **kwargs)
-        closure = next((x for x in (*args, *kwargs.values()) if callable(x)), None)
-        if closure is not None:
+        if any(map(callable, (*args, *kwargs.values()))):
             raise RuntimeError(
                 "optimizer.step(closure) cannot be used under AMP: a closure runs backward without loss scaling. "
                 "Run backward inside `with handle.scale_loss(...)` and call step() without arguments."
