@@ -187,6 +187,24 @@ def _same(tensor: Tensor, buffer: Any, handle: Any) -> Tensor:
     )
 
 
+class LetGo(Tensor):  # type: ignore[misc]  # netcl has no types
+    """What stands in a graph for a computed tensor that nobody reads any more: its shape, dtype and queue."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype, self._backend = tensor.shape, tensor.dtype, tensor._backend
+        self.context, self.queue, self.requires_grad = tensor.context, tensor.queue, tensor.requires_grad
+        self._frozen = has_frozen_mark(tensor)
+
+    @property
+    def buffer(self) -> Any:
+        """Raises RuntimeError: its memory is gone."""
+        raise RuntimeError(
+            f"the value of a computed node, {self.dtype} of shape {tuple(self.shape)}, was let go: no backward reads "
+            "it, and nobody but the graph held the node. Hold the node (or its value) in a variable from the forward "
+            "on, or record the forward on a tape that keeps everything, ag.Tape(retain_grads=True)"
+        )
+
+
 def view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """The same buffer under another shape of as many elements.
 

@@ -48,11 +48,13 @@ def apply_unary(
     (operand,) = float_operands(casting, x)
     out = elementwise(op, casting.result_dtype(operand), operand.value, parameters=parameters)
 
-    def gradient(grad: Tensor) -> Tensor:
-        saved = out if from_out else operand.value
-        return elementwise(grad_op, operand.grad_dtype, grad, saved, parameters=parameters)
+    saved = out if from_out else None  # nothing else of the two is held
 
-    return bound(out, {operand: gradient}, op, tape)
+    def gradient(grad: Tensor) -> Tensor:
+        read = operand.value if saved is None else saved
+        return elementwise(grad_op, operand.grad_dtype, grad, read, parameters=parameters)
+
+    return bound(out, {operand: gradient}, op, tape, unread=(operand,) if from_out else ())
 
 
 def apply_broadcast(
@@ -68,7 +70,9 @@ def apply_broadcast(
     values = [x.value if isinstance(x, Operand) else x for x in inputs]
     out = elementwise(op, casting.result_dtype(*operands), *values)
     del values  # backward reads operands anew, so that an input's 16-bit copy does not live until then
-    return bound(out, gradients_by(inputs, gradients, inputs), op, tape)
+    read = {name for x, rule in zip(inputs, gradients, strict=True) if isinstance(x, Operand) for name in rule}
+    unread = [x for index, x in enumerate(inputs) if isinstance(x, Operand) and index not in read]
+    return bound(out, gradients_by(inputs, gradients, inputs), op, tape, unread=unread)
 
 
 def gradients_by(xs: Sequence[Operand | float], rules: Sequence[Gradient], inputs: Sequence[Any]) -> Gradients:
@@ -147,7 +151,8 @@ def add_relu(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None =
         whole = all(operand.shape == out.shape for operand in wanted)
         return elementwise("relu_grad", dtypes.pop() if whole and len(dtypes) == 1 else "float32", grad, out)
 
-    return bound(out, gradients_by(operands, (PASS, PASS), ()), "add_relu", tape, first=through)
+    gradients = gradients_by(operands, (PASS, PASS), ())
+    return bound(out, gradients, "add_relu", tape, first=through, unread=operands)
 
 
 @implements("netcl.autograd.bias_add", "netcl.ops.elementwise.bias_add", uses=(elementwise, sum_to_shape))
@@ -220,7 +225,8 @@ def where(casting: Casting, condition: TensorLike, a: Argument, b: Argument, tap
     out = elementwise("where", casting.result_dtype(*operands), choice.value, *branches)
     del branches
     rules = (("where_grad_a", "g", 0), ("where_grad_b", "g", 0))
-    return bound(out, {choice: None, **gradients_by(inputs, rules, (choice,))}, "where", tape)
+    gradients = gradients_by(inputs, rules, (choice,))
+    return bound(out, {choice: None, **gradients}, "where", tape, unread=operands)
 
 
 def _masked_operands(casting: Casting, x: TensorLike, mask: TensorLike) -> tuple[Operand, Tensor]:
@@ -245,7 +251,7 @@ def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float =
     def gradient(grad: Tensor) -> Tensor:
         return masked_fill_backward(grad, where, out_dtype=operand.grad_dtype)
 
-    return bound(out, {operand: gradient}, "masked_fill", tape)
+    return bound(out, {operand: gradient}, "masked_fill", tape, unread=(operand,))
 
 
 @implements("netcl.ops.lm_ops.masked_fill_backward", uses=(elementwise,))

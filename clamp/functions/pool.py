@@ -53,7 +53,7 @@ def avg_pool2d(casting: Casting, x: Any, kernel_size: int = 2, stride: int = 2, 
     def gradient(grad: Tensor) -> Tensor:
         return ops.avg_pool2d_backward(shape, grad, kernel_size, stride, out_dtype=operand.grad_dtype)
 
-    return bound(out, {operand: gradient}, "avg_pool2d", tape)
+    return bound(out, {operand: gradient}, "avg_pool2d", tape, unread=(operand,))
 
 
 @implements("netcl.autograd.global_avg_pool2d", "netcl.nn.pooling.global_avg_pool2d", uses=(reduce_sum,))
@@ -70,7 +70,7 @@ def global_avg_pool2d(casting: Casting, x: Any, tape: Tape | None = None) -> Any
     def gradient(grad: Tensor) -> Tensor:
         return ops.global_avg_pool2d_backward(shape, grad, out_dtype=operand.grad_dtype)
 
-    return bound(out, {operand: gradient}, "global_avg_pool2d", tape)
+    return bound(out, {operand: gradient}, "global_avg_pool2d", tape, unread=(operand,))
 
 
 @implements("netcl.nn.pooling.max_pool2d_backward", uses=ops.ENGINES)
@@ -126,7 +126,7 @@ def pad2d(casting: Casting, x: Any, pad: int = 1, mode: str = "zero", tape: Tape
             return cast(grad, operand.grad_dtype)
         return pad_ops.pad2d_backward(grad, shape, pad, mode, out_dtype=operand.grad_dtype)
 
-    return bound(out, {operand: gradient}, "pad2d", tape)
+    return bound(out, {operand: gradient}, "pad2d", tape, unread=(operand,))
 
 
 @implements("netcl.nn.padding.pad2d_backward", uses=(pad_ops,))

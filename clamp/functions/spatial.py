@@ -79,7 +79,7 @@ def upsample(
     def gradient(grad: Tensor) -> Tensor:
         return upsample_ops.upsample_backward(grad, shape, mode, align_corners, out_dtype=operand.grad_dtype)
 
-    return bound(out, {operand: gradient}, "upsample", tape)
+    return bound(out, {operand: gradient}, "upsample", tape, unread=(operand,))
 
 
 # -------------------------------------------------------------------------------------------- grids

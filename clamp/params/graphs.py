@@ -8,17 +8,24 @@ values of nodes that are held stay. A program needs a graph for longer where
 - backward was told so: ``retain_graph=True``;
 - another backward has run through it since, whose gradients no step has used: a second one, a GAN's;
 - something that is still there was computed from it, and no backward has run from that: another optimizer's loss.
+
+Before that, in the forward, values go that no backward reads, as PyTorch never keeps them: a node that only its graph
+refers to stays a part of it, without the value.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
+from math import prod
+from sys import getrefcount
 from typing import Any
 
 from clamp import bridge
-from clamp.bridge import Node, Tensor
+from clamp.bridge import Node, Tape, Tensor
+from clamp.interrupts import of_threads
 
 
 class _Backward:
@@ -128,3 +135,99 @@ def _gone(grad: Tensor) -> list[Tensor | None]:
         "loss.backward(retain_graph=True) or tape.backward(loss, retain_graph=True) at the backward before it; else "
         "compute the loss anew, or go on from a value: ag.tensor(node.value)"
     )
+
+
+# ---------------------------------------------------------------------------------------------- in the forward
+
+LARGE = 1 << 15  # elements of a value that it is worth to look for who holds it
+_ABOVE = 4  # how many nodes above a new one are looked at: those farther up were, when others were made
+_FEW = 8
+
+
+class _Held(threading.local):
+    """Nodes that somebody held besides the graph when they were looked at: they are looked at again."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[int, weakref.ref[Node]] = {}
+        self.most = _FEW
+
+
+_held = of_threads(_Held())
+
+
+def _own_references() -> int:
+    """How many references Python counts of its own where a loop counts those to what it is at."""
+    count = 0
+    for x in [object()]:
+        count = getrefcount(x)
+    return count - 1  # the list's
+
+
+_OWN = _own_references()
+
+
+def let_values_go(made_from: Iterable[Any], watched: bool) -> None:
+    """A node was made: of those that its parents were made from, the values go that nothing but the graph can reach and
+    that no gradient function reads.
+
+    Args:
+        made_from: the node's parents; tensors that are no nodes are passed by.
+        watched: whether somebody looks at results, some of which are shown in backward only.
+    """
+    tape = bridge.current_tape()
+    if tape is not None and tape.retain_grads:  # whoever asks for that looks at nodes
+        return
+    for node in made_from:
+        if isinstance(node, Node):
+            _look_at(node.parents, tape, watched)
+    if len(_held.nodes) > _held.most:
+        _look_again(tape, watched)
+        _held.most = 2 * len(_held.nodes) + _FEW
+
+
+def forward_is_over(loss: Node, tape: Tape, watched: bool) -> None:
+    """A backward begins from a node: what its forward has held until now is looked at for the last time.
+
+    Args:
+        tape: that it is run by.
+    """
+    tape = tape if tape.nodes else bridge.current_tape() or tape
+    if not tape.retain_grads:
+        _look_at(loss.parents, tape, watched)
+        _look_again(tape, watched)
+    _held.nodes.clear()
+    _held.most = _FEW
+
+
+def _look_again(tape: Tape | None, watched: bool) -> None:
+    held, _held.nodes = _held.nodes, {}
+    # Those below come first: what shows another's memory would keep that.
+    nodes = [node for node in [reference() for reference in reversed(held.values())] if node is not None]
+    _look_at(nodes, tape, watched, others=1)
+
+
+def _look_at(nodes: Sequence[Node], tape: Tape | None, watched: bool, *, above: int = _ABOVE, others: int = 0) -> None:
+    """Lets values go of nodes, and of those above them.
+
+    Args:
+        nodes: those that a node was made from, in its own list.
+        tape: that of their graph.
+        above: how many levels of nodes.
+        others: how many references to each of ``nodes`` there are besides those of the graph: that of another list.
+    """
+    for node in nodes:
+        value = node.value
+        if not node.parents or prod(value.shape) <= LARGE:
+            continue
+        # Whose value others hold, gradient functions before all, would only seem to go.
+        if getrefcount(value) - _OWN == 1 and not isinstance(value, bridge.LetGo):
+            if getrefcount(node) - _OWN - others != bridge.references(node, tape):
+                _held.nodes[id(node)] = weakref.ref(node)
+            elif not (watched and _is_to_be_seen(node)):
+                node.value = bridge.LetGo(value)
+        if above > 1:
+            _look_at(node.parents, tape, watched, above=above - 1)
+
+
+def _is_to_be_seen(node: Node) -> bool:
+    return not all(hasattr(x, "is_observed") for x in (node, *bridge.children(node)))
