@@ -126,12 +126,16 @@ def children(node: Node) -> list[Node]:
 def references(node: Node, tape: Tape | None) -> int:
     """How many references to a computed node its graph holds: those of the nodes computed from it, of the operands that
     their ``grad_fn`` names (an attribute), and of a tape."""
-    count, counted = 0, set[int]()
-    for child in {id(child): child for child in children(node)}.values():
-        count += sum(parent is node for parent in child.parents)
+    count, counted = 0, list[int]()
+    for child in children(node):
+        if id(child) in counted:  # it was computed from this one twice
+            continue
+        counted.append(id(child))
+        for parent in child.parents:
+            count += parent is node
         for operand in getattr(child.grad_fn, "operands", ()):
-            if operand.parent is node and id(operand) not in counted:
-                counted.add(id(operand))
+            if operand.parent is node and id(operand) not in counted:  # several may share one
+                counted.append(id(operand))
                 count += 1
     place = getattr(node, "place_on_tape", None)
     if tape is not None and place is not None and place < len(tape.nodes):
@@ -142,6 +146,12 @@ def references(node: Node, tape: Tape | None) -> int:
 def current_tape() -> Tape | None:
     """The tape around."""
     return engine.get_current_tape()
+
+
+def is_recorded_in(nodes: list[Node]) -> bool:
+    """Returns whether the tape around records into this list."""
+    tape = engine.get_current_tape()
+    return tape is not None and tape.nodes is nodes
 
 
 @contextmanager

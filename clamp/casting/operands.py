@@ -422,7 +422,7 @@ def bound(
     made = RESULTS.own(bridge.make_node(out, run, parents, op_name, tape), parents)
     for operand in operands if moves else unread:
         operand.is_not_read()
-    if prod(out.shape) > graphs.LARGE:
+    if prod(out.shape) > graphs.LARGE or prod(parents[0].value.shape) > graphs.LARGE:
         graphs.let_values_go(parents, RESULTS.watched)
     return made
 

@@ -20,6 +20,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound, float_operands, owned_value
 from clamp.casting.registry import implements, leave_to_netcl_if
+from clamp.functions.recompute import computed
 from clamp.ops.elementwise import elementwise, masked_fill_backward
 from clamp.ops.elementwise import masked_fill as fill_masked
 from clamp.ops.reduce_to_shape import sum_to_shape
@@ -46,8 +47,9 @@ def apply_unary(
 ) -> Any:  # fmt: skip
     """Records ``y = op(x)``; backward is ``grad_op(g, x)``, or ``grad_op(g, y)`` with ``from_out``."""
     (operand,) = float_operands(casting, x)
-    out = elementwise(op, casting.result_dtype(operand), operand.value, parameters=parameters)
-
+    dtype, value = casting.result_dtype(operand), operand.value
+    out = computed(partial(elementwise, op, dtype, value, parameters=parameters), value, operand.shape, dtype)
+    del value  # as below
     saved = out if from_out else None  # nothing else of the two is held
 
     def gradient(grad: Tensor) -> Tensor:
@@ -68,8 +70,10 @@ def apply_broadcast(
     found = iter(operands)
     inputs = [x if is_scalar(x) else next(found) for x in xs]
     values = [x.value if isinstance(x, Operand) else x for x in inputs]
-    out = elementwise(op, casting.result_dtype(*operands), *values)
-    del values  # backward reads operands anew, so that an input's 16-bit copy does not live until then
+    dtype, shapes = casting.result_dtype(*operands), {operand.shape for operand in operands}
+    make = partial(elementwise, op, dtype, *values)
+    out = computed(make, operands[0].value, shapes.pop(), dtype) if len(shapes) == 1 else make()
+    del values, make  # backward reads operands anew, so that an input's 16-bit copy does not live until then
     read = {name for x, rule in zip(inputs, gradients, strict=True) if isinstance(x, Operand) for name in rule}
     unread = [x for index, x in enumerate(inputs) if isinstance(x, Operand) and index not in read]
     return bound(out, gradients_by(inputs, gradients, inputs), op, tape, unread=unread)

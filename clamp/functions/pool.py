@@ -11,6 +11,7 @@ from clamp import bridge
 from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Casting, bound, float_operands, floats_as_is
 from clamp.casting.registry import implements
+from clamp.functions.recompute import is_needless
 from clamp.ops import pad as pad_ops
 from clamp.ops import pool as ops
 from clamp.ops.arguments import whole_number
@@ -31,7 +32,17 @@ def max_pool2d(casting: Casting, x: Any, kernel_size: int = 2, stride: int = 2, 
         ValueError: x is not NCHW, or no window fits.
     """
     (operand,) = float_operands(casting, x)
-    out = ops.max_pool2d(operand.value, kernel_size, stride, out_dtype=casting.result_dtype(operand))
+    dtype = casting.result_dtype(operand)
+
+    def pooled() -> Tensor:
+        return ops.max_pool2d(operand.value, kernel_size, stride, out_dtype=dtype)
+
+    shape = operand.shape
+    if is_needless():
+        sides = ((extent - kernel_size) // stride + 1 for extent in shape[-2:])
+        out: Tensor = bridge.Late(pooled, operand.value, (*shape[:-2], *sides), dtype)
+    else:
+        out = pooled()
 
     def gradient(grad: Tensor) -> Tensor:
         return ops.max_pool2d_backward(operand.value, grad, kernel_size, stride, out_dtype=operand.grad_dtype)

@@ -140,19 +140,19 @@ def _gone(grad: Tensor) -> list[Tensor | None]:
 # ---------------------------------------------------------------------------------------------- in the forward
 
 LARGE = 1 << 15  # elements of a value that it is worth to look for who holds it
-_ABOVE = 4  # how many nodes above a new one are looked at: those farther up were, when others were made
-_FEW = 8
+_FEW = 8  # nodes that are looked at together: the functions that made the first of them have returned
+_LAST = 4  # levels of nodes below a loss, which have no large one below them
 
 
-class _Held(threading.local):
-    """Nodes that somebody held besides the graph when they were looked at: they are looked at again."""
+class _Waiting(threading.local):
+    """Nodes with children that are to be looked at, or again, as somebody held them; and how many are too many."""
 
     def __init__(self) -> None:
         self.nodes: dict[int, weakref.ref[Node]] = {}
         self.most = _FEW
 
 
-_held = of_threads(_Held())
+_waiting = of_threads(_Waiting())
 
 
 def _own_references() -> int:
@@ -167,22 +167,19 @@ _OWN = _own_references()
 
 
 def let_values_go(made_from: Iterable[Any], watched: bool) -> None:
-    """A node was made: of those that its parents were made from, the values go that nothing but the graph can reach and
-    that no gradient function reads.
+    """A node was made: of those that it and others before were made from, the values go that nothing but the
+    graph can reach and that no gradient function reads.
 
     Args:
         made_from: the node's parents; tensors that are no nodes are passed by.
         watched: whether somebody looks at results, some of which are shown in backward only.
     """
-    tape = bridge.current_tape()
-    if tape is not None and tape.retain_grads:  # whoever asks for that looks at nodes
-        return
+    if len(_waiting.nodes) >= _waiting.most:
+        _look(bridge.current_tape(), watched)
+        _waiting.most = len(_waiting.nodes) + _FEW
     for node in made_from:
-        if isinstance(node, Node):
-            _look_at(node.parents, tape, watched)
-    if len(_held.nodes) > _held.most:
-        _look_again(tape, watched)
-        _held.most = 2 * len(_held.nodes) + _FEW
+        if isinstance(node, Node) and node.parents and prod(node.value.shape) > LARGE:
+            _waiting.nodes[id(node)] = weakref.ref(node)
 
 
 def forward_is_over(loss: Node, tape: Tape, watched: bool) -> None:
@@ -191,42 +188,59 @@ def forward_is_over(loss: Node, tape: Tape, watched: bool) -> None:
     Args:
         tape: that it is run by.
     """
-    tape = tape if tape.nodes else bridge.current_tape() or tape
-    if not tape.retain_grads:
-        _look_at(loss.parents, tape, watched)
-        _look_again(tape, watched)
-    _held.nodes.clear()
-    _held.most = _FEW
+    _wait_for_those_above(loss.parents, _LAST)
+    if _waiting.nodes:
+        _look(tape if tape.nodes else bridge.current_tape() or tape, watched)
+        _waiting.nodes.clear()
+    _waiting.most = _FEW
 
 
-def _look_again(tape: Tape | None, watched: bool) -> None:
-    held, _held.nodes = _held.nodes, {}
-    # Those below come first: what shows another's memory would keep that.
-    nodes = [node for node in [reference() for reference in reversed(held.values())] if node is not None]
-    _look_at(nodes, tape, watched, others=1)
+def _wait_for_those_above(nodes: Sequence[Node], levels: int) -> None:
+    for node in nodes:
+        if node.parents:
+            if levels > 1:
+                _wait_for_those_above(node.parents, levels - 1)
+            if prod(node.value.shape) > LARGE:
+                _waiting.nodes.setdefault(id(node), weakref.ref(node))
 
 
-def _look_at(nodes: Sequence[Node], tape: Tape | None, watched: bool, *, above: int = _ABOVE, others: int = 0) -> None:
-    """Lets values go of nodes, and of those above them.
+def _look(tape: Tape | None, watched: bool) -> None:
+    waiting, _waiting.nodes = _waiting.nodes, {}
+    if tape is not None and tape.retain_grads:  # whoever asks for that looks at nodes
+        return
+    # Those below come first: what shows another's memory keeps that.
+    nodes = [node for node in [reference() for reference in waiting.values()] if node is not None]
+    while nodes:
+        node = nodes.pop()
+        value = node.value
+        # Whose value others hold, gradient functions before all, would only seem to go.
+        if getrefcount(value) - _OWN > 1 or isinstance(value, bridge.LetGo) or (watched and _is_to_be_seen(node)):
+            continue
+        if getrefcount(node) - _OWN != bridge.references(node, tape):
+            _waiting.nodes[id(node)] = weakref.ref(node)
+            continue
+        node.value = bridge.LetGo(value)
+        if bridge.base_of(value) is not None:  # who has its memory may have been passed by
+            value = None
+            nodes += [x for x in node.parents if x.parents and not any(x is other for other in nodes)]
+
+
+def unread(nodes: Sequence[Node]) -> frozenset[int]:
+    """The places of those nodes whose values no gradient function of theirs reads, nor any op that is needed for one:
+    a run that is for its gradients alone need not compute them.
 
     Args:
-        nodes: those that a node was made from, in its own list.
-        tape: that of their graph.
-        above: how many levels of nodes.
-        others: how many references to each of ``nodes`` there are besides those of the graph: that of another list.
+        nodes: all that a function has computed, in order, before anybody else has got them.
     """
-    for node in nodes:
-        value = node.value
-        if not node.parents or prod(value.shape) <= LARGE:
-            continue
-        # Whose value others hold, gradient functions before all, would only seem to go.
-        if getrefcount(value) - _OWN == 1 and not isinstance(value, bridge.LetGo):
-            if getrefcount(node) - _OWN - others != bridge.references(node, tape):
-                _held.nodes[id(node)] = weakref.ref(node)
-            elif not (watched and _is_to_be_seen(node)):
-                node.value = bridge.LetGo(value)
-        if above > 1:
-            _look_at(node.parents, tape, watched, above=above - 1)
+    found, ids = list[int](), set[int]()
+    for place in reversed(range(len(nodes))):
+        node = nodes[place]
+        children, value = bridge.children(node), node.value
+        views = sum(id(child) in ids and bridge.base_of(child.value) is value for child in children)
+        if getrefcount(value) - _OWN - 1 == views and all(id(child) in ids for child in children):
+            found.append(place)
+            ids.add(id(node))
+    return frozenset(found)
 
 
 def _is_to_be_seen(node: Node) -> bool:

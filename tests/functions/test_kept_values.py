@@ -112,6 +112,7 @@ def test_who_walks_a_graph_is_told_that_a_value_is_gone(queue: cl.CommandQueue) 
     x = _leaf(queue)
     with amp.init(dtype="float16", loss_scale=1.0):
         loss = ag.mean(ag.add(ag.add(ag.add(x, 1.0), 1.0), 1.0))
+        loss.backward()
         node = loss.parents[0].parents[0].parents[0]
         assert (node.value.shape, node.value.dtype) == (SHAPE, "float32")
         with pytest.raises(RuntimeError, match="Hold the node"):
